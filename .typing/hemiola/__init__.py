@@ -1,0 +1,1 @@
+../../hemiola/__init__.py

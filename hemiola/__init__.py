@@ -1,0 +1,18 @@
+"""Hemiola compiles hybrid language models (recurrence + attention) into engines and serves them."""
+
+from importlib import import_module
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+_checkout = Path(__file__).resolve().parent.parent
+if (_checkout / "pyproject.toml").is_file():  # source tree: the packages sit beside this folder, not in it
+    __path__.append(str(_checkout))
+
+_homes = {"LLM": "llm", "SamplingParams": "request", "Client": "client", "Refused": "errors"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _homes:
+        raise AttributeError(f"module 'hemiola' has no attribute {name!r}")
+    return getattr(import_module(f"hemiola.runtime.{_homes[name]}"), name)

@@ -1,0 +1,149 @@
+"""The contract between builder and runtime: `manifest.json`, the only file of an engine that the runtime parses."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import hemiola
+from hemiola.runtime.errors import Refused
+
+FORMAT = 1
+FILE = "manifest.json"
+
+
+class Part(BaseModel):
+    """Frozen, and unknown keys raise."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Limits(Part):
+    """Sizes that are compiled into an engine. Lengths are in tokens."""
+
+    max_len: int = Field(gt=0, description="longest prompt + output of one request")
+    max_rows: int = Field(gt=0, description="requests in one step")
+    max_step_tokens: int = Field(gt=0, description="tokens in one step, over all rows")
+    num_drafts: int = Field(ge=0, description="most drafts of one row in one step (K)")
+    page_len: int = Field(gt=0, description="tokens in one page of keys and values; a multiple of chunk_len")
+    chunk_len: int = Field(gt=0, description="tokens between two edges of the recurrence grid (C)")
+
+
+class Weight(Part):
+    """One tensor of the weights file. It is stored as the checkpoint had it and cast to `dtype` when loaded."""
+
+    name: str
+    dtype: str
+
+
+class State(Part):
+    """One named tensor that the engine updates in place, per page or per slot."""
+
+    name: str
+    kind: Literal["page", "slot"]
+    shape: tuple[int, ...]  # of one page or one slot
+    dtype: str
+
+
+class Segment(Part):
+    """One compiled part. It is called with its weights, states and inputs, in this order, flat."""
+
+    name: Literal["trunk", "draft"]
+    file: str
+    weights: tuple[str, ...]
+    states: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class Manifest(Part):
+    """Everything the runtime knows of an engine."""
+
+    format: int
+    builder_version: str
+    torch_version: str
+    architecture: str
+    layers: tuple[str, ...]  # one word each: mamba2, attention, mlp, moe, delta
+    vocab_size: int
+    hidden_size: int
+    target: Literal["torch"]
+    arch: str
+    numerics: Literal["exact", "fast"]
+    drafts: Literal["none", "ngram", "mtp"]
+    eos_ids: tuple[int, ...]
+    limits: Limits
+    weights_file: str
+    weights: tuple[Weight, ...]
+    states: tuple[State, ...]
+    segments: tuple[Segment, ...]
+    sha256: dict[str, str]  # every other file of the engine, by its path inside the directory
+    identity: str = ""  # sha256 of this manifest without this field
+
+    def seal(self) -> str:
+        """The identity this manifest should carry."""
+        content = json.dumps(self.model_dump(mode="json", exclude={"identity"}), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def write(self, engine_dir: Path) -> "Manifest":
+        """Seal and store; returns the sealed manifest. Written last, so a broken build leaves no engine behind."""
+        sealed = self.model_copy(update={"identity": self.seal()})
+        text = json.dumps(sealed.model_dump(mode="json"), indent=1)
+        (engine_dir / FILE).write_text(text + "\n")
+        return sealed
+
+    def segment(self, name: str) -> Segment:
+        return next(s for s in self.segments if s.name == name)
+
+
+def load(engine_dir: Path) -> Manifest:
+    """Read and check an engine's manifest and the files it names. Raises Refused with the reason."""
+    path = engine_dir / FILE
+    if not engine_dir.is_dir():
+        raise Refused(f"{engine_dir} is not a directory; pass an engine directory made by build-engine")
+    if not path.is_file():
+        raise Refused(f"{engine_dir} has no {FILE}; make the engine with build-engine CHECKPOINT --engine-dir {engine_dir}")
+    manifest = _parse(path)
+    _check_versions(path, manifest)
+    if manifest.identity != manifest.seal():
+        raise Refused(f"{path} was changed after the build (its identity does not match); run build-engine again")
+    for name, expected in manifest.sha256.items():
+        _check_file(engine_dir / name, expected)
+    return manifest
+
+
+def _parse(path: Path) -> Manifest:
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"{path} is not JSON ({error}); run build-engine again") from None
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise Refused(f"{path} has format {found}, this hemiola {hemiola.__version__} reads {FORMAT}; run build-engine again")
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(step) for step in first["loc"])
+        raise Refused(f"{path}: {where}: {first['msg']}; run build-engine again") from None
+
+
+def _check_versions(path: Path, manifest: Manifest) -> None:
+    if manifest.builder_version != hemiola.__version__:
+        raise Refused(
+            f"{path} was built by hemiola {manifest.builder_version}, this is {hemiola.__version__}; run build-engine again"
+        )
+    built, here = (v.split("+")[0].rsplit(".", 1)[0] for v in (manifest.torch_version, torch.__version__))
+    if built != here:
+        raise Refused(f"{path} was exported by torch {built}, this is torch {here}; run build-engine again")
+
+
+def _check_file(path: Path, expected: str) -> None:
+    if not path.is_file():
+        raise Refused(f"{path} is missing; run build-engine again")
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        raise Refused(f"{path} was changed after the build (sha256 {found[:12]}, expected {expected[:12]}); run build-engine again")
