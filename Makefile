@@ -1,0 +1,35 @@
+# Every target sets itself up: `make demo` and `make test` work on a machine with only Python >= 3.11 and make.
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check lint storm clean
+
+demo: $(VENV)/serve.stamp  ## engines from the two bundled checkpoints, a real tritonserver, one streamed prompt each
+	$(BIN)/python scripts/demo.py
+
+test: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included
+	$(BIN)/python -m pytest
+
+check: lint test
+
+lint: $(VENV)/dev.stamp  ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) engines build dist *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hemiola needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/serve.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[serve]'
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
