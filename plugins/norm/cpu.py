@@ -1,0 +1,34 @@
+"""RMS norm over groups of channels, all tokens at once.
+
+The same calls serve both numerics: torch reduces the last dimension of a row in an order that depends on its
+length only, and every elementwise function used here gives the same bits in its vector loop and in the scalar
+loop for the last elements. torch.sigmoid and F.silu do not, nor do they between threads' shares; hence `silu`.
+"""
+
+import torch
+
+
+def norm(
+    x: torch.Tensor,  # [T, W]
+    gate: torch.Tensor,  # [T, W], or zero-length: none
+    weight: torch.Tensor,  # [W]
+    eps: float,
+    group_len: int,
+    gate_first: bool,
+) -> torch.Tensor:  # [T, W]
+    """See reference.py. A row's bits depend on nothing but the row, for any T and thread count."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide)
+    gated = gate.numel() > 0
+    if gated and gate_first:
+        y = y * silu(gate.to(wide))
+    y = torch.rms_norm(y.unflatten(1, (-1, group_len)), (group_len,), None, eps).view(x.shape)
+    y *= weight
+    if gated and not gate_first:
+        y *= silu(gate.to(wide))
+    return y.to(x.dtype)
+
+
+def silu(z: torch.Tensor) -> torch.Tensor:
+    """z * sigmoid(z), the same bits wherever an element stands."""
+    return z / torch.exp(-z).add_(1)
