@@ -1,0 +1,5 @@
+"""python -m hemiola.builder"""
+
+from hemiola.builder.cli import main
+
+main()

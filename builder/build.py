@@ -1,0 +1,204 @@
+"""The straight line from a checkpoint to an engine directory."""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import hemiola
+import hemiola.plugins
+from hemiola.builder import models, targets
+from hemiola.builder.checkpoint import Checkpoint, Lazy
+from hemiola.builder.graph import OUTPUTS, export
+from hemiola.runtime import manifest
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import Limits, Manifest, Segment, Weight
+
+Report = Callable[[str, int, int], None]  # stage, done, of how much
+WEIGHTS = "weights.safetensors"
+STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose; None is decided from the checkpoint."""
+
+    target: str = "torch"
+    arch: str = "cpu"
+    numerics: Literal["exact", "fast"] = "fast"
+    max_len: int | None = None
+    max_rows: int = 64
+    max_step_tokens: int = 2048
+    drafts: Literal["none", "ngram", "mtp"] | None = None
+    num_drafts: int | None = None
+    page_len: int = 64
+    chunk_len: int = 16
+
+
+def build(path: Path, engine_dir: Path, options: Options, report: Report = lambda stage, done, total: None) -> Manifest:
+    """Write an engine. It appears complete or not at all; an engine that stood there before is replaced."""
+    target = targets.pick(options.target, options.arch)
+    _refuse_sizes(options)
+    _refuse_occupied(engine_dir)
+    report("checking", 0, 1)
+    checkpoint = Checkpoint(path)
+    exact = options.numerics == "exact"
+    model = models.load(checkpoint, torch.ops.hemiola, exact=exact, chunk_len=options.chunk_len)
+    drafts, limits = _limits(model, options)
+    with _fresh(engine_dir) as folder:
+        _copy_tokenizer(path, folder / "tokenizer")
+        names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
+        graphs, segments = [], []
+        for i, name in enumerate(names):
+            report(f"exporting {name}", i, len(names))
+            graph = export(model, name, limits)
+            graphs.append(graph)
+            segments.append(_segment(name, target.compile(graph, folder), graph))
+        weights = model.weights(model.trunk)
+        if drafts == "mtp" and model.draft is not None:
+            weights |= model.weights(model.draft)
+        write_weights(weights, folder / WEIGHTS, report)
+        report("hashing", 0, 1)
+        return Manifest(
+            format=manifest.FORMAT,
+            builder_version=hemiola.__version__,
+            torch_version=torch.__version__,
+            architecture=model.architecture,
+            layers=model.layers,
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            target="torch",
+            arch=options.arch,
+            numerics=options.numerics,
+            drafts=drafts,
+            eos_ids=checkpoint.eos_ids(model.config),
+            limits=limits,
+            weights_file=WEIGHTS,
+            weights=tuple(Weight(name=name, dtype="float32") for name in weights),
+            states=tuple(state for graph in graphs for state in graph.states),
+            segments=tuple(segments),
+            sha256={str(file.relative_to(folder)): _sha256(file) for file in sorted(folder.rglob("*")) if file.is_file()},
+        ).write(folder)
+
+
+def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:
+    """A safetensors file, one tensor in memory at a time."""
+    header, offset = {}, 0
+    for name, lazy in weights.items():
+        header[name] = {"dtype": STORED[lazy.dtype], "shape": lazy.shape, "data_offsets": [offset, offset + lazy.nbytes]}
+        offset += lazy.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    done = 0
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for lazy in weights.values():
+            tensor = lazy.read().contiguous()
+            assert tuple(tensor.shape) == lazy.shape and tensor.dtype == lazy.dtype
+            file.write(tensor.view(-1).view(torch.uint8).numpy())
+            done += lazy.nbytes
+            report("writing weights", done, offset)
+
+
+def _segment(name: str, file: str, graph) -> Segment:
+    states = tuple(state.name for state in graph.states)
+    return Segment(name=name, file=file, weights=graph.weights, states=states, inputs=graph.inputs, outputs=OUTPUTS)
+
+
+def _limits(model: models.Model, options: Options) -> tuple[Literal["none", "ngram", "mtp"], Limits]:
+    """Resolve what was left open, and refuse what does not fit together."""
+    drafts = options.drafts or ("mtp" if model.draft else "none")
+    if drafts == "mtp" and model.draft is None:
+        raise Refused("--drafts mtp: the checkpoint has no mtp.* tensors; use --drafts ngram or --drafts none")
+    num_drafts = (0 if drafts == "none" else 3) if options.num_drafts is None else options.num_drafts
+    if drafts == "none" and num_drafts:
+        raise Refused(f"--num-drafts {num_drafts} with --drafts none; use --num-drafts 0 or choose --drafts ngram or mtp")
+    if drafts != "none" and not num_drafts:
+        raise Refused(f"--num-drafts 0 with --drafts {drafts}; use --num-drafts 1 or more, or --drafts none")
+    longest = model.config.size("max_position_embeddings")
+    max_len = min(longest, 8192) if options.max_len is None else options.max_len
+    if max_len > longest:
+        raise Refused(f"--max-len {max_len} is more than the checkpoint's max_position_embeddings {longest}; use at most that")
+    if max_len < options.page_len:
+        raise Refused(f"--max-len {max_len} is less than one page (--page-len {options.page_len}); raise it or use smaller pages")
+    limits = Limits(
+        max_len=max_len,
+        max_rows=options.max_rows,
+        max_step_tokens=options.max_step_tokens,
+        num_drafts=num_drafts,
+        page_len=options.page_len,
+        chunk_len=options.chunk_len,
+    )
+    if limits.max_step_tokens < limits.max_rows * (num_drafts + 1):
+        raise Refused(
+            f"--max-step-tokens {limits.max_step_tokens} cannot hold --max-rows {limits.max_rows} with {num_drafts} drafts each; "
+            f"use at least {limits.max_rows * (num_drafts + 1)}"
+        )
+    return drafts, limits
+
+
+def _refuse_sizes(options: Options) -> None:
+    for name in ("max_len", "max_rows", "max_step_tokens", "page_len", "chunk_len"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise Refused(f"--{name.replace('_', '-')} is {value}; use a positive number")
+    if options.num_drafts is not None and options.num_drafts < 0:
+        raise Refused(f"--num-drafts is {options.num_drafts}; use 0 or more")
+    if options.page_len % options.chunk_len:
+        raise Refused(
+            f"--page-len {options.page_len} is not a multiple of --chunk-len {options.chunk_len}; pages must end on chunk edges"
+        )
+
+
+def _refuse_occupied(engine_dir: Path) -> None:
+    if engine_dir.exists() and not engine_dir.is_dir():
+        raise Refused(f"--engine-dir {engine_dir} is a file; choose a directory")
+    if engine_dir.is_dir() and any(engine_dir.iterdir()) and not (engine_dir / manifest.FILE).is_file():
+        raise Refused(f"--engine-dir {engine_dir} has files but no engine in it; choose an empty or a new directory")
+
+
+@contextmanager
+def _fresh(engine_dir: Path) -> Iterator[Path]:
+    """A folder beside `engine_dir` that takes its place at the end, or vanishes."""
+    try:
+        engine_dir.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{engine_dir.name}-", dir=engine_dir.parent))
+    except OSError as error:
+        raise Refused(f"--engine-dir {engine_dir} cannot be written ({error.strerror}); choose another directory") from None
+    try:
+        yield folder
+        folder.chmod(0o755)
+        old = folder.with_name(folder.name + "-old")
+        if engine_dir.exists():
+            engine_dir.rename(old)
+        folder.rename(engine_dir)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    """tokenizer.json, its config and the chat template, which older checkpoints keep inside the config."""
+    if not (source / "tokenizer.json").is_file():
+        raise Refused(f"{source} has no tokenizer.json; save the tokenizer in the tokenizers format")
+    folder.mkdir()
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in (name for name in names if (source / name).is_file()):
+        shutil.copyfile(source / name, folder / name)
+    config = folder / "tokenizer_config.json"
+    template = json.loads(config.read_text()).get("chat_template") if config.is_file() else None
+    if isinstance(template, str) and not (folder / "chat_template.jinja").exists():
+        (folder / "chat_template.jinja").write_text(template)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

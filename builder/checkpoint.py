@@ -1,0 +1,229 @@
+"""A Hugging Face checkpoint folder: typed config reads, tensors that stay on disk until they are needed."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+
+from hemiola.runtime.errors import Refused
+
+T = TypeVar("T")
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+REQUIRED = object()
+
+
+class Config:
+    """One JSON object of a checkpoint; every read names the key that it refuses."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def read(self, key: str, kind: type[T], default: object = REQUIRED) -> T:
+        """The value of `key` as `kind`; null counts as absent."""
+        value = self.values.get(key)
+        if value is None:
+            if default is REQUIRED:
+                raise Refused(f"{self.where} has no {key}; add it, or use a complete checkpoint")
+            return default  # type: ignore[return-value]
+        try:
+            return TypeAdapter(kind).validate_python(value, strict=True)
+        except ValidationError:
+            name = getattr(kind, "__name__", str(kind)) if not hasattr(kind, "__args__") else str(kind)
+            raise Refused(f"{self.where}: {key} is {value!r}, expected {name}; correct it") from None
+
+    def size(self, key: str, default: object = REQUIRED) -> int:
+        """A positive int."""
+        value = self.read(key, int, default)
+        if value <= 0:
+            raise Refused(f"{self.where}: {key} is {value}, expected a positive number; correct it")
+        return value
+
+    def require(self, key: str, *accepted: object) -> None:
+        """Refuse any value but `accepted`, the first of which is what an absent key means."""
+        value = self.values.get(key, accepted[0])
+        if not any(type(value) is type(good) and value == good for good in accepted):
+            known = " or ".join(repr(good) for good in accepted)
+            raise Refused(f"{self.where}: {key} = {value!r} is not supported, only {known}; use another checkpoint")
+
+    def section(self, key: str) -> "Config":
+        return Config(self.read(key, dict), f"{self.where}: {key}")
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A tensor that is not in memory: its shape and dtype are known, `read()` makes it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Lazy":
+        return Lazy(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Lazy":
+        """`function` of this tensor, applied when it is read."""
+        result = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+        return Lazy(tuple(result.shape), result.dtype, lambda: function(self.read()))
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def join(parts: list[Lazy], function: Callable[[list[torch.Tensor]], torch.Tensor] = torch.cat) -> Lazy:
+    """Several tensors as one, along the first dimension; mixed dtypes meet in the smallest one that holds both."""
+    empty = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parts]
+    dtype = empty[0].dtype
+    for tensor in empty:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    shape = function(empty).shape
+    return Lazy(tuple(shape), dtype, lambda: function([p.read().to(dtype) for p in parts]))
+
+
+class Checkpoint:
+    """An open folder. Files are read when a tensor is; what is wrong with names and shapes shows before that."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_dir():
+            raise Refused(f"{path} is not a directory; pass a Hugging Face checkpoint folder")
+        if not (path / "config.json").is_file():
+            raise Refused(f"{path} has no config.json; pass a Hugging Face checkpoint folder")
+        self.config = Config(_json(path / "config.json"), str(path / "config.json"))
+        self._refuse_quantised()
+        self._shards = {name: _open(path / name) for name in self._shard_names()}
+        self._files = self._locate()
+        self._used: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def any(self, prefix: str) -> bool:
+        """Whether some tensor's name starts with `prefix`."""
+        return any(name.startswith(prefix) for name in self._files)
+
+    def tensor(self, name: str, *shape: int) -> Lazy:
+        """The named tensor, which must have this shape."""
+        if name not in self._files:
+            raise Refused(f"{self.path} has no tensor {name}; the checkpoint is incomplete, download it again")
+        file = self._files[name]
+        header = self._shards[file].get_slice(name)
+        found, dtype = tuple(header.get_shape()), header.get_dtype()
+        if found != shape:
+            raise Refused(
+                f"{self.path / file}: {name} has shape {list(found)}, config.json asks for {list(shape)}; correct one of them"
+            )
+        if dtype not in DTYPES:
+            raise Refused(f"{self.path / file}: {name} is {dtype}, not one of {', '.join(DTYPES)}; use an unquantised checkpoint")
+        self._used.add(name)
+        return Lazy(found, DTYPES[dtype], lambda: self._read(file, name))
+
+    def refuse_leftovers(self, ignorable: str) -> None:
+        """Every tensor must have been asked for or match the pattern `ignorable`."""
+        left = sorted(name for name in self._files if name not in self._used and not re.match(ignorable, name))
+        if left:
+            names = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+            raise Refused(f"{self.path} has tensors that {self.architecture} does not: {names}; use a checkpoint without them")
+
+    @property
+    def architecture(self) -> str:
+        names = self.config.read("architectures", list[str])
+        if len(names) != 1:
+            raise Refused(f"{self.config.where}: architectures is {names}, expected one name; correct it")
+        return names[0]
+
+    def eos_ids(self, text: Config) -> tuple[int, ...]:
+        """Ids that end a text: generation_config.json's if it has some, else the config's."""
+        path = self.path / "generation_config.json"
+        configs = [Config(_json(path), str(path))] if path.is_file() else []
+        for config in (*configs, text, self.config):
+            if "eos_token_id" in config:
+                ids = config.read("eos_token_id", int | list[int])  # type: ignore[arg-type]
+                return tuple(ids) if isinstance(ids, list) else (ids,)
+        return ()
+
+    def _refuse_quantised(self) -> None:
+        if (self.path / "hf_quant_config.json").is_file():
+            raise Refused(f"{self.path / 'hf_quant_config.json'}: quantised checkpoints are not supported; use the bf16 one")
+        for config in (self.config.values, self.config.values.get("text_config") or {}):
+            quantised = config.get("quantization_config")
+            if quantised:
+                method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
+                raise Refused(
+                    f"{self.config.where}: quantization_config (quant_method {method}) is not supported; use the bf16 checkpoint"
+                )
+
+    def _shard_names(self) -> list[str]:
+        index = self.path / "model.safetensors.index.json"
+        if index.is_file():
+            weight_map = Config(_json(index), str(index)).read("weight_map", dict[str, str])
+            return sorted(set(weight_map.values()))
+        if (self.path / "model.safetensors").is_file():
+            return ["model.safetensors"]
+        raise Refused(f"{self.path} has no model.safetensors and no index of shards; convert the weights to safetensors")
+
+    def _locate(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        index = self.path / "model.safetensors.index.json"
+        stored = {name: file for file, shard in self._shards.items() for name in shard.keys()}  # noqa: SIM118
+        if index.is_file():
+            for name, file in json.loads(index.read_text())["weight_map"].items():
+                if stored.get(name) != file:
+                    raise Refused(f"{index} says that {name} is in {file}, but it is not; download the checkpoint again")
+        return stored
+
+    def _read(self, file: str, name: str) -> torch.Tensor:
+        try:
+            return self._shards[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise Refused(f"{self.path / file}: cannot read {name} ({_one_line(error)}); download it again") from None
+
+
+def _open(path: Path) -> Any:
+    if not path.is_file():
+        raise Refused(f"{path} is missing, but model.safetensors.index.json names it; download it")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise Refused(f"{path} is not a complete safetensors file ({_one_line(error)}); download it again") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"{path} is not JSON ({_one_line(error)}); download it again") from None
+    if not isinstance(content, dict):
+        raise Refused(f"{path} is not a JSON object; download it again")
+    return _with_floats(content)
+
+
+def _with_floats(value: Any) -> Any:
+    """transformers writes infinity as {"__float__": "Infinity"}; json itself reads a bare Infinity."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    return float(value) if value in ("Infinity", "-Infinity") else value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def stacked(parts: Iterable[Lazy]) -> Lazy:
+    """Tensors of one shape along a new first dimension."""
+    return join(list(parts), torch.stack)

@@ -1,0 +1,97 @@
+"""The engine ABI, and torch.export of a segment against it.
+
+A segment is called flat: its weights, then its states, then its inputs, each group in the manifest's order. T tokens,
+N rows, M = N + 1, W pages in a table row, L rows of logits, Np pages and S slots are free; all else is fixed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from hemiola.builder.models import Model
+from hemiola.runtime.manifest import Limits, State
+
+ROWS = {name: "N" for name in ("slot_id", "committed", "edge", "num_drafts", "snapshot_slot")}
+INPUTS = {
+    "trunk": {"token_ids": "T", "positions": "T", "cu_tokens": "M", **ROWS, "page_table": "NW", "logits_ids": "L"},
+    "draft": {"token_ids": "T", "hidden": "TF", "positions": "T", "cu_tokens": "M", "page_table": "NW", "logits_ids": "L"},
+}
+OUTPUTS = ("logits", "hidden")
+# Sizes to trace with: no two equal, none 0 or 1, so that the graph cannot mistake one for another or for a constant.
+TRACED = {"T": 7, "N": 3, "M": 4, "W": 5, "L": 2, "P": 11, "S": 13}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An exported segment and the names of what it is called with."""
+
+    name: str
+    program: ExportedProgram
+    weights: tuple[str, ...]
+    states: tuple[State, ...]
+    inputs: tuple[str, ...]
+
+    @property
+    def num_calls(self) -> int:
+        return sum(node.op == "call_function" for node in self.program.graph.nodes)
+
+
+def export(model: Model, name: str, limits: Limits) -> Graph:
+    """Trace the segment `name` ("trunk" or "draft") on fake tensors; no weight is read."""
+    segment = model.trunk if name == "trunk" else model.draft
+    assert segment is not None
+    states = tuple(segment.states(limits))
+    shapes = INPUTS[name]
+    flat = _Flat(segment, list(model.weights(segment)), [state.name for state in states], list(shapes))
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        weights = [torch.empty(parameter.shape) for _, parameter in segment.named_parameters()]
+        stores = [torch.empty(TRACED[_first(state)], *state.shape) for state in states]
+        inputs = [_input(key, shape, model.hidden_size) for key, shape in shapes.items()]
+    rows = Dim("rows")
+    dims = {"T": Dim("tokens"), "N": rows, "M": rows + 1, "W": Dim("table"), "L": Dim("logits"), "P": Dim("pages"), "S": Dim("slots")}
+    free = [None for _ in weights]
+    free += [{0: dims[_first(state)]} for state in states]
+    free += [{i: dims[letter] for i, letter in enumerate(shape) if letter != "F"} for shape in shapes.values()]
+    with torch.no_grad():
+        program = torch.export.export(flat, (*weights, *stores, *inputs), dynamic_shapes=(tuple(free),), strict=False)
+    _strip(program)
+    return Graph(name, program, tuple(flat.weights), states, tuple(shapes))
+
+
+class _Flat(nn.Module):
+    """A segment as a function of tensors only. The segment itself is hidden in a tuple, so that nothing is lifted."""
+
+    def __init__(self, segment: nn.Module, weights: list[str], states: list[str], inputs: list[str]) -> None:
+        super().__init__()
+        self.segment, self.weights, self.states, self.inputs = (segment,), weights, states, inputs
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = len(self.weights), len(self.weights) + len(self.states)
+        weights = dict(zip(self.weights, tensors[:first], strict=True))
+        states = dict(zip(self.states, tensors[first:second], strict=True))
+        batch = dict(zip(self.inputs, tensors[second:], strict=True))
+        return torch.func.functional_call(self.segment[0], weights, (states, batch))
+
+
+def _first(state: State) -> str:
+    return "P" if state.kind == "page" else "S"
+
+
+def _input(key: str, shape: str, hidden_size: int) -> torch.Tensor:
+    sizes = [hidden_size if letter == "F" else TRACED[letter] for letter in shape]
+    return torch.empty(sizes, dtype=torch.float32 if key == "hidden" else torch.int32)
+
+
+def _strip(program: ExportedProgram) -> None:
+    """Drop what costs a call and computes nothing, and the traced tensors, which would be stored as an example."""
+    for node in list(program.graph.nodes):
+        if node.op == "call_function" and not node.users and "assert" in str(node.target):
+            program.graph.erase_node(node)
+    program.graph_module.recompile()
+    program._example_inputs = None
+    lifted = [spec.arg.name for spec in program.graph_signature.input_specs if spec.target is not None]
+    assert not lifted, f"the graph holds tensors of its own: {lifted}"

@@ -1,0 +1,55 @@
+"""Architecture name -> model."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hemiola.builder.checkpoint import Checkpoint, Config, Lazy
+from hemiola.builder.models import nemotron_h, qwen
+from hemiola.builder.models.layers import Draft, Kit, Trunk
+from hemiola.runtime.errors import Refused
+
+FAMILIES = {
+    "NemotronHForCausalLM": nemotron_h,
+    "Qwen3NextForCausalLM": qwen,
+    "Qwen3_5ForCausalLM": qwen,
+    "Qwen3_5ForConditionalGeneration": qwen,
+    "Qwen3_5MoeForCausalLM": qwen,
+    "Qwen3_5MoeForConditionalGeneration": qwen,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint's graph on the meta device, and where each weight comes from."""
+
+    architecture: str
+    config: Config  # of the text model
+    layers: tuple[str, ...]
+    trunk: Trunk
+    draft: Draft | None
+    sources: dict[nn.Parameter, Lazy]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.trunk.head.weight.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.trunk.head.weight.shape[1]
+
+    def weights(self, module: nn.Module) -> dict[str, Lazy]:
+        """Names of a segment's weights, each once, in the order of its layers."""
+        return {name: self.sources[parameter] for name, parameter in module.named_parameters()}
+
+
+def load(checkpoint: Checkpoint, ops: Any, *, exact: bool, chunk_len: int) -> Model:
+    """Refuses what it cannot compute before any weight is read."""
+    architecture = checkpoint.architecture
+    if architecture not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise Refused(f"{checkpoint.config.where}: architecture {architecture} is not supported; supported are {known}")
+    kit = Kit(checkpoint, ops, exact, chunk_len)
+    parts = FAMILIES[architecture].load(kit)
+    return Model(architecture, *parts, kit.sources)

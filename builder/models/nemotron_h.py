@@ -1,0 +1,260 @@
+"""NemotronH: Mamba2, attention without positions, relu^2 MLPs and grouped experts, one mixer per layer."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hemiola.builder.checkpoint import Config, join
+from hemiola.builder.models.layers import (
+    Block,
+    Conv,
+    Draft,
+    Experts,
+    Kit,
+    Linear,
+    Mtp,
+    Norm,
+    Pages,
+    Parts,
+    Relu2Mlp,
+    Step,
+    Trunk,
+    expert_tensors,
+    slot_states,
+    zeros,
+)
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import Limits, State
+
+IGNORABLE = r"$."  # nothing
+LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
+WORDS = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def refuse(cfg: Config) -> None:
+    """Values that these layers do not compute."""
+    cfg.require("mamba_hidden_act", "silu")
+    cfg.require("mlp_hidden_act", "relu2")
+    cfg.require("use_conv_bias", True)
+    cfg.require("tie_word_embeddings", False)
+    cfg.require("sliding_window", None)
+    cfg.require("mamba_ssm_cache_dtype", "float32")
+    cfg.require("n_shared_experts", 1)
+    for key in ("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias"):
+        cfg.require(key, False)
+
+
+def pattern(cfg: Config, prefix: str = "", default: str | None = None) -> str:
+    """One letter per layer, from any of the spellings."""
+    for key in (f"{prefix}layers_block_type", f"{prefix}layer_types"):
+        if key in cfg:
+            words = cfg.read(key, list[str])
+            unknown = [word for word in words if word not in LETTERS]
+            if unknown:
+                raise Refused(f"{cfg.where}: {key} has {unknown[0]!r}, known are {', '.join(LETTERS)}; use another checkpoint")
+            return "".join(LETTERS[word] for word in words)
+    key = f"{prefix}hybrid_override_pattern"
+    if default is not None and key not in cfg:
+        return default
+    letters = cfg.read(key, str)
+    unknown = [letter for letter in letters if letter not in WORDS]
+    if unknown:
+        raise Refused(f"{cfg.where}: {key} has the letter {unknown[0]!r}, known are {''.join(WORDS)}; use another checkpoint")
+    return letters
+
+
+def mixer(kit: Kit, cfg: Config, kind: str, prefix: str, name: str) -> nn.Module:
+    match kind:
+        case "M":
+            return Mamba2(kit, cfg, prefix, name)
+        case "*":
+            return Attention(kit, cfg, prefix, name)
+        case "-":
+            return Relu2Mlp(kit, prefix, cfg.size("hidden_size"), cfg.size("intermediate_size"))
+        case "E":
+            return Moe(kit, cfg, prefix)
+        case _:
+            raise AssertionError(f"{name}: letter {kind!r} passed `pattern`")
+
+
+class Mamba2(nn.Module):
+    def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
+        super().__init__()
+        self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
+        self.heads, self.head_dim = cfg.size("mamba_num_heads"), cfg.size("mamba_head_dim")
+        self.groups, self.state_dim = cfg.size("n_groups"), cfg.size("ssm_state_size")
+        self.inner, self.shared = self.heads * self.head_dim, self.groups * self.state_dim
+        if self.heads % self.groups:
+            raise Refused(f"{cfg.where}: mamba_num_heads {self.heads} is not a multiple of n_groups {self.groups}; correct it")
+        self.low, self.high = _time_step_limit(cfg)
+        hidden, conv_len = cfg.size("hidden_size"), cfg.size("conv_kernel")
+        columns = self.inner + 2 * self.shared
+        rows = self.inner + columns + self.heads
+
+        tensor = kit.checkpoint.tensor
+        dt_bias = join([zeros(rows - self.heads), tensor(f"{prefix}dt_bias", self.heads)])
+        self.in_proj = Linear(kit, tensor(f"{prefix}in_proj.weight", rows, hidden), dt_bias)
+        taps = tensor(f"{prefix}conv1d.weight", columns, 1, conv_len).map(lambda w: w.squeeze(1))
+        self.conv = Conv(kit, name, taps, tensor(f"{prefix}conv1d.bias", columns))
+        self.A = kit.weight(tensor(f"{prefix}A_log", self.heads).map(lambda w: -w.float().exp()))
+        self.D = kit.weight(tensor(f"{prefix}D", self.heads))
+        eps, group_len = cfg.read("layer_norm_epsilon", float, 1e-5), self.inner // self.groups
+        self.norm = Norm(kit, tensor(f"{prefix}norm.weight", self.inner), eps, group_len, gate_first=True)
+        self.out_proj = Linear(kit, tensor(f"{prefix}out_proj.weight", hidden, self.inner))
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        z, xbc, dt = self.in_proj(x).split([self.inner, self.inner + 2 * self.shared, self.heads], dim=1)
+        x, b, c = self.conv(xbc, step).split([self.inner, self.shared, self.shared], dim=1)
+        dt = F.softplus(dt)
+        if (self.low, self.high) != (0.0, math.inf):
+            dt = dt.clamp(self.low, self.high)
+        x = x.view(-1, self.heads, self.head_dim)
+        b, c = (part.view(-1, self.groups, self.state_dim) for part in (b, c))
+        names = ("state", "x_records", "B_records", "dt_records")
+        states = (step.states[f"{self.name}.{what}"] for what in names)
+        y = self.ops.mamba2(x, b, c, dt, self.A, self.D, *states, *step.rows, self.chunk_len)
+        return self.out_proj(self.norm(y.view(-1, self.inner), z))
+
+    def states(self, limits: Limits) -> list[State]:
+        inputs = (self.heads, self.head_dim)
+        records = {"x": inputs, "B": (self.groups, self.state_dim), "dt": (self.heads,)}
+        return slot_states(self.name, limits, (*inputs, self.state_dim), records)
+
+
+class Attention(nn.Module):
+    """No positions, no norms, no gate."""
+
+    def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = cfg.size("num_attention_heads"), cfg.size("num_key_value_heads")
+        self.head_dim, hidden = cfg.size("head_dim"), cfg.size("hidden_size")
+        if self.heads % self.kv_heads:
+            raise Refused(
+                f"{cfg.where}: num_attention_heads {self.heads} is not a multiple of "
+                f"num_key_value_heads {self.kv_heads}; correct it"
+            )
+        widths = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
+        tensor = kit.checkpoint.tensor
+        self.qkv = Linear(kit, join([tensor(f"{prefix}{p}_proj.weight", n * self.head_dim, hidden) for p, n in widths.items()]))
+        self.pages = Pages(kit, name, self.kv_heads, self.head_dim)
+        self.out = Linear(kit, tensor(f"{prefix}o_proj.weight", hidden, self.heads * self.head_dim))
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        heads = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        return self.out(self.pages(q, k, v, step).view(-1, self.heads * self.head_dim))
+
+
+class Moe(nn.Module):
+    """Routed experts, perhaps in a latent space, plus one shared expert."""
+
+    def __init__(self, kit: Kit, cfg: Config, prefix: str) -> None:
+        super().__init__()
+        hidden, inner = cfg.size("hidden_size"), cfg.size("moe_intermediate_size")
+        latent = cfg.read("moe_latent_size", int, 0)
+        self.num_experts, self.top_k = cfg.size("n_routed_experts"), cfg.size("num_experts_per_tok")
+        self.num_groups, self.top_groups = cfg.size("n_group", 1), cfg.size("topk_group", 1)
+        self.renormalise = cfg.read("norm_topk_prob", bool, True)
+        self.scale = cfg.read("routed_scaling_factor", float, 1.0)
+        self._check(cfg)
+
+        tensor = kit.checkpoint.tensor
+        self.router = Linear(kit, tensor(f"{prefix}gate.weight", self.num_experts, hidden))
+        self.choice_bias = kit.weight(tensor(f"{prefix}gate.e_score_correction_bias", self.num_experts))
+        width, experts = latent or hidden, f"{prefix}experts."
+        up = expert_tensors(kit, experts, ("up",), self.num_experts, inner, width)
+        down = expert_tensors(kit, experts, ("down",), self.num_experts, width, inner)
+        self.experts = Experts(kit, up, down, "relu2")
+        shared = cfg.size("moe_shared_expert_intermediate_size")
+        self.shared = Relu2Mlp(kit, f"{prefix}shared_experts.", hidden, shared)
+        self.enter = Linear(kit, tensor(f"{prefix}fc1_latent_proj.weight", latent, hidden)) if latent else nn.Identity()
+        self.leave = Linear(kit, tensor(f"{prefix}fc2_latent_proj.weight", hidden, latent)) if latent else nn.Identity()
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        ids, weights = self.route(x)
+        routed = self.leave(self.experts(self.enter(x), ids, weights))
+        return routed + self.shared(x, step)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expert ids and weights, [T, k]; the bias and the groups decide who is chosen, never the weight."""
+        scores = self.router(x).sigmoid()
+        choice = scores + self.choice_bias
+        if self.top_groups < self.num_groups:
+            choice = self._only_best_groups(choice)
+        ids = choice.topk(self.top_k).indices
+        weights = scores.gather(1, ids)
+        if self.renormalise:
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+        return ids, weights * self.scale
+
+    def _only_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """-inf for experts outside the groups whose two best scores sum highest."""
+        grouped = choice.view(-1, self.num_groups, self.num_experts // self.num_groups)
+        best = grouped.topk(2).values.sum(2).topk(self.top_groups).indices
+        shut = torch.ones_like(grouped[:, :, 0]).scatter(1, best, 0.0).bool()
+        return grouped.masked_fill(shut.unsqueeze(2), -math.inf).view(-1, self.num_experts)
+
+    def _check(self, cfg: Config) -> None:
+        per_group = self.num_experts // self.num_groups
+        if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
+            raise Refused(
+                f"{cfg.where}: n_group {self.num_groups} with topk_group {self.top_groups} does not divide "
+                f"n_routed_experts {self.num_experts}; correct it"
+            )
+        if not self.top_k <= self.top_groups * per_group:
+            raise Refused(
+                f"{cfg.where}: num_experts_per_tok {self.top_k} is more than the {self.top_groups * per_group} "
+                f"experts that topk_group leaves; correct it"
+            )
+
+
+def load(kit: Kit) -> Parts:
+    """Everything is checked here: config values, names and shapes."""
+    cfg = kit.checkpoint.config
+    refuse(cfg)
+    letters = pattern(cfg)
+    vocab, hidden = cfg.size("vocab_size"), cfg.size("hidden_size")
+    tensor = kit.checkpoint.tensor
+    embed = kit.weight(tensor("backbone.embeddings.weight", vocab, hidden))
+    layers = [_layer(kit, cfg, kind, "backbone.", "", i) for i, kind in enumerate(letters)]
+    head = Linear(kit, tensor("lm_head.weight", vocab, hidden))
+    trunk = Trunk(kit, embed, layers, _norm(kit, cfg, "backbone.norm_f"), head, None)
+    mtp = _mtp(kit, cfg) if kit.checkpoint.any("mtp.") else None
+    kit.checkpoint.refuse_leftovers(IGNORABLE)
+    words = tuple(WORDS[kind] for kind in letters)
+    return Parts(cfg, words, trunk, None if mtp is None else Draft(trunk, mtp))
+
+
+def _mtp(kit: Kit, cfg: Config) -> Mtp:
+    cfg.require("num_nextn_predict_layers", 1)
+    letters = pattern(cfg, "mtp_", "*E")
+    if "M" in letters:
+        raise Refused(f"{cfg.where}: the MTP pattern {letters!r} has a recurrent layer, not supported; use another checkpoint")
+    hidden, last = cfg.size("hidden_size"), len(letters) - 1
+    return Mtp(
+        token_norm=_norm(kit, cfg, "mtp.layers.0.enorm"),
+        hidden_norm=_norm(kit, cfg, "mtp.layers.0.hnorm"),
+        enter=Linear(kit, kit.checkpoint.tensor("mtp.layers.0.eh_proj.weight", hidden, 2 * hidden)),
+        layers=[_layer(kit, cfg, kind, "mtp.", "mtp.", i) for i, kind in enumerate(letters)],
+        norm=_norm(kit, cfg, f"mtp.layers.{last}.final_layernorm"),
+    )
+
+
+def _layer(kit: Kit, cfg: Config, kind: str, source: str, target: str, index: int) -> Block:
+    """Layer `index` of the trunk or of the MTP head: where its tensors are, and the name of its states."""
+    prefix, name = f"{source}layers.{index}.", f"{target}layers.{index}"
+    return Block(_norm(kit, cfg, f"{prefix}norm"), mixer(kit, cfg, kind, f"{prefix}mixer.", name))
+
+
+def _norm(kit: Kit, cfg: Config, name: str) -> Norm:
+    weight = kit.checkpoint.tensor(f"{name}.weight", cfg.size("hidden_size"))
+    return Norm(kit, weight, cfg.read("layer_norm_epsilon", float, 1e-5))
+
+
+def _time_step_limit(cfg: Config) -> tuple[float, float]:
+    limit = cfg.read("time_step_limit", list[float], [0.0, math.inf])
+    if len(limit) != 2 or not 0 <= limit[0] < limit[1]:
+        raise Refused(f"{cfg.where}: time_step_limit is {limit}, expected two rising numbers from 0 up; correct it")
+    return limit[0], limit[1]

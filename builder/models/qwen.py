@@ -1,0 +1,304 @@
+"""Qwen3-Next and Qwen3.5, dense and MoE: gated delta rule, gated attention with partial rotary, zero-centred norms."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hemiola.builder.checkpoint import Config, Lazy, join
+from hemiola.builder.models.layers import (
+    Block,
+    Conv,
+    Draft,
+    Experts,
+    Kit,
+    Linear,
+    Mtp,
+    Norm,
+    Pages,
+    Parts,
+    Rope,
+    Step,
+    SwigluMlp,
+    Trunk,
+    expert_tensors,
+    rotate,
+    slot_states,
+    spread,
+    zeros,
+)
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import Limits, State
+
+IGNORABLE = r"model\.visual\.|.*rotary_emb\.inv_freq$"
+WORDS = {"linear_attention": "delta", "full_attention": "attention"}
+
+
+def refuse(cfg: Config) -> None:
+    """Values that these layers do not compute."""
+    cfg.require("hidden_act", "silu")
+    cfg.require("attention_bias", False)
+    cfg.require("attn_output_gate", True)
+    cfg.require("output_gate_type", None, "swish", "silu")
+    cfg.require("use_sliding_window", False)
+    cfg.require("mamba_ssm_dtype", None, "float32")
+    cfg.require("mtp_use_dedicated_embeddings", False)
+    for key in ("rope_parameters", "rope_scaling"):
+        if key in cfg:
+            rope = cfg.section(key)
+            for spelling in ("rope_type", "type"):
+                rope.require(spelling, None, "default", "mrope")
+
+
+class Attention(nn.Module):
+    """Normed and partially rotated heads; the output is gated per channel."""
+
+    def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = cfg.size("num_attention_heads"), cfg.size("num_key_value_heads")
+        self.head_dim, hidden = head_dim(cfg), cfg.size("hidden_size")
+        if self.heads % self.kv_heads:
+            raise Refused(
+                f"{cfg.where}: num_attention_heads {self.heads} is not a multiple of "
+                f"num_key_value_heads {self.kv_heads}; correct it"
+            )
+        order = spread(rotary_dim(cfg), self.head_dim)
+        tensor, size = kit.checkpoint.tensor, self.head_dim
+        q_gate = tensor(f"{prefix}q_proj.weight", self.heads * 2 * size, hidden).map(lambda w: w.view(self.heads, 2, size, hidden))
+        q = q_gate.map(lambda w: w[:, 0, order].reshape(-1, hidden))
+        gate = q_gate.map(lambda w: w[:, 1].reshape(-1, hidden))
+        k, v = (tensor(f"{prefix}{part}_proj.weight", self.kv_heads * size, hidden) for part in ("k", "v"))
+        k = k.map(lambda w: w.view(self.kv_heads, size, hidden)[:, order].reshape(-1, hidden))
+        self.proj = Linear(kit, join([q, k, v, gate]))
+        self.widths = [(self.heads + self.kv_heads) * size, self.kv_heads * size, self.heads * size]
+
+        norms = {"q_norm": self.heads, "k_norm": self.kv_heads}
+        scales = [centred(tensor(f"{prefix}{part}.weight", size)).map(_repeat(order, n)) for part, n in norms.items()]
+        self.norm = Norm(kit, join(scales), eps(cfg), group_len=size)
+        self.pages = Pages(kit, name, self.kv_heads, size)
+        self.out = Linear(kit, tensor(f"{prefix}o_proj.weight", hidden, self.heads * size))
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        qk, v, gate = self.proj(x).split(self.widths, dim=1)
+        assert step.rope is not None
+        qk = rotate(self.norm(qk).view(-1, self.heads + self.kv_heads, self.head_dim), step.rope)
+        q, k = qk.split([self.heads, self.kv_heads], dim=1)
+        o = self.pages(q, k, v.view(-1, self.kv_heads, self.head_dim), step)
+        return self.out(o.view(-1, self.heads * self.head_dim) * gate.sigmoid())
+
+
+class GatedDelta(nn.Module):
+    """The gated delta rule behind a short convolution."""
+
+    def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
+        super().__init__()
+        self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
+        self.k_heads, self.v_heads = cfg.size("linear_num_key_heads"), cfg.size("linear_num_value_heads")
+        self.k_dim, self.v_dim = cfg.size("linear_key_head_dim"), cfg.size("linear_value_head_dim")
+        if self.v_heads % self.k_heads:
+            raise Refused(
+                f"{cfg.where}: linear_num_value_heads {self.v_heads} is not a multiple of "
+                f"linear_num_key_heads {self.k_heads}; correct it"
+            )
+        hidden, conv_len = cfg.size("hidden_size"), cfg.size("linear_conv_kernel_dim")
+        self.qk_width, self.v_width = 2 * self.k_heads * self.k_dim, self.v_heads * self.v_dim
+        columns = self.qk_width + self.v_width
+
+        tensor = kit.checkpoint.tensor
+        fused = f"{prefix}in_proj_qkvz.weight" in kit.checkpoint
+        rows = self._interleaved(kit, prefix, hidden) if fused else self._separate(kit, prefix, hidden)
+        dt_bias = join([zeros(columns + self.v_width + self.v_heads), tensor(f"{prefix}dt_bias", self.v_heads)])
+        self.in_proj = Linear(kit, join(rows), dt_bias)
+        self.widths = [columns, self.v_width, self.v_heads, self.v_heads]
+        taps = tensor(f"{prefix}conv1d.weight", columns, 1, conv_len).map(lambda w: w.squeeze(1))
+        self.conv = Conv(kit, name, taps, zeros(columns))
+        self.qk_norm = self._unit_norm(kit)
+        self.A = kit.weight(tensor(f"{prefix}A_log", self.v_heads).map(lambda w: -w.float().exp()))
+        scale = tensor(f"{prefix}norm.weight", self.v_dim).map(lambda w: w.repeat(self.v_heads))
+        self.norm = Norm(kit, scale, eps(cfg), group_len=self.v_dim)
+        self.out_proj = Linear(kit, tensor(f"{prefix}out_proj.weight", hidden, self.v_width))
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        qkv, z, b, a = self.in_proj(x).split(self.widths, dim=1)
+        qk, v = self.conv(qkv, step).split([self.qk_width, self.v_width], dim=1)
+        q, k = self.qk_norm(qk).view(-1, 2 * self.k_heads, self.k_dim).split(self.k_heads, dim=1)
+        v = v.view(-1, self.v_heads, self.v_dim)
+        decay = (self.A * F.softplus(a)).unsqueeze(2)
+        names = ("state", "k_records", "v_records", "g_records", "beta_records")
+        states = (step.states[f"{self.name}.{what}"] for what in names)
+        o = self.ops.delta(q, k, v, decay, b.sigmoid(), *states, *step.rows, self.chunk_len)
+        return self.out_proj(self.norm(o.view(-1, self.v_width), z))
+
+    def states(self, limits: Limits) -> list[State]:
+        records = {"k": (self.k_heads, self.k_dim), "v": (self.v_heads, self.v_dim), "g": (self.v_heads, 1), "beta": (self.v_heads,)}
+        return slot_states(self.name, limits, (self.v_heads, self.k_dim, self.v_dim), records)
+
+    def _unit_norm(self, kit: Kit) -> Norm:
+        """L2 norm of q and k as an RMS norm: x / sqrt(sum x^2 + 1e-6), and q times k_dim^-0.5."""
+        width = self.k_heads * self.k_dim
+        scale = torch.cat((torch.full((width,), self.k_dim**-1.0), torch.full((width,), self.k_dim**-0.5)))
+        return Norm(kit, Lazy.of(scale), 1e-6 / self.k_dim, group_len=self.k_dim)
+
+    def _separate(self, kit: Kit, prefix: str, hidden: int) -> list[Lazy]:
+        """Qwen3.5: rows of q k v, z, b and a."""
+        widths = {"qkv": self.qk_width + self.v_width, "z": self.v_width, "b": self.v_heads, "a": self.v_heads}
+        return [kit.checkpoint.tensor(f"{prefix}in_proj_{part}.weight", rows, hidden) for part, rows in widths.items()]
+
+    def _interleaved(self, kit: Kit, prefix: str, hidden: int) -> list[Lazy]:
+        """Qwen3-Next: per key head its q, k, values and gates, then per key head its b and a."""
+        ratio = self.v_heads // self.k_heads
+        groups = {
+            "qkvz": [self.k_dim, self.k_dim, ratio * self.v_dim, ratio * self.v_dim],
+            "ba": [ratio, ratio],
+        }
+        rows = []
+        for part, widths in groups.items():
+            whole = kit.checkpoint.tensor(f"{prefix}in_proj_{part}.weight", self.k_heads * sum(widths), hidden)
+            for i in range(len(widths)):
+                rows.append(whole.map(_deinterleave(self.k_heads, widths, i)))
+        return rows
+
+
+class Moe(nn.Module):
+    """Routed experts plus one shared expert behind a sigmoid gate."""
+
+    def __init__(self, kit: Kit, cfg: Config, prefix: str) -> None:
+        super().__init__()
+        hidden, inner = cfg.size("hidden_size"), cfg.size("moe_intermediate_size")
+        self.num_experts, self.top_k = cfg.size("num_experts"), cfg.size("num_experts_per_tok")
+        if self.top_k > self.num_experts:
+            raise Refused(f"{cfg.where}: num_experts_per_tok {self.top_k} is more than num_experts {self.num_experts}; correct it")
+        self.renormalise = cfg.read("norm_topk_prob", bool, True)
+        tensor = kit.checkpoint.tensor
+        router = tensor(f"{prefix}gate.weight", self.num_experts, hidden)
+        self.router = Linear(kit, join([router, tensor(f"{prefix}shared_expert_gate.weight", 1, hidden)]))
+        experts = f"{prefix}experts."
+        if f"{experts}gate_up_proj" in kit.checkpoint:
+            up = tensor(f"{experts}gate_up_proj", self.num_experts, 2 * inner, hidden)
+            down = tensor(f"{experts}down_proj", self.num_experts, hidden, inner)
+        else:
+            up = expert_tensors(kit, experts, ("gate", "up"), self.num_experts, inner, hidden)
+            down = expert_tensors(kit, experts, ("down",), self.num_experts, hidden, inner)
+        self.experts = Experts(kit, up, down, "swiglu")
+        self.shared = SwigluMlp(kit, f"{prefix}shared_expert.", hidden, cfg.size("shared_expert_intermediate_size"))
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        scores, shared_gate = self.router(x).split([self.num_experts, 1], dim=1)
+        weights, ids = scores.softmax(1).topk(self.top_k)
+        if self.renormalise:
+            weights = weights / weights.sum(1, keepdim=True)
+        return self.experts(x, ids, weights) + shared_gate.sigmoid() * self.shared(x, step)
+
+
+class Layer(nn.Module):
+    """A token mixer, then an MLP or experts."""
+
+    def __init__(self, kit: Kit, cfg: Config, kind: str, index: int, source: str, target: str) -> None:
+        super().__init__()
+        prefix, name = f"{source}layers.{index}.", f"{target}layers.{index}"
+        match kind:
+            case "linear_attention":
+                mixer = GatedDelta(kit, cfg, f"{prefix}linear_attn.", name)
+            case "full_attention":
+                mixer = Attention(kit, cfg, f"{prefix}self_attn.", name)
+            case _:
+                raise Refused(f"{cfg.where}: layer_types has {kind!r}, known are {', '.join(WORDS)}; use another checkpoint")
+        self.mixer = Block(norm(kit, cfg, f"{prefix}input_layernorm"), mixer)
+        if is_sparse(cfg, index) or (target and "num_experts" in cfg):  # an MTP layer is as sparse as the model
+            mlp = Moe(kit, cfg, f"{prefix}mlp.")
+        else:
+            mlp = SwigluMlp(kit, f"{prefix}mlp.", cfg.size("hidden_size"), cfg.size("intermediate_size"))
+        self.mlp = Block(norm(kit, cfg, f"{prefix}post_attention_layernorm"), mlp)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.mlp(self.mixer(x, step), step)
+
+
+def load(kit: Kit) -> Parts:
+    """Everything is checked here: config values, names and shapes."""
+    whole, checkpoint = kit.checkpoint.config, kit.checkpoint
+    cfg = whole.section("text_config") if "text_config" in whole else whole
+    refuse(cfg)
+    kinds = layer_kinds(cfg)
+    vocab, hidden = cfg.size("vocab_size"), cfg.size("hidden_size")
+    prefix = "model.language_model." if checkpoint.any("model.language_model.") else "model."
+    rope = Rope(kit, rope_theta(cfg), rotary_dim(cfg), head_dim(cfg))
+    embed = kit.weight(checkpoint.tensor(f"{prefix}embed_tokens.weight", vocab, hidden))
+    layers = [Layer(kit, cfg, kind, i, prefix, "") for i, kind in enumerate(kinds)]
+    tied = whole.read("tie_word_embeddings", bool, cfg.read("tie_word_embeddings", bool, False))
+    head = Linear.sharing(kit, embed) if tied else Linear(kit, checkpoint.tensor("lm_head.weight", vocab, hidden))
+    trunk = Trunk(kit, embed, layers, norm(kit, cfg, f"{prefix}norm"), head, rope)
+    mtp = _mtp(kit, cfg) if checkpoint.any("mtp.") else None
+    checkpoint.refuse_leftovers(rf"{IGNORABLE}|lm_head\.weight$" if tied else IGNORABLE)
+    words = tuple(WORDS[kind] for kind in kinds)
+    return Parts(cfg, words, trunk, None if mtp is None else Draft(trunk, mtp))
+
+
+def _mtp(kit: Kit, cfg: Config) -> Mtp:
+    cfg.require("mtp_num_hidden_layers", 1)
+    hidden = cfg.size("hidden_size")
+    return Mtp(
+        token_norm=norm(kit, cfg, "mtp.pre_fc_norm_embedding"),
+        hidden_norm=norm(kit, cfg, "mtp.pre_fc_norm_hidden"),
+        enter=Linear(kit, kit.checkpoint.tensor("mtp.fc.weight", hidden, 2 * hidden)),
+        layers=[Layer(kit, cfg, "full_attention", 0, "mtp.", "mtp.")],
+        norm=norm(kit, cfg, "mtp.norm"),
+    )
+
+
+def layer_kinds(cfg: Config) -> list[str]:
+    count = cfg.size("num_hidden_layers")
+    interval = cfg.size("full_attention_interval", 4)
+    default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
+    kinds = cfg.read("layer_types", list[str], default)
+    if len(kinds) != count:
+        raise Refused(f"{cfg.where}: layer_types has {len(kinds)} entries, num_hidden_layers is {count}; correct one of them")
+    return kinds
+
+
+def is_sparse(cfg: Config, index: int) -> bool:
+    dense = index in cfg.read("mlp_only_layers", list[int], [])
+    return "num_experts" in cfg and not dense and (index + 1) % cfg.size("decoder_sparse_step", 1) == 0
+
+
+def head_dim(cfg: Config) -> int:
+    return cfg.size("head_dim", cfg.size("hidden_size") // cfg.size("num_attention_heads"))
+
+
+def rotary_dim(cfg: Config) -> int:
+    fraction = _rope(cfg).read("partial_rotary_factor", float, cfg.read("partial_rotary_factor", float, 0.25))
+    dim = int(head_dim(cfg) * fraction)
+    if dim % 2 or head_dim(cfg) % 2 or not 0 < dim <= head_dim(cfg):
+        raise Refused(f"{cfg.where}: partial_rotary_factor {fraction} turns {dim} of {head_dim(cfg)} channels; it must be an even part")
+    return dim
+
+
+def rope_theta(cfg: Config) -> float:
+    return _rope(cfg).read("rope_theta", float, cfg.read("rope_theta", float, 10000.0))
+
+
+def eps(cfg: Config) -> float:
+    return cfg.read("rms_norm_eps", float, 1e-6)
+
+
+def norm(kit: Kit, cfg: Config, name: str) -> Norm:
+    return Norm(kit, centred(kit.checkpoint.tensor(f"{name}.weight", cfg.size("hidden_size"))), eps(cfg))
+
+
+def centred(weight: Lazy) -> Lazy:
+    """A zero-centred norm weight as the factor that it stands for."""
+    return weight.map(lambda w: 1 + w.float())
+
+
+def _rope(cfg: Config) -> Config:
+    return cfg.section("rope_parameters") if "rope_parameters" in cfg else Config({}, cfg.where)
+
+
+def _repeat(order: list[int], heads: int):
+    return lambda w: w[order].repeat(heads)
+
+
+def _deinterleave(heads: int, widths: list[int], part: int):
+    def pick(w: torch.Tensor) -> torch.Tensor:
+        return w.view(heads, sum(widths), -1).split(widths, dim=1)[part].reshape(heads * widths[part], -1)
+
+    return pick

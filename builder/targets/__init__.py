@@ -1,0 +1,30 @@
+"""What engines can be built for: the table of targets and architectures."""
+
+from pathlib import Path
+from typing import Protocol
+
+from hemiola.builder.graph import Graph
+from hemiola.builder.targets import torch as torch_target
+from hemiola.runtime.errors import Refused
+
+
+class Target(Protocol):
+    """Compiles one segment into one file of the engine directory."""
+
+    NAME: str
+    ARCHS: tuple[str, ...]
+
+    def compile(self, graph: Graph, folder: Path) -> str: ...
+
+
+TARGETS: dict[str, Target] = {torch_target.NAME: torch_target}
+
+
+def pick(target: str, arch: str) -> Target:
+    """The target that compiles for `arch`, or the list of what exists."""
+    if target not in TARGETS:
+        raise Refused(f"--target {target} is not supported by this version, only {', '.join(TARGETS)}; use one of these")
+    archs = TARGETS[target].ARCHS
+    if arch not in archs:
+        raise Refused(f"--arch {arch} is not supported by --target {target}, only {', '.join(archs)}; use one of these")
+    return TARGETS[target]
