@@ -13,7 +13,7 @@ from hemiola.plugins.spec import Op
 _others = [
     getattr(import_module(f"hemiola.plugins.{name}.spec"), name.upper())
     for name in ("conv", "mamba2", "delta")
-    if (Path(__file__).parent / name / "spec.py").is_file()
+    if len(list((Path(__file__).parent / name).glob("[cers]*.py"))) >= 3
 ]
 
 OPS: tuple[Op, ...] = tuple(op.register() for op in (ATTENTION, *_others, LINEAR, MOE, NORM))
