@@ -1,0 +1,61 @@
+"""The memory behind pages and slots: the state tensors that an engine updates in place."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hemiola.runtime.manifest import State
+
+
+class Storage:
+    """Tensors by state name, [num_pages or num_slots, *shape].
+
+    With `poison`, fresh and freed pages and slots hold NaN: a reader of what was never written shows itself.
+    """
+
+    def __init__(self, states: Sequence[State], num_pages: int, num_slots: int, poison: bool = False) -> None:
+        counts = {"page": num_pages, "slot": num_slots}
+        self.tensors = {
+            s.name: torch.zeros(counts[s.kind], *s.shape, dtype=getattr(torch, s.dtype)) for s in states
+        }
+        self._pages = [self.tensors[s.name] for s in states if s.kind == "page"]
+        self._slots = [self.tensors[s.name] for s in states if s.kind == "slot"]
+        self.poison = poison
+        if poison:
+            self.free_pages(list(range(num_pages)))
+            self.free_slots(list(range(num_slots)))
+
+    def free_pages(self, page_ids: list[int]) -> None:
+        if self.poison:
+            _fill(self._pages, page_ids)
+
+    def free_slots(self, slot_ids: list[int]) -> None:
+        if self.poison:
+            _fill(self._slots, slot_ids)
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """A slot at an edge is a snapshot: copying it whole restores or keeps one."""
+        for tensor in self._slots:
+            tensor[target].copy_(tensor[source])
+
+
+def _fill(tensors: list[torch.Tensor], ids: list[int]) -> None:
+    for tensor in tensors:
+        tensor[ids] = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
+
+
+def free_bytes() -> int:
+    """Memory that can be taken without swapping, within the limit of our control group."""
+    free = int(_fields(Path("/proc/meminfo"))["MemAvailable:"]) * 1024
+    group = Path("/sys/fs/cgroup")
+    if (group / "memory.max").is_file() and (limit := (group / "memory.max").read_text().strip()) != "max":
+        kept = int((group / "memory.current").read_text()) - int(
+            _fields(group / "memory.stat")["inactive_file"]
+        )
+        free = min(free, int(limit) - kept)
+    return max(free, 0)
+
+
+def _fields(path: Path) -> dict[str, str]:
+    return {words[0]: words[1] for words in map(str.split, path.read_text().splitlines())}

@@ -1,0 +1,204 @@
+"""LLM: an engine directory that answers. Text in, text out; everything else is called from here."""
+
+import atexit
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from weakref import WeakMethod
+
+from hemiola.runtime import manifest as manifests
+from hemiola.runtime.accept import judge
+from hemiola.runtime.batch import Feed, table_width
+from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.slots import Slots
+from hemiola.runtime.cache.storage import Storage, free_bytes
+from hemiola.runtime.config import Resolved, ServeConfig, resolve
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.loop import Engine, Loop
+from hemiola.runtime.metrics import Counters
+from hemiola.runtime.outbox import Outbox
+from hemiola.runtime.request import (
+    Bounds,
+    Logprob,
+    OnPiece,
+    Output,
+    Piece,
+    Request,
+    SamplingParams,
+    new_request,
+)
+from hemiola.runtime.scheduler import Scheduler
+from hemiola.runtime.session import Session
+from hemiola.runtime.text import Text
+
+Prompt = str | Sequence[int]
+
+
+def make_loop(config: Resolved, storage: Storage, session: Engine, text: Text | None) -> Loop:
+    """The parts of a running engine, put together; not started."""
+    slots = Slots(config.num_slots, config.chunk_len, storage.free_slots)
+    pages = Pages(
+        config.num_pages, config.page_len, config.num_slots, table_width(config), storage.free_pages
+    )
+    return Loop(Scheduler(config, pages, slots), Feed(config, pages, slots), session, judge, Outbox(text))
+
+
+class LLM:
+    """Opens an engine directory and serves it from a thread of its own. Options are those of ServeConfig."""
+
+    def __init__(self, engine_dir: str | Path, **options: object) -> None:
+        serve_config = ServeConfig(**options)
+        engine_dir = Path(engine_dir)
+        self.manifest = manifests.load(engine_dir)
+        self.config = resolve(serve_config, self.manifest, free_bytes())
+        self._text = Text(engine_dir / "tokenizer")
+        storage = Storage(self.manifest.states, self.config.num_pages, self.config.num_slots)
+        session = Session(engine_dir, self.manifest, storage)
+        self._loop = make_loop(self.config, storage, session, self._text)
+        self._request_ids = itertools.count(1)
+        self._bounds = Bounds(
+            self.config.max_len, self.manifest.limits.max_len, self.manifest.vocab_size, self.manifest.eos_ids
+        )
+        self._loop.start()
+        close = WeakMethod(self.close)
+        atexit.register(lambda: (method := close()) and method())
+
+    @property
+    def counters(self) -> Counters:
+        return self._loop.counters
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, as `submit` would use them."""
+        if isinstance(prompt, str):
+            return self._text.encode(prompt)
+        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
+            kind = type(prompt).__name__
+            raise Refused(f"prompt is {kind}; pass text (str) or a list of token ids")
+        return list(prompt)
+
+    def chat_text(self, messages: Sequence[Mapping[str, object]]) -> str:
+        """The prompt for a conversation, by the checkpoint's chat template."""
+        return self._text.chat(messages)
+
+    def submit(self, prompt: Prompt, params: SamplingParams, on_piece: OnPiece) -> int:
+        """Queue a request and return its id; on_piece gets its pieces, in the loop's thread. Refuses at once."""
+        request = self._request(prompt, params)
+        self._loop.submit(request, on_piece)
+        return request.id
+
+    def abort(self, request_id: int) -> None:
+        """End a request; its last piece says "cancelled"."""
+        self._loop.abort(request_id)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Pieces as they come; a caller that stops reading aborts the request. Refuses before the first piece."""
+        pieces: SimpleQueue[Piece] = SimpleQueue()
+        request_id = self.submit(prompt, SamplingParams() if params is None else params, pieces.put)
+        return self._read(pieces, request_id)
+
+    def _read(self, pieces: SimpleQueue[Piece], request_id: int) -> Iterator[Piece]:
+        try:
+            while True:
+                piece = pieces.get()
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            self.abort(request_id)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[Output]:
+        """All outputs, in the order of the prompts. One bad prompt: Refused, and none has been queued."""
+        requests = self._requests(prompts, params)
+        done: SimpleQueue[_Collector] = SimpleQueue()
+        collectors = [_Collector(request, done.put) for request in requests]
+        try:
+            for collector in collectors:
+                self._loop.submit(collector.request, collector)
+            for _ in _progress(len(requests), progress):
+                done.get()
+        finally:
+            for collector in collectors:
+                if collector.output is None:
+                    self.abort(collector.request.id)
+        return [collector.output for collector in collectors if collector.output is not None]
+
+    def _requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+            raise Refused(f"prompts is {type(prompts).__name__}; pass a list of prompts")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise Refused(
+                f"{len(prompts)} prompts and {len(params)} SamplingParams; pass one each, or one for all"
+            )
+        requests = []
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._request(prompt, own))
+            except Refused as error:
+                raise Refused(f"prompts[{index}]: {error}") from None
+        return requests
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise Refused(f"params is {type(params).__name__}; pass a SamplingParams")
+        return new_request(next(self._request_ids), self.encode(prompt), params, self._bounds)
+
+    def close(self, drain: bool = False) -> None:
+        """Cancel (or with drain: finish) what runs and end the thread. Safe to call twice."""
+        self._loop.close(drain)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Collector:
+    """An on_piece that puts a request's pieces together."""
+
+    def __init__(self, request: Request, on_done: Callable[["_Collector"], None]) -> None:
+        self.request = request
+        self.output: Output | None = None
+        self._on_done = on_done
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[Logprob] | None = None if request.params.logprobs is None else []
+
+    def __call__(self, piece: Piece) -> None:
+        self._text.append(piece.text)
+        self._token_ids += piece.token_ids
+        if self._logprobs is not None and piece.logprobs is not None:
+            self._logprobs += piece.logprobs
+        if piece.finish_reason is None or piece.metrics is None:
+            return
+        self.output = Output(
+            prompt_token_ids=self.request.ids[: self.request.prompt_len].tolist(),
+            token_ids=self._token_ids,
+            text="".join(self._text),
+            finish_reason=piece.finish_reason,
+            logprobs=self._logprobs,
+            metrics=piece.metrics,
+            error=piece.error,
+        )
+        self._on_done(self)
+
+
+def _progress(total: int, shown: bool) -> Iterator[int]:
+    if not shown:
+        return iter(range(total))
+    from rich.progress import track  # not needed by servers
+
+    return iter(track(range(total), description="requests", total=total))

@@ -1,0 +1,199 @@
+"""The loop: the only place that knows the order of a step, and the thread that repeats it."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import torch
+
+from hemiola.runtime.accept import Verdict
+from hemiola.runtime.batch import Batch, Feed
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.metrics import Counters
+from hemiola.runtime.outbox import Event, Outbox
+from hemiola.runtime.request import OnPiece, Request
+from hemiola.runtime.sampling import Draw
+from hemiola.runtime.scheduler import Scheduler
+from hemiola.runtime.session import Output
+
+IDLE_SECONDS = 1.0  # without work before the caches are audited
+log = logging.getLogger("hemiola")
+
+
+class Engine(Protocol):
+    """A Session, or in tests something that checks what a session is given."""
+
+    def run(self, batch: Batch) -> Output: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    request: Request
+    on_piece: OnPiece
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    drain: bool
+
+
+class Loop:
+    """`step` is the engine's heartbeat; `start` lets a thread of its own call it while there is work."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        feed: Feed,
+        session: Engine,
+        judge: Callable[[Sequence[Draw | None], torch.Tensor], Verdict],
+        outbox: Outbox,
+    ) -> None:
+        self.scheduler = scheduler
+        self.feed = feed
+        self.session = session
+        self.judge = judge
+        self.outbox = outbox
+        self.counters = Counters()
+        self._inbox: SimpleQueue[_Submit | _Abort | _Close] = SimpleQueue()
+        self._gate = threading.Lock()  # nobody enters while the refusal changes
+        self._refusal: str | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="hemiola-loop", daemon=True)
+
+    def step(self) -> list[Event]:
+        """One engine call, from the choice of rows to the pieces for their users."""
+        start = time.perf_counter()
+        plan = self.scheduler.plan()
+        batch = self.feed.fill(plan)
+        before = time.perf_counter()
+        out = self.session.run(batch)
+        after = time.perf_counter()
+        verdict = self.judge(batch.draws, out.logits)
+        self.scheduler.commit(plan, verdict)
+        # Drafts (issue 3) are proposed here, from plan, verdict and out.hidden.
+        events = self.outbox.drain(plan)
+        # Prefix reuse (issue 3) publishes finished pages and snapshots here.
+        self.scheduler.reap(plan)
+        self._count(sum(plan.num_tokens), events, after - before, time.perf_counter() - start)
+        return events
+
+    def _count(
+        self, num_tokens: int, events: list[Event], engine_seconds: float, step_seconds: float
+    ) -> None:
+        counters = self.counters
+        counters.num_steps += 1
+        counters.num_computed_tokens += num_tokens
+        counters.num_preemptions = self.scheduler.num_preemptions
+        counters.engine_seconds += engine_seconds
+        counters.step_seconds += step_seconds
+        for event in events:
+            counters.num_output_tokens += len(event.piece.token_ids)
+            counters.num_finished += event.piece.finish_reason is not None
+
+    # What other threads call.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request, on_piece: OnPiece) -> None:
+        """Queue a request; on_piece is called in the loop's thread."""
+        with self._gate:
+            if self._refusal is not None:
+                raise Refused(self._refusal)
+            self._inbox.put(_Submit(request, on_piece))
+
+    def abort(self, request_id: int) -> None:
+        """End a request soon, with finish_reason "cancelled"; one that has ended already is left alone."""
+        self._inbox.put(_Abort(request_id))
+
+    def close(self, drain: bool = False) -> None:
+        """Take no more requests, finish (drain) or cancel those there are, and end the thread."""
+        with self._gate:
+            self._refusal = self._refusal or "the engine is closed; open it again"
+        if self._thread.is_alive():
+            self._inbox.put(_Close(drain))
+            self._thread.join()
+
+    # What the loop's thread does.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing or self.scheduler.busy:
+                self.turn()
+        except Exception as error:
+            log.exception("the engine failed")
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def turn(self) -> None:
+        """Read the inbox, then one step and its pieces, if anything runs. Waits for a message if nothing does."""
+        self._read_inbox()
+        if self.scheduler.busy:
+            self._deliver(self.step())
+
+    def _read_inbox(self) -> None:
+        """All messages there are; waits for one if nothing can run."""
+        if not self.scheduler.busy:
+            self._read(self._wait())
+        while not self._inbox.empty():
+            self._read(self._inbox.get())
+
+    def _wait(self) -> _Submit | _Abort | _Close:
+        try:
+            return self._inbox.get(timeout=IDLE_SECONDS)
+        except Empty:
+            self.scheduler.audit()
+            return self._inbox.get()
+
+    def _read(self, message: _Submit | _Abort | _Close) -> None:
+        match message:
+            case _Submit(request, on_piece):
+                self.outbox.open(request, on_piece)
+                self.scheduler.add(request)
+            case _Abort(request_id):
+                request = self.outbox.get(request_id)
+                if request is not None:
+                    self._cancel(request)
+            case _Close(drain):
+                self._closing = True
+                for request in [] if drain else self.outbox.all():
+                    self._cancel(request)
+
+    def _cancel(self, request: Request) -> None:
+        self.scheduler.abort(request)
+        self._deliver([self.outbox.end(request)])
+
+    def _deliver(self, events: list[Event]) -> None:
+        """A user whose callback raises loses the request, and nobody else anything."""
+        for event in events:
+            try:
+                event.on_piece(event.piece)
+            except Exception:
+                log.exception("request %d: on_piece raised; the request is cancelled", event.request.id)
+                if event.piece.finish_reason is None:
+                    self.scheduler.abort(event.request)
+                    self.outbox.end(event.request)
+
+    def _fail(self, reason: str) -> None:
+        """The engine is lost: tell everyone, those that were about to enter included."""
+        with self._gate:
+            self._refusal = f"the engine failed ({reason}) and takes no more requests; open it again"
+        while not self._inbox.empty():
+            match self._inbox.get():
+                case _Submit(request, on_piece):
+                    self.outbox.open(request, on_piece)
+        for request in self.outbox.all():
+            request.fail(f"the engine failed: {reason}")
+            event = self.outbox.end(request)
+            try:
+                event.on_piece(event.piece)
+            except Exception:
+                log.exception("request %d: on_piece raised", request.id)

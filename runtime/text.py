@@ -1,0 +1,186 @@
+"""Text to ids and back: tokenizer, chat template, and text that grows token by token."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from hemiola.runtime.errors import Refused
+
+BROKEN = "\ufffd"  # what an incomplete character decodes to
+LOOK_BACK = 6  # tokens before the text, so that a decoder sees where a word begins
+
+
+class Text:
+    """An engine's tokenizer directory."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise Refused(f"{path} is missing; run build-engine again")
+        try:
+            self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise Refused(f"{path} is not a tokenizer ({error}); run build-engine again") from None
+        config = folder / "tokenizer_config.json"
+        self.config: dict[str, object] = json.loads(config.read_text()) if config.is_file() else {}
+        self.special = {name: text for name, text in map(_special, self.config.items()) if text is not None}
+        self.template = _chat_template(folder, self.config)
+
+    def encode(self, text: str) -> list[int]:
+        """With the special tokens that the tokenizer adds; a text that brings its own BOS gets no second one."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise Refused(
+                f"prompt is not valid Unicode at character {error.start} (a lone surrogate); remove it"
+            ) from None
+        ids: list[int] = self.tokenizer.encode(text).ids
+        bos = self.special.get("bos_token")
+        if bos is not None and ids[:2] == [self.tokenizer.token_to_id(bos)] * 2 and text.startswith(bos):
+            return ids[1:]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def chat(self, messages: Sequence[Mapping[str, object]], **variables: object) -> str:
+        """The prompt for a conversation, up to where the assistant speaks."""
+        if self.template is None:
+            raise Refused(
+                "the engine has no chat template; pass a prompt, or build from a checkpoint that has one"
+            )
+        if not all(
+            isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages
+        ):
+            raise Refused(
+                "messages must be dictionaries with a role and a content; pass [{'role': 'user', 'content': TEXT}]"
+            )
+        given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special, **variables}
+        try:
+            return _environment().from_string(self.template).render(messages=messages, **given)
+        except TemplateError as error:
+            raise Refused(f"the chat template refuses these messages: {error}; change them") from None
+        except (TypeError, KeyError, AttributeError) as error:
+            raise Refused(f"the chat template does not fit these messages ({error}); change them") from None
+
+
+def _special(entry: tuple[str, object]) -> tuple[str, str | None]:
+    name, value = entry
+    if isinstance(value, dict):
+        value = value.get("content")
+    return name, value if name.endswith("_token") and isinstance(value, str) else None
+
+
+def _chat_template(folder: Path, config: Mapping[str, object]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text()
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = next((entry["template"] for entry in found if entry["name"] == "default"), None)
+    return found if isinstance(found, str) else None
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """As Hugging Face renders templates."""
+    extensions = [_Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+class Growing:
+    """The text of one output. `push` returns what became certain: whole characters, no part of a stop string.
+
+    All that `push` and `finish` return is what prompt + output decode to beyond the prompt's own text, up to the
+    first stop string.
+    """
+
+    def __init__(self, text: Text, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
+        self._text = text
+        self._stop = stop
+        self._window = list(prompt_ids[-LOOK_BACK:])  # their text is settled up to _settled characters
+        before = text.decode(self._window)
+        if before.endswith(BROKEN):  # ids that were never a text: look at the output alone
+            self._window, before = [], ""
+        self._settled = len(before)
+        self._held = ""  # certain, but perhaps the beginning of a stop string
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._text.decode(self._window)
+        certain = max(self._settled, len(text) - _num_broken(text))
+        new, self._settled = text[self._settled : certain], certain
+        if certain == len(text) and len(self._window) > 4 * LOOK_BACK:
+            self._shorten(text)
+        return self._before_stop(new) if self._stop else new
+
+    def finish(self) -> str:
+        """What was held back, as no more tokens come."""
+        return "" if self.stopped else self._held + self._text.decode(self._window)[self._settled :]
+
+    def _shorten(self, text: str) -> None:
+        """Forget old tokens, if the rest decodes to the same text without them."""
+        window = self._window[-LOOK_BACK:]
+        tail = self._text.decode(window)
+        if tail and text.endswith(tail) and BROKEN not in tail:
+            self._window, self._settled = window, len(tail)
+
+    def _before_stop(self, new: str) -> str:
+        held = self._held + new
+        found = [at for at in map(held.find, self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            return held[: min(found)]
+        certain = len(held) - max(_overlap(held, stop) for stop in self._stop)
+        self._held = held[certain:]
+        return held[:certain]
+
+
+def _num_broken(text: str) -> int:
+    """Characters at the end that the next token may complete; an incomplete one shows as 1 to 3 broken ones."""
+    return min(len(text) - len(text.rstrip(BROKEN)), 3)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of text with which stop may begin."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
