@@ -16,7 +16,7 @@ import hemiola
 import hemiola.plugins
 from hemiola.builder import models, targets
 from hemiola.builder.checkpoint import Checkpoint, Lazy
-from hemiola.builder.graph import OUTPUTS, export
+from hemiola.builder.graph import OUTPUTS, Graph, Name, export
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, Manifest, Segment, Weight
@@ -42,7 +42,9 @@ class Options:
     chunk_len: int = 16
 
 
-def build(path: Path, engine_dir: Path, options: Options, report: Report = lambda stage, done, total: None) -> Manifest:
+def build(
+    path: Path, engine_dir: Path, options: Options, report: Report = lambda stage, done, total: None
+) -> Manifest:
     """Write an engine. It appears complete or not at all; an engine that stood there before is replaced."""
     target = targets.pick(options.target, options.arch)
     _refuse_sizes(options)
@@ -54,13 +56,13 @@ def build(path: Path, engine_dir: Path, options: Options, report: Report = lambd
     drafts, limits = _limits(model, options)
     with _fresh(engine_dir) as folder:
         _copy_tokenizer(path, folder / "tokenizer")
-        names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
+        names: list[Name] = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         graphs, segments = [], []
         for i, name in enumerate(names):
             report(f"exporting {name}", i, len(names))
             graph = export(model, name, limits)
             graphs.append(graph)
-            segments.append(_segment(name, target.compile(graph, folder), graph))
+            segments.append(_segment(target.compile(graph, folder), graph))
         weights = model.weights(model.trunk)
         if drafts == "mtp" and model.draft is not None:
             weights |= model.weights(model.draft)
@@ -84,7 +86,11 @@ def build(path: Path, engine_dir: Path, options: Options, report: Report = lambd
             weights=tuple(Weight(name=name, dtype="float32") for name in weights),
             states=tuple(state for graph in graphs for state in graph.states),
             segments=tuple(segments),
-            sha256={str(file.relative_to(folder)): _sha256(file) for file in sorted(folder.rglob("*")) if file.is_file()},
+            sha256={
+                str(file.relative_to(folder)): _sha256(file)
+                for file in sorted(folder.rglob("*"))
+                if file.is_file()
+            },
         ).write(folder)
 
 
@@ -92,7 +98,11 @@ def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:
     """A safetensors file, one tensor in memory at a time."""
     header, offset = {}, 0
     for name, lazy in weights.items():
-        header[name] = {"dtype": STORED[lazy.dtype], "shape": lazy.shape, "data_offsets": [offset, offset + lazy.nbytes]}
+        header[name] = {
+            "dtype": STORED[lazy.dtype],
+            "shape": lazy.shape,
+            "data_offsets": [offset, offset + lazy.nbytes],
+        }
         offset += lazy.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -102,32 +112,38 @@ def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:
         for lazy in weights.values():
             tensor = lazy.read().contiguous()
             assert tuple(tensor.shape) == lazy.shape and tensor.dtype == lazy.dtype
-            file.write(tensor.view(-1).view(torch.uint8).numpy())
+            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
             done += lazy.nbytes
             report("writing weights", done, offset)
 
 
-def _segment(name: str, file: str, graph) -> Segment:
+def _segment(file: str, graph: Graph) -> Segment:
     states = tuple(state.name for state in graph.states)
-    return Segment(name=name, file=file, weights=graph.weights, states=states, inputs=graph.inputs, outputs=OUTPUTS)
+    return Segment(
+        name=graph.name, file=file, weights=graph.weights, states=states, inputs=graph.inputs, outputs=OUTPUTS
+    )
 
 
 def _limits(model: models.Model, options: Options) -> tuple[Literal["none", "ngram", "mtp"], Limits]:
     """Resolve what was left open, and refuse what does not fit together."""
     drafts = options.drafts or ("mtp" if model.draft else "none")
     if drafts == "mtp" and model.draft is None:
-        raise Refused("--drafts mtp: the checkpoint has no mtp.* tensors; use --drafts ngram or --drafts none")
+        raise Refused(
+            "--drafts mtp: the checkpoint has no mtp.* tensors; use --drafts ngram or --drafts none"
+        )
     num_drafts = (0 if drafts == "none" else 3) if options.num_drafts is None else options.num_drafts
     if drafts == "none" and num_drafts:
-        raise Refused(f"--num-drafts {num_drafts} with --drafts none; use --num-drafts 0 or choose --drafts ngram or mtp")
+        raise Refused(f"--num-drafts {num_drafts} with --drafts none; use 0, or --drafts ngram or mtp")
     if drafts != "none" and not num_drafts:
         raise Refused(f"--num-drafts 0 with --drafts {drafts}; use --num-drafts 1 or more, or --drafts none")
     longest = model.config.size("max_position_embeddings")
     max_len = min(longest, 8192) if options.max_len is None else options.max_len
     if max_len > longest:
-        raise Refused(f"--max-len {max_len} is more than the checkpoint's max_position_embeddings {longest}; use at most that")
+        raise Refused(f"--max-len {max_len} is more than max_position_embeddings; use at most {longest}")
     if max_len < options.page_len:
-        raise Refused(f"--max-len {max_len} is less than one page (--page-len {options.page_len}); raise it or use smaller pages")
+        raise Refused(
+            f"--max-len {max_len} is less than one page of --page-len {options.page_len}; change one of them"
+        )
     limits = Limits(
         max_len=max_len,
         max_rows=options.max_rows,
@@ -138,8 +154,8 @@ def _limits(model: models.Model, options: Options) -> tuple[Literal["none", "ngr
     )
     if limits.max_step_tokens < limits.max_rows * (num_drafts + 1):
         raise Refused(
-            f"--max-step-tokens {limits.max_step_tokens} cannot hold --max-rows {limits.max_rows} with {num_drafts} drafts each; "
-            f"use at least {limits.max_rows * (num_drafts + 1)}"
+            f"--max-step-tokens {limits.max_step_tokens} cannot hold --max-rows {limits.max_rows} "
+            f"with {num_drafts} drafts each; use at least {limits.max_rows * (num_drafts + 1)}"
         )
     return drafts, limits
 
@@ -153,7 +169,8 @@ def _refuse_sizes(options: Options) -> None:
         raise Refused(f"--num-drafts is {options.num_drafts}; use 0 or more")
     if options.page_len % options.chunk_len:
         raise Refused(
-            f"--page-len {options.page_len} is not a multiple of --chunk-len {options.chunk_len}; pages must end on chunk edges"
+            f"--page-len {options.page_len} is not a multiple of --chunk-len {options.chunk_len}; "
+            "choose them so that pages end on chunk edges"
         )
 
 
@@ -161,7 +178,9 @@ def _refuse_occupied(engine_dir: Path) -> None:
     if engine_dir.exists() and not engine_dir.is_dir():
         raise Refused(f"--engine-dir {engine_dir} is a file; choose a directory")
     if engine_dir.is_dir() and any(engine_dir.iterdir()) and not (engine_dir / manifest.FILE).is_file():
-        raise Refused(f"--engine-dir {engine_dir} has files but no engine in it; choose an empty or a new directory")
+        raise Refused(
+            f"--engine-dir {engine_dir} has files but no engine in it; choose an empty or a new directory"
+        )
 
 
 @contextmanager
@@ -171,7 +190,9 @@ def _fresh(engine_dir: Path) -> Iterator[Path]:
         engine_dir.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{engine_dir.name}-", dir=engine_dir.parent))
     except OSError as error:
-        raise Refused(f"--engine-dir {engine_dir} cannot be written ({error.strerror}); choose another directory") from None
+        raise Refused(
+            f"--engine-dir {engine_dir} cannot be written ({error.strerror}); choose another directory"
+        ) from None
     try:
         yield folder
         folder.chmod(0o755)

@@ -36,21 +36,33 @@ class Config:
             return TypeAdapter(kind).validate_python(value, strict=True)
         except ValidationError:
             name = getattr(kind, "__name__", str(kind)) if not hasattr(kind, "__args__") else str(kind)
-            raise Refused(f"{self.where}: {key} is {value!r}, expected {name}; correct it") from None
+            raise self.refused(f"{key} is {value!r}, expected {name}; correct it") from None
 
     def size(self, key: str, default: object = REQUIRED) -> int:
         """A positive int."""
         value = self.read(key, int, default)
         if value <= 0:
-            raise Refused(f"{self.where}: {key} is {value}, expected a positive number; correct it")
+            raise self.refused(f"{key} is {value}, expected a positive number; correct it")
         return value
+
+    def sizes(self, many: str, few: str) -> tuple[int, int]:
+        """Two positive ints, the first a multiple of the second."""
+        a, b = self.size(many), self.size(few)
+        if a % b:
+            raise self.refused(f"{many} {a} is not a multiple of {few} {b}; correct one of them")
+        return a, b
 
     def require(self, key: str, *accepted: object) -> None:
         """Refuse any value but `accepted`, the first of which is what an absent key means."""
         value = self.values.get(key, accepted[0])
         if not any(type(value) is type(good) and value == good for good in accepted):
             known = " or ".join(repr(good) for good in accepted)
-            raise Refused(f"{self.where}: {key} = {value!r} is not supported, only {known}; use another checkpoint")
+            raise Refused(
+                f"{self.where}: {key} = {value!r} is not supported, only {known}; use another checkpoint"
+            )
+
+    def refused(self, reason: str) -> Refused:
+        return Refused(f"{self.where}: {reason}")
 
     def section(self, key: str) -> "Config":
         return Config(self.read(key, dict), f"{self.where}: {key}")
@@ -82,7 +94,7 @@ class Lazy:
 
 
 def join(parts: list[Lazy], function: Callable[[list[torch.Tensor]], torch.Tensor] = torch.cat) -> Lazy:
-    """Several tensors as one, along the first dimension; mixed dtypes meet in the smallest one that holds both."""
+    """Several tensors as one, along the first dimension, in the smallest dtype that holds them all."""
     empty = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parts]
     dtype = empty[0].dtype
     for tensor in empty:
@@ -92,7 +104,7 @@ def join(parts: list[Lazy], function: Callable[[list[torch.Tensor]], torch.Tenso
 
 
 class Checkpoint:
-    """An open folder. Files are read when a tensor is; what is wrong with names and shapes shows before that."""
+    """An open folder. What is wrong with names and shapes shows before any content is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,25 +128,36 @@ class Checkpoint:
     def tensor(self, name: str, *shape: int) -> Lazy:
         """The named tensor, which must have this shape."""
         if name not in self._files:
-            raise Refused(f"{self.path} has no tensor {name}; the checkpoint is incomplete, download it again")
+            raise Refused(
+                f"{self.path} has no tensor {name}; the checkpoint is incomplete, download it again"
+            )
         file = self._files[name]
         header = self._shards[file].get_slice(name)
         found, dtype = tuple(header.get_shape()), header.get_dtype()
         if found != shape:
             raise Refused(
-                f"{self.path / file}: {name} has shape {list(found)}, config.json asks for {list(shape)}; correct one of them"
+                f"{self.path / file}: {name} has shape {list(found)}, config.json asks for {list(shape)}; "
+                "correct one of them"
             )
         if dtype not in DTYPES:
-            raise Refused(f"{self.path / file}: {name} is {dtype}, not one of {', '.join(DTYPES)}; use an unquantised checkpoint")
+            raise Refused(
+                f"{self.path / file}: {name} is {dtype}, not one of {', '.join(DTYPES)}; "
+                "use an unquantised checkpoint"
+            )
         self._used.add(name)
         return Lazy(found, DTYPES[dtype], lambda: self._read(file, name))
 
     def refuse_leftovers(self, ignorable: str) -> None:
         """Every tensor must have been asked for or match the pattern `ignorable`."""
-        left = sorted(name for name in self._files if name not in self._used and not re.match(ignorable, name))
+        left = sorted(
+            name for name in self._files if name not in self._used and not re.match(ignorable, name)
+        )
         if left:
             names = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
-            raise Refused(f"{self.path} has tensors that {self.architecture} does not: {names}; use a checkpoint without them")
+            raise Refused(
+                f"{self.path} has tensors that {self.architecture} does not know: {names}; "
+                "use a checkpoint without them"
+            )
 
     @property
     def architecture(self) -> str:
@@ -155,13 +178,16 @@ class Checkpoint:
 
     def _refuse_quantised(self) -> None:
         if (self.path / "hf_quant_config.json").is_file():
-            raise Refused(f"{self.path / 'hf_quant_config.json'}: quantised checkpoints are not supported; use the bf16 one")
+            raise Refused(
+                f"{self.path} is quantised (hf_quant_config.json), which is not supported; use the bf16 one"
+            )
         for config in (self.config.values, self.config.values.get("text_config") or {}):
             quantised = config.get("quantization_config")
             if quantised:
                 method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
                 raise Refused(
-                    f"{self.config.where}: quantization_config (quant_method {method}) is not supported; use the bf16 checkpoint"
+                    f"{self.config.where}: quantization_config (quant_method {method}) is not supported; "
+                    "use the bf16 checkpoint"
                 )
 
     def _shard_names(self) -> list[str]:
@@ -171,7 +197,9 @@ class Checkpoint:
             return sorted(set(weight_map.values()))
         if (self.path / "model.safetensors").is_file():
             return ["model.safetensors"]
-        raise Refused(f"{self.path} has no model.safetensors and no index of shards; convert the weights to safetensors")
+        raise Refused(
+            f"{self.path} has no model.safetensors and no index of shards; convert the weights to safetensors"
+        )
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> file name."""
@@ -180,14 +208,18 @@ class Checkpoint:
         if index.is_file():
             for name, file in json.loads(index.read_text())["weight_map"].items():
                 if stored.get(name) != file:
-                    raise Refused(f"{index} says that {name} is in {file}, but it is not; download the checkpoint again")
+                    raise Refused(
+                        f"{index} says that {name} is in {file}, but it is not; download the checkpoint again"
+                    )
         return stored
 
     def _read(self, file: str, name: str) -> torch.Tensor:
         try:
             return self._shards[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise Refused(f"{self.path / file}: cannot read {name} ({_one_line(error)}); download it again") from None
+            raise Refused(
+                f"{self.path / file}: cannot read {name} ({_one_line(error)}); download it again"
+            ) from None
 
 
 def _open(path: Path) -> Any:
@@ -196,7 +228,9 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise Refused(f"{path} is not a complete safetensors file ({_one_line(error)}); download it again") from None
+        raise Refused(
+            f"{path} is not a complete safetensors file ({_one_line(error)}); download it again"
+        ) from None
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,26 +25,33 @@ class Drafts(StrEnum):
     mtp = "mtp"
 
 
-UsageError = typer.BadParameter.__mro__[1]  # click's, which newer typers carry inside themselves
+UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer typers carry inside themselves
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
 def build_engine(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint folder")],
-    engine_dir: Annotated[Path, typer.Option(help="where the engine goes; an older engine there is replaced")],
+    engine_dir: Annotated[
+        Path, typer.Option(help="where the engine goes; an older engine there is replaced")
+    ],
     target: Annotated[str, typer.Option(help="what runs the engine")] = "torch",
     arch: Annotated[str, typer.Option(help="the device it runs on")] = "cpu",
     numerics: Annotated[
         Numerics, typer.Option(help="fast: library kernels. exact: logits bitwise independent of the batch")
     ] = Numerics.fast,
     max_len: Annotated[
-        int | None, typer.Option(help="longest prompt + output; default: what the checkpoint knows, at most 8192")
+        int | None,
+        typer.Option(help="longest prompt + output; default: what the checkpoint knows, at most 8192"),
     ] = None,
     max_rows: Annotated[int, typer.Option(help="requests in one step")] = 64,
     max_step_tokens: Annotated[int, typer.Option(help="tokens in one step")] = 2048,
-    drafts: Annotated[Drafts | None, typer.Option(help="who proposes tokens; default: mtp if the checkpoint has it")] = None,
-    num_drafts: Annotated[int | None, typer.Option(help="most drafts of one request in one step; default: 3, or 0 without")] = None,
+    drafts: Annotated[
+        Drafts | None, typer.Option(help="who proposes tokens; default: mtp if the checkpoint has it")
+    ] = None,
+    num_drafts: Annotated[
+        int | None, typer.Option(help="most drafts of one request in one step; default: 3, or 0 without")
+    ] = None,
     page_len: Annotated[int, typer.Option(help="tokens in a page of keys and values")] = 64,
     chunk_len: Annotated[int, typer.Option(help="tokens between two edges of the recurrence grid")] = 16,
 ) -> None:
@@ -64,8 +71,14 @@ def build_engine(
         chunk_len=chunk_len,
     )
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description:<18}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<18}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting")
 
         def report(stage: str, done: int, total: int) -> None:
@@ -83,12 +96,16 @@ def summary(manifest: Manifest, engine_dir: Path) -> Table:
     table.add_row("model", manifest.architecture)
     table.add_row("layers", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
     table.add_row("runs on", f"{manifest.target} {manifest.arch}, {manifest.numerics} numerics")
-    table.add_row("drafts", f"{manifest.drafts}, {limits.num_drafts} at most" if limits.num_drafts else "none")
+    table.add_row(
+        "drafts", f"{manifest.drafts}, {limits.num_drafts} at most" if limits.num_drafts else "none"
+    )
     table.add_row("longest request", f"{limits.max_len} tokens")
     table.add_row("one step", f"{limits.max_rows} requests, {limits.max_step_tokens} tokens")
     table.add_row("one page", f"{limits.page_len} tokens, {_mib(_state_bytes(manifest, 'page'))}")
     table.add_row("one slot", _mib(_state_bytes(manifest, "slot")))
-    table.add_row("on disk", _mib(sum(file.stat().st_size for file in engine_dir.rglob("*") if file.is_file())))
+    table.add_row(
+        "on disk", _mib(sum(file.stat().st_size for file in engine_dir.rglob("*") if file.is_file()))
+    )
     return table
 
 

@@ -1,10 +1,11 @@
 """The engine ABI, and torch.export of a segment against it.
 
-A segment is called flat: its weights, then its states, then its inputs, each group in the manifest's order. T tokens,
-N rows, M = N + 1, W pages in a table row, L rows of logits, Np pages and S slots are free; all else is fixed.
+A segment is called flat: its weights, then its states, then its inputs, each group in the manifest's order.
+T tokens, N rows, M = N + 1, W pages of a row, L logits, P pages and S slots are free; all else is fixed.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,15 +14,31 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hemiola.builder.models import Model
+from hemiola.builder.models.layers import declared_states
 from hemiola.runtime.manifest import Limits, State
 
+Name = Literal["trunk", "draft"]
 ROWS = {name: "N" for name in ("slot_id", "committed", "edge", "num_drafts", "snapshot_slot")}
 INPUTS = {
-    "trunk": {"token_ids": "T", "positions": "T", "cu_tokens": "M", **ROWS, "page_table": "NW", "logits_ids": "L"},
-    "draft": {"token_ids": "T", "hidden": "TF", "positions": "T", "cu_tokens": "M", "page_table": "NW", "logits_ids": "L"},
+    "trunk": {
+        "token_ids": "T",
+        "positions": "T",
+        "cu_tokens": "M",
+        **ROWS,
+        "page_table": "NW",
+        "logits_ids": "L",
+    },
+    "draft": {
+        "token_ids": "T",
+        "hidden": "TF",
+        "positions": "T",
+        "cu_tokens": "M",
+        "page_table": "NW",
+        "logits_ids": "L",
+    },
 }
 OUTPUTS = ("logits", "hidden")
-# Sizes to trace with: no two equal, none 0 or 1, so that the graph cannot mistake one for another or for a constant.
+# Sizes to trace with: no two equal, none 0 or 1, so that none can be mistaken for another or a constant.
 TRACED = {"T": 7, "N": 3, "M": 4, "W": 5, "L": 2, "P": 11, "S": 13}
 
 
@@ -29,7 +46,7 @@ TRACED = {"T": 7, "N": 3, "M": 4, "W": 5, "L": 2, "P": 11, "S": 13}
 class Graph:
     """An exported segment and the names of what it is called with."""
 
-    name: str
+    name: Name
     program: ExportedProgram
     weights: tuple[str, ...]
     states: tuple[State, ...]
@@ -40,11 +57,11 @@ class Graph:
         return sum(node.op == "call_function" for node in self.program.graph.nodes)
 
 
-def export(model: Model, name: str, limits: Limits) -> Graph:
+def export(model: Model, name: Name, limits: Limits) -> Graph:
     """Trace the segment `name` ("trunk" or "draft") on fake tensors; no weight is read."""
     segment = model.trunk if name == "trunk" else model.draft
     assert segment is not None
-    states = tuple(segment.states(limits))
+    states = tuple(declared_states(segment, limits))
     shapes = INPUTS[name]
     flat = _Flat(segment, list(model.weights(segment)), [state.name for state in states], list(shapes))
     with FakeTensorMode(shape_env=ShapeEnv()):
@@ -52,18 +69,30 @@ def export(model: Model, name: str, limits: Limits) -> Graph:
         stores = [torch.empty(TRACED[_first(state)], *state.shape) for state in states]
         inputs = [_input(key, shape, model.hidden_size) for key, shape in shapes.items()]
     rows = Dim("rows")
-    dims = {"T": Dim("tokens"), "N": rows, "M": rows + 1, "W": Dim("table"), "L": Dim("logits"), "P": Dim("pages"), "S": Dim("slots")}
+    dims = {
+        "T": Dim("tokens"),
+        "N": rows,
+        "M": rows + 1,
+        "W": Dim("table"),
+        "L": Dim("logits"),
+        "P": Dim("pages"),
+        "S": Dim("slots"),
+    }
     free = [None for _ in weights]
     free += [{0: dims[_first(state)]} for state in states]
-    free += [{i: dims[letter] for i, letter in enumerate(shape) if letter != "F"} for shape in shapes.values()]
+    free += [
+        {i: dims[letter] for i, letter in enumerate(shape) if letter != "F"} for shape in shapes.values()
+    ]
     with torch.no_grad():
-        program = torch.export.export(flat, (*weights, *stores, *inputs), dynamic_shapes=(tuple(free),), strict=False)
+        program = torch.export.export(
+            flat, (*weights, *stores, *inputs), dynamic_shapes=(tuple(free),), strict=False
+        )
     _strip(program)
     return Graph(name, program, tuple(flat.weights), states, tuple(shapes))
 
 
 class _Flat(nn.Module):
-    """A segment as a function of tensors only. The segment itself is hidden in a tuple, so that nothing is lifted."""
+    """A segment as a function of tensors only; in a tuple, so that torch does not lift its parameters."""
 
     def __init__(self, segment: nn.Module, weights: list[str], states: list[str], inputs: list[str]) -> None:
         super().__init__()
@@ -87,7 +116,7 @@ def _input(key: str, shape: str, hidden_size: int) -> torch.Tensor:
 
 
 def _strip(program: ExportedProgram) -> None:
-    """Drop what costs a call and computes nothing, and the traced tensors, which would be stored as an example."""
+    """Drop calls that compute nothing, and the traced tensors, which would be stored as an example."""
     for node in list(program.graph.nodes):
         if node.op == "call_function" and not node.users and "assert" in str(node.target):
             program.graph.erase_node(node)

@@ -24,7 +24,8 @@ WORDS = (
     "    ", "()", "):\n", "print(", "len(", "range(", "not ", "with ",
 )  # fmt: skip
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ZERO_CENTRED = (
@@ -36,14 +37,15 @@ Tensors = dict[str, torch.Tensor]
 # ---- configurations: small, but with every head ratio, spelling and option that the families have
 
 NEMOTRON_H = {
-    "vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4,
-    "intermediate_size": 96, "max_position_embeddings": 1024, "eos_token_id": 0, "bos_token_id": 0,
-    "pad_token_id": 0, "num_nextn_predict_layers": 1,
+    "vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16,
+    "conv_kernel": 4, "intermediate_size": 96, "max_position_embeddings": 1024, "eos_token_id": 0,
+    "bos_token_id": 0, "pad_token_id": 0, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 NEMOTRON_H_MOE = NEMOTRON_H | {
-    "num_attention_heads": 8, "num_key_value_heads": 1, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1,
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 24,
+    "num_attention_heads": 8, "num_key_value_heads": 1, "mamba_num_heads": 8, "mamba_head_dim": 8,
+    "n_groups": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+    "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 32, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 QWEN = {
@@ -51,11 +53,13 @@ QWEN = {
     "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 1024, "eos_token_id": 0, "bos_token_id": None, "pad_token_id": None,
-    "num_hidden_layers": 4, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "num_hidden_layers": 4, "tie_word_embeddings": False,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 MOE = {
-    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
 }  # fmt: skip
 VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
@@ -67,9 +71,15 @@ def nemotron_h_dense() -> tuple[dict, Tensors]:
     """Mamba2, MLP and attention by pattern letters; a dense MTP block."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
-    config, tensors = _saved(NemotronHForCausalLM, NemotronHConfig(**NEMOTRON_H, hybrid_override_pattern="M-M*-M"))
+    config, tensors = _saved(
+        NemotronHForCausalLM, NemotronHConfig(**NEMOTRON_H, hybrid_override_pattern="M-M*-M")
+    )
     del config["layers_block_type"], config["mtp_layers_block_type"]
-    config |= {"hybrid_override_pattern": "M-M*-M", "mtp_hybrid_override_pattern": "*-", "num_hidden_layers": 6}
+    config |= {
+        "hybrid_override_pattern": "M-M*-M",
+        "mtp_hybrid_override_pattern": "*-",
+        "num_hidden_layers": 6,
+    }
     config["time_step_limit"] = [0.0, math.inf]
     return config, tensors | _nemotron_mtp(tensors, "backbone.layers.3.", "backbone.layers.1.")
 
@@ -78,9 +88,17 @@ def nemotron_h_moe() -> tuple[dict, Tensors]:
     """Experts in a latent space, routed by groups; list spellings, no num_hidden_layers."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
-    config, tensors = _saved(NemotronHForCausalLM, NemotronHConfig(**NEMOTRON_H_MOE, hybrid_override_pattern="ME*MEM"))
-    config |= {"layers_block_type": ["mamba", "moe", "attention", "mamba", "moe", "mamba"], "num_hidden_layers": None}
-    config |= {"mtp_layers_block_type": ["attention", "moe"], "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    config, tensors = _saved(
+        NemotronHForCausalLM, NemotronHConfig(**NEMOTRON_H_MOE, hybrid_override_pattern="ME*MEM")
+    )
+    config |= {
+        "layers_block_type": ["mamba", "moe", "attention", "mamba", "moe", "mamba"],
+        "num_hidden_layers": None,
+    }
+    config |= {
+        "mtp_layers_block_type": ["attention", "moe"],
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    }
     return config, tensors | _nemotron_mtp(tensors, "backbone.layers.2.", "backbone.layers.1.")
 
 
@@ -89,7 +107,12 @@ def qwen3_next() -> tuple[dict, Tensors]:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     sizes = {"num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_value_head_dim": 24}
-    options = {"mlp_only_layers": [1], "num_hidden_layers": 5, "layer_types": None, "full_attention_interval": 4}
+    options = {
+        "mlp_only_layers": [1],
+        "num_hidden_layers": 5,
+        "layer_types": None,
+        "full_attention_interval": 4,
+    }
     config, tensors = _saved(Qwen3NextForCausalLM, Qwen3NextConfig(**QWEN | MOE | sizes | options))
     del config["layer_types"]
     config |= {"full_attention_interval": 4}
@@ -108,7 +131,12 @@ def qwen3_5_tied() -> tuple[dict, Tensors]:
     """Dense, multimodal layout, tied head, four value heads to one key head."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-    text = QWEN | {"linear_num_key_heads": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    text = QWEN | {
+        "linear_num_key_heads": 1,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    }
     whole = Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=True)
     config, tensors = _saved(Qwen3_5ForConditionalGeneration, whole)
     config["text_config"] |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
@@ -120,7 +148,9 @@ def qwen3_5_moe() -> tuple[dict, Tensors]:
     from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
     text = QWEN | MOE | {"linear_num_value_heads": 8}
-    config, tensors = _saved(Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig(text_config=text, vision_config=VISION))
+    config, tensors = _saved(
+        Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
+    )
     config["text_config"] |= {"mtp_num_hidden_layers": 1}
     return config, _fused_experts(tensors | _qwen_mtp(tensors, "model.language_model.layers.2."))
 
@@ -141,7 +171,9 @@ FAMILIES: dict[str, Callable[[], tuple[dict, Tensors]]] = {
 }  # fmt: skip
 
 
-def make(family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1) -> Path:
+def make(
+    family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1
+) -> Path:
     """Write a complete checkpoint folder; returns it."""
     torch.manual_seed(seed)
     config, tensors = FAMILIES[family]()
@@ -170,7 +202,7 @@ def write_tensors(folder: Path, tensors: Tensors, shards: int = 1) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer with a few merges, so that any text has ids and one token may be part of a character."""
+    """A byte-level BPE tokenizer with a few merges: a token may be part of a character."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -191,7 +223,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def reference(folder: Path) -> torch.nn.Module:
-    """The checkpoint in transformers: fp32, eager everywhere, without its clamp of Mamba2's dt (models.md, B1)."""
+    """The checkpoint in transformers: fp32, eager, without its clamp of Mamba2's dt (models.md, B1)."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -199,7 +231,9 @@ def reference(folder: Path) -> torch.nn.Module:
     config._attn_implementation = text._attn_implementation = "eager"
     config._experts_implementation = text._experts_implementation = "eager"
     cls = getattr(transformers, config.architectures[0])
-    model = cls.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = cls.from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.0, math.inf)
@@ -210,7 +244,7 @@ def reference(folder: Path) -> torch.nn.Module:
 
 
 def _saved(cls: type, config: object) -> tuple[dict, Tensors]:
-    """What transformers writes for a model of this configuration, with random values that a trained one could have."""
+    """What transformers writes for this configuration, with values that a trained model could have."""
     model = cls(config)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -261,13 +295,14 @@ def _qwen_mtp(tensors: Tensors, attention: str) -> Tensors:
 
 
 def _fused_experts(tensors: Tensors) -> Tensors:
-    """Per-expert gate, up and down become `experts.gate_up_proj` [E, 2I, F] and `experts.down_proj` [E, F, I]."""
+    """Per-expert tensors become `experts.gate_up_proj` [E, 2I, F] and `experts.down_proj` [E, F, I]."""
     fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
     prefixes = {name.split("experts.")[0] + "experts." for name in tensors if ".mlp.experts." in name}
     for prefix in sorted(prefixes):
         experts = range(MOE["num_experts"])
         gate, up, down = (
-            torch.stack([tensors[f"{prefix}{e}.{part}_proj.weight"] for e in experts]) for part in ("gate", "up", "down")
+            torch.stack([tensors[f"{prefix}{e}.{part}_proj.weight"] for e in experts])
+            for part in ("gate", "up", "down")
         )
         fused |= {f"{prefix}gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}down_proj": down}
     return fused

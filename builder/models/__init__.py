@@ -49,7 +49,9 @@ def load(checkpoint: Checkpoint, ops: Any, *, exact: bool, chunk_len: int) -> Mo
     architecture = checkpoint.architecture
     if architecture not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise Refused(f"{checkpoint.config.where}: architecture {architecture} is not supported; supported are {known}")
+        raise Refused(
+            f"{checkpoint.config.where}: architecture {architecture} is not supported; supported are {known}"
+        )
     kit = Kit(checkpoint, ops, exact, chunk_len)
     parts = FAMILIES[architecture].load(kit)
-    return Model(architecture, *parts, kit.sources)
+    return Model(architecture, parts.config, parts.layers, parts.trunk, parts.draft, kit.sources)

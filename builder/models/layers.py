@@ -3,7 +3,8 @@
 A module is made on the meta device, so that a model of any size costs nothing until its weights are written.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ ROWS = ("cu_tokens", "slot_id", "committed", "edge", "num_drafts", "snapshot_slo
 
 
 class Kit:
-    """What layers are made with. `ops` is torch.ops.hemiola or the references, which share their signatures."""
+    """What layers are made with; `ops` is torch.ops.hemiola or the references, with the same signatures."""
 
     def __init__(self, checkpoint: Checkpoint, ops: Any, exact: bool, chunk_len: int) -> None:
         self.checkpoint, self.ops, self.exact, self.chunk_len = checkpoint, ops, exact, chunk_len
@@ -43,6 +44,13 @@ class Step(NamedTuple):
     rope: tuple[torch.Tensor, torch.Tensor] | None  # cos and sin, [T, 1, D]
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """A layer that keeps something between steps."""
+
+    def states(self, limits: Limits) -> list[State]: ...
+
+
 class Linear(nn.Module):
     """x @ weight.T + bias, in the engine's numerics."""
 
@@ -66,9 +74,11 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMS norm over groups of `group_len` channels; a gate multiplies by silu(gate), before or after the norm."""
+    """RMS norm over groups of `group_len` channels; silu(gate), if any, multiplies before or after it."""
 
-    def __init__(self, kit: Kit, weight: Lazy, eps: float, group_len: int = 0, gate_first: bool = False) -> None:
+    def __init__(
+        self, kit: Kit, weight: Lazy, eps: float, group_len: int = 0, gate_first: bool = False
+    ) -> None:
         super().__init__()
         self.ops, self.eps, self.gate_first = kit.ops, eps, gate_first
         self.group_len = group_len or weight.shape[0]
@@ -77,6 +87,26 @@ class Norm(nn.Module):
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         gate = self.absent if gate is None else gate
         return self.ops.norm(x, gate, self.weight, self.eps, self.group_len, self.gate_first)
+
+
+class Gates:
+    """sigmoid, silu and softplus in the engine's numerics.
+
+    torch gives them other bits in its vector loop than for the elements that a thread's share leaves over.
+    exp and log1p it does not, so exact numerics is made of those.
+    """
+
+    def __init__(self, kit: Kit) -> None:
+        self.exact = kit.exact
+
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
+        return 1 / (1 + (-x).exp()) if self.exact else x.sigmoid()
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return x / (1 + (-x).exp()) if self.exact else F.silu(x)
+
+    def softplus(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 20, x, x.exp().log1p()) if self.exact else F.softplus(x)
 
 
 class Block(nn.Module):
@@ -107,13 +137,16 @@ class SwigluMlp(nn.Module):
 
     def __init__(self, kit: Kit, prefix: str, width: int, inner: int) -> None:
         super().__init__()
-        gate_up = [kit.checkpoint.tensor(f"{prefix}{part}_proj.weight", inner, width) for part in ("gate", "up")]
+        gate_up = [
+            kit.checkpoint.tensor(f"{prefix}{part}_proj.weight", inner, width) for part in ("gate", "up")
+        ]
         self.gate_up = Linear(kit, join(gate_up))
         self.down = Linear(kit, kit.checkpoint.tensor(f"{prefix}down_proj.weight", width, inner))
+        self.gates = Gates(kit)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.gates.silu(gate) * up)
 
 
 class Experts(nn.Module):
@@ -124,12 +157,16 @@ class Experts(nn.Module):
         self.ops, self.exact, self.activation = kit.ops, kit.exact, activation
         self.up, self.down = kit.weight(up), kit.weight(down)
 
-    def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor
+    ) -> torch.Tensor:
         ids = expert_ids.to(torch.int32)
         return self.ops.moe(x, ids, expert_weights, self.up, self.down, self.activation, self.exact)
 
 
-def expert_tensors(kit: Kit, prefix: str, parts: tuple[str, ...], num_experts: int, out: int, width: int) -> Lazy:
+def expert_tensors(
+    kit: Kit, prefix: str, parts: tuple[str, ...], num_experts: int, out: int, width: int
+) -> Lazy:
     """One tensor per expert on disk, [E, parts * out, width] here."""
 
     def one(expert: int) -> Lazy:
@@ -155,7 +192,9 @@ class Pages(nn.Module):
 
     def states(self, limits: Limits) -> list[State]:
         shape = (limits.page_len, self.kv_heads, self.head_dim)
-        return [State(name=name, kind="page", shape=shape, dtype="float32") for name in (self.k_name, self.v_name)]
+        return [
+            State(name=name, kind="page", shape=shape, dtype="float32") for name in (self.k_name, self.v_name)
+        ]
 
 
 class Conv(nn.Module):
@@ -175,11 +214,16 @@ class Conv(nn.Module):
         return [State(name=self.name, kind="slot", shape=shape, dtype="float32")]
 
 
-def slot_states(name: str, limits: Limits, state: tuple[int, ...], records: dict[str, tuple[int, ...]]) -> list[State]:
+def slot_states(
+    name: str, limits: Limits, state: tuple[int, ...], records: dict[str, tuple[int, ...]]
+) -> list[State]:
     """A recurrence's state and the record rings beside it."""
     ring = limits.chunk_len + limits.num_drafts
     shapes = {"state": state} | {f"{record}_records": (ring, *shape) for record, shape in records.items()}
-    return [State(name=f"{name}.{what}", kind="slot", shape=shape, dtype="float32") for what, shape in shapes.items()]
+    return [
+        State(name=f"{name}.{what}", kind="slot", shape=shape, dtype="float32")
+        for what, shape in shapes.items()
+    ]
 
 
 class Rope(nn.Module):
@@ -188,7 +232,9 @@ class Rope(nn.Module):
     def __init__(self, kit: Kit, theta: float, rotary_dim: int, head_dim: int) -> None:
         super().__init__()
         frequencies = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim))
-        half = F.pad(frequencies, (0, (head_dim - rotary_dim) // 2))  # a frequency of 0 leaves a channel as it is
+        half = F.pad(
+            frequencies, (0, (head_dim - rotary_dim) // 2)
+        )  # a frequency of 0 leaves a channel as it is
         self.frequencies = kit.weight(Lazy.of(torch.cat((-half, half))))
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,10 +243,10 @@ class Rope(nn.Module):
 
 
 def spread(rotary_dim: int, head_dim: int) -> list[int]:
-    """Order of a head's channels in which rotating the first `rotary_dim` is one rotation of the whole head by half."""
+    """Order of a head's channels that makes rotating its first `rotary_dim` a rotation of it all by half."""
     turned, kept = rotary_dim // 2, (head_dim - rotary_dim) // 2
     first = [*range(turned), *range(rotary_dim, rotary_dim + kept)]
-    return first + [*range(turned, rotary_dim), *range(rotary_dim + kept, head_dim)]
+    return [*first, *range(turned, rotary_dim), *range(rotary_dim + kept, head_dim)]
 
 
 def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -211,7 +257,15 @@ def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 class Trunk(nn.Module):
     """Tokens to logits."""
 
-    def __init__(self, kit: Kit, embed: nn.Parameter, layers: list[nn.Module], norm: Norm, head: Linear, rope: Rope | None) -> None:
+    def __init__(
+        self,
+        kit: Kit,
+        embed: nn.Parameter,
+        layers: Sequence[nn.Module],
+        norm: Norm,
+        head: Linear,
+        rope: Rope | None,
+    ) -> None:
         super().__init__()
         self.embed, self.absent = embed, kit.absent
         self.layers, self.norm, self.head, self.rope = nn.ModuleList(layers), norm, head, rope
@@ -223,14 +277,13 @@ class Trunk(nn.Module):
         hidden = self.norm(run(self.layers, x, states, batch, rows, self.rope))
         return self.head(hidden.index_select(0, batch["logits_ids"])), hidden
 
-    def states(self, limits: Limits) -> list[State]:
-        return declared_states(self, limits)
-
 
 class Mtp(nn.Module):
     """The part of an MTP head that it does not share with the trunk."""
 
-    def __init__(self, token_norm: Norm, hidden_norm: Norm, enter: Linear, layers: list[nn.Module], norm: Norm) -> None:
+    def __init__(
+        self, token_norm: Norm, hidden_norm: Norm, enter: Linear, layers: Sequence[nn.Module], norm: Norm
+    ) -> None:
         super().__init__()
         self.token_norm, self.hidden_norm, self.enter = token_norm, hidden_norm, enter
         self.layers, self.norm = nn.ModuleList(layers), norm
@@ -252,9 +305,6 @@ class Draft(nn.Module):
         hidden = mtp.norm(run(mtp.layers, x, states, batch, (), self.rope))
         return self.head(hidden.index_select(0, batch["logits_ids"])), hidden
 
-    def states(self, limits: Limits) -> list[State]:
-        return declared_states(self, limits)
-
 
 class Parts(NamedTuple):
     """What a family makes of a checkpoint."""
@@ -268,7 +318,9 @@ class Parts(NamedTuple):
 Rows = tuple[torch.Tensor, ...]
 
 
-def run(layers: nn.ModuleList, x: torch.Tensor, states: Tensors, batch: Tensors, rows: Rows, rope: Rope | None) -> torch.Tensor:
+def run(
+    layers: nn.ModuleList, x: torch.Tensor, states: Tensors, batch: Tensors, rows: Rows, rope: Rope | None
+) -> torch.Tensor:
     positions = batch["positions"]
     turns = None if rope is None else rope(positions)
     step = Step(states, positions, batch["cu_tokens"], batch["page_table"], rows, turns)
@@ -279,8 +331,7 @@ def run(layers: nn.ModuleList, x: torch.Tensor, states: Tensors, batch: Tensors,
 
 def declared_states(module: nn.Module, limits: Limits) -> list[State]:
     """What the layers of a segment declare, in their order."""
-    makers = [m for m in module.modules() if m is not module and hasattr(m, "states")]
-    return [state for maker in makers for state in maker.states(limits)]
+    return [state for part in module.modules() if isinstance(part, Stateful) for state in part.states(limits)]
 
 
 def zeros(*shape: int) -> Lazy:

@@ -3,7 +3,6 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hemiola.builder.checkpoint import Config, join
@@ -12,6 +11,7 @@ from hemiola.builder.models.layers import (
     Conv,
     Draft,
     Experts,
+    Gates,
     Kit,
     Linear,
     Mtp,
@@ -25,11 +25,17 @@ from hemiola.builder.models.layers import (
     slot_states,
     zeros,
 )
-from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, State
 
 IGNORABLE = r"$."  # nothing
-LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
+LETTERS = {
+    "mamba": "M",
+    "linear_attention": "M",
+    "attention": "*",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
 WORDS = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 
 
@@ -53,7 +59,9 @@ def pattern(cfg: Config, prefix: str = "", default: str | None = None) -> str:
             words = cfg.read(key, list[str])
             unknown = [word for word in words if word not in LETTERS]
             if unknown:
-                raise Refused(f"{cfg.where}: {key} has {unknown[0]!r}, known are {', '.join(LETTERS)}; use another checkpoint")
+                raise cfg.refused(
+                    f"{key} has {unknown[0]!r}, known are {', '.join(LETTERS)}; use another checkpoint"
+                )
             return "".join(LETTERS[word] for word in words)
     key = f"{prefix}hybrid_override_pattern"
     if default is not None and key not in cfg:
@@ -61,7 +69,9 @@ def pattern(cfg: Config, prefix: str = "", default: str | None = None) -> str:
     letters = cfg.read(key, str)
     unknown = [letter for letter in letters if letter not in WORDS]
     if unknown:
-        raise Refused(f"{cfg.where}: {key} has the letter {unknown[0]!r}, known are {''.join(WORDS)}; use another checkpoint")
+        raise cfg.refused(
+            f"{key} has the letter {unknown[0]!r}, known are {''.join(WORDS)}; use another checkpoint"
+        )
     return letters
 
 
@@ -82,12 +92,14 @@ def mixer(kit: Kit, cfg: Config, kind: str, prefix: str, name: str) -> nn.Module
 class Mamba2(nn.Module):
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
-        self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
+        self.ops, self.chunk_len, self.name, self.gates = kit.ops, kit.chunk_len, name, Gates(kit)
         self.heads, self.head_dim = cfg.size("mamba_num_heads"), cfg.size("mamba_head_dim")
         self.groups, self.state_dim = cfg.size("n_groups"), cfg.size("ssm_state_size")
         self.inner, self.shared = self.heads * self.head_dim, self.groups * self.state_dim
         if self.heads % self.groups:
-            raise Refused(f"{cfg.where}: mamba_num_heads {self.heads} is not a multiple of n_groups {self.groups}; correct it")
+            raise cfg.refused(
+                f"mamba_num_heads {self.heads} is not a multiple of n_groups {self.groups}; correct it"
+            )
         self.low, self.high = _time_step_limit(cfg)
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("conv_kernel")
         columns = self.inner + 2 * self.shared
@@ -107,7 +119,7 @@ class Mamba2(nn.Module):
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         z, xbc, dt = self.in_proj(x).split([self.inner, self.inner + 2 * self.shared, self.heads], dim=1)
         x, b, c = self.conv(xbc, step).split([self.inner, self.shared, self.shared], dim=1)
-        dt = F.softplus(dt)
+        dt = self.gates.softplus(dt)
         if (self.low, self.high) != (0.0, math.inf):
             dt = dt.clamp(self.low, self.high)
         x = x.view(-1, self.heads, self.head_dim)
@@ -128,16 +140,14 @@ class Attention(nn.Module):
 
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
-        self.heads, self.kv_heads = cfg.size("num_attention_heads"), cfg.size("num_key_value_heads")
+        self.heads, self.kv_heads = cfg.sizes("num_attention_heads", "num_key_value_heads")
         self.head_dim, hidden = cfg.size("head_dim"), cfg.size("hidden_size")
-        if self.heads % self.kv_heads:
-            raise Refused(
-                f"{cfg.where}: num_attention_heads {self.heads} is not a multiple of "
-                f"num_key_value_heads {self.kv_heads}; correct it"
-            )
         widths = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
         tensor = kit.checkpoint.tensor
-        self.qkv = Linear(kit, join([tensor(f"{prefix}{p}_proj.weight", n * self.head_dim, hidden) for p, n in widths.items()]))
+        self.qkv = Linear(
+            kit,
+            join([tensor(f"{prefix}{p}_proj.weight", n * self.head_dim, hidden) for p, n in widths.items()]),
+        )
         self.pages = Pages(kit, name, self.kv_heads, self.head_dim)
         self.out = Linear(kit, tensor(f"{prefix}o_proj.weight", hidden, self.heads * self.head_dim))
 
@@ -157,7 +167,7 @@ class Moe(nn.Module):
         self.num_experts, self.top_k = cfg.size("n_routed_experts"), cfg.size("num_experts_per_tok")
         self.num_groups, self.top_groups = cfg.size("n_group", 1), cfg.size("topk_group", 1)
         self.renormalise = cfg.read("norm_topk_prob", bool, True)
-        self.scale = cfg.read("routed_scaling_factor", float, 1.0)
+        self.scale, self.gates = cfg.read("routed_scaling_factor", float, 1.0), Gates(kit)
         self._check(cfg)
 
         tensor = kit.checkpoint.tensor
@@ -169,8 +179,16 @@ class Moe(nn.Module):
         self.experts = Experts(kit, up, down, "relu2")
         shared = cfg.size("moe_shared_expert_intermediate_size")
         self.shared = Relu2Mlp(kit, f"{prefix}shared_experts.", hidden, shared)
-        self.enter = Linear(kit, tensor(f"{prefix}fc1_latent_proj.weight", latent, hidden)) if latent else nn.Identity()
-        self.leave = Linear(kit, tensor(f"{prefix}fc2_latent_proj.weight", hidden, latent)) if latent else nn.Identity()
+        self.enter = (
+            Linear(kit, tensor(f"{prefix}fc1_latent_proj.weight", latent, hidden))
+            if latent
+            else nn.Identity()
+        )
+        self.leave = (
+            Linear(kit, tensor(f"{prefix}fc2_latent_proj.weight", hidden, latent))
+            if latent
+            else nn.Identity()
+        )
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         ids, weights = self.route(x)
@@ -179,7 +197,7 @@ class Moe(nn.Module):
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Expert ids and weights, [T, k]; the bias and the groups decide who is chosen, never the weight."""
-        scores = self.router(x).sigmoid()
+        scores = self.gates.sigmoid(self.router(x))
         choice = scores + self.choice_bias
         if self.top_groups < self.num_groups:
             choice = self._only_best_groups(choice)
@@ -199,13 +217,13 @@ class Moe(nn.Module):
     def _check(self, cfg: Config) -> None:
         per_group = self.num_experts // self.num_groups
         if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
-            raise Refused(
-                f"{cfg.where}: n_group {self.num_groups} with topk_group {self.top_groups} does not divide "
+            raise cfg.refused(
+                f"n_group {self.num_groups} with topk_group {self.top_groups} does not divide "
                 f"n_routed_experts {self.num_experts}; correct it"
             )
         if not self.top_k <= self.top_groups * per_group:
-            raise Refused(
-                f"{cfg.where}: num_experts_per_tok {self.top_k} is more than the {self.top_groups * per_group} "
+            raise cfg.refused(
+                f"num_experts_per_tok {self.top_k} is more than the {self.top_groups * per_group} "
                 f"experts that topk_group leaves; correct it"
             )
 
@@ -231,7 +249,10 @@ def _mtp(kit: Kit, cfg: Config) -> Mtp:
     cfg.require("num_nextn_predict_layers", 1)
     letters = pattern(cfg, "mtp_", "*E")
     if "M" in letters:
-        raise Refused(f"{cfg.where}: the MTP pattern {letters!r} has a recurrent layer, not supported; use another checkpoint")
+        raise cfg.refused(
+            f"the MTP pattern {letters!r} has a recurrent layer (M), which is not supported; "
+            "use another checkpoint"
+        )
     hidden, last = cfg.size("hidden_size"), len(letters) - 1
     return Mtp(
         token_norm=_norm(kit, cfg, "mtp.layers.0.enorm"),
@@ -256,5 +277,5 @@ def _norm(kit: Kit, cfg: Config, name: str) -> Norm:
 def _time_step_limit(cfg: Config) -> tuple[float, float]:
     limit = cfg.read("time_step_limit", list[float], [0.0, math.inf])
     if len(limit) != 2 or not 0 <= limit[0] < limit[1]:
-        raise Refused(f"{cfg.where}: time_step_limit is {limit}, expected two rising numbers from 0 up; correct it")
+        raise cfg.refused(f"time_step_limit is {limit}, expected two rising numbers from 0 up; correct it")
     return limit[0], limit[1]

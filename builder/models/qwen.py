@@ -1,7 +1,6 @@
-"""Qwen3-Next and Qwen3.5, dense and MoE: gated delta rule, gated attention with partial rotary, zero-centred norms."""
+"""Qwen3-Next and Qwen3.5, dense and MoE: gated delta rule, gated attention, zero-centred norms."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hemiola.builder.checkpoint import Config, Lazy, join
@@ -10,6 +9,7 @@ from hemiola.builder.models.layers import (
     Conv,
     Draft,
     Experts,
+    Gates,
     Kit,
     Linear,
     Mtp,
@@ -26,7 +26,6 @@ from hemiola.builder.models.layers import (
     spread,
     zeros,
 )
-from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, State
 
 IGNORABLE = r"model\.visual\.|.*rotary_emb\.inv_freq$"
@@ -54,16 +53,13 @@ class Attention(nn.Module):
 
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
-        self.heads, self.kv_heads = cfg.size("num_attention_heads"), cfg.size("num_key_value_heads")
+        self.heads, self.kv_heads = cfg.sizes("num_attention_heads", "num_key_value_heads")
         self.head_dim, hidden = head_dim(cfg), cfg.size("hidden_size")
-        if self.heads % self.kv_heads:
-            raise Refused(
-                f"{cfg.where}: num_attention_heads {self.heads} is not a multiple of "
-                f"num_key_value_heads {self.kv_heads}; correct it"
-            )
         order = spread(rotary_dim(cfg), self.head_dim)
         tensor, size = kit.checkpoint.tensor, self.head_dim
-        q_gate = tensor(f"{prefix}q_proj.weight", self.heads * 2 * size, hidden).map(lambda w: w.view(self.heads, 2, size, hidden))
+        q_gate = tensor(f"{prefix}q_proj.weight", self.heads * 2 * size, hidden).map(
+            lambda w: w.view(self.heads, 2, size, hidden)
+        )
         q = q_gate.map(lambda w: w[:, 0, order].reshape(-1, hidden))
         gate = q_gate.map(lambda w: w[:, 1].reshape(-1, hidden))
         k, v = (tensor(f"{prefix}{part}_proj.weight", self.kv_heads * size, hidden) for part in ("k", "v"))
@@ -72,9 +68,12 @@ class Attention(nn.Module):
         self.widths = [(self.heads + self.kv_heads) * size, self.kv_heads * size, self.heads * size]
 
         norms = {"q_norm": self.heads, "k_norm": self.kv_heads}
-        scales = [centred(tensor(f"{prefix}{part}.weight", size)).map(_repeat(order, n)) for part, n in norms.items()]
+        scales = [
+            centred(tensor(f"{prefix}{part}.weight", size)).map(_repeat(order, n))
+            for part, n in norms.items()
+        ]
         self.norm = Norm(kit, join(scales), eps(cfg), group_len=size)
-        self.pages = Pages(kit, name, self.kv_heads, size)
+        self.pages, self.gates = Pages(kit, name, self.kv_heads, size), Gates(kit)
         self.out = Linear(kit, tensor(f"{prefix}o_proj.weight", hidden, self.heads * size))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -83,7 +82,7 @@ class Attention(nn.Module):
         qk = rotate(self.norm(qk).view(-1, self.heads + self.kv_heads, self.head_dim), step.rope)
         q, k = qk.split([self.heads, self.kv_heads], dim=1)
         o = self.pages(q, k, v.view(-1, self.kv_heads, self.head_dim), step)
-        return self.out(o.view(-1, self.heads * self.head_dim) * gate.sigmoid())
+        return self.out(o.view(-1, self.heads * self.head_dim) * self.gates.sigmoid(gate))
 
 
 class GatedDelta(nn.Module):
@@ -91,12 +90,12 @@ class GatedDelta(nn.Module):
 
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
-        self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
+        self.ops, self.chunk_len, self.name, self.gates = kit.ops, kit.chunk_len, name, Gates(kit)
         self.k_heads, self.v_heads = cfg.size("linear_num_key_heads"), cfg.size("linear_num_value_heads")
         self.k_dim, self.v_dim = cfg.size("linear_key_head_dim"), cfg.size("linear_value_head_dim")
         if self.v_heads % self.k_heads:
-            raise Refused(
-                f"{cfg.where}: linear_num_value_heads {self.v_heads} is not a multiple of "
+            raise cfg.refused(
+                f"linear_num_value_heads {self.v_heads} is not a multiple of "
                 f"linear_num_key_heads {self.k_heads}; correct it"
             )
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("linear_conv_kernel_dim")
@@ -106,7 +105,9 @@ class GatedDelta(nn.Module):
         tensor = kit.checkpoint.tensor
         fused = f"{prefix}in_proj_qkvz.weight" in kit.checkpoint
         rows = self._interleaved(kit, prefix, hidden) if fused else self._separate(kit, prefix, hidden)
-        dt_bias = join([zeros(columns + self.v_width + self.v_heads), tensor(f"{prefix}dt_bias", self.v_heads)])
+        dt_bias = join(
+            [zeros(columns + self.v_width + self.v_heads), tensor(f"{prefix}dt_bias", self.v_heads)]
+        )
         self.in_proj = Linear(kit, join(rows), dt_bias)
         self.widths = [columns, self.v_width, self.v_heads, self.v_heads]
         taps = tensor(f"{prefix}conv1d.weight", columns, 1, conv_len).map(lambda w: w.squeeze(1))
@@ -122,14 +123,20 @@ class GatedDelta(nn.Module):
         qk, v = self.conv(qkv, step).split([self.qk_width, self.v_width], dim=1)
         q, k = self.qk_norm(qk).view(-1, 2 * self.k_heads, self.k_dim).split(self.k_heads, dim=1)
         v = v.view(-1, self.v_heads, self.v_dim)
-        decay = (self.A * F.softplus(a)).unsqueeze(2)
+        decay = (self.A * self.gates.softplus(a)).unsqueeze(2)
+        beta = self.gates.sigmoid(b)
         names = ("state", "k_records", "v_records", "g_records", "beta_records")
         states = (step.states[f"{self.name}.{what}"] for what in names)
-        o = self.ops.delta(q, k, v, decay, b.sigmoid(), *states, *step.rows, self.chunk_len)
+        o = self.ops.delta(q, k, v, decay, beta, *states, *step.rows, self.chunk_len)
         return self.out_proj(self.norm(o.view(-1, self.v_width), z))
 
     def states(self, limits: Limits) -> list[State]:
-        records = {"k": (self.k_heads, self.k_dim), "v": (self.v_heads, self.v_dim), "g": (self.v_heads, 1), "beta": (self.v_heads,)}
+        records = {
+            "k": (self.k_heads, self.k_dim),
+            "v": (self.v_heads, self.v_dim),
+            "g": (self.v_heads, 1),
+            "beta": (self.v_heads,),
+        }
         return slot_states(self.name, limits, (self.v_heads, self.k_dim, self.v_dim), records)
 
     def _unit_norm(self, kit: Kit) -> Norm:
@@ -140,8 +147,16 @@ class GatedDelta(nn.Module):
 
     def _separate(self, kit: Kit, prefix: str, hidden: int) -> list[Lazy]:
         """Qwen3.5: rows of q k v, z, b and a."""
-        widths = {"qkv": self.qk_width + self.v_width, "z": self.v_width, "b": self.v_heads, "a": self.v_heads}
-        return [kit.checkpoint.tensor(f"{prefix}in_proj_{part}.weight", rows, hidden) for part, rows in widths.items()]
+        widths = {
+            "qkv": self.qk_width + self.v_width,
+            "z": self.v_width,
+            "b": self.v_heads,
+            "a": self.v_heads,
+        }
+        return [
+            kit.checkpoint.tensor(f"{prefix}in_proj_{part}.weight", rows, hidden)
+            for part, rows in widths.items()
+        ]
 
     def _interleaved(self, kit: Kit, prefix: str, hidden: int) -> list[Lazy]:
         """Qwen3-Next: per key head its q, k, values and gates, then per key head its b and a."""
@@ -152,7 +167,9 @@ class GatedDelta(nn.Module):
         }
         rows = []
         for part, widths in groups.items():
-            whole = kit.checkpoint.tensor(f"{prefix}in_proj_{part}.weight", self.k_heads * sum(widths), hidden)
+            whole = kit.checkpoint.tensor(
+                f"{prefix}in_proj_{part}.weight", self.k_heads * sum(widths), hidden
+            )
             for i in range(len(widths)):
                 rows.append(whole.map(_deinterleave(self.k_heads, widths, i)))
         return rows
@@ -166,8 +183,11 @@ class Moe(nn.Module):
         hidden, inner = cfg.size("hidden_size"), cfg.size("moe_intermediate_size")
         self.num_experts, self.top_k = cfg.size("num_experts"), cfg.size("num_experts_per_tok")
         if self.top_k > self.num_experts:
-            raise Refused(f"{cfg.where}: num_experts_per_tok {self.top_k} is more than num_experts {self.num_experts}; correct it")
-        self.renormalise = cfg.read("norm_topk_prob", bool, True)
+            raise cfg.refused(
+                f"num_experts_per_tok {self.top_k} is more than num_experts {self.num_experts}; "
+                "correct one of them"
+            )
+        self.renormalise, self.gates = cfg.read("norm_topk_prob", bool, True), Gates(kit)
         tensor = kit.checkpoint.tensor
         router = tensor(f"{prefix}gate.weight", self.num_experts, hidden)
         self.router = Linear(kit, join([router, tensor(f"{prefix}shared_expert_gate.weight", 1, hidden)]))
@@ -179,14 +199,16 @@ class Moe(nn.Module):
             up = expert_tensors(kit, experts, ("gate", "up"), self.num_experts, inner, hidden)
             down = expert_tensors(kit, experts, ("down",), self.num_experts, hidden, inner)
         self.experts = Experts(kit, up, down, "swiglu")
-        self.shared = SwigluMlp(kit, f"{prefix}shared_expert.", hidden, cfg.size("shared_expert_intermediate_size"))
+        self.shared = SwigluMlp(
+            kit, f"{prefix}shared_expert.", hidden, cfg.size("shared_expert_intermediate_size")
+        )
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         scores, shared_gate = self.router(x).split([self.num_experts, 1], dim=1)
         weights, ids = scores.softmax(1).topk(self.top_k)
         if self.renormalise:
             weights = weights / weights.sum(1, keepdim=True)
-        return self.experts(x, ids, weights) + shared_gate.sigmoid() * self.shared(x, step)
+        return self.experts(x, ids, weights) + self.gates.sigmoid(shared_gate) * self.shared(x, step)
 
 
 class Layer(nn.Module):
@@ -201,9 +223,13 @@ class Layer(nn.Module):
             case "full_attention":
                 mixer = Attention(kit, cfg, f"{prefix}self_attn.", name)
             case _:
-                raise Refused(f"{cfg.where}: layer_types has {kind!r}, known are {', '.join(WORDS)}; use another checkpoint")
+                raise cfg.refused(
+                    f"layer_types has {kind!r}, known are {', '.join(WORDS)}; use another checkpoint"
+                )
         self.mixer = Block(norm(kit, cfg, f"{prefix}input_layernorm"), mixer)
-        if is_sparse(cfg, index) or (target and "num_experts" in cfg):  # an MTP layer is as sparse as the model
+        if is_sparse(cfg, index) or (
+            target and "num_experts" in cfg
+        ):  # an MTP layer is as sparse as the model
             mlp = Moe(kit, cfg, f"{prefix}mlp.")
         else:
             mlp = SwigluMlp(kit, f"{prefix}mlp.", cfg.size("hidden_size"), cfg.size("intermediate_size"))
@@ -225,7 +251,11 @@ def load(kit: Kit) -> Parts:
     embed = kit.weight(checkpoint.tensor(f"{prefix}embed_tokens.weight", vocab, hidden))
     layers = [Layer(kit, cfg, kind, i, prefix, "") for i, kind in enumerate(kinds)]
     tied = whole.read("tie_word_embeddings", bool, cfg.read("tie_word_embeddings", bool, False))
-    head = Linear.sharing(kit, embed) if tied else Linear(kit, checkpoint.tensor("lm_head.weight", vocab, hidden))
+    head = (
+        Linear.sharing(kit, embed)
+        if tied
+        else Linear(kit, checkpoint.tensor("lm_head.weight", vocab, hidden))
+    )
     trunk = Trunk(kit, embed, layers, norm(kit, cfg, f"{prefix}norm"), head, rope)
     mtp = _mtp(kit, cfg) if checkpoint.any("mtp.") else None
     checkpoint.refuse_leftovers(rf"{IGNORABLE}|lm_head\.weight$" if tied else IGNORABLE)
@@ -251,7 +281,9 @@ def layer_kinds(cfg: Config) -> list[str]:
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
     kinds = cfg.read("layer_types", list[str], default)
     if len(kinds) != count:
-        raise Refused(f"{cfg.where}: layer_types has {len(kinds)} entries, num_hidden_layers is {count}; correct one of them")
+        raise cfg.refused(
+            f"layer_types has {len(kinds)} entries, num_hidden_layers is {count}; correct one of them"
+        )
     return kinds
 
 
@@ -268,7 +300,10 @@ def rotary_dim(cfg: Config) -> int:
     fraction = _rope(cfg).read("partial_rotary_factor", float, cfg.read("partial_rotary_factor", float, 0.25))
     dim = int(head_dim(cfg) * fraction)
     if dim % 2 or head_dim(cfg) % 2 or not 0 < dim <= head_dim(cfg):
-        raise Refused(f"{cfg.where}: partial_rotary_factor {fraction} turns {dim} of {head_dim(cfg)} channels; it must be an even part")
+        raise cfg.refused(
+            f"partial_rotary_factor {fraction} turns {dim} of {head_dim(cfg)} channels; "
+            "correct it to turn an even number"
+        )
     return dim
 
 

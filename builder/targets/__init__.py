@@ -1,30 +1,33 @@
 """What engines can be built for: the table of targets and architectures."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from hemiola.builder.graph import Graph
 from hemiola.builder.targets import torch as torch_target
 from hemiola.runtime.errors import Refused
 
 
-class Target(Protocol):
-    """Compiles one segment into one file of the engine directory."""
-
-    NAME: str
-    ARCHS: tuple[str, ...]
-
-    def compile(self, graph: Graph, folder: Path) -> str: ...
+class Target(NamedTuple):
+    archs: tuple[str, ...]
+    compile: Callable[
+        [Graph, Path], str
+    ]  # one segment into one file of the engine directory; returns its name
 
 
-TARGETS: dict[str, Target] = {torch_target.NAME: torch_target}
+TARGETS = {"torch": Target(torch_target.ARCHS, torch_target.compile)}
 
 
 def pick(target: str, arch: str) -> Target:
     """The target that compiles for `arch`, or the list of what exists."""
     if target not in TARGETS:
-        raise Refused(f"--target {target} is not supported by this version, only {', '.join(TARGETS)}; use one of these")
-    archs = TARGETS[target].ARCHS
+        raise Refused(
+            f"--target {target} is not supported by this version, only {', '.join(TARGETS)}; use one of these"
+        )
+    archs = TARGETS[target].archs
     if arch not in archs:
-        raise Refused(f"--arch {arch} is not supported by --target {target}, only {', '.join(archs)}; use one of these")
+        raise Refused(
+            f"--arch {arch} is not supported by --target {target}, only {', '.join(archs)}; use one of these"
+        )
     return TARGETS[target]

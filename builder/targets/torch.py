@@ -6,7 +6,6 @@ import torch
 
 from hemiola.builder.graph import Graph
 
-NAME = "torch"
 ARCHS = ("cpu",)
 
 

@@ -1,0 +1,171 @@
+"""Exported segments: parity with transformers, free sizes, and bitwise equality in exact numerics."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoints
+import composed
+import pytest
+import torch
+from harness import Harness, Request
+from oracle import Oracle
+
+FAMILIES = list(checkpoints.FAMILIES)
+TOLERANCE = 1e-4  # fp32: transformers scans in chunks of 64 or 128 and multiplies matrices of other shapes
+Get = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_checkpoint: Get) -> Callable[[str], torch.nn.Module]:
+    loaded: dict[str, torch.nn.Module] = {}
+
+    def get(family: str) -> torch.nn.Module:
+        if family not in loaded:
+            loaded[family] = checkpoints.reference(tiny_checkpoint(family))
+        return loaded[family]
+
+    return get
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(
+        3, checkpoints.VOCAB, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family: str, tiny_engine: Get, reference: Callable) -> None:
+    tokens = text(150)
+    expected = logits_of(reference(family), tokens)
+    harness = Harness(tiny_engine(family))
+    # one piece; pieces around chunk and page edges; a token at a time across both
+    for cuts in ((), (1, 14, 1, 1, 15, 32, 33), (7, *[1] * 60)):
+        difference = (harness.run(tokens, *cuts) - expected).abs().max().item()
+        assert difference < TOLERANCE, f"pieces {cuts}: {difference}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_oracle_equals_transformers(family: str, tiny_checkpoint: Get, reference: Callable) -> None:
+    model, oracle = reference(family), Oracle(tiny_checkpoint(family))
+    for length in (1, 2, 17):
+        tokens = text(length, seed=length)
+        result = oracle.generate(tokens, max_tokens=40)
+        expected = logits_of(model, tokens + result.token_ids)[length - 1 : -1]
+        assert result.token_ids == expected.argmax(1).tolist()
+        assert (result.logits - expected).abs().max() < TOLERANCE
+    assert torch.equal(oracle.logits(tokens)[-1], result.logits[0])
+    stop = result.token_ids[5]
+    stopped = oracle.generate(tokens, max_tokens=40, stop_ids=(stop,)).token_ids
+    assert stopped == result.token_ids[: result.token_ids.index(stop) + 1]
+
+
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_next"])
+def test_oracle_in_float64_agrees(family: str, tiny_checkpoint: Get) -> None:
+    tokens = text(20)
+    narrow, wide = (
+        Oracle(tiny_checkpoint(family), dtype).logits(tokens) for dtype in (torch.float32, torch.float64)
+    )
+    assert wide.dtype == torch.float64
+    assert 0 < (narrow - wide).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mtp_equals_composed_transformers_layers(
+    family: str, tiny_checkpoint: Get, tiny_engine: Get, reference: Callable
+) -> None:
+    tokens = text(70)
+    expected, expected_hidden = composed.mtp(tiny_checkpoint(family), reference(family), tokens)
+    harness = Harness(tiny_engine(family))
+    request = harness.request()
+    harness.step([(request, tokens, 0)])
+    hidden, logits, own = harness.hidden, [], []
+    for first, last in ((0, 20), (20, 21), (21, 69)):
+        part = harness.draft_batch(request, tokens[first + 1 : last + 1], hidden[first:last], first)
+        result = harness.call("draft", part)
+        logits.append(result[0])
+        own.append(result[1])
+    assert (torch.cat(logits) - expected).abs().max() < TOLERANCE
+    assert (torch.cat(own) - expected_hidden).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_5_moe"])
+def test_any_sizes_may_be_one_or_rows_empty(family: str, numerics: str, tiny_engine: Get) -> None:
+    """torch.export treats sizes 0 and 1 specially when it traces; a program must not have learnt that."""
+    tokens = text(40)
+    harness = Harness(tiny_engine(family, numerics=numerics))
+    whole = harness.run(tokens)
+    harness.table_width, narrow = 1, harness.request()  # W = 1
+    narrow.pages = narrow.pages[:1]
+    for i in range(20):  # T = N = L = 1
+        (logits,) = harness.step([(narrow, tokens[i : i + 1], 0)])
+        assert (logits[0] - whole[i]).abs().max() < TOLERANCE
+    idle, other = harness.request(), harness.request()
+    for request in (narrow, idle, other):
+        request.pages = request.pages[:1]
+    a, b, c = harness.step([(narrow, tokens[20:21], 0), (idle, [], 0), (other, tokens[:3], 0)])
+    assert len(b) == 0
+    assert (a[0] - whole[20]).abs().max() < TOLERANCE and (c - whole[:3]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_logits_do_not_depend_on_how_tokens_came(family: str, tiny_engine: Get) -> None:
+    tokens, others = text(120), text(60, seed=1)
+    harness = Harness(tiny_engine(family, numerics="exact"))
+    whole = harness.run(tokens)
+    assert torch.equal(harness.run(tokens, 1, 14, 1, 1, 15, 32, 33), whole)
+    assert torch.equal(harness.run(tokens, 63, *[1] * 40), whole)
+    assert torch.equal(beside(harness, tokens, others), whole)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h_dense", "nemotron_h_moe", "qwen3_5", "qwen3_next"])
+def test_exact_logits_do_not_depend_on_threads_shares(family: str, tiny_engine: Get) -> None:
+    """Elementwise loops are cut between threads above 32768 elements; a cut must not change a bit."""
+    tokens = text(500)
+    harness = Harness(tiny_engine(family, numerics="exact"))
+    threads, parts = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            parts.append(harness.run(tokens))
+        torch.set_num_threads(3)
+        assert torch.equal(harness.run(tokens, 130, 65, 64), parts[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(parts[1], parts[0]) and torch.equal(parts[2], parts[0])
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("family", ["nemotron_h_dense", "qwen3_5"])
+def test_rejected_drafts_leave_no_trace(family: str, numerics: str, tiny_engine: Get) -> None:
+    tokens, wrong = text(60), text(60, seed=2)
+    harness = Harness(tiny_engine(family, numerics=numerics))
+    whole, request, parts = harness.run(tokens), harness.request(), []
+    parts += harness.step([(request, tokens[:13], 0)])
+    while request.committed < 50:  # crosses edges with 0 to 3 drafts, all rejected
+        drafts = request.committed % 4
+        at = request.committed
+        (logits,) = harness.step([(request, tokens[at : at + 1] + wrong[:drafts], drafts)])
+        parts.append(logits[:1])
+    difference = (torch.cat(parts) - whole[: request.committed]).abs().max()
+    assert difference == 0 if numerics == "exact" else difference < TOLERANCE
+
+
+def beside(harness: Harness, tokens: list[int], others: list[int]) -> torch.Tensor:
+    """The tokens in uneven pieces, in steps that two other requests share, one of them with drafts."""
+    one, two, three = (harness.request() for _ in range(3))
+    parts: list[torch.Tensor] = []
+    for i, size in enumerate((5, 40, 1, 1, 1, 30, 42)):
+        at = one.committed
+        rows: list[tuple[Request, list[int], int]] = [
+            (two, others[i : i + 3], 2 if i else 0),
+            (one, tokens[at : at + size], 0),
+            (three, others[: i + 1], 0),
+        ]
+        parts.append(harness.step(rows)[1])
+    return torch.cat(parts)

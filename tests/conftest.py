@@ -1,0 +1,55 @@
+"""Tiny checkpoints and engines, made once per session; poison for memory that nobody may read."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+
+from hemiola.builder.build import Options, build
+
+# Small pages and steps, so that short texts cross their edges.
+SMALL = {"max_len": 512, "max_rows": 8, "max_step_tokens": 256, "page_len": 32, "chunk_len": 16}
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """family -> checkpoint folder (checkpoints.FAMILIES). Do not change it; copy it first."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = checkpoints.make(family, tmp_path_factory.mktemp("checkpoint") / family)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(
+    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[[str], Path]
+) -> Callable[..., Path]:
+    """(family, **options of builder.build.Options) -> engine directory. Do not change it; copy it first."""
+    built: dict[tuple, Path] = {}
+
+    def get(family: str, **options: object) -> Path:
+        key = (family, *sorted(options.items()))
+        if key not in built:
+            built[key] = tmp_path_factory.mktemp("engine") / family
+            build(tiny_checkpoint(family), built[key], Options(**SMALL | options))
+        return built[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def poison() -> Callable[..., torch.Tensor]:
+    """A tensor full of NaN (of the lowest value, if integers): who reads it before writing it shows."""
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full(
+            shape, torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype
+        )
+
+    return make
