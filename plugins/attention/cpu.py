@@ -1,14 +1,13 @@
 """Paged attention in few torch calls: SDPA for `fast`, products of fixed shape for `exact`."""
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from hemiola.plugins.attention import exact as fixed
-from hemiola.plugins.attention.pages import Gather, Row, group_rows, list_rows, token_slots, write
+from hemiola.plugins.attention.plan import Form, Group, plan_step
 
-MAX_SHORT = 8  # rows of up to this many tokens share SDPA calls
-QUERY_TILE = 128  # tokens of a long row per SDPA call; a tile skips the keys that lie behind all its tokens
+SHORT_LEN = 8  # a row of up to this many tokens attends in one SDPA call, with others where they are small
+TILE_LEN = 128  # tokens of a longer row per SDPA call; a tile skips the keys that lie behind all its tokens
 
 
 def attention(
@@ -23,82 +22,85 @@ def attention(
     scale: float,
     exact: bool,
 ) -> torch.Tensor:  # [T, H, D]
-    """See reference.py. Inputs and the used places of pages must be finite; unused places may hold anything."""
-    table, cu, places = page_table.numpy(), cu_tokens.tolist(), positions.numpy()
-    page_len, num_groups = k_pages.shape[1:3]
-    slots = token_slots(table, cu, places, page_len)
-    write(k_pages, slots, k)
-    write(v_pages, slots, v)
-
+    """See reference.py. Tokens must be finite; places that no token has reached may hold anything."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_groups = k.shape[1]
+    num_copies = num_heads // num_groups
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = torch.empty(q.shape, dtype=wide)
-    # query heads in their key heads' groups: [T, G, H/G, D]
-    queries, results = (x.unflatten(1, (num_groups, -1)) for x in (q.to(wide) * scale, out))
-    rows = list_rows(cu, places)
-    token_bytes = 2 * wide.itemsize * k[0].numel()
+    token_bytes = 2 * num_groups * head_dim * wide.itemsize
     if exact:
-        limit = fixed.tile_len(q.shape[1] // num_groups)
+        form = Form(fixed.tile_len(num_copies), False, fixed.SPLIT_LEN, num_copies, token_bytes)
     else:
-        limit = MAX_SHORT
-    groups = group_rows([row for row in rows if row.num_tokens <= limit], token_bytes, same_tokens=not exact)
-    groups += [[row] for row in rows if row.num_tokens > limit]
-    for group in groups:
-        gather = Gather(group, table, page_len, fixed.SPLIT_LEN if exact else 1)
-        keys, values = gather.copy(k_pages, wide), gather.copy(v_pages, wide)
+        form = Form(SHORT_LEN, True, 1, num_copies, token_bytes)
+    rows = (x.numpy().tobytes() for x in (cu_tokens, positions, page_table))
+    plan = plan_step(*rows, k_pages.shape[1], form)
+    for pages, new in ((k_pages, k), (v_pages, v)):
+        pages.view(-1, num_groups, head_dim).index_copy_(0, plan.slots, new.to(pages.dtype))
+    queries = q.to(wide).view(num_tokens, num_groups, num_copies, head_dim)
+    out = torch.empty_like(queries)
+    for group in plan.groups:
+        keys, values = read(k_pages, group, wide), read(v_pages, group, wide)
         if exact:
-            fixed.attend(queries, keys, values, group, places, results)
-        elif group[0].num_tokens <= MAX_SHORT:
-            attend_short(queries, keys, values, group, places, results)
+            fixed.attend(queries, keys, values, group, positions.numpy(), scale, out)
+        elif group.rows[0].num_tokens <= SHORT_LEN:
+            attend_stacked(queries, keys, values, group, scale, out)
         else:
-            attend_long(queries, keys, values, group[0], places, results)
-    return out.to(q.dtype)
+            attend_tiled(queries, keys, values, group, positions, scale, out)
+    return out.view(q.shape).to(q.dtype)
 
 
-def attend_short(
-    queries: torch.Tensor,  # [T, G, H/G, D], scaled
+def read(pages: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
+    """[n, S, G, D]: the keys or values of n rows, zero where a row has none.
+
+    Nothing but a row's own tokens gets in: the rest of its pages may be poison or another request's.
+    """
+    if group.first_page >= 0:
+        end = group.first_page + group.page_ids.numel()
+        return pages[group.first_page : end].flatten(0, 1)[None, : group.room].to(dtype)
+    copy = pages.index_select(0, group.page_ids).to(dtype)
+    if group.empty.numel():
+        copy.view(-1, *pages.shape[2:]).index_fill_(0, group.empty, 0)
+    return copy.view(len(group.rows), -1, *pages.shape[2:])[:, : group.room]
+
+
+def attend_stacked(
+    queries: torch.Tensor,  # [T, G, H/G, D]
     keys: torch.Tensor,  # [n, S, G, D]
     values: torch.Tensor,
-    group: list[Row],  # n rows of the same number of tokens
-    positions: np.ndarray,
-    results: torch.Tensor,  # [T, G, H/G, D], written
+    group: Group,
+    scale: float,
+    out: torch.Tensor,  # [T, G, H/G, D], written
 ) -> None:
-    """One SDPA call: a key head's query heads and tokens stand as queries of one head."""
-    num_rows, num_tokens = len(group), group[0].num_tokens
-    index = np.array([row.start for row in group])[:, None] + np.arange(num_tokens)
-    visible = np.arange(keys.shape[1]) <= positions[index][:, :, None]  # [n, tokens, S]
-    mask = None
-    if not visible.all():
-        mask = torch.from_numpy(visible).repeat_interleave(queries.shape[2], 1).unsqueeze(1)
-    tokens = torch.from_numpy(index.ravel())
-    q = queries.index_select(0, tokens).unflatten(0, (num_rows, num_tokens))
+    """One SDPA call: all tokens and query heads of a row and key head stand as the queries of one head."""
+    num_groups, num_copies, head_dim = queries.shape[1:]
+    num_rows, num_tokens = len(group.rows), group.rows[0].num_tokens
+    q = queries.index_select(0, group.tokens).view(num_rows, num_tokens, num_groups, num_copies, head_dim)
     q = q.transpose(1, 2).flatten(2, 3)  # [n, G, tokens * H/G, D]
-    o = F.scaled_dot_product_attention(q, keys.transpose(1, 2), values.transpose(1, 2), mask, scale=1.0)
-    o = o.unflatten(2, (num_tokens, -1)).transpose(1, 2).flatten(0, 1)
-    results.index_copy_(0, tokens, o)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    o = F.scaled_dot_product_attention(q, keys, values, group.visible, scale=scale)
+    o = o.view(num_rows, num_groups, num_tokens, num_copies, head_dim).transpose(1, 2).flatten(0, 1)
+    out.index_copy_(0, group.tokens, o)
 
 
-def attend_long(
-    queries: torch.Tensor,  # [T, G, H/G, D], scaled
+def attend_tiled(
+    queries: torch.Tensor,  # [T, G, H/G, D]
     keys: torch.Tensor,  # [1, S, G, D]
     values: torch.Tensor,
-    row: Row,
-    positions: np.ndarray,
-    results: torch.Tensor,  # [T, G, H/G, D], written
+    group: Group,  # one row
+    positions: torch.Tensor,  # [T]
+    scale: float,
+    out: torch.Tensor,  # [T, G, H/G, D], written
 ) -> None:
-    """One SDPA call per QUERY_TILE tokens, over the keys that the tile sees."""
-    keys, values = keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3)  # [G, 1, S, D]
-    num_copies = queries.shape[2]
-    for start in range(row.start, row.start + row.num_tokens, QUERY_TILE):
-        stop = min(start + QUERY_TILE, row.start + row.num_tokens)
-        last = positions[start:stop, None]
+    """One SDPA call per TILE_LEN tokens of the row, over the keys that the tile sees."""
+    row = group.rows[0]
+    keys, values = (x.permute(2, 0, 1, 3) for x in (keys, values))  # [G, 1, S, D]: shared by the query heads
+    end = row.start + row.num_tokens
+    for start in range(row.start, end, TILE_LEN):
+        tile = slice(start, min(start + TILE_LEN, end))
+        last = positions[tile, None]
         num_keys = int(last.max()) + 1
-        mask = torch.from_numpy(np.arange(num_keys) <= last)
-        tile = queries[start:stop].permute(1, 2, 0, 3)  # [G, H/G, tokens, D]
-        o = F.scaled_dot_product_attention(
-            tile,
-            keys[:, :, :num_keys].expand(-1, num_copies, -1, -1),
-            values[:, :, :num_keys].expand(-1, num_copies, -1, -1),
-            mask,
-            scale=1.0,
-        )
-        results[start:stop] = o.permute(2, 0, 1, 3)
+        visible = torch.arange(num_keys, dtype=torch.int32) <= last
+        q = queries[tile].permute(1, 2, 0, 3)  # [G, H/G, tokens, D]
+        k, v = (x[:, :, :num_keys].expand(-1, q.shape[1], -1, -1) for x in (keys, values))
+        o = F.scaled_dot_product_attention(q, k, v, visible, scale=scale)
+        out[tile] = o.permute(2, 0, 1, 3)

@@ -1,18 +1,18 @@
 """Attention in products of fixed shape: a token's bits depend only on its own sequence up to itself.
 
-A query tile is a fixed number of tokens of one row with all query heads of one key head. Keys come in splits of
-SPLIT_LEN at absolute positions. So every GEMM of a model has the same shape. The maximum over all visible keys is
-found first (a maximum does not round); then each split adds its exponentials to the sum and to the output, in
-position order. A key that a token may not see adds exact zeros.
+A query tile is a fixed number of tokens of one row with all query heads of one key head; keys come in splits
+of SPLIT_LEN at absolute positions. So every GEMM of a model has the same shape. The maximum over all visible
+keys is found first (a maximum does not round); then each split adds its exponentials to the sum and to the
+output, in position order. A key that a token may not see adds exact zeros.
 """
 
 import numpy as np
 import torch
 
-from hemiola.plugins.attention.pages import Row
+from hemiola.plugins.attention.plan import Group, Row
 
 SPLIT_LEN = 64
-MIN_TILE_ROWS = 16  # of a GEMM; a lower number wastes less in a decode step, a higher one runs faster in a prefill
+MIN_TILE_ROWS = 16  # of a GEMM; fewer waste less in a decode step, more run faster in a prefill
 MAX_TILES = 64  # query tiles per pass, so that their scores stay in cache
 
 
@@ -22,22 +22,23 @@ def tile_len(num_copies: int) -> int:
 
 
 def attend(
-    queries: torch.Tensor,  # [T, G, H/G, D], scaled
+    queries: torch.Tensor,  # [T, G, H/G, D]
     keys: torch.Tensor,  # [n, S, G, D], S a multiple of SPLIT_LEN
     values: torch.Tensor,
-    group: list[Row],  # one row of any length, or n rows of at most one tile each, longest first
+    group: Group,  # one row of any length, or n rows of at most one tile each
     positions: np.ndarray,
-    results: torch.Tensor,  # [T, G, H/G, D], written
+    scale: float,
+    out: torch.Tensor,  # [T, G, H/G, D], written
 ) -> None:
     """Cut rows into query tiles and attend them all."""
     num_groups, num_copies = queries.shape[1:3]
-    tokens = np.concatenate([tile_tokens(row, positions, tile_len(num_copies)) for row in group])
+    tokens = np.concatenate([tile_tokens(row, positions, tile_len(num_copies)) for row in group.rows])
     last = positions[tokens].repeat(num_copies, axis=1)  # [tiles, M]
     index = torch.from_numpy(tokens.ravel())
     q = queries.index_select(0, index).unflatten(0, tokens.shape)  # [tiles, tile_len, G, H/G, D]
-    q = q.transpose(1, 2).flatten(2, 3)  # [tiles, G, M, D]
+    q = q.transpose(1, 2).flatten(2, 3) * scale  # [tiles, G, M, D]
     keys, values = (x.transpose(1, 2).contiguous() for x in (keys, values))  # [n, G, S, D]
-    if len(tokens) == len(group):
+    if len(tokens) == len(group.rows):
         flat = (x.flatten(0, 1) for x in (q, keys, values))
         o = attend_tiles(*flat, last.repeat(num_groups, axis=0)).view(q.shape)
     else:
@@ -47,11 +48,11 @@ def attend(
                 part = slice(start, start + MAX_TILES)
                 o[part, g] = attend_tiles(q[part, g].contiguous(), keys[:, g], values[:, g], last[part])
     o = o.unflatten(2, (-1, num_copies)).transpose(1, 2).flatten(0, 1)
-    results.index_copy_(0, index, o)  # a tile's padding writes the same bits to the same token
+    out.index_copy_(0, index, o)  # a tile's padding writes the same bits to the same token
 
 
 def tile_tokens(row: Row, positions: np.ndarray, length: int) -> np.ndarray:
-    """[tiles, length]: the row's tokens, highest position first, the last tile filled up with its first token."""
+    """[tiles, length]: the row's tokens, highest position first, filled up with the last of them."""
     order = row.start + np.argsort(-positions[row.start : row.start + row.num_tokens], kind="stable")
     num_padding = -row.num_tokens % length
     return np.concatenate([order, np.repeat(order[-1:], num_padding)]).reshape(-1, length)

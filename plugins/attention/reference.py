@@ -15,7 +15,7 @@ def attention(
     scale: float,
     exact: bool,
 ) -> torch.Tensor:  # [T, H, D]
-    """Writes every token's k and v to its page, then o = softmax(scale q.k) v over the row's positions 0..own.
+    """Writes every token's k and v to its page, then o = softmax(scale q.k) v over its row's tokens up to it.
 
     In fp32 (float64 for float64) on what the pages hold after their rounding. Query head h reads key head
     h // (H / G) (Ainslie et al. 2023, arXiv 2305.13245). `exact` changes how a kernel adds, not what.

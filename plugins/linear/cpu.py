@@ -1,10 +1,10 @@
 """The dense layer in GEMM calls that give a row the same bits whatever stands beside it.
 
-A BLAS adds up one output in a single chain of fused multiply-adds, in the order of the products, as long as the
-sum is short enough for one pass of its kernel. Longer sums it cuts at places that depend on the number of rows
-and threads, and for few rows or columns it uses kernels that add in another order. So here a GEMM call sums at
-most SUM_LEN products, and has at least MIN_ROWS rows and MIN_COLUMNS columns; the parts of a longer sum are added
-in order. tests/plugins/linear checks this promise (fp32) on the machine it runs on.
+A BLAS adds up one output in a single chain of fused multiply-adds, in the order of the products, as long as
+the sum is short enough for one pass of its kernel. Longer sums it cuts at places that depend on the number of
+rows and threads, and for few rows or columns it uses kernels that add in another order. So here a GEMM call
+sums at most SUM_LEN products, and has at least MIN_ROWS rows and MIN_COLUMNS columns; the parts of a longer
+sum are added in order. tests/plugins/linear checks this (fp32) on the machine it runs on.
 """
 
 import torch
@@ -20,7 +20,7 @@ def linear(
     weight: torch.Tensor,  # [O, F]
     bias: torch.Tensor,  # [O], or zero-length: none
 ) -> torch.Tensor:  # [T, O]
-    """See reference.py. In fp32 a row's bits depend on neither T, its place, other rows nor the thread count."""
+    """See reference.py. A row's bits (fp32) do not depend on T, its place, other rows or the thread count."""
     wide = torch.promote_types(x.dtype, torch.float32)
     num_tokens = x.shape[0]
     x_wide = x.to(wide)

@@ -1,7 +1,7 @@
 """A mixture of experts, grouped by expert: all up GEMMs, one activation, all down GEMMs, one combine.
 
-Every expert's tokens stand together in one buffer. In exact numerics an expert's part is padded to whole tiles of
-the exact dense layer (plugins/linear/cpu.py).
+Every expert's tokens stand together in one buffer. In exact numerics an expert's part is padded to tiles
+of the exact dense layer (plugins/linear/cpu.py).
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ def moe(
     activation: str,
     exact: bool,
 ) -> torch.Tensor:  # [T, F]
-    """See reference.py. exact: a token's bits (fp32) depend on nothing but the token, its experts and weights."""
+    """See reference.py. exact: a token's bits (fp32) depend only on it, its experts and weights."""
     if activation not in ("relu2", "swiglu"):
         raise ValueError(f"moe: activation is {activation!r}, expected relu2 or swiglu")
     num_tokens, num_slots = expert_ids.shape
@@ -52,7 +52,7 @@ class Groups(NamedTuple):
 
 
 def group_by_expert(expert_ids: np.ndarray, tile: int) -> Groups:
-    """Order the pairs of expert_ids [T, K] by expert, every expert's part padded to a multiple of `tile` rows."""
+    """The pairs of expert_ids [T, K] by expert, every expert's part padded to a multiple of `tile` rows."""
     flat = expert_ids.ravel()
     order = flat.argsort(kind="stable")
     counts = np.bincount(flat)

@@ -2,7 +2,7 @@
 
 The same calls serve both numerics: torch reduces the last dimension of a row in an order that depends on its
 length only, and every elementwise function used here gives the same bits in its vector loop and in the scalar
-loop for the last elements. torch.sigmoid and F.silu do not, nor do they between threads' shares; hence `silu`.
+loop for the last elements. torch.sigmoid and F.silu do not (nor at the ends of threads' shares): see `silu`.
 """
 
 import torch

@@ -11,10 +11,10 @@ def norm(
     group_len: int,  # channels that share one mean, divides W
     gate_first: bool,
 ) -> torch.Tensor:  # [T, W]
-    """x / sqrt(mean(x^2) + eps) per group, times weight; in fp32 (float64 for float64), returned in x's dtype.
+    """x / sqrt(mean(x^2) + eps) per group, times weight; in fp32 (float64 for float64), in x's dtype.
 
-    A gate multiplies as silu(gate): before the norm where gate_first (Mamba2's gated norm, NemotronH), else after
-    the weight (Gated DeltaNet, Qwen3-Next). RMS norm: Zhang and Sennrich 2019, arXiv 1910.07467.
+    A gate multiplies as silu(gate): before the norm where gate_first (Mamba2's gated norm, NemotronH), else
+    after the weight (Gated DeltaNet, Qwen3-Next). RMS norm: Zhang and Sennrich 2019, arXiv 1910.07467.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     y = torch.zeros(x.shape, dtype=wide)
