@@ -1,0 +1,19 @@
+"""The declaration of the causal convolution in front of a recurrence."""
+
+from hemiola.plugins.conv import cpu, reference
+from hemiola.plugins.spec import ROWS, Arg, Attr, Op
+
+CONV = Op(
+    name="conv",
+    args=(
+        Arg("x", "TE"),
+        Arg("weight", "EW"),
+        Arg("bias", "E"),
+        Arg("columns", "SRE", mutated=True),
+        *ROWS,
+    ),
+    attrs=(Attr("chunk_len", int),),
+    result="TE",
+    reference=reference.conv,
+    cpu=cpu.conv,
+)
