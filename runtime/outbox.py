@@ -1,9 +1,8 @@
 """From a request's new ids to the pieces that its user gets; the one place where text may end a request."""
 
+import time
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import time
 
 from hemiola.runtime.request import OnPiece, Piece, Request
 from hemiola.runtime.scheduler import Plan
@@ -61,7 +60,11 @@ class Outbox:
 
     def _write(self, letter: _Letter, now: float) -> Event:
         request = letter.request
-        text = self._new_text(letter)
+        try:
+            text = _new_text(letter)
+        except Exception as error:  # a tokenizer's; it may not take the other requests along
+            text = ""
+            request.fail(f"the tokenizer failed: {type(error).__name__}: {error}")
         token_ids = request.ids[letter.sent_len : request.total_len].tolist()
         logprobs = None
         if request.params.logprobs is not None:
@@ -75,20 +78,21 @@ class Outbox:
         piece = Piece(text, token_ids, logprobs, request.finish_reason, request.metrics, request.error)
         return Event(request, piece, letter.on_piece)
 
-    def _new_text(self, letter: _Letter) -> str:
-        request, growing = letter.request, letter.growing
-        if growing is None:
-            return ""
-        text = ""
-        for at in range(letter.sent_len, request.total_len):
-            token_id = int(request.ids[at])
-            if token_id in request.stop_ids:  # it ends the text and is no part of it
-                break
-            text += growing.push(token_id)
-            if growing.stopped:
-                request.stop_at(at + 1)
-                break
-        return text if request.finish_reason is None else text + growing.finish()
+
+def _new_text(letter: _Letter) -> str:
+    request, growing = letter.request, letter.growing
+    if growing is None:
+        return ""
+    text = ""
+    for at in range(letter.sent_len, request.total_len):
+        token_id = int(request.ids[at])
+        if token_id in request.stop_ids:  # it ends the text and is no part of it
+            break
+        text += growing.push(token_id)
+        if growing.stopped:
+            request.stop_at(at + 1)
+            break
+    return text if request.finish_reason is None else text + growing.finish()
 
 
 def _count(request: Request, now: float) -> None:

@@ -36,7 +36,9 @@ def oracle(prompt: Sequence[int], num_tokens: int, next_token: NextToken = hashe
 
 def resolved(**changes: int) -> Resolved:
     """Small sizes, with room for every row at max_len."""
-    sizes = dict(max_len=64, max_rows=4, max_step_tokens=32, page_len=8, chunk_len=4, num_drafts=0, pad_tokens=1)
+    sizes = dict(
+        max_len=64, max_rows=4, max_step_tokens=32, page_len=8, chunk_len=4, num_drafts=0, pad_tokens=1
+    )
     sizes.update(changes)
     sizes.setdefault("num_pages", sizes["max_rows"] * -(-sizes["max_len"] // sizes["page_len"]) + 1)
     sizes.setdefault("num_slots", sizes["max_rows"] + 1)
@@ -95,7 +97,9 @@ class FakeSession:
     def _check_shapes(self, batch: Batch) -> None:
         num_tokens, num_rows = len(batch.token_ids), len(batch.slot_id)
         assert 0 < num_tokens and num_tokens % self.config.pad_tokens == 0
-        assert num_tokens <= -(-self.config.max_step_tokens // self.config.pad_tokens) * self.config.pad_tokens
+        assert (
+            num_tokens <= -(-self.config.max_step_tokens // self.config.pad_tokens) * self.config.pad_tokens
+        )
         assert len(batch.positions) == num_tokens and len(batch.cu_tokens) == num_rows + 1
         assert batch.cu_tokens[0] == 0 and batch.cu_tokens[-1] == num_tokens
         assert (batch.cu_tokens.diff() > 0).all(), "a row without tokens"
@@ -122,7 +126,9 @@ class FakeSession:
         """The row's committed tokens, as its pages have them and as its slot has them: they must agree."""
         committed, edge, slot_id = (int(t[row]) for t in (batch.committed, batch.edge, batch.slot_id))
         assert edge % self.config.chunk_len == 0 and edge <= committed
-        assert committed - edge < self.records.shape[1], f"row {row}: {committed - edge} records do not fit the ring"
+        assert committed - edge < self.records.shape[1], (
+            f"row {row}: {committed - edge} records do not fit the ring"
+        )
         paged = [int(self.pages[self._place(batch, row, position)]) for position in range(committed)]
         ring = [int(self.records[slot_id, p % self.records.shape[1]]) for p in range(edge, committed)]
         state = self.states[slot_id] if edge else []
@@ -132,7 +138,9 @@ class FakeSession:
         return paged
 
     def _store_slot(self, batch: Batch, row: int, context: list[int]) -> None:
-        committed, slot_id, num_drafts = (int(t[row]) for t in (batch.committed, batch.slot_id, batch.num_drafts))
+        committed, slot_id, num_drafts = (
+            int(t[row]) for t in (batch.committed, batch.slot_id, batch.num_drafts)
+        )
         edge = next_edge(committed, len(context) - committed, num_drafts, self.config.chunk_len)
         self.states[slot_id] = context[:edge]
         for position in range(edge, len(context)):

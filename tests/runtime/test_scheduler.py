@@ -46,7 +46,11 @@ def test_decode_rows_come_first_then_prompts_then_new_requests(make_hand: Callab
     hand.turn()
     plan = hand.loop.scheduler.plan()
     assert [row.id for row in plan.rows] == [first, second, third]
-    assert plan.num_tokens == [1, 12, 3]  # the prompt's chunk ends on an edge, which leaves room for the newcomer
+    assert plan.num_tokens == [
+        1,
+        12,
+        3,
+    ]  # the prompt's chunk ends on an edge, which leaves room for the newcomer
 
 
 def test_chunks_end_on_edges_where_the_budget_allows(make_hand: Callable) -> None:
@@ -144,9 +148,13 @@ def test_stop_ids_end_a_request(make_hand: Callable) -> None:
     ignored = hand.submit(prompt(5), max_tokens=12, ignore_eos=True)
     own = hand.submit(prompt(5), max_tokens=12, stop_token_ids=[whole[3]], ignore_eos=True)
     hand.run()
-    assert hand.token_ids(eos) == whole[: whole.index(whole[6]) + 1] and hand.last(eos).finish_reason == "stop"
+    assert (
+        hand.token_ids(eos) == whole[: whole.index(whole[6]) + 1] and hand.last(eos).finish_reason == "stop"
+    )
     assert hand.token_ids(ignored) == whole and hand.last(ignored).finish_reason == "length"
-    assert hand.token_ids(own) == whole[: whole.index(whole[3]) + 1] and hand.last(own).finish_reason == "stop"
+    assert (
+        hand.token_ids(own) == whole[: whole.index(whole[3]) + 1] and hand.last(own).finish_reason == "stop"
+    )
 
 
 def test_an_idle_plan_is_empty(make_hand: Callable) -> None:

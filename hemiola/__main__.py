@@ -1,0 +1,5 @@
+"""python -m hemiola"""
+
+from hemiola.runtime.cli import main
+
+main()

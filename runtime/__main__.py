@@ -1,0 +1,5 @@
+"""python -m hemiola.runtime"""
+
+from hemiola.runtime.cli import main
+
+main()

@@ -1,0 +1,87 @@
+"""Options: defaults, bounds, and the reasons they are refused with."""
+
+import pytest
+
+from hemiola.runtime.config import ServeConfig, resolve, state_bytes
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import Limits, Manifest, State
+
+GIB = 2**30
+
+
+def manifest(**changes: object) -> Manifest:
+    limits = Limits(max_len=100, max_rows=4, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16)
+    values: dict[str, object] = dict(
+        format=1, builder_version="", torch_version="", architecture="X", layers=(), vocab_size=9, hidden_size=8,
+        target="torch", arch="cpu", numerics="fast", drafts="none", eos_ids=(), limits=limits, weights_file="",
+        weights=(), segments=(), sha256={},
+        states=(
+            State(name="k", kind="page", shape=(32, 8), dtype="float32"),
+            State(name="s", kind="slot", shape=(10,), dtype="float32"),
+        ),
+    )  # fmt: skip
+    return Manifest(**values | changes)
+
+
+def test_auto_is_what_the_engine_was_built_for() -> None:
+    found = resolve(ServeConfig(), manifest(), GIB)
+    assert (found.max_len, found.max_rows, found.max_step_tokens) == (100, 4, 64)
+    assert (found.num_pages, found.num_slots) == (4 * 4 + 1, 5)
+    assert (found.page_len, found.chunk_len, found.num_drafts, found.pad_tokens) == (32, 16, 3, 1)
+    assert resolve(ServeConfig(), manifest(numerics="exact"), GIB).pad_tokens == 32
+
+
+def test_bytes_of_states() -> None:
+    assert state_bytes(manifest().states, "page") == 1024 and state_bytes(manifest().states, "slot") == 40
+
+
+def test_memory_bounds_the_pages() -> None:
+    """Slots are paid first: 5 of 40 bytes."""
+    assert resolve(ServeConfig(cache_bytes=200 + 9 * 1024 + 1023), manifest(), GIB).num_pages == 9
+    assert resolve(ServeConfig(memory_fraction=0.25), manifest(), 4 * (200 + 7 * 1024)).num_pages == 7
+    assert resolve(ServeConfig(cache_bytes=GIB), manifest(), 0).num_pages == 17, "no more than can be used"
+
+
+def test_engines_without_pages_or_slots() -> None:
+    no_pages = manifest(states=manifest().states[1:])
+    assert resolve(ServeConfig(), no_pages, 1000).num_pages == 17
+    with pytest.raises(Refused):
+        resolve(ServeConfig(), no_pages, 300)
+    assert resolve(ServeConfig(), manifest(states=manifest().states[:1]), GIB).num_pages == 17
+
+
+REFUSED = [
+    ({"max_len": 101}, "max_len is 101, the engine was built for 100; rebuild with --max-len 101"),
+    ({"max_len": 1}, "max_len is 1, it must be at least 2"),
+    ({"max_rows": 5}, "max_rows is 5, the engine was built for 4; rebuild with --max-rows 5"),
+    ({"max_rows": 0}, "max_rows is 0, it must be at least 1"),
+    ({"max_step_tokens": 65}, "max_step_tokens is 65, the engine was built for 64"),
+    ({"max_step_tokens": 3}, "max_rows is 4, max_step_tokens is 3: every row needs a token"),
+    ({"num_pages": 4}, "num_pages is 4, but one request of max_len=100 needs 5 with the dump page"),
+    ({"cache_bytes": 5000}, "the cache may take 5000 bytes, room for 4 pages, but one request"),
+    ({"cache_bytes": 10}, "the cache may take 10 bytes, room for 0 pages"),
+    ({"num_pages": 9, "cache_bytes": 9999}, "both given; choose one"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED)
+def test_sizes_that_cannot_be_are_refused(options: dict, reason: str) -> None:
+    with pytest.raises(Refused) as refused:
+        resolve(ServeConfig(**options), manifest(), GIB)
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
+
+
+BAD = [
+    ({"max_row": 4}, "unknown option 'max_row'; the options are max_len, max_rows,"),
+    ({"max_rows": "4"}, "max_rows is '4': "),
+    ({"max_rows": 4.0}, "max_rows is 4.0: "),
+    ({"max_rows": True}, "max_rows is True: "),
+    ({"memory_fraction": 1.5}, "memory_fraction is 1.5: it should be less than or equal to 1"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), BAD)
+def test_options_of_the_wrong_kind_are_refused(options: dict, reason: str) -> None:
+    with pytest.raises(Refused) as refused:
+        ServeConfig(**options)
+    assert str(refused.value).startswith(reason) and "\n" not in str(refused.value)

@@ -1,0 +1,115 @@
+"""What a request may be, and when it ends."""
+
+import pytest
+
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.request import Bounds, Logprob, Request, SamplingParams, new_request
+
+BOUNDS = Bounds(max_len=20, built_max_len=20, vocab_size=50, eos_ids=(7, 8))
+
+
+def request(prompt: list[int], **params: object) -> Request:
+    return new_request(1, prompt, SamplingParams(**params), BOUNDS)
+
+
+def test_three_lengths() -> None:
+    made = request([1, 2, 3], max_tokens=4)
+    assert (made.prompt_len, made.committed_len, made.total_len, len(made.ids)) == (3, 0, 3, 7)
+    assert len(request([1] * 18, max_tokens=9).ids) == 20
+
+
+def test_the_first_rule_to_apply_ends_it() -> None:
+    made = request([1], max_tokens=3)
+    made.append([2, 7, 4])
+    assert made.finish_reason == "stop" and made.ids[: made.total_len].tolist() == [1, 2, 7]
+    made = request([1], max_tokens=3, ignore_eos=True, stop_token_ids=[9])
+    made.append([7, 8])
+    assert made.finish_reason is None
+    made.append([9])
+    assert made.finish_reason == "stop", "the stop id counts, even on the last place"
+    made = request([1], max_tokens=2)
+    made.append([2, 3, 4])
+    assert made.finish_reason == "length" and made.total_len == 3
+
+
+def test_logprobs_are_cut_with_the_tokens() -> None:
+    made = request([1], max_tokens=5)
+    made.append([2, 7, 4])
+    made.add_logprobs([Logprob(i, -1.0, ()) for i in (2, 7, 4)])
+    assert [entry.token_id for entry in made.logprobs] == [2, 7]
+    made.stop_at(2)
+    assert [entry.token_id for entry in made.logprobs] == [2] and made.finish_reason == "stop"
+
+
+def test_seeds() -> None:
+    assert request([1], seed=3).seed == 3
+    assert request([1]).seed != request([1]).seed
+
+
+BAD_PROMPTS = [
+    ([], "prompt is empty; give at least one token"),
+    ([1] * 20, "prompt is 20 tokens, max_len=20 must hold it and at least one token of output; shorten it or rebuild with --max-len 21"),
+    ([1, 50], "token id 50 at position 1 of the prompt is not in the vocabulary 0..49"),
+    ([1, 2, -1], "token id -1 at position 2"),
+    ([1, 2**70], "prompt is a list of int"),
+    ([1, "a"], "prompt is a list of int, str; pass text or a list of token ids (int)"),
+    ([1.5], "prompt is a list of float"),
+    ([None], "prompt is a list of NoneType"),
+    ([True], "prompt is a list of bool"),
+    ([[1], [2]], "prompt is a list of list"),
+    ([[1], [2, 3]], "prompt is a list of list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompt", "reason"), BAD_PROMPTS)
+def test_bad_prompts_are_refused(prompt: list, reason: str) -> None:
+    with pytest.raises(Refused) as refused:
+        request(prompt)
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_prompt_too_long_for_the_options_may_fit_the_engine() -> None:
+    bounds = BOUNDS._replace(max_len=10)
+    with pytest.raises(Refused, match="shorten it or start with max_len=16"):
+        new_request(1, [1] * 15, SamplingParams(), bounds)
+
+
+BAD_PARAMS = [
+    ({"max_tokens": 0}, "max_tokens is 0: it should be greater than or equal to 1"),
+    ({"max_tokens": "5"}, "max_tokens is '5': "),
+    ({"max_tokens": None}, "max_tokens is None: "),
+    ({"temperature": -0.1}, "temperature is -0.1: "),
+    ({"temperature": float("nan")}, "temperature is nan: "),
+    ({"temperature": float("inf")}, "temperature is inf: "),
+    ({"top_p": 0.0}, "top_p is 0.0: "),
+    ({"top_p": 1.1}, "top_p is 1.1: it should be less than or equal to 1"),
+    ({"top_k": -2}, "top_k is -2: "),
+    ({"min_p": 2}, "min_p is 2: "),
+    ({"seed": -1}, "seed is -1: "),
+    ({"seed": 2**64}, f"seed is {2**64}: "),
+    ({"stop": [""]}, "stop is ['']: an empty stop string"),
+    ({"stop": [3]}, "stop is 3: "),
+    ({"stop": 3}, "stop is 3: "),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids is 'a': "),
+    ({"logprobs": 21}, "logprobs is 21: it should be less than or equal to 20"),
+    ({"ignore_eos": 1}, "ignore_eos is 1: "),
+    ({"max_token": 4}, "unknown option 'max_token'; the options are max_tokens, temperature,"),
+]
+
+
+@pytest.mark.parametrize(("params", "reason"), BAD_PARAMS)
+def test_bad_sampling_params_are_refused(params: dict, reason: str) -> None:
+    with pytest.raises(Refused) as refused:
+        SamplingParams(**params)
+    assert str(refused.value).startswith(reason) and "\n" not in str(refused.value)
+
+
+def test_a_stop_id_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(Refused, match=r"stop_token_ids holds 50, the vocabulary is 0..49"):
+        request([1], stop_token_ids=[50])
+
+
+def test_lists_and_single_strings_become_tuples() -> None:
+    params = SamplingParams(stop="x", stop_token_ids=[1, 2])
+    assert params.stop == ("x",) and params.stop_token_ids == (1, 2)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")

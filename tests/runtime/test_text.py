@@ -1,0 +1,219 @@
+"""Text that grows token by token equals text decoded at once, and stop strings never leak."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.text import BROKEN, Growing, Text
+
+SAMPLE = "def foo(x):\n    return x + 1  # héllo wörld, 你好世界 😀👨‍👩‍👧 naïve\n"
+
+
+def byte_level() -> Tokenizer:
+    """As Qwen and Nemotron: a token may be part of a character."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<eos>", "<bos>"]
+    )
+    tokenizer.train_from_iterator(["def return hello world"] * 9, trainer)
+    return tokenizer
+
+
+def sentence_piece() -> Tokenizer:
+    """As Llama 2: words begin with a mark, bytes have tokens of their own."""
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+    for piece in ("▁", "▁hello", "▁world", "h", "e", "l", "o", "w", "r", "d", "▁a", "b"):
+        vocab[piece] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+def save(folder: Path, tokenizer: Tokenizer) -> Text:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Text(folder)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Text:
+    return save(tmp_path, byte_level())
+
+
+def grow(text: Text, prompt: Sequence[int], ids: Sequence[int], stop: Sequence[str] = ()) -> list[str]:
+    growing = Growing(text, prompt, stop)
+    pieces = []
+    for token_id in ids:
+        pieces.append(growing.push(token_id))
+        if growing.stopped:
+            break
+    return [*pieces, growing.finish()]
+
+
+def test_every_piece_holds_whole_characters(text: Text) -> None:
+    ids = text.encode(SAMPLE)
+    assert len(ids) > len(SAMPLE), "the sample must have characters of several tokens"
+    pieces = grow(text, text.encode("x = "), ids)
+    assert "".join(pieces) == SAMPLE
+    assert not any(BROKEN in piece for piece in pieces)
+
+
+def test_text_comes_as_early_as_it_can(text: Text) -> None:
+    pieces = grow(text, [], text.encode("ab 你 c"))
+    assert pieces == ["a", "b", " ", "", "", "你", " ", "c", ""]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_tokens_grow_into_what_they_decode_to(text: Text, seed: int) -> None:
+    """Broken bytes included: what an incomplete character is shown as may not be shown twice, or too early."""
+    dice = random.Random(seed)
+    high = [i for i in range(text.tokenizer.get_vocab_size()) if text.decode([i]) == BROKEN]
+    pool = high if seed % 2 else list(range(text.tokenizer.get_vocab_size()))
+    ids = dice.choices(pool, k=200)
+    assert "".join(grow(text, [], ids)) == text.decode(ids)
+
+
+def test_characters_survive_a_prompt_that_ends_inside_one(text: Text) -> None:
+    ids = text.encode("你好")
+    assert "".join(grow(text, ids[:1], ids[1:])) == text.decode(ids[1:])
+
+
+@pytest.mark.parametrize("words", ["hello world", " hello", "a b", "hello 你 b"])
+def test_leading_spaces_stay(tmp_path: Path, words: str) -> None:
+    text = save(tmp_path, sentence_piece())
+    prompt, whole = text.encode("hello"), text.encode("hello " + words)
+    assert "".join(grow(text, prompt, whole[len(prompt) :])) == " " + words
+
+
+def test_long_texts_keep_their_spaces(tmp_path: Path) -> None:
+    """The window is cut many times; a decoder that strips the first space must not strip another."""
+    text = save(tmp_path, sentence_piece())
+    words = " ".join(["hello", "world", "ab", "a", "你", "b"] * 40)
+    assert "".join(grow(text, [], text.encode(words))) == words
+
+
+def test_the_window_stays_short(text: Text) -> None:
+    growing = Growing(text, [], ())
+    for token_id in text.encode(SAMPLE * 20):
+        growing.push(token_id)
+        assert len(growing._window) < 60
+
+
+def test_special_tokens_are_not_text(text: Text) -> None:
+    eos = text.tokenizer.token_to_id("<eos>")
+    ids = text.encode("hi")
+    assert "".join(grow(text, [], [eos, *ids, eos, *ids, eos])) == "hihi"
+
+
+STOPS = [
+    ("hello STOP world", ["STOP"], "hello "),
+    ("hello STO world", ["STOP"], "hello STO world"),
+    ("hello STOP", ["STOP"], "hello "),
+    ("hello STO", ["STOP"], "hello STO"),
+    ("ababac", ["abac"], "ab"),
+    ("aaaab", ["aaab"], "a"),
+    ("one\n\ntwo", ["\n\n"], "one"),
+    ("STOP", ["STOP"], ""),
+    ("x你好y", ["好"], "x你"),
+    ("abcdef", ["cde", "bc"], "a"),
+    ("abcdef", ["f", "zzz"], "abcde"),
+]
+
+
+@pytest.mark.parametrize(("whole", "stop", "wanted"), STOPS)
+def test_stop_strings_cut_the_text_and_never_leak(
+    text: Text, whole: str, stop: list[str], wanted: str
+) -> None:
+    shown = ""
+    for piece in grow(text, [], text.encode(whole), stop):
+        shown += piece
+        assert wanted.startswith(shown), "showed a part of a stop string"
+    assert shown == wanted
+
+
+def test_held_text_is_let_go_as_soon_as_no_stop_can_come(text: Text) -> None:
+    assert grow(text, [], text.encode("ab ax"), ["abc"]) == ["", "", "ab ", "", "ax", ""]
+
+
+def test_lone_surrogates_are_refused(text: Text) -> None:
+    with pytest.raises(Refused, match="not valid Unicode at character 2"):
+        text.encode("ab\udcff")
+
+
+def test_a_text_with_its_own_bos_gets_no_second(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_level()
+    bos = tokenizer.token_to_id("<bos>")
+    tokenizer.add_special_tokens([AddedToken("<bos>", special=True)])
+    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"bos_token": {"content": "<bos>"}, "add_bos_token": true}'
+    )
+    text = save(tmp_path, tokenizer)
+    assert text.encode("a")[:1] == [bos] and text.encode("<bos>a") == text.encode("a")
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>"}]
+
+
+def with_template(folder: Path, template: str) -> Text:
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}')
+    return save(folder, byte_level())
+
+
+def test_chat_template_as_hugging_face_renders_it(tmp_path: Path) -> None:
+    template = """{{ bos_token }}{% for m in messages %}
+        {%- if m.role not in ["system", "user", "assistant"] %}{{ raise_exception("odd role " + m.role) }}{% endif %}
+        {%- if loop.index > 5 %}{% break %}{% endif %}
+{{ m.role }}: {{ m.content | tojson }}
+    {% endfor %}
+    {% generation %}x{% endgeneration %}{% if add_generation_prompt %}assistant: {% endif %}
+{{ strftime_now("%Y") | length }}{{ tools is none }}"""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text = with_template(tmp_path, template)
+    wanted, _ = render_jinja_template(
+        conversations=[MESSAGES],
+        chat_template=template,
+        add_generation_prompt=True,
+        bos_token="<bos>",
+        eos_token="<eos>",
+    )
+    assert text.chat(MESSAGES) == wanted[0]
+
+
+def test_bad_chats_are_refused(tmp_path: Path) -> None:
+    text = with_template(tmp_path, "{{ raise_exception('no ' + messages[0].role) }}")
+    with pytest.raises(Refused, match="refuses these messages: no user"):
+        text.chat([{"role": "user", "content": "x"}])
+    for bad in ([{"content": "x"}], ["x"], [{"role": 1, "content": "x"}]):
+        with pytest.raises(Refused, match="role and a content"):
+            text.chat(bad)
+
+
+def test_templates_cannot_reach_out(tmp_path: Path) -> None:
+    text = with_template(tmp_path, "{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(Refused, match="refuses"):
+        text.chat(MESSAGES)
+
+
+def test_an_engine_without_a_template_says_so(text: Text) -> None:
+    with pytest.raises(Refused, match="no chat template"):
+        text.chat(MESSAGES)
+
+
+def test_named_templates_in_the_tokenizer_config(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}'
+    )
+    assert save(tmp_path, byte_level()).chat(MESSAGES) == "D"
