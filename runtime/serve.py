@@ -1,5 +1,6 @@
 """`hemiola serve`: a real tritonserver with one model per engine, from preflight to a clean end."""
 
+import contextlib
 import json
 import os
 import re
@@ -24,10 +25,10 @@ import hemiola
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
 
-# Asks the kernel to end the server with us, however we end, and becomes the server.
+# Asks the kernel to kill the server if we end without stopping it, and becomes the server.
 LAUNCH = """
 import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
@@ -313,7 +314,7 @@ class Server:
     def kill(self) -> None:
         """At once, whatever is in flight; leaves no process, shared memory or files behind."""
         if self._process is not None:
-            if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # the stub can outlive the server
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None

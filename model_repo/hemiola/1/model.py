@@ -1,68 +1,91 @@
 """Hemiola in Triton's Python backend: request tensors to LLM.submit, pieces to response tensors, nothing else."""
 
 import json
+import os
 import queue
+import signal
 import threading
 import time
 from collections import deque
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.request import Piece, SamplingParams
+from hemiola.runtime.request import Logprob, Piece, SamplingParams
 
 CANCEL_CHECK_S = 0.1
-PROMPT = {"text_input", "input_ids", "chat", "stream"}
-SAMPLING = {
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
-    "stop", "stop_token_ids", "ignore_eos", "logprobs",
-}  # fmt: skip
-LISTS = {"input_ids", "stop", "stop_token_ids"}
+PARENT_CHECK_S = 1.0
+FLAGS = ("chat", "stream", "return_input_ids", "return_metrics")
+SAMPLING = tuple(SamplingParams.model_fields)
+KEYS = ("text_input", "input_ids", *FLAGS, *SAMPLING, "cancel")
+LISTS = {"input_ids", "stop", "stop_token_ids", "cancel"}
 
 
 class TritonPythonModel:
-    """One engine. `execute` only validates and enqueues; the LLM's thread computes; the outbox's thread answers."""
+    """One engine. `execute` validates and enqueues, the LLM's thread computes, the outbox's thread answers."""
 
     def initialize(self, args: dict[str, str]) -> None:
+        threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
         try:
             options = read_options(json.loads(args["model_config"])["parameters"])
             self.llm = LLM(options.pop("engine_dir"), **options)
         except Refused as error:
-            raise pb_utils.TritonModelException(f"[INVALID_ARG] {error}") from None
+            raise pb_utils.TritonModelException(str(error)) from None
         self.outbox = Outbox(self.llm)
 
-    def execute(self, requests: list) -> None:
+    def execute(self, requests: list[Any]) -> None:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                self._accept(request, sender)
+                asked = read_request(request)
+                if "cancel" in asked:
+                    self._cancel(asked, sender)
+                else:
+                    self._enqueue(request.request_id(), read_ask(asked), sender)
             except Refused as error:
                 send_error(sender, "INVALID_ARG", str(error))
             except Exception as error:  # this request's trouble only: the others live on
                 send_error(sender, "INTERNAL", f"{type(error).__name__}: {error}")
 
-    def _accept(self, request: Any, sender: Any) -> None:
-        asked = read_request(request)
-        prompt = read_prompt(asked, self.llm)
-        stream = Stream(sender, each=asked.pop("stream", False))
-        params = SamplingParams(**{name: value for name, value in asked.items() if name in SAMPLING})
+    def _enqueue(self, name: str, ask: "Ask", sender: Any) -> None:
+        prompt = self.llm.chat_text([{"role": "user", "content": ask.prompt}]) if ask.flags["chat"] else ask.prompt
+        stream = Stream(name, sender, ask.flags, self.llm.encode(prompt))
         self.outbox.add(stream)
         try:
-            stream.request_id = self.llm.submit(prompt, params, lambda piece: self.outbox.post(stream, piece))
+            stream.request_id = self.llm.submit(
+                stream.input_ids, ask.params, lambda piece: self.outbox.post(stream, piece)
+            )
         except BaseException:
             self.outbox.drop(stream)
             raise
+
+    def _cancel(self, asked: dict[str, Any], sender: Any) -> None:
+        """Dropping a gRPC stream cancels too, but can lock tritonserver 2.51 up when it is writing to that stream."""
+        if len(asked) > 1:
+            raise Refused(f"cancel stands alone, this request also has {', '.join(asked.keys() - {'cancel'})}; send two")
+        self.outbox.cancel(asked["cancel"])
+        done = pb_utils.InferenceResponse([string_tensor("finish_reason", "cancelled")])
+        sender.send(done, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def finalize(self) -> None:
         self.llm.close()
         self.outbox.close()
 
 
+def end_with_parent() -> None:
+    """finalize never runs when the server is killed, and the backend's own watch can hang: then nothing may be left."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def read_options(parameters: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """The model's parameters as LLM's arguments: numbers and booleans by their JSON spelling, the rest as text."""
+    """The model's parameters as LLM's arguments: numbers by their JSON spelling, the rest as text."""
     options: dict[str, Any] = {}
     for name, value in parameters.items():
         text = value["string_value"]
@@ -77,30 +100,40 @@ def read_options(parameters: dict[str, dict[str, str]]) -> dict[str, Any]:
     return options
 
 
+class Ask(NamedTuple):
+    """A request as far as it can be checked without the engine."""
+
+    prompt: str | list[int]
+    flags: dict[str, bool]
+    params: SamplingParams
+
+
 def read_request(request: Any) -> dict[str, Any]:
-    """Everything the request says, from tensors and request parameters alike."""
+    """What the request says, in tensors and request parameters alike."""
     asked = {tensor.name(): read_tensor(tensor) for tensor in request.inputs()}
     for name, value in json.loads(request.parameters() or "{}").items():
-        if name == "id":  # HTTP generate repeats the request's id here
+        if name == "id":  # HTTP's generate repeats the request's id here
             continue
-        if name not in PROMPT | SAMPLING:
-            known = ", ".join(sorted(PROMPT | SAMPLING))
-            raise Refused(f"unknown key {name!r}; known keys are {known}")
+        if name not in KEYS:
+            raise Refused(f"unknown key {name!r}; the keys are {', '.join(KEYS)}")
         if name in asked:
-            raise Refused(f"{name} is given twice, as a tensor and as a request parameter; give it once")
+            raise Refused(f"{name} is both a tensor and a request parameter; give it once")
         asked[name] = [value] if name in LISTS else value
     if request.timeout():
-        raise Refused(f"timeout is {request.timeout()} us, but timeouts are not served; close the stream to cancel it")
+        raise Refused(f"timeout is {request.timeout()} us, but none is served; cancel the stream instead")
     return asked
 
 
+def read_ask(asked: dict[str, Any]) -> Ask:
+    flags = {name: read_flag(name, asked.pop(name, False)) for name in FLAGS}
+    return Ask(read_prompt(asked, flags["chat"]), flags, SamplingParams(**asked))
+
+
 def read_tensor(tensor: Any) -> Any:
+    """A list or a single value, in Python's types."""
     name, values = tensor.name(), tensor.as_numpy().reshape(-1)
     if values.dtype == np.object_:
-        try:
-            content = [value.decode() for value in values]
-        except UnicodeDecodeError as error:
-            raise Refused(f"{name} is not UTF-8 ({error.reason} at byte {error.start}); send UTF-8 or input_ids") from None
+        content = [read_text(name, value) for value in values]
     elif values.dtype == np.float32:
         content = [float(str(value)) for value in values]  # 0.7 as the caller wrote it, not 0.699999988
     else:
@@ -108,28 +141,38 @@ def read_tensor(tensor: Any) -> Any:
     return content if name in LISTS else content[0]
 
 
-def read_prompt(asked: dict[str, Any], llm: LLM) -> str | list[int]:
-    """Takes the prompt's keys out of `asked`, except `stream`."""
-    text, ids, chat = asked.pop("text_input", None), asked.pop("input_ids", None), asked.pop("chat", False)
-    for name, value in (("chat", chat), ("stream", asked.get("stream", False))):
-        if not isinstance(value, bool):
-            raise Refused(f"{name} is {value!r}; give true or false")
+def read_text(name: str, value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise Refused(f"{name} is not UTF-8 ({error.reason} at byte {error.start}); send UTF-8 or input_ids") from None
+
+
+def read_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise Refused(f"{name} is {value!r}; give true or false")
+    return value
+
+
+def read_prompt(asked: dict[str, Any], chat: bool) -> str | list[int]:
+    """Takes text_input or input_ids out of `asked`."""
+    text, ids = asked.pop("text_input", None), asked.pop("input_ids", None)
     if (text is None) == (ids is None):
         given = "neither" if text is None else "both"
-        raise Refused(f"a request needs either text_input or input_ids, this one has {given}")
+        raise Refused(f"a request has either text_input or input_ids, this one has {given}; give one of them")
     if chat and text is None:
-        raise Refused("chat wraps text_input, this request has input_ids; leave chat out or send text_input")
-    if chat:
-        return llm.chat_text([{"role": "user", "content": text}])
+        raise Refused("chat makes text_input a user's message, this request has input_ids; give text_input")
     return ids if text is None else text
 
 
 class Stream:
     """One request on its way out: what the engine has said and the outbox has not sent."""
 
-    def __init__(self, sender: Any, each: bool) -> None:
+    def __init__(self, name: str, sender: Any, flags: dict[str, bool], input_ids: list[int]) -> None:
+        self.name = name  # the caller's id, "" if none
         self.sender = sender
-        self.each = each  # a response for each piece, or one for all
+        self.flags = flags
+        self.input_ids = input_ids
         self.request_id: int | None = None  # known once submit has returned
         self.said: deque[Piece] = deque()
         self.num_output_tokens = 0
@@ -139,14 +182,14 @@ class Stream:
 class Outbox:
     """Sends from a thread of its own, since one send is a round trip of 0.2 ms to the server's process.
 
-    All that a request said while the thread was busy becomes one response, so a slow server means longer pieces,
-    not a slower engine. The same thread looks for callers that went away.
+    All that a request said while the thread was busy becomes one response: a slow server makes longer pieces, not a
+    slower engine. The same thread looks for callers that went away.
     """
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._ready: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
-        self._open: dict[int, Stream] = {}  # by id()
+        self._open: dict[int, Stream] = {}  # by Python's id
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
@@ -159,10 +202,17 @@ class Outbox:
     def post(self, stream: Stream, piece: Piece) -> None:
         """Called by the engine's thread for every piece; never waits."""
         stream.said.append(piece)
-        if stream.each or piece.finish_reason:
+        if stream.flags["stream"] or piece.finish_reason:
             self._ready.put(stream)
 
+    def cancel(self, names: list[str]) -> None:
+        """End requests by their callers' ids; those that have ended already are left alone."""
+        for stream in list(self._open.values()):
+            if stream.name in names and stream.name:
+                self._abort(stream)
+
     def close(self) -> None:
+        """Sends what has been said and ends the thread."""
         self._ready.put(None)
         self._thread.join()
 
@@ -192,13 +242,11 @@ class Outbox:
             if last.finish_reason == "cancelled":
                 send_error(stream.sender, "CANCELLED", "the request was cancelled")
             elif last.finish_reason == "error":
-                send_error(stream.sender, "INTERNAL", last.text)
+                send_error(stream.sender, "INTERNAL", last.error or "the engine failed")
             else:
-                stream.sender.send(
-                    pb_utils.InferenceResponse(response_tensors(stream, pieces)),
-                    flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last.finish_reason else 0,
-                )
-        except Exception as error:  # one stream's trouble; the thread serves the others
+                flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last.finish_reason else 0
+                stream.sender.send(pb_utils.InferenceResponse(tensors(stream, pieces)), flags=flags)
+        except Exception as error:  # one stream's trouble: the thread serves the others
             pb_utils.Logger.log_error(f"request {stream.request_id}: {type(error).__name__}: {error}")
             self._abort(stream)
 
@@ -214,22 +262,27 @@ class Outbox:
             self._llm.abort(stream.request_id)
 
 
-def response_tensors(stream: Stream, pieces: list[Piece]) -> list:
+def tensors(stream: Stream, pieces: list[Piece]) -> list[Any]:
+    """One response that says all of these pieces."""
     last = pieces[-1]
-    tensors = [
+    out = [
         string_tensor("text_output", "".join(piece.text for piece in pieces)),
         int_tensor("output_ids", [token_id for piece in pieces for token_id in piece.token_ids]),
     ]
-    if last.logprobs is not None:
-        logprobs = [entry for piece in pieces for entry in piece.logprobs]
-        tensors.append(string_tensor("logprobs", json.dumps(logprobs)))
+    logprobs: list[Logprob] = [logprob for piece in pieces for logprob in piece.logprobs or ()]
+    if logprobs:
+        out.append(string_tensor("logprobs", json.dumps([logprob._asdict() for logprob in logprobs])))
     if last.finish_reason:
-        tensors += [
+        out += [
             string_tensor("finish_reason", last.finish_reason),
-            int_tensor("num_input_tokens", [last.metrics["prompt_tokens"]]),
+            int_tensor("num_input_tokens", [len(stream.input_ids)]),
             int_tensor("num_output_tokens", [stream.num_output_tokens]),
         ]
-    return tensors
+        if stream.flags["return_input_ids"]:
+            out.append(int_tensor("input_ids", stream.input_ids))
+        if stream.flags["return_metrics"] and last.metrics is not None:
+            out.append(string_tensor("metrics", json.dumps(asdict(last.metrics))))
+    return out
 
 
 def string_tensor(name: str, text: str) -> Any:
@@ -241,9 +294,6 @@ def int_tensor(name: str, values: list[int]) -> Any:
 
 
 def send_error(sender: Any, code: str, message: str) -> None:
-    """HTTP shows every code as 400 and gRPC hides it, so the message carries it too."""
+    """HTTP answers 400 to every code and gRPC hides it, so the message carries it."""
     error = pb_utils.TritonError(f"[{code}] {message}", getattr(pb_utils.TritonError, code))
-    sender.send(
-        pb_utils.InferenceResponse(error=error),
-        flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-    )
+    sender.send(pb_utils.InferenceResponse(error=error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
