@@ -1,0 +1,287 @@
+"""The straight line of a benchmark: variants measured one after another, compared, reported."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import hemiola
+from hemiola.runtime.bench import equality, workloads
+from hemiola.runtime.bench.dataset import read_sessions
+from hemiola.runtime.bench.equality import Equality
+from hemiola.runtime.bench.measure import Mailbox, Measured, Result, Run
+from hemiola.runtime.bench.options import MULTI_TURN, RANDOM, BenchOptions
+from hemiola.runtime.bench.plot import Curve, plot, refuse_without_matplotlib
+from hemiola.runtime.bench.report import Column, table
+from hemiola.runtime.bench.statistics import Summary, summarize
+from hemiola.runtime.bench.workloads import Session, Source
+from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM
+from hemiola.runtime.request import SamplingParams
+
+DEFAULT_NUM_REQUESTS = 32
+SHOWN_FAILURES = 10
+# The bundled checkpoints were trained on Python's own sources, which every machine with Python has.
+LIBRARY = ("argparse", "ast", "bdb", "calendar", "cmd", "codecs", "configparser", "csv", "dis", "doctest")
+TEXT_LEN = 300_000  # characters
+INTERRUPTED, UNEQUAL_OR_FAILED = 130, 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """A benchmark as it was asked for. The engine's options are those of ServeConfig."""
+
+    engine_dir: Path
+    options: BenchOptions
+    engine_options: Mapping[str, object]
+    compare: Sequence[Mapping[str, object]] = ()
+    check: bool = False
+    json_path: Path | None = None
+    plot_path: Path | None = None
+
+
+class Variant(NamedTuple):
+    name: str
+    options: Mapping[str, object]
+
+
+class Outcome(NamedTuple):
+    variant: Variant
+    measured: Measured
+    summary: Summary
+
+
+class Statement(NamedTuple):
+    text: str
+    equality: Equality
+
+
+Progress = Callable[[], None]  # one more is done
+
+
+def run(job: Job) -> int:
+    """Prints the table; the exit status says whether all requests completed and all tokens were equal."""
+    variants = _variants(job)
+    _refuse_outputs(job)
+    bench = _Bench(job)
+    outcomes: list[Outcome] = []
+    for variant in variants:
+        outcomes.append(bench.measure(variant))
+        if outcomes[-1].measured.interrupted:
+            break
+    settings = bench.settings()
+    print(table([Column(outcome.variant.name, settings | outcome.summary) for outcome in outcomes]))
+    _print_failures(outcomes)
+    interrupted = outcomes[-1].measured.interrupted
+    statements = [] if interrupted else bench.statements(outcomes)
+    for statement in statements:
+        print(statement.text)
+        if statement.equality.difference is not None:
+            print(f"  first difference: {statement.equality.difference}")
+    if bench.numerics == "fast" and not all(statement.equality.holds for statement in statements):
+        print("  this engine was built with fast numerics, where rows side by side may round differently")
+    if job.json_path is not None:
+        job.json_path.write_text(json.dumps(_report(job, settings, outcomes, statements), indent=1) + "\n")
+    if job.plot_path is not None:
+        title = f"{job.engine_dir.name}, {job.options.workload}, seed {job.options.seed}"
+        plot(job.plot_path, title, [Curve(outcome.variant.name, outcome.measured) for outcome in outcomes])
+    if interrupted:
+        return INTERRUPTED
+    failed = any(outcome.summary["failed"] for outcome in outcomes)
+    return UNEQUAL_OR_FAILED if failed or not all(s.equality.holds for s in statements) else 0
+
+
+def _variants(job: Job) -> list[Variant]:
+    """The engine as started, then with each set of changes. Refuses unknown options of any before the first runs."""
+    base = Variant(_name(job.engine_options) or "defaults", job.engine_options)
+    variants = [base, *(Variant(_name(changes), {**job.engine_options, **changes}) for changes in job.compare)]
+    for variant in variants:
+        ServeConfig(**variant.options)
+    return variants
+
+
+def _name(options: Mapping[str, object]) -> str:
+    return ",".join(f"{name}={json.dumps(value).strip(chr(34))}" for name, value in options.items())
+
+
+def _refuse_outputs(job: Job) -> None:
+    if job.plot_path is not None:
+        refuse_without_matplotlib()
+    for flag, path in (("--json", job.json_path), ("--plot", job.plot_path)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise Refused(f"{flag} {path} cannot be written: give a file in a folder that exists")
+
+
+class _Bench:
+    """What the variants have in common: the workload, which the first engine makes, and the engine's facts."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.options = job.options
+        self.numerics = ""
+        self._architecture = ""
+        self._sessions: list[Session] | None = None
+
+    def measure(self, variant: Variant) -> Outcome:
+        _say(f"opening {self.job.engine_dir} ({variant.name})")
+        with LLM(self.job.engine_dir, **variant.options) as llm:
+            self.numerics, self._architecture = llm.manifest.numerics, llm.manifest.architecture
+            if self._sessions is None:
+                self._sessions = make_sessions(self.options, llm)
+            if self.options.file is None:
+                workloads.refuse_too_long(self._sessions, llm.config.max_len)
+            _warm_up(llm, self.options.num_warmups)
+            before = asdict(llm.counters)
+            measured = self._run(llm, self._sessions)
+            after = asdict(llm.counters)
+        counted = {name: after[name] - before[name] for name in after}
+        return Outcome(variant, measured, summarize(measured) | {"engine_counters": counted})
+
+    def _run(self, llm: LLM, sessions: Sequence[Session]) -> Measured:
+        options = self.options
+        rate, arrivals = options.request_rate, None
+        if math.isfinite(rate):
+            arrivals = workloads.arrivals(len(sessions), rate, options.burstiness, options.seed)
+        with _progress("measuring", sum(map(len, sessions))) as advance:
+            run = Run(
+                llm,
+                sessions,
+                arrivals,
+                options.concurrency,
+                options.eos_ignored,
+                Mailbox(),
+                on_result=lambda result: advance(),
+            )
+            return run()
+
+    def statements(self, outcomes: Sequence[Outcome]) -> list[Statement]:
+        """What can be said of the tokens."""
+        runs = [outcome.measured.results for outcome in outcomes]
+        found = []
+        if len(runs) > 1:
+            same = equality.across(runs)
+            found.append(_statement(f"across {len(runs)} variants", same, outcomes))
+        if self.job.check:
+            answers = self._plain_answers(runs)
+            for outcome in outcomes:
+                same = equality.with_plain(outcome.measured.results, answers)
+                name = f"to the plain run ({outcome.variant.name})" if len(runs) > 1 else "to the plain run"
+                found.append(_statement(name, same, [outcome]))
+        return found
+
+    def _plain_answers(self, runs: Sequence[Sequence[Result]]) -> dict[equality.Asked, list[int]]:
+        options = equality.plain_options(self.job.engine_options, ServeConfig.model_fields)
+        with LLM(self.job.engine_dir, **options) as llm, _progress("plain run", len(equality.distinct(runs))) as advance:
+            return equality.plain_run(llm, runs, advance)
+
+    def settings(self) -> dict[str, object]:
+        """Under the names of `vllm bench serve` where it has one."""
+        options = self.options
+        return {
+            "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+            "hemiola_version": hemiola.__version__,
+            "model_id": str(self.job.engine_dir),
+            "architecture": self._architecture,
+            "numerics": self.numerics,
+            "dataset_name": options.workload,
+            "num_prompts": sum(map(len, self._sessions or [])),
+            "request_rate": options.request_rate if math.isfinite(options.request_rate) else "inf",
+            "burstiness": options.burstiness if math.isfinite(options.burstiness) else "inf",
+            "max_concurrency": options.concurrency,
+            "options": json.loads(options.model_dump_json()),
+        }
+
+
+def make_sessions(options: BenchOptions, llm: LLM) -> list[Session]:
+    if options.file is not None:
+        if options.text is not None:
+            raise Refused(f"--text {options.text} and --workload {options.file} were both given; drop one")
+        return read_sessions(options.file, options.num_requests, options.output_len, llm)
+    count = options.num_requests or DEFAULT_NUM_REQUESTS
+    if options.workload == RANDOM and options.text is None:
+        _say("warning: drafts cannot guess random tokens; for their acceptance use --text, multi-turn or a file")
+        return workloads.random_sessions(options, count, workloads.random_ids(llm.manifest.vocab_size))
+    source = _text_source(options.text, llm)
+    make = workloads.multi_turn_sessions if options.workload == MULTI_TURN else workloads.random_sessions
+    return make(options, count, source)
+
+
+def _text_source(path: Path | None, llm: LLM) -> Source:
+    if path is None:
+        folder = Path(json.__file__).parent.parent
+        text = "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in LIBRARY)
+    else:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise Refused(f"--text {path} is not UTF-8 at byte {error.start}; convert it") from None
+        except OSError as error:
+            raise Refused(f"--text {path} cannot be read ({error.strerror}); give a text file") from None
+    ids = llm.encode(text[:TEXT_LEN])
+    if not ids:
+        raise Refused(f"--text {path} is empty; give a text file")
+    return workloads.slices(ids)
+
+
+def _warm_up(llm: LLM, count: int) -> None:
+    """Prompts of one token leave nothing to reuse."""
+    if count:
+        ids = [[index % llm.manifest.vocab_size] for index in range(count)]
+        llm.generate(ids, SamplingParams(max_tokens=8, ignore_eos=True))
+
+
+def _statement(what: str, same: Equality, outcomes: Sequence[Outcome]) -> Statement:
+    planned = max(outcome.measured.num_planned for outcome in outcomes)
+    text = f"tokens equal {what}: {same.num_equal} of {same.num_compared}"
+    if same.num_compared < planned:
+        text += f" ({planned - same.num_compared} did not complete)"
+    return Statement(text, same)
+
+
+def _print_failures(outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        errors = [error for error in outcome.summary["errors"] if error]
+        for error in errors[:SHOWN_FAILURES]:
+            _say(f"failed ({outcome.variant.name}): {error}")
+        if len(errors) > SHOWN_FAILURES:
+            _say(f"failed ({outcome.variant.name}): and {len(errors) - SHOWN_FAILURES} more")
+
+
+def _report(
+    job: Job, settings: Mapping[str, object], outcomes: Sequence[Outcome], statements: Sequence[Statement]
+) -> dict[str, object]:
+    """The first variant's numbers at the top, as `vllm bench serve` writes them; the others in a list."""
+    columns = [
+        {"variant": outcome.variant.name, "engine_options": dict(outcome.variant.options), **outcome.summary}
+        for outcome in outcomes
+    ]
+    equal = [{"statement": statement.text, **statement.equality._asdict()} for statement in statements]
+    compared = {"compared": columns[1:]} if job.compare else {}
+    return {**settings, **columns[0], "tokens_equal": equal, **compared}
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Progress]:
+    """A bar on a terminal's stderr; otherwise one line."""
+    from rich.console import Console  # not needed without a terminal
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        _say(f"{what}: {total} requests")
+        yield lambda: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

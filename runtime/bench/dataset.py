@@ -1,0 +1,145 @@
+"""Prompts from a file: JSON lines (or one JSON list) of prompts, chats or ShareGPT conversations."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from hemiola.runtime.bench.workloads import Session, Turn
+from hemiola.runtime.errors import Refused
+
+FORMS = ("prompt", "messages", "conversations")
+EXAMPLE = 'write {"prompt": "TEXT", "max_tokens": 64}, {"messages": [...]} or {"conversations": [...]}'
+HUMAN, ANSWER = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
+
+
+class Reader(Protocol):
+    """What an LLM knows of text."""
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
+
+    def chat_text(self, messages: Sequence[Mapping[str, object]]) -> str: ...
+
+
+class _Asked(NamedTuple):
+    prompt: str | list[int]
+    answer: str | None  # what the file holds for it: only its length is used
+
+
+def read_sessions(path: Path, count: int | None, max_tokens: int, reader: Reader) -> list[Session]:
+    """The first `count` entries (None: all), one request each. Lines after them are not looked at."""
+    entries = islice(_entries(path), count)
+    sessions: list[Session] = [[_turn(where, entry, max_tokens, reader)] for where, entry in entries]
+    if not sessions:
+        raise Refused(f"{path} holds no requests; {EXAMPLE}, one per line")
+    if count is not None and len(sessions) < count:
+        raise Refused(f"{path} holds {len(sessions)} requests, --num-requests is {count}; lower it or add lines")
+    return sessions
+
+
+def _entries(path: Path) -> Iterator[tuple[str, object]]:
+    """(place, value) of every entry."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(f"{path} is not UTF-8 at byte {error.start}; convert it") from None
+    except OSError as error:
+        reason = f"{error.strerror}; --workload takes random, multi-turn or a file of JSON lines"
+        raise Refused(f"cannot read {path}: {reason}") from None
+    if text.lstrip().startswith("["):
+        for index, entry in enumerate(_parse(text, str(path))):
+            yield f"{path}[{index}]", entry
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+
+
+def _parse(text: str, where: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno} column {error.colno}" if "\n" in text else f"column {error.colno}"
+        raise Refused(f"{where} is not JSON at {at} ({error.msg}): {_shown(text)}; {EXAMPLE}") from None
+
+
+def _turn(where: str, entry: object, max_tokens: int, reader: Reader) -> Turn:
+    if not isinstance(entry, dict):
+        raise Refused(f"{where} is {_shown(entry)}, not an object; {EXAMPLE}")
+    forms = [form for form in FORMS if form in entry]
+    if len(forms) != 1:
+        found = " and ".join(forms) or "none of prompt, messages and conversations"
+        raise Refused(f"{where} has {found}: {_shown(entry)}; {EXAMPLE}")
+    asked = _READERS[forms[0]](where, entry[forms[0]], reader)
+    try:
+        ids = reader.encode(asked.prompt)
+        if asked.answer:
+            max_tokens = max(1, len(reader.encode(asked.answer)))
+    except Refused as error:
+        raise Refused(f"{where}: {error}") from None
+    if not ids:
+        raise Refused(f"{where}: {forms[0]} is {_shown(entry[forms[0]])}, no tokens; give it text or remove the line")
+    if "max_tokens" in entry:
+        max_tokens = _checked_max_tokens(where, entry["max_tokens"])
+    return Turn(ids, max_tokens, 0.0, where)
+
+
+def _checked_max_tokens(where: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise Refused(f"{where}: max_tokens is {_shown(value)}, it must be an integer of at least 1; remove it or correct it")
+    return value
+
+
+def _read_prompt(where: str, value: object, reader: Reader) -> _Asked:
+    if isinstance(value, str):
+        return _Asked(value, None)
+    if isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+        return _Asked(value, None)
+    raise Refused(f"{where}: prompt is {_shown(value)}; give text or a list of token ids")
+
+
+def _read_messages(where: str, value: object, reader: Reader) -> _Asked:
+    """Everything up to the last answer, which is what the engine is asked for."""
+    messages = _objects(where, "messages", value, ("role", "content"))
+    answer = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+    if not messages:
+        raise Refused(f"{where}: messages holds an answer only: {_shown(value)}; add what was asked")
+    try:
+        return _Asked(reader.chat_text(messages), answer if isinstance(answer, str) else None)
+    except Refused as error:
+        raise Refused(f"{where}: {error}") from None
+
+
+def _read_conversation(where: str, value: object, reader: Reader) -> _Asked:
+    """The first thing that the human said, as plain text, and the answer to it."""
+    said = _objects(where, "conversations", value, ("from", "value"))
+    for index, item in enumerate(said):
+        if item["from"] in HUMAN:
+            after = said[index + 1] if index + 1 < len(said) else {"from": "", "value": ""}
+            return _Asked(str(item["value"]), str(after["value"]) if after["from"] in ANSWER else None)
+    raise Refused(f"{where}: conversations has nothing from a human: {_shown(value)}; add it or remove the line")
+
+
+_READERS: dict[str, Callable[[str, object, Reader], _Asked]] = {
+    "prompt": _read_prompt,
+    "messages": _read_messages,
+    "conversations": _read_conversation,
+}
+
+
+def _objects(where: str, name: str, value: object, keys: tuple[str, str]) -> list[dict[str, object]]:
+    """A list of objects with these keys. A message's content may be what the template makes of it."""
+    if not isinstance(value, list) or not value:
+        raise Refused(f'{where}: {name} is {_shown(value)}; give a list of {{"{keys[0]}": ..., "{keys[1]}": ...}}')
+    for item in value:
+        wrong = not isinstance(item, dict) or not isinstance(item.get(keys[0]), str) or keys[1] not in item
+        if wrong or (keys[1] == "value" and not isinstance(item["value"], str)):
+            raise Refused(f'{where}: {name} holds {_shown(item)}; write {{"{keys[0]}": "...", "{keys[1]}": "..."}}')
+    return list(value)
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = repr(text) if isinstance(value, str) else text
+    return text if len(text) <= 60 else f"{text[:57]}..."

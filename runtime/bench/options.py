@@ -1,0 +1,73 @@
+"""What may be chosen for a benchmark, checked before anything runs."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ConfigDict, Field, field_validator
+
+from hemiola.runtime.config import Options
+from hemiola.runtime.errors import Refused
+
+RANDOM, MULTI_TURN = "random", "multi-turn"
+
+
+class BenchOptions(Options):
+    """Lengths are in tokens, times in seconds."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
+
+    workload: str = Field(RANDOM, description="random, multi-turn, or a file of prompts")
+    num_requests: int | None = Field(None, ge=1, description="None: 32, or all of a file")
+    input_len: int = Field(256, ge=1)
+    output_len: int = Field(64, ge=1)
+    random_range_ratio: float = Field(0.0, ge=0, lt=1)
+    turns: int = Field(4, ge=1)
+    system_len: int = Field(128, ge=0)
+    num_groups: int = Field(1, ge=1)
+    think_time: float = Field(0.0, ge=0, lt=math.inf)
+    text: Path | None = None
+    ignore_eos: bool | None = Field(None, description="None: yes, but not for files")
+    request_rate: float = Field(math.inf, gt=0)
+    burstiness: float = Field(1.0, gt=0)
+    concurrency: int | None = Field(None, ge=1)
+    seed: int = Field(0, ge=0)
+    num_warmups: int = Field(1, ge=0)
+
+    @field_validator("random_range_ratio", "think_time", "request_rate", "burstiness")
+    @classmethod
+    def _is_number(cls, value: float) -> float:
+        if math.isnan(value):
+            raise ValueError("it should be a number")
+        return value
+
+    @property
+    def file(self) -> Path | None:
+        return None if self.workload in (RANDOM, MULTI_TURN) else Path(self.workload)
+
+    @property
+    def eos_ignored(self) -> bool:
+        return self.file is None if self.ignore_eos is None else self.ignore_eos
+
+
+def parse_variant(text: str) -> Mapping[str, object]:
+    """Engine options from "drafts=none,prefix_cache=false": values are JSON, or else plain words."""
+    found: dict[str, object] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        name = name.strip().replace("-", "_")
+        if not (name and equals and value.strip()):
+            raise Refused(f"--compare {text!r} holds {part!r}; write NAME=VALUE,NAME=VALUE")
+        if name in found:
+            raise Refused(f"--compare {text!r} gives {name} twice; keep one")
+        found[name] = parse_value(value.strip())
+    return found
+
+
+def parse_value(text: str) -> object:
+    """JSON, or else the word itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -1,0 +1,56 @@
+"""A picture of a benchmark: distributions of latencies, and throughput over time."""
+
+from collections.abc import Sequence
+from importlib import util
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hemiola.runtime.bench.measure import Measured
+from hemiola.runtime.bench.statistics import LATENCIES, MS, latencies, token_counts
+from hemiola.runtime.errors import Refused
+
+TITLES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2el": "End-to-end latency"}
+NUM_BINS = 60
+
+
+class Curve(NamedTuple):
+    name: str
+    measured: Measured
+
+
+def refuse_without_matplotlib() -> None:
+    if util.find_spec("matplotlib") is None:
+        raise Refused("--plot needs matplotlib, which is not installed; pip install 'hemiola[bench]' or leave --plot out")
+
+
+def plot(path: Path, title: str, curves: Sequence[Curve]) -> None:
+    """Cumulative shares of requests (or gaps) by latency; output tokens per second from start to end."""
+    from matplotlib.figure import Figure  # optional, and slow to import
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(2, 2).flat
+    for axis, name in zip(axes, (name for name in LATENCIES if name in TITLES), strict=False):
+        for curve in curves:
+            values = np.sort(latencies([r for r in curve.measured.results if r.completed])[name]) * MS
+            axis.step(values, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=curve.name)
+        axis.set(title=TITLES[name], xlabel="ms", ylabel="share at most", ylim=(0, 1.02))
+    last = list(figure.axes)[-1]
+    for curve in curves:
+        seconds, rates = throughput(curve.measured)
+        last.step(seconds, rates, where="post", label=curve.name)
+    last.set(title="Output throughput", xlabel="s", ylabel="tokens/s")
+    for axis in figure.axes:
+        axis.grid(alpha=0.3)
+    if len(curves) > 1:
+        figure.axes[0].legend()
+    figure.suptitle(title)
+    figure.savefig(path)
+
+
+def throughput(measured: Measured) -> tuple[np.ndarray, np.ndarray]:
+    """Starts of equal spans of the run, and output tokens per second in each."""
+    width = max(measured.end - measured.start, 1e-9) / NUM_BINS
+    done = [result for result in measured.results if result.completed]
+    return np.arange(NUM_BINS) * width, token_counts(done, measured.start, width, NUM_BINS) / width
