@@ -1,4 +1,4 @@
-"""`hemiola generate | inspect | serve`."""
+"""`hemiola generate | inspect | serve | bench`."""
 
 import sys
 from pathlib import Path
@@ -177,6 +177,14 @@ def serve(context: typer.Context) -> None:
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(serve_command)
     command(args=context.args, prog_name="hemiola serve", standalone_mode=False)
+
+
+@app.command(context_settings=PASS_ON, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Measure an engine under load; `hemiola bench --help` has the options."""
+    from hemiola.runtime.bench import command
+
+    command.main(context.args)
 
 
 def main() -> None:
