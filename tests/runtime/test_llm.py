@@ -1,0 +1,231 @@
+"""LLM on a tiny engine: text, chat, threads, and everything a user can get wrong."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+import hemiola
+from hemiola.runtime import manifest
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM
+from hemiola.runtime.request import Piece, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tiny_engine: Callable[..., Path]) -> Path:
+    return tiny_engine("qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def llm(engine_dir: Path) -> Iterator[LLM]:
+    with LLM(engine_dir, max_rows=4) as made:
+        yield made
+
+
+def params(**values: object) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **values})
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM, engine_dir: Path) -> None:
+    prompts = ["def ", [5, 6, 7], "import os\n" * 9, "x"]
+    each = [params(max_tokens=n) for n in (3, 12, 7, 1)]
+    outs = llm.generate(prompts, each)
+    tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer/tokenizer.json"))
+    for out, prompt, own in zip(outs, prompts, each, strict=True):
+        assert out.prompt_token_ids == (tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt)
+        assert len(out.token_ids) == own.max_tokens and out.finish_reason == "length"
+        assert out.text == tokenizer.decode(out.token_ids)
+        assert out.metrics.num_prompt_tokens == len(out.prompt_token_ids)
+        assert out.metrics.num_output_tokens == len(out.token_ids)
+        assert out.logprobs is None and out.error is None
+    alone = [llm.generate([prompt], own)[0] for prompt, own in zip(prompts, each, strict=True)]
+    assert [out.token_ids for out in alone] == [out.token_ids for out in outs]
+
+
+def test_streams_are_the_same_in_pieces(llm: LLM) -> None:
+    (out,) = llm.generate(["def "], params())
+    pieces = list(llm.stream("def ", params()))
+    assert "".join(piece.text for piece in pieces) == out.text
+    assert [t for piece in pieces for t in piece.token_ids] == out.token_ids
+    assert [piece.finish_reason for piece in pieces] == [None] * 11 + ["length"]
+
+
+def test_an_abandoned_stream_is_cancelled(llm: LLM) -> None:
+    stream = llm.stream("def ", params(max_tokens=400))
+    next(stream)
+    stream.close()
+    deadline = time.monotonic() + 10
+    while llm._loop.scheduler.busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not llm._loop.scheduler.busy
+    llm._loop.scheduler.audit()
+
+
+def test_submit_and_abort(llm: LLM) -> None:
+    pieces: list[Piece] = []
+    started, ended = threading.Event(), threading.Event()
+
+    def take(piece: Piece) -> None:
+        pieces.append(piece)
+        started.set()
+        if piece.finish_reason:
+            ended.set()
+
+    request_id = llm.submit("def ", params(max_tokens=400), take)
+    assert started.wait(10)
+    llm.abort(request_id)
+    assert ended.wait(10) and pieces[-1].finish_reason == "cancelled"
+
+
+def test_ctrl_c_ends_a_generate_and_its_requests(llm: LLM) -> None:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["def "] * 20, params(max_tokens=500))
+    (out,) = llm.generate(["def "], params())
+    assert out.finish_reason == "length"
+
+
+def test_sampling_with_a_seed(llm: LLM) -> None:
+    def draw(seed: int, count: int = 1) -> list[list[int]]:
+        outs = llm.generate(["def "] * count, params(temperature=1.0, top_p=0.95, seed=seed, logprobs=2))
+        for out in outs:
+            assert [entry.token_id for entry in out.logprobs or []] == out.token_ids
+        return [out.token_ids for out in outs]
+
+    assert draw(1, 5) == draw(1) * 5
+    assert draw(1) != draw(2)
+
+
+def test_chat(llm: LLM) -> None:
+    assert llm.chat_text([{"role": "user", "content": "hi"}]) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_progress_is_shown_when_asked(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a"], params(max_tokens=1))
+    assert capsys.readouterr().out == ""
+    llm.generate(["a"], params(max_tokens=1), progress=True)
+    assert "requests" in capsys.readouterr().out
+
+
+def test_no_prompts_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+BAD = [
+    ("", "prompt is empty"),
+    ([], "prompt is empty"),
+    (None, "prompt is NoneType; pass text (str) or a list of token ids"),
+    (b"def ", "prompt is bytes; pass text"),
+    (7, "prompt is int; pass text"),
+    ({"prompt": "x"}, "prompt is dict; pass text"),
+    ("a\ud800", "prompt is not valid Unicode at character 1"),
+    ([1, 320], "token id 320 at position 1 of the prompt is not in the vocabulary 0..319"),
+    ([1] * 512, "prompt is 512 tokens, max_len=512 must hold it and at least one token of output"),
+    (["a", "b"], "prompt is a list of str; pass text or a list of token ids"),
+]
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD)
+def test_a_bad_prompt_is_refused_and_the_others_run_on(llm: LLM, bad: object, reason: str) -> None:
+    good = llm.stream("def ", params())
+    first = next(good)
+    with pytest.raises(Refused) as refused:
+        llm.generate(["x", bad], params())
+    assert str(refused.value).startswith("prompts[1]: ") and reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(Refused):
+        llm.stream(bad, params())
+    pieces = [first, *good]
+    assert [t for piece in pieces for t in piece.token_ids] == llm.generate(["def "], params())[0].token_ids
+
+
+def test_bad_calls(llm: LLM) -> None:
+    with pytest.raises(Refused, match="prompts is str; pass a list of prompts"):
+        llm.generate("def ", params())
+    with pytest.raises(Refused, match="2 prompts and 1 SamplingParams"):
+        llm.generate(["a", "b"], [params()])
+    with pytest.raises(Refused, match="params is dict; pass a SamplingParams"):
+        llm.stream("a", {"max_tokens": 3})
+
+
+def test_unknown_options_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="unknown option 'prefix_caching'"):
+        LLM(tmp_path, prefix_caching=True)
+
+
+@pytest.fixture
+def copy(engine_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(engine_dir, tmp_path / "engine"))
+
+
+def test_an_engine_that_is_not_whole_is_refused(copy: Path) -> None:
+    with pytest.raises(Refused, match="is not a directory; pass an engine directory"):
+        LLM(copy / "nowhere")
+    path = copy / "weights.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(Refused, match=r"weights.safetensors was changed after the build \(sha256"):
+        LLM(copy)
+    path.unlink()
+    with pytest.raises(Refused, match=r"weights.safetensors is missing; run build-engine again"):
+        LLM(copy)
+    (copy / "manifest.json").unlink()
+    with pytest.raises(Refused, match=r"has no manifest.json; make the engine"):
+        LLM(copy)
+
+
+def test_an_edited_manifest_is_refused(copy: Path) -> None:
+    path = copy / manifest.FILE
+    content = json.loads(path.read_text())
+    content["limits"]["max_rows"] = 999
+    path.write_text(json.dumps(content))
+    with pytest.raises(Refused, match=r"manifest.json was changed after the build"):
+        LLM(copy)
+
+
+def test_another_versions_engine_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hemiola, "__version__", "9.9")
+    with pytest.raises(Refused, match=r"was built by hemiola 0.1.0, this is 9.9; run build-engine again"):
+        LLM(copy)
+
+
+def sealed(copy: Path) -> None:
+    """Make the manifest agree with the files again: what remains wrong must be found by who reads it."""
+    found = manifest._parse(copy / manifest.FILE)
+    hashes = {
+        name: __import__("hashlib").sha256((copy / name).read_bytes()).hexdigest() for name in found.sha256
+    }
+    found.model_copy(update={"sha256": hashes}).write(copy)
+
+
+def test_programs_and_tokenizers_that_do_not_load_are_refused(copy: Path) -> None:
+    program = (copy / "trunk.pt2").read_bytes()
+    (copy / "trunk.pt2").write_bytes(b"nonsense")
+    sealed(copy)
+    with pytest.raises(Refused, match=r"trunk.pt2 cannot be loaded"):
+        LLM(copy)
+    (copy / "trunk.pt2").write_bytes(program)
+    (copy / "tokenizer/tokenizer.json").write_text("{}")
+    sealed(copy)
+    with pytest.raises(Refused, match=r"tokenizer.json is not a tokenizer"):
+        LLM(copy)
+
+
+def test_a_closed_llm_refuses(engine_dir: Path) -> None:
+    with LLM(engine_dir, max_rows=1, max_len=64) as llm:
+        assert llm.generate(["a"], params(max_tokens=1))[0].finish_reason == "length"
+        with pytest.raises(Refused, match="start with max_len=81"):
+            llm.generate([[1] * 80])
+    with pytest.raises(Refused, match="the engine is closed"):
+        llm.generate(["a"])
+    llm.close()
