@@ -29,7 +29,7 @@ def linear(
     y = dense(x_wide, weight.to(wide))
     if bias.numel():
         y += bias
-    return y[:num_tokens].to(x.dtype)
+    return y[:num_tokens].to(x.dtype).contiguous()
 
 
 def dense(

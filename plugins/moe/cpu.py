@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from hemiola.plugins.linear.cpu import MIN_ROWS, dense
 from hemiola.plugins.norm.cpu import silu
@@ -46,7 +47,7 @@ class Groups(NamedTuple):
     """Where the T * K (token, slot) pairs stand in a buffer ordered by expert."""
 
     experts: list[int]  # the used ones, ascending
-    starts: list[int]  # where their parts start, and the end of the last: one more than experts
+    counts: list[int]  # rows of each, padding included
     tokens: np.ndarray  # [buffer rows] int64: the token in each row; padding repeats token 0
     places: np.ndarray  # [T * K] int64: the row of each pair
 
@@ -54,33 +55,31 @@ class Groups(NamedTuple):
 def group_by_expert(expert_ids: np.ndarray, tile: int) -> Groups:
     """The pairs of expert_ids [T, K] by expert, every expert's part padded to a multiple of `tile` rows."""
     flat = expert_ids.ravel()
+    if len(expert_ids) == 1:
+        size = flat.size * tile
+        return Groups(flat.tolist(), [tile] * flat.size, np.zeros(size, np.int64), np.arange(0, size, tile))
     order = flat.argsort(kind="stable")
     counts = np.bincount(flat)
     experts = counts.nonzero()[0]
     counts = counts[experts]
-    starts = np.zeros(len(experts) + 1, np.int64)
-    (-(-counts // tile) * tile).cumsum(out=starts[1:])
-    first_pair = counts.cumsum() - counts
-    rows = np.arange(flat.size) + (starts[:-1] - first_pair).repeat(counts)
-    tokens = np.zeros(starts[-1], np.int64)
+    padded = -(-counts // tile) * tile
+    shift = (padded - counts).cumsum() - (padded - counts)  # padding rows before an expert's part
+    rows = np.arange(flat.size) + shift.repeat(counts)
+    tokens = np.zeros(padded.sum(), np.int64)
     tokens[rows] = order // expert_ids.shape[1]
     places = np.empty(flat.size, np.int64)
     places[order] = rows
-    return Groups(experts.tolist(), starts.tolist(), tokens, places)
+    return Groups(experts.tolist(), padded.tolist(), tokens, places)
 
 
 def matmuls(x: torch.Tensor, weight: torch.Tensor, groups: Groups, exact: bool) -> torch.Tensor:
-    """Every group's rows of x [rows, F] times its expert's weight [E, O, F]: [rows, O]."""
-    y = x.new_empty(x.shape[0], weight.shape[1])
-    start = 0
-    for expert, stop in zip(groups.experts, groups.starts[1:], strict=True):
-        expert_weight = weight[expert].to(x.dtype)
-        if exact:
-            y[start:stop] = dense(x[start:stop], expert_weight)
-        else:
-            torch.mm(x[start:stop], expert_weight.t(), out=y[start:stop])
-        start = stop
-    return y
+    """Every expert's rows of x [rows, F] times its weight of [E, O, F]: [rows, O]."""
+    multiply = dense if exact else F.linear
+    parts = x.split(groups.counts)
+    results = [
+        multiply(part, weight[expert].to(x.dtype)) for part, expert in zip(parts, groups.experts, strict=True)
+    ]
+    return torch.cat(results)
 
 
 def activate(hidden: torch.Tensor, activation: str) -> torch.Tensor:

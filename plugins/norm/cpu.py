@@ -22,8 +22,12 @@ def norm(
     gated = gate.numel() > 0
     if gated and gate_first:
         y = y * silu(gate.to(wide))
-    y = torch.rms_norm(y.unflatten(1, (-1, group_len)), (group_len,), None, eps).view(x.shape)
-    y *= weight
+    weight = weight.to(wide)
+    if group_len == x.shape[1]:
+        y = torch.rms_norm(y, (group_len,), weight, eps)
+    else:
+        groups = y.reshape(x.shape[0], -1, group_len)
+        y = torch.rms_norm(groups, (group_len,), None, eps).view(x.shape) * weight
     if gated and not gate_first:
         y *= silu(gate.to(wide))
     return y.to(x.dtype)
@@ -31,4 +35,5 @@ def norm(
 
 def silu(z: torch.Tensor) -> torch.Tensor:
     """z * sigmoid(z), the same bits wherever an element stands."""
-    return z / torch.exp(-z).add_(1)
+    one_plus = torch.neg(z).exp_().add_(1)
+    return torch.div(z, one_plus, out=one_plus)

@@ -1,0 +1,259 @@
+"""Paged attention against its reference and torch's SDPA; exact numerics against itself under every split."""
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hemiola.plugins import references
+
+attention = torch.ops.hemiola.attention
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step; every list has one entry per row."""
+
+    kv_lens: tuple[int, ...] = (70, 3, 129)
+    num_tokens: tuple[int, ...] = (1, 1, 1)
+    heads: int = 8
+    groups: int = 2
+    head_dim: int = 64
+    page_len: int = 16
+    dtype: torch.dtype = torch.float32
+    page_dtype: torch.dtype = torch.float32
+    spare_width: int = 0  # stale columns of the page table
+
+    def __str__(self) -> str:
+        changed = [f"{name}={getattr(self, name)}" for name in self.__dict__ if name in self._changed()]
+        return ",".join(changed).replace(" ", "").replace("torch.", "") or "base"
+
+    def _changed(self) -> list[str]:
+        return [name for name, value in self.__dict__.items() if value != getattr(Case, name)]
+
+
+BASE = Case()
+CASES = [
+    BASE,
+    *(
+        replace(BASE, heads=heads, groups=groups)
+        for heads, groups in ((1, 1), (4, 4), (6, 2), (32, 2), (32, 1))
+    ),
+    *(replace(BASE, head_dim=head_dim) for head_dim in (16, 80, 256)),
+    *(replace(BASE, page_len=page_len) for page_len in (32, 64, 128)),
+    *(replace(BASE, page_dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *(
+        replace(BASE, dtype=dtype, page_dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float16, torch.float64)
+    ),
+    replace(BASE, spare_width=3),
+    replace(BASE, kv_lens=(1,), num_tokens=(1,)),
+    replace(BASE, kv_lens=(64,), num_tokens=(1,)),
+    replace(BASE, kv_lens=(64, 64), num_tokens=(1, 1)),
+    replace(BASE, kv_lens=(2500, 5, 2490), num_tokens=(1, 1, 1)),
+    replace(BASE, num_tokens=(4, 3, 4)),
+    replace(BASE, num_tokens=(8, 0, 2)),
+    replace(BASE, num_tokens=(9, 2, 17)),
+    replace(BASE, kv_lens=(20, 150), num_tokens=(20, 150)),
+    replace(BASE, kv_lens=(300, 66, 40), num_tokens=(140, 1, 0)),
+    replace(BASE, kv_lens=(5, 5), num_tokens=(0, 0)),
+]
+MODES = pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+
+
+def make_step(case: Case, seed: int = 0) -> list:
+    """An op's arguments. What a row may not read is NaN: page 0, free pages, places behind its tokens."""
+    print("seed", seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    widths = [-(-kv_len // case.page_len) for kv_len in case.kv_lens]
+    num_pages = sum(widths) + 3
+    page_shape = (num_pages, case.page_len, case.groups, case.head_dim)
+    k_pages, v_pages = (torch.full(page_shape, torch.nan, dtype=case.page_dtype) for _ in range(2))
+    page_table = torch.zeros(len(widths), max(widths) + case.spare_width, dtype=torch.int32)
+    free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
+    positions = []
+    for row, (kv_len, num_tokens) in enumerate(zip(case.kv_lens, case.num_tokens, strict=True)):
+        for place in range(widths[row]):
+            page = page_table[row, place] = free.pop()
+            held = min(max(kv_len - num_tokens - place * case.page_len, 0), case.page_len)
+            k_pages[page, :held] = normal(held, *page_shape[2:], dtype=case.page_dtype)
+            v_pages[page, :held] = normal(held, *page_shape[2:], dtype=case.page_dtype)
+        positions += range(kv_len - num_tokens, kv_len)
+    total = len(positions)
+    return [
+        normal(total, case.heads, case.head_dim),
+        normal(total, case.groups, case.head_dim),
+        normal(total, case.groups, case.head_dim),
+        k_pages,
+        v_pages,
+        page_table,
+        torch.tensor([0, *torch.tensor(case.num_tokens).cumsum(0)], dtype=torch.int32),
+        torch.tensor(positions, dtype=torch.int32),
+        case.head_dim**-0.5,
+    ]
+
+
+def copy(step: list) -> list:
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in step]
+
+
+def close(case: Case) -> dict[str, float]:
+    """Both sides compute in fp32 but add in other orders; a lower dtype may then round to its neighbour."""
+    rtol = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5, torch.float64: 1e-12}
+    return {"rtol": rtol[case.dtype], "atol": 1e-12 if case.dtype == torch.float64 else 2e-6}
+
+
+@MODES
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.usefixtures("poisoned_empty")
+def test_equals_reference(case: Case, exact: bool) -> None:
+    step = make_step(case)
+    seen, told = copy(step), copy(step)
+    o = attention(*seen, exact)
+    expected = references.attention(*told, exact)
+    torch.testing.assert_close(o, expected, **close(case))
+    for argument, (mine, reference) in enumerate(zip(seen[:8], told[:8], strict=True)):
+        same = torch.equal(mine.view(torch.uint8), reference.view(torch.uint8))
+        assert same, f"argument {argument} differs after the call"
+
+
+@MODES
+@pytest.mark.parametrize("copies", [1, 2, 3, 8, 16, 32])
+@pytest.mark.parametrize("num_tokens", [1, 3, 40], ids="tokens={}".format)
+def test_equals_sdpa(copies: int, num_tokens: int, exact: bool) -> None:
+    """torch's own attention over the same keys in one tensor; fp32 sums in other orders."""
+    case = replace(BASE, kv_lens=(90,), num_tokens=(90,), heads=2 * copies, head_dim=32)
+    step = make_step(case)
+    q, k, v, pages, scale = *step[:3], step[3:5], step[8]
+    page_table = step[5]
+    q_heads, k_heads, v_heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(
+        q_heads, k_heads, v_heads, is_causal=True, enable_gqa=True, scale=scale
+    )[0].transpose(0, 1)
+    done = 90 - num_tokens
+    for first, last in ((0, done), (done, 90)):
+        cu_tokens = torch.tensor([0, last - first], dtype=torch.int32)
+        positions = torch.arange(first, last, dtype=torch.int32)
+        part = slice(first, last)
+        o = attention(q[part], k[part], v[part], *pages, page_table, cu_tokens, positions, scale, exact)
+        torch.testing.assert_close(o, expected[part], rtol=1e-5, atol=2e-6)
+
+
+@MODES
+def test_padding_row_writes_only_the_dump_page(exact: bool) -> None:
+    """A feed pads with one row of table 0 whose tokens all stand at position 0."""
+    step = make_step(replace(BASE, kv_lens=(70, 1), num_tokens=(1, 1)))
+    alone = copy(step)
+    q, k, v, k_pages, v_pages, page_table, cu_tokens, positions, scale = step
+    page_table[1] = 0
+    padding = torch.randn(30, *q.shape[1:])
+    q = torch.cat([q, padding])
+    k, v = (torch.cat([x, padding[:, : k.shape[1]]]) for x in (k, v))
+    cu_tokens = torch.tensor([0, 1, 32], dtype=torch.int32)
+    positions = torch.cat([positions[:1], torch.zeros(31, dtype=torch.int32)])
+    o = attention(q, k, v, k_pages, v_pages, page_table, cu_tokens, positions, scale, exact)
+    alone[:3] = [x[:1] for x in alone[:3]]
+    alone[5:8] = [alone[5][:1], alone[6][:2], alone[7][:1]]
+    expected = attention(*alone, exact)
+    assert o.isfinite().all()
+    torch.testing.assert_close(o[:1], expected, rtol=0 if exact else 1e-5, atol=0 if exact else 2e-6)
+    assert torch.equal(k_pages[1:].nan_to_num(7), alone[3][1:].nan_to_num(7))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is constant within one engine."""
+
+    heads: int = 8
+    groups: int = 2
+    head_dim: int = 64
+
+    def __str__(self) -> str:
+        return f"heads={self.heads}/{self.groups}x{self.head_dim}"
+
+
+SHAPES = [Shape(), Shape(4, 4, 16), Shape(10, 2, 80), Shape(32, 1, 128), Shape(2, 2, 256)]
+LENGTHS = (1, 15, 64, 129, 70, 333)
+
+
+def run_plan(
+    sequences: list, shape: Shape, plan: list[dict[int, int]], page_len: int, rng: random.Random
+) -> list:
+    """Exact outputs per sequence when each step of `plan` brings that many tokens of these sequences."""
+    spare = rng.randrange(4)
+    width = max(-(-len(q) // page_len) for q, _, _ in sequences) + spare
+    pages = [torch.full((len(sequences) * width + 1, page_len, shape.groups, shape.head_dim), torch.nan)] * 2
+    pages = [x.clone() for x in pages]
+    free = list(range(1, len(pages[0])))
+    rng.shuffle(free)
+    table = torch.tensor(free, dtype=torch.int32).view(len(sequences), width)
+    done = [0] * len(sequences)
+    outputs: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for step in plan:
+        order = list(step)
+        rng.shuffle(order)
+        parts = {index: slice(done[index], done[index] + step[index]) for index in order}
+        q, k, v = (torch.cat([sequences[index][i][parts[index]] for index in order]) for i in range(3))
+        cu_tokens = torch.tensor([0, *torch.tensor([step[index] for index in order]).cumsum(0)]).int()
+        positions = torch.cat([torch.arange(parts[index].start, parts[index].stop) for index in order]).int()
+        o = attention(q, k, v, *pages, table[order], cu_tokens, positions, shape.head_dim**-0.5, True)
+        for index, first, last in zip(order, cu_tokens.tolist(), cu_tokens.tolist()[1:], strict=False):
+            outputs[index].append(o[first:last])
+            done[index] = parts[index].stop
+    return [torch.cat(parts) for parts in outputs]
+
+
+def random_plan(rng: random.Random, lengths: tuple[int, ...]) -> list[dict[int, int]]:
+    """Prompt chunks and single tokens of all sequences in one mixture."""
+    left = dict(enumerate(lengths))
+    plan = []
+    while left:
+        step = {i: min(left[i], rng.choice((1, 2, 5, 33, 64, 100, 333))) for i in left if rng.random() < 0.7}
+        left = {i: n - step.get(i, 0) for i, n in left.items() if n > step.get(i, 0)}
+        plan += [step] if step else []
+    return plan
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_exact_bits_depend_on_the_own_prefix_only(shape: Shape) -> None:
+    check_plans(shape, seeds=[0, 1, 2], threads=1)
+
+
+def test_exact_bits_do_not_depend_on_threads(threads: int) -> None:
+    check_plans(Shape(), seeds=[threads], threads=threads)
+
+
+def check_plans(shape: Shape, seeds: list[int], threads: int) -> None:
+    """Random mixtures give every sequence the bits of its own prefill in one step on one thread."""
+    generator = torch.Generator().manual_seed(1)
+    heads = (shape.heads, shape.groups, shape.groups)
+    sequences = [[torch.randn(n, h, shape.head_dim, generator=generator) for h in heads] for n in LENGTHS]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = [run_plan([s], shape, [{0: len(s[0])}], 16, random.Random(0))[0] for s in sequences]
+    torch.set_num_threads(threads)
+    for seed in seeds:
+        print("seed", seed)
+        rng = random.Random(seed)
+        page_len = (16, 32, 64)[seed % 3]
+        together = run_plan(sequences, shape, random_plan(rng, LENGTHS), page_len, rng)
+        for index, (o, expected) in enumerate(zip(together, alone, strict=True)):
+            differing = (o != expected).flatten(1).any(1).nonzero().flatten().tolist()
+            assert not differing, f"sequence {index}, page_len {page_len}: tokens {differing[:10]} differ"
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("page_len", [32, 128])
+def test_exact_decode_equals_prefill_token_by_token(page_len: int) -> None:
+    shape = Shape()
+    generator = torch.Generator().manual_seed(2)
+    sequence = [torch.randn(130, heads, 64, generator=generator) for heads in (8, 2, 2)]
+    whole = run_plan([sequence], shape, [{0: 130}], 16, random.Random(0))[0]
+    single = run_plan([sequence], shape, [{0: 1}] * 130, page_len, random.Random(1))[0]
+    assert torch.equal(whole, single)
