@@ -39,8 +39,8 @@ def attend(
     q = q.transpose(1, 2).flatten(2, 3) * scale  # [tiles, G, M, D]
     keys, values = (x.transpose(1, 2).contiguous() for x in (keys, values))  # [n, G, S, D]
     if len(tokens) == len(group.rows):
-        flat = (x.flatten(0, 1) for x in (q, keys, values))
-        o = attend_tiles(*flat, last.repeat(num_groups, axis=0)).view(q.shape)
+        flat_q, flat_keys, flat_values = (x.flatten(0, 1) for x in (q, keys, values))
+        o = attend_tiles(flat_q, flat_keys, flat_values, last.repeat(num_groups, axis=0)).view(q.shape)
     else:
         o = torch.empty_like(q)
         for g in range(num_groups):
