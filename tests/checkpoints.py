@@ -175,6 +175,7 @@ def make(
     family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1
 ) -> Path:
     """Write a complete checkpoint folder; returns it."""
+    _quiet()
     torch.manual_seed(seed)
     config, tensors = FAMILIES[family]()
     folder.mkdir(parents=True, exist_ok=True)
@@ -226,6 +227,7 @@ def reference(folder: Path) -> torch.nn.Module:
     """The checkpoint in transformers: fp32, eager, without its clamp of Mamba2's dt (models.md, B1)."""
     import transformers
 
+    _quiet()
     config = transformers.AutoConfig.from_pretrained(folder)
     text = config.get_text_config()
     config._attn_implementation = text._attn_implementation = "eager"
@@ -241,6 +243,14 @@ def reference(folder: Path) -> torch.nn.Module:
 
 
 # ---- how it is made
+
+
+def _quiet() -> None:
+    """No progress bars and no hints about kernels."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def _saved(cls: type, config: object) -> tuple[dict, Tensors]:

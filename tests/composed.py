@@ -3,7 +3,6 @@
 import copy
 from pathlib import Path
 
-import checkpoints
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -14,11 +13,8 @@ Tensors = dict[str, torch.Tensor]
 @torch.no_grad()
 def mtp(folder: Path, model: nn.Module, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Position i sees x_{i+1} and h_i: logits [T - 1, V] and the head's own hidden [T - 1, F]."""
-    tensors = {
-        n.removeprefix("mtp."): t
-        for n, t in load_file(folder / "model.safetensors").items()
-        if n.startswith("mtp.")
-    }
+    stored = load_file(folder / "model.safetensors")
+    tensors = {n.removeprefix("mtp."): t.float() for n, t in stored.items() if n.startswith("mtp.")}
     ids = torch.tensor([token_ids])
     base = getattr(model.model, "language_model", model.model)
     hidden = base(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
@@ -85,11 +81,8 @@ def _stacked(own: Tensors, parts: dict[str, list[str]]) -> Tensors:
     if at is None:
         return own
     rest = {name: tensor for name, tensor in own.items() if ".experts." not in name}
+    num_experts = len({name.removeprefix(at).split(".")[0] for name in own if name.startswith(at)})
     for whole, names in parts.items():
-        rest[at + whole] = torch.stack(
-            [
-                torch.cat([own[f"{at}{e}.{name}.weight"] for name in names])
-                for e in range(checkpoints.MOE["num_experts"])
-            ]
-        )
+        experts = [torch.cat([own[f"{at}{e}.{name}.weight"] for name in names]) for e in range(num_experts)]
+        rest[at + whole] = torch.stack(experts)
     return rest

@@ -1,5 +1,6 @@
 """Tiny checkpoints and engines, made once per session; poison for memory that nobody may read."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import pytest
 import torch
 
 from hemiola.builder.build import Options, build
+
+torch.set_num_threads(1)  # the models are tiny, and threads that wait for a busy core cost minutes
+logging.getLogger("torch.__trace").disabled = True  # pytest would make torch.export collect every trace
 
 # Small pages and steps, so that short texts cross their edges.
 SMALL = {"max_len": 512, "max_rows": 8, "max_step_tokens": 256, "page_len": 32, "chunk_len": 16}

@@ -2,7 +2,7 @@
 
 Whatever the runtime does, its greedy tokens must equal these.
 
-    python tests/oracle.py CHECKPOINT "def "
+    PYTHONPATH=. python tests/oracle.py CHECKPOINT "def "
 """
 
 import sys

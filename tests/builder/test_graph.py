@@ -11,6 +11,7 @@ from harness import Harness, Request
 from oracle import Oracle
 
 FAMILIES = list(checkpoints.FAMILIES)
+EXACT = ["nemotron_h_dense", "nemotron_h_moe", "qwen3_next", "qwen3_5"]  # every kind of layer
 TOLERANCE = 1e-4  # fp32: transformers scans in chunks of 64 or 128 and multiplies matrices of other shapes
 Get = Callable[..., Path]
 
@@ -44,7 +45,7 @@ def test_logits_equal_transformers(family: str, tiny_engine: Get, reference: Cal
     expected = logits_of(reference(family), tokens)
     harness = Harness(tiny_engine(family))
     # one piece; pieces around chunk and page edges; a token at a time across both
-    for cuts in ((), (1, 14, 1, 1, 15, 32, 33), (7, *[1] * 60)):
+    for cuts in ((), (1, 14, 1, 1, 15, 32, 33), (7, *[1] * 28)):
         difference = (harness.run(tokens, *cuts) - expected).abs().max().item()
         assert difference < TOLERANCE, f"pieces {cuts}: {difference}"
 
@@ -94,11 +95,11 @@ def test_mtp_equals_composed_transformers_layers(
 
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
-@pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_next"])
 def test_any_sizes_may_be_one_or_rows_empty(family: str, numerics: str, tiny_engine: Get) -> None:
     """torch.export treats sizes 0 and 1 specially when it traces; a program must not have learnt that."""
     tokens = text(40)
-    harness = Harness(tiny_engine(family, numerics=numerics))
+    harness = Harness(tiny_engine(family, numerics=numerics, drafts="ngram" if numerics == "exact" else None))
     whole = harness.run(tokens)
     harness.table_width, narrow = 1, harness.request()  # W = 1
     narrow.pages = narrow.pages[:1]
@@ -113,21 +114,21 @@ def test_any_sizes_may_be_one_or_rows_empty(family: str, numerics: str, tiny_eng
     assert (a[0] - whole[20]).abs().max() < TOLERANCE and (c - whole[:3]).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EXACT)
 def test_exact_logits_do_not_depend_on_how_tokens_came(family: str, tiny_engine: Get) -> None:
     tokens, others = text(120), text(60, seed=1)
-    harness = Harness(tiny_engine(family, numerics="exact"))
+    harness = Harness(tiny_engine(family, numerics="exact", drafts="ngram"))
     whole = harness.run(tokens)
     assert torch.equal(harness.run(tokens, 1, 14, 1, 1, 15, 32, 33), whole)
     assert torch.equal(harness.run(tokens, 63, *[1] * 40), whole)
     assert torch.equal(beside(harness, tokens, others), whole)
 
 
-@pytest.mark.parametrize("family", ["nemotron_h_dense", "nemotron_h_moe", "qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", EXACT)
 def test_exact_logits_do_not_depend_on_threads_shares(family: str, tiny_engine: Get) -> None:
     """Elementwise loops are cut between threads above 32768 elements; a cut must not change a bit."""
     tokens = text(500)
-    harness = Harness(tiny_engine(family, numerics="exact"))
+    harness = Harness(tiny_engine(family, numerics="exact", drafts="ngram"))
     threads, parts = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
@@ -144,7 +145,7 @@ def test_exact_logits_do_not_depend_on_threads_shares(family: str, tiny_engine: 
 @pytest.mark.parametrize("family", ["nemotron_h_dense", "qwen3_5"])
 def test_rejected_drafts_leave_no_trace(family: str, numerics: str, tiny_engine: Get) -> None:
     tokens, wrong = text(60), text(60, seed=2)
-    harness = Harness(tiny_engine(family, numerics=numerics))
+    harness = Harness(tiny_engine(family, numerics=numerics, drafts="ngram" if numerics == "exact" else None))
     whole, request, parts = harness.run(tokens), harness.request(), []
     parts += harness.step([(request, tokens[:13], 0)])
     while request.committed < 50:  # crosses edges with 0 to 3 drafts, all rejected

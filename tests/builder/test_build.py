@@ -1,0 +1,343 @@
+"""build-engine: what it writes, and one line for everything that it refuses."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from harness import Harness
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from hemiola.builder import build, cli
+from hemiola.runtime import manifest
+from hemiola.runtime.errors import Refused
+
+ROOT = Path(__file__).resolve().parents[2]
+Get = Callable[..., Path]
+SMALL = ["--max-len", "256", "--max-rows", "4", "--max-step-tokens", "64", "--page-len", "32"]
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> Callable[..., tuple[int, str, str]]:
+    """build-engine in this process: exit code, stdout, stderr."""
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["build-engine", *map(str, args)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
+
+
+def test_engine_is_self_contained(tiny_checkpoint: Get, run: Callable, tmp_path: Path) -> None:
+    source = shutil.copytree(tiny_checkpoint("nemotron_h_dense"), tmp_path / "source")
+    code, out, err = run(source, "--engine-dir", tmp_path / "deep" / "engine", *SMALL)
+    assert (code, err) == (0, "")
+    assert "3 mamba2, 2 mlp, 1 attention" in out and "mtp, 3 at most" in out
+    shutil.rmtree(source)
+    engine = (tmp_path / "deep" / "engine").rename(tmp_path / "moved")
+    assert {str(p.relative_to(engine)) for p in engine.rglob("*") if p.is_file()} == {
+        "manifest.json",
+        "trunk.pt2",
+        "draft.pt2",
+        "weights.safetensors",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+        "tokenizer/chat_template.jinja",
+    }
+    assert not any((tmp_path / "deep").iterdir())
+    found = manifest.load(engine)
+    assert found.eos_ids == (0, 2) and found.layers == (
+        "mamba2",
+        "mlp",
+        "mamba2",
+        "attention",
+        "mlp",
+        "mamba2",
+    )
+    assert found.limits == manifest.Limits(
+        max_len=256, max_rows=4, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16
+    )
+    ids = Tokenizer.from_file(str(engine / "tokenizer" / "tokenizer.json")).encode("def größe():\n").ids
+    assert Harness(engine).run(ids).shape == (len(ids), checkpoints.VOCAB)
+
+
+def test_help_and_module_entry(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hemiola.builder"]
+    result = subprocess.run(
+        [*command, tmp_path / "no", "--engine-dir", tmp_path / "e"], cwd=ROOT, capture_output=True
+    )
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert result.stderr.decode().splitlines() == [
+        f"error: {tmp_path / 'no'} is not a directory; pass a Hugging Face checkpoint folder"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "num_drafts", "expected"),
+    [
+        (None, None, ("mtp", 3)),
+        ("ngram", 8, ("ngram", 8)),
+        ("none", None, ("none", 0)),
+        ("mtp", 1, ("mtp", 1)),
+    ],
+)
+def test_drafts(drafts: str | None, num_drafts: int | None, expected: tuple, tiny_engine: Get) -> None:
+    found = manifest.load(tiny_engine("qwen3_5", drafts=drafts, num_drafts=num_drafts))
+    assert (found.drafts, found.limits.num_drafts) == expected
+    assert any(w.name.startswith("mtp.") for w in found.weights) == (found.drafts == "mtp")
+    assert [s.name for s in found.segments] == (["trunk", "draft"] if found.drafts == "mtp" else ["trunk"])
+    rings = {s.name: s.shape[0] for s in found.states if s.kind == "slot"}
+    assert rings["layers.0.k_records"] == 16 + expected[1] and rings["layers.0.conv"] == 16 + expected[1] + 3
+
+
+def test_a_head_without_tensors_is_no_head(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    """transformers drops mtp.* when it saves a model, and keeps the config's mtp_num_hidden_layers."""
+    source = altered(
+        tiny_checkpoint("qwen3_5"),
+        tmp_path,
+        lambda t: {n: w for n, w in t.items() if not n.startswith("mtp.")},
+    )
+    built = build.build(source, tmp_path / "engine", build.Options(max_len=64, max_rows=1))
+    assert (built.drafts, built.limits.num_drafts) == ("none", 0)
+    with pytest.raises(Refused, match=r"--drafts mtp: the checkpoint has no mtp"):
+        build.build(source, tmp_path / "other", build.Options(max_len=64, max_rows=1, drafts="mtp"))
+
+
+def test_stored_dtypes_are_kept_and_shared_weights_stored_once(tmp_path: Path) -> None:
+    source = checkpoints.make("qwen3_5_tied", tmp_path / "source", dtype=torch.bfloat16, shards=3)
+    engine = tmp_path / "engine"
+    build.build(source, engine, build.Options(max_len=256, max_rows=2, page_len=32))
+    weights = load_file(engine / "weights.safetensors")
+    assert weights["embed"].dtype == weights["layers.0.mixer.body.in_proj.weight"].dtype == torch.bfloat16
+    assert weights["layers.0.mixer.body.norm.weight"].dtype == torch.float32
+    assert "head.weight" not in weights
+    tokens = [*range(3, 60)]
+    with torch.no_grad():
+        expected = checkpoints.reference(source)(input_ids=torch.tensor([tokens])).logits[0]
+    assert (Harness(engine).run(tokens) - expected).abs().max() < 1e-4
+
+
+def test_an_old_engine_is_replaced_and_survives_a_failed_build(
+    tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, options = tmp_path / "engine", build.Options(max_len=64, max_rows=1)
+    first = build.build(tiny_checkpoint("qwen3_5"), engine, options)
+    second = build.build(tiny_checkpoint("nemotron_h_dense"), engine, options)
+    assert manifest.load(engine).identity == second.identity != first.identity
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "write_weights", broken)
+    with pytest.raises(KeyboardInterrupt):
+        build.build(tiny_checkpoint("qwen3_5"), engine, options)
+    assert manifest.load(engine).identity == second.identity
+    assert [p.name for p in tmp_path.iterdir()] == ["engine"]
+
+
+def test_a_template_inside_the_tokenizer_config_is_found(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    source = shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "source")
+    (source / "chat_template.jinja").unlink()
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    build.build(source, tmp_path / "engine", build.Options(max_len=64, max_rows=1))
+    assert (tmp_path / "engine" / "tokenizer" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+# ---- bad input: what is done to a good checkpoint, or said beside one, and words that the one line must have
+
+
+def altered(source: Path, tmp_path: Path, change: Callable[[dict], dict]) -> Path:
+    folder = shutil.copytree(source, tmp_path / "changed")
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    return folder
+
+
+def config(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / "config.json").read_text())
+        kept = {key: value for key, value in (content | changes).items() if value != "REMOVED"}
+        (folder / "config.json").write_text(json.dumps(kept))
+
+    return change
+
+
+def tensors(**changes: torch.Tensor | None) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        stored = load_file(folder / "model.safetensors") | {
+            name.replace("__", "."): t for name, t in changes.items()
+        }
+        save_file({name: t for name, t in stored.items() if t is not None}, folder / "model.safetensors")
+
+    return change
+
+
+def cut(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def absent_shard(folder: Path) -> None:
+    checkpoints.write_tensors(folder, load_file(folder / "model.safetensors"), shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+QWEN, NEMOTRON, MOE = "qwen3_5", "nemotron_h_dense", "nemotron_h_moe"
+SPOILED = {
+    "no config": (QWEN, remove("config.json"), "has no config.json"),
+    "config is not json": (QWEN, write("config.json", "{"), "config.json is not JSON"),
+    "config is a list": (QWEN, write("config.json", "[]"), "config.json is not a JSON object"),
+    "no weights": (QWEN, remove("model.safetensors"), "has no model.safetensors and no index"),
+    "truncated": (QWEN, cut, "model.safetensors is not a complete safetensors file", "download it again"),
+    "garbage": (QWEN, write("model.safetensors", "x" * 99), "model.safetensors is not a complete"),
+    "absent shard": (QWEN, absent_shard, "model-00002-of-00003.safetensors is missing"),
+    "no tokenizer": (QWEN, remove("tokenizer.json"), "has no tokenizer.json"),
+    "missing tensor": (QWEN, tensors(model__norm__weight=None), "has no tensor model.norm.weight"),
+    "extra tensor": (QWEN, tensors(model__what__ever=torch.zeros(1)), "does not know: model.what.ever"),
+    "wrong shape": (
+        QWEN,
+        tensors(model__norm__weight=torch.zeros(63)),
+        "model.norm.weight has shape [63]",
+        "[64]",
+    ),
+    "half an mtp head": (QWEN, tensors(mtp__fc__weight=None), "has no tensor mtp.fc.weight"),
+    "architecture": (
+        QWEN,
+        config(architectures=["LlamaForCausalLM"]),
+        "architecture LlamaForCausalLM is not",
+        "NemotronHForCausalLM",
+    ),
+    "no architecture": (QWEN, config(architectures="REMOVED"), "has no architectures"),
+    "quantised": (QWEN, config(quantization_config={"quant_method": "fp8"}), "quant_method fp8"),
+    "modelopt": (QWEN, write("hf_quant_config.json", "{}"), "hf_quant_config.json", "quantised"),
+    "missing size": (QWEN, config(num_attention_heads="REMOVED"), "has no num_attention_heads"),
+    "size is text": (QWEN, config(hidden_size="64"), "hidden_size is '64', expected int"),
+    "size is zero": (QWEN, config(hidden_size=0), "hidden_size is 0, expected a positive number"),
+    "head ratio": (
+        QWEN,
+        config(num_attention_heads=3, num_key_value_heads=2),
+        "num_attention_heads 3 is not a multiple of num_key_value_heads 2",
+    ),
+    "delta ratio": (QWEN, config(linear_num_value_heads=5), "linear_num_value_heads 5 is not a multiple"),
+    "hidden_act": (QWEN, config(hidden_act="gelu"), "hidden_act = 'gelu' is not supported, only 'silu'"),
+    "bias": (QWEN, config(attention_bias=True), "attention_bias = True is not supported"),
+    "output gate": (QWEN, config(output_gate_type="sigmoid"), "output_gate_type = 'sigmoid'"),
+    "no output gate": (QWEN, config(attn_output_gate=False), "attn_output_gate = False"),
+    "sliding window": (QWEN, config(use_sliding_window=True), "use_sliding_window = True"),
+    "rope": (QWEN, config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_type = 'yarn'"),
+    "old rope": (QWEN, config(rope_scaling={"type": "linear"}), "type = 'linear'"),
+    "rotary part": (
+        QWEN,
+        config(rope_parameters={"partial_rotary_factor": 0.2}),
+        "partial_rotary_factor 0.2 turns 3 of 16",
+    ),
+    "layer type": (
+        QWEN,
+        config(layer_types=["sliding_attention"] * 4),
+        "layer_types has 'sliding_attention'",
+    ),
+    "layer count": (QWEN, config(num_hidden_layers=5), "layer_types has 4 entries, num_hidden_layers is 5"),
+    "own mtp embeddings": (
+        QWEN,
+        config(mtp_use_dedicated_embeddings=True),
+        "mtp_use_dedicated_embeddings = True",
+    ),
+    "two mtp layers": (QWEN, config(mtp_num_hidden_layers=2), "mtp_num_hidden_layers = 2"),
+    "mamba act": (NEMOTRON, config(mamba_hidden_act="gelu"), "mamba_hidden_act = 'gelu'"),
+    "mlp act": (NEMOTRON, config(mlp_hidden_act="silu"), "mlp_hidden_act = 'silu'"),
+    "conv bias": (NEMOTRON, config(use_conv_bias=False), "use_conv_bias = False"),
+    "mamba bias": (NEMOTRON, config(use_bias=True), "use_bias = True"),
+    "window": (NEMOTRON, config(sliding_window=128), "sliding_window = 128"),
+    "letter": (
+        NEMOTRON,
+        config(hybrid_override_pattern="M-M*XM"),
+        "hybrid_override_pattern has the letter 'X'",
+    ),
+    "mtp letter": (NEMOTRON, config(mtp_hybrid_override_pattern="*M"), "the MTP pattern '*M'", "recurrent"),
+    "word": (MOE, config(layers_block_type=["mamba", "rwkv"]), "layers_block_type has 'rwkv'"),
+    "dt limits": (NEMOTRON, config(time_step_limit=[0.1, 0.0]), "time_step_limit is [0.1, 0.0]"),
+    "expert groups": (MOE, config(n_group=3), "n_group 3"),
+    "too many experts": (MOE, config(num_experts_per_tok=5), "num_experts_per_tok 5"),
+    "mamba groups": (NEMOTRON, config(n_groups=4), "mamba_num_heads 6 is not a multiple of n_groups 4"),
+}
+OPTIONS = {
+    "pages off the grid": ("--page-len 40", "--page-len 40 is not a multiple of --chunk-len 16"),
+    "too long": ("--max-len 2000", "--max-len 2000 is more than max_position_embeddings", "1024"),
+    "less than a page": ("--max-len 20", "--max-len 20 is less than one page of --page-len 64"),
+    "drafts without count": ("--drafts mtp --num-drafts 0", "--num-drafts 0 with --drafts mtp"),
+    "count without drafts": ("--drafts none --num-drafts 2", "--num-drafts 2 with --drafts none"),
+    "negative drafts": ("--num-drafts -1", "--num-drafts is -1"),
+    "no rows": ("--max-rows 0", "--max-rows is 0"),
+    "tiny steps": ("--max-step-tokens 9", "--max-step-tokens 9 cannot hold --max-rows 64", "256"),
+    "target": ("--target tensorrt", "--target tensorrt is not supported", "torch"),
+    "arch": ("--arch sm_90", "--arch sm_90 is not supported by --target torch, only cpu"),
+    "numerics": ("--numerics loose", "--numerics", "'loose'"),
+    "unknown option": ("--beam 4", "--beam", "--help"),
+    "not a number": ("--max-len long", "--max-len", "integer"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED.values(), ids=[name.replace(" ", "-") for name in SPOILED])
+def test_bad_checkpoint_is_one_line(case: tuple, tiny_checkpoint: Get, run: Callable, tmp_path: Path) -> None:
+    family, spoil, *words = case
+    source = shutil.copytree(tiny_checkpoint(family), tmp_path / "source")
+    spoil(source)
+    refused(run, source, tmp_path, [], words)
+
+
+@pytest.mark.parametrize("case", OPTIONS.values(), ids=[name.replace(" ", "-") for name in OPTIONS])
+def test_bad_option_is_one_line(case: tuple, tiny_checkpoint: Get, run: Callable, tmp_path: Path) -> None:
+    options, *words = case
+    refused(run, tiny_checkpoint(QWEN), tmp_path, options.split(), words)
+
+
+def refused(run: Callable, source: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
+    (tmp_path / "engines").mkdir()
+    code, out, err = run(source, "--engine-dir", tmp_path / "engines" / "engine", *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n")
+    assert all(word in err for word in words), err
+    assert ";" in err, f"no way out in: {err}"
+    assert not any((tmp_path / "engines").iterdir())
+
+
+def test_an_occupied_place_is_refused_and_left_alone(
+    tiny_checkpoint: Get, run: Callable, tmp_path: Path
+) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.txt").write_text("mine")
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for place, words in (
+        (full, "has files but no engine"),
+        (file, "is a file"),
+        (file / "below", "cannot be written"),
+    ):
+        code, out, err = run(tiny_checkpoint(QWEN), "--engine-dir", place, *SMALL)
+        assert (code, out, err.count("\n")) == (2, "", 1) and words in err and str(place) in err
+    assert (full / "thesis.txt").read_text() == file.read_text() == "mine"
+    assert {p.name for p in tmp_path.iterdir()} == {"full", "file"}
+    code, _, err = run(tiny_checkpoint(QWEN))
+    assert code == 2 and "--engine-dir" in err and err.count("\n") == 1
