@@ -1,6 +1,6 @@
 """What the logits of a step mean: each row's next tokens. Acceptance of drafts (issue 3) goes here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,13 +15,13 @@ class Verdict:
     """By row of the step: tokens to append (none while a prompt is under way)."""
 
     token_ids: list[list[int]]
-    logprobs: Mapping[int, list[Logprob]] = field(default_factory=dict)  # of rows that asked
-    errors: Mapping[int, str] = field(default_factory=dict)  # of rows that cannot go on
+    logprobs: dict[int, list[Logprob]] = field(default_factory=dict)  # of rows that asked
+    errors: dict[int, str] = field(default_factory=dict)  # of rows that cannot go on
 
 
 def judge(draws: Sequence[Draw | None], logits: torch.Tensor) -> Verdict:
     """One token for every row that draws. logits [L, V] fp32 are those of the drawing rows, in order."""
-    verdict = Verdict([[] for _ in draws], {}, {})
+    verdict = Verdict([[] for _ in draws])
     rows = [row for row, draw in enumerate(draws) if draw is not None]
     scores = logits.detach().cpu().numpy()
     best = scores.argmax(axis=-1)  # lowest id of equals; the first NaN where there is one

@@ -58,10 +58,12 @@ def generate(
     with LLM(engine_dir, max_rows=1) as llm:
         if chat:
             text = llm.chat_text([{"role": "user", "content": text}])
-        for piece in llm.stream(text, params):
-            print(piece.text, end="", flush=True)
+        last = None
+        for last in llm.stream(text, params):
+            print(last.text, end="", flush=True)
     print()
-    _report(piece)
+    assert last is not None, "a stream without pieces"
+    _report(last)
 
 
 def _report(last: "Piece") -> None:
@@ -136,7 +138,7 @@ def _states(found: "Manifest") -> Table:
 
     slot, page = (state_bytes(found.states, kind) for kind in ("slot", "page"))
     table = Table(
-        title=f"states: {_size(slot)} per slot (request), {_size(page)} per page ({found.limits.page_len} tokens)"
+        title=f"states: {_size(slot)} per slot, {_size(page)} per page of {found.limits.page_len} tokens"
     )
     for column in ("state", "kind", "shape of one", "dtype", "bytes of one"):
         table.add_column(column, justify="right" if column.startswith("bytes") else "left")

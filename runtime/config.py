@@ -37,16 +37,24 @@ def _one_line(error: ValidationError, names: list[str]) -> str:
 class ServeConfig(Options):
     """What may be chosen when an engine is started. Lengths are in tokens."""
 
-    max_len: int | Auto = Field("auto", description="longest prompt + output; auto: as the engine was built")
-    max_rows: int | Auto = Field("auto", description="requests in one step; auto: as the engine was built")
+    max_len: int | Auto = Field(
+        default="auto", description="longest prompt + output; auto: as the engine was built"
+    )
+    max_rows: int | Auto = Field(
+        default="auto", description="requests in one step; auto: as the engine was built"
+    )
     max_step_tokens: int | Auto = Field(
         "auto", description="tokens in one step; auto: as the engine was built"
     )
-    num_pages: int | Auto = Field("auto", description="pages of keys and values, the dump page included")
+    num_pages: int | Auto = Field(
+        default="auto", description="pages of keys and values, the dump page included"
+    )
     cache_bytes: int | Auto = Field(
         "auto", description="bytes for pages and slots; auto: see memory_fraction"
     )
-    memory_fraction: float = Field(0.5, gt=0, le=1, description="share of the free memory that auto may take")
+    memory_fraction: float = Field(
+        default=0.5, gt=0, le=1, description="share of the free memory that auto may take"
+    )
 
 
 class Resolved(Options):
@@ -78,7 +86,7 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
     max_step_tokens = _bounded("max_step_tokens", config.max_step_tokens, 1, limits.max_step_tokens)
     if max_rows > max_step_tokens:
         raise Refused(
-            f"max_rows is {max_rows}, max_step_tokens is {max_step_tokens}: every row needs a token in each step;"
+            f"max_rows is {max_rows}, max_step_tokens is {max_step_tokens}: each row needs a token per step;"
             f" lower max_rows or raise max_step_tokens"
         )
     return Resolved(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
+from typing import Any
 from weakref import WeakMethod
 
 from hemiola.runtime import manifest as manifests
@@ -48,7 +49,7 @@ def make_loop(config: Resolved, storage: Storage, session: Engine, text: Text | 
 class LLM:
     """Opens an engine directory and serves it from a thread of its own. Options are those of ServeConfig."""
 
-    def __init__(self, engine_dir: str | Path, **options: object) -> None:
+    def __init__(self, engine_dir: str | Path, **options: Any) -> None:
         serve_config = ServeConfig(**options)
         engine_dir = Path(engine_dir)
         self.manifest = manifests.load(engine_dir)
@@ -83,7 +84,7 @@ class LLM:
         return self._text.chat(messages)
 
     def submit(self, prompt: Prompt, params: SamplingParams, on_piece: OnPiece) -> int:
-        """Queue a request and return its id; on_piece gets its pieces, in the loop's thread. Refuses at once."""
+        """Queue a request and return its id; on_piece is called in the loop's thread. Refuses at once."""
         request = self._request(prompt, params)
         self._loop.submit(request, on_piece)
         return request.id
@@ -93,7 +94,7 @@ class LLM:
         self._loop.abort(request_id)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """Pieces as they come; a caller that stops reading aborts the request. Refuses before the first piece."""
+        """Pieces as they come; who stops reading aborts the request. Refuses before the first piece."""
         pieces: SimpleQueue[Piece] = SimpleQueue()
         request_id = self.submit(prompt, SamplingParams() if params is None else params, pieces.put)
         return self._read(pieces, request_id)

@@ -134,7 +134,7 @@ class Loop:
             self._fail(f"{type(error).__name__}: {error}")
 
     def turn(self) -> None:
-        """Read the inbox, then one step and its pieces, if anything runs. Waits for a message if nothing does."""
+        """Read the inbox; if anything runs, do one step and deliver. If nothing does, wait for a message."""
         self._read_inbox()
         if self.scheduler.busy:
             self._deliver(self.step())

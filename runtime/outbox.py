@@ -61,7 +61,7 @@ class Outbox:
     def _write(self, letter: _Letter, now: float) -> Event:
         request = letter.request
         try:
-            text = _new_text(letter)
+            text = _new_text(letter, request.ids[letter.sent_len : request.total_len].tolist())
         except Exception as error:  # a tokenizer's; it may not take the other requests along
             text = ""
             request.fail(f"the tokenizer failed: {type(error).__name__}: {error}")
@@ -79,18 +79,17 @@ class Outbox:
         return Event(request, piece, letter.on_piece)
 
 
-def _new_text(letter: _Letter) -> str:
+def _new_text(letter: _Letter, token_ids: list[int]) -> str:
     request, growing = letter.request, letter.growing
     if growing is None:
         return ""
     text = ""
-    for at in range(letter.sent_len, request.total_len):
-        token_id = int(request.ids[at])
+    for at, token_id in enumerate(token_ids):
         if token_id in request.stop_ids:  # it ends the text and is no part of it
             break
         text += growing.push(token_id)
         if growing.stopped:
-            request.stop_at(at + 1)
+            request.stop_at(letter.sent_len + at + 1)
             break
     return text if request.finish_reason is None else text + growing.finish()
 

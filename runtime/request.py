@@ -19,17 +19,17 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class SamplingParams(Options):
     """How one request's tokens are chosen and when it ends. Greedy unless a temperature is given."""
 
-    max_tokens: int = Field(16, ge=1)
-    temperature: float = Field(0.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="0: all")
-    min_p: float = Field(0.0, ge=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**64)
-    stop: tuple[str, ...] = Field((), description="the text ends before the first of these")
+    max_tokens: int = Field(default=16, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0: all")
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=0, lt=2**64)
+    stop: tuple[str, ...] = Field(default=(), description="the text ends before the first of these")
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = Field(
-        None, ge=0, le=20, description="also report this many best tokens per position"
+        default=None, ge=0, le=20, description="also report this many best tokens per position"
     )
 
     @field_validator("stop", "stop_token_ids", mode="before")
@@ -166,7 +166,7 @@ def new_request(
 
 
 def _too_long(prompt_len: int, bounds: Bounds) -> str:
-    room = f"prompt is {prompt_len} tokens, max_len={bounds.max_len} must hold it and at least one token of output"
+    room = f"prompt is {prompt_len} tokens, max_len={bounds.max_len} must hold it and at least one more"
     if bounds.max_len < bounds.built_max_len and prompt_len < bounds.built_max_len:
         return f"{room}; shorten it or start with max_len={prompt_len + 1}"
     return f"{room}; shorten it or rebuild with --max-len {prompt_len + 1}"

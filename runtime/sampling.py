@@ -1,7 +1,8 @@
-"""Logits of one position -> a token. Everything random is a function of (seed, position): no generator has a state,
-so a token does not depend on the batch, on chunking or on a preemption.
+"""Logits of one position -> a token.
 
-Arithmetic: argmax on the logits as they are (the lowest id wins an exact tie); distributions and logprobs in fp64.
+Everything random is a function of (seed, position): no generator has a state, so a token does not depend on
+the batch, on chunking or on a preemption. Arithmetic: argmax on the logits as they are (the lowest id wins an
+exact tie); distributions and logprobs in fp64.
 """
 
 from typing import NamedTuple
@@ -22,7 +23,7 @@ class Draw(NamedTuple):
 def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     """The probabilities [V] fp64 that a token is drawn from: temperature, then min_p, top_k and top_p.
 
-    A filter compares with the distribution that the filters before it left; among equals the lowest id stays first.
+    A filter sees the distribution that the filters before it left; of equals the lowest id is kept first.
     """
     wide = logits.astype(np.float64)
     probs = np.exp((wide - wide.max()) / params.temperature)  # the best is 1 until the end

@@ -1,11 +1,11 @@
 """Who runs in a step, with how many tokens; and what a step's result means for them. Sees no tensor.
 
-There are no phases: a row brings the tokens between its committed_len and its total_len, all or a chunk of them,
-and a row that reaches total_len gets a new token. Decode is the case of one token.
+There are no phases: a row brings the tokens between its committed_len and its total_len, all or a chunk of
+them, and a row that reaches total_len gets a new token. Decode is the case of one token.
 
-Age decides everything. `running` and `waiting` are ordered by arrival and every running request is older than every
-waiting one; pages that run out are taken from the youngest. So the oldest request always advances, and since the
-cache holds at least one request of max_len (config.resolve), nothing waits for ever.
+Age decides everything. `running` and `waiting` are ordered by arrival and every running request is older than
+every waiting one; pages that run out are taken from the youngest. So the oldest request always advances, and
+since the cache holds at least one request of max_len (config.resolve), nothing waits for ever.
 """
 
 import time
@@ -71,7 +71,7 @@ class Scheduler:
         return plan
 
     def _add_chunk(self, plan: Plan, request: Request, budget: int) -> int:
-        """All of the request's pending tokens, or as many as the budget allows, to a chunk edge where it can."""
+        """All of the request's pending tokens, or what the budget allows, up to a chunk edge where it can."""
         start = request.committed_len
         num_tokens = request.total_len - start
         if num_tokens > budget:
@@ -82,7 +82,7 @@ class Scheduler:
         return num_tokens
 
     def _make_room(self, request: Request) -> bool:
-        """Pages for all known tokens of a running request, taken from the youngest if need be; maybe from itself."""
+        """Pages for all known tokens of a running request, if need be from the youngest, perhaps itself."""
         while not self.pages.grow(request.slot_id, request.total_len):
             youngest = self.running[-1]
             self._preempt(youngest)

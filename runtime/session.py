@@ -1,4 +1,4 @@
-"""An engine's programs with their weights and states: a batch in, logits and hidden states out. Sees no request."""
+"""An engine's program with its weights and states: a batch in, logits and hidden out. Sees no request."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -34,7 +34,7 @@ class Text:
         self.template = _chat_template(folder, self.config)
 
     def encode(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer adds; a text that brings its own BOS gets no second one."""
+        """With the tokenizer's special tokens; a text that brings its own BOS gets no second one."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -60,7 +60,7 @@ class Text:
             isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages
         ):
             raise Refused(
-                "messages must be dictionaries with a role and a content; pass [{'role': 'user', 'content': TEXT}]"
+                "messages must have a role and a content each; pass [{'role': 'user', 'content': TEXT}]"
             )
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special, **variables}
         try:
@@ -127,8 +127,8 @@ def _raise(message: str) -> None:
 class Growing:
     """The text of one output. `push` returns what became certain: whole characters, no part of a stop string.
 
-    All that `push` and `finish` return is what prompt + output decode to beyond the prompt's own text, up to the
-    first stop string.
+    All that `push` and `finish` return is what prompt + output decode to beyond the prompt's own text, up to
+    the first stop string.
     """
 
     def __init__(self, text: Text, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
@@ -139,6 +139,7 @@ class Growing:
         if before.endswith(BROKEN):  # ids that were never a text: look at the output alone
             self._window, before = [], ""
         self._settled = len(before)
+        self._whole = len(self._window)  # so many ids of the window end with a whole character
         self._held = ""  # certain, but perhaps the beginning of a stop string
         self.stopped = False
 
@@ -147,7 +148,7 @@ class Growing:
         text = self._text.decode(self._window)
         certain = max(self._settled, len(text) - _num_broken(text))
         new, self._settled = text[self._settled : certain], certain
-        if certain == len(text) and len(self._window) > 4 * LOOK_BACK:
+        if certain == len(text):
             self._shorten(text)
         return self._before_stop(new) if self._stop else new
 
@@ -156,11 +157,12 @@ class Growing:
         return "" if self.stopped else self._held + self._text.decode(self._window)[self._settled :]
 
     def _shorten(self, text: str) -> None:
-        """Forget old tokens, if the rest decodes to the same text without them."""
-        window = self._window[-LOOK_BACK:]
+        """Forget the ids up to the last whole character but one, unless the rest means less without them."""
+        window = self._window[self._whole :]
         tail = self._text.decode(window)
-        if tail and text.endswith(tail) and BROKEN not in tail:
+        if tail and text.endswith(tail):
             self._window, self._settled = window, len(tail)
+        self._whole = len(self._window)
 
     def _before_stop(self, new: str) -> str:
         held = self._held + new
@@ -174,7 +176,9 @@ class Growing:
 
 
 def _num_broken(text: str) -> int:
-    """Characters at the end that the next token may complete; an incomplete one shows as 1 to 3 broken ones."""
+    """Characters at the end that the next token may complete: one that is incomplete shows as 1 to 3."""
+    if not text.endswith(BROKEN):
+        return 0
     return min(len(text) - len(text.rstrip(BROKEN)), 3)
 
 

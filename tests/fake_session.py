@@ -1,10 +1,11 @@
-"""A session without a model that checks all it is given, and whose next token depends on a row's true context.
+"""A session without a model that checks all it is given; its next token depends on a row's true context.
 
-It keeps tokens where a model keeps keys, values and states: in the pages and slots that the batch names. The context
-of a row is read back from there, so a wrong page, slot, position, length or edge changes tokens or trips an assert.
-Fresh and freed places are poisoned.
+It keeps tokens where a model keeps keys, values and states: in the pages and slots that the batch names. The
+context of a row is read back from there, so a wrong page, slot, position, length or edge changes tokens or
+trips an assert. Fresh and freed places are poisoned.
 """
 
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -69,7 +70,7 @@ class FakeSession:
         self.before_run(batch)
         self._check_shapes(batch)
         cu_tokens = batch.cu_tokens.tolist()
-        self.shapes.append(tuple(b - a for a, b in zip(cu_tokens, cu_tokens[1:], strict=False)))
+        self.shapes.append(tuple(b - a for a, b in itertools.pairwise(cu_tokens)))
         written: set[int] = set()
         answers: dict[int, int] = {}  # by token of the step
         for row in range(len(cu_tokens) - 1):
@@ -96,7 +97,7 @@ class FakeSession:
 
     def _check_shapes(self, batch: Batch) -> None:
         num_tokens, num_rows = len(batch.token_ids), len(batch.slot_id)
-        assert 0 < num_tokens and num_tokens % self.config.pad_tokens == 0
+        assert num_tokens > 0 and num_tokens % self.config.pad_tokens == 0
         assert (
             num_tokens <= -(-self.config.max_step_tokens // self.config.pad_tokens) * self.config.pad_tokens
         )

@@ -28,7 +28,7 @@ class Slots:
         return slot_id
 
     def commit(self, slot_ids: list[int], certain_len: list[int]) -> None:
-        """After a step: each state stands at the last edge that certain tokens have passed (spec.next_edge)."""
+        """After a step: each state stands at the last edge that certain tokens have passed."""
         self.edge[slot_ids] = np.array(certain_len, np.int32) // self.chunk_len * self.chunk_len
 
     def release(self, slot_id: int) -> None:

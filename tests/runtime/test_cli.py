@@ -66,7 +66,7 @@ def test_bad_input_is_one_line_and_status_2(
     engine, generate = ("--engine-dir", str(engine_dir)), "generate"
     for arguments, reason in [
         ((generate, "--engine-dir", str(tmp_path), "--prompt", "x"), "has no manifest.json"),
-        ((generate, *engine, "--prompt", "x" * 5000), "must hold it and at least one token of output"),
+        ((generate, *engine, "--prompt", "x" * 5000), "must hold it and at least one more"),
         ((generate, *engine, "--prompt", ""), "prompt is empty"),
         ((generate, *engine, "--prompt", "x", "--max-tokens", "0"), "max_tokens is 0"),
         ((generate, *engine, "--prompt", "x", "--top-p", "1.5"), "top_p is 1.5"),

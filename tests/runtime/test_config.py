@@ -12,9 +12,9 @@ GIB = 2**30
 def manifest(**changes: object) -> Manifest:
     limits = Limits(max_len=100, max_rows=4, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16)
     values: dict[str, object] = dict(
-        format=1, builder_version="", torch_version="", architecture="X", layers=(), vocab_size=9, hidden_size=8,
-        target="torch", arch="cpu", numerics="fast", drafts="none", eos_ids=(), limits=limits, weights_file="",
-        weights=(), segments=(), sha256={},
+        format=1, builder_version="", torch_version="", architecture="X", layers=(), vocab_size=9,
+        hidden_size=8, target="torch", arch="cpu", numerics="fast", drafts="none", eos_ids=(), limits=limits,
+        weights_file="", weights=(), segments=(), sha256={},
         states=(
             State(name="k", kind="page", shape=(32, 8), dtype="float32"),
             State(name="s", kind="slot", shape=(10,), dtype="float32"),
@@ -56,7 +56,7 @@ REFUSED = [
     ({"max_rows": 5}, "max_rows is 5, the engine was built for 4; rebuild with --max-rows 5"),
     ({"max_rows": 0}, "max_rows is 0, it must be at least 1"),
     ({"max_step_tokens": 65}, "max_step_tokens is 65, the engine was built for 64"),
-    ({"max_step_tokens": 3}, "max_rows is 4, max_step_tokens is 3: every row needs a token"),
+    ({"max_step_tokens": 3}, "max_rows is 4, max_step_tokens is 3: each row needs a token"),
     ({"num_pages": 4}, "num_pages is 4, but one request of max_len=100 needs 5 with the dump page"),
     ({"cache_bytes": 5000}, "the cache may take 5000 bytes, room for 4 pages, but one request"),
     ({"cache_bytes": 10}, "the cache may take 10 bytes, room for 0 pages"),

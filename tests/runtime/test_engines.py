@@ -1,4 +1,4 @@
-"""Greedy tokens of real engines equal the oracle's, whatever the schedule; exact logits equal the plain run's bits.
+"""Greedy tokens of real engines equal the oracle's under any schedule; exact logits the plain run's bits.
 
 Storage is poisoned, the caches are audited after every step.
 """

@@ -130,7 +130,7 @@ BAD = [
     ({"prompt": "x"}, "prompt is dict; pass text"),
     ("a\ud800", "prompt is not valid Unicode at character 1"),
     ([1, 320], "token id 320 at position 1 of the prompt is not in the vocabulary 0..319"),
-    ([1] * 512, "prompt is 512 tokens, max_len=512 must hold it and at least one token of output"),
+    ([1] * 512, "prompt is 512 tokens, max_len=512 must hold it and at least one more"),
     (["a", "b"], "prompt is a list of str; pass text or a list of token ids"),
 ]
 

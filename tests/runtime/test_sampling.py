@@ -89,7 +89,7 @@ def test_the_largest_uniform_number_still_draws_a_token(monkeypatch: pytest.Monk
 def test_uniform_is_philox_with_key_seed_and_counter_position() -> None:
     assert uniform(2**64 - 1, 5) == uniform(2**64 - 1, 5)
     many = np.array([uniform(3, position) for position in range(2000)])
-    assert len(set(many)) == 2000 and 0 <= many.min() and many.max() < 1 and abs(many.mean() - 0.5) < 0.03
+    assert len(set(many)) == 2000 and many.min() >= 0 and many.max() < 1 and abs(many.mean() - 0.5) < 0.03
     assert uniform(0, 1) != uniform(1, 0)
 
 

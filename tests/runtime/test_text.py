@@ -73,7 +73,7 @@ def test_text_comes_as_early_as_it_can(text: Text) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_tokens_grow_into_what_they_decode_to(text: Text, seed: int) -> None:
-    """Broken bytes included: what an incomplete character is shown as may not be shown twice, or too early."""
+    """Broken bytes included: what stands for an incomplete character may not come twice, or too early."""
     dice = random.Random(seed)
     high = [i for i in range(text.tokenizer.get_vocab_size()) if text.decode([i]) == BROKEN]
     pool = high if seed % 2 else list(range(text.tokenizer.get_vocab_size()))
@@ -104,7 +104,7 @@ def test_the_window_stays_short(text: Text) -> None:
     growing = Growing(text, [], ())
     for token_id in text.encode(SAMPLE * 20):
         growing.push(token_id)
-        assert len(growing._window) < 60
+        assert len(growing._window) <= 8
 
 
 def test_special_tokens_are_not_text(text: Text) -> None:
@@ -173,7 +173,7 @@ def with_template(folder: Path, template: str) -> Text:
 
 def test_chat_template_as_hugging_face_renders_it(tmp_path: Path) -> None:
     template = """{{ bos_token }}{% for m in messages %}
-        {%- if m.role not in ["system", "user", "assistant"] %}{{ raise_exception("odd role " + m.role) }}{% endif %}
+        {%- if m.role not in ["system", "user", "assistant"] %}{{ raise_exception("odd") }}{% endif %}
         {%- if loop.index > 5 %}{% break %}{% endif %}
 {{ m.role }}: {{ m.content | tojson }}
     {% endfor %}
