@@ -5,13 +5,19 @@ the state a tile starts from is the state at that tile's edge. Everything here i
 on the rows of the step only, so the layers of a model share one plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+BIG_STATE = 16384  # numbers; from here on a call per run of slots is cheaper than copying the states side by side
+
+Visit = Callable[[int, torch.Tensor], None]
+Move = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
 class Row(NamedTuple):
@@ -28,7 +34,7 @@ class Row(NamedTuple):
 
 def step_rows(rows: Sequence[torch.Tensor], chunk_len: int) -> list[Row]:
     """The rows that do something: padding (slot 0) and rows without tokens are left out."""
-    table = _table(_key(rows), chunk_len)
+    table = row_table(rows_key(rows), chunk_len)
     return [Row(*line) for line in table.T.tolist()]
 
 
@@ -39,11 +45,12 @@ def check_ring(rows: np.ndarray, ring_len: int) -> None:
         raise ValueError(f"{held.max()} records since an edge, but a ring holds {ring_len}")
 
 
-def _key(rows: Sequence[torch.Tensor]) -> bytes:
+def rows_key(rows: Sequence[torch.Tensor]) -> bytes:
+    """The content of cu_tokens .. snapshot_slot, to plan by."""
     return b"".join([tensor.numpy().tobytes() for tensor in rows])
 
 
-def _table(key: bytes, chunk_len: int) -> np.ndarray:
+def row_table(key: bytes, chunk_len: int) -> np.ndarray:
     """Rows that do something as columns, the fields of `Row` as lines."""
     flat = np.frombuffer(key, np.int32).astype(np.int64)
     num_rows = flat.size // 6
@@ -66,54 +73,68 @@ def _table(key: bytes, chunk_len: int) -> np.ndarray:
 class Spread(NamedTuple):
     """Where the vectors of H heads lie, in tensors of [tokens, H] and [tiles, H, C] vectors."""
 
-    sources: torch.Tensor  # [tiles * H * C] into records, then new tokens, then one absent token
-    queries: torch.Tensor  # [tiles * H * C] into new tokens, then one absent token
+    sources: torch.Tensor  # [tiles * H * C] into rings, or into records and new tokens
     outputs: torch.Tensor  # [live tokens * H] into tiles
 
 
-class Kept(NamedTuple):
-    """States to store: which rows' and to which slots."""
+class Copies(NamedTuple):
+    """States to store: where they are, and the slots that receive them."""
 
-    ranks: torch.Tensor
+    sources: torch.Tensor
     slots: torch.Tensor
+
+
+class Run(NamedTuple):
+    """Rows whose slots lie side by side."""
+
+    rank: int
+    slot_id: int
+    num: int
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of one step, ordered by ordinal within the row, then by row; longer rows come first."""
+    """The tiles of one step, ordered by ordinal within the row, then by row; longer rows come first.
+
+    A place of a tile without a token repeats the row's last token: a finite number that no token at or before it
+    reads, since every sum over a tile is masked to s <= t, and only full tiles move a state.
+    """
 
     chunk_len: int
     num_tokens: int
     num_tiles: int
     counts: list[int]  # rows that own a tile of this ordinal; they are the first ones
     slots: torch.Tensor  # [rows]
-    first_slot: int  # the slots are this one and those right behind it; -1 where they are not, or a row is fresh
-    fresh: torch.Tensor  # rows that start from a zero state
+    runs: list[Run]
+    fresh: torch.Tensor | None  # slots of rows that start from a zero state
+    standing: Copies | None  # snapshots of states that do not move: from slot to slot
+    moved: dict[int, Copies]  # by ordinal of the tile that starts from the state: from row to slot
     folded: torch.Tensor  # tiles whose tokens a later state contains
-    kept: dict[int, Kept]  # by ordinal of the tile that starts from the state
-    record_ids: torch.Tensor  # in rings of [slots * ring] tokens
+    from_ring: bool  # the rings can hold every token of every tile at once
+    record_ids: torch.Tensor  # else the tokens that only the rings hold
     live: torch.Tensor | None  # tokens that belong to a row, None if all
-    stored_tokens: torch.Tensor | None  # tokens that become records, None if all
+    stored: torch.Tensor | None  # tokens to write to the rings, None if all
     stored_ids: torch.Tensor
     spread: dict[int, Spread]
+    query_ids: torch.Tensor  # [tiles * H * C] into the [T * G] queries of new tokens, head h reading h // (H / G)
 
-    def gather(self, ring: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Records and new tokens [.., H, *F] as tiles [tiles, H, C, *F]; absent tokens are zeros."""
-        parts = [new, new.new_zeros(1, *new.shape[1:])]
-        if self.record_ids.numel():
-            records = ring.view(-1, *ring.shape[2:]).index_select(0, self.record_ids)
-            parts.insert(0, records)
-        return self._tile(torch.cat(parts), self.spread[new.shape[1]].sources)
+    def take(self, ring: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Write new tokens [T, H, *F] to their ring [S, R, H, *F]; records and new tokens as [tiles, H, C, *F]."""
+        tokens = ring.view(-1, *ring.shape[2:])
+        stored = new if self.stored is None else new.index_select(0, self.stored)
+        if self.from_ring:
+            source = tokens.index_copy_(0, self.stored_ids, stored)
+        else:
+            source = torch.cat([tokens.index_select(0, self.record_ids), new]) if self.record_ids.numel() else new
+            tokens.index_copy_(0, self.stored_ids, stored)
+        flat = source.reshape(-1) if new.shape[2:].numel() == 1 else source.flatten(0, 1)
+        tiles = flat.index_select(0, self.spread[new.shape[1]].sources)
+        return tiles.view(self.num_tiles, new.shape[1], self.chunk_len, *new.shape[2:])
 
-    def gather_queries(self, new: torch.Tensor) -> torch.Tensor:
-        """New tokens [T, H, *F] as tiles [tiles, H, C, *F]; all others are zeros."""
-        source = torch.cat([new, new.new_zeros(1, *new.shape[1:])])
-        return self._tile(source, self.spread[new.shape[1]].queries)
-
-    def _tile(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        features = source.shape[2:]
-        flat = source.view(-1) if features.numel() == 1 else source.flatten(0, 1)
-        return flat.index_select(0, index).view(self.num_tiles, source.shape[1], self.chunk_len, *features)
+    def take_queries(self, new: torch.Tensor) -> torch.Tensor:
+        """Queries [T, G, F] as [tiles, H, C, F]; anything finite where no new token is."""
+        flat = new.flatten(0, 1).index_select(0, self.query_ids)
+        return flat.view(self.num_tiles, -1, self.chunk_len, new.shape[2])
 
     def select(self, tiles: torch.Tensor, heads: int) -> torch.Tensor:
         """The new tokens [live tokens, heads, F] out of tiles [tiles, heads, C, F]."""
@@ -130,105 +151,159 @@ class Tiles:
         """The tokens that belong to a row."""
         return values if self.live is None else values.index_select(0, self.live)
 
-    def start(self, state: torch.Tensor) -> torch.Tensor:
-        """The rows' states [rows, ...] at their edges; possibly a view."""
-        if self.first_slot >= 0:
-            return state.narrow(0, self.first_slot, self.counts[0])
-        if self.fresh.numel() == self.counts[0]:
-            return state.new_zeros(self.counts[0], *state.shape[1:])
-        start = state.index_select(0, self.slots)
-        return start.index_fill_(0, self.fresh, 0) if self.fresh.numel() else start
+    def scan(self, state: torch.Tensor, visit: Visit, move: Move) -> None:
+        """Take every row's state from edge to edge, and store it where it stands at the new edge.
 
-    def keep(self, ordinal: int, state: torch.Tensor, current: torch.Tensor) -> None:
-        """Store those of the states before tiles of this ordinal that stand at a row's new edge."""
-        if (kept := self.kept.get(ordinal)) is not None:
-            state.index_copy_(0, kept.slots, current.index_select(0, kept.ranks))
-
-    def store(self, ring: torch.Tensor, new: torch.Tensor) -> None:
-        """Write the new tokens' records."""
-        if self.stored_tokens is not None:
-            new = new.index_select(0, self.stored_tokens)
-        ring.view(-1, *ring.shape[2:]).index_copy_(0, self.stored_ids, new)
+        `visit(first tile, states)` sees the states [rows, ...] that consecutive tiles start from, never to change
+        them; `move(first tile, first fold, states)` returns the states behind those tiles.
+        """
+        if self.fresh is not None:
+            state.index_fill_(0, self.fresh, 0)
+        if self.standing is not None:
+            state.index_copy_(0, self.standing.slots, state.index_select(0, self.standing.sources))
+        if len(self.runs) == 1 or state[0].numel() >= BIG_STATE:
+            for run in self.runs:
+                visit(run.rank, state.narrow(0, run.slot_id, run.num))
+        else:
+            visit(0, state.index_select(0, self.slots))
+        tile = fold = 0
+        current = state
+        for ordinal in range(1, len(self.counts)):
+            num = self.counts[ordinal]
+            start = state.index_select(0, self.slots.narrow(0, 0, num)) if ordinal == 1 else current.narrow(0, 0, num)
+            current = move(tile, fold, start)
+            tile += self.counts[ordinal - 1]
+            fold += num
+            visit(tile, current)
+            if (moved := self.moved.get(ordinal)) is not None:
+                state.index_copy_(0, moved.slots, current.index_select(0, moved.sources))
 
 
 def plan_tiles(
-    rows: Sequence[torch.Tensor], num_tokens: int, chunk_len: int, ring_len: int, heads: tuple[int, ...]
+    rows: Sequence[torch.Tensor],
+    num_tokens: int,
+    chunk_len: int,
+    ring_len: int,
+    groups: int,
+    heads: int,
+    query_heads: int,
 ) -> Tiles | None:
-    """The tiles of a step for tensors with these head counts; None where no row does anything."""
-    return _plan_tiles(_key(rows), num_tokens, chunk_len, ring_len, heads)
+    """The tiles of a step with tensors of `groups` and `heads` vectors per token; queries come as groups and
+    become `query_heads`. None where no row does anything."""
+    return _plan_tiles(rows_key(rows), num_tokens, chunk_len, ring_len, groups, heads, query_heads)
 
 
 @lru_cache(maxsize=8)  # keyed by the rows' content: the layers of one step ask the same question
 def _plan_tiles(
-    key: bytes, num_tokens: int, chunk_len: int, ring_len: int, heads: tuple[int, ...]
+    key: bytes, num_tokens: int, chunk_len: int, ring_len: int, groups: int, heads: int, query_heads: int
 ) -> Tiles | None:
-    table = _table(key, chunk_len)
-    check_ring(table, ring_len)
+    table = row_table(key, chunk_len)
     if table.shape[1] == 0:
         return None
-    _, _, _, end, edge, new_edge, _ = table
-    num_tiles = np.maximum(-((edge - end) // chunk_len), (new_edge - edge) // chunk_len + 1)
+    check_ring(table, ring_len)
+    num_tiles = np.maximum(-((table[4] - table[3]) // chunk_len), (table[5] - table[4]) // chunk_len + 1)
     order = np.lexsort((table[0], -num_tiles))
-    slot, first, committed, end, edge, new_edge, snapshot = table[:, order]
     num_tiles = num_tiles[order]
-
+    slot, first, committed, end, edge, new_edge, snapshot = table[:, order]
     counts = slot.size - np.cumsum(np.bincount(num_tiles))[:-1]
     ordinal = np.repeat(np.arange(counts.size), counts)
     rank = np.arange(ordinal.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    place = edge[rank, None] + ordinal[:, None] * chunk_len + np.arange(chunk_len)  # [tiles, C] positions
-    is_record = place < committed[rank, None]
-    is_new = ~is_record & (place < end[rank, None])
-    ring_ids = slot[rank, None] * ring_len + place % ring_len
-    token_ids = (first - committed)[rank, None] + place
-    num_records = int(is_record.sum())
 
-    sources = np.where(is_new, num_records + token_ids, num_records + num_tokens)
-    sources[is_record] = np.arange(num_records)
-    queries = np.where(is_new, token_ids, num_tokens)
-    new_tokens = token_ids[is_new]
-    by_token = np.argsort(new_tokens)
-    live = new_tokens[by_token]
-    is_stored = is_new & (place >= new_edge[rank, None])
-    stored_tokens = token_ids[is_stored]
-    by_stored = np.argsort(stored_tokens)
-    consecutive = slot[-1] - slot[0] == slot.size - 1 and (np.diff(slot) == 1).all()
+    # one line per tile, one column per place in it
+    slot_, first_, committed_, end_, edge_, new_edge_ = table[:6, order[rank], None]
+    place = edge_ + (ordinal * chunk_len)[:, None] + np.arange(chunk_len)
+    is_new = (place >= committed_) & (place < end_)
+    place = np.minimum(place, end_ - 1)
+    token_ids = place + (first_ - committed_)
+    ring_ids = slot_ * ring_len + place % ring_len
+    from_ring = int((end - edge).max()) <= ring_len
+    is_record = place < committed_
+    is_stored = is_new if from_ring else is_new & (place >= new_edge_)
+    records = np.cumsum(is_record).reshape(place.shape)
+    outputs = np.flatnonzero(is_new)
+    live = token_ids.reshape(-1)[outputs]
+    by_token = np.argsort(live)
+    sources = ring_ids if from_ring else np.where(is_record, records - 1, records[-1, -1] + token_ids)
+    stored = token_ids[is_stored]
+    by_stored = np.argsort(stored)
+    fresh = slot[committed == 0]
+    standing, moved = _copies(slot, (new_edge - edge) // chunk_len, snapshot)
     return Tiles(
         chunk_len=chunk_len,
         num_tokens=num_tokens,
         num_tiles=ordinal.size,
         counts=counts.tolist(),
-        slots=torch.from_numpy(slot.copy()),
-        first_slot=int(slot[0]) if consecutive and committed.all() else -1,
-        fresh=torch.from_numpy(np.flatnonzero(committed == 0)),
+        slots=torch.from_numpy(slot),
+        runs=_runs(slot),
+        fresh=torch.from_numpy(fresh) if fresh.size else None,
+        standing=standing,
+        moved=moved,
         folded=torch.from_numpy(np.flatnonzero(ordinal + 1 < num_tiles[rank])),
-        kept=_kept(slot, committed, (new_edge - edge) // chunk_len, snapshot),
+        from_ring=from_ring,
         record_ids=torch.from_numpy(ring_ids[is_record]),
-        live=None if live.size == num_tokens else torch.from_numpy(live),
-        stored_tokens=None if stored_tokens.size == num_tokens else torch.from_numpy(stored_tokens[by_stored]),
+        live=_unless_all(live[by_token], num_tokens),
+        stored=_unless_all(stored[by_stored], num_tokens),
         stored_ids=torch.from_numpy(ring_ids[is_stored][by_stored]),
-        spread={h: _spread(h, sources, queries, np.flatnonzero(is_new)[by_token]) for h in heads},
+        spread={h: _spread(h, sources, outputs[by_token]) for h in {groups, heads}},
+        query_ids=_query_ids(groups, query_heads, np.maximum(token_ids, first_)),
     )
 
 
-def _kept(slot: np.ndarray, committed: np.ndarray, ordinal: np.ndarray, snapshot: np.ndarray) -> dict[int, Kept]:
-    """A slot's state is stored when it moves and when it comes into being; a snapshot always."""
-    moved = np.flatnonzero((ordinal > 0) | (committed == 0))
-    shot = np.flatnonzero(snapshot > 0)
-    ranks = np.concatenate([moved, shot])
-    slots = np.concatenate([slot[moved], snapshot[shot]])
+def _unless_all(token_ids: np.ndarray, num_tokens: int) -> torch.Tensor | None:
+    return None if token_ids.size == num_tokens else torch.from_numpy(token_ids)
+
+
+def _copies(slot: np.ndarray, ordinal: np.ndarray, snapshot: np.ndarray) -> tuple[Copies | None, dict[int, Copies]]:
+    """What to store where: a state that moves goes to its slot, and any state to the snapshot that wants it."""
+    standing = np.flatnonzero((ordinal == 0) & (snapshot > 0))
+    ranks = np.flatnonzero(ordinal)
+    shot = ranks[snapshot[ranks] > 0]
+    ranks, slots = np.concatenate([ranks, shot]), np.concatenate([slot[ranks], snapshot[shot]])
     at = ordinal[ranks]
-    return {
-        int(j): Kept(torch.from_numpy(ranks[at == j]), torch.from_numpy(slots[at == j])) for j in np.unique(at)
-    }
+    moved = {j: Copies(torch.from_numpy(ranks[at == j]), torch.from_numpy(slots[at == j])) for j in set(at.tolist())}
+    if not standing.size:
+        return None, moved
+    return Copies(torch.from_numpy(slot[standing]), torch.from_numpy(snapshot[standing])), moved
 
 
-def _spread(heads: int, sources: np.ndarray, queries: np.ndarray, outputs: np.ndarray) -> Spread:
+def _runs(slot: np.ndarray) -> list[Run]:
+    starts = [0, *(np.flatnonzero(np.diff(slot) != 1) + 1).tolist(), slot.size]
+    return [Run(a, int(slot[a]), b - a) for a, b in pairwise(starts)]
+
+
+def _spread(heads: int, sources: np.ndarray, outputs: np.ndarray) -> Spread:
     """Indices of tokens turned into indices of heads' vectors."""
     head = np.arange(heads)
     chunk_len = sources.shape[1]
     tile, place = np.divmod(outputs, chunk_len)
     return Spread(
         sources=torch.from_numpy((sources[:, None, :] * heads + head[:, None]).reshape(-1)),
-        queries=torch.from_numpy((queries[:, None, :] * heads + head[:, None]).reshape(-1)),
         outputs=torch.from_numpy(((tile[:, None] * heads + head) * chunk_len + place[:, None]).reshape(-1)),
     )
+
+
+def _query_ids(groups: int, heads: int, token_ids: np.ndarray) -> torch.Tensor:
+    group = np.arange(heads) // (heads // groups)
+    return torch.from_numpy((token_ids[:, None, :] * groups + group[:, None]).reshape(-1))
+
+
+@lru_cache(maxsize=8)
+def causal(chunk_len: int, dtype: torch.dtype) -> torch.Tensor:
+    """[C, C]: one where s <= t."""
+    return torch.ones(chunk_len, chunk_len, dtype=dtype).tril()
+
+
+def span_sums(values: torch.Tensor) -> torch.Tensor:
+    """Sums over the places s < u <= t of tiles [n, H, C], as [n, H, C, C]; zero for s >= t.
+
+    As a product of matrices, because differences of cumulative sums lose the digits of small spans.
+    """
+    num_tiles, heads, chunk_len = values.shape
+    upto = (values.unsqueeze(2) * causal(chunk_len, values.dtype)).flatten(0, 1)
+    return torch.bmm(upto, _after(chunk_len, values.dtype).expand(upto.shape)).view(num_tiles, heads, chunk_len, chunk_len)
+
+
+@lru_cache(maxsize=8)
+def _after(chunk_len: int, dtype: torch.dtype) -> torch.Tensor:
+    """[C, C]: one where u > s."""
+    return torch.ones(chunk_len, chunk_len, dtype=dtype).tril(-1)

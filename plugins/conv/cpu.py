@@ -1,27 +1,18 @@
-"""The causal convolution for all tokens of a step at once.
+"""The causal depthwise convolution over all rows at once: one multiplication and addition per tap.
 
-A token's columns are looked up in the ring, among the step's tokens, or are zero. Bits depend on them only: single
-multiplications, additions and exp, in the order of the window (torch's silu treats the ends of a tensor differently).
+The rows' windows (W - 1 columns before the first new token, then the new ones) lie one behind the other in one
+tensor, and the taps are that tensor shifted; what straddles two rows is dropped. Bits do not depend on how a
+sequence is split: a number meets its taps in one order, by single multiplications and additions, and silu is
+written with exp because torch's own silu rounds the ends of a tensor differently.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hemiola.plugins.grid import step_rows
-
-
-class Window(NamedTuple):
-    """Where a step's columns come from and which of them are kept."""
-
-    ring_ids: torch.Tensor  # in rings of [slots * R] columns: those that the first tokens look back to
-    sources: tuple[torch.Tensor, ...]  # by place in the window: [T] into ring columns, then tokens, then a zero
-    stored_tokens: torch.Tensor
-    stored_ids: torch.Tensor
-    snapshots: tuple[tuple[int, int], ...]  # slot -> snapshot slot
+from hemiola.plugins.grid import check_ring, row_table, rows_key
 
 
 def conv(
@@ -37,51 +28,79 @@ def conv(
     snapshot_slot: torch.Tensor,
     chunk_len: int,
 ) -> torch.Tensor:
-    """y[T, E]; see reference.py."""
+    """y[T, E], silu applied; see reference.py."""
     rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot)
-    key = tuple(tensor.numpy().tobytes() for tensor in rows)
-    window = _window(key, x.shape[0], columns.shape[1], weight.shape[1], chunk_len)
-    flat = columns.view(-1, columns.shape[2])
-    source = torch.cat((flat.index_select(0, window.ring_ids), x.to(columns.dtype), flat.new_zeros(1, x.shape[1])))
-    total = bias.to(flat.dtype).expand_as(x)
-    for taps, index in zip(weight.to(flat.dtype).unbind(1), window.sources, strict=True):
-        total = total + taps * source.index_select(0, index)
-    flat.index_copy_(0, window.stored_ids, x.to(flat.dtype).index_select(0, window.stored_tokens))
-    for slot, snapshot in window.snapshots:
-        columns[snapshot] = columns[slot]
-    return (total / (1 + torch.exp(-total))).to(x.dtype)
+    width = weight.shape[1]
+    plan = _plan(rows_key(rows), x.shape[0], chunk_len, columns.shape[1], width)
+    if plan is None:
+        return torch.zeros_like(x)
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    new = x.to(columns.dtype)
+    ring = columns.view(-1, columns.shape[2])
+    source = torch.cat([new.new_zeros(1, x.shape[1]), ring.index_select(0, plan.record_ids), new])
+    windows = source.index_select(0, plan.windows).to(exact)
+    ring.index_copy_(0, plan.stored_ids, new if plan.stored is None else new.index_select(0, plan.stored))
+    if plan.shots is not None:
+        columns.index_copy_(0, plan.shots.slots, columns.index_select(0, plan.shots.sources))
+
+    taps = weight.to(exact).mT.contiguous()  # [W, E]
+    num = windows.shape[0] - width + 1
+    y = windows.narrow(0, 0, num) * taps[0]
+    for tap in range(1, width):
+        y += windows.narrow(0, tap, num) * taps[tap]
+    if plan.kept is not None:
+        y = y.index_select(0, plan.kept)
+    y += bias.to(exact)
+    y /= (-y).exp_().add_(1)
+    if plan.live is not None:
+        y = y.new_zeros(x.shape).index_copy_(0, plan.live, y)
+    return y.to(x.dtype)
+
+
+class _Plan(NamedTuple):
+    record_ids: torch.Tensor  # in rings of [slots * ring] columns
+    windows: torch.Tensor  # into a zero, the records and the new tokens: every row's window, row after row
+    kept: torch.Tensor | None  # sums that do not straddle two rows, in token order; None if all
+    live: torch.Tensor | None  # tokens that belong to a row, None if all
+    stored: torch.Tensor | None  # tokens to write to the rings, None if all
+    stored_ids: torch.Tensor
+    shots: "_Shots | None"
+
+
+class _Shots(NamedTuple):
+    sources: torch.Tensor
+    slots: torch.Tensor
 
 
 @lru_cache(maxsize=8)  # keyed by the rows' content: the layers of one step ask the same question
-def _window(key: Sequence[bytes], num_tokens: int, ring_len: int, width: int, chunk_len: int) -> Window:
-    tensors = [torch.frombuffer(bytearray(part), dtype=torch.int32) for part in key]
-    ring_ids: list[int] = []
-    stored_tokens, stored_ids, snapshots = [], [], []
-    sources = np.full((width, num_tokens), -1, np.int64)  # -1 is the zero at the end
-    rows = step_rows(tensors, chunk_len)
-    for row in rows:
-        past = range(max(row.committed - width + 1, 0), row.committed)
-        first_past = len(ring_ids)
-        ring_ids += [row.slot_id * ring_len + position % ring_len for position in past]
-        count = row.end - row.committed
-        tokens = np.arange(row.first, row.first + count)
-        for w in range(width):
-            back = width - 1 - w
-            positions = np.arange(row.committed - back, row.end - back)
-            from_ring = first_past + positions - (row.committed - len(past))
-            sources[w, tokens] = np.where(positions >= row.committed, -2 - (tokens - back), from_ring)
-            sources[w, tokens[positions < 0]] = -1
-        keep = min(count, ring_len)
-        stored_tokens.append(tokens[count - keep :])
-        stored_ids.append(row.slot_id * ring_len + np.arange(row.end - keep, row.end) % ring_len)
-        if row.snapshot_slot > 0:
-            snapshots.append((row.slot_id, row.snapshot_slot))
-    held = len(ring_ids)
-    sources = np.where(sources == -1, held + num_tokens, np.where(sources < -1, held - 2 - sources, sources))
-    return Window(
-        ring_ids=torch.tensor(ring_ids, dtype=torch.int64),
-        sources=tuple(torch.from_numpy(line.copy()) for line in sources),
-        stored_tokens=torch.from_numpy(np.concatenate([*stored_tokens, np.zeros(0, np.int64)])),
-        stored_ids=torch.from_numpy(np.concatenate([*stored_ids, np.zeros(0, np.int64)])),
-        snapshots=tuple(snapshots),
+def _plan(key: bytes, num_tokens: int, chunk_len: int, ring_len: int, width: int) -> _Plan | None:
+    table = row_table(key, chunk_len)
+    if table.shape[1] == 0:
+        return None
+    check_ring(table, ring_len - width + 1)
+    slot, first, committed, end, _, new_edge, snapshot = table
+    # one line per place of a window: positions committed - W + 1 .. end of each row
+    lens = end - committed + width - 1
+    row = np.repeat(np.arange(slot.size), lens)
+    place = np.arange(row.size) - (np.cumsum(lens) - lens - committed + width - 1)[row]
+    is_new = place >= committed[row]
+    is_record = ~is_new & (place >= 0)
+    token_ids = place + (first - committed)[row]
+    ring_ids = slot[row] * ring_len + place % ring_len
+    num_records = int(is_record.sum())
+    windows = np.where(is_new, token_ids + 1 + num_records, 0)
+    windows[is_record] = np.arange(1, num_records + 1)
+    kept = np.flatnonzero(is_new) - (width - 1)
+    live = token_ids[is_new]
+    is_stored = is_new & (place > (new_edge - width)[row])
+    stored = token_ids[is_stored]
+    shot = np.flatnonzero(snapshot > 0)
+    return _Plan(
+        record_ids=torch.from_numpy(ring_ids[is_record]),
+        windows=torch.from_numpy(windows),
+        kept=None if slot.size == 1 else torch.from_numpy(kept),
+        live=None if live.size == num_tokens else torch.from_numpy(live),
+        stored=None if stored.size == num_tokens else torch.from_numpy(stored),
+        stored_ids=torch.from_numpy(ring_ids[is_stored]),
+        shots=_Shots(torch.from_numpy(slot[shot]), torch.from_numpy(snapshot[shot])) if shot.size else None,
     )

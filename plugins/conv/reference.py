@@ -1,4 +1,4 @@
-"""A causal depthwise convolution with silu, one token after the other."""
+"""The causal depthwise convolution, one token after the other."""
 
 import torch
 
@@ -7,9 +7,9 @@ from hemiola.plugins.grid import step_rows
 
 def conv(
     x: torch.Tensor,  # [T, E]
-    weight: torch.Tensor,  # [E, W]; the last column meets the token itself
+    weight: torch.Tensor,  # [E, W]
     bias: torch.Tensor,  # [E]
-    columns: torch.Tensor,  # [S, R, E] raw inputs by position % R
+    columns: torch.Tensor,  # [S, R, E] raw columns of the last tokens
     cu_tokens: torch.Tensor,
     slot_id: torch.Tensor,
     committed: torch.Tensor,
@@ -18,20 +18,21 @@ def conv(
     snapshot_slot: torch.Tensor,
     chunk_len: int,
 ) -> torch.Tensor:
-    """silu(bias + sum_w weight[:, w] * x of W - 1 - w tokens ago), [T, E]. A snapshot is the whole ring."""
+    """y[T, E], silu applied. A token reads its own column and the W - 1 before it; before position 0 are zeros."""
     ring_len, width = columns.shape[1], weight.shape[1]
     y = torch.zeros_like(x)
     for row in step_rows((cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot), chunk_len):
         ring = columns[row.slot_id]
-        for position in range(row.committed, row.end):
+        window = [torch.zeros_like(bias)] * width
+        for position in range(max(row.committed - width + 1, 0), row.end):
             token = row.first + position - row.committed
-            ring[position % ring_len] = x[token]
-            total = bias.clone()
-            for w in range(width):
-                past = position - (width - 1 - w)
-                if past >= 0:
-                    total = total + weight[:, w] * ring[past % ring_len]
-            y[token] = total / (1 + torch.exp(-total))
+            column = ring[position % ring_len].clone() if position < row.committed else x[token]
+            window = [*window[1:], column]
+            if position >= row.committed:
+                total = bias + sum(weight[:, i] * window[i] for i in range(width))
+                y[token] = total / (1 + torch.exp(-total))
+        for position in range(max(row.committed, row.new_edge - width + 1), row.end):
+            ring[position % ring_len] = x[row.first + position - row.committed]
         if row.snapshot_slot > 0:
             columns[row.snapshot_slot] = ring
     return y

@@ -1,4 +1,4 @@
-"""The declaration of the causal convolution in front of a recurrence."""
+"""The declaration of the causal depthwise convolution."""
 
 from hemiola.plugins.conv import cpu, reference
 from hemiola.plugins.spec import ROWS, Arg, Attr, Op

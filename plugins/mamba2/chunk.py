@@ -8,11 +8,9 @@ torch's operations only those are used whose results do not depend on a number's
 single multiplications and additions (sigmoid, silu and fused multiply-adds treat the ends of a tensor differently).
 """
 
-from functools import lru_cache
-
 import torch
 
-from hemiola.plugins.grid import Tiles, plan_tiles
+from hemiola.plugins.grid import Tiles, causal, plan_tiles, span_sums
 
 
 def mamba2(
@@ -37,30 +35,28 @@ def mamba2(
     """y[T, H, P], the D * x term included; see reference.py."""
     rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot)
     (num_tokens, heads, width), groups = x.shape, B.shape[1]
-    tiles = plan_tiles(rows, num_tokens, chunk_len, x_records.shape[1], (heads, groups))
+    tiles = plan_tiles(rows, num_tokens, chunk_len, x_records.shape[1], groups, heads, groups)
     if tiles is None:
         return torch.zeros_like(x)
     exact = state.dtype  # fp32, or fp64 in tests
-    x_new, B_new, dt_new = x.to(x_records.dtype), B.to(B_records.dtype), dt.to(dt_records.dtype)
-    x_tile = tiles.gather(x_records, x_new).to(exact)  # [n, H, C, P]
-    B_tile = tiles.gather(B_records, B_new).to(exact)  # [n, G, C, D]
-    C_tile = tiles.gather_queries(C).to(exact)
-    dt_tile = tiles.gather(dt_records, dt_new).to(exact)  # [n, H, C]
-    tiles.store(x_records, x_new)
-    tiles.store(B_records, B_new)
-    tiles.store(dt_records, dt_new)
+    x = x.to(x_records.dtype)
+    x_tile = tiles.take(x_records, x).to(exact)  # [n, H, C, P]
+    B_tile = tiles.take(B_records, B.to(B_records.dtype)).to(exact)  # [n, G, C, D]
+    C_tile = tiles.take_queries(C).to(exact)
+    dt_tile = tiles.take(dt_records, dt.to(dt_records.dtype)).to(exact)  # [n, H, C]
 
-    a = torch.cumsum(dt_tile * A.to(exact).unsqueeze(1), 2, dtype=torch.float64)  # their differences lose digits
-    weight = (a.unsqueeze(3) - a.unsqueeze(2)).clamp_(max=0).to(exact).exp_()  # [n, H, C, C]
+    log_decay = dt_tile * A.to(exact).unsqueeze(1)
+    total = log_decay.cumsum(2)
+    weight = span_sums(log_decay).exp_()  # [n, H, C, C]
     weight.mul_(dt_tile.unsqueeze(2))
-    across = _scan(tiles, state, x_tile, B_tile, C_tile, weight.select(2, -1), a.select(2, -1))
-    scores = torch.bmm(C_tile.flatten(0, 1), B_tile.flatten(0, 1).mT).mul_(_causal(chunk_len, exact))
+    across = _scan(tiles, state, x_tile, B_tile, C_tile, weight.select(2, -1), total.select(2, -1))
+    scores = torch.bmm(C_tile.flatten(0, 1), B_tile.flatten(0, 1).mT).mul_(causal(chunk_len, exact))
     weight.view(-1, heads // groups, chunk_len, chunk_len).mul_(scores.unsqueeze(1))
     within = torch.bmm(weight.flatten(0, 1), x_tile.flatten(0, 1))
 
-    reach = a.view(-1).index_select(0, tiles.spread[heads].outputs).to(exact).exp_().view(-1, heads, 1)
+    reach = tiles.select(total.unsqueeze(3), heads).exp_()
     y = tiles.select(across, groups).view(-1, heads, width) * reach
-    y.add_(tiles.select(within, heads)).add_(tiles.drop_padding(x_new).to(exact) * D.to(exact).unsqueeze(1))
+    y.add_(tiles.select(within, heads)).add_(tiles.drop_padding(x).to(exact) * D.to(exact).unsqueeze(1))
     return tiles.scatter(y).to(x.dtype)
 
 
@@ -71,37 +67,27 @@ def _scan(
     B: torch.Tensor,  # [n, G, C, D]
     C: torch.Tensor,  # [n, G, C, D]
     weight: torch.Tensor,  # [n, H, C] what of a token reaches the tile's end
-    a_end: torch.Tensor,  # [n, H]
+    total: torch.Tensor,  # [n, H]
 ) -> torch.Tensor:
     """C_t.S0 of every tile [n * G, C, H / G * P]; states move from edge to edge and are stored."""
-    (_, heads, _, width), (_, groups, chunk_len, depth) = x.shape, B.shape
+    (_, heads, chunk_len, width), (groups, depth) = x.shape, (B.shape[1], B.shape[3])
     queries = C.flatten(0, 1)
-    current = tiles.start(state)
-    if len(tiles.counts) == 1:  # no edge on the way: decode, mostly
-        tiles.keep(0, state, current)
-        return torch.bmm(queries, current.reshape(queries.shape[0], -1, depth).mT)
     across = queries.new_empty(queries.shape[0], chunk_len, heads // groups * width)
-    gain = weight.index_select(0, tiles.folded).unsqueeze(3)
-    inputs = (x.index_select(0, tiles.folded) * gain).flatten(0, 1).mT
-    keys = B.index_select(0, tiles.folded).repeat_interleave(heads // groups, 1).flatten(0, 1)
-    decay = a_end.index_select(0, tiles.folded).to(x.dtype).exp_().view(-1, 1, 1)
-    tile = fold = 0
-    for ordinal, count in enumerate(tiles.counts):
-        start, num = tile * groups, count * groups
-        edge_state = current.reshape(num, -1, depth).mT
-        torch.bmm(queries.narrow(0, start, num), edge_state, out=across.narrow(0, start, num))
-        tiles.keep(ordinal, state, current)
-        tile += count
-        if ordinal + 1 < len(tiles.counts):
-            rows = tiles.counts[ordinal + 1]
-            start, num = fold * heads, rows * heads
-            moved = current.narrow(0, 0, rows).reshape(num, width, depth) * decay.narrow(0, start, num)
-            moved.baddbmm_(inputs.narrow(0, start, num), keys.narrow(0, start, num))
-            current = moved.view(rows, heads, width, depth)
-            fold += rows
+    if len(tiles.counts) > 1:
+        gain = weight.index_select(0, tiles.folded).unsqueeze(3)
+        inputs = (x.index_select(0, tiles.folded) * gain).flatten(0, 1).mT
+        keys = B.index_select(0, tiles.folded).repeat_interleave(heads // groups, 1).flatten(0, 1)
+        decay = total.index_select(0, tiles.folded).exp_().view(-1, 1, 1)
+
+    def visit(tile: int, states: torch.Tensor) -> None:
+        start, num = tile * groups, states.shape[0] * groups
+        read = states.view(num, -1, depth).mT
+        torch.bmm(queries.narrow(0, start, num), read, out=across.narrow(0, start, num))
+
+    def move(_: int, fold: int, states: torch.Tensor) -> torch.Tensor:
+        start, num = fold * heads, states.shape[0] * heads
+        moved = states.flatten(0, 1) * decay.narrow(0, start, num)
+        return moved.baddbmm_(inputs.narrow(0, start, num), keys.narrow(0, start, num)).view(states.shape)
+
+    tiles.scan(state, visit, move)
     return across
-
-
-@lru_cache(maxsize=8)
-def _causal(chunk_len: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.ones(chunk_len, chunk_len, dtype=dtype).tril()
