@@ -93,13 +93,9 @@ class Mamba2(nn.Module):
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
         self.ops, self.chunk_len, self.name, self.gates = kit.ops, kit.chunk_len, name, Gates(kit)
-        self.heads, self.head_dim = cfg.size("mamba_num_heads"), cfg.size("mamba_head_dim")
-        self.groups, self.state_dim = cfg.size("n_groups"), cfg.size("ssm_state_size")
+        self.heads, self.groups = cfg.sizes("mamba_num_heads", "n_groups")
+        self.head_dim, self.state_dim = cfg.size("mamba_head_dim"), cfg.size("ssm_state_size")
         self.inner, self.shared = self.heads * self.head_dim, self.groups * self.state_dim
-        if self.heads % self.groups:
-            raise cfg.refused(
-                f"mamba_num_heads {self.heads} is not a multiple of n_groups {self.groups}; correct it"
-            )
         self.low, self.high = _time_step_limit(cfg)
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("conv_kernel")
         columns = self.inner + 2 * self.shared
@@ -216,15 +212,14 @@ class Moe(nn.Module):
 
     def _check(self, cfg: Config) -> None:
         per_group = self.num_experts // self.num_groups
-        if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
+        groups = f"n_group {self.num_groups} with topk_group {self.top_groups}"
+        if self.num_experts % self.num_groups or self.top_groups > self.num_groups or per_group < 2:
             raise cfg.refused(
-                f"n_group {self.num_groups} with topk_group {self.top_groups} does not divide "
-                f"n_routed_experts {self.num_experts}; correct it"
+                f"{groups} does not fit n_routed_experts {self.num_experts}; correct one of them"
             )
-        if not self.top_k <= self.top_groups * per_group:
+        if self.top_k > self.top_groups * per_group:
             raise cfg.refused(
-                f"num_experts_per_tok {self.top_k} is more than the {self.top_groups * per_group} "
-                f"experts that topk_group leaves; correct it"
+                f"num_experts_per_tok {self.top_k} is more than {groups} leaves; correct one of them"
             )
 
 

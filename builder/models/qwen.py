@@ -91,13 +91,8 @@ class GatedDelta(nn.Module):
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
         self.ops, self.chunk_len, self.name, self.gates = kit.ops, kit.chunk_len, name, Gates(kit)
-        self.k_heads, self.v_heads = cfg.size("linear_num_key_heads"), cfg.size("linear_num_value_heads")
+        self.v_heads, self.k_heads = cfg.sizes("linear_num_value_heads", "linear_num_key_heads")
         self.k_dim, self.v_dim = cfg.size("linear_key_head_dim"), cfg.size("linear_value_head_dim")
-        if self.v_heads % self.k_heads:
-            raise cfg.refused(
-                f"linear_num_value_heads {self.v_heads} is not a multiple of "
-                f"linear_num_key_heads {self.k_heads}; correct it"
-            )
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("linear_conv_kernel_dim")
         self.qk_width, self.v_width = 2 * self.k_heads * self.k_dim, self.v_heads * self.v_dim
         columns = self.qk_width + self.v_width
@@ -227,9 +222,9 @@ class Layer(nn.Module):
                     f"layer_types has {kind!r}, known are {', '.join(WORDS)}; use another checkpoint"
                 )
         self.mixer = Block(norm(kit, cfg, f"{prefix}input_layernorm"), mixer)
-        if is_sparse(cfg, index) or (
-            target and "num_experts" in cfg
-        ):  # an MTP layer is as sparse as the model
+        # no config says whether an MTP layer is sparse
+        sparse = f"{prefix}mlp.gate.weight" in kit.checkpoint if target else is_sparse(cfg, index)
+        if sparse:
             mlp = Moe(kit, cfg, f"{prefix}mlp.")
         else:
             mlp = SwigluMlp(kit, f"{prefix}mlp.", cfg.size("hidden_size"), cfg.size("intermediate_size"))
@@ -288,8 +283,9 @@ def layer_kinds(cfg: Config) -> list[str]:
 
 
 def is_sparse(cfg: Config, index: int) -> bool:
-    dense = index in cfg.read("mlp_only_layers", list[int], [])
-    return "num_experts" in cfg and not dense and (index + 1) % cfg.size("decoder_sparse_step", 1) == 0
+    if cfg.read("num_experts", int, 0) == 0 or index in cfg.read("mlp_only_layers", list[int], []):
+        return False
+    return (index + 1) % cfg.size("decoder_sparse_step", 1) == 0
 
 
 def head_dim(cfg: Config) -> int:

@@ -99,7 +99,7 @@ def test_a_tensor_that_the_index_puts_elsewhere_is_refused(tmp_path: Path) -> No
     first, second = index["weight_map"]["a"], index["weight_map"]["b"]
     index["weight_map"] = {"a": second, "b": first}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(Refused, match="says that a is in .*, but it is not"):
+    with pytest.raises(Refused, match=r"says that a is in .*, but it is not"):
         Checkpoint(folder)
 
 
