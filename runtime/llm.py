@@ -1,13 +1,12 @@
 """LLM: an engine directory that answers. Text in, text out; everything else is called from here."""
 
-import atexit
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
-from weakref import WeakMethod
 
 from hemiola.runtime import manifest as manifests
 from hemiola.runtime.accept import judge
@@ -63,8 +62,7 @@ class LLM:
             self.config.max_len, self.manifest.limits.max_len, self.manifest.vocab_size, self.manifest.eos_ids
         )
         self._loop.start()
-        close = WeakMethod(self.close)
-        atexit.register(lambda: (method := close()) and method())
+        weakref.finalize(self, self._loop.close)  # when forgotten, and at exit
 
     @property
     def counters(self) -> Counters:
