@@ -50,6 +50,8 @@ class LLM:
 
     def __init__(self, engine_dir: str | Path, **options: Any) -> None:
         serve_config = ServeConfig(**options)
+        if not isinstance(engine_dir, (str, Path)):
+            raise Refused(f"engine_dir is {type(engine_dir).__name__}; pass a path")
         engine_dir = Path(engine_dir)
         self.manifest = manifests.load(engine_dir)
         self.config = resolve(serve_config, self.manifest, free_bytes())
@@ -198,6 +200,7 @@ class _Collector:
 def _progress(total: int, shown: bool) -> Iterator[int]:
     if not shown:
         return iter(range(total))
-    from rich.progress import track  # not needed by servers
+    from rich.console import Console  # not needed by servers
+    from rich.progress import track
 
-    return iter(track(range(total), description="requests", total=total))
+    return iter(track(range(total), description="requests", total=total, console=Console(stderr=True)))
