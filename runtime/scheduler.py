@@ -55,12 +55,13 @@ class Scheduler:
         """The next step: decode rows, then prompts under way, then new requests, within the token budget."""
         plan = Plan([], [])
         budget = self.config.max_step_tokens
+        capacity = self.pages.capacity
         prompts: list[Request] = []
         for request in self.running:  # may shrink at its young end while we are at the old one
             if request.total_len - request.committed_len > 1:
                 prompts.append(request)
                 continue
-            if request.total_len > self.pages.capacity[request.slot_id] and not self._make_room(request):
+            if request.total_len > capacity[request.slot_id] and not self._make_room(request):
                 break
             plan.rows.append(request)
             plan.num_tokens.append(1)
