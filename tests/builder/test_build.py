@@ -92,7 +92,6 @@ def test_help_and_module_entry(tmp_path: Path) -> None:
         (None, None, ("mtp", 3)),
         ("ngram", 8, ("ngram", 8)),
         ("none", None, ("none", 0)),
-        ("mtp", 1, ("mtp", 1)),
     ],
 )
 def test_drafts(drafts: str | None, num_drafts: int | None, expected: tuple, tiny_engine: Get) -> None:
@@ -120,7 +119,7 @@ def test_a_head_without_tensors_is_no_head(tiny_checkpoint: Get, tmp_path: Path)
 def test_stored_dtypes_are_kept_and_shared_weights_stored_once(tmp_path: Path) -> None:
     source = checkpoints.make("qwen3_5_tied", tmp_path / "source", dtype=torch.bfloat16, shards=3)
     engine = tmp_path / "engine"
-    build.build(source, engine, build.Options(max_len=256, max_rows=2, page_len=32))
+    build.build(source, engine, build.Options(max_len=256, max_rows=2, page_len=32, drafts="none"))
     weights = load_file(engine / "weights.safetensors")
     assert weights["embed"].dtype == weights["layers.0.mixer.body.in_proj.weight"].dtype == torch.bfloat16
     assert weights["layers.0.mixer.body.norm.weight"].dtype == torch.float32
@@ -134,7 +133,7 @@ def test_stored_dtypes_are_kept_and_shared_weights_stored_once(tmp_path: Path) -
 def test_an_old_engine_is_replaced_and_survives_a_failed_build(
     tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, options = tmp_path / "engine", build.Options(max_len=64, max_rows=1)
+    engine, options = tmp_path / "engine", build.Options(max_len=64, max_rows=1, drafts="none")
     first = build.build(tiny_checkpoint("qwen3_5"), engine, options)
     second = build.build(tiny_checkpoint("nemotron_h_dense"), engine, options)
     assert manifest.load(engine).identity == second.identity != first.identity
@@ -153,7 +152,7 @@ def test_a_template_inside_the_tokenizer_config_is_found(tiny_checkpoint: Get, t
     source = shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "source")
     (source / "chat_template.jinja").unlink()
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    build.build(source, tmp_path / "engine", build.Options(max_len=64, max_rows=1))
+    build.build(source, tmp_path / "engine", build.Options(max_len=64, max_rows=1, drafts="none"))
     assert (tmp_path / "engine" / "tokenizer" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
