@@ -1,5 +1,6 @@
 """build-engine: what it writes, and one line for everything that it refuses."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -141,17 +142,30 @@ def test_an_old_engine_is_replaced_and_survives_a_failed_build(
     def broken(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build, "write_weights", broken)
-    with pytest.raises(KeyboardInterrupt):
-        build.build(tiny_checkpoint("qwen3_5"), engine, options)
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for break_it, error in ((broken, KeyboardInterrupt), (full, Refused)):
+        monkeypatch.setattr(build, "write_weights", break_it)
+        with pytest.raises(error):
+            build.build(tiny_checkpoint("qwen3_5"), engine, options)
     assert manifest.load(engine).identity == second.identity
     assert [p.name for p in tmp_path.iterdir()] == ["engine"]
 
 
-def test_a_template_inside_the_tokenizer_config_is_found(tiny_checkpoint: Get, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "{{ messages }}",
+        [{"name": "tool", "template": "x"}, {"name": "default", "template": "{{ messages }}"}],
+    ],
+)
+def test_a_template_inside_the_tokenizer_config_is_found(
+    stored: object, tiny_checkpoint: Get, tmp_path: Path
+) -> None:
     source = shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "source")
     (source / "chat_template.jinja").unlink()
-    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": stored}))
     build.build(source, tmp_path / "engine", build.Options(max_len=64, max_rows=1, drafts="none"))
     assert (tmp_path / "engine" / "tokenizer" / "chat_template.jinja").read_text() == "{{ messages }}"
 
@@ -223,6 +237,7 @@ SPOILED = {
     "absent shard": (QWEN, absent_shard, "model-00002-of-00003.safetensors is missing"),
     "no tokenizer": (QWEN, remove("tokenizer.json"), "has no tokenizer.json"),
     "tokenizer": (QWEN, write("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer"),
+    "tokenizer config": (QWEN, write("tokenizer_config.json", "{"), "tokenizer_config.json is not JSON"),
     "tokenizer ids": (QWEN, tokenizer_with("extra"), "has ids up to 320, but vocab_size is 320"),
     "missing tensor": (QWEN, tensors(model__norm__weight=None), "has no tensor model.norm.weight"),
     "extra tensor": (QWEN, tensors(model__what__ever=torch.zeros(1)), "does not know: model.what.ever"),
