@@ -86,9 +86,11 @@ def test_submit_and_abort(llm: LLM) -> None:
 
 
 def test_ctrl_c_ends_a_generate_and_its_requests(llm: LLM) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts without it
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["def "] * 20, params(max_tokens=500))
+    signal.signal(signal.SIGINT, before)
     (out,) = llm.generate(["def "], params())
     assert out.finish_reason == "length"
 

@@ -90,10 +90,10 @@ def test_a_newcomer_is_not_let_in_to_be_thrown_out(make_hand: Callable) -> None:
     hand = make_hand(num_pages=9)
     hand.submit(prompt(8), max_tokens=30)
     hand.turn()
-    newcomer = hand.submit(prompt(56), max_tokens=1)
+    newcomer = hand.submit(prompt(48), max_tokens=8)
     hand.run()
     assert hand.loop.scheduler.num_preemptions == 0
-    assert hand.token_ids(newcomer) == oracle(prompt(56), 1)
+    assert hand.token_ids(newcomer) == oracle(prompt(48), 8)
 
 
 @pytest.mark.parametrize("num_pages", [9, 10, 11, 13, 17])

@@ -141,7 +141,7 @@ STOPS = [
     ("STOP", ["STOP"], ""),
     ("x你好y", ["好"], "x你"),
     ("abcdef", ["cde", "bc"], "a"),
-    ("return", ["urn", "et"], "r"),  # one token that holds both
+    ("x return", ["urn", "et"], "x r"),  # one token that holds both
     ("abcdef", ["f", "zzz"], "abcde"),
 ]
 
