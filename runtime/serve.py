@@ -32,6 +32,7 @@ from hemiola.runtime.tritonserver import (
     write_repository,
 )
 
+GRACE_S = 10  # for tritonserver to notice that its exit timeout is over
 # Asks the kernel to kill the server if we end without stopping it, and becomes the server.
 LAUNCH = """
 import ctypes, os, signal, sys
@@ -189,7 +190,7 @@ class Server:
         before = self._process.poll()
         try:
             self._process.terminate()
-            status = self._process.wait(self._exit_timeout_s + 10)
+            status = self._process.wait(self._exit_timeout_s + GRACE_S)
         except subprocess.TimeoutExpired:
             status = None
         finally:

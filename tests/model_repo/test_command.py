@@ -112,10 +112,15 @@ def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs
 
 def test_killed_command_takes_tritonserver_and_the_engine_with_it(engine_dirs: dict[str, Path]) -> None:
     before = leftovers()
-    process, _ = start(f"--engine-dir={engine_dirs['hemiola']}")
+    process, address = start(f"--engine-dir={engine_dirs['hemiola']}")
     family = descendants(process.pid)
     assert len(family) == 2, family
-    process.kill()
+    with Client(address) as client:
+        stream = client.stream("in flight", SamplingParams(max_tokens=400, ignore_eos=True))
+        next(stream)
+        process.kill()
+        with pytest.raises(RuntimeError, match=f"the server at {address}: "):
+            list(stream)
     process.communicate()
     deadline = time.monotonic() + 10
     while any(map(alive, family)) and time.monotonic() < deadline:
@@ -140,7 +145,8 @@ def test_tampered_engine_is_refused_before_the_server_starts(
     with (broken / "weights.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x01")
-    assert "weights.safetensors was changed after the build" in refused(f"--engine-dir={broken}")
+    message = refused(f"--engine-dir={broken}")
+    assert message.startswith(f"error: {broken}/weights.safetensors was changed after the build")
 
 
 def test_taken_port_is_refused_by_name(engine_dirs: dict[str, Path]) -> None:

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -249,6 +251,32 @@ def test_cancel_ends_the_requests_it_names_and_no_other(model: Any) -> None:
     assert model.llm.aborted == [1]
     assert ask(model, {"cancel": ""}, prompt=[]).sent, "no request is called nothing"
     assert model.llm.aborted == [1]
+
+
+def test_an_engine_ends_when_its_server_is_gone(module: ModuleType) -> None:
+    module.PARENT_CHECK_S = 0.01
+    read, write = os.pipe()
+    server = os.fork()
+    if server == 0:
+        engine = os.fork()
+        if engine == 0:
+            module.end_with_parent()
+            time.sleep(60)
+            os._exit(0)
+        os.write(write, str(engine).encode())
+        time.sleep(0.2)
+        os._exit(0)
+    engine = int(os.read(read, 20))
+    assert Path(f"/proc/{engine}").exists()
+    os.waitpid(server, 0)
+    try:
+        until(
+            lambda: not Path(f"/proc/{engine}").exists() or " Z " in Path(f"/proc/{engine}/stat").read_text()
+        )
+    finally:
+        os.kill(engine, signal.SIGKILL) if Path(f"/proc/{engine}").exists() else None
+        os.close(read)
+        os.close(write)
 
 
 def test_a_temperature_sent_as_fp32_is_the_one_that_was_written(module: ModuleType) -> None:

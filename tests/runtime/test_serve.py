@@ -1,11 +1,14 @@
 """What `hemiola serve` decides before and after tritonserver; tests/model_repo has the real one."""
 
-from collections.abc import Iterable
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from hemiola.runtime import serve
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serve import Log, Server, name_engines
 
@@ -41,9 +44,34 @@ def test_every_interface_is_reached_by_loopback() -> None:
 
 def test_a_broken_engine_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     server = Server({"hemiola": tmp_path})
-    with pytest.raises(Refused, match=r"has no manifest\.json"), server:
+    with pytest.raises(Refused, match=rf"^{tmp_path} has no manifest\.json"), server:
         pass
     assert server._home is None and server._process is None
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that ignores SIGTERM, and its child, as a tritonserver that hangs and its engine."""
+    child = "echo $$ > pid; while true; do sleep 0.1; done"
+    command = ["sh", "-c", f"trap '' TERM; (exec sh -c '{child}') & wait"]
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+        time.sleep(0.01)
+    yield process
+    process.kill()
+
+
+def test_a_server_that_hangs_is_killed_with_its_engine(
+    family: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "GRACE_S", 0.2)
+    server = Server({}, exit_timeout_s=0)
+    server._process = family
+    with pytest.raises(RuntimeError, match=r"did not end within 0 s .* tritonserver had to be killed"):
+        server.stop()
+    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    assert not child.exists() or " Z " in child.read_text()
+    server.stop()  # nothing is left to stop
 
 
 def log_of(lines: Iterable[str]) -> Log:
