@@ -19,7 +19,7 @@ from hemiola.builder.checkpoint import Checkpoint, Lazy
 from hemiola.builder.graph import OUTPUTS, Graph, Name, export
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import Limits, Manifest, Segment, Weight
+from hemiola.runtime.manifest import Limits, Manifest, Segment, State, Weight
 
 Report = Callable[[str, int, int], None]  # stage, done, of how much
 WEIGHTS = "weights.safetensors"
@@ -67,6 +67,7 @@ def build(
         if drafts == "mtp" and model.draft is not None:
             weights |= model.weights(model.draft)
         write_weights(weights, folder / WEIGHTS, report)
+        carried = (_hidden(model, limits),) if drafts == "mtp" else ()
         report("hashing", 0, 1)
         return Manifest(
             format=manifest.FORMAT,
@@ -84,7 +85,7 @@ def build(
             limits=limits,
             weights_file=WEIGHTS,
             weights=tuple(Weight(name=name, dtype="float32") for name in weights),
-            states=tuple(state for graph in graphs for state in graph.states),
+            states=tuple(state for graph in graphs for state in graph.states) + carried,
             segments=tuple(segments),
             sha256={
                 str(file.relative_to(folder)): _sha256(file)
@@ -122,6 +123,12 @@ def _segment(file: str, graph: Graph) -> Segment:
     return Segment(
         name=graph.name, file=file, weights=graph.weights, states=states, inputs=graph.inputs, outputs=OUTPUTS
     )
+
+
+def _hidden(model: models.Model, limits: Limits) -> State:
+    """What an MTP head needs of earlier steps: the trunk's hidden states since the slot's edge, and before it."""
+    shape = (limits.chunk_len + limits.num_drafts + 1, model.hidden_size)
+    return State(name="mtp.hidden", kind="slot", shape=shape, dtype="float32")
 
 
 def _limits(model: models.Model, options: Options) -> tuple[Literal["none", "ngram", "mtp"], Limits]:

@@ -115,8 +115,8 @@ def close(case: Case) -> dict[str, float]:
 def test_equals_reference(case: Case, exact: bool) -> None:
     step = make_step(case)
     seen, told = copy(step), copy(step)
-    o = attention(*seen, exact)
-    expected = references.attention(*told, exact)
+    o = attention(*seen, exact, 0)
+    expected = references.attention(*told, exact, 0)
     torch.testing.assert_close(o, expected, **close(case))
     for argument, (mine, reference) in enumerate(zip(seen[:8], told[:8], strict=True)):
         same = torch.equal(mine.view(torch.uint8), reference.view(torch.uint8))
@@ -141,7 +141,7 @@ def test_equals_sdpa(copies: int, num_tokens: int, exact: bool) -> None:
         cu_tokens = torch.tensor([0, last - first], dtype=torch.int32)
         positions = torch.arange(first, last, dtype=torch.int32)
         part = slice(first, last)
-        o = attention(q[part], k[part], v[part], *pages, page_table, cu_tokens, positions, scale, exact)
+        o = attention(q[part], k[part], v[part], *pages, page_table, cu_tokens, positions, scale, exact, 0)
         torch.testing.assert_close(o, expected[part], rtol=1e-5, atol=2e-6)
 
 
@@ -157,10 +157,10 @@ def test_padding_row_writes_only_the_dump_page(exact: bool) -> None:
     k, v = (torch.cat([x, padding[:, : k.shape[1]]]) for x in (k, v))
     cu_tokens = torch.tensor([0, 1, 32], dtype=torch.int32)
     positions = torch.cat([positions[:1], torch.zeros(31, dtype=torch.int32)])
-    o = attention(q, k, v, k_pages, v_pages, page_table, cu_tokens, positions, scale, exact)
+    o = attention(q, k, v, k_pages, v_pages, page_table, cu_tokens, positions, scale, exact, 0)
     alone[:3] = [x[:1] for x in alone[:3]]
     alone[5:8] = [alone[5][:1], alone[6][:2], alone[7][:1]]
-    expected = attention(*alone, exact)
+    expected = attention(*alone, exact, 0)
     assert o.isfinite().all()
     torch.testing.assert_close(o[:1], expected, rtol=0 if exact else 1e-5, atol=0 if exact else 2e-6)
     assert torch.equal(k_pages[1:].nan_to_num(7), alone[3][1:].nan_to_num(7))
