@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from tokenizers import Tokenizer
 
 import hemiola
 import hemiola.plugins
@@ -21,7 +22,7 @@ from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, Manifest, Segment, State, Weight
 
-Report = Callable[[str, int, int], None]  # stage, done, of how much
+Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all (0: the stage is not about bytes)
 WEIGHTS = "weights.safetensors"
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -49,17 +50,18 @@ def build(
     target = targets.pick(options.target, options.arch)
     _refuse_sizes(options)
     _refuse_occupied(engine_dir)
-    report("checking", 0, 1)
+    report("checking", 0, 0)
     checkpoint = Checkpoint(path)
     exact = options.numerics == "exact"
     model = models.load(checkpoint, torch.ops.hemiola, exact=exact, chunk_len=options.chunk_len)
     drafts, limits = _limits(model, options)
+    _refuse_tokenizer(path / "tokenizer.json", model.vocab_size)
     with _fresh(engine_dir) as folder:
         _copy_tokenizer(path, folder / "tokenizer")
         names: list[Name] = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         graphs, segments = [], []
-        for i, name in enumerate(names):
-            report(f"exporting {name}", i, len(names))
+        for name in names:
+            report(f"exporting {name}", 0, 0)
             graph = export(model, name, limits)
             graphs.append(graph)
             segments.append(_segment(target.compile(graph, folder), graph))
@@ -68,7 +70,7 @@ def build(
             weights |= model.weights(model.draft)
         write_weights(weights, folder / WEIGHTS, report)
         carried = (_hidden(model, limits),) if drafts == "mtp" else ()
-        report("hashing", 0, 1)
+        report("hashing", 0, 0)
         return Manifest(
             format=manifest.FORMAT,
             builder_version=hemiola.__version__,
@@ -213,10 +215,21 @@ def _fresh(engine_dir: Path) -> Iterator[Path]:
         raise
 
 
+def _refuse_tokenizer(path: Path, vocab_size: int) -> None:
+    """It must be readable, and every id that it makes must be one that the model knows."""
+    if not path.is_file():
+        raise Refused(f"{path.parent} has no tokenizer.json; save the tokenizer in the tokenizers format")
+    try:
+        ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
+    except Exception as error:  # tokenizers raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise Refused(f"{path} is not a tokenizer ({reason}); download it again") from None
+    if max(ids, default=0) >= vocab_size:
+        raise Refused(f"{path} has ids up to {max(ids)}, but vocab_size is {vocab_size}; correct one of them")
+
+
 def _copy_tokenizer(source: Path, folder: Path) -> None:
     """tokenizer.json, its config and the chat template, which older checkpoints keep inside the config."""
-    if not (source / "tokenizer.json").is_file():
-        raise Refused(f"{source} has no tokenizer.json; save the tokenizer in the tokenizers format")
     folder.mkdir()
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     for name in (name for name in names if (source / name).is_file()):

@@ -3,15 +3,17 @@
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import Manifest
+
+if TYPE_CHECKING:  # torch takes seconds; --help should not
+    from hemiola.runtime.manifest import Manifest
 
 
 class Numerics(StrEnum):
@@ -56,7 +58,7 @@ def build_engine(
     chunk_len: Annotated[int, typer.Option(help="tokens between two edges of the recurrence grid")] = 16,
 ) -> None:
     """Compile a checkpoint into an engine directory."""
-    from hemiola.builder.build import Options, build  # torch takes seconds; --help should not
+    from hemiola.builder.build import Options, build
 
     options = Options(
         target=target,
@@ -75,20 +77,21 @@ def build_engine(
         SpinnerColumn(),
         TextColumn("{task.description:<18}"),
         BarColumn(),
-        DownloadColumn(),
+        TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting")
+        task = progress.add_task("starting", total=None, amount="")
 
         def report(stage: str, done: int, total: int) -> None:
-            progress.update(task, description=stage, completed=done, total=total)
+            amount = f"{_mib(done)} of {_mib(total)}" if total else ""
+            progress.update(task, description=stage, completed=done, total=total or None, amount=amount)
 
         manifest = build(checkpoint, engine_dir, options, report)
     Console().print(summary(manifest, engine_dir))
 
 
-def summary(manifest: Manifest, engine_dir: Path) -> Table:
+def summary(manifest: "Manifest", engine_dir: Path) -> Table:
     """What was built, for people."""
     limits = manifest.limits
     table = Table(title=str(engine_dir), show_header=False, title_justify="left")
@@ -109,7 +112,7 @@ def summary(manifest: Manifest, engine_dir: Path) -> Table:
     return table
 
 
-def _state_bytes(manifest: Manifest, kind: str) -> int:
+def _state_bytes(manifest: "Manifest", kind: str) -> int:
     total = 0
     for state in (state for state in manifest.states if state.kind == kind):
         size = 4

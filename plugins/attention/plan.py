@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     groups: list[Group]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)  # trunk and draft of one step
 def plan_step(
     cu_tokens: bytes,  # [N + 1] int32
     positions: bytes,  # [T] int32

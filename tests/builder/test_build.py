@@ -199,6 +199,16 @@ def write(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text)
 
 
+def tokenizer_with(token: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = str(folder / "tokenizer.json")
+        tokenizer = Tokenizer.from_file(path)
+        tokenizer.add_tokens([token])
+        tokenizer.save(path)
+
+    return change
+
+
 def remove(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
@@ -213,6 +223,8 @@ SPOILED = {
     "garbage": (QWEN, write("model.safetensors", "x" * 99), "model.safetensors is not a complete"),
     "absent shard": (QWEN, absent_shard, "model-00002-of-00003.safetensors is missing"),
     "no tokenizer": (QWEN, remove("tokenizer.json"), "has no tokenizer.json"),
+    "tokenizer": (QWEN, write("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer"),
+    "tokenizer ids": (QWEN, tokenizer_with("extra"), "has ids up to 320, but vocab_size is 320"),
     "missing tensor": (QWEN, tensors(model__norm__weight=None), "has no tensor model.norm.weight"),
     "extra tensor": (QWEN, tensors(model__what__ever=torch.zeros(1)), "does not know: model.what.ever"),
     "wrong shape": (

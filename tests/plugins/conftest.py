@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(params=[1, 2, 4], ids="threads={}".format)
+@pytest.fixture(params=[1, 2, 3, 4], ids="threads={}".format)
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """Runs the test with this many threads in torch's loops and GEMMs."""
     before = torch.get_num_threads()

@@ -60,6 +60,7 @@ CASES = [
     replace(BASE, kv_lens=(300, 66, 40), num_tokens=(140, 1, 0)),
     replace(BASE, kv_lens=(5, 5), num_tokens=(0, 0)),
 ]
+STALE = 10**6  # in the page table behind a row's pages: no page
 MODES = pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
 
 
@@ -75,7 +76,7 @@ def make_step(case: Case, seed: int = 0) -> list:
     num_pages = sum(widths) + 3
     page_shape = (num_pages, case.page_len, case.groups, case.head_dim)
     k_pages, v_pages = (torch.full(page_shape, torch.nan, dtype=case.page_dtype) for _ in range(2))
-    page_table = torch.zeros(len(widths), max(widths) + case.spare_width, dtype=torch.int32)
+    page_table = torch.full((len(widths), max(widths) + case.spare_width), STALE, dtype=torch.int32)
     free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
     positions = []
     for row, (kv_len, num_tokens) in enumerate(zip(case.kv_lens, case.num_tokens, strict=True)):
