@@ -78,7 +78,7 @@ def right_and_wrong(wanted: Callable[[str, int], list[int]], family: str, seed: 
 @pytest.fixture
 def real_hand(tiny_engine: Callable[..., Path], make_hand: Callable, wanted: Callable) -> Callable:
     def make(family: str, kind: str, numerics: str, num_drafts: int, **options: object) -> object:
-        engine_dir = tiny_engine(family, numerics=numerics, num_drafts=num_drafts)
+        engine_dir = tiny_engine(family, numerics=numerics, num_drafts=num_drafts, max_step_tokens=512)
         found = manifest.load(engine_dir)
         config = resolve(ServeConfig(**KINDS.get(kind, {"drafts": "none"}), **options), found, 2**30)
         storage = Storage(found.states, config.num_pages, config.num_slots, poison=True)
@@ -129,14 +129,19 @@ def test_mixed_batches_with_preemption(
         family, kind, "fast", num_drafts, max_len=192, num_pages=12, max_rows=5, max_step_tokens=3 * CHUNK
     )
     ids = {}
-    for length in dice.sample(LENGTHS, len(LENGTHS)):
+    lengths = LENGTHS if num_drafts < CHUNK else LENGTHS[::3]
+    for length in dice.sample(lengths, len(lengths)):
         ids[length] = hand.submit(prompt(length), max_tokens=NUM_TOKENS)
         for _ in range(dice.choice([0, 1, 5])):
             hand.turn()
-    hand.run()
+    scheduler = hand.loop.scheduler
+    while not hand.idle:
+        hand.turn()
+        if scheduler.running and dice.random() < (0.05 if num_drafts < CHUNK else 0.3):
+            scheduler._preempt(scheduler.running[-1])
     check(hand, wanted, family, ids)
     metrics = [hand.last(request_id).metrics for request_id in ids.values()]
-    assert hand.loop.scheduler.num_preemptions > 0 and sum(sum(m.drafted) for m in metrics) > 0
+    assert scheduler.num_preemptions > 0 and sum(sum(m.drafted) for m in metrics) > 0
     if kind == "right and wrong":
         accepted, drafted = (sum(sum(getattr(m, name)) for m in metrics) for name in ("accepted", "drafted"))
         assert 0.2 * drafted < accepted < 0.9 * drafted
