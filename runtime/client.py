@@ -22,6 +22,7 @@ try:
 except ImportError as error:
     raise ImportError("hemiola.Client needs tritonclient; pip install 'hemiola[client]'") from error
 
+pb2: Any = service_pb2  # its classes are made when it is imported
 MAX_IN_FLIGHT = 256  # of one generate call
 READY_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 10.0
@@ -31,7 +32,7 @@ Message = dict[str, Any]  # output name -> str, or list of int
 
 
 class Client:
-    """A model on a running `hemiola serve`. One connection; every request is a gRPC stream of its own on it."""
+    """A model on a running `hemiola serve`. One connection; every request is a gRPC stream of its own."""
 
     def __init__(self, url: str = "127.0.0.1:8001", model: str = "hemiola") -> None:
         self.url = url
@@ -47,9 +48,9 @@ class Client:
 
     def _check(self) -> None:
         try:
-            asked = service_pb2.ModelReadyRequest(name=self.model)
+            asked = pb2.ModelReadyRequest(name=self.model)
             ready = self._stub.ModelReady(asked, timeout=READY_TIMEOUT_S).ready
-            index = self._stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(), timeout=READY_TIMEOUT_S)
+            index = self._stub.RepositoryIndex(pb2.RepositoryIndexRequest(), timeout=READY_TIMEOUT_S)
         except grpc.RpcError as error:
             raise Refused(
                 f"no server answers at {self.url} ({error.details()});"
@@ -57,18 +58,23 @@ class Client:
             ) from None
         if not ready:
             names = ", ".join(model.name for model in index.models) or "none"
-            raise Refused(f"the server at {self.url} has no ready model {self.model!r} (it has {names}); pass model=NAME")
+            raise Refused(
+                f"the server at {self.url} has no model {self.model!r} that is ready (it has {names});"
+                f" pass one of its models"
+            )
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Output]:
-        """All outputs, in the order of the prompts. One that fails raises, and those in flight are cancelled."""
+        """All outputs, in the order of the prompts. One that fails raises; the others are cancelled."""
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
             raise Refused(f"prompts is {type(prompts).__name__}; pass a list of prompts")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise Refused(f"{len(prompts)} prompts and {len(params)} SamplingParams; pass one each, or one for all")
+            raise Refused(
+                f"{len(prompts)} prompts and {len(params)} SamplingParams; pass one each, or one for all"
+            )
         requests = [pack(self.model, *pair, stream=False) for pair in zip(prompts, params, strict=True)]
         outputs: list[Output] = []
         calls: deque[Call] = deque()
@@ -84,7 +90,7 @@ class Client:
         return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """Pieces as they come. The request starts now; a caller that stops reading cancels it in the server."""
+        """Pieces as they come. The request starts now; a caller that stops reading cancels it."""
         request = pack(self.model, prompt, params or SamplingParams(), stream=True)
         return Pieces(self._call(request))
 
@@ -108,8 +114,8 @@ class Client:
 class Call:
     """One request on a gRPC stream of its own, which is always read to its end.
 
-    tritonserver 2.51 can lock up when a gRPC stream is dropped while it writes to it, and keeps a request alive for
-    ever when that write is the last. So a request is cancelled by a second one on the same stream.
+    tritonserver 2.51 can lock up when a gRPC stream is dropped while it writes to it, and keeps a request
+    alive for ever when that write is the last. So a request is cancelled by a second one on the same stream.
     """
 
     def __init__(self, stub: Any, url: str, request: Any) -> None:
@@ -153,14 +159,16 @@ class Call:
                 return None
             except grpc.RpcError as error:
                 self.ended = True
-                raise RuntimeError(f"the server at {self._url}: {error.code().name}: {error.details()}") from None
+                raise RuntimeError(
+                    f"the server at {self._url}: {error.code().name}: {error.details()}"
+                ) from None
             finally:
                 if self.ended:
                     self._outgoing.put(None)
 
     def cancel(self) -> None:
         """Ask the server to end the request; the stream then ends soon."""
-        request = service_pb2.ModelInferRequest(model_name=self._request.model_name, id=CANCEL)
+        request = pb2.ModelInferRequest(model_name=self._request.model_name, id=CANCEL)
         request.parameters["cancel"].string_param = self._request.id
         self._outgoing.put(request)
         self._outgoing.put(None)
@@ -207,6 +215,7 @@ class Pieces(Iterator[Piece]):
 def read_output(call: Call) -> Output:
     (message,) = call.messages()
     piece = read_piece(message)
+    assert piece.finish_reason is not None and piece.metrics is not None
     return Output(
         prompt_token_ids=message["input_ids"],
         token_ids=piece.token_ids,
@@ -227,7 +236,7 @@ def pack(model: str, prompt: Prompt, params: SamplingParams, *, stream: bool) ->
     """Lists travel as tensors, the rest as request parameters: those keep all 64 bits of a float."""
     if not isinstance(params, SamplingParams):
         raise Refused(f"params is {type(params).__name__}; pass a SamplingParams")
-    request = service_pb2.ModelInferRequest(model_name=model, id=uuid.uuid4().hex)
+    request = pb2.ModelInferRequest(model_name=model, id=uuid.uuid4().hex)
     for flag, value in {"stream": stream, "return_input_ids": not stream, "return_metrics": True}.items():
         request.parameters[flag].bool_param = value
     if isinstance(prompt, str):
@@ -260,7 +269,9 @@ def add_strings(request: Any, name: str, texts: Sequence[str]) -> None:
     try:
         encoded = [text.encode() for text in texts]
     except UnicodeEncodeError as error:
-        raise Refused(f"{name} is not valid Unicode at character {error.start} (a lone surrogate); remove it") from None
+        raise Refused(
+            f"{name} is not valid Unicode at character {error.start} (a lone surrogate); remove it"
+        ) from None
     request.inputs.add(name=name, datatype="BYTES", shape=[len(encoded)])
     request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
 

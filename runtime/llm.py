@@ -1,13 +1,12 @@
 """LLM: an engine directory that answers. Text in, text out; everything else is called from here."""
 
-import atexit
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
-from weakref import WeakMethod
 
 from hemiola.runtime import manifest as manifests
 from hemiola.runtime.accept import judge
@@ -69,6 +68,8 @@ class LLM:
 
     def __init__(self, engine_dir: str | Path, **options: Any) -> None:
         serve_config = ServeConfig(**options)
+        if not isinstance(engine_dir, (str, Path)):
+            raise Refused(f"engine_dir is {type(engine_dir).__name__}; pass a path")
         engine_dir = Path(engine_dir)
         self.manifest = manifests.load(engine_dir)
         self.config = resolve(serve_config, self.manifest, free_bytes())
@@ -81,8 +82,7 @@ class LLM:
             self.config.max_len, self.manifest.limits.max_len, self.manifest.vocab_size, self.manifest.eos_ids
         )
         self._loop.start()
-        close = WeakMethod(self.close)
-        atexit.register(lambda: (method := close()) and method())
+        weakref.finalize(self, self._loop.close)  # when forgotten, and at exit
 
     @property
     def counters(self) -> Counters:
@@ -218,6 +218,7 @@ class _Collector:
 def _progress(total: int, shown: bool) -> Iterator[int]:
     if not shown:
         return iter(range(total))
-    from rich.progress import track  # not needed by servers
+    from rich.console import Console  # not needed by servers
+    from rich.progress import track
 
-    return iter(track(range(total), description="requests", total=total))
+    return iter(track(range(total), description="requests", total=total, console=Console(stderr=True)))

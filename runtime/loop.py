@@ -124,7 +124,8 @@ class Loop:
             self._refusal = self._refusal or "the engine is closed; open it again"
         if self._thread.is_alive():
             self._inbox.put(_Close(drain))
-            self._thread.join()
+            if self._thread is not threading.current_thread():  # it may be an on_piece that closes
+                self._thread.join()
 
     # What the loop's thread does.
 

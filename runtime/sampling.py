@@ -36,7 +36,7 @@ def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
         order = np.argsort(-probs, kind="stable")
         before = (
             np.cumsum(probs[order]) - probs[order]
-        )  # mass ahead of each; a token stays while that is < top_p
+        )  # mass ahead of each token, which stays if that is < p
         _keep(probs, order[before < params.top_p * probs.sum()])
     return probs / probs.sum()
 
@@ -60,9 +60,8 @@ def choose(logits: np.ndarray, draw: Draw) -> int:
 def sample(logits: np.ndarray, draw: Draw) -> int:
     """A token by inverse distribution function, in the order of ids. logits [V] hold no NaN."""
     cumulative = np.cumsum(distribution(logits, draw.params))
-    target = uniform(draw.seed, draw.position) * cumulative[-1]
-    below_all = np.nextafter(cumulative[-1], 0.0)  # the product may round up to the sum
-    return int(np.searchsorted(cumulative, min(target, below_all), side="right"))
+    target = uniform(draw.seed, draw.position) * cumulative[-1]  # < the sum, even when rounded
+    return int(np.searchsorted(cumulative, target, side="right"))
 
 
 def logprob(logits: np.ndarray, token_id: int, num_top: int) -> Logprob:

@@ -8,6 +8,7 @@ every waiting one; pages that run out are taken from the youngest. So the oldest
 since the cache holds at least one request of max_len (config.resolve), nothing waits for ever.
 """
 
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()  # oldest first
         self.running: list[Request] = []  # oldest first; each holds a slot
         self.num_preemptions = 0
+        self._ages = itertools.count()
 
     @property
     def busy(self) -> bool:
@@ -54,6 +56,7 @@ class Scheduler:
         assert self.pages.count(len(request.ids)) < self.pages.num_pages, (
             "can never fit: config.resolve was bypassed"
         )
+        request.age = next(self._ages)
         self.waiting.append(request)
 
     def plan(self) -> Plan:
@@ -183,7 +186,7 @@ class Scheduler:
         assert len(slot_ids) == len(self.running) <= self.config.max_rows, "two requests in one slot"
         self.slots.audit(slot_ids)
         self.pages.audit(slot_ids)
-        ages = [request.id for request in (*self.running, *self.waiting)]
+        ages = [request.age for request in (*self.running, *self.waiting)]
         assert ages == sorted(ages), f"a younger request overtook: {ages}"
         for request in self.running:
             assert request.finish_reason is None, f"request {request.id} is finished and runs"

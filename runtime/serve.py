@@ -1,15 +1,12 @@
 """`hemiola serve`: a real tritonserver with one model per engine, from preflight to a clean end."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -17,13 +14,23 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
-from importlib import metadata, util
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated
 
-import hemiola
+import typer
+
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.tritonserver import (
+    ANY_PORTS,
+    Ports,
+    Triton,
+    check_python,
+    choose_ports,
+    find_triton,
+    server_environment,
+    write_repository,
+)
 
 # Asks the kernel to kill the server if we end without stopping it, and becomes the server.
 LAUNCH = """
@@ -32,133 +39,6 @@ ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
-HELP = {"http": "--http-port", "grpc": "--grpc-port", "metrics": "--metrics-port"}
-
-
-class Triton(NamedTuple):
-    """A tritonserver and what its Python backend needs for this interpreter."""
-
-    server: Path
-    backend: Path  # the folder of libtriton_python.so
-    stub: Path
-
-
-class Ports(NamedTuple):
-    """0 means any free one."""
-
-    http: int = 8000
-    grpc: int = 8001
-    metrics: int = 8002
-
-
-ANY_PORTS = Ports(0, 0, 0)
-
-
-def find_triton(server: Path | None = None) -> Triton:
-    """The nvidia-pytriton wheel's tritonserver, or the given one; refuses what could only crash or hang later."""
-    if server is None:
-        package = util.find_spec("pytriton")  # found, not imported: that takes a second
-        if package is None or not package.submodule_search_locations:
-            raise Refused("tritonserver is not installed; pip install 'hemiola[serve]' or pass --tritonserver PATH")
-        server = Path(package.submodule_search_locations[0]) / "tritonserver/bin/tritonserver"
-    if not os.access(server, os.X_OK) or not server.is_file():
-        raise Refused(f"{server} is not an executable file; pass --tritonserver PATH/bin/tritonserver")
-    home = server.resolve().parent.parent
-    backend = home / "backends/python"
-    if not (backend / "libtriton_python.so").is_file():
-        raise Refused(f"{backend} has no libtriton_python.so; pass a tritonserver with the Python backend")
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    stubs = home / "python_backend_stubs"
-    stub = (stubs / python if stubs.is_dir() else backend) / "triton_python_backend_stub"
-    if not stub.is_file():
-        have = ", ".join(sorted(path.name for path in stubs.glob("*"))) if stubs.is_dir() else "none"
-        raise Refused(f"{home} has no Python backend stub for Python {python} (it has {have}); use one of these Pythons")
-    return Triton(server, backend, stub)
-
-
-def check_python(triton: Triton, environment: Mapping[str, str]) -> None:
-    """The interpreter that the Python backend will embed must be this one, complete, with numpy 1."""
-    numpy = metadata.version("numpy")
-    if int(numpy.split(".")[0]) >= 2:
-        raise Refused(f"numpy is {numpy}, tritonserver's Python backend needs numpy < 2; pip install 'numpy<2'")
-    found = shutil.which("python3", path=environment["PATH"])
-    if found is None or not os.path.samefile(found, sys.executable):
-        raise Refused(f"python3 beside {sys.executable} is {found}, another interpreter; run hemiola from a venv")
-    linked = subprocess.run(["ldd", str(triton.stub)], env=dict(environment), capture_output=True, text=True)
-    missing = re.findall(r"(\S+) => not found", linked.stdout)
-    if missing:
-        names = ", ".join(missing)
-        raise Refused(f"{triton.stub} does not find {names}; install it (Debian: apt install libpython3-dev) or add its folder to LD_LIBRARY_PATH")
-
-
-def server_environment() -> dict[str, str]:
-    """This environment, with this interpreter and its libpython first."""
-    first = {"PATH": str(Path(sys.executable).parent), "LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR"))}
-    environment = dict(os.environ)
-    for name, value in first.items():
-        environment[name] = os.pathsep.join([value, *filter(None, [os.environ.get(name)])])
-    return environment
-
-
-def choose_ports(host: str, wanted: Ports) -> Ports:
-    """Free ports, each checked by binding it; refuses one that is taken."""
-    held: list[socket.socket] = []
-    try:
-        for name, port in wanted._asdict().items():
-            held.append(_bind(host, port, name))
-        return Ports(*(bound.getsockname()[1] for bound in held))
-    finally:
-        for bound in held:
-            bound.close()
-
-
-def _bind(host: str, port: int, name: str) -> socket.socket:
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except (OSError, OverflowError) as error:
-        bound.close()
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise Refused(f"{name} port {port} on {host} cannot be used ({reason}); pass {HELP[name]} with a free one, or 0") from None
-    return bound
-
-
-def write_repository(home: Path, triton: Triton, engines: Mapping[str, Path], options: Mapping[str, object]) -> None:
-    """home/models for --model-repository, home/backends for --backend-directory, home/python to start in."""
-    backend = home / "backends/python"
-    backend.mkdir(parents=True)
-    # Symlinks, because the libraries find each other beside their real place.
-    for file in (triton.backend / "libtriton_python.so", triton.backend / "triton_python_backend_utils.py", triton.stub):
-        (backend / file.name).symlink_to(file.resolve())
-    # The backend's interpreter ignores PYTHONPATH, but its sys.path begins with the folder the server was started in.
-    (home / "python").mkdir()
-    (home / "python/hemiola").symlink_to(Path(hemiola.__file__).resolve().parent)
-    source = find_model()
-    template = (source / "config.pbtxt").read_text()
-    added = "".join(_parameter(name, json.dumps(value)) for name, value in options.items())
-    for name, engine_dir in engines.items():
-        model = home / "models" / name
-        model.mkdir(parents=True)
-        (model / "1").symlink_to(source / "1")
-        filled = template.replace('"${engine_dir}"', _quote(str(engine_dir.resolve())))
-        (model / "config.pbtxt").write_text(filled + added)
-
-
-def find_model() -> Path:
-    """model_repo/hemiola of the checkout or of the installed package."""
-    for home in hemiola.__path__:
-        if (Path(home) / "model_repo/hemiola/config.pbtxt").is_file():
-            return Path(home).resolve() / "model_repo/hemiola"
-    raise Refused(f"no model_repo/hemiola in {list(hemiola.__path__)}; install hemiola again")
-
-
-def _parameter(name: str, value: str) -> str:
-    return f"parameters {{ key: {_quote(name)} value {{ string_value: {_quote(value)} }} }}\n"
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def name_engines(engine_dirs: Sequence[Path], names: Sequence[str]) -> dict[str, Path]:
@@ -166,10 +46,14 @@ def name_engines(engine_dirs: Sequence[Path], names: Sequence[str]) -> dict[str,
     if not names and len(engine_dirs) == 1:
         names = ["hemiola"]
     if len(names) != len(engine_dirs):
-        raise Refused(f"{len(engine_dirs)} --engine-dir but {len(names)} --model-name; give each engine a name")
+        raise Refused(
+            f"{len(engine_dirs)} --engine-dir but {len(names)} --model-name; give each engine a name"
+        )
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-            raise Refused(f"model name {name!r} cannot be a path in a URL; use letters, digits, '_', '-' and '.'")
+            raise Refused(
+                f"model name {name!r} cannot be a path in a URL; use letters, digits, '_', '-' and '.'"
+            )
     if len(set(names)) != len(names):
         raise Refused(f"model names {', '.join(names)} are not all different; give each engine its own")
     return dict(zip(names, engine_dirs, strict=True))
@@ -280,7 +164,8 @@ class Server:
                 raise Refused(f"tritonserver did not start: {self._log.reason()}")
             if time.monotonic() > deadline:
                 raise Refused(
-                    f"tritonserver was not ready after {self._start_timeout_s:g} s (--start-timeout): {self._log.reason()}"
+                    f"tritonserver was not ready after {self._start_timeout_s:g} s (--start-timeout):"
+                    f" {self._log.reason()}"
                 )
             time.sleep(0.05)
         self._log.ready = True
@@ -292,15 +177,16 @@ class Server:
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
 
-    def wait(self) -> int:
-        """Until the server ends by itself; its exit status."""
+    def wait(self) -> None:
+        """Until the server ends by itself, which it should not."""
         assert self._process is not None
-        return self._process.wait()
+        self._process.wait()
 
     def stop(self) -> None:
-        """Streams in flight may finish for exit_timeout_s; raises RuntimeError when the server did not end well."""
+        """Streams in flight may finish for exit_timeout_s; RuntimeError if the server does not end well."""
         if self._process is None:
             return
+        before = self._process.poll()
         try:
             self._process.terminate()
             status = self._process.wait(self._exit_timeout_s + 10)
@@ -308,8 +194,14 @@ class Server:
             status = None
         finally:
             self.kill()
+        if before is not None:
+            raise RuntimeError(f"tritonserver ended by itself with {before}: {self._log.reason()}")
         if status != 0:
-            raise RuntimeError(f"tritonserver ended with {status}, not 0, within {self._exit_timeout_s} s of being asked")
+            how = "had to be killed" if status is None else f"ended with {status}"
+            raise RuntimeError(
+                f"streams in flight did not end within {self._exit_timeout_s} s (--exit-timeout):"
+                f" tritonserver {how}, they are lost"
+            )
 
     def kill(self) -> None:
         """At once, whatever is in flight; leaves no process, shared memory or files behind."""
@@ -326,7 +218,7 @@ class Server:
 
 
 class Log:
-    """The server's output, read in a thread: the errors among it are passed on once it is ready, all of it if verbose."""
+    """The server's output, read in a thread: errors are passed on once it is ready, all of it if verbose."""
 
     def __init__(self, process: "subprocess.Popen[str]", verbose: bool) -> None:
         self.ready = False
@@ -344,9 +236,72 @@ class Log:
 
     def reason(self) -> str:
         """Why it did not start: what a model said, else the last error, else the last line."""
-        lines = [line.strip() for line in self._lines if line.strip()]
-        for pattern in (r"TritonModelException: (.*?)(?:\\n|\"?$)", r"E\d{4} .*?\] (.*)"):
-            found = [match.group(1) for line in lines if (match := re.search(pattern, line))]
-            if found:
-                return found[-1]
-        return lines[-1] if lines else "it said nothing"
+        text = "".join(self._lines)
+        model = r"failed to load '(.*?)' version 1: (?:Internal: TritonModelException: )?(.*?)(?:\\n|\"?\n)"
+        found = [": ".join(parts) for parts in re.findall(model, text)]
+        found = found or re.findall(r"\nE\d{4} [^\n]*?\] ([^\n]*)", text) or re.findall(r"[^\n]+", text)
+        return found[-1] if found else "it said nothing"
+
+
+def serve_command(
+    engine_dir: Annotated[list[Path], typer.Option(help="made by build-engine; repeat for several engines")],
+    model_name: Annotated[list[str] | None, typer.Option(help="one per engine (default: hemiola)")] = None,
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every interface")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="0 takes a free one, here and below")] = 8000,
+    grpc_port: Annotated[int, typer.Option()] = 8001,
+    metrics_port: Annotated[int, typer.Option()] = 8002,
+    max_len: Annotated[int | None, typer.Option(help="longest prompt + output (default: as built)")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="requests in a step (default: as built)")] = None,
+    max_step_tokens: Annotated[int | None, typer.Option(help="tokens in a step (default: as built)")] = None,
+    num_pages: Annotated[int | None, typer.Option(help="pages of keys and values")] = None,
+    cache_bytes: Annotated[int | None, typer.Option(help="bytes for pages and slots")] = None,
+    memory_fraction: Annotated[float | None, typer.Option(help="share of free memory (default: 0.5)")] = None,
+    tritonserver: Annotated[Path | None, typer.Option(help="the binary (default: nvidia-pytriton's)")] = None,
+    start_timeout: Annotated[float, typer.Option(help="seconds until every engine must be ready")] = 300,
+    exit_timeout: Annotated[int, typer.Option(help="seconds that streams in flight get at the end")] = 30,
+    log_verbose: Annotated[bool, typer.Option("--log-verbose", help="show tritonserver's log")] = False,
+) -> None:
+    """Serve engines with a real tritonserver until SIGINT or SIGTERM."""
+    options = {
+        "max_len": max_len,
+        "max_rows": max_rows,
+        "max_step_tokens": max_step_tokens,
+        "num_pages": num_pages,
+        "cache_bytes": cache_bytes,
+        "memory_fraction": memory_fraction,
+    }
+    server = Server(
+        name_engines(engine_dir, model_name or []),
+        host=host,
+        ports=Ports(http_port, grpc_port, metrics_port),
+        options={name: value for name, value in options.items() if value is not None},
+        tritonserver=tritonserver,
+        log_verbose=log_verbose,
+        start_timeout_s=start_timeout,
+        exit_timeout_s=exit_timeout,
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals raise KeyboardInterrupt
+    try:
+        _serve(server)
+    except KeyboardInterrupt:  # before it was ready, or for the second time
+        sys.exit(130)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _serve(server: Server) -> None:
+    start = time.monotonic()
+    engines = ", ".join(f"{name} ({engine_dir})" for name, engine_dir in server.engines.items())
+    print(f"starting tritonserver with {engines}", flush=True)
+    with server:
+        for name in server.engines:
+            print(f"HTTP     {server.http_url}/v2/models/{name}/generate_stream")
+        print(f"gRPC     {server.grpc_url}")
+        print(f"metrics  {server.metrics_url}")
+        print(f"ready after {time.monotonic() - start:.1f} s; Ctrl-C ends it", flush=True)
+        try:
+            server.wait()
+        except KeyboardInterrupt:
+            print("waiting for streams in flight", flush=True)
+    print("stopped")

@@ -112,9 +112,10 @@ def test_chat(llm: LLM) -> None:
 
 def test_progress_is_shown_when_asked(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a"], params(max_tokens=1))
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")
     llm.generate(["a"], params(max_tokens=1), progress=True)
-    assert "requests" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "requests" in shown.err and shown.out == ""
 
 
 def test_no_prompts_no_outputs(llm: LLM) -> None:
@@ -161,6 +162,8 @@ def test_bad_calls(llm: LLM) -> None:
 def test_unknown_options_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="unknown option 'prefix_caching'"):
         LLM(tmp_path, prefix_caching=True)
+    with pytest.raises(Refused, match="engine_dir is NoneType; pass a path"):
+        LLM(None)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The loop's thread: pieces, aborts, ends and failures, with the checking fake session for an engine."""
 
+import itertools
 import random
 import threading
 import time
@@ -37,14 +38,14 @@ class Running:
         self.session = FakeSession(resolved(**sizes))
         self.loop = make_loop(self.session.config, self.session, self.session, None)
         self.loop.start()
-        self.num_requests = 0
+        self.request_ids = itertools.count(1)
 
     def submit(
         self, prompt: list[int], on_piece: Callable[[Piece], None] | None = None, **params: object
     ) -> tuple[int, list[Piece], threading.Event]:
-        self.num_requests += 1
+        request_id = next(self.request_ids)
         bounds = Bounds(self.session.config.max_len, self.session.config.max_len, VOCAB, ())
-        request = new_request(self.num_requests, prompt, SamplingParams(**params), bounds)
+        request = new_request(request_id, prompt, SamplingParams(**params), bounds)
         pieces: list[Piece] = []
         ended = threading.Event()
 
@@ -96,21 +97,12 @@ def test_many_threads_submit_and_abort(running: Running) -> None:
             right = ids_of(pieces) == oracle(prompt, len(ids_of(pieces)))
             outcomes.append(str(pieces[-1].finish_reason) if right else "wrong")
 
-    running.num_requests = 0
-    lock = threading.Lock()
-    submit = running.submit
-    running.submit = lambda *args, **params: _locked(lock, submit, *args, **params)  # ages must be in order
     users = [threading.Thread(target=user, args=(seed,)) for seed in range(5)]
     for thread in users:
         thread.start()
     for thread in users:
         thread.join(60)
     assert len(outcomes) == 30 and set(outcomes) <= {"length", "cancelled"} and "length" in outcomes
-
-
-def _locked(lock: threading.Lock, call: Callable, *args: object, **kwargs: object) -> object:
-    with lock:
-        return call(*args, **kwargs)
 
 
 def test_abort_of_what_ended_or_never_was_is_nothing(running: Running) -> None:
@@ -164,6 +156,13 @@ def test_close_cancels_what_runs_and_refuses_what_comes() -> None:
         running.submit([1])
     running.loop.close()
     running.loop.scheduler.audit()
+
+
+def test_an_on_piece_may_close(running: Running) -> None:
+    _, pieces, ended = running.submit([1, 2], lambda piece: running.loop.close(), max_tokens=40)
+    assert ended.wait(10) and pieces[-1].finish_reason == "cancelled"
+    running.loop._thread.join(10)
+    assert not running.loop._thread.is_alive()
 
 
 def test_close_with_drain_finishes_what_there_is() -> None:

@@ -86,6 +86,13 @@ def test_the_largest_uniform_number_still_draws_a_token(monkeypatch: pytest.Monk
         assert distribution(values, params(top_k=3))[token_id] > 0
 
 
+def test_the_smallest_uniform_number_draws_no_token_that_was_filtered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hemiola.runtime.sampling.uniform", lambda seed, position: 0.0)
+    assert sample(np.array([0.0, 1.0, 3.0, 2.0], np.float32), Draw(params(top_k=2), 0, 0)) == 2
+
+
 def test_uniform_is_philox_with_key_seed_and_counter_position() -> None:
     assert uniform(2**64 - 1, 5) == uniform(2**64 - 1, 5)
     many = np.array([uniform(3, position) for position in range(2000)])
@@ -111,7 +118,8 @@ def test_a_draw_does_not_depend_on_its_neighbours() -> None:
     together = [ids[0] for ids in judge(draws, rows).token_ids]
     alone = [judge([draw], rows[at : at + 1]).token_ids[0][0] for at, draw in enumerate(draws)]
     mixed = [draw if at % 2 else Draw(SamplingParams(), 0, 0) for at, draw in enumerate(draws)]
-    assert together == alone
+    assert together == alone == [sample(row.numpy(), draw) for row, draw in zip(rows, draws, strict=True)]
+    assert together != rows.argmax(-1).tolist()
     assert [ids[0] for ids in judge(mixed, rows).token_ids][1::2] == together[1::2]
 
 

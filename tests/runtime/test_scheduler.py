@@ -85,6 +85,17 @@ def test_a_large_request_is_not_overtaken_for_ever(make_hand: Callable) -> None:
         assert hand.last(other).metrics.first_scheduled >= hand.last(large).metrics.first_scheduled
 
 
+def test_a_newcomer_is_not_let_in_to_be_thrown_out(make_hand: Callable) -> None:
+    """The first needs one more page soon; the newcomer would take the last ones and lose them again."""
+    hand = make_hand(num_pages=9)
+    hand.submit(prompt(8), max_tokens=30)
+    hand.turn()
+    newcomer = hand.submit(prompt(56), max_tokens=1)
+    hand.run()
+    assert hand.loop.scheduler.num_preemptions == 0
+    assert hand.token_ids(newcomer) == oracle(prompt(56), 1)
+
+
 @pytest.mark.parametrize("num_pages", [9, 10, 11, 13, 17])
 def test_preemption_changes_no_token(make_hand: Callable, num_pages: int) -> None:
     hand = make_hand(num_pages=num_pages, max_step_tokens=13)

@@ -81,6 +81,13 @@ def test_random_tokens_grow_into_what_they_decode_to(text: Text, seed: int) -> N
     assert "".join(grow(text, [], ids)) == text.decode(ids)
 
 
+def test_bytes_that_are_no_character_are_shown_before_the_end(text: Text) -> None:
+    """Only what the next token may still complete is held back."""
+    broken = next(i for i in range(text.tokenizer.get_vocab_size()) if text.decode([i]) == BROKEN)
+    pieces = grow(text, [], [broken] * 9)
+    assert pieces == [""] * 3 + [BROKEN] * 6 + [BROKEN * 3]
+
+
 def test_characters_survive_a_prompt_that_ends_inside_one(text: Text) -> None:
     ids = text.encode("你好")
     assert "".join(grow(text, ids[:1], ids[1:])) == text.decode(ids[1:])
@@ -91,6 +98,16 @@ def test_leading_spaces_stay(tmp_path: Path, words: str) -> None:
     text = save(tmp_path, sentence_piece())
     prompt, whole = text.encode("hello"), text.encode("hello " + words)
     assert "".join(grow(text, prompt, whole[len(prompt) :])) == " " + words
+
+
+def test_a_special_token_eats_no_space(tmp_path: Path) -> None:
+    tokenizer = sentence_piece()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    text = save(tmp_path, tokenizer)
+    special, hello = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("▁hello")
+    assert grow(text, [hello], [hello, special, hello, special, special, hello]) == [
+        " hello", "", " hello", "", "", " hello", "",
+    ]  # fmt: skip
 
 
 def test_long_texts_keep_their_spaces(tmp_path: Path) -> None:
@@ -124,6 +141,7 @@ STOPS = [
     ("STOP", ["STOP"], ""),
     ("x你好y", ["好"], "x你"),
     ("abcdef", ["cde", "bc"], "a"),
+    ("return", ["urn", "et"], "r"),  # one token that holds both
     ("abcdef", ["f", "zzz"], "abcde"),
 ]
 

@@ -1,4 +1,4 @@
-"""Hemiola in Triton's Python backend: request tensors to LLM.submit, pieces to response tensors, nothing else."""
+"""Hemiola in Triton's Python backend: request tensors to LLM.submit, pieces to response tensors; no more."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
-import triton_python_backend_utils as pb_utils
+import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
@@ -26,7 +26,7 @@ LISTS = {"input_ids", "stop", "stop_token_ids", "cancel"}
 
 
 class TritonPythonModel:
-    """One engine. `execute` validates and enqueues, the LLM's thread computes, the outbox's thread answers."""
+    """One engine. `execute` validates and enqueues, the LLM's thread computes, the outbox's answers."""
 
     def initialize(self, args: dict[str, str]) -> None:
         threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
@@ -52,7 +52,9 @@ class TritonPythonModel:
                 send_error(sender, "INTERNAL", f"{type(error).__name__}: {error}")
 
     def _enqueue(self, name: str, ask: "Ask", sender: Any) -> None:
-        prompt = self.llm.chat_text([{"role": "user", "content": ask.prompt}]) if ask.flags["chat"] else ask.prompt
+        prompt = ask.prompt
+        if ask.flags["chat"]:
+            prompt = self.llm.chat_text([{"role": "user", "content": prompt}])
         stream = Stream(name, sender, ask.flags, self.llm.encode(prompt))
         self.outbox.add(stream)
         try:
@@ -64,9 +66,10 @@ class TritonPythonModel:
             raise
 
     def _cancel(self, asked: dict[str, Any], sender: Any) -> None:
-        """Dropping a gRPC stream cancels too, but can lock tritonserver 2.51 up when it is writing to that stream."""
+        """Dropping a gRPC stream cancels too, but can lock tritonserver 2.51 up while it writes to it."""
         if len(asked) > 1:
-            raise Refused(f"cancel stands alone, this request also has {', '.join(asked.keys() - {'cancel'})}; send two")
+            others = ", ".join(name for name in asked if name != "cancel")
+            raise Refused(f"cancel stands alone, this request also has {others}; send two requests")
         self.outbox.cancel(asked["cancel"])
         done = pb_utils.InferenceResponse([string_tensor("finish_reason", "cancelled")])
         sender.send(done, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
@@ -77,7 +80,7 @@ class TritonPythonModel:
 
 
 def end_with_parent() -> None:
-    """finalize never runs when the server is killed, and the backend's own watch can hang: then nothing may be left."""
+    """finalize never runs when the server is killed, and the backend's own watch for that can hang."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_S)
@@ -90,7 +93,9 @@ def read_options(parameters: dict[str, dict[str, str]]) -> dict[str, Any]:
     for name, value in parameters.items():
         text = value["string_value"]
         if text.startswith("${"):
-            raise Refused(f"parameter {name} of config.pbtxt is still {text}; fill it in, or start with `hemiola serve`")
+            raise Refused(
+                f"parameter {name} of config.pbtxt is still {text}; fill it in, or start with `hemiola serve`"
+            )
         try:
             options[name] = text if name == "engine_dir" else json.loads(text)
         except json.JSONDecodeError:
@@ -145,7 +150,9 @@ def read_text(name: str, value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as error:
-        raise Refused(f"{name} is not UTF-8 ({error.reason} at byte {error.start}); send UTF-8 or input_ids") from None
+        raise Refused(
+            f"{name} is not UTF-8 ({error.reason} at byte {error.start}); send UTF-8 or input_ids"
+        ) from None
 
 
 def read_flag(name: str, value: object) -> bool:
@@ -182,8 +189,8 @@ class Stream:
 class Outbox:
     """Sends from a thread of its own, since one send is a round trip of 0.2 ms to the server's process.
 
-    All that a request said while the thread was busy becomes one response: a slow server makes longer pieces, not a
-    slower engine. The same thread looks for callers that went away.
+    All that a request said while the thread was busy becomes one response: a slow server makes longer pieces,
+    not a slower engine. The same thread looks for callers that went away.
     """
 
     def __init__(self, llm: LLM) -> None:

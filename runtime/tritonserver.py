@@ -1,0 +1,160 @@
+"""What a tritonserver needs before it starts: its parts, its interpreter, free ports, a model repository."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from importlib import metadata, util
+from pathlib import Path
+from typing import NamedTuple
+
+import hemiola
+from hemiola.runtime.errors import Refused
+
+PORT_OPTIONS = {"http": "--http-port", "grpc": "--grpc-port", "metrics": "--metrics-port"}
+
+
+class Triton(NamedTuple):
+    """A tritonserver and what its Python backend needs for this interpreter."""
+
+    server: Path
+    backend: Path  # the folder of libtriton_python.so
+    stub: Path
+
+
+class Ports(NamedTuple):
+    """0 means any free one."""
+
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+
+
+ANY_PORTS = Ports(0, 0, 0)
+
+
+def find_triton(server: Path | None = None) -> Triton:
+    """The nvidia-pytriton wheel's tritonserver, or the given one; refuses what would crash or hang."""
+    if server is None:
+        package = util.find_spec("pytriton")  # found, not imported: that takes a second
+        if package is None or not package.submodule_search_locations:
+            raise Refused(
+                "tritonserver is not installed; pip install 'hemiola[serve]' or pass --tritonserver PATH"
+            )
+        server = Path(package.submodule_search_locations[0]) / "tritonserver/bin/tritonserver"
+    if not os.access(server, os.X_OK) or not server.is_file():
+        raise Refused(f"{server} is not an executable file; pass --tritonserver PATH/bin/tritonserver")
+    home = server.resolve().parent.parent
+    backend = home / "backends/python"
+    if not (backend / "libtriton_python.so").is_file():
+        raise Refused(f"{backend} has no libtriton_python.so; pass a tritonserver with the Python backend")
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stubs = home / "python_backend_stubs"
+    stub = (stubs / python if stubs.is_dir() else backend) / "triton_python_backend_stub"
+    if not stub.is_file():
+        have = ", ".join(sorted(path.name for path in stubs.glob("*"))) if stubs.is_dir() else "none"
+        raise Refused(f"{home} has no stub for Python {python} (it has {have}); use one of these Pythons")
+    return Triton(server, backend, stub)
+
+
+def check_python(triton: Triton, environment: Mapping[str, str]) -> None:
+    """The interpreter that the Python backend will embed must be this one, complete, with numpy 1."""
+    numpy = metadata.version("numpy")
+    if int(numpy.split(".")[0]) >= 2:
+        raise Refused(
+            f"numpy is {numpy}, tritonserver's Python backend needs numpy < 2; pip install 'numpy<2'"
+        )
+    found = shutil.which("python3", path=environment["PATH"])
+    if found is None or not os.path.samefile(found, sys.executable):
+        raise Refused(
+            f"python3 beside {sys.executable} is {found}, another interpreter; run hemiola from a venv"
+        )
+    linked = subprocess.run(["ldd", str(triton.stub)], env=dict(environment), capture_output=True, text=True)
+    missing = re.findall(r"(\S+) => not found", linked.stdout)
+    if missing:
+        raise Refused(
+            f"{triton.stub} does not find {', '.join(missing)};"
+            f" install it (Debian: apt install libpython3-dev) or add its folder to LD_LIBRARY_PATH"
+        )
+
+
+def server_environment() -> dict[str, str]:
+    """This environment, with this interpreter and its libpython first."""
+    libraries = str(sysconfig.get_config_var("LIBDIR"))
+    first = {"PATH": str(Path(sys.executable).parent), "LD_LIBRARY_PATH": libraries}
+    environment = dict(os.environ)
+    for name, value in first.items():
+        environment[name] = os.pathsep.join([value, *filter(None, [os.environ.get(name)])])
+    return environment
+
+
+def choose_ports(host: str, wanted: Ports) -> Ports:
+    """Free ports, each checked by binding it; refuses one that is taken."""
+    held: list[socket.socket] = []
+    try:
+        for name, port in wanted._asdict().items():
+            held.append(_bind(host, port, name))
+        return Ports(*(bound.getsockname()[1] for bound in held))
+    finally:
+        for bound in held:
+            bound.close()
+
+
+def _bind(host: str, port: int, name: str) -> socket.socket:
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise Refused(
+            f"{name} port {port} on {host} cannot be used ({reason});"
+            f" pass {PORT_OPTIONS[name]} with a free one"
+        ) from None
+    return bound
+
+
+def write_repository(
+    home: Path, triton: Triton, engines: Mapping[str, Path], options: Mapping[str, object]
+) -> None:
+    """home/models for --model-repository, home/backends for --backend-directory, home/python to start in."""
+    backend = home / "backends/python"
+    backend.mkdir(parents=True)
+    # Symlinks, because the libraries find each other beside their real place.
+    parts = [triton.backend / name for name in ("libtriton_python.so", "triton_python_backend_utils.py")]
+    for file in [*parts, triton.stub]:
+        (backend / file.name).symlink_to(file.resolve())
+    # The backend's interpreter ignores PYTHONPATH, but its sys.path begins with the server's folder.
+    (home / "python").mkdir()
+    (home / "python/hemiola").symlink_to(Path(hemiola.__file__).resolve().parent)
+    source = find_model()
+    template = (source / "config.pbtxt").read_text()
+    added = "".join(_parameter(name, json.dumps(value)) for name, value in options.items())
+    for name, engine_dir in engines.items():
+        model = home / "models" / name
+        model.mkdir(parents=True)
+        (model / "1").symlink_to(source / "1")
+        filled = template.replace('"${engine_dir}"', _quote(str(engine_dir.resolve())))
+        (model / "config.pbtxt").write_text(filled + added)
+
+
+def find_model() -> Path:
+    """model_repo/hemiola of the checkout or of the installed package."""
+    for home in hemiola.__path__:
+        if (Path(home) / "model_repo/hemiola/config.pbtxt").is_file():
+            return Path(home).resolve() / "model_repo/hemiola"
+    raise Refused(f"no model_repo/hemiola in {list(hemiola.__path__)}; install hemiola again")
+
+
+def _parameter(name: str, value: str) -> str:
+    return f"parameters {{ key: {_quote(name)} value {{ string_value: {_quote(value)} }} }}\n"
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,45 @@
+"""One real tritonserver with two engines, for the whole folder."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hemiola.runtime.client import Client
+from hemiola.runtime.llm import LLM
+from hemiola.runtime.serve import Server
+
+ENGINES = {"hemiola": "qwen3_5", "second": "nemotron_h_dense"}
+
+
+@pytest.fixture(scope="session")
+def engine_dirs(tiny_engine: Callable[..., Path]) -> dict[str, Path]:
+    """Exact numerics, so that what runs beside a request cannot change its tokens."""
+    return {name: tiny_engine(family, numerics="exact") for name, family in ENGINES.items()}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_for_each_engine() -> Iterator[None]:
+    """For servers started from here: threads that wait for a busy core make an engine 10 times slower."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def server(engine_dirs: dict[str, Path]) -> Iterator[Server]:
+    with Server(engine_dirs, start_timeout_s=120) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with Client(server.grpc_url) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="session")
+def llm(engine_dirs: dict[str, Path]) -> Iterator[LLM]:
+    """The same engine in this process: what the server must say."""
+    with LLM(engine_dirs["hemiola"]) as opened:
+        yield opened

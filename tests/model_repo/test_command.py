@@ -1,0 +1,160 @@
+"""`hemiola serve` from start to end, as a process."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from triton_calls import joined
+
+from hemiola.runtime.client import Client
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM
+from hemiola.runtime.request import SamplingParams
+
+pytestmark = pytest.mark.server
+
+SERVE = [
+    sys.executable,
+    "-m",
+    "hemiola.runtime",
+    "serve",
+    "--http-port=0",
+    "--grpc-port=0",
+    "--metrics-port=0",
+]
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def leftovers() -> set[str]:
+    places = Path("/dev/shm"), Path("/tmp")
+    return {str(path) for place in places for path in place.glob("hemiola-serve-*")}
+
+
+def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """A ready `hemiola serve` and its gRPC address."""
+    process = subprocess.Popen(
+        [*SERVE, *arguments],
+        env=ENVIRONMENT,
+        cwd="/",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said = ""
+    while not re.search(r"^ready after", said, re.MULTILINE):
+        line = process.stdout.readline()
+        assert line, process.communicate()
+        said += line
+    return process, re.search(r"^gRPC +(\S+)$", said, re.MULTILINE).group(1)
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """pid -> name, of children and theirs."""
+    found = {}
+    for child in (int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        found |= {child: Path(f"/proc/{child}/comm").read_text().strip()} | descendants(child)
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_sigterm_lets_a_stream_finish_and_leaves_nothing_behind(
+    engine_dirs: dict[str, Path], llm: LLM
+) -> None:
+    before = leftovers()
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    process, address = start(f"--engine-dir={engine_dirs['hemiola']}", "--model-name=mine", "--max-rows=2")
+    try:
+        with Client(address, "mine") as client:
+            stream = client.stream("def ", params)
+            pieces = [next(stream)]
+            process.send_signal(signal.SIGTERM)
+            pieces += stream
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert joined(pieces)[0] == llm.generate(["def "], params)[0].token_ids
+    assert (process.returncode, err) == (0, "")
+    assert out.splitlines() == ["waiting for streams in flight", "stopped"]
+    assert leftovers() <= before
+    with pytest.raises(Refused, match=f"no server answers at {address} .*; start `hemiola serve`"):
+        Client(address, "mine")
+
+
+def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs: dict[str, Path]) -> None:
+    before = leftovers()
+    process, _ = start(f"--engine-dir={engine_dirs['hemiola']}")
+    try:
+        (server, *others) = descendants(process.pid)
+        assert others, "the engine runs in a process of its own"
+        os.kill(server, signal.SIGKILL)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert re.fullmatch(r"error: tritonserver ended by itself with -9: .*\n", err)
+    assert not any(map(alive, others))
+    assert leftovers() <= before
+
+
+def test_killed_command_takes_tritonserver_and_the_engine_with_it(engine_dirs: dict[str, Path]) -> None:
+    before = leftovers()
+    process, _ = start(f"--engine-dir={engine_dirs['hemiola']}")
+    family = descendants(process.pid)
+    assert len(family) == 2, family
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while any(map(alive, family)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(alive, family))
+    for path in leftovers() - before:  # nobody was left to do it
+        shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
+
+
+def refused(*arguments: str) -> str:
+    ended = subprocess.run([*SERVE, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1, ended.stderr
+    return ended.stderr
+
+
+def test_tampered_engine_is_refused_before_the_server_starts(
+    engine_dirs: dict[str, Path], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(engine_dirs["hemiola"], broken)
+    with (broken / "weights.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    assert "weights.safetensors was changed after the build" in refused(f"--engine-dir={broken}")
+
+
+def test_taken_port_is_refused_by_name(engine_dirs: dict[str, Path]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = refused(f"--engine-dir={engine_dirs['hemiola']}", f"--grpc-port={port}")
+    assert f"grpc port {port} on 127.0.0.1 cannot be used" in message
+    assert "--grpc-port" in message
+
+
+def test_what_an_engine_refuses_when_it_loads_is_one_line(engine_dirs: dict[str, Path]) -> None:
+    """Known to the model only: it comes through tritonserver's log."""
+    message = refused(f"--engine-dir={engine_dirs['hemiola']}", "--max-rows=9")
+    assert message == (
+        "error: tritonserver did not start: hemiola: max_rows is 9, the engine was built for 8;"
+        " rebuild with --max-rows 9\n"
+    )

@@ -1,0 +1,105 @@
+"""A caller that goes away gives its row back."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from threading import Thread
+
+import numpy as np
+import pytest
+import requests
+import tritonclient.grpc as grpcclient
+from triton_calls import post
+
+from hemiola.runtime.client import Client
+from hemiola.runtime.request import SamplingParams
+from hemiola.runtime.serve import Server
+
+pytestmark = pytest.mark.server
+
+LONG = SamplingParams(max_tokens=450, ignore_eos=True)
+LEAVING = 7  # of the 8 rows that the tiny engines have
+
+
+def leave_client(server: Server) -> Callable[[], None]:
+    client = Client(server.grpc_url)
+    streams = [client.stream("leave", LONG) for _ in range(LEAVING)]
+    for stream in streams:
+        next(stream)
+    return streams.clear  # as when loops are left
+
+
+def close_client(server: Server) -> Callable[[], None]:
+    client = Client(server.grpc_url)
+    streams = [client.stream("leave", LONG) for _ in range(LEAVING)]
+    for stream in streams:
+        next(stream)
+    return client.close
+
+
+def close_sockets(server: Server) -> Callable[[], None]:
+    body = {"text_input": "leave", "max_tokens": 450, "ignore_eos": True, "stream": True}
+    url = f"{server.http_url}/v2/models/hemiola/generate_stream"
+    answers = [requests.post(url, json=body, stream=True, timeout=60) for _ in range(LEAVING)]
+    for answer in answers:
+        next(answer.iter_content(1))
+    return lambda: [answer.close() for answer in answers].clear()
+
+
+def drop_grpc(server: Server) -> Callable[[], None]:
+    """One connection only: tritonserver can lock up when many are dropped under load."""
+    theirs = grpcclient.InferenceServerClient(server.grpc_url)
+    first: SimpleQueue = SimpleQueue()
+    theirs.start_stream(lambda result, error: first.put(result))
+    text = grpcclient.InferInput("text_input", [1], "BYTES")
+    text.set_data_from_numpy(np.array([b"leave"], object))
+    for _ in range(LEAVING):
+        theirs.async_stream_infer(
+            "hemiola", [text], parameters={"max_tokens": 450, "ignore_eos": True, "stream": True}
+        )
+    for _ in range(LEAVING):
+        first.get(timeout=30)
+    return lambda: theirs.stop_stream(cancel_requests=True)
+
+
+@pytest.mark.parametrize(
+    "leave", [leave_client, close_client, close_sockets, drop_grpc], ids=lambda function: function.__name__
+)
+def test_rows_of_callers_that_left_are_free(server: Server, leave: Callable) -> None:
+    """All rows are taken. A stream that stays is the clock: the next request is served before it ends."""
+    num_tokens = 0
+
+    def read() -> None:
+        nonlocal num_tokens
+        for piece in stays:
+            num_tokens += len(piece.token_ids)
+
+    with Client(server.grpc_url) as client:
+        stays = client.stream("stays", LONG)
+        clock = Thread(target=read)
+        clock.start()
+        go = leave(server)
+        following = client.stream("next", SamplingParams(max_tokens=2, ignore_eos=True))
+        time.sleep(0.3)
+        left = num_tokens
+        go()
+        assert [piece.finish_reason for piece in following][-1] == "length"
+        served = num_tokens
+        clock.join()
+    assert left < 200, "too slow to see anything"
+    assert served < 400, "the streams ran on"
+    assert num_tokens == LONG.max_tokens
+
+
+def test_cancel_by_id_over_http_ends_a_generate(server: Server) -> None:
+    """The only way out of /generate: its lost connection is never seen."""
+    body = {"text_input": "a", "max_tokens": 450, "ignore_eos": True, "id": "to-be-cancelled"}
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(post, server, body)
+        time.sleep(0.5)
+        assert not answer.done()
+        start = time.monotonic()
+        assert post(server, {"cancel": "to-be-cancelled"}).json()["finish_reason"] == "cancelled"
+        assert answer.result().json() == {"error": "[CANCELLED] the request was cancelled"}
+    assert time.monotonic() - start < 1.5

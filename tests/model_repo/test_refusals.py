@@ -1,0 +1,123 @@
+"""Every bad request is answered by name, beside a stream that must not notice."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import requests
+from triton_calls import events, infer_tensors, joined, post
+
+from hemiola.runtime.client import Client
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM
+from hemiola.runtime.request import SamplingParams
+from hemiola.runtime.serve import Server
+
+pytestmark = pytest.mark.server
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+BAD = {
+    "neither": ({"max_tokens": 2}, "a request has either text_input or input_ids, this one has neither"),
+    "both": ({"text_input": "a", "input_ids": [5]}, "this one has both"),
+    "unknown_key": ({"text_input": "a", "max_tokns": 2}, "unknown key 'max_tokns'; the keys are text_input"),
+    "prompt_too_long": ({"input_ids": [5] * 600}, "prompt is 600 tokens, max_len=512"),
+    "empty_text": ({"text_input": ""}, "prompt is empty"),
+    "empty_ids": ({"input_ids": []}, "prompt is empty"),
+    "max_tokens_0": ({"text_input": "a", "max_tokens": 0}, "max_tokens is 0"),
+    "out_of_vocabulary": ({"input_ids": [5, 320]}, "token id 320 at position 1"),
+    "negative_id": ({"input_ids": [-1]}, "token id -1 at position 0"),
+    "temperature": ({"text_input": "a", "temperature": -1}, "temperature is -1"),
+    "chat_of_ids": ({"input_ids": [5], "chat": True}, "chat makes text_input a user's message"),
+    "timeout": ({"text_input": "a", "timeout": 5}, "unknown key 'timeout'"),
+    "cancel_and_more": ({"text_input": "a", "cancel": "x"}, "cancel stands alone"),
+}
+BAD_TYPES = {
+    "text_for_number": {"text_input": "a", "max_tokens": "2"},
+    "number_for_text": {"text_input": 5},
+    "number_for_flag": {"text_input": "a", "stream": 1},
+    "two_prompts": {"text_input": ["a", "b"]},
+    "not_utf8": {"text_input": "a\ud800"},
+}
+
+
+@pytest.fixture(scope="module")
+def neighbour(server: Server, llm: LLM) -> Iterator[None]:
+    """A stream that runs beside every bad request, over and over, and must be right each time."""
+    expected = llm.generate(["neighbour"], LONG)[0].token_ids
+    stop, wrong = threading.Event(), []
+
+    def run() -> None:
+        try:
+            with Client(server.grpc_url) as client:
+                while not stop.is_set():
+                    found = joined(list(client.stream("neighbour", LONG)))[0]
+                    if found != expected:
+                        wrong.append(found)
+        except Exception as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.5)
+    yield
+    stop.set()
+    thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_request_is_answered_by_name(server: Server, neighbour: None, case: str, endpoint: str) -> None:
+    body, message = BAD[case]
+    answer = post(server, body, endpoint=endpoint)
+    assert answer.status_code == 400
+    error = answer.json()["error"] if endpoint == "generate" else next(events(answer))["error"]
+    assert error.startswith("[INVALID_ARG] ")
+    assert message in error
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize("case", BAD_TYPES)
+def test_bad_type_is_an_error(server: Server, neighbour: None, case: str) -> None:
+    """Triton answers these itself, before the model sees them."""
+    answer = requests.post(
+        f"{server.http_url}/v2/models/hemiola/generate", data=json.dumps(BAD_TYPES[case]), timeout=60
+    )
+    assert answer.status_code in (400, 500)
+    assert answer.json()["error"]
+
+
+def test_bad_types_over_grpc_are_named(server: Server, neighbour: None) -> None:
+    text = {"text_input": np.array([b"def "], object)}
+    for tensors, options, message in (
+        (text | {"max_tokens": np.array([2.0], np.float32)}, {}, "data-type"),
+        (text, {"parameters": {"max_tokens": "two"}}, "[INVALID_ARG] max_tokens is 'two'"),
+        (text, {"parameters": {"stream": 1}}, "[INVALID_ARG] stream is 1; give true or false"),
+        (text, {"timeout": 1000}, "[INVALID_ARG] timeout is 1000 us"),
+        (
+            text | {"top_k": np.array([2], np.int32)},
+            {"parameters": {"top_k": 2}},
+            "both a tensor and a request parameter",
+        ),
+        ({"text_input": np.array([b"a\xff"], object)}, {}, "[INVALID_ARG] text_input is not UTF-8"),
+    ):
+        ((result, error),) = infer_tensors(server, tensors, **options)
+        assert result is None
+        assert message in error.message()
+
+
+def test_client_raises_what_the_llm_raises(server: Server, client: Client, llm: LLM, neighbour: None) -> None:
+    for prompt in ("", [], [5] * 600, [320], [1.5], 5, b"bytes", "a\ud800"):
+        with pytest.raises(Refused) as here:
+            next(iter(llm.stream(prompt)))
+        with pytest.raises(Refused) as there:
+            next(iter(client.stream(prompt)))
+        if prompt in ("", [], [5] * 600, [320]):
+            assert str(there.value) == str(here.value)
+    with pytest.raises(Refused, match="prompt is empty"):
+        client.generate(["a", "", "b"], LONG)
+    with pytest.raises(Refused, match=r"no model 'nobody' that is ready \(it has hemiola, second\)"):
+        Client(server.grpc_url, "nobody")
