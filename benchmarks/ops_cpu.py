@@ -53,7 +53,7 @@ class Times:
 
 
 def attention(kv_lens: list[int], num_tokens: list[int]) -> Times:
-    """Rows of a step over scattered pages; plain: SDPA per distinct row shape on keys that already lie in line."""
+    """Rows of a step over scattered pages; plain: SDPA per kind of row on keys that lie in line already."""
     widths = [-(-kv_len // PAGE_LEN) for kv_len in kv_lens]
     shape = (sum(widths) + 1, PAGE_LEN, GROUPS, HEAD_DIM)
     k_pages, v_pages = torch.randn(shape), torch.randn(shape)

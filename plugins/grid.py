@@ -1,8 +1,8 @@
 """The absolute grid: which token of a step stands in which tile, and where its records lie.
 
-A tile is C consecutive positions that start at a chunk edge. A row's tiles run from its edge to its last token;
-the state a tile starts from is the state at that tile's edge. Everything here is integer bookkeeping: it depends
-on the rows of the step only, so the layers of a model share one plan.
+A tile is C consecutive positions that start at a chunk edge. A row's tiles run from its edge to its last
+token; the state a tile starts from is the state at that tile's edge. All of it depends on the rows of the
+step only, so the layers of a model share one plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-BIG_STATE = 16384  # numbers; from here on a call per run of slots is cheaper than copying the states side by side
+BIG_STATE = 16384  # numbers; from here on a call per run of slots costs less than copying states together
 
 Visit = Callable[[int, torch.Tensor], None]
 Move = Callable[[int, int, torch.Tensor], torch.Tensor]
@@ -96,8 +96,8 @@ class Run(NamedTuple):
 class Tiles:
     """The tiles of one step, ordered by ordinal within the row, then by row; longer rows come first.
 
-    A place of a tile without a token repeats the row's last token: a finite number that no token at or before it
-    reads, since every sum over a tile is masked to s <= t, and only full tiles move a state.
+    A place of a tile without a token repeats the row's last token: finite numbers that no token reads, since
+    every sum over a tile is masked to s <= t, and only full tiles move a state.
     """
 
     chunk_len: int
@@ -109,23 +109,24 @@ class Tiles:
     fresh: torch.Tensor | None  # slots of rows that start from a zero state
     standing: Copies | None  # snapshots of states that do not move: from slot to slot
     moved: dict[int, Copies]  # by ordinal of the tile that starts from the state: from row to slot
-    folded: torch.Tensor  # tiles whose tokens a later state contains
+    folded: torch.Tensor | None  # tiles whose tokens a later state contains
     from_ring: bool  # the rings can hold every token of every tile at once
     record_ids: torch.Tensor  # else the tokens that only the rings hold
     live: torch.Tensor | None  # tokens that belong to a row, None if all
     stored: torch.Tensor | None  # tokens to write to the rings, None if all
     stored_ids: torch.Tensor
     spread: dict[int, Spread]
-    query_ids: torch.Tensor  # [tiles * H * C] into the [T * G] queries of new tokens, head h reading h // (H / G)
+    query_ids: torch.Tensor  # [tiles * H * C] into the queries [T * G] of new tokens
 
     def take(self, ring: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Write new tokens [T, H, *F] to their ring [S, R, H, *F]; records and new tokens as [tiles, H, C, *F]."""
+        """Write new tokens [T, H, *F] to their ring [S, R, H, *F]; the tiles' tokens [tiles, H, C, *F]."""
         tokens = ring.view(-1, *ring.shape[2:])
         stored = new if self.stored is None else new.index_select(0, self.stored)
         if self.from_ring:
             source = tokens.index_copy_(0, self.stored_ids, stored)
         else:
-            source = torch.cat([tokens.index_select(0, self.record_ids), new]) if self.record_ids.numel() else new
+            records = tokens.index_select(0, self.record_ids)
+            source = torch.cat([records, new]) if self.record_ids.numel() else new
             tokens.index_copy_(0, self.stored_ids, stored)
         flat = source.reshape(-1) if new.shape[2:].numel() == 1 else source.flatten(0, 1)
         tiles = flat.index_select(0, self.spread[new.shape[1]].sources)
@@ -154,8 +155,8 @@ class Tiles:
     def scan(self, state: torch.Tensor, visit: Visit, move: Move) -> None:
         """Take every row's state from edge to edge, and store it where it stands at the new edge.
 
-        `visit(first tile, states)` sees the states [rows, ...] that consecutive tiles start from, never to change
-        them; `move(first tile, first fold, states)` returns the states behind those tiles.
+        `visit(first tile, states)` sees the states [rows, ...] that consecutive tiles start from and leaves
+        them alone; `move(first tile, first fold, states)` returns the states behind those tiles.
         """
         if self.fresh is not None:
             state.index_fill_(0, self.fresh, 0)
@@ -170,8 +171,9 @@ class Tiles:
         current = state
         for ordinal in range(1, len(self.counts)):
             num = self.counts[ordinal]
-            start = state.index_select(0, self.slots.narrow(0, 0, num)) if ordinal == 1 else current.narrow(0, 0, num)
-            current = move(tile, fold, start)
+            if ordinal == 1:
+                current = state.index_select(0, self.slots.narrow(0, 0, num))
+            current = move(tile, fold, current.narrow(0, 0, num))
             tile += self.counts[ordinal - 1]
             fold += num
             visit(tile, current)
@@ -204,7 +206,7 @@ def _plan_tiles(
     num_tiles = np.maximum(-((table[4] - table[3]) // chunk_len), (table[5] - table[4]) // chunk_len + 1)
     order = np.lexsort((table[0], -num_tiles))
     num_tiles = num_tiles[order]
-    slot, first, committed, end, edge, new_edge, snapshot = table[:, order]
+    slot, _, committed, end, edge, new_edge, snapshot = table[:, order]
     counts = slot.size - np.cumsum(np.bincount(num_tiles))[:-1]
     ordinal = np.repeat(np.arange(counts.size), counts)
     rank = np.arange(ordinal.size) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -238,7 +240,7 @@ def _plan_tiles(
         fresh=torch.from_numpy(fresh) if fresh.size else None,
         standing=standing,
         moved=moved,
-        folded=torch.from_numpy(np.flatnonzero(ordinal + 1 < num_tiles[rank])),
+        folded=torch.from_numpy(np.flatnonzero(ordinal + 1 < num_tiles[rank])) if counts.size > 1 else None,
         from_ring=from_ring,
         record_ids=torch.from_numpy(ring_ids[is_record]),
         live=_unless_all(live[by_token], num_tokens),
@@ -253,17 +255,23 @@ def _unless_all(token_ids: np.ndarray, num_tokens: int) -> torch.Tensor | None:
     return None if token_ids.size == num_tokens else torch.from_numpy(token_ids)
 
 
-def _copies(slot: np.ndarray, ordinal: np.ndarray, snapshot: np.ndarray) -> tuple[Copies | None, dict[int, Copies]]:
-    """What to store where: a state that moves goes to its slot, and any state to the snapshot that wants it."""
+def _copies(
+    slot: np.ndarray, ordinal: np.ndarray, snapshot: np.ndarray
+) -> tuple[Copies | None, dict[int, Copies]]:
+    """What to store where: a state that moves goes to its slot, and any state to the snapshot of it."""
     standing = np.flatnonzero((ordinal == 0) & (snapshot > 0))
     ranks = np.flatnonzero(ordinal)
     shot = ranks[snapshot[ranks] > 0]
     ranks, slots = np.concatenate([ranks, shot]), np.concatenate([slot[ranks], snapshot[shot]])
     at = ordinal[ranks]
-    moved = {j: Copies(torch.from_numpy(ranks[at == j]), torch.from_numpy(slots[at == j])) for j in set(at.tolist())}
+    moved = {j: _pair(ranks[at == j], slots[at == j]) for j in set(at.tolist())}
     if not standing.size:
         return None, moved
-    return Copies(torch.from_numpy(slot[standing]), torch.from_numpy(snapshot[standing])), moved
+    return _pair(slot[standing], snapshot[standing]), moved
+
+
+def _pair(sources: np.ndarray, slots: np.ndarray) -> Copies:
+    return Copies(torch.from_numpy(sources), torch.from_numpy(slots))
 
 
 def _runs(slot: np.ndarray) -> list[Run]:
@@ -293,6 +301,12 @@ def causal(chunk_len: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.ones(chunk_len, chunk_len, dtype=dtype).tril()
 
 
+@lru_cache(maxsize=8)
+def strictly_causal(chunk_len: int, dtype: torch.dtype) -> torch.Tensor:
+    """[C, C]: one where s < t."""
+    return torch.ones(chunk_len, chunk_len, dtype=dtype).tril(-1)
+
+
 def span_sums(values: torch.Tensor) -> torch.Tensor:
     """Sums over the places s < u <= t of tiles [n, H, C], as [n, H, C, C]; zero for s >= t.
 
@@ -300,10 +314,5 @@ def span_sums(values: torch.Tensor) -> torch.Tensor:
     """
     num_tiles, heads, chunk_len = values.shape
     upto = (values.unsqueeze(2) * causal(chunk_len, values.dtype)).flatten(0, 1)
-    return torch.bmm(upto, _after(chunk_len, values.dtype).expand(upto.shape)).view(num_tiles, heads, chunk_len, chunk_len)
-
-
-@lru_cache(maxsize=8)
-def _after(chunk_len: int, dtype: torch.dtype) -> torch.Tensor:
-    """[C, C]: one where u > s."""
-    return torch.ones(chunk_len, chunk_len, dtype=dtype).tril(-1)
+    sums = torch.bmm(upto, strictly_causal(chunk_len, values.dtype).expand(upto.shape))
+    return sums.view(num_tiles, heads, chunk_len, chunk_len)

@@ -64,12 +64,13 @@ class Scheduler:
         plan = Plan()
         budget = self.config.max_step_tokens
         spare = budget - len(self.running)  # for drafts: every running row can have a token first
+        capacity = self.pages.capacity
         prompts: list[Request] = []
         for request in self.running:  # may shrink at its young end while we are at the old one
             if request.total_len - request.committed_len > 1:
                 prompts.append(request)
                 continue
-            if request.total_len > self.pages.capacity[request.slot_id] and not self._make_room(request):
+            if request.total_len > capacity[request.slot_id] and not self._make_room(request):
                 break
             num_drafts = min(len(request.drafts), spare)
             plan.add(request, 1 + num_drafts, num_drafts)

@@ -220,12 +220,13 @@ class Server:
 class Log:
     """The server's output, read in a thread: errors are passed on once it is ready, all of it if verbose."""
 
-    def __init__(self, process: "subprocess.Popen[str]", verbose: bool) -> None:
-        self.ready = False
+    def __init__(self, process: "subprocess.Popen[str]", verbose: bool, ready: bool = False) -> None:
+        self.ready = ready
         self._lines: deque[str] = deque(maxlen=200)
         self._process = process
         self._verbose = verbose
-        threading.Thread(target=self._read, daemon=True).start()
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

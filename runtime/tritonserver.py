@@ -106,18 +106,14 @@ def choose_ports(host: str, wanted: Ports) -> Ports:
 
 
 def _bind(host: str, port: int, name: str) -> socket.socket:
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((host, port))
+        return socket.create_server((host, port))
     except (OSError, OverflowError) as error:
-        bound.close()
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise Refused(
             f"{name} port {port} on {host} cannot be used ({reason});"
             f" pass {PORT_OPTIONS[name]} with a free one"
         ) from None
-    return bound
 
 
 def write_repository(

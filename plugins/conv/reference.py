@@ -18,7 +18,7 @@ def conv(
     snapshot_slot: torch.Tensor,
     chunk_len: int,
 ) -> torch.Tensor:
-    """y[T, E], silu applied. A token reads its own column and the W - 1 before it; before position 0 are zeros."""
+    """y[T, E], silu applied: a token reads its column and the W - 1 before; before position 0 are zeros."""
     ring_len, width = columns.shape[1], weight.shape[1]
     y = torch.zeros_like(x)
     for row in step_rows((cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot), chunk_len):

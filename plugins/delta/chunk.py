@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from hemiola.plugins.grid import Tiles, causal, plan_tiles, span_sums
+from hemiola.plugins.grid import Tiles, causal, plan_tiles, span_sums, strictly_causal
 
 
 def delta(
@@ -48,26 +48,30 @@ def delta(
     k_tile = tiles.take(k_records, k.to(k_records.dtype)).to(exact)  # [n, G, C, K]
     v_tile = tiles.take(v_records, v.to(v_records.dtype)).to(exact)  # [n, H, C, V]
     g_tile = tiles.take(g_records, g.to(g_records.dtype)).to(exact)  # [n, H, C, J]
-    beta_tile = tiles.take(beta_records, beta.to(beta_records.dtype)).to(exact).view(-1, chunk_len)  # [n H, C]
+    beta_tile = tiles.take(beta_records, beta.to(beta_records.dtype)).to(exact)
+    beta_tile = beta_tile.view(-1, chunk_len)  # [n H, C]
 
     if g.shape[2] == 1:
         spans = _head_decay(q_tile, k_tile, g_tile.view(-1, heads, chunk_len))
     else:
         spans = _channel_decay(q_tile, k_tile, g_tile)
-    strength = spans.keys.mul_(beta_tile.unsqueeze(2)).mT  # transposed twice: so the inverse comes out row-major
+    # transposed twice, because the solver returns columns where we go on with rows
+    strength = spans.keys.mul_(beta_tile.unsqueeze(2)).mT
     identity = _identity(chunk_len, exact).expand(strength.shape)
     solve = torch.linalg.solve_triangular(strength, identity, upper=True, unitriangular=True).mT
     solve = solve * beta_tile.unsqueeze(1)
     updates = torch.bmm(solve, v_tile.flatten(0, 1))
     if g.shape[2] == 1:  # the decay of a whole vector moves into the matrices beside it
-        solve = solve.mul_(spans.reach.view(-1, 1, chunk_len)).view(-1, heads // groups * chunk_len, chunk_len)
-        removal = torch.bmm(solve, k_tile.flatten(0, 1)).view(-1, chunk_len, k.shape[2])
+        solve = solve.mul_(spans.reach.view(-1, 1, chunk_len))
+        by_group = solve.view(-1, heads // groups * chunk_len, chunk_len)
+        removal = torch.bmm(by_group, k_tile.flatten(0, 1)).view(-1, chunk_len, k.shape[2])
         across = tiles.select(_scan(tiles, state, k_tile, spans, updates, removal, q_tile), heads)
         across *= tiles.select(spans.reach, heads)
     else:
         reaching = k_tile.unsqueeze(2) * spans.reach.view(-1, groups, heads // groups, chunk_len, k.shape[2])
         removal = torch.bmm(solve, reaching.view(-1, chunk_len, k.shape[2]))
-        across = tiles.select(_scan(tiles, state, k_tile, spans, updates, removal, q_tile * spans.reach), heads)
+        q_tile = q_tile * spans.reach
+        across = tiles.select(_scan(tiles, state, k_tile, spans, updates, removal, q_tile), heads)
     within = torch.bmm(spans.queries, updates)
     return tiles.scatter(across.add_(tiles.select(within, heads))).to(v.dtype)
 
@@ -84,13 +88,14 @@ class _Spans(NamedTuple):
 
 def _head_decay(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> _Spans:
     """One decay per head: one product of keys for all heads of a group, times exp(G_t - G_s)."""
-    (num_tiles, groups, chunk_len, depth), heads = k.shape, g.shape[1]
+    (_, groups, chunk_len, depth), heads = k.shape, g.shape[1]
     keys = k.flatten(0, 1)
     decay = span_sums(g).exp_()  # [n, H, C, C]
     by_group = decay.view(-1, heads // groups, chunk_len, chunk_len)
-    key_pairs = torch.bmm(keys, keys.mT).mul_(_earlier(chunk_len, g.dtype)).unsqueeze(1) * by_group
-    query_pairs = torch.bmm(q.view(-1, heads // groups * chunk_len, depth), keys.mT).view(-1, chunk_len, chunk_len)
-    query_pairs.mul_(causal(chunk_len, g.dtype)).mul_(decay.flatten(0, 1))
+    key_pairs = torch.bmm(keys, keys.mT).mul_(strictly_causal(chunk_len, g.dtype)).unsqueeze(1) * by_group
+    query_pairs = torch.bmm(q.view(-1, heads // groups * chunk_len, depth), keys.mT)
+    query_pairs = query_pairs.view(-1, chunk_len, chunk_len).mul_(causal(chunk_len, g.dtype))
+    query_pairs.mul_(decay.flatten(0, 1))
     total = g.cumsum(2).unsqueeze(3)
     return _Spans(
         keys=key_pairs.flatten(0, 1),
@@ -102,15 +107,16 @@ def _head_decay(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> _Spans:
 
 
 def _channel_decay(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> _Spans:
-    """A decay per channel: a pair (t, s) is met in the smallest aligned block whose halves s and t are in.
+    """A decay per channel: s and t meet in the smallest aligned block that has them in different halves.
 
-    Its decay is the product of the decays from s to the middle of the block and from the middle to t: products
-    of numbers <= 1, so nothing overflows however strong the decay.
+    Their decay is the product of the decays from s to the block's middle and from there to t, themselves
+    products of numbers <= 1: nothing overflows, however strong the decay.
     """
     (num_tiles, groups, chunk_len, depth), heads = k.shape, g.shape[1]
     shape = (num_tiles, groups, heads // groups)
     k = k.unsqueeze(2)
-    both = torch.stack([k.expand(*shape, chunk_len, depth), q.view(*shape, chunk_len, depth)], 4)  # [.., C, 2, K]
+    # [n, G, H / G, C, 2, K]
+    both = torch.stack([k.expand(*shape, chunk_len, depth), q.view(*shape, chunk_len, depth)], 4)
     reach = g.exp().view(*shape, chunk_len, depth)  # from the start of t's block to t, t's own decay included
     remain = torch.ones_like(reach)  # from s to the end of its block
     pairs = k.new_zeros(*shape, chunk_len, 2, chunk_len)
@@ -120,7 +126,7 @@ def _channel_decay(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> _Spans:
     while half < chunk_len:
         num = chunk_len // (2 * half)
         left_reach, right_reach = reach.view(*shape, num, 2, half, depth).unbind(4)
-        left_remain, right_remain = remain.view(*shape, num, 2, half, depth).unbind(4)
+        left_remain = remain.view(*shape, num, 2, half, depth).select(4, 0)
         late = both.view(*shape, num, 2, half, 2, depth).select(4, 1) * right_reach.unsqueeze(5)
         early = k.view(num_tiles, groups, 1, num, 2, half, depth).select(4, 0) * left_remain
         block = torch.bmm(late.view(-1, 2 * half, depth), early.view(-1, half, depth).mT)
@@ -132,7 +138,7 @@ def _channel_decay(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> _Spans:
     key_pairs, query_pairs = pairs.view(-1, chunk_len, 2, chunk_len).unbind(2)
     tile = (num_tiles, heads, chunk_len, depth)
     return _Spans(
-        keys=key_pairs * _earlier(chunk_len, g.dtype),
+        keys=key_pairs * strictly_causal(chunk_len, g.dtype),
         queries=query_pairs,
         reach=reach.view(tile),
         remain=remain.view(tile),
@@ -149,11 +155,12 @@ def _scan(
     removal: torch.Tensor,  # [n H, C, K] T beta k exp(G)
     queries: torch.Tensor,  # [n, H, C, K]
 ) -> torch.Tensor:
-    """q_t.S0 of every tile [n, H, C, V]; states move from edge to edge and are stored, `updates` becomes U."""
+    """q_t.S0 of every tile [n, H, C, V]; states move from edge to edge, are stored; `updates` turns to U."""
     num_tiles, heads, chunk_len, _ = queries.shape
     queries = queries.flatten(0, 1)
     across = torch.empty_like(updates)
-    if len(tiles.counts) > 1:
+    keys = decay = queries  # without folds nobody reads them
+    if tiles.folded is not None:
         keys = k.index_select(0, tiles.folded).repeat_interleave(heads // k.shape[1], 1)
         keys = keys.mul_(spans.remain.index_select(0, tiles.folded)).flatten(0, 1).mT
         decay = spans.total.index_select(0, tiles.folded).exp_().flatten(0, 1).unsqueeze(2)
@@ -167,7 +174,8 @@ def _scan(
     def move(tile: int, fold: int, states: torch.Tensor) -> torch.Tensor:
         start, num = fold * heads, states.shape[0] * heads
         moved = states.flatten(0, 1) * decay.narrow(0, start, num)
-        return moved.baddbmm_(keys.narrow(0, start, num), updates.narrow(0, tile * heads, num)).view(states.shape)
+        solved = updates.narrow(0, tile * heads, num)
+        return moved.baddbmm_(keys.narrow(0, start, num), solved).view(states.shape)
 
     tiles.scan(state, visit, move)
     return across.view(num_tiles, heads, chunk_len, -1)
@@ -176,9 +184,3 @@ def _scan(
 @lru_cache(maxsize=8)
 def _identity(chunk_len: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.eye(chunk_len, dtype=dtype)
-
-
-@lru_cache(maxsize=8)
-def _earlier(chunk_len: int, dtype: torch.dtype) -> torch.Tensor:
-    """[C, C]: one where s < t."""
-    return torch.ones(chunk_len, chunk_len, dtype=dtype).tril(-1)

@@ -3,9 +3,9 @@
 A tile with edge state S0 and a = cumsum(dt * A):
     y_t = exp(a_t) C_t.S0 + sum_{s <= t} (C_t.B_s) exp(a_t - a_s) dt_s x_s + D x_t
     S1  = exp(a_C) S0 + sum_s exp(a_C - a_s) dt_s x_s (x) B_s
-Bits do not depend on how a sequence is split: a tile's shapes are fixed, its sums run over all C places, and of
-torch's operations only those are used whose results do not depend on a number's neighbours: bmm, exp, cumsum and
-single multiplications and additions (sigmoid, silu and fused multiply-adds treat the ends of a tensor differently).
+Bits do not depend on how a sequence is split: a tile's shapes are fixed, its sums run over all C places, and
+only operations are used whose results do not depend on a number's neighbours: bmm, exp, cumsum, and single
+multiplications and additions. sigmoid, silu and softplus do depend: tests/plugins/test_torch_bits.py.
 """
 
 import torch
@@ -69,11 +69,12 @@ def _scan(
     weight: torch.Tensor,  # [n, H, C] what of a token reaches the tile's end
     total: torch.Tensor,  # [n, H]
 ) -> torch.Tensor:
-    """C_t.S0 of every tile [n * G, C, H / G * P]; states move from edge to edge and are stored."""
+    """C_t.S0 of every tile [n G, C, H / G * P]; states move from edge to edge and are stored."""
     (_, heads, chunk_len, width), (groups, depth) = x.shape, (B.shape[1], B.shape[3])
     queries = C.flatten(0, 1)
     across = queries.new_empty(queries.shape[0], chunk_len, heads // groups * width)
-    if len(tiles.counts) > 1:
+    inputs = keys = decay = queries  # without folds nobody reads them
+    if tiles.folded is not None:
         gain = weight.index_select(0, tiles.folded).unsqueeze(3)
         inputs = (x.index_select(0, tiles.folded) * gain).flatten(0, 1).mT
         keys = B.index_select(0, tiles.folded).repeat_interleave(heads // groups, 1).flatten(0, 1)

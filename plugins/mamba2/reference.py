@@ -47,8 +47,9 @@ def mamba2(
                 at_edge = h
         state[slot] = at_edge
         for position in range(max(row.committed, row.new_edge), row.end):
-            place, token = position % ring_len, row.first + position - row.committed
-            x_records[slot, place], B_records[slot, place], dt_records[slot, place] = x[token], B[token], dt[token]
+            token = row.first + position - row.committed
+            for ring, tensor in zip((x_records, B_records, dt_records), (x, B, dt), strict=True):
+                ring[slot, position % ring_len] = tensor[token]
         if row.snapshot_slot > 0:
             state[row.snapshot_slot] = at_edge
     return y

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hemiola
 from hemiola.runtime.bench import equality, workloads
@@ -39,8 +39,8 @@ class Job:
 
     engine_dir: Path
     options: BenchOptions
-    engine_options: Mapping[str, object]
-    compare: Sequence[Mapping[str, object]] = ()
+    engine_options: Mapping[str, Any]
+    compare: Sequence[Mapping[str, Any]] = ()
     check: bool = False
     json_path: Path | None = None
     plot_path: Path | None = None
@@ -48,7 +48,7 @@ class Job:
 
 class Variant(NamedTuple):
     name: str
-    options: Mapping[str, object]
+    options: Mapping[str, Any]
 
 
 class Outcome(NamedTuple):
@@ -70,11 +70,7 @@ def run(job: Job) -> int:
     variants = _variants(job)
     _refuse_outputs(job)
     bench = _Bench(job)
-    outcomes: list[Outcome] = []
-    for variant in variants:
-        outcomes.append(bench.measure(variant))
-        if outcomes[-1].measured.interrupted:
-            break
+    outcomes, refusal = bench.measure_all(variants)
     settings = bench.settings()
     print(table([Column(outcome.variant.name, settings | outcome.summary) for outcome in outcomes]))
     _print_failures(outcomes)
@@ -91,6 +87,8 @@ def run(job: Job) -> int:
     if job.plot_path is not None:
         title = f"{job.engine_dir.name}, {job.options.workload}, seed {job.options.seed}"
         plot(job.plot_path, title, [Curve(outcome.variant.name, outcome.measured) for outcome in outcomes])
+    if refusal is not None:
+        raise refusal
     if interrupted:
         return INTERRUPTED
     failed = any(outcome.summary["failed"] for outcome in outcomes)
@@ -98,15 +96,18 @@ def run(job: Job) -> int:
 
 
 def _variants(job: Job) -> list[Variant]:
-    """The engine as started, then with each set of changes. Refuses unknown options of any before the first runs."""
+    """The engine as started, then with each set of changes. Unknown options are refused at once."""
     base = Variant(_name(job.engine_options) or "defaults", job.engine_options)
-    variants = [base, *(Variant(_name(changes), {**job.engine_options, **changes}) for changes in job.compare)]
+    variants = [
+        base,
+        *(Variant(_name(changes), {**job.engine_options, **changes}) for changes in job.compare),
+    ]
     for variant in variants:
         ServeConfig(**variant.options)
     return variants
 
 
-def _name(options: Mapping[str, object]) -> str:
+def _name(options: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={json.dumps(value).strip(chr(34))}" for name, value in options.items())
 
 
@@ -119,7 +120,7 @@ def _refuse_outputs(job: Job) -> None:
 
 
 class _Bench:
-    """What the variants have in common: the workload, which the first engine makes, and the engine's facts."""
+    """What the variants have in common: the workload, made with the first of them, and the engine's facts."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -127,6 +128,20 @@ class _Bench:
         self.numerics = ""
         self._architecture = ""
         self._sessions: list[Session] | None = None
+
+    def measure_all(self, variants: Sequence[Variant]) -> tuple[list[Outcome], Refused | None]:
+        """Up to Ctrl-C, or to a variant that the engine refuses: what was measured by then is not lost."""
+        outcomes: list[Outcome] = []
+        for variant in variants:
+            try:
+                outcomes.append(self.measure(variant))
+            except Refused as refusal:
+                if not outcomes:
+                    raise
+                return outcomes, Refused(f"--compare {variant.name}: {refusal}")
+            if outcomes[-1].measured.interrupted:
+                break
+        return outcomes, None
 
     def measure(self, variant: Variant) -> Outcome:
         _say(f"opening {self.job.engine_dir} ({variant.name})")
@@ -177,7 +192,10 @@ class _Bench:
 
     def _plain_answers(self, runs: Sequence[Sequence[Result]]) -> dict[equality.Asked, list[int]]:
         options = equality.plain_options(self.job.engine_options, ServeConfig.model_fields)
-        with LLM(self.job.engine_dir, **options) as llm, _progress("plain run", len(equality.distinct(runs))) as advance:
+        with (
+            LLM(self.job.engine_dir, **options) as llm,
+            _progress("plain run", len(equality.distinct(runs))) as advance,
+        ):
             return equality.plain_run(llm, runs, advance)
 
     def settings(self) -> dict[str, object]:
@@ -205,7 +223,7 @@ def make_sessions(options: BenchOptions, llm: LLM) -> list[Session]:
         return read_sessions(options.file, options.num_requests, options.output_len, llm)
     count = options.num_requests or DEFAULT_NUM_REQUESTS
     if options.workload == RANDOM and options.text is None:
-        _say("warning: drafts cannot guess random tokens; for their acceptance use --text, multi-turn or a file")
+        _say("warning: no draft can guess random tokens; to see acceptance use --text, multi-turn or a file")
         return workloads.random_sessions(options, count, workloads.random_ids(llm.manifest.vocab_size))
     source = _text_source(options.text, llm)
     make = workloads.multi_turn_sessions if options.workload == MULTI_TURN else workloads.random_sessions
@@ -254,7 +272,7 @@ def _print_failures(outcomes: Sequence[Outcome]) -> None:
 
 
 def _report(
-    job: Job, settings: Mapping[str, object], outcomes: Sequence[Outcome], statements: Sequence[Statement]
+    job: Job, settings: Mapping[str, Any], outcomes: Sequence[Outcome], statements: Sequence[Statement]
 ) -> dict[str, object]:
     """The first variant's numbers at the top, as `vllm bench serve` writes them; the others in a list."""
     columns = [

@@ -44,16 +44,22 @@ def bench(
         float, typer.Option(help="lengths vary by this share of themselves, 0 to below 1")
     ] = 0.0,
     turns: Annotated[int, typer.Option(help="multi-turn: requests of a session")] = 4,
-    system_len: Annotated[int, typer.Option(help="multi-turn: tokens that the sessions of a group share")] = 128,
+    system_len: Annotated[
+        int, typer.Option(help="multi-turn: tokens that the sessions of a group share")
+    ] = 128,
     num_groups: Annotated[int, typer.Option(help="multi-turn: different shared beginnings")] = 1,
-    think_time: Annotated[float, typer.Option(help="multi-turn: mean seconds from answer to next turn")] = 0.0,
+    think_time: Annotated[
+        float, typer.Option(help="multi-turn: mean seconds from answer to next turn")
+    ] = 0.0,
     text: Annotated[
         Path | None,
         typer.Option(help="take prompts from this text; default: multi-turn Python's library, random none"),
     ] = None,
     ignore_eos: Annotated[
         bool | None,
-        typer.Option("--ignore-eos/--no-ignore-eos", help="default: ignored, but not for files", show_default=False),
+        typer.Option(
+            "--ignore-eos/--no-ignore-eos", help="default: ignored, but not for files", show_default=False
+        ),
     ] = None,
     request_rate: Annotated[float, typer.Option(help="sessions per second; inf: as places allow")] = math.inf,
     burstiness: Annotated[float, typer.Option(help="of arrivals: 1 Poisson, less in bursts, inf even")] = 1.0,
@@ -69,11 +75,15 @@ def bench(
     ] = False,
     compare: Annotated[
         list[str] | None,
-        typer.Option(help="a further column with these engine options, NAME=VALUE,NAME=VALUE; may be repeated"),
+        typer.Option(
+            help="a further column with these engine options, NAME=VALUE,NAME=VALUE; may be repeated"
+        ),
     ] = None,
 ) -> None:
-    """Measure an engine under load and print the table of `vllm bench serve`. Exit status 1: a request failed or
-    tokens differed."""
+    """Measure an engine under load; print the table of `vllm bench serve`.
+
+    Exit status 1: a request failed, or tokens differed.
+    """
     options = BenchOptions(
         workload=workload,
         num_requests=num_requests,
@@ -106,7 +116,9 @@ def parse_engine_options(args: Sequence[str]) -> dict[str, object]:
         flag, equals, value = rest.pop(0).partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--") or name not in ServeConfig.model_fields:
-            raise Refused(f"unknown argument {flag!r}; hemiola bench --help has the options, the engine's are {ENGINE_FLAGS}")
+            raise Refused(
+                f"unknown argument {flag!r}; see hemiola bench --help; the engine's are {ENGINE_FLAGS}"
+            )
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise Refused(f"{flag} has no value; write {flag} VALUE")

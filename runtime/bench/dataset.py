@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hemiola.runtime.bench.workloads import Session, Turn
 from hemiola.runtime.errors import Refused
@@ -34,7 +34,9 @@ def read_sessions(path: Path, count: int | None, max_tokens: int, reader: Reader
     if not sessions:
         raise Refused(f"{path} holds no requests; {EXAMPLE}, one per line")
     if count is not None and len(sessions) < count:
-        raise Refused(f"{path} holds {len(sessions)} requests, --num-requests is {count}; lower it or add lines")
+        raise Refused(
+            f"{path} holds {len(sessions)} requests, --num-requests is {count}; lower it or add lines"
+        )
     return sessions
 
 
@@ -56,7 +58,7 @@ def _entries(path: Path) -> Iterator[tuple[str, object]]:
             yield f"{path}:{number}", _parse(line, f"{path}:{number}")
 
 
-def _parse(text: str, where: str) -> object:
+def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -79,7 +81,9 @@ def _turn(where: str, entry: object, max_tokens: int, reader: Reader) -> Turn:
     except Refused as error:
         raise Refused(f"{where}: {error}") from None
     if not ids:
-        raise Refused(f"{where}: {forms[0]} is {_shown(entry[forms[0]])}, no tokens; give it text or remove the line")
+        raise Refused(
+            f"{where}: {forms[0]} is {_shown(entry[forms[0]])}, no tokens; give it text or remove the line"
+        )
     if "max_tokens" in entry:
         max_tokens = _checked_max_tokens(where, entry["max_tokens"])
     return Turn(ids, max_tokens, 0.0, where)
@@ -87,7 +91,9 @@ def _turn(where: str, entry: object, max_tokens: int, reader: Reader) -> Turn:
 
 def _checked_max_tokens(where: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise Refused(f"{where}: max_tokens is {_shown(value)}, it must be an integer of at least 1; remove it or correct it")
+        raise Refused(
+            f"{where}: max_tokens is {_shown(value)}, it must be an integer of at least 1; correct it"
+        )
     return value
 
 
@@ -118,7 +124,9 @@ def _read_conversation(where: str, value: object, reader: Reader) -> _Asked:
         if item["from"] in HUMAN:
             after = said[index + 1] if index + 1 < len(said) else {"from": "", "value": ""}
             return _Asked(str(item["value"]), str(after["value"]) if after["from"] in ANSWER else None)
-    raise Refused(f"{where}: conversations has nothing from a human: {_shown(value)}; add it or remove the line")
+    raise Refused(
+        f"{where}: conversations has nothing from a human: {_shown(value)}; add it or remove the line"
+    )
 
 
 _READERS: dict[str, Callable[[str, object, Reader], _Asked]] = {
@@ -131,11 +139,15 @@ _READERS: dict[str, Callable[[str, object, Reader], _Asked]] = {
 def _objects(where: str, name: str, value: object, keys: tuple[str, str]) -> list[dict[str, object]]:
     """A list of objects with these keys. A message's content may be what the template makes of it."""
     if not isinstance(value, list) or not value:
-        raise Refused(f'{where}: {name} is {_shown(value)}; give a list of {{"{keys[0]}": ..., "{keys[1]}": ...}}')
+        raise Refused(
+            f'{where}: {name} is {_shown(value)}; give a list of {{"{keys[0]}": ..., "{keys[1]}": ...}}'
+        )
     for item in value:
         wrong = not isinstance(item, dict) or not isinstance(item.get(keys[0]), str) or keys[1] not in item
         if wrong or (keys[1] == "value" and not isinstance(item["value"], str)):
-            raise Refused(f'{where}: {name} holds {_shown(item)}; write {{"{keys[0]}": "...", "{keys[1]}": "..."}}')
+            raise Refused(
+                f'{where}: {name} holds {_shown(item)}; write {{"{keys[0]}": "...", "{keys[1]}": "..."}}'
+            )
     return list(value)
 
 

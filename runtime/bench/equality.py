@@ -1,4 +1,4 @@
-"""Were the tokens the same? Between variants, and as one request alone gets them, without drafts and reuse."""
+"""Were the tokens the same? In all variants, and as a request alone gets them, without drafts and reuse."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -53,7 +53,9 @@ def distinct(runs: Sequence[Sequence[Result]]) -> list[Result]:
 
 def with_plain(run: Sequence[Result], answers: Mapping[Asked, list[int]]) -> Equality:
     done = [result for result in run if result.completed]
-    return _compare([(result.origin, result.token_ids, answers[_asked(result)]) for result in done], "the plain run")
+    return _compare(
+        [(result.origin, result.token_ids, answers[_asked(result)]) for result in done], "the plain run"
+    )
 
 
 def across(runs: Sequence[Sequence[Result]]) -> Equality:
@@ -76,7 +78,9 @@ def _compare(pairs: Sequence[tuple[str, list[int], list[int]]], other: str) -> E
 
 
 def _describe(origin: str, left: list[int], right: list[int], other: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
     mine, theirs = (str(ids[at]) if at < len(ids) else "no token" for ids in (left, right))
     return f"{origin}: {mine} at position {at}, {other} has {theirs}"
 

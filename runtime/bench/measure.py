@@ -17,6 +17,7 @@ from hemiola.runtime.metrics import Metrics
 from hemiola.runtime.request import FinishReason, OnPiece, Piece, SamplingParams
 
 FAILED_BEFORE = "not sent: the turn before it failed"
+LONGEST_WAIT = 0.2  # Ctrl-C may land in another thread, which does not wake this one
 
 
 class Engine(Protocol):
@@ -29,7 +30,7 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class Result:
-    """One request. Times are the mailbox's clock; `due` is when its user wanted to send it: latencies start there."""
+    """One request. Latencies start when it was `due`: when its user wanted to send it."""
 
     session_id: int
     turn: int
@@ -56,7 +57,7 @@ class Result:
 
 
 class Mailbox:
-    """Where the engine's thread leaves requests that have ended, and the clock. Tests bring a simulated one."""
+    """Where the engine's thread leaves requests that have ended; and the clock. Tests simulate it."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Result | None] = SimpleQueue()
@@ -69,8 +70,8 @@ class Mailbox:
         self._queue.put(result)
 
     def get(self, timeout: float | None) -> Result | None:
-        """Raises queue.Empty when the time is over."""
-        return self._queue.get(timeout=timeout)
+        """Raises queue.Empty when nothing came for a while, at the latest when the time is over."""
+        return self._queue.get(timeout=LONGEST_WAIT if timeout is None else min(timeout, LONGEST_WAIT))
 
 
 class Measured(NamedTuple):
@@ -93,9 +94,9 @@ class _Due(NamedTuple):
 class Run:
     """One measurement.
 
-    Open loop (`arrivals`): a session's first turn is due at its time, whatever the engine does. Closed loop (None): it
-    is due when a place is free. Later turns are due a think time after the answer before them. `concurrency` is the
-    number of places: sessions that may have begun and not ended.
+    Open loop (`arrivals`): a session's first turn is due at its time, whatever the engine does. Closed loop
+    (None): it is due when a place is free. Later turns are due a think time after the answer before them.
+    `concurrency` is the number of places: sessions that may have begun and not ended.
     """
 
     def __init__(
@@ -157,7 +158,11 @@ class Run:
         return self._places[0] if time_wanted is None else time_wanted
 
     def _wait_time(self) -> float | None:
-        times = [time for time in (self._next_arrival(), *(due.time for due in self._turns[:1])) if time is not None]
+        times = [
+            time
+            for time in (self._next_arrival(), *(due.time for due in self._turns[:1]))
+            if time is not None
+        ]
         return max(0.0, min(times) - self._mailbox.now()) if times else None
 
     def _send(self, due: _Due) -> None:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field
 
 from hemiola.runtime.config import Options
 from hemiola.runtime.errors import Refused
@@ -34,13 +34,6 @@ class BenchOptions(Options):
     concurrency: int | None = Field(None, ge=1)
     seed: int = Field(0, ge=0)
     num_warmups: int = Field(1, ge=0)
-
-    @field_validator("random_range_ratio", "think_time", "request_rate", "burstiness")
-    @classmethod
-    def _is_number(cls, value: float) -> float:
-        if math.isnan(value):
-            raise ValueError("it should be a number")
-        return value
 
     @property
     def file(self) -> Path | None:

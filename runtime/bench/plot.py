@@ -12,7 +12,8 @@ from hemiola.runtime.bench.statistics import LATENCIES, MS, latencies, token_cou
 from hemiola.runtime.errors import Refused
 
 TITLES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2el": "End-to-end latency"}
-NUM_BINS = 60
+MOST_BINS, LEAST_BINS = 60, 5
+STEPS_PER_BIN = 10  # with few, the curve would show the steps and not the rate
 
 
 class Curve(NamedTuple):
@@ -22,7 +23,9 @@ class Curve(NamedTuple):
 
 def refuse_without_matplotlib() -> None:
     if util.find_spec("matplotlib") is None:
-        raise Refused("--plot needs matplotlib, which is not installed; pip install 'hemiola[bench]' or leave --plot out")
+        raise Refused(
+            "--plot needs matplotlib, which is missing; pip install 'hemiola[bench]' or leave --plot out"
+        )
 
 
 def plot(path: Path, title: str, curves: Sequence[Curve]) -> None:
@@ -34,7 +37,9 @@ def plot(path: Path, title: str, curves: Sequence[Curve]) -> None:
     for axis, name in zip(axes, (name for name in LATENCIES if name in TITLES), strict=False):
         for curve in curves:
             values = np.sort(latencies([r for r in curve.measured.results if r.completed])[name]) * MS
-            axis.step(values, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=curve.name)
+            axis.step(
+                values, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=curve.name
+            )
         axis.set(title=TITLES[name], xlabel="ms", ylabel="share at most", ylim=(0, 1.02))
     last = list(figure.axes)[-1]
     for curve in curves:
@@ -51,6 +56,9 @@ def plot(path: Path, title: str, curves: Sequence[Curve]) -> None:
 
 def throughput(measured: Measured) -> tuple[np.ndarray, np.ndarray]:
     """Starts of equal spans of the run, and output tokens per second in each."""
-    width = max(measured.end - measured.start, 1e-9) / NUM_BINS
     done = [result for result in measured.results if result.completed]
-    return np.arange(NUM_BINS) * width, token_counts(done, measured.start, width, NUM_BINS) / width
+    duration = max(measured.end - measured.start, 1e-9)
+    step = np.median(latencies(done)["itl"] or [duration])
+    num_bins = int(np.clip(duration / (STEPS_PER_BIN * step), LEAST_BINS, MOST_BINS))
+    counts = token_counts(done, measured.start, duration / num_bins, num_bins)
+    return np.arange(num_bins) * duration / num_bins, counts * num_bins / duration

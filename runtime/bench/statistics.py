@@ -28,7 +28,7 @@ def tpot(result: Result) -> float | None:
 
 
 def itls(result: Result) -> list[float]:
-    """Between pieces, as a reader sees them: tokens that came together have no time between them, and no entry."""
+    """Between pieces, as a reader sees them: tokens that came together have no gap between them."""
     return np.diff(result.piece_times).tolist()
 
 
@@ -103,7 +103,7 @@ def _most_tokens_in_a_second(done: Sequence[Result], start: float) -> float:
 
 
 def _speculation(done: Sequence[Result]) -> Summary:
-    """Nothing without drafts. A position's rate is per draft window, so the rates add up to the mean accepted."""
+    """Nothing without drafts. Rates by position are per window: they add up to the mean accepted."""
     drafted = _sum_by_position([result.metrics.drafted for result in done if result.metrics])
     accepted = _sum_by_position([result.metrics.accepted for result in done if result.metrics])
     if not sum(drafted):

@@ -9,12 +9,12 @@ import numpy as np
 from hemiola.runtime.bench.options import BenchOptions
 from hemiola.runtime.errors import Refused
 
-Source = Callable[[np.random.Generator, int], list[int]]  # so many ids to write into a prompt
-ARRIVALS, PROMPTS, SYSTEMS = range(3)  # streams of one seed: what is drawn for one changes nothing of another
+Source = Callable[[np.random.Generator, int], list[int]]  # so many ids for a prompt
+ARRIVALS, PROMPTS, SYSTEMS = range(3)  # streams of a seed: drawing from one changes no other
 
 
 class Turn(NamedTuple):
-    """One request. Its prompt is all that its session has said before, answers included, and then these ids."""
+    """One request. Its prompt is all that its session has said, answers included, and then these ids."""
 
     ids: list[int]
     max_tokens: int
@@ -28,7 +28,7 @@ Session = list[Turn]
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds from the start; the last is at count / rate.
 
-    Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in bursts, inf is even.
+    Gaps are gamma-distributed with shape `burstiness`: 1 is a Poisson process, less is bursts, inf is even.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -86,8 +86,8 @@ def refuse_too_long(sessions: Sequence[Session], max_len: int) -> None:
     longest = max(sum(len(turn.ids) + turn.max_tokens for turn in session) for session in sessions)
     if longest > max_len:
         raise Refused(
-            f"the longest session of the workload is {longest} tokens, the engine runs with max_len={max_len};"
-            f" lower --input-len, --output-len, --system-len or --turns, or rebuild with --max-len {longest}"
+            f"the longest session is {longest} tokens, the engine runs with max_len={max_len};"
+            f" lower --input-len, --output-len, --system-len, --turns or rebuild with --max-len {longest}"
         )
 
 

@@ -122,6 +122,9 @@ def test_a_callback_that_raises_loses_its_request_only(running: Running) -> None
     _, pieces, ended = running.submit([5, 6, 7], max_tokens=40)
     assert ended.wait(10)
     assert len(lost) == 1
+    running.loop.close()
+    with pytest.raises(Refused, match="the engine is closed"):  # and not: failed
+        running.submit([1])
     assert ids_of(pieces) == oracle([5, 6, 7], 40)
 
 

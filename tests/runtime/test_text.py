@@ -180,7 +180,7 @@ def test_a_text_with_its_own_bos_gets_no_second(tmp_path: Path) -> None:
     assert text.encode("a")[:1] == [bos] and text.encode("<bos>a") == text.encode("a")
 
 
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>"}]
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé <b>"}]
 
 
 def with_template(folder: Path, template: str) -> Text:

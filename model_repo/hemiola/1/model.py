@@ -255,7 +255,8 @@ class Outbox:
                 stream.sender.send(pb_utils.InferenceResponse(tensors(stream, pieces)), flags=flags)
         except Exception as error:  # one stream's trouble: the thread serves the others
             pb_utils.Logger.log_error(f"request {stream.request_id}: {type(error).__name__}: {error}")
-            self._abort(stream)
+            if not last.finish_reason:
+                self._abort(stream)
 
     def _check_cancelled(self) -> None:
         for stream in list(self._open.values()):

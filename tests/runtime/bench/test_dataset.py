@@ -65,8 +65,8 @@ def test_a_conversation_asks_its_first_human_words_for_as_many_tokens_as_the_ans
 ) -> None:
     [turn, alone, spoken_over] = read(
         {"id": "x", "conversations": [
-            {"from": "system", "value": "s"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"},
-            {"from": "human", "value": "more"},
+            {"from": "system", "value": "s"}, {"from": "human", "value": "hi"},
+            {"from": "gpt", "value": "hello"}, {"from": "human", "value": "more"},
         ]},
         {"conversations": [{"from": "human", "value": "hi"}]},
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "human", "value": "hello?"}]},

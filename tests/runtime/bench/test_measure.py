@@ -5,12 +5,14 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty
 from typing import NamedTuple
 
 import pytest
 
 from hemiola.runtime.bench.measure import FAILED_BEFORE, Mailbox, Measured, Result, Run
+from hemiola.runtime.bench.statistics import peak
 from hemiola.runtime.bench.workloads import Session, Turn
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.metrics import Metrics
@@ -54,9 +56,9 @@ class Sent(NamedTuple):
 
 
 class SlowEngine:
-    """Serves one request after another: `first` seconds to the first token, then `gap` seconds to each further piece.
+    """Serves one request after another: `first` seconds to the first token, then `gap` to each piece.
 
-    Token i of an answer is the prompt's length + i. `piece_lens` is how many tokens come together, over and over.
+    Token i of an answer is the prompt's length + i. `piece_lens` tokens come together, again and again.
     """
 
     def __init__(
@@ -75,19 +77,18 @@ class SlowEngine:
             raise Refused("prompt is refused; change it")
         self.sent.append(Sent(self.clock.time, list(prompt), params))
         time = max(self.free, self.clock.time) + self.first
-        left, lens = (
-            list(range(len(prompt), len(prompt) + params.max_tokens)),
-            itertools.cycle(self.piece_lens),
-        )
+        left = list(range(len(prompt), len(prompt) + params.max_tokens))
+        lens = itertools.cycle(self.piece_lens)
         if self.fail(list(prompt)):
             self.free = time
-            self.clock.at(time, lambda: on_piece(Piece("", [], None, "error", metrics(prompt), "it broke")))
+            piece = Piece("", [], None, "error", metrics(prompt), "it broke")
+            self.clock.at(time, partial(on_piece, piece))
             return len(self.sent)
         while left:
             length = next(lens)
             now, left = left[:length], left[length:]
             end = {} if left else {"finish_reason": "length", "metrics": metrics(prompt)}
-            self.clock.at(time, lambda piece=Piece("", now, **end): on_piece(piece))
+            self.clock.at(time, partial(on_piece, Piece("", now, **end)))
             self.free, time = time, time + self.gap
         return len(self.sent)
 
@@ -196,6 +197,7 @@ def test_failed_requests_are_kept_and_the_rest_runs_on() -> None:
         measured.results[1].error == "prompt is refused; change it"
         and measured.results[2].error == "it broke"
     )
+    assert measured.results[2].piece_times == [], "an error is no token"
     assert measured.num_planned == 4 and not measured.interrupted
 
 
@@ -234,9 +236,6 @@ def test_no_more_sessions_than_places(concurrency: int) -> None:
     engine = SlowEngine(Clock(), first=0.3)
     sessions = [[Turn([1], 2, 0.0, "a"), Turn([1], 2, 0.7, "b")] for _ in range(7)]
     measured = measure(engine, sessions, [0.1 * i for i in range(7)], concurrency)
-    spans = [
-        (min(r.sent for r in measured.results if r.session_id == i), max(r.done for r in measured.results if r.session_id == i))
-        for i in range(7)
-    ]  # fmt: skip
-    most = max(sum(start <= at < end for start, end in spans) for at, _ in spans)
-    assert most == concurrency
+    first, second = measured.results[::2], measured.results[1::2]
+    spans = [(one.sent, two.done) for one, two in zip(first, second, strict=True)]
+    assert peak(spans) == concurrency

@@ -3,9 +3,10 @@
 from hemiola.runtime.bench.report import Column, table
 
 SUMMARY = {
-    "completed": 10, "failed": 1, "unfinished": 0, "max_concurrency": 4, "request_rate": 2.5, "duration": 12.3456,
-    "total_input_tokens": 1000, "total_output_tokens": 640, "request_throughput": 0.81, "output_throughput": 51.84,
-    "max_output_tokens_per_s": 70.0, "max_concurrent_requests": 4, "total_token_throughput": 132.8, "num_preemptions": 0,
+    "completed": 10, "failed": 1, "unfinished": 0, "max_concurrency": 4, "request_rate": 2.5,
+    "duration": 12.3456, "total_input_tokens": 1000, "total_output_tokens": 640, "request_throughput": 0.81,
+    "output_throughput": 51.84, "max_output_tokens_per_s": 70.0, "max_concurrent_requests": 4,
+    "total_token_throughput": 132.8, "num_preemptions": 0,
     "mean_ttft_ms": 100.0, "median_ttft_ms": 90.0, "p99_ttft_ms": 200.126,
     "mean_tpot_ms": 10.0, "median_tpot_ms": 9.0, "p99_tpot_ms": 20.0,
     "mean_itl_ms": 15.0, "median_itl_ms": 14.0, "p99_itl_ms": 30.0,
@@ -13,8 +14,8 @@ SUMMARY = {
     "prefix_cache_prompt_tokens": 1000, "prefix_cache_hit_tokens": 250, "prefix_cache_hit_rate": 25.0,
 }  # fmt: skip
 DRAFTS = {
-    "spec_decode_acceptance_rate": 73.9, "spec_decode_acceptance_length": 2.478, "spec_decode_num_drafts": 300,
-    "spec_decode_draft_tokens": 600, "spec_decode_accepted_tokens": 443,
+    "spec_decode_acceptance_rate": 73.9, "spec_decode_acceptance_length": 2.478,
+    "spec_decode_num_drafts": 300, "spec_decode_draft_tokens": 600, "spec_decode_accepted_tokens": 443,
     "spec_decode_per_position_acceptance_rates": [0.839, 0.638],
 }  # fmt: skip
 

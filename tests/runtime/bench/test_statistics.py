@@ -17,7 +17,7 @@ def result(
 ) -> Result:
     """pieces: time -> number of tokens."""
     metrics = Metrics(num_prompt_tokens=prompt_len, arrival=due, **counts)
-    made = Result(0, 0, "request 0", [1] * prompt_len, SamplingParams(), due, due)
+    made = Result(0, 0, "request 0", [1] * prompt_len, SamplingParams(), due, sent=due + 0.25)
     made.piece_times, made.piece_lens = list(pieces), list(pieces.values())
     made.token_ids, made.metrics = [5] * sum(pieces.values()), metrics
     made.done, made.finish_reason = max(pieces, default=due), finish_reason
@@ -73,14 +73,17 @@ def test_a_summary_by_hand() -> None:
     second = result(11.5, {14.5: 1, 15.0: 1, 16.5: 1}, prompt_len=2)  # ttft 3, tpot 1, itl 0.5 1.5, e2el 5
     found = statistics.summarize(measured(first, second))
     expected = {
-        "duration": 10.0, "completed": 2, "failed": 0, "unfinished": 0, "total_input_tokens": 8, "total_output_tokens": 7,
+        "duration": 10.0, "completed": 2, "failed": 0, "unfinished": 0,
+        "total_input_tokens": 8, "total_output_tokens": 7,
         "request_throughput": 0.2, "output_throughput": 0.7, "total_token_throughput": 1.5,
         "max_output_tokens_per_s": 3.0, "max_concurrent_requests": 2,
         "mean_ttft_ms": 2000, "median_ttft_ms": 2000, "p99_ttft_ms": 2980, "std_ttft_ms": 1000,
-        "mean_tpot_ms": 2000 / 3, "median_tpot_ms": 2000 / 3, "p99_tpot_ms": 1000 / 3 + 0.99 * 2000 / 3, "std_tpot_ms": 1000 / 3,
+        "mean_tpot_ms": 2000 / 3, "median_tpot_ms": 2000 / 3, "std_tpot_ms": 1000 / 3,
+        "p99_tpot_ms": 1000 / 3 + 0.99 * 2000 / 3,
         "mean_itl_ms": 1000, "median_itl_ms": 1000, "p99_itl_ms": 1490,
         "mean_e2el_ms": 3500, "median_e2el_ms": 3500, "p99_e2el_ms": 4970,
-        "prefix_cache_prompt_tokens": 8, "prefix_cache_hit_tokens": 0, "prefix_cache_hit_rate": 0.0, "num_preemptions": 0,
+        "prefix_cache_prompt_tokens": 8, "prefix_cache_hit_tokens": 0, "prefix_cache_hit_rate": 0.0,
+        "num_preemptions": 0,
     }  # fmt: skip
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     assert not any(key.startswith("spec_decode") for key in found)
@@ -138,6 +141,13 @@ def test_hit_rate() -> None:
     found = statistics.summarize(measured(first, second))
     assert (found["prefix_cache_prompt_tokens"], found["prefix_cache_hit_tokens"]) == (40, 16)
     assert found["prefix_cache_hit_rate"] == pytest.approx(40.0) and found["num_preemptions"] == 2
+
+
+def test_a_request_that_waits_for_a_place_is_not_concurrent() -> None:
+    first, second = result(10.0, {12.0: 1}), result(10.0, {14.0: 1})
+    assert statistics.summarize(measured(first, second))["max_concurrent_requests"] == 2
+    second.sent = 12.0
+    assert statistics.summarize(measured(first, second))["max_concurrent_requests"] == 1
 
 
 def test_peak_counts_a_span_up_to_its_end() -> None:

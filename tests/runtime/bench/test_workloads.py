@@ -1,6 +1,7 @@
 """What a seed gives, and that it gives it again."""
 
 import math
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -28,6 +29,11 @@ def test_infinite_burstiness_is_even() -> None:
 def test_last_arrival_is_at_count_over_rate(burstiness: float) -> None:
     times = workloads.arrivals(200, 8.0, burstiness, 3)
     assert times[-1] == pytest.approx(25.0) and times == sorted(times) and times[0] >= 0
+
+
+def test_gaps_that_all_round_to_0_are_still_a_schedule() -> None:
+    times = workloads.arrivals(3, 2.0, 1e-9, 0)
+    assert times[-1] == pytest.approx(1.5) and all(0 <= time <= 1.5 for time in times)
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -59,7 +65,7 @@ def test_a_length_is_never_0() -> None:
 
 def test_random_ids_cover_the_vocabulary() -> None:
     options = BenchOptions(input_len=100)
-    assert set(sum(prompts(workloads.random_sessions(options, 40, IDS)), [])) == set(range(50))
+    assert set(chain(*prompts(workloads.random_sessions(options, 40, IDS)))) == set(range(50))
 
 
 def test_slices_are_pieces_of_the_text_and_go_round() -> None:
@@ -67,7 +73,7 @@ def test_slices_are_pieces_of_the_text_and_go_round() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         ids = draw(rng, 17)
-        assert len(ids) == 17 and all((b - a) % 7 == 1 for a, b in zip(ids, ids[1:], strict=False))
+        assert len(ids) == 17 and all((b - a) % 7 == 1 for a, b in pairwise(ids))
         assert set(ids) == set(range(100, 107))
 
 

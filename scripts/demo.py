@@ -1,0 +1,65 @@
+"""What `make demo` shows: two engines built from the bundled checkpoints, one tritonserver, one streamed prompt each."""
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from hemiola import Client, Refused, SamplingParams
+from hemiola.builder.build import Options, build
+from hemiola.runtime import manifest
+from hemiola.runtime.serve import Server
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = {
+    "nemotron-h-code": "def read_lines(path):\n",
+    "qwen3.5-code": "class Stack:\n    def __init__(self):\n",
+}
+console = Console(highlight=False)
+
+
+def engine(name: str) -> Path:
+    """The engine of a bundled checkpoint; kept from an earlier run while it still loads."""
+    engine_dir = ROOT / "engines" / name
+    try:
+        manifest.load(engine_dir)
+    except Refused:
+        start = time.perf_counter()
+        build(ROOT / "demo" / name, engine_dir, Options())
+        console.print(f"built {engine_dir.relative_to(ROOT)} in {time.perf_counter() - start:.1f} s", style="dim")
+    return engine_dir
+
+
+def stream(url: str, model: str, prompt: str) -> None:
+    console.rule(f"{model}, greedy, over gRPC")
+    console.print(prompt, style="bold", end="", markup=False)
+    params = SamplingParams(max_tokens=96, temperature=0.0)
+    with Client(url, model) as client:
+        start, first, count = time.perf_counter(), 0.0, 0
+        for piece in client.stream(prompt, params):
+            first = first or time.perf_counter()
+            count += len(piece.token_ids)
+            console.print(piece.text, end="", markup=False, soft_wrap=True)
+    end = time.perf_counter()
+    rate = (count - 1) / (end - first)
+    console.print(f"\n{count} tokens, first after {(first - start) * 1e3:.0f} ms, then {rate:.0f} tokens/s", style="dim")
+
+
+def main() -> None:
+    engines = {name: engine(name) for name in PROMPTS}
+    start = time.perf_counter()
+    with Server(engines) as server:
+        ready = time.perf_counter() - start
+        console.print(f"tritonserver serves {', '.join(engines)} at {server.grpc_url} after {ready:.1f} s", style="dim")
+        for name, prompt in PROMPTS.items():
+            stream(server.grpc_url, name, prompt)
+    console.print("tritonserver stopped", style="dim")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

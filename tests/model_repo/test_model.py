@@ -1,0 +1,255 @@
+"""What needs no server: how pieces become responses, and what happens when an engine or a send fails."""
+
+import importlib.util
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.metrics import Metrics
+from hemiola.runtime.request import Logprob, Piece, SamplingParams
+
+MODEL = Path(__file__).resolve().parents[2] / "model_repo/hemiola/1/model.py"
+FINAL = 1
+
+
+class Tensor:
+    def __init__(self, name: str, values: np.ndarray) -> None:
+        self._name, self._values = name, values
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray:
+        return self._values
+
+    def plain(self) -> object:
+        return self._values[0].decode() if self._values.dtype == object else self._values.tolist()
+
+
+class TritonError(Exception):
+    INVALID_ARG, INTERNAL, CANCELLED = range(3)
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+
+
+class InferenceResponse:
+    def __init__(self, tensors: list[Tensor] = (), error: TritonError | None = None) -> None:
+        self.said = str(error) if error else {tensor.name(): tensor.plain() for tensor in tensors}
+
+
+class Sender:
+    """A response sender that can be slow, or broken."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[object, int]] = []
+        self.num_begun = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken = self.cancelled = False
+
+    def send(self, response: InferenceResponse, flags: int = 0) -> None:
+        self.num_begun += 1
+        self.gate.wait()
+        if self.broken:
+            raise RuntimeError("broken")
+        self.sent.append((response.said, flags))
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled
+
+
+class FakeLlm:
+    """Says what the test says."""
+
+    def __init__(self, engine_dir: str, **options: object) -> None:
+        self.opened = engine_dir, options
+        self.requests: list[SimpleNamespace] = []
+        self.aborted: list[int] = []
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        return list(prompt.encode()) if isinstance(prompt, str) else prompt
+
+    def submit(self, prompt: list[int], params: SamplingParams, on_piece: Callable[[Piece], None]) -> int:
+        if prompt == [0]:
+            raise Refused("prompt is zero")
+        self.requests.append(SimpleNamespace(prompt=prompt, params=params, say=on_piece))
+        return len(self.requests)
+
+    def abort(self, request_id: int) -> None:
+        self.aborted.append(request_id)
+        self.requests[request_id - 1].say(last("cancelled"))
+
+    def close(self) -> None:
+        pass
+
+
+def last(finish_reason: str, error: str | None = None) -> Piece:
+    return Piece("", [], None, finish_reason, Metrics(num_prompt_tokens=3, arrival=0.0), error)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    utils = ModuleType("triton_python_backend_utils")
+    utils.Tensor, utils.TritonError, utils.InferenceResponse = Tensor, TritonError, InferenceResponse
+    utils.TritonModelException = type("TritonModelException", (Exception,), {})
+    utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
+    utils.Logger = SimpleNamespace(log_error=lambda message: None)
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    spec = importlib.util.spec_from_file_location("triton_model", MODEL)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    loaded.LLM = FakeLlm
+    return loaded
+
+
+def config(**parameters: str) -> dict[str, str]:
+    return {
+        "model_config": json.dumps({"parameters": {k: {"string_value": v} for k, v in parameters.items()}})
+    }
+
+
+@pytest.fixture
+def model(module: ModuleType) -> Iterator[Any]:
+    made = module.TritonPythonModel()
+    made.initialize(config(engine_dir="/engine", max_rows="4", memory_fraction="0.25", drafts="ngram"))
+    yield made
+    made.finalize()
+
+
+def ask(
+    model: Any,
+    parameters: Mapping[str, object] | None = None,
+    prompt: Sequence[int] = (1, 2, 3),
+    name: str = "",
+) -> Sender:
+    sender = Sender()
+    tensors = [Tensor("input_ids", np.array(prompt, np.int32))] if prompt else []
+    request = SimpleNamespace(
+        inputs=lambda: tensors,
+        parameters=lambda: json.dumps(parameters or {}),
+        timeout=lambda: 0,
+        request_id=lambda: name,
+        get_response_sender=lambda: sender,
+    )
+    model.execute([request])
+    return sender
+
+
+def until(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_options_are_the_parameters_by_their_json_spelling(model: Any) -> None:
+    assert model.llm.opened == ("/engine", {"max_rows": 4, "memory_fraction": 0.25, "drafts": "ngram"})
+
+
+def test_a_placeholder_left_in_the_config_is_refused(module: ModuleType) -> None:
+    with pytest.raises(
+        Exception, match=r"parameter engine_dir of config.pbtxt is still \$\{engine_dir\}; fill it in"
+    ):
+        module.TritonPythonModel().initialize(config(engine_dir="${engine_dir}"))
+
+
+def test_pieces_said_while_a_send_is_slow_leave_as_one_response(model: Any) -> None:
+    sender = ask(model, {"stream": True, "logprobs": 1})
+    (request,) = model.llm.requests
+    sender.gate.clear()
+    for i in range(5):
+        request.say(Piece(str(i), [i], [Logprob(i, -0.5, ((i, -0.5),))]))
+        until(lambda: sender.num_begun)
+    request.say(last("stop"))
+    sender.gate.set()
+    until(lambda: sender.sent and sender.sent[-1][1] == FINAL)
+    said = [response for response, _ in sender.sent]
+    assert len(said) == 2, "the first was on its way; all the others are one"
+    assert "".join(response["text_output"] for response in said) == "01234"
+    assert [i for response in said for i in response["output_ids"]] == [0, 1, 2, 3, 4]
+    logprobs = [
+        entry for response in said if "logprobs" in response for entry in json.loads(response["logprobs"])
+    ]
+    assert logprobs == [{"token_id": i, "logprob": -0.5, "top": [[i, -0.5]]} for i in range(5)]
+    assert [response.get("finish_reason") for response in said] == [None, "stop"]
+    assert (said[1]["num_input_tokens"], said[1]["num_output_tokens"]) == ([3], [5])
+
+
+def test_the_engines_thread_never_waits_for_a_send(model: Any) -> None:
+    sender = ask(model, {"stream": True})
+    sender.gate.clear()
+    start = time.monotonic()
+    for i in range(1000):
+        model.llm.requests[0].say(Piece("", [i]))
+    assert time.monotonic() - start < 1
+    sender.gate.set()
+
+
+def test_without_stream_there_is_one_response(model: Any) -> None:
+    sender = ask(model)
+    for i in range(3):
+        model.llm.requests[0].say(Piece("x", [i]))
+    time.sleep(0.05)
+    assert not sender.sent
+    model.llm.requests[0].say(last("length"))
+    until(lambda: sender.sent)
+    ((response, flags),) = sender.sent
+    assert (response["text_output"], response["output_ids"], flags) == ("xxx", [0, 1, 2], FINAL)
+
+
+def test_a_failed_engine_ends_every_stream_with_its_reason(model: Any) -> None:
+    senders = [ask(model, {"stream": stream}) for stream in (True, False, True)]
+    for request in model.llm.requests:
+        request.say(last("error", "the engine failed: ValueError: x"))
+    until(lambda: all(sender.sent for sender in senders))
+    for sender in senders:
+        assert sender.sent == [("[INTERNAL] the engine failed: ValueError: x", FINAL)]
+
+
+def test_a_refused_request_is_answered_and_forgotten(model: Any) -> None:
+    assert ask(model, prompt=[0]).sent == [("[INVALID_ARG] prompt is zero", FINAL)]
+    assert not model.outbox._open
+
+
+def test_a_broken_stream_is_aborted_and_the_next_is_served(model: Any) -> None:
+    broken, whole = ask(model, {"stream": True}), ask(model, {"stream": True})
+    broken.broken = True
+    model.llm.requests[0].say(Piece("x", [1]))
+    until(lambda: model.llm.aborted == [1])
+    model.llm.requests[1].say(last("stop"))
+    until(lambda: whole.sent)
+    assert not model.outbox._open
+
+
+def test_a_silent_request_whose_caller_left_is_aborted_soon(model: Any) -> None:
+    sender = ask(model)
+    sender.cancelled = True
+    start = time.monotonic()
+    until(lambda: sender.sent)
+    assert time.monotonic() - start < 0.5
+    assert model.llm.aborted == [1]
+    assert sender.sent == [("[CANCELLED] the request was cancelled", FINAL)]
+
+
+def test_cancel_ends_the_requests_it_names_and_no_other(model: Any) -> None:
+    senders = {name: ask(model, name=name) for name in ("a", "b", "")}
+    answer = ask(model, {"cancel": "a"}, prompt=[])
+    assert answer.sent == [({"finish_reason": "cancelled"}, FINAL)]
+    until(lambda: senders["a"].sent)
+    assert model.llm.aborted == [1]
+    assert ask(model, {"cancel": ""}, prompt=[]).sent, "no request is called nothing"
+    assert model.llm.aborted == [1]
+
+
+def test_a_temperature_sent_as_fp32_is_the_one_that_was_written(module: ModuleType) -> None:
+    assert module.read_tensor(Tensor("temperature", np.array([0.7], np.float32))) == 0.7

@@ -1,0 +1,30 @@
+"""The causal convolution against torch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.plugins.grid import CONV4, CONV_ODD, Subject, int32, rel_error
+
+# fp32 on both sides: another order of W additions, and silu through exp
+TOLERANCE = 1e-6
+
+
+@pytest.mark.parametrize("form", ["reference", "cpu"])
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 33])
+@pytest.mark.parametrize("subject", [CONV4, CONV_ODD], ids=str)
+def test_torch_says_the_same(subject: Subject, num: int, form: str) -> None:
+    (x,), (weight, bias) = subject.tokens(num, seed=num), subject.constants()
+    (columns,) = subject.states(2, 16, 0)
+    y = subject.form(form)(x, weight, bias, columns, int32(0, num), int32(1), *[int32(0)] * 4, 16)
+    padded = F.pad(x.mT[None], (weight.shape[1] - 1, 0))
+    theirs = F.silu(F.conv1d(padded, weight[:, None], bias, groups=x.shape[1]))
+    assert rel_error(y, theirs[0].mT) < TOLERANCE
+
+
+def test_large_inputs_do_not_overflow() -> None:
+    x = torch.full((40, 12), 1e4) * torch.linspace(-1, 1, 12)
+    _, (weight, bias) = None, CONV4.constants()
+    (columns,) = CONV4.states(2, 16, 0)
+    y = CONV4.form("cpu")(x, weight, bias, columns, int32(0, 40), int32(1), *[int32(0)] * 4, 16)
+    assert y.isfinite().all()

@@ -1,0 +1,277 @@
+"""The laws of the state protocol: however a sequence is split, the bits are those of the plain run."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from hemiola.plugins.conv.spec import CONV
+from hemiola.plugins.delta.spec import DELTA
+from hemiola.plugins.mamba2.spec import MAMBA2
+from tests.plugins.grid import (
+    CONV4,
+    GDN,
+    KDA,
+    MAMBA,
+    SMALL,
+    WIDE,
+    Host,
+    Part,
+    Plain,
+    Subject,
+    Tensors,
+    int32,
+    rel_error,
+    same_bits,
+    storm,
+)  # fmt: skip
+
+FORMS = ("reference", "cpu")
+KINDS = (MAMBA, GDN, KDA, CONV4)
+
+
+def ids(value: object) -> str | None:
+    return str(value) if isinstance(value, Subject) else None
+
+
+def around_edges(chunk_len: int) -> list[int]:
+    return [1, 2, 3, chunk_len - 1, chunk_len, chunk_len + 1, 2 * chunk_len, 3 * chunk_len + 1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("subject", SMALL, ids=ids)
+def test_every_split_in_two_is_the_whole(subject: Subject, form: str) -> None:
+    chunk_len = 8
+    for num in around_edges(chunk_len):
+        plain = Plain(subject, form, chunk_len, subject.tokens(num, seed=num))
+        host = Host(subject, form, chunk_len, 0, num_slots=num + 2, seed=0)
+        sequences = [host.start(plain) for _ in range(num)]
+        host.step([Part(sequence, certain=i + 1) for i, sequence in enumerate(sequences)])
+        host.step([Part(sequence, certain=sequence.left) for sequence in sequences])
+
+
+@pytest.mark.parametrize("chunk_len", [8, 16, 32])
+@pytest.mark.parametrize("subject", SMALL, ids=ids)
+def test_token_by_token_is_one_shot(subject: Subject, chunk_len: int) -> None:
+    plain = Plain(subject, "cpu", chunk_len, subject.tokens(3 * chunk_len + 1, seed=1))
+    host = Host(subject, "cpu", chunk_len, 0, num_slots=3, seed=0)
+    sequence = host.start(plain)
+    while sequence.left:
+        host.step([Part(sequence, certain=1)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_drafts", [1, 3, 20])
+@pytest.mark.parametrize("subject", KINDS, ids=ids)
+def test_a_rejected_draft_was_never_there(subject: Subject, num_drafts: int, form: str) -> None:
+    """Every number of accepted drafts at every place of a chunk, then a step without drafts."""
+    chunk_len = 8
+    plain = Plain(subject, form, chunk_len, subject.tokens(2 * chunk_len + 2 * num_drafts + 2, seed=2))
+    for accepted in sorted({0, 1, num_drafts // 2, num_drafts}):
+        host = Host(subject, form, chunk_len, num_drafts, num_slots=chunk_len + 2, seed=accepted)
+        sequences = [host.start(plain) for _ in range(chunk_len)]
+        host.step([Part(sequence, certain=i + 1) for i, sequence in enumerate(sequences)])
+        for drafts, kept in ((num_drafts, accepted), (0, 0), (num_drafts, 0), (1, 1)):
+            host.step([Part(sequence, 1, drafts, min(kept, sequence.left - 1)) for sequence in sequences])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("subject", KINDS, ids=ids)
+def test_a_snapshot_goes_on_like_the_original(subject: Subject, form: str) -> None:
+    chunk_len, num_drafts = 8, 3
+    plain = Plain(subject, form, chunk_len, subject.tokens(4 * chunk_len, seed=3))
+    for first, drafts in itertools.product(
+        (1, chunk_len - 1, chunk_len, chunk_len + 3, 2 * chunk_len + 1), (0, 3)
+    ):
+        host = Host(subject, form, chunk_len, num_drafts, num_slots=6, seed=first)
+        original = host.start(plain)
+        host.step([Part(original, first, drafts, drafts and 2, snapshot_slot=host.acquire())])
+        taken = max(set(range(1, 6)) - set(host.free) - {original.slot})
+        copies = [host.resume(plain, taken, original.edge), host.resume(plain, taken, original.edge)]
+        host.step([Part(original, 2), Part(copies[0], 1), Part(copies[1], 5)])
+        host.step([Part(copies[1], 4), Part(original, original.left), Part(copies[0], copies[0].left)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("subject", KINDS, ids=ids)
+def test_padding_and_empty_rows_do_nothing(subject: Subject, form: str) -> None:
+    chunk_len = 8
+    plain = Plain(subject, form, chunk_len, subject.tokens(2 * chunk_len, seed=4))
+    host = Host(subject, form, chunk_len, 3, num_slots=4, seed=0)
+    busy, idle = host.start(plain), host.start(plain)
+    host.step([Part(busy, 5), Part(idle, 7, drafts=3, accepted=3)], padding=31)  # idle: records cross an edge
+    held = [tensor[idle.slot].clone() for tensor in host.states]
+    host.step([Part(idle, 0), Part(busy, 1), Part(idle, 0)], padding=40)
+    assert all(same_bits(old, new[idle.slot]) for old, new in zip(held, host.states, strict=True))
+    host.step([Part(idle, 1), Part(busy, 1)])
+
+
+@pytest.mark.parametrize("subject", KINDS, ids=ids)
+def test_a_step_of_padding_only(subject: Subject) -> None:
+    states = subject.states(3, 8, 0)
+    tokens = subject.tokens(32, seed=0)
+    for rows in ((int32(0, 32), *[int32(0)] * 5), (int32(0, 0), int32(1), *[int32(0)] * 4)):
+        y = subject.form("cpu")(*tokens, *subject.constants(), *states, *rows, 8)
+        assert (y == 0).all()
+    assert all(tensor[1:].isnan().all() for tensor in states)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("chunk_len,num_drafts", [(8, 0), (8, 20), (16, 3), (16, 5), (32, 1), (32, 20)])
+@pytest.mark.parametrize("subject", SMALL, ids=ids)
+def test_storm(subject: Subject, chunk_len: int, num_drafts: int, seed: int) -> None:
+    assert storm(subject, "cpu", chunk_len, num_drafts, seed, num_steps=16) > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("subject", KINDS, ids=ids)
+def test_storm_of_the_reference(subject: Subject, seed: int) -> None:
+    assert storm(subject, "reference", 8, 3, seed, num_steps=10) > 0
+
+
+@pytest.mark.parametrize("subject", WIDE, ids=ids)
+def test_threads_and_neighbours_change_no_bit(subject: Subject, threads: int, poisoned_empty: None) -> None:
+    """Sizes at which torch splits its loops; the plain run is made with one thread."""
+    chunk_len, num_drafts = 16, 3
+    torch.set_num_threads(1)
+    plains = [Plain(subject, "cpu", chunk_len, subject.tokens(num, seed=num)) for num in (113, 40, 7)]
+    for plain in plains:
+        for edge in range(0, plain.outputs.shape[0] + 1, chunk_len):
+            plain.at_edge(edge)
+    torch.set_num_threads(threads)
+    host = Host(subject, "cpu", chunk_len, num_drafts, num_slots=9, seed=5)
+    rng = random.Random(5)
+    running = [host.start(plains[i % 3]) for i in range(8)]
+    while running:
+        parts = []
+        for sequence in rng.sample(running, len(running)):
+            certain, drafts = min(sequence.left, rng.choice([1, 1, 37])), rng.randrange(num_drafts + 1)
+            parts.append(Part(sequence, certain, drafts, min(drafts, sequence.left - certain)))
+        host.step(parts, padding=rng.choice([0, 3]))
+        running = [sequence for sequence in running if sequence.left]
+
+
+@pytest.mark.parametrize("chunk_len", [8, 16, 32, 64])
+@pytest.mark.parametrize("subject", SMALL, ids=ids)
+def test_cpu_form_is_the_reference(subject: Subject, chunk_len: int) -> None:
+    """All lengths around the edges in one step; fp32 tiles differ from the fp64 loop by fp32's rounding."""
+    lens = around_edges(chunk_len)
+    num = len(lens)
+    slots = torch.arange(1, 2 * num + 1).int()
+    none = torch.zeros(num, dtype=torch.int32)
+    rows = (torch.tensor([0, *lens]).cumsum(0).int(), slots[:num], none, none, none, slots[num:])
+    tokens = [*subject.tokens(sum(lens), seed=6), *subject.constants()]
+
+    def run(form: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        states = subject.states(2 * num + 1, chunk_len, 0, dtype)
+        y = subject.form(form)(*(token.to(dtype) for token in tokens), *states, *rows, chunk_len)
+        edges = [length // chunk_len * chunk_len for length in lens] * 2
+        return [y, *(subject.at_edge(states, slot, edge) for slot, edge in enumerate(edges, start=1))]
+
+    wanted = run("reference", torch.float64)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-13)):
+        for ours, theirs in zip(run("cpu", dtype), wanted, strict=True):
+            assert rel_error(ours, theirs) < bound
+
+
+@pytest.mark.parametrize("subject", [MAMBA, GDN, KDA], ids=ids)
+def test_long_sequences_stay_exact(subject: Subject) -> None:
+    """10,000 tokens in random splits against one fp64 loop; the second half decays by a small constant."""
+    chunk_len, num = 16, 10_000
+    tokens = subject.tokens(num, seed=7)
+    decay = tokens[3]  # dt or g
+    decay[num // 2 :] = decay.sign()[0] * 1e-3
+    states = subject.states(2, chunk_len, 3)
+    y, position, rng = [], 0, random.Random(7)
+    while position < num:
+        step = min(rng.choice([1, 2, 5, 100, 300]), num - position)
+        edge = position // chunk_len * chunk_len
+        rows = (int32(0, step), int32(1), int32(position), int32(edge), int32(0), int32(0))
+        inputs = [token[position : position + step] for token in tokens]
+        y.append(subject.form("cpu")(*inputs, *subject.constants(), *states, *rows, chunk_len))
+        position += step
+    exact = subject.states(2, chunk_len, 3, torch.float64)
+    inputs = [token.double() for token in (*tokens, *subject.constants())]
+    wanted = subject.op.reference(*inputs, *exact, int32(0, num), int32(1), *[int32(0)] * 4, chunk_len)
+    assert rel_error(torch.cat(y), wanted) < 1e-5
+    assert rel_error(states[0][1], exact[0][1]) < 1e-5
+
+
+def call(subject: Subject, form: str, num: int = 4, **rows: int) -> torch.Tensor:
+    """One row of `num` tokens, C = 8, rings without room for drafts."""
+    columns = {"slot_id": 1, "committed": 0, "edge": 0, "num_drafts": 0, "snapshot_slot": 0} | rows
+    inputs = (*subject.tokens(num, 0), *subject.constants(), *subject.states(3, 8, 0), int32(0, num))
+    return subject.form(form)(*inputs, *(int32(value) for value in columns.values()), 8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("subject", KINDS, ids=ids)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"committed": 9, "edge": 3},
+        {"committed": 3, "edge": 8},
+        {"num_drafts": 5},
+        {"edge": -8},
+        {"num_drafts": -1},
+    ],
+    ids=str,
+)
+def test_insane_rows_are_refused(subject: Subject, form: str, rows: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="row 0: 4 tokens"):
+        call(subject, form, **rows)
+
+
+@pytest.mark.parametrize("subject", KINDS, ids=ids)
+@pytest.mark.parametrize("rows", [{"committed": 17}, {"num": 12, "num_drafts": 12}], ids=str)
+def test_a_ring_too_small_is_refused(subject: Subject, rows: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="a ring holds"):
+        call(subject, "cpu", **rows)
+
+
+@pytest.mark.parametrize("op", [CONV, MAMBA2, DELTA], ids=lambda op: op.name)
+def test_declared_shapes_and_types_are_checked(op: object) -> None:
+    subject = {CONV: CONV4, MAMBA2: MAMBA, DELTA: GDN}[op]
+    args = [
+        *subject.tokens(4, 0),
+        *subject.constants(),
+        *subject.states(3, 8, 0),
+        int32(0, 4),
+        *[int32(0)] * 5,
+    ]
+    op.check(*args)
+    for index, arg in enumerate(op.args):
+        for wrong in (args[index].unsqueeze(0), args[index].bool()):
+            with pytest.raises(ValueError, match=f"{op.name}: {arg.name} "):
+                op.check(*args[:index], wrong, *args[index + 1 :])
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, subject: Subject):
+        super().__init__()
+        self.op = subject.form("cpu")
+        self.constants = subject.constants()
+
+    def forward(self, tokens: Tensors, states: Tensors, rows: Tensors) -> torch.Tensor:
+        return self.op(*tokens, *self.constants, *states, *rows, 8) * 2
+
+
+@pytest.mark.parametrize("subject", KINDS, ids=ids)
+def test_export_keeps_lengths_free_and_states_in_place(subject: Subject) -> None:
+    def inputs(lens: list[int], states: Tensors) -> tuple[Tensors, ...]:
+        num = len(lens)
+        cu = torch.tensor([0, *lens]).cumsum(0).int()
+        rows = [cu, torch.arange(1, num + 1).int(), *(torch.zeros(num, dtype=torch.int32) for _ in range(4))]
+        return subject.tokens(sum(lens), 1), states, rows
+
+    states = subject.states(5, 8, 3)
+    T, N = torch.export.Dim("num_tokens", max=4096), torch.export.Dim("num_rows", max=64)
+    dynamic = ([{0: T}] * len(subject.tokens(1, 0)), [None] * len(states), [{0: N + 1}] + [{0: N}] * 5)
+    example = inputs([3, 9], [tensor.clone() for tensor in states])
+    program = torch.export.export(Layer(subject), example, dynamic_shapes=dynamic, strict=False)
+    mine, theirs = [tensor.clone() for tensor in states], [tensor.clone() for tensor in states]
+    y = program.module()(*inputs([1, 17, 4], mine))
+    assert same_bits(y, Layer(subject)(*inputs([1, 17, 4], theirs)))
+    assert all(same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert not mine[0][2].isnan().all()
