@@ -1,6 +1,6 @@
 """Tokens per second against transformers.generate on a bundled checkpoint, in one process, with the tokens compared.
 
-    python benchmarks/generate_cpu.py demo/qwen3.5-code [--numerics exact] [--repeats 3]
+python benchmarks/generate_cpu.py demo/qwen3.5-code [--numerics exact] [--repeats 3]
 """
 
 import argparse
@@ -23,7 +23,16 @@ def prompts(checkpoint: Path, count: int) -> list[list[int]]:
     """Slices of the standard library's sources, PROMPT_LEN tokens each."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     library = Path(argparse.__file__).parent
-    names = ["argparse.py", "ast.py", "bdb.py", "calendar.py", "cmd.py", "codecs.py", "configparser.py", "csv.py"]
+    names = [
+        "argparse.py",
+        "ast.py",
+        "bdb.py",
+        "calendar.py",
+        "cmd.py",
+        "codecs.py",
+        "configparser.py",
+        "csv.py",
+    ]
     return [tokenizer.encode((library / name).read_text()).ids[:PROMPT_LEN] for name in names[:count]]
 
 

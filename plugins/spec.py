@@ -95,7 +95,9 @@ class Op:
             if arg.shape.endswith("*") and value.dim() == 1 and value.shape[0] == 0:
                 continue
             if value.dim() != len(letters):
-                raise ValueError(f"{self.name}: {arg.name} has {value.dim()} dimensions, expected [{letters}]")
+                raise ValueError(
+                    f"{self.name}: {arg.name} has {value.dim()} dimensions, expected [{letters}]"
+                )
             for letter, size in zip(letters, value.shape, strict=True):
                 known = sizes.setdefault(letter, size)
                 if isinstance(size, int) and isinstance(known, int) and size != known:

@@ -110,9 +110,7 @@ class Feed:
         draws: list[Draw | None] = []
         num_logits = 0
         end = 0
-        for request, num_tokens, num_drafts in zip(
-            plan.rows, plan.num_tokens, plan.num_drafts, strict=True
-        ):
+        for request, num_tokens, num_drafts in zip(plan.rows, plan.num_tokens, plan.num_drafts, strict=True):
             end += num_tokens
             if request.committed_len + num_tokens - num_drafts < request.total_len:
                 draws.append(None)

@@ -123,9 +123,13 @@ def _drafts(config: ServeConfig, manifest: Manifest) -> tuple[Drafts, int]:
             raise Refused(f"num_drafts is {config.num_drafts}, but drafts is none; leave it out")
         return "none", 0
     if drafts == "mtp" and manifest.drafts != "mtp":
-        raise Refused("drafts is mtp, but the engine was built without an MTP head; rebuild with --drafts mtp")
+        raise Refused(
+            "drafts is mtp, but the engine was built without an MTP head; rebuild with --drafts mtp"
+        )
     if built == 0:
-        raise Refused(f"drafts is {drafts}, but the engine was built for num_drafts=0; rebuild with --num-drafts 3")
+        raise Refused(
+            f"drafts is {drafts}, but the engine was built for num_drafts=0; rebuild with --num-drafts 3"
+        )
     if config.ngram_min > config.ngram_max:
         raise Refused(f"ngram_min is {config.ngram_min}, ngram_max is {config.ngram_max}; raise ngram_max")
     return drafts, _bounded("num_drafts", config.num_drafts, 1, built)

@@ -15,7 +15,9 @@ class Metrics:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     cached_tokens: int = 0
-    drafted: list[int] = field(default_factory=list)  # by position in the window: how often a draft stood there
+    drafted: list[int] = field(
+        default_factory=list
+    )  # by position in the window: how often a draft stood there
     accepted: list[int] = field(default_factory=list)  # and how often it stayed
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:

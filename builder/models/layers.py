@@ -189,7 +189,9 @@ class Pages(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
         k_pages, v_pages = step.states[self.k_name], step.states[self.v_name]
         rows = (step.page_table, step.cu_tokens, step.positions)
-        return self.ops.attention(q, k, v, k_pages, v_pages, *rows, self.head_dim**-0.5, self.exact, self.first)
+        return self.ops.attention(
+            q, k, v, k_pages, v_pages, *rows, self.head_dim**-0.5, self.exact, self.first
+        )
 
     def states(self, limits: Limits) -> list[State]:
         shape = (limits.page_len, self.kv_heads, self.head_dim)

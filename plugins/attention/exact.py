@@ -47,7 +47,9 @@ def attend(
         for g in range(num_groups):
             for start in range(0, len(tokens), MAX_TILES):
                 part = slice(start, start + MAX_TILES)
-                o[part, g] = attend_tiles(q[part, g].contiguous(), keys[:, g], values[:, g], last[part], first)
+                o[part, g] = attend_tiles(
+                    q[part, g].contiguous(), keys[:, g], values[:, g], last[part], first
+                )
     o = o.unflatten(2, (-1, num_copies)).transpose(1, 2).flatten(0, 1)
     out.index_copy_(0, index, o)  # a tile's padding writes the same bits to the same token
 

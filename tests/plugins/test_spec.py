@@ -32,6 +32,7 @@ def example(name: str, num_tokens: int = 6) -> list:
             positions,
             0.3,
             False,
+            0,
         ]
     if name == "linear":
         return [torch.randn(num_tokens, 8), torch.randn(5, 8), torch.empty(0)]

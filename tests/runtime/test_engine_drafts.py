@@ -160,7 +160,9 @@ def test_exact_logits_with_drafts_are_the_plain_runs_bits(
         hand.submit(prompt(length), max_tokens=NUM_TOKENS)
         hand.run()
         plain |= hand.recorded
-    hand = real_hand(family, kind, "exact", 5, max_len=192, num_pages=9, max_step_tokens=CHUNK + 9, max_rows=4)
+    hand = real_hand(
+        family, kind, "exact", 5, max_len=192, num_pages=9, max_step_tokens=CHUNK + 9, max_rows=4
+    )
     ids = {length: hand.submit(prompt(length), max_tokens=NUM_TOKENS) for length in lengths}
     hand.run()
     check(hand, wanted, family, ids)
@@ -175,7 +177,10 @@ def test_a_seeded_sample_is_the_same_with_and_without_drafts(real_hand: Callable
     outputs = {}
     for name in ("plain", kind):
         hand = real_hand("qwen3_5", name, "exact", 3)
-        ids = [hand.submit(prompt(20), max_tokens=NUM_TOKENS, temperature=0.7, top_p=0.9, seed=s) for s in range(4)]
+        ids = [
+            hand.submit(prompt(20), max_tokens=NUM_TOKENS, temperature=0.7, top_p=0.9, seed=s)
+            for s in range(4)
+        ]
         hand.run()
         outputs[name] = [hand.token_ids(request_id) for request_id in ids]
     assert outputs["plain"] == outputs[kind] and outputs["plain"][0] != outputs["plain"][1]

@@ -258,3 +258,24 @@ def test_exact_decode_equals_prefill_token_by_token(page_len: int) -> None:
     whole = run_plan([sequence], shape, [{0: 130}], 16, random.Random(0))[0]
     single = run_plan([sequence], shape, [{0: 1}] * 130, page_len, random.Random(1))[0]
     assert torch.equal(whole, single)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 40, 150])
+def test_keys_before_the_first_place_are_not_seen(num_tokens: int, exact: bool) -> None:
+    """An MTP head has no pair at place 0: what stands there may be poison."""
+    generator = torch.Generator().manual_seed(5)
+    start = 70
+    pages = torch.full((2, 16, 16, 2, 32), torch.nan)
+    pages.view(2, -1, 2, 32)[:, 17 : 16 + start] = torch.randn(2, start - 1, 2, 32, generator=generator)
+    page_table = torch.arange(1, 15, dtype=torch.int32)[None]
+    q = torch.randn(num_tokens, 4, 32, generator=generator)
+    k, v = torch.randn(2, num_tokens, 2, 32, generator=generator)
+    rows = (
+        torch.tensor([0, num_tokens], dtype=torch.int32),
+        torch.arange(start, start + num_tokens, dtype=torch.int32),
+    )
+    expected = references.attention(q, k, v, *pages.clone(), page_table, *rows, 0.2, exact, 1)
+    assert not expected.isnan().any()
+    o = attention(q, k, v, *pages.clone(), page_table, *rows, 0.2, exact, 1)
+    assert (o - expected).abs().max() < 1e-5  # both in fp32, in other orders

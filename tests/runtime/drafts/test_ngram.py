@@ -26,12 +26,16 @@ def searched(ids: list[int], min_n: int, max_n: int, num_drafts: int) -> list[in
         pytest.param([1, 2, 3, 4], 1, 3, [], id="nothing repeats"),
         pytest.param([7, 7, 7], 1, 3, [7, 7, 7], id="overlap is a period"),
         pytest.param([1, 2, 9, 1, 2, 8, 1, 2], 2, 2, [8, 1, 2], id="the latest occurrence"),
-        pytest.param([5, 1, 2, 9, 6, 2, 8, 5, 1, 2], 1, 3, [9, 6, 2], id="a longer suffix wins over a later one"),
+        pytest.param(
+            [5, 1, 2, 9, 6, 2, 8, 5, 1, 2], 1, 3, [9, 6, 2], id="a longer suffix wins over a later one"
+        ),
         pytest.param([1, 2, 1], 2, 3, [], id="shorter than min_n"),
         pytest.param([1], 1, 3, [], id="one token"),
     ],
 )
-def test_a_proposal_is_what_followed_the_suffix(ids: list[int], min_n: int, max_n: int, drafts: list[int]) -> None:
+def test_a_proposal_is_what_followed_the_suffix(
+    ids: list[int], min_n: int, max_n: int, drafts: list[int]
+) -> None:
     index = NgramIndex(min_n, max_n)
     index.extend(ids)
     assert index.propose(3) == drafts
