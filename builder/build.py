@@ -128,7 +128,7 @@ def _segment(file: str, graph: Graph) -> Segment:
 
 
 def _hidden(model: models.Model, limits: Limits) -> State:
-    """What an MTP head needs of earlier steps: the trunk's hidden states since the slot's edge, and before it."""
+    """What an MTP head needs of earlier steps: the trunk's hidden states since, and just before, an edge."""
     shape = (limits.chunk_len + limits.num_drafts + 1, model.hidden_size)
     return State(name="mtp.hidden", kind="slot", shape=shape, dtype="float32")
 

@@ -1,8 +1,8 @@
 """What the logits of a step mean: which drafts stay, and each row's next token.
 
-The law of acceptance, greedy and sampled alike: a choice is the argmax, or a draw whose noise is a function of the
-request's seed and the position (sampling.py). The trunk makes the choices that it would make without drafts, and a
-draft stays where it equals the choice. So the output is the same, id for id, and a draft is kept with the
+The law of acceptance, greedy and sampled alike: a choice is the argmax, or a draw whose noise is a function of
+the request's seed and the position (sampling.py). The trunk makes the choices that it would make without drafts,
+and a draft stays where it equals the choice. So the output is the same, id for id, and a draft is kept with the
 probability that the trunk gives it: rejection sampling of a point mass, with a common random number.
 """
 
@@ -26,7 +26,7 @@ class Verdict:
 
 
 def judge(draws: Sequence[Draw | None], logits: torch.Tensor) -> Verdict:
-    """Tokens for every row that draws. logits [L, V] fp32: in order of rows, one per draft and one behind them."""
+    """Tokens for every row that draws. logits [L, V] fp32: by row, one per draft and one behind them."""
     verdict = Verdict([[] for _ in draws])
     scores = logits.detach().cpu().numpy()
     best = scores.argmax(axis=-1)  # lowest id of equals; the first NaN where there is one

@@ -13,7 +13,7 @@ from hemiola.runtime.request import Logprob, SamplingParams
 
 
 class Draw(NamedTuple):
-    """What decides a row's tokens besides the logits; position is the one that the first of them will have."""
+    """What decides a row's tokens besides the logits; position is that of the first of them."""
 
     params: SamplingParams
     seed: int

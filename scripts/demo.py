@@ -1,4 +1,4 @@
-"""What `make demo` shows: two engines built from the bundled checkpoints, one tritonserver, one streamed prompt each."""
+"""What `make demo` shows: engines of the bundled checkpoints, one tritonserver, one streamed prompt each."""
 
 import sys
 import time

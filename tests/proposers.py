@@ -1,4 +1,4 @@
-"""Drafters for tests: what they propose is right, wrong, random or scripted, and no output may depend on it."""
+"""Drafters for tests, right, wrong, random or scripted: no output may depend on what they propose."""
 
 import random
 from collections.abc import Callable, Sequence

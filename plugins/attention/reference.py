@@ -16,8 +16,8 @@ def attention(
     exact: bool,
     first: int,
 ) -> torch.Tensor:  # [T, H, D]
-    """Writes every token's k and v to its page, then o = softmax(scale q.k) v over its row's tokens from `first`
-    up to it (an MTP head has no entry at place 0).
+    """Writes every token's k and v to its page, then o = softmax(scale q.k) v over its row's tokens up to it,
+    from the place `first` on (an MTP head has no entry at place 0).
 
     In fp32 (float64 for float64) on what the pages hold after their rounding. Query head h reads key head
     h // (H / G) (Ainslie et al. 2023, arXiv 2305.13245). `exact` changes how a kernel adds, not what.

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last occurrence of the text's own suffix (arXiv 2304.04487, section 3, without a corpus)."""
+"""Prompt lookup: what followed the last occurrence of the text's own suffix (after arXiv 2304.04487)."""
 
 import torch
 
@@ -9,8 +9,8 @@ from hemiola.runtime.scheduler import Plan
 class NgramIndex:
     """Suffix lookup in one request's ids, prompt and output alike.
 
-    Grams of min_n..max_n tokens are indexed as ids arrive, each by the place where it last ended, so that a proposal
-    costs max_n - min_n + 1 look-ups however long the text is.
+    Grams of min_n..max_n tokens are indexed as ids arrive, each by the place where it last ended, so that a
+    proposal costs max_n - min_n + 1 look-ups however long the text is.
     """
 
     def __init__(self, min_n: int, max_n: int) -> None:

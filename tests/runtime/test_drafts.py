@@ -1,4 +1,4 @@
-"""Whatever is drafted, the output is the oracle's; and windows are counted, cut and forgotten as they must be."""
+"""Whatever is drafted, the output is the oracle's; and windows are counted and cut as they must be."""
 
 import itertools
 import random
@@ -102,7 +102,7 @@ def test_nothing_behind_a_stop_token_is_kept(make_hand, at: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_storms_of_drafts_preemptions_and_aborts(make_hand, seed: int) -> None:
-    """Small pools, random arrivals, lengths, windows and aborts; the scheduler is audited after every turn."""
+    """Small pools, random arrivals, lengths, windows and aborts; audited after every turn."""
     rng = random.Random(seed)
     print("seed", seed)
     h = hand(

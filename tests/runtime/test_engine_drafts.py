@@ -1,4 +1,4 @@
-"""With drafts of every kind and quality, real engines' greedy tokens are the oracle's and exact logits the plain run's.
+"""With drafts of any kind and quality, greedy tokens are the oracle's and exact logits the plain run's.
 
 Storage is poisoned, the caches are audited after every step.
 """

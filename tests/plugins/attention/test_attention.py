@@ -203,7 +203,7 @@ def run_plan(
         q, k, v = (torch.cat([sequences[index][i][parts[index]] for index in order]) for i in range(3))
         cu_tokens = torch.tensor([0, *torch.tensor([step[index] for index in order]).cumsum(0)]).int()
         positions = torch.cat([torch.arange(parts[index].start, parts[index].stop) for index in order]).int()
-        o = attention(q, k, v, *pages, table[order], cu_tokens, positions, shape.head_dim**-0.5, True)
+        o = attention(q, k, v, *pages, table[order], cu_tokens, positions, shape.head_dim**-0.5, True, 0)
         for index, first, last in zip(order, cu_tokens.tolist(), cu_tokens.tolist()[1:], strict=False):
             outputs[index].append(o[first:last])
             done[index] = parts[index].stop
