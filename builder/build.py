@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 import hemiola
 import hemiola.plugins
 from hemiola.builder import models, targets
-from hemiola.builder.checkpoint import Checkpoint, Lazy
+from hemiola.builder.checkpoint import DTYPES, Checkpoint, Lazy, read_json
 from hemiola.builder.graph import OUTPUTS, Graph, Name, export
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
@@ -24,7 +24,7 @@ from hemiola.runtime.manifest import Limits, Manifest, Segment, State, Weight
 
 Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all (0: the stage is not about bytes)
 WEIGHTS = "weights.safetensors"
-STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+STORED = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,7 @@ def _refuse_occupied(engine_dir: Path) -> None:
 @contextmanager
 def _fresh(engine_dir: Path) -> Iterator[Path]:
     """A folder beside `engine_dir` that takes its place at the end, or vanishes."""
+    engine_dir = engine_dir.resolve()
     try:
         engine_dir.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{engine_dir.name}-", dir=engine_dir.parent))
@@ -202,17 +203,23 @@ def _fresh(engine_dir: Path) -> Iterator[Path]:
         raise Refused(
             f"--engine-dir {engine_dir} cannot be written ({error.strerror}); choose another directory"
         ) from None
+    old = folder.with_name(folder.name + "-old")
     try:
         yield folder
         folder.chmod(0o755)
-        old = folder.with_name(folder.name + "-old")
         if engine_dir.exists():
             engine_dir.rename(old)
         folder.rename(engine_dir)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
+    except OSError as error:
+        raise Refused(
+            f"--engine-dir {engine_dir} cannot be written ({error.strerror}); "
+            "free space or choose another directory"
+        ) from None
+    finally:
+        if old.exists() and not engine_dir.exists():
+            old.rename(engine_dir)
         shutil.rmtree(folder, ignore_errors=True)
-        raise
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _refuse_tokenizer(path: Path, vocab_size: int) -> None:
@@ -235,7 +242,9 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
     for name in (name for name in names if (source / name).is_file()):
         shutil.copyfile(source / name, folder / name)
     config = folder / "tokenizer_config.json"
-    template = json.loads(config.read_text()).get("chat_template") if config.is_file() else None
+    template = read_json(config).get("chat_template") if config.is_file() else None
+    if isinstance(template, list):  # several named ones
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
     if isinstance(template, str) and not (folder / "chat_template.jinja").exists():
         (folder / "chat_template.jinja").write_text(template)
 

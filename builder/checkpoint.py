@@ -57,9 +57,7 @@ class Config:
         value = self.values.get(key, accepted[0])
         if not any(type(value) is type(good) and value == good for good in accepted):
             known = " or ".join(repr(good) for good in accepted)
-            raise Refused(
-                f"{self.where}: {key} = {value!r} is not supported, only {known}; use another checkpoint"
-            )
+            raise self.refused(f"{key} = {value!r} is not supported, only {known}; use another checkpoint")
 
     def refused(self, reason: str) -> Refused:
         return Refused(f"{self.where}: {reason}")
@@ -112,7 +110,7 @@ class Checkpoint:
             raise Refused(f"{path} is not a directory; pass a Hugging Face checkpoint folder")
         if not (path / "config.json").is_file():
             raise Refused(f"{path} has no config.json; pass a Hugging Face checkpoint folder")
-        self.config = Config(_json(path / "config.json"), str(path / "config.json"))
+        self.config = Config(read_json(path / "config.json"), str(path / "config.json"))
         self._refuse_quantised()
         self._shards = {name: _open(path / name) for name in self._shard_names()}
         self._files = self._locate()
@@ -169,7 +167,7 @@ class Checkpoint:
     def eos_ids(self, text: Config) -> tuple[int, ...]:
         """Ids that end a text: generation_config.json's if it has some, else the config's."""
         path = self.path / "generation_config.json"
-        configs = [Config(_json(path), str(path))] if path.is_file() else []
+        configs = [Config(read_json(path), str(path))] if path.is_file() else []
         for config in (*configs, text, self.config):
             if "eos_token_id" in config:
                 ids = config.read("eos_token_id", int | list[int])  # type: ignore[arg-type]
@@ -181,9 +179,9 @@ class Checkpoint:
             raise Refused(
                 f"{self.path} is quantised (hf_quant_config.json), which is not supported; use the bf16 one"
             )
-        for config in (self.config.values, self.config.values.get("text_config") or {}):
-            quantised = config.get("quantization_config")
-            if quantised:
+        text = self.config.values.get("text_config")
+        for config in (self.config.values, text if isinstance(text, dict) else {}):
+            if quantised := config.get("quantization_config"):
                 method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
                 raise Refused(
                     f"{self.config.where}: quantization_config (quant_method {method}) is not supported; "
@@ -193,7 +191,7 @@ class Checkpoint:
     def _shard_names(self) -> list[str]:
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
-            weight_map = Config(_json(index), str(index)).read("weight_map", dict[str, str])
+            weight_map = Config(read_json(index), str(index)).read("weight_map", dict[str, str])
             return sorted(set(weight_map.values()))
         if (self.path / "model.safetensors").is_file():
             return ["model.safetensors"]
@@ -233,7 +231,8 @@ def _open(path: Path) -> Any:
         ) from None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, with infinities as floats."""
     try:
         content = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

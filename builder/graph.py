@@ -52,10 +52,6 @@ class Graph:
     states: tuple[State, ...]
     inputs: tuple[str, ...]
 
-    @property
-    def num_calls(self) -> int:
-        return sum(node.op == "call_function" for node in self.program.graph.nodes)
-
 
 def export(model: Model, name: Name, limits: Limits) -> Graph:
     """Trace the segment `name` ("trunk" or "draft") on fake tensors; no weight is read."""

@@ -1,6 +1,8 @@
 """Calls an engine's segments as the runtime does, without scheduler, caches or sampling."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -29,9 +31,7 @@ class Harness:
             name: tensor.float()
             for name, tensor in load_file(engine_dir / self.manifest.weights_file).items()
         }
-        self.programs = {
-            s.name: torch.export.load(engine_dir / s.file).graph_module for s in self.manifest.segments
-        }
+        self.programs = {s.name: _program(engine_dir / s.file) for s in self.manifest.segments}
         limits = self.manifest.limits
         self.table_width = -(-limits.max_len // limits.page_len)
         self.num_pages = 1 + self.table_width * limits.max_rows
@@ -110,6 +110,11 @@ class Harness:
                 "logits_ids": [*range(ends[-1])],
             }.items()
         }
+
+
+@cache
+def _program(path: Path) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    return torch.export.load(path).graph_module
 
 
 def _int32(values: list) -> torch.Tensor:

@@ -235,9 +235,8 @@ class Rope(nn.Module):
     def __init__(self, kit: Kit, theta: float, rotary_dim: int, head_dim: int) -> None:
         super().__init__()
         frequencies = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim))
-        half = F.pad(
-            frequencies, (0, (head_dim - rotary_dim) // 2)
-        )  # a frequency of 0 leaves a channel as it is
+        kept = (head_dim - rotary_dim) // 2  # a frequency of 0 leaves a channel as it is
+        half = F.pad(frequencies, (0, kept))
         self.frequencies = kit.weight(Lazy.of(torch.cat((-half, half))))
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -246,11 +246,10 @@ def load(kit: Kit) -> Parts:
     embed = kit.weight(checkpoint.tensor(f"{prefix}embed_tokens.weight", vocab, hidden))
     layers = [Layer(kit, cfg, kind, i, prefix, "") for i, kind in enumerate(kinds)]
     tied = whole.read("tie_word_embeddings", bool, cfg.read("tie_word_embeddings", bool, False))
-    head = (
-        Linear.sharing(kit, embed)
-        if tied
-        else Linear(kit, checkpoint.tensor("lm_head.weight", vocab, hidden))
-    )
+    if tied:
+        head = Linear.sharing(kit, embed)
+    else:
+        head = Linear(kit, checkpoint.tensor("lm_head.weight", vocab, hidden))
     trunk = Trunk(kit, embed, layers, norm(kit, cfg, f"{prefix}norm"), head, rope)
     mtp = _mtp(kit, cfg) if checkpoint.any("mtp.") else None
     checkpoint.refuse_leftovers(rf"{IGNORABLE}|lm_head\.weight$" if tied else IGNORABLE)

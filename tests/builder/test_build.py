@@ -1,5 +1,6 @@
 """build-engine: what it writes, and one line for everything that it refuses."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -92,7 +93,6 @@ def test_help_and_module_entry(tmp_path: Path) -> None:
         (None, None, ("mtp", 3)),
         ("ngram", 8, ("ngram", 8)),
         ("none", None, ("none", 0)),
-        ("mtp", 1, ("mtp", 1)),
     ],
 )
 def test_drafts(drafts: str | None, num_drafts: int | None, expected: tuple, tiny_engine: Get) -> None:
@@ -120,7 +120,7 @@ def test_a_head_without_tensors_is_no_head(tiny_checkpoint: Get, tmp_path: Path)
 def test_stored_dtypes_are_kept_and_shared_weights_stored_once(tmp_path: Path) -> None:
     source = checkpoints.make("qwen3_5_tied", tmp_path / "source", dtype=torch.bfloat16, shards=3)
     engine = tmp_path / "engine"
-    build.build(source, engine, build.Options(max_len=256, max_rows=2, page_len=32))
+    build.build(source, engine, build.Options(max_len=256, max_rows=2, page_len=32, drafts="none"))
     weights = load_file(engine / "weights.safetensors")
     assert weights["embed"].dtype == weights["layers.0.mixer.body.in_proj.weight"].dtype == torch.bfloat16
     assert weights["layers.0.mixer.body.norm.weight"].dtype == torch.float32
@@ -134,7 +134,7 @@ def test_stored_dtypes_are_kept_and_shared_weights_stored_once(tmp_path: Path) -
 def test_an_old_engine_is_replaced_and_survives_a_failed_build(
     tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, options = tmp_path / "engine", build.Options(max_len=64, max_rows=1)
+    engine, options = tmp_path / "engine", build.Options(max_len=64, max_rows=1, drafts="none")
     first = build.build(tiny_checkpoint("qwen3_5"), engine, options)
     second = build.build(tiny_checkpoint("nemotron_h_dense"), engine, options)
     assert manifest.load(engine).identity == second.identity != first.identity
@@ -142,18 +142,31 @@ def test_an_old_engine_is_replaced_and_survives_a_failed_build(
     def broken(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build, "write_weights", broken)
-    with pytest.raises(KeyboardInterrupt):
-        build.build(tiny_checkpoint("qwen3_5"), engine, options)
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for break_it, error in ((broken, KeyboardInterrupt), (full, Refused)):
+        monkeypatch.setattr(build, "write_weights", break_it)
+        with pytest.raises(error):
+            build.build(tiny_checkpoint("qwen3_5"), engine, options)
     assert manifest.load(engine).identity == second.identity
     assert [p.name for p in tmp_path.iterdir()] == ["engine"]
 
 
-def test_a_template_inside_the_tokenizer_config_is_found(tiny_checkpoint: Get, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "{{ messages }}",
+        [{"name": "tool", "template": "x"}, {"name": "default", "template": "{{ messages }}"}],
+    ],
+)
+def test_a_template_inside_the_tokenizer_config_is_found(
+    stored: object, tiny_checkpoint: Get, tmp_path: Path
+) -> None:
     source = shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "source")
     (source / "chat_template.jinja").unlink()
-    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    build.build(source, tmp_path / "engine", build.Options(max_len=64, max_rows=1))
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": stored}))
+    build.build(source, tmp_path / "engine", build.Options(max_len=64, max_rows=1, drafts="none"))
     assert (tmp_path / "engine" / "tokenizer" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
@@ -224,6 +237,7 @@ SPOILED = {
     "absent shard": (QWEN, absent_shard, "model-00002-of-00003.safetensors is missing"),
     "no tokenizer": (QWEN, remove("tokenizer.json"), "has no tokenizer.json"),
     "tokenizer": (QWEN, write("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer"),
+    "tokenizer config": (QWEN, write("tokenizer_config.json", "{"), "tokenizer_config.json is not JSON"),
     "tokenizer ids": (QWEN, tokenizer_with("extra"), "has ids up to 320, but vocab_size is 320"),
     "missing tensor": (QWEN, tensors(model__norm__weight=None), "has no tensor model.norm.weight"),
     "extra tensor": (QWEN, tensors(model__what__ever=torch.zeros(1)), "does not know: model.what.ever"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import checkpoints
 import composed
@@ -44,10 +45,14 @@ def reference(demo: Path) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def engine(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Harness]:
-    def get(numerics: str) -> Harness:
+def engine(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Harness]:
+    def get(numerics: str, drafts: Literal["ngram", "mtp"]) -> Harness:
         folder = tmp_path_factory.mktemp("demo") / numerics
-        build(demo, folder, Options(numerics=numerics, max_len=512, max_rows=2, max_step_tokens=256))
+        build(
+            demo,
+            folder,
+            Options(numerics=numerics, max_len=512, max_rows=2, max_step_tokens=256, drafts=drafts),
+        )
         return Harness(folder)
 
     return get
@@ -60,10 +65,10 @@ def tokens(demo: Path) -> list[int]:
 
 @torch.no_grad()
 def test_logits_and_mtp_equal_transformers(
-    demo: Path, engine: Callable[[str], Harness], reference: torch.nn.Module, tokens: list[int]
+    demo: Path, engine: Callable[[str, str], Harness], reference: torch.nn.Module, tokens: list[int]
 ) -> None:
     expected = reference(input_ids=torch.tensor([tokens])).logits[0]
-    harness = engine("fast")
+    harness = engine("fast", "mtp")
     assert (harness.run(tokens, 63, 2, *[1] * 20) - expected).abs().max() < TOLERANCE
     request = harness.request()
     harness.step([(request, tokens, 0)])
@@ -75,9 +80,11 @@ def test_logits_and_mtp_equal_transformers(
     assert (guessed == torch.tensor(tokens[2:])).float().mean() > 0.2  # a head that was trained for this
 
 
-def test_exact_logits_do_not_depend_on_pieces(engine: Callable[[str], Harness], tokens: list[int]) -> None:
-    harness = engine("exact")
-    assert torch.equal(harness.run(tokens, 1, 62, 2, *[1] * 20), harness.run(tokens))
+def test_exact_logits_do_not_depend_on_pieces(
+    engine: Callable[[str, str], Harness], tokens: list[int]
+) -> None:
+    harness = engine("exact", "ngram")
+    assert torch.equal(harness.run(tokens, 1, 62, 2, *[1] * 8), harness.run(tokens))
 
 
 @torch.no_grad()

@@ -124,7 +124,7 @@ def test_exact_logits_do_not_depend_on_how_tokens_came(family: str, tiny_engine:
     assert torch.equal(beside(harness, tokens, others), whole)
 
 
-@pytest.mark.parametrize("family", EXACT)
+@pytest.mark.parametrize("family", ["nemotron_h_dense", "qwen3_next"])
 def test_exact_logits_do_not_depend_on_threads_shares(family: str, tiny_engine: Get) -> None:
     """Elementwise loops are cut between threads above 32768 elements; a cut must not change a bit."""
     tokens = text(500)
