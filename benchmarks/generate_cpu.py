@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import torch
-from hemiola.builder.build import Options, build
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from hemiola import LLM, SamplingParams
+from hemiola.builder.build import Options, build
 
 PROMPT_LEN, NEW_LEN = 512, 128
 
@@ -75,7 +75,7 @@ def main() -> None:
         build(args.checkpoint, Path(folder) / "engine", Options(numerics=args.numerics))
         with LLM(Path(folder) / "engine", drafts=args.drafts) as llm:
             sizes = f"{PROMPT_LEN} -> {NEW_LEN} tokens, {torch.get_num_threads()} threads"
-            print(f"{args.checkpoint.name}, {args.numerics}, drafts {args.drafts}, {sizes}, best of {args.repeats}")
+            print(f"{args.checkpoint.name}, {args.numerics}, drafts {args.drafts}, {sizes}, {args.repeats} runs")
             print("requests | transformers tok/s | hemiola tok/s | ratio | same tokens")
             for count in (1, 8):
                 ids = prompts(args.checkpoint, count)

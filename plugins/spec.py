@@ -36,10 +36,11 @@ class Attr(NamedTuple):
 
 
 # The rows of a step, as every recurrent op reads them. Row n owns tokens cu_tokens[n]..cu_tokens[n+1]; they
-# stand at the absolute positions committed[n], committed[n] + 1, ...; the last num_drafts[n] of them are only
-# proposed. The row's slot holds the state after edge[n] tokens and records of the tokens edge[n]..committed[n].
-# After the step it holds the state at `next_edge` (below) and records from there on. snapshot_slot[n] receives
-# a copy of the slot at that edge. Slot 0 is the dump slot: padding writes there, nothing reads it.
+# stand at the absolute positions committed[n], committed[n] + 1, ...; the last num_drafts[n] of them are
+# only proposed. The row's slot holds the state after edge[n] tokens and records of the tokens
+# edge[n]..committed[n]. After the step it holds the state at `next_edge` (below) and records from there on.
+# snapshot_slot[n] receives a copy of the slot at that edge. Slot 0 is the dump slot: padding writes there,
+# nothing reads it.
 ROWS = (
     Arg("cu_tokens", "M", INT),  # M = N + 1
     Arg("slot_id", "N", INT),

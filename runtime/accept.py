@@ -1,9 +1,10 @@
 """What the logits of a step mean: which drafts stay, and each row's next token.
 
-The law of acceptance, greedy and sampled alike: a choice is the argmax, or a draw whose noise is a function of
-the request's seed and the position (sampling.py). The trunk makes the choices that it would make without drafts,
-and a draft stays where it equals the choice. So the output is the same, id for id, and a draft is kept with the
-probability that the trunk gives it: rejection sampling of a point mass, with a common random number.
+The law of acceptance, greedy and sampled alike: a choice is the argmax, or a draw whose noise is a function
+of the request's seed and the position (sampling.py). The trunk makes the choices that it would make without
+drafts, and a draft stays where it equals the choice. So the output is the same, id for id, and a draft is
+kept with the probability that the trunk gives it: rejection sampling of a point mass, with a common random
+number.
 """
 
 from collections.abc import Sequence

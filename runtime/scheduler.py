@@ -22,7 +22,7 @@ from hemiola.runtime.request import FinishReason, Request
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: rows[n] brings num_tokens[n] tokens from committed[n] on, the last num_drafts[n] are drafts."""
+    """One step: rows[n] brings num_tokens[n] tokens, of which the last num_drafts[n] are drafts."""
 
     rows: list[Request] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)

@@ -1,11 +1,11 @@
 """Multi-token prediction: one trained head, iterated.
 
-The head reads pairs (x_p, h_{p-1}): a token and the trunk's hidden state before it, after the final norm. The
-pair of token p has its key and value at place p of the request's pages, so what a page holds depends on its own
-tokens only. Place 0 has no pair: the head's attention begins at 1.
+The head reads pairs (x_p, h_{p-1}): a token and the trunk's hidden state before it, after the final norm.
+The pair of token p has its key and value at place p of the request's pages, so what a page holds depends on
+its own tokens only. Place 0 has no pair: the head's attention begins at 1.
 
-The hidden states of the last tokens are kept in the slot, by position: a row begins with the pair of its first
-new token, whose hidden state belongs to an earlier step.
+The hidden states of the last tokens are kept in the slot, by position: a row begins with the pair of its
+first new token, whose hidden state belongs to an earlier step.
 """
 
 from typing import NamedTuple
