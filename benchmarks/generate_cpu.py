@@ -1,6 +1,6 @@
-"""Tokens per second against transformers.generate on a bundled checkpoint, in one process, with the tokens compared.
+"""Tokens per second against transformers.generate on a bundled checkpoint, tokens compared in the same run.
 
-    python benchmarks/generate_cpu.py demo/qwen3.5-code [--numerics exact] [--repeats 3]
+python benchmarks/generate_cpu.py demo/qwen3.5-code [--numerics exact] [--repeats 3]
 """
 
 import argparse
@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import torch
-from hemiola.builder.build import Options, build
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from hemiola import LLM, SamplingParams
+from hemiola.builder.build import Options, build
 
 PROMPT_LEN, NEW_LEN = 512, 128
 
@@ -23,7 +23,16 @@ def prompts(checkpoint: Path, count: int) -> list[list[int]]:
     """Slices of the standard library's sources, PROMPT_LEN tokens each."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     library = Path(argparse.__file__).parent
-    names = ["argparse.py", "ast.py", "bdb.py", "calendar.py", "cmd.py", "codecs.py", "configparser.py", "csv.py"]
+    names = [
+        "argparse.py",
+        "ast.py",
+        "bdb.py",
+        "calendar.py",
+        "cmd.py",
+        "codecs.py",
+        "configparser.py",
+        "csv.py",
+    ]
     return [tokenizer.encode((library / name).read_text()).ids[:PROMPT_LEN] for name in names[:count]]
 
 
@@ -58,14 +67,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--numerics", default="fast", choices=["fast", "exact"])
+    parser.add_argument("--drafts", default="none", choices=["none", "ngram", "mtp"])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     model = load_transformers(args.checkpoint)
     with tempfile.TemporaryDirectory() as folder:
         build(args.checkpoint, Path(folder) / "engine", Options(numerics=args.numerics))
-        with LLM(Path(folder) / "engine") as llm:
-            print(f"{args.checkpoint.name}, {args.numerics}, {PROMPT_LEN} -> {NEW_LEN} tokens, torch {torch.__version__}, "
-                  f"{torch.get_num_threads()} threads, best of {args.repeats}")  # fmt: skip
+        with LLM(Path(folder) / "engine", drafts=args.drafts) as llm:
+            sizes = f"{PROMPT_LEN} -> {NEW_LEN} tokens, {torch.get_num_threads()} threads"
+            print(f"{args.checkpoint.name}, {args.numerics}, drafts {args.drafts}, {sizes}, {args.repeats} runs")
             print("requests | transformers tok/s | hemiola tok/s | ratio | same tokens")
             for count in (1, 8):
                 ids = prompts(args.checkpoint, count)
@@ -73,8 +83,8 @@ def main() -> None:
                 ours = min((run_hemiola(llm, ids) for _ in range(args.repeats)), key=lambda r: r[0])
                 total = count * NEW_LEN
                 same = sum(a == b for a, b in zip(ours[1], theirs[1], strict=True))
-                print(f"{count:8} | {total / theirs[0]:18.1f} | {total / ours[0]:13.1f} | {theirs[0] / ours[0]:5.2f} "
-                      f"| {same} of {count}")  # fmt: skip
+                speeds = f"{total / theirs[0]:18.1f} | {total / ours[0]:13.1f} | {theirs[0] / ours[0]:5.2f}"
+                print(f"{count:8} | {speeds} | {same} of {count}")
                 if same < count:
                     sys.exit("tokens differ: the speeds above mean nothing")
 

@@ -69,7 +69,7 @@ def attention(kv_lens: list[int], num_tokens: list[int]) -> Times:
     k, v = torch.randn(2, total, GROUPS, HEAD_DIM)
 
     def run(exact: bool) -> torch.Tensor:
-        return ops.attention(q, k, v, k_pages, v_pages, page_table, cu_tokens, positions, scale, exact)
+        return ops.attention(q, k, v, k_pages, v_pages, page_table, cu_tokens, positions, scale, exact, 0)
 
     o = run(False)
     batches: dict[tuple[int, int], list[int]] = {}

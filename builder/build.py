@@ -20,7 +20,7 @@ from hemiola.builder.checkpoint import DTYPES, Checkpoint, Lazy, read_json
 from hemiola.builder.graph import OUTPUTS, Graph, Name, export
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import Limits, Manifest, Segment, Weight
+from hemiola.runtime.manifest import Limits, Manifest, Segment, State, Weight
 
 Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all (0: the stage is not about bytes)
 WEIGHTS = "weights.safetensors"
@@ -69,6 +69,7 @@ def build(
         if drafts == "mtp" and model.draft is not None:
             weights |= model.weights(model.draft)
         write_weights(weights, folder / WEIGHTS, report)
+        carried = (_hidden(model, limits),) if drafts == "mtp" else ()
         report("hashing", 0, 0)
         return Manifest(
             format=manifest.FORMAT,
@@ -86,7 +87,7 @@ def build(
             limits=limits,
             weights_file=WEIGHTS,
             weights=tuple(Weight(name=name, dtype="float32") for name in weights),
-            states=tuple(state for graph in graphs for state in graph.states),
+            states=tuple(state for graph in graphs for state in graph.states) + carried,
             segments=tuple(segments),
             sha256={
                 str(file.relative_to(folder)): _sha256(file)
@@ -124,6 +125,12 @@ def _segment(file: str, graph: Graph) -> Segment:
     return Segment(
         name=graph.name, file=file, weights=graph.weights, states=states, inputs=graph.inputs, outputs=OUTPUTS
     )
+
+
+def _hidden(model: models.Model, limits: Limits) -> State:
+    """What an MTP head needs of earlier steps: the trunk's hidden states since, and just before, an edge."""
+    shape = (limits.chunk_len + limits.num_drafts + 1, model.hidden_size)
+    return State(name="mtp.hidden", kind="slot", shape=shape, dtype="float32")
 
 
 def _limits(model: models.Model, options: Options) -> tuple[Literal["none", "ngram", "mtp"], Limits]:

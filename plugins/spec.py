@@ -1,9 +1,9 @@
 """What an op is: one declaration, from which the torch op and its fake are made.
 
 An op's folder holds `spec.py` (the declaration), `reference.py` (the truth: a plain loop) and its kernels.
-Shapes are strings of letters, one per dimension: T tokens, N rows, S slots, H heads, and so on; a letter means
-the same size wherever it stands in one declaration. The ONNX schema and the TensorRT plugin will be derived from
-the same declaration.
+Shapes are strings of letters, one per dimension: T tokens, N rows, S slots, H heads, and so on; a letter
+means the same size wherever it stands in one declaration. The ONNX schema and the TensorRT plugin will be
+derived from the same declaration.
 """
 
 from collections.abc import Callable
@@ -35,11 +35,12 @@ class Attr(NamedTuple):
     type: type
 
 
-# The rows of a step, as every recurrent op reads them. Row n owns tokens cu_tokens[n]..cu_tokens[n+1]; they stand
-# at the absolute positions committed[n], committed[n] + 1, ...; the last num_drafts[n] of them are only proposed.
-# The row's slot holds the state after edge[n] tokens and records of the tokens edge[n]..committed[n]. After the
-# step it holds the state at `next_edge` (below) and records from there on. snapshot_slot[n] receives a copy of
-# the slot at that edge. Slot 0 is the dump slot: padding writes there, nothing reads it.
+# The rows of a step, as every recurrent op reads them. Row n owns tokens cu_tokens[n]..cu_tokens[n+1]; they
+# stand at the absolute positions committed[n], committed[n] + 1, ...; the last num_drafts[n] of them are
+# only proposed. The row's slot holds the state after edge[n] tokens and records of the tokens
+# edge[n]..committed[n]. After the step it holds the state at `next_edge` (below) and records from there on.
+# snapshot_slot[n] receives a copy of the slot at that edge. Slot 0 is the dump slot: padding writes there,
+# nothing reads it.
 ROWS = (
     Arg("cu_tokens", "M", INT),  # M = N + 1
     Arg("slot_id", "N", INT),
@@ -74,7 +75,7 @@ class Op:
         return f"{self.name}({', '.join(parts)}) -> Tensor"
 
     def register(self) -> "Op":
-        """Define `torch.ops.hemiola.<name>`: the CPU form for execution and a shape-checking fake for export."""
+        """Define `torch.ops.hemiola.<name>`: the CPU form, and a shape-checking fake for export."""
         LIBRARY.define(self.schema())
         LIBRARY.impl(self.name, self.cpu, "CPU")
         torch.library.register_fake(f"hemiola::{self.name}", self._fake, lib=LIBRARY)
@@ -85,7 +86,7 @@ class Op:
         return values[0].new_empty([sizes[letter] for letter in self.result])
 
     def check(self, *values: object) -> dict[str, int]:
-        """Sizes by letter. Raises ValueError where a rank, dtype or constant size contradicts the declaration."""
+        """Sizes by letter. Raises ValueError where a rank, dtype or constant size contradicts the shapes."""
         sizes: dict[str, int] = {}
         for arg, value in zip(self.args, values, strict=False):
             assert isinstance(value, torch.Tensor)
@@ -95,7 +96,9 @@ class Op:
             if arg.shape.endswith("*") and value.dim() == 1 and value.shape[0] == 0:
                 continue
             if value.dim() != len(letters):
-                raise ValueError(f"{self.name}: {arg.name} has {value.dim()} dimensions, expected [{letters}]")
+                raise ValueError(
+                    f"{self.name}: {arg.name} has {value.dim()} dimensions, expected [{letters}]"
+                )
             for letter, size in zip(letters, value.shape, strict=True):
                 known = sizes.setdefault(letter, size)
                 if isinstance(size, int) and isinstance(known, int) and size != known:

@@ -69,7 +69,8 @@ class Feed:
         self._edge = np.zeros(num_rows, np.int32)
         self._page_table = np.zeros((num_rows, table_width(config)), np.int32)
         self._logits_ids = np.zeros(logits_width(config), np.int32)
-        self._none = torch.zeros(num_rows, dtype=torch.int32)  # no drafts and no snapshots: issue 3
+        self._num_drafts = np.zeros(num_rows, np.int32)
+        self._none = torch.zeros(num_rows, dtype=torch.int32)  # no snapshots: prefix reuse
         self._arange = np.arange(num_tokens, dtype=np.int32)
 
     def fill(self, plan: Plan) -> Batch:
@@ -83,7 +84,7 @@ class Feed:
             num_rows, num_tokens = num_rows + 1, num_tokens + padding
         return Batch(
             cu_tokens=torch.from_numpy(self._cu_tokens[: num_rows + 1]),
-            num_drafts=self._none[:num_rows],
+            num_drafts=torch.from_numpy(self._num_drafts[:num_rows]),
             logits_ids=torch.from_numpy(self._logits_ids[:num_logits]),
             token_ids=torch.from_numpy(self._token_ids[:num_tokens]),
             positions=torch.from_numpy(self._positions[:num_tokens]),
@@ -99,7 +100,8 @@ class Feed:
         num_rows = len(plan.rows)
         slot_id = self._slot_id[:num_rows]
         slot_id[:] = [request.slot_id for request in plan.rows]
-        self._committed[:num_rows] = [request.committed_len for request in plan.rows]
+        self._committed[:num_rows] = plan.committed
+        self._num_drafts[:num_rows] = plan.num_drafts
         np.cumsum(plan.num_tokens, out=self._cu_tokens[1 : num_rows + 1])
         np.take(self.slots.edge, slot_id, out=self._edge[:num_rows], mode="clip")  # "raise" would copy
         np.take(self.pages.table, slot_id, axis=0, out=self._page_table[:num_rows], mode="clip")
@@ -108,22 +110,27 @@ class Feed:
         draws: list[Draw | None] = []
         num_logits = 0
         end = 0
-        for request, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
+        for request, num_tokens, num_drafts in zip(plan.rows, plan.num_tokens, plan.num_drafts, strict=True):
             end += num_tokens
-            if request.committed_len + num_tokens < request.total_len:
+            if request.committed_len + num_tokens - num_drafts < request.total_len:
                 draws.append(None)
                 continue
-            draws.append(Draw(request.params, request.seed, request.total_len))
-            self._logits_ids[num_logits] = end - 1
-            num_logits += 1
+            drafts = tuple(request.drafts[:num_drafts])
+            draws.append(Draw(request.params, request.seed, request.total_len, drafts))
+            wanted = 1 + num_drafts
+            self._logits_ids[num_logits : num_logits + wanted] = self._arange[end - wanted : end]
+            num_logits += wanted
         return tuple(draws), num_logits
 
     def _fill_tokens(self, plan: Plan, num_tokens: int) -> None:
         start = 0
-        for request, num in zip(plan.rows, plan.num_tokens, strict=True):
-            self._token_ids[start : start + num] = request.ids[
-                request.committed_len : request.committed_len + num
+        for request, num, num_drafts in zip(plan.rows, plan.num_tokens, plan.num_drafts, strict=True):
+            known = num - num_drafts
+            self._token_ids[start : start + known] = request.ids[
+                request.committed_len : request.committed_len + known
             ]
+            if num_drafts:
+                self._token_ids[start + known : start + num] = request.drafts[:num_drafts]
             start += num
         num_rows = len(plan.rows)
         offsets = self._committed[:num_rows] - self._cu_tokens[:num_rows]
@@ -136,5 +143,5 @@ class Feed:
         self._cu_tokens[num_rows + 1] = num_tokens + padding
         self._token_ids[num_tokens : num_tokens + padding] = 0
         self._positions[num_tokens : num_tokens + padding] = 0
-        for buffer in (self._committed, self._slot_id, self._edge, self._page_table):
+        for buffer in (self._committed, self._num_drafts, self._slot_id, self._edge, self._page_table):
             buffer[num_rows] = 0

@@ -10,6 +10,7 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest, State
 
 Auto = Literal["auto"]
+Drafts = Literal["none", "ngram", "mtp"]
 EXACT_TILE = 32  # in exact numerics a step's tokens are padded to a multiple of this
 
 
@@ -52,6 +53,10 @@ class ServeConfig(Options):
     cache_bytes: int | Auto = Field(
         "auto", description="bytes for pages and slots; auto: see memory_fraction"
     )
+    drafts: Drafts | Auto = Field("auto", description="who proposes; auto: as the engine was built")
+    num_drafts: int | Auto = Field("auto", description="most drafts per row and step; auto: as it was built")
+    ngram_min: int = Field(2, ge=1, description="shortest suffix that prompt lookup looks for")
+    ngram_max: int = Field(5, ge=1, description="longest suffix that prompt lookup looks for")
     memory_fraction: float = Field(
         default=0.5, gt=0, le=1, description="share of the free memory that auto may take"
     )
@@ -67,7 +72,10 @@ class Resolved(Options):
     num_slots: int  # the dump slot included
     page_len: int
     chunk_len: int
+    drafts: Drafts
     num_drafts: int
+    ngram_min: int
+    ngram_max: int
     pad_tokens: int  # a step's tokens are padded to a multiple of this
 
 
@@ -89,6 +97,7 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
             f"max_rows is {max_rows}, max_step_tokens is {max_step_tokens}: each row needs a token per step;"
             f" lower max_rows or raise max_step_tokens"
         )
+    drafts, num_drafts = _drafts(config, manifest)
     return Resolved(
         max_len=max_len,
         max_rows=max_rows,
@@ -97,9 +106,33 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
         num_slots=max_rows + 1,
         page_len=limits.page_len,
         chunk_len=limits.chunk_len,
-        num_drafts=limits.num_drafts,
+        drafts=drafts,
+        num_drafts=num_drafts,
+        ngram_min=config.ngram_min,
+        ngram_max=config.ngram_max,
         pad_tokens=pad_tokens,
     )
+
+
+def _drafts(config: ServeConfig, manifest: Manifest) -> tuple[Drafts, int]:
+    """Who drafts, and how many; an engine without room for drafts drafts none."""
+    built = manifest.limits.num_drafts
+    drafts = manifest.drafts if config.drafts == "auto" else config.drafts
+    if drafts == "none":
+        if config.num_drafts not in ("auto", 0):
+            raise Refused(f"num_drafts is {config.num_drafts}, but drafts is none; leave it out")
+        return "none", 0
+    if drafts == "mtp" and manifest.drafts != "mtp":
+        raise Refused(
+            "drafts is mtp, but the engine was built without an MTP head; rebuild with --drafts mtp"
+        )
+    if built == 0:
+        raise Refused(
+            f"drafts is {drafts}, but the engine was built for num_drafts=0; rebuild with --num-drafts 3"
+        )
+    if config.ngram_min > config.ngram_max:
+        raise Refused(f"ngram_min is {config.ngram_min}, ngram_max is {config.ngram_max}; raise ngram_max")
+    return drafts, _bounded("num_drafts", config.num_drafts, 1, built)
 
 
 def _bounded(name: str, value: int | Auto, least: int, most: int) -> int:

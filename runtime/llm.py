@@ -15,6 +15,9 @@ from hemiola.runtime.cache.pages import Pages
 from hemiola.runtime.cache.slots import Slots
 from hemiola.runtime.cache.storage import Storage, free_bytes
 from hemiola.runtime.config import Resolved, ServeConfig, resolve
+from hemiola.runtime.drafts import NoDrafts, Proposer
+from hemiola.runtime.drafts.mtp import HIDDEN, MtpProposer
+from hemiola.runtime.drafts.ngram import NgramProposer
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.loop import Engine, Loop
 from hemiola.runtime.metrics import Counters
@@ -36,13 +39,28 @@ from hemiola.runtime.text import Text
 Prompt = str | Sequence[int]
 
 
-def make_loop(config: Resolved, storage: Storage, session: Engine, text: Text | None) -> Loop:
+def make_loop(
+    config: Resolved, storage: Storage, session: Engine, text: Text | None, proposer: Proposer | None = None
+) -> Loop:
     """The parts of a running engine, put together; not started."""
     slots = Slots(config.num_slots, config.chunk_len, storage.free_slots)
     pages = Pages(
         config.num_pages, config.page_len, config.num_slots, table_width(config), storage.free_pages
     )
-    return Loop(Scheduler(config, pages, slots), Feed(config, pages, slots), session, judge, Outbox(text))
+    proposer = proposer or make_proposer(config, storage, session, pages)
+    scheduler, feed = Scheduler(config, pages, slots), Feed(config, pages, slots)
+    return Loop(scheduler, feed, session, judge, proposer, Outbox(text))
+
+
+def make_proposer(config: Resolved, storage: Storage, session: Engine, pages: Pages) -> Proposer:
+    """Who drafts, as the options say."""
+    match config.drafts:
+        case "none":
+            return NoDrafts()
+        case "ngram":
+            return NgramProposer(config.ngram_min, config.ngram_max)
+        case "mtp":
+            return MtpProposer(session, storage.tensors[HIDDEN], pages, config.pad_tokens)
 
 
 class LLM:
@@ -57,7 +75,7 @@ class LLM:
         self.config = resolve(serve_config, self.manifest, free_bytes())
         self._text = Text(engine_dir / "tokenizer")
         storage = Storage(self.manifest.states, self.config.num_pages, self.config.num_slots)
-        session = Session(engine_dir, self.manifest, storage)
+        session = Session(engine_dir, self.manifest, storage, self.config.drafts)
         self._loop = make_loop(self.config, storage, session, self._text)
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(

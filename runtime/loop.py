@@ -12,6 +12,7 @@ import torch
 
 from hemiola.runtime.accept import Verdict
 from hemiola.runtime.batch import Batch, Feed
+from hemiola.runtime.drafts import Proposer
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.metrics import Counters
 from hemiola.runtime.outbox import Event, Outbox
@@ -55,12 +56,14 @@ class Loop:
         feed: Feed,
         session: Engine,
         judge: Callable[[Sequence[Draw | None], torch.Tensor], Verdict],
+        drafts: Proposer,
         outbox: Outbox,
     ) -> None:
         self.scheduler = scheduler
         self.feed = feed
         self.session = session
         self.judge = judge
+        self.drafts = drafts
         self.outbox = outbox
         self.counters = Counters()
         self._inbox: SimpleQueue[_Submit | _Abort | _Close] = SimpleQueue()
@@ -79,9 +82,9 @@ class Loop:
         after = time.perf_counter()
         verdict = self.judge(batch.draws, out.logits)
         self.scheduler.commit(plan, verdict)
-        # Drafts (issue 3) are proposed here, from plan, verdict and out.hidden.
         events = self.outbox.drain(plan)
-        # Prefix reuse (issue 3) publishes finished pages and snapshots here.
+        self.drafts.propose(plan, self.scheduler.draft_room(plan), out.hidden)
+        # Prefix reuse publishes finished pages and snapshots here.
         self.scheduler.reap(plan)
         self._count(sum(plan.num_tokens), events, after - before, time.perf_counter() - start)
         return events

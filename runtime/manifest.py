@@ -104,11 +104,15 @@ def load(engine_dir: Path) -> Manifest:
     if not engine_dir.is_dir():
         raise Refused(f"{engine_dir} is not a directory; pass an engine directory made by build-engine")
     if not path.is_file():
-        raise Refused(f"{engine_dir} has no {FILE}; make the engine with build-engine CHECKPOINT --engine-dir {engine_dir}")
+        raise Refused(
+            f"{engine_dir} has no {FILE}; make the engine with build-engine CHECKPOINT --engine-dir {engine_dir}"
+        )
     manifest = _parse(path)
     _check_versions(path, manifest)
     if manifest.identity != manifest.seal():
-        raise Refused(f"{path} was changed after the build (its identity does not match); run build-engine again")
+        raise Refused(
+            f"{path} was changed after the build (its identity does not match); run build-engine again"
+        )
     for name, expected in manifest.sha256.items():
         _check_file(engine_dir / name, expected)
     return manifest
@@ -121,7 +125,9 @@ def _parse(path: Path) -> Manifest:
         raise Refused(f"{path} is not JSON ({error}); run build-engine again") from None
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
-        raise Refused(f"{path} has format {found}, this hemiola {hemiola.__version__} reads {FORMAT}; run build-engine again")
+        raise Refused(
+            f"{path} has format {found}, this hemiola {hemiola.__version__} reads {FORMAT}; run build-engine again"
+        )
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
@@ -146,4 +152,6 @@ def _check_file(path: Path, expected: str) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
-        raise Refused(f"{path} was changed after the build (sha256 {found[:12]}, expected {expected[:12]}); run build-engine again")
+        raise Refused(
+            f"{path} was changed after the build (sha256 {found[:12]}, expected {expected[:12]}); run build-engine again"
+        )

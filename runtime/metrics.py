@@ -15,8 +15,19 @@ class Metrics:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     cached_tokens: int = 0
-    drafted: list[int] = field(default_factory=list)  # per position in the window
-    accepted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(
+        default_factory=list
+    )  # by position in the window: how often a draft stood there
+    accepted: list[int] = field(default_factory=list)  # and how often it stayed
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """One window."""
+        missing = num_drafts - len(self.drafted)
+        self.drafted += [0] * missing
+        self.accepted += [0] * missing
+        for position in range(num_drafts):
+            self.drafted[position] += 1
+            self.accepted[position] += position < num_accepted
 
     @property
     def time_to_first_token(self) -> float:

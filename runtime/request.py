@@ -94,6 +94,7 @@ class Request:
     total_len: int
     metrics: Metrics
     committed_len: int = 0
+    drafts: list[int] = field(default_factory=list)  # proposed to follow the total_len known ids
     slot_id: int = 0  # 0: not running
     age: int = 0  # place in the order of arrival, given by the scheduler
     finish_reason: FinishReason | None = None

@@ -13,11 +13,12 @@ from hemiola.runtime.request import Logprob, SamplingParams
 
 
 class Draw(NamedTuple):
-    """What decides a token besides the logits; position is the one that the token will have."""
+    """What decides a row's tokens besides the logits; position is that of the first of them."""
 
     params: SamplingParams
     seed: int
     position: int
+    drafts: tuple[int, ...] = ()
 
 
 def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -49,6 +50,11 @@ def _keep(probs: np.ndarray, ids: np.ndarray) -> None:
 def uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) of a position: 53 bits of Philox4x64 with key seed and counter position."""
     return (np.random.Philox(key=seed, counter=position).random_raw() >> 11) * 2.0**-53
+
+
+def choose(logits: np.ndarray, draw: Draw) -> int:
+    """The token of a position: the best one, or a draw. Trunk and drafter choose with the same noise."""
+    return int(logits.argmax()) if draw.params.temperature == 0 else sample(logits, draw)
 
 
 def sample(logits: np.ndarray, draw: Draw) -> int:

@@ -11,7 +11,7 @@ since the cache holds at least one request of max_len (config.resolve), nothing 
 import itertools
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hemiola.runtime.accept import Verdict
 from hemiola.runtime.cache.pages import Pages
@@ -22,10 +22,18 @@ from hemiola.runtime.request import FinishReason, Request
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: row n is rows[n], which brings the num_tokens[n] tokens from its committed_len on."""
+    """One step: rows[n] brings num_tokens[n] tokens, of which the last num_drafts[n] are drafts."""
 
-    rows: list[Request]
-    num_tokens: list[int]
+    rows: list[Request] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    num_drafts: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)  # the rows' committed_len before the step
+
+    def add(self, request: Request, num_tokens: int, num_drafts: int) -> None:
+        self.rows.append(request)
+        self.num_tokens.append(num_tokens)
+        self.num_drafts.append(num_drafts)
+        self.committed.append(request.committed_len)
 
 
 class Scheduler:
@@ -53,8 +61,9 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """The next step: decode rows, then prompts under way, then new requests, within the token budget."""
-        plan = Plan([], [])
+        plan = Plan()
         budget = self.config.max_step_tokens
+        spare = budget - len(self.running)  # for drafts: every running row can have a token first
         capacity = self.pages.capacity
         prompts: list[Request] = []
         for request in self.running:  # may shrink at its young end while we are at the old one
@@ -63,9 +72,10 @@ class Scheduler:
                 continue
             if request.total_len > capacity[request.slot_id] and not self._make_room(request):
                 break
-            plan.rows.append(request)
-            plan.num_tokens.append(1)
-            budget -= 1
+            num_drafts = min(len(request.drafts), spare)
+            plan.add(request, 1 + num_drafts, num_drafts)
+            budget -= 1 + num_drafts
+            spare -= num_drafts
         for request in prompts:
             if budget > 0:
                 budget -= self._add_chunk(plan, request, budget)
@@ -81,8 +91,7 @@ class Scheduler:
         if num_tokens > budget:
             to_edge = (start + budget) // self.config.chunk_len * self.config.chunk_len - start
             num_tokens = to_edge if to_edge > 0 else budget
-        plan.rows.append(request)
-        plan.num_tokens.append(num_tokens)
+        plan.add(request, num_tokens, 0)
         return num_tokens
 
     def _make_room(self, request: Request) -> bool:
@@ -126,18 +135,37 @@ class Scheduler:
         self.slots.release(request.slot_id)
         request.slot_id = 0
         request.committed_len = 0
+        request.drafts.clear()
 
     def commit(self, plan: Plan, verdict: Verdict) -> None:
         """Advance the lengths, append the new tokens, and see which requests end."""
-        for request, num_tokens, token_ids in zip(plan.rows, plan.num_tokens, verdict.token_ids, strict=True):
-            request.committed_len += num_tokens
+        certain_len = []
+        for row, (request, token_ids) in enumerate(zip(plan.rows, verdict.token_ids, strict=True)):
+            num_drafts = plan.num_drafts[row]
+            certain_len.append(request.committed_len + plan.num_tokens[row] - num_drafts)
+            num_accepted = max(len(token_ids) - 1, 0)
+            request.committed_len = certain_len[row] + num_accepted
+            request.metrics.count_drafts(num_drafts, num_accepted)
+            request.drafts.clear()
             if token_ids:
                 request.append(token_ids)
         for row, logprobs in verdict.logprobs.items():
             plan.rows[row].add_logprobs(logprobs)
         for row, error in verdict.errors.items():
             plan.rows[row].fail(error)
-        self.slots.commit([r.slot_id for r in plan.rows], [r.committed_len for r in plan.rows])
+        self.slots.commit([r.slot_id for r in plan.rows], certain_len)
+
+    def draft_room(self, plan: Plan) -> list[int]:
+        """How many drafts each row of a committed step may have; the pages for them are there."""
+        return [self._room(request) for request in plan.rows]
+
+    def _room(self, request: Request) -> int:
+        if request.finish_reason is not None or request.total_len - request.committed_len > 1:
+            return 0
+        most = min(self.config.num_drafts, len(request.ids) - request.total_len - 1)
+        if most > 0:
+            self.pages.grow(request.slot_id, request.total_len + most)
+        return max(0, min(most, self.pages.capacity[request.slot_id] - request.total_len))
 
     def reap(self, plan: Plan) -> None:
         """Free what the finished rows held."""
@@ -165,10 +193,8 @@ class Scheduler:
             assert request.finish_reason is None, f"request {request.id} is finished and runs"
             assert 0 <= request.committed_len < request.total_len <= len(request.ids)
             assert request.committed_len <= self.pages.capacity[request.slot_id]
-            assert (
-                self.slots.edge[request.slot_id]
-                == request.committed_len // self.config.chunk_len * self.config.chunk_len
-            )
+            num_records = request.committed_len - self.slots.edge[request.slot_id]
+            assert 0 <= num_records < self.config.chunk_len + self.config.num_drafts, f"{num_records} records"
         for request in self.waiting:
             assert request.committed_len == 0 and request.slot_id == 0, (
                 f"request {request.id} waits and holds"

@@ -1,7 +1,8 @@
 """An engine's program with its weights and states: a batch in, logits and hidden out. Sees no request."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
@@ -18,22 +19,44 @@ class Output(NamedTuple):
     hidden: torch.Tensor  # [T, F] after the final norm
 
 
-class Session:
-    """Runs the trunk. The draft segment is loaded by whoever drafts (issue 3)."""
+class Drafter(Protocol):
+    """A Session with an MTP head, or in tests something that checks what it is given."""
 
-    def __init__(self, engine_dir: Path, manifest: Manifest, storage: Storage) -> None:
-        trunk = manifest.segment("trunk")
-        weights = load_weights(engine_dir, manifest, trunk)
-        self._program = load_program(engine_dir / trunk.file)
-        self._bound = [weights[name] for name in trunk.weights] + [
-            storage.tensors[name] for name in trunk.states
-        ]
-        self._inputs = trunk.inputs
+    def draft(self, **inputs: torch.Tensor) -> Output: ...
+
+
+class Program:
+    """One segment, bound to its weights and states."""
+
+    def __init__(
+        self, engine_dir: Path, segment: Segment, weights: dict[str, torch.Tensor], storage: Storage
+    ) -> None:
+        self.inputs = segment.inputs
+        self._call = load_program(engine_dir / segment.file)
+        self._bound = [weights[name] for name in segment.weights]
+        self._bound += [storage.tensors[name] for name in segment.states]
+
+    def __call__(self, inputs: Iterable[torch.Tensor]) -> Output:
+        with torch.inference_mode():
+            return Output(*self._call(*self._bound, *inputs))
+
+
+class Session:
+    """The trunk, and the MTP head where one is to draft; they share embeddings and output head."""
+
+    def __init__(self, engine_dir: Path, manifest: Manifest, storage: Storage, drafts: str) -> None:
+        names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
+        segments = [manifest.segment(name) for name in names]
+        weights = load_weights(engine_dir, manifest, {w for segment in segments for w in segment.weights})
+        programs = [Program(engine_dir, segment, weights, storage) for segment in segments]
+        self._trunk, self._draft = programs[0], programs[-1]
 
     def run(self, batch: Batch) -> Output:
-        with torch.inference_mode():
-            logits, hidden = self._program(*self._bound, *(getattr(batch, name) for name in self._inputs))
-        return Output(logits, hidden)
+        return self._trunk(getattr(batch, name) for name in self._trunk.inputs)
+
+    def draft(self, **inputs: torch.Tensor) -> Output:
+        """Logits and hidden states [T, F] of pairs of a token and the hidden state before it."""
+        return self._draft(inputs[name] for name in self._draft.inputs)
 
 
 def load_program(path: Path) -> torch.nn.Module:
@@ -46,8 +69,8 @@ def load_program(path: Path) -> torch.nn.Module:
         ) from error
 
 
-def load_weights(engine_dir: Path, manifest: Manifest, segment: Segment) -> dict[str, torch.Tensor]:
-    """The tensors that a segment needs, cast to the dtype in which it runs."""
+def load_weights(engine_dir: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Weights by name, cast to the dtype in which it runs."""
     dtypes = {weight.name: getattr(torch, weight.dtype) for weight in manifest.weights}
     with safe_open(engine_dir / manifest.weights_file, framework="pt") as file:
-        return {name: file.get_tensor(name).to(dtypes[name]) for name in segment.weights}
+        return {name: file.get_tensor(name).to(dtypes[name]) for name in names}

@@ -1,4 +1,4 @@
-"""What `make demo` shows: two engines built from the bundled checkpoints, one tritonserver, one streamed prompt each."""
+"""What `make demo` shows: engines of the bundled checkpoints, one tritonserver, one streamed prompt each."""
 
 import sys
 import time
@@ -27,7 +27,9 @@ def engine(name: str) -> Path:
     except Refused:
         start = time.perf_counter()
         build(ROOT / "demo" / name, engine_dir, Options())
-        console.print(f"built {engine_dir.relative_to(ROOT)} in {time.perf_counter() - start:.1f} s", style="dim")
+        console.print(
+            f"built {engine_dir.relative_to(ROOT)} in {time.perf_counter() - start:.1f} s", style="dim"
+        )
     return engine_dir
 
 
@@ -43,7 +45,9 @@ def stream(url: str, model: str, prompt: str) -> None:
             console.print(piece.text, end="", markup=False, soft_wrap=True)
     end = time.perf_counter()
     rate = (count - 1) / (end - first)
-    console.print(f"\n{count} tokens, first after {(first - start) * 1e3:.0f} ms, then {rate:.0f} tokens/s", style="dim")
+    console.print(
+        f"\n{count} tokens, first after {(first - start) * 1e3:.0f} ms, then {rate:.0f} tokens/s", style="dim"
+    )
 
 
 def main() -> None:
@@ -51,7 +55,9 @@ def main() -> None:
     start = time.perf_counter()
     with Server(engines) as server:
         ready = time.perf_counter() - start
-        console.print(f"tritonserver serves {', '.join(engines)} at {server.grpc_url} after {ready:.1f} s", style="dim")
+        console.print(
+            f"tritonserver serves {', '.join(engines)} at {server.grpc_url} after {ready:.1f} s", style="dim"
+        )
         for name, prompt in PROMPTS.items():
             stream(server.grpc_url, name, prompt)
     console.print("tritonserver stopped", style="dim")

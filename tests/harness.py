@@ -80,10 +80,10 @@ class Harness:
     def draft_batch(
         self, request: Request, tokens: list[int], hidden: torch.Tensor, first: int
     ) -> dict[str, torch.Tensor]:
-        """One row of the draft segment: `tokens` are those that follow positions first, first + 1, ..."""
+        """One row of the draft segment: `tokens` stand at positions first + 1, first + 2, ..."""
         batch = {
             "token_ids": tokens,
-            "positions": [*range(first, first + len(tokens))],
+            "positions": [*range(first + 1, first + 1 + len(tokens))],
             "cu_tokens": [0, len(tokens)],
         }
         batch |= {"page_table": [request.pages], "logits_ids": [*range(len(tokens))]}

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAY_IMPORT = {"plugins": {"plugins"}, "runtime": {"plugins", "runtime"}, "builder": {"plugins", "runtime", "builder"}}
+MAY_IMPORT = {
+    "plugins": {"plugins"},
+    "runtime": {"plugins", "runtime"},
+    "builder": {"plugins", "runtime", "builder"},
+}
 
 
 def _imports(path: Path) -> Iterator[tuple[str, bool]]:
@@ -34,7 +38,9 @@ def test_imports_point_one_way(package: str) -> None:
     for path in _files(package):
         for module, _ in _imports(path):
             parts = module.split(".")
-            assert parts[0] not in {*MAY_IMPORT, "tests", "scripts"}, f"{path}: bare `import {module}` loads a second copy"
+            assert parts[0] not in {*MAY_IMPORT, "tests", "scripts"}, (
+                f"{path}: bare `import {module}` loads a second copy"
+            )
             if parts[0] == "hemiola" and len(parts) > 1 and parts[1] in MAY_IMPORT:
                 assert parts[1] in MAY_IMPORT[package], f"{path} imports {module}: upwards"
 

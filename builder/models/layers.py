@@ -182,13 +182,16 @@ class Pages(nn.Module):
     def __init__(self, kit: Kit, name: str, kv_heads: int, head_dim: int) -> None:
         super().__init__()
         self.ops, self.exact = kit.ops, kit.exact
+        self.first = 1 if name.startswith("mtp.") else 0  # an MTP head has no pair at place 0
         self.k_name, self.v_name = f"{name}.k_pages", f"{name}.v_pages"
         self.kv_heads, self.head_dim = kv_heads, head_dim
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
         k_pages, v_pages = step.states[self.k_name], step.states[self.v_name]
         rows = (step.page_table, step.cu_tokens, step.positions)
-        return self.ops.attention(q, k, v, k_pages, v_pages, *rows, self.head_dim**-0.5, self.exact)
+        return self.ops.attention(
+            q, k, v, k_pages, v_pages, *rows, self.head_dim**-0.5, self.exact, self.first
+        )
 
     def states(self, limits: Limits) -> list[State]:
         shape = (limits.page_len, self.kv_heads, self.head_dim)
@@ -289,7 +292,7 @@ class Mtp(nn.Module):
 
 
 class Draft(nn.Module):
-    """x_{i+1} and h_i at position i to logits of x_{i+2}, and to the h of the next draft."""
+    """x_p and h_{p-1} at place p to logits of x_{p+1}, and to the h of the next draft."""
 
     def __init__(self, trunk: Trunk, mtp: Mtp) -> None:
         super().__init__()

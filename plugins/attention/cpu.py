@@ -21,6 +21,7 @@ def attention(
     positions: torch.Tensor,  # [T] int32
     scale: float,
     exact: bool,
+    first: int,
 ) -> torch.Tensor:  # [T, H, D]
     """See reference.py. Tokens must be finite; places that no token has reached may hold anything."""
     num_tokens, num_heads, head_dim = q.shape
@@ -29,9 +30,9 @@ def attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     token_bytes = 2 * num_groups * head_dim * wide.itemsize
     if exact:
-        form = Form(fixed.tile_len(num_copies), False, fixed.SPLIT_LEN, num_copies, token_bytes)
+        form = Form(fixed.tile_len(num_copies), False, fixed.SPLIT_LEN, num_copies, token_bytes, first)
     else:
-        form = Form(SHORT_LEN, True, 1, num_copies, token_bytes)
+        form = Form(SHORT_LEN, True, 1, num_copies, token_bytes, first)
     rows = (x.numpy().tobytes() for x in (cu_tokens, positions, page_table))
     plan = plan_step(*rows, k_pages.shape[1], form)
     for pages, new in ((k_pages, k), (v_pages, v)):
@@ -41,11 +42,11 @@ def attention(
     for group in plan.groups:
         keys, values = read(k_pages, group, wide), read(v_pages, group, wide)
         if exact:
-            fixed.attend(queries, keys, values, group, positions.numpy(), scale, out)
+            fixed.attend(queries, keys, values, group, positions.numpy(), scale, first, out)
         elif group.rows[0].num_tokens <= SHORT_LEN:
             attend_stacked(queries, keys, values, group, scale, out)
         else:
-            attend_tiled(queries, keys, values, group, positions, scale, out)
+            attend_tiled(queries, keys, values, group, positions, scale, first, out)
     return out.view(q.shape).to(q.dtype)
 
 
@@ -89,6 +90,7 @@ def attend_tiled(
     group: Group,  # one row
     positions: torch.Tensor,  # [T]
     scale: float,
+    first: int,
     out: torch.Tensor,  # [T, G, H/G, D], written
 ) -> None:
     """One SDPA call per TILE_LEN tokens of the row, over the keys that the tile sees."""
@@ -99,7 +101,8 @@ def attend_tiled(
         tile = slice(start, min(start + TILE_LEN, end))
         last = positions[tile, None]
         num_keys = int(last.max()) + 1
-        visible = torch.arange(num_keys, dtype=torch.int32) <= last
+        places = torch.arange(num_keys, dtype=torch.int32)
+        visible = (places <= last) & (places >= first)
         q = queries[tile].permute(1, 2, 0, 3)  # [G, H/G, tokens, D]
         k, v = (x[:, :, :num_keys].expand(-1, q.shape[1], -1, -1) for x in (keys, values))
         o = F.scaled_dot_product_attention(q, k, v, visible, scale=scale)

@@ -28,6 +28,7 @@ def attend(
     group: Group,  # one row of any length, or n rows of at most one tile each
     positions: np.ndarray,
     scale: float,
+    first: int,
     out: torch.Tensor,  # [T, G, H/G, D], written
 ) -> None:
     """Cut rows into query tiles and attend them all."""
@@ -40,13 +41,15 @@ def attend(
     keys, values = (x.transpose(1, 2).contiguous() for x in (keys, values))  # [n, G, S, D]
     if len(tokens) == len(group.rows):
         flat_q, flat_keys, flat_values = (x.flatten(0, 1) for x in (q, keys, values))
-        o = attend_tiles(flat_q, flat_keys, flat_values, last.repeat(num_groups, axis=0)).view(q.shape)
+        o = attend_tiles(flat_q, flat_keys, flat_values, last.repeat(num_groups, axis=0), first).view(q.shape)
     else:
         o = torch.empty_like(q)
         for g in range(num_groups):
             for start in range(0, len(tokens), MAX_TILES):
                 part = slice(start, start + MAX_TILES)
-                o[part, g] = attend_tiles(q[part, g].contiguous(), keys[:, g], values[:, g], last[part])
+                o[part, g] = attend_tiles(
+                    q[part, g].contiguous(), keys[:, g], values[:, g], last[part], first
+                )
     o = o.unflatten(2, (-1, num_copies)).transpose(1, 2).flatten(0, 1)
     out.index_copy_(0, index, o)  # a tile's padding writes the same bits to the same token
 
@@ -63,6 +66,7 @@ def attend_tiles(
     keys: torch.Tensor,  # [B, S, D], or [1, S, D]: shared
     values: torch.Tensor,
     last: np.ndarray,  # [B, M]: the last key that a query sees; tiles with more keys come first
+    first: int,  # the first key that any query sees
 ) -> torch.Tensor:  # [B, M, D]
     """Softmax attention over splits of keys, each of them with the tiles that see any of it."""
     num_splits = last.max(axis=1) // SPLIT_LEN + 1
@@ -73,8 +77,9 @@ def attend_tiles(
         start = split * SPLIT_LEN
         part = keys[:num_tiles, start : start + SPLIT_LEN].expand(num_tiles, -1, -1)
         score = torch.bmm(q[:num_tiles], part.transpose(1, 2))
-        if last[:num_tiles].min() < start + SPLIT_LEN - 1:
-            hidden = np.arange(start, start + SPLIT_LEN) > last[:num_tiles, :, None]
+        if start < first or last[:num_tiles].min() < start + SPLIT_LEN - 1:
+            place = np.arange(start, start + SPLIT_LEN)
+            hidden = (place > last[:num_tiles, :, None]) | (place < first)
             score.masked_fill_(torch.from_numpy(hidden), -torch.inf)
         torch.maximum(highest[:num_tiles], score.amax(2), out=highest[:num_tiles])
         scores.append(score)

@@ -27,6 +27,7 @@ class Form(NamedTuple):
     split_len: int  # room for keys is a multiple of this
     num_copies: int  # query heads per key head
     token_bytes: int  # a token's key and value as read
+    first: int  # keys before this place are not seen
 
 
 class Group(NamedTuple):
@@ -112,14 +113,16 @@ def plan_group(
     page_ids *= np.arange(0, num_pages * page_len, page_len) < kv_lens
     first_page = int(page_ids[0, 0])
     run = first_page + np.arange(num_pages)
-    if len(rows) > 1 or rows[0].kv_len < room or not np.array_equal(page_ids[0], run):
+    if form.first or len(rows) > 1 or rows[0].kv_len < room or not np.array_equal(page_ids[0], run):
         first_page = -1
-    empty = np.arange(num_pages * page_len) >= kv_lens
+    place = np.arange(num_pages * page_len)
+    empty = (place >= kv_lens) | (place < form.first)
     empty[:, room:] = False  # cut off when read
     tokens, visible = np.zeros(0, np.int64), None
     if form.stacked and rows[0].num_tokens <= form.short_len:
         tokens = np.array([[row.start] for row in rows]) + np.arange(rows[0].num_tokens)
-        visible = np.arange(room) <= positions[tokens][:, :, None]
+        visible = place[:room] <= positions[tokens][:, :, None]
+        visible &= place[:room] >= form.first
         visible = None if visible.all() else torch.from_numpy(visible.repeat(form.num_copies, 1)[:, None])
     return Group(
         rows=rows,

@@ -14,8 +14,10 @@ def attention(
     positions: torch.Tensor,  # [T] int32: a token's place in its sequence
     scale: float,
     exact: bool,
+    first: int,
 ) -> torch.Tensor:  # [T, H, D]
-    """Writes every token's k and v to its page, then o = softmax(scale q.k) v over its row's tokens up to it.
+    """Writes every token's k and v to its page, then o = softmax(scale q.k) v over its row's tokens up to it,
+    from the place `first` on (an MTP head has no entry at place 0).
 
     In fp32 (float64 for float64) on what the pages hold after their rounding. Query head h reads key head
     h // (H / G) (Ainslie et al. 2023, arXiv 2305.13245). `exact` changes how a kernel adds, not what.
@@ -35,8 +37,8 @@ def attention(
     for t, row in enumerate(rows):
         num_keys = int(positions[t]) + 1
         pages = page_table[row, : -(-num_keys // page_len)]
-        keys = k_pages[pages].flatten(0, 1)[:num_keys].to(wide)  # [num_keys, G, D]
-        values = v_pages[pages].flatten(0, 1)[:num_keys].to(wide)
+        keys = k_pages[pages].flatten(0, 1)[first:num_keys].to(wide)  # [keys, G, D]
+        values = v_pages[pages].flatten(0, 1)[first:num_keys].to(wide)
         for h in range(q.shape[1]):
             g = h // heads_per_group
             probability = torch.softmax(keys[:, g] @ q[t, h].to(wide) * scale, 0)

@@ -19,6 +19,7 @@ ATTENTION = Op(
     attrs=(
         Attr("scale", float),
         Attr("exact", bool),
+        Attr("first", int),
     ),
     result="THD",
     reference=reference,

@@ -32,6 +32,7 @@ def example(name: str, num_tokens: int = 6) -> list:
             positions,
             0.3,
             False,
+            0,
         ]
     if name == "linear":
         return [torch.randn(num_tokens, 8), torch.randn(5, 8), torch.empty(0)]
@@ -47,7 +48,7 @@ NAMES = pytest.mark.parametrize("name", ["attention", "linear", "moe", "norm"])
 
 SCHEMAS = {
     "attention": "attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, "
-    "Tensor page_table, Tensor cu_tokens, Tensor positions, float scale, bool exact) -> Tensor",
+    "Tensor page_table, Tensor cu_tokens, Tensor positions, float scale, bool exact, int first) -> Tensor",
     "linear": "linear(Tensor x, Tensor weight, Tensor bias) -> Tensor",
     "moe": "moe(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor up, Tensor down, str activation, "
     "bool exact) -> Tensor",

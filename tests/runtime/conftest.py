@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from fake_session import VOCAB, FakeSession, resolved
 
+from hemiola.runtime.drafts import Proposer
 from hemiola.runtime.llm import make_loop
 from hemiola.runtime.loop import Loop
 from hemiola.runtime.request import Bounds, Piece, Request, SamplingParams, new_request
@@ -56,10 +57,15 @@ class Hand:
 
 @pytest.fixture
 def make_hand() -> Callable[..., Hand]:
-    def make(text: Text | None = None, session: FakeSession | None = None, **sizes: int) -> Hand:
+    def make(
+        text: Text | None = None,
+        session: FakeSession | None = None,
+        proposer: Proposer | None = None,
+        **sizes: int | str,
+    ) -> Hand:
         config = session.config if session is not None else resolved(**sizes)
         session = session or FakeSession(config)
-        loop = make_loop(config, session, session, text)
+        loop = make_loop(config, session, session, text, proposer)
         return Hand(loop, Bounds(config.max_len, config.max_len, VOCAB, eos_ids=()))
 
     return make

@@ -27,7 +27,7 @@ def test_auto_is_what_the_engine_was_built_for() -> None:
     found = resolve(ServeConfig(), manifest(), GIB)
     assert (found.max_len, found.max_rows, found.max_step_tokens) == (100, 4, 64)
     assert (found.num_pages, found.num_slots) == (4 * 4 + 1, 5)
-    assert (found.page_len, found.chunk_len, found.num_drafts, found.pad_tokens) == (32, 16, 3, 1)
+    assert (found.page_len, found.chunk_len, found.num_drafts, found.pad_tokens) == (32, 16, 0, 1)
     assert resolve(ServeConfig(), manifest(numerics="exact"), GIB).pad_tokens == 32
 
 
@@ -85,3 +85,26 @@ def test_options_of_the_wrong_kind_are_refused(options: dict, reason: str) -> No
     with pytest.raises(Refused) as refused:
         ServeConfig(**options)
     assert str(refused.value).startswith(reason) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options, built, message",
+    [
+        ({"drafts": "mtp"}, {"drafts": "ngram"}, "without an MTP head"),
+        ({"drafts": "none", "num_drafts": 2}, {"drafts": "ngram"}, "drafts is none"),
+        ({"num_drafts": 4}, {"drafts": "ngram"}, "rebuild with --num-drafts 4"),
+        ({"ngram_min": 4, "ngram_max": 2}, {"drafts": "ngram"}, "raise ngram_max"),
+        ({"drafts": "eagle"}, {"drafts": "ngram"}, "drafts is 'eagle'"),
+    ],
+)
+def test_drafts_that_the_engine_has_not(options: dict, built: dict, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        resolve(ServeConfig(**options), manifest().model_copy(update=built), GIB)
+
+
+def test_drafts_can_be_turned_off_and_down() -> None:
+    built = manifest().model_copy(update={"drafts": "mtp"})
+    assert resolve(ServeConfig(), built, GIB).num_drafts == 3
+    assert resolve(ServeConfig(num_drafts=1), built, GIB).num_drafts == 1
+    off = resolve(ServeConfig(drafts="none"), built, GIB)
+    assert (off.drafts, off.num_drafts) == ("none", 0)

@@ -62,9 +62,9 @@ def real_hand(tiny_engine: Callable[..., Path], make_hand: Callable) -> Callable
     def make(family: str, numerics: str = "fast", **options: object) -> object:
         engine_dir = tiny_engine(family, numerics=numerics)
         found = manifest.load(engine_dir)
-        config = resolve(ServeConfig(**options), found, 2**30)
+        config = resolve(ServeConfig(drafts="none", **options), found, 2**30)
         storage = Storage(found.states, config.num_pages, config.num_slots, poison=True)
-        recorder = Recorder(Session(engine_dir, found, storage))
+        recorder = Recorder(Session(engine_dir, found, storage, config.drafts))
         hand = make_hand()  # for its class
         bounds = Bounds(config.max_len, found.limits.max_len, found.vocab_size, ())
         return type(hand)(make_loop(config, storage, recorder, None), bounds)

@@ -116,8 +116,8 @@ def close(case: Case) -> dict[str, float]:
 def test_equals_reference(case: Case, exact: bool) -> None:
     step = make_step(case)
     seen, told = copy(step), copy(step)
-    o = attention(*seen, exact)
-    expected = references.attention(*told, exact)
+    o = attention(*seen, exact, 0)
+    expected = references.attention(*told, exact, 0)
     torch.testing.assert_close(o, expected, **close(case))
     for argument, (mine, reference) in enumerate(zip(seen[:8], told[:8], strict=True)):
         same = torch.equal(mine.view(torch.uint8), reference.view(torch.uint8))
@@ -142,7 +142,7 @@ def test_equals_sdpa(copies: int, num_tokens: int, exact: bool) -> None:
         cu_tokens = torch.tensor([0, last - first], dtype=torch.int32)
         positions = torch.arange(first, last, dtype=torch.int32)
         part = slice(first, last)
-        o = attention(q[part], k[part], v[part], *pages, page_table, cu_tokens, positions, scale, exact)
+        o = attention(q[part], k[part], v[part], *pages, page_table, cu_tokens, positions, scale, exact, 0)
         torch.testing.assert_close(o, expected[part], rtol=1e-5, atol=2e-6)
 
 
@@ -158,10 +158,10 @@ def test_padding_row_writes_only_the_dump_page(exact: bool) -> None:
     k, v = (torch.cat([x, padding[:, : k.shape[1]]]) for x in (k, v))
     cu_tokens = torch.tensor([0, 1, 32], dtype=torch.int32)
     positions = torch.cat([positions[:1], torch.zeros(31, dtype=torch.int32)])
-    o = attention(q, k, v, k_pages, v_pages, page_table, cu_tokens, positions, scale, exact)
+    o = attention(q, k, v, k_pages, v_pages, page_table, cu_tokens, positions, scale, exact, 0)
     alone[:3] = [x[:1] for x in alone[:3]]
     alone[5:8] = [alone[5][:1], alone[6][:2], alone[7][:1]]
-    expected = attention(*alone, exact)
+    expected = attention(*alone, exact, 0)
     assert o.isfinite().all()
     torch.testing.assert_close(o[:1], expected, rtol=0 if exact else 1e-5, atol=0 if exact else 2e-6)
     assert torch.equal(k_pages[1:].nan_to_num(7), alone[3][1:].nan_to_num(7))
@@ -203,7 +203,7 @@ def run_plan(
         q, k, v = (torch.cat([sequences[index][i][parts[index]] for index in order]) for i in range(3))
         cu_tokens = torch.tensor([0, *torch.tensor([step[index] for index in order]).cumsum(0)]).int()
         positions = torch.cat([torch.arange(parts[index].start, parts[index].stop) for index in order]).int()
-        o = attention(q, k, v, *pages, table[order], cu_tokens, positions, shape.head_dim**-0.5, True)
+        o = attention(q, k, v, *pages, table[order], cu_tokens, positions, shape.head_dim**-0.5, True, 0)
         for index, first, last in zip(order, cu_tokens.tolist(), cu_tokens.tolist()[1:], strict=False):
             outputs[index].append(o[first:last])
             done[index] = parts[index].stop
@@ -258,3 +258,24 @@ def test_exact_decode_equals_prefill_token_by_token(page_len: int) -> None:
     whole = run_plan([sequence], shape, [{0: 130}], 16, random.Random(0))[0]
     single = run_plan([sequence], shape, [{0: 1}] * 130, page_len, random.Random(1))[0]
     assert torch.equal(whole, single)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 40, 150])
+def test_keys_before_the_first_place_are_not_seen(num_tokens: int, exact: bool) -> None:
+    """An MTP head has no pair at place 0: what stands there may be poison."""
+    generator = torch.Generator().manual_seed(5)
+    start = 70
+    pages = torch.full((2, 16, 16, 2, 32), torch.nan)
+    pages.view(2, -1, 2, 32)[:, 17 : 16 + start] = torch.randn(2, start - 1, 2, 32, generator=generator)
+    page_table = torch.arange(1, 15, dtype=torch.int32)[None]
+    q = torch.randn(num_tokens, 4, 32, generator=generator)
+    k, v = torch.randn(2, num_tokens, 2, 32, generator=generator)
+    rows = (
+        torch.tensor([0, num_tokens], dtype=torch.int32),
+        torch.arange(start, start + num_tokens, dtype=torch.int32),
+    )
+    expected = references.attention(q, k, v, *pages.clone(), page_table, *rows, 0.2, exact, 1)
+    assert not expected.isnan().any()
+    o = attention(q, k, v, *pages.clone(), page_table, *rows, 0.2, exact, 1)
+    assert (o - expected).abs().max() < 1e-5  # both in fp32, in other orders
