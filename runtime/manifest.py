@@ -1,4 +1,4 @@
-"""The contract between builder and runtime: `manifest.json`, the only file of an engine that the runtime parses."""
+"""The contract between builder and runtime: `manifest.json`, the only file that the runtime parses."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ class Limits(Part):
 
 
 class Weight(Part):
-    """One tensor of the weights file. It is stored as the checkpoint had it and cast to `dtype` when loaded."""
+    """One tensor of the weights file, stored as the checkpoint had it and cast to `dtype` when loaded."""
 
     name: str
     dtype: str
@@ -88,7 +88,7 @@ class Manifest(Part):
         return hashlib.sha256(content.encode()).hexdigest()
 
     def write(self, engine_dir: Path) -> "Manifest":
-        """Seal and store; returns the sealed manifest. Written last, so a broken build leaves no engine behind."""
+        """Seal and store; returns the sealed manifest. Written last: a broken build leaves no engine behind."""
         sealed = self.model_copy(update={"identity": self.seal()})
         text = json.dumps(sealed.model_dump(mode="json"), indent=1)
         (engine_dir / FILE).write_text(text + "\n")
@@ -105,7 +105,7 @@ def load(engine_dir: Path) -> Manifest:
         raise Refused(f"{engine_dir} is not a directory; pass an engine directory made by build-engine")
     if not path.is_file():
         raise Refused(
-            f"{engine_dir} has no {FILE}; make the engine with build-engine CHECKPOINT --engine-dir {engine_dir}"
+            f"{engine_dir} has no {FILE}; make one with build-engine CHECKPOINT --engine-dir {engine_dir}"
         )
     manifest = _parse(path)
     _check_versions(path, manifest)
@@ -126,7 +126,7 @@ def _parse(path: Path) -> Manifest:
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise Refused(
-            f"{path} has format {found}, this hemiola {hemiola.__version__} reads {FORMAT}; run build-engine again"
+            f"{path} has format {found}, hemiola {hemiola.__version__} reads {FORMAT}; run build-engine again"
         )
     try:
         return Manifest.model_validate(content)
@@ -139,7 +139,8 @@ def _parse(path: Path) -> Manifest:
 def _check_versions(path: Path, manifest: Manifest) -> None:
     if manifest.builder_version != hemiola.__version__:
         raise Refused(
-            f"{path} was built by hemiola {manifest.builder_version}, this is {hemiola.__version__}; run build-engine again"
+            f"{path} was built by hemiola {manifest.builder_version}, this is {hemiola.__version__};"
+            f" run build-engine again"
         )
     built, here = (v.split("+")[0].rsplit(".", 1)[0] for v in (manifest.torch_version, torch.__version__))
     if built != here:
@@ -153,5 +154,6 @@ def _check_file(path: Path, expected: str) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
         raise Refused(
-            f"{path} was changed after the build (sha256 {found[:12]}, expected {expected[:12]}); run build-engine again"
+            f"{path} was changed after the build (sha256 {found[:12]}, expected {expected[:12]});"
+            f" run build-engine again"
         )
