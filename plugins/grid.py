@@ -293,26 +293,3 @@ def _spread(heads: int, sources: np.ndarray, outputs: np.ndarray) -> Spread:
 def _query_ids(groups: int, heads: int, token_ids: np.ndarray) -> torch.Tensor:
     group = np.arange(heads) // (heads // groups)
     return torch.from_numpy((token_ids[:, None, :] * groups + group[:, None]).reshape(-1))
-
-
-@lru_cache(maxsize=8)
-def causal(chunk_len: int, dtype: torch.dtype) -> torch.Tensor:
-    """[C, C]: one where s <= t."""
-    return torch.ones(chunk_len, chunk_len, dtype=dtype).tril()
-
-
-@lru_cache(maxsize=8)
-def strictly_causal(chunk_len: int, dtype: torch.dtype) -> torch.Tensor:
-    """[C, C]: one where s < t."""
-    return torch.ones(chunk_len, chunk_len, dtype=dtype).tril(-1)
-
-
-def span_sums(values: torch.Tensor) -> torch.Tensor:
-    """Sums over the places s < u <= t of tiles [n, H, C], as [n, H, C, C]; zero for s >= t.
-
-    As a product of matrices, because differences of cumulative sums lose the digits of small spans.
-    """
-    num_tiles, heads, chunk_len = values.shape
-    upto = (values.unsqueeze(2) * causal(chunk_len, values.dtype)).flatten(0, 1)
-    sums = torch.bmm(upto, strictly_causal(chunk_len, values.dtype).expand(upto.shape))
-    return sums.view(num_tiles, heads, chunk_len, chunk_len)

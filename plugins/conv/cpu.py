@@ -3,8 +3,7 @@
 The rows' windows (W - 1 columns before the first new token, then the new ones) lie one behind the other in
 one tensor, and the taps are that tensor shifted; what straddles two rows is dropped. Bits do not depend on
 how a sequence is split: a number meets its taps in one order, by single multiplications and additions, and
-silu is written with exp because torch's own rounds the ends of a tensor differently
-(tests/plugins/test_torch_bits.py).
+silu is written with exp because torch's own rounds the ends of a tensor differently.
 """
 
 from functools import lru_cache

@@ -8,12 +8,12 @@ A tile with edge state S0 and G = cumsum(g), a scalar per head (gated delta rule
 Row t of T depends on rows <= t of A only. Bits do not depend on how a sequence is split: see mamba2/chunk.py.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from hemiola.plugins.grid import Tiles, causal, plan_tiles, span_sums, strictly_causal
+from hemiola.plugins.bits import add_bmm, bmm, causal, inverse, span_sums, strictly_causal, subtract_bmm
+from hemiola.plugins.grid import Tiles, plan_tiles
 
 
 def delta(
@@ -55,24 +55,20 @@ def delta(
         spans = _head_decay(q_tile, k_tile, g_tile.view(-1, heads, chunk_len))
     else:
         spans = _channel_decay(q_tile, k_tile, g_tile)
-    # transposed twice, because the solver returns columns where we go on with rows
-    strength = spans.keys.mul_(beta_tile.unsqueeze(2)).mT
-    identity = _identity(chunk_len, exact).expand(strength.shape)
-    solve = torch.linalg.solve_triangular(strength, identity, upper=True, unitriangular=True).mT
-    solve = solve * beta_tile.unsqueeze(1)
-    updates = torch.bmm(solve, v_tile.flatten(0, 1))
+    solve = inverse(spans.keys.mul_(beta_tile.unsqueeze(2))) * beta_tile.unsqueeze(1)
+    updates = bmm(solve, v_tile.flatten(0, 1))
     if g.shape[2] == 1:  # the decay of a whole vector moves into the matrices beside it
         solve = solve.mul_(spans.reach.view(-1, 1, chunk_len))
         by_group = solve.view(-1, heads // groups * chunk_len, chunk_len)
-        removal = torch.bmm(by_group, k_tile.flatten(0, 1)).view(-1, chunk_len, k.shape[2])
+        removal = bmm(by_group, k_tile.flatten(0, 1)).view(-1, chunk_len, k.shape[2])
         across = tiles.select(_scan(tiles, state, k_tile, spans, updates, removal, q_tile), heads)
         across *= tiles.select(spans.reach, heads)
     else:
         reaching = k_tile.unsqueeze(2) * spans.reach.view(-1, groups, heads // groups, chunk_len, k.shape[2])
-        removal = torch.bmm(solve, reaching.view(-1, chunk_len, k.shape[2]))
+        removal = bmm(solve, reaching.view(-1, chunk_len, k.shape[2]))
         q_tile = q_tile * spans.reach
         across = tiles.select(_scan(tiles, state, k_tile, spans, updates, removal, q_tile), heads)
-    within = torch.bmm(spans.queries, updates)
+    within = bmm(spans.queries, updates)
     return tiles.scatter(across.add_(tiles.select(within, heads))).to(v.dtype)
 
 
@@ -92,8 +88,8 @@ def _head_decay(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> _Spans:
     keys = k.flatten(0, 1)
     decay = span_sums(g).exp_()  # [n, H, C, C]
     by_group = decay.view(-1, heads // groups, chunk_len, chunk_len)
-    key_pairs = torch.bmm(keys, keys.mT).mul_(strictly_causal(chunk_len, g.dtype)).unsqueeze(1) * by_group
-    query_pairs = torch.bmm(q.view(-1, heads // groups * chunk_len, depth), keys.mT)
+    key_pairs = bmm(keys, keys.mT).mul_(strictly_causal(chunk_len, g.dtype)).unsqueeze(1) * by_group
+    query_pairs = bmm(q.view(-1, heads // groups * chunk_len, depth), keys.mT)
     query_pairs = query_pairs.view(-1, chunk_len, chunk_len).mul_(causal(chunk_len, g.dtype))
     query_pairs.mul_(decay.flatten(0, 1))
     total = g.cumsum(2).unsqueeze(3)
@@ -120,7 +116,7 @@ def _channel_decay(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> _Spans:
     reach = g.exp().view(*shape, chunk_len, depth)  # from the start of t's block to t, t's own decay included
     remain = torch.ones_like(reach)  # from s to the end of its block
     pairs = k.new_zeros(*shape, chunk_len, 2, chunk_len)
-    own = torch.bmm(both.view(-1, 2, depth), k.expand(reach.shape).reshape(-1, depth, 1))
+    own = bmm(both.view(-1, 2, depth), k.expand(reach.shape).reshape(-1, depth, 1))
     pairs.diagonal(dim1=3, dim2=5).copy_(own.view(*shape, chunk_len, 2).mT)
     half = 1
     while half < chunk_len:
@@ -129,7 +125,7 @@ def _channel_decay(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> _Spans:
         left_remain = remain.view(*shape, num, 2, half, depth).select(4, 0)
         late = both.view(*shape, num, 2, half, 2, depth).select(4, 1) * right_reach.unsqueeze(5)
         early = k.view(num_tiles, groups, 1, num, 2, half, depth).select(4, 0) * left_remain
-        block = torch.bmm(late.view(-1, 2 * half, depth), early.view(-1, half, depth).mT)
+        block = bmm(late.view(-1, 2 * half, depth), early.view(-1, half, depth).mT)
         place = pairs.view(*shape, num, 2, half, 2, num, 2, half).select(8, 0).select(4, 1)
         place.diagonal(dim1=3, dim2=6).copy_(block.view(*shape, num, half, 2, half).movedim(3, -1))
         left_remain *= right_reach.narrow(4, half - 1, 1)
@@ -168,19 +164,14 @@ def _scan(
     def visit(tile: int, states: torch.Tensor) -> None:
         start, num = tile * heads, states.shape[0] * heads
         read = states.flatten(0, 1)
-        updates.narrow(0, start, num).baddbmm_(removal.narrow(0, start, num), read, alpha=-1)
-        torch.bmm(queries.narrow(0, start, num), read, out=across.narrow(0, start, num))
+        subtract_bmm(updates.narrow(0, start, num), removal.narrow(0, start, num), read)
+        bmm(queries.narrow(0, start, num), read, out=across.narrow(0, start, num))
 
     def move(tile: int, fold: int, states: torch.Tensor) -> torch.Tensor:
         start, num = fold * heads, states.shape[0] * heads
         moved = states.flatten(0, 1) * decay.narrow(0, start, num)
         solved = updates.narrow(0, tile * heads, num)
-        return moved.baddbmm_(keys.narrow(0, start, num), solved).view(states.shape)
+        return add_bmm(moved, keys.narrow(0, start, num), solved).view(states.shape)
 
     tiles.scan(state, visit, move)
     return across.view(num_tiles, heads, chunk_len, -1)
-
-
-@lru_cache(maxsize=8)
-def _identity(chunk_len: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.eye(chunk_len, dtype=dtype)

@@ -5,12 +5,13 @@ A tile with edge state S0 and a = cumsum(dt * A):
     S1  = exp(a_C) S0 + sum_s exp(a_C - a_s) dt_s x_s (x) B_s
 Bits do not depend on how a sequence is split: a tile's shapes are fixed, its sums run over all C places, and
 only operations are used whose results do not depend on a number's neighbours: bmm, exp, cumsum, and single
-multiplications and additions. sigmoid, silu and softplus do depend: tests/plugins/test_torch_bits.py.
+multiplications and additions (tests/plugins/test_torch_bits.py). sigmoid, silu and softplus do depend.
 """
 
 import torch
 
-from hemiola.plugins.grid import Tiles, causal, plan_tiles, span_sums
+from hemiola.plugins.bits import add_bmm, bmm, causal, span_sums
+from hemiola.plugins.grid import Tiles, plan_tiles
 
 
 def mamba2(
@@ -50,9 +51,9 @@ def mamba2(
     weight = span_sums(log_decay).exp_()  # [n, H, C, C]
     weight.mul_(dt_tile.unsqueeze(2))
     across = _scan(tiles, state, x_tile, B_tile, C_tile, weight.select(2, -1), total.select(2, -1))
-    scores = torch.bmm(C_tile.flatten(0, 1), B_tile.flatten(0, 1).mT).mul_(causal(chunk_len, exact))
+    scores = bmm(C_tile.flatten(0, 1), B_tile.flatten(0, 1).mT).mul_(causal(chunk_len, exact))
     weight.view(-1, heads // groups, chunk_len, chunk_len).mul_(scores.unsqueeze(1))
-    within = torch.bmm(weight.flatten(0, 1), x_tile.flatten(0, 1))
+    within = bmm(weight.flatten(0, 1), x_tile.flatten(0, 1))
 
     reach = tiles.select(total.unsqueeze(3), heads).exp_()
     y = tiles.select(across, groups).view(-1, heads, width) * reach
@@ -83,12 +84,12 @@ def _scan(
     def visit(tile: int, states: torch.Tensor) -> None:
         start, num = tile * groups, states.shape[0] * groups
         read = states.view(num, -1, depth).mT
-        torch.bmm(queries.narrow(0, start, num), read, out=across.narrow(0, start, num))
+        bmm(queries.narrow(0, start, num), read, out=across.narrow(0, start, num))
 
     def move(_: int, fold: int, states: torch.Tensor) -> torch.Tensor:
         start, num = fold * heads, states.shape[0] * heads
         moved = states.flatten(0, 1) * decay.narrow(0, start, num)
-        return moved.baddbmm_(inputs.narrow(0, start, num), keys.narrow(0, start, num)).view(states.shape)
+        return add_bmm(moved, inputs.narrow(0, start, num), keys.narrow(0, start, num)).view(states.shape)
 
     tiles.scan(state, visit, move)
     return across

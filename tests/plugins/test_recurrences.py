@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from hemiola.plugins import bits
 from hemiola.plugins.conv.spec import CONV
 from hemiola.plugins.delta.spec import DELTA
 from hemiola.plugins.mamba2.spec import MAMBA2
@@ -131,8 +132,11 @@ def test_storm_of_the_reference(subject: Subject, seed: int) -> None:
 
 
 @pytest.mark.parametrize("subject", WIDE, ids=ids)
-def test_threads_and_neighbours_change_no_bit(subject: Subject, threads: int, poisoned_empty: None) -> None:
+def test_threads_and_neighbours_change_no_bit(
+    subject: Subject, threads: int, poisoned_empty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sizes at which torch splits its loops; the plain run is made with one thread."""
+    monkeypatch.setattr(bits, "WORK_OF_A_THREAD", 1 << 12)
     chunk_len, num_drafts = 16, 3
     torch.set_num_threads(1)
     plains = [Plain(subject, "cpu", chunk_len, subject.tokens(num, seed=num)) for num in (113, 40, 7)]
