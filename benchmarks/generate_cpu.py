@@ -75,7 +75,7 @@ def main() -> None:
         build(args.checkpoint, Path(folder) / "engine", Options(numerics=args.numerics))
         with LLM(Path(folder) / "engine", drafts=args.drafts) as llm:
             sizes = f"{PROMPT_LEN} -> {NEW_LEN} tokens, {torch.get_num_threads()} threads"
-            print(f"{args.checkpoint.name}, {args.numerics}, drafts {args.drafts}, {sizes}, {args.repeats} runs")
+            print(f"{args.checkpoint.name}, {args.numerics}, drafts {args.drafts}, {sizes}")
             print("requests | transformers tok/s | hemiola tok/s | ratio | same tokens")
             for count in (1, 8):
                 ids = prompts(args.checkpoint, count)

@@ -88,7 +88,7 @@ class Manifest(Part):
         return hashlib.sha256(content.encode()).hexdigest()
 
     def write(self, engine_dir: Path) -> "Manifest":
-        """Seal and store; returns the sealed manifest. Written last: a broken build leaves no engine behind."""
+        """Seal and store; returns the sealed manifest. Written last, so no broken build leaves one."""
         sealed = self.model_copy(update={"identity": self.seal()})
         text = json.dumps(sealed.model_dump(mode="json"), indent=1)
         (engine_dir / FILE).write_text(text + "\n")
