@@ -34,9 +34,7 @@ def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
         _keep(probs, np.argsort(-probs, kind="stable")[: params.top_k])
     if params.top_p < 1:
         order = np.argsort(-probs, kind="stable")
-        before = (
-            np.cumsum(probs[order]) - probs[order]
-        )  # mass ahead of each token, which stays if that is < p
+        before = np.cumsum(probs[order]) - probs[order]  # mass ahead of a token: it stays while < top_p
         _keep(probs, order[before < params.top_p * probs.sum()])
     return probs / probs.sum()
 
