@@ -17,7 +17,7 @@ check: lint test
 lint: $(VENV)/dev.stamp  ## ruff and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
 	rm -rf $(VENV) engines build dist *.egg-info

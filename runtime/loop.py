@@ -19,13 +19,13 @@ from hemiola.runtime.outbox import Event, Outbox
 from hemiola.runtime.request import OnPiece, Request
 from hemiola.runtime.sampling import Draw
 from hemiola.runtime.scheduler import Scheduler
-from hemiola.runtime.session import Output
+from hemiola.runtime.session import Drafter, Output
 
 IDLE_SECONDS = 1.0  # without work before the caches are audited
 log = logging.getLogger("hemiola")
 
 
-class Engine(Protocol):
+class Engine(Drafter, Protocol):
     """A Session, or in tests something that checks what a session is given."""
 
     def run(self, batch: Batch) -> Output: ...
