@@ -1,6 +1,8 @@
 """`hemiola serve`: a real tritonserver with one model per engine, from preflight to a clean end."""
 
 import contextlib
+import inspect
+import json
 import os
 import re
 import shutil
@@ -13,13 +15,14 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hemiola.runtime import manifest
+from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.tritonserver import (
     ANY_PORTS,
@@ -69,7 +72,7 @@ class Server:
         *,
         host: str = "127.0.0.1",
         ports: Ports = ANY_PORTS,
-        options: Mapping[str, object] | None = None,  # of LLM, the same for every engine
+        options: Mapping[str, Any] | None = None,  # of LLM, the same for every engine
         tritonserver: Path | None = None,
         log_verbose: bool = False,
         start_timeout_s: float = 300,
@@ -78,6 +81,7 @@ class Server:
         self.engines = dict(engines)
         self.host = host
         self._wanted = ports
+        ServeConfig(**(options or {}))  # refused here, not by each engine
         self._options = options or {}
         self._tritonserver = tritonserver
         self._log_verbose = log_verbose
@@ -252,31 +256,18 @@ def serve_command(
     http_port: Annotated[int, typer.Option(help="0 takes a free one, here and below")] = 8000,
     grpc_port: Annotated[int, typer.Option()] = 8001,
     metrics_port: Annotated[int, typer.Option()] = 8002,
-    max_len: Annotated[int | None, typer.Option(help="longest prompt + output (default: as built)")] = None,
-    max_rows: Annotated[int | None, typer.Option(help="requests in a step (default: as built)")] = None,
-    max_step_tokens: Annotated[int | None, typer.Option(help="tokens in a step (default: as built)")] = None,
-    num_pages: Annotated[int | None, typer.Option(help="pages of keys and values")] = None,
-    cache_bytes: Annotated[int | None, typer.Option(help="bytes for pages and slots")] = None,
-    memory_fraction: Annotated[float | None, typer.Option(help="share of free memory (default: 0.5)")] = None,
     tritonserver: Annotated[Path | None, typer.Option(help="the binary (default: nvidia-pytriton's)")] = None,
     start_timeout: Annotated[float, typer.Option(help="seconds until every engine must be ready")] = 300,
     exit_timeout: Annotated[int, typer.Option(help="seconds that streams in flight get at the end")] = 30,
     log_verbose: Annotated[bool, typer.Option("--log-verbose", help="show tritonserver's log")] = False,
+    **engine_options: str | None,
 ) -> None:
     """Serve engines with a real tritonserver until SIGINT or SIGTERM."""
-    options = {
-        "max_len": max_len,
-        "max_rows": max_rows,
-        "max_step_tokens": max_step_tokens,
-        "num_pages": num_pages,
-        "cache_bytes": cache_bytes,
-        "memory_fraction": memory_fraction,
-    }
     server = Server(
         name_engines(engine_dir, model_name or []),
         host=host,
         ports=Ports(http_port, grpc_port, metrics_port),
-        options={name: value for name, value in options.items() if value is not None},
+        options={name: _plain(text) for name, text in engine_options.items() if text is not None},
         tritonserver=tritonserver,
         log_verbose=log_verbose,
         start_timeout_s=start_timeout,
@@ -290,6 +281,34 @@ def serve_command(
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _plain(text: str) -> object:
+    """An option's value: numbers and booleans by their JSON spelling, the rest as text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _with_engine_options(command: Callable[..., None]) -> inspect.Signature:
+    """The command's signature with LLM's options in place of **engine_options."""
+    own = list(inspect.signature(command).parameters.values())[:-1]
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                str | None, typer.Option(help=f"{field.description} (default: {field.default})")
+            ],
+        )
+        for name, field in ServeConfig.model_fields.items()
+    ]
+    return inspect.Signature(own + options)
+
+
+vars(serve_command)["__signature__"] = _with_engine_options(serve_command)
 
 
 def _serve(server: Server) -> None:
