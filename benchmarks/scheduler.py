@@ -9,27 +9,26 @@ The engine is a stub that answers with random logits. CPU time of the thread: a 
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from hemiola.runtime.accept import judge
-from hemiola.runtime.batch import Batch, Feed, table_width
-from hemiola.runtime.cache.pages import Pages
-from hemiola.runtime.cache.slots import Slots
+from hemiola.runtime.batch import Batch
+from hemiola.runtime.cache.storage import Storage
 from hemiola.runtime.config import Resolved
+from hemiola.runtime.llm import make_loop
 from hemiola.runtime.loop import Loop
-from hemiola.runtime.outbox import Outbox
 from hemiola.runtime.request import Bounds, SamplingParams, new_request
-from hemiola.runtime.scheduler import Plan, Scheduler
 from hemiola.runtime.session import Output
 from hemiola.runtime.text import Text
 
-VOCAB, PROMPT_LEN, NUM_STEPS = 4096, 64, 300
+VOCAB, PROMPT_LEN, NUM_STEPS, PAGE_LEN = 4096, 64, 300, 64
+MAX_LEN = PROMPT_LEN + NUM_STEPS + 8
 
 
 class Stub:
-    """Answers fast, and knows when it was called."""
+    """Answers at once."""
 
     def __init__(self, num_rows: int) -> None:
         self.answers = [torch.randn(num_rows, VOCAB) for _ in range(8)]
@@ -41,54 +40,51 @@ class Stub:
         return Output(logits, logits)
 
 
-class Timed(Scheduler):
-    """Adds up the time inside plan, commit and reap."""
+class Stopwatch:
+    """Adds up the time inside the calls that it wraps."""
 
-    seconds = 0.0
+    def __init__(self) -> None:
+        self.seconds = 0.0
 
-    def plan(self) -> Plan:
-        start = time.thread_time()
-        plan = super().plan()
-        self.seconds += time.thread_time() - start
-        return plan
+    def wrap(self, call: Callable) -> Callable:
+        def timed(*arguments: object) -> object:
+            start = time.thread_time()
+            result = call(*arguments)
+            self.seconds += time.thread_time() - start
+            return result
 
-    def commit(self, plan: Plan, verdict: object) -> None:
-        start = time.thread_time()
-        super().commit(plan, verdict)
-        self.seconds += time.thread_time() - start
-
-    def reap(self, plan: Plan) -> None:
-        start = time.thread_time()
-        super().reap(plan)
-        self.seconds += time.thread_time() - start
+        return timed
 
 
-def measure(num_rows: int, text: Text | None) -> tuple[float, float]:
-    """(plan + commit + reap, all outside the engine), both the median of decode steps, in us."""
-    max_len = PROMPT_LEN + NUM_STEPS + 8
+def decoding_loop(num_rows: int, text: Text) -> Loop:
+    """A loop whose rows have their prompts behind them."""
     config = Resolved(
-        max_len=max_len, max_rows=num_rows, max_step_tokens=num_rows * PROMPT_LEN, page_len=64, chunk_len=16,
-        num_drafts=0, pad_tokens=1, num_pages=num_rows * -(-max_len // 64) + 1, num_slots=num_rows + 1,
+        max_len=MAX_LEN, max_rows=num_rows, max_step_tokens=num_rows * PROMPT_LEN, page_len=PAGE_LEN,
+        chunk_len=16, num_pages=num_rows * -(-MAX_LEN // PAGE_LEN) + 1, num_slots=num_rows + 1, pad_tokens=1,
+        drafts="none", num_drafts=0, ngram_min=1, ngram_max=3,
     )  # fmt: skip
-    slots = Slots(config.num_slots, config.chunk_len)
-    pages = Pages(config.num_pages, config.page_len, config.num_slots, table_width(config))
-    scheduler = Timed(config, pages, slots)
-    loop = Loop(scheduler, Feed(config, pages, slots), Stub(num_rows), judge, Outbox(text))
-    bounds = Bounds(max_len, max_len, VOCAB, eos_ids=())
-    for request_id in range(num_rows):
-        request = new_request(
-            request_id + 1, [5] * PROMPT_LEN, SamplingParams(max_tokens=NUM_STEPS + 5), bounds
-        )
+    loop = make_loop(config, Storage((), config.num_pages, config.num_slots), Stub(num_rows), text)
+    bounds = Bounds(MAX_LEN, MAX_LEN, VOCAB, eos_ids=())
+    for request_id in range(1, num_rows + 1):
+        params = SamplingParams(max_tokens=NUM_STEPS + 5)
+        request = new_request(request_id, [5] * PROMPT_LEN, params, bounds)
         loop.submit(request, lambda piece: None)
-    while not scheduler.running or any(r.committed_len < PROMPT_LEN for r in scheduler.running):
-        loop.turn()
+    loop.turn()
+    assert all(request.committed_len == PROMPT_LEN for request in loop.scheduler.running)
+    return loop
+
+
+def measure(num_rows: int, text: Text) -> tuple[float, float]:
+    """(plan + commit + reap, all outside the engine), both the median of decode steps, in us."""
+    loop, watch = decoding_loop(num_rows, text), Stopwatch()
+    for name in ("plan", "commit", "reap"):
+        setattr(loop.scheduler, name, watch.wrap(getattr(loop.scheduler, name)))
     scheduling, outside = [], []
     for _ in range(NUM_STEPS):
-        scheduler.seconds = 0.0
-        start = time.thread_time()
+        watch.seconds, start = 0.0, time.thread_time()
         loop.turn()
         outside.append(time.thread_time() - start)
-        scheduling.append(scheduler.seconds)
+        scheduling.append(watch.seconds)
     return statistics.median(scheduling) * 1e6, statistics.median(outside) * 1e6
 
 

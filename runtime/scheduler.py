@@ -140,13 +140,15 @@ class Scheduler:
     def commit(self, plan: Plan, verdict: Verdict) -> None:
         """Advance the lengths, append the new tokens, and see which requests end."""
         certain_len = []
-        for row, (request, token_ids) in enumerate(zip(plan.rows, verdict.token_ids, strict=True)):
-            num_drafts = plan.num_drafts[row]
-            certain_len.append(request.committed_len + plan.num_tokens[row] - num_drafts)
-            num_accepted = max(len(token_ids) - 1, 0)
-            request.committed_len = certain_len[row] + num_accepted
-            request.metrics.count_drafts(num_drafts, num_accepted)
-            request.drafts.clear()
+        steps = zip(plan.rows, plan.num_tokens, plan.num_drafts, verdict.token_ids, strict=True)
+        for request, num_tokens, num_drafts, token_ids in steps:
+            request.committed_len += num_tokens - num_drafts
+            certain_len.append(request.committed_len)
+            if request.drafts:
+                num_accepted = max(len(token_ids) - 1, 0)
+                request.committed_len += num_accepted
+                request.metrics.count_drafts(num_drafts, num_accepted)
+                request.drafts.clear()
             if token_ids:
                 request.append(token_ids)
         for row, logprobs in verdict.logprobs.items():
