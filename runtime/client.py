@@ -49,19 +49,19 @@ class Client:
     def _check(self) -> None:
         try:
             asked = pb2.ModelReadyRequest(name=self.model)
-            ready = self._stub.ModelReady(asked, timeout=READY_TIMEOUT_S).ready
+            if self._stub.ModelReady(asked, timeout=READY_TIMEOUT_S).ready:
+                return
             index = self._stub.RepositoryIndex(pb2.RepositoryIndexRequest(), timeout=READY_TIMEOUT_S)
         except grpc.RpcError as error:
             raise Refused(
                 f"no server answers at {self.url} ({error.details()});"
                 f" start `hemiola serve`, or pass the gRPC address that it printed"
             ) from None
-        if not ready:
-            names = ", ".join(model.name for model in index.models) or "none"
-            raise Refused(
-                f"the server at {self.url} has no model {self.model!r} that is ready (it has {names});"
-                f" pass one of its models"
-            )
+        names = ", ".join(model.name for model in index.models) or "none"
+        raise Refused(
+            f"the server at {self.url} has no model {self.model!r} that is ready (it has {names});"
+            f" pass one of its models"
+        )
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -33,9 +33,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def leftovers() -> set[str]:
-    places = Path("/dev/shm"), Path("/tmp")
-    return {str(path) for place in places for path in place.glob("hemiola-serve-*")}
+def home_of(process: subprocess.Popen[str]) -> Path:
+    """The folder that this server, among others on this machine, was given."""
+    server = next(iter(descendants(process.pid)))
+    command = Path(f"/proc/{server}/cmdline").read_text()
+    return Path(re.search(r"--model-repository=(\S+?)/models", command).group(1))
+
+
+def leftovers(home: Path) -> list[Path]:
+    return [*Path("/dev/shm").glob(f"{home.name}*"), *home.parent.glob(home.name)]
 
 
 def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
@@ -74,9 +80,10 @@ def alive(pid: int) -> bool:
 def test_sigterm_lets_a_stream_finish_and_leaves_nothing_behind(
     engine_dirs: dict[str, Path], llm: LLM
 ) -> None:
-    before = leftovers()
     params = SamplingParams(max_tokens=150, ignore_eos=True)
     process, address = start(f"--engine-dir={engine_dirs['hemiola']}", "--model-name=mine", "--max-rows=2")
+    home = home_of(process)
+    assert len(leftovers(home)) == 2
     try:
         with Client(address, "mine") as client:
             stream = client.stream("def ", params)
@@ -89,14 +96,14 @@ def test_sigterm_lets_a_stream_finish_and_leaves_nothing_behind(
     assert joined(pieces)[0] == llm.generate(["def "], params)[0].token_ids
     assert (process.returncode, err) == (0, "")
     assert out.splitlines() == ["waiting for streams in flight", "stopped"]
-    assert leftovers() <= before
+    assert not leftovers(home)
     with pytest.raises(Refused, match=f"no server answers at {address} .*; start `hemiola serve`"):
         Client(address, "mine")
 
 
 def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs: dict[str, Path]) -> None:
-    before = leftovers()
     process, _ = start(f"--engine-dir={engine_dirs['hemiola']}")
+    home = home_of(process)
     try:
         (server, *others) = descendants(process.pid)
         assert others, "the engine runs in a process of its own"
@@ -107,13 +114,12 @@ def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs
     assert process.returncode == 1
     assert re.fullmatch(r"error: tritonserver ended by itself with -9: .*\n", err)
     assert not any(map(alive, others))
-    assert leftovers() <= before
+    assert not leftovers(home)
 
 
 def test_killed_command_takes_tritonserver_and_the_engine_with_it(engine_dirs: dict[str, Path]) -> None:
-    before = leftovers()
     process, address = start(f"--engine-dir={engine_dirs['hemiola']}")
-    family = descendants(process.pid)
+    family, home = descendants(process.pid), home_of(process)
     assert len(family) == 2, family
     with Client(address) as client:
         stream = client.stream("in flight", SamplingParams(max_tokens=400, ignore_eos=True))
@@ -126,8 +132,8 @@ def test_killed_command_takes_tritonserver_and_the_engine_with_it(engine_dirs: d
     while any(map(alive, family)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(alive, family))
-    for path in leftovers() - before:  # nobody was left to do it
-        shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
+    for path in leftovers(home):  # nobody was left to do it
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def refused(*arguments: str) -> str:
