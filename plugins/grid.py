@@ -17,7 +17,7 @@ import torch
 BIG_STATE = 16384  # numbers; from here on a call per run of slots costs less than copying states together
 
 Visit = Callable[[int, torch.Tensor], None]
-Move = Callable[[int, int, torch.Tensor], torch.Tensor]
+Move = Callable[[int, int, torch.Tensor], None]
 
 
 class Row(NamedTuple):
@@ -80,7 +80,7 @@ class Spread(NamedTuple):
 class Copies(NamedTuple):
     """States to store: where they are, and the slots that receive them."""
 
-    sources: torch.Tensor
+    sources: torch.Tensor  # empty: all of them, in order
     slots: torch.Tensor
 
 
@@ -104,6 +104,7 @@ class Tiles:
     num_tokens: int
     num_tiles: int
     counts: list[int]  # rows that own a tile of this ordinal; they are the first ones
+    folds: list[int]  # rows whose state moves on from this ordinal's tile; they are the first ones, too
     slots: torch.Tensor  # [rows]
     runs: list[Run]
     fresh: torch.Tensor | None  # slots of rows that start from a zero state
@@ -156,7 +157,7 @@ class Tiles:
         """Take every row's state from edge to edge, and store it where it stands at the new edge.
 
         `visit(first tile, states)` sees the states [rows, ...] that consecutive tiles start from and leaves
-        them alone; `move(first tile, first fold, states)` returns the states behind those tiles.
+        them alone; `move(first tile, first fold, states)` makes them the states behind those tiles.
         """
         if self.fresh is not None:
             state.index_fill_(0, self.fresh, 0)
@@ -167,18 +168,20 @@ class Tiles:
                 visit(run.rank, state.narrow(0, run.slot_id, run.num))
         else:
             visit(0, state.index_select(0, self.slots))
+        if not self.folds:
+            return
         tile = fold = 0
-        current = state
-        for ordinal in range(1, len(self.counts)):
-            num = self.counts[ordinal]
-            if ordinal == 1:
-                current = state.index_select(0, self.slots.narrow(0, 0, num))
-            current = move(tile, fold, current.narrow(0, 0, num))
-            tile += self.counts[ordinal - 1]
+        current = state.index_select(0, self.slots.narrow(0, 0, self.folds[0]))
+        for ordinal, num in enumerate(self.folds):
+            current = current.narrow(0, 0, num)
+            move(tile, fold, current)
+            tile += self.counts[ordinal]
             fold += num
-            visit(tile, current)
-            if (moved := self.moved.get(ordinal)) is not None:
-                state.index_copy_(0, moved.slots, current.index_select(0, moved.sources))
+            if (moved := self.moved.get(ordinal + 1)) is not None:
+                source = current.index_select(0, moved.sources) if moved.sources.numel() else current
+                state.index_copy_(0, moved.slots, source)
+            if ordinal + 1 < len(self.counts):
+                visit(tile, current.narrow(0, 0, self.counts[ordinal + 1]))
 
 
 def plan_tiles(
@@ -203,11 +206,12 @@ def _plan_tiles(
     if table.shape[1] == 0:
         return None
     check_ring(table, ring_len)
-    num_tiles = np.maximum(-((table[4] - table[3]) // chunk_len), (table[5] - table[4]) // chunk_len + 1)
-    order = np.lexsort((table[0], -num_tiles))
-    num_tiles = num_tiles[order]
+    num_tiles = -((table[4] - table[3]) // chunk_len)
+    num_folds = np.maximum(num_tiles - 1, (table[5] - table[4]) // chunk_len)
+    order = np.lexsort((table[0], -num_folds, -num_tiles))
+    num_tiles, num_folds = num_tiles[order], num_folds[order]
     slot, _, committed, end, edge, new_edge, snapshot = table[:, order]
-    counts = slot.size - np.cumsum(np.bincount(num_tiles))[:-1]
+    counts, folds = _more_than(num_tiles), _more_than(num_folds)
     ordinal = np.repeat(np.arange(counts.size), counts)
     rank = np.arange(ordinal.size) - np.repeat(np.cumsum(counts) - counts, counts)
 
@@ -229,18 +233,19 @@ def _plan_tiles(
     stored = token_ids[is_stored]
     by_stored = np.argsort(stored)
     fresh = slot[committed == 0]
-    standing, moved = _copies(slot, (new_edge - edge) // chunk_len, snapshot)
+    standing, moved = _copies(slot, (new_edge - edge) // chunk_len, snapshot, folds)
     return Tiles(
         chunk_len=chunk_len,
         num_tokens=num_tokens,
         num_tiles=ordinal.size,
         counts=counts.tolist(),
+        folds=folds.tolist(),
         slots=torch.from_numpy(slot),
         runs=_runs(slot),
         fresh=torch.from_numpy(fresh) if fresh.size else None,
         standing=standing,
         moved=moved,
-        folded=torch.from_numpy(np.flatnonzero(ordinal + 1 < num_tiles[rank])) if counts.size > 1 else None,
+        folded=torch.from_numpy(np.flatnonzero(ordinal < num_folds[rank])) if folds.size else None,
         from_ring=from_ring,
         record_ids=torch.from_numpy(ring_ids[is_record]),
         live=_unless_all(live[by_token], num_tokens),
@@ -251,12 +256,17 @@ def _plan_tiles(
     )
 
 
+def _more_than(counts: np.ndarray) -> np.ndarray:
+    """How many of the counts exceed 0, 1, 2, .. up to the largest."""
+    return counts.size - np.cumsum(np.bincount(counts))[:-1]
+
+
 def _unless_all(token_ids: np.ndarray, num_tokens: int) -> torch.Tensor | None:
     return None if token_ids.size == num_tokens else torch.from_numpy(token_ids)
 
 
 def _copies(
-    slot: np.ndarray, ordinal: np.ndarray, snapshot: np.ndarray
+    slot: np.ndarray, ordinal: np.ndarray, snapshot: np.ndarray, folds: np.ndarray
 ) -> tuple[Copies | None, dict[int, Copies]]:
     """What to store where: a state that moves goes to its slot, and any state to the snapshot of it."""
     standing = np.flatnonzero((ordinal == 0) & (snapshot > 0))
@@ -264,7 +274,11 @@ def _copies(
     shot = ranks[snapshot[ranks] > 0]
     ranks, slots = np.concatenate([ranks, shot]), np.concatenate([slot[ranks], snapshot[shot]])
     at = ordinal[ranks]
-    moved = {j: _pair(ranks[at == j], slots[at == j]) for j in set(at.tolist())}
+    moved = {}
+    for j in set(at.tolist()):
+        sources = ranks[at == j]
+        everything = sources.size == folds[j - 1] and (sources == np.arange(sources.size)).all()
+        moved[j] = _pair(sources[:0] if everything else sources, slots[at == j])
     if not standing.size:
         return None, moved
     return _pair(slot[standing], snapshot[standing]), moved

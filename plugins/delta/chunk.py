@@ -167,11 +167,10 @@ def _scan(
         subtract_bmm(updates.narrow(0, start, num), removal.narrow(0, start, num), read)
         bmm(queries.narrow(0, start, num), read, out=across.narrow(0, start, num))
 
-    def move(tile: int, fold: int, states: torch.Tensor) -> torch.Tensor:
+    def move(tile: int, fold: int, states: torch.Tensor) -> None:
         start, num = fold * heads, states.shape[0] * heads
-        moved = states.flatten(0, 1) * decay.narrow(0, start, num)
-        solved = updates.narrow(0, tile * heads, num)
-        return add_bmm(moved, keys.narrow(0, start, num), solved).view(states.shape)
+        moved = states.flatten(0, 1).mul_(decay.narrow(0, start, num))
+        add_bmm(moved, keys.narrow(0, start, num), updates.narrow(0, tile * heads, num))
 
     tiles.scan(state, visit, move)
     return across.view(num_tiles, heads, chunk_len, -1)

@@ -86,10 +86,10 @@ def _scan(
         read = states.view(num, -1, depth).mT
         bmm(queries.narrow(0, start, num), read, out=across.narrow(0, start, num))
 
-    def move(_: int, fold: int, states: torch.Tensor) -> torch.Tensor:
+    def move(_: int, fold: int, states: torch.Tensor) -> None:
         start, num = fold * heads, states.shape[0] * heads
-        moved = states.flatten(0, 1) * decay.narrow(0, start, num)
-        return add_bmm(moved, inputs.narrow(0, start, num), keys.narrow(0, start, num)).view(states.shape)
+        moved = states.flatten(0, 1).mul_(decay.narrow(0, start, num))
+        add_bmm(moved, inputs.narrow(0, start, num), keys.narrow(0, start, num))
 
     tiles.scan(state, visit, move)
     return across
