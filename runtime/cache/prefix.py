@@ -1,0 +1,447 @@
+"""The prefix cache: where a request may start, and which pages and snapshots are kept for later ones.
+
+A page is cached under the tokens up to its end, the engine and the tenant. A snapshot is a slot whose state
+stands at a page's edge. A request starts at the last edge that has all pages before it and, in an engine with
+recurrences, a snapshot.
+
+The scheduler's calls, in order. `slot_id` is the request's own slot, which stands for the request here.
+
+    arrival                 request.chain = prefix.chain(request.ids, tenant)
+    plan, first of all      prefix.tick()
+    plan, running request   prefix.grow(slot_id, total_len) for pages.grow: it evicts first
+    plan, waiting request   start = prefix.admit(request.chain, total_len, spare_pages)
+                              None: no room, it waits. Else it has the slot start.slot_id, pages for total_len
+                              tokens, and committed_len = start.hit_len. Before the step runs, in the order of
+                              admission: storage.copy_slot(start.restore_from, slot_id), if that is not 0
+    plan, prompt's chunk    stop = prefix.chunk_end(slot_id, start, stop): one snapshot per row and step
+    plan, last of all       take = prefix.take(slot_id, edge, next_edge) for each row: its snapshot slot and
+                              edge in this step, or None. Last: admit goes first where slots are scarce
+    commit                  prefix.commit(slot_id, committed_len, total_len), after slots.commit, when the
+                              committed tokens' keys and values are written in all layers, the draft's too.
+                              Never for a row that failed
+    finish, preempt, abort  prefix.release(slot_id, donate) for pages.release and slots.release. donate: the
+                              state is sound, and no step is under way that may write it
+    between two steps       prefix.flush(); prefix.audit(), which audits pages and slots too
+
+Decisions:
+* A page that two requests computed is kept once: `commit` swaps the second one's copy for the cached page,
+  which holds the same (DESIGN.md 4). So a request that holds a cached page holds all before it, idle pages
+  are exactly those that can be evicted, and admission counts on all of them.
+* What a step computes is not found in that step: entries know the step in which they were published.
+* A page goes only after those behind it, and takes its snapshot along: no snapshot is ever out of reach.
+* `lookahead` is 1 if a page's content depends on the token after it (the last entry of an MTP layer does);
+  the token is then part of the page's key.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hemiola.runtime.cache.eviction import Evictor, above
+from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.slots import Slots
+from hemiola.runtime.cache.tree import Chain, Entry, Tree
+
+
+def reusable_len(known_len: int, page_len: int) -> int:
+    """The last page edge that leaves a token to compute, without which there are no logits."""
+    return (known_len - 1) // page_len * page_len
+
+
+def hit_len(known_len: int, page_len: int, cached_len: int, edges: Iterable[int] | None) -> int:
+    """Tokens that need not be computed, if the first cached_len have pages and `edges` have snapshots.
+
+    None: the engine needs no snapshots.
+    """
+    most = min(reusable_len(known_len, page_len), cached_len // page_len * page_len)
+    if edges is None:
+        return most
+    return max((edge for edge in edges if edge <= most), default=0)
+
+
+def wanted_edges(
+    start: int, stop: int, prompt_len: int, page_len: int, junction: int = 0, interval: int = 0
+) -> list[int]:
+    """Page edges in (start, stop] at which a snapshot should be taken, in order.
+
+    The last reusable edge of the prompt; the junction, where it leaves a cached path; every interval; and
+    behind the prompt the newest.
+    """
+    last = reusable_len(prompt_len, page_len)
+    newest = stop // page_len * page_len
+    wanted = {last, junction}
+    if newest > last:
+        wanted.add(newest)
+    if interval:
+        wanted.update(range(start // interval * interval + interval, stop + 1, interval))
+    return sorted(edge for edge in wanted if start < edge <= stop)
+
+
+class Start(NamedTuple):
+    """Where an admitted request begins."""
+
+    slot_id: int
+    hit_len: int
+    restore_from: int  # the slot to copy to slot_id before the step; 0: none
+
+
+class Take(NamedTuple):
+    """A snapshot that a step is to store."""
+
+    slot_id: int
+    edge: int
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """What a running request has to do with the cache."""
+
+    chain: Chain
+    prompt_len: int  # tokens known when it was admitted
+    junction: int  # where it leaves a cached path that has no snapshot there; 0: nowhere
+    path: list[Entry]  # its cached pages, from the first on
+    taken: Take | None = None
+    newest: Entry | None = None  # has its last decode snapshot
+    stale: bool = False  # publishes nothing more
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Counts since the start."""
+
+    num_queries: int = 0
+    num_hits: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    num_snapshots: int = 0  # taken
+    refused_snapshots: int = 0  # not taken, because all others were worth more
+    evicted_snapshots: int = 0  # for another snapshot or for a request
+    stranded_snapshots: int = 0  # evicted with their page
+    evicted_pages: int = 0
+
+
+class PrefixCache:
+    """Pages and slots of running requests come from and go back to here; what they leave is found again."""
+
+    def __init__(
+        self,
+        pages: Pages,
+        slots: Slots,
+        evictor: Evictor,
+        identity: str = "",
+        interval: int = 0,
+        lookahead: int = 0,
+    ) -> None:
+        assert pages.page_len % slots.chunk_len == 0 and interval % pages.page_len == 0
+        assert lookahead in (0, 1)
+        self.pages = pages
+        self.slots = slots
+        self.evictor = evictor
+        self.page_len = pages.page_len
+        self.hybrid = evictor.cost.slot_bytes > 0
+        self.identity = identity
+        self.interval = interval
+        self.lookahead = lookahead
+        self.step = 0
+        self.statistics = Statistics()
+        self._tree = Tree(self.page_len, lookahead)
+        self._leases: dict[int, Lease] = {}
+
+    def chain(self, ids: np.ndarray, tenant: str = "") -> Chain:
+        """For one request; `ids` is the array to which its tokens will be appended."""
+        return Chain(ids, repr((self.identity, tenant)).encode(), self.page_len, self.lookahead)
+
+    def tick(self) -> None:
+        """A step begins."""
+        self.step += 1
+
+    # Admission.
+
+    def admit(self, chain: Chain, known_len: int, spare_pages: int = 0) -> Start | None:
+        """Let a request run from its longest hit, if a slot and pages for all it knows can be had.
+
+        So many other pages stay free or idle.
+        """
+        path, junction = self._match(chain, known_len)
+        page_ids = [entry.page_id for entry in path]
+        num_new = self.pages.count(known_len) - len(path)
+        num_waking = sum(self.pages.refs[page_id] == 0 for page_id in page_ids)
+        if self.num_available - num_waking - num_new < spare_pages:
+            return None
+        hit = path[-1] if path else None
+        slot_id, restore_from = self._own_slot(hit)
+        if slot_id == 0:
+            return None
+        self.pages.share(slot_id, page_ids)
+        if hit is not None:
+            self.evictor.busy(hit)
+            self.evictor.use(hit)
+        grown = self.grow(slot_id, known_len)
+        assert grown, "fewer pages could be evicted than are idle"
+        start = len(path) * self.page_len
+        self.slots.edge[slot_id] = start
+        self._leases[slot_id] = Lease(chain, known_len, junction if junction > start else 0, path)
+        self.evictor.clock += 1
+        self.statistics.num_queries += 1
+        self.statistics.num_hits += hit is not None
+        self.statistics.query_tokens += known_len
+        self.statistics.hit_tokens += start
+        return Start(slot_id, start, restore_from)
+
+    def _match(self, chain: Chain, known_len: int) -> tuple[list[Entry], int]:
+        """The pages of the hit; and the edge at which the request leaves a cached path that goes on, or 0."""
+        most = reusable_len(known_len, self.page_len) // self.page_len
+        path, forks = self._tree.walk(chain, most, self.step)
+        cached_len = len(path) * self.page_len
+        edges = [entry.edge for entry in path if entry.slot_id] if self.hybrid else None
+        hit = hit_len(known_len, self.page_len, cached_len, edges)
+        return path[: hit // self.page_len], cached_len if forks and self.hybrid else 0
+
+    def _own_slot(self, hit: Entry | None) -> tuple[int, int]:
+        """A slot for a request that starts at `hit`, and the snapshot to restore; (0, 0) if there is none.
+
+        If nothing else is left, the request takes over the snapshot's slot.
+        """
+        if hit is None or not self.hybrid:
+            return self._free_slot(), 0
+        pinned, hit.pinned = hit.pinned, self.step
+        slot_id = self._free_slot()
+        if slot_id or pinned == self.step:
+            return slot_id, hit.slot_id if slot_id else 0
+        slot_id = hit.slot_id
+        self.evictor.use(hit)
+        self.evictor.detach(hit)
+        return slot_id, 0
+
+    def _free_slot(self, value: float | None = None) -> int:
+        """A slot, for a snapshot only if that is worth more than the one it displaces; 0 if there is none."""
+        if self.slots.num_free:
+            return self.slots.acquire()
+        victim = self.evictor.snapshot_victim(self.step)
+        if victim is None:
+            return 0
+        if value is not None and value < victim.value:
+            self.statistics.refused_snapshots += 1
+            return 0
+        self.statistics.evicted_snapshots += 1
+        self._drop_snapshot(victim.entry)
+        return self.slots.acquire()
+
+    def _drop_snapshot(self, entry: Entry) -> None:
+        slot_id = entry.slot_id
+        self.evictor.detach(entry)
+        self.slots.release(slot_id)
+
+    # Pages.
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had."""
+        return self.pages.num_free + self.pages.num_idle
+
+    def grow(self, slot_id: int, num_tokens: int) -> bool:
+        """Let a running request hold so many tokens; False, and nothing done, if too few pages can be had."""
+        missing = self.pages.count(num_tokens) - self.pages.capacity[slot_id] // self.page_len
+        if missing > self.num_available:
+            return False
+        while missing > self.pages.num_free:
+            entry = self.evictor.page_victim()
+            assert entry is not None, "pages are idle, but none can be evicted"
+            self._evict(entry)
+        return self.pages.grow(slot_id, num_tokens)
+
+    def _evict(self, entry: Entry) -> None:
+        self.statistics.evicted_pages += 1
+        if entry.slot_id:
+            self.statistics.stranded_snapshots += 1
+            self._drop_snapshot(entry)
+        self.evictor.busy(entry)
+        self.pages.drop(entry.page_id)
+        parent = self._tree.remove(entry)
+        self.evictor.change(parent)
+        if parent.parent is not None and not parent.children and self.pages.refs[parent.page_id] == 0:
+            if not parent.slot_id:
+                parent.used = max(parent.used, entry.used)
+            self.evictor.idle(parent)
+
+    # Snapshots.
+
+    def chunk_end(self, slot_id: int, start: int, stop: int) -> int:
+        """Where a prompt's chunk up to `stop` should end to miss no snapshot. start: the slot's edge."""
+        lease = self._leases[slot_id]
+        edges = self._wanted(lease, start, stop)
+        last = reusable_len(lease.prompt_len, self.page_len)
+        return edges[0] if len(edges) > 1 and edges[1] <= last else stop
+
+    def take(self, slot_id: int, start: int, stop: int) -> Take | None:
+        """The snapshot to store in a step that moves a slot's state from edge `start` to edge `stop`."""
+        lease = self._leases[slot_id]
+        assert lease.taken is None, f"slot {slot_id}: the last step was not committed"
+        edges = self._wanted(lease, start, stop)
+        if not edges or self._has_snapshot(lease, edges[0]):
+            return None
+        edge = edges[0]
+        kind = self._kind(lease, edge)
+        if kind == "decode" and lease.newest is not None and self._is_outdone(lease.newest):
+            self._drop_snapshot(lease.newest)
+        near = next((entry.edge for entry in reversed(lease.path) if entry.slot_id), 0)
+        target = self._free_slot(self.evictor.promise(kind, near, edge))
+        if target:
+            lease.taken = Take(target, edge)
+        return lease.taken
+
+    def _wanted(self, lease: Lease, start: int, stop: int) -> list[int]:
+        if not self.hybrid or lease.stale:
+            return []
+        return wanted_edges(start, stop, lease.prompt_len, self.page_len, lease.junction, self.interval)
+
+    def _kind(self, lease: Lease, edge: int) -> str:
+        last = reusable_len(lease.prompt_len, self.page_len)
+        if edge == lease.junction:
+            return "junction"
+        if edge == last:
+            return "prompt"
+        return "decode" if edge > last and not (self.interval and edge % self.interval == 0) else "interval"
+
+    def _has_snapshot(self, lease: Lease, edge: int) -> bool:
+        """Whether somebody else, in the meantime, stored the snapshot of an edge within the prompt."""
+        if edge > reusable_len(lease.prompt_len, self.page_len):
+            return False  # the key may depend on a token that is not known yet
+        entry = self._tree.find(lease.chain, edge // self.page_len - 1)
+        return entry is not None and entry.slot_id > 0
+
+    def _is_outdone(self, entry: Entry) -> bool:
+        """Whether a decode snapshot may go once its request has a newer one: nobody else came to need it."""
+        unread = entry.num_uses == 0 and entry.pinned != self.step
+        return entry.slot_id > 0 and entry.kind == "decode" and unread and len(entry.children) < 2
+
+    # After a step, and at the end.
+
+    def commit(self, slot_id: int, valid_len: int, known_len: int) -> None:
+        """Publish the full pages among the first valid_len tokens, and the snapshot that was taken.
+
+        known_len: of the request's ids. Calling it again changes nothing.
+        """
+        lease = self._leases[slot_id]
+        self._publish(lease, slot_id, min(valid_len, known_len - self.lookahead) // self.page_len)
+        if lease.taken is None:
+            return
+        (target, edge), lease.taken = lease.taken, None
+        entry = self._entry_at(lease, edge)
+        if entry is None or entry.slot_id:
+            self.slots.release(target)
+        else:
+            self._attach(lease, entry, target)
+
+    def _publish(self, lease: Lease, slot_id: int, num_pages: int) -> None:
+        while len(lease.path) < num_pages and not lease.stale:
+            index = len(lease.path)
+            page_id = int(self.pages.table[slot_id, index])
+            entry = self._tree.place(lease.chain, lease.path, page_id, self.step)
+            if entry is None:
+                lease.stale = True
+                return
+            if entry.page_id == page_id:
+                self.pages.keep(page_id)
+                if lease.path:
+                    self.evictor.change(lease.path[-1])
+            else:
+                self.evictor.busy(entry)
+                self.pages.swap(slot_id, index, entry.page_id)
+            lease.path.append(entry)
+
+    def _entry_at(self, lease: Lease, edge: int) -> Entry | None:
+        index = edge // self.page_len - 1
+        return lease.path[index] if not lease.stale and 0 <= index < len(lease.path) else None
+
+    def _attach(self, lease: Lease, entry: Entry, slot_id: int) -> None:
+        self.slots.edge[slot_id] = entry.edge
+        kind = self._kind(lease, entry.edge)
+        self.evictor.attach(entry, slot_id, kind)
+        self.statistics.num_snapshots += 1
+        if kind == "decode":
+            lease.newest = entry
+
+    def release(self, slot_id: int, donate: bool = False) -> None:
+        """A request runs no more. With `donate` its slot becomes a snapshot if it stands at a page's edge."""
+        lease = self._leases.pop(slot_id)
+        if lease.taken is not None:
+            self.slots.release(lease.taken.slot_id)
+        edge = int(self.slots.edge[slot_id])
+        entry = self._entry_at(lease, edge) if donate and self.hybrid and edge % self.page_len == 0 else None
+        if entry is not None and not entry.slot_id:
+            if lease.newest is not None and self._is_outdone(lease.newest):
+                self._drop_snapshot(lease.newest)
+            self._attach(lease, entry, slot_id)
+        else:
+            self.slots.release(slot_id)
+        self.pages.release(slot_id)
+        if lease.path:
+            self._rest(lease.path[-1])
+
+    def _rest(self, entry: Entry) -> None:
+        if not entry.slot_id:
+            entry.used = self.evictor.clock
+        if not entry.children and self.pages.refs[entry.page_id] == 0:
+            self.evictor.idle(entry)
+
+    def flush(self) -> None:
+        """Forget everything. What runs goes on, but publishes nothing more."""
+        for _, entry in self.contents():
+            if entry.slot_id:
+                self._drop_snapshot(entry)
+            self.evictor.busy(entry)
+            self.pages.drop(entry.page_id)
+        self._tree.clear()
+        for lease in self._leases.values():
+            lease.path, lease.newest, lease.stale = [], None, True
+
+    # Audits.
+
+    def contents(self) -> Iterator[tuple[list[int], Entry]]:
+        """Every cached page with all tokens up to its edge, from which it and its snapshot were computed."""
+        return self._tree.prefixes()
+
+    def audit(self) -> None:
+        """Pages, slots, entries and running requests add up."""
+        entries = list(self._tree.entries.values())
+        slot_ids = set(self._leases)
+        taken = [lease.taken.slot_id for lease in self._leases.values() if lease.taken is not None]
+        snapshots = [entry.slot_id for entry in entries if entry.slot_id]
+        held = [*slot_ids, *taken, *snapshots]
+        assert len(held) == len(set(held)), "a slot serves two ends"
+        self.pages.audit(slot_ids)
+        self.slots.audit(set(held))
+        self._tree.audit()
+        cached = [page_id for page_id in range(self.pages.num_pages) if self.pages.is_cached(page_id)]
+        assert sorted(entry.page_id for entry in entries) == cached, "cached pages and entries differ"
+        assert {entry.slot_id for entry in self.evictor.snapshots.entries} == set(snapshots)
+        for entry in entries:
+            self._audit_entry(entry)
+        for slot_id, lease in self._leases.items():
+            self._audit_lease(slot_id, lease)
+        shared = {page_id for page_id, num_slots in enumerate(self.pages.refs) if num_slots > 1}
+        stale = any(lease.stale for lease in self._leases.values())
+        assert stale or shared <= set(cached), "two requests hold a page that either may write"
+
+    def _audit_entry(self, entry: Entry) -> None:
+        refs = self.pages.refs
+        behind = sum(refs[child.page_id] for child in entry.children)
+        assert behind <= refs[entry.page_id], f"page {entry.page_id} is held less than those behind it"
+        idle = refs[entry.page_id] == 0 and not entry.children
+        assert idle == self.evictor.is_idle(entry), f"page {entry.page_id} can be evicted: {idle}, not known"
+        if not entry.slot_id:
+            return
+        assert self.slots.edge[entry.slot_id] == entry.edge, f"snapshot {entry.slot_id} is not of its edge"
+        node = entry.parent
+        while node is not None and node.parent is not None and not node.slot_id:
+            node = node.parent
+        assert above(entry) is node, f"snapshot {entry.slot_id} saves other work than it is counted for"
+
+    def _audit_lease(self, slot_id: int, lease: Lease) -> None:
+        for index, entry in enumerate(lease.path):
+            assert self._tree.entries.get(entry.key) is entry, f"slot {slot_id} relies on an evicted page"
+            assert entry.page_id == self.pages.table[slot_id, index], f"slot {slot_id} holds another page"
+            assert entry.tokens == lease.chain.tokens(index), f"slot {slot_id} has other tokens than its page"
