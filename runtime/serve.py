@@ -218,7 +218,7 @@ class Server:
         if self._home is not None:
             for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
                 region.unlink(missing_ok=True)
-            shutil.rmtree(self._home)
+            shutil.rmtree(self._home, ignore_errors=True)
             self._home = None
 
 
