@@ -87,8 +87,8 @@ def test_rows_of_callers_that_left_are_free(server: Server, leave: Callable) -> 
         assert [piece.finish_reason for piece in following][-1] == "length"
         served = num_tokens
         clock.join()
-    assert left < 200, "too slow to see anything"
-    assert served < 400, "the streams ran on"
+    assert left < 400, "too slow to see anything"
+    assert served < 450, "the streams ran on"
     assert num_tokens == LONG.max_tokens
 
 
