@@ -136,7 +136,7 @@ class Theirs:
         q = q * q.shape[-1] ** 0.5
         if g.shape[-1] == 1:
             return qwen.torch_chunk_gated_delta_rule(q, k, v, g[..., 0], beta, output_final_state=True)
-        return kimi.chunk_kimi_delta_attention(q, k, v, g, beta, None, True, chunk_size=64)
+        return kimi.chunk_kimi_delta_attention(q, k, v, g, beta, output_final_state=True, chunk_size=64)
 
     def update(self, tokens: Tensors, state: torch.Tensor) -> torch.Tensor:
         if self.case.op is CONV:

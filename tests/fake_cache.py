@@ -1,7 +1,8 @@
-"""An engine without a model around the real prefix cache, which follows its protocol and checks what it is given.
+"""An engine without a model around the real prefix cache: it follows the protocol and checks what it gets.
 
-Where a model keeps keys, values and states, it keeps the tokens they were computed from. So whatever a request finds
-in a page or a slot can be compared with what it should have computed itself. Freed pages and slots are forgotten.
+Where a model keeps keys, values and states, it keeps the tokens they were computed from. So whatever a
+request finds in a page or a slot can be compared with what it should have computed. What is freed is
+forgotten.
 """
 
 import random
@@ -52,7 +53,7 @@ class Row:
 
 
 class House:
-    """Scheduler and engine in one. `step` is one step; what else may happen between two steps is a method too."""
+    """Scheduler and engine in one. `step` is one step; what may happen between two steps is a method too."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class Reuse:
         uses[last] += used
         self._all_uses[last] += used
         self._num_records += 1
-        if self._num_records % 128 == 0:
+        if self._num_records % 128 == 0 or self._num_records & (self._num_records - 1) == 0:
             self._indices.clear()
 
     def index(self, group: Group, age: int) -> float:

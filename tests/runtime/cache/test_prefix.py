@@ -1,7 +1,8 @@
-"""The house checks, at every admission, the hit against all that is cached, and at every read and audit, content."""
+"""The house checks every hit against all that is cached, and the content of all that is read."""
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ def test_a_prompt_that_diverges_at_any_position(hybrid: bool, lookahead: int, po
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("num_new", range(1, 4 * P))
 def test_the_next_turn_finds_the_last_answer(num_new: int, donate: bool, drafts: int) -> None:
-    """The answer's last token is not computed, and a state is stored by the step after the one that fills a page."""
+    """Its last token was not computed, and a state is stored by the step after the one that fills a page."""
     house = House(num_drafts=drafts, donate=donate)
     first = house.serve(text(P + 1), num_new)
     computed = first.known(first.total_len - 1)
@@ -241,7 +242,7 @@ def test_wanted_edges_do_not_depend_on_how_a_prompt_is_cut(
     whole = wanted_edges(0, prompt_len, prompt_len, P, junction * P, interval * P)
     parts = [
         edge
-        for start, stop in zip(cuts, cuts[1:], strict=False)
+        for start, stop in pairwise(cuts)
         for edge in wanted_edges(start, stop, prompt_len, P, junction * P, interval * P)
     ]
     assert parts == whole
@@ -438,7 +439,7 @@ def test_a_request_that_needs_a_slot_displaces_a_snapshot() -> None:
 
 
 def test_the_last_slot_is_taken_over_with_its_state() -> None:
-    """The one snapshot occupies the one slot: without this, the request would wait for ever or lose the hit."""
+    """The one snapshot has the one slot: otherwise the request would wait for ever or lose its hit."""
     house = House(num_slots=2, max_rows=1, chunk_len=P, donate=True)
     prompt = text(3 * P + 1)
     house.serve(prompt)
