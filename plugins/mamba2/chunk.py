@@ -40,7 +40,7 @@ def mamba2(
     if tiles is None:
         return torch.zeros_like(x)
     exact = state.dtype  # fp32, or fp64 in tests
-    x = x.to(x_records.dtype)
+    dtype, x = x.dtype, x.to(x_records.dtype)
     x_tile = tiles.take(x_records, x).to(exact)  # [n, H, C, P]
     B_tile = tiles.take(B_records, B.to(B_records.dtype)).to(exact)  # [n, G, C, D]
     C_tile = tiles.take_queries(C).to(exact)
@@ -58,7 +58,7 @@ def mamba2(
     reach = tiles.select(total.unsqueeze(3), heads).exp_()
     y = tiles.select(across, groups).view(-1, heads, width) * reach
     y.add_(tiles.select(within, heads)).add_(tiles.drop_padding(x).to(exact) * D.to(exact).unsqueeze(1))
-    return tiles.scatter(y).to(x.dtype)
+    return tiles.scatter(y).to(dtype)
 
 
 def _scan(

@@ -156,6 +156,35 @@ def test_threads_and_neighbours_change_no_bit(
         running = [sequence for sequence in running if sequence.left]
 
 
+@pytest.mark.parametrize("records", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("subject", KINDS, ids=ids)
+def test_bfloat16_inputs_split_anywhere(subject: Subject, records: torch.dtype) -> None:
+    """Whatever the rings keep of a token, its own step reads the same."""
+    chunk_len, num = 8, 21
+    half = {arg.name for arg in subject.op.args if torch.bfloat16 in arg.dtypes}
+    names = [arg.name for arg in subject.op.args]
+    tokens = subject.tokens(num, 0)
+    tokens = [t.bfloat16() if name in half else t for name, t in zip(names, tokens, strict=False)]
+
+    def run(lens: list[int]) -> torch.Tensor:
+        held = [arg.name for arg in subject.op.args if arg.mutated]
+        states = subject.states(2, chunk_len, 0)
+        states = [s.to(records) if name in half else s for name, s in zip(held, states, strict=True)]
+        y, position = [], 0
+        for length in lens:
+            rows = (int32(0, length), int32(1), int32(position), int32(position // 8 * 8), int32(0), int32(0))
+            step = [t[position : position + length] for t in tokens]
+            y.append(subject.form("cpu")(*step, *subject.constants(), *states, *rows, chunk_len))
+            position += length
+        return torch.cat(y)
+
+    whole = run([num])
+    assert whole.dtype == torch.bfloat16
+    assert whole.isfinite().all()
+    assert same_bits(run([1] * num), whole)
+    assert same_bits(run([5, 11, 5]), whole)
+
+
 @pytest.mark.parametrize("chunk_len", [8, 16, 32, 64])
 @pytest.mark.parametrize("subject", SMALL, ids=ids)
 def test_cpu_form_is_the_reference(subject: Subject, chunk_len: int) -> None:
