@@ -85,6 +85,9 @@ class Loop:
         events = self.outbox.drain(plan)
         self.drafts.propose(plan, self.scheduler.draft_room(plan), out.hidden)
         # Prefix reuse publishes finished pages and snapshots here.
+        for request in plan.rows:
+            if request.finish_reason is not None:
+                self.drafts.forget(request)
         self.scheduler.reap(plan)
         self._count(sum(plan.num_tokens), events, after - before, time.perf_counter() - start)
         return events
@@ -173,6 +176,7 @@ class Loop:
 
     def _cancel(self, request: Request) -> None:
         self.scheduler.abort(request)
+        self.drafts.forget(request)
         self._deliver([self.outbox.end(request)])
 
     def _deliver(self, events: list[Event]) -> None:
@@ -184,6 +188,7 @@ class Loop:
                 log.exception("request %d: on_piece raised; the request is cancelled", event.request.id)
                 if event.piece.finish_reason is None:
                     self.scheduler.abort(event.request)
+                    self.drafts.forget(event.request)
                     self.outbox.end(event.request)
 
     def _fail(self, reason: str) -> None:

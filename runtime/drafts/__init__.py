@@ -19,7 +19,7 @@ class Proposer(Protocol):
         ...
 
     def forget(self, request: Request) -> None:
-        """The request left its slot: it ended or was preempted."""
+        """The request has ended."""
         ...
 
 

@@ -7,6 +7,8 @@ import pytest
 from fake_session import VOCAB, hashed, oracle
 from proposers import Scripted, always_right, always_wrong, shuffled
 
+from hemiola.runtime.drafts.ngram import NgramProposer
+
 
 def hand(make, proposer, **sizes):
     return make(proposer=proposer, **{"num_drafts": 3} | sizes)
@@ -129,3 +131,17 @@ def test_storms_of_drafts_preemptions_and_aborts(make_hand, seed: int) -> None:
         if h.last(asked).finish_reason == "cancelled":
             expected = expected[: len(got)]
         assert got == expected, f"seed {seed}, request {asked}"
+
+
+def test_prompt_lookup_remembers_no_request_that_has_ended(make_hand) -> None:
+    """It kept every text for ever: of requests that ended, were cancelled, or whose caller raises."""
+    proposer = NgramProposer(1, 3)
+    h = hand(make_hand, proposer)
+    asked = [h.submit([1, 2, 1, 2, 1], max_tokens=20) for _ in range(3)]
+    for _ in range(3):
+        h.turn()
+    assert proposer._texts
+    h.loop.abort(asked[0])
+    h.loop.outbox._letters[asked[1]].on_piece = None  # not callable: raises
+    h.run()
+    assert not proposer._texts
