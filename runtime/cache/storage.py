@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import State
 
 
@@ -16,9 +17,15 @@ class Storage:
 
     def __init__(self, states: Sequence[State], num_pages: int, num_slots: int, poison: bool = False) -> None:
         counts = {"page": num_pages, "slot": num_slots}
-        self.tensors = {
-            s.name: torch.zeros(counts[s.kind], *s.shape, dtype=getattr(torch, s.dtype)) for s in states
-        }
+        try:
+            self.tensors = {
+                s.name: torch.zeros(counts[s.kind], *s.shape, dtype=getattr(torch, s.dtype)) for s in states
+            }
+        except RuntimeError:
+            raise Refused(
+                f"there is no memory for {num_pages} pages and {num_slots} slots;"
+                f" lower num_pages, cache_bytes or max_rows"
+            ) from None
         self._pages = [self.tensors[s.name] for s in states if s.kind == "page"]
         self._slots = [self.tensors[s.name] for s in states if s.kind == "slot"]
         self.poison = poison

@@ -6,6 +6,7 @@ import torch
 from hemiola.runtime.cache.pages import Pages
 from hemiola.runtime.cache.slots import Slots
 from hemiola.runtime.cache.storage import Storage, free_bytes
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import State
 
 STATES = (
@@ -131,3 +132,8 @@ def test_copy_slot_copies_every_slot_state_and_no_page() -> None:
 
 def test_free_bytes_is_what_this_machine_has() -> None:
     assert 2**20 < free_bytes() < 2**50
+
+
+def test_more_pages_than_memory_is_a_refusal_not_a_traceback() -> None:
+    with pytest.raises(Refused, match="no memory for 1000000000000 pages and 2 slots; lower num_pages"):
+        Storage(STATES, 10**12, 2)
