@@ -108,8 +108,7 @@ def chat(seed: int, num_sessions: int = 300, per_second: float = 0.35) -> list[J
 
 class Agents:
     """Tasks of three applications with long system prompts. A task calls tools (9 on average); now and then
-    it
-    asks again, goes back and takes another way, starts sub-agents, or forks with all its context."""
+    it asks again, goes back and takes another way, starts sub-agents, or forks with all its context."""
 
     def __init__(self, seed: int) -> None:
         self.author = Author(seed + 1000)

@@ -280,7 +280,7 @@ class PrefixCache:
         lease = self._leases[slot_id]
         assert lease.taken is None, f"slot {slot_id}: the last step was not committed"
         edges = self._wanted(lease, start, stop)
-        if not edges or self._has_snapshot(lease, edges[0]):
+        if not edges:
             return None
         edge = edges[0]
         kind = self._kind(lease, edge)
@@ -295,7 +295,8 @@ class PrefixCache:
     def _wanted(self, lease: Lease, start: int, stop: int) -> list[int]:
         if not self.hybrid or lease.stale:
             return []
-        return wanted_edges(start, stop, lease.prompt_len, self.page_len, lease.junction, self.interval)
+        edges = wanted_edges(start, stop, lease.prompt_len, self.page_len, lease.junction, self.interval)
+        return [edge for edge in edges if not self._has_snapshot(lease, edge)]
 
     def _kind(self, lease: Lease, edge: int) -> str:
         last = reusable_len(lease.prompt_len, self.page_len)

@@ -1,5 +1,6 @@
 """What reuse teaches, and whom it costs the place."""
 
+import math
 import random
 
 import pytest
@@ -78,6 +79,26 @@ def test_an_index_lies_between_the_rates_that_remain(records: list[tuple[int, bo
     assert min(rates) * (1 - 1e-9) <= reuse.index(CHAT, age) <= max(rates) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_the_index_is_the_best_rate_of_all_horizons(seed: int) -> None:
+    """In steps of a hundredth of the way through each bin."""
+    choose = random.Random(seed)
+    reuse = Reuse()
+    for _ in range(choose.randint(1, 300)):
+        reuse.record(CHAT, 0, choose.choice([3, 20, 200]) + choose.randint(0, 9), choose.random() < 0.5)
+    reuse._indices.clear()
+    rates = reuse._rates(CHAT)
+    for first in range(8):
+        alive, uses, time, best = 1.0, 0.0, 0.0, 0.0
+        for rate, width in zip(rates[first:], eviction.WIDTHS[first:], strict=True):
+            for _ in range(100):
+                gone = alive * (1 - math.exp(-rate * width / 100))
+                uses, time, alive = uses + gone, time + (alive - gone / 2) * width / 100, alive - gone
+            best = max(best, uses / time)
+        age = sum(eviction.WIDTHS[:first])
+        assert reuse.index(CHAT, age) == pytest.approx(best, rel=0.02), f"bin {first}"
+
+
 def test_bins_cover_all_ages_without_gap() -> None:
     starts = [sum(eviction.WIDTHS[:number]) for number in range(eviction.BINS)]
     for number, start in enumerate(starts):
@@ -115,14 +136,14 @@ def test_a_bag_shows_everybody_in_time_and_a_small_one_at_once() -> None:
     assert {entry for _ in range(40) for entry in bag.sample()} == set(entries)
 
 
-@settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=300))
-def test_oldest_finds_the_least_recently_used(acts: list[tuple[int, int]]) -> None:
-    oldest, entries, held = Oldest(), [node(None, n) for n in range(10)], set()
-    for number, used in acts:
-        entry = entries[number]
-        if used and entry not in held:
-            entry.used = used
+@pytest.mark.parametrize("seed", range(5))
+def test_oldest_finds_the_least_recently_used(seed: int) -> None:
+    choose = random.Random(seed)
+    oldest, entries, held = Oldest(), [node(None, n) for n in range(5)], set()
+    for _ in range(1000):
+        entry = choose.choice(entries)
+        if entry not in held:
+            entry.used = choose.randint(0, 20)
             oldest.add(entry)
             held.add(entry)
         else:
@@ -166,6 +187,33 @@ def test_gain_is_what_the_snapshot_above_does_not_save() -> None:
     evictor.detach(first)
     assert above(last) is root and evictor.gain(last) == 48
     assert evictor.promise("prompt", 4, 12) > 0
+
+
+def test_an_age_is_recorded_once_in_whatever_groups_it_passed() -> None:
+    evictor, root = make(), node(None, 0)
+    entry = node(root, 4)
+    evictor.attach(entry, 1, "decode")
+    evictor.clock += 10
+    node(entry, 8)
+    evictor.change(entry)
+    assert entry.group == Group("decode", 1, 0)
+    evictor.clock += 30
+    evictor.use(entry)
+    assert entry.group == Group("decode", 1, 1) and entry.used == 40
+    time = {group: sum(spent) for group, spent in evictor.reuse._time.items()}
+    assert time == {Group("decode", 0, 0): 10.5, Group("decode", 1, 0): 30.5}
+    assert sum(evictor.reuse._uses[Group("decode", 1, 0)]) == 1
+
+
+@pytest.mark.parametrize(("kind", "below"), [("junction", 2), ("prompt", 0), ("decode", 0)])
+def test_a_promise_is_what_such_snapshots_turned_out_to_be_worth(kind: str, below: int) -> None:
+    evictor = make()
+    for other in range(3):
+        for number in range(64):
+            evictor.reuse.record(Group(kind, other, 0), 0, 10 + number, used=other == below)
+    fresh = evictor.reuse.index(Group(kind, below, 0), 0)
+    assert evictor.promise(kind, 4, 20) == fresh * 16
+    assert fresh > 2 * max(evictor.reuse.index(Group(kind, other, 0), 0) for other in {0, 1, 2} - {below})
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -144,6 +144,31 @@ def test_a_colliding_hash_serves_no_other_prefix(monkeypatch: pytest.MonkeyPatch
     assert house.hit(text(3 * P), tenant="a") == (0 if hybrid else P)
 
 
+def test_a_colliding_hash_is_no_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second page has the tokens of the first, and the hash, but not what is before it."""
+    monkeypatch.setattr(tree, "digest", lambda parent, tokens: bytes(16))
+    house = House(hybrid=False)
+    prompt = text(P) * 3
+    house.submit(prompt, 5)
+    house.step()
+    house.audit()
+    assert [entry.edge for _, entry in house.prefix.contents()] == [P]
+    assert house.hit(prompt) == P
+
+
+def test_a_colliding_salt_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = tree.digest
+    monkeypatch.setattr(tree, "digest", lambda parent, tokens: digest(parent, tokens if parent else b""))
+    house = House()
+    house.serve(text(3 * P), tenant="a")
+    request = house.submit(text(3 * P), 5, tenant="b")
+    house.step()
+    house.audit()
+    assert not any(house.pages.is_cached(page_id) for page_id in house.pages.table[request.slot_id])
+    house.drain()
+    assert house.hit(text(3 * P), tenant="b") == 0 and house.hit(text(3 * P), tenant="a") == 2 * P
+
+
 def test_a_page_behind_another_prefix_is_another_page() -> None:
     house = House(hybrid=False)
     house.serve([*text(P, 1), *text(2 * P)])
@@ -187,6 +212,35 @@ def test_what_a_step_publishes_is_not_found_in_the_same_step(hybrid: bool) -> No
     assert start is not None and start.hit_len == 2 * P
     house.prefix.release(start.slot_id)
     house.drain()
+
+
+def test_a_snapshot_that_a_sibling_stored_is_not_stored_again() -> None:
+    house = House(budget=3 * P + 1)
+    prompt = text(3 * P)
+    first, second = house.submit(prompt, 9), house.submit(prompt, 9)
+    house.step()
+    assert first.committed_len == 3 * P and second.committed_len == 1
+    before = house.prefix.statistics.num_snapshots
+    house.prefix.tick()
+    assert house.prefix.chunk_end(second.slot_id, 0, 3 * P) == 3 * P
+    assert house.prefix.take(second.slot_id, 0, 2 * P) is None
+    take = house.prefix.take(second.slot_id, 0, 3 * P)
+    assert take is not None and take.edge == 3 * P, "the edge behind the prompt has none"
+    house.prefix.commit(second.slot_id, second.committed_len, second.total_len)
+    house.audit()
+    assert house.prefix.statistics.num_snapshots == before
+
+
+def test_a_request_that_ends_between_plan_and_commit_gives_back_what_it_took() -> None:
+    house = House()
+    request = house.submit(text(3 * P), 5)
+    house.prefix.tick()
+    (row,), _ = house.plan()
+    assert row.take is not None
+    house.audit()
+    house.abort(request)
+    house.audit()
+    assert house.slots.num_free == house.slots.num_slots - 1
 
 
 def test_committing_twice_changes_nothing() -> None:
@@ -346,6 +400,18 @@ def test_a_donated_slot_is_a_snapshot() -> None:
     assert house.hit(request.known(request.total_len)) == 3 * P
 
 
+def test_a_donated_slot_outdoes_the_last_decode_snapshot() -> None:
+    house = House(chunk_len=P, donate=True)
+    request = house.submit(text(P + 1), 3 * P)
+    while (2 * P, "decode") not in house.snapshots():
+        house.step()
+    house.prefix.take = lambda *row: None
+    house.drain()
+    assert house.snapshots() == [(P, "prompt"), (4 * P, "decode")]
+    assert house.hit(request.known(4 * P + 1)) == 4 * P
+    house.audit()
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_preempted_request_resumes_from_its_own_pages(donate: bool) -> None:
     house = House(chunk_len=P, donate=donate)
@@ -407,6 +473,18 @@ def test_the_snapshot_that_saves_least_goes_first() -> None:
         entry.used, entry.since = house.evictor.clock, 0
     house.serve(text(3 * P + 1, 4))
     assert [edge for edge, _ in house.snapshots()] == [8, 12, 32]
+
+
+def test_a_snapshot_is_judged_by_what_hangs_below_it() -> None:
+    house = House(hybrid=True)
+    request = house.submit(text(P + 1), 3 * P)
+    house.step()
+    (first,) = (entry for _, entry in house.prefix.contents() if entry.slot_id)
+    assert first.group is not None and first.group.below == 0
+    house.drain()
+    assert first.group.below == 1
+    house.serve([*request.known(P), *text(P + 1, 1)])
+    assert first.group.below == 2 and first.group.uses == 1
 
 
 def test_a_snapshot_worth_less_than_all_others_is_not_taken() -> None:
@@ -483,6 +561,8 @@ def test_flush_while_requests_run(steps: int) -> None:
     house.audit()
     assert house.snapshots() == [] and list(house.prefix.contents()) == []
     running = [request for request in requests if request.slot_id]
+    for request in running:
+        assert house.prefix.take(request.slot_id, 0, 3 * P) is None, "a slot for what nobody will find"
     house.drain()
     assert all(request.finished for request in requests)
     if len(running) == 2:
