@@ -2,12 +2,12 @@
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from hemiola.runtime.config import Options
 from hemiola.runtime.errors import Refused
@@ -28,20 +28,49 @@ class SamplingParams(Options):
     stop: tuple[str, ...] = Field(default=(), description="the text ends before the first of these")
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0, description="no stop id and no stop string ends the text before")
+    repetition_penalty: float = Field(default=1.0, gt=0, description="of tokens of the prompt and the output")
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="of tokens of the output")
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, description="the same, each time they occur")
+    logit_bias: Mapping[int, float] = Field(default={}, description="token id -> what its logit gets added")
+    bad_words: tuple[str, ...] = Field(default=(), description="never written, at a word's beginning")
+    bad_words_ids: tuple[tuple[int, ...], ...] = Field(default=(), description="the same, as token ids")
     logprobs: int | None = Field(
         default=None, ge=0, le=20, description="also report this many best tokens per position"
     )
+    num_drafts: int | None = Field(default=None, ge=0, description="at most so many per step; 0: none")
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31, description="lower runs first")
+    cache_salt: str = Field(default="", description="prefixes are shared with requests of the same salt only")
 
-    @field_validator("stop", "stop_token_ids", mode="before")
+    @field_validator("stop", "stop_token_ids", "bad_words", "bad_words_ids", mode="before")
     @classmethod
     def _as_tuple(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        if isinstance(value, str):
+            return (value,)
+        if not isinstance(value, (list, tuple)):
+            return value
+        return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
 
     @field_validator("stop")
     @classmethod
     def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "" in value:
             raise ValueError("an empty stop string would end every text at once; leave it out")
+        return value
+
+    @field_validator("bad_words", "bad_words_ids")
+    @classmethod
+    def _not_nothing(cls, value: tuple[Sequence[object], ...]) -> tuple[Sequence[object], ...]:
+        if not all(map(len, value)):
+            raise ValueError("an empty bad word would forbid every token; leave it out")
+        return value
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _within_max_tokens(cls, value: int, info: ValidationInfo) -> int:
+        most = info.data.get("max_tokens", value)  # absent: refused itself
+        if value > most:
+            raise ValueError(f"max_tokens is {most}; raise it or lower min_tokens")
         return value
 
 
@@ -79,6 +108,28 @@ class Output:
 
 
 OnPiece = Callable[[Piece], None]
+Encode = Callable[[str], Sequence[int]]  # text -> token ids, without special ones
+Words = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rule:
+    """What decides a request's tokens besides the logits and the tokens before."""
+
+    params: SamplingParams
+    seed: int
+    prompt_len: int
+    stop_ids: frozenset[int]
+    bad_words: Words = ()
+    greedy: bool = field(init=False)
+    adorned: bool = field(init=False)  # the logits are changed before a token is chosen
+
+    def __post_init__(self) -> None:
+        params = self.params
+        penalties = (params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
+        adorned = any(penalties) or bool(params.logit_bias or self.bad_words)
+        object.__setattr__(self, "greedy", params.temperature == 0)
+        object.__setattr__(self, "adorned", adorned or (params.min_tokens > 0 and bool(self.stop_ids)))
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +144,8 @@ class Request:
     prompt_len: int
     total_len: int
     metrics: Metrics
+    bad_words: Words = ()
+    rule: Rule = field(init=False)
     committed_len: int = 0
     drafts: list[int] = field(default_factory=list)  # proposed to follow the total_len known ids
     slot_id: int = 0  # 0: not running
@@ -100,6 +153,9 @@ class Request:
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: list[Logprob] = field(default_factory=list)  # of the output tokens, if asked for
+
+    def __post_init__(self) -> None:
+        self.rule = Rule(self.params, self.seed, self.prompt_len, self.stop_ids, self.bad_words)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add output tokens up to the first that ends the request; what follows it is dropped."""
@@ -136,12 +192,17 @@ class Bounds(NamedTuple):
     built_max_len: int
     vocab_size: int
     eos_ids: tuple[int, ...]
+    num_drafts: int = 0
 
 
 def new_request(
-    request_id: int, prompt_ids: Sequence[int], params: SamplingParams, bounds: Bounds
+    request_id: int,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    bounds: Bounds,
+    encode: Encode | None = None,
 ) -> Request:
-    """Check a tokenised prompt. Raises Refused; nothing has been queued then."""
+    """Check a tokenised prompt. Raises Refused; nothing has been queued then. encode: for bad_words."""
     prompt_len = len(prompt_ids)
     if prompt_len == 0:
         raise Refused("prompt is empty; give at least one token")
@@ -149,11 +210,15 @@ def new_request(
         raise Refused(_too_long(prompt_len, bounds))
     ids = np.zeros(min(prompt_len + params.max_tokens, bounds.max_len), np.int32)
     ids[:prompt_len] = _checked_ids(prompt_ids, bounds.vocab_size)
-    for token_id in params.stop_token_ids:
-        if not 0 <= token_id < bounds.vocab_size:
-            raise Refused(
-                f"stop_token_ids holds {token_id}, the vocabulary is 0..{bounds.vocab_size - 1}; remove it"
-            )
+    _check_ids("stop_token_ids", params.stop_token_ids, bounds)
+    _check_ids("logit_bias", params.logit_bias, bounds)
+    for word in params.bad_words_ids:
+        _check_ids("bad_words_ids", word, bounds)
+    if params.num_drafts is not None and params.num_drafts > bounds.num_drafts:
+        raise Refused(
+            f"num_drafts is {params.num_drafts}, the engine runs with num_drafts={bounds.num_drafts};"
+            f" lower it or leave it out"
+        )
     stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else bounds.eos_ids)
     return Request(
         id=request_id,
@@ -164,7 +229,28 @@ def new_request(
         prompt_len=prompt_len,
         total_len=prompt_len,
         metrics=Metrics(num_prompt_tokens=prompt_len, arrival=time.perf_counter()),
+        bad_words=_bad_words(params, encode),
     )
+
+
+def _check_ids(name: str, token_ids: Iterable[int], bounds: Bounds) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < bounds.vocab_size:
+            raise Refused(f"{name} holds {token_id}, the vocabulary is 0..{bounds.vocab_size - 1}; remove it")
+
+
+def _bad_words(params: SamplingParams, encode: Encode | None) -> Words:
+    """Token ids of the bad words, each as it is spelt at the beginning of a text and after a space."""
+    words = list(params.bad_words_ids)
+    for text in params.bad_words:
+        if encode is None:
+            raise Refused("bad_words is text, the engine has no tokenizer; pass bad_words_ids")
+        bare = text.lstrip(" ")
+        spellings = [tuple(encode(spelling)) for spelling in ((bare, f" {bare}") if bare else (text,))]
+        if not all(spellings):
+            raise Refused(f"bad_words holds {text!r}, which has no tokens in this tokenizer; remove it")
+        words += spellings
+    return tuple(dict.fromkeys(words))
 
 
 def _too_long(prompt_len: int, bounds: Bounds) -> str:

@@ -47,6 +47,10 @@ class Text:
             return ids[1:]
         return ids
 
+    def encode_words(self, text: str) -> list[int]:
+        """Without special tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 

@@ -94,6 +94,26 @@ BAD_PARAMS = [
     ({"stop_token_ids": ["a"]}, "stop_token_ids is 'a': "),
     ({"logprobs": 21}, "logprobs is 21: it should be less than or equal to 20"),
     ({"ignore_eos": 1}, "ignore_eos is 1: "),
+    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0: it should be greater than 0"),
+    ({"repetition_penalty": "1"}, "repetition_penalty is '1': "),
+    ({"presence_penalty": 2.1}, "presence_penalty is 2.1: it should be less than or equal to 2"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty is -2.1: "),
+    ({"logit_bias": {1: float("inf")}}, "logit_bias is inf: it should be a finite number"),
+    ({"logit_bias": {1: float("nan")}}, "logit_bias is nan: it should be a finite number"),
+    ({"logit_bias": {"1": 1.0}}, "logit_bias is '1': "),
+    ({"logit_bias": [1, 2]}, "logit_bias is [1, 2]: "),
+    ({"bad_words": ["a", ""]}, "bad_words is ['a', '']: an empty bad word"),
+    ({"bad_words": [[1]]}, "bad_words is (1,): "),
+    ({"bad_words_ids": [[]]}, "bad_words_ids is [[]]: an empty bad word"),
+    ({"bad_words_ids": [1]}, "bad_words_ids is 1: "),
+    ({"min_tokens": -1}, "min_tokens is -1: "),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5: max_tokens is 4; raise it or lower min_tokens"),
+    ({"min_tokens": 17}, "min_tokens is 17: max_tokens is 16;"),
+    ({"min_tokens": 5, "max_tokens": "x"}, "max_tokens is 'x': "),
+    ({"num_drafts": -1}, "num_drafts is -1: "),
+    ({"num_drafts": True}, "num_drafts is True: "),
+    ({"priority": 0.5}, "priority is 0.5: "),
+    ({"cache_salt": 3}, "cache_salt is 3: "),
     ({"max_token": 4}, "unknown option 'max_token'; the options are max_tokens, temperature,"),
 ]
 
@@ -108,6 +128,68 @@ def test_bad_sampling_params_are_refused(params: dict, reason: str) -> None:
 def test_a_stop_id_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(Refused, match=r"stop_token_ids holds 50, the vocabulary is 0..49"):
         request([1], stop_token_ids=[50])
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"logit_bias": {50: 1.0}}, "logit_bias holds 50, the vocabulary is 0..49; remove it"),
+        ({"bad_words_ids": [[1, -1]]}, "bad_words_ids holds -1, the vocabulary is 0..49; remove it"),
+        ({"bad_words": "x"}, "bad_words is text, the engine has no tokenizer; pass bad_words_ids"),
+        ({"num_drafts": 1}, "num_drafts is 1, the engine runs with num_drafts=0; lower it or leave it out"),
+    ],
+)
+def test_what_does_not_fit_the_engine_is_refused(params: dict, reason: str) -> None:
+    with pytest.raises(Refused) as refused:
+        request([1], **params)
+    assert str(refused.value) == reason
+
+
+def test_the_rule_is_what_chooses_the_tokens() -> None:
+    made = request([1, 2], seed=2**64 - 1, stop_token_ids=[9], bad_words_ids=[[3, 4], [3, 4]])
+    rule = made.rule
+    assert (rule.seed, rule.prompt_len, rule.stop_ids, rule.bad_words) == (
+        2**64 - 1, 2, {7, 8, 9}, ((3, 4),)
+    )  # fmt: skip
+    assert rule.params is made.params and rule.greedy and rule.adorned
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": -0.5},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": {3: 1}},
+        {"bad_words_ids": [[3]]},
+        {"min_tokens": 2},
+    ],
+)
+def test_what_changes_logits_adorns_a_rule(params: dict) -> None:
+    assert request([1], **params).rule.adorned
+    assert not request([1], temperature=0.5, top_k=3, stop="x", logprobs=1).rule.adorned
+    assert not request([1], min_tokens=2, ignore_eos=True).rule.adorned
+
+
+def test_a_bad_word_is_spelt_at_the_beginning_and_after_a_space() -> None:
+    spelt: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        spelt.append(text)
+        return [] if text == "nothing" else [len(text), 1] if text.startswith(" ") else [len(text)]
+
+    params = SamplingParams(bad_words=[" ab", "ab", " "], bad_words_ids=[[2]])
+    assert new_request(1, [1], params, BOUNDS, encode).bad_words == ((2,), (3, 1), (1, 1))
+    assert spelt == ["ab", " ab", "ab", " ab", " "]
+    with pytest.raises(Refused, match="bad_words holds 'nothing', which has no tokens"):
+        new_request(1, [1], SamplingParams(bad_words="nothing"), BOUNDS, encode)
+
+
+def test_num_drafts_up_to_the_engines_is_taken() -> None:
+    bounds = BOUNDS._replace(num_drafts=3)
+    assert new_request(1, [1], SamplingParams(num_drafts=3), bounds).params.num_drafts == 3
+    with pytest.raises(Refused, match="num_drafts is 4, the engine runs with num_drafts=3"):
+        new_request(1, [1], SamplingParams(num_drafts=4), bounds)
 
 
 def test_lists_and_single_strings_become_tuples() -> None:
