@@ -6,6 +6,7 @@ summed is integers, which have no order of summation. Drafter and trunk choose b
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def choose(
     num_lines = max(1, AT_ONCE // max(scores.shape[1], ids.shape[1]))
     for first in range(0, len(special), num_lines):
         lines = special[first : first + num_lines]
-        at = torch.tensor(lines, device=scores.device)
+        at = _tensor(lines, scores)
         own = [rules[line] for line in lines]
         chosen[at] = _choose(scores[at], own, slot[at], position[at], ids)
     return chosen
@@ -55,7 +56,13 @@ def _where(
     rules: list[Rule], wanted: Callable[[Rule], bool], like: torch.Tensor
 ) -> tuple[torch.Tensor, list[Rule]]:
     lines = [line for line, rule in enumerate(rules) if wanted(rule)]
-    return torch.tensor(lines, dtype=torch.int64, device=like.device), [rules[line] for line in lines]
+    return _tensor(lines, like), [rules[line] for line in lines]
+
+
+def _tensor(values: Sequence[Any], like: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """On the device, which is not waited for."""
+    here = torch.tensor(values, dtype=dtype)
+    return here.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else here
 
 
 def broken(scores: torch.Tensor) -> torch.Tensor:
@@ -70,7 +77,7 @@ def adorn(
     scores: torch.Tensor, rules: Sequence[Rule], position: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """Bad words, min_tokens, logit_bias, penalties. scores [L, V] are overwritten; ids [L, W] are by line."""
-    prompt_len = torch.tensor([rule.prompt_len for rule in rules], device=scores.device)
+    prompt_len = _tensor([rule.prompt_len for rule in rules], scores)
     _forbid(scores, rules, position, prompt_len, ids)
     biases = [
         (line, token_id, min(max(bias, -LARGEST), LARGEST))
@@ -79,8 +86,8 @@ def adorn(
     ]
     if biases:
         lines, token_ids, values = zip(*biases, strict=True)
-        at = torch.tensor((lines, token_ids), device=scores.device)
-        scores[at[0], at[1]] += torch.tensor(values, dtype=torch.float32, device=scores.device)
+        at = _tensor((lines, token_ids), scores)
+        scores[at[0], at[1]] += _tensor(values, scores, torch.float32)
     penalties = [
         (
             min(max(rule.params.repetition_penalty, SMALLEST), LARGEST),
@@ -90,7 +97,7 @@ def adorn(
         for rule in rules
     ]
     if set(penalties) != {(1.0, 0.0, 0.0)}:
-        table = torch.tensor(penalties, dtype=torch.float32, device=scores.device)
+        table = _tensor(penalties, scores, torch.float32)
         repetition, frequency, presence = table.unsqueeze(-1).unbind(1)  # [L, 1] each
         seen = _counts(ids, torch.zeros_like(position), position, scores.shape[1]) > 0
         output = _counts(ids, prompt_len, position, scores.shape[1])
@@ -117,16 +124,17 @@ def _forbid(
     ids: torch.Tensor,
 ) -> None:
     """-inf for stop ids before min_tokens, and for the last token of bad words whose others were written."""
-    forbidden = torch.zeros(len(rules), scores.shape[1] + 1, dtype=torch.bool, device=scores.device)
+    width = scores.shape[1] + 1  # the last column is no token's
+    forbidden = torch.zeros(len(rules), width, dtype=torch.bool, device=scores.device)
     output_len = position - prompt_len
     for length, pairs in _words_by_length(rules).items():
-        lines = torch.tensor([line for line, _ in pairs], device=scores.device)
-        words = torch.tensor([word for _, word in pairs], device=scores.device)
+        lines = _tensor([line for line, _ in pairs], scores)
+        words = _tensor([word for _, word in pairs], scores)
         begin = position[lines] - (length - 1)
         places = begin.unsqueeze(1) + torch.arange(length - 1, device=scores.device)
         written = ids[lines.unsqueeze(1), places.clamp(min=0)] == words[:, :-1]
         hit = written.all(1) & (begin >= prompt_len[lines])
-        forbidden[lines, torch.where(hit, words[:, -1], -1)] = True  # the last column is no token's
+        forbidden[lines, torch.where(hit, words[:, -1], -1)] = torch.ones_like(hit)  # `= True` waits
     stops = [
         (line, stop_id)
         for line, rule in enumerate(rules)
@@ -134,9 +142,10 @@ def _forbid(
         for stop_id in rule.stop_ids
     ]
     if stops:
-        lines, stop_ids = torch.tensor(stops, device=scores.device).unbind(1)
-        least = torch.tensor([rule.params.min_tokens for rule in rules], device=scores.device)
-        forbidden[lines, torch.where((output_len < least)[lines], stop_ids, -1)] = True
+        lines, stop_ids = _tensor(stops, scores).unbind(1)
+        least = _tensor([rule.params.min_tokens for rule in rules], scores)
+        hit = (output_len < least)[lines]
+        forbidden[lines, torch.where(hit, stop_ids, -1)] = torch.ones_like(hit)
     scores.masked_fill_(forbidden[:, :-1], -torch.inf)
 
 
@@ -183,7 +192,7 @@ def _filter(weights: torch.Tensor, scores: torch.Tensor, rules: Sequence[Rule]) 
     order = _best(scores, max(top_k))
     ranked = weights.gather(1, order)
     ranks = torch.arange(order.shape[1], device=scores.device)
-    ranked.masked_fill_(ranks >= torch.tensor(top_k, device=scores.device).unsqueeze(1), 0)
+    ranked.masked_fill_(ranks >= _tensor(top_k, scores).unsqueeze(1), 0)
     sums = ranked.cumsum(1)
     enough = sums[:, -1:].to(torch.float64) * _column(top_p, scores)
     ranked.masked_fill_(
@@ -202,7 +211,7 @@ def _best(scores: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)
+    return _tensor(values, like, torch.float64).unsqueeze(1)
 
 
 def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -218,7 +227,7 @@ def uniform(seeds: Sequence[int], position: torch.Tensor) -> torch.Tensor:
     """Random numbers [L] in [0, 1): 53 bits of Philox4x32-10 with key seed and counter position."""
     zero = torch.zeros_like(position)
     words = [[seed & WORD for seed in seeds], [seed >> 32 for seed in seeds]]
-    key = torch.tensor(words, device=position.device)
+    key = _tensor(words, position)
     high, low, _, _ = philox((position & WORD, position >> 32, zero, zero), (key[0], key[1]))
     return ((high << 21) | (low >> 11)).to(torch.float64) * 2.0**-53
 

@@ -344,6 +344,32 @@ def test_a_line_does_not_depend_on_its_neighbours_bitwise(size: int, monkeypatch
         assert all(torch.equal(all_of[n], one[0]) for all_of, one in zip(several, alone, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("size", [V, 70_001])
+def test_a_gpu_chooses_the_same_tokens_and_never_waits(size: int) -> None:
+    rules = some_rules()
+    scores = torch.stack([line(size, seed) for seed in range(len(rules))])
+    scores[0] = 1.0  # a tie of all
+    ids = torch.randint(0, V, (len(rules), 30), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    slot, position = torch.arange(len(rules)), torch.arange(len(rules)) % 20 + 2
+    wanted = choose(scores, rules, slot, position, ids)
+    there = [tensor.cuda() for tensor in (scores, slot, position, ids)]
+    for lines in (slice(None), slice(5, 6), slice(3, 19)):
+        found = choose(there[0][lines], rules[lines], there[1][lines], there[2][lines], there[3])
+        assert torch.equal(found.cpu(), wanted[lines])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        choose(there[0], rules, *there[1:])
+        logprobs(there[0], there[1] % V, 3)
+        broken(there[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    chosen = [own.cpu() for own in logprobs(there[0], there[1] % V, 3)]
+    for own, cpu in zip(chosen, logprobs(scores, slot % V, 3), strict=True):
+        torch.testing.assert_close(own, cpu)
+
+
 def test_plain_greedy_lines_cost_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_choose", None)
     assert choose_each(torch.eye(4), [rule(top_k=3, stop_ids=(1,))] * 4, [[0]] * 4) == [0, 1, 2, 3]
