@@ -76,12 +76,12 @@ class Ours:
         none = torch.zeros(len(step.new), dtype=torch.int32)
         slots = torch.arange(len(step.new), 0, -1).int()
         past = [[t[:a] for t in row] for row, a in zip(self.tokens, step.history, strict=True)]
-        self.call(*self.arguments(step.history, past, (slots, none, none, none, none)), chunk_len)
+        self.call(*self.arguments(step.history, past, (slots, *[none] * 5)), chunk_len)
         committed = int32(*step.history)
         drafts = int32(*(count - 1 if count == NUM_DRAFTS + 1 else 0 for count in step.new))
         self.new = [[t[a:] for t in row] for row, a in zip(self.tokens, step.history, strict=True)]
         edge = committed // chunk_len * chunk_len
-        self.args = self.arguments(step.new, self.new, (slots, committed, edge, drafts, none))
+        self.args = self.arguments(step.new, self.new, (slots, committed, edge, drafts, none, none))
 
     def arguments(self, lens: tuple[int, ...], new: list[Tensors], rows: Tensors) -> Tensors:
         cu_tokens = torch.tensor([0, *lens]).cumsum(0).int()
@@ -98,7 +98,7 @@ class Ours:
             num = row[0].shape[0]
             states = self.case.states(2, self.chunk_len, NUM_DRAFTS)
             y = self.call(
-                *row, *self.constants, *states, int32(0, num), int32(1), *[int32(0)] * 4, self.chunk_len
+                *row, *self.constants, *states, int32(0, num), int32(1), *[int32(0)] * 5, self.chunk_len
             )
             pieces.append(y[num - new[0].shape[0] :])
         return torch.cat(pieces)

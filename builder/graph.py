@@ -18,7 +18,7 @@ from hemiola.builder.models.layers import declared_states
 from hemiola.runtime.manifest import Limits, State
 
 Name = Literal["trunk", "draft"]
-ROWS = {name: "N" for name in ("slot_id", "committed", "edge", "num_drafts", "snapshot_slot")}
+ROWS = dict.fromkeys(("slot_id", "committed", "edge", "num_drafts", "snapshot_slot", "snapshot_edge"), "N")
 INPUTS = {
     "trunk": {
         "token_ids": "T",

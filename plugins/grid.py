@@ -29,7 +29,8 @@ class Row(NamedTuple):
     end: int  # the position behind its last token
     edge: int  # where the slot's state stands before the step
     new_edge: int  # and after it
-    snapshot_slot: int
+    snapshot_slot: int  # 0 unless the step passes the edge below
+    snapshot_edge: int
 
 
 def step_rows(rows: Sequence[torch.Tensor], chunk_len: int) -> list[Row]:
@@ -46,28 +47,31 @@ def check_ring(rows: np.ndarray, ring_len: int) -> None:
 
 
 def rows_key(rows: Sequence[torch.Tensor]) -> bytes:
-    """The content of cu_tokens .. snapshot_slot, to plan by."""
+    """The content of cu_tokens .. snapshot_edge, to plan by."""
     return b"".join([tensor.numpy().tobytes() for tensor in rows])
 
 
 def row_table(key: bytes, chunk_len: int) -> np.ndarray:
     """Rows that do something as columns, the fields of `Row` as lines."""
     flat = np.frombuffer(key, np.int32).astype(np.int64)
-    num_rows = flat.size // 6
+    num_rows = flat.size // 7
     cu_tokens = flat[: num_rows + 1]
-    slot_id, committed, edge, num_drafts, snapshot_slot = flat[num_rows + 1 :].reshape(5, num_rows)
+    slot_id, committed, edge, num_drafts, snapshot, snapshot_edge = flat[num_rows + 1 :].reshape(6, num_rows)
     end = committed + np.diff(cu_tokens)
     new_edge = (end - num_drafts) // chunk_len * chunk_len
     live = (end > committed) & (slot_id != 0)
     sane = (edge >= 0) & (edge % chunk_len == 0) & (edge <= committed) & (num_drafts >= 0)
-    sane &= num_drafts <= end - committed
+    sane &= (num_drafts <= end - committed) & ((snapshot == 0) | (snapshot_edge % chunk_len == 0))
     if not (sane | ~live).all():
         row = int(np.flatnonzero(live & ~sane)[0])
         raise ValueError(
             f"row {row}: {end[row] - committed[row]} tokens of which {num_drafts[row]} drafts after "
-            f"committed {committed[row]}, edge {edge[row]}, chunk_len {chunk_len}"
+            f"committed {committed[row]}, edge {edge[row]}, snapshot_edge {snapshot_edge[row]}, "
+            f"chunk_len {chunk_len}"
         )
-    return np.stack([slot_id, cu_tokens[:-1], committed, end, edge, new_edge, snapshot_slot])[:, live]
+    snapshot = np.where((edge < snapshot_edge) & (snapshot_edge <= new_edge), snapshot, 0)
+    table = [slot_id, cu_tokens[:-1], committed, end, edge, new_edge, snapshot, snapshot_edge]
+    return np.stack(table)[:, live]
 
 
 class Spread(NamedTuple):
@@ -108,7 +112,6 @@ class Tiles:
     slots: torch.Tensor  # [rows]
     runs: list[Run]
     fresh: torch.Tensor | None  # slots of rows that start from a zero state
-    standing: Copies | None  # snapshots of states that do not move: from slot to slot
     moved: dict[int, Copies]  # by ordinal of the tile that starts from the state: from row to slot
     folded: torch.Tensor | None  # tiles whose tokens a later state contains
     from_ring: bool  # the rings can hold every token of every tile at once
@@ -161,8 +164,6 @@ class Tiles:
         """
         if self.fresh is not None:
             state.index_fill_(0, self.fresh, 0)
-        if self.standing is not None:
-            state.index_copy_(0, self.standing.slots, state.index_select(0, self.standing.sources))
         if len(self.runs) == 1 or state[0].numel() >= BIG_STATE:
             for run in self.runs:
                 visit(run.rank, state.narrow(0, run.slot_id, run.num))
@@ -210,7 +211,7 @@ def _plan_tiles(
     num_folds = np.maximum(num_tiles - 1, (table[5] - table[4]) // chunk_len)
     order = np.lexsort((table[0], -num_folds, -num_tiles))
     num_tiles, num_folds = num_tiles[order], num_folds[order]
-    slot, _, committed, end, edge, new_edge, snapshot = table[:, order]
+    slot, _, committed, end, edge, new_edge, snapshot, snapshot_edge = table[:, order]
     counts, folds = _more_than(num_tiles), _more_than(num_folds)
     ordinal = np.repeat(np.arange(counts.size), counts)
     rank = np.arange(ordinal.size) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -233,7 +234,6 @@ def _plan_tiles(
     stored = token_ids[is_stored]
     by_stored = np.argsort(stored)
     fresh = slot[committed == 0]
-    standing, moved = _copies(slot, (new_edge - edge) // chunk_len, snapshot, folds)
     return Tiles(
         chunk_len=chunk_len,
         num_tokens=num_tokens,
@@ -243,8 +243,9 @@ def _plan_tiles(
         slots=torch.from_numpy(slot),
         runs=_runs(slot),
         fresh=torch.from_numpy(fresh) if fresh.size else None,
-        standing=standing,
-        moved=moved,
+        moved=_copies(
+            slot, (new_edge - edge) // chunk_len, snapshot, (snapshot_edge - edge) // chunk_len, folds
+        ),
         folded=torch.from_numpy(np.flatnonzero(ordinal < num_folds[rank])) if folds.size else None,
         from_ring=from_ring,
         record_ids=torch.from_numpy(ring_ids[is_record]),
@@ -266,26 +267,21 @@ def _unless_all(token_ids: np.ndarray, num_tokens: int) -> torch.Tensor | None:
 
 
 def _copies(
-    slot: np.ndarray, ordinal: np.ndarray, snapshot: np.ndarray, folds: np.ndarray
-) -> tuple[Copies | None, dict[int, Copies]]:
-    """What to store where: a state that moves goes to its slot, and any state to the snapshot of it."""
-    standing = np.flatnonzero((ordinal == 0) & (snapshot > 0))
-    ranks = np.flatnonzero(ordinal)
-    shot = ranks[snapshot[ranks] > 0]
-    ranks, slots = np.concatenate([ranks, shot]), np.concatenate([slot[ranks], snapshot[shot]])
-    at = ordinal[ranks]
+    slot: np.ndarray, ordinal: np.ndarray, snapshot: np.ndarray, shot_ordinal: np.ndarray, folds: np.ndarray
+) -> dict[int, Copies]:
+    """What to store where: a state that moves goes to its slot, and one on the way to the snapshot of it."""
+    moving, shot = np.flatnonzero(ordinal), np.flatnonzero(snapshot > 0)
+    ranks, slots = np.concatenate([moving, shot]), np.concatenate([slot[moving], snapshot[shot]])
+    at = np.concatenate([ordinal[moving], shot_ordinal[shot]])
     moved = {}
     for j in set(at.tolist()):
         sources = ranks[at == j]
         everything = sources.size == folds[j - 1] and (sources == np.arange(sources.size)).all()
-        moved[j] = _pair(sources[:0] if everything else sources, slots[at == j])
-    if not standing.size:
-        return None, moved
-    return _pair(slot[standing], snapshot[standing]), moved
-
-
-def _pair(sources: np.ndarray, slots: np.ndarray) -> Copies:
-    return Copies(torch.from_numpy(sources), torch.from_numpy(slots))
+        moved[j] = Copies(
+            sources=torch.from_numpy(sources[:0] if everything else sources),
+            slots=torch.from_numpy(slots[at == j]),
+        )
+    return moved
 
 
 def _runs(slot: np.ndarray) -> list[Run]:

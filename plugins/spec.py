@@ -39,8 +39,9 @@ class Attr(NamedTuple):
 # stand at the absolute positions committed[n], committed[n] + 1, ...; the last num_drafts[n] of them are
 # only proposed. The row's slot holds the state after edge[n] tokens and records of the tokens
 # edge[n]..committed[n]. After the step it holds the state at `next_edge` (below) and records from there on.
-# snapshot_slot[n] receives a copy of the slot at that edge. Slot 0 is the dump slot: padding writes there,
-# nothing reads it.
+# If snapshot_slot[n] is not 0 and the step passes snapshot_edge[n], a chunk edge with
+# edge[n] < snapshot_edge[n] <= next_edge, the snapshot slot becomes a slot that stands at that edge, without
+# records; else it is left alone. Slot 0 is the dump slot: padding writes there, nothing reads it.
 ROWS = (
     Arg("cu_tokens", "M", INT),  # M = N + 1
     Arg("slot_id", "N", INT),
@@ -48,6 +49,7 @@ ROWS = (
     Arg("edge", "N", INT),
     Arg("num_drafts", "N", INT),
     Arg("snapshot_slot", "N", INT),
+    Arg("snapshot_edge", "N", INT),
 )
 
 

@@ -105,6 +105,7 @@ class Harness:
                 "edge": [request.edge for request, _, _ in rows] + dump,
                 "num_drafts": [drafts for _, _, drafts in rows] + dump,
                 "snapshot_slot": [0 for _ in rows] + dump,
+                "snapshot_edge": [0 for _ in rows] + dump,
                 "page_table": [request.pages for request, _, _ in rows]
                 + [[0] * self.table_width] * len(dump),
                 "logits_ids": [*range(ends[-1])],

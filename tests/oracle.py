@@ -66,6 +66,7 @@ class Oracle:
             "edge": [position],
             "num_drafts": [0],
             "snapshot_slot": [0],
+            "snapshot_edge": [0],
             "page_table": [[1]],
             "logits_ids": [0],
         }

@@ -14,7 +14,7 @@ from hemiola.builder.checkpoint import Checkpoint, Config, Lazy, join, stacked
 from hemiola.runtime.manifest import Limits, State
 
 Tensors = dict[str, torch.Tensor]
-ROWS = ("cu_tokens", "slot_id", "committed", "edge", "num_drafts", "snapshot_slot")
+ROWS = ("cu_tokens", "slot_id", "committed", "edge", "num_drafts", "snapshot_slot", "snapshot_edge")
 
 
 class Kit:

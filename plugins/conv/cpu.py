@@ -26,10 +26,11 @@ def conv(
     edge: torch.Tensor,
     num_drafts: torch.Tensor,
     snapshot_slot: torch.Tensor,
+    snapshot_edge: torch.Tensor,
     chunk_len: int,
 ) -> torch.Tensor:
     """y[T, E], silu applied; see reference.py."""
-    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot)
+    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
     width = weight.shape[1]
     plan = _plan(rows_key(rows), x.shape[0], chunk_len, columns.shape[1], width)
     if plan is None:
@@ -41,7 +42,7 @@ def conv(
     windows = source.index_select(0, plan.windows).to(exact)
     ring.index_copy_(0, plan.stored_ids, new if plan.stored is None else new.index_select(0, plan.stored))
     if plan.shots is not None:
-        columns.index_copy_(0, plan.shots.slots, columns.index_select(0, plan.shots.sources))
+        ring.index_copy_(0, plan.shots.ring_ids, source.index_select(0, plan.shots.sources))
 
     taps = weight.to(exact).mT.contiguous()  # [W, E]
     num = windows.shape[0] - width + 1
@@ -58,7 +59,7 @@ def conv(
 
 
 class _Plan(NamedTuple):
-    record_ids: torch.Tensor  # in rings of [slots * ring] columns
+    record_ids: torch.Tensor  # in rings of [slots * ring] columns: of windows, then of snapshots
     windows: torch.Tensor  # into a zero, the records and the new tokens: every row's window, row after row
     kept: torch.Tensor | None  # sums that do not straddle two rows, in token order; None if all
     live: torch.Tensor | None  # tokens that belong to a row, None if all
@@ -68,8 +69,10 @@ class _Plan(NamedTuple):
 
 
 class _Shots(NamedTuple):
-    sources: torch.Tensor
-    slots: torch.Tensor
+    """The W - 1 columns before the edges of snapshots."""
+
+    sources: torch.Tensor  # into a zero, the records and the new tokens
+    ring_ids: torch.Tensor  # in rings of [slots * ring] columns
 
 
 @lru_cache(maxsize=8)  # keyed by the rows' content: the layers of one step ask the same question
@@ -78,7 +81,7 @@ def _plan(key: bytes, num_tokens: int, chunk_len: int, ring_len: int, width: int
     if table.shape[1] == 0:
         return None
     check_ring(table, ring_len - width + 1)
-    slot, first, committed, end, _, new_edge, snapshot = table
+    slot, first, committed, end, _, new_edge = table[:6]
     # one line per place of a window: positions committed - W + 1 .. end of each row
     lens = end - committed + width - 1
     row = np.repeat(np.arange(slot.size), lens)
@@ -88,19 +91,36 @@ def _plan(key: bytes, num_tokens: int, chunk_len: int, ring_len: int, width: int
     token_ids = place + (first - committed)[row]
     ring_ids = slot[row] * ring_len + place % ring_len
     num_records = int(is_record.sum())
-    windows = np.where(is_new, token_ids + 1 + num_records, 0)
+    shot_records, shots = _shots(table, ring_len, width, num_records)
+    windows = np.where(is_new, token_ids + 1 + num_records + shot_records.size, 0)
     windows[is_record] = np.arange(1, num_records + 1)
     kept = np.flatnonzero(is_new) - (width - 1)
     live = token_ids[is_new]
     is_stored = is_new & (place > (new_edge - width)[row])
     stored = token_ids[is_stored]
-    shot = np.flatnonzero(snapshot > 0)
     return _Plan(
-        record_ids=torch.from_numpy(ring_ids[is_record]),
+        record_ids=torch.from_numpy(np.concatenate([ring_ids[is_record], shot_records])),
         windows=torch.from_numpy(windows),
         kept=None if slot.size == 1 else torch.from_numpy(kept),
         live=None if live.size == num_tokens else torch.from_numpy(live),
         stored=None if stored.size == num_tokens else torch.from_numpy(stored),
         stored_ids=torch.from_numpy(ring_ids[is_stored]),
-        shots=_Shots(torch.from_numpy(slot[shot]), torch.from_numpy(snapshot[shot])) if shot.size else None,
+        shots=shots,
     )
+
+
+def _shots(
+    table: np.ndarray, ring_len: int, width: int, num_records: int
+) -> tuple[np.ndarray, _Shots | None]:
+    """What snapshots take: the records among it, which come behind `num_records` others, and all of it."""
+    slot, first, committed, _, _, _, snapshot, snapshot_edge = table[:, table[6] > 0, None]
+    place = snapshot_edge + np.arange(1 - width, 0)
+    is_record = (place >= 0) & (place < committed)
+    records = (slot * ring_len + place % ring_len)[is_record]
+    if not slot.size:
+        return records, None
+    sources = place - committed + first + 1 + num_records + records.size
+    sources[is_record] = np.arange(1 + num_records, 1 + num_records + records.size)
+    held = place >= 0
+    ring_ids = snapshot * ring_len + place % ring_len
+    return records, _Shots(torch.from_numpy(sources[held]), torch.from_numpy(ring_ids[held]))

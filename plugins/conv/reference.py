@@ -16,12 +16,14 @@ def conv(
     edge: torch.Tensor,
     num_drafts: torch.Tensor,
     snapshot_slot: torch.Tensor,
+    snapshot_edge: torch.Tensor,
     chunk_len: int,
 ) -> torch.Tensor:
     """y[T, E], silu applied: a token reads its column and the W - 1 before; before position 0 are zeros."""
     ring_len, width = columns.shape[1], weight.shape[1]
     y = torch.zeros_like(x)
-    for row in step_rows((cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot), chunk_len):
+    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
+    for row in step_rows(rows, chunk_len):
         ring = columns[row.slot_id]
         window = [torch.zeros_like(bias)] * width
         for position in range(max(row.committed - width + 1, 0), row.end):
@@ -31,8 +33,11 @@ def conv(
             if position >= row.committed:
                 total = bias + sum(weight[:, i] * window[i] for i in range(width))
                 y[token] = total / (1 + torch.exp(-total))
+        if row.snapshot_slot > 0:
+            for position in range(max(row.snapshot_edge - width + 1, 0), row.snapshot_edge):
+                token = row.first + position - row.committed
+                column = ring[position % ring_len] if position < row.committed else x[token]
+                columns[row.snapshot_slot, position % ring_len] = column
         for position in range(max(row.committed, row.new_edge - width + 1), row.end):
             ring[position % ring_len] = x[row.first + position - row.committed]
-        if row.snapshot_slot > 0:
-            columns[row.snapshot_slot] = ring
     return y

@@ -33,12 +33,13 @@ def delta(
     edge: torch.Tensor,
     num_drafts: torch.Tensor,
     snapshot_slot: torch.Tensor,
+    snapshot_edge: torch.Tensor,
     chunk_len: int,
 ) -> torch.Tensor:
     """o[T, H, V]; see reference.py."""
     if chunk_len & (chunk_len - 1):
         raise ValueError(f"delta: chunk_len is {chunk_len}, expected a power of two")
-    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot)
+    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
     (num_tokens, groups, _), heads = k.shape, v.shape[1]
     tiles = plan_tiles(rows, num_tokens, chunk_len, k_records.shape[1], groups, heads, heads)
     if tiles is None:

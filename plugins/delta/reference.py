@@ -22,13 +22,15 @@ def delta(
     edge: torch.Tensor,
     num_drafts: torch.Tensor,
     snapshot_slot: torch.Tensor,
+    snapshot_edge: torch.Tensor,
     chunk_len: int,
 ) -> torch.Tensor:
     """o[T, H, V]; head h reads key head h // (H / G)."""
     records, new = (k_records, v_records, g_records, beta_records), (k, v, g, beta)
     ring_len, per_group = k_records.shape[1], v.shape[1] // k.shape[1]
     o = torch.zeros_like(v)
-    for row in step_rows((cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot), chunk_len):
+    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
+    for row in step_rows(rows, chunk_len):
         slot = row.slot_id
         h = torch.zeros_like(state[slot]) if row.committed == 0 else state[slot].clone()
         at_edge = h
@@ -46,10 +48,10 @@ def delta(
                 o[token] = (h * q[token].repeat_interleave(per_group, 0)[:, :, None]).sum(1)
             if position + 1 == row.new_edge:
                 at_edge = h
+            if row.snapshot_slot > 0 and position + 1 == row.snapshot_edge:
+                state[row.snapshot_slot] = h
         state[slot] = at_edge
         for position in range(max(row.committed, row.new_edge), row.end):
             for ring, tensor in zip(records, new, strict=True):
                 ring[slot, position % ring_len] = tensor[row.first + position - row.committed]
-        if row.snapshot_slot > 0:
-            state[row.snapshot_slot] = at_edge
     return o

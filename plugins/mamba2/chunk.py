@@ -31,10 +31,11 @@ def mamba2(
     edge: torch.Tensor,
     num_drafts: torch.Tensor,
     snapshot_slot: torch.Tensor,
+    snapshot_edge: torch.Tensor,
     chunk_len: int,
 ) -> torch.Tensor:
     """y[T, H, P], the D * x term included; see reference.py."""
-    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot)
+    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
     (num_tokens, heads, width), groups = x.shape, B.shape[1]
     tiles = plan_tiles(rows, num_tokens, chunk_len, x_records.shape[1], groups, heads, groups)
     if tiles is None:

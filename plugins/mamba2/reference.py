@@ -22,12 +22,14 @@ def mamba2(
     edge: torch.Tensor,
     num_drafts: torch.Tensor,
     snapshot_slot: torch.Tensor,
+    snapshot_edge: torch.Tensor,
     chunk_len: int,
 ) -> torch.Tensor:
     """y[T, H, P], the D * x term included."""
     ring_len, per_group = x_records.shape[1], x.shape[1] // B.shape[1]
     y = torch.zeros_like(x)
-    for row in step_rows((cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot), chunk_len):
+    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
+    for row in step_rows(rows, chunk_len):
         slot = row.slot_id
         h = torch.zeros_like(state[slot]) if row.committed == 0 else state[slot].clone()
         at_edge = h
@@ -45,11 +47,11 @@ def mamba2(
                 y[token] = (h * C_t[:, None, :]).sum(-1) + D[:, None] * x_t
             if position + 1 == row.new_edge:
                 at_edge = h
+            if row.snapshot_slot > 0 and position + 1 == row.snapshot_edge:
+                state[row.snapshot_slot] = h
         state[slot] = at_edge
         for position in range(max(row.committed, row.new_edge), row.end):
             token = row.first + position - row.committed
             for ring, tensor in zip((x_records, B_records, dt_records), (x, B, dt), strict=True):
                 ring[slot, position % ring_len] = tensor[token]
-        if row.snapshot_slot > 0:
-            state[row.snapshot_slot] = at_edge
     return y

@@ -126,7 +126,7 @@ class Plain:
     def run(self, num: int) -> tuple[torch.Tensor, Tensors]:
         states = self.subject.states(2, self.chunk_len, 0)
         inputs = [token[:num] for token in self.tokens]
-        rows = (int32(0, num), int32(1), int32(0), int32(0), int32(0), int32(0))
+        rows = (int32(0, num), int32(1), *[int32(0)] * 5)
         form = self.subject.form(self.form)
         return form(*inputs, *self.subject.constants(), *states, *rows, self.chunk_len), states
 
@@ -160,6 +160,8 @@ class Part:
     drafts: int = 0
     accepted: int = 0
     snapshot_slot: int = 0
+    snapshot_edge: int = 0
+    stored: bool = False  # whether the step passed that edge
 
 
 class Host:
@@ -200,20 +202,22 @@ class Host:
         lens = [0, *(tokens[0].shape[0] for tokens in inputs)]
         cu = torch.tensor(lens).cumsum(0).int()
         columns = [
-            (p.sequence.slot, p.sequence.committed, p.sequence.edge, p.drafts, p.snapshot_slot) for p in parts
+            (s.slot, s.committed, s.edge, p.drafts, p.snapshot_slot, p.snapshot_edge)
+            for p in parts
+            for s in [p.sequence]
         ]
-        columns += [(0, 0, 0, 0, 0)] * bool(padding)
+        columns += [(0, 0, 0, 0, 0, 0)] * bool(padding)
         rows = (cu, *(int32(*column) for column in zip(*columns, strict=True)))
         whole = [torch.cat(pieces) for pieces in zip(*inputs, strict=True)]
         before = [tensor.clone() for tensor in self.states]
         y = self.subject.form(self.form)(
             *whole, *self.subject.constants(), *self.states, *rows, self.chunk_len
         )
-        self._check_strangers(before, parts)
         if padding:
             assert (y[cu[-2] :] == 0).all(), "padding must come out as zeros"
         for part, first in zip(parts, cu.tolist(), strict=False):
             self._check(part, y[first:])
+        self._check_strangers(before, parts)
 
     def _tokens(self, part: Part) -> Tensors:
         sequence, true = part.sequence, part.certain + part.accepted
@@ -222,7 +226,8 @@ class Host:
         return [torch.cat(pair) for pair in zip(kept, junk, strict=True)]
 
     def _check_strangers(self, before: Tensors, parts: list[Part]) -> None:
-        busy = {p.sequence.slot for p in parts if p.certain + p.drafts} | {p.snapshot_slot for p in parts}
+        busy = {p.sequence.slot for p in parts if p.certain + p.drafts}
+        busy |= {p.snapshot_slot for p in parts if p.stored}
         others = [slot for slot in range(1, before[0].shape[0]) if slot not in busy]
         for old, new in zip(before, self.states, strict=True):
             assert same_bits(old[others], new[others]), "a slot that no row owns has changed"
@@ -233,12 +238,17 @@ class Host:
             return
         wanted = sequence.plain.outputs[sequence.committed : sequence.committed + true]
         assert same_bits(y[:true], wanted), f"{part} differs from the plain run by {y[:true] - wanted}"
-        sequence.edge = next_edge(sequence.committed, part.certain + part.drafts, part.drafts, self.chunk_len)
+        new_edge = next_edge(sequence.committed, part.certain + part.drafts, part.drafts, self.chunk_len)
+        part.stored = part.snapshot_slot > 0 and sequence.edge < part.snapshot_edge <= new_edge
+        sequence.edge = new_edge
         sequence.committed += true
-        wanted = sequence.plain.at_edge(sequence.edge)
-        for slot in {sequence.slot, part.snapshot_slot} - {0}:
-            held = self.subject.at_edge(self.states, slot, sequence.edge)
-            assert same_bits(held, wanted), f"{part}: slot {slot} is not the plain run's"
+        self._check_slot(sequence.plain, sequence.slot, new_edge)
+        if part.stored:
+            self._check_slot(sequence.plain, part.snapshot_slot, part.snapshot_edge)
+
+    def _check_slot(self, plain: Plain, slot: int, edge: int) -> None:
+        held = self.subject.at_edge(self.states, slot, edge)
+        assert same_bits(held, plain.at_edge(edge)), f"slot {slot} is not the plain run's at {edge}"
 
 
 def storm(subject: Subject, form: str, chunk_len: int, num_drafts: int, seed: int, num_steps: int) -> int:
@@ -271,8 +281,8 @@ def storm(subject: Subject, form: str, chunk_len: int, num_drafts: int, seed: in
         for part in parts:
             sequence = part.sequence
             checked += part.certain + part.accepted
-            if part.snapshot_slot and sequence.edge:
-                snapshots.append((sequence.plain, part.snapshot_slot, sequence.edge))
+            if part.stored:
+                snapshots.append((sequence.plain, part.snapshot_slot, part.snapshot_edge))
             elif part.snapshot_slot:
                 host.free.append(part.snapshot_slot)
             if sequence.left == 0:
@@ -288,5 +298,9 @@ def random_part(rng: random.Random, sequence: Sequence, host: Host) -> Part:
     certain = rng.randrange(limit + 1) if rng.random() < 0.5 else limit
     drafts = rng.randrange(host.num_drafts + 1) if certain else 0
     accepted = min(rng.randrange(drafts + 1), sequence.left - certain)
-    wants = certain and rng.random() < 0.2 and len(host.free) > 2
-    return Part(sequence, certain, drafts, accepted, host.acquire() if wants else 0)
+    part = Part(sequence, certain, drafts, accepted)
+    if rng.random() < 0.3 and len(host.free) > 2:
+        part.snapshot_slot = host.acquire()
+        last = (sequence.committed + certain) // host.chunk_len * host.chunk_len
+        part.snapshot_edge = rng.randrange(0, last + 2 * host.chunk_len, host.chunk_len)
+    return part

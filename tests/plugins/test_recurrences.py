@@ -77,21 +77,82 @@ def test_a_rejected_draft_was_never_there(subject: Subject, num_drafts: int, for
             host.step([Part(sequence, 1, drafts, min(kept, sequence.left - 1)) for sequence in sequences])
 
 
+def check_copies(host: Host, plain: Plain, snapshot_slot: int, edge: int) -> None:
+    """Sequences that start from a snapshot, in pieces and with drafts, are the plain run."""
+    pieces, whole = (host.resume(plain, snapshot_slot, edge) for _ in range(2))
+    host.step([Part(pieces, min(1, pieces.left), host.num_drafts), Part(whole, whole.left)])
+    host.step([Part(pieces, pieces.left)])
+    host.free += [pieces.slot, whole.slot]
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("subject", KINDS, ids=ids)
-def test_a_snapshot_goes_on_like_the_original(subject: Subject, form: str) -> None:
-    chunk_len, num_drafts = 8, 3
-    plain = Plain(subject, form, chunk_len, subject.tokens(4 * chunk_len, seed=3))
-    for first, drafts in itertools.product(
-        (1, chunk_len - 1, chunk_len, chunk_len + 3, 2 * chunk_len + 1), (0, 3)
-    ):
-        host = Host(subject, form, chunk_len, num_drafts, num_slots=6, seed=first)
+def test_a_snapshot_of_any_edge_of_a_prompt_chunk(subject: Subject, form: str) -> None:
+    chunk_len = 8
+    plain = Plain(subject, form, chunk_len, subject.tokens(6 * chunk_len, seed=3))
+    for before, edge, drafts in itertools.product((0, 1, 7, 8, 13), range(0, 48, chunk_len), (0, 3)):
+        host = Host(subject, form, chunk_len, 3, num_slots=5, seed=before + edge)
         original = host.start(plain)
-        host.step([Part(original, first, drafts, drafts and 2, snapshot_slot=host.acquire())])
-        taken = max(set(range(1, 6)) - set(host.free) - {original.slot})
-        copies = [host.resume(plain, taken, original.edge), host.resume(plain, taken, original.edge)]
-        host.step([Part(original, 2), Part(copies[0], 1), Part(copies[1], 5)])
-        host.step([Part(copies[1], 4), Part(original, original.left), Part(copies[0], copies[0].left)])
+        host.step([Part(original, before)])
+        ask = Part(original, 29 - drafts, drafts, 2 * bool(drafts), host.acquire(), snapshot_edge=edge)
+        host.step([ask])
+        assert ask.stored == (before // 8 * 8 < edge <= (before + 29 - drafts) // 8 * 8)
+        if ask.stored:
+            check_copies(host, plain, ask.snapshot_slot, edge)
+        host.step([Part(original, original.left)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("subject", KINDS, ids=ids)
+def test_edges_inside_an_accepted_window_are_saved(subject: Subject, form: str) -> None:
+    """20 drafts at C = 8: records cross up to three edges, and the next step passes all of them."""
+    chunk_len, num_drafts = 8, 20
+    plain = Plain(subject, form, chunk_len, subject.tokens(60, seed=11))
+    for prompt, accepted, after in itertools.product(
+        (1, 6, 8, 15), (7, 8, 19, 20), ((1, 0), (9, 0), (1, 20))
+    ):
+        passed = range(prompt // 8 * 8, prompt + 1 + accepted + 2 * chunk_len, chunk_len)
+        num = len(passed)
+        host = Host(subject, form, chunk_len, num_drafts, num_slots=2 * num + 4, seed=prompt + accepted)
+        sequences = [host.start(plain) for _ in passed]
+        host.step([Part(sequence, prompt) for sequence in sequences])
+        targets = [host.acquire() for _ in passed]
+        asks = [
+            [
+                Part(sequence, *tokens, snapshot_slot=slot, snapshot_edge=edge)
+                for sequence, slot, edge in zip(sequences, targets, passed, strict=True)
+            ]
+            for tokens in ((1, num_drafts, accepted), after, (3,))
+        ]
+        for step in asks:
+            host.step(step)
+        stored = [[part.stored for part in parts] for parts in zip(*asks, strict=True)]
+        assert not any(stored[0]) and all(sum(marks) <= 1 for marks in stored)
+        assert sum(map(any, stored)) >= accepted // chunk_len
+        for marks, slot, edge in zip(stored, targets, passed, strict=True):
+            if any(marks):
+                check_copies(host, plain, slot, edge)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("subject", KINDS, ids=ids)
+def test_only_the_step_that_passes_the_edge_stores_it(subject: Subject, form: str) -> None:
+    """A host that runs ahead asks again and again, before the edge and behind it."""
+    chunk_len = 8
+    plain = Plain(subject, form, chunk_len, subject.tokens(40, seed=12))
+    for sizes in ([1] * 30, [5] * 6, [7, 9, 14], [3, 13, 8, 6], [16, 1, 13]):
+        host = Host(subject, form, chunk_len, 3, num_slots=5, seed=len(sizes))
+        sequence, target = host.start(plain), host.acquire()
+        for tensor in host.states:
+            tensor[target] = float("nan")
+        asks = [Part(sequence, size, 3, snapshot_slot=target, snapshot_edge=16) for size in sizes]
+        for ask in asks:
+            held = [tensor[target].clone() for tensor in host.states]
+            host.step([ask])
+            if not ask.stored:
+                assert all(same_bits(a, b[target]) for a, b in zip(held, host.states, strict=True))
+        assert [ask.stored for ask in asks].count(True) == 1
+        check_copies(host, plain, target, 16)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -112,7 +173,7 @@ def test_padding_and_empty_rows_do_nothing(subject: Subject, form: str) -> None:
 def test_a_step_of_padding_only(subject: Subject) -> None:
     states = subject.states(3, 8, 0)
     tokens = subject.tokens(32, seed=0)
-    for rows in ((int32(0, 32), *[int32(0)] * 5), (int32(0, 0), int32(1), *[int32(0)] * 4)):
+    for rows in ((int32(0, 32), *[int32(0)] * 6), (int32(0, 0), int32(1), *[int32(0)] * 5)):
         y = subject.form("cpu")(*tokens, *subject.constants(), *states, *rows, 8)
         assert (y == 0).all()
     assert all(tensor[1:].isnan().all() for tensor in states)
@@ -176,7 +237,8 @@ def test_bfloat16_inputs_split_anywhere(subject: Subject, records: torch.dtype) 
         states = [s.to(records) if name in half else s for name, s in zip(held, states, strict=True)]
         y, position = [], 0
         for length in lens:
-            rows = (int32(0, length), int32(1), int32(position), int32(position // 8 * 8), int32(0), int32(0))
+            edge = int32(position // 8 * 8)
+            rows = (int32(0, length), int32(1), int32(position), edge, *[int32(0)] * 3)
             step = [t[position : position + length] for t in tokens]
             y.append(subject.form("cpu")(*step, *subject.constants(), *states, *rows, chunk_len))
             position += length
@@ -197,14 +259,24 @@ def test_cpu_form_is_the_reference(subject: Subject, chunk_len: int) -> None:
     num = len(lens)
     slots = torch.arange(1, 2 * num + 1).int()
     none = torch.zeros(num, dtype=torch.int32)
-    rows = (torch.tensor([0, *lens]).cumsum(0).int(), slots[:num], none, none, none, slots[num:])
+    edges = [length // chunk_len * chunk_len for length in lens]
+    rows = (
+        torch.tensor([0, *lens]).cumsum(0).int(),
+        slots[:num],
+        none,
+        none,
+        none,
+        slots[num:],
+        int32(*edges),
+    )
     tokens = [*subject.tokens(sum(lens), seed=6), *subject.constants()]
 
     def run(form: str, dtype: torch.dtype) -> list[torch.Tensor]:
         states = subject.states(2 * num + 1, chunk_len, 0, dtype)
         y = subject.form(form)(*(token.to(dtype) for token in tokens), *states, *rows, chunk_len)
-        edges = [length // chunk_len * chunk_len for length in lens] * 2
-        return [y, *(subject.at_edge(states, slot, edge) for slot, edge in enumerate(edges, start=1))]
+        held = [*enumerate(edges, start=1)]
+        held += [(slot + num, edge) for slot, edge in held if edge]  # edge 0 is no snapshot
+        return [y, *(subject.at_edge(states, slot, edge) for slot, edge in held)]
 
     wanted = run("reference", torch.float64)
     for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-13)):
@@ -224,20 +296,21 @@ def test_long_sequences_stay_exact(subject: Subject) -> None:
     while position < num:
         step = min(rng.choice([1, 2, 5, 100, 300]), num - position)
         edge = position // chunk_len * chunk_len
-        rows = (int32(0, step), int32(1), int32(position), int32(edge), int32(0), int32(0))
+        rows = (int32(0, step), int32(1), int32(position), int32(edge), *[int32(0)] * 3)
         inputs = [token[position : position + step] for token in tokens]
         y.append(subject.form("cpu")(*inputs, *subject.constants(), *states, *rows, chunk_len))
         position += step
     exact = subject.states(2, chunk_len, 3, torch.float64)
     inputs = [token.double() for token in (*tokens, *subject.constants())]
-    wanted = subject.op.reference(*inputs, *exact, int32(0, num), int32(1), *[int32(0)] * 4, chunk_len)
+    wanted = subject.op.reference(*inputs, *exact, int32(0, num), int32(1), *[int32(0)] * 5, chunk_len)
     assert rel_error(torch.cat(y), wanted) < 1e-5
     assert rel_error(states[0][1], exact[0][1]) < 1e-5
 
 
 def call(subject: Subject, form: str, num: int = 4, **rows: int) -> torch.Tensor:
     """One row of `num` tokens, C = 8, rings without room for drafts."""
-    columns = {"slot_id": 1, "committed": 0, "edge": 0, "num_drafts": 0, "snapshot_slot": 0} | rows
+    names = ("slot_id", "committed", "edge", "num_drafts", "snapshot_slot", "snapshot_edge")
+    columns = dict.fromkeys(names, 0) | {"slot_id": 1} | rows
     inputs = (*subject.tokens(num, 0), *subject.constants(), *subject.states(3, 8, 0), int32(0, num))
     return subject.form(form)(*inputs, *(int32(value) for value in columns.values()), 8)
 
@@ -252,6 +325,7 @@ def call(subject: Subject, form: str, num: int = 4, **rows: int) -> torch.Tensor
         {"num_drafts": 5},
         {"edge": -8},
         {"num_drafts": -1},
+        {"snapshot_slot": 2, "snapshot_edge": 7},
     ],
     ids=str,
 )
@@ -275,7 +349,7 @@ def test_declared_shapes_and_types_are_checked(op: object) -> None:
         *subject.constants(),
         *subject.states(3, 8, 0),
         int32(0, 4),
-        *[int32(0)] * 5,
+        *[int32(0)] * 6,
     ]
     op.check(*args)
     for index, arg in enumerate(op.args):
@@ -299,12 +373,12 @@ def test_export_keeps_lengths_free_and_states_in_place(subject: Subject) -> None
     def inputs(lens: list[int], states: Tensors) -> tuple[Tensors, ...]:
         num = len(lens)
         cu = torch.tensor([0, *lens]).cumsum(0).int()
-        rows = [cu, torch.arange(1, num + 1).int(), *(torch.zeros(num, dtype=torch.int32) for _ in range(4))]
+        rows = [cu, torch.arange(1, num + 1).int(), *(torch.zeros(num, dtype=torch.int32) for _ in range(5))]
         return subject.tokens(sum(lens), 1), states, rows
 
     states = subject.states(5, 8, 3)
     T, N = torch.export.Dim("num_tokens", max=4096), torch.export.Dim("num_rows", max=64)
-    dynamic = ([{0: T}] * len(subject.tokens(1, 0)), [None] * len(states), [{0: N + 1}] + [{0: N}] * 5)
+    dynamic = ([{0: T}] * len(subject.tokens(1, 0)), [None] * len(states), [{0: N + 1}] + [{0: N}] * 6)
     example = inputs([3, 9], [tensor.clone() for tensor in states])
     program = torch.export.export(Layer(subject), example, dynamic_shapes=dynamic, strict=False)
     mine, theirs = [tensor.clone() for tensor in states], [tensor.clone() for tensor in states]

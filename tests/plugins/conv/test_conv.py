@@ -16,7 +16,7 @@ TOLERANCE = 1e-6
 def test_torch_says_the_same(subject: Subject, num: int, form: str) -> None:
     (x,), (weight, bias) = subject.tokens(num, seed=num), subject.constants()
     (columns,) = subject.states(2, 16, 0)
-    y = subject.form(form)(x, weight, bias, columns, int32(0, num), int32(1), *[int32(0)] * 4, 16)
+    y = subject.form(form)(x, weight, bias, columns, int32(0, num), int32(1), *[int32(0)] * 5, 16)
     padded = F.pad(x.mT[None], (weight.shape[1] - 1, 0))
     theirs = F.silu(F.conv1d(padded, weight[:, None], bias, groups=x.shape[1]))
     assert rel_error(y, theirs[0].mT) < TOLERANCE
@@ -26,5 +26,5 @@ def test_large_inputs_do_not_overflow() -> None:
     x = torch.full((40, 12), 1e4) * torch.linspace(-1, 1, 12)
     _, (weight, bias) = None, CONV4.constants()
     (columns,) = CONV4.states(2, 16, 0)
-    y = CONV4.form("cpu")(x, weight, bias, columns, int32(0, 40), int32(1), *[int32(0)] * 4, 16)
+    y = CONV4.form("cpu")(x, weight, bias, columns, int32(0, 40), int32(1), *[int32(0)] * 5, 16)
     assert y.isfinite().all()

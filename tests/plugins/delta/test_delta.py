@@ -21,7 +21,7 @@ def plain(
     """Outputs of a fresh row, and the state at its last edge."""
     num = tokens[0].shape[0]
     states = case.states(2, chunk_len, 0, tokens[0].dtype)
-    o = case.form(form)(*tokens, *states, int32(0, num), int32(1), *[int32(0)] * 4, chunk_len)
+    o = case.form(form)(*tokens, *states, int32(0, num), int32(1), *[int32(0)] * 5, chunk_len)
     return o, states[0][1]
 
 

@@ -20,7 +20,7 @@ def test_transformers_says_the_same(subject: Subject, num: int, form: str) -> No
     tokens, (A, D) = subject.tokens(num, seed=num), subject.constants()
     x, B, C, dt = tokens
     states = subject.states(2, 16, 0)
-    y = subject.form(form)(*tokens, A, D, *states, int32(0, num), int32(1), *[int32(0)] * 4, 16)
+    y = subject.form(form)(*tokens, A, D, *states, int32(0, num), int32(1), *[int32(0)] * 5, 16)
 
     wide_A, wide_D = A[:, None, None].expand(states[0].shape[1:]), D[:, None].expand(x.shape[1:])
     state, by_token = torch.zeros(1, *states[0].shape[1:]), []
