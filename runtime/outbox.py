@@ -87,7 +87,8 @@ def _new_text(letter: _Letter, token_ids: list[int]) -> str:
     for at, token_id in enumerate(token_ids):
         if token_id in request.stop_ids:  # it ends the text and is no part of it
             break
-        text += growing.push(token_id)
+        num_before = letter.sent_len + at - request.prompt_len
+        text += growing.push(token_id, may_stop=num_before >= request.params.min_tokens)
         if growing.stopped:
             request.stop_at(letter.sent_len + at + 1)
             break

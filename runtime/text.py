@@ -147,14 +147,15 @@ class Growing:
         self._held = ""  # certain, but perhaps the beginning of a stop string
         self.stopped = False
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_id: int, may_stop: bool = True) -> str:
+        """may_stop: a stop string that ends in what is new now ends the text."""
         self._window.append(token_id)
         text = self._text.decode(self._window)
         certain = max(self._settled, len(text) - _num_broken(text))
         new, self._settled = text[self._settled : certain], certain
         if certain == len(text):
             self._shorten(text)
-        return self._before_stop(new) if self._stop else new
+        return self._before_stop(new, may_stop) if self._stop else new
 
     def finish(self) -> str:
         """What was held back, as no more tokens come."""
@@ -168,10 +169,11 @@ class Growing:
             self._window, self._settled = window, len(tail)
         self._whole = len(self._window)
 
-    def _before_stop(self, new: str) -> str:
+    def _before_stop(self, new: str, may_stop: bool) -> str:
         held = self._held + new
-        found = [at for at in map(held.find, self._stop) if at >= 0]
-        if found:
+        ends = len(self._held) + 1  # what ended earlier was not allowed to stop
+        found = [at for stop in self._stop if (at := held.find(stop, max(0, ends - len(stop)))) >= 0]
+        if found and may_stop:
             self.stopped = True
             return held[: min(found)]
         certain = len(held) - max(_overlap(held, stop) for stop in self._stop)
