@@ -9,7 +9,13 @@ _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "pyproject.toml").is_file():  # source tree: the packages sit beside this folder, not in it
     __path__.append(str(_checkout))
 
-_homes = {"LLM": "llm", "SamplingParams": "request", "Client": "client", "Refused": "errors"}
+_homes = {
+    "LLM": "llm",
+    "SamplingParams": "request",
+    "Client": "client",
+    "Refused": "errors",
+    "Failed": "errors",
+}
 
 
 def __getattr__(name: str) -> object:

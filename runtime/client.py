@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.metrics import Metrics
 from hemiola.runtime.request import Logprob, Output, Piece, SamplingParams
 
@@ -228,8 +228,10 @@ def read_output(call: Call) -> Output:
 
 def refusal(message: str) -> Exception:
     """A server's message as the error that LLM would have raised."""
-    text = message.removeprefix("[INVALID_ARG] ")
-    return RuntimeError(message) if text == message else Refused(text)
+    for code, kind in (("[INVALID_ARG] ", Refused), ("[UNAVAILABLE] ", Failed)):
+        if message.startswith(code):
+            return kind(message.removeprefix(code))
+    return RuntimeError(message)
 
 
 def pack(model: str, prompt: Prompt, params: SamplingParams, *, stream: bool) -> Any:
@@ -247,12 +249,16 @@ def pack(model: str, prompt: Prompt, params: SamplingParams, *, stream: bool) ->
         add_ints(request, "input_ids", prompt)
     for name, value in params.model_dump(exclude_unset=True).items():
         match value:
-            case None | ():
+            case _ if value in (None, (), "", {}):
                 continue
+            case dict() | ((tuple(), *_)):
+                add_strings(request, name, [json.dumps(value)])
             case (str(), *_):
                 add_strings(request, name, value)
             case tuple():
                 add_ints(request, name, value)
+            case str():
+                add_strings(request, name, [value])
             case bool():
                 request.parameters[name].bool_param = value
             case int() if value >= 2**63:  # a seed

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.metrics import Metrics
 from hemiola.runtime.request import Logprob, Piece, SamplingParams
 
@@ -38,7 +38,7 @@ class Tensor:
 
 
 class TritonError(Exception):
-    INVALID_ARG, INTERNAL, CANCELLED = range(3)
+    INVALID_ARG, INTERNAL, CANCELLED, UNAVAILABLE = range(4)
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -84,6 +84,8 @@ class FakeLlm:
     def submit(self, prompt: list[int], params: SamplingParams, on_piece: Callable[[Piece], None]) -> int:
         if prompt == [0]:
             raise Refused("prompt is zero")
+        if prompt == [9]:
+            raise Failed("the engine failed (x)")
         self.requests.append(SimpleNamespace(prompt=prompt, params=params, say=on_piece))
         return len(self.requests)
 
@@ -221,6 +223,45 @@ def test_a_failed_engine_ends_every_stream_with_its_reason(model: Any) -> None:
 def test_a_refused_request_is_answered_and_forgotten(model: Any) -> None:
     assert ask(model, prompt=[0]).sent == [("[INVALID_ARG] prompt is zero", FINAL)]
     assert not model.outbox._open
+
+
+def test_a_lost_engine_is_not_the_requests_fault(model: Any) -> None:
+    assert ask(model, prompt=[9]).sent == [("[UNAVAILABLE] the engine failed (x)", FINAL)]
+    assert not model.outbox._open
+
+
+def test_json_texts_become_what_they_say(model: Any) -> None:
+    ask(model, {"logit_bias": '{"5": -1.5, "7": 2}', "bad_words_ids": "[[1, 2], [3]]", "bad_words": "x"})
+    params = model.llm.requests[0].params
+    assert params.logit_bias == {5: -1.5, 7: 2.0}
+    assert (params.bad_words_ids, params.bad_words) == (((1, 2), (3,)), ("x",))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("logit_bias", "{", """logit_bias is '{'; give a text that is JSON, such as {"5": -100}"""),
+        ("logit_bias", '{"a": 1}', "give a text that is JSON"),
+        ("logit_bias", "null", "give a text that is JSON"),
+        ("logit_bias", 5, "logit_bias is '5'; give a text that is JSON"),
+        ("logit_bias", '{"5": NaN}', "logit_bias is nan: it should be a finite number"),
+        ("logit_bias", "[1]", "logit_bias is [1]: "),
+        ("bad_words_ids", "[" * 100_000, "give a text that is JSON, such as [[5, 6]]"),
+        ("bad_words_ids", "[[]]", "an empty bad word would forbid every token"),
+        ("bad_words_ids", '["a"]', "bad_words_ids is 'a': "),
+    ],
+)
+def test_bad_json_is_refused_in_one_line(model: Any, name: str, text: object, reason: str) -> None:
+    ((said, flags),) = ask(model, {name: text}).sent
+    assert str(said).startswith("[INVALID_ARG] ") and reason in str(said) and flags == FINAL
+    assert "\n" not in str(said) and len(str(said)) < 300
+
+
+def test_every_sampling_option_is_an_input_and_in_the_manual() -> None:
+    config = (MODEL.parents[1] / "config.pbtxt").read_text()
+    manual = (MODEL.parents[3] / "docs/serving.md").read_text()
+    for name in SamplingParams.model_fields:
+        assert f'name: "{name}"' in config and f"`{name}`" in manual, name
 
 
 def test_a_broken_stream_is_aborted_and_the_next_is_served(model: Any) -> None:

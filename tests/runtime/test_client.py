@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from hemiola.runtime import client as module
 from hemiola.runtime.client import Client
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.metrics import Metrics
 from hemiola.runtime.request import Logprob, SamplingParams
 
@@ -172,6 +172,48 @@ def test_what_was_set_travels_exactly_and_nothing_else(client: Client, triton: T
     }
 
 
+def test_what_json_says_travels_as_a_text(client: Client, triton: Triton) -> None:
+    triton.answers = [final()]
+    params = SamplingParams(
+        repetition_penalty=1.1, logit_bias={5: 0.1, 2: -3}, bad_words=["a", "b"], bad_words_ids=[[1, 2], [3]],
+        min_tokens=2, num_drafts=0, priority=-4, cache_salt="é",
+    )  # fmt: skip
+    list(client.stream("x", params))
+    (request,) = triton.requests
+    sent = {
+        name: getattr(value, value.WhichOneof("parameter_choice"))
+        for name, value in request.parameters.items()
+    }
+    wanted = {"repetition_penalty": 1.1, "min_tokens": 2, "num_drafts": 0, "priority": -4}
+    assert {name: sent[name] for name in wanted} == wanted and "cache_salt" not in sent
+    tensors = {
+        tensor.name: (tensor.datatype, list(tensor.shape), content)
+        for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True)
+    }
+    del tensors["text_input"]
+    for name, (shape, content) in {
+        "logit_bias": ([1], b'{"5": 0.1, "2": -3.0}'),
+        "bad_words": ([2], b"a\x01\0\0\0b"),
+        "bad_words_ids": ([1], b"[[1, 2], [3]]"),
+        "cache_salt": ([1], "é".encode()),
+    }.items():
+        kind, found, raw = tensors.pop(name)
+        assert (kind, found, raw[4:]) == ("BYTES", shape, content), name
+    assert not tensors
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"logit_bias": {}}, {"bad_words": ()}, {"bad_words_ids": ()}, {"cache_salt": ""}, {"num_drafts": None}],
+)
+def test_what_is_empty_is_not_sent(
+    client: Client, triton: Triton, params: dict
+) -> None:
+    triton.answers = [final()]
+    list(client.stream("x", SamplingParams(**params)))
+    assert [tensor.name for tensor in triton.requests[0].inputs] == ["text_input"]
+
+
 @pytest.mark.parametrize("way", ["break", "close", "never read", "client closed"])
 def test_leaving_a_stream_cancels_by_id_and_never_drops_it(client: Client, triton: Triton, way: str) -> None:
     triton.answers = [response(text_output="a", output_ids=[1])]
@@ -248,6 +290,12 @@ def test_an_error_of_the_server_keeps_its_words(client: Client, triton: Triton) 
     with pytest.raises(RuntimeError, match=r"^\[INTERNAL\] the engine failed: ValueError: x$"):
         next(stream)
     all_ended(triton, "read to its end")
+
+
+def test_a_lost_engine_is_what_the_llm_says_it_is(client: Client, triton: Triton) -> None:
+    triton.answers = [pb2.ModelStreamInferResponse(error_message="[UNAVAILABLE] the engine failed (x)")]
+    with pytest.raises(Failed, match=r"^the engine failed \(x\)$"):
+        client.generate(["a"])
 
 
 def test_a_server_that_dies_in_a_stream_is_an_error_with_its_address(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.request import Logprob, Piece, SamplingParams
 
@@ -22,7 +22,8 @@ PARENT_CHECK_S = 1.0
 FLAGS = ("chat", "stream", "return_input_ids", "return_metrics")
 SAMPLING = tuple(SamplingParams.model_fields)
 KEYS = ("text_input", "input_ids", *FLAGS, *SAMPLING, "cancel")
-LISTS = {"input_ids", "stop", "stop_token_ids", "cancel"}
+LISTS = {"input_ids", "stop", "stop_token_ids", "bad_words", "cancel"}
+JSON = {"logit_bias": '{"5": -100}', "bad_words_ids": "[[5, 6]]"}  # keys that are JSON texts, such as these
 
 
 class TritonPythonModel:
@@ -48,6 +49,8 @@ class TritonPythonModel:
                     self._enqueue(request.request_id(), read_ask(asked), sender)
             except Refused as error:
                 send_error(sender, "INVALID_ARG", str(error))
+            except Failed as error:
+                send_error(sender, "UNAVAILABLE", str(error))
             except Exception as error:  # this request's trouble only: the others live on
                 send_error(sender, "INTERNAL", f"{type(error).__name__}: {error}")
 
@@ -131,6 +134,7 @@ def read_request(request: Any) -> dict[str, Any]:
 
 def read_ask(asked: dict[str, Any]) -> Ask:
     flags = {name: read_flag(name, asked.pop(name, False)) for name in FLAGS}
+    asked.update({name: read_json(name, asked[name]) for name in JSON if name in asked})
     return Ask(read_prompt(asked, flags["chat"]), flags, SamplingParams(**asked))
 
 
@@ -153,6 +157,18 @@ def read_text(name: str, value: bytes) -> str:
         raise Refused(
             f"{name} is not UTF-8 ({error.reason} at byte {error.start}); send UTF-8 or input_ids"
         ) from None
+
+
+def read_json(name: str, text: object) -> object:
+    """JSON has text for keys only, and token ids are keys of logit_bias."""
+    try:
+        value = json.loads(text) if isinstance(text, str) else None
+        value = {int(key): bias for key, bias in value.items()} if isinstance(value, dict) else value
+    except (ValueError, RecursionError):
+        value = None
+    if value is None:
+        raise Refused(f"{name} is {str(text)[:80]!r}; give a text that is JSON, such as {JSON[name]}")
+    return value
 
 
 def read_flag(name: str, value: object) -> bool:
