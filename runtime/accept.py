@@ -1,4 +1,4 @@
-"""What the logits of a step mean: which drafts stay, and each row's next token.
+"""What the logits of a step mean: which drafts stay, and each row's next token. On the device.
 
 The law of acceptance, greedy and sampled alike: a choice is the argmax, or a draw whose noise is a function
 of the request's seed and the position (sampling.py). The trunk makes the choices that it would make without
@@ -7,57 +7,111 @@ kept with the probability that the trunk gives it: rejection sampling of a point
 number.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from hemiola.runtime.batch import Batch, Choices
+from hemiola.runtime.ledger import Ledger
 from hemiola.runtime.request import Logprob
-from hemiola.runtime.sampling import Draw, choose, logprob
+from hemiola.runtime.sampling import broken, choose, logprobs, to_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """By row of the step: tokens to append (none while a prompt is under way)."""
+    """A step's outcome, still on the device; R rows chose."""
 
-    token_ids: list[list[int]]
-    logprobs: dict[int, list[Logprob]] = field(default_factory=dict)  # of rows that asked
-    errors: dict[int, str] = field(default_factory=dict)  # of rows that cannot go on
+    rows: list[int]  # their places in the plan
+    token_ids: torch.Tensor  # [R, 1 + K] int64: the accepted drafts, the next token, and what nobody keeps
+    num_accepted: torch.Tensor  # [R]
+    num_judged: torch.Tensor  # [R] drafts that there were; a row may have been planned with more
+    broken: torch.Tensor  # [R] bool: the engine computed NaN
+    logprobs: dict[int, tuple[torch.Tensor, ...]]  # by row of the plan that asked: of its tokens
 
-
-def judge(draws: Sequence[Draw | None], logits: torch.Tensor) -> Verdict:
-    """Tokens for every row that draws. logits [L, V] fp32: by row, one per draft and one behind them."""
-    verdict = Verdict([[] for _ in draws])
-    scores = logits.detach().cpu().numpy()
-    best = scores.argmax(axis=-1)  # lowest id of equals; the first NaN where there is one
-    broken = np.isnan(scores[np.arange(len(scores)), best])
-    first = 0
-    for row, draw in enumerate(draws):
-        if draw is None:
-            continue
-        own = slice(first, first + len(draw.drafts) + 1)
-        first = own.stop
-        if broken[own].any():
-            verdict.errors[row] = f"the engine computed NaN for the token at position {draw.position}"
-            continue
-        verdict.token_ids[row] = token_ids = _accept(draw, scores[own], best[own])
-        if draw.params.logprobs is not None:
-            verdict.logprobs[row] = [
-                logprob(line, token_id, draw.params.logprobs)
-                for line, token_id in zip(scores[own], token_ids, strict=False)
-            ]
-    return verdict
+    def read(self, num_drafts: torch.Tensor) -> "Outcome":
+        """Fetch it; num_drafts [R]: drafts that the rows have got for their next step."""
+        counts = self.num_accepted.tolist()
+        token_ids = [line[: n + 1] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]
+        kept = dict(zip(self.rows, token_ids, strict=True))
+        return Outcome(
+            token_ids=kept,
+            num_judged=dict(zip(self.rows, self.num_judged.tolist(), strict=True)),
+            num_drafts=dict(zip(self.rows, num_drafts.tolist(), strict=True)),
+            broken={row for row, bad in zip(self.rows, self.broken.tolist(), strict=True) if bad},
+            logprobs={
+                row: to_logprobs(kept[row], *(part[: len(kept[row])] for part in parts))
+                for row, parts in self.logprobs.items()
+            },
+        )
 
 
-def _accept(draw: Draw, scores: np.ndarray, best: np.ndarray) -> list[int]:
-    """The drafts that the trunk chooses too, then its next choice."""
-    token_ids: list[int] = []
-    for at in range(len(draw.drafts) + 1):
-        if draw.params.temperature == 0:
-            token_ids.append(int(best[at]))
-        else:
-            token_ids.append(choose(scores[at], draw._replace(position=draw.position + at)))
-        if at < len(draw.drafts) and token_ids[at] != draw.drafts[at]:
-            break
-    return token_ids
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """By row of the plan, for the rows that chose."""
+
+    token_ids: dict[int, list[int]]
+    num_judged: dict[int, int]
+    num_drafts: dict[int, int]
+    broken: set[int]
+    logprobs: dict[int, list[Logprob]]  # of rows that asked
+
+
+def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) -> Verdict:
+    """Choose, accept, and write the outcome into the ledger. logits [L, V] fp32."""
+    choices = batch.choices
+    live = batch.slot_id > 0
+    slot_id = batch.slot_id[live].to(torch.int64)
+    certain_len = batch.committed[live] + (batch.cu_tokens.diff() - batch.num_drafts)[live]
+    ledger.committed_len[slot_id] = certain_len.to(torch.int64)
+    ledger.edge[slot_id] = (certain_len // chunk_len * chunk_len).to(torch.int64)
+    line_slot = choices.slot_id[choices.row]
+    position = ledger.total_len[line_slot] + choices.offset
+    chosen = choose(logits, choices.rules, line_slot, position, ledger.ids)
+    num_judged = torch.minimum(choices.num_drafts, ledger.num_drafts[choices.slot_id])
+    agrees = (chosen == ledger.ids[line_slot, position]) & (choices.offset < num_judged[choices.row])
+    width = int(choices.offset.max()) + 1 if choices.rows else 1
+    token_ids = _by_row(choices, chosen, width)
+    num_accepted = _by_row(choices, agrees.to(torch.int64), width).cumprod(1).sum(1)
+    _append(ledger, choices, token_ids, num_accepted)
+    return Verdict(
+        rows=choices.rows,
+        token_ids=token_ids,
+        num_accepted=num_accepted,
+        num_judged=num_judged,
+        broken=_by_row(choices, broken(logits).to(torch.int64), width).any(1),
+        logprobs=_logprobs(choices, logits, chosen),
+    )
+
+
+def _by_row(choices: Choices, values: torch.Tensor, width: int) -> torch.Tensor:
+    """[L] as [R, width], zero where a row has no line."""
+    table = values.new_zeros(len(choices.rows), width)
+    table[choices.row, choices.offset] = values
+    return table
+
+
+def _append(
+    ledger: Ledger, choices: Choices, token_ids: torch.Tensor, num_accepted: torch.Tensor
+) -> None:
+    """What stood there as drafts, and was accepted, is text now, and one token more."""
+    slot_id = choices.slot_id
+    end = ledger.total_len[slot_id] + num_accepted
+    last = token_ids.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+    ledger.ids[slot_id, end] = last.to(torch.int32)
+    ledger.total_len[slot_id] = end + 1
+    ledger.committed_len[slot_id] = end
+    ledger.num_drafts[slot_id] = 0
+
+
+def _logprobs(
+    choices: Choices, logits: torch.Tensor, chosen: torch.Tensor
+) -> dict[int, tuple[torch.Tensor, ...]]:
+    """Of the rows that asked."""
+    found = {}
+    end = 0
+    for row, num_lines in zip(choices.rows, choices.num_lines, strict=True):
+        own = slice(end, end := end + num_lines)
+        num_top = choices.rules[own.start].params.logprobs
+        if num_top is not None:
+            found[row] = logprobs(logits[own], chosen[own], num_top)
+    return found

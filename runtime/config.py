@@ -57,6 +57,18 @@ class ServeConfig(Options):
     num_drafts: int | Auto = Field("auto", description="most drafts per row and step; auto: as it was built")
     ngram_min: int = Field(2, ge=1, description="shortest suffix that prompt lookup looks for")
     ngram_max: int = Field(5, ge=1, description="longest suffix that prompt lookup looks for")
+    prefix_cache: bool | Auto = Field(
+        "auto", description="reuse the states of earlier prompts; auto: where a page fits into max_len"
+    )
+    num_snapshots: int | Auto = Field(
+        "auto", description="slots that keep states for reuse; auto: 4 per row, as memory allows"
+    )
+    snapshot_interval: int = Field(
+        0, ge=0, description="also keep a state every so many tokens of a prompt, a multiple of page_len; 0: no"
+    )
+    pipeline_depth: int = Field(
+        0, ge=0, le=2, description="steps whose outcome the scheduler does not wait for"
+    )
     memory_fraction: float = Field(
         default=0.5, gt=0, le=1, description="share of the free memory that auto may take"
     )
@@ -76,6 +88,9 @@ class Resolved(Options):
     num_drafts: int
     ngram_min: int
     ngram_max: int
+    prefix_cache: bool
+    snapshot_interval: int
+    pipeline_depth: int
     pad_tokens: int  # a step's tokens are padded to a multiple of this
 
 
@@ -98,18 +113,23 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
             f" lower max_rows or raise max_step_tokens"
         )
     drafts, num_drafts = _drafts(config, manifest)
+    prefix_cache = _prefix_cache(config, manifest, max_len)
+    num_slots, num_pages = _cache_sizes(config, manifest, max_len, max_rows, prefix_cache, free_bytes)
     return Resolved(
         max_len=max_len,
         max_rows=max_rows,
         max_step_tokens=max_step_tokens,
-        num_pages=_num_pages(config, manifest, max_len, max_rows, free_bytes),
-        num_slots=max_rows + 1,
+        num_pages=num_pages,
+        num_slots=num_slots,
         page_len=limits.page_len,
         chunk_len=limits.chunk_len,
         drafts=drafts,
         num_drafts=num_drafts,
         ngram_min=config.ngram_min,
         ngram_max=config.ngram_max,
+        prefix_cache=prefix_cache,
+        snapshot_interval=config.snapshot_interval,
+        pipeline_depth=config.pipeline_depth,
         pad_tokens=pad_tokens,
     )
 
@@ -146,27 +166,68 @@ def _bounded(name: str, value: int | Auto, least: int, most: int) -> int:
     return value
 
 
-def _num_pages(config: ServeConfig, manifest: Manifest, max_len: int, max_rows: int, free_bytes: int) -> int:
+def _prefix_cache(config: ServeConfig, manifest: Manifest, max_len: int) -> bool:
+    """Whether to look for hits; refuses a cache that could never have one."""
+    page_len = manifest.limits.page_len
+    can_hit = max_len >= page_len + 2
+    if config.prefix_cache is True and not can_hit:
+        raise Refused(
+            f"prefix_cache is on, but max_len={max_len} leaves no token behind a page of {page_len}: nothing would"
+            f" ever be found; raise max_len to {page_len + 2}, rebuild with a smaller --page-len, or leave it out"
+        )
+    used = can_hit if config.prefix_cache == "auto" else config.prefix_cache
+    if not used and config.num_snapshots not in ("auto", 0):
+        raise Refused(f"num_snapshots is {config.num_snapshots}, but prefix_cache is off; leave it out")
+    if config.snapshot_interval % page_len:
+        below = config.snapshot_interval // page_len * page_len
+        raise Refused(
+            f"snapshot_interval is {config.snapshot_interval}, pages are {page_len} tokens;"
+            f" choose a multiple, for instance {max(below, page_len)}"
+        )
+    return used
+
+
+def _cache_sizes(
+    config: ServeConfig,
+    manifest: Manifest,
+    max_len: int,
+    max_rows: int,
+    prefix_cache: bool,
+    free_bytes: int,
+) -> tuple[int, int]:
+    """Slots and pages, the dump ones included: as many as can be used, within the bytes given."""
     per_request = -(-max_len // manifest.limits.page_len)
-    wanted = max_rows * per_request + 1
+    wanted = (2 if prefix_cache else 1) * max_rows * per_request + 1
+    slot_bytes, page_bytes = (state_bytes(manifest.states, kind) for kind in ("slot", "page"))
+    if config.num_pages != "auto" and config.cache_bytes != "auto":
+        raise Refused("num_pages and cache_bytes were both given; choose one")
+    given = int(free_bytes * config.memory_fraction) if config.cache_bytes == "auto" else config.cache_bytes
+    left = given - (max_rows + 1) * slot_bytes
+    num_snapshots = _num_snapshots(config, prefix_cache and slot_bytes > 0, 4 * max_rows, left, slot_bytes)
     if config.num_pages != "auto":
-        if config.cache_bytes != "auto":
-            raise Refused("num_pages and cache_bytes were both given; choose one")
         num_pages, source = config.num_pages, f"num_pages is {config.num_pages}"
     else:
-        given = (
-            int(free_bytes * config.memory_fraction) if config.cache_bytes == "auto" else config.cache_bytes
-        )
-        left = given - (max_rows + 1) * state_bytes(manifest.states, "slot")
-        page_bytes = state_bytes(manifest.states, "page")
+        left -= num_snapshots * slot_bytes
         fitting = left // page_bytes if page_bytes else (wanted if left >= 0 else 0)
-        num_pages, source = (
-            min(wanted, fitting),
-            f"the cache may take {given} bytes, room for {max(fitting, 0)} pages",
-        )
+        num_pages = min(wanted, fitting)
+        source = f"the cache may take {given} bytes, room for {max(fitting, 0)} pages"
     if num_pages < per_request + 1:
         raise Refused(
             f"{source}, but one request of max_len={max_len} needs {per_request + 1} with the dump page;"
             f" raise num_pages, cache_bytes or memory_fraction, or lower max_len or max_rows"
         )
-    return num_pages
+    return max_rows + 1 + num_snapshots, num_pages
+
+
+def _num_snapshots(config: ServeConfig, useful: bool, most: int, left: int, slot_bytes: int) -> int:
+    """As asked; else up to `most`, for a quarter of the bytes that are left."""
+    if not useful:
+        return 0
+    if config.num_snapshots == "auto":
+        return max(0, min(most, left // 4 // slot_bytes))
+    if config.num_snapshots < 1:
+        raise Refused(
+            f"num_snapshots is {config.num_snapshots}: without one nothing would ever be found;"
+            f" raise it or start with prefix_cache off"
+        )
+    return config.num_snapshots

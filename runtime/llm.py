@@ -9,19 +9,22 @@ from types import TracebackType
 from typing import Any
 
 from hemiola.runtime import manifest as manifests
-from hemiola.runtime.accept import judge
 from hemiola.runtime.batch import Feed, table_width
+from hemiola.runtime.cache.eviction import Cost, Evictor
 from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.cache.slots import Slots
 from hemiola.runtime.cache.storage import Storage, free_bytes
-from hemiola.runtime.config import Resolved, ServeConfig, resolve
+from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.drafts import NoDrafts, Proposer
 from hemiola.runtime.drafts.mtp import HIDDEN, MtpProposer
 from hemiola.runtime.drafts.ngram import NgramProposer
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.ledger import Ledger
 from hemiola.runtime.loop import Engine, Loop
 from hemiola.runtime.metrics import Counters
 from hemiola.runtime.outbox import Outbox
+from hemiola.runtime.pace import Pace
 from hemiola.runtime.request import (
     Bounds,
     Logprob,
@@ -40,27 +43,45 @@ Prompt = str | Sequence[int]
 
 
 def make_loop(
-    config: Resolved, storage: Storage, session: Engine, text: Text | None, proposer: Proposer | None = None
+    config: Resolved,
+    storage: Storage,
+    session: Engine,
+    text: Text | None,
+    cost: Cost,
+    identity: str = "",
+    proposer: "Callable[[Ledger], Proposer] | None" = None,
 ) -> Loop:
     """The parts of a running engine, put together; not started."""
     slots = Slots(config.num_slots, config.chunk_len, storage.free_slots)
     pages = Pages(
         config.num_pages, config.page_len, config.num_slots, table_width(config), storage.free_pages
     )
-    proposer = proposer or make_proposer(config, storage, session, pages)
-    scheduler, feed = Scheduler(config, pages, slots), Feed(config, pages, slots)
-    return Loop(scheduler, feed, session, judge, proposer, Outbox(text))
+    evictor = Evictor(cost, config.page_len)
+    prefix = PrefixCache(
+        pages, slots, evictor, identity, config.snapshot_interval, enabled=config.prefix_cache
+    )
+    ledger = Ledger(config)
+    drafts = proposer(ledger) if proposer else make_proposer(config, storage, session, pages, ledger)
+    scheduler, feed = Scheduler(config, prefix, Pace()), Feed(config, pages, ledger)
+    return Loop(config, scheduler, ledger, feed, storage, session, drafts, Outbox(text))
 
 
-def make_proposer(config: Resolved, storage: Storage, session: Engine, pages: Pages) -> Proposer:
+def make_proposer(
+    config: Resolved, storage: Storage, session: Engine, pages: Pages, ledger: Ledger
+) -> Proposer:
     """Who drafts, as the options say."""
     match config.drafts:
         case "none":
             return NoDrafts()
         case "ngram":
-            return NgramProposer(config.ngram_min, config.ngram_max)
+            return NgramProposer(ledger, config.ngram_min, config.ngram_max)
         case "mtp":
-            return MtpProposer(session, storage.tensors[HIDDEN], pages, config.pad_tokens)
+            return MtpProposer(session, storage.tensors[HIDDEN], pages, ledger, config.pad_tokens)
+
+
+def prefix_cost(manifest: manifests.Manifest) -> Cost:
+    """What keeping costs in bytes; the work of a token counts 1, whatever its position."""
+    return Cost(state_bytes(manifest.states, "page"), state_bytes(manifest.states, "slot"))
 
 
 class LLM:
@@ -76,7 +97,10 @@ class LLM:
         self._text = Text(engine_dir / "tokenizer")
         storage = Storage(self.manifest.states, self.config.num_pages, self.config.num_slots)
         session = Session(engine_dir, self.manifest, storage, self.config.drafts)
-        self._loop = make_loop(self.config, storage, session, self._text)
+        cost = prefix_cost(self.manifest)
+        self._loop = make_loop(
+            self.config, storage, session, self._text, cost, self.manifest.identity
+        )
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(
             self.config.max_len, self.manifest.limits.max_len, self.manifest.vocab_size, self.manifest.eos_ids

@@ -3,22 +3,23 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import torch
 
-from hemiola.runtime.accept import Verdict
+from hemiola.runtime.accept import Verdict, judge
 from hemiola.runtime.batch import Batch, Feed
+from hemiola.runtime.config import Resolved
 from hemiola.runtime.drafts import Proposer
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.ledger import Ledger
 from hemiola.runtime.metrics import Counters
 from hemiola.runtime.outbox import Event, Outbox
 from hemiola.runtime.request import OnPiece, Request
-from hemiola.runtime.sampling import Draw
-from hemiola.runtime.scheduler import Scheduler
+from hemiola.runtime.scheduler import Plan, Scheduler
 from hemiola.runtime.session import Drafter, Output
 
 IDLE_SECONDS = 1.0  # without work before the caches are audited
@@ -29,6 +30,21 @@ class Engine(Drafter, Protocol):
     """A Session, or in tests something that checks what a session is given."""
 
     def run(self, batch: Batch) -> Output: ...
+
+
+class Store(Protocol):
+    """A Storage, or in tests something that keeps other things in slots."""
+
+    def copy_slot(self, source: int, target: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step under way: what the host needs to end it."""
+
+    plan: Plan
+    verdict: Verdict
+    num_drafts: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +68,25 @@ class Loop:
 
     def __init__(
         self,
+        config: Resolved,
         scheduler: Scheduler,
+        ledger: Ledger,
         feed: Feed,
+        storage: Store,
         session: Engine,
-        judge: Callable[[Sequence[Draw | None], torch.Tensor], Verdict],
         drafts: Proposer,
         outbox: Outbox,
     ) -> None:
+        self.config = config
         self.scheduler = scheduler
+        self.ledger = ledger
         self.feed = feed
+        self.storage = storage
         self.session = session
-        self.judge = judge
         self.drafts = drafts
         self.outbox = outbox
         self.counters = Counters()
+        self._flights: deque[_Flight] = deque()
         self._inbox: SimpleQueue[_Submit | _Abort | _Close] = SimpleQueue()
         self._gate = threading.Lock()  # nobody enters while the refusal changes
         self._refusal: str | None = None
@@ -73,34 +94,46 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name="hemiola-loop", daemon=True)
 
     def step(self) -> list[Event]:
-        """One engine call, from the choice of rows to the pieces for their users."""
+        """Launch a step if one can be planned; end the oldest, if more than pipeline_depth are under way."""
         start = time.perf_counter()
         plan = self.scheduler.plan()
+        if plan.rows:
+            self._flights.append(self._launch(plan))
+        assert self._flights, "nothing can run"
+        events = []
+        if len(self._flights) > self.config.pipeline_depth or not plan.rows:
+            events = self._land(self._flights.popleft())
+        self.counters.step_seconds += time.perf_counter() - start
+        return events
+
+    def _launch(self, plan: Plan) -> _Flight:
+        """What the device does, in order; nothing here waits for it."""
+        for opening in plan.openings:
+            if opening.restore_from:
+                self.storage.copy_slot(opening.restore_from, opening.slot_id)
+            self.ledger.open(opening.slot_id, opening.ids, opening.start)
         batch = self.feed.fill(plan)
         before = time.perf_counter()
         out = self.session.run(batch)
-        after = time.perf_counter()
-        verdict = self.judge(batch.draws, out.logits)
-        self.scheduler.commit(plan, verdict)
+        self.counters.engine_seconds += time.perf_counter() - before
+        verdict = judge(batch, out.logits, self.ledger, self.config.chunk_len)
+        self.drafts.propose(plan, batch, out.hidden)
+        return _Flight(plan, verdict, self.ledger.num_drafts[batch.choices.slot_id])
+
+    def _land(self, flight: _Flight) -> list[Event]:
+        """What the host learns from a step, and does about it."""
+        plan = flight.plan
+        self.scheduler.commit(plan, flight.verdict.read(flight.num_drafts))
         events = self.outbox.drain(plan)
-        self.drafts.propose(plan, self.scheduler.draft_room(plan), out.hidden)
-        # Prefix reuse publishes finished pages and snapshots here.
-        for request in plan.rows:
-            if request.finish_reason is not None:
-                self.drafts.forget(request)
         self.scheduler.reap(plan)
-        self._count(sum(plan.num_tokens), events, after - before, time.perf_counter() - start)
+        self._count(plan.num_tokens, events)
         return events
 
-    def _count(
-        self, num_tokens: int, events: list[Event], engine_seconds: float, step_seconds: float
-    ) -> None:
+    def _count(self, num_tokens: int, events: list[Event]) -> None:
         counters = self.counters
         counters.num_steps += 1
         counters.num_computed_tokens += num_tokens
         counters.num_preemptions = self.scheduler.num_preemptions
-        counters.engine_seconds += engine_seconds
-        counters.step_seconds += step_seconds
         for event in events:
             counters.num_output_tokens += len(event.piece.token_ids)
             counters.num_finished += event.piece.finish_reason is not None
@@ -134,21 +167,25 @@ class Loop:
 
     def _run(self) -> None:
         try:
-            while not self._closing or self.scheduler.busy:
+            while not self._closing or self._busy:
                 self.turn()
         except Exception as error:
             log.exception("the engine failed")
             self._fail(f"{type(error).__name__}: {error}")
 
+    @property
+    def _busy(self) -> bool:
+        return self.scheduler.busy or bool(self._flights)
+
     def turn(self) -> None:
         """Read the inbox; if anything runs, do one step and deliver. If nothing does, wait for a message."""
         self._read_inbox()
-        if self.scheduler.busy:
+        if self._busy:
             self._deliver(self.step())
 
     def _read_inbox(self) -> None:
         """All messages there are; waits for one if nothing can run."""
-        if not self.scheduler.busy:
+        if not self._busy:
             self._read(self._wait())
         while not self._inbox.empty():
             self._read(self._inbox.get())
@@ -176,7 +213,6 @@ class Loop:
 
     def _cancel(self, request: Request) -> None:
         self.scheduler.abort(request)
-        self.drafts.forget(request)
         self._deliver([self.outbox.end(request)])
 
     def _deliver(self, events: list[Event]) -> None:
@@ -188,7 +224,6 @@ class Loop:
                 log.exception("request %d: on_piece raised; the request is cancelled", event.request.id)
                 if event.piece.finish_reason is None:
                     self.scheduler.abort(event.request)
-                    self.drafts.forget(event.request)
                     self.outbox.end(event.request)
 
     def _fail(self, reason: str) -> None:

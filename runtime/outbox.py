@@ -48,8 +48,11 @@ class Outbox:
         """The new tokens of a step's rows. A stop string in their text finishes a request."""
         now = time.perf_counter()
         events = []
-        for request in plan.rows:
-            letter = self._letters[request.id]
+        for row in plan.rows:
+            request = row.request
+            letter = self._letters.get(request.id)
+            if letter is None:
+                continue  # it ended while the step was under way
             if request.total_len > letter.sent_len or request.finish_reason is not None:
                 events.append(self._write(letter, now))
         return events

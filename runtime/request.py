@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
@@ -12,6 +12,9 @@ from pydantic import Field, ValidationInfo, field_validator
 from hemiola.runtime.config import Options
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.metrics import Metrics
+
+if TYPE_CHECKING:
+    from hemiola.runtime.cache.tree import Chain
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -147,15 +150,29 @@ class Request:
     bad_words: Words = ()
     rule: Rule = field(init=False)
     committed_len: int = 0
-    drafts: list[int] = field(default_factory=list)  # proposed to follow the total_len known ids
+    # the scheduler's
+    age: int = 0  # place in the order of arrival
+    chain: "Chain" = field(init=False)
     slot_id: int = 0  # 0: not running
-    age: int = 0  # place in the order of arrival, given by the scheduler
+    hit_len: int = 0  # where it began, when it last got a slot
+    start_len: int = 0  # its total_len then: so much is computed as a prompt
+    planned_len: int = 0  # of that, what steps done or under way compute
+    in_flight: int = 0  # steps under way
+    ahead: int = 0  # tokens that they may add
+    num_drafts: int = 0  # drafts that the next step may verify
+    leaving: bool = False  # to be preempted when no step is under way
+    # how it ends
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: list[Logprob] = field(default_factory=list)  # of the output tokens, if asked for
 
     def __post_init__(self) -> None:
         self.rule = Rule(self.params, self.seed, self.prompt_len, self.stop_ids, self.bad_words)
+
+    @property
+    def most_len(self) -> int:
+        """What total_len may be once all steps under way are done."""
+        return self.total_len + self.ahead
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add output tokens up to the first that ends the request; what follows it is dropped."""

@@ -1,50 +1,83 @@
-"""Who runs in a step, with how many tokens; and what a step's result means for them. Sees no tensor.
+"""Who runs in a step, with how many tokens; and what a step's outcome means for them. Sees no tensor.
 
-There are no phases: a row brings the tokens between its committed_len and its total_len, all or a chunk of
-them, and a row that reaches total_len gets a new token. Decode is the case of one token.
+There are no phases: a row brings the tokens behind those committed, all that are known or a chunk of them, and
+a row that reaches the end of its text chooses a token. Decode is the case of one token and some drafts.
 
-Age decides everything. `running` and `waiting` are ordered by arrival and every running request is older than
-every waiting one; pages that run out are taken from the youngest. So the oldest request always advances, and
-since the cache holds at least one request of max_len (config.resolve), nothing waits for ever.
+A step is planned before the outcome of the last ones is known. Prompts are planned exactly. What a decoding
+row has become is bounded: at least its total_len, at most its most_len. Pages are taken for the most, a row
+that may have reached its limit waits for the outcome, and what a request holds is freed when no step that
+has it as a row is under way. Nothing is undone.
+
+Rank, (priority, age), decides everything. `running` and `waiting` are in order of rank; pages that run out
+are taken from the last. So the first request always advances, and since the cache holds at least one request
+of max_len (config.resolve), nothing of the best priority waits for ever.
 """
 
+import bisect
 import itertools
 import time
-from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from hemiola.runtime.accept import Verdict
-from hemiola.runtime.cache.pages import Pages
-from hemiola.runtime.cache.slots import Slots
+import numpy as np
+
+from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.config import Resolved
+from hemiola.runtime.pace import Pace
 from hemiola.runtime.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from hemiola.runtime.accept import Outcome
+
+
+@dataclass(slots=True)
+class Row:
+    """A request in a step: it brings num_tokens tokens, of which the last num_drafts are drafts."""
+
+    request: Request
+    slot_id: int
+    num_tokens: int
+    num_drafts: int  # at most: the ledger knows how many there are
+    chooses: bool  # it reaches the end of its text and gets a token
+    resumes: bool  # its first step behind a prefix hit
+    edges: tuple[int, int]  # the slot's state moves from the first or a later edge to the last or an earlier
+    room: int = 0  # drafts that may be proposed for its next step
+    snapshot_slot: int = 0  # 0: none
+    snapshot_edge: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """To be done before the step: a request takes its slot, with the state of a snapshot if it begins at one."""
+
+    slot_id: int
+    ids: np.ndarray
+    start: int
+    restore_from: int  # slot; 0: none
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: rows[n] brings num_tokens[n] tokens, of which the last num_drafts[n] are drafts."""
+    """One step."""
 
-    rows: list[Request] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    num_drafts: list[int] = field(default_factory=list)
-    committed: list[int] = field(default_factory=list)  # the rows' committed_len before the step
+    rows: list[Row] = field(default_factory=list)
+    openings: list[Opening] = field(default_factory=list)
 
-    def add(self, request: Request, num_tokens: int, num_drafts: int) -> None:
-        self.rows.append(request)
-        self.num_tokens.append(num_tokens)
-        self.num_drafts.append(num_drafts)
-        self.committed.append(request.committed_len)
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
 
 
 class Scheduler:
     """Owns all requests from `add` until `reap` or `abort`."""
 
-    def __init__(self, config: Resolved, pages: Pages, slots: Slots) -> None:
+    def __init__(self, config: Resolved, prefix: PrefixCache, pace: Pace) -> None:
         self.config = config
-        self.pages = pages
-        self.slots = slots
-        self.waiting: deque[Request] = deque()  # oldest first
-        self.running: list[Request] = []  # oldest first; each holds a slot
+        self.prefix = prefix
+        self.slots = prefix.slots
+        self.pace = pace
+        self.waiting: list[Request] = []  # best rank first
+        self.running: list[Request] = []  # best rank first; each holds a slot
         self.num_preemptions = 0
         self._ages = itertools.count()
 
@@ -53,151 +86,240 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add(self, request: Request) -> None:
-        assert self.pages.count(len(request.ids)) < self.pages.num_pages, (
-            "can never fit: config.resolve was bypassed"
-        )
+        pages = self.prefix.pages
+        assert pages.count(len(request.ids)) < pages.num_pages, "can never fit: config.resolve was bypassed"
         request.age = next(self._ages)
-        self.waiting.append(request)
+        request.chain = self.prefix.chain(request.ids, request.params.cache_salt)
+        bisect.insort(self.waiting, request, key=_rank)
+
+    # Before a step.
 
     def plan(self) -> Plan:
-        """The next step: decode rows, then prompts under way, then new requests, within the token budget."""
+        """The next step: decode rows, then prompts under way, then new requests, within the token budget.
+
+        Empty if everything waits for the outcome of steps under way.
+        """
+        self.prefix.tick()
         plan = Plan()
         budget = self.config.max_step_tokens
         spare = budget - len(self.running)  # for drafts: every running row can have a token first
-        capacity = self.pages.capacity
         prompts: list[Request] = []
-        for request in self.running:  # may shrink at its young end while we are at the old one
-            if request.total_len - request.committed_len > 1:
+        for request in list(self.running):
+            if request.slot_id == 0 or request.finish_reason is not None or request.leaving:
+                continue  # preempted by one before it; or it is on its way out
+            if request.planned_len < request.start_len:
                 prompts.append(request)
-                continue
-            if request.total_len > capacity[request.slot_id] and not self._make_room(request):
-                break
-            num_drafts = min(len(request.drafts), spare)
-            plan.add(request, 1 + num_drafts, num_drafts)
-            budget -= 1 + num_drafts
-            spare -= num_drafts
+            elif request.most_len < len(request.ids):
+                num_drafts = min(request.num_drafts, spare)
+                if self._make_room(request, request.most_len + num_drafts + 1):
+                    self._add_decode(plan, request, num_drafts)
+                    budget -= 1 + num_drafts
+                    spare -= num_drafts
         for request in prompts:
-            if budget > 0:
+            if budget > 0 and request.slot_id:
                 budget -= self._add_chunk(plan, request, budget)
-        while budget > 0 and self._admit():
-            budget -= self._add_chunk(plan, self.running[-1], budget)
-        assert plan.rows or not self.busy, "nothing can run"
+        while budget > 0 and (request := self._admit(plan)) is not None:
+            budget -= self._add_chunk(plan, request, budget)
+        self._grant_drafts(plan)
+        self._take_snapshots(plan)
         return plan
+
+    def _add_decode(self, plan: Plan, request: Request, num_drafts: int) -> None:
+        known = max(int(self.slots.edge[request.slot_id]), self._edge(request.start_len))
+        edges = known, self._edge(request.most_len)
+        plan.rows.append(Row(request, request.slot_id, 1 + num_drafts, num_drafts, True, False, edges))
+        request.ahead += 1 + num_drafts
+        request.in_flight += 1
 
     def _add_chunk(self, plan: Plan, request: Request, budget: int) -> int:
         """All of the request's pending tokens, or what the budget allows, up to a chunk edge where it can."""
-        start = request.committed_len
-        num_tokens = request.total_len - start
-        if num_tokens > budget:
-            to_edge = (start + budget) // self.config.chunk_len * self.config.chunk_len - start
-            num_tokens = to_edge if to_edge > 0 else budget
-        plan.add(request, num_tokens, 0)
-        return num_tokens
+        start, end = request.planned_len, request.start_len
+        if end - start > budget:
+            to_edge = (start + budget) // self.config.chunk_len * self.config.chunk_len
+            end = to_edge if to_edge > start else start + budget
+        end = self.prefix.chunk_end(request.slot_id, self._edge(start), end)
+        chooses = end == request.start_len
+        resumes = start > 0 and start == request.hit_len
+        edges = self._edge(start), self._edge(end)
+        plan.rows.append(Row(request, request.slot_id, end - start, 0, chooses, resumes, edges))
+        request.planned_len = end
+        request.ahead += chooses
+        request.in_flight += 1
+        return end - start
 
-    def _make_room(self, request: Request) -> bool:
-        """Pages for all known tokens of a running request, if need be from the youngest, perhaps itself."""
-        while not self.pages.grow(request.slot_id, request.total_len):
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is request:
+    def _edge(self, num_tokens: int) -> int:
+        return num_tokens // self.config.chunk_len * self.config.chunk_len
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Pages for so many tokens of a running request, if need be from the last, perhaps itself."""
+        while not self.prefix.grow(request.slot_id, num_tokens):
+            if any(r.leaving or r.finish_reason is not None for r in self.running):
+                return False  # their pages will do, or it is tried again
+            last = self.running[-1]
+            if last.in_flight:
+                last.leaving = True  # its pages come back when the steps that have it are done
+                return False
+            self._preempt(last)
+            if last is request:
                 return False
         return True
 
-    def _admit(self) -> bool:
-        """Let the oldest waiting request run, if a slot and pages for all its known tokens are free.
+    def _admit(self, plan: Plan) -> Request | None:
+        """Let the first waiting request run, if a slot and pages for all its known tokens can be had.
 
         One page per running request stays free, lest the newcomer be preempted by the next decode step.
+        A request of better priority than the last one that runs takes its place.
         """
-        if not self.waiting or len(self.running) == self.config.max_rows:
-            return False
+        if not self.waiting:
+            return None
         request = self.waiting[0]
-        # Prefix reuse (issue 3) finds pages and a snapshot here: committed_len starts at the edge of the hit.
-        if self.pages.num_free - self.pages.count(request.total_len) < len(self.running):
-            return False
-        self.waiting.popleft()
-        request.slot_id = self.slots.acquire()
-        self.pages.grow(request.slot_id, request.total_len)
-        self.running.append(request)
+        start = None
+        if len(self.running) < self.config.max_rows:
+            start = self.prefix.admit(request.chain, request.total_len, len(self.running))
+        if start is None:
+            self._give_way(request)
+            return None
+        self.waiting.pop(0)
+        request.slot_id = start.slot_id
+        request.committed_len = request.planned_len = request.hit_len = start.hit_len
+        request.start_len = request.total_len
+        known = request.ids[: request.total_len]
+        plan.openings.append(Opening(start.slot_id, known, start.hit_len, start.restore_from))
+        bisect.insort(self.running, request, key=_rank)
         if not request.metrics.first_scheduled:
             request.metrics.first_scheduled = time.perf_counter()
-        return True
+            request.metrics.cached_tokens = start.hit_len
+        return request
+
+    def _give_way(self, request: Request) -> None:
+        """One of worse priority than a request that waits makes place for it, for the next step."""
+        last = self.running[-1] if self.running else request
+        if last.params.priority <= request.params.priority or last.leaving or last.finish_reason is not None:
+            return
+        if last.in_flight:
+            last.leaving = True
+        else:
+            self._preempt(last)
 
     def _preempt(self, request: Request) -> None:
-        """Give everything back; later the request computes its prompt and its output so far again."""
-        self._release(request)
-        self.waiting.appendleft(request)
+        """Give slot and pages back; later the request begins at the last snapshot of its text that is left."""
+        self._release(request, donate=True)
+        bisect.insort(self.waiting, request, key=_rank)
         request.metrics.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, donate: bool) -> None:
+        assert request.in_flight == 0, f"request {request.id} is in a step under way"
         self.running.remove(request)
-        self.pages.release(request.slot_id)
-        self.slots.release(request.slot_id)
+        self.prefix.release(request.slot_id, donate)
         request.slot_id = 0
-        request.committed_len = 0
-        request.drafts.clear()
+        request.committed_len = request.planned_len = 0
+        request.num_drafts = 0
+        request.leaving = False
 
-    def commit(self, plan: Plan, verdict: Verdict) -> None:
-        """Advance the lengths, append the new tokens, and see which requests end."""
-        certain_len = []
-        steps = zip(plan.rows, plan.num_tokens, plan.num_drafts, verdict.token_ids, strict=True)
-        for request, num_tokens, num_drafts, token_ids in steps:
-            request.committed_len += num_tokens - num_drafts
-            certain_len.append(request.committed_len)
-            if request.drafts:
-                num_accepted = max(len(token_ids) - 1, 0)
-                request.committed_len += num_accepted
-                request.metrics.count_drafts(num_drafts, num_accepted)
-                request.drafts.clear()
-            if token_ids:
-                request.append(token_ids)
-        for row, logprobs in verdict.logprobs.items():
-            plan.rows[row].add_logprobs(logprobs)
-        for row, error in verdict.errors.items():
-            plan.rows[row].fail(error)
-        self.slots.commit([r.slot_id for r in plan.rows], certain_len)
+    def _grant_drafts(self, plan: Plan) -> None:
+        """How many drafts may be proposed for the next step of each row; the pages for them are there."""
+        rows = [row for row in plan.rows if row.chooses]
+        most = [self._most_drafts(row.request) for row in rows]
+        for row, room in zip(rows, self.pace.choose([r.request for r in rows], most), strict=True):
+            request = row.request
+            if room and self.prefix.grow(request.slot_id, request.most_len + room):
+                row.room = room
+            request.num_drafts = row.room
 
-    def draft_room(self, plan: Plan) -> list[int]:
-        """How many drafts each row of a committed step may have; the pages for them are there."""
-        return [self._room(request) for request in plan.rows]
+    def _most_drafts(self, request: Request) -> int:
+        asked = request.params.num_drafts
+        most = self.config.num_drafts if asked is None else min(asked, self.config.num_drafts)
+        return max(0, min(most, len(request.ids) - request.most_len - 1))
 
-    def _room(self, request: Request) -> int:
-        if request.finish_reason is not None or request.total_len - request.committed_len > 1:
-            return 0
-        most = min(self.config.num_drafts, len(request.ids) - request.total_len - 1)
-        if most > 0:
-            self.pages.grow(request.slot_id, request.total_len + most)
-        return max(0, min(most, self.pages.capacity[request.slot_id] - request.total_len))
+    def _take_snapshots(self, plan: Plan) -> None:
+        """Of the edges that rows will pass, or may."""
+        for row in plan.rows:
+            take = self.prefix.take(row.slot_id, *row.edges)
+            if take is not None:
+                row.snapshot_slot, row.snapshot_edge = take
+
+    # After a step.
+
+    def commit(self, plan: Plan, outcome: "Outcome") -> None:
+        """Advance the lengths, append the new tokens, publish what is final; see which requests end."""
+        certain_len = [row.request.committed_len + row.num_tokens - row.num_drafts for row in plan.rows]
+        self.slots.commit([row.slot_id for row in plan.rows], certain_len)
+        for n, row in enumerate(plan.rows):
+            request = row.request
+            request.in_flight -= 1
+            request.committed_len = certain_len[n]
+            token_ids = outcome.token_ids.get(n, [])
+            if row.chooses:
+                request.ahead -= 1 + row.num_drafts
+                request.committed_len += len(token_ids) - 1
+            if request.finish_reason is not None:
+                continue  # it ended while this step was under way
+            if n in outcome.broken:
+                request.fail(f"the engine computed NaN for the token at position {request.total_len}")
+                continue
+            if row.chooses:
+                self._append(request, token_ids, outcome, n)
+            self.prefix.commit(row.slot_id, request.committed_len, request.total_len)
+
+    def _append(self, request: Request, token_ids: list[int], outcome: "Outcome", n: int) -> None:
+        num_judged, num_accepted = outcome.num_judged[n], len(token_ids) - 1
+        if num_judged:
+            request.metrics.count_drafts(num_judged, num_accepted)
+            self.pace.judged(request, num_judged, num_accepted)
+        if request.in_flight == 0:
+            request.num_drafts = outcome.num_drafts[n]
+        request.append(token_ids)
+        if n in outcome.logprobs:
+            request.add_logprobs(outcome.logprobs[n])
 
     def reap(self, plan: Plan) -> None:
-        """Free what the finished rows held."""
-        for request in plan.rows:
+        """Free what rows held that have ended, or must leave, and are in no step under way."""
+        for row in plan.rows:
+            request = row.request
+            if request.slot_id == 0 or request.in_flight:
+                continue
             if request.finish_reason is not None:
-                self._release(request)
+                self._release(request, donate=request.finish_reason != "error")
+            elif request.leaving:
+                self._preempt(request)
 
     def abort(self, request: Request, reason: FinishReason = "cancelled") -> None:
         """End a request at any moment between two steps."""
         request.finish_reason = reason
-        if request.slot_id:
-            self._release(request)
-        else:
+        if request.slot_id == 0:
             self.waiting.remove(request)
+        elif request.in_flight == 0:
+            self._release(request, donate=True)
 
     def audit(self) -> None:
         """Pages, slots and requests add up."""
         slot_ids = {request.slot_id for request in self.running}
         assert len(slot_ids) == len(self.running) <= self.config.max_rows, "two requests in one slot"
-        self.slots.audit(slot_ids)
-        self.pages.audit(slot_ids)
-        ages = [request.age for request in (*self.running, *self.waiting)]
-        assert ages == sorted(ages), f"a younger request overtook: {ages}"
+        self.prefix.audit()
+        for requests in (self.running, self.waiting):
+            ranks = [_rank(request) for request in requests]
+            assert ranks == sorted(ranks), f"a worse rank overtook: {ranks}"
         for request in self.running:
-            assert request.finish_reason is None, f"request {request.id} is finished and runs"
-            assert 0 <= request.committed_len < request.total_len <= len(request.ids)
-            assert request.committed_len <= self.pages.capacity[request.slot_id]
-            num_records = request.committed_len - self.slots.edge[request.slot_id]
-            assert 0 <= num_records < self.config.chunk_len + self.config.num_drafts, f"{num_records} records"
+            self._audit_running(request)
         for request in self.waiting:
-            assert request.committed_len == 0 and request.slot_id == 0, (
+            assert request.finish_reason is None, f"request {request.id} is finished and waits"
+            assert request.committed_len == request.slot_id == request.in_flight == request.ahead == 0, (
                 f"request {request.id} waits and holds"
             )
+
+    def _audit_running(self, request: Request) -> None:
+        capacity = self.prefix.pages.capacity[request.slot_id]
+        assert request.finish_reason is None or request.in_flight, f"request {request.id} is finished and runs"
+        if request.finish_reason is not None:
+            return
+        assert 0 <= request.committed_len < request.total_len <= request.most_len <= len(request.ids)
+        assert request.committed_len <= request.planned_len or request.planned_len == request.start_len
+        assert request.most_len <= capacity, f"request {request.id} has pages for {capacity} tokens"
+        assert request.ahead == 0 or request.in_flight, f"request {request.id} expects {request.ahead} tokens"
+        num_records = request.committed_len - self.slots.edge[request.slot_id]
+        assert 0 <= num_records < self.config.chunk_len + self.config.num_drafts, f"{num_records} records"
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.params.priority, request.age

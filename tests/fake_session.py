@@ -7,6 +7,7 @@ trips an assert. Fresh and freed places are poisoned.
 
 import itertools
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -39,10 +40,11 @@ def resolved(**changes: int | str) -> Resolved:
     """Small sizes, with room for every row at max_len."""
     sizes = dict(
         max_len=64, max_rows=4, max_step_tokens=32, page_len=8, chunk_len=4, num_drafts=0, pad_tokens=1
-    ) | dict(drafts="none", ngram_min=1, ngram_max=3)
+    ) | dict(drafts="none", ngram_min=1, ngram_max=3, prefix_cache=False, snapshot_interval=0)
+    sizes["pipeline_depth"] = 0
     sizes.update(changes)
     sizes.setdefault("num_pages", sizes["max_rows"] * -(-sizes["max_len"] // sizes["page_len"]) + 1)
-    sizes.setdefault("num_slots", sizes["max_rows"] + 1)
+    sizes.setdefault("num_slots", sizes["max_rows"] + 1 + 4 * sizes["prefix_cache"])
     return Resolved(**sizes)
 
 
@@ -66,6 +68,11 @@ class FakeSession:
             self.states[slot_id] = None
             self.records[slot_id] = POISON
 
+    def copy_slot(self, source: int, target: int) -> None:
+        assert self.states[source] is not None, f"slot {source} holds no state"
+        self.states[target] = self.states[source]
+        self.records[target] = self.records[source]
+
     def run(self, batch: Batch) -> Output:
         self.before_run(batch)
         self._check_shapes(batch)
@@ -88,8 +95,8 @@ class FakeSession:
                 written.add(page_id)
                 answers[token] = self.next_token(context)
             self._store_slot(batch, row, context)
-        owned = [set(batch.page_table[row].tolist()) - {0} for row in range(len(cu_tokens) - 1)]
-        assert len(set().union(*owned)) == sum(map(len, owned)), "two rows share a page"
+        holders = Counter(page_id for table in batch.page_table.tolist() for page_id in set(table))
+        assert all(holders[page_id] == 1 for page_id in written), "a row writes a page of another"
         logits = torch.zeros(len(batch.logits_ids), VOCAB)
         for at, token in enumerate(batch.logits_ids.tolist()):
             logits[at, answers[token]] = 1.0
@@ -104,13 +111,15 @@ class FakeSession:
         assert len(batch.positions) == num_tokens and len(batch.cu_tokens) == num_rows + 1
         assert batch.cu_tokens[0] == 0 and batch.cu_tokens[-1] == num_tokens
         assert (batch.cu_tokens.diff() > 0).all(), "a row without tokens"
-        for name in ("committed", "edge", "num_drafts", "snapshot_slot"):
+        for name in ("committed", "edge", "num_drafts", "snapshot_slot", "snapshot_edge"):
             assert getattr(batch, name).shape == (num_rows,), name
         for name in ("token_ids", "positions", "cu_tokens", "logits_ids", "slot_id", "page_table", "edge"):
             tensor = getattr(batch, name)
             assert tensor.dtype == torch.int32 and tensor.is_contiguous(), name
         live = batch.slot_id[batch.slot_id > 0]
         assert len(live) == len(live.unique()) <= self.config.max_rows, "two rows in one slot"
+        targets = [*live.tolist(), *batch.snapshot_slot[batch.snapshot_slot > 0].tolist()]
+        assert len(targets) == len(set(targets)), "a snapshot goes where something else is written"
         assert (batch.slot_id >= 0).all() and (batch.slot_id < self.config.num_slots).all()
 
     def _check_dump_row(self, batch: Batch, row: int) -> None:
@@ -142,7 +151,13 @@ class FakeSession:
         committed, slot_id, num_drafts = (
             int(t[row]) for t in (batch.committed, batch.slot_id, batch.num_drafts)
         )
-        edge = next_edge(committed, len(context) - committed, num_drafts, self.config.chunk_len)
-        self.states[slot_id] = context[:edge]
-        for position in range(edge, len(context)):
+        edge, new_edge = int(batch.edge[row]), next_edge(
+            committed, len(context) - committed, num_drafts, self.config.chunk_len
+        )
+        target, snapshot_edge = int(batch.snapshot_slot[row]), int(batch.snapshot_edge[row])
+        assert snapshot_edge % self.config.chunk_len == 0
+        if target and edge < snapshot_edge <= new_edge:
+            self.states[target] = context[:snapshot_edge]
+        self.states[slot_id] = context[:new_edge]
+        for position in range(new_edge, len(context)):
             self.records[slot_id, position % self.records.shape[1]] = context[position]

@@ -34,7 +34,7 @@ Decisions:
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -102,7 +102,7 @@ class Lease:
     prompt_len: int  # tokens known when it was admitted
     junction: int  # where it leaves a cached path that has no snapshot there; 0: nowhere
     path: list[Entry]  # its cached pages, from the first on
-    taken: Take | None = None
+    taken: list[Take] = field(default_factory=list)  # asked for, and not known to be stored
     newest: Entry | None = None  # has its last decode snapshot
     stale: bool = False  # publishes nothing more
 
@@ -133,6 +133,7 @@ class PrefixCache:
         identity: str = "",
         interval: int = 0,
         lookahead: int = 0,
+        enabled: bool = True,
     ) -> None:
         assert pages.page_len % slots.chunk_len == 0 and interval % pages.page_len == 0
         assert lookahead in (0, 1)
@@ -144,6 +145,7 @@ class PrefixCache:
         self.identity = identity
         self.interval = interval
         self.lookahead = lookahead
+        self.enabled = enabled  # else requests begin at 0 and leave nothing
         self.step = 0
         self.statistics = Statistics()
         self._tree = Tree(self.page_len, lookahead)
@@ -160,13 +162,13 @@ class PrefixCache:
     # Admission.
 
     def admit(self, chain: Chain, known_len: int, spare_pages: int = 0) -> Start | None:
-        """Let a request run from its longest hit, if a slot and pages for all it knows can be had.
+        """Let a request run from its longest hit, if a slot and pages for all it knows, and a token, can be had.
 
         So many other pages stay free or idle.
         """
-        path, junction = self._match(chain, known_len)
+        path, junction = self._match(chain, known_len) if self.enabled else ([], 0)
         page_ids = [entry.page_id for entry in path]
-        num_new = self.pages.count(known_len) - len(path)
+        num_new = self.pages.count(known_len + 1) - len(path)
         num_waking = sum(self.pages.refs[page_id] == 0 for page_id in page_ids)
         if self.num_available - num_waking - num_new < spare_pages:
             return None
@@ -178,11 +180,13 @@ class PrefixCache:
         if hit is not None:
             self.evictor.busy(hit)
             self.evictor.use(hit)
-        grown = self.grow(slot_id, known_len)
+        grown = self.grow(slot_id, known_len + 1)
         assert grown, "fewer pages could be evicted than are idle"
         start = len(path) * self.page_len
         self.slots.edge[slot_id] = start
-        self._leases[slot_id] = Lease(chain, known_len, junction if junction > start else 0, path)
+        self._leases[slot_id] = Lease(
+            chain, known_len, junction if junction > start else 0, path, stale=not self.enabled
+        )
         self.evictor.clock += 1
         self.statistics.num_queries += 1
         self.statistics.num_hits += hit is not None
@@ -276,9 +280,14 @@ class PrefixCache:
         return edges[0] if len(edges) > 1 and edges[1] <= last else stop
 
     def take(self, slot_id: int, start: int, stop: int) -> Take | None:
-        """The snapshot to store in a step that moves a slot's state from edge `start` to edge `stop`."""
+        """The snapshot to store in a step that moves a slot's state from edge `start` to edge `stop`.
+
+        Where they are bounds, a step may not come to the edge: then later steps ask for it again.
+        """
         lease = self._leases[slot_id]
-        assert lease.taken is None, f"slot {slot_id}: the last step was not committed"
+        for take in lease.taken:
+            if take.edge > start:
+                return take
         edges = self._wanted(lease, start, stop)
         if not edges:
             return None
@@ -288,9 +297,10 @@ class PrefixCache:
             self._drop_snapshot(lease.newest)
         near = next((entry.edge for entry in reversed(lease.path) if entry.slot_id), 0)
         target = self._free_slot(self.evictor.promise(kind, near, edge))
-        if target:
-            lease.taken = Take(target, edge)
-        return lease.taken
+        if target == 0:
+            return None
+        lease.taken.append(Take(target, edge))
+        return lease.taken[-1]
 
     def _wanted(self, lease: Lease, start: int, stop: int) -> list[int]:
         if not self.hybrid or lease.stale:
@@ -327,14 +337,13 @@ class PrefixCache:
         """
         lease = self._leases[slot_id]
         self._publish(lease, slot_id, min(valid_len, known_len - self.lookahead) // self.page_len)
-        if lease.taken is None:
-            return
-        (target, edge), lease.taken = lease.taken, None
-        entry = self._entry_at(lease, edge)
-        if entry is None or entry.slot_id:
-            self.slots.release(target)
-        else:
-            self._attach(lease, entry, target)
+        while lease.taken and lease.taken[0].edge <= self.slots.edge[slot_id]:
+            target, edge = lease.taken.pop(0)
+            entry = self._entry_at(lease, edge)
+            if entry is None or entry.slot_id:
+                self.slots.release(target)
+            else:
+                self._attach(lease, entry, target)
 
     def _publish(self, lease: Lease, slot_id: int, num_pages: int) -> None:
         while len(lease.path) < num_pages and not lease.stale:
@@ -368,8 +377,8 @@ class PrefixCache:
     def release(self, slot_id: int, donate: bool = False) -> None:
         """A request runs no more. With `donate` its slot becomes a snapshot if it stands at a page's edge."""
         lease = self._leases.pop(slot_id)
-        if lease.taken is not None:
-            self.slots.release(lease.taken.slot_id)
+        for take in lease.taken:
+            self.slots.release(take.slot_id)
         edge = int(self.slots.edge[slot_id])
         entry = self._entry_at(lease, edge) if donate and self.hybrid and edge % self.page_len == 0 else None
         if entry is not None and not entry.slot_id:
@@ -409,7 +418,7 @@ class PrefixCache:
         """Pages, slots, entries and running requests add up."""
         entries = list(self._tree.entries.values())
         slot_ids = set(self._leases)
-        taken = [lease.taken.slot_id for lease in self._leases.values() if lease.taken is not None]
+        taken = [take.slot_id for lease in self._leases.values() for take in lease.taken]
         snapshots = [entry.slot_id for entry in entries if entry.slot_id]
         held = [*slot_ids, *taken, *snapshots]
         assert len(held) == len(set(held)), "a slot serves two ends"

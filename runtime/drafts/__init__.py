@@ -1,33 +1,26 @@
-"""Who proposes: a request carries the ids it gets from here, and nobody else asks where they came from."""
+"""Who proposes: drafts stand in the ledger behind a request's text, and nobody asks where they came from."""
 
 from typing import Protocol
 
 import torch
 
-from hemiola.runtime.request import Request
+from hemiola.runtime.batch import Batch
 from hemiola.runtime.scheduler import Plan
 
 
 class Proposer(Protocol):
-    """Called after each step was committed. What it proposes may cost time, never a token."""
+    """Called after each step was judged, on the device. What it proposes may cost time, never a token."""
 
-    def propose(self, plan: Plan, room: list[int], hidden: torch.Tensor) -> None:
-        """Set `drafts` of each row's request, at most room[n] ids; hidden [T, F] is the trunk's of this step.
+    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        """Set the ledger's drafts of every row with room, at most `room` ids; hidden [T, F] is the trunk's.
 
         A row with room 0 gets none, but the proposer may want to see its tokens (a prompt under way).
         """
-        ...
-
-    def forget(self, request: Request) -> None:
-        """The request has ended."""
         ...
 
 
 class NoDrafts:
     """Proposes nothing."""
 
-    def propose(self, plan: Plan, room: list[int], hidden: torch.Tensor) -> None:
-        pass
-
-    def forget(self, request: Request) -> None:
+    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
         pass

@@ -4,8 +4,10 @@ The head reads pairs (x_p, h_{p-1}): a token and the trunk's hidden state before
 The pair of token p has its key and value at place p of the request's pages, so what a page holds depends on
 its own tokens only. Place 0 has no pair: the head's attention begins at 1.
 
-The hidden states of the last tokens are kept in the slot, by position: a row begins with the pair of its
-first new token, whose hidden state belongs to an earlier step.
+A step's tokens p bring the pairs p + 1: their hidden states are at hand, and the next tokens are in the
+ledger by then. Pairs behind a rejected draft are nonsense that the next step overwrites. Only a request that
+begins behind a prefix hit misses one, that of its first token: its hidden state is in the slot, where the
+states of the last tokens are kept by position, and in snapshots the one before their edge.
 """
 
 from typing import NamedTuple
@@ -13,135 +15,147 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hemiola.runtime.batch import Batch
 from hemiola.runtime.cache.pages import Pages
-from hemiola.runtime.request import Request
-from hemiola.runtime.sampling import Draw, choose
-from hemiola.runtime.scheduler import Plan
+from hemiola.runtime.ledger import Ledger
+from hemiola.runtime.sampling import choose
+from hemiola.runtime.scheduler import Plan, Row
 from hemiola.runtime.session import Drafter
 
 HIDDEN = "mtp.hidden"  # the slot state [R, F]
 
 
-class _Row(NamedTuple):
-    """A running row of the step whose pairs p = first .. last are to be read."""
+class _Pairs(NamedTuple):
+    """The pairs of a step, row by row."""
 
-    request: Request
-    room: int
-    start: int  # its first token of the step, in the step's hidden
-    committed: int  # the position of that token
-    first: int
-    last: int
+    row: torch.Tensor  # [P] of the batch
+    offset: torch.Tensor  # [P] behind the row's first token; 0 is the missed one
+    counts: np.ndarray  # [N] pairs of each row
+    missed: torch.Tensor  # which of the P
 
 
 class MtpProposer:
     """Greedy requests get the head's best tokens, others are drawn with the noise that the trunk will use."""
 
-    def __init__(self, session: Drafter, hidden_ring: torch.Tensor, pages: Pages, pad_tokens: int) -> None:
+    def __init__(
+        self, session: Drafter, hidden_ring: torch.Tensor, pages: Pages, ledger: Ledger, pad_tokens: int
+    ) -> None:
         self._session = session
         self._ring = hidden_ring  # [S, R, F]
         self._pages = pages
+        self._ledger = ledger
         self._pad_tokens = pad_tokens
 
-    def propose(self, plan: Plan, room: list[int], hidden: torch.Tensor) -> None:
-        rows = self._rows(plan, room)
-        if not rows:
-            return
-        before = self._hidden_before(rows, hidden)
-        self._keep(rows, hidden)
-        pairs = [np.arange(row.first, row.last + 1) for row in rows]
-        wanting = [row for row in rows if row.room > 0]
-        logits, states = self._read(rows, pairs, before, wanting)
-        while wanting:
-            for row, scores in zip(wanting, logits, strict=True):
-                row.request.drafts.append(choose(scores, _draw(row.request)))
-            more = [i for i, row in enumerate(wanting) if len(row.request.drafts) < row.room]
-            wanting = [wanting[i] for i in more]
-            if wanting:
-                places = [np.array([row.request.total_len + len(row.request.drafts) - 1]) for row in wanting]
-                logits, states = self._read(wanting, places, states[more], wanting)
+    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        pairs = _pairs(plan.rows)
+        slot_id = batch.slot_id.to(torch.int64)
+        committed = batch.committed.to(torch.int64)
+        before = self._hidden_before(pairs, batch, hidden)
+        self._keep_for_snapshots(plan.rows, batch, hidden)
+        self._keep(plan.rows, batch, hidden)
+        wanting = np.array([n for n, row in enumerate(plan.rows) if row.room > 0], np.int64)
+        own = slot_id[wanting]
+        first_pair = torch.from_numpy((np.cumsum(pairs.counts) - pairs.counts)[wanting])
+        skipped = torch.tensor([plan.rows[n].resumes for n in wanting], dtype=torch.int64)
+        last = first_pair + skipped + self._ledger.committed_len[own] - committed[wanting] - 1
+        places = committed[pairs.row] + pairs.offset
+        slots = slot_id[: len(plan.rows)]
+        logits, states = self._read(slots, slot_id[pairs.row], places, pairs.counts, before, last)
+        self._draft([plan.rows[n] for n in wanting], own, logits, states)
 
-    def forget(self, request: Request) -> None:
-        pass
+    def _draft(
+        self, rows: list[Row], slot_id: torch.Tensor, logits: torch.Tensor, states: torch.Tensor
+    ) -> None:
+        """The first draft of each row from these logits, the others from pairs of a draft and its state."""
+        ledger = self._ledger
+        ledger.num_drafts[slot_id] = torch.tensor([row.room for row in rows], dtype=torch.int64)
+        for at in range(max((row.room for row in rows), default=0)):
+            if at > 0:
+                more = [n for n, row in enumerate(rows) if row.room > at]
+                rows, slot_id = [rows[n] for n in more], slot_id[more]
+                places = ledger.total_len[slot_id] + at - 1
+                ones = np.ones(len(rows), np.int64)
+                lines = torch.arange(len(rows))
+                logits, states = self._read(slot_id, slot_id, places, ones, states[more], lines)
+            places = ledger.total_len[slot_id] + at
+            rules = [row.request.rule for row in rows]
+            chosen = choose(logits, rules, slot_id, places, ledger.ids)
+            ledger.ids[slot_id, places] = chosen.to(torch.int32)
 
-    def _rows(self, plan: Plan, room: list[int]) -> list[_Row]:
-        rows, start = [], 0
-        for request, num_tokens, committed, own in zip(
-            plan.rows, plan.num_tokens, plan.committed, room, strict=True
-        ):
-            if request.slot_id and request.finish_reason is None:
-                capacity = self._pages.capacity[request.slot_id]
-                last = min(request.committed_len, capacity - 1)
-                rows.append(_Row(request, own, start, committed, max(committed, 1), last))
-            start += num_tokens
-        return rows
-
-    def _hidden_before(self, rows: list[_Row], hidden: torch.Tensor) -> torch.Tensor:
-        """h_{p-1} of every pair: of this step, but for a row's first pair, which looks back into the slot."""
-        index = [np.arange(row.first, row.last + 1) - 1 - row.committed + row.start for row in rows]
-        counts = [len(part) for part in index]
-        flat = np.concatenate(index)
-        looking = [n for n, row in enumerate(rows) if row.committed > 0 and counts[n] > 0]
-        begins = np.cumsum([0, *counts])[looking]
-        flat[begins] = 0
-        before = hidden.index_select(0, torch.from_numpy(flat))
-        if looking:
-            slots = torch.tensor([rows[n].request.slot_id for n in looking])
-            places = torch.tensor([(rows[n].committed - 1) % self._ring.shape[1] for n in looking])
-            before[torch.from_numpy(begins)] = self._ring[slots, places]
+    def _hidden_before(self, pairs: _Pairs, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        """h_{p-1} of every pair: of this step, but for missed ones, for which the slot has it."""
+        tokens = batch.cu_tokens[pairs.row] + pairs.offset - 1
+        tokens[pairs.missed] = 0
+        before = hidden.index_select(0, tokens)
+        rows = pairs.row[pairs.missed]
+        places = (batch.committed[rows] - 1) % self._ring.shape[1]
+        before[pairs.missed] = self._ring[batch.slot_id[rows], places]
         return before
 
-    def _keep(self, rows: list[_Row], hidden: torch.Tensor) -> None:
-        """Put the hidden states of the committed tokens into the slots' rings."""
+    def _keep_for_snapshots(self, rows: list[Row], batch: Batch, hidden: torch.Tensor) -> None:
+        """The state before the edge of each snapshot that this step took; before the ring is overwritten."""
+        asked = [n for n, row in enumerate(rows) if row.snapshot_slot]
+        if not asked:
+            return
+        last = batch.snapshot_edge[asked] - 1
+        slot_id, committed = batch.slot_id[asked], batch.committed[asked]
+        place = last % self._ring.shape[1]
+        token = (batch.cu_tokens[asked] + last - committed).clamp(0, len(hidden) - 1)
+        is_new = (last >= committed).unsqueeze(1)
+        kept = torch.where(is_new, hidden[token], self._ring[slot_id, place])
+        passed = batch.edge[asked] <= last
+        passed &= last < self._ledger.edge[slot_id]
+        target = torch.where(passed, batch.snapshot_slot[asked], 0)  # else it goes to the dump slot
+        self._ring[target, place] = kept
+
+    def _keep(self, rows: list[Row], batch: Batch, hidden: torch.Tensor) -> None:
+        """Put the hidden states of the last tokens into the slots' rings."""
         ring_len = self._ring.shape[1]
-        slots, places, sources = [], [], []
-        for row in rows:
-            end = row.request.committed_len
-            kept = np.arange(max(row.committed, end - ring_len), end)
-            slots.append(np.full(len(kept), row.request.slot_id))
-            places.append(kept % ring_len)
-            sources.append(kept - row.committed + row.start)
-        slot, place, source = (torch.from_numpy(np.concatenate(part)) for part in (slots, places, sources))
-        self._ring[slot, place] = hidden.index_select(0, source)
+        num_tokens = np.array([row.num_tokens for row in rows])
+        kept = np.minimum(num_tokens, ring_len)
+        row = np.repeat(np.arange(len(rows)), kept)
+        token = np.cumsum(num_tokens)[row] - np.cumsum(kept)[row] + np.arange(len(row))
+        tokens = torch.from_numpy(token)
+        slot_id = batch.slot_id[torch.from_numpy(row)]
+        self._ring[slot_id, batch.positions[tokens] % ring_len] = hidden.index_select(0, tokens)
 
     def _read(
-        self, rows: list[_Row], pairs: list[np.ndarray], before: torch.Tensor, wanting: list[_Row]
-    ) -> tuple[np.ndarray, torch.Tensor]:
-        """Run the head over pairs; logits and hidden state of the last pair of each row that wants more."""
-        ids = [_tokens(row.request, places) for row, places in zip(rows, pairs, strict=True)]
-        ends = np.cumsum([len(part) for part in pairs])
-        lasts = [int(end) - 1 for row, end in zip(rows, ends, strict=True) if row in wanting]
-        padding = -int(ends[-1]) % self._pad_tokens
-        slots = [row.request.slot_id for row in rows]
-        table = self._pages.table[slots]
-        cu_tokens = [0, *ends.tolist()]
-        if padding:
-            cu_tokens.append(cu_tokens[-1] + padding)
+        self,
+        slots: torch.Tensor,  # [N] of the rows
+        slot_id: torch.Tensor,  # [P] of the pairs
+        places: torch.Tensor,  # [P]
+        counts: np.ndarray,  # [N] pairs of each row
+        before: torch.Tensor,  # [P, F]
+        last: torch.Tensor,  # pairs whose outcome is wanted
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the head over pairs; logits and hidden states of the last ones."""
+        token_ids = self._ledger.ids[slot_id, places]
+        table = self._pages.table[slots.numpy()]
+        cu_tokens = np.concatenate(([0], np.cumsum(counts)))
+        if padding := -len(places) % self._pad_tokens:
+            cu_tokens = np.append(cu_tokens, len(places) + padding)
             table = np.concatenate((table, np.zeros_like(table[:1])))
+            token_ids = torch.cat((token_ids, token_ids.new_zeros(padding)))
+            places = torch.cat((places, places.new_ones(padding)))
             before = torch.cat((before, before.new_zeros(padding, before.shape[1])))
         logits, states = self._session.draft(
-            token_ids=_int32(np.concatenate([*ids, np.zeros(padding)])),
+            token_ids=token_ids,
             hidden=before,
-            positions=_int32(np.concatenate([*pairs, np.ones(padding)])),
-            cu_tokens=_int32(np.array(cu_tokens)),
-            page_table=_int32(table),
-            logits_ids=_int32(np.array(lasts)),
+            positions=places.to(torch.int32),
+            cu_tokens=torch.from_numpy(cu_tokens.astype(np.int32)),
+            page_table=torch.from_numpy(table),
+            logits_ids=last.to(torch.int32),
         )
-        return logits.numpy(), states[lasts]
+        return logits, states[last]
 
 
-def _tokens(request: Request, places: np.ndarray) -> np.ndarray:
-    """x_p: known ids, then drafts."""
-    known = places < request.total_len
-    return np.where(
-        known,
-        request.ids[np.minimum(places, request.total_len - 1)],
-        request.drafts[-1] if request.drafts else 0,
+def _pairs(rows: list[Row]) -> _Pairs:
+    """One behind every token; and that of the first token, where a request begins behind a hit."""
+    counts = np.array([row.num_tokens + row.resumes for row in rows], np.int64)
+    starts = np.cumsum(counts) - counts
+    resumes = np.array([row.resumes for row in rows], np.int64)
+    row = np.repeat(np.arange(len(rows)), counts)
+    offset = np.arange(len(row)) - starts[row] + 1 - resumes[row]
+    return _Pairs(
+        torch.from_numpy(row), torch.from_numpy(offset), counts, torch.from_numpy(starts[resumes > 0])
     )
-
-
-def _draw(request: Request) -> Draw:
-    return Draw(request.params, request.seed, request.total_len + len(request.drafts))
-
-
-def _int32(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int32))

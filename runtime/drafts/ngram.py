@@ -2,69 +2,49 @@
 
 import torch
 
-from hemiola.runtime.request import Request
+from hemiola.runtime.batch import Batch
+from hemiola.runtime.ledger import Ledger
 from hemiola.runtime.scheduler import Plan
 
 
-class NgramIndex:
-    """Suffix lookup in one request's ids, prompt and output alike.
+def lookup(
+    ids: torch.Tensor, total_len: torch.Tensor, min_n: int, max_n: int, num_drafts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts [R, num_drafts] for texts ids[R, W] of total_len[R] ids, and which rows [R] have any.
 
-    Grams of min_n..max_n tokens are indexed as ids arrive, each by the place where it last ended, so that a
-    proposal costs max_n - min_n + 1 look-ups however long the text is.
+    The ids after the latest earlier occurrence of the longest suffix of min_n..max_n ids that occurs earlier.
+    An occurrence that overlaps the end of the text continues into the proposal, as a period would.
     """
-
-    def __init__(self, min_n: int, max_n: int) -> None:
-        self.min_n, self.max_n = min_n, max_n
-        self._ids: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}
-
-    @property
-    def length(self) -> int:
-        return len(self._ids)
-
-    def extend(self, ids: list[int]) -> None:
-        """Append committed ids. Grams become known once a token follows them: a suffix never finds itself."""
-        first = max(len(self._ids), 1)
-        self._ids += ids
-        for end in range(first, len(self._ids)):
-            for n in range(self.min_n, min(self.max_n, end) + 1):
-                self._ends[tuple(self._ids[end - n : end])] = end
-
-    def propose(self, num_drafts: int) -> list[int]:
-        """The num_drafts ids after the latest earlier occurrence of the longest known suffix, or none.
-
-        An occurrence that overlaps the end of the text continues into the proposal, as a period would.
-        """
-        for n in range(min(self.max_n, len(self._ids)), self.min_n - 1, -1):
-            end = self._ends.get(tuple(self._ids[-n:]))
-            if end is not None:
-                return self._continue(end, num_drafts)
-        return []
-
-    def _continue(self, end: int, num_drafts: int) -> list[int]:
-        drafts = self._ids[end : end + num_drafts]
-        period = len(drafts)
-        while len(drafts) < num_drafts:
-            drafts.append(drafts[len(drafts) - period])
-        return drafts
+    place = torch.arange(ids.shape[1])
+    last = total_len.unsqueeze(1) - 1
+    matched = torch.zeros_like(ids)  # [R, W] of the ids up to here, how many equal the text's last ones
+    alive = place < last  # a suffix does not find itself
+    for n in range(max_n):
+        suffix = ids.gather(1, (last - n).clamp(min=0))
+        alive = alive & (ids.roll(n, 1) == suffix) & (place >= n)
+        matched += alive
+    matched = torch.where(matched >= min_n, matched, 0)
+    best = (matched.to(torch.int64) * ids.shape[1] + place).argmax(1, keepdim=True)  # the latest of the longest
+    found = matched.gather(1, best).squeeze(1) > 0
+    period = last - best
+    ahead = torch.arange(num_drafts) % period.clamp(min=1)
+    return ids.gather(1, (best + 1 + ahead).clamp(max=ids.shape[1] - 1)), found
 
 
 class NgramProposer:
-    """Prompt lookup for every running request."""
+    """Prompt lookup for every row with room."""
 
-    def __init__(self, min_n: int, max_n: int) -> None:
+    def __init__(self, ledger: Ledger, min_n: int, max_n: int) -> None:
+        self.ledger = ledger
         self.min_n, self.max_n = min_n, max_n
-        self._texts: dict[int, NgramIndex] = {}
 
-    def propose(self, plan: Plan, room: list[int], hidden: torch.Tensor) -> None:
-        for request, num_drafts in zip(plan.rows, room, strict=True):
-            if num_drafts > 0:
-                request.drafts = self._index(request).propose(num_drafts)
-
-    def _index(self, request: Request) -> NgramIndex:
-        index = self._texts.setdefault(request.id, NgramIndex(self.min_n, self.max_n))
-        index.extend(request.ids[index.length : request.total_len].tolist())
-        return index
-
-    def forget(self, request: Request) -> None:
-        self._texts.pop(request.id, None)
+    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        rows = [row for row in plan.rows if row.room > 0]
+        if not rows:
+            return
+        slot_ids = torch.tensor([row.slot_id for row in rows])
+        room = torch.tensor([row.room for row in rows])
+        most_len = max(row.request.most_len for row in rows)
+        ids, total_len = self.ledger.ids[slot_ids, :most_len], self.ledger.total_len[slot_ids]
+        drafts, found = lookup(ids, total_len, self.min_n, self.max_n, int(room.max()))
+        self.ledger.set_drafts(slot_ids, drafts, room * found)

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 import pytest
 from fake_session import VOCAB, FakeSession, resolved
 
+from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.drafts import Proposer
+from hemiola.runtime.ledger import Ledger
 from hemiola.runtime.llm import make_loop
 from hemiola.runtime.loop import Loop
 from hemiola.runtime.request import Bounds, Piece, Request, SamplingParams, new_request
@@ -30,12 +32,24 @@ class Hand:
 
     @property
     def idle(self) -> bool:
-        return not self.loop.scheduler.busy and self.loop._inbox.empty()
+        return not self.loop._busy and self.loop._inbox.empty()
 
     def turn(self) -> None:
         if not self.idle:  # there the loop would wait for a message
             self.loop.turn()
-        self.loop.scheduler.audit()
+        self.audit()
+
+    def audit(self) -> None:
+        """Ownership; and the content of whatever is cached, where the session keeps tokens."""
+        scheduler, session = self.loop.scheduler, self.loop.session
+        scheduler.audit()
+        if not isinstance(session, FakeSession):
+            return
+        page_len = session.config.page_len
+        for token_ids, entry in scheduler.prefix.contents():
+            assert session.pages[entry.page_id].tolist() == list(token_ids[-page_len:]), "another page's content"
+            if entry.slot_id:
+                assert session.states[entry.slot_id] == list(token_ids), f"snapshot {entry.slot_id} is wrong"
 
     def run(self, most: int = 10_000) -> None:
         """Until everything has ended."""
@@ -60,12 +74,12 @@ def make_hand() -> Callable[..., Hand]:
     def make(
         text: Text | None = None,
         session: FakeSession | None = None,
-        proposer: Proposer | None = None,
+        proposer: Callable[[Ledger], Proposer] | None = None,
         **sizes: int | str,
     ) -> Hand:
         config = session.config if session is not None else resolved(**sizes)
         session = session or FakeSession(config)
-        loop = make_loop(config, session, session, text, proposer)
+        loop = make_loop(config, session, session, text, Cost(10, 40), proposer=proposer)
         return Hand(loop, Bounds(config.max_len, config.max_len, VOCAB, eos_ids=()))
 
     return make

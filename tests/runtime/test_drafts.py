@@ -7,7 +7,6 @@ import pytest
 from fake_session import VOCAB, hashed, oracle
 from proposers import Scripted, always_right, always_wrong, shuffled
 
-from hemiola.runtime.drafts.ngram import NgramProposer
 
 
 def hand(make, proposer, **sizes):
@@ -77,7 +76,7 @@ def test_a_window_never_outgrows_the_request(make_hand) -> None:
     right = always_right(hashed)
 
     def script(request, room):
-        rooms.append((len(request.ids) - request.total_len, room))
+        rooms.append((request.limit - request.total_len, room))
         return right.script(request, room)
 
     h = hand(make_hand, Scripted(script), num_drafts=5)
@@ -131,17 +130,3 @@ def test_storms_of_drafts_preemptions_and_aborts(make_hand, seed: int) -> None:
         if h.last(asked).finish_reason == "cancelled":
             expected = expected[: len(got)]
         assert got == expected, f"seed {seed}, request {asked}"
-
-
-def test_prompt_lookup_remembers_no_request_that_has_ended(make_hand) -> None:
-    """It kept every text for ever: of requests that ended, were cancelled, or whose caller raises."""
-    proposer = NgramProposer(1, 3)
-    h = hand(make_hand, proposer)
-    asked = [h.submit([1, 2, 1, 2, 1], max_tokens=20) for _ in range(3)]
-    for _ in range(3):
-        h.turn()
-    assert proposer._texts
-    h.loop.abort(asked[0])
-    h.loop.outbox._letters[asked[1]].on_piece = None  # not callable: raises
-    h.run()
-    assert not proposer._texts

@@ -4,20 +4,23 @@ Storage is poisoned, the caches are audited after every step.
 """
 
 import random
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from oracle import Oracle
-from proposers import Scripted
+from proposers import Scripted, Text
 
 from hemiola.runtime import manifest
+from hemiola.runtime.accept import Outcome
 from hemiola.runtime.batch import Batch
 from hemiola.runtime.cache.storage import Storage
 from hemiola.runtime.config import ServeConfig, resolve
-from hemiola.runtime.llm import make_loop
-from hemiola.runtime.request import Bounds, Request
+from hemiola.runtime.llm import make_loop, prefix_cost
+from hemiola.runtime.request import Bounds
+from hemiola.runtime.scheduler import Plan
 from hemiola.runtime.session import Output, Session
 
 FAMILIES = ["nemotron_h_moe", "qwen3_5"]  # Mamba2 + attention + experts; gated delta rule + attention
@@ -35,15 +38,16 @@ def prompt(length: int) -> list[int]:
 
 
 class Recorder:
-    """A session that keeps the logits of its last step."""
+    """A session that keeps the logits of the steps under way."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.draft = session.draft
+        self.logits: deque[torch.Tensor] = deque()
 
     def run(self, batch: Batch) -> Output:
         out = self.session.run(batch)
-        self.logits = out.logits.clone()
+        self.logits.append(out.logits.clone())
         return out
 
 
@@ -66,7 +70,7 @@ def right_and_wrong(wanted: Callable[[str, int], list[int]], family: str, seed: 
     """Windows of any length, the oracle's tokens up to a random place; a quarter of the windows is empty."""
     dice = random.Random(seed)
 
-    def script(request: Request, room: int) -> list[int]:
+    def script(request: Text, room: int) -> list[int]:
         done = request.total_len - request.prompt_len
         ids = wanted(family, request.prompt_len)[done : done + dice.choice([0, 1, room, room])]
         good = dice.choice([0, 1, len(ids), len(ids)])
@@ -85,7 +89,7 @@ def real_hand(tiny_engine: Callable[..., Path], make_hand: Callable, wanted: Cal
         session = Recorder(Session(engine_dir, found, storage, config.drafts))
         scripted = right_and_wrong(wanted, family, num_drafts) if kind == "right and wrong" else None
         bounds = Bounds(config.max_len, found.limits.max_len, found.vocab_size, ())
-        hand = type(make_hand())(make_loop(config, storage, session, None, scripted), bounds)
+        hand = type(make_hand())(make_loop(config, storage, session, None, prefix_cost(found), proposer=scripted), bounds)
         record(hand)
         return hand
 
@@ -97,16 +101,18 @@ def record(hand: object) -> None:
     hand.recorded = {}
     commit = hand.loop.scheduler.commit
 
-    def keep(plan: object, verdict: object) -> None:
+    def keep(plan: Plan, outcome: Outcome) -> None:
+        logits = hand.loop.session.logits.popleft()
         first = 0
-        for request, num_drafts, token_ids in zip(plan.rows, plan.num_drafts, verdict.token_ids, strict=True):
-            if token_ids:
-                ids = [*request.ids[: request.total_len].tolist(), *token_ids]
-                for at in range(len(token_ids)):
-                    before = tuple(ids[: request.total_len + at])
-                    hand.recorded[before] = hand.loop.session.logits[first + at]
-                first += 1 + num_drafts
-        commit(plan, verdict)
+        for n, row in enumerate(plan.rows):
+            if not row.chooses:
+                continue
+            request, token_ids = row.request, outcome.token_ids[n]
+            ids = [*request.ids[: request.total_len].tolist(), *token_ids]
+            for at in range(len(token_ids) if request.finish_reason is None else 0):
+                hand.recorded[tuple(ids[: request.total_len + at])] = logits[first + at]
+            first += 1 + row.num_drafts
+        commit(plan, outcome)
 
     hand.loop.scheduler.commit = keep
 

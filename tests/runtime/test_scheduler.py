@@ -45,12 +45,8 @@ def test_decode_rows_come_first_then_prompts_then_new_requests(make_hand: Callab
     first, second, third = hand.submit(prompt(4)), hand.submit(prompt(30)), hand.submit(prompt(3))
     hand.turn()
     plan = hand.loop.scheduler.plan()
-    assert [row.id for row in plan.rows] == [first, second, third]
-    assert plan.num_tokens == [
-        1,
-        12,
-        3,
-    ]  # the prompt's chunk ends on an edge, which leaves room for the newcomer
+    assert [row.request.id for row in plan.rows] == [first, second, third]
+    assert [row.num_tokens for row in plan.rows] == [1, 12, 3]  # the prompt's chunk ends on an edge, which leaves room for the newcomer
 
 
 def test_chunks_end_on_edges_where_the_budget_allows(make_hand: Callable) -> None:
@@ -169,7 +165,7 @@ def test_stop_ids_end_a_request(make_hand: Callable) -> None:
 
 
 def test_an_idle_plan_is_empty(make_hand: Callable) -> None:
-    assert make_hand().loop.scheduler.plan() == Plan([], [])
+    assert make_hand().loop.scheduler.plan() == Plan()
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -3,8 +3,9 @@
 import random
 
 import pytest
+import torch
 
-from hemiola.runtime.drafts.ngram import NgramIndex
+from hemiola.runtime.drafts.ngram import lookup
 
 
 def searched(ids: list[int], min_n: int, max_n: int, num_drafts: int) -> list[int]:
@@ -36,20 +37,24 @@ def searched(ids: list[int], min_n: int, max_n: int, num_drafts: int) -> list[in
 def test_a_proposal_is_what_followed_the_suffix(
     ids: list[int], min_n: int, max_n: int, drafts: list[int]
 ) -> None:
-    index = NgramIndex(min_n, max_n)
-    index.extend(ids)
-    assert index.propose(3) == drafts
+    assert proposed([ids], min_n, max_n, 3) == [drafts]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_arriving_in_pieces_changes_nothing(seed: int) -> None:
+def proposed(texts: list[list[int]], min_n: int, max_n: int, num_drafts: int) -> list[list[int]]:
+    """In one call, behind each text what an earlier one may have left there."""
+    width = max(map(len, texts)) + num_drafts
+    ids = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], dtype=torch.int32)
+    total_len = torch.tensor([len(text) for text in texts])
+    drafts, found = lookup(ids, total_len, min_n, max_n, num_drafts)
+    return [line if any_ else [] for line, any_ in zip(drafts.tolist(), found.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_many_texts_at_once(seed: int) -> None:
     rng = random.Random(seed)
     min_n = rng.randint(1, 3)
     max_n = min_n + rng.randint(0, 3)
-    index, ids = NgramIndex(min_n, max_n), []
-    for _ in range(60):
-        piece = [rng.randrange(4) for _ in range(rng.randint(0, 3))]
-        ids += piece
-        index.extend(piece)
-        num_drafts = rng.choice([1, 3, 64])
-        assert index.propose(num_drafts) == searched(ids, min_n, max_n, num_drafts), (seed, ids)
+    texts = [rng.choices(range(rng.randint(1, 4)), k=rng.randint(1, 40)) for _ in range(20)]
+    num_drafts = rng.choice([1, 3, 64])
+    wanted = [searched(ids, min_n, max_n, num_drafts) for ids in texts]
+    assert proposed(texts, min_n, max_n, num_drafts) == wanted, seed
