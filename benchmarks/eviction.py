@@ -344,9 +344,9 @@ class Replay:
 
     def _step(self, slot_id: int, stop: int, known_len: int) -> None:
         edge = stop // CHUNK_LEN * CHUNK_LEN
-        self.prefix.take(slot_id, int(self.slots.edge[slot_id]), edge)
+        take = self.prefix.take(slot_id, int(self.slots.edge[slot_id]), edge)
         self.slots.commit([slot_id], [stop])
-        self.prefix.commit(slot_id, stop, known_len)
+        self.prefix.commit(slot_id, stop, known_len, take.edge if take else 0)
         self.prefix.tick()
 
 

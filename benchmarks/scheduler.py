@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from hemiola.runtime.batch import Batch
+from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.cache.storage import Storage
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.llm import make_loop
@@ -60,10 +61,12 @@ def decoding_loop(num_rows: int, text: Text) -> Loop:
     """A loop whose rows have their prompts behind them."""
     config = Resolved(
         max_len=MAX_LEN, max_rows=num_rows, max_step_tokens=num_rows * PROMPT_LEN, page_len=PAGE_LEN,
-        chunk_len=16, num_pages=num_rows * -(-MAX_LEN // PAGE_LEN) + 1, num_slots=num_rows + 1, pad_tokens=1,
-        drafts="none", num_drafts=0, ngram_min=1, ngram_max=3,
+        chunk_len=16, num_pages=num_rows * -(-MAX_LEN // PAGE_LEN) + 1, num_slots=2 * num_rows + 1, pad_tokens=1,
+        drafts="none", num_drafts=0, ngram_min=1, ngram_max=3, prefix_cache=True, snapshot_interval=0,
+        pipeline_depth=0,
     )  # fmt: skip
-    loop = make_loop(config, Storage((), config.num_pages, config.num_slots), Stub(num_rows), text)
+    storage = Storage((), config.num_pages, config.num_slots)
+    loop = make_loop(config, storage, Stub(num_rows), text, Cost(1, 1))
     bounds = Bounds(MAX_LEN, MAX_LEN, VOCAB, eos_ids=())
     for request_id in range(1, num_rows + 1):
         params = SamplingParams(max_tokens=NUM_STEPS + 5)

@@ -244,7 +244,10 @@ class Scheduler:
     def commit(self, plan: Plan, outcome: "Outcome") -> None:
         """Advance the lengths, append the new tokens, publish what is final; see which requests end."""
         certain_len = [row.request.committed_len + row.num_tokens - row.num_drafts for row in plan.rows]
-        self.slots.commit([row.slot_id for row in plan.rows], certain_len)
+        slot_ids = [row.slot_id for row in plan.rows]
+        before = self.slots.edge[slot_ids].tolist()
+        self.slots.commit(slot_ids, certain_len)
+        after = self.slots.edge[slot_ids].tolist()
         for n, row in enumerate(plan.rows):
             request = row.request
             request.in_flight -= 1
@@ -260,7 +263,8 @@ class Scheduler:
                 continue
             if row.chooses:
                 self._append(request, token_ids, outcome, n)
-            self.prefix.commit(row.slot_id, request.committed_len, request.total_len)
+            stored_edge = row.snapshot_edge if before[n] < row.snapshot_edge <= after[n] else 0
+            self.prefix.commit(row.slot_id, request.committed_len, request.total_len, stored_edge)
 
     def _append(self, request: Request, token_ids: list[int], outcome: "Outcome", n: int) -> None:
         num_judged, num_accepted = outcome.num_judged[n], len(token_ids) - 1

@@ -265,7 +265,8 @@ class House:
                 content = request.known(position + 1 + self.lookahead)
                 self.kv[self._place(request, position)] = content
             self.slots.commit([request.slot_id], [certain_len])
-            self.prefix.commit(request.slot_id, request.committed_len, request.total_len)
+            stored_edge = row.take.edge if row.take is not None else 0
+            self.prefix.commit(request.slot_id, request.committed_len, request.total_len, stored_edge)
             if request.finished:
                 self._release(request)
                 self.done.append(request)

@@ -16,8 +16,8 @@ The scheduler's calls, in order. `slot_id` is the request's own slot, which stan
     plan, prompt's chunk    stop = prefix.chunk_end(slot_id, start, stop): one snapshot per row and step
     plan, last of all       take = prefix.take(slot_id, edge, next_edge) for each row: its snapshot slot and
                               edge in this step, or None. Last: admit goes first where slots are scarce
-    commit                  prefix.commit(slot_id, committed_len, total_len), after slots.commit, when the
-                              committed tokens' keys and values are written in all layers, the draft's too.
+    commit                  prefix.commit(slot_id, committed_len, total_len, stored_edge), after slots.commit,
+                              when the committed tokens' keys and values are written in all layers, the draft's too.
                               Never for a row that failed
     finish, preempt, abort  prefix.release(slot_id, donate) for pages.release and slots.release. donate: the
                               state is sound, and no step is under way that may write it
@@ -330,17 +330,18 @@ class PrefixCache:
 
     # After a step, and at the end.
 
-    def commit(self, slot_id: int, valid_len: int, known_len: int) -> None:
+    def commit(self, slot_id: int, valid_len: int, known_len: int, stored_edge: int = 0) -> None:
         """Publish the full pages among the first valid_len tokens, and the snapshot that was taken.
 
-        known_len: of the request's ids. Calling it again changes nothing.
+        known_len: of the request's ids. stored_edge: of the snapshot that the step did store, which it does if
+        it asked for one and moved the state from before its edge to or beyond it. Calling it again changes nothing.
         """
         lease = self._leases[slot_id]
         self._publish(lease, slot_id, min(valid_len, known_len - self.lookahead) // self.page_len)
         while lease.taken and lease.taken[0].edge <= self.slots.edge[slot_id]:
             target, edge = lease.taken.pop(0)
             entry = self._entry_at(lease, edge)
-            if entry is None or entry.slot_id:
+            if edge != stored_edge or entry is None or entry.slot_id:
                 self.slots.release(target)
             else:
                 self._attach(lease, entry, target)

@@ -11,6 +11,7 @@ import pytest
 from fake_session import VOCAB, FakeSession, oracle, resolved
 from tokenizers import Tokenizer, decoders, models
 
+from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.batch import Batch
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import make_loop
@@ -36,7 +37,7 @@ class Running:
 
     def __init__(self, **sizes: int) -> None:
         self.session = FakeSession(resolved(**sizes))
-        self.loop = make_loop(self.session.config, self.session, self.session, None)
+        self.loop = make_loop(self.session.config, self.session, self.session, None, Cost(10, 40))
         self.loop.start()
         self.request_ids = itertools.count(1)
 
@@ -178,7 +179,7 @@ def test_close_with_drain_finishes_what_there_is() -> None:
 def test_an_idle_loop_audits_its_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hemiola.runtime.loop.IDLE_SECONDS", 0.01)
     running = Running()
-    running.loop.scheduler.pages._free.pop()
+    running.loop.scheduler.prefix.pages._free.pop()
     running.loop._thread.join(10)
     with pytest.raises(Refused, match="pages lost"):
         running.submit([1])
