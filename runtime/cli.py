@@ -1,20 +1,18 @@
 """`hemiola generate | inspect | serve | bench`."""
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.command import run_command
 
 if TYPE_CHECKING:  # torch takes seconds; --help should not
     from hemiola.runtime.manifest import Manifest
-    from hemiola.runtime.request import Piece
 
-UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer typers carry inside themselves
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 EngineDir = Annotated[Path, typer.Option(help="made by build-engine")]
@@ -25,79 +23,12 @@ def _hemiola() -> None:
     """Engines of hybrid language models: run them, look into them, serve them."""
 
 
-@app.command()
-def generate(
-    engine_dir: EngineDir,
-    prompt: Annotated[str | None, typer.Option(help="text to go on from")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="read the prompt from a file; - is stdin")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="the prompt is a user's message")] = False,
-    max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="draw from the best tokens with this much probability")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="draw from so many best tokens; 0 is all")] = 0,
-    min_p: Annotated[float, typer.Option(help="draw from tokens this likely, relative to the best")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="same seed, same text")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be repeated")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="do not end at the end token")] = False,
-) -> None:
-    """Stream one answer to stdout; counts and speed go to stderr."""
-    from hemiola.runtime.llm import LLM
-    from hemiola.runtime.request import SamplingParams
+@app.command(context_settings=PASS_ON, add_help_option=False)
+def generate(context: typer.Context) -> None:
+    """Stream one answer; `hemiola generate --help` has the options."""
+    from hemiola.runtime.generate import generate as command
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
-    text = _read_prompt(prompt, prompt_file)
-    with LLM(engine_dir, max_rows=1) as llm:
-        if chat:
-            text = llm.chat_text([{"role": "user", "content": text}])
-        last = None
-        for last in llm.stream(text, params):
-            print(last.text, end="", flush=True)
-    print()
-    assert last is not None, "a stream without pieces"
-    _report(last)
-
-
-def _report(last: "Piece") -> None:
-    if last.finish_reason == "error":
-        raise RuntimeError(last.error)
-    metrics = last.metrics
-    assert metrics is not None
-    rate = 1 / metrics.time_per_output_token if metrics.time_per_output_token else 0.0
-    print(
-        f"{metrics.num_prompt_tokens} prompt tokens, first token after {metrics.time_to_first_token:.3f} s,"
-        f" {metrics.num_output_tokens} tokens, {rate:.1f} tokens/s, ended by {last.finish_reason}",
-        file=sys.stderr,
-    )
-
-
-def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    if (prompt is None) == (prompt_file is None):
-        raise Refused("give one of --prompt TEXT and --prompt-file PATH")
-    if prompt is not None:
-        return prompt
-    try:
-        return (
-            sys.stdin.read()
-            if str(prompt_file) == "-"
-            else Path(str(prompt_file)).read_text(encoding="utf-8")
-        )
-    except OSError as error:
-        raise Refused(
-            f"--prompt-file {prompt_file} cannot be read ({error.strerror}); give a readable file"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise Refused(
-            f"--prompt-file {prompt_file} is not UTF-8 ({error.reason} at byte {error.start}); convert it"
-        ) from None
+    _run(command, context)
 
 
 @app.command()
@@ -176,9 +107,7 @@ def serve(context: typer.Context) -> None:
     """Start a tritonserver for engines; `hemiola serve --help` has the options."""
     from hemiola.runtime.serve import serve_command
 
-    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    command.command()(serve_command)
-    command(args=context.args, prog_name="hemiola serve", standalone_mode=False)
+    _run(serve_command, context)
 
 
 @app.command(context_settings=PASS_ON, add_help_option=False)
@@ -189,15 +118,13 @@ def bench(context: typer.Context) -> None:
     command.main(context.args)
 
 
+def _run(command: Callable[..., None], context: typer.Context) -> None:
+    """A command that is imported only when it is called: it takes all of the command line."""
+    own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    own.command()(command)
+    own(args=context.args, prog_name=context.command_path, standalone_mode=False)
+
+
 def main() -> None:
-    """Errors are one line on stderr and exit status 2."""
-    try:
-        app(prog_name="hemiola", standalone_mode=False)
-    except Refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except UsageError as error:
-        print(f"error: {' '.join(error.format_message().split())}; see hemiola --help", file=sys.stderr)
-        sys.exit(2)
-    except typer.Abort:
-        sys.exit(130)
+    """The console entry."""
+    run_command(lambda: app(prog_name="hemiola", standalone_mode=False))

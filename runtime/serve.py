@@ -1,8 +1,6 @@
 """`hemiola serve`: a real tritonserver with one model per engine, from preflight to a clean end."""
 
 import contextlib
-import inspect
-import json
 import os
 import re
 import shutil
@@ -15,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +21,7 @@ import typer
 
 from hemiola.runtime import manifest
 from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.engine_options import add_engine_options, given
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.tritonserver import (
     ANY_PORTS,
@@ -87,6 +86,7 @@ class Server:
         self._log_verbose = log_verbose
         self._start_timeout_s = start_timeout_s
         self._exit_timeout_s = exit_timeout_s
+        self._triton: Triton | None = None  # of a check that was done
         self._process: subprocess.Popen[str] | None = None
         self._home: Path | None = None
 
@@ -117,19 +117,24 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self) -> None:
-        """Returns when every model answers; raises Refused with the reason when one will not."""
+    def check(self) -> Triton:
+        """Refuses what cannot start, before anything does."""
         for engine_dir in self.engines.values():
             manifest.load(engine_dir)
-        triton = find_triton(self._tritonserver)
-        environment = server_environment()
-        check_python(triton, environment)
+        self._triton = find_triton(self._tritonserver)
+        self._environment = server_environment()
+        check_python(self._triton, self._environment)
         self.ports = choose_ports(self.host, self._wanted)
+        return self._triton
+
+    def start(self) -> None:
+        """Returns when every model answers; raises Refused with the reason when one will not."""
+        triton = self._triton or self.check()
         self._home = Path(tempfile.mkdtemp(prefix="hemiola-serve-"))
         write_repository(self._home, triton, self.engines, self._options)
         self._process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, str(os.getpid()), *self._command(triton)],
-            env=environment,
+            env=self._environment,
             cwd=self._home / "python",
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -267,7 +272,7 @@ def serve_command(
         name_engines(engine_dir, model_name or []),
         host=host,
         ports=Ports(http_port, grpc_port, metrics_port),
-        options={name: _plain(text) for name, text in engine_options.items() if text is not None},
+        options=given(engine_options),
         tritonserver=tritonserver,
         log_verbose=log_verbose,
         start_timeout_s=start_timeout,
@@ -283,36 +288,12 @@ def serve_command(
         sys.exit(1)
 
 
-def _plain(text: str) -> object:
-    """An option's value: numbers and booleans by their JSON spelling, the rest as text."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _with_engine_options(command: Callable[..., None]) -> inspect.Signature:
-    """The command's signature with LLM's options in place of **engine_options."""
-    own = list(inspect.signature(command).parameters.values())[:-1]
-    options = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                str | None, typer.Option(help=f"{field.description} (default: {field.default})")
-            ],
-        )
-        for name, field in ServeConfig.model_fields.items()
-    ]
-    return inspect.Signature(own + options)
-
-
-vars(serve_command)["__signature__"] = _with_engine_options(serve_command)
+add_engine_options(serve_command)
 
 
 def _serve(server: Server) -> None:
     start = time.monotonic()
+    server.check()
     engines = ", ".join(f"{name} ({engine_dir})" for name, engine_dir in server.engines.items())
     print(f"starting tritonserver with {engines}", flush=True)
     with server:

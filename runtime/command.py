@@ -1,0 +1,47 @@
+"""What every console command does with an error: one line on stderr, and a status that tells whose it was."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from hemiola.runtime.errors import Failed, Refused
+
+UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer typers carry inside themselves
+
+
+def run_command(command: Callable[[], object]) -> None:
+    """Status 2 for what the user can mend, 1 for what failed. A reader that went away gets no complaint."""
+    try:
+        command()
+        sys.stdout.flush()
+    except Refused as error:
+        _end(str(error), 2)
+    except Failed as error:
+        _end(str(error), 1)
+    except UsageError as error:
+        path = error.ctx.command_path if error.ctx else "hemiola"
+        message = " ".join(error.format_message().split()).rstrip(".")
+        _end(f"{message}; see {path} --help", 2)
+    except BrokenPipeError:
+        _forget_output()
+        sys.exit(1)  # as typer and rich do
+    except OSError as error:
+        _forget_output()
+        _end(f"{error.filename or 'output'}: {error.strerror or error}", 2)
+    except typer.Abort:
+        sys.exit(130)
+
+
+def _end(message: str, status: int) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _forget_output() -> None:
+    """Python would try to write the rest of it at exit, and complain."""
+    assert sys.__stdout__ is not None
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.__stdout__.fileno())

@@ -1,0 +1,40 @@
+"""Options of an engine as options of a command: those of ServeConfig, by name."""
+
+import inspect
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from hemiola.runtime.config import ServeConfig
+
+
+def add_engine_options(command: Callable[..., None], leave_out: Collection[str] = ()) -> None:
+    """Lets typer see ServeConfig's fields in place of the command's last parameter, **engine_options."""
+    own = list(inspect.signature(command).parameters.values())[:-1]
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                str | None, typer.Option(help=f"{field.description} (default: {field.default})")
+            ],
+        )
+        for name, field in ServeConfig.model_fields.items()
+        if name not in leave_out
+    ]
+    vars(command)["__signature__"] = inspect.Signature(own + options)
+
+
+def given(engine_options: Mapping[str, str | None]) -> dict[str, Any]:
+    """Those that were given: numbers and booleans by their JSON spelling, the rest as text."""
+    return {name: _plain(text) for name, text in engine_options.items() if text is not None}
+
+
+def _plain(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
