@@ -213,11 +213,18 @@ class Checkpoint:
 
     def _read(self, file: str, name: str) -> torch.Tensor:
         try:
-            return self._shards[file].get_tensor(name)
+            tensor: torch.Tensor = self._shards[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise Refused(
                 f"{self.path / file}: cannot read {name} ({_one_line(error)}); download it again"
             ) from None
+        num_finite = int(tensor.isfinite().sum())
+        if num_finite < tensor.numel():
+            raise Refused(
+                f"{self.path / file}: {name} holds NaN or infinity ({tensor.numel() - num_finite} of"
+                f" {tensor.numel()} values); download it again or use another checkpoint"
+            )
+        return tensor
 
 
 def _open(path: Path) -> Any:

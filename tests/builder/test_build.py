@@ -247,6 +247,16 @@ SPOILED = {
         "model.norm.weight has shape [63]",
         "[64]",
     ),
+    "nan": (
+        QWEN,
+        tensors(model__norm__weight=torch.tensor([1.0] * 63 + [torch.nan])),
+        "model.safetensors: model.norm.weight holds NaN or infinity (1 of 64 values)",
+    ),
+    "infinity": (
+        QWEN,
+        tensors(model__norm__weight=torch.tensor([torch.inf, -torch.inf] + [1.0] * 62)),
+        "model.norm.weight holds NaN or infinity (2 of 64 values)",
+    ),
     "half an mtp head": (QWEN, tensors(mtp__fc__weight=None), "has no tensor mtp.fc.weight"),
     "architecture": (
         QWEN,
