@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ def build(
     exact = options.numerics == "exact"
     model = models.load(checkpoint, torch.ops.hemiola, exact=exact, chunk_len=options.chunk_len)
     drafts, limits = _limits(model, options)
+    if model.draft is None and options.drafts is None:
+        _warn_of_a_missing_head(model)
     _refuse_tokenizer(path / "tokenizer.json", model.vocab_size)
     with _fresh(engine_dir) as folder:
         _copy_tokenizer(path, folder / "tokenizer")
@@ -167,6 +170,19 @@ def _limits(model: models.Model, options: Options) -> tuple[Literal["none", "ngr
             f"with {num_drafts} drafts each; use at least {limits.max_rows * (num_drafts + 1)}"
         )
     return drafts, limits
+
+
+def _warn_of_a_missing_head(model: models.Model) -> None:
+    """transformers drops mtp.* when it saves a model, and leaves the config as it is."""
+    config = model.config
+    for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
+        if config.values.get(key):
+            print(
+                f"warning: {config.where} has {key} = {config.values[key]}, but the checkpoint has no mtp.*"
+                " tensors: this engine will not draft; get the whole checkpoint, or ask for --drafts ngram or"
+                " --drafts none",
+                file=sys.stderr,
+            )
 
 
 def _refuse_sizes(options: Options) -> None:

@@ -104,15 +104,25 @@ def test_drafts(drafts: str | None, num_drafts: int | None, expected: tuple, tin
     assert rings["layers.0.k_records"] == 16 + expected[1] and rings["layers.0.conv"] == 16 + expected[1] + 3
 
 
-def test_a_head_without_tensors_is_no_head(tiny_checkpoint: Get, tmp_path: Path) -> None:
+def test_a_head_without_tensors_is_no_head_and_not_silently(
+    tiny_checkpoint: Get, run: Callable, tmp_path: Path
+) -> None:
     """transformers drops mtp.* when it saves a model, and keeps the config's mtp_num_hidden_layers."""
     source = altered(
         tiny_checkpoint("qwen3_5"),
         tmp_path,
         lambda t: {n: w for n, w in t.items() if not n.startswith("mtp.")},
     )
-    built = build.build(source, tmp_path / "engine", build.Options(max_len=64, max_rows=1))
-    assert (built.drafts, built.limits.num_drafts) == ("none", 0)
+    code, _, err = run(source, "--engine-dir", tmp_path / "engine", *SMALL)
+    built = manifest.load(tmp_path / "engine")
+    assert (code, built.drafts, built.limits.num_drafts) == (0, "none", 0)
+    assert err == (
+        f"warning: {source / 'config.json'} has mtp_num_hidden_layers = 1, but the checkpoint has no mtp.*"
+        " tensors: this engine will not draft; get the whole checkpoint, or ask for --drafts ngram or"
+        " --drafts none\n"
+    )
+    code, _, err = run(source, "--engine-dir", tmp_path / "engine", "--drafts", "none", *SMALL)
+    assert (code, err) == (0, ""), "said although it was asked for"
     with pytest.raises(Refused, match=r"--drafts mtp: the checkpoint has no mtp"):
         build.build(source, tmp_path / "other", build.Options(max_len=64, max_rows=1, drafts="mtp"))
 
