@@ -15,10 +15,10 @@ import torch
 from tokenizers import Tokenizer
 
 import hemiola
-import hemiola.plugins
 from hemiola.builder import models, targets
 from hemiola.builder.checkpoint import DTYPES, Checkpoint, Lazy, read_json
 from hemiola.builder.graph import OUTPUTS, Graph, Name, export
+from hemiola.plugins import OPS
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, Manifest, Segment, State, Weight
@@ -92,6 +92,7 @@ def build(
             weights=tuple(Weight(name=name, dtype="float32") for name in weights),
             states=tuple(state for graph in graphs for state in graph.states) + carried,
             segments=tuple(segments),
+            ops={name: schema for graph in graphs for name, schema in _ops(graph).items()},
             sha256={
                 str(file.relative_to(folder)): _sha256(file)
                 for file in sorted(folder.rglob("*"))
@@ -128,6 +129,12 @@ def _segment(file: str, graph: Graph) -> Segment:
     return Segment(
         name=graph.name, file=file, weights=graph.weights, states=states, inputs=graph.inputs, outputs=OUTPUTS
     )
+
+
+def _ops(graph: Graph) -> dict[str, str]:
+    """Schemas of the ops that a program calls."""
+    called = {getattr(node.target, "_overloadpacket", None) for node in graph.program.graph.nodes}
+    return {op.name: op.schema() for op in OPS if getattr(torch.ops.hemiola, op.name) in called}
 
 
 def _hidden(model: models.Model, limits: Limits) -> State:

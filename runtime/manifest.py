@@ -9,9 +9,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import hemiola
+from hemiola.plugins import OPS
 from hemiola.runtime.errors import Refused
 
-FORMAT = 1
+FORMAT = 2
 FILE = "manifest.json"
 
 
@@ -79,6 +80,7 @@ class Manifest(Part):
     weights: tuple[Weight, ...]
     states: tuple[State, ...]
     segments: tuple[Segment, ...]
+    ops: dict[str, str]  # schemas of the ops that the segments call, by name
     sha256: dict[str, str]  # every other file of the engine, by its path inside the directory
     identity: str = ""  # sha256 of this manifest without this field
 
@@ -113,6 +115,7 @@ def load(engine_dir: Path) -> Manifest:
         raise Refused(
             f"{path} was changed after the build (its identity does not match); run build-engine again"
         )
+    _check_ops(path, manifest)
     for name, expected in manifest.sha256.items():
         _check_file(engine_dir / name, expected)
     return manifest
@@ -145,6 +148,16 @@ def _check_versions(path: Path, manifest: Manifest) -> None:
     built, here = (v.split("+")[0].rsplit(".", 1)[0] for v in (manifest.torch_version, torch.__version__))
     if built != here:
         raise Refused(f"{path} was exported by torch {built}, this is torch {here}; run build-engine again")
+
+
+def _check_ops(path: Path, manifest: Manifest) -> None:
+    here = {op.name: op.schema() for op in OPS}
+    other = sorted(name for name, schema in manifest.ops.items() if here.get(name) != schema)
+    if other:
+        raise Refused(
+            f"{path} was built for other forms of the ops {', '.join(other)} than this hemiola has;"
+            f" run build-engine again"
+        )
 
 
 def _check_file(path: Path, expected: str) -> None:

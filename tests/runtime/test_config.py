@@ -12,7 +12,7 @@ GIB = 2**30
 def manifest(**changes: object) -> Manifest:
     limits = Limits(max_len=100, max_rows=4, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16)
     values: dict[str, object] = dict(
-        format=1, builder_version="", torch_version="", architecture="X", layers=(), vocab_size=9,
+        format=2, ops={}, builder_version="", torch_version="", architecture="X", layers=(), vocab_size=9,
         hidden_size=8, target="torch", arch="cpu", numerics="fast", drafts="none", eos_ids=(), limits=limits,
         weights_file="", weights=(), segments=(), sha256={},
         states=(

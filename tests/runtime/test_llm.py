@@ -205,6 +205,28 @@ def test_another_versions_engine_is_refused(copy: Path, monkeypatch: pytest.Monk
         LLM(copy)
 
 
+def test_an_engine_that_calls_other_ops_is_one_line_and_no_page_of_warnings(
+    copy: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one from before an op got an argument more."""
+    found = manifest.load(copy)
+    assert set(found.ops) == {"attention", "conv", "delta", "norm"}
+    assert found.ops["norm"].startswith("norm(Tensor x, ") and found.ops["norm"].endswith(" -> Tensor")
+    older = {
+        **found.ops,
+        "delta": found.ops["delta"].replace("Tensor q, ", ""),
+        "lost": "lost(Tensor x) -> Tensor",
+    }
+    found.model_copy(update={"ops": older}).write(copy)
+    with pytest.raises(Refused) as refused:
+        LLM(copy)
+    assert str(refused.value) == (
+        f"{copy / 'manifest.json'} was built for other forms of the ops delta, lost than this hemiola has;"
+        " run build-engine again"
+    )
+    assert capfd.readouterr() == ("", "")
+
+
 def sealed(copy: Path) -> None:
     """Make the manifest agree with the files again: what remains wrong must be found by who reads it."""
     found = manifest._parse(copy / manifest.FILE)
