@@ -150,6 +150,8 @@ def _drafts(config: ServeConfig, manifest: Manifest) -> tuple[Drafts, int]:
         raise Refused(
             f"drafts is {drafts}, but the engine was built for num_drafts=0; rebuild with --num-drafts 3"
         )
+    if config.num_drafts == 0:
+        raise Refused('num_drafts is 0, it must be at least 1; to run without drafts give drafts="none"')
     if config.ngram_min > config.ngram_max:
         raise Refused(f"ngram_min is {config.ngram_min}, ngram_max is {config.ngram_max}; raise ngram_max")
     return drafts, _bounded("num_drafts", config.num_drafts, 1, built)

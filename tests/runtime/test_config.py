@@ -104,6 +104,7 @@ def test_options_of_the_wrong_kind_are_refused(options: dict, reason: str) -> No
     [
         ({"drafts": "mtp"}, {"drafts": "ngram"}, "without an MTP head"),
         ({"drafts": "none", "num_drafts": 2}, {"drafts": "ngram"}, "drafts is none"),
+        ({"num_drafts": 0}, {"drafts": "mtp"}, 'num_drafts is 0.*; to run without drafts give drafts="none"'),
         ({"num_drafts": 4}, {"drafts": "ngram"}, "rebuild with --num-drafts 4"),
         ({"ngram_min": 4, "ngram_max": 2}, {"drafts": "ngram"}, "raise ngram_max"),
         ({"drafts": "eagle"}, {"drafts": "ngram"}, "drafts is 'eagle'"),
