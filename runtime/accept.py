@@ -59,17 +59,16 @@ class Outcome:
 def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) -> Verdict:
     """Choose, accept, and write the outcome into the ledger. logits [L, V] fp32."""
     choices = batch.choices
-    live = batch.slot_id > 0
-    slot_id = batch.slot_id[live].to(torch.int64)
-    certain_len = batch.committed[live] + (batch.cu_tokens.diff() - batch.num_drafts)[live]
-    ledger.committed_len[slot_id] = certain_len.to(torch.int64)
-    ledger.edge[slot_id] = (certain_len // chunk_len * chunk_len).to(torch.int64)
+    slot_id = batch.slots
+    certain_len = batch.certain_len
+    ledger.committed_len[slot_id] = certain_len
+    ledger.edge[slot_id] = certain_len - certain_len % chunk_len
     line_slot = choices.slot_id[choices.row]
     position = ledger.total_len[line_slot] + choices.offset
     chosen = choose(logits, choices.rules, line_slot, position, ledger.ids)
     num_judged = torch.minimum(choices.num_drafts, ledger.num_drafts[choices.slot_id])
     agrees = (chosen == ledger.ids[line_slot, position]) & (choices.offset < num_judged[choices.row])
-    width = int(choices.offset.max()) + 1 if choices.rows else 1
+    width = max(choices.num_lines, default=1)
     token_ids = _by_row(choices, chosen, width)
     num_accepted = _by_row(choices, agrees.to(torch.int64), width).cumprod(1).sum(1)
     _append(ledger, choices, token_ids, num_accepted)
@@ -78,21 +77,30 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
         token_ids=token_ids,
         num_accepted=num_accepted,
         num_judged=num_judged,
-        broken=_by_row(choices, broken(logits).to(torch.int64), width).any(1),
+        broken=_broken(choices, logits, chosen, width),
         logprobs=_logprobs(choices, logits, chosen),
     )
 
 
+def _broken(choices: Choices, logits: torch.Tensor, chosen: torch.Tensor, width: int) -> torch.Tensor:
+    """Rows with a line that has no best number; an argmax shows by itself whether it has one."""
+    if any(rule.adorned or not rule.greedy for rule in choices.rules):
+        bad = broken(logits)
+    else:
+        bad = ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
+    return _by_row(choices, bad, width).any(1)
+
+
 def _by_row(choices: Choices, values: torch.Tensor, width: int) -> torch.Tensor:
     """[L] as [R, width], zero where a row has no line."""
+    if len(values) == len(choices.rows) * width:
+        return values.view(-1, width)  # rows are alike
     table = values.new_zeros(len(choices.rows), width)
     table[choices.row, choices.offset] = values
     return table
 
 
-def _append(
-    ledger: Ledger, choices: Choices, token_ids: torch.Tensor, num_accepted: torch.Tensor
-) -> None:
+def _append(ledger: Ledger, choices: Choices, token_ids: torch.Tensor, num_accepted: torch.Tensor) -> None:
     """What stood there as drafts, and was accepted, is text now, and one token more."""
     slot_id = choices.slot_id
     end = ledger.total_len[slot_id] + num_accepted

@@ -42,7 +42,9 @@ class Batch:
     positions: torch.Tensor  # [T]
     committed: torch.Tensor  # [N]
     edge: torch.Tensor  # [N]
-    # not for the engine
+    # not for the engine; without the dump row
+    slots: torch.Tensor  # [N] int64
+    certain_len: torch.Tensor  # [N] int64, tokens whose state is final when the step is done, drafts apart
     choices: Choices
 
 
@@ -94,6 +96,7 @@ class Feed:
         slot_id = torch.from_numpy(table[:, 2].astype(np.int64))
         committed = self.ledger.committed_len[slot_id]
         positions = committed[torch.from_numpy(row)] + torch.from_numpy(offset)
+        certain_len = committed + torch.from_numpy((table[:, 0] - table[:, 1]).astype(np.int64))
         logits_ids, choices = _choices(plan, cu_tokens)
         return Batch(
             cu_tokens=torch.from_numpy(cu_tokens),
@@ -107,6 +110,8 @@ class Feed:
             positions=positions.to(torch.int32),
             committed=committed.to(torch.int32),
             edge=self.ledger.edge[slot_id].to(torch.int32),
+            slots=slot_id[: len(rows)],
+            certain_len=certain_len[: len(rows)],
             choices=choices,
         )
 

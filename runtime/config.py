@@ -64,7 +64,9 @@ class ServeConfig(Options):
         "auto", description="slots that keep states for reuse; auto: 4 per row, as memory allows"
     )
     snapshot_interval: int = Field(
-        0, ge=0, description="also keep a state every so many tokens of a prompt, a multiple of page_len; 0: no"
+        0,
+        ge=0,
+        description="also keep a state every so many tokens of a prompt, a multiple of page_len; 0: no",
     )
     pipeline_depth: int = Field(
         0, ge=0, le=2, description="steps whose outcome the scheduler does not wait for"
@@ -174,8 +176,9 @@ def _prefix_cache(config: ServeConfig, manifest: Manifest, max_len: int) -> bool
     can_hit = max_len >= page_len + 2
     if config.prefix_cache is True and not can_hit:
         raise Refused(
-            f"prefix_cache is on, but max_len={max_len} leaves no token behind a page of {page_len}: nothing would"
-            f" ever be found; raise max_len to {page_len + 2}, rebuild with a smaller --page-len, or leave it out"
+            f"prefix_cache is on, but max_len={max_len} leaves no token behind a page of {page_len}: nothing"
+            f" would ever be found; raise max_len to {page_len + 2}, rebuild with a smaller --page-len,"
+            f" or leave it out"
         )
     used = can_hit if config.prefix_cache == "auto" else config.prefix_cache
     if not used and config.num_snapshots not in ("auto", 0):

@@ -98,12 +98,14 @@ class LLM:
         storage = Storage(self.manifest.states, self.config.num_pages, self.config.num_slots)
         session = Session(engine_dir, self.manifest, storage, self.config.drafts)
         cost = prefix_cost(self.manifest)
-        self._loop = make_loop(
-            self.config, storage, session, self._text, cost, self.manifest.identity
-        )
+        self._loop = make_loop(self.config, storage, session, self._text, cost, self.manifest.identity)
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(
-            self.config.max_len, self.manifest.limits.max_len, self.manifest.vocab_size, self.manifest.eos_ids
+            self.config.max_len,
+            self.manifest.limits.max_len,
+            self.manifest.vocab_size,
+            self.manifest.eos_ids,
+            self.config.num_drafts,
         )
         self._loop.start()
         weakref.finalize(self, self._loop.close)  # when forgotten, and at exit
@@ -194,7 +196,9 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         if not isinstance(params, SamplingParams):
             raise Refused(f"params is {type(params).__name__}; pass a SamplingParams")
-        return new_request(next(self._request_ids), self.encode(prompt), params, self._bounds)
+        return new_request(
+            next(self._request_ids), self.encode(prompt), params, self._bounds, self._text.encode_words
+        )
 
     def close(self, drain: bool = False) -> None:
         """Cancel (or with drain: finish) what runs and end the thread. Safe to call twice."""

@@ -14,7 +14,7 @@ from hemiola.runtime.accept import Verdict, judge
 from hemiola.runtime.batch import Batch, Feed
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.drafts import Proposer
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.ledger import Ledger
 from hemiola.runtime.metrics import Counters
 from hemiola.runtime.outbox import Event, Outbox
@@ -89,7 +89,7 @@ class Loop:
         self._flights: deque[_Flight] = deque()
         self._inbox: SimpleQueue[_Submit | _Abort | _Close] = SimpleQueue()
         self._gate = threading.Lock()  # nobody enters while the refusal changes
-        self._refusal: str | None = None
+        self._refusal: Exception | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="hemiola-loop", daemon=True)
 
@@ -144,10 +144,10 @@ class Loop:
         self._thread.start()
 
     def submit(self, request: Request, on_piece: OnPiece) -> None:
-        """Queue a request; on_piece is called in the loop's thread."""
+        """Queue a request; on_piece is called in the loop's thread. Raises Failed when the engine is lost."""
         with self._gate:
             if self._refusal is not None:
-                raise Refused(self._refusal)
+                raise self._refusal
             self._inbox.put(_Submit(request, on_piece))
 
     def abort(self, request_id: int) -> None:
@@ -157,7 +157,7 @@ class Loop:
     def close(self, drain: bool = False) -> None:
         """Take no more requests, finish (drain) or cancel those there are, and end the thread."""
         with self._gate:
-            self._refusal = self._refusal or "the engine is closed; open it again"
+            self._refusal = self._refusal or Refused("the engine is closed; open it again")
         if self._thread.is_alive():
             self._inbox.put(_Close(drain))
             if self._thread is not threading.current_thread():  # it may be an on_piece that closes
@@ -229,7 +229,7 @@ class Loop:
     def _fail(self, reason: str) -> None:
         """The engine is lost: tell everyone, those that were about to enter included."""
         with self._gate:
-            self._refusal = f"the engine failed ({reason}) and takes no more requests; open it again"
+            self._refusal = Failed(f"the engine failed ({reason}) and takes no more requests; open it again")
         while not self._inbox.empty():
             match self._inbox.get():
                 case _Submit(request, on_piece):

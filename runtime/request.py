@@ -157,6 +157,7 @@ class Request:
     hit_len: int = 0  # where it began, when it last got a slot
     start_len: int = 0  # its total_len then: so much is computed as a prompt
     planned_len: int = 0  # of that, what steps done or under way compute
+    edge: int = 0  # its state stands there or further on, as far as is known
     in_flight: int = 0  # steps under way
     ahead: int = 0  # tokens that they may add
     num_drafts: int = 0  # drafts that the next step may verify

@@ -1,7 +1,7 @@
 """Who runs in a step, with how many tokens; and what a step's outcome means for them. Sees no tensor.
 
-There are no phases: a row brings the tokens behind those committed, all that are known or a chunk of them, and
-a row that reaches the end of its text chooses a token. Decode is the case of one token and some drafts.
+There are no phases: a row brings the tokens behind those committed, all that are known or a chunk of them,
+and a row that reaches the end of its text chooses a token. Decode is the case of one token and some drafts.
 
 A step is planned before the outcome of the last ones is known. Prompts are planned exactly. What a decoding
 row has become is bounded: at least its total_len, at most its most_len. Pages are taken for the most, a row
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """To be done before the step: a request takes its slot, with the state of a snapshot if it begins at one."""
+    """Before the step a request takes its slot, with the state of a snapshot if it begins at one."""
 
     slot_id: int
     ids: np.ndarray
@@ -103,16 +103,18 @@ class Scheduler:
         plan = Plan()
         budget = self.config.max_step_tokens
         spare = budget - len(self.running)  # for drafts: every running row can have a token first
+        capacity = self.prefix.pages.capacity
         prompts: list[Request] = []
         for request in list(self.running):
             if request.slot_id == 0 or request.finish_reason is not None or request.leaving:
                 continue  # preempted by one before it; or it is on its way out
             if request.planned_len < request.start_len:
                 prompts.append(request)
-            elif request.most_len < len(request.ids):
+            elif (most_len := request.total_len + request.ahead) < len(request.ids):
                 num_drafts = min(request.num_drafts, spare)
-                if self._make_room(request, request.most_len + num_drafts + 1):
-                    self._add_decode(plan, request, num_drafts)
+                need = most_len + num_drafts + 1
+                if need <= capacity[request.slot_id] or self._make_room(request, need):
+                    self._add_decode(plan, request, num_drafts, most_len)
                     budget -= 1 + num_drafts
                     spare -= num_drafts
         for request in prompts:
@@ -124,9 +126,8 @@ class Scheduler:
         self._take_snapshots(plan)
         return plan
 
-    def _add_decode(self, plan: Plan, request: Request, num_drafts: int) -> None:
-        known = max(int(self.slots.edge[request.slot_id]), self._edge(request.start_len))
-        edges = known, self._edge(request.most_len)
+    def _add_decode(self, plan: Plan, request: Request, num_drafts: int, most_len: int) -> None:
+        edges = request.edge, most_len - most_len % self.config.chunk_len
         plan.rows.append(Row(request, request.slot_id, 1 + num_drafts, num_drafts, True, False, edges))
         request.ahead += 1 + num_drafts
         request.in_flight += 1
@@ -143,6 +144,7 @@ class Scheduler:
         edges = self._edge(start), self._edge(end)
         plan.rows.append(Row(request, request.slot_id, end - start, 0, chooses, resumes, edges))
         request.planned_len = end
+        request.edge = edges[1]
         request.ahead += chooses
         request.in_flight += 1
         return end - start
@@ -182,6 +184,7 @@ class Scheduler:
         self.waiting.pop(0)
         request.slot_id = start.slot_id
         request.committed_len = request.planned_len = request.hit_len = start.hit_len
+        request.edge = start.hit_len
         request.start_len = request.total_len
         known = request.ids[: request.total_len]
         plan.openings.append(Opening(start.slot_id, known, start.hit_len, start.restore_from))
@@ -202,7 +205,7 @@ class Scheduler:
             self._preempt(last)
 
     def _preempt(self, request: Request) -> None:
-        """Give slot and pages back; later the request begins at the last snapshot of its text that is left."""
+        """Give slot and pages back; later it begins at the last snapshot of its text that is left."""
         self._release(request, donate=True)
         bisect.insort(self.waiting, request, key=_rank)
         request.metrics.num_preemptions += 1
@@ -213,12 +216,14 @@ class Scheduler:
         self.running.remove(request)
         self.prefix.release(request.slot_id, donate)
         request.slot_id = 0
-        request.committed_len = request.planned_len = 0
+        request.committed_len = request.planned_len = request.edge = 0
         request.num_drafts = 0
         request.leaving = False
 
     def _grant_drafts(self, plan: Plan) -> None:
         """How many drafts may be proposed for the next step of each row; the pages for them are there."""
+        if self.config.num_drafts == 0:
+            return
         rows = [row for row in plan.rows if row.chooses]
         most = [self._most_drafts(row.request) for row in rows]
         for row, room in zip(rows, self.pace.choose([r.request for r in rows], most), strict=True):
@@ -235,6 +240,8 @@ class Scheduler:
     def _take_snapshots(self, plan: Plan) -> None:
         """Of the edges that rows will pass, or may."""
         for row in plan.rows:
+            if row.edges[0] == row.edges[1]:
+                continue
             take = self.prefix.take(row.slot_id, *row.edges)
             if take is not None:
                 row.snapshot_slot, row.snapshot_edge = take
@@ -248,11 +255,13 @@ class Scheduler:
         before = self.slots.edge[slot_ids].tolist()
         self.slots.commit(slot_ids, certain_len)
         after = self.slots.edge[slot_ids].tolist()
+        page_len = self.config.page_len
         for n, row in enumerate(plan.rows):
             request = row.request
             request.in_flight -= 1
-            request.committed_len = certain_len[n]
-            token_ids = outcome.token_ids.get(n, [])
+            old_len, request.committed_len = request.committed_len, certain_len[n]
+            request.edge = max(request.edge, after[n])
+            token_ids = outcome.token_ids[n] if row.chooses else []
             if row.chooses:
                 request.ahead -= 1 + row.num_drafts
                 request.committed_len += len(token_ids) - 1
@@ -263,12 +272,13 @@ class Scheduler:
                 continue
             if row.chooses:
                 self._append(request, token_ids, outcome, n)
-            stored_edge = row.snapshot_edge if before[n] < row.snapshot_edge <= after[n] else 0
-            self.prefix.commit(row.slot_id, request.committed_len, request.total_len, stored_edge)
+            if before[n] != after[n] or old_len // page_len != request.committed_len // page_len:
+                stored_edge = row.snapshot_edge if before[n] < row.snapshot_edge <= after[n] else 0
+                self.prefix.commit(row.slot_id, request.committed_len, request.total_len, stored_edge)
 
     def _append(self, request: Request, token_ids: list[int], outcome: "Outcome", n: int) -> None:
-        num_judged, num_accepted = outcome.num_judged[n], len(token_ids) - 1
-        if num_judged:
+        if num_judged := outcome.num_judged[n]:
+            num_accepted = len(token_ids) - 1
             request.metrics.count_drafts(num_judged, num_accepted)
             self.pace.judged(request, num_judged, num_accepted)
         if request.in_flight == 0:
@@ -314,7 +324,9 @@ class Scheduler:
 
     def _audit_running(self, request: Request) -> None:
         capacity = self.prefix.pages.capacity[request.slot_id]
-        assert request.finish_reason is None or request.in_flight, f"request {request.id} is finished and runs"
+        assert request.finish_reason is None or request.in_flight, (
+            f"request {request.id} is finished and runs"
+        )
         if request.finish_reason is not None:
             return
         assert 0 <= request.committed_len < request.total_len <= request.most_len <= len(request.ids)

@@ -151,8 +151,9 @@ class FakeSession:
         committed, slot_id, num_drafts = (
             int(t[row]) for t in (batch.committed, batch.slot_id, batch.num_drafts)
         )
-        edge, new_edge = int(batch.edge[row]), next_edge(
-            committed, len(context) - committed, num_drafts, self.config.chunk_len
+        edge, new_edge = (
+            int(batch.edge[row]),
+            next_edge(committed, len(context) - committed, num_drafts, self.config.chunk_len),
         )
         target, snapshot_edge = int(batch.snapshot_slot[row]), int(batch.snapshot_edge[row])
         assert snapshot_edge % self.config.chunk_len == 0

@@ -17,7 +17,7 @@ The scheduler's calls, in order. `slot_id` is the request's own slot, which stan
     plan, last of all       take = prefix.take(slot_id, edge, next_edge) for each row: its snapshot slot and
                               edge in this step, or None. Last: admit goes first where slots are scarce
     commit                  prefix.commit(slot_id, committed_len, total_len, stored_edge), after slots.commit,
-                              when the committed tokens' keys and values are written in all layers, the draft's too.
+                              when the committed tokens' keys and values are written, in the draft's layers too.
                               Never for a row that failed
     finish, preempt, abort  prefix.release(slot_id, donate) for pages.release and slots.release. donate: the
                               state is sound, and no step is under way that may write it
@@ -162,7 +162,7 @@ class PrefixCache:
     # Admission.
 
     def admit(self, chain: Chain, known_len: int, spare_pages: int = 0) -> Start | None:
-        """Let a request run from its longest hit, if a slot and pages for all it knows, and a token, can be had.
+        """Let a request run from its longest hit, if a slot and pages for its ids and the next can be had.
 
         So many other pages stay free or idle.
         """
@@ -333,8 +333,8 @@ class PrefixCache:
     def commit(self, slot_id: int, valid_len: int, known_len: int, stored_edge: int = 0) -> None:
         """Publish the full pages among the first valid_len tokens, and the snapshot that was taken.
 
-        known_len: of the request's ids. stored_edge: of the snapshot that the step did store, which it does if
-        it asked for one and moved the state from before its edge to or beyond it. Calling it again changes nothing.
+        known_len: of the request's ids. stored_edge: of the snapshot that the step stored: it asked for one and
+        moved the state from before that edge to it or beyond. Calling it again changes nothing.
         """
         lease = self._leases[slot_id]
         self._publish(lease, slot_id, min(valid_len, known_len - self.lookahead) // self.page_len)

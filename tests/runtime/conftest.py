@@ -47,7 +47,9 @@ class Hand:
             return
         page_len = session.config.page_len
         for token_ids, entry in scheduler.prefix.contents():
-            assert session.pages[entry.page_id].tolist() == list(token_ids[-page_len:]), "another page's content"
+            assert session.pages[entry.page_id].tolist() == list(token_ids[-page_len:]), (
+                "another page's content"
+            )
             if entry.slot_id:
                 assert session.states[entry.slot_id] == list(token_ids), f"snapshot {entry.slot_id} is wrong"
 

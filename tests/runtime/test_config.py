@@ -26,7 +26,9 @@ def manifest(**changes: object) -> Manifest:
 def test_auto_is_what_the_engine_was_built_for() -> None:
     found = resolve(ServeConfig(), manifest(), GIB)
     assert (found.max_len, found.max_rows, found.max_step_tokens) == (100, 4, 64)
-    assert (found.num_pages, found.num_slots) == (2 * 4 * 4 + 1, 5 + 4 * 4), "twice the rows, for what may come again"
+    assert (found.num_pages, found.num_slots) == (2 * 4 * 4 + 1, 5 + 4 * 4), (
+        "twice the rows, for what may come again"
+    )
     off = resolve(ServeConfig(prefix_cache=False), manifest(), GIB)
     assert (off.num_pages, off.num_slots) == (4 * 4 + 1, 5)
     assert (found.page_len, found.chunk_len, found.num_drafts, found.pad_tokens) == (32, 16, 0, 1)
@@ -43,7 +45,9 @@ def test_memory_bounds_the_pages() -> None:
     assert resolve(ServeConfig(cache_bytes=200 + 9 * 1024 + 1023, **plain), manifest(), GIB).num_pages == 9
     part = ServeConfig(memory_fraction=0.25, **plain)
     assert resolve(part, manifest(), 4 * (200 + 7 * 1024)).num_pages == 7
-    assert resolve(ServeConfig(cache_bytes=GIB, **plain), manifest(), 0).num_pages == 17, "no more than is used"
+    assert resolve(ServeConfig(cache_bytes=GIB, **plain), manifest(), 0).num_pages == 17, (
+        "no more than is used"
+    )
     found = resolve(ServeConfig(cache_bytes=200 + 16 * 40 + 9 * 1024), manifest(), GIB)
     assert (found.num_slots, found.num_pages) == (5 + 16, 9)
 
@@ -59,11 +63,20 @@ def test_engines_without_pages_or_slots() -> None:
 REFUSED = [
     ({"max_len": 101}, "max_len is 101, the engine was built for 100; rebuild with --max-len 101"),
     ({"max_len": 1}, "max_len is 1, it must be at least 2"),
-    ({"prefix_cache": True, "max_len": 33}, "max_len=33 leaves no token behind a page of 32: nothing would ever"),
+    (
+        {"prefix_cache": True, "max_len": 33},
+        "max_len=33 leaves no token behind a page of 32: nothing would ever",
+    ),
     ({"prefix_cache": 1}, "prefix_cache is 1"),
-    ({"prefix_cache": False, "num_snapshots": 3}, "num_snapshots is 3, but prefix_cache is off; leave it out"),
+    (
+        {"prefix_cache": False, "num_snapshots": 3},
+        "num_snapshots is 3, but prefix_cache is off; leave it out",
+    ),
     ({"num_snapshots": 0}, "num_snapshots is 0: without one nothing would ever be found"),
-    ({"snapshot_interval": 100}, "snapshot_interval is 100, pages are 32 tokens; choose a multiple, for instance 96"),
+    (
+        {"snapshot_interval": 100},
+        "snapshot_interval is 100, pages are 32 tokens; choose a multiple, for instance 96",
+    ),
     ({"pipeline_depth": 3}, "pipeline_depth is 3: it should be less than or equal to 2"),
     ({"max_rows": 5}, "max_rows is 5, the engine was built for 4; rebuild with --max-rows 5"),
     ({"max_rows": 0}, "max_rows is 0, it must be at least 1"),

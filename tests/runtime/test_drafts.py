@@ -8,7 +8,6 @@ from fake_session import VOCAB, hashed, oracle
 from proposers import Scripted, always_right, always_wrong, shuffled
 
 
-
 def hand(make, proposer, **sizes):
     return make(proposer=proposer, **{"num_drafts": 3} | sizes)
 

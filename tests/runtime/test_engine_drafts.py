@@ -89,7 +89,9 @@ def real_hand(tiny_engine: Callable[..., Path], make_hand: Callable, wanted: Cal
         session = Recorder(Session(engine_dir, found, storage, config.drafts))
         scripted = right_and_wrong(wanted, family, num_drafts) if kind == "right and wrong" else None
         bounds = Bounds(config.max_len, found.limits.max_len, found.vocab_size, ())
-        hand = type(make_hand())(make_loop(config, storage, session, None, prefix_cost(found), proposer=scripted), bounds)
+        hand = type(make_hand())(
+            make_loop(config, storage, session, None, prefix_cost(found), proposer=scripted), bounds
+        )
         record(hand)
         return hand
 

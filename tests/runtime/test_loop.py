@@ -11,9 +11,9 @@ import pytest
 from fake_session import VOCAB, FakeSession, oracle, resolved
 from tokenizers import Tokenizer, decoders, models
 
-from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.batch import Batch
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.cache.eviction import Cost
+from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.llm import make_loop
 from hemiola.runtime.request import Bounds, Piece, SamplingParams, new_request
 from hemiola.runtime.text import Text
@@ -146,7 +146,7 @@ def test_an_engine_failure_ends_every_request_with_the_reason(running: Running) 
         assert pieces[-1].error == "the engine failed: RuntimeError: out of cheese"
         assert pieces[-1].metrics is not None
         assert ids_of(pieces) == oracle([1, 2, 3], len(ids_of(pieces)))
-    with pytest.raises(Refused, match=r"the engine failed \(RuntimeError: out of cheese\) and takes no more"):
+    with pytest.raises(Failed, match=r"the engine failed \(RuntimeError: out of cheese\) and takes no more"):
         running.submit([1])
 
 
@@ -181,7 +181,7 @@ def test_an_idle_loop_audits_its_caches(monkeypatch: pytest.MonkeyPatch) -> None
     running = Running()
     running.loop.scheduler.prefix.pages._free.pop()
     running.loop._thread.join(10)
-    with pytest.raises(Refused, match="pages lost"):
+    with pytest.raises(Failed, match="pages lost"):
         running.submit([1])
 
 
@@ -278,7 +278,7 @@ def test_a_tokenizer_that_raises_ends_its_request_only(make_hand: Callable, lett
     good, bad = hand.submit([1, 2], max_tokens=9), hand.submit([3, 4], max_tokens=9)
     hand.turn()
     growing = hand.loop.outbox._letters[bad].growing
-    growing.push = lambda token_id: 1 / 0
+    growing.push = lambda token_id, may_stop: 1 / 0
     hand.run()
     assert hand.text(good) == spell(oracle([1, 2], 9))
     assert hand.last(bad).finish_reason == "error" and "ZeroDivisionError" in str(hand.last(bad).error)

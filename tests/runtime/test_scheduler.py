@@ -46,7 +46,11 @@ def test_decode_rows_come_first_then_prompts_then_new_requests(make_hand: Callab
     hand.turn()
     plan = hand.loop.scheduler.plan()
     assert [row.request.id for row in plan.rows] == [first, second, third]
-    assert [row.num_tokens for row in plan.rows] == [1, 12, 3]  # the prompt's chunk ends on an edge, which leaves room for the newcomer
+    assert [row.num_tokens for row in plan.rows] == [
+        1,
+        12,
+        3,
+    ]  # the prompt's chunk ends on an edge, which leaves room for the newcomer
 
 
 def test_chunks_end_on_edges_where_the_budget_allows(make_hand: Callable) -> None:

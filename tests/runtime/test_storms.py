@@ -98,7 +98,12 @@ class Storm:
 
     def rage(self) -> None:
         for _ in range(NUM_TURNS):
-            for move, chance in ((self.arrive, 0.25), (self.abort, 0.04), (self.preempt, 0.06), (self.flush, 0.01)):
+            for move, chance in (
+                (self.arrive, 0.25),
+                (self.abort, 0.04),
+                (self.preempt, 0.06),
+                (self.flush, 0.01),
+            ):
                 if self.dice.random() < chance and (move != self.arrive or len(self.asked) < 60):
                     move()
             self.turn()
@@ -126,7 +131,9 @@ def test_a_storm(make_hand: Callable, seed: int) -> None:
     storm.end()
 
 
-MOVES = st.lists(st.sampled_from(["arrive", "abort", "preempt", "flush", "turn", "turn", "turn"]), max_size=80)
+MOVES = st.lists(
+    st.sampled_from(["arrive", "abort", "preempt", "flush", "turn", "turn", "turn"]), max_size=80
+)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

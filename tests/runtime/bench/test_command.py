@@ -15,9 +15,9 @@ import pytest
 from fake_session import VOCAB, FakeSession, hashed, resolved
 
 from hemiola.runtime import cli
-from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.bench import bench, command, plot
 from hemiola.runtime.bench.options import parse_variant
+from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM, make_loop
@@ -61,7 +61,9 @@ class FakeLLM(LLM):
         self.manifest = SimpleNamespace(
             numerics=self.numerics, architecture="FakeForCausalLM", vocab_size=VOCAB
         )
-        self._text = SimpleNamespace(encode=lambda text: [ord(c) % VOCAB for c in text])
+        self._text = SimpleNamespace(
+            encode=lambda text: [ord(c) % VOCAB for c in text], encode_words=lambda text: []
+        )
         self._loop = make_loop(self.config, session, session, None, Cost(10, 40))
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(self.config.max_len, self.config.max_len, VOCAB, eos_ids=())
