@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
 from hemiola.runtime.bench.workloads import Session, Turn
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.metrics import Metrics
 from hemiola.runtime.request import FinishReason, OnPiece, Piece, SamplingParams
 
@@ -175,7 +175,7 @@ class Run:
         self._in_flight[result.key] = 0
         try:
             self._in_flight[result.key] = self._engine.submit(prompt_ids, params, self._receiver(result))
-        except Refused as error:
+        except (Refused, Failed) as error:
             result.finish_reason, result.error, result.done = "error", str(error), self._mailbox.now()
             self._mailbox.put(result)
 
