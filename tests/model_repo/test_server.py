@@ -57,6 +57,31 @@ def test_generate_equals_the_llm(client: Client, llm: LLM) -> None:
         assert output.logprobs == one.logprobs
 
 
+def test_every_sampling_option_reaches_the_engine_over_each_protocol(
+    server: Server, client: Client, llm: LLM
+) -> None:
+    free = llm.generate(["def "], SamplingParams(max_tokens=20, ignore_eos=True))[0]
+    first, second, third = free.token_ids[:3]
+    for asked, body in (
+        ({"repetition_penalty": 0.3}, None),
+        ({"frequency_penalty": 1.5, "presence_penalty": 0.5}, None),
+        ({"logit_bias": {first: -100.0}}, {"logit_bias": f'{{"{first}": -100.0}}'}),
+        (
+            {"bad_words_ids": ((first, second), (third,))},
+            {"bad_words_ids": f"[[{first}, {second}], [{third}]]"},
+        ),
+        ({"stop_token_ids": (second,), "min_tokens": 5}, {"stop_token_ids": [second], "min_tokens": 5}),
+    ):
+        params = SamplingParams(max_tokens=20, ignore_eos=True, **asked)
+        one = llm.generate(["def "], params)[0]
+        assert one.token_ids != free.token_ids, "the option changes nothing here"
+        same(client.generate(["def "], params)[0], one)
+        answer = post(
+            server, {"text_input": "def ", "max_tokens": 20, "ignore_eos": True, **(body or asked)}
+        ).json()
+        assert answer["output_ids"] == one.token_ids, asked
+
+
 def test_stop_strings_and_ids_reach_the_engine(client: Client, llm: LLM) -> None:
     free = llm.generate(["def "], SamplingParams(max_tokens=40, ignore_eos=True))[0]
     for params in (
@@ -127,8 +152,22 @@ def test_a_text_of_many_alphabets_comes_back_whole(server: Server, llm: LLM) -> 
 
 def test_nvidias_client_with_every_setting_as_a_tensor(server: Server, llm: LLM) -> None:
     settings = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.01, "top_k": 30, "max_tokens": 15}
-    one = llm.generate(["def "], SamplingParams(**settings, seed=7, ignore_eos=True, stop=("zz",)))[0]
+    settings |= {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": -0.3}
+    settings |= {"min_tokens": 3, "priority": -1, "num_drafts": 0}
+    params = SamplingParams(
+        **settings, seed=7, ignore_eos=True, stop=("zz",), stop_token_ids=(9,), logit_bias={5: 0.1, 6: -2.0},
+        bad_words_ids=((17, 18), (19,)), cache_salt="me",
+    )  # fmt: skip
+    one = llm.generate(["def "], params)[0]
     tensors = {"text_input": np.array([b"def "], object), "stop": np.array([b"zz"], object)}
+    tensors |= {
+        "logit_bias": np.array([b'{"5": 0.1, "6": -2}'], object),
+        "cache_salt": np.array([b"me"], object),
+    }
+    tensors |= {
+        "bad_words_ids": np.array([b"[[17, 18], [19]]"], object),
+        "stop_token_ids": np.array([9], np.int32),
+    }
     tensors |= {"seed": np.array([7], np.uint64), "ignore_eos": np.array([True]), "stream": np.array([True])}
     for name, value in settings.items():
         tensors[name] = np.array([value], np.float32 if isinstance(value, float) else np.int32)
