@@ -68,6 +68,15 @@ class SamplingParams(Options):
             raise ValueError("an empty bad word would forbid every token; leave it out")
         return value
 
+    @field_validator("stop", "bad_words", "cache_salt")
+    @classmethod
+    def _is_unicode(cls, value: tuple[str, ...] | str) -> tuple[str, ...] | str:
+        try:
+            "".join(value).encode()
+        except UnicodeEncodeError:
+            raise ValueError("not valid Unicode (a lone surrogate); remove it") from None
+        return value
+
     @field_validator("min_tokens")
     @classmethod
     def _within_max_tokens(cls, value: int, info: ValidationInfo) -> int:

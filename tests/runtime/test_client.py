@@ -206,9 +206,7 @@ def test_what_json_says_travels_as_a_text(client: Client, triton: Triton) -> Non
     "params",
     [{"logit_bias": {}}, {"bad_words": ()}, {"bad_words_ids": ()}, {"cache_salt": ""}, {"num_drafts": None}],
 )
-def test_what_is_empty_is_not_sent(
-    client: Client, triton: Triton, params: dict
-) -> None:
+def test_what_is_empty_is_not_sent(client: Client, triton: Triton, params: dict) -> None:
     triton.answers = [final()]
     list(client.stream("x", SamplingParams(**params)))
     assert [tensor.name for tensor in triton.requests[0].inputs] == ["text_input"]

@@ -114,6 +114,9 @@ BAD_PARAMS = [
     ({"num_drafts": True}, "num_drafts is True: "),
     ({"priority": 0.5}, "priority is 0.5: "),
     ({"cache_salt": 3}, "cache_salt is 3: "),
+    ({"cache_salt": "a\ud800"}, r"cache_salt is 'a\ud800': not valid Unicode (a lone surrogate); remove it"),
+    ({"bad_words": ["b", "a\ud800"]}, r"bad_words is ['b', 'a\ud800']: not valid Unicode"),
+    ({"stop": "a\ud800"}, r"stop is 'a\ud800': not valid Unicode"),
     ({"max_token": 4}, "unknown option 'max_token'; the options are max_tokens, temperature,"),
 ]
 
