@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hemiola.plugins.attention import exact as fixed
 from hemiola.plugins.attention.plan import Form, Group, plan_step
 
-SHORT_LEN = 8  # a row of up to this many tokens attends in one SDPA call, with others where they are small
+SHORT_LEN = 32  # a row of up to this many tokens attends in one SDPA call, with others where they are small
 TILE_LEN = 128  # tokens of a longer row per SDPA call; a tile skips the keys that lie behind all its tokens
 
 
