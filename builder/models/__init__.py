@@ -33,11 +33,11 @@ class Model:
 
     @property
     def vocab_size(self) -> int:
-        return self.trunk.head.weight.shape[0]
+        return self.trunk.embed.shape[0]
 
     @property
     def hidden_size(self) -> int:
-        return self.trunk.head.weight.shape[1]
+        return self.trunk.embed.shape[1]
 
     def weights(self, module: nn.Module) -> dict[str, Lazy]:
         """Names of a segment's weights, each once, in the order of its layers."""
