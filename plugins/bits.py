@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 
+IN_CACHE = 1 << 16  # numbers: chains of elementwise calls take a long tensor in pieces of this size
 WORK_OF_A_THREAD = 1 << 21  # multiplications, about 30 us: less is not worth waking a thread for
 
 

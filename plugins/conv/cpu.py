@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hemiola.plugins.bits import IN_CACHE
 from hemiola.plugins.grid import check_ring, row_table, rows_key
 
 
@@ -38,29 +39,41 @@ def conv(
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     new = x.to(columns.dtype)
     ring = columns.view(-1, columns.shape[2])
-    source = torch.cat([new.new_zeros(1, x.shape[1]), ring.index_select(0, plan.record_ids), new])
-    windows = source.index_select(0, plan.windows).to(exact)
+    source = ring if plan.from_ring else torch.cat([ring.index_select(0, plan.record_ids), new])
     ring.index_copy_(0, plan.stored_ids, new if plan.stored is None else new.index_select(0, plan.stored))
     if plan.shots is not None:
         ring.index_copy_(0, plan.shots.ring_ids, source.index_select(0, plan.shots.sources))
+    windows = source.index_select(0, plan.windows).to(exact)
+    if plan.before is not None:
+        windows.index_fill_(0, plan.before, 0)
 
-    taps = weight.to(exact).mT.contiguous()  # [W, E]
-    num = windows.shape[0] - width + 1
-    y = windows.narrow(0, 0, num) * taps[0]
-    for tap in range(1, width):
-        y += windows.narrow(0, tap, num) * taps[tap]
+    y = _convolve(windows, weight.to(exact).mT.contiguous(), bias.to(exact))
     if plan.kept is not None:
         y = y.index_select(0, plan.kept)
-    y += bias.to(exact)
-    y /= (-y).exp_().add_(1)
     if plan.live is not None:
         y = y.new_zeros(x.shape).index_copy_(0, plan.live, y)
     return y.to(x.dtype)
 
 
+def _convolve(windows: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """silu(sum over taps + bias) at every place of [places, E] that has all taps [W, E], piece by piece."""
+    (width, channels), num = taps.shape, windows.shape[0] - taps.shape[0] + 1
+    y = windows.new_empty(num, channels)
+    for part in y.split(max(1, IN_CACHE // channels)):
+        start = part.storage_offset() // channels
+        torch.mul(windows.narrow(0, start, part.shape[0]), taps[0], out=part)
+        for tap in range(1, width):
+            part += windows.narrow(0, start + tap, part.shape[0]) * taps[tap]
+        part += bias
+        part /= (-part).exp_().add_(1)
+    return y
+
+
 class _Plan(NamedTuple):
-    record_ids: torch.Tensor  # in rings of [slots * ring] columns: of windows, then of snapshots
-    windows: torch.Tensor  # into a zero, the records and the new tokens: every row's window, row after row
+    from_ring: bool  # the rings can hold every window at once
+    record_ids: torch.Tensor  # else the columns that only the rings hold: of windows, then of snapshots
+    windows: torch.Tensor  # into the rings, or into records and new tokens: every row's window, row after row
+    before: torch.Tensor | None  # places of windows before position 0
     kept: torch.Tensor | None  # sums that do not straddle two rows, in token order; None if all
     live: torch.Tensor | None  # tokens that belong to a row, None if all
     stored: torch.Tensor | None  # tokens to write to the rings, None if all
@@ -71,7 +84,7 @@ class _Plan(NamedTuple):
 class _Shots(NamedTuple):
     """The W - 1 columns before the edges of snapshots."""
 
-    sources: torch.Tensor  # into a zero, the records and the new tokens
+    sources: torch.Tensor  # into records and new tokens
     ring_ids: torch.Tensor  # in rings of [slots * ring] columns
 
 
@@ -92,15 +105,22 @@ def _plan(key: bytes, num_tokens: int, chunk_len: int, ring_len: int, width: int
     ring_ids = slot[row] * ring_len + place % ring_len
     num_records = int(is_record.sum())
     shot_records, shots = _shots(table, ring_len, width, num_records)
-    windows = np.where(is_new, token_ids + 1 + num_records + shot_records.size, 0)
-    windows[is_record] = np.arange(1, num_records + 1)
+    from_ring = shots is None and int(lens.max()) <= ring_len
+    if from_ring:
+        windows = ring_ids
+    else:
+        windows = np.where(is_new, token_ids + num_records + shot_records.size, 0)
+        windows[is_record] = np.arange(num_records)
+    before = np.flatnonzero(place < 0)
     kept = np.flatnonzero(is_new) - (width - 1)
     live = token_ids[is_new]
-    is_stored = is_new & (place > (new_edge - width)[row])
+    is_stored = is_new if from_ring else is_new & (place > (new_edge - width)[row])
     stored = token_ids[is_stored]
     return _Plan(
+        from_ring=from_ring,
         record_ids=torch.from_numpy(np.concatenate([ring_ids[is_record], shot_records])),
         windows=torch.from_numpy(windows),
+        before=torch.from_numpy(before) if before.size else None,
         kept=None if slot.size == 1 else torch.from_numpy(kept),
         live=None if live.size == num_tokens else torch.from_numpy(live),
         stored=None if stored.size == num_tokens else torch.from_numpy(stored),
@@ -119,8 +139,8 @@ def _shots(
     records = (slot * ring_len + place % ring_len)[is_record]
     if not slot.size:
         return records, None
-    sources = place - committed + first + 1 + num_records + records.size
-    sources[is_record] = np.arange(1 + num_records, 1 + num_records + records.size)
+    sources = place - committed + first + num_records + records.size
+    sources[is_record] = np.arange(num_records, num_records + records.size)
     held = place >= 0
     ring_ids = snapshot * ring_len + place % ring_len
     return records, _Shots(torch.from_numpy(sources[held]), torch.from_numpy(ring_ids[held]))
