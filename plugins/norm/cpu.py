@@ -5,7 +5,11 @@ length only, and every elementwise function used here gives the same bits in its
 loop for the last elements. torch.sigmoid and F.silu do not (nor at the ends of threads' shares): see `silu`.
 """
 
+import itertools
+
 import torch
+
+from hemiola.plugins.bits import IN_CACHE
 
 
 def norm(
@@ -17,6 +21,19 @@ def norm(
     gate_first: bool,
 ) -> torch.Tensor:  # [T, W]
     """See reference.py. A row's bits depend on nothing but the row, for any T and thread count."""
+    rows = max(1, IN_CACHE // x.shape[1])
+    if x.shape[0] <= rows:
+        return _norm(x, gate, weight, eps, group_len, gate_first)
+    y = x.new_empty(x.shape)
+    gates = gate.split(rows) if gate.numel() else itertools.repeat(gate)
+    for out, part, gate in zip(y.split(rows), x.split(rows), gates, strict=False):
+        out.copy_(_norm(part, gate, weight, eps, group_len, gate_first))
+    return y
+
+
+def _norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, group_len: int, gate_first: bool
+) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide)
     gated = gate.numel() > 0
