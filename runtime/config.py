@@ -55,6 +55,9 @@ class ServeConfig(Options):
     )
     drafts: Drafts | Auto = Field("auto", description="who proposes; auto: as the engine was built")
     num_drafts: int | Auto = Field("auto", description="most drafts per row and step; auto: as it was built")
+    adaptive_drafts: bool = Field(
+        True, description="draft fewer where more would cost time; off: always num_drafts"
+    )
     ngram_min: int = Field(2, ge=1, description="shortest suffix that prompt lookup looks for")
     ngram_max: int = Field(5, ge=1, description="longest suffix that prompt lookup looks for")
     prefix_cache: bool | Auto = Field(
@@ -88,6 +91,7 @@ class Resolved(Options):
     chunk_len: int
     drafts: Drafts
     num_drafts: int
+    adaptive_drafts: bool
     ngram_min: int
     ngram_max: int
     prefix_cache: bool
@@ -127,6 +131,7 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
         chunk_len=limits.chunk_len,
         drafts=drafts,
         num_drafts=num_drafts,
+        adaptive_drafts=config.adaptive_drafts,
         ngram_min=config.ngram_min,
         ngram_max=config.ngram_max,
         prefix_cache=prefix_cache,

@@ -62,7 +62,10 @@ def make_loop(
     )
     ledger = Ledger(config)
     drafts = proposer(ledger) if proposer else make_proposer(config, storage, session, pages, ledger)
-    scheduler, feed = Scheduler(config, prefix, Pace()), Feed(config, pages, ledger)
+    scheduler, feed = (
+        Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts)),
+        Feed(config, pages, ledger),
+    )
     return Loop(config, scheduler, ledger, feed, storage, session, drafts, Outbox(text))
 
 

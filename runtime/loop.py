@@ -113,12 +113,21 @@ class Loop:
                 self.storage.copy_slot(opening.restore_from, opening.slot_id)
             self.ledger.open(opening.slot_id, opening.ids, opening.start)
         batch = self.feed.fill(plan)
-        before = time.perf_counter()
+        start = time.perf_counter()
         out = self.session.run(batch)
-        self.counters.engine_seconds += time.perf_counter() - before
+        ran = time.perf_counter()
         verdict = judge(batch, out.logits, self.ledger, self.config.chunk_len)
+        judged = time.perf_counter()
         self.drafts.propose(plan, batch, out.hidden)
+        self._clock(plan, ran - start, time.perf_counter() - judged)
         return _Flight(plan, verdict, self.ledger.num_drafts[batch.choices.slot_id])
+
+    def _clock(self, plan: Plan, running: float, drafting: float) -> None:
+        self.counters.engine_seconds += running
+        if all(row.num_tokens == 1 + row.num_drafts for row in plan.rows):
+            num_drafts = sum(row.num_drafts for row in plan.rows)
+            num_passes = max(row.room for row in plan.rows)
+            self.scheduler.pace.timed(len(plan.rows), num_drafts, num_passes, running, drafting)
 
     def _land(self, flight: _Flight) -> list[Event]:
         """What the host learns from a step, and does about it."""

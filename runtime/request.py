@@ -169,6 +169,8 @@ class Request:
     edge: int = 0  # its state stands there or further on, as far as is known
     in_flight: int = 0  # steps under way
     ahead: int = 0  # tokens that they may add
+    draft_hits: float = 0.0  # what Pace has learned of it
+    draft_trials: float = 0.0
     num_drafts: int = 0  # drafts that the next step may verify
     leaving: bool = False  # to be preempted when no step is under way
     # how it ends

@@ -271,16 +271,18 @@ class Scheduler:
                 request.fail(f"the engine computed NaN for the token at position {request.total_len}")
                 continue
             if row.chooses:
-                self._append(request, token_ids, outcome, n)
+                self._append(request, token_ids, outcome, n, row.num_drafts)
             if before[n] != after[n] or old_len // page_len != request.committed_len // page_len:
                 stored_edge = row.snapshot_edge if before[n] < row.snapshot_edge <= after[n] else 0
                 self.prefix.commit(row.slot_id, request.committed_len, request.total_len, stored_edge)
 
-    def _append(self, request: Request, token_ids: list[int], outcome: "Outcome", n: int) -> None:
-        if num_judged := outcome.num_judged[n]:
+    def _append(
+        self, request: Request, token_ids: list[int], outcome: "Outcome", n: int, num_planned: int
+    ) -> None:
+        if num_planned:
             num_accepted = len(token_ids) - 1
-            request.metrics.count_drafts(num_judged, num_accepted)
-            self.pace.judged(request, num_judged, num_accepted)
+            request.metrics.count_drafts(outcome.num_judged[n], num_accepted)
+            self.pace.judged(request, num_planned, num_accepted)
         if request.in_flight == 0:
             request.num_drafts = outcome.num_drafts[n]
         request.append(token_ids)

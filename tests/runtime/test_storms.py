@@ -40,6 +40,7 @@ def sizes_of(dice: random.Random) -> dict[str, int | bool]:
         "prefix_cache": prefix_cache,
         "num_slots": max_rows + 1 + (dice.choice([0, 1, 3, 20]) if prefix_cache else 0),
         "snapshot_interval": page_len * dice.choice([0, 0, 1, 3]) if prefix_cache else 0,
+        "adaptive_drafts": dice.random() < 0.5,
         "pipeline_depth": dice.choice([0, 1, 2]),
     }
 
