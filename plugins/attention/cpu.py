@@ -78,7 +78,10 @@ def attend_stacked(
     q = queries.index_select(0, group.tokens).view(num_rows, num_tokens, num_groups, num_copies, head_dim)
     q = q.transpose(1, 2).flatten(2, 3)  # [n, G, tokens * H/G, D]
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    o = F.scaled_dot_product_attention(q, keys, values, group.visible, scale=scale)
+    bias = (
+        None if group.bias is None else group.bias.to(q.dtype)
+    )  # once per step, not per layer as a mask of bools
+    o = F.scaled_dot_product_attention(q, keys, values, bias, scale=scale)
     o = o.view(num_rows, num_groups, num_tokens, num_copies, head_dim).transpose(1, 2).flatten(0, 1)
     out.index_copy_(0, group.tokens, o)
 

@@ -39,7 +39,9 @@ class Group(NamedTuple):
     first_page: int  # where the pages of a single row follow each other and all room is used, else -1
     empty: torch.Tensor  # [...] int64: places among the read keys that hold none
     tokens: torch.Tensor  # [n * num_tokens] int64, if stacked
-    visible: torch.Tensor | None  # [n, 1, num_tokens * H/G, S] if stacked and any token sees less than S
+    bias: (
+        torch.Tensor | None
+    )  # [n, 1, num_tokens * H/G, S] -inf at keys not seen, if stacked and there are any
 
 
 class Plan(NamedTuple):
@@ -118,12 +120,13 @@ def plan_group(
     place = np.arange(num_pages * page_len)
     empty = (place >= kv_lens) | (place < form.first)
     empty[:, room:] = False  # cut off when read
-    tokens, visible = np.zeros(0, np.int64), None
+    tokens, bias = np.zeros(0, np.int64), None
     if form.stacked and rows[0].num_tokens <= form.short_len:
         tokens = np.array([[row.start] for row in rows]) + np.arange(rows[0].num_tokens)
         visible = place[:room] <= positions[tokens][:, :, None]
         visible &= place[:room] >= form.first
-        visible = None if visible.all() else torch.from_numpy(visible.repeat(form.num_copies, 1)[:, None])
+        bias = np.where(visible, np.float32(0), np.float32("-inf")).repeat(form.num_copies, 1)
+        bias = None if visible.all() else torch.from_numpy(bias[:, None])
     return Group(
         rows=rows,
         room=room,
@@ -131,5 +134,5 @@ def plan_group(
         first_page=first_page,
         empty=torch.from_numpy(np.flatnonzero(empty)),
         tokens=torch.from_numpy(tokens.ravel()),
-        visible=visible,
+        bias=bias,
     )
