@@ -102,6 +102,18 @@ def nemotron_h_moe() -> tuple[dict, Tensors]:
     return config, tensors | _nemotron_mtp(tensors, "backbone.layers.2.", "backbone.layers.1.")
 
 
+def attention_only() -> tuple[dict, Tensors]:
+    """The control: a NemotronH without a recurrence."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config, tensors = _saved(
+        NemotronHForCausalLM, NemotronHConfig(**NEMOTRON_H, hybrid_override_pattern="*-*-")
+    )
+    del config["layers_block_type"], config["mtp_layers_block_type"]
+    config |= {"hybrid_override_pattern": "*-*-", "mtp_hybrid_override_pattern": "*-", "num_hidden_layers": 4}
+    return config, tensors | _nemotron_mtp(tensors, "backbone.layers.0.", "backbone.layers.1.")
+
+
 def qwen3_next() -> tuple[dict, Tensors]:
     """Interleaved qkvz and ba projections, experts, one dense layer among them."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
@@ -163,12 +175,34 @@ def qwen3_5_moe_experts() -> tuple[dict, Tensors]:
     return config | {"mtp_num_hidden_layers": 1}, tensors | _qwen_mtp(tensors, "model.layers.2.")
 
 
+def three_convs() -> tuple[dict, Tensors]:
+    """Qwen3.5 with another recurrence (three_convs.py), which transformers does not know."""
+    import three_convs as family
+
+    config, tensors = qwen3_5()
+    kept = {name: tensor for name, tensor in tensors.items() if ".linear_attn." not in name}
+    prefixes = {name.split("linear_attn.")[0] for name in tensors if ".linear_attn." in name}
+    hidden, inner = config["hidden_size"], family.HEADS * family.DIM
+    shapes: dict[str, tuple[int, ...]] = {"b_proj.weight": (family.HEADS, hidden), "A_log": (family.HEADS,)}
+    shapes |= {f"{part}_proj.weight": (inner, hidden) for part in (*family.WIDTHS, "g")}
+    shapes |= {f"{part}_conv.weight": (inner, width) for part, width in family.WIDTHS.items()}
+    shapes |= {"dt_bias": (inner,), "norm.weight": (inner,), "o_proj.weight": (hidden, inner)}
+    unit = torch.tensor([1 / family.DIM, family.DIM**-0.5]).repeat_interleave(inner)
+    for prefix in sorted(prefixes):
+        made = {name: _random(name, torch.Size(shape)) for name, shape in shapes.items()}
+        made["unit.weight"] = unit.clone()
+        kept |= {f"{prefix}linear_attn.{name}": tensor for name, tensor in made.items()}
+    return config | {"architectures": [family.ARCHITECTURE]}, kept
+
+
 FAMILIES: dict[str, Callable[[], tuple[dict, Tensors]]] = {
     maker.__name__: maker
     for maker in (
-        nemotron_h_dense, nemotron_h_moe, qwen3_next, qwen3_5, qwen3_5_tied, qwen3_5_moe, qwen3_5_moe_experts,
+        nemotron_h_dense, nemotron_h_moe, attention_only, qwen3_next, qwen3_5, qwen3_5_tied, qwen3_5_moe,
+        qwen3_5_moe_experts,
     )
 }  # fmt: skip
+TEST_FAMILIES = {"three_convs": three_convs}
 
 
 def make(
@@ -177,7 +211,7 @@ def make(
     """Write a complete checkpoint folder; returns it."""
     _quiet()
     torch.manual_seed(seed)
-    config, tensors = FAMILIES[family]()
+    config, tensors = (FAMILIES | TEST_FAMILIES)[family]()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))

@@ -1,74 +1,22 @@
-"""Runs a loop by hand: no thread, an audit after every turn."""
+"""Loops by hand, over the fake session and over real tiny engines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 
+import engine_hand
 import pytest
+from engine_hand import EngineHand, Wanted, right_and_wrong
 from fake_session import VOCAB, FakeSession, resolved
+from hand import Hand
+from plain import Plain
 
+from hemiola.runtime import session as sessions
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.drafts import Proposer
 from hemiola.runtime.ledger import Ledger
 from hemiola.runtime.llm import make_loop
-from hemiola.runtime.loop import Loop
-from hemiola.runtime.request import Bounds, Piece, Request, SamplingParams, new_request
+from hemiola.runtime.request import Bounds
 from hemiola.runtime.text import Text
-
-
-class Hand:
-    """A loop whose turns the test takes."""
-
-    def __init__(self, loop: Loop, bounds: Bounds) -> None:
-        self.loop = loop
-        self.bounds = bounds
-        self.requests: list[Request] = []
-        self.pieces: dict[int, list[Piece]] = {}
-
-    def submit(self, prompt: Sequence[int], **params: object) -> int:
-        request = new_request(len(self.requests) + 1, prompt, SamplingParams(**params), self.bounds)
-        self.requests.append(request)
-        self.pieces[request.id] = []
-        self.loop.submit(request, self.pieces[request.id].append)
-        return request.id
-
-    @property
-    def idle(self) -> bool:
-        return not self.loop._busy and self.loop._inbox.empty()
-
-    def turn(self) -> None:
-        if not self.idle:  # there the loop would wait for a message
-            self.loop.turn()
-        self.audit()
-
-    def audit(self) -> None:
-        """Ownership; and the content of whatever is cached, where the session keeps tokens."""
-        scheduler, session = self.loop.scheduler, self.loop.session
-        scheduler.audit()
-        if not isinstance(session, FakeSession):
-            return
-        page_len = session.config.page_len
-        for token_ids, entry in scheduler.prefix.contents():
-            assert session.pages[entry.page_id].tolist() == list(token_ids[-page_len:]), (
-                "another page's content"
-            )
-            if entry.slot_id:
-                assert session.states[entry.slot_id] == list(token_ids), f"snapshot {entry.slot_id} is wrong"
-
-    def run(self, most: int = 10_000) -> None:
-        """Until everything has ended."""
-        for _ in range(most):
-            if self.idle:
-                return
-            self.turn()
-        raise AssertionError(f"still busy after {most} turns")
-
-    def token_ids(self, request_id: int) -> list[int]:
-        return [token_id for piece in self.pieces[request_id] for token_id in piece.token_ids]
-
-    def text(self, request_id: int) -> str:
-        return "".join(piece.text for piece in self.pieces[request_id])
-
-    def last(self, request_id: int) -> Piece:
-        return self.pieces[request_id][-1]
 
 
 @pytest.fixture
@@ -83,5 +31,46 @@ def make_hand() -> Callable[..., Hand]:
         session = session or FakeSession(config)
         loop = make_loop(config, session, session, text, Cost(10, 40), proposer=proposer)
         return Hand(loop, Bounds(config.max_len, config.max_len, VOCAB, eos_ids=()))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def wanted(tiny_checkpoint: Callable[[str], Path]) -> Wanted:
+    """(family, prompt, num_tokens) -> the oracle's tokens."""
+    return Wanted(tiny_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def plain_runs() -> Callable[[Path], Plain]:
+    """engine directory -> its plain runs."""
+    known: dict[Path, Plain] = {}
+
+    def get(engine_dir: Path) -> Plain:
+        if engine_dir not in known:
+            known[engine_dir] = Plain(engine_dir)
+        return known[engine_dir]
+
+    return get
+
+
+@pytest.fixture
+def engine_hands(
+    tiny_engine: Callable[..., Path],
+    plain_runs: Callable[[Path], Plain],
+    wanted: Wanted,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., EngineHand]:
+    """(family, kind of drafts, options of the build, options of serving) -> a hand.
+
+    Kind "scripted" takes a proposer, or proposes right and wrong windows of every length.
+    """
+    monkeypatch.setattr(sessions, "load_program", engine_hand.load_program)
+
+    def make(family: str, kind: str = "plain", built: dict | None = None, **options: object) -> EngineHand:
+        engine_dir = tiny_engine(family, **{"max_step_tokens": 512} | (built or {}))
+        if kind == "scripted" and "proposer" not in options:
+            options["proposer"] = right_and_wrong(lambda ids, num: wanted(family, ids, num), seed=1)
+        return EngineHand(engine_dir, plain_runs(engine_dir), kind, **options)
 
     return make
