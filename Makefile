@@ -12,6 +12,11 @@ demo: $(VENV)/serve.stamp  ## engines from the two bundled checkpoints, a real t
 test: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included
 	$(BIN)/python -m pytest
 
+STORMS ?= 1000
+SEED ?= 0
+storm: $(VENV)/dev.stamp  ## random arrivals, drafts, aborts, preemptions: STORMS of 200 steps each, from SEED on
+	STORMS=$(STORMS) SEED=$(SEED) $(BIN)/python -m pytest -q -k "test_a_storm[" tests/runtime/test_storms.py
+
 check: lint test
 
 lint: $(VENV)/dev.stamp  ## ruff and pyright

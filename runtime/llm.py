@@ -1,6 +1,7 @@
 """LLM: an engine directory that answers. Text in, text out; everything else is called from here."""
 
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from hemiola.runtime.session import Session
 from hemiola.runtime.text import Text
 
 Prompt = str | Sequence[int]
+log = logging.getLogger("hemiola")
 
 
 def make_loop(
@@ -97,6 +99,12 @@ class LLM:
         engine_dir = Path(engine_dir)
         self.manifest = manifests.load(engine_dir)
         self.config = resolve(serve_config, self.manifest, free_bytes())
+        if serve_config.prefix_cache == "auto" and not self.config.prefix_cache:
+            log.warning(
+                "no prefix cache: max_len=%d leaves no token behind a page of %d",
+                self.config.max_len,
+                self.config.page_len,
+            )
         self._text = Text(engine_dir / "tokenizer")
         storage = Storage(self.manifest.states, self.config.num_pages, self.config.num_slots)
         session = Session(engine_dir, self.manifest, storage, self.config.drafts)

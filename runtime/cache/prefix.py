@@ -17,7 +17,7 @@ The scheduler's calls, in order. `slot_id` is the request's own slot, which stan
     plan, last of all       take = prefix.take(slot_id, edge, next_edge) for each row: its snapshot slot and
                               edge in this step, or None. Last: admit goes first where slots are scarce
     commit                  prefix.commit(slot_id, committed_len, total_len, stored_edge), after slots.commit,
-                              when the committed tokens' keys and values are written, in the draft's layers too.
+                              when the committed tokens' keys and values are written, the draft layers' too.
                               Never for a row that failed
     finish, preempt, abort  prefix.release(slot_id, donate) for pages.release and slots.release. donate: the
                               state is sound, and no step is under way that may write it
@@ -333,7 +333,7 @@ class PrefixCache:
     def commit(self, slot_id: int, valid_len: int, known_len: int, stored_edge: int = 0) -> None:
         """Publish the full pages among the first valid_len tokens, and the snapshot that was taken.
 
-        known_len: of the request's ids. stored_edge: of the snapshot that the step stored: it asked for one and
+        known_len: of the request's ids. stored_edge: of the snapshot that the step stored: it asked for it and
         moved the state from before that edge to it or beyond. Calling it again changes nothing.
         """
         lease = self._leases[slot_id]
