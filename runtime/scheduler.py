@@ -127,7 +127,10 @@ class Scheduler:
         return plan
 
     def _add_decode(self, plan: Plan, request: Request, num_drafts: int, most_len: int) -> None:
-        edges = request.edge, most_len - most_len % self.config.chunk_len
+        known, most = request.edge, self._edge(most_len)
+        if request.ahead:  # of the page edges it may pass, the next is the surest
+            most = min(most, known - known % self.config.page_len + self.config.page_len)
+        edges = known, most
         plan.rows.append(Row(request, request.slot_id, 1 + num_drafts, num_drafts, True, False, edges))
         request.ahead += 1 + num_drafts
         request.in_flight += 1
