@@ -333,7 +333,7 @@ class PrefixCache:
     def commit(self, slot_id: int, valid_len: int, known_len: int, stored_edge: int = 0) -> None:
         """Publish the full pages among the first valid_len tokens, and the snapshot that was taken.
 
-        known_len: of the request's ids. stored_edge: of the snapshot that the step stored: it asked for it and
+        known_len: of the request's ids. stored_edge: of the snapshot that the step stored: it was asked and
         moved the state from before that edge to it or beyond. Calling it again changes nothing.
         """
         lease = self._leases[slot_id]

@@ -1,4 +1,4 @@
-"""Sequences drawn with drafts are distributed as the engine's logits say: 20,000 draws, chi-square, p > 1e-3."""
+"""Sequences drawn with drafts are distributed as the logits say: 20,000 draws, chi-square, p > 1e-3."""
 
 import itertools
 from collections import Counter

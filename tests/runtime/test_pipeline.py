@@ -19,7 +19,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_the_depth_changes_no_token(make_hand: Callable, num_drafts: int) -> None:
-    """And with right drafts and room for all, no step either, but for those in which a row waits at its end."""
+    """And with right drafts and room for all hardly a step, but those in which a row waits at its end."""
     outputs, steps = [], []
     for depth in DEPTHS:
         proposer = always_right(hashed) if num_drafts else None
@@ -153,9 +153,9 @@ def test_a_second_turn_begins_at_the_last_page_of_the_first(
         first = hand.submit(prompt(length), max_tokens=25)
         hand.run()
         text = prompt(length) + hand.token_ids(first)
-        second = hand.submit(text + [1, 2], max_tokens=4)
+        second = hand.submit([*text, 1, 2], max_tokens=4)
         hand.run()
-        assert hand.token_ids(second) == oracle(text + [1, 2], 4)
+        assert hand.token_ids(second) == oracle([*text, 1, 2], 4)
         # the state of the last token is not computed, and a page counts from where it is certain
         cached, certain = hand.requests[-1].metrics.cached_tokens, (length + 25 - 1) // 8 * 8
         assert cached <= certain, f"prompt of {length}"
