@@ -148,6 +148,10 @@ class LLM:
         """End a request; its last piece says "cancelled"."""
         self._loop.abort(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all kept pages and states; what runs goes on."""
+        self._loop.flush()
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Pieces as they come; who stops reading aborts the request. Refuses before the first piece."""
         pieces: SimpleQueue[Piece] = SimpleQueue()

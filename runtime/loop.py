@@ -58,9 +58,16 @@ class _Abort:
     request_id: int
 
 
+class _Flush:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class _Close:
     drain: bool
+
+
+_Message = _Submit | _Abort | _Flush | _Close
 
 
 class Loop:
@@ -87,7 +94,7 @@ class Loop:
         self.outbox = outbox
         self.counters = Counters()
         self._flights: deque[_Flight] = deque()
-        self._inbox: SimpleQueue[_Submit | _Abort | _Close] = SimpleQueue()
+        self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._gate = threading.Lock()  # nobody enters while the refusal changes
         self._refusal: Exception | None = None
         self._closing = False
@@ -163,6 +170,10 @@ class Loop:
         """End a request soon, with finish_reason "cancelled"; one that has ended already is left alone."""
         self._inbox.put(_Abort(request_id))
 
+    def flush(self) -> None:
+        """Forget what the prefix cache has, before the next step; what runs goes on."""
+        self._inbox.put(_Flush())
+
     def close(self, drain: bool = False) -> None:
         """Take no more requests, finish (drain) or cancel those there are, and end the thread."""
         with self._gate:
@@ -199,14 +210,14 @@ class Loop:
         while not self._inbox.empty():
             self._read(self._inbox.get())
 
-    def _wait(self) -> _Submit | _Abort | _Close:
+    def _wait(self) -> _Message:
         try:
             return self._inbox.get(timeout=IDLE_SECONDS)
         except Empty:
             self.scheduler.audit()
             return self._inbox.get()
 
-    def _read(self, message: _Submit | _Abort | _Close) -> None:
+    def _read(self, message: _Message) -> None:
         match message:
             case _Submit(request, on_piece):
                 self.outbox.open(request, on_piece)
@@ -215,6 +226,8 @@ class Loop:
                 request = self.outbox.get(request_id)
                 if request is not None:
                     self._cancel(request)
+            case _Flush():
+                self.scheduler.prefix.flush()
             case _Close(drain):
                 self._closing = True
                 for request in [] if drain else self.outbox.all():

@@ -170,3 +170,19 @@ def test_a_request_may_draft_less_or_nothing(make_hand: Callable) -> None:
     hand.run()
     assert [len(hand.last(i).metrics.drafted) for i in ids] == [5, 2, 0]
     assert [hand.token_ids(i) for i in ids] == [oracle(prompt(5, n), 30) for n in range(3)]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_reset_forgets_and_what_runs_goes_on(make_hand: Callable, depth: int) -> None:
+    hand = make_hand(prefix_cache=True, pipeline_depth=depth)
+    hand.submit(prompt(33), max_tokens=4)
+    hand.run()
+    again = hand.submit(prompt(33), max_tokens=20)
+    for _ in range(4):
+        hand.turn()
+    hand.loop.flush()
+    hand.run()
+    last = hand.submit(prompt(33), max_tokens=4)
+    hand.run()
+    assert [r.metrics.cached_tokens for r in hand.requests] == [0, 32, 0]
+    assert hand.token_ids(again) == oracle(prompt(33), 20) and hand.token_ids(last) == oracle(prompt(33), 4)
