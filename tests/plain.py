@@ -30,6 +30,7 @@ class Plain:
         self.harness = Harness(engine_dir)
         self.manifest = self.harness.manifest
         self.limits = self.manifest.limits
+        self.drafts: dict[tuple[str, bytes], list[int]] = {}  # what was proposed behind a text, by whom
         self._runs: dict[tuple[int, bytes], Run] = {}
         self._longer: dict[bytes, Run] = {}  # a page edge's text: a run that holds it
 
@@ -51,7 +52,11 @@ class Plain:
         return {name: lines[span] for name, lines in run.pages.items()}
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[T, V]: at position i, what token i + 1 is chosen from."""
+        """[T, V]: at position i, what token i + 1 is chosen from. Of a run that begins with these tokens."""
+        text = np.array(token_ids, np.int32).tobytes()
+        for (_, known), run in self._runs.items():
+            if known.startswith(text):
+                return run.logits[: len(token_ids)]
         return self.after(token_ids).logits
 
     def _run(self, token_ids: list[int], num_drafts: int) -> Run:
