@@ -42,8 +42,9 @@ def _norm(
     if group_len != x.shape[1]:
         y = y.unflatten(1, (-1, group_len))
     # the length of a group instead of its mean square: no tensor of squares
-    scale = torch.linalg.vector_norm(y, 2, -1, True).square_().add_(group_len * eps).rsqrt_()
-    y = (y * scale).view(x.shape).mul_(weight.to(wide) * group_len**0.5)
+    length = torch.linalg.vector_norm(y, 2, -1, True)
+    scale = length.mul_(length).add_(group_len * eps).rsqrt_().mul_(group_len**0.5)
+    y = (y * scale).view(x.shape).mul_(weight)
     if gated and not gate_first:
         y *= silu(gate.to(wide))
     return y.to(x.dtype)
