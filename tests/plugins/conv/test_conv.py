@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hemiola.plugins.conv import cpu as conv_cpu
 from tests.plugins.grid import CONV4, CONV_ODD, Subject, int32, rel_error
 
 # fp32 on both sides: another order of W additions, and silu through exp
@@ -28,3 +29,18 @@ def test_large_inputs_do_not_overflow() -> None:
     (columns,) = CONV4.states(2, 16, 0)
     y = CONV4.form("cpu")(x, weight, bias, columns, int32(0, 40), int32(1), *[int32(0)] * 5, 16)
     assert y.isfinite().all()
+
+
+def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long steps are convolved some places at a time."""
+    (x,), (weight, bias) = CONV4.tokens(57, seed=1), CONV4.constants()
+
+    def run() -> torch.Tensor:
+        (columns,) = CONV4.states(3, 16, 0)
+        rows = (int32(0, 40, 57), int32(1, 2), *[int32(0, 0)] * 5)
+        return CONV4.form("cpu")(x, weight, bias, columns, *rows, 16)
+
+    whole = run()
+    for places in (1, 7, 58):
+        monkeypatch.setattr(conv_cpu, "IN_CACHE", 12 * places)
+        assert torch.equal(run(), whole)

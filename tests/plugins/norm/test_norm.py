@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hemiola.plugins import references
+from hemiola.plugins.norm import cpu as norm_cpu
 
 norm = torch.ops.hemiola.norm
 
@@ -112,3 +113,16 @@ def test_row_bits_do_not_depend_on_threads(threads: int) -> None:
         expected = torch.cat([norm(x[t : t + 1], gates[t : t + 1], *rest) for t in range(641)])
         torch.set_num_threads(threads)
         assert torch.equal(norm(x, gates, *rest), expected)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_pieces_change_no_bit(gated: bool, gate_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long steps are computed some rows at a time."""
+    rng = torch.Generator().manual_seed(3)
+    x, gate = (torch.randn(37, 96, generator=rng)[:, :64] for _ in range(2))
+    arguments = (x, gate if gated else torch.empty(0), torch.randn(64, generator=rng), 1e-5, 16, gate_first)
+    whole = norm(*arguments)
+    for rows in (1, 5, 36):
+        monkeypatch.setattr(norm_cpu, "IN_CACHE", 64 * rows + 1)
+        assert torch.equal(norm(*arguments), whole)
