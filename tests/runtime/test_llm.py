@@ -118,7 +118,7 @@ def test_a_bad_word_is_not_written(llm: LLM) -> None:
 
 
 def test_a_request_may_have_fewer_drafts_but_no_more(tiny_engine: Callable[..., Path]) -> None:
-    with LLM(tiny_engine("qwen3_5"), max_rows=4, num_drafts=3) as llm:
+    with LLM(tiny_engine("qwen3_5"), max_rows=4, num_drafts=3, adaptive_drafts=False) as llm:
         each = [params(max_tokens=20, num_drafts=n) for n in (None, 3, 1, 0)]
         outs = llm.generate(["def "] * 4, each)
         assert len({tuple(out.token_ids) for out in outs}) == 1
