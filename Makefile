@@ -2,6 +2,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
+JOBS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: demo test check lint storm clean
@@ -9,13 +10,13 @@ BIN := $(VENV)/bin
 demo: $(VENV)/serve.stamp  ## engines from the two bundled checkpoints, a real tritonserver, one streamed prompt each
 	$(BIN)/python scripts/demo.py
 
-test: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included
-	$(BIN)/python -m pytest
+test: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included, in JOBS processes
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 STORMS ?= 1000
 SEED ?= 0
 storm: $(VENV)/dev.stamp  ## random arrivals, drafts, aborts, preemptions: STORMS of 200 steps each, from SEED on
-	STORMS=$(STORMS) SEED=$(SEED) $(BIN)/python -m pytest -q -k "test_a_storm[" tests/runtime/test_storms.py
+	STORMS=$(STORMS) SEED=$(SEED) $(BIN)/python -m pytest -q -n $(JOBS) -k "test_a_storm[" tests/runtime/test_storms.py
 
 check: lint test
 
