@@ -46,7 +46,7 @@ class Fit:
             self._found = self._found * self.scale
         usual = float(self._found @ seen)
         if usual > 0:
-            seconds = min(seconds, 4 * usual)  # the machine was busy with something else
+            seconds = min(seconds, 2 * usual)  # the machine was busy with something else
         kept = np.where(seen > 0, KEPT**0.5, 1.0)
         self._known = self._known * np.outer(kept, kept) + np.outer(seen, seen)
         floor = np.diag(1e-6 * np.diag(self._known))

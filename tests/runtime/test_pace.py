@@ -45,14 +45,14 @@ class Simulation:
     """Decode steps of some requests; what they are granted is verified in the next step."""
 
     def __init__(
-        self, pace: Pace, count: int, most: int | Sequence[int], costs: Costs, seed: int = 0
+        self, pace: Pace, count: int, most: int | Sequence[int], costs: Costs, busy: float = 0.0
     ) -> None:
-        self.pace, self.costs = pace, costs
+        self.pace, self.costs, self.busy = pace, costs, busy
         self.requests = requests(count)
         self.most = [most] * count if isinstance(most, int) else list(most)
         self.granted = [0] * count
         self.totals = [0] * count
-        self.dice = random.Random(seed)
+        self.dice = random.Random(0)
 
     def run(self, num_steps: int, chance: float | Sequence[float]) -> float:
         """Tokens per time."""
@@ -64,7 +64,7 @@ class Simulation:
             num_rows, num_passes = len(windows), max(self.granted)
             step = self.costs(num_rows, sum(windows))
             drafting = self.costs.drafting + self.costs.a_pass * num_passes
-            noise = self.dice.lognormvariate(0, 0.05)
+            noise = self.dice.lognormvariate(0, 0.05) * (5 if self.dice.random() < self.busy else 1)
             self.pace.timed(num_rows, sum(windows), num_passes, 1e-3 * step * noise, 1e-3 * drafting * noise)
             seconds += step + drafting
             for n, request in enumerate(self.requests):
@@ -91,12 +91,9 @@ def best_speed(most: int, count: int, chance: float, costs: Costs) -> float:
 
 @pytest.mark.parametrize("most", [1, 3, 16, 64])
 @pytest.mark.parametrize("count", [1, 8, 64])
-@pytest.mark.parametrize("costs", ["linear", "costly"])
-@pytest.mark.parametrize("chance", [0.05, 0.6])
+@pytest.mark.parametrize(("costs", "chance"), [("linear", 0.05), ("linear", 0.6), ("costly", 0.05)])
 def test_speculation_that_does_not_pay_is_not_used(costs: str, chance: float, count: int, most: int) -> None:
     """At most 3 % slower than no drafts over the first 500 steps, all trials included."""
-    if chance > 0.05 and costs == "costly":
-        pytest.skip("it pays for many requests")
     speed = Simulation(Pace(most, True), count, most, COSTS[costs]).run(STEPS, chance)
     assert speed >= 0.97 * speed_of(0, count, chance, COSTS[costs])
 
@@ -127,6 +124,14 @@ def test_a_change_is_seen_within_200_steps(chances: tuple[float, float], count: 
     simulation.run(200, chances[1])
     speed = sum(simulation.run(STEPS, chances[1]) for _ in range(3)) / 3
     assert speed >= 0.93 * best_speed(8, count, chances[1], simulation.costs)
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.5, 0.9])
+def test_a_machine_that_is_busy_with_other_things_is_seen_through(chance: float) -> None:
+    """A tenth of all steps seem to take five times as long."""
+    simulation = Simulation(Pace(3, True), 8, 3, CHEAP, busy=0.1)
+    speed = sum(simulation.run(STEPS, chance) for _ in range(3)) / 3
+    assert speed >= 0.92 * best_speed(3, 8, chance, CHEAP)
 
 
 def test_a_request_keeps_to_its_own_limit() -> None:
