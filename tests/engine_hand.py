@@ -23,6 +23,7 @@ from hemiola.runtime.cache.prefix import Start, hit_len
 from hemiola.runtime.cache.storage import Storage
 from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.config import ServeConfig, resolve
+from hemiola.runtime.drafts import Proposer
 from hemiola.runtime.llm import make_loop, prefix_cost
 from hemiola.runtime.request import Bounds, Request
 from hemiola.runtime.scheduler import Plan
@@ -39,6 +40,13 @@ KINDS = {
     "ngram": {"drafts": "ngram", "ngram_min": 1},
     "scripted": {"drafts": "ngram"},  # of which the proposer is replaced
 }
+PAGE, CHUNK, NUM_DRAFTS = 16, 8, 3
+SMALL = {
+    "page_len": PAGE,
+    "chunk_len": CHUNK,
+    "num_drafts": 19,
+    "numerics": "exact",
+}  # windows cross two pages
 load_program = functools.cache(session.load_program)  # a program keeps nothing between calls
 
 
@@ -91,6 +99,18 @@ class Recorder:
         return out
 
 
+class Prompted:
+    """An MTP head that does its work; then other drafts take the place of its own, which are never right."""
+
+    def __init__(self, head: Proposer, script: Scripted) -> None:
+        self._head, self._script = head, script
+
+    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        self._head.propose(plan, batch, hidden)
+        self._script.ledger.num_drafts[[row.slot_id for row in plan.rows if row.room > 0]] = 0
+        self._script.propose(plan, batch, hidden)
+
+
 class EngineHand(Hand):
     """A loop over a real engine, and what it must not do."""
 
@@ -104,11 +124,16 @@ class EngineHand(Hand):
         **options: object,
     ) -> None:
         found = manifest.load(engine_dir)
-        steady = {"adaptive_drafts": False} if "adaptive_drafts" in ServeConfig.model_fields else {}
-        config = resolve(ServeConfig(**steady | KINDS[kind] | options), found, 2**30)
+        chosen = (
+            {"adaptive_drafts": False} | KINDS[kind] | options
+        )  # how fast a step was must not matter here
+        config = resolve(ServeConfig(**chosen), found, 2**30)
         self.storage = Storage(found.states, config.num_pages, config.num_slots, poison=True)
         recorder = Recorder(Session(engine_dir, found, self.storage, config.drafts))
-        loop = make_loop(config, self.storage, recorder, None, prefix_cost(found), proposer=proposer)
+        scripted = proposer if kind == "scripted" else None
+        loop = make_loop(config, self.storage, recorder, None, prefix_cost(found), proposer=scripted)
+        if proposer is not None and kind == "mtp":
+            loop.drafts = Prompted(loop.drafts, proposer(loop.ledger))
         sizes = config.max_len, found.limits.max_len, found.vocab_size
         super().__init__(loop, Bounds(*sizes, eos_ids=(), num_drafts=config.num_drafts))
         self.config, self.plain, self.manifest = config, plain, found
@@ -141,7 +166,7 @@ class EngineHand(Hand):
             return start
 
         scheduler.plan, scheduler.commit, scheduler.prefix.admit = shuffled, keep, admit_and_check
-        if self.config.drafts != "none" and not isinstance(self.loop.drafts, Scripted):
+        if self.config.drafts != "none" and not isinstance(self.loop.drafts, (Scripted, Prompted)):
             propose = self.loop.drafts.propose
 
             def propose_and_check(plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
@@ -279,6 +304,17 @@ class EngineHand(Hand):
         return bool(((held - wanted).abs() <= ROUNDING * wanted.abs().max().clamp(min=1)).all())
 
     # Moves.
+
+    def goes_on(self) -> bool:
+        """One turn; whether anything is left to do."""
+        self.turn()
+        return not self.idle
+
+    def end(self) -> None:
+        """Run until all is done, and demand everything that holds of any run."""
+        self.run()
+        self.check_logits()
+        self.check_contents()
 
     def preempt(self, request: Request) -> None:
         """Now, or as soon as no step has it."""

@@ -1,11 +1,11 @@
 """Loops by hand, over the fake session and over real tiny engines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import engine_hand
 import pytest
-from engine_hand import EngineHand, Wanted, right_and_wrong
+from engine_hand import NUM_DRAFTS, SMALL, EngineHand, Wanted, right_and_wrong
 from fake_session import VOCAB, FakeSession, resolved
 from hand import Hand
 from plain import Plain
@@ -63,7 +63,8 @@ def engine_hands(
 ) -> Callable[..., EngineHand]:
     """(family, kind of drafts, options of the build, options of serving) -> a hand.
 
-    Kind "scripted" takes a proposer, or proposes right and wrong windows of every length.
+    Kind "scripted" takes a proposer, or proposes right and wrong windows of every length. Kind "mtp" may take
+    one too: then the head runs, and the drafts come from there.
     """
     monkeypatch.setattr(sessions, "load_program", engine_hand.load_program)
 
@@ -74,3 +75,21 @@ def engine_hands(
         return EngineHand(engine_dir, plain_runs(engine_dir), kind, **options)
 
     return make
+
+
+@pytest.fixture
+def small_hand(engine_hands: Callable[..., EngineHand]) -> Callable[..., EngineHand]:
+    """(family, kind, options) -> a hand over an engine of the sizes SMALL, with NUM_DRAFTS drafts."""
+
+    def make(family: str, kind: str = "plain", **options: object) -> EngineHand:
+        if kind != "plain":
+            options.setdefault("num_drafts", NUM_DRAFTS)
+        return engine_hands(family, kind, SMALL, **options)
+
+    return make
+
+
+@pytest.fixture
+def answers(wanted: Wanted) -> Callable[[str], Callable[[Sequence[int], int], list[int]]]:
+    """family -> what the oracle says to a prompt."""
+    return lambda family: lambda ids, num: wanted(family, ids, num)

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from engine_hand import EngineHand, Wanted
+from engine_hand import EngineHand, Wanted, right_and_wrong
 
 from tests.plugins.grid import GDN, KDA, MAMBA, Subject, int32, rel_error
 
@@ -16,15 +16,18 @@ B, U, K = 16, 8, 19
 SMALL = {"page_len": B, "chunk_len": U, "num_drafts": K, "numerics": "exact"}
 
 
-@pytest.mark.parametrize("kind", ["mtp", "scripted"])
+@pytest.mark.parametrize("kind", ["mtp", "mtp, right and wrong"])
 @pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_5", "three_convs"])
 def test_edge_states_after_every_step_are_the_plain_runs(
     engine_hands: Callable[..., EngineHand], wanted: Wanted, family: str, kind: str
 ) -> None:
     """States, columns, records and MTP hidden states of every slot, bit for bit: behind cold prompts and
     hits, chunks, windows of every length, with neighbours, and after a preemption."""
-    num_drafts, chunk = (3, B + 3) if kind == "mtp" else (K, B + 9)
-    hand = engine_hands(family, kind, SMALL, num_drafts=num_drafts, max_rows=3, max_step_tokens=chunk)
+    options: dict = {"num_drafts": 3, "max_rows": 3, "max_step_tokens": B + 3}
+    if kind != "mtp":
+        right = right_and_wrong(lambda ids, num: wanted(family, ids, num), seed=3)
+        options |= {"num_drafts": K, "max_step_tokens": 3 * K + 9, "proposer": right}
+    hand = engine_hands(family, "mtp", SMALL, **options)
     text = wanted.story(family)
     arrivals = {0: (3, 24), 4: (2 * B + 1, 12), 9: (2 * B + 7, 12), 12: (B, 7)}  # turn: prompt and output
     for turn in itertools.count():
