@@ -21,7 +21,7 @@ WINDOWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 REPLAN = 8  # decode steps for which a choice holds
 PAUSE = 8  # decode steps between two trials
 SHARE = 0.012  # of the time, for trials
-CREDIT = 4.0  # steps' time that trials may lose before anything was saved
+CREDIT = 2.0  # steps' time that trials may lose before anything was saved
 KEPT = 0.98  # of what was learned, per observation
 DOUBT = 8.0  # trials for which a new request is taken to be like all others
 MARGIN = 0.99  # of the best speed is enough for a shorter window
@@ -85,7 +85,7 @@ class Pace:
         """Seconds of a step that only decoded, and of proposing what comes next."""
         if self._steps.scale == 0.0:
             self._credit = CREDIT * (step + drafting)
-        self._credit = min(self._credit + SHARE * (step + drafting), 2 * CREDIT * (step + drafting))
+        self._credit = min(self._credit + SHARE * (step + drafting), 4 * CREDIT * (step + drafting))
         self._steps.observe((1, num_rows, num_drafts), step)
         self._passes.observe((1, num_passes), drafting)
 
