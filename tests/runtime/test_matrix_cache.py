@@ -127,16 +127,21 @@ def test_m05_two_page_edges_inside_a_window(
     small_hand: Callable, wanted: Wanted, answers: Callable, family: str, kind: str
 ) -> None:
     """K + 1 > B: of the edges that a window passes, the last that is certain is kept."""
-    first: dict[int, int] = {}
-    proposer = windows(answers(family), lambda request: first.pop(request.id, None))
+    counts: dict[int, list[int]] = {}  # by request: of its windows, how many drafts are right
+    proposer = windows(
+        answers(family), lambda request: counts[request.id].pop(0) if counts[request.id] else None
+    )
     hand = small_hand(family, kind, proposer=proposer, num_drafts=19, num_snapshots=300, num_pages=900)
     text = wanted.story(family)
-    counts = (0, 1, 2, B - 1, B, B + 1, 18, 19) if kind == "scripted" else (2, B, 19)
-    for n, kept in itertools.product((B - 3, B - 1, B + 3), counts):
+    first = (0, 1, 2, B - 1, B, B + 1, 18, 19) if kind == "scripted" else (2, B, 19)
+    cases = [(n, [kept], 23) for n in (B - 3, B - 1, B + 3) for kept in first]
+    cases += [(B + 6, [19, 0], 44)]  # the second window is where the first one's snapshot is taken
+    for n, kept, num_tokens in cases:
         rules, tenant = Rules(needs_snapshots=True), f"{n} {kept}"
-        first[len(hand.requests) + 1] = kept
-        ask(hand, rules, text[:n], tenant, 23)
-        hand.check(len(hand.requests), text[n : n + 23])
+        counts[len(hand.requests) + 1], counts[len(hand.requests) + 2] = kept, []
+        ask(hand, rules, text[:n], tenant, num_tokens)
+        hand.check(len(hand.requests), text[n : n + num_tokens])
+        hand.check_contents()
         ask(hand, rules, text[: n + 20], tenant, 1)
         hand.check(len(hand.requests), text[n + 20 : n + 21])
     hand.end()
