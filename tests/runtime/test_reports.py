@@ -125,8 +125,8 @@ def recall(context: Sequence[int]) -> int:
 @pytest.mark.parametrize("pipeline_depth", DEPTHS)
 def test_001_a_needle_of_several_tokens_is_cut(make_hand: Callable[..., Hand], pipeline_depth: int) -> None:
     """Three turns of three conversations at once, prompt lookup and the prefix cache on. Put back: the token
-    behind a fully accepted window does not reach the reader; a window's pages are published before it is
-    judged (`committed_len` counts its drafts)."""
+    behind a fully accepted window does not reach the reader; the ledger's `committed_len` counts every
+    draft as accepted."""
     sizes = {"max_len": 768, "page_len": 16, "max_step_tokens": 128, "num_drafts": 5, "drafts": "ngram"}
     session = FakeSession(
         resolved(prefix_cache=True, num_slots=17, pipeline_depth=pipeline_depth, **sizes), recall
@@ -246,9 +246,9 @@ def test_003_an_edge_crossed_inside_an_accepted_window_saves_a_wrong_snapshot(
 ) -> None:
     """The first window crosses a page's edge at each index, K beyond a chunk and a page included; every
     snapshot, convs and states apart, is the plain run's bit for bit, and what begins there goes on like the
-    oracle. Put back: the step's last edge instead of the snapshot's for the state; conv columns of the
-    window's end; a window's edges are not asked for (`take` sees the step's certain tokens only); lengths
-    that count every draft as accepted."""
+    oracle. Put back: the state, and for itself the conv's columns, of the step's last edge instead of the
+    snapshot's; a window's edges are not asked for (the step's certain tokens alone decide); lengths that count
+    every draft as accepted."""
     page = 2 * CHUNK  # so that a slot that stands at an edge is not always a snapshot
     story, edge = wanted.story(family), 2 * page
     built = BUILT | {"page_len": page, "num_drafts": num_drafts, "numerics": "exact"}
