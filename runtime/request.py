@@ -172,6 +172,7 @@ class Request:
     draft_hits: float = 0.0  # what Pace has learned of it
     draft_trials: float = 0.0
     num_drafts: int = 0  # drafts that the next step may verify
+    owed: int = 0  # tokens at its end whose pairs a drafting head has not read
     leaving: bool = False  # to be preempted when no step is under way
     # how it ends
     finish_reason: FinishReason | None = None

@@ -39,8 +39,9 @@ class Row:
     num_tokens: int
     num_drafts: int  # at most: the ledger knows how many there are
     chooses: bool  # it reaches the end of its text and gets a token
-    resumes: bool  # its first step behind a prefix hit
+    owed: int  # tokens before it whose pairs a drafting head has not read: 1 behind a prefix hit
     edges: tuple[int, int]  # the slot's state moves from the first or a later edge to the last or an earlier
+    reads: bool = True  # the head reads its pairs in this step; else they are owed
     room: int = 0  # drafts that may be proposed for its next step
     snapshot_slot: int = 0  # 0: none
     snapshot_edge: int = 0
@@ -131,7 +132,8 @@ class Scheduler:
         if request.ahead:  # of the page edges it may pass, the next is the surest
             most = min(most, known - known % self.config.page_len + self.config.page_len)
         edges = known, most
-        plan.rows.append(Row(request, request.slot_id, 1 + num_drafts, num_drafts, True, False, edges))
+        row = Row(request, request.slot_id, 1 + num_drafts, num_drafts, True, request.owed, edges)
+        plan.rows.append(row)
         request.ahead += 1 + num_drafts
         request.in_flight += 1
 
@@ -143,9 +145,9 @@ class Scheduler:
             end = to_edge if to_edge > start else start + budget
         end = self.prefix.chunk_end(request.slot_id, self._edge(start), end)
         chooses = end == request.start_len
-        resumes = start > 0 and start == request.hit_len
+        owed = int(start > 0 and start == request.hit_len)
         edges = self._edge(start), self._edge(end)
-        plan.rows.append(Row(request, request.slot_id, end - start, 0, chooses, resumes, edges))
+        plan.rows.append(Row(request, request.slot_id, end - start, 0, chooses, owed, edges))
         request.planned_len = end
         request.edge = edges[1]
         request.ahead += chooses
@@ -220,7 +222,7 @@ class Scheduler:
         self.prefix.release(request.slot_id, donate)
         request.slot_id = 0
         request.committed_len = request.planned_len = request.edge = 0
-        request.num_drafts = 0
+        request.num_drafts = request.owed = 0
         request.leaving = False
 
     def _grant_drafts(self, plan: Plan) -> None:
@@ -234,6 +236,13 @@ class Scheduler:
             if room and self.prefix.grow(request.slot_id, request.most_len + room):
                 row.room = room
             request.num_drafts = row.room
+            row.reads = not self._can_wait(row)
+            request.owed = 0 if row.reads else row.owed + row.num_tokens
+
+    def _can_wait(self, row: Row) -> bool:
+        """Whether a drafting head may read the row's pairs later: nobody drafts, and no page is finished."""
+        idle = row.room == 0 and row.num_tokens == 1 and row.edges[0] == row.edges[1]
+        return idle and row.owed + 1 < self.config.chunk_len
 
     def _most_drafts(self, request: Request) -> int:
         asked = request.params.num_drafts

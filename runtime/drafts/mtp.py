@@ -5,9 +5,10 @@ The pair of token p has its key and value at place p of the request's pages, so 
 its own tokens only. Place 0 has no pair: the head's attention begins at 1.
 
 A step's tokens p bring the pairs p + 1: their hidden states are at hand, and the next tokens are in the
-ledger by then. Pairs behind a rejected draft are nonsense that the next step overwrites. Only a request that
-begins behind a prefix hit misses one, that of its first token: its hidden state is in the slot, where the
-states of the last tokens are kept by position, and in snapshots the one before their edge.
+ledger by then. Pairs behind a rejected draft are nonsense that the next step overwrites. Some pairs are owed
+by earlier steps: that of the first token behind a prefix hit, and those of rows for which drafting does not
+pay, which are read together before a page is finished. Their hidden states are in the slot, where those of
+the last tokens are kept by position, and in snapshots the one before their edge.
 """
 
 from typing import NamedTuple
@@ -29,9 +30,9 @@ class _Pairs(NamedTuple):
     """The pairs of a step, row by row."""
 
     row: torch.Tensor  # [P] of the batch
-    offset: torch.Tensor  # [P] behind the row's first token; 0 is the missed one
-    counts: np.ndarray  # [N] pairs of each row
-    missed: torch.Tensor  # which of the P
+    offset: torch.Tensor  # [P] behind the row's first token; up to 0 they are owed
+    counts: np.ndarray  # pairs of each row that reads
+    owed: torch.Tensor  # which of the P
 
 
 class MtpProposer:
@@ -47,21 +48,24 @@ class MtpProposer:
         self._pad_tokens = pad_tokens
 
     def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
-        pairs = _pairs(plan.rows)
-        slot_id = batch.slot_id.to(torch.int64)
-        committed = batch.committed.to(torch.int64)
+        reading = [n for n, row in enumerate(plan.rows) if row.reads]
+        pairs = _pairs(plan.rows, reading)
         before = self._hidden_before(pairs, batch, hidden)
         self._keep_for_snapshots(plan.rows, batch, hidden)
         self._keep(plan.rows, batch, hidden)
-        wanting = np.array([n for n, row in enumerate(plan.rows) if row.room > 0], np.int64)
-        own = slot_id[wanting]
-        first_pair = torch.from_numpy((np.cumsum(pairs.counts) - pairs.counts)[wanting])
-        skipped = torch.tensor([plan.rows[n].resumes for n in wanting], dtype=torch.int64)
-        last = first_pair + skipped + self._ledger.committed_len[own] - committed[wanting] - 1
+        if not reading:
+            return
+        slot_id = batch.slot_id.to(torch.int64)
+        committed = batch.committed.to(torch.int64)
+        wanting = [at for at, n in enumerate(reading) if plan.rows[n].room > 0]
+        wanted = [reading[at] for at in wanting]
+        own = slot_id[wanted]
+        starts = torch.from_numpy((np.cumsum(pairs.counts) - pairs.counts)[wanting])
+        owed = torch.tensor([plan.rows[n].owed for n in wanted], dtype=torch.int64)
+        last = starts + owed + self._ledger.committed_len[own] - committed[wanted] - 1
         places = committed[pairs.row] + pairs.offset
-        slots = slot_id[: len(plan.rows)]
-        logits, states = self._read(slots, slot_id[pairs.row], places, pairs.counts, before, last)
-        self._draft([plan.rows[n] for n in wanting], own, logits, states)
+        logits, states = self._read(slot_id[reading], slot_id[pairs.row], places, pairs.counts, before, last)
+        self._draft([plan.rows[n] for n in wanted], own, logits, states)
 
     def _draft(
         self, rows: list[Row], slot_id: torch.Tensor, logits: torch.Tensor, states: torch.Tensor
@@ -83,13 +87,13 @@ class MtpProposer:
             ledger.ids[slot_id, places] = chosen.to(torch.int32)
 
     def _hidden_before(self, pairs: _Pairs, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        """h_{p-1} of every pair: of this step, but for missed ones, for which the slot has it."""
+        """h_{p-1} of every pair: of this step, but for owed ones, for which the slot has it."""
         tokens = batch.cu_tokens[pairs.row] + pairs.offset - 1
-        tokens[pairs.missed] = 0
+        tokens[pairs.owed] = 0
         before = hidden.index_select(0, tokens)
-        rows = pairs.row[pairs.missed]
-        places = (batch.committed[rows] - 1) % self._ring.shape[1]
-        before[pairs.missed] = self._ring[batch.slot_id[rows], places]
+        rows = pairs.row[pairs.owed]
+        places = (batch.committed[rows] + pairs.offset[pairs.owed] - 1) % self._ring.shape[1]
+        before[pairs.owed] = self._ring[batch.slot_id[rows], places]
         return before
 
     def _keep_for_snapshots(self, rows: list[Row], batch: Batch, hidden: torch.Tensor) -> None:
@@ -149,13 +153,13 @@ class MtpProposer:
         return logits, states[last]
 
 
-def _pairs(rows: list[Row]) -> _Pairs:
-    """One behind every token; and that of the first token, where a request begins behind a hit."""
-    counts = np.array([row.num_tokens + row.resumes for row in rows], np.int64)
-    starts = np.cumsum(counts) - counts
-    resumes = np.array([row.resumes for row in rows], np.int64)
-    row = np.repeat(np.arange(len(rows)), counts)
-    offset = np.arange(len(row)) - starts[row] + 1 - resumes[row]
+def _pairs(rows: list[Row], reading: list[int]) -> _Pairs:
+    """One behind every token of the rows that read, and before them those that are owed."""
+    owed = np.array([rows[n].owed for n in reading], np.int64)
+    counts = np.array([rows[n].num_tokens for n in reading], np.int64) + owed
+    at = np.repeat(np.arange(len(reading)), counts)
+    offset = np.arange(len(at)) - (np.cumsum(counts) - counts)[at] + 1 - owed[at]
+    row = np.array(reading, np.int64)[at]
     return _Pairs(
-        torch.from_numpy(row), torch.from_numpy(offset), counts, torch.from_numpy(starts[resumes > 0])
+        torch.from_numpy(row), torch.from_numpy(offset), counts, torch.from_numpy(np.flatnonzero(offset < 1))
     )
