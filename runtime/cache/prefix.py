@@ -293,8 +293,8 @@ class PrefixCache:
             return None
         edge = edges[0]
         kind = self._kind(lease, edge)
-        if kind == "decode" and lease.newest is not None and self._is_outdone(lease.newest):
-            self._drop_snapshot(lease.newest)
+        if kind == "decode" and not self.slots.num_free:
+            self._drop_newest(lease)
         near = next((entry.edge for entry in reversed(lease.path) if entry.slot_id), 0)
         target = self._free_slot(self.evictor.promise(kind, near, edge))
         if target == 0:
@@ -322,6 +322,11 @@ class PrefixCache:
             return False  # the key may depend on a token that is not known yet
         entry = self._tree.find(lease.chain, edge // self.page_len - 1)
         return entry is not None and entry.slot_id > 0
+
+    def _drop_newest(self, lease: Lease) -> None:
+        """A request keeps one decode snapshot; the last goes when the next is stored, or needs its slot."""
+        if lease.newest is not None and self._is_outdone(lease.newest):
+            self._drop_snapshot(lease.newest)
 
     def _is_outdone(self, entry: Entry) -> bool:
         """Whether a decode snapshot may go once its request has a newer one: nobody else came to need it."""
@@ -373,6 +378,7 @@ class PrefixCache:
         self.evictor.attach(entry, slot_id, kind)
         self.statistics.num_snapshots += 1
         if kind == "decode":
+            self._drop_newest(lease)
             lease.newest = entry
 
     def release(self, slot_id: int, donate: bool = False) -> None:
@@ -383,8 +389,7 @@ class PrefixCache:
         edge = int(self.slots.edge[slot_id])
         entry = self._entry_at(lease, edge) if donate and self.hybrid and edge % self.page_len == 0 else None
         if entry is not None and not entry.slot_id:
-            if lease.newest is not None and self._is_outdone(lease.newest):
-                self._drop_snapshot(lease.newest)
+            self._drop_newest(lease)
             self._attach(lease, entry, slot_id)
         else:
             self.slots.release(slot_id)
