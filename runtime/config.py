@@ -58,8 +58,8 @@ class ServeConfig(Options):
     adaptive_drafts: bool = Field(
         True, description="draft fewer where more would cost time; off: always num_drafts"
     )
-    ngram_min: int = Field(2, ge=1, description="shortest suffix that prompt lookup looks for")
-    ngram_max: int = Field(5, ge=1, description="longest suffix that prompt lookup looks for")
+    ngram_min: int = Field(2, ge=1, le=64, description="shortest suffix that prompt lookup looks for")
+    ngram_max: int = Field(5, ge=1, le=64, description="longest suffix that prompt lookup looks for")
     prefix_cache: bool | Auto = Field(
         "auto", description="reuse the states of earlier prompts; auto: where a page fits into max_len"
     )
@@ -239,5 +239,10 @@ def _num_snapshots(config: ServeConfig, useful: bool, most: int, left: int, slot
         raise Refused(
             f"num_snapshots is {config.num_snapshots}: without one nothing would ever be found;"
             f" raise it or start with prefix_cache off"
+        )
+    if config.num_snapshots * slot_bytes > left:
+        raise Refused(
+            f"num_snapshots is {config.num_snapshots}, each of {slot_bytes} bytes, but the cache may take"
+            f" {max(left, 0)} beside the slots of its rows; lower it or raise cache_bytes or memory_fraction"
         )
     return config.num_snapshots

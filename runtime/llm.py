@@ -136,6 +136,8 @@ class LLM:
 
     def chat_text(self, messages: Sequence[Mapping[str, object]]) -> str:
         """The prompt for a conversation, by the checkpoint's chat template."""
+        if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+            raise Refused(f"messages is {type(messages).__name__}; pass a list of role and content")
         return self._text.chat(messages)
 
     def submit(self, prompt: Prompt, params: SamplingParams, on_piece: OnPiece) -> int:
@@ -196,6 +198,8 @@ class LLM:
             raise Refused(f"prompts is {type(prompts).__name__}; pass a list of prompts")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence):
+            raise Refused(f"params is {type(params).__name__}; pass a SamplingParams, or one per prompt")
         if len(params) != len(prompts):
             raise Refused(
                 f"{len(prompts)} prompts and {len(params)} SamplingParams; pass one each, or one for all"

@@ -250,6 +250,12 @@ def new_request(
             f" lower it or leave it out"
         )
     stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else bounds.eos_ids)
+    bad_words = _bad_words(params, encode)
+    forbidden = {word[0] for word in bad_words if len(word) == 1} | (stop_ids if params.min_tokens else set())
+    if len(forbidden) >= bounds.vocab_size:
+        raise Refused(
+            f"bad words, and stop ids before min_tokens, forbid all {bounds.vocab_size} tokens; leave one"
+        )
     return Request(
         id=request_id,
         params=params,
@@ -259,7 +265,7 @@ def new_request(
         prompt_len=prompt_len,
         total_len=prompt_len,
         metrics=Metrics(num_prompt_tokens=prompt_len, arrival=time.perf_counter()),
-        bad_words=_bad_words(params, encode),
+        bad_words=bad_words,
     )
 
 

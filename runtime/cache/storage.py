@@ -21,7 +21,7 @@ class Storage:
             self.tensors = {
                 s.name: torch.zeros(counts[s.kind], *s.shape, dtype=getattr(torch, s.dtype)) for s in states
             }
-        except RuntimeError:
+        except (RuntimeError, TypeError, OverflowError):  # the latter two: sizes beyond 64 bits
             raise Refused(
                 f"there is no memory for {num_pages} pages and {num_slots} slots;"
                 f" lower num_pages, cache_bytes or max_rows"

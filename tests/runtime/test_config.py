@@ -72,6 +72,11 @@ REFUSED = [
         {"prefix_cache": False, "num_snapshots": 3},
         "num_snapshots is 3, but prefix_cache is off; leave it out",
     ),
+    ({"ngram_max": 10**9}, "ngram_max is 1000000000: it should be less than or equal to 64"),
+    (
+        {"num_snapshots": 10**15},
+        "num_snapshots is 1000000000000000, each of 40 bytes, but the cache may take",
+    ),
     ({"num_snapshots": 0}, "num_snapshots is 0: without one nothing would ever be found"),
     (
         {"snapshot_interval": 100},

@@ -278,3 +278,23 @@ def test_a_closed_llm_refuses(engine_dir: Path) -> None:
     with pytest.raises(Refused, match="the engine is closed"):
         llm.generate(["a"])
     llm.close()
+
+
+def test_wrong_types_are_refused_in_one_line(llm: LLM) -> None:
+    """They were raw TypeErrors."""
+    with pytest.raises(Refused, match="params is int; pass a SamplingParams"):
+        llm.generate(["a"], 5)
+    with pytest.raises(Refused, match="messages is int; pass a list"):
+        llm.chat_text(5)
+
+
+def test_more_pages_than_a_number_holds_are_refused(tiny_engine: Callable[..., Path]) -> None:
+    with pytest.raises(Refused, match="there is no memory for"):
+        LLM(tiny_engine("qwen3_5"), num_pages=10**30)
+
+
+def test_a_request_that_may_choose_nothing_is_refused(llm: LLM) -> None:
+    """It got token 0, which it had forbidden."""
+    words = tuple((i,) for i in range(llm.manifest.vocab_size))
+    with pytest.raises(Refused, match="forbid all 320 tokens; leave one"):
+        llm.generate(["a"], params(bad_words_ids=words))
