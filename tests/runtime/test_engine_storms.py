@@ -63,6 +63,7 @@ def test_a_storm(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: 
         num_tokens = dice.randint(1, 16)
         prompt = text[:length]
         tail = dice.choices(range(VOCAB), k=dice.choice([0, 0, 1, page_len]))
+        tail = tail[: hand.config.max_len - 1 - length]
         salt = dice.choice(["", "", "other"])
         options = {"priority": dice.choice([0, 0, 1]), "num_drafts": dice.choice([None, None, 0])}
         request_id = hand.submit(prompt + tail, max_tokens=num_tokens, cache_salt=salt, **options)
