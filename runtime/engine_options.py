@@ -19,7 +19,7 @@ def add_engine_options(command: Callable[..., None], leave_out: Collection[str] 
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
             annotation=Annotated[
-                str | None, typer.Option(help=f"{field.description} (default: {field.default})")
+                str | None, typer.Option(help=f"{field.description} (default: {spelled(field.default)})")
             ],
         )
         for name, field in ServeConfig.model_fields.items()
@@ -31,6 +31,11 @@ def add_engine_options(command: Callable[..., None], leave_out: Collection[str] 
 def given(engine_options: Mapping[str, str | None]) -> dict[str, Any]:
     """Those that were given: numbers and booleans by their JSON spelling, the rest as text."""
     return {name: _plain(text) for name, text in engine_options.items() if text is not None}
+
+
+def spelled(value: object) -> str:
+    """As it is written on a command line."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _plain(text: str) -> object:

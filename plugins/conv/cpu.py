@@ -60,7 +60,7 @@ def _convolve(windows: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor) -> 
     (width, channels), num = taps.shape, windows.shape[0] - taps.shape[0] + 1
     y = windows.new_empty(num, channels)
     for part in y.split(max(1, IN_CACHE // channels)):
-        start = part.storage_offset() // channels
+        start = int(part.storage_offset()) // channels
         torch.mul(windows.narrow(0, start, part.shape[0]), taps[0], out=part)
         for tap in range(1, width):
             part += windows.narrow(0, start + tap, part.shape[0]) * taps[tap]

@@ -12,6 +12,7 @@ import typer
 
 from hemiola.runtime import serve
 from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.engine_options import spelled
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serve import Log, Server, name_engines
 
@@ -45,7 +46,7 @@ def test_every_option_of_an_engine_is_an_option_of_the_command(monkeypatch: pyte
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     command = typer.Typer()
     command.command()(serve.serve_command)
-    given = {name: str(field.default) for name, field in ServeConfig.model_fields.items()}
+    given = {name: spelled(field.default) for name, field in ServeConfig.model_fields.items()}
     arguments = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
     command(args=["--engine-dir", "a", *arguments, "--max-rows", "4"], standalone_mode=False)
     ((engines, settings),) = made
