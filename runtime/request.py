@@ -189,13 +189,14 @@ class Request:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add output tokens up to the first that ends the request; what follows it is dropped."""
+        ids, stop_ids = self.ids, self.stop_ids
         for token_id in token_ids:
-            self.ids[self.total_len] = token_id
+            ids[self.total_len] = token_id
             self.total_len += 1
-            if token_id in self.stop_ids:
+            if token_id in stop_ids:
                 self.finish_reason = "stop"
                 return
-            if self.total_len == len(self.ids):
+            if self.total_len == len(ids):
                 self.finish_reason = "length"
                 return
 

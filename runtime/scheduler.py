@@ -128,7 +128,7 @@ class Scheduler:
         return plan
 
     def _add_decode(self, plan: Plan, request: Request, num_drafts: int, most_len: int) -> None:
-        known, most = request.edge, self._edge(most_len)
+        known, most = request.edge, most_len - most_len % self.config.chunk_len
         if request.ahead:  # of the page edges it may pass, the next is the surest
             most = min(most, known - known % self.config.page_len + self.config.page_len)
         edges = known, most
@@ -251,9 +251,7 @@ class Scheduler:
 
     def _take_snapshots(self, plan: Plan) -> None:
         """Of the edges that rows will pass, or may."""
-        for row in plan.rows:
-            if row.edges[0] == row.edges[1]:
-                continue
+        for row in [row for row in plan.rows if row.edges[0] != row.edges[1]]:
             take = self.prefix.take(row.slot_id, *row.edges)
             if take is not None:
                 row.snapshot_slot, row.snapshot_edge = take
@@ -262,35 +260,37 @@ class Scheduler:
 
     def commit(self, plan: Plan, outcome: "Outcome") -> None:
         """Advance the lengths, append the new tokens, publish what is final; see which requests end."""
-        certain_len = [row.request.committed_len + row.num_tokens - row.num_drafts for row in plan.rows]
         slot_ids = [row.slot_id for row in plan.rows]
+        certain_len = [row.request.committed_len + row.num_tokens - row.num_drafts for row in plan.rows]
         before = self.slots.edge[slot_ids].tolist()
         self.slots.commit(slot_ids, certain_len)
         after = self.slots.edge[slot_ids].tolist()
         page_len = self.config.page_len
-        for n, row in enumerate(plan.rows):
+        for n, (row, new_len, start, edge) in enumerate(
+            zip(plan.rows, certain_len, before, after, strict=True)
+        ):
             request = row.request
             request.in_flight -= 1
-            old_len, request.committed_len = request.committed_len, certain_len[n]
-            request.edge = max(request.edge, after[n])
-            token_ids = outcome.token_ids[n] if row.chooses else []
+            old_len = request.committed_len
+            if request.edge < edge:
+                request.edge = edge
             if row.chooses:
                 request.ahead -= 1 + row.num_drafts
-                request.committed_len += len(token_ids) - 1
+                new_len += len(outcome.token_ids[n]) - 1
+            request.committed_len = new_len
             if request.finish_reason is not None:
                 continue  # it ended while this step was under way
             if n in outcome.broken:
                 request.fail(f"the engine computed NaN for the token at position {request.total_len}")
                 continue
             if row.chooses:
-                self._append(request, token_ids, outcome, n, row.num_drafts)
-            if before[n] != after[n] or old_len // page_len != request.committed_len // page_len:
-                stored_edge = row.snapshot_edge if before[n] < row.snapshot_edge <= after[n] else 0
-                self.prefix.commit(row.slot_id, request.committed_len, request.total_len, stored_edge)
+                self._append(request, outcome, n, row.num_drafts)
+            if start != edge or old_len // page_len != new_len // page_len:
+                stored_edge = row.snapshot_edge if start < row.snapshot_edge <= edge else 0
+                self.prefix.commit(row.slot_id, new_len, request.total_len, stored_edge)
 
-    def _append(
-        self, request: Request, token_ids: list[int], outcome: "Outcome", n: int, num_planned: int
-    ) -> None:
+    def _append(self, request: Request, outcome: "Outcome", n: int, num_planned: int) -> None:
+        token_ids = outcome.token_ids[n]
         if num_planned:
             num_accepted = len(token_ids) - 1
             request.metrics.count_drafts(outcome.num_judged[n], num_accepted)
