@@ -1,6 +1,5 @@
 """build-engine CHECKPOINT --engine-dir DIR"""
 
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.command import run_command
 
 if TYPE_CHECKING:  # torch takes seconds; --help should not
     from hemiola.runtime.manifest import Manifest
@@ -128,13 +127,4 @@ def _mib(num_bytes: int) -> str:
 
 def main() -> None:
     """Console entry: one line on stderr and exit code 2 for anything that the user can mend."""
-    try:
-        app(standalone_mode=False)
-    except Refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except UsageError as error:
-        print(f"error: {' '.join(error.format_message().split())}; see build-engine --help", file=sys.stderr)
-        sys.exit(2)
-    except typer.Abort:
-        sys.exit(130)
+    run_command(lambda: app(prog_name="build-engine", standalone_mode=False))
