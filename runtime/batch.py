@@ -89,8 +89,7 @@ class Feed:
             table = np.concatenate((table, np.array([[padding, 0, 0, 0, 0]], np.int32)))
         cu_tokens = np.zeros(len(table) + 1, np.int32)
         np.cumsum(table[:, 0], out=cu_tokens[1:])
-        row = np.repeat(np.arange(len(table)), table[:, 0])
-        offset = np.arange(len(row)) - cu_tokens[row]
+        row, offset = ragged(table[:, 0])
         if padding:
             offset[num_tokens:] = 0  # all of its tokens stand at position 0
         slot_id = torch.from_numpy(table[:, 2].astype(np.int64))
@@ -116,6 +115,12 @@ class Feed:
         )
 
 
+def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of so many items side by side: of each item its row, and its place in that."""
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+
+
 def _column(table: np.ndarray, at: int) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(table[:, at]))
 
@@ -125,8 +130,7 @@ def _choices(plan: Plan, cu_tokens: np.ndarray) -> tuple[np.ndarray, Choices]:
     rows = [n for n, row in enumerate(plan.rows) if row.chooses]
     num_drafts = np.array([plan.rows[n].num_drafts for n in rows], np.int64)
     num_lines = num_drafts + 1
-    row = np.repeat(np.arange(len(rows)), num_lines)
-    offset = np.arange(len(row)) - np.repeat(np.cumsum(num_lines) - num_lines, num_lines)
+    row, offset = ragged(num_lines)
     ends = cu_tokens[[n + 1 for n in rows]]
     rules = [plan.rows[n].request.rule for n in rows]
     choices = Choices(

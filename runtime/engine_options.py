@@ -30,7 +30,7 @@ def add_engine_options(command: Callable[..., None], leave_out: Collection[str] 
 
 def given(engine_options: Mapping[str, str | None]) -> dict[str, Any]:
     """Those that were given: numbers and booleans by their JSON spelling, the rest as text."""
-    return {name: _plain(text) for name, text in engine_options.items() if text is not None}
+    return {name: parse_value(text) for name, text in engine_options.items() if text is not None}
 
 
 def spelled(value: object) -> str:
@@ -38,7 +38,8 @@ def spelled(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _plain(text: str) -> object:
+def parse_value(text: str) -> object:
+    """JSON, or else the word itself."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

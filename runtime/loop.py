@@ -131,7 +131,7 @@ class Loop:
 
     def _clock(self, plan: Plan, running: float, drafting: float) -> None:
         self.counters.engine_seconds += running
-        if all(row.num_tokens == 1 + row.num_drafts for row in plan.rows):
+        if self.scheduler.pace.adaptive and all(row.num_tokens == 1 + row.num_drafts for row in plan.rows):
             num_drafts = sum(row.num_drafts for row in plan.rows)
             num_passes = max(row.room for row in plan.rows)
             self.scheduler.pace.timed(len(plan.rows), num_drafts, num_passes, running, drafting)

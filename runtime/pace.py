@@ -62,7 +62,7 @@ class Pace:
     """Of one engine. `most`: drafts of a row that it was built for. Not adaptive: all there is room for."""
 
     def __init__(self, most: int, adaptive: bool) -> None:
-        self._adaptive = adaptive and most > 0
+        self.adaptive = adaptive and most > 0  # else there is nothing to learn
         self._windows = np.array([k for k in WINDOWS if k < most] + [most])
         self._steps = Fit([0.7, 0.1, 0.05])  # 1, rows, drafts
         self._passes = Fit([0.1, 0.1])  # 1, passes
@@ -91,7 +91,7 @@ class Pace:
 
     def choose(self, requests: Sequence[Request], most: Sequence[int]) -> list[int]:
         """Drafts to propose for each row that will decode next; at most most[n]."""
-        if not self._adaptive or not any(most):
+        if not self.adaptive or not any(most):
             return list(most)
         self._turn += 1
         room = np.array(most)

@@ -128,7 +128,7 @@ class Scheduler:
         return plan
 
     def _add_decode(self, plan: Plan, request: Request, num_drafts: int, most_len: int) -> None:
-        known, most = request.edge, most_len - most_len % self.config.chunk_len
+        known, most = request.edge, self._edge(most_len)
         if request.ahead:  # of the page edges it may pass, the next is the surest
             most = min(most, known - known % self.config.page_len + self.config.page_len)
         edges = known, most
@@ -141,7 +141,7 @@ class Scheduler:
         """All of the request's pending tokens, or what the budget allows, up to a chunk edge where it can."""
         start, end = request.planned_len, request.start_len
         if end - start > budget:
-            to_edge = (start + budget) // self.config.chunk_len * self.config.chunk_len
+            to_edge = self._edge(start + budget)
             end = to_edge if to_edge > start else start + budget
         end = self.prefix.chunk_end(request.slot_id, self._edge(start), end)
         chooses = end == request.start_len
@@ -163,11 +163,8 @@ class Scheduler:
             if any(r.leaving or r.finish_reason is not None for r in self.running):
                 return False  # their pages will do, or it is tried again
             last = self.running[-1]
-            if last.in_flight:
-                last.leaving = True  # its pages come back when the steps that have it are done
-                return False
-            self._preempt(last)
-            if last is request:
+            self._send_away(last)
+            if last.leaving or last is request:
                 return False
         return True
 
@@ -204,10 +201,14 @@ class Scheduler:
         last = self.running[-1] if self.running else request
         if last.params.priority <= request.params.priority or last.leaving or last.finish_reason is not None:
             return
-        if last.in_flight:
-            last.leaving = True
+        self._send_away(last)
+
+    def _send_away(self, request: Request) -> None:
+        """Preempt it, now or when the steps that have it are done."""
+        if request.in_flight:
+            request.leaving = True
         else:
-            self._preempt(last)
+            self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
         """Give slot and pages back; later it begins at the last snapshot of its text that is left."""
@@ -294,7 +295,8 @@ class Scheduler:
         if num_planned:
             num_accepted = len(token_ids) - 1
             request.metrics.count_drafts(outcome.num_judged[n], num_accepted)
-            self.pace.judged(request, num_planned, num_accepted)
+            if self.pace.adaptive:
+                self.pace.judged(request, num_planned, num_accepted)
         if request.in_flight == 0:
             request.num_drafts = outcome.num_drafts[n]
         request.append(token_ids)

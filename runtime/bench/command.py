@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from hemiola.runtime.bench.bench import Job, run
-from hemiola.runtime.bench.options import BenchOptions, parse_value, parse_variant
+from hemiola.runtime.bench.options import BenchOptions, parse_variant
 from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.engine_options import parse_value
 from hemiola.runtime.errors import Refused
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -1,6 +1,5 @@
 """What may be chosen for a benchmark, checked before anything runs."""
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from pydantic import ConfigDict, Field
 
 from hemiola.runtime.config import Options
+from hemiola.runtime.engine_options import parse_value
 from hemiola.runtime.errors import Refused
 
 RANDOM, MULTI_TURN = "random", "multi-turn"
@@ -56,11 +56,3 @@ def parse_variant(text: str) -> Mapping[str, object]:
             raise Refused(f"--compare {text!r} gives {name} twice; keep one")
         found[name] = parse_value(value.strip())
     return found
-
-
-def parse_value(text: str) -> object:
-    """JSON, or else the word itself."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text

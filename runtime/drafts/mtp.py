@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hemiola.runtime.batch import Batch
+from hemiola.runtime.batch import Batch, ragged
 from hemiola.runtime.cache.pages import Pages
 from hemiola.runtime.ledger import Ledger
 from hemiola.runtime.sampling import choose
@@ -55,7 +55,7 @@ class MtpProposer:
         self._keep(plan.rows, batch, hidden)
         if not reading:
             return
-        slot_id = batch.slot_id.to(torch.int64)
+        slot_id = batch.slots
         committed = batch.committed.to(torch.int64)
         wanting = [at for at, n in enumerate(reading) if plan.rows[n].room > 0]
         wanted = [reading[at] for at in wanting]
@@ -117,8 +117,8 @@ class MtpProposer:
         ring_len = self._ring.shape[1]
         num_tokens = np.array([row.num_tokens for row in rows])
         kept = np.minimum(num_tokens, ring_len)
-        row = np.repeat(np.arange(len(rows)), kept)
-        token = np.cumsum(num_tokens)[row] - np.cumsum(kept)[row] + np.arange(len(row))
+        row, offset = ragged(kept)
+        token = (np.cumsum(num_tokens) - kept)[row] + offset
         tokens = torch.from_numpy(token)
         slot_id = batch.slot_id[torch.from_numpy(row)]
         self._ring[slot_id, batch.positions[tokens] % ring_len] = hidden.index_select(0, tokens)
@@ -157,8 +157,8 @@ def _pairs(rows: list[Row], reading: list[int]) -> _Pairs:
     """One behind every token of the rows that read, and before them those that are owed."""
     owed = np.array([rows[n].owed for n in reading], np.int64)
     counts = np.array([rows[n].num_tokens for n in reading], np.int64) + owed
-    at = np.repeat(np.arange(len(reading)), counts)
-    offset = np.arange(len(at)) - (np.cumsum(counts) - counts)[at] + 1 - owed[at]
+    at, offset = ragged(counts)
+    offset += 1 - owed[at]
     row = np.array(reading, np.int64)[at]
     return _Pairs(
         torch.from_numpy(row), torch.from_numpy(offset), counts, torch.from_numpy(np.flatnonzero(offset < 1))
