@@ -46,6 +46,35 @@ def check_ring(rows: np.ndarray, ring_len: int) -> None:
         raise ValueError(f"{held.max()} records since an edge, but a ring holds {ring_len}")
 
 
+class Work(NamedTuple):
+    """What a step asks of a compiled recurrent kernel."""
+
+    table: np.ndarray  # row_table
+    address: int  # of its first number
+    num_rows: int
+    num_tokens: int
+    num_updates: int  # tokens that states move over: records, then new ones
+    num_held: int  # tokens since an edge that a ring must hold
+
+
+def step_work(rows: Sequence[torch.Tensor], chunk_len: int, ring_len: int) -> Work:
+    """Refuses rows whose records a ring of `ring_len` tokens cannot hold."""
+    work = _step_work(rows_key(rows), chunk_len)
+    if work.num_held > ring_len:
+        check_ring(work.table, ring_len)
+    return work
+
+
+@lru_cache(maxsize=8)  # the layers of one step ask the same question
+def _step_work(key: bytes, chunk_len: int) -> Work:
+    table = np.ascontiguousarray(row_table(key, chunk_len))
+    _, _, committed, end, edge, new_edge = table[:6]
+    held = np.maximum(committed - edge, end - new_edge)
+    num_held = int(held.max()) if held.size else 0
+    num_tokens, num_updates = int((end - committed).sum()), int((end - edge).sum())
+    return Work(table, table.ctypes.data, table.shape[1], num_tokens, num_updates, num_held)
+
+
 def rows_key(rows: Sequence[torch.Tensor]) -> bytes:
     """The content of cu_tokens .. snapshot_edge, to plan by."""
     return b"".join([tensor.numpy().tobytes() for tensor in rows])

@@ -8,9 +8,12 @@ derived from the same declaration.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
+
+from hemiola.plugins import jit
 
 LIBRARY = torch.library.Library("hemiola", "DEF")
 
@@ -60,14 +63,19 @@ def next_edge(committed: int, num_tokens: int, num_drafts: int, chunk_len: int) 
 
 @dataclass(frozen=True)
 class Op:
-    """A declared op. `result` is the shape of its single output, in the dtype of its first argument."""
+    """A declared op. `result` is the shape of its single output, in the dtype of its first argument.
+
+    On a CPU it runs as torch calls, which take every dtype and size, or as plugins/<name>/compiled.py, which
+    takes fp32 only and multiples of 16 where `lanes` has a letter (None: there is no such file).
+    """
 
     name: str
     args: tuple[Arg, ...]
     attrs: tuple[Attr, ...]
     result: str
     reference: Callable[..., torch.Tensor]
-    cpu: Callable[..., torch.Tensor]
+    in_torch: Callable[..., torch.Tensor]
+    lanes: str | None = None
 
     def schema(self) -> str:
         """The torch.library schema; mutated arguments carry an alias mark."""
@@ -79,9 +87,35 @@ class Op:
     def register(self) -> "Op":
         """Define `torch.ops.hemiola.<name>`: the CPU form, and a shape-checking fake for export."""
         LIBRARY.define(self.schema())
-        LIBRARY.impl(self.name, self.cpu, "CPU")
+        LIBRARY.impl(self.name, self.cpu(), "CPU")
         torch.library.register_fake(f"hemiola::{self.name}", self._fake, lib=LIBRARY)
         return self
+
+    def cpu(self) -> Callable[..., torch.Tensor]:
+        """The compiled form where numba is there and a call fits it, else the torch form."""
+        if self.lanes is None or not jit.AVAILABLE:
+            return self.in_torch
+        compiled = getattr(import_module(f"hemiola.plugins.{self.name}.compiled"), self.name)
+        floats = [n for n, arg in enumerate(self.args) if torch.float32 in arg.dtypes]
+        whole = [n for n in floats if self.args[n].shape[0] != "T"]  # weights and states: read as they lie
+        places: dict[str, tuple[int, int]] = {}  # an argument and a dimension that has the letter's size
+        for n, arg in enumerate(self.args):
+            places |= {letter: (n, dim) for dim, letter in enumerate(arg.shape)}
+        sizes = [places[letter] for letter in self.lanes]
+
+        def run(*values: Any) -> torch.Tensor:
+            for n in floats:
+                if values[n].dtype is not torch.float32:
+                    return self.in_torch(*values)
+            for n in whole:
+                if not values[n].is_contiguous():
+                    return self.in_torch(*values)
+            for n, dim in sizes:
+                if values[n].size(dim) % 16:
+                    return self.in_torch(*values)
+            return compiled(*values)
+
+        return run
 
     def _fake(self, *values: torch.Tensor) -> torch.Tensor:
         sizes = self.check(*values)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from safetensors import safe_open
 
-import hemiola.plugins  # noqa: F401  defines torch.ops.hemiola, which the programs call
+from hemiola.plugins import jit, on_cpu
 from hemiola.runtime.batch import Batch
 from hemiola.runtime.cache.storage import Storage
 from hemiola.runtime.errors import Refused
@@ -45,6 +45,7 @@ class Session:
     """The trunk, and the MTP head where one is to draft; they share embeddings and output head."""
 
     def __init__(self, engine_dir: Path, manifest: Manifest, storage: Storage, drafts: str) -> None:
+        jit.prepare()
         names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         segments = [manifest.segment(name) for name in names]
         weights = load_weights(engine_dir, manifest, {w for segment in segments for w in segment.weights})
@@ -62,11 +63,15 @@ class Session:
 def load_program(path: Path) -> torch.nn.Module:
     """The exported graph as a module that takes weights, states and inputs flat."""
     try:
-        return torch.export.load(path).graph_module
+        module = torch.export.load(path).graph_module
     except Exception as error:
         raise Refused(
             f"{path} cannot be loaded ({type(error).__name__}: {error}); run build-engine again"
         ) from error
+    for node in module.graph.nodes:
+        node.target = on_cpu.get(node.target, node.target)
+    module.recompile()
+    return module
 
 
 def load_weights(engine_dir: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, torch.Tensor]:

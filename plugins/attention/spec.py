@@ -1,6 +1,6 @@
 """Causal attention over paged keys and values, for rows of any number of tokens."""
 
-from hemiola.plugins.attention.cpu import attention as cpu
+from hemiola.plugins.attention.cpu import attention as in_torch
 from hemiola.plugins.attention.reference import attention as reference
 from hemiola.plugins.spec import INT, Arg, Attr, Op
 
@@ -23,5 +23,6 @@ ATTENTION = Op(
     ),
     result="THD",
     reference=reference,
-    cpu=cpu,
+    in_torch=in_torch,
+    lanes="DL",
 )

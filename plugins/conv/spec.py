@@ -15,5 +15,6 @@ CONV = Op(
     attrs=(Attr("chunk_len", int),),
     result="TE",
     reference=reference.conv,
-    cpu=cpu.conv,
+    in_torch=cpu.conv,
+    lanes="E",
 )

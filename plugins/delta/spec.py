@@ -22,5 +22,6 @@ DELTA = Op(
     attrs=(Attr("chunk_len", int),),
     result="THV",
     reference=reference.delta,
-    cpu=chunk.delta,
+    in_torch=chunk.delta,
+    lanes="KV",
 )

@@ -1,6 +1,6 @@
 """The dense layer whose rows do not feel their neighbours."""
 
-from hemiola.plugins.linear.cpu import linear as cpu
+from hemiola.plugins.linear.cpu import linear as in_torch
 from hemiola.plugins.linear.reference import linear as reference
 from hemiola.plugins.spec import Arg, Op
 
@@ -14,5 +14,5 @@ LINEAR = Op(
     attrs=(),
     result="TO",
     reference=reference,
-    cpu=cpu,
+    in_torch=in_torch,
 )

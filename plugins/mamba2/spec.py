@@ -22,5 +22,6 @@ MAMBA2 = Op(
     attrs=(Attr("chunk_len", int),),
     result="THP",
     reference=reference.mamba2,
-    cpu=chunk.mamba2,
+    in_torch=chunk.mamba2,
+    lanes="PD",
 )

@@ -1,6 +1,6 @@
 """A mixture of experts after its router: two GEMMs per used expert, combined in slot order."""
 
-from hemiola.plugins.moe.cpu import moe as cpu
+from hemiola.plugins.moe.cpu import moe as in_torch
 from hemiola.plugins.moe.reference import moe as reference
 from hemiola.plugins.spec import FP32, INT, Arg, Attr, Op
 
@@ -19,5 +19,5 @@ MOE = Op(
     ),
     result="TF",
     reference=reference,
-    cpu=cpu,
+    in_torch=in_torch,
 )

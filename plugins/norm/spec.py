@@ -1,6 +1,6 @@
 """RMS norm over groups of channels, with an optional gate."""
 
-from hemiola.plugins.norm.cpu import norm as cpu
+from hemiola.plugins.norm.cpu import norm as in_torch
 from hemiola.plugins.norm.reference import norm as reference
 from hemiola.plugins.spec import Arg, Attr, Op
 
@@ -18,5 +18,6 @@ NORM = Op(
     ),
     result="TW",
     reference=reference,
-    cpu=cpu,
+    in_torch=in_torch,
+    lanes="W",
 )

@@ -1,0 +1,247 @@
+"""Paged attention, compiled: keys are read where they lie; bits depend on a token's own sequence alone.
+
+The keys of a sequence come in spans of SPAN at absolute places, in order; each moves the maximum, the sum
+and the output of a query once (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). An item of
+work is one key head of up to TILE tokens of one row.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from hemiola.plugins.jit import Kernel, bits, helper, lines
+from hemiola.plugins.simd import (
+    LANES,
+    add,
+    copy,
+    div,
+    exp,
+    f32,
+    first_lanes,
+    fma,
+    from_bits,
+    get,
+    get_int,
+    get_long,
+    largest,
+    load,
+    mul,
+    peak,
+    splat,
+    store,
+    sub,
+    sums_of,
+    take,
+    total,
+    unpack,
+)  # fmt: skip
+from hemiola.plugins.simd import (
+    first as lane,
+)
+
+SPAN = 4 * LANES
+TILE = 16
+
+
+def attention(
+    q: torch.Tensor,  # [T, H, D]
+    k: torch.Tensor,  # [T, G, D]
+    v: torch.Tensor,  # [T, G, D]
+    k_pages: torch.Tensor,  # [pages, page_len, G, D], written
+    v_pages: torch.Tensor,  # [pages, page_len, G, D], written
+    page_table: torch.Tensor,  # [N, W] int32
+    cu_tokens: torch.Tensor,  # [N + 1] int32
+    positions: torch.Tensor,  # [T] int32
+    scale: float,
+    exact: bool,
+    first: int,
+) -> torch.Tensor:  # [T, H, D]
+    """See reference.py; `exact` or not, the bits are the same."""
+    out = torch.empty(q.shape)
+    q, k, v = lines(q), lines(k), lines(v)
+    page_table, positions = page_table.contiguous(), positions.contiguous()
+    groups, depth = k.shape[1:]
+    tiles = tiles_of(cu_tokens.numpy().tobytes())
+    page_len, table_len = k_pages.shape[1], page_table.shape[1]
+    table = (tiles.ctypes.data, page_table.data_ptr(), table_len, page_len, positions.data_ptr())
+    pages = (k_pages.data_ptr(), v_pages.data_ptr(), groups, depth)
+    new = (k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0))
+    rest = (q.data_ptr(), q.stride(0), q.shape[1] // groups, bits(scale), first, out.data_ptr())
+    _write(len(tiles), 0.2 * k.numel(), *table, *pages, *new)
+    _attend(len(tiles) * groups, 0.04 * q.numel() * table_len * page_len, *table, *pages, *rest)
+    return out
+
+
+@lru_cache(maxsize=4)  # trunk and draft of one step
+def tiles_of(cu_tokens: bytes) -> np.ndarray:
+    """[tiles, 3]: row, first token, number of tokens; long rows are cut."""
+    cu = np.frombuffer(cu_tokens, np.int32)
+    tiles = [
+        (row, start, min(TILE, end - start))
+        for row, (begin, end) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True))
+        for start in range(begin, end, TILE)
+    ]
+    return np.array(tiles, np.int64).reshape(-1, 3)
+
+
+@Kernel
+def _write(call):
+    """The new keys and values of a tile go to their pages. k_len is from token to token of k."""
+    (
+        num_items, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
+        k, k_len, v, v_len,
+    ) = unpack(call, 13)  # fmt: skip
+    width = groups * depth
+    while True:
+        tile = take(call)
+        if tile >= num_items:
+            break
+        row, start, num = (
+            get_long(tiles, 3 * tile),
+            get_long(tiles, 3 * tile + 1),
+            get_long(tiles, 3 * tile + 2),
+        )
+        for t in range(start, start + num):
+            place = get_int(positions, t)
+            page = get_int(page_table, row * table_len + place // page_len)
+            target = (page * page_len + place % page_len) * width
+            copy(k, t * k_len, k_pages, target, width)
+            copy(v, t * v_len, v_pages, target, width)
+
+
+@Kernel
+def _attend(call):
+    """An item is one key head of one tile. q_len is from token to token of q."""
+    (
+        num_items, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
+        q, q_len, copies, scale_bits, first, out,
+    ) = unpack(call, 15)  # fmt: skip
+    scale = from_bits(scale_bits)
+    most = TILE * copies
+    queries, sums = np.empty(most * depth, np.float32), np.empty(most * depth, np.float32)
+    highs, weights = np.empty(most, np.float32), np.empty(most, np.float32)
+    products, scores = np.empty(LANES * LANES, np.float32), np.empty(SPAN, np.float32)
+    places = np.empty(SPAN, np.int64)  # of the keys of a span
+    while True:
+        item = take(call)
+        if item >= num_items:
+            break
+        tile, group = item // groups, item % groups
+        row, start, num = (
+            get_long(tiles, 3 * tile),
+            get_long(tiles, 3 * tile + 1),
+            get_long(tiles, 3 * tile + 2),
+        )
+        last = 0
+        for n in range(num * copies):
+            t, head = start + n // copies, group * copies + n % copies
+            last = max(last, get_int(positions, t))
+            highs[n], weights[n] = f32(-np.inf), f32(0.0)
+            for i in range(0, depth, LANES):
+                at = t * q_len + head * depth + i
+                store(queries, n * depth + i, mul(load(q, at), splat(scale)))
+                store(sums, n * depth + i, splat(f32(0.0)))
+        for span in range(first // SPAN * SPAN, last + 1, SPAN):
+            for j in range(0, min(SPAN, last + 1 - span), LANES):
+                page = get_int(page_table, row * table_len + (span + j) // page_len)
+                place = page * page_len + (span + j) % page_len
+                for i in range(LANES):
+                    places[j + i] = ((place + i) * groups + group) * depth
+            for n in range(num * copies):
+                num_keys = min(SPAN, get_int(positions, start + n // copies) + 1 - span)
+                if num_keys > 0:
+                    highs[n], weights[n] = _visit(
+                        k_pages, v_pages, places, num_keys, first - span, depth,
+                        queries, sums, n * depth, products, scores, highs[n], weights[n],
+                    )  # fmt: skip
+        for n in range(num * copies):
+            at = ((start + n // copies) * groups * copies + group * copies + n % copies) * depth
+            for i in range(0, depth, LANES):
+                value = load(sums, n * depth + i)
+                store(out, at + i, div(value, splat(weights[n])) if weights[n] > f32(0.0) else value)
+
+
+@helper
+def _visit(
+    k_pages,
+    v_pages,
+    places,
+    num_keys,
+    num_hidden,
+    depth,
+    queries,
+    sums,
+    query_at,
+    products,
+    scores,
+    high,
+    weight,
+):
+    """One span of keys: scores, and with a perhaps higher maximum the weight and the output so far."""
+    nothing = splat(f32(-np.inf))
+    highest = nothing
+    wide = depth // SPAN * SPAN
+    for j in range(0, num_keys, LANES):
+        for d in range(0, wide, SPAN):
+            at = query_at + d
+            q0, q1, q2, q3 = (
+                load(queries, at),
+                load(queries, at + 16),
+                load(queries, at + 32),
+                load(queries, at + 48),
+            )
+            for i in range(LANES):
+                at = places[j + i] + d
+                sum_ = (
+                    mul(load(k_pages, at), q0)
+                    if d == 0
+                    else fma(load(k_pages, at), q0, load(products, i * LANES))
+                )
+                sum_ = fma(load(k_pages, at + 32), q2, fma(load(k_pages, at + 16), q1, sum_))
+                store(products, i * LANES, fma(load(k_pages, at + 48), q3, sum_))
+        for d in range(wide, depth, LANES):
+            q0 = load(queries, query_at + d)
+            for i in range(LANES):
+                value = load(k_pages, places[j + i] + d)
+                store(
+                    products,
+                    i * LANES,
+                    mul(value, q0) if d == 0 else fma(value, q0, load(products, i * LANES)),
+                )
+        score = first_lanes(sums_of(products, 0), num_keys - j, nothing)
+        score = first_lanes(nothing, num_hidden - j, score)
+        highest = largest(highest, score)
+        store(scores, j, score)
+    top = max(high, peak(highest))
+    if top == f32(-np.inf):
+        return high, weight
+    kept = f32(0.0)
+    if high > f32(-np.inf):
+        kept = lane(exp(splat(high - top)))
+    shares = splat(f32(0.0))
+    for j in range(0, num_keys, LANES):
+        share = exp(sub(load(scores, j), splat(top)))
+        share = first_lanes(share, num_keys - j, splat(f32(0.0)))
+        share = first_lanes(splat(f32(0.0)), num_hidden - j, share)
+        shares = add(shares, share)
+        store(scores, j, share)
+    begin = max(num_hidden, 0)
+    for d in range(0, wide, SPAN):
+        at = query_at + d
+        a, b = mul(load(sums, at), splat(kept)), mul(load(sums, at + 16), splat(kept))
+        c, e = mul(load(sums, at + 32), splat(kept)), mul(load(sums, at + 48), splat(kept))
+        for j in range(begin, num_keys):
+            share, place = splat(get(scores, j)), places[j] + d
+            a, b = fma(share, load(v_pages, place), a), fma(share, load(v_pages, place + 16), b)
+            c, e = fma(share, load(v_pages, place + 32), c), fma(share, load(v_pages, place + 48), e)
+        store(sums, at, a)
+        store(sums, at + 16, b)
+        store(sums, at + 32, c)
+        store(sums, at + 48, e)
+    for d in range(wide, depth, LANES):
+        a = mul(load(sums, query_at + d), splat(kept))
+        for j in range(begin, num_keys):
+            a = fma(splat(get(scores, j)), load(v_pages, places[j] + d), a)
+        store(sums, query_at + d, a)
+    return top, weight * kept + total(shares)

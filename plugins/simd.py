@@ -1,0 +1,358 @@
+"""Vectors of 16 fp32 numbers for compiled kernels, as numba functions: what a register holds, spelled out.
+
+numba's own vectoriser must suppose that any two arrays overlap, so it keeps no sum in a register; these
+functions say which numbers live there. Every lane is IEEE fp32 and fused only where `fma` is called, so bits
+depend neither on the CPU nor on how wide its registers are (LLVM cuts a vector into what there is).
+Memory is an array of fp32 or an address; an offset counts numbers from its start, unchecked.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import extending
+from numba.core import cgutils, types
+from numba.extending import models, register_model
+
+LANES = 16
+intrinsic: Any = extending.intrinsic  # of a function that builds code: calls of it look different
+F32, I32 = ir.FloatType(), ir.IntType(32)
+VECTOR, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+
+class Vector(types.Type):
+    """The type of a register's content."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Vector")
+
+
+vector = Vector()
+number = types.float32
+
+
+@register_model(Vector)
+class VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, VECTOR)
+
+
+def _address(context: Any, builder: Any, kind: Any, base: Any, offset: Any, target: Any) -> Any:
+    if isinstance(kind, types.Array):
+        start = context.make_array(kind)(context, builder, base).data
+    else:
+        start = builder.inttoptr(base, F32.as_pointer())
+    return builder.bitcast(builder.gep(start, [offset]), target.as_pointer())
+
+
+def _base(kind: Any) -> Any:
+    """What memory may be given by: an array, or the address of its first number."""
+    return kind if isinstance(kind, types.Array) else types.int64
+
+
+def _llvm(builder: Any, name: str, args: Any) -> Any:
+    signature = ir.FunctionType(VECTOR, [VECTOR] * len(args))
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
+
+
+@intrinsic
+def load(typing: Any, array: Any, offset: Any) -> Any:
+    """array[offset : offset + 16]"""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_address(context, builder, signature.args[0], args[0], args[1], VECTOR), align=4)
+
+    return vector(_base(array), types.int64), build
+
+
+@intrinsic
+def store(typing: Any, array: Any, offset: Any, value: Any) -> Any:
+    """array[offset : offset + 16] = value"""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(
+            args[2], _address(context, builder, signature.args[0], args[0], args[1], VECTOR), align=4
+        )
+        return context.get_dummy_value()
+
+    return types.void(_base(array), types.int64, vector), build
+
+
+@intrinsic
+def get(typing: Any, array: Any, offset: Any) -> Any:
+    """array[offset]"""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_address(context, builder, signature.args[0], args[0], args[1], F32), align=4)
+
+    return number(_base(array), types.int64), build
+
+
+@intrinsic
+def get_int(typing: Any, address: Any, offset: Any) -> Any:
+    """The int32 number `offset` numbers behind an address."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        start = builder.inttoptr(args[0], I32.as_pointer())
+        return builder.sext(builder.load(builder.gep(start, [args[1]]), align=4), ir.IntType(64))
+
+    return types.int64(types.int64, types.int64), build
+
+
+@intrinsic
+def get_long(typing: Any, address: Any, offset: Any) -> Any:
+    """The int64 number `offset` numbers behind an address."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_longs(builder, args[0], args[1]))
+
+    return types.int64(types.int64, types.int64), build
+
+
+def _longs(builder: Any, address: Any, offset: Any) -> Any:
+    return builder.gep(builder.inttoptr(address, ir.IntType(64).as_pointer()), [offset])
+
+
+@intrinsic
+def take(typing: Any, call: Any) -> Any:
+    """The next item of a kernel's call (jit.Kernel), for whichever thread asks first."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        counter = _longs(builder, args[0], ir.Constant(ir.IntType(64), 0))
+        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.int64), build
+
+
+@intrinsic(prefer_literal=True)
+def unpack(typing: Any, call: Any, count: Any) -> Any:
+    """The number of items of a kernel's call (jit.Kernel), then its `count` arguments."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+    result = types.UniTuple(types.int64, count.literal_value + 1)
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = [ir.Constant(ir.IntType(64), 1 + n) for n in range(result.count)]
+        values = [builder.load(_longs(builder, args[0], place)) for place in places]
+        return context.make_tuple(builder, result, values)
+
+    return result(types.int64, count), build
+
+
+@intrinsic
+def from_bits(typing: Any, bits: Any) -> Any:
+    """The fp32 number with these 32 bits."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.trunc(args[0], I32), F32)
+
+    return number(types.int64), build
+
+
+@intrinsic
+def put(typing: Any, array: Any, offset: Any, value: Any) -> Any:
+    """array[offset] = value"""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], _address(context, builder, signature.args[0], args[0], args[1], F32), align=4)
+        return context.get_dummy_value()
+
+    return types.void(_base(array), types.int64, number), build
+
+
+@intrinsic
+def first(typing: Any, a: Any) -> Any:
+    """The first lane."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.extract_element(args[0], I32(0))
+
+    return number(vector), build
+
+
+@intrinsic
+def splat(typing: Any, value: Any) -> Any:
+    """The same number in every lane."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), args[0], I32(0))
+        return builder.shuffle_vector(
+            first, ir.Constant(VECTOR, ir.Undefined), ir.Constant(INTS, [0] * LANES)
+        )
+
+    return vector(number), build
+
+
+@intrinsic
+def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _llvm(builder, "llvm.fma.v16f32", args)
+
+    return vector(vector, vector, vector), build
+
+
+def _binary(emit: str, meaning: str) -> Any:
+    def function(typing: Any, a: Any, b: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return getattr(builder, emit)(*args)
+
+        return vector(vector, vector), build
+
+    function.__name__, function.__doc__ = emit, meaning
+    return intrinsic(function)
+
+
+add = _binary("fadd", "a + b")
+sub = _binary("fsub", "a - b")
+mul = _binary("fmul", "a * b")
+div = _binary("fdiv", "a / b")
+
+
+@intrinsic
+def largest(typing: Any, a: Any, b: Any) -> Any:
+    """The larger of a and b; a where one is NaN."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_unordered(">", *args), *args)
+
+    return vector(vector, vector), build
+
+
+@intrinsic
+def smallest(typing: Any, a: Any, b: Any) -> Any:
+    """The smaller of a and b; a where one is NaN."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_unordered("<", *args), *args)
+
+    return vector(vector, vector), build
+
+
+@intrinsic
+def floor(typing: Any, a: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _llvm(builder, "llvm.floor.v16f32", args)
+
+    return vector(vector), build
+
+
+@intrinsic
+def power_of_two(typing: Any, a: Any) -> Any:
+    """2^a for whole numbers from -126 to 127; 0 for -127, inf for 128."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        whole = builder.fptosi(args[0], INTS)
+        biased = builder.add(whole, ir.Constant(INTS, [127] * LANES))
+        return builder.bitcast(builder.shl(biased, ir.Constant(INTS, [23] * LANES)), VECTOR)
+
+    return vector(vector), build
+
+
+@intrinsic
+def first_lanes(typing: Any, value: Any, count: Any, other: Any) -> Any:
+    """The first `count` lanes of value, and `other` in the rest."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, count, other = args
+        count = builder.trunc(count, I32)
+        first = builder.insert_element(ir.Constant(INTS, ir.Undefined), count, I32(0))
+        limit = builder.shuffle_vector(first, ir.Constant(INTS, ir.Undefined), ir.Constant(INTS, [0] * LANES))
+        inside = builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), limit)
+        return builder.select(inside, value, other)
+
+    return vector(vector, types.int64, vector), build
+
+
+@intrinsic
+def pairs(typing: Any, a: Any, b: Any) -> Any:
+    """Sums of neighbouring lanes, first of a, then of b. Four rounds turn 16 vectors into their sums."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        even = ir.Constant(INTS, list(range(0, 2 * LANES, 2)))
+        odd = ir.Constant(INTS, list(range(1, 2 * LANES, 2)))
+        return builder.fadd(builder.shuffle_vector(*args, even), builder.shuffle_vector(*args, odd))
+
+    return vector(vector, vector), build
+
+
+def _fold(emit: Any) -> Any:
+    """Lanes i and i + 8, then i and i + 4, and so on: one order, always."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, width = args[0], LANES
+        while width > 1:
+            width //= 2
+            half = ir.VectorType(I32, width)
+            low = builder.shuffle_vector(value, value, ir.Constant(half, list(range(width))))
+            high = builder.shuffle_vector(value, value, ir.Constant(half, list(range(width, 2 * width))))
+            value = emit(builder, low, high)
+        return builder.extract_element(value, I32(0))
+
+    return build
+
+
+@intrinsic
+def total(typing: Any, a: Any) -> Any:
+    """The sum of the lanes."""
+    return number(vector), _fold(lambda builder, low, high: builder.fadd(low, high))
+
+
+@intrinsic
+def peak(typing: Any, a: Any) -> Any:
+    """The largest lane."""
+
+    def pick(builder: Any, low: Any, high: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", low, high), low, high)
+
+    return number(vector), _fold(pick)
+
+
+f32 = np.float32
+inlined: Any = numba.njit(inline="always")
+
+
+@inlined
+def exp(x):
+    """e^x within two units in the last place from -87 to 88, below and above soon 0 and inf; Cephes' expf."""
+    x = smallest(largest(x, splat(f32(-88.0))), splat(f32(89.0)))  # where 2^-127 is 0 and 2^128 inf
+    power = floor(fma(x, splat(f32(1.44269504088896341)), splat(f32(0.5))))
+    rest = fma(power, splat(f32(-0.693359375)), x)
+    rest = fma(power, splat(f32(2.12194440e-4)), rest)
+    y = fma(splat(f32(1.9875691500e-4)), rest, splat(f32(1.3981999507e-3)))
+    y = fma(y, rest, splat(f32(8.3334519073e-3)))
+    y = fma(y, rest, splat(f32(4.1665795894e-2)))
+    y = fma(y, rest, splat(f32(1.6666665459e-1)))
+    y = fma(y, rest, splat(f32(5.0000001201e-1)))
+    y = fma(y, mul(rest, rest), add(rest, splat(f32(1.0))))
+    return mul(y, power_of_two(power))
+
+
+@inlined
+def silu(x):
+    """x * sigmoid(x)"""
+    return div(x, add(splat(f32(1.0)), exp(sub(splat(f32(0.0)), x))))
+
+
+@inlined
+def sums_of(array, at):
+    """The vector of the sums of 16 vectors that lie one behind the other."""
+    return pairs(_eight(array, at), _eight(array, at + 8 * LANES))
+
+
+@inlined
+def _eight(array, at):
+    a, b = load(array, at), load(array, at + 16)
+    c, d = load(array, at + 32), load(array, at + 48)
+    e, f = load(array, at + 64), load(array, at + 80)
+    g, h = load(array, at + 96), load(array, at + 112)
+    return pairs(pairs(pairs(a, b), pairs(c, d)), pairs(pairs(e, f), pairs(g, h)))
+
+
+@inlined
+def copy(source, source_at, target, target_at, size):
+    """`size` numbers, a multiple of 16."""
+    for i in range(0, size, LANES):
+        store(target, target_at + i, load(source, source_at + i))
