@@ -90,6 +90,21 @@ def get(typing: Any, array: Any, offset: Any) -> Any:
 
 
 @intrinsic
+def load_bfloat16(typing: Any, address: Any, offset: Any) -> Any:
+    """The bfloat16 numbers offset .. offset + 16 behind an address, widened."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        half = ir.IntType(16)
+        start = builder.gep(builder.inttoptr(args[0], half.as_pointer()), [args[1]])
+        vector_of_halves = ir.VectorType(half, LANES)
+        halves = builder.load(builder.bitcast(start, vector_of_halves.as_pointer()), align=2)
+        wide = builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * LANES))
+        return builder.bitcast(wide, VECTOR)
+
+    return vector(types.int64, types.int64), build
+
+
+@intrinsic
 def get_int(typing: Any, address: Any, offset: Any) -> Any:
     """The int32 number `offset` numbers behind an address."""
 

@@ -6,12 +6,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
+from torch.fx import GraphModule
 
-from hemiola.plugins import jit, on_cpu
+from hemiola.plugins import jit
 from hemiola.runtime.batch import Batch
 from hemiola.runtime.cache.storage import Storage
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest, Segment
+from hemiola.runtime.specialise import specialise
 
 
 class Output(NamedTuple):
@@ -26,14 +28,19 @@ class Drafter(Protocol):
 
 
 class Program:
-    """One segment, bound to its weights and states."""
+    """One segment, bound to its weights and states. `packs` is shared by the programs of a session."""
 
     def __init__(
-        self, engine_dir: Path, segment: Segment, weights: dict[str, torch.Tensor], storage: Storage
+        self,
+        engine_dir: Path,
+        segment: Segment,
+        weights: dict[str, torch.Tensor],
+        packs: dict[str, torch.Tensor],
+        storage: Storage,
     ) -> None:
         self.inputs = segment.inputs
         self._call = load_program(engine_dir / segment.file)
-        self._bound = [weights[name] for name in segment.weights]
+        self._bound = specialise(self._call, segment.weights, weights, packs)
         self._bound += [storage.tensors[name] for name in segment.states]
 
     def __call__(self, inputs: Iterable[torch.Tensor]) -> Output:
@@ -49,7 +56,8 @@ class Session:
         names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         segments = [manifest.segment(name) for name in names]
         weights = load_weights(engine_dir, manifest, {w for segment in segments for w in segment.weights})
-        programs = [Program(engine_dir, segment, weights, storage) for segment in segments]
+        packs: dict[str, torch.Tensor] = {}
+        programs = [Program(engine_dir, segment, weights, packs, storage) for segment in segments]
         self._trunk, self._draft = programs[0], programs[-1]
 
     def run(self, batch: Batch) -> Output:
@@ -60,18 +68,14 @@ class Session:
         return self._draft(inputs[name] for name in self._draft.inputs)
 
 
-def load_program(path: Path) -> torch.nn.Module:
+def load_program(path: Path) -> GraphModule:
     """The exported graph as a module that takes weights, states and inputs flat."""
     try:
-        module = torch.export.load(path).graph_module
+        return torch.export.load(path).graph_module
     except Exception as error:
         raise Refused(
             f"{path} cannot be loaded ({type(error).__name__}: {error}); run build-engine again"
         ) from error
-    for node in module.graph.nodes:
-        node.target = on_cpu.get(node.target, node.target)
-    module.recompile()
-    return module
 
 
 def load_weights(engine_dir: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -179,6 +179,8 @@ def _visit(
     weight,
 ):
     """One span of keys: scores, and with a perhaps higher maximum the weight and the output so far."""
+    if num_hidden >= num_keys:
+        return high, weight
     nothing = splat(f32(-np.inf))
     highest = nothing
     wide = depth // SPAN * SPAN
@@ -211,19 +213,15 @@ def _visit(
                 )
         score = first_lanes(sums_of(products, 0), num_keys - j, nothing)
         score = first_lanes(nothing, num_hidden - j, score)
-        highest = largest(highest, score)
+        highest = largest(score, highest)
         store(scores, j, score)
     top = max(high, peak(highest))
-    if top == f32(-np.inf):
-        return high, weight
     kept = f32(0.0)
     if high > f32(-np.inf):
         kept = lane(exp(splat(high - top)))
     shares = splat(f32(0.0))
     for j in range(0, num_keys, LANES):
         share = exp(sub(load(scores, j), splat(top)))
-        share = first_lanes(share, num_keys - j, splat(f32(0.0)))
-        share = first_lanes(splat(f32(0.0)), num_hidden - j, share)
         shares = add(shares, share)
         store(scores, j, share)
     begin = max(num_hidden, 0)

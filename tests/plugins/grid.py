@@ -1,13 +1,16 @@
 """A small host for the recurrent ops: sequences in slots, random ragged steps, plain runs to compare with."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from importlib import import_module
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 import hemiola.plugins  # noqa: F401  registers torch.ops.hemiola
+from hemiola.plugins import jit
 from hemiola.plugins.conv.spec import CONV
 from hemiola.plugins.delta.spec import DELTA
 from hemiola.plugins.mamba2.spec import MAMBA2
@@ -15,6 +18,25 @@ from hemiola.plugins.spec import Op, next_edge
 
 Tensors = list[torch.Tensor]
 Form = Callable[..., torch.Tensor]
+
+
+def form(op: Op, name: str) -> Form:
+    """reference; torch and compiled: these and no fall-back; cpu: what torch.ops makes of a call."""
+    match name:
+        case "reference":
+            return op.reference
+        case "torch":
+            return op.in_torch
+        case "compiled":
+            return getattr(import_module(f"hemiola.plugins.{op.name}.compiled"), op.name)
+        case "cpu":
+            return getattr(torch.ops.hemiola, op.name)
+        case _:
+            raise KeyError(name)
+
+
+needs_numba = pytest.mark.skipif(not jit.AVAILABLE, reason="numba is not installed")
+COMPILED = pytest.param("compiled", marks=needs_numba)
 
 
 @dataclass(frozen=True)
@@ -29,7 +51,7 @@ class Subject:
         return self.op.name + "".join(f"-{letter}{size}" for letter, size in self.sizes)
 
     def form(self, name: str) -> Form:
-        return self.op.reference if name == "reference" else getattr(torch.ops.hemiola, self.op.name)
+        return form(self.op, name)
 
     def shape(self, arg: str, **more: int) -> list[int]:
         sizes = dict(self.sizes) | more
@@ -88,12 +110,34 @@ KDA_GROUPED = subject(DELTA, G=1, K=6, H=3, V=5, J=6, decay=20.0)
 CONV4 = subject(CONV, E=12, W=4)
 CONV_ODD = subject(CONV, E=7, W=3)
 SMALL = (MAMBA, MAMBA_ODD, GDN, GDN_ODD, KDA, KDA_GROUPED, CONV4, CONV_ODD)
+# Multiples of 16, as compiled kernels want them: 16 columns go through registers alone, 64 in fours.
+MAMBA_16 = subject(MAMBA2, H=4, P=16, G=2, D=16)
+MAMBA_80 = subject(MAMBA2, H=2, P=32, G=1, D=80)  # 64 in fours, 16 alone
+GDN_16 = subject(DELTA, G=2, K=16, H=4, V=16, J=1)
+GDN_64 = subject(DELTA, G=1, K=16, H=2, V=64, J=1)
+GDN_80 = subject(DELTA, G=1, K=32, H=1, V=80, J=1)
+KDA_16 = subject(DELTA, G=2, K=16, H=2, V=16, J=16)
+KDA_128 = subject(DELTA, G=1, K=32, H=3, V=128, J=32, decay=20.0)
+CONV_16 = subject(CONV, E=16, W=4)
+CONV_48 = subject(CONV, E=48, W=3)
+FITTING = (MAMBA_16, MAMBA_80, GDN_16, GDN_64, GDN_80, KDA_16, KDA_128, CONV_16, CONV_48)
 WIDE = (
     subject(MAMBA2, H=8, P=64, G=2, D=64),
     subject(DELTA, G=4, K=64, H=8, V=64, J=1),
     subject(DELTA, G=2, K=32, H=4, V=32, J=32),
     subject(CONV, E=768, W=4),
 )  # large enough that torch splits loops and GEMMs between threads
+
+
+def formed(
+    reference: Iterable[Subject] = (), torch: Iterable[Subject] = (), compiled: Iterable[Subject] = ()
+) -> pytest.MarkDecorator:
+    """Parametrises `subject` and `form`."""
+    pairs = [(subject, "reference") for subject in reference]
+    pairs += [(subject, "torch") for subject in torch]
+    cases = [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}") for pair in pairs]
+    cases += [pytest.param(s, "compiled", id=f"{s}-compiled", marks=needs_numba) for s in compiled]
+    return pytest.mark.parametrize("subject,form", cases)
 
 
 def int32(*values: int) -> torch.Tensor:

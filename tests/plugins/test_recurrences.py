@@ -2,19 +2,26 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hemiola.plugins import bits, grid
+from hemiola.plugins import bits, grid, jit
 from hemiola.plugins.conv.spec import CONV
 from hemiola.plugins.delta.spec import DELTA
 from hemiola.plugins.mamba2.spec import MAMBA2
 from tests.plugins.grid import (
     CONV4,
+    CONV_48,
+    FITTING,
     GDN,
+    GDN_64,
+    GDN_80,
     KDA,
+    KDA_16,
     MAMBA,
+    MAMBA_80,
     SMALL,
     WIDE,
     Host,
@@ -22,14 +29,17 @@ from tests.plugins.grid import (
     Plain,
     Subject,
     Tensors,
+    formed,
     int32,
+    needs_numba,
     rel_error,
     same_bits,
     storm,
 )  # fmt: skip
 
-FORMS = ("reference", "cpu")
 KINDS = (MAMBA, GDN, KDA, CONV4)
+FIT = (MAMBA_80, GDN_64, KDA_16, CONV_48)
+LAWS = formed(reference=KINDS, torch=KINDS, compiled=FIT)
 
 
 def ids(value: object) -> str | None:
@@ -40,8 +50,7 @@ def around_edges(chunk_len: int) -> list[int]:
     return [1, 2, 3, chunk_len - 1, chunk_len, chunk_len + 1, 2 * chunk_len, 3 * chunk_len + 1]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("subject", SMALL, ids=ids)
+@formed(reference=SMALL, torch=SMALL, compiled=FITTING)
 def test_every_split_in_two_is_the_whole(subject: Subject, form: str) -> None:
     chunk_len = 8
     for num in around_edges(chunk_len):
@@ -53,18 +62,17 @@ def test_every_split_in_two_is_the_whole(subject: Subject, form: str) -> None:
 
 
 @pytest.mark.parametrize("chunk_len", [8, 16, 32])
-@pytest.mark.parametrize("subject", SMALL, ids=ids)
-def test_token_by_token_is_one_shot(subject: Subject, chunk_len: int) -> None:
-    plain = Plain(subject, "cpu", chunk_len, subject.tokens(3 * chunk_len + 1, seed=1))
-    host = Host(subject, "cpu", chunk_len, 0, num_slots=3, seed=0)
+@formed(torch=SMALL, compiled=FITTING)
+def test_token_by_token_is_one_shot(subject: Subject, form: str, chunk_len: int) -> None:
+    plain = Plain(subject, form, chunk_len, subject.tokens(3 * chunk_len + 1, seed=1))
+    host = Host(subject, form, chunk_len, 0, num_slots=3, seed=0)
     sequence = host.start(plain)
     while sequence.left:
         host.step([Part(sequence, certain=1)])
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_drafts", [1, 3, 20])
-@pytest.mark.parametrize("subject", KINDS, ids=ids)
+@LAWS
 def test_a_rejected_draft_was_never_there(subject: Subject, num_drafts: int, form: str) -> None:
     """Every number of accepted drafts at every place of a chunk, then a step without drafts."""
     chunk_len = 8
@@ -85,8 +93,7 @@ def check_copies(host: Host, plain: Plain, snapshot_slot: int, edge: int) -> Non
     host.free += [pieces.slot, whole.slot]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("subject", KINDS, ids=ids)
+@LAWS
 def test_a_snapshot_of_any_edge_of_a_prompt_chunk(subject: Subject, form: str) -> None:
     chunk_len = 8
     plain = Plain(subject, form, chunk_len, subject.tokens(6 * chunk_len, seed=3))
@@ -102,8 +109,7 @@ def test_a_snapshot_of_any_edge_of_a_prompt_chunk(subject: Subject, form: str) -
         host.step([Part(original, original.left)])
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("subject", KINDS, ids=ids)
+@LAWS
 def test_edges_inside_an_accepted_window_are_saved(subject: Subject, form: str) -> None:
     """20 drafts at C = 8: records cross up to three edges, and the next step passes all of them."""
     chunk_len, num_drafts = 8, 20
@@ -134,8 +140,7 @@ def test_edges_inside_an_accepted_window_are_saved(subject: Subject, form: str) 
                 check_copies(host, plain, slot, edge)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("subject", KINDS, ids=ids)
+@LAWS
 def test_only_the_step_that_passes_the_edge_stores_it(subject: Subject, form: str) -> None:
     """A host that runs ahead asks again and again, before the edge and behind it."""
     chunk_len = 8
@@ -155,8 +160,7 @@ def test_only_the_step_that_passes_the_edge_stores_it(subject: Subject, form: st
         check_copies(host, plain, target, 16)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("subject", KINDS, ids=ids)
+@LAWS
 def test_padding_and_empty_rows_do_nothing(subject: Subject, form: str) -> None:
     chunk_len = 8
     plain = Plain(subject, form, chunk_len, subject.tokens(2 * chunk_len, seed=4))
@@ -169,12 +173,12 @@ def test_padding_and_empty_rows_do_nothing(subject: Subject, form: str) -> None:
     host.step([Part(idle, 1), Part(busy, 1)])
 
 
-@pytest.mark.parametrize("subject", KINDS, ids=ids)
-def test_a_step_of_padding_only(subject: Subject) -> None:
+@formed(torch=KINDS, compiled=FIT)
+def test_a_step_of_padding_only(subject: Subject, form: str) -> None:
     states = subject.states(3, 8, 0)
     tokens = subject.tokens(32, seed=0)
     for rows in ((int32(0, 32), *[int32(0)] * 6), (int32(0, 0), int32(1), *[int32(0)] * 5)):
-        y = subject.form("cpu")(*tokens, *subject.constants(), *states, *rows, 8)
+        y = subject.form(form)(*tokens, *subject.constants(), *states, *rows, 8)
         assert (y == 0).all()
     assert all(tensor[1:].isnan().all() for tensor in states)
 
@@ -187,7 +191,15 @@ def test_storm(
 ) -> None:
     if seed % 2:
         monkeypatch.setattr(grid, "BIG_STATE", 0)  # read the states where they lie
-    assert storm(subject, "cpu", chunk_len, num_drafts, seed, num_steps=16) > 0
+    assert storm(subject, "torch", chunk_len, num_drafts, seed, num_steps=16) > 0
+
+
+@needs_numba
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("chunk_len,num_drafts", [(8, 20), (16, 3), (32, 1)])
+@pytest.mark.parametrize("subject", FITTING, ids=ids)
+def test_storm_of_the_compiled_form(subject: Subject, chunk_len: int, num_drafts: int, seed: int) -> None:
+    assert storm(subject, "compiled", chunk_len, num_drafts, seed, num_steps=24) > 0
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -196,20 +208,21 @@ def test_storm_of_the_reference(subject: Subject, seed: int) -> None:
     assert storm(subject, "reference", 8, 3, seed, num_steps=10) > 0
 
 
-@pytest.mark.parametrize("subject", WIDE, ids=ids)
+@formed(torch=WIDE, compiled=(*WIDE, GDN_80, MAMBA_80))
 def test_threads_and_neighbours_change_no_bit(
-    subject: Subject, threads: int, poisoned_empty: None, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, form: str, threads: int, poisoned_empty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes at which torch splits its loops; the plain run is made with one thread."""
     monkeypatch.setattr(bits, "WORK_OF_A_THREAD", 1 << 12)
+    monkeypatch.setattr(jit, "WORTH_A_THREAD", -1)
     chunk_len, num_drafts = 16, 3
     torch.set_num_threads(1)
-    plains = [Plain(subject, "cpu", chunk_len, subject.tokens(num, seed=num)) for num in (113, 40, 7)]
+    plains = [Plain(subject, form, chunk_len, subject.tokens(num, seed=num)) for num in (113, 40, 7)]
     for plain in plains:
         for edge in range(0, plain.outputs.shape[0] + 1, chunk_len):
             plain.at_edge(edge)
     torch.set_num_threads(threads)
-    host = Host(subject, "cpu", chunk_len, num_drafts, num_slots=9, seed=5)
+    host = Host(subject, form, chunk_len, num_drafts, num_slots=9, seed=5)
     rng = random.Random(5)
     running = [host.start(plains[i % 3]) for i in range(8)]
     while running:
@@ -221,8 +234,74 @@ def test_threads_and_neighbours_change_no_bit(
         running = [sequence for sequence in running if sequence.left]
 
 
+@formed(torch=KINDS, compiled=FITTING)
+def test_columns_of_a_wider_tensor_are_the_tensor(subject: Subject, form: str) -> None:
+    """A layer cuts its inputs out of one projection; how far apart their tokens lie changes no bit."""
+    num = 27
+    tokens = subject.tokens(num, seed=8)
+    flat = [token.flatten(1) for token in tokens]
+    wide = torch.cat([torch.full((num, 5), torch.nan), *flat, torch.full((num, 3), torch.nan)], dim=1)
+    cuts = wide[:, 5:-3].split([part.shape[1] for part in flat], dim=1)
+    columns = [cut.unflatten(1, token.shape[1:]) for cut, token in zip(cuts, tokens, strict=True)]
+    crossed = [token.mT.contiguous().mT for token in tokens]  # no token's numbers lie side by side
+
+    def run(inputs: Tensors) -> Tensors:
+        states = subject.states(3, 8, 3)
+        rows = (int32(0, 20, num), int32(1, 2), int32(0, 0), int32(0, 0), int32(3, 0), *[int32(0, 0)] * 2)
+        return [subject.form(form)(*inputs, *subject.constants(), *states, *rows, 8), *states]
+
+    expected = run(tokens)
+    for inputs in (columns, crossed):
+        assert all(same_bits(a, b) for a, b in zip(run(inputs), expected, strict=True))
+
+
+@needs_numba
+@pytest.mark.parametrize("subject", FIT, ids=ids)
+def test_fp32_of_fitting_sizes_is_compiled_and_the_rest_is_not(subject: Subject) -> None:
+    """Which form ran shows in the last bits."""
+    constants, rows = subject.constants(), (int32(0, 50), int32(1), *[int32(0)] * 5)
+    tokens = subject.tokens(50, seed=13)
+
+    def run(form: str, inputs: Tensors) -> torch.Tensor:
+        dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
+        return subject.form(form)(*inputs, *subject.states(2, 16, 0, dtype), *rows, 16)
+
+    ours = run("cpu", [*tokens, *constants])
+    assert same_bits(ours, run("compiled", [*tokens, *constants]))
+    assert not same_bits(ours, run("torch", [*tokens, *constants]))
+    args = subject.op.args
+    half = [t.bfloat16() if torch.bfloat16 in arg.dtypes else t for arg, t in zip(args, tokens, strict=False)]
+    for inputs in ([t.double() for t in (*tokens, *constants)], [*half, *constants]):
+        assert same_bits(run("cpu", inputs), run("torch", inputs))
+
+
+@needs_numba
+@pytest.mark.parametrize("subject", FIT, ids=ids)
+def test_one_argument_that_does_not_fit_goes_to_torch(subject: Subject) -> None:
+    def to_torch(*values: object) -> torch.Tensor:
+        return torch.tensor(7.0)
+
+    op = replace(subject.op, in_torch=to_torch)
+    states = subject.states(2, 16, 0)
+    rows = (int32(0, 4), int32(1), *[int32(0)] * 5)
+    inputs = [*subject.tokens(4, seed=0), *subject.constants(), *states]
+    assert op.cpu()(*inputs, *rows, 16).shape[0] == 4
+    for index, value in enumerate(inputs):
+        for dtype in set(op.args[index].dtypes) - {torch.float32}:
+            other = [*inputs[:index], value.to(dtype), *inputs[index + 1 :]]
+            assert op.cpu()(*other, *rows, 16) == 7, f"{op.args[index].name} in {dtype}"
+    for index in range(len(subject.tokens(1, seed=0)), len(inputs)):
+        strided = torch.stack([inputs[index]] * 2, dim=-1)[..., 0]
+        other = [*inputs[:index], strided, *inputs[index + 1 :]]
+        assert op.cpu()(*other, *rows, 16) == 7, f"{op.args[index].name} with gaps"
+    for letter in op.lanes or "":
+        odd = replace(subject, sizes=tuple((n, 24 if n == letter else size) for n, size in subject.sizes))
+        inputs = [*odd.tokens(4, seed=0), *odd.constants(), *odd.states(2, 16, 0)]
+        assert op.cpu()(*inputs, *rows, 16) == 7, f"{letter} = 24"
+
+
 @pytest.mark.parametrize("records", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("subject", KINDS, ids=ids)
+@pytest.mark.parametrize("subject", (*KINDS, *FIT), ids=ids)
 def test_bfloat16_inputs_split_anywhere(subject: Subject, records: torch.dtype) -> None:
     """Whatever the rings keep of a token, its own step reads the same."""
     chunk_len, num = 8, 21
@@ -252,9 +331,9 @@ def test_bfloat16_inputs_split_anywhere(subject: Subject, records: torch.dtype) 
 
 
 @pytest.mark.parametrize("chunk_len", [8, 16, 32, 64])
-@pytest.mark.parametrize("subject", SMALL, ids=ids)
-def test_cpu_form_is_the_reference(subject: Subject, chunk_len: int) -> None:
-    """All lengths around the edges in one step; fp32 tiles differ from the fp64 loop by fp32's rounding."""
+@formed(torch=SMALL, compiled=FITTING)
+def test_both_forms_are_the_reference(subject: Subject, form: str, chunk_len: int) -> None:
+    """All lengths around the edges in one step; fp32 sums differ from the fp64 loop by fp32's rounding."""
     lens = around_edges(chunk_len)
     num = len(lens)
     slots = torch.arange(1, 2 * num + 1).int()
@@ -271,21 +350,22 @@ def test_cpu_form_is_the_reference(subject: Subject, chunk_len: int) -> None:
     )
     tokens = [*subject.tokens(sum(lens), seed=6), *subject.constants()]
 
-    def run(form: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    def run(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
         states = subject.states(2 * num + 1, chunk_len, 0, dtype)
-        y = subject.form(form)(*(token.to(dtype) for token in tokens), *states, *rows, chunk_len)
+        y = subject.form(name)(*(token.to(dtype) for token in tokens), *states, *rows, chunk_len)
         held = [*enumerate(edges, start=1)]
         held += [(slot + num, edge) for slot, edge in held if edge]  # edge 0 is no snapshot
         return [y, *(subject.at_edge(states, slot, edge) for slot, edge in held)]
 
     wanted = run("reference", torch.float64)
-    for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-13)):
-        for ours, theirs in zip(run("cpu", dtype), wanted, strict=True):
+    bounds = {torch.float32: 1e-5} | ({torch.float64: 1e-13} if form == "torch" else {})
+    for dtype, bound in bounds.items():
+        for ours, theirs in zip(run(form, dtype), wanted, strict=True):
             assert rel_error(ours, theirs) < bound
 
 
-@pytest.mark.parametrize("subject", [MAMBA, GDN, KDA], ids=ids)
-def test_long_sequences_stay_exact(subject: Subject) -> None:
+@formed(torch=(MAMBA, GDN, KDA), compiled=(MAMBA_80, GDN_64, KDA_16))
+def test_long_sequences_stay_exact(subject: Subject, form: str) -> None:
     """10,000 tokens in random splits against one fp64 loop; the second half decays by a small constant."""
     chunk_len, num = 16, 10_000
     tokens = subject.tokens(num, seed=7)
@@ -298,8 +378,9 @@ def test_long_sequences_stay_exact(subject: Subject) -> None:
         edge = position // chunk_len * chunk_len
         rows = (int32(0, step), int32(1), int32(position), int32(edge), *[int32(0)] * 3)
         inputs = [token[position : position + step] for token in tokens]
-        y.append(subject.form("cpu")(*inputs, *subject.constants(), *states, *rows, chunk_len))
+        y.append(subject.form(form)(*inputs, *subject.constants(), *states, *rows, chunk_len))
         position += step
+
     exact = subject.states(2, chunk_len, 3, torch.float64)
     inputs = [token.double() for token in (*tokens, *subject.constants())]
     wanted = subject.op.reference(*inputs, *exact, int32(0, num), int32(1), *[int32(0)] * 5, chunk_len)
@@ -315,8 +396,7 @@ def call(subject: Subject, form: str, num: int = 4, **rows: int) -> torch.Tensor
     return subject.form(form)(*inputs, *(int32(value) for value in columns.values()), 8)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("subject", KINDS, ids=ids)
+@LAWS
 @pytest.mark.parametrize(
     "rows",
     [
@@ -334,11 +414,11 @@ def test_insane_rows_are_refused(subject: Subject, form: str, rows: dict[str, in
         call(subject, form, **rows)
 
 
-@pytest.mark.parametrize("subject", KINDS, ids=ids)
+@formed(torch=KINDS, compiled=FIT)
 @pytest.mark.parametrize("rows", [{"committed": 17}, {"num": 12, "num_drafts": 12}], ids=str)
-def test_a_ring_too_small_is_refused(subject: Subject, rows: dict[str, int]) -> None:
+def test_a_ring_too_small_is_refused(subject: Subject, form: str, rows: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="a ring holds"):
-        call(subject, "cpu", **rows)
+        call(subject, form, **rows)
 
 
 @pytest.mark.parametrize("op", [CONV, MAMBA2, DELTA], ids=lambda op: op.name)
@@ -368,7 +448,7 @@ class Layer(torch.nn.Module):
         return self.op(*tokens, *self.constants, *states, *rows, 8) * 2
 
 
-@pytest.mark.parametrize("subject", KINDS, ids=ids)
+@pytest.mark.parametrize("subject", (*KINDS, *FIT), ids=ids)
 def test_export_keeps_lengths_free_and_states_in_place(subject: Subject) -> None:
     def inputs(lens: list[int], states: Tensors) -> tuple[Tensors, ...]:
         num = len(lens)

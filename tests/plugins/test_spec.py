@@ -15,13 +15,13 @@ def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def example(name: str, num_tokens: int = 6) -> list:
-    """Arguments of the op `name`; two rows, the second holds one token."""
+def example(name: str, num_tokens: int = 6, width: int = 8) -> list:
+    """Arguments of the op `name`; two rows, the second holds one token. Compiled forms take a width of 32."""
     torch.manual_seed(0)
     if name == "attention":
         positions = ints(*range(num_tokens - 1), 0)
-        pages = [torch.zeros(4, 16, 2, 8) for _ in range(2)]
-        q, k, v = torch.randn(num_tokens, 4, 8), torch.randn(num_tokens, 2, 8), torch.randn(num_tokens, 2, 8)
+        pages = [torch.zeros(4, 16, 2, width) for _ in range(2)]
+        q, k, v = (torch.randn(num_tokens, heads, width) for heads in (4, 2, 2))
         return [
             q,
             k,
@@ -41,7 +41,8 @@ def example(name: str, num_tokens: int = 6) -> list:
         up, down = torch.randn(3, 10, 8), torch.randn(3, 8, 5)
         return [torch.randn(num_tokens, 8), ids, torch.rand(num_tokens, 2), up, down, "swiglu", False]
     assert name == "norm"
-    return [torch.randn(num_tokens, 8), torch.randn(num_tokens, 8), torch.randn(8), 1e-5, 4, True]
+    x, gate, weight = torch.randn(num_tokens, width), torch.randn(num_tokens, width), torch.randn(width)
+    return [x, gate, weight, 1e-5, width // 2, True]
 
 
 NAMES = pytest.mark.parametrize("name", ["attention", "linear", "moe", "norm"])
@@ -71,10 +72,13 @@ def test_every_op_has_a_reference_with_the_same_arguments() -> None:
 
 
 @NAMES
-def test_torch_opcheck(name: str) -> None:
+@pytest.mark.parametrize("width", [8, 32])
+def test_torch_opcheck(name: str, width: int) -> None:
     """torch's own check: mutation as declared, fake shapes as real ones, no output aliases an input."""
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(getattr(torch.ops.hemiola, name).default, tuple(example(name)), test_utils=checks)
+    torch.library.opcheck(
+        getattr(torch.ops.hemiola, name).default, tuple(example(name, width=width)), test_utils=checks
+    )
 
 
 @NAMES

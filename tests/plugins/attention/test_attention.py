@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hemiola.plugins import references
-
-attention = torch.ops.hemiola.attention
+from hemiola.plugins import jit, references
+from hemiola.plugins.attention.spec import ATTENTION
+from tests.plugins.grid import COMPILED, Form, form, needs_numba, same_bits
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ CASES = [
         replace(BASE, heads=heads, groups=groups)
         for heads, groups in ((1, 1), (4, 4), (6, 2), (32, 2), (32, 1))
     ),
-    *(replace(BASE, head_dim=head_dim) for head_dim in (16, 80, 256)),
+    *(replace(BASE, head_dim=head_dim) for head_dim in (16, 24, 80, 256)),
     *(replace(BASE, page_len=page_len) for page_len in (32, 64, 128)),
     *(replace(BASE, page_dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
     *(
@@ -62,6 +62,7 @@ CASES = [
 ]
 STALE = 10**6  # in the page table behind a row's pages: no page
 MODES = pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+FORMS = pytest.mark.parametrize("name", ["torch", COMPILED])
 
 
 def make_step(case: Case, seed: int = 0) -> list:
@@ -100,6 +101,19 @@ def make_step(case: Case, seed: int = 0) -> list:
     ]
 
 
+def fits(case: Case) -> bool:
+    """Whether the compiled form takes it."""
+    return case.dtype == case.page_dtype == torch.float32 and case.head_dim % 16 == 0
+
+
+def both_forms(cases: list[Case]) -> pytest.MarkDecorator:
+    """Parametrises `case` and `name`; the compiled form gets what fits it."""
+    table = [pytest.param(case, "torch", id=f"{case}-torch") for case in cases]
+    fitting = [case for case in cases if fits(case)]
+    table += [pytest.param(case, "compiled", id=f"{case}-compiled", marks=needs_numba) for case in fitting]
+    return pytest.mark.parametrize("case,name", table)
+
+
 def copy(step: list) -> list:
     return [value.clone() if isinstance(value, torch.Tensor) else value for value in step]
 
@@ -111,12 +125,12 @@ def close(case: Case) -> dict[str, float]:
 
 
 @MODES
-@pytest.mark.parametrize("case", CASES, ids=str)
+@both_forms(CASES)
 @pytest.mark.usefixtures("poisoned_empty")
-def test_equals_reference(case: Case, exact: bool) -> None:
+def test_equals_reference(case: Case, name: str, exact: bool) -> None:
     step = make_step(case)
     seen, told = copy(step), copy(step)
-    o = attention(*seen, exact, 0)
+    o = form(ATTENTION, name)(*seen, exact, 0)
     expected = references.attention(*told, exact, 0)
     torch.testing.assert_close(o, expected, **close(case))
     for argument, (mine, reference) in enumerate(zip(seen[:8], told[:8], strict=True)):
@@ -125,10 +139,12 @@ def test_equals_reference(case: Case, exact: bool) -> None:
 
 
 @MODES
+@FORMS
 @pytest.mark.parametrize("copies", [1, 2, 3, 8, 16, 32])
 @pytest.mark.parametrize("num_tokens", [1, 3, 40], ids="tokens={}".format)
-def test_equals_sdpa(copies: int, num_tokens: int, exact: bool) -> None:
+def test_equals_sdpa(copies: int, num_tokens: int, name: str, exact: bool) -> None:
     """torch's own attention over the same keys in one tensor; fp32 sums in other orders."""
+    attention = form(ATTENTION, name)
     case = replace(BASE, kv_lens=(90,), num_tokens=(90,), heads=2 * copies, head_dim=32)
     step = make_step(case)
     q, k, v, pages, scale = *step[:3], step[3:5], step[8]
@@ -147,8 +163,10 @@ def test_equals_sdpa(copies: int, num_tokens: int, exact: bool) -> None:
 
 
 @MODES
-def test_padding_row_writes_only_the_dump_page(exact: bool) -> None:
+@FORMS
+def test_padding_row_writes_only_the_dump_page(name: str, exact: bool) -> None:
     """A feed pads with one row of table 0 whose tokens all stand at position 0."""
+    attention = form(ATTENTION, name)
     step = make_step(replace(BASE, kv_lens=(70, 1), num_tokens=(1, 1)))
     alone = copy(step)
     q, k, v, k_pages, v_pages, page_table, cu_tokens, positions, scale = step
@@ -163,7 +181,8 @@ def test_padding_row_writes_only_the_dump_page(exact: bool) -> None:
     alone[5:8] = [alone[5][:1], alone[6][:2], alone[7][:1]]
     expected = attention(*alone, exact, 0)
     assert o.isfinite().all()
-    torch.testing.assert_close(o[:1], expected, rtol=0 if exact else 1e-5, atol=0 if exact else 2e-6)
+    strict = exact or name == "compiled"
+    torch.testing.assert_close(o[:1], expected, rtol=0 if strict else 1e-5, atol=0 if strict else 2e-6)
     assert torch.equal(k_pages[1:].nan_to_num(7), alone[3][1:].nan_to_num(7))
 
 
@@ -181,12 +200,25 @@ class Shape:
 
 SHAPES = [Shape(), Shape(4, 4, 16), Shape(10, 2, 80), Shape(32, 1, 128), Shape(2, 2, 256)]
 LENGTHS = (1, 15, 64, 129, 70, 333)
+KINDS = {  # exact numerics of the torch form, and both of the compiled form
+    "torch": lambda *arguments: form(ATTENTION, "torch")(*arguments, True, 0),
+    "compiled-fast": lambda *arguments: form(ATTENTION, "compiled")(*arguments, False, 0),
+    "compiled-exact": lambda *arguments: form(ATTENTION, "compiled")(*arguments, True, 0),
+}
+EXACT = pytest.mark.parametrize(
+    "kind", ["torch", *(pytest.param(f"compiled-{mode}", marks=needs_numba) for mode in ("fast", "exact"))]
+)
 
 
 def run_plan(
-    sequences: list, shape: Shape, plan: list[dict[int, int]], page_len: int, rng: random.Random
+    attention: Form,
+    sequences: list,
+    shape: Shape,
+    plan: list[dict[int, int]],
+    page_len: int,
+    rng: random.Random,
 ) -> list:
-    """Exact outputs per sequence when each step of `plan` brings that many tokens of these sequences."""
+    """Outputs per sequence when each step of `plan` brings that many tokens of these sequences."""
     spare = rng.randrange(4)
     width = max(-(-len(q) // page_len) for q, _, _ in sequences) + spare
     pages = [torch.full((len(sequences) * width + 1, page_len, shape.groups, shape.head_dim), torch.nan)] * 2
@@ -203,7 +235,7 @@ def run_plan(
         q, k, v = (torch.cat([sequences[index][i][parts[index]] for index in order]) for i in range(3))
         cu_tokens = torch.tensor([0, *torch.tensor([step[index] for index in order]).cumsum(0)]).int()
         positions = torch.cat([torch.arange(parts[index].start, parts[index].stop) for index in order]).int()
-        o = attention(q, k, v, *pages, table[order], cu_tokens, positions, shape.head_dim**-0.5, True, 0)
+        o = attention(q, k, v, *pages, table[order], cu_tokens, positions, shape.head_dim**-0.5)
         for index, first, last in zip(order, cu_tokens.tolist(), cu_tokens.tolist()[1:], strict=False):
             outputs[index].append(o[first:last])
             done[index] = parts[index].stop
@@ -221,48 +253,56 @@ def random_plan(rng: random.Random, lengths: tuple[int, ...]) -> list[dict[int, 
     return plan
 
 
+@EXACT
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_exact_bits_depend_on_the_own_prefix_only(shape: Shape) -> None:
-    check_plans(shape, seeds=[0, 1, 2], threads=1)
+def test_exact_bits_depend_on_the_own_prefix_only(shape: Shape, kind: str) -> None:
+    check_plans(KINDS[kind], shape, seeds=[0, 1, 2, 3], threads=1)
 
 
-def test_exact_bits_do_not_depend_on_threads(threads: int) -> None:
-    check_plans(Shape(), seeds=[threads], threads=threads)
+@EXACT
+@pytest.mark.parametrize("shape", [Shape(), Shape(10, 2, 80)], ids=str)
+def test_exact_bits_do_not_depend_on_threads(
+    shape: Shape, kind: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "WORTH_A_THREAD", -1)
+    check_plans(KINDS[kind], shape, seeds=[threads], threads=threads)
 
 
-def check_plans(shape: Shape, seeds: list[int], threads: int) -> None:
+def check_plans(attention: Form, shape: Shape, seeds: list[int], threads: int) -> None:
     """Random mixtures give every sequence the bits of its own prefill in one step on one thread."""
     generator = torch.Generator().manual_seed(1)
     heads = (shape.heads, shape.groups, shape.groups)
     sequences = [[torch.randn(n, h, shape.head_dim, generator=generator) for h in heads] for n in LENGTHS]
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    alone = [run_plan([s], shape, [{0: len(s[0])}], 16, random.Random(0))[0] for s in sequences]
+    alone = [run_plan(attention, [s], shape, [{0: len(s[0])}], 16, random.Random(0))[0] for s in sequences]
     torch.set_num_threads(threads)
     for seed in seeds:
         print("seed", seed)
         rng = random.Random(seed)
-        page_len = (16, 32, 64)[seed % 3]
-        together = run_plan(sequences, shape, random_plan(rng, LENGTHS), page_len, rng)
+        page_len = (16, 32, 64, 128)[seed % 4]
+        together = run_plan(attention, sequences, shape, random_plan(rng, LENGTHS), page_len, rng)
         for index, (o, expected) in enumerate(zip(together, alone, strict=True)):
             differing = (o != expected).flatten(1).any(1).nonzero().flatten().tolist()
             assert not differing, f"sequence {index}, page_len {page_len}: tokens {differing[:10]} differ"
     torch.set_num_threads(before)
 
 
+@EXACT
 @pytest.mark.parametrize("page_len", [32, 128])
-def test_exact_decode_equals_prefill_token_by_token(page_len: int) -> None:
+def test_exact_decode_equals_prefill_token_by_token(page_len: int, kind: str) -> None:
     shape = Shape()
     generator = torch.Generator().manual_seed(2)
     sequence = [torch.randn(130, heads, 64, generator=generator) for heads in (8, 2, 2)]
-    whole = run_plan([sequence], shape, [{0: 130}], 16, random.Random(0))[0]
-    single = run_plan([sequence], shape, [{0: 1}] * 130, page_len, random.Random(1))[0]
+    whole = run_plan(KINDS[kind], [sequence], shape, [{0: 130}], 16, random.Random(0))[0]
+    single = run_plan(KINDS[kind], [sequence], shape, [{0: 1}] * 130, page_len, random.Random(1))[0]
     assert torch.equal(whole, single)
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@MODES
+@FORMS
 @pytest.mark.parametrize("num_tokens", [1, 3, 40, 150])
-def test_keys_before_the_first_place_are_not_seen(num_tokens: int, exact: bool) -> None:
+def test_keys_before_the_first_place_are_not_seen(num_tokens: int, name: str, exact: bool) -> None:
     """An MTP head has no pair at place 0: what stands there may be poison."""
     generator = torch.Generator().manual_seed(5)
     start = 70
@@ -277,5 +317,87 @@ def test_keys_before_the_first_place_are_not_seen(num_tokens: int, exact: bool) 
     )
     expected = references.attention(q, k, v, *pages.clone(), page_table, *rows, 0.2, exact, 1)
     assert not expected.isnan().any()
-    o = attention(q, k, v, *pages.clone(), page_table, *rows, 0.2, exact, 1)
+    o = form(ATTENTION, name)(q, k, v, *pages.clone(), page_table, *rows, 0.2, exact, 1)
     assert (o - expected).abs().max() < 1e-5  # both in fp32, in other orders
+
+
+@FORMS
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_prompt_from_place_0_on(first: int, name: str) -> None:
+    """With `first` = 1 the query at place 0 sees no key, and its output is zero."""
+    step = make_step(replace(BASE, kv_lens=(70, 1, 33), num_tokens=(70, 1, 33)))
+    for exact in (False, True):
+        expected = references.attention(*copy(step), exact, first)
+        o = form(ATTENTION, name)(*copy(step), exact, first)
+        seen = step[7] >= first
+        torch.testing.assert_close(o[seen], expected[seen], rtol=1e-5, atol=2e-6)
+        if first and name == "compiled":
+            assert (o[~seen] == 0).all()
+
+
+@MODES
+@needs_numba
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fp32_of_fitting_sizes_is_compiled_and_the_rest_is_not(case: Case, exact: bool) -> None:
+    """Which form ran shows in the last bits of generic numbers."""
+    step = make_step(case)
+    o = torch.ops.hemiola.attention(*copy(step), exact, 0)
+    assert same_bits(o, form(ATTENTION, "compiled" if fits(case) else "torch")(*copy(step), exact, 0))
+    if fits(case) and max(case.kv_lens) > 60 and sum(case.num_tokens) > 2:
+        assert not same_bits(o, form(ATTENTION, "torch")(*copy(step), exact, 0))
+
+
+@needs_numba
+@pytest.mark.parametrize("case", [case for case in CASES if fits(case)], ids=str)
+def test_the_compiled_form_is_always_exact(case: Case) -> None:
+    step = make_step(case)
+    fast, exact = (form(ATTENTION, "compiled")(*copy(step), flag, 0) for flag in (False, True))
+    assert same_bits(fast, exact)
+
+
+@needs_numba
+def test_page_len_changes_no_bit_of_the_compiled_form() -> None:
+    """48 is a multiple of 16 and no part of a span."""
+    generator = torch.Generator().manual_seed(3)
+    sequence = [torch.randn(200, heads, 80, generator=generator) for heads in (6, 3, 3)]
+    attention, shape = KINDS["compiled-fast"], Shape(6, 3, 80)
+    whole = run_plan(attention, [sequence], shape, [{0: 200}], 16, random.Random(0))
+    for page_len in (32, 48, 64, 80, 128, 256):
+        plan = [{0: 99}, {0: 1}, {0: 100}]
+        parts = run_plan(attention, [sequence], shape, plan, page_len, random.Random(1))
+        assert same_bits(parts[0], whole[0]), f"page_len {page_len}"
+
+
+@MODES
+@FORMS
+@pytest.mark.parametrize("case", [BASE, replace(BASE, num_tokens=(9, 2, 17), head_dim=80)], ids=str)
+def test_columns_of_a_wider_tensor_are_the_tensor(case: Case, name: str, exact: bool) -> None:
+    """A layer cuts q, k and v out of one projection; how far apart their tokens lie changes no bit."""
+    step = make_step(case)
+    qkv = step[:3]
+    edge = torch.full((len(qkv[0]), 5), torch.nan)
+    wide = torch.cat([edge, *(x.flatten(1) for x in qkv), edge], dim=1)
+    cuts = wide[:, 5:-5].split([x[0].numel() for x in qkv], dim=1)
+    columns = [cut.unflatten(1, x.shape[1:]) for cut, x in zip(cuts, qkv, strict=True)]
+    crossed = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in qkv]  # a head's tokens side by side
+    expected = copy(step)
+    o = form(ATTENTION, name)(*expected, exact, 0)
+    for inputs in (columns, crossed):
+        mine = [*inputs, *copy(step[3:])]
+        assert same_bits(form(ATTENTION, name)(*mine, exact, 0), o)
+        assert all(same_bits(a, b) for a, b in zip(mine[3:5], expected[3:5], strict=True))
+
+
+@pytest.mark.parametrize(
+    "argument,name",
+    [
+        *((argument, "torch") for argument in range(3)),
+        *(pytest.param(argument, "compiled", marks=needs_numba) for argument in range(3)),
+    ],
+)
+def test_nan_comes_out_as_nan(argument: int, name: str) -> None:
+    """A row whose every query, key or value was poison must not come out as zeros."""
+    step = make_step(replace(BASE, kv_lens=(1, 70), num_tokens=(1, 1)))
+    step[argument][0] = torch.nan
+    o = form(ATTENTION, name)(*step, False, 0)
+    assert o[0].isnan().all() and o[1].isfinite().all()

@@ -5,15 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from hemiola.plugins.conv import cpu as conv_cpu
-from tests.plugins.grid import CONV4, CONV_ODD, Subject, int32, rel_error
+from tests.plugins.grid import CONV4, CONV_16, CONV_48, CONV_ODD, Subject, formed, int32, rel_error
 
 # fp32 on both sides: another order of W additions, and silu through exp
 TOLERANCE = 1e-6
 
 
-@pytest.mark.parametrize("form", ["reference", "cpu"])
+@formed(reference=(CONV4, CONV_ODD), torch=(CONV4, CONV_ODD), compiled=(CONV_16, CONV_48))
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 33])
-@pytest.mark.parametrize("subject", [CONV4, CONV_ODD], ids=str)
 def test_torch_says_the_same(subject: Subject, num: int, form: str) -> None:
     (x,), (weight, bias) = subject.tokens(num, seed=num), subject.constants()
     (columns,) = subject.states(2, 16, 0)
@@ -23,11 +22,12 @@ def test_torch_says_the_same(subject: Subject, num: int, form: str) -> None:
     assert rel_error(y, theirs[0].mT) < TOLERANCE
 
 
-def test_large_inputs_do_not_overflow() -> None:
-    x = torch.full((40, 12), 1e4) * torch.linspace(-1, 1, 12)
-    _, (weight, bias) = None, CONV4.constants()
-    (columns,) = CONV4.states(2, 16, 0)
-    y = CONV4.form("cpu")(x, weight, bias, columns, int32(0, 40), int32(1), *[int32(0)] * 5, 16)
+@formed(torch=[CONV4], compiled=[CONV_16])
+def test_large_inputs_do_not_overflow(subject: Subject, form: str) -> None:
+    weight, bias = subject.constants()
+    x = torch.full((40, len(bias)), 1e4) * torch.linspace(-1, 1, len(bias))
+    (columns,) = subject.states(2, 16, 0)
+    y = subject.form(form)(x, weight, bias, columns, int32(0, 40), int32(1), *[int32(0)] * 5, 16)
     assert y.isfinite().all()
 
 
@@ -38,7 +38,7 @@ def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> torch.Tensor:
         (columns,) = CONV4.states(3, 16, 0)
         rows = (int32(0, 40, 57), int32(1, 2), *[int32(0, 0)] * 5)
-        return CONV4.form("cpu")(x, weight, bias, columns, *rows, 16)
+        return CONV4.form("torch")(x, weight, bias, columns, *rows, 16)
 
     whole = run()
     for places in (1, 7, 58):

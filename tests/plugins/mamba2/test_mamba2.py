@@ -7,15 +7,14 @@ from transformers.models.nemotron_h.modeling_nemotron_h import (
     mamba2_selective_state_update,
 )
 
-from tests.plugins.grid import MAMBA, MAMBA_ODD, Subject, int32, rel_error
+from tests.plugins.grid import MAMBA, MAMBA_16, MAMBA_80, MAMBA_ODD, Subject, formed, int32, rel_error
 
 # fp32 on both sides: another order of the same sums; dt has passed softplus and the clamp to (0, inf) already
 TOLERANCE = 2e-6
 
 
-@pytest.mark.parametrize("form", ["reference", "cpu"])
+@formed(reference=(MAMBA, MAMBA_ODD), torch=(MAMBA, MAMBA_ODD), compiled=(MAMBA_16, MAMBA_80))
 @pytest.mark.parametrize("num", [1, 5, 16, 70])
-@pytest.mark.parametrize("subject", [MAMBA, MAMBA_ODD], ids=str)
 def test_transformers_says_the_same(subject: Subject, num: int, form: str) -> None:
     tokens, (A, D) = subject.tokens(num, seed=num), subject.constants()
     x, B, C, dt = tokens
