@@ -20,4 +20,5 @@ MOE = Op(
     result="TF",
     reference=reference,
     in_torch=in_torch,
+    lanes="FJI",
 )
