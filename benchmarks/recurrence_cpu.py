@@ -1,6 +1,6 @@
 """Time of a call of each recurrent op on the CPU, beside transformers' torch fallback of the same recurrence.
 
-PYTHONPATH=. python benchmarks/recurrence_cpu.py [--threads 2] [--chunk-len 16] [--repeats 300]
+PYTHONPATH=. python benchmarks/recurrence_cpu.py [--form torch] [--threads 2] [--chunk-len 16] [--repeats 300]
 
 The outputs of the step that is timed are compared in the same run: with the plain run (one request, one shot)
 bit for bit, and with transformers' within 1e-5. "first" includes the plan of the step, which a model's other
@@ -66,13 +66,13 @@ def quartile(call: Callable[[], object], repeats: int) -> float:
 class Ours:
     """One request per row, its history in a slot."""
 
-    def __init__(self, case: Subject, step: Step, chunk_len: int):
+    def __init__(self, case: Subject, step: Step, form: str, chunk_len: int):
         self.case, self.chunk_len = case, chunk_len
         self.states = case.states(len(step.new) + 1, chunk_len, NUM_DRAFTS)
         self.tokens = [
             case.tokens(a + b, seed) for seed, (a, b) in enumerate(zip(step.history, step.new, strict=True))
         ]
-        self.call, self.constants = case.form("cpu"), case.constants()
+        self.call, self.constants = case.form(form), case.constants()
         none = torch.zeros(len(step.new), dtype=torch.int32)
         slots = torch.arange(len(step.new), 0, -1).int()
         past = [[t[:a] for t in row] for row, a in zip(self.tokens, step.history, strict=True)]
@@ -158,11 +158,12 @@ class Theirs:
 
 def forget_plans() -> None:
     grid._plan_tiles.cache_clear()
+    grid._step_work.cache_clear()
     conv._plan.cache_clear()
 
 
-def measure(name: str, case: Subject, step: Step, chunk_len: int, repeats: int) -> str:
-    ours = Ours(case, step, chunk_len)
+def measure(name: str, case: Subject, step: Step, form: str, chunk_len: int, repeats: int) -> str:
+    ours = Ours(case, step, form, chunk_len)
     theirs = Theirs(case, ours, step)
     y, wanted = ours.step(), ours.plain()
     exact = same_bits(y, wanted)
@@ -184,19 +185,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--form", default="compiled", choices=["compiled", "torch"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--chunk-len", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=300)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"C = {options.chunk_len}, {options.threads} threads, torch {torch.__version__}; microseconds")
+    print(
+        f"{options.form}, C = {options.chunk_len}, {options.threads} threads, torch {torch.__version__}; microseconds"
+    )
     print(
         f"{'op':16}{'step':28}{'first':>10}{'next':>10}{'theirs':>10}{'ratio':>10}{'exact':>6}{'error':>10}"
     )
     with torch.inference_mode():
         for name, case in SUBJECTS.items():
             for step in STEPS:
-                print(measure(name, case, step, options.chunk_len, options.repeats), flush=True)
+                print(measure(name, case, step, options.form, options.chunk_len, options.repeats), flush=True)
 
 
 if __name__ == "__main__":
