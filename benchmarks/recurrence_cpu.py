@@ -191,9 +191,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=300)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(
-        f"{options.form}, C = {options.chunk_len}, {options.threads} threads, torch {torch.__version__}; microseconds"
-    )
+    print(f"{options.form}, C = {options.chunk_len}, {options.threads} threads, torch {torch.__version__}")
     print(
         f"{'op':16}{'step':28}{'first':>10}{'next':>10}{'theirs':>10}{'ratio':>10}{'exact':>6}{'error':>10}"
     )

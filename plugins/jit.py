@@ -30,13 +30,15 @@ def cache_dir() -> Path:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "hemiola" / "kernels" / digest.hexdigest()[:16]
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "hemiola" / "kernels" / digest.hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written: compiled once per process
-        folder = Path(tempfile.mkdtemp(prefix="hemiola-kernels-"))
-    return folder
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # no home, or one that cannot be written
+        pass
+    return Path(tempfile.mkdtemp(prefix="hemiola-kernels-"))  # compiled once per process
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:

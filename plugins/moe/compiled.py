@@ -44,9 +44,10 @@ def moe(
     if activation not in ACTIVATIONS:
         raise ValueError(f"moe: activation is {activation!r}, expected relu2 or swiglu")
     num_tokens, num_slots = expert_ids.shape
-    if num_tokens > MANY and not exact:
-        return in_torch(x, expert_ids, expert_weights, up, down, activation, exact)
     num_experts, num_hidden, width = up.shape
+    fits = num_hidden == down.shape[2] * (1 + ACTIVATIONS.index(activation))
+    if not fits or (num_tokens > MANY and not exact):
+        return in_torch(x, expert_ids, expert_weights, up, down, activation, exact)
     flat = expert_ids.numpy().ravel()
     order = flat.argsort(kind="stable")
     starts = np.zeros(num_experts + 1, np.int64)

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from hemiola.plugins import references
+from hemiola.plugins import jit, references
+from hemiola.plugins.moe.spec import MOE
+from tests.plugins.grid import form, needs_numba, same_bits
 
 moe = torch.ops.hemiola.moe
 MODES = pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
@@ -44,6 +46,17 @@ CASES = [
     *(replace(BASE, dtype=d) for d in (torch.bfloat16, torch.float16, torch.float64)),
     replace(BASE, dtype=torch.bfloat16, activation="swiglu"),
 ]
+FITTING = Case(width=32, inner=48)  # multiples of 16, as the compiled form wants them
+COMPILED_CASES = [
+    FITTING,
+    *(replace(FITTING, num_tokens=n) for n in (0, 1, 2, 16, 17, 100, 256, 257)),
+    *(replace(FITTING, num_slots=k) for k in (1, 3, 6)),
+    replace(FITTING, num_experts=40),  # most of them unused
+    replace(FITTING, num_experts=1, num_slots=1),
+    *(replace(FITTING, width=w, inner=i) for w, i in ((16, 16), (64, 64), (80, 144), (320, 16))),
+    replace(FITTING, one_expert=True, num_slots=1),
+]
+COMPILED_CASES += [replace(case, activation="swiglu") for case in COMPILED_CASES]
 # fp32 on both sides in another order of the sum; a lower dtype may then round to its neighbour.
 TOLERANCE = {
     torch.float64: {"rtol": 1e-11, "atol": 1e-12},
@@ -81,6 +94,20 @@ def test_equals_reference(case: Case, exact: bool) -> None:
     y = moe(*arguments, exact)
     expected = references.moe(*arguments, exact)
     torch.testing.assert_close(y, expected, **TOLERANCE[case.dtype])
+    assert y.is_contiguous()
+    for now, then in zip(arguments[:5], before, strict=True):
+        assert torch.equal(now, then)
+
+
+@needs_numba
+@MODES
+@pytest.mark.parametrize("case", COMPILED_CASES, ids=str)
+@pytest.mark.usefixtures("poisoned_empty")
+def test_compiled_equals_reference(case: Case, exact: bool) -> None:
+    arguments = make(case)
+    before = [x.clone() for x in arguments[:5]]
+    y = form(MOE, "compiled")(*arguments, exact)
+    torch.testing.assert_close(y, references.moe(*arguments, exact), **TOLERANCE[case.dtype])
     assert y.is_contiguous()
     for now, then in zip(arguments[:5], before, strict=True):
         assert torch.equal(now, then)
@@ -146,3 +173,103 @@ def test_exact_bits_do_not_depend_on_threads(threads: int) -> None:
     for num_tokens in (1, 33, 100):
         y = moe(x[:num_tokens], ids[:num_tokens], weights[:num_tokens], *rest, True)
         assert torch.equal(y, expected[:num_tokens]), f"{num_tokens} tokens"
+
+
+@needs_numba
+@pytest.mark.parametrize("num_tokens", [1, 256, 257])
+def test_unknown_activation_is_refused_by_every_form_in_the_same_words(num_tokens: int) -> None:
+    arguments = [*make(replace(FITTING, num_tokens=num_tokens))[:5], "gelu"]
+    for exact in (False, True):
+        said = []
+        for name in ("torch", "compiled", "cpu"):
+            with pytest.raises(ValueError) as error:
+                form(MOE, name)(*arguments, exact)
+            said.append(str(error.value))
+        assert len(set(said)) == 1, said
+
+
+@needs_numba
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize("num_tokens,exact", [(300, True), (256, False)], ids=["exact", "fast"])
+def test_compiled_bits_do_not_depend_on_neighbours_or_threads(
+    num_tokens: int, exact: bool, activation: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = form(MOE, "compiled")
+    x, ids, weights, *rest = make(Case(num_tokens, 6, 3, 80, 48, activation))
+
+    def run(chosen: torch.Tensor) -> torch.Tensor:
+        return compiled(x[chosen], ids[chosen], weights[chosen], *rest, exact)
+
+    everyone = torch.arange(num_tokens)
+    alone = torch.cat([run(token) for token in everyone.split(1)])
+    monkeypatch.setattr(jit, "WORTH_A_THREAD", -1)
+    for count in (1, 2, 15, 16, 17, 33, 255, 256, 257, 300):
+        for start in (0, 5):
+            chosen = everyone[start : start + count]
+            assert same_bits(run(chosen), alone[chosen]), f"{count} tokens from {start} on"
+    shuffled = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(1))
+    assert same_bits(run(shuffled), alone[shuffled]), "shuffled"
+
+
+@needs_numba
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_compiled_bits_do_not_depend_on_who_shares_an_expert(activation: str) -> None:
+    """All on one expert, or every token with the others on experts of their own."""
+    x, ids, weights, *rest = make(Case(20, 8, 2, 48, 32, activation))
+    compiled, one = form(MOE, "compiled"), torch.full_like(ids, 7)
+    expected = torch.cat(
+        [compiled(x[t : t + 1], one[t : t + 1], weights[t : t + 1], *rest, False) for t in range(20)]
+    )
+    assert same_bits(compiled(x, one, weights, *rest, False), expected)
+    for token in (0, 11, 19):
+        mixed = ids.clone()
+        mixed[token] = 7
+        assert same_bits(compiled(x, mixed, weights, *rest, False)[token], expected[token])
+
+
+@needs_numba
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_experts_that_nobody_chose_are_not_read(activation: str) -> None:
+    x, ids, weights, up, down, _ = make(Case(9, 6, 2, 32, 48, activation))
+    ids %= 3
+    expected = form(MOE, "compiled")(x, ids, weights, up, down, activation, False)
+    up[3:], down[3:] = torch.nan, torch.nan
+    y = form(MOE, "compiled")(x, ids, weights, up, down, activation, False)
+    assert not y.isnan().any() and same_bits(y, expected)
+
+
+@needs_numba
+def test_columns_of_a_wider_tensor_are_the_tensor() -> None:
+    x, ids, weights, *rest = make(replace(FITTING, activation="swiglu"))
+    edge = torch.full((len(x), 3), torch.nan)
+    columns = torch.cat([edge, x, edge], dim=1)[:, 3:-3]
+    crossed = [tensor.mT.contiguous().mT for tensor in (x, ids, weights)]
+    for exact in (False, True):
+        expected = form(MOE, "compiled")(x, ids, weights, *rest, exact)
+        assert same_bits(form(MOE, "compiled")(columns, ids, weights, *rest, exact), expected)
+        assert same_bits(form(MOE, "compiled")(*crossed, *rest, exact), expected)
+
+
+@needs_numba
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_which_form_runs(activation: str) -> None:
+    """Many tokens go to a library's GEMMs where bits may differ; it shows in the last ones."""
+    fitting = Case(257, 6, 3, 80, 48, activation)
+    for num_tokens, exact, name in (
+        (256, False, "compiled"),
+        (257, False, "torch"),
+        (256, True, "compiled"),
+        (257, True, "compiled"),
+    ):
+        arguments = make(replace(fitting, num_tokens=num_tokens))
+        y = moe(*arguments, exact)
+        other = {"compiled": "torch", "torch": "reference"}[name]
+        assert same_bits(y, form(MOE, name)(*arguments, exact)), (num_tokens, exact)
+        assert not same_bits(y, form(MOE, other)(*arguments, exact)), (num_tokens, exact)
+    for other in (
+        replace(fitting, width=72),
+        replace(fitting, inner=40),
+        replace(fitting, dtype=torch.bfloat16),
+    ):
+        arguments = make(other)
+        assert same_bits(moe(*arguments, True), MOE.in_torch(*arguments, True)), other
