@@ -55,13 +55,22 @@ class Work(NamedTuple):
     num_tokens: int
     num_updates: int  # tokens that states move over: records, then new ones
     num_held: int  # tokens since an edge that a ring must hold
+    highest_slot: int
+    last_token: int  # behind the last token of any row
 
 
-def step_work(rows: Sequence[torch.Tensor], chunk_len: int, ring_len: int) -> Work:
-    """Refuses rows whose records a ring of `ring_len` tokens cannot hold."""
+def step_work(
+    rows: Sequence[torch.Tensor], chunk_len: int, ring_len: int, num_slots: int, num_tokens: int
+) -> Work:
+    """Refuses rows whose records a ring of `ring_len` tokens cannot hold, and slots there are not."""
     work = _step_work(rows_key(rows), chunk_len)
     if work.num_held > ring_len:
         check_ring(work.table, ring_len)
+    if work.highest_slot >= num_slots or work.last_token > num_tokens:
+        raise IndexError(
+            f"rows name slot {work.highest_slot} and {work.last_token} tokens, but there are "
+            f"{num_slots} slots and {num_tokens} tokens"
+        )
     return work
 
 
@@ -72,7 +81,12 @@ def _step_work(key: bytes, chunk_len: int) -> Work:
     held = np.maximum(committed - edge, end - new_edge)
     num_held = int(held.max()) if held.size else 0
     num_tokens, num_updates = int((end - committed).sum()), int((end - edge).sum())
-    return Work(table, table.ctypes.data, table.shape[1], num_tokens, num_updates, num_held)
+    slots, last = table[[0, 6]], table[1] + end - committed
+    if slots.size and slots.min() < 0:
+        raise IndexError(f"rows name slot {slots.min()}")
+    highest_slot, last_token = int(slots.max(initial=0)), int(last.max(initial=0))
+    shape = (table.shape[1], num_tokens, num_updates, num_held, highest_slot, last_token)
+    return Work(table, table.ctypes.data, *shape)
 
 
 def rows_key(rows: Sequence[torch.Tensor]) -> bytes:

@@ -3,15 +3,17 @@
 numba is an extra (`pip install hemiola[cpu]`); without it every op is made of torch calls.
 """
 
+import atexit
 import ctypes
 import hashlib
 import importlib
-import importlib.util
 import logging
 import os
+import shutil
 import struct
 import sys
 import tempfile
+import threading
 from array import array
 from collections.abc import Callable
 from functools import lru_cache
@@ -22,7 +24,13 @@ import torch
 
 log = logging.getLogger("hemiola")
 WORTH_A_THREAD = 30_000  # nanoseconds of work
-AVAILABLE = importlib.util.find_spec("numba") is not None
+try:
+    importlib.import_module("numba")
+    MISSING = ""
+except ImportError as error:  # not there, or not with this numpy
+    MISSING = str(error)
+AVAILABLE = not MISSING
+_LOCK = threading.RLock()  # of numba's settings, and of what is compiled
 
 
 def cache_dir() -> Path:
@@ -38,7 +46,9 @@ def cache_dir() -> Path:
             return folder
     except (OSError, RuntimeError):  # no home, or one that cannot be written
         pass
-    return Path(tempfile.mkdtemp(prefix="hemiola-kernels-"))  # compiled once per process
+    folder = Path(tempfile.mkdtemp(prefix="hemiola-kernels-"))  # compiled once per process
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,11 +86,12 @@ class Kernel:
         """Do it now, if it has not been done."""
         import numba
 
-        if self._entry is not None:
-            return self._entry
-
         signature = numba.types.void(numba.types.int64)
-        self._entry = _cached(lambda: numba.cfunc(signature, cache=True, error_model="numpy")(self._function))
+        with _LOCK:
+            if self._entry is None:
+                self._entry = _cached(
+                    lambda: numba.cfunc(signature, cache=True, error_model="numpy")(self._function)
+                )
         return self._entry
 
 
@@ -90,25 +101,32 @@ KERNELS: list[Kernel] = []
 def prepare() -> None:
     """Compile every kernel, or load what was compiled before, so that no request waits for it."""
     if _CACHE_DIR is None:
-        log.warning(
-            "numba is not installed: the CPU's kernels run as torch calls, at half the speed or less; "
-            "pip install 'hemiola[cpu]'"
+        _warn(
+            f"numba cannot be used ({MISSING}): the CPU's kernels run as torch calls, at half the speed "
+            "or less; pip install 'hemiola[cpu]'"
         )
         return
-    if not any(_CACHE_DIR.iterdir()):
+    if not (_CACHE_DIR.is_dir() and any(_CACHE_DIR.iterdir())):
         log.warning("compiling the CPU's kernels, once per user and machine: about 10 seconds")
     for kernel in KERNELS:
         kernel.compile()
 
 
+@lru_cache
+def _warn(text: str) -> None:
+    """Once per process."""
+    log.warning(text)
+
+
 def _cached(compile_: Callable[[], Any]) -> Any:
     """With numba told where to look for what is compiled already, and for these functions only."""
     config: Any = importlib.import_module("numba.core.config")
-    before, config.CACHE_DIR = config.CACHE_DIR, str(_CACHE_DIR)
-    try:
-        return compile_()
-    finally:
-        config.CACHE_DIR = before
+    with _LOCK:
+        before, config.CACHE_DIR = config.CACHE_DIR, str(_CACHE_DIR)
+        try:
+            return compile_()
+        finally:
+            config.CACHE_DIR = before
 
 
 def _team() -> Any:

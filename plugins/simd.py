@@ -125,6 +125,17 @@ def get_long(typing: Any, address: Any, offset: Any) -> Any:
     return types.int64(types.int64, types.int64), build
 
 
+@intrinsic
+def put_long(typing: Any, address: Any, offset: Any, value: Any) -> Any:
+    """Store an int64 number `offset` numbers behind an address."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], _longs(builder, args[0], args[1]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), build
+
+
 def _longs(builder: Any, address: Any, offset: Any) -> Any:
     return builder.gep(builder.inttoptr(address, ir.IntType(64).as_pointer()), [offset])
 

@@ -5,6 +5,7 @@ and the output of a query once (online softmax: Milakov and Gimelshein 2018, arX
 work is one key head of up to TILE tokens of one row.
 """
 
+from array import array
 from functools import lru_cache
 
 import numpy as np
@@ -28,6 +29,7 @@ from hemiola.plugins.simd import (
     load,
     mul,
     peak,
+    put_long,
     splat,
     store,
     sub,
@@ -63,12 +65,20 @@ def attention(
     page_table, positions = page_table.contiguous(), positions.contiguous()
     groups, depth = k.shape[1:]
     tiles = tiles_of(cu_tokens.numpy().tobytes())
+    if len(tiles) and tiles[-1, 1] + tiles[-1, 2] > q.shape[0]:
+        raise IndexError(f"attention: cu_tokens counts {tiles[-1, 1] + tiles[-1, 2]} tokens of {q.shape[0]}")
     page_len, table_len = k_pages.shape[1], page_table.shape[1]
     table = (tiles.ctypes.data, page_table.data_ptr(), table_len, page_len, positions.data_ptr())
     pages = (k_pages.data_ptr(), v_pages.data_ptr(), groups, depth)
     new = (k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0))
     rest = (q.data_ptr(), q.stride(0), q.shape[1] // groups, bits(scale), first, out.data_ptr())
-    _write(len(tiles), 0.2 * k.numel(), *table, *pages, *new)
+    bad = array("q", (0,))
+    _write(len(tiles), 0.2 * k.numel(), *table, *pages, *new, len(k_pages), bad.buffer_info()[0])
+    if bad[0]:
+        raise IndexError(
+            f"attention: a position is outside of a table of {table_len} pages, or a page id outside of "
+            f"{len(k_pages)} pages"
+        )
     _attend(len(tiles) * groups, 0.04 * q.numel() * table_len * page_len, *table, *pages, *rest)
     return out
 
@@ -87,11 +97,11 @@ def tiles_of(cu_tokens: bytes) -> np.ndarray:
 
 @Kernel
 def _write(call):
-    """The new keys and values of a tile go to their pages. k_len is from token to token of k."""
+    """New keys and values of a tile go to their pages, or `bad` becomes 1. k_len is from token to token."""
     (
         num_items, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
-        k, k_len, v, v_len,
-    ) = unpack(call, 13)  # fmt: skip
+        k, k_len, v, v_len, num_pages, bad,
+    ) = unpack(call, 15)  # fmt: skip
     width = groups * depth
     while True:
         tile = take(call)
@@ -102,6 +112,16 @@ def _write(call):
             get_long(tiles, 3 * tile + 1),
             get_long(tiles, 3 * tile + 2),
         )
+        lowest, highest = 0, -1
+        for t in range(start, start + num):
+            lowest, highest = min(lowest, get_int(positions, t)), max(highest, get_int(positions, t))
+        good = lowest == 0 and highest < table_len * page_len
+        for n in range(highest // page_len + 1 if good else 0):
+            page = get_int(page_table, row * table_len + n)
+            good = good and page >= 0 and page < num_pages
+        if not good:
+            put_long(bad, 0, 1)
+            continue
         for t in range(start, start + num):
             place = get_int(positions, t)
             page = get_int(page_table, row * table_len + place // page_len)

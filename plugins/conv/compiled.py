@@ -26,7 +26,7 @@ def conv(
 ) -> torch.Tensor:
     """y[T, E], silu applied; see reference.py."""
     rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
-    step = step_work(rows, chunk_len, columns.shape[1] - weight.shape[1] + 1)
+    step = step_work(rows, chunk_len, columns.shape[1] - weight.shape[1] + 1, columns.shape[0], x.shape[0])
     y = (torch.empty if step.num_tokens == x.shape[0] else torch.zeros)(x.shape)
     x = lines(x)
     new = (x.data_ptr(), x.stride(0), columns.data_ptr())

@@ -53,7 +53,7 @@ def delta(
 ) -> torch.Tensor:
     """o[T, H, V]; see reference.py."""
     rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
-    step = step_work(rows, chunk_len, k_records.shape[1])
+    step = step_work(rows, chunk_len, k_records.shape[1], state.shape[0], v.shape[0])
     o = (torch.empty if step.num_tokens == v.shape[0] else torch.zeros)(v.shape)
     q, k, v, g, beta = lines(q), lines(k), lines(v), lines(g), lines(beta)
     new = (k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0))

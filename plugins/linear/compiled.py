@@ -50,6 +50,8 @@ def product(
 ) -> torch.Tensor:  # [T, O]
     """x times the weight, plus bias. Many tokens are left to a library's GEMM, but for exact numerics."""
     num_tokens, num_inputs = x.shape
+    if num_inputs != packed.shape[1]:
+        raise ValueError(f"product: x has {num_inputs} columns, the weight {packed.shape[1]} rows")
     if num_tokens > MANY and not exact:
         weight = torch.empty(num_inputs, num_outputs)
         _widen(

@@ -53,7 +53,7 @@ def mamba2(
 ) -> torch.Tensor:
     """y[T, H, P], the D * x term included; see reference.py."""
     rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
-    step = step_work(rows, chunk_len, x_records.shape[1])
+    step = step_work(rows, chunk_len, x_records.shape[1], state.shape[0], x.shape[0])
     y = (torch.empty if step.num_tokens == x.shape[0] else torch.zeros)(x.shape)
     x, B, C, dt = lines(x), lines(B), lines(C), lines(dt)
     new = (x.data_ptr(), x.stride(0), B.data_ptr(), B.stride(0), dt.data_ptr(), dt.stride(0))

@@ -32,7 +32,7 @@ def norm(
     gate_first: bool,
 ) -> torch.Tensor:  # [T, W]
     """See reference.py."""
-    if group_len % LANES:
+    if group_len % LANES or x.shape[1] % group_len or x.shape[1] != weight.shape[0]:
         return in_torch(x, gate, weight, eps, group_len, gate_first)
     y = torch.empty(x.shape)
     x, gated = lines(x), gate.numel() > 0

@@ -58,8 +58,13 @@ def test_prepare_without_numba_says_how_to_get_it(
     kernels: list[Compiled], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(jit, "_CACHE_DIR", None)
+    monkeypatch.setattr(jit, "MISSING", "No module named 'numba'")
+    jit._warn.cache_clear()
     (message,) = prepare(caplog)
-    assert "numba is not installed" in message and "pip install 'hemiola[cpu]'" in message
+    assert (
+        "numba cannot be used (No module named 'numba')" in message
+        and "pip install 'hemiola[cpu]'" in message
+    )
     assert caplog.records[0].levelno == logging.WARNING
     assert [kernel.times for kernel in kernels] == [0, 0]
 

@@ -466,3 +466,15 @@ def test_export_keeps_lengths_free_and_states_in_place(subject: Subject) -> None
     assert same_bits(y, Layer(subject)(*inputs([1, 17, 4], theirs)))
     assert all(same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
     assert not mine[0][2].isnan().all()
+
+
+@needs_numba
+@pytest.mark.parametrize("subject", [MAMBA_80, GDN_64, KDA_16], ids=ids)
+@pytest.mark.parametrize("rows", [{"slot_id": 3}, {"slot_id": -1}, {"snapshot_slot": 99, "snapshot_edge": 0}])
+def test_a_slot_that_is_not_there_is_refused(subject: Subject, rows: dict[str, int]) -> None:
+    """Compiled code would write to somebody else's memory; a snapshot that no step passes it never writes."""
+    if "snapshot_slot" in rows:
+        call(subject, "compiled", **rows)
+        return
+    with pytest.raises(IndexError, match="rows name slot"):
+        call(subject, "compiled", **rows)

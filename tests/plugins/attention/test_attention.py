@@ -401,3 +401,23 @@ def test_nan_comes_out_as_nan(argument: int, name: str) -> None:
     step[argument][0] = torch.nan
     o = form(ATTENTION, name)(*step, False, 0)
     assert o[0].isnan().all() and o[1].isfinite().all()
+
+
+@needs_numba
+@pytest.mark.parametrize("what", ["page id", "stale page id", "position", "no table", "tokens"])
+def test_what_is_not_there_is_refused_before_it_is_read(what: str) -> None:
+    """Compiled code has no bounds of its own: a page id that is off would be somebody else's memory."""
+    step = make_step(BASE)
+    match what:
+        case "page id":
+            step[5][0, 0] = 10**7
+        case "stale page id":
+            step[5][2, 1] = len(step[3])
+        case "position":
+            step[7][1] = 10**6
+        case "no table":
+            step[5] = step[5][:, :0]
+        case "tokens":
+            step[6][-1] += 1
+    with pytest.raises(IndexError, match="attention: "):
+        form(ATTENTION, "compiled")(*step, False, 0)
