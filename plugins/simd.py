@@ -338,6 +338,7 @@ def peak(typing: Any, a: Any) -> Any:
 
 f32 = np.float32
 inlined: Any = numba.njit(inline="always")
+compiled: Any = numba.njit(error_model="numpy")
 
 
 @inlined
@@ -382,3 +383,26 @@ def copy(source, source_at, target, target_at, size):
     """`size` numbers, a multiple of 16."""
     for i in range(0, size, LANES):
         store(target, target_at + i, load(source, source_at + i))
+
+
+@compiled
+def dots(weight, weight_at, num_outputs, num_inputs, x, x_at, out, out_at, products):
+    """out = weight [outputs, inputs] times x, 16 outputs a round; `products` has room for 256 numbers."""
+    wide = num_inputs // (4 * LANES) * (4 * LANES)
+    for j in range(0, num_outputs, LANES):
+        for i in range(LANES):
+            store(products, i * LANES, splat(f32(0.0)))
+        for d in range(0, wide, 4 * LANES):
+            at = x_at + d
+            x0, x1, x2, x3 = load(x, at), load(x, at + 16), load(x, at + 32), load(x, at + 48)
+            for i in range(LANES):
+                at = weight_at + (j + i) * num_inputs + d
+                sum_ = fma(load(weight, at + 16), x1, fma(load(weight, at), x0, load(products, i * LANES)))
+                sum_ = fma(load(weight, at + 48), x3, fma(load(weight, at + 32), x2, sum_))
+                store(products, i * LANES, sum_)
+        for d in range(wide, num_inputs, LANES):
+            x0 = load(x, x_at + d)
+            for i in range(LANES):
+                at = weight_at + (j + i) * num_inputs + d
+                store(products, i * LANES, fma(load(weight, at), x0, load(products, i * LANES)))
+        store(out, out_at + j, sums_of(products, 0))

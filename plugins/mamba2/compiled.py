@@ -15,6 +15,7 @@ from hemiola.plugins.jit import Kernel, helper, lines
 from hemiola.plugins.simd import (
     LANES,
     copy,
+    dots,
     f32,
     fma,
     get,
@@ -23,7 +24,6 @@ from hemiola.plugins.simd import (
     put,
     splat,
     store,
-    sums_of,
     take,
     unpack,
 )
@@ -140,26 +140,9 @@ def _advance(h, width, depth, dt, A, x, x_at, B, B_at):
 @helper
 def _read(h, width, depth, sums, C, C_at, D, x, x_at, y, y_at):
     """y = h.C + D x"""
+    dots(h, 0, width, depth, C, C_at, y, y_at, sums)
     for p in range(0, width, LANES):
-        for i in range(LANES):
-            store(sums, i * LANES, splat(f32(0.0)))
-        for d in range(0, depth // WIDE * WIDE, WIDE):
-            C0, C1, C2, C3 = (
-                load(C, C_at + d),
-                load(C, C_at + d + 16),
-                load(C, C_at + d + 32),
-                load(C, C_at + d + 48),
-            )
-            for i in range(LANES):
-                at = (p + i) * depth + d
-                sum_ = fma(load(h, at), C0, load(sums, i * LANES))
-                sum_ = fma(load(h, at + 32), C2, fma(load(h, at + 16), C1, sum_))
-                store(sums, i * LANES, fma(load(h, at + 48), C3, sum_))
-        for d in range(depth // WIDE * WIDE, depth, LANES):
-            C0 = load(C, C_at + d)
-            for i in range(LANES):
-                store(sums, i * LANES, fma(load(h, (p + i) * depth + d), C0, load(sums, i * LANES)))
-        store(y, y_at + p, fma(splat(D), load(x, x_at + p), sums_of(sums, 0)))
+        store(y, y_at + p, fma(splat(D), load(x, x_at + p), load(y, y_at + p)))
 
 
 @Kernel

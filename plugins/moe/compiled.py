@@ -6,10 +6,11 @@ Every output is a sum in one fixed order, so a token's bits depend on it, its ex
 import numpy as np
 import torch
 
-from hemiola.plugins.jit import Kernel, helper, lines
+from hemiola.plugins.jit import Kernel, lines
 from hemiola.plugins.moe.cpu import moe as in_torch
 from hemiola.plugins.simd import (
     LANES,
+    dots,
     f32,
     fma,
     get,
@@ -20,12 +21,10 @@ from hemiola.plugins.simd import (
     silu,
     splat,
     store,
-    sums_of,
     take,
     unpack,
-)  # fmt: skip
+)
 
-WIDE = 4 * LANES  # inputs that are kept in registers together
 MANY = 256
 BLOCK = 16  # tokens that a thread takes at a time
 ACTIVATIONS = ("relu2", "swiglu")
@@ -78,41 +77,14 @@ def _expert(call):
         for n in range(get_long(starts, expert), get_long(starts, expert + 1)):
             pair = get_long(order, n)
             token = pair // num_slots
-            _product(
-                up, expert * num_hidden * width, num_hidden, width, x, token * x_len, hidden, 0, products
-            )
+            dots(up, expert * num_hidden * width, num_hidden, width, x, token * x_len, hidden, 0, products)
             for i in range(0, num_inner, LANES):
                 if activation == 0:
                     positive = largest(load(hidden, i), splat(f32(0.0)))
                     store(hidden, i, mul(positive, positive))
                 else:
                     store(hidden, i, mul(silu(load(hidden, i)), load(hidden, num_inner + i)))
-            _product(
-                down, expert * width * num_inner, width, num_inner, hidden, 0, parts, pair * width, products
-            )
-
-
-@helper
-def _product(weight, weight_at, num_outputs, num_inputs, x, x_at, out, out_at, products):
-    """out = weight [outputs, inputs] times x"""
-    wide = num_inputs // WIDE * WIDE
-    for j in range(0, num_outputs, LANES):
-        for i in range(LANES):
-            store(products, i * LANES, splat(f32(0.0)))
-        for d in range(0, wide, WIDE):
-            at = x_at + d
-            x0, x1, x2, x3 = load(x, at), load(x, at + 16), load(x, at + 32), load(x, at + 48)
-            for i in range(LANES):
-                at = weight_at + (j + i) * num_inputs + d
-                sum_ = fma(load(weight, at + 16), x1, fma(load(weight, at), x0, load(products, i * LANES)))
-                sum_ = fma(load(weight, at + 48), x3, fma(load(weight, at + 32), x2, sum_))
-                store(products, i * LANES, sum_)
-        for d in range(wide, num_inputs, LANES):
-            x0 = load(x, x_at + d)
-            for i in range(LANES):
-                at = weight_at + (j + i) * num_inputs + d
-                store(products, i * LANES, fma(load(weight, at), x0, load(products, i * LANES)))
-        store(out, out_at + j, sums_of(products, 0))
+            dots(down, expert * width * num_inner, width, num_inner, hidden, 0, parts, pair * width, products)
 
 
 @Kernel
