@@ -5,7 +5,7 @@ import torch
 
 from hemiola.runtime.cache.pages import Pages
 from hemiola.runtime.cache.slots import Slots
-from hemiola.runtime.cache.storage import Storage, free_bytes
+from hemiola.runtime.device.memory import Storage, free_bytes
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import State
 

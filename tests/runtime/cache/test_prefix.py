@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from fake_cache import House, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.fake_cache import House, next_token
 
 from hemiola.runtime.cache import tree
 from hemiola.runtime.cache.prefix import hit_len, reusable_len, wanted_edges
