@@ -63,7 +63,6 @@ class House:
         chunk_len: int = 2,
         max_len: int = 48,
         hybrid: bool = True,
-        lookahead: int = 0,
         interval: int = 0,
         num_drafts: int = 0,
         max_rows: int = 8,
@@ -75,9 +74,9 @@ class House:
         self.pages = Pages(num_pages, page_len, num_slots, -(-max_len // page_len) + 1, self._free_pages)
         self.slots = Slots(num_slots, chunk_len, self._free_slots)
         self.evictor = Evictor(Cost(10, 40 if hybrid else 0), page_len)
-        self.prefix = PrefixCache(self.pages, self.slots, self.evictor, identity, interval, lookahead)
+        self.prefix = PrefixCache(self.pages, self.slots, self.evictor, identity, interval)
         self.page_len, self.chunk_len, self.max_len = page_len, chunk_len, max_len
-        self.hybrid, self.lookahead, self.num_drafts = hybrid, lookahead, num_drafts
+        self.hybrid, self.num_drafts = hybrid, num_drafts
         self.max_rows, self.donate, self.budget = max_rows, donate, budget
         self.random = random.Random(seed)
         self.kv: dict[tuple[int, int], object] = {}  # by page and offset
@@ -236,7 +235,7 @@ class House:
         """What the row reads is what it would have computed."""
         for position in range(request.committed_len):
             found = self.kv.get(self._place(request, position))
-            assert found == request.known(position + 1 + self.lookahead), f"position {position} holds {found}"
+            assert found == request.known(position + 1), f"position {position} holds {found}"
         edge = int(self.slots.edge[request.slot_id])
         assert 0 <= request.committed_len - edge < self.chunk_len + self.num_drafts
         if edge and self.hybrid:
@@ -262,7 +261,7 @@ class House:
             if certain_len == request.total_len:
                 self._append(request, row.drafts)
             for position in range(first, request.committed_len):
-                content = request.known(position + 1 + self.lookahead)
+                content = request.known(position + 1)
                 self.kv[self._place(request, position)] = content
             self.slots.commit([request.slot_id], [certain_len])
             stored_edge = row.take.edge if row.take is not None else 0
@@ -295,7 +294,7 @@ class House:
                     snapshots.add(np.array([*token_ids, *ahead], np.int32).tobytes())
         hit = 0
         for edge in range(self.page_len, reusable_len(known_len, self.page_len) + 1, self.page_len):
-            key = request.ids[: edge + self.lookahead].tobytes()
+            key = request.ids[:edge].tobytes()
             if key not in pages:
                 break
             if not self.hybrid or key in snapshots:
@@ -317,7 +316,7 @@ class House:
             for offset in range(self.page_len):
                 position = entry.edge - self.page_len + offset
                 found = self.kv.get((entry.page_id, offset))
-                assert found == known[: position + 1 + self.lookahead], f"page {entry.page_id} holds {found}"
+                assert found == known[: position + 1], f"page {entry.page_id} holds {found}"
             if entry.slot_id:
                 assert self.state.get(entry.slot_id) == tuple(token_ids), f"snapshot {entry.slot_id}"
 

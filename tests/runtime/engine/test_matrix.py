@@ -1,4 +1,4 @@
-"""The correctness matrix (reference/peers_vllm_sglang.md, section 7) on real tiny engines.
+"""The correctness matrix on real tiny engines.
 
 Four families: Mamba2, gated delta rule, three convs with a decay per channel, attention only as a control.
 Every case asks: tokens are the oracle's, or the plain run's argmax, which other cases compare with it;
@@ -8,20 +8,20 @@ page and snapshot is recomputed from its tokens at the end; what is free is NaN;
 whatever was reused. Axis G (graphs) does not exist yet: nothing here runs on a GPU.
 
     row      here, and where else
-    M1       test_m01   builder/test_graph.py (pieces of every size), test_engines.py (lengths around edges)
+    M1       test_m01   tests/builder/test_graph.py (pieces of every size), test_engines.py (around edges)
     M2 M3    test_m02, test_m03   test_drafts.py (fake session: every sequence of accepted counts)
-    M4-M6 M8 test_matrix_cache.py   cache/test_prefix.py (the index alone)
-    M7       test_m07   cache/test_prefix.py
-    M9       test_m09   test_drafts.py, test_llm.py (stop strings)
+    M4-M6 M8 test_matrix_cache.py   ../cache/test_prefix.py (the index alone)
+    M7       test_m07   ../cache/test_prefix.py
+    M9       test_m09   test_drafts.py, ../test_llm.py (stop strings)
     M10      test_m10; graph sizes: none yet
     M11 M12  test_m11, test_m12   test_drafts.py
-    M13 M14  test_m13, test_m14   test_edge_states.py, plugins/test_recurrences.py
+    M13 M14  test_m13, test_m14   test_edge_states.py, tests/plugins/test_recurrences.py
     M15      test_engine_storms.py   test_storms.py (fake session)
     M16      test_m16   test_sampling.py (chi-square of the sampler and of acceptance)
     M17      test_m17   test_sampling.py (each processor)
     M18      test_matrix_cache.py; with trained weights: README's benchmark
-    M19      plugins/attention
-    M20      test_config.py, builder/test_build.py
+    M19      tests/plugins/attention
+    M20      ../test_config.py, tests/builder/test_build.py
     pairs    test_matrix_pairs.py: all pairs of values of all axes
 """
 

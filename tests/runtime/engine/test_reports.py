@@ -1,4 +1,4 @@
-"""The five reports that the project comes from (DESIGN.md section 1), each as the behaviour that was wrong.
+"""The five reports against vLLM that the project comes from, each as the behaviour that was wrong.
 
 Every test has been seen red with the mistake of its docstring put back. There are no graphs yet: what they
 broke (widths of fixed buffers, rows taken for another kind of row) is tested on the batches they will read.

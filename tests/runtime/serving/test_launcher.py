@@ -1,6 +1,5 @@
-"""What `hemiola serve` decides before and after tritonserver; tests/model_repo has the real one."""
+"""What a server decides before and after tritonserver; tests/model_repo has the real one."""
 
-import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
@@ -8,12 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import typer
 
-from hemiola.runtime.cli.options import spelled
-from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.serving import launcher as serve
+from hemiola.runtime.serving import launcher
 from hemiola.runtime.serving.launcher import Log, Server, name_engines
 
 A, B = Path("a"), Path("b")
@@ -37,23 +33,6 @@ def test_engines_are_named_in_order() -> None:
 def test_names_that_cannot_be_are_refused(engine_dirs: list[Path], names: list[str], message: str) -> None:
     with pytest.raises(Refused, match=message):
         name_engines(engine_dirs, names)
-
-
-def test_every_option_of_an_engine_is_an_option_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    monkeypatch.setattr(serve, "Server", lambda engines, **settings: made.append((engines, settings)))
-    monkeypatch.setattr(serve, "_serve", lambda server: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    command = typer.Typer()
-    command.command()(serve.serve_command)
-    given = {name: spelled(field.default) for name, field in ServeConfig.model_fields.items()}
-    arguments = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
-    command(args=["--engine-dir", "a", *arguments, "--max-rows", "4"], standalone_mode=False)
-    ((engines, settings),) = made
-    assert engines == {"hemiola": A}
-    assert ServeConfig(**settings["options"]) == ServeConfig(max_rows=4)
-    command(args=["--engine-dir", "a"], standalone_mode=False)
-    assert made[1][1]["options"] == {}
 
 
 def test_an_option_that_no_engine_has_is_refused_at_once() -> None:
@@ -90,7 +69,7 @@ def family(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_server_that_hangs_is_killed_with_its_engine(
     family: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "GRACE_S", 0.2)
+    monkeypatch.setattr(launcher, "GRACE_S", 0.2)
     server = Server({}, exit_timeout_s=0)
     server._process = family
     with pytest.raises(RuntimeError, match=r"did not end within 0 s .* tritonserver had to be killed"):
