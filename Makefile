@@ -16,7 +16,7 @@ test: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included, in JO
 STORMS ?= 1000
 SEED ?= 0
 storm: $(VENV)/dev.stamp  ## random arrivals, drafts, aborts, preemptions: STORMS of 200 steps each, from SEED on
-	STORMS=$(STORMS) SEED=$(SEED) $(BIN)/python -m pytest -q -n $(JOBS) -k "test_a_storm[" tests/runtime/test_storms.py
+	STORMS=$(STORMS) SEED=$(SEED) $(BIN)/python -m pytest -q -n $(JOBS) -k "test_a_storm[" tests/runtime/engine/test_storms.py
 
 check: lint test
 

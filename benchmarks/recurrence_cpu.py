@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from kit.grid import Subject, Tensors, int32, rel_error, same_bits, subject
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
@@ -22,7 +23,6 @@ from hemiola.plugins.conv import cpu as conv
 from hemiola.plugins.conv.spec import CONV
 from hemiola.plugins.delta.spec import DELTA
 from hemiola.plugins.mamba2.spec import MAMBA2
-from tests.plugins.grid import Subject, Tensors, int32, rel_error, same_bits, subject
 
 NUM_DRAFTS = 3
 SUBJECTS = {

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import torch
 
-from hemiola.runtime.batch import Batch
+from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.cache.eviction import Cost
-from hemiola.runtime.cache.storage import Storage
 from hemiola.runtime.config import Resolved
+from hemiola.runtime.device.memory import Storage
+from hemiola.runtime.device.session import Output
+from hemiola.runtime.engine.loop import Loop
+from hemiola.runtime.engine.request import Bounds, new_request
+from hemiola.runtime.engine.step import Batch
 from hemiola.runtime.llm import make_loop
-from hemiola.runtime.loop import Loop
-from hemiola.runtime.request import Bounds, SamplingParams, new_request
-from hemiola.runtime.session import Output
 from hemiola.runtime.text import Text
 
 VOCAB, PROMPT_LEN, NUM_STEPS, PAGE_LEN = 4096, 64, 300, 64

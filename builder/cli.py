@@ -2,14 +2,14 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hemiola.runtime.command import run_command
+from hemiola.runtime.cli.command import run_command
 
 if TYPE_CHECKING:  # torch takes seconds; --help should not
     from hemiola.runtime.manifest import Manifest
@@ -26,7 +26,6 @@ class Drafts(StrEnum):
     mtp = "mtp"
 
 
-UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer typers carry inside themselves
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 

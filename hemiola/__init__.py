@@ -11,8 +11,8 @@ if (_checkout / "pyproject.toml").is_file():  # source tree: the packages sit be
 
 _homes = {
     "LLM": "llm",
-    "SamplingParams": "request",
-    "Client": "client",
+    "SamplingParams": "api",
+    "Client": "serving.client",
     "Refused": "errors",
     "Failed": "errors",
 }

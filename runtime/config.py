@@ -4,35 +4,15 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
+from hemiola.runtime.api import Options
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest, State
 
 Auto = Literal["auto"]
 Drafts = Literal["none", "ngram", "mtp"]
 EXACT_TILE = 32  # in exact numerics a step's tokens are padded to a multiple of this
-
-
-class Options(BaseModel):
-    """Frozen and strictly typed; what does not fit raises Refused with one line."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    def __init__(self, **values: object) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise Refused(_one_line(error, list(type(self).model_fields))) from None
-
-
-def _one_line(error: ValidationError, names: list[str]) -> str:
-    first = error.errors()[0]
-    name = first["loc"][0] if first["loc"] else "options"
-    if first["type"] == "extra_forbidden":
-        return f"unknown option {name!r}; the options are {', '.join(names)}"
-    reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    return f"{name} is {first['input']!r}: {reason}"
 
 
 class ServeConfig(Options):

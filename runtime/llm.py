@@ -10,37 +10,27 @@ from types import TracebackType
 from typing import Any
 
 from hemiola.runtime import manifest as manifests
-from hemiola.runtime.batch import Feed, table_width
+from hemiola.runtime.api import Counters, Logprob, OnPiece, Output, Piece, Prompt, SamplingParams
 from hemiola.runtime.cache.eviction import Cost, Evictor
 from hemiola.runtime.cache.pages import Pages
 from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.cache.slots import Slots
-from hemiola.runtime.cache.storage import Storage, free_bytes
 from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
-from hemiola.runtime.drafts import NoDrafts, Proposer
-from hemiola.runtime.drafts.mtp import HIDDEN, MtpProposer
-from hemiola.runtime.drafts.ngram import NgramProposer
+from hemiola.runtime.device.memory import Storage, free_bytes
+from hemiola.runtime.device.session import Session
+from hemiola.runtime.engine.drafts import NoDrafts, Proposer
+from hemiola.runtime.engine.drafts.mtp import HIDDEN, MtpProposer
+from hemiola.runtime.engine.drafts.ngram import NgramProposer
+from hemiola.runtime.engine.feed import Feed, table_width
+from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.engine.loop import Engine, Loop
+from hemiola.runtime.engine.outbox import Outbox
+from hemiola.runtime.engine.pace import Pace
+from hemiola.runtime.engine.request import Bounds, Request, new_request
+from hemiola.runtime.engine.scheduler import Scheduler
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.ledger import Ledger
-from hemiola.runtime.loop import Engine, Loop
-from hemiola.runtime.metrics import Counters
-from hemiola.runtime.outbox import Outbox
-from hemiola.runtime.pace import Pace
-from hemiola.runtime.request import (
-    Bounds,
-    Logprob,
-    OnPiece,
-    Output,
-    Piece,
-    Request,
-    SamplingParams,
-    new_request,
-)
-from hemiola.runtime.scheduler import Scheduler
-from hemiola.runtime.session import Session
 from hemiola.runtime.text import Text
 
-Prompt = str | Sequence[int]
 log = logging.getLogger("hemiola")
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from hemiola import Client, Refused, SamplingParams
 from hemiola.builder.build import Options, build
 from hemiola.runtime import manifest
-from hemiola.runtime.serve import Server
+from hemiola.runtime.serving.launcher import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = {

@@ -9,10 +9,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-import checkpoints
-import composed
 import torch
-from harness import Harness
+from kit import checkpoints, composed
+from kit.harness import Harness
 
 from hemiola.builder.build import Options, build
 
@@ -48,7 +47,7 @@ def main() -> None:
     )
     parser.add_argument("checkpoint", type=Path, nargs="*")
     parser.add_argument("--tokens", type=int, default=150)
-    parser.add_argument("--tiny", action="store_true", help="every tiny family of tests/checkpoints.py")
+    parser.add_argument("--tiny", action="store_true", help="every tiny family of tests/kit/checkpoints.py")
     args = parser.parse_args()
     for folder in args.checkpoint:
         print(compare(folder, args.tokens), flush=True)

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
+from kit import checkpoints
 
 from hemiola.builder.build import Options, build
 

@@ -1,10 +1,14 @@
-"""Imports point one way (plugins <- runtime <- builder), and pyproject.toml names every package on disk."""
+"""Imports point one way: plugins <- runtime <- builder, and from upper rooms of runtime to lower ones.
+
+And pyproject.toml names every package on disk.
+"""
 
 import ast
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,34 +19,84 @@ MAY_IMPORT = {
     "runtime": {"plugins", "runtime"},
     "builder": {"plugins", "runtime", "builder"},
 }
+# Rooms of runtime/, and which others each may import. Its other files are the ground floor.
+GROUND = "ground"
+ROOMS = {
+    GROUND: set(),
+    "cache": {GROUND},
+    "device": {GROUND},
+    "engine": {GROUND, "cache", "device"},
+    "llm": {GROUND, "cache", "device", "engine"},
+    "serving": {GROUND},
+    "bench": {GROUND, "llm"},
+    "cli": {GROUND, "llm", "serving", "bench"},
+    "__main__": {"cli"},
+}
 
 
-def _imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """(module, at import time?) for every import statement of a file."""
-    tree = ast.parse(path.read_text())
-    top = {id(node) for node in tree.body}
-    for node in ast.walk(tree):
+def _imports(path: Path) -> Iterator[str]:
+    """The module of every import statement of a file, in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in top) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield node.module or "", id(node) in top
+            assert node.level == 0 and node.module, f"{path}: relative import"
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if _is_module(name) else node.module for name in names)
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split(".")[1:])
+    return name.startswith("hemiola.") and (path.is_dir() or path.with_suffix(".py").is_file())
 
 
 def _files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(["hemiola", *parts]).removesuffix(".__init__")
+
+
+def _room(module: str) -> str:
+    name = [*module.split("."), ""][2]
+    return name if name in ROOMS or (name and (ROOT / "runtime" / name).is_dir()) else GROUND
+
+
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
 def test_imports_point_one_way(package: str) -> None:
     for path in _files(package):
-        for module, _ in _imports(path):
+        for module in _imports(path):
             parts = module.split(".")
             assert parts[0] not in {*MAY_IMPORT, "tests", "scripts"}, (
                 f"{path}: bare `import {module}` loads a second copy"
             )
             if parts[0] == "hemiola" and len(parts) > 1 and parts[1] in MAY_IMPORT:
                 assert parts[1] in MAY_IMPORT[package], f"{path} imports {module}: upwards"
+
+
+def test_rooms_import_lower_rooms_only() -> None:
+    for path in _files("runtime"):
+        own = _room(_module(path))
+        for module in _imports(path):
+            if module.startswith("hemiola.runtime."):
+                assert _room(module) in ROOMS[own] | {own}, f"{path} imports {module}: {own} may not"
+
+
+def test_no_modules_of_runtime_import_each_other() -> None:
+    graph = {_module(path): set(_imports(path)) for path in _files("runtime")}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names them
+
+
+def test_the_client_comes_without_torch_and_the_engine() -> None:
+    code = """
+import sys
+from hemiola import Client, Failed, Refused, SamplingParams
+heavy = ("torch", "numba", "safetensors", "tokenizers", "hemiola.plugins", "hemiola.runtime.engine")
+assert not set(heavy) & set(sys.modules), set(heavy) & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env={"PYTHONPATH": str(ROOT)})
 
 
 def test_runtime_and_plugins_import_without_compilers_and_transformers() -> None:
@@ -55,7 +109,7 @@ class Ban:
         if name.split(".")[0] in banned:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Ban())
-import hemiola.plugins, hemiola.runtime.llm, hemiola.runtime.cli
+import hemiola.plugins, hemiola.runtime.llm, hemiola.runtime.cli.main
 assert not set(banned) & {name.split(".")[0] for name in sys.modules}
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env={"PYTHONPATH": str(ROOT)})

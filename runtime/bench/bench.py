@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hemiola
+from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.bench import equality, workloads
 from hemiola.runtime.bench.dataset import read_sessions
 from hemiola.runtime.bench.equality import Equality
@@ -23,7 +24,6 @@ from hemiola.runtime.bench.workloads import Session, Source
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.request import SamplingParams
 
 DEFAULT_NUM_REQUESTS = 32
 SHOWN_FAILURES = 10

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from hemiola.runtime.api import Output, SamplingParams
 from hemiola.runtime.bench.measure import Result
-from hemiola.runtime.request import Output, SamplingParams
 
 # Sizes that decide what an engine can answer at all; everything else is left as it is by default.
 KEPT = ("max_len", "memory_fraction")

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
+from hemiola.runtime.api import FinishReason, Metrics, OnPiece, Piece, SamplingParams
 from hemiola.runtime.bench.workloads import Session, Turn
 from hemiola.runtime.errors import Failed, Refused
-from hemiola.runtime.metrics import Metrics
-from hemiola.runtime.request import FinishReason, OnPiece, Piece, SamplingParams
 
 FAILED_BEFORE = "not sent: the turn before it failed"
 LONGEST_WAIT = 0.2  # Ctrl-C may land in another thread, which does not wake this one

@@ -1,14 +1,11 @@
 """What may be chosen for a benchmark, checked before anything runs."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from hemiola.runtime.config import Options
-from hemiola.runtime.engine_options import parse_value
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.api import Options
 
 RANDOM, MULTI_TURN = "random", "multi-turn"
 
@@ -42,17 +39,3 @@ class BenchOptions(Options):
     @property
     def eos_ignored(self) -> bool:
         return self.file is None if self.ignore_eos is None else self.ignore_eos
-
-
-def parse_variant(text: str) -> Mapping[str, object]:
-    """Engine options from "drafts=none,prefix_cache=false": values are JSON, or else plain words."""
-    found: dict[str, object] = {}
-    for part in text.split(","):
-        name, equals, value = part.partition("=")
-        name = name.strip().replace("-", "_")
-        if not (name and equals and value.strip()):
-            raise Refused(f"--compare {text!r} holds {part!r}; write NAME=VALUE,NAME=VALUE")
-        if name in found:
-            raise Refused(f"--compare {text!r} gives {name} twice; keep one")
-        found[name] = parse_value(value.strip())
-    return found

@@ -25,12 +25,10 @@ The scheduler's calls, in order. `slot_id` is the request's own slot, which stan
 
 Decisions:
 * A page that two requests computed is kept once: `commit` swaps the second one's copy for the cached page,
-  which holds the same (DESIGN.md 4). So a request that holds a cached page holds all before it, idle pages
-  are exactly those that can be evicted, and admission counts on all of them.
+  which holds the same. So a request that holds a cached page holds all before it, idle pages are exactly
+  those that can be evicted, and admission counts on all of them.
 * What a step computes is not found in that step: entries know the step in which they were published.
 * A page goes only after those behind it, and takes its snapshot along: no snapshot is ever out of reach.
-* `lookahead` is 1 if a page's content depends on the token after it (the last entry of an MTP layer does);
-  the token is then part of the page's key.
 """
 
 from collections.abc import Iterable, Iterator
@@ -132,11 +130,9 @@ class PrefixCache:
         evictor: Evictor,
         identity: str = "",
         interval: int = 0,
-        lookahead: int = 0,
         enabled: bool = True,
     ) -> None:
         assert pages.page_len % slots.chunk_len == 0 and interval % pages.page_len == 0
-        assert lookahead in (0, 1)
         self.pages = pages
         self.slots = slots
         self.evictor = evictor
@@ -144,16 +140,15 @@ class PrefixCache:
         self.hybrid = evictor.cost.slot_bytes > 0
         self.identity = identity
         self.interval = interval
-        self.lookahead = lookahead
         self.enabled = enabled  # else requests begin at 0 and leave nothing
         self.step = 0
         self.statistics = Statistics()
-        self._tree = Tree(self.page_len, lookahead)
+        self._tree = Tree(self.page_len)
         self._leases: dict[int, Lease] = {}
 
     def chain(self, ids: np.ndarray, tenant: str = "") -> Chain:
         """For one request; `ids` is the array to which its tokens will be appended."""
-        return Chain(ids, repr((self.identity, tenant)).encode(), self.page_len, self.lookahead)
+        return Chain(ids, repr((self.identity, tenant)).encode(), self.page_len)
 
     def tick(self) -> None:
         """A step begins."""
@@ -342,7 +337,7 @@ class PrefixCache:
         moved the state from before that edge to it or beyond. Calling it again changes nothing.
         """
         lease = self._leases[slot_id]
-        self._publish(lease, slot_id, min(valid_len, known_len - self.lookahead) // self.page_len)
+        self._publish(lease, slot_id, min(valid_len, known_len) // self.page_len)
         while lease.taken and lease.taken[0].edge <= self.slots.edge[slot_id]:
             target, edge = lease.taken.pop(0)
             entry = self._entry_at(lease, edge)

@@ -45,18 +45,17 @@ def digest(parent: bytes, tokens: bytes) -> bytes:
 class Chain:
     """A request's page keys, computed as far as they are asked for. `ids` may grow behind what is known."""
 
-    def __init__(self, ids: np.ndarray, salt: bytes, page_len: int, lookahead: int) -> None:
+    def __init__(self, ids: np.ndarray, salt: bytes, page_len: int) -> None:
         assert ids.dtype == np.int32
         self.ids = ids
         self.salt = salt
         self.root = digest(b"", salt)
         self._page_len = page_len
-        self._lookahead = lookahead
         self._keys: list[bytes] = []
 
     def tokens(self, index: int) -> bytes:
         start = index * self._page_len
-        return self.ids[start : start + self._page_len + self._lookahead].tobytes()
+        return self.ids[start : start + self._page_len].tobytes()
 
     def key(self, index: int) -> bytes:
         while len(self._keys) <= index:
@@ -75,9 +74,8 @@ class Walk(NamedTuple):
 class Tree:
     """Entries by key. Keys only find: tokens and parents are compared, so a collision serves nobody."""
 
-    def __init__(self, page_len: int, lookahead: int) -> None:
+    def __init__(self, page_len: int) -> None:
         self.page_len = page_len
-        self.lookahead = lookahead
         self.entries: dict[bytes, Entry] = {}
         self.roots: dict[bytes, Entry] = {}
 
@@ -159,7 +157,7 @@ class Tree:
             home = self.roots if parent.parent is None else self.entries
             assert home.get(parent.key) is parent and entry in parent.children, "a page without its parent"
             assert entry.edge == parent.edge + self.page_len
-            assert len(entry.tokens) == 4 * (self.page_len + self.lookahead)
+            assert len(entry.tokens) == 4 * self.page_len
         for key, root in self.roots.items():
             assert key == root.key == digest(b"", root.tokens) and root.children, "an empty root"
         nodes = [*self.roots.values(), *self.entries.values()]

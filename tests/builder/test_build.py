@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from harness import Harness
+from kit import checkpoints
+from kit.harness import Harness
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 

@@ -4,9 +4,9 @@ import json
 import math
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
+from kit import checkpoints
 from safetensors.torch import save_file
 
 from hemiola.builder.checkpoint import Checkpoint, Config, Lazy, join

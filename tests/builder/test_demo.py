@@ -4,11 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-import checkpoints
-import composed
 import pytest
 import torch
-from harness import Harness
+from kit import checkpoints, composed
+from kit.harness import Harness
 from oracle import Oracle
 from tokenizers import Tokenizer
 

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoints
-import composed
 import pytest
 import torch
-from harness import Harness, Request
+from kit import checkpoints, composed
+from kit.harness import Harness, Request
 from oracle import Oracle
 
 FAMILIES = list(checkpoints.FAMILIES)

@@ -5,10 +5,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from harness import Harness
+from kit import checkpoints
+from kit.harness import Harness
 
 from hemiola.builder import models
 from hemiola.builder.build import Options, build

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hemiola.runtime.client import Client
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.serve import Server
+from hemiola.runtime.serving.client import Client
+from hemiola.runtime.serving.launcher import Server
 
 ENGINES = {"hemiola": "qwen3_5", "second": "nemotron_h_dense"}
 

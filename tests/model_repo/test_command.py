@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from triton_calls import joined
+from kit.triton_calls import joined
 
-from hemiola.runtime.client import Client
+from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.request import SamplingParams
+from hemiola.runtime.serving.client import Client
 
 pytestmark = pytest.mark.server
 

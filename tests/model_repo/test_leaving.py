@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import requests
 import tritonclient.grpc as grpcclient
-from triton_calls import post
+from kit.triton_calls import post
 
-from hemiola.runtime.client import Client
-from hemiola.runtime.request import SamplingParams
-from hemiola.runtime.serve import Server
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.serving.client import Client
+from hemiola.runtime.serving.launcher import Server
 
 pytestmark = pytest.mark.server
 

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hemiola.runtime.api import Logprob, Metrics, Piece, SamplingParams
 from hemiola.runtime.errors import Failed, Refused
-from hemiola.runtime.metrics import Metrics
-from hemiola.runtime.request import Logprob, Piece, SamplingParams
 
 MODEL = Path(__file__).resolve().parents[2] / "model_repo/hemiola/1/model.py"
 FINAL = 1

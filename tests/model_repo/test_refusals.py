@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import requests
-from triton_calls import events, infer_tensors, joined, post
+from kit.triton_calls import events, infer_tensors, joined, post
 
-from hemiola.runtime.client import Client
+from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.request import SamplingParams
-from hemiola.runtime.serve import Server
+from hemiola.runtime.serving.client import Client
+from hemiola.runtime.serving.launcher import Server
 
 pytestmark = pytest.mark.server
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from triton_calls import events, ids, infer_tensors, joined, post
+from kit.triton_calls import events, ids, infer_tensors, joined, post
 
-from hemiola.runtime.client import Client
+from hemiola.runtime.api import Output, SamplingParams
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.request import Output, SamplingParams
-from hemiola.runtime.serve import Server
+from hemiola.runtime.serving.client import Client
+from hemiola.runtime.serving.launcher import Server
 
 pytestmark = pytest.mark.server
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.grid import needs_numba
 
 from hemiola.plugins import jit
-from tests.plugins.grid import needs_numba
 
 if jit.AVAILABLE:
     from hemiola.plugins.simd import f32, get, put, take, unpack

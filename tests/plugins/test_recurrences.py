@@ -6,12 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from hemiola.plugins import bits, grid, jit
-from hemiola.plugins.conv.spec import CONV
-from hemiola.plugins.delta.spec import DELTA
-from hemiola.plugins.mamba2.spec import MAMBA2
-from tests.plugins.grid import (
+from kit.grid import (
     CONV4,
     CONV_48,
     FITTING,
@@ -35,7 +30,12 @@ from tests.plugins.grid import (
     rel_error,
     same_bits,
     storm,
-)  # fmt: skip
+)
+
+from hemiola.plugins import bits, grid, jit
+from hemiola.plugins.conv.spec import CONV
+from hemiola.plugins.delta.spec import DELTA
+from hemiola.plugins.mamba2.spec import MAMBA2
 
 KINDS = (MAMBA, GDN, KDA, CONV4)
 FIT = (MAMBA_80, GDN_64, KDA_16, CONV_48)

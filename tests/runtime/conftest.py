@@ -3,19 +3,19 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import engine_hand
 import pytest
-from engine_hand import NUM_DRAFTS, SMALL, EngineHand, Wanted, right_and_wrong
-from fake_session import VOCAB, FakeSession, resolved
-from hand import Hand
-from plain import Plain
+from kit import engine_hand
+from kit.engine_hand import NUM_DRAFTS, SMALL, EngineHand, Wanted, right_and_wrong
+from kit.fake_session import VOCAB, FakeSession, resolved
+from kit.hand import Hand
+from kit.plain import Plain
 
-from hemiola.runtime import session as sessions
 from hemiola.runtime.cache.eviction import Cost
-from hemiola.runtime.drafts import Proposer
-from hemiola.runtime.ledger import Ledger
+from hemiola.runtime.device import session as sessions
+from hemiola.runtime.engine.drafts import Proposer
+from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.engine.request import Bounds
 from hemiola.runtime.llm import make_loop
-from hemiola.runtime.request import Bounds
 from hemiola.runtime.text import Text
 
 

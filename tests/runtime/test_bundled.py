@@ -18,8 +18,8 @@ from oracle import Oracle
 from tokenizers import Tokenizer
 
 from hemiola.builder.build import Options, build
+from hemiola.runtime.api import Output, SamplingParams
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.request import Output, SamplingParams
 
 DEMO = Path(__file__).parents[2] / "demo"
 MODELS = ["nemotron-h-code", "qwen3.5-code"]

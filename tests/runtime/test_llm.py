@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 import hemiola
 from hemiola.runtime import manifest
+from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.request import Piece, SamplingParams
 
 
 @pytest.fixture(scope="module")

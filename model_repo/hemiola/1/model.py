@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
+from hemiola.runtime.api import Logprob, Piece, SamplingParams
 from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.request import Logprob, Piece, SamplingParams
 
 CANCEL_CHECK_S = 0.1
 PARENT_CHECK_S = 1.0

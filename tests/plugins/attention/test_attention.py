@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from kit.grid import COMPILED, Form, form, needs_numba, same_bits
 
 from hemiola.plugins import jit, references
 from hemiola.plugins.attention.spec import ATTENTION
-from tests.plugins.grid import COMPILED, Form, form, needs_numba, same_bits
 
 
 @dataclass(frozen=True)

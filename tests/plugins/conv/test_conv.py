@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from kit.grid import CONV4, CONV_16, CONV_48, CONV_ODD, Subject, formed, int32, rel_error
 
 from hemiola.plugins.conv import cpu as conv_cpu
-from tests.plugins.grid import CONV4, CONV_16, CONV_48, CONV_ODD, Subject, formed, int32, rel_error
 
 # fp32 on both sides: another order of W additions, and silu through exp
 TOLERANCE = 1e-6

@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    torch_chunk_gated_delta_rule,
-    torch_recurrent_gated_delta_rule,
-)
-
-from hemiola.plugins.delta.spec import DELTA
-from tests.plugins.grid import (
+from kit.grid import (
     COMPILED,
     GDN,
     GDN_16,
@@ -24,7 +17,14 @@ from tests.plugins.grid import (
     int32,
     rel_error,
     subject,
-)  # fmt: skip
+)
+from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+from hemiola.plugins.delta.spec import DELTA
 
 # fp32 on both sides: another order of the same sums
 TOLERANCE = 2e-6

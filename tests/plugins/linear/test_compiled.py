@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from kit.grid import rel_error, same_bits
 
 from hemiola.plugins import jit
-from tests.plugins.grid import rel_error, same_bits
 
 pytest.importorskip("numba")
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from kit.grid import MAMBA, MAMBA_16, MAMBA_80, MAMBA_ODD, Subject, formed, int32, rel_error
 from transformers.models.nemotron_h.modeling_nemotron_h import (
     mamba2_chunk_scan,
     mamba2_selective_state_update,
 )
-
-from tests.plugins.grid import MAMBA, MAMBA_16, MAMBA_80, MAMBA_ODD, Subject, formed, int32, rel_error
 
 # fp32 on both sides: another order of the same sums; dt has passed softplus and the clamp to (0, inf) already
 TOLERANCE = 2e-6

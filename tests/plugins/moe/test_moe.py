@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from kit.grid import form, needs_numba, same_bits
 
 from hemiola.plugins import jit, references
 from hemiola.plugins.moe.spec import MOE
-from tests.plugins.grid import form, needs_numba, same_bits
 
 moe = torch.ops.hemiola.moe
 MODES = pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from kit.grid import COMPILED, form, needs_numba, same_bits
 
 from hemiola.plugins import jit, references
 from hemiola.plugins.norm import cpu as norm_cpu
 from hemiola.plugins.norm.spec import NORM
-from tests.plugins.grid import COMPILED, form, needs_numba, same_bits
 
 norm = torch.ops.hemiola.norm
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
+from hemiola.runtime.api import Metrics, Output, SamplingParams
 from hemiola.runtime.bench import equality
 from hemiola.runtime.bench.measure import Result
-from hemiola.runtime.metrics import Metrics
-from hemiola.runtime.request import Output, SamplingParams
 
 
 def result(session: int, prompt: list[int], answer: list[int], finish_reason: str = "length") -> Result:

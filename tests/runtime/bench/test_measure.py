@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import pytest
 
+from hemiola.runtime.api import Metrics, OnPiece, Piece, SamplingParams
 from hemiola.runtime.bench.measure import FAILED_BEFORE, Mailbox, Measured, Result, Run
 from hemiola.runtime.bench.statistics import peak
 from hemiola.runtime.bench.workloads import Session, Turn
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.metrics import Metrics
-from hemiola.runtime.request import OnPiece, Piece, SamplingParams
 
 
 class Clock(Mailbox):

@@ -2,10 +2,9 @@
 
 import pytest
 
+from hemiola.runtime.api import Metrics, SamplingParams
 from hemiola.runtime.bench import statistics
 from hemiola.runtime.bench.measure import Measured, Result
-from hemiola.runtime.metrics import Metrics
-from hemiola.runtime.request import SamplingParams
 
 
 def result(

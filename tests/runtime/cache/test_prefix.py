@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from fake_cache import House, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.fake_cache import House, next_token
 
 from hemiola.runtime.cache import tree
 from hemiola.runtime.cache.prefix import hit_len, reusable_len, wanted_edges
@@ -64,10 +64,9 @@ def test_hit_len_is_the_longest_that_has_everything(
 
 
 @pytest.mark.parametrize("length", range(1, 4 * P + 2))
-@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_the_same_prompt_again(hybrid: bool, lookahead: int, length: int) -> None:
-    house = House(hybrid=hybrid, lookahead=lookahead)
+def test_the_same_prompt_again(hybrid: bool, length: int) -> None:
+    house = House(hybrid=hybrid)
     prompt = text(length)
     assert house.hit(prompt) == 0
     assert house.hit(prompt) == reusable_len(length, P)
@@ -94,15 +93,13 @@ def test_without_recurrences_every_prefix_finds_its_pages(length: int) -> None:
 
 
 @pytest.mark.parametrize("position", range(2 * P, 4 * P + 1))
-@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_a_prompt_that_diverges_at_any_position(hybrid: bool, lookahead: int, position: int) -> None:
-    """With lookahead, the page before the first other token depends on it."""
-    house = House(hybrid=hybrid, lookahead=lookahead, interval=P)
+def test_a_prompt_that_diverges_at_any_position(hybrid: bool, position: int) -> None:
+    house = House(hybrid=hybrid, interval=P)
     prompt = text(4 * P + 1)
     house.serve(prompt)
     other = [*prompt[:position], 5, *prompt[position + 1 :]]
-    assert house.hit(other) == (position - lookahead) // P * P
+    assert house.hit(other) == position // P * P
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -307,11 +304,10 @@ def serve_all(house: House, prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("shared", [P, P + 1, 2 * P - 1, 2 * P, 3 * P + 3])
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_the_second_sighting_of_a_shared_prefix_makes_its_snapshot(shared: int, lookahead: int) -> None:
-    house = House(lookahead=lookahead)
+def test_the_second_sighting_of_a_shared_prefix_makes_its_snapshot(shared: int) -> None:
+    house = House()
     prompts = [[*text(shared), *text(2 * P + 1, seed)] for seed in (1, 2, 3, 4)]
-    junction = (shared - lookahead) // P * P
+    junction = shared // P * P
     assert serve_all(house, prompts) == [0, 0, junction, junction]
     if junction:
         assert (junction, "junction") in house.snapshots()
@@ -670,12 +666,12 @@ SHAPES = [
     dict(),
     dict(num_drafts=3, donate=True),
     dict(chunk_len=4, donate=True, interval=8),
-    dict(hybrid=False, lookahead=1),
-    dict(lookahead=1, num_drafts=5, interval=4, budget=13),
+    dict(hybrid=False),
+    dict(num_drafts=5, interval=4, budget=13),
     dict(num_pages=15, num_slots=4, max_rows=3, donate=True, num_drafts=2),
     dict(num_pages=13, num_slots=2, max_rows=1, donate=True, chunk_len=4),
     dict(num_pages=14, num_slots=3, max_rows=3, hybrid=False, num_drafts=1),
-    dict(num_pages=19, num_slots=7, max_rows=4, page_len=3, chunk_len=1, num_drafts=7, lookahead=1),
+    dict(num_pages=19, num_slots=7, max_rows=4, page_len=3, chunk_len=1, num_drafts=7),
     dict(num_pages=40, num_slots=30, max_rows=6, budget=5),
 ]
 

@@ -1,0 +1,186 @@
+"""What users put in and get out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+
+from hemiola.runtime.errors import Refused
+
+Prompt = str | Sequence[int]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Options(BaseModel):
+    """Frozen and strictly typed; what does not fit raises Refused with one line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def __init__(self, **values: object) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise Refused(_one_line(error, list(type(self).model_fields))) from None
+
+
+def _one_line(error: ValidationError, names: list[str]) -> str:
+    first = error.errors()[0]
+    name = first["loc"][0] if first["loc"] else "options"
+    if first["type"] == "extra_forbidden":
+        return f"unknown option {name!r}; the options are {', '.join(names)}"
+    reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    return f"{name} is {first['input']!r}: {reason}"
+
+
+class SamplingParams(Options):
+    """How one request's tokens are chosen and when it ends. Greedy unless a temperature is given."""
+
+    max_tokens: int = Field(default=16, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0: all")
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=0, lt=2**64)
+    stop: tuple[str, ...] = Field(default=(), description="the text ends before the first of these")
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0, description="no stop id and no stop string ends the text before")
+    repetition_penalty: float = Field(default=1.0, gt=0, description="of tokens of the prompt and the output")
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="of tokens of the output")
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, description="the same, each time they occur")
+    logit_bias: Mapping[int, float] = Field(default={}, description="token id -> what its logit gets added")
+    bad_words: tuple[str, ...] = Field(default=(), description="never written, at a word's beginning")
+    bad_words_ids: tuple[tuple[int, ...], ...] = Field(default=(), description="the same, as token ids")
+    logprobs: int | None = Field(
+        default=None, ge=0, le=20, description="also report this many best tokens per position"
+    )
+    num_drafts: int | None = Field(default=None, ge=0, description="at most so many per step; 0: none")
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31, description="lower runs first")
+    cache_salt: str = Field(default="", description="prefixes are shared with requests of the same salt only")
+
+    @field_validator("stop", "stop_token_ids", "bad_words", "bad_words_ids", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: object) -> object:
+        if isinstance(value, str):
+            return (value,)
+        if not isinstance(value, (list, tuple)):
+            return value
+        return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty stop string would end every text at once; leave it out")
+        return value
+
+    @field_validator("bad_words", "bad_words_ids")
+    @classmethod
+    def _not_nothing(cls, value: tuple[Sequence[object], ...]) -> tuple[Sequence[object], ...]:
+        if not all(map(len, value)):
+            raise ValueError("an empty bad word would forbid every token; leave it out")
+        return value
+
+    @field_validator("stop", "bad_words", "cache_salt")
+    @classmethod
+    def _is_unicode(cls, value: tuple[str, ...] | str) -> tuple[str, ...] | str:
+        try:
+            "".join(value).encode()
+        except UnicodeEncodeError:
+            raise ValueError("not valid Unicode (a lone surrogate); remove it") from None
+        return value
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _within_max_tokens(cls, value: int, info: ValidationInfo) -> int:
+        most = info.data.get("max_tokens", value)  # absent: refused itself
+        if value > most:
+            raise ValueError(f"max_tokens is {most}; raise it or lower min_tokens")
+        return value
+
+
+@dataclass(slots=True)
+class Metrics:
+    """One request's counts and times (seconds, time.perf_counter's clock; 0.0 until it happens)."""
+
+    num_prompt_tokens: int
+    arrival: float
+    first_scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    cached_tokens: int = 0
+    drafted: list[int] = field(
+        default_factory=list
+    )  # by position in the window: how often a draft stood there
+    accepted: list[int] = field(default_factory=list)  # and how often it stayed
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """One window."""
+        missing = num_drafts - len(self.drafted)
+        self.drafted += [0] * missing
+        self.accepted += [0] * missing
+        for position in range(num_drafts):
+            self.drafted[position] += 1
+            self.accepted[position] += position < num_accepted
+
+    @property
+    def time_to_first_token(self) -> float:
+        return self.first_token - self.arrival
+
+    @property
+    def time_per_output_token(self) -> float:
+        """Mean over the tokens after the first; 0 for a single one."""
+        later = self.num_output_tokens - 1
+        return (self.last_token - self.first_token) / later if later > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums over the life of an engine."""
+
+    num_steps: int = 0
+    num_computed_tokens: int = 0  # recomputation after a preemption counts again
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    engine_seconds: float = 0.0  # inside session.run
+    step_seconds: float = 0.0  # whole steps
+
+
+class Logprob(NamedTuple):
+    """Raw log-softmax (before temperature and filters) of a chosen token, and of the best ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token_id, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a step added to a request. The last piece has a finish_reason and metrics."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprob] | None = None
+    finish_reason: FinishReason | None = None
+    metrics: Metrics | None = None
+    error: str | None = None  # why, when finish_reason is "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A finished request."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    logprobs: list[Logprob] | None
+    metrics: Metrics
+    error: str | None = None
+
+
+OnPiece = Callable[[Piece], None]

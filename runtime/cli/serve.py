@@ -1,0 +1,68 @@
+"""`hemiola serve`"""
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hemiola.runtime.cli.options import add_engine_options, given
+from hemiola.runtime.serving.launcher import Server, name_engines
+from hemiola.runtime.serving.tritonserver import Ports
+
+
+def serve(
+    engine_dir: Annotated[list[Path], typer.Option(help="made by build-engine; repeat for several engines")],
+    model_name: Annotated[list[str] | None, typer.Option(help="one per engine (default: hemiola)")] = None,
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every interface")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="0 takes a free one, here and below")] = 8000,
+    grpc_port: Annotated[int, typer.Option()] = 8001,
+    metrics_port: Annotated[int, typer.Option()] = 8002,
+    tritonserver: Annotated[Path | None, typer.Option(help="the binary (default: nvidia-pytriton's)")] = None,
+    start_timeout: Annotated[float, typer.Option(help="seconds until every engine must be ready")] = 300,
+    exit_timeout: Annotated[int, typer.Option(help="seconds that streams in flight get at the end")] = 30,
+    log_verbose: Annotated[bool, typer.Option("--log-verbose", help="show tritonserver's log")] = False,
+    **engine_options: str | None,
+) -> None:
+    """Serve engines with a real tritonserver until SIGINT or SIGTERM."""
+    server = Server(
+        name_engines(engine_dir, model_name or []),
+        host=host,
+        ports=Ports(http_port, grpc_port, metrics_port),
+        options=given(engine_options),
+        tritonserver=tritonserver,
+        log_verbose=log_verbose,
+        start_timeout_s=start_timeout,
+        exit_timeout_s=exit_timeout,
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals raise KeyboardInterrupt
+    try:
+        _serve(server)
+    except KeyboardInterrupt:  # before it was ready, or for the second time
+        sys.exit(130)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+add_engine_options(serve)
+
+
+def _serve(server: Server) -> None:
+    start = time.monotonic()
+    server.check()
+    engines = ", ".join(f"{name} ({engine_dir})" for name, engine_dir in server.engines.items())
+    print(f"starting tritonserver with {engines}", flush=True)
+    with server:
+        for name in server.engines:
+            print(f"HTTP     {server.http_url}/v2/models/{name}/generate_stream")
+        print(f"gRPC     {server.grpc_url}")
+        print(f"metrics  {server.metrics_url}")
+        print(f"ready after {time.monotonic() - start:.1f} s; Ctrl-C ends it", flush=True)
+        try:
+            server.wait()
+        except KeyboardInterrupt:
+            print("waiting for streams in flight", flush=True)
+    print("stopped")

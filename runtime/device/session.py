@@ -1,0 +1,85 @@
+"""An engine's program with its weights and states: a batch in, logits and hidden out. Sees no request."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from safetensors import safe_open
+from torch.fx import GraphModule
+
+from hemiola.plugins import jit
+from hemiola.runtime.device.memory import Storage
+from hemiola.runtime.device.specialise import specialise
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import Manifest, Segment
+
+
+class Output(NamedTuple):
+    logits: torch.Tensor  # [L, V] fp32
+    hidden: torch.Tensor  # [T, F] after the final norm
+
+
+class Drafter(Protocol):
+    """A Session with an MTP head, or in tests something that checks what it is given."""
+
+    def draft(self, **inputs: torch.Tensor) -> Output: ...
+
+
+class Program:
+    """One segment, bound to its weights and states. `packs` is shared by the programs of a session."""
+
+    def __init__(
+        self,
+        engine_dir: Path,
+        segment: Segment,
+        weights: dict[str, torch.Tensor],
+        packs: dict[str, torch.Tensor],
+        storage: Storage,
+    ) -> None:
+        self.inputs = segment.inputs
+        self._call = load_program(engine_dir / segment.file)
+        self._bound = specialise(self._call, segment.weights, weights, packs)
+        self._bound += [storage.tensors[name] for name in segment.states]
+
+    def __call__(self, inputs: Iterable[torch.Tensor]) -> Output:
+        with torch.inference_mode():
+            return Output(*self._call(*self._bound, *inputs))
+
+
+class Session:
+    """The trunk, and the MTP head where one is to draft; they share embeddings and output head."""
+
+    def __init__(self, engine_dir: Path, manifest: Manifest, storage: Storage, drafts: str) -> None:
+        jit.prepare()
+        names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
+        segments = [manifest.segment(name) for name in names]
+        weights = load_weights(engine_dir, manifest, {w for segment in segments for w in segment.weights})
+        packs: dict[str, torch.Tensor] = {}
+        programs = [Program(engine_dir, segment, weights, packs, storage) for segment in segments]
+        self._trunk, self._draft = programs[0], programs[-1]
+
+    def run(self, batch: object) -> Output:
+        """Logits and hidden states of a step; the trunk's inputs are attributes of `batch`."""
+        return self._trunk(getattr(batch, name) for name in self._trunk.inputs)
+
+    def draft(self, **inputs: torch.Tensor) -> Output:
+        """Logits and hidden states [T, F] of pairs of a token and the hidden state before it."""
+        return self._draft(inputs[name] for name in self._draft.inputs)
+
+
+def load_program(path: Path) -> GraphModule:
+    """The exported graph as a module that takes weights, states and inputs flat."""
+    try:
+        return torch.export.load(path).graph_module
+    except Exception as error:
+        raise Refused(
+            f"{path} cannot be loaded ({type(error).__name__}: {error}); run build-engine again"
+        ) from error
+
+
+def load_weights(engine_dir: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Weights by name, cast to the dtype in which it runs."""
+    dtypes = {weight.name: getattr(torch, weight.dtype) for weight in manifest.weights}
+    with safe_open(engine_dir / manifest.weights_file, framework="pt") as file:
+        return {name: file.get_tensor(name).to(dtypes[name]) for name in names}

@@ -1,0 +1,25 @@
+"""Who proposes: drafts stand in the ledger behind a request's text, and nobody asks where they came from."""
+
+from typing import Protocol
+
+import torch
+
+from hemiola.runtime.engine.step import Batch, Plan
+
+
+class Proposer(Protocol):
+    """Called after each step was judged, on the device. What it proposes may cost time, never a token."""
+
+    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        """Set the ledger's drafts of every row with room, at most `room` ids; hidden [T, F] is the trunk's.
+
+        A row with room 0 gets none, but the proposer may want to see its tokens (a prompt under way).
+        """
+        ...
+
+
+class NoDrafts:
+    """Proposes nothing."""
+
+    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        pass

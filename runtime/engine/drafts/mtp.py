@@ -1,0 +1,165 @@
+"""Multi-token prediction: one trained head, iterated.
+
+The head reads pairs (x_p, h_{p-1}): a token and the trunk's hidden state before it, after the final norm.
+The pair of token p has its key and value at place p of the request's pages, so what a page holds depends on
+its own tokens only. Place 0 has no pair: the head's attention begins at 1.
+
+A step's tokens p bring the pairs p + 1: their hidden states are at hand, and the next tokens are in the
+ledger by then. Pairs behind a rejected draft are nonsense that the next step overwrites. Some pairs are owed
+by earlier steps: that of the first token behind a prefix hit, and those of rows for which drafting does not
+pay, which are read together before a page is finished. Their hidden states are in the slot, where those of
+the last tokens are kept by position, and in snapshots the one before their edge.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.device.session import Drafter
+from hemiola.runtime.engine.feed import ragged
+from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.engine.sampling import choose
+from hemiola.runtime.engine.step import Batch, Plan, Row
+
+HIDDEN = "mtp.hidden"  # the slot state [R, F]
+
+
+class _Pairs(NamedTuple):
+    """The pairs of a step, row by row."""
+
+    row: torch.Tensor  # [P] of the batch
+    offset: torch.Tensor  # [P] behind the row's first token; up to 0 they are owed
+    counts: np.ndarray  # pairs of each row that reads
+    owed: torch.Tensor  # which of the P
+
+
+class MtpProposer:
+    """Greedy requests get the head's best tokens, others are drawn with the noise that the trunk will use."""
+
+    def __init__(
+        self, session: Drafter, hidden_ring: torch.Tensor, pages: Pages, ledger: Ledger, pad_tokens: int
+    ) -> None:
+        self._session = session
+        self._ring = hidden_ring  # [S, R, F]
+        self._pages = pages
+        self._ledger = ledger
+        self._pad_tokens = pad_tokens
+
+    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        reading = [n for n, row in enumerate(plan.rows) if row.reads]
+        pairs = _pairs(plan.rows, reading)
+        before = self._hidden_before(pairs, batch, hidden)
+        self._keep_for_snapshots(plan.rows, batch, hidden)
+        self._keep(plan.rows, batch, hidden)
+        if not reading:
+            return
+        slot_id = batch.slots
+        committed = batch.committed.to(torch.int64)
+        wanting = [at for at, n in enumerate(reading) if plan.rows[n].room > 0]
+        wanted = [reading[at] for at in wanting]
+        own = slot_id[wanted]
+        starts = torch.from_numpy((np.cumsum(pairs.counts) - pairs.counts)[wanting])
+        owed = torch.tensor([plan.rows[n].owed for n in wanted], dtype=torch.int64)
+        last = starts + owed + self._ledger.committed_len[own] - committed[wanted] - 1
+        places = committed[pairs.row] + pairs.offset
+        logits, states = self._read(slot_id[reading], slot_id[pairs.row], places, pairs.counts, before, last)
+        self._draft([plan.rows[n] for n in wanted], own, logits, states)
+
+    def _draft(
+        self, rows: list[Row], slot_id: torch.Tensor, logits: torch.Tensor, states: torch.Tensor
+    ) -> None:
+        """The first draft of each row from these logits, the others from pairs of a draft and its state."""
+        ledger = self._ledger
+        ledger.num_drafts[slot_id] = torch.tensor([row.room for row in rows], dtype=torch.int64)
+        for at in range(max((row.room for row in rows), default=0)):
+            if at > 0:
+                more = [n for n, row in enumerate(rows) if row.room > at]
+                rows, slot_id = [rows[n] for n in more], slot_id[more]
+                places = ledger.total_len[slot_id] + at - 1
+                ones = np.ones(len(rows), np.int64)
+                lines = torch.arange(len(rows))
+                logits, states = self._read(slot_id, slot_id, places, ones, states[more], lines)
+            places = ledger.total_len[slot_id] + at
+            rules = [row.request.rule for row in rows]
+            chosen = choose(logits, rules, slot_id, places, ledger.ids)
+            ledger.ids[slot_id, places] = chosen.to(torch.int32)
+
+    def _hidden_before(self, pairs: _Pairs, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        """h_{p-1} of every pair: of this step, but for owed ones, for which the slot has it."""
+        tokens = batch.cu_tokens[pairs.row] + pairs.offset - 1
+        tokens[pairs.owed] = 0
+        before = hidden.index_select(0, tokens)
+        rows = pairs.row[pairs.owed]
+        places = (batch.committed[rows] + pairs.offset[pairs.owed] - 1) % self._ring.shape[1]
+        before[pairs.owed] = self._ring[batch.slot_id[rows], places]
+        return before
+
+    def _keep_for_snapshots(self, rows: list[Row], batch: Batch, hidden: torch.Tensor) -> None:
+        """The state before the edge of each snapshot that this step took; before the ring is overwritten."""
+        asked = [n for n, row in enumerate(rows) if row.snapshot_slot]
+        if not asked:
+            return
+        last = batch.snapshot_edge[asked] - 1
+        slot_id, committed = batch.slot_id[asked], batch.committed[asked]
+        place = last % self._ring.shape[1]
+        token = (batch.cu_tokens[asked] + last - committed).clamp(0, len(hidden) - 1)
+        is_new = (last >= committed).unsqueeze(1)
+        kept = torch.where(is_new, hidden[token], self._ring[slot_id, place])
+        passed = batch.edge[asked] <= last
+        passed &= last < self._ledger.edge[slot_id]
+        target = torch.where(passed, batch.snapshot_slot[asked], 0)  # else it goes to the dump slot
+        self._ring[target, place] = kept
+
+    def _keep(self, rows: list[Row], batch: Batch, hidden: torch.Tensor) -> None:
+        """Put the hidden states of the last tokens into the slots' rings."""
+        ring_len = self._ring.shape[1]
+        num_tokens = np.array([row.num_tokens for row in rows])
+        kept = np.minimum(num_tokens, ring_len)
+        row, offset = ragged(kept)
+        token = (np.cumsum(num_tokens) - kept)[row] + offset
+        tokens = torch.from_numpy(token)
+        slot_id = batch.slot_id[torch.from_numpy(row)]
+        self._ring[slot_id, batch.positions[tokens] % ring_len] = hidden.index_select(0, tokens)
+
+    def _read(
+        self,
+        slots: torch.Tensor,  # [N] of the rows
+        slot_id: torch.Tensor,  # [P] of the pairs
+        places: torch.Tensor,  # [P]
+        counts: np.ndarray,  # [N] pairs of each row
+        before: torch.Tensor,  # [P, F]
+        last: torch.Tensor,  # pairs whose outcome is wanted
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the head over pairs; logits and hidden states of the last ones."""
+        token_ids = self._ledger.ids[slot_id, places]
+        table = self._pages.table[slots.numpy()]
+        cu_tokens = np.concatenate(([0], np.cumsum(counts)))
+        if padding := -len(places) % self._pad_tokens:
+            cu_tokens = np.append(cu_tokens, len(places) + padding)
+            table = np.concatenate((table, np.zeros_like(table[:1])))
+            token_ids = torch.cat((token_ids, token_ids.new_zeros(padding)))
+            places = torch.cat((places, places.new_ones(padding)))
+            before = torch.cat((before, before.new_zeros(padding, before.shape[1])))
+        logits, states = self._session.draft(
+            token_ids=token_ids,
+            hidden=before,
+            positions=places.to(torch.int32),
+            cu_tokens=torch.from_numpy(cu_tokens.astype(np.int32)),
+            page_table=torch.from_numpy(table),
+            logits_ids=last.to(torch.int32),
+        )
+        return logits, states[last]
+
+
+def _pairs(rows: list[Row], reading: list[int]) -> _Pairs:
+    """One behind every token of the rows that read, and before them those that are owed."""
+    owed = np.array([rows[n].owed for n in reading], np.int64)
+    counts = np.array([rows[n].num_tokens for n in reading], np.int64) + owed
+    at, offset = ragged(counts)
+    offset += 1 - owed[at]
+    row = np.array(reading, np.int64)[at]
+    return _Pairs(
+        torch.from_numpy(row), torch.from_numpy(offset), counts, torch.from_numpy(np.flatnonzero(offset < 1))
+    )

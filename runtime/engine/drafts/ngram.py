@@ -1,0 +1,51 @@
+"""Prompt lookup: what followed the last occurrence of the text's own suffix (after arXiv 2304.04487)."""
+
+import torch
+
+from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.engine.step import Batch, Plan
+
+
+def lookup(
+    ids: torch.Tensor, total_len: torch.Tensor, min_n: int, max_n: int, num_drafts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts [R, num_drafts] for texts ids[R, W] of total_len[R] ids, and which rows [R] have any.
+
+    The ids after the latest earlier occurrence of the longest suffix of min_n..max_n ids that occurs earlier.
+    An occurrence that overlaps the end of the text continues into the proposal, as a period would.
+    """
+    place = torch.arange(ids.shape[1])
+    last = total_len.unsqueeze(1) - 1
+    matched = torch.zeros_like(ids)  # [R, W] of the ids up to here, how many equal the text's last ones
+    alive = place < last  # a suffix does not find itself
+    for n in range(max_n):
+        suffix = ids.gather(1, (last - n).clamp(min=0))
+        alive = alive & (ids.roll(n, 1) == suffix) & (place >= n)
+        matched += alive
+    matched = torch.where(matched >= min_n, matched, 0)
+    best = (matched.to(torch.int64) * ids.shape[1] + place).argmax(
+        1, keepdim=True
+    )  # the latest of the longest
+    found = matched.gather(1, best).squeeze(1) > 0
+    period = last - best
+    ahead = torch.arange(num_drafts) % period.clamp(min=1)
+    return ids.gather(1, (best + 1 + ahead).clamp(max=ids.shape[1] - 1)), found
+
+
+class NgramProposer:
+    """Prompt lookup for every row with room."""
+
+    def __init__(self, ledger: Ledger, min_n: int, max_n: int) -> None:
+        self.ledger = ledger
+        self.min_n, self.max_n = min_n, max_n
+
+    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        rows = [row for row in plan.rows if row.room > 0]
+        if not rows:
+            return
+        slot_ids = torch.tensor([row.slot_id for row in rows])
+        room = torch.tensor([row.room for row in rows])
+        most_len = max(row.request.most_len for row in rows)
+        ids, total_len = self.ledger.ids[slot_ids, :most_len], self.ledger.total_len[slot_ids]
+        drafts, found = lookup(ids, total_len, self.min_n, self.max_n, int(room.max()))
+        self.ledger.set_drafts(slot_ids, drafts, room * found)

@@ -1,0 +1,83 @@
+"""What the logits of a step mean: which drafts stay, and each row's next token. On the device.
+
+The law of acceptance, greedy and sampled alike: a choice is the argmax, or a draw whose noise is a function
+of the request's seed and the position (sampling.py). The trunk makes the choices that it would make without
+drafts, and a draft stays where it equals the choice. So the output is the same, id for id, and a draft is
+kept with the probability that the trunk gives it: rejection sampling of a point mass, with a common random
+number.
+"""
+
+import torch
+
+from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.engine.sampling import broken, choose, logprobs
+from hemiola.runtime.engine.step import Batch, Choices, Verdict
+
+
+def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) -> Verdict:
+    """Choose, accept, and write the outcome into the ledger. logits [L, V] fp32."""
+    choices = batch.choices
+    slot_id = batch.slots
+    certain_len = batch.certain_len
+    ledger.committed_len[slot_id] = certain_len
+    ledger.edge[slot_id] = certain_len - certain_len % chunk_len
+    line_slot = choices.slot_id[choices.row]
+    position = ledger.total_len[line_slot] + choices.offset
+    chosen = choose(logits, choices.rules, line_slot, position, ledger.ids)
+    num_judged = torch.minimum(choices.num_drafts, ledger.num_drafts[choices.slot_id])
+    agrees = (chosen == ledger.ids[line_slot, position]) & (choices.offset < num_judged[choices.row])
+    width = max(choices.num_lines, default=1)
+    token_ids = _by_row(choices, chosen, width)
+    num_accepted = _by_row(choices, agrees.to(torch.int64), width).cumprod(1).sum(1)
+    _append(ledger, choices, token_ids, num_accepted)
+    return Verdict(
+        rows=choices.rows,
+        token_ids=token_ids,
+        num_accepted=num_accepted,
+        num_judged=num_judged,
+        broken=_broken(choices, logits, chosen, width),
+        logprobs=_logprobs(choices, logits, chosen),
+    )
+
+
+def _broken(choices: Choices, logits: torch.Tensor, chosen: torch.Tensor, width: int) -> torch.Tensor:
+    """Rows with a line that has no best number; an argmax shows by itself whether it has one."""
+    if any(rule.adorned or not rule.greedy for rule in choices.rules):
+        bad = broken(logits)
+    else:
+        bad = ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
+    return _by_row(choices, bad, width).any(1)
+
+
+def _by_row(choices: Choices, values: torch.Tensor, width: int) -> torch.Tensor:
+    """[L] as [R, width], zero where a row has no line."""
+    if len(values) == len(choices.rows) * width:
+        return values.view(-1, width)  # rows are alike
+    table = values.new_zeros(len(choices.rows), width)
+    table[choices.row, choices.offset] = values
+    return table
+
+
+def _append(ledger: Ledger, choices: Choices, token_ids: torch.Tensor, num_accepted: torch.Tensor) -> None:
+    """What stood there as drafts, and was accepted, is text now, and one token more."""
+    slot_id = choices.slot_id
+    end = ledger.total_len[slot_id] + num_accepted
+    last = token_ids.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+    ledger.ids[slot_id, end] = last.to(torch.int32)
+    ledger.total_len[slot_id] = end + 1
+    ledger.committed_len[slot_id] = end
+    ledger.num_drafts[slot_id] = 0
+
+
+def _logprobs(
+    choices: Choices, logits: torch.Tensor, chosen: torch.Tensor
+) -> dict[int, tuple[torch.Tensor, ...]]:
+    """Of the rows that asked."""
+    found = {}
+    end = 0
+    for row, num_lines in zip(choices.rows, choices.num_lines, strict=True):
+        own = slice(end, end := end + num_lines)
+        num_top = choices.rules[own.start].params.logprobs
+        if num_top is not None:
+            found[row] = logprobs(logits[own], chosen[own], num_top)
+    return found

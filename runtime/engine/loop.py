@@ -1,0 +1,266 @@
+"""The loop: the only place that knows the order of a step, and the thread that repeats it."""
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import torch
+
+from hemiola.runtime.api import Counters, OnPiece
+from hemiola.runtime.config import Resolved
+from hemiola.runtime.device.session import Drafter, Output
+from hemiola.runtime.engine.drafts import Proposer
+from hemiola.runtime.engine.feed import Feed
+from hemiola.runtime.engine.judge import judge
+from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.engine.outbox import Event, Outbox
+from hemiola.runtime.engine.request import Request
+from hemiola.runtime.engine.scheduler import Scheduler
+from hemiola.runtime.engine.step import Batch, Plan, Verdict
+from hemiola.runtime.errors import Failed, Refused
+
+IDLE_SECONDS = 1.0  # without work before the caches are audited
+log = logging.getLogger("hemiola")
+
+
+class Engine(Drafter, Protocol):
+    """A Session, or in tests something that checks what a session is given."""
+
+    def run(self, batch: Batch) -> Output: ...
+
+
+class Store(Protocol):
+    """A Storage, or in tests something that keeps other things in slots."""
+
+    def copy_slot(self, source: int, target: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step under way: what the host needs to end it."""
+
+    plan: Plan
+    verdict: Verdict
+    num_drafts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    request: Request
+    on_piece: OnPiece
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: int
+
+
+class _Flush:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    drain: bool
+
+
+_Message = _Submit | _Abort | _Flush | _Close
+
+
+class Loop:
+    """`step` is the engine's heartbeat; `start` lets a thread of its own call it while there is work."""
+
+    def __init__(
+        self,
+        config: Resolved,
+        scheduler: Scheduler,
+        ledger: Ledger,
+        feed: Feed,
+        storage: Store,
+        session: Engine,
+        drafts: Proposer,
+        outbox: Outbox,
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.ledger = ledger
+        self.feed = feed
+        self.storage = storage
+        self.session = session
+        self.drafts = drafts
+        self.outbox = outbox
+        self.counters = Counters()
+        self._flights: deque[_Flight] = deque()
+        self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        self._gate = threading.Lock()  # nobody enters while the refusal changes
+        self._refusal: Exception | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="hemiola-loop", daemon=True)
+
+    def step(self) -> list[Event]:
+        """Launch a step if one can be planned; end the oldest, if more than pipeline_depth are under way."""
+        start = time.perf_counter()
+        plan = self.scheduler.plan()
+        if plan.rows:
+            self._flights.append(self._launch(plan))
+        assert self._flights, "nothing can run"
+        events = []
+        if len(self._flights) > self.config.pipeline_depth or not plan.rows:
+            events = self._land(self._flights.popleft())
+        self.counters.step_seconds += time.perf_counter() - start
+        return events
+
+    def _launch(self, plan: Plan) -> _Flight:
+        """What the device does, in order; nothing here waits for it."""
+        for opening in plan.openings:
+            if opening.restore_from:
+                self.storage.copy_slot(opening.restore_from, opening.slot_id)
+            self.ledger.open(opening.slot_id, opening.ids, opening.start)
+        batch = self.feed.fill(plan)
+        start = time.perf_counter()
+        out = self.session.run(batch)
+        ran = time.perf_counter()
+        verdict = judge(batch, out.logits, self.ledger, self.config.chunk_len)
+        judged = time.perf_counter()
+        self.drafts.propose(plan, batch, out.hidden)
+        self._clock(plan, ran - start, time.perf_counter() - judged)
+        return _Flight(plan, verdict, self.ledger.num_drafts[batch.choices.slot_id])
+
+    def _clock(self, plan: Plan, running: float, drafting: float) -> None:
+        self.counters.engine_seconds += running
+        if self.scheduler.pace.adaptive and all(row.num_tokens == 1 + row.num_drafts for row in plan.rows):
+            num_drafts = sum(row.num_drafts for row in plan.rows)
+            num_passes = max(row.room for row in plan.rows)
+            self.scheduler.pace.timed(len(plan.rows), num_drafts, num_passes, running, drafting)
+
+    def _land(self, flight: _Flight) -> list[Event]:
+        """What the host learns from a step, and does about it."""
+        plan = flight.plan
+        self.scheduler.commit(plan, flight.verdict.read(flight.num_drafts))
+        events = self.outbox.drain(plan)
+        self.scheduler.reap(plan)
+        self._count(plan.num_tokens, events)
+        return events
+
+    def _count(self, num_tokens: int, events: list[Event]) -> None:
+        counters = self.counters
+        counters.num_steps += 1
+        counters.num_computed_tokens += num_tokens
+        counters.num_preemptions = self.scheduler.num_preemptions
+        for event in events:
+            counters.num_output_tokens += len(event.piece.token_ids)
+            counters.num_finished += event.piece.finish_reason is not None
+
+    # What other threads call.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request, on_piece: OnPiece) -> None:
+        """Queue a request; on_piece is called in the loop's thread. Raises Failed when the engine is lost."""
+        with self._gate:
+            if self._refusal is not None:
+                raise self._refusal
+            self._inbox.put(_Submit(request, on_piece))
+
+    def abort(self, request_id: int) -> None:
+        """End a request soon, with finish_reason "cancelled"; one that has ended already is left alone."""
+        self._inbox.put(_Abort(request_id))
+
+    def flush(self) -> None:
+        """Forget what the prefix cache has, before the next step; what runs goes on."""
+        self._inbox.put(_Flush())
+
+    def close(self, drain: bool = False) -> None:
+        """Take no more requests, finish (drain) or cancel those there are, and end the thread."""
+        with self._gate:
+            self._refusal = self._refusal or Refused("the engine is closed; open it again")
+        if self._thread.is_alive():
+            self._inbox.put(_Close(drain))
+            if self._thread is not threading.current_thread():  # it may be an on_piece that closes
+                self._thread.join()
+
+    # What the loop's thread does.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing or self._busy:
+                self.turn()
+        except Exception as error:
+            log.exception("the engine failed")
+            self._fail(f"{type(error).__name__}: {error}")
+
+    @property
+    def _busy(self) -> bool:
+        return self.scheduler.busy or bool(self._flights)
+
+    def turn(self) -> None:
+        """Read the inbox; if anything runs, do one step and deliver. If nothing does, wait for a message."""
+        self._read_inbox()
+        if self._busy:
+            self._deliver(self.step())
+
+    def _read_inbox(self) -> None:
+        """All messages there are; waits for one if nothing can run."""
+        if not self._busy:
+            self._read(self._wait())
+        while not self._inbox.empty():
+            self._read(self._inbox.get())
+
+    def _wait(self) -> _Message:
+        try:
+            return self._inbox.get(timeout=IDLE_SECONDS)
+        except Empty:
+            self.scheduler.audit()
+            return self._inbox.get()
+
+    def _read(self, message: _Message) -> None:
+        match message:
+            case _Submit(request, on_piece):
+                self.outbox.open(request, on_piece)
+                self.scheduler.add(request)
+            case _Abort(request_id):
+                request = self.outbox.get(request_id)
+                if request is not None:
+                    self._cancel(request)
+            case _Flush():
+                self.scheduler.prefix.flush()
+            case _Close(drain):
+                self._closing = True
+                for request in [] if drain else self.outbox.all():
+                    self._cancel(request)
+
+    def _cancel(self, request: Request) -> None:
+        self.scheduler.abort(request)
+        self._deliver([self.outbox.end(request)])
+
+    def _deliver(self, events: list[Event]) -> None:
+        """A user whose callback raises loses the request, and nobody else anything."""
+        for event in events:
+            try:
+                event.on_piece(event.piece)
+            except Exception:
+                log.exception("request %d: on_piece raised; the request is cancelled", event.request.id)
+                if event.piece.finish_reason is None:
+                    self.scheduler.abort(event.request)
+                    self.outbox.end(event.request)
+
+    def _fail(self, reason: str) -> None:
+        """The engine is lost: tell everyone, those that were about to enter included."""
+        with self._gate:
+            self._refusal = Failed(f"the engine failed ({reason}) and takes no more requests; open it again")
+        while not self._inbox.empty():
+            match self._inbox.get():
+                case _Submit(request, on_piece):
+                    self.outbox.open(request, on_piece)
+        for request in self.outbox.all():
+            request.fail(f"the engine failed: {reason}")
+            event = self.outbox.end(request)
+            try:
+                event.on_piece(event.piece)
+            except Exception:
+                log.exception("request %d: on_piece raised", request.id)

@@ -1,0 +1,162 @@
+"""How many drafts a row may have, so that speculation does not lose.
+
+A draft pays if the tokens it is expected to add cost less time than tokens cost without it. Expected: a draft
+stays if all before it did and the trunk agrees, with a chance that is learned per request. Time: a step costs
+a constant, something per row, and something per draft; drafting costs a constant and something per pass.
+These are fitted to the steps that only decode, with forgetting.
+
+Lest what was learned grow old, a step now and then takes not the window that seems best, but its neighbour.
+What that may lose is saved up for, a small share of the time: it happens seldom where drafts are dear, and
+often where they are cheap. No window is more than twice as long as one that was tried.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hemiola.runtime.engine.request import Request
+
+WINDOWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+REPLAN = 8  # decode steps for which a choice holds
+PAUSE = 8  # decode steps between two trials
+SHARE = 0.012  # of the time, for trials
+CREDIT = 2.0  # steps' time that trials may lose before anything was saved
+KEPT = 0.98  # of what was learned, per observation
+DOUBT = 8.0  # trials for which a new request is taken to be like all others
+MARGIN = 0.99  # of the best speed is enough for a shorter window
+
+
+class Fit:
+    """Seconds as a linear function of a step's features; recursive least squares with forgetting.
+
+    What is known of a feature is forgotten only by steps that have it: while nobody drafts, the price of a
+    draft stays known.
+    """
+
+    def __init__(self, guess: Sequence[float]) -> None:
+        self._found = np.array(guess)  # at first as shares of a first observation
+        self._known = 0.05 * np.eye(len(guess))
+        self.scale = 0.0
+
+    def observe(self, features: Sequence[float], seconds: float) -> None:
+        seen = np.array(features, float)
+        if self.scale == 0.0:
+            self.scale = seconds / max(float(self._found @ seen), 1e-9)
+            self._found = self._found * self.scale
+        usual = float(self._found @ seen)
+        if usual > 0:
+            seconds = min(seconds, 2 * usual)  # the machine was busy with something else
+        kept = np.where(seen > 0, KEPT**0.5, 1.0)
+        self._known = self._known * np.outer(kept, kept) + np.outer(seen, seen)
+        floor = np.diag(1e-6 * np.diag(self._known))
+        self._found = self._found + np.linalg.solve(self._known + floor, seen * (seconds - usual))
+
+    @property
+    def coefficients(self) -> np.ndarray:
+        """None of them negative."""
+        return np.maximum(self._found, 0.0) if self.scale else np.zeros(len(self._found))
+
+
+class Pace:
+    """Of one engine. `most`: drafts of a row that it was built for. Not adaptive: all there is room for."""
+
+    def __init__(self, most: int, adaptive: bool) -> None:
+        self.adaptive = adaptive and most > 0  # else there is nothing to learn
+        self._windows = np.array([k for k in WINDOWS if k < most] + [most])
+        self._steps = Fit([0.7, 0.1, 0.05])  # 1, rows, drafts
+        self._passes = Fit([0.1, 0.1])  # 1, passes
+        self._hits = self._trials = 1.0  # of all requests: hopeful
+        self._turn = self._last_trial = self._best = 0
+        self._longest = 0  # window that was tried
+        self._speed = 0.0  # tokens per second, with the best window
+        self._credit = 0.0  # seconds that trials may lose
+        self._regrets = np.zeros(len(self._windows))  # what a step with each window loses, in seconds
+
+    def judged(self, request: Request, num_planned: int, num_accepted: int) -> None:
+        """A window of so many drafts was verified; drafts that were not there count as wrong."""
+        trials = num_accepted + (num_accepted < num_planned)
+        request.draft_trials = KEPT * request.draft_trials + trials
+        request.draft_hits = KEPT * request.draft_hits + num_accepted
+        self._trials = KEPT * self._trials + trials
+        self._hits = KEPT * self._hits + num_accepted
+
+    def timed(self, num_rows: int, num_drafts: int, num_passes: int, step: float, drafting: float) -> None:
+        """Seconds of a step that only decoded, and of proposing what comes next."""
+        if self._steps.scale == 0.0:
+            self._credit = CREDIT * (step + drafting)
+        self._credit = min(self._credit + SHARE * (step + drafting), 4 * CREDIT * (step + drafting))
+        self._steps.observe((1, num_rows, num_drafts), step)
+        self._passes.observe((1, num_passes), drafting)
+
+    def choose(self, requests: Sequence[Request], most: Sequence[int]) -> list[int]:
+        """Drafts to propose for each row that will decode next; at most most[n]."""
+        if not self.adaptive or not any(most):
+            return list(most)
+        self._turn += 1
+        room = np.array(most)
+        if self._steps.scale == 0.0:  # nothing was timed yet
+            return np.minimum(room, self._turn % 2).tolist()
+        rates = self._rates(requests)
+        cost = self._costs(len(room))
+        if self._turn % REPLAN == 1 or self._turn < 2 * REPLAN:
+            self._replan(rates, room, cost)
+        at, is_trial = self._try()
+        # the last draft of a row must be worth the time that it takes
+        worth = min(self._speed * cost.last_draft, 1.0)
+        own = np.floor(np.log(max(worth, 1e-6)) / np.log(rates))
+        own = np.where(own < 1, int(is_trial), own)
+        self._longest = max(self._longest, int(self._windows[at]))
+        return np.minimum(np.minimum(room, self._windows[at]), own).astype(int).tolist()
+
+    def _costs(self, num_rows: int) -> "_Cost":
+        start, per_row, per_draft = self._steps.coefficients.tolist()
+        drafting, per_pass = self._passes.coefficients.tolist()
+        return _Cost(
+            start + per_row * num_rows + drafting, per_draft, per_pass, per_draft + per_pass / num_rows
+        )
+
+    def _replan(self, rates: np.ndarray, room: np.ndarray, cost: "_Cost") -> None:
+        """The window that gives most tokens per second, among those not too far from what was tried."""
+        windows = np.minimum(room, self._windows[:, None])  # [windows, rows]
+        tokens = len(room) + _gain(rates, windows).sum(1)
+        seconds = cost.plain + cost.per_draft * windows.sum(1) + cost.per_pass * windows.max(1)
+        speeds = tokens / np.maximum(seconds, 1e-9)
+        speeds = np.where(self._windows <= max(2 * self._longest, 1), speeds, 0.0)
+        self._best = int(np.argmax(speeds >= MARGIN * speeds.max()))
+        self._speed = float(speeds[self._best])
+        self._regrets = np.maximum(seconds - tokens / self._speed, 0.0)
+
+    def _try(self) -> tuple[int, bool]:
+        """The best window; or another, if it is time and what that may lose has been saved."""
+        if self._turn - self._last_trial < PAUSE:
+            return self._best, False
+        step = 1 if self._best == 0 or self._turn // PAUSE % 2 else -1
+        at = self._best + step
+        if at == len(self._windows):
+            at = self._best - 1
+        if self._regrets[at] > self._credit:
+            return self._best, False
+        self._credit -= float(self._regrets[at])
+        self._last_trial = self._turn
+        return at, True
+
+    def _rates(self, requests: Sequence[Request]) -> np.ndarray:
+        """The chance that a request's draft stays, if all before it did."""
+        usual = self._hits / self._trials
+        counts = np.array([(r.draft_hits, r.draft_trials) for r in requests])
+        return np.clip((counts[:, 0] + DOUBT * usual) / (counts[:, 1] + DOUBT), 0.01, 0.99)
+
+
+class _Cost(NamedTuple):
+    """Seconds, for the rows there are."""
+
+    plain: float  # of a step without drafts
+    per_draft: float
+    per_pass: float
+    last_draft: float  # of one row's, its share of a pass included
+
+
+def _gain(rates: np.ndarray, windows: np.ndarray) -> np.ndarray:
+    """Drafts of a window that are expected to stay."""
+    return rates * (1 - rates**windows) / (1 - rates)

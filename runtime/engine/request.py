@@ -1,0 +1,209 @@
+"""A request under way: its ids, its three lengths, its stop rules."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from hemiola.runtime.api import FinishReason, Logprob, Metrics, SamplingParams
+from hemiola.runtime.cache.tree import Chain
+from hemiola.runtime.errors import Refused
+
+Encode = Callable[[str], Sequence[int]]  # text -> token ids, without special ones
+Words = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rule:
+    """What decides a request's tokens besides the logits and the tokens before."""
+
+    params: SamplingParams
+    seed: int
+    prompt_len: int
+    stop_ids: frozenset[int]
+    bad_words: Words = ()
+    greedy: bool = field(init=False)
+    adorned: bool = field(init=False)  # the logits are changed before a token is chosen
+
+    def __post_init__(self) -> None:
+        params = self.params
+        penalties = (params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
+        adorned = any(penalties) or bool(params.logit_bias or self.bad_words)
+        object.__setattr__(self, "greedy", params.temperature == 0)
+        object.__setattr__(self, "adorned", adorned or (params.min_tokens > 0 and bool(self.stop_ids)))
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Its three lengths: prompt_len <= total_len (ids known), committed_len (tokens whose state is final)."""
+
+    id: int
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    ids: np.ndarray  # [most that total_len can become] int32: prompt, then output
+    prompt_len: int
+    total_len: int
+    metrics: Metrics
+    bad_words: Words = ()
+    rule: Rule = field(init=False)
+    committed_len: int = 0
+    # the scheduler's
+    age: int = 0  # place in the order of arrival
+    chain: Chain = field(init=False)
+    slot_id: int = 0  # 0: not running
+    hit_len: int = 0  # where it began, when it last got a slot
+    start_len: int = 0  # its total_len then: so much is computed as a prompt
+    planned_len: int = 0  # of that, what steps done or under way compute
+    edge: int = 0  # its state stands there or further on, as far as is known
+    in_flight: int = 0  # steps under way
+    ahead: int = 0  # tokens that they may add
+    draft_hits: float = 0.0  # what Pace has learned of it
+    draft_trials: float = 0.0
+    num_drafts: int = 0  # drafts that the next step may verify
+    owed: int = 0  # tokens at its end whose pairs a drafting head has not read
+    leaving: bool = False  # to be preempted when no step is under way
+    # how it ends
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    logprobs: list[Logprob] = field(default_factory=list)  # of the output tokens, if asked for
+
+    def __post_init__(self) -> None:
+        self.rule = Rule(self.params, self.seed, self.prompt_len, self.stop_ids, self.bad_words)
+
+    @property
+    def most_len(self) -> int:
+        """What total_len may be once all steps under way are done."""
+        return self.total_len + self.ahead
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Add output tokens up to the first that ends the request; what follows it is dropped."""
+        ids, stop_ids = self.ids, self.stop_ids
+        for token_id in token_ids:
+            ids[self.total_len] = token_id
+            self.total_len += 1
+            if token_id in stop_ids:
+                self.finish_reason = "stop"
+                return
+            if self.total_len == len(ids):
+                self.finish_reason = "length"
+                return
+
+    def add_logprobs(self, logprobs: Sequence[Logprob]) -> None:
+        """Of the tokens just appended."""
+        self.logprobs.extend(logprobs)
+        del self.logprobs[self.total_len - self.prompt_len :]
+
+    def stop_at(self, total_len: int) -> None:
+        """End here because the text up to here holds a stop string."""
+        self.total_len = total_len
+        self.finish_reason = "stop"
+        del self.logprobs[total_len - self.prompt_len :]
+
+    def fail(self, error: str) -> None:
+        self.finish_reason = "error"
+        self.error = error
+
+
+class Bounds(NamedTuple):
+    """What a request is checked against."""
+
+    max_len: int
+    built_max_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    num_drafts: int = 0
+
+
+def new_request(
+    request_id: int,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    bounds: Bounds,
+    encode: Encode | None = None,
+) -> Request:
+    """Check a tokenised prompt. Raises Refused; nothing has been queued then. encode: for bad_words."""
+    prompt_len = len(prompt_ids)
+    if prompt_len == 0:
+        raise Refused("prompt is empty; give at least one token")
+    if prompt_len >= bounds.max_len:
+        raise Refused(_too_long(prompt_len, bounds))
+    ids = np.zeros(min(prompt_len + params.max_tokens, bounds.max_len), np.int32)
+    ids[:prompt_len] = _checked_ids(prompt_ids, bounds.vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, bounds)
+    _check_ids("logit_bias", params.logit_bias, bounds)
+    for word in params.bad_words_ids:
+        _check_ids("bad_words_ids", word, bounds)
+    if params.num_drafts is not None and params.num_drafts > bounds.num_drafts:
+        raise Refused(
+            f"num_drafts is {params.num_drafts}, the engine runs with num_drafts={bounds.num_drafts};"
+            f" lower it or leave it out"
+        )
+    stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else bounds.eos_ids)
+    bad_words = _bad_words(params, encode)
+    forbidden = {word[0] for word in bad_words if len(word) == 1} | (stop_ids if params.min_tokens else set())
+    if len(forbidden) >= bounds.vocab_size:
+        raise Refused(
+            f"bad words, and stop ids before min_tokens, forbid all {bounds.vocab_size} tokens; leave one"
+        )
+    return Request(
+        id=request_id,
+        params=params,
+        seed=secrets.randbits(64) if params.seed is None else params.seed,
+        stop_ids=stop_ids,
+        ids=ids,
+        prompt_len=prompt_len,
+        total_len=prompt_len,
+        metrics=Metrics(num_prompt_tokens=prompt_len, arrival=time.perf_counter()),
+        bad_words=bad_words,
+    )
+
+
+def _check_ids(name: str, token_ids: Iterable[int], bounds: Bounds) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < bounds.vocab_size:
+            raise Refused(f"{name} holds {token_id}, the vocabulary is 0..{bounds.vocab_size - 1}; remove it")
+
+
+def _bad_words(params: SamplingParams, encode: Encode | None) -> Words:
+    """Token ids of the bad words, each as it is spelt at the beginning of a text and after a space."""
+    words = list(params.bad_words_ids)
+    for text in params.bad_words:
+        if encode is None:
+            raise Refused("bad_words is text, the engine has no tokenizer; pass bad_words_ids")
+        bare = text.lstrip(" ")
+        spellings = [tuple(encode(spelling)) for spelling in ((bare, f" {bare}") if bare else (text,))]
+        if not all(spellings):
+            raise Refused(f"bad_words holds {text!r}, which has no tokens in this tokenizer; remove it")
+        words += spellings
+    return tuple(dict.fromkeys(words))
+
+
+def _too_long(prompt_len: int, bounds: Bounds) -> str:
+    room = f"prompt is {prompt_len} tokens, max_len={bounds.max_len} must hold it and at least one more"
+    if bounds.max_len < bounds.built_max_len and prompt_len < bounds.built_max_len:
+        return f"{room}; shorten it or start with max_len={prompt_len + 1}"
+    return f"{room}; shorten it or rebuild with --max-len {prompt_len + 1}"
+
+
+def _checked_ids(prompt_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    try:
+        ids = np.asarray(prompt_ids)
+    except (ValueError, OverflowError):
+        ids = np.empty(0, object)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise Refused(f"prompt is a list of {_kinds(prompt_ids)}; pass text or a list of token ids (int)")
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(outside):
+        at = outside[0]
+        raise Refused(
+            f"token id {ids[at]} at position {at} of the prompt is not in the vocabulary 0..{vocab_size - 1}"
+        )
+    return ids
+
+
+def _kinds(values: Sequence[object]) -> str:
+    return ", ".join(sorted({type(value).__name__ for value in values}))

@@ -1,0 +1,313 @@
+"""Who runs in a step, with how many tokens; and what a step's outcome means for them. Sees no tensor.
+
+There are no phases: a row brings the tokens behind those committed, all that are known or a chunk of them,
+and a row that reaches the end of its text chooses a token. Decode is the case of one token and some drafts.
+
+A step is planned before the outcome of the last ones is known. Prompts are planned exactly. What a decoding
+row has become is bounded: at least its total_len, at most its most_len. Pages are taken for the most, a row
+that may have reached its limit waits for the outcome, and what a request holds is freed when no step that
+has it as a row is under way. Nothing is undone.
+
+Rank, (priority, age), decides everything. `running` and `waiting` are in order of rank; pages that run out
+are taken from the last. So the first request always advances, and since the cache holds at least one request
+of max_len (config.resolve), nothing of the best priority waits for ever.
+"""
+
+import bisect
+import itertools
+import time
+
+from hemiola.runtime.api import FinishReason
+from hemiola.runtime.cache.prefix import PrefixCache
+from hemiola.runtime.config import Resolved
+from hemiola.runtime.engine.pace import Pace
+from hemiola.runtime.engine.request import Request
+from hemiola.runtime.engine.step import Opening, Outcome, Plan, Row
+
+
+class Scheduler:
+    """Owns all requests from `add` until `reap` or `abort`."""
+
+    def __init__(self, config: Resolved, prefix: PrefixCache, pace: Pace) -> None:
+        self.config = config
+        self.prefix = prefix
+        self.slots = prefix.slots
+        self.pace = pace
+        self.waiting: list[Request] = []  # best rank first
+        self.running: list[Request] = []  # best rank first; each holds a slot
+        self.num_preemptions = 0
+        self._ages = itertools.count()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        pages = self.prefix.pages
+        assert pages.count(len(request.ids)) < pages.num_pages, "can never fit: config.resolve was bypassed"
+        request.age = next(self._ages)
+        request.chain = self.prefix.chain(request.ids, request.params.cache_salt)
+        bisect.insort(self.waiting, request, key=_rank)
+
+    # Before a step.
+
+    def plan(self) -> Plan:
+        """The next step: decode rows, then prompts under way, then new requests, within the token budget.
+
+        Empty if everything waits for the outcome of steps under way.
+        """
+        self.prefix.tick()
+        plan = Plan()
+        budget = self.config.max_step_tokens
+        spare = budget - len(self.running)  # for drafts: every running row can have a token first
+        capacity = self.prefix.pages.capacity
+        prompts: list[Request] = []
+        for request in list(self.running):
+            if request.slot_id == 0 or request.finish_reason is not None or request.leaving:
+                continue  # preempted by one before it; or it is on its way out
+            if request.planned_len < request.start_len:
+                prompts.append(request)
+            elif (most_len := request.total_len + request.ahead) < len(request.ids):
+                num_drafts = min(request.num_drafts, spare)
+                need = most_len + num_drafts + 1
+                if need <= capacity[request.slot_id] or self._make_room(request, need):
+                    self._add_decode(plan, request, num_drafts, most_len)
+                    budget -= 1 + num_drafts
+                    spare -= num_drafts
+        for request in prompts:
+            if budget > 0 and request.slot_id:
+                budget -= self._add_chunk(plan, request, budget)
+        while budget > 0 and (request := self._admit(plan)) is not None:
+            budget -= self._add_chunk(plan, request, budget)
+        self._grant_drafts(plan)
+        self._take_snapshots(plan)
+        return plan
+
+    def _add_decode(self, plan: Plan, request: Request, num_drafts: int, most_len: int) -> None:
+        known, most = request.edge, self._edge(most_len)
+        if request.ahead:  # of the page edges it may pass, the next is the surest
+            most = min(most, known - known % self.config.page_len + self.config.page_len)
+        edges = known, most
+        row = Row(request, request.slot_id, 1 + num_drafts, num_drafts, True, request.owed, edges)
+        plan.rows.append(row)
+        request.ahead += 1 + num_drafts
+        request.in_flight += 1
+
+    def _add_chunk(self, plan: Plan, request: Request, budget: int) -> int:
+        """All of the request's pending tokens, or what the budget allows, up to a chunk edge where it can."""
+        start, end = request.planned_len, request.start_len
+        if end - start > budget:
+            to_edge = self._edge(start + budget)
+            end = to_edge if to_edge > start else start + budget
+        end = self.prefix.chunk_end(request.slot_id, self._edge(start), end)
+        chooses = end == request.start_len
+        owed = int(start > 0 and start == request.hit_len)
+        edges = self._edge(start), self._edge(end)
+        plan.rows.append(Row(request, request.slot_id, end - start, 0, chooses, owed, edges))
+        request.planned_len = end
+        request.edge = edges[1]
+        request.ahead += chooses
+        request.in_flight += 1
+        return end - start
+
+    def _edge(self, num_tokens: int) -> int:
+        return num_tokens // self.config.chunk_len * self.config.chunk_len
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Pages for so many tokens of a running request, if need be from the last, perhaps itself."""
+        while not self.prefix.grow(request.slot_id, num_tokens):
+            if any(r.leaving or r.finish_reason is not None for r in self.running):
+                return False  # their pages will do, or it is tried again
+            last = self.running[-1]
+            self._send_away(last)
+            if last.leaving or last is request:
+                return False
+        return True
+
+    def _admit(self, plan: Plan) -> Request | None:
+        """Let the first waiting request run, if a slot and pages for all its known tokens can be had.
+
+        One page per running request stays free, lest the newcomer be preempted by the next decode step.
+        A request of better priority than the last one that runs takes its place.
+        """
+        if not self.waiting:
+            return None
+        request = self.waiting[0]
+        start = None
+        if len(self.running) < self.config.max_rows:
+            start = self.prefix.admit(request.chain, request.total_len, len(self.running))
+        if start is None:
+            self._give_way(request)
+            return None
+        self.waiting.pop(0)
+        request.slot_id = start.slot_id
+        request.committed_len = request.planned_len = request.hit_len = start.hit_len
+        request.edge = start.hit_len
+        request.start_len = request.total_len
+        known = request.ids[: request.total_len]
+        plan.openings.append(Opening(start.slot_id, known, start.hit_len, start.restore_from))
+        bisect.insort(self.running, request, key=_rank)
+        if not request.metrics.first_scheduled:
+            request.metrics.first_scheduled = time.perf_counter()
+            request.metrics.cached_tokens = start.hit_len
+        return request
+
+    def _give_way(self, request: Request) -> None:
+        """One of worse priority than a request that waits makes place for it, for the next step."""
+        last = self.running[-1] if self.running else request
+        if last.params.priority <= request.params.priority or last.leaving or last.finish_reason is not None:
+            return
+        self._send_away(last)
+
+    def _send_away(self, request: Request) -> None:
+        """Preempt it, now or when the steps that have it are done."""
+        if request.in_flight:
+            request.leaving = True
+        else:
+            self._preempt(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Give slot and pages back; later it begins at the last snapshot of its text that is left."""
+        self._release(request, donate=True)
+        bisect.insort(self.waiting, request, key=_rank)
+        request.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _release(self, request: Request, donate: bool) -> None:
+        assert request.in_flight == 0, f"request {request.id} is in a step under way"
+        self.running.remove(request)
+        self.prefix.release(request.slot_id, donate)
+        request.slot_id = 0
+        request.committed_len = request.planned_len = request.edge = 0
+        request.num_drafts = request.owed = 0
+        request.leaving = False
+
+    def _grant_drafts(self, plan: Plan) -> None:
+        """How many drafts may be proposed for the next step of each row; the pages for them are there."""
+        if self.config.num_drafts == 0:
+            return
+        rows = [row for row in plan.rows if row.chooses]
+        most = [self._most_drafts(row.request) for row in rows]
+        for row, room in zip(rows, self.pace.choose([r.request for r in rows], most), strict=True):
+            request = row.request
+            if room and self.prefix.grow(request.slot_id, request.most_len + room):
+                row.room = room
+            request.num_drafts = row.room
+            row.reads = not self._can_wait(row)
+            request.owed = 0 if row.reads else row.owed + row.num_tokens
+
+    def _can_wait(self, row: Row) -> bool:
+        """Whether a drafting head may read the row's pairs later: nobody drafts, and no page is finished."""
+        idle = row.room == 0 and row.num_tokens == 1 and row.edges[0] == row.edges[1]
+        return idle and row.owed + 1 < self.config.chunk_len
+
+    def _most_drafts(self, request: Request) -> int:
+        asked = request.params.num_drafts
+        most = self.config.num_drafts if asked is None else min(asked, self.config.num_drafts)
+        return max(0, min(most, len(request.ids) - request.most_len - 1))
+
+    def _take_snapshots(self, plan: Plan) -> None:
+        """Of the edges that rows will pass, or may."""
+        for row in [row for row in plan.rows if row.edges[0] != row.edges[1]]:
+            take = self.prefix.take(row.slot_id, *row.edges)
+            if take is not None:
+                row.snapshot_slot, row.snapshot_edge = take
+
+    # After a step.
+
+    def commit(self, plan: Plan, outcome: Outcome) -> None:
+        """Advance the lengths, append the new tokens, publish what is final; see which requests end."""
+        slot_ids = [row.slot_id for row in plan.rows]
+        certain_len = [row.request.committed_len + row.num_tokens - row.num_drafts for row in plan.rows]
+        before = self.slots.edge[slot_ids].tolist()
+        self.slots.commit(slot_ids, certain_len)
+        after = self.slots.edge[slot_ids].tolist()
+        page_len = self.config.page_len
+        for n, (row, new_len, start, edge) in enumerate(
+            zip(plan.rows, certain_len, before, after, strict=True)
+        ):
+            request = row.request
+            request.in_flight -= 1
+            old_len = request.committed_len
+            if request.edge < edge:
+                request.edge = edge
+            if row.chooses:
+                request.ahead -= 1 + row.num_drafts
+                new_len += len(outcome.token_ids[n]) - 1
+            request.committed_len = new_len
+            if request.finish_reason is not None:
+                continue  # it ended while this step was under way
+            if n in outcome.broken:
+                request.fail(f"the engine computed NaN for the token at position {request.total_len}")
+                continue
+            if row.chooses:
+                self._append(request, outcome, n, row.num_drafts)
+            if start != edge or old_len // page_len != new_len // page_len:
+                stored_edge = row.snapshot_edge if start < row.snapshot_edge <= edge else 0
+                self.prefix.commit(row.slot_id, new_len, request.total_len, stored_edge)
+
+    def _append(self, request: Request, outcome: Outcome, n: int, num_planned: int) -> None:
+        token_ids = outcome.token_ids[n]
+        if num_planned:
+            num_accepted = len(token_ids) - 1
+            request.metrics.count_drafts(outcome.num_judged[n], num_accepted)
+            if self.pace.adaptive:
+                self.pace.judged(request, num_planned, num_accepted)
+        if request.in_flight == 0:
+            request.num_drafts = outcome.num_drafts[n]
+        request.append(token_ids)
+        if n in outcome.logprobs:
+            request.add_logprobs(outcome.logprobs[n])
+
+    def reap(self, plan: Plan) -> None:
+        """Free what rows held that have ended, or must leave, and are in no step under way."""
+        for row in plan.rows:
+            request = row.request
+            if request.slot_id == 0 or request.in_flight:
+                continue
+            if request.finish_reason is not None:
+                self._release(request, donate=request.finish_reason != "error")
+            elif request.leaving:
+                self._preempt(request)
+
+    def abort(self, request: Request, reason: FinishReason = "cancelled") -> None:
+        """End a request at any moment between two steps."""
+        request.finish_reason = reason
+        if request.slot_id == 0:
+            self.waiting.remove(request)
+        elif request.in_flight == 0:
+            self._release(request, donate=True)
+
+    def audit(self) -> None:
+        """Pages, slots and requests add up."""
+        slot_ids = {request.slot_id for request in self.running}
+        assert len(slot_ids) == len(self.running) <= self.config.max_rows, "two requests in one slot"
+        self.prefix.audit()
+        for requests in (self.running, self.waiting):
+            ranks = [_rank(request) for request in requests]
+            assert ranks == sorted(ranks), f"a worse rank overtook: {ranks}"
+        for request in self.running:
+            self._audit_running(request)
+        for request in self.waiting:
+            assert request.finish_reason is None, f"request {request.id} is finished and waits"
+            assert request.committed_len == request.slot_id == request.in_flight == request.ahead == 0, (
+                f"request {request.id} waits and holds"
+            )
+
+    def _audit_running(self, request: Request) -> None:
+        capacity = self.prefix.pages.capacity[request.slot_id]
+        assert request.finish_reason is None or request.in_flight, (
+            f"request {request.id} is finished and runs"
+        )
+        if request.finish_reason is not None:
+            return
+        assert 0 <= request.committed_len < request.total_len <= request.most_len <= len(request.ids)
+        assert request.committed_len <= request.planned_len or request.planned_len == request.start_len
+        assert request.most_len <= capacity, f"request {request.id} has pages for {capacity} tokens"
+        assert request.ahead == 0 or request.in_flight, f"request {request.id} expects {request.ahead} tokens"
+        num_records = request.committed_len - self.slots.edge[request.slot_id]
+        assert 0 <= num_records < self.config.chunk_len + self.config.num_drafts, f"{num_records} records"
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.params.priority, request.age

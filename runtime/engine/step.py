@@ -1,0 +1,124 @@
+"""A step in its five forms: planned, filled, judged on the device, and read by the host."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from hemiola.runtime.api import Logprob
+from hemiola.runtime.engine.request import Request, Rule
+from hemiola.runtime.engine.sampling import to_logprobs
+
+
+@dataclass(slots=True)
+class Row:
+    """A request in a step: it brings num_tokens tokens, of which the last num_drafts are drafts."""
+
+    request: Request
+    slot_id: int
+    num_tokens: int
+    num_drafts: int  # at most: the ledger knows how many there are
+    chooses: bool  # it reaches the end of its text and gets a token
+    owed: int  # tokens before it whose pairs a drafting head has not read: 1 behind a prefix hit
+    edges: tuple[int, int]  # the slot's state moves from the first or a later edge to the last or an earlier
+    reads: bool = True  # the head reads its pairs in this step; else they are owed
+    room: int = 0  # drafts that may be proposed for its next step
+    snapshot_slot: int = 0  # 0: none
+    snapshot_edge: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Before the step a request takes its slot, with the state of a snapshot if it begins at one."""
+
+    slot_id: int
+    ids: np.ndarray
+    start: int
+    restore_from: int  # slot; 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step."""
+
+    rows: list[Row] = field(default_factory=list)
+    openings: list[Opening] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The tokens to choose: R rows that reach the end of their text, L logits of theirs, by row."""
+
+    rows: list[int]  # their places in the plan
+    num_lines: list[int]  # logits of each
+    slot_id: torch.Tensor  # [R] int64
+    num_drafts: torch.Tensor  # [R] int64
+    row: torch.Tensor  # [L] int64, which of the R
+    offset: torch.Tensor  # [L] int64, 0 for the first token behind the text
+    rules: list[Rule]  # [L]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The engine ABI, in groups by who knows them. int32 all of it."""
+
+    # plan: which rows, how many tokens of each
+    cu_tokens: torch.Tensor  # [N+1]
+    num_drafts: torch.Tensor  # [N] the last of a row's tokens that are only proposed
+    logits_ids: torch.Tensor  # [L] tokens whose logits are wanted
+    slot_id: torch.Tensor  # [N]
+    snapshot_slot: torch.Tensor  # [N] 0: none
+    snapshot_edge: torch.Tensor  # [N]
+    page_table: torch.Tensor  # [N, W]
+    # ledger: ids and lengths
+    token_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    committed: torch.Tensor  # [N]
+    edge: torch.Tensor  # [N]
+    # not for the engine; without the dump row
+    slots: torch.Tensor  # [N] int64
+    certain_len: torch.Tensor  # [N] int64, tokens whose state is final when the step is done, drafts apart
+    choices: Choices
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """By row of the plan, for the rows that chose."""
+
+    token_ids: dict[int, list[int]]
+    num_judged: dict[int, int]
+    num_drafts: dict[int, int]
+    broken: set[int]
+    logprobs: dict[int, list[Logprob]]  # of rows that asked
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A step's outcome, still on the device; R rows chose."""
+
+    rows: list[int]  # their places in the plan
+    token_ids: torch.Tensor  # [R, 1 + K] int64: the accepted drafts, the next token, and what nobody keeps
+    num_accepted: torch.Tensor  # [R]
+    num_judged: torch.Tensor  # [R] drafts that there were; a row may have been planned with more
+    broken: torch.Tensor  # [R] bool: the engine computed NaN
+    logprobs: dict[int, tuple[torch.Tensor, ...]]  # by row of the plan that asked: of its tokens
+
+    def read(self, num_drafts: torch.Tensor) -> Outcome:
+        """Fetch it; num_drafts [R]: drafts that the rows have got for their next step."""
+        counts = self.num_accepted.tolist()
+        token_ids = [line[: n + 1] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]
+        kept = dict(zip(self.rows, token_ids, strict=True))
+        return Outcome(
+            token_ids=kept,
+            num_judged=dict(zip(self.rows, self.num_judged.tolist(), strict=True)),
+            num_drafts=dict(zip(self.rows, num_drafts.tolist(), strict=True)),
+            broken={row for row, bad in zip(self.rows, self.broken.tolist(), strict=True) if bad},
+            logprobs={
+                row: to_logprobs(kept[row], *(part[: len(kept[row])] for part in parts))
+                for row, parts in self.logprobs.items()
+            },
+        )

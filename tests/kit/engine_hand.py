@@ -1,0 +1,355 @@
+"""Real tiny engines, run by hand: what is asked of every one of them, whatever it goes through.
+
+Storage is poisoned. After every turn ownership is audited; a request's hit is what `hit_len` makes of the
+cache's content; `check_contents` recomputes all that is cached; `check_logits` compares with the plain run.
+"""
+
+import functools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from kit.hand import Hand
+from kit.plain import Plain, places
+from kit.proposers import Scripted, Text
+from oracle import Oracle
+
+from hemiola.runtime import manifest
+from hemiola.runtime.cache.prefix import Start, hit_len
+from hemiola.runtime.cache.tree import Chain
+from hemiola.runtime.config import ServeConfig, resolve
+from hemiola.runtime.device import session
+from hemiola.runtime.device.memory import Storage
+from hemiola.runtime.device.session import Output, Session
+from hemiola.runtime.engine.drafts import Proposer
+from hemiola.runtime.engine.request import Bounds, Request
+from hemiola.runtime.engine.step import Batch, Outcome, Plan
+from hemiola.runtime.llm import make_loop, prefix_cost
+
+VOCAB = 320
+NUM_TOKENS = 40
+ROUNDING = (
+    1e-5  # of fast numerics, as a share of the largest number: MKL sums a GEMM of another height otherwise
+)
+KINDS = {
+    "plain": {"drafts": "none"},
+    "mtp": {"drafts": "mtp"},
+    "ngram": {"drafts": "ngram", "ngram_min": 1},
+    "scripted": {"drafts": "ngram"},  # of which the proposer is replaced
+}
+PAGE, CHUNK, NUM_DRAFTS = 16, 8, 3
+SMALL = {
+    "page_len": PAGE,
+    "chunk_len": CHUNK,
+    "num_drafts": 19,
+    "numerics": "exact",
+}  # windows cross two pages
+load_program = functools.cache(session.load_program)  # a program keeps nothing between calls
+
+
+def prompt(length: int) -> list[int]:
+    """One random text per length."""
+    return random.Random(length).choices(range(3, VOCAB), k=length)
+
+
+class Wanted:
+    """The oracle's tokens, computed once: what follows the beginning of a greedy text is known by then."""
+
+    def __init__(self, checkpoint: Callable[[str], Path]) -> None:
+        self._checkpoint = checkpoint
+        self._oracles: dict[str, Oracle] = {}
+        self._texts: dict[str, list[tuple[int, list[int]]]] = {}  # prompt_len, prompt and output
+
+    def __call__(self, family: str, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+        start, known = list(prompt), self._texts.setdefault(family, [])
+        end = len(start) + num_tokens
+        for prompt_len, text in known:
+            if prompt_len <= len(start) and end <= len(text) and text[: len(start)] == start:
+                return text[len(start) : end]
+        if family not in self._oracles:
+            self._oracles[family] = Oracle(self._checkpoint(family))
+        output = self._oracles[family].generate(start, num_tokens).token_ids
+        known.append((len(start), start + output))
+        return output
+
+    def story(self, family: str, number: int = 0, length: int = 200) -> list[int]:
+        """A greedy text: any part of it, given as a prompt, is continued by the rest.
+
+        Three of them were looked at: nowhere do two experts or tokens tie within fp32's rounding (a text that
+        began with 6, 6, 7 had two groups of experts 5e-8 apart, and arithmetics chose differently).
+        """
+        start = [20 + number, 6, 7]
+        return start + self(family, start, length - 3)
+
+
+class Recorder:
+    """A session that keeps the logits of the steps under way."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.draft = session.draft
+        self.logits: deque[torch.Tensor] = deque()
+
+    def run(self, batch: Batch) -> Output:
+        out = self.session.run(batch)
+        self.logits.append(out.logits.clone())
+        return out
+
+
+class Prompted:
+    """An MTP head that does its work; then other drafts take the place of its own, which are never right."""
+
+    def __init__(self, head: Proposer, script: Scripted) -> None:
+        self._head, self._script = head, script
+
+    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        self._head.propose(plan, batch, hidden)
+        self._script.ledger.num_drafts[[row.slot_id for row in plan.rows if row.room > 0]] = 0
+        self._script.propose(plan, batch, hidden)
+
+
+class EngineHand(Hand):
+    """A loop over a real engine, and what it must not do."""
+
+    def __init__(
+        self,
+        engine_dir: Path,
+        plain: Plain,
+        kind: str,
+        proposer: Scripted | None = None,
+        shuffle: random.Random | None = None,
+        **options: object,
+    ) -> None:
+        found = manifest.load(engine_dir)
+        chosen = (
+            {"adaptive_drafts": False} | KINDS[kind] | options
+        )  # how fast a step was must not matter here
+        config = resolve(ServeConfig(**chosen), found, 2**30)
+        self.storage = Storage(found.states, config.num_pages, config.num_slots, poison=True)
+        recorder = Recorder(Session(engine_dir, found, self.storage, config.drafts))
+        scripted = proposer if kind == "scripted" else None
+        loop = make_loop(config, self.storage, recorder, None, prefix_cost(found), proposer=scripted)
+        if proposer is not None and kind == "mtp":
+            loop.drafts = Prompted(loop.drafts, proposer(loop.ledger))
+        sizes = config.max_len, found.limits.max_len, found.vocab_size
+        super().__init__(loop, Bounds(*sizes, eos_ids=(), num_drafts=config.num_drafts))
+        self.config, self.plain, self.manifest = config, plain, found
+        self.mtp = config.drafts == "mtp"
+        self.recorded: dict[
+            tuple[int, ...], torch.Tensor
+        ] = {}  # what a token was chosen from, by all before it
+        self.certain_len: dict[int, int] = {}  # by request: what its last step made final, drafts apart
+        self._shuffle = shuffle
+        self._watch()
+
+    def _watch(self) -> None:
+        scheduler = self.loop.scheduler
+        plan, commit, admit = scheduler.plan, scheduler.commit, scheduler.prefix.admit
+
+        def shuffled() -> Plan:
+            made = plan()
+            if self._shuffle is not None:
+                self._shuffle.shuffle(made.rows)
+            return made
+
+        def keep(plan: Plan, outcome: Outcome) -> None:
+            self._record(plan, outcome)
+            commit(plan, outcome)
+
+        def admit_and_check(chain: Chain, known_len: int, spare_pages: int = 0) -> Start | None:
+            expected = self.expected_hit(chain.ids[:known_len].tolist(), chain.salt)
+            start = admit(chain, known_len, spare_pages)
+            assert start is None or start.hit_len == expected, f"began at {start.hit_len}, not at {expected}"
+            return start
+
+        scheduler.plan, scheduler.commit, scheduler.prefix.admit = shuffled, keep, admit_and_check
+        if self.config.drafts != "none" and not isinstance(self.loop.drafts, (Scripted, Prompted)):
+            propose = self.loop.drafts.propose
+
+            def propose_and_check(plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+                propose(plan, batch, hidden)
+                self._check_drafts(plan)
+
+            self.loop.drafts.propose = propose_and_check
+
+    def _check_drafts(self, plan: Plan) -> None:
+        """In exact numerics drafts depend on the text only, not on hits, chunks or neighbours."""
+        ledger = self.loop.ledger
+        for row in plan.rows:
+            if row.room == 0 or self.manifest.numerics != "exact" or not row.request.rule.greedy:
+                continue
+            total_len, num = int(ledger.total_len[row.slot_id]), int(ledger.num_drafts[row.slot_id])
+            if row.request.rule.adorned or num == 0:
+                continue
+            ids = ledger.ids[row.slot_id].numpy()
+            drafts = ids[total_len : total_len + num].tolist()
+            key = self.config.drafts, ids[:total_len].tobytes()
+            known = self.plain.drafts.setdefault(key, drafts)
+            assert known[:num] == drafts[: len(known)], f"other drafts than before behind {total_len} tokens"
+            self.plain.drafts[key] = max(known, drafts, key=len)
+
+    def expected_hit(self, known: list[int], salt: bytes | None = None) -> int:
+        """By the pure function, over what the cache holds now."""
+        prefix, cached_len, edges = self.loop.scheduler.prefix, 0, [] if self.hybrid else None
+        if not prefix.enabled:
+            return 0
+        for token_ids, entry in prefix.contents():
+            root = entry
+            while root.parent is not None:
+                root = root.parent
+            same_tenant = salt is None or root.tokens == salt
+            if same_tenant and entry.step < prefix.step and known[: entry.edge] == token_ids:
+                cached_len = max(cached_len, entry.edge)
+                if entry.slot_id and edges is not None:
+                    edges.append(entry.edge)
+        return hit_len(len(known), self.config.page_len, cached_len, edges)
+
+    @property
+    def hybrid(self) -> bool:
+        return any(state.kind == "slot" for state in self.manifest.states)
+
+    def _record(self, plan: Plan, outcome: Outcome) -> None:
+        logits, first = self.loop.session.logits.popleft(), 0
+        for n, row in enumerate(plan.rows):
+            request = row.request
+            self.certain_len[request.id] = request.committed_len + row.num_tokens - row.num_drafts
+            if row.chooses and request.finish_reason is None:
+                token_ids = outcome.token_ids[n]
+                ids = [*request.ids[: request.total_len].tolist(), *token_ids]
+                for at in range(len(token_ids)):
+                    self.recorded[tuple(ids[: request.total_len + at])] = logits[first + at]
+            first += (1 + row.num_drafts) * row.chooses
+
+    # Demands.
+
+    def check(self, request_id: int, expected: Sequence[int]) -> None:
+        """All tokens came, and they are these."""
+        assert self.last(request_id).finish_reason == "length", self.last(request_id)
+        self.check_start(request_id, expected)
+        assert len(self.token_ids(request_id)) == len(expected)
+
+    def check_start(self, request_id: int, expected: Sequence[int]) -> None:
+        """What came is how these begin: it was stopped, or cancelled."""
+        got = self.token_ids(request_id)
+        prompt_len = self.requests[request_id - 1].prompt_len
+        assert got == list(expected[: len(got)]), f"request {request_id}, prompt of {prompt_len}"
+
+    def check_logits(self) -> None:
+        """In exact numerics: what every token was chosen from is the plain run's, bit for bit."""
+        assert self.manifest.numerics == "exact"
+        for request in sorted(self.requests, key=lambda request: -request.total_len):
+            ids = request.ids[: request.total_len].tolist()
+            if len(ids) == request.prompt_len:
+                continue
+            logits = self.plain.logits(ids[:-1])
+            for at in range(request.prompt_len, len(ids)):
+                found = self.recorded[tuple(ids[:at])]
+                assert self._is(found, logits[at - 1]), f"{request.id}: position {at}"
+                if request.rule.greedy and not request.rule.adorned:
+                    assert int(logits[at - 1].argmax()) == ids[at], f"{request.id}: token {at}"
+
+    def check_contents(self) -> None:
+        """Every cached page and snapshot is what a plain run of its tokens leaves; what is free is poison."""
+        prefix = self.loop.scheduler.prefix
+        cached = sorted(prefix.contents(), key=lambda found: -found[1].edge)
+        for token_ids, entry in cached:
+            page = self.plain.page(token_ids)
+            for name, wanted in page.items():
+                if name.startswith("mtp.") and not self.mtp:
+                    continue
+                first = 1 if name.startswith("mtp.") and entry.edge == self.config.page_len else 0
+                held = self.storage.tensors[name][entry.page_id]
+                where = f"{name}: page {entry.page_id} up to {entry.edge}"
+                assert self._is(held[first:], wanted[first:]), where
+            if entry.slot_id:
+                self.check_slot(entry.slot_id, token_ids, entry.edge)
+        self._check_poison()
+
+    def check_slot(self, slot_id: int, token_ids: Sequence[int], edge: int) -> None:
+        """A slot that stands at an edge, with the records of the tokens behind it."""
+        if not token_ids:
+            return
+        wanted, limits = self.plain.after(token_ids, edge).slot, self.manifest.limits
+        for state in self.manifest.states:
+            if state.kind != "slot" or (state.name == "mtp.hidden" and not self.mtp):
+                continue
+            held = self.storage.tensors[state.name][slot_id]
+            lines = places(state, edge, len(token_ids), limits.chunk_len + limits.num_drafts)
+            if lines == [] or (lines is None and edge == 0):
+                continue  # a request that begins at 0 reads none
+            lines = slice(None) if lines is None else lines
+            assert self._is(held[lines], wanted[state.name][lines]), f"{state.name}: slot {slot_id} at {edge}"
+
+    def check_running(self) -> None:
+        """With nothing under way: each running slot is the plain run's after its committed tokens."""
+        scheduler = self.loop.scheduler
+        for request in scheduler.running:
+            assert request.in_flight == 0
+            ids = request.ids[: request.committed_len].tolist()
+            self.check_slot(request.slot_id, ids, int(scheduler.slots.edge[request.slot_id]))
+
+    def _check_poison(self) -> None:
+        prefix = self.loop.scheduler.prefix
+        free = {"page": prefix.pages._free, "slot": prefix.slots._free}
+        for state in self.manifest.states:
+            held = self.storage.tensors[state.name][free[state.kind]]
+            assert held.isnan().all(), f"{state.name}: somebody wrote what nobody owns"
+
+    def _is(self, held: torch.Tensor, wanted: torch.Tensor) -> bool:
+        if self.manifest.numerics == "exact":
+            return torch.equal(held, wanted)
+        return bool(((held - wanted).abs() <= ROUNDING * wanted.abs().max().clamp(min=1)).all())
+
+    # Moves.
+
+    def goes_on(self) -> bool:
+        """One turn; whether anything is left to do."""
+        self.turn()
+        return not self.idle
+
+    def end(self) -> None:
+        """Run until all is done, and demand everything that holds of any run."""
+        self.run()
+        self.check_logits()
+        self.check_contents()
+
+    def preempt(self, request: Request) -> None:
+        """Now, or as soon as no step has it."""
+        if request.in_flight:
+            request.leaving = True
+        elif request.finish_reason is None:
+            self.loop.scheduler._preempt(request)
+
+
+def windows(
+    answers: Callable[[Sequence[int], int], list[int]], goods: Callable[[Text], int | None]
+) -> Scripted:
+    """Full windows with so many right drafts first, as `goods` says for each; None: no drafts."""
+
+    def script(request: Text, room: int) -> list[int]:
+        good = goods(request)
+        if good is None:
+            return []
+        done = request.total_len - request.prompt_len
+        ids = answers(request.ids[: request.prompt_len].tolist(), request.limit - request.prompt_len)
+        return [
+            token if at < good else (token + 1) % VOCAB for at, token in enumerate(ids[done : done + room])
+        ]
+
+    return Scripted(script)
+
+
+def right_and_wrong(answers: Callable[[Sequence[int], int], list[int]], seed: int) -> Scripted:
+    """Windows of any length, the right tokens up to a random place; a quarter of the windows is empty."""
+    dice = random.Random(seed)
+
+    def script(request: Text, room: int) -> list[int]:
+        done = request.total_len - request.prompt_len
+        ids = answers(request.ids[: request.prompt_len].tolist(), request.limit - request.prompt_len)
+        ids = ids[done : done + dice.choice([0, 1, room, room])]
+        good = dice.choice([0, 1, len(ids), len(ids)])
+        return [token if at < good else (token + 1) % VOCAB for at, token in enumerate(ids)]
+
+    return Scripted(script)

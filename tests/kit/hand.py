@@ -1,0 +1,66 @@
+"""Runs a loop by hand: no thread, an audit after every turn."""
+
+from collections.abc import Sequence
+
+from kit.fake_session import FakeSession
+
+from hemiola.runtime.api import Piece, SamplingParams
+from hemiola.runtime.engine.loop import Loop
+from hemiola.runtime.engine.request import Bounds, Request, new_request
+
+
+class Hand:
+    """A loop whose turns the test takes."""
+
+    def __init__(self, loop: Loop, bounds: Bounds) -> None:
+        self.loop = loop
+        self.bounds = bounds
+        self.requests: list[Request] = []
+        self.pieces: dict[int, list[Piece]] = {}
+
+    def submit(self, prompt: Sequence[int], **params: object) -> int:
+        request = new_request(len(self.requests) + 1, prompt, SamplingParams(**params), self.bounds)
+        self.requests.append(request)
+        self.pieces[request.id] = []
+        self.loop.submit(request, self.pieces[request.id].append)
+        return request.id
+
+    @property
+    def idle(self) -> bool:
+        return not self.loop._busy and self.loop._inbox.empty()
+
+    def turn(self) -> None:
+        if not self.idle:  # there the loop would wait for a message
+            self.loop.turn()
+        self.audit()
+
+    def audit(self) -> None:
+        """Ownership; and the content of whatever is cached, where the session keeps tokens."""
+        scheduler, session = self.loop.scheduler, self.loop.session
+        scheduler.audit()
+        if not isinstance(session, FakeSession):
+            return
+        page_len = session.config.page_len
+        for token_ids, entry in scheduler.prefix.contents():
+            assert session.pages[entry.page_id].tolist() == list(token_ids[-page_len:]), (
+                "another page's content"
+            )
+            if entry.slot_id:
+                assert session.states[entry.slot_id] == list(token_ids), f"snapshot {entry.slot_id} is wrong"
+
+    def run(self, most: int = 10_000) -> None:
+        """Until everything has ended."""
+        for _ in range(most):
+            if self.idle:
+                return
+            self.turn()
+        raise AssertionError(f"still busy after {most} turns")
+
+    def token_ids(self, request_id: int) -> list[int]:
+        return [token_id for piece in self.pieces[request_id] for token_id in piece.token_ids]
+
+    def text(self, request_id: int) -> str:
+        return "".join(piece.text for piece in self.pieces[request_id])
+
+    def last(self, request_id: int) -> Piece:
+        return self.pieces[request_id][-1]

@@ -1,0 +1,117 @@
+"""Plain runs: one request alone, in one step, on fresh memory, and what its pages and its slot hold then.
+
+From them follow all contents that a cache may have, and in exact numerics every logit, bit for bit.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from kit.harness import Harness
+
+from hemiola.runtime.config import EXACT_TILE
+from hemiola.runtime.manifest import State
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Run(NamedTuple):
+    logits: torch.Tensor  # [T, V]
+    pages: Tensors  # by state: [T, ...], a line per token
+    slot: Tensors  # by state: the slot at an edge, with records of the tokens behind it
+
+
+class Plain:
+    """Plain runs of one engine, each made once."""
+
+    def __init__(self, engine_dir: Path) -> None:
+        self.harness = Harness(engine_dir)
+        self.manifest = self.harness.manifest
+        self.limits = self.manifest.limits
+        self.drafts: dict[tuple[str, bytes], list[int]] = {}  # what was proposed behind a text, by whom
+        self._runs: dict[tuple[int, bytes], Run] = {}
+        self._longer: dict[bytes, Run] = {}  # a page edge's text: a run that holds it
+
+    def after(self, token_ids: Sequence[int], edge: int | None = None) -> Run:
+        """edge: where the slot shall stand; else at the last one that the tokens pass."""
+        if edge is None:
+            edge = len(token_ids) // self.limits.chunk_len * self.limits.chunk_len
+        key = edge, np.array(token_ids, np.int32).tobytes()
+        if key not in self._runs:
+            run = self._runs[key] = self._run(list(token_ids), len(token_ids) - edge)
+            for end in range(self.limits.page_len, len(token_ids) + 1, self.limits.page_len):
+                self._longer.setdefault(key[1][: 4 * end], run)
+        return self._runs[key]
+
+    def page(self, token_ids: Sequence[int]) -> Tensors:
+        """The last page of a text that ends at a page's edge."""
+        run = self._longer.get(np.array(token_ids, np.int32).tobytes()) or self.after(token_ids)
+        span = slice(len(token_ids) - self.limits.page_len, len(token_ids))
+        return {name: lines[span] for name, lines in run.pages.items()}
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, V]: at position i, what token i + 1 is chosen from. Of a run that begins with these tokens."""
+        text = np.array(token_ids, np.int32).tobytes()
+        for (_, known), run in self._runs.items():
+            if known.startswith(text):
+                return run.logits[: len(token_ids)]
+        return self.after(token_ids).logits
+
+    def _run(self, token_ids: list[int], num_drafts: int) -> Run:
+        harness = self.harness
+        for tensor in harness.states.values():
+            tensor.fill_(torch.nan)
+        harness.num_requests = 0
+        request = harness.request()
+        logits = harness.step([(request, token_ids, num_drafts)])[0].clone()
+        hidden = harness.hidden
+        if self.manifest.drafts == "mtp":
+            self._read_pairs(request.pages, token_ids[1:], hidden)
+        pages, slot = {}, {}
+        for state in self.manifest.states:
+            held = harness.states[state.name]
+            if state.kind == "page":
+                pages[state.name] = held[request.pages].flatten(0, 1)[: len(token_ids)].clone()
+            elif state.name == "mtp.hidden":
+                slot[state.name] = torch.full(state.shape, torch.nan)
+                last = torch.arange(len(token_ids))[-state.shape[0] :]
+                slot[state.name][last % state.shape[0]] = hidden[last]
+            else:
+                slot[state.name] = held[request.slot].clone()
+        return Run(logits, pages, slot)
+
+    def _read_pairs(self, pages: list[int], token_ids: list[int], hidden: torch.Tensor) -> None:
+        """The MTP head over all pairs of a token and the state before it, from place 1 on."""
+        num = len(token_ids)
+        if not num:
+            return
+        padding = -num % EXACT_TILE if self.manifest.numerics == "exact" else 0
+        ints = {
+            "token_ids": [*token_ids, *[0] * padding],
+            "positions": [*range(1, num + 1), *[1] * padding],
+            "cu_tokens": [0, num, *([num + padding] if padding else [])],
+            "page_table": [pages, *([[0] * len(pages)] if padding else [])],
+            "logits_ids": [0],
+        }
+        batch = {name: torch.tensor(value, dtype=torch.int32) for name, value in ints.items()}
+        batch["hidden"] = torch.cat((hidden[:num], hidden.new_zeros(padding, hidden.shape[1])))
+        self.harness.call("draft", batch)
+
+
+def places(state: State, edge: int, committed: int, ring_slack: int) -> list[int] | None:
+    """Lines of a slot's state that mean something when it stands at `edge`, with records up to `committed`.
+
+    None: all of it. ring_slack: chunk_len + num_drafts, from which a conv's ring is longer by width - 1.
+    """
+    if state.name.endswith(".state"):
+        return None
+    if state.name.endswith("_records"):
+        first = edge
+    elif state.name.endswith(".conv"):
+        first = edge - (state.shape[0] - ring_slack)
+    else:
+        assert state.name == "mtp.hidden", f"what does {state.name} hold?"
+        first = edge - 1
+    return [position % state.shape[0] for position in range(max(first, 0), committed)]

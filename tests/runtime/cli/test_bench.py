@@ -1,0 +1,504 @@
+"""From arguments to exit status: on the real loop with a fake model, and once on a tiny engine."""
+
+import itertools
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from kit.fake_session import VOCAB, FakeSession, hashed, resolved
+
+from hemiola.runtime.api import OnPiece, SamplingParams
+from hemiola.runtime.bench import bench, plot
+from hemiola.runtime.cache.eviction import Cost
+from hemiola.runtime.cli import bench as command
+from hemiola.runtime.cli import main as cli
+from hemiola.runtime.cli.bench import parse_variant
+from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.engine.request import Bounds
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM, make_loop
+
+VLLM_KEYS = [
+    "date", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency", "duration",
+    "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
+    "output_throughput", "total_token_throughput", "input_lens", "output_lens", "ttfts", "itls", "latencies",
+    "start_times", "queue_times", "errors", "max_output_tokens_per_s", "max_concurrent_requests",
+]  # fmt: skip
+SPREADS = [
+    f"{what}_{name}_ms"
+    for name in ("ttft", "tpot", "itl", "e2el")
+    for what in ("mean", "median", "std", "p99")
+]
+
+
+class FakeLLM(LLM):
+    """An LLM on a FakeSession. `wrong`: for which options and length of context it answers otherwise."""
+
+    opened: list[dict[str, object]]
+    wrong: Callable[[dict[str, object], int], bool]
+    before_run: Callable[[FakeSession], None]
+    numerics: str
+
+    def __init__(self, engine_dir: Path, **options: object) -> None:
+        self.opened.append(options)
+        sizes = {
+            name: value
+            for name, value in options.items()
+            if name in ("max_rows", "max_len", "max_step_tokens")
+        }
+        self.config = resolved(**{"max_len": 128, **sizes})
+
+        def next_token(context: list[int]) -> int:
+            return (hashed(context) + type(self).wrong(options, len(context))) % VOCAB
+
+        session = FakeSession(self.config, next_token)
+        session.before_run = lambda batch: type(self).before_run(session)
+        self.manifest = SimpleNamespace(
+            numerics=self.numerics, architecture="FakeForCausalLM", vocab_size=VOCAB
+        )
+        self._text = SimpleNamespace(
+            encode=lambda text: [ord(c) % VOCAB for c in text], encode_words=lambda text: []
+        )
+        self._loop = make_loop(self.config, session, session, None, Cost(10, 40))
+        self._request_ids = itertools.count(1)
+        self._bounds = Bounds(self.config.max_len, self.config.max_len, VOCAB, eos_ids=())
+        self._loop.start()
+
+
+class Drafting(ServeConfig):
+    """What ServeConfig is to become."""
+
+    drafts: str = "none"
+    prefix_cache: bool = False
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+    fresh = {
+        "opened": [],
+        "wrong": lambda options, length: False,
+        "before_run": lambda session: None,
+        "numerics": "exact",
+    }
+    fake = type("Fresh", (FakeLLM,), fresh)
+    monkeypatch.setattr(bench, "LLM", fake)
+    return fake
+
+
+@pytest.fixture
+def hemiola(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., "Ended"]:
+    """`hemiola bench ARGUMENTS`, as a shell sees it."""
+
+    def run(*args: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["hemiola", "bench", "--engine-dir", "engine", *map(str, args)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as exit:
+            status = exit.code
+        out, err = capsys.readouterr()
+        return Ended(status=status, out=out, err=err)
+
+    return run
+
+
+class Ended(SimpleNamespace):
+    status: int
+    out: str
+    err: str
+
+
+SMALL = ("--num-requests", 6, "--input-len", 20, "--output-len", 8)
+
+
+def value(out: str, label: str) -> list[str]:
+    [line] = [line for line in out.splitlines() if line.startswith(label)]
+    return line[40:].split()
+
+
+def test_table_json_and_check(llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path) -> None:
+    ended = hemiola(*SMALL, "--check", "--concurrency", 2, "--seed", 3, "--json", tmp_path / "out.json")
+    assert ended.status == 0, ended
+    assert ended.out.startswith("============ Serving Benchmark Result ============\nSuccessful requests:  ")
+    assert ended.out.endswith(f"{'=' * 50}\ntokens equal to the plain run: 6 of 6\n")
+    assert value(ended.out, "Total input tokens:") == ["120"] and value(ended.out, "Total generated") == [
+        "48"
+    ]
+    assert value(ended.out, "Peak concurrent requests:") == ["2"]
+    assert "Speculative" not in ended.out and "warning: no draft can guess random tokens" in ended.err
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert not {*VLLM_KEYS, *SPREADS} - set(found) and "compared" not in found
+    assert found["request_rate"] == "inf" and found["max_concurrency"] == 2 and found["num_prompts"] == 6
+    assert found["completed"] == 6 and found["options"]["seed"] == 3 and found["engine_options"] == {}
+    assert found["tokens_equal"] == [
+        {
+            "statement": "tokens equal to the plain run: 6 of 6",
+            "num_equal": 6,
+            "num_compared": 6,
+            "difference": None,
+        }
+    ]
+    assert found["engine_counters"]["num_finished"] == 6, "the warm-up is not counted"
+    assert found["engine_counters"]["num_steps"] > 8
+
+
+def test_the_plain_run_gets_no_options_that_the_engine_does_not_know(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (*SMALL, "--check", "--max-rows", 3, "--max-len=100", "--num-warmups", 0)
+    monkeypatch.setattr(
+        bench, "ServeConfig", type("Old", (), {"model_fields": ("max_len", "max_rows"), "__init__": _any})
+    )
+    assert hemiola(*arguments).status == 0
+    monkeypatch.setattr(bench, "ServeConfig", Drafting)
+    assert hemiola(*arguments).status == 0
+    given = {"max_rows": 3, "max_len": 100}
+    assert llm.opened[:2] == [given, {"max_rows": 1, "max_len": 100}]
+    assert llm.opened[2:] == [given, {"max_rows": 1, "max_len": 100, "drafts": "none", "prefix_cache": False}]
+
+
+def _any(self: object, **options: object) -> None:
+    pass
+
+
+def test_unequal_tokens_are_status_1_and_shown(llm: type[FakeLLM], hemiola: Callable[..., Ended]) -> None:
+    llm.wrong = lambda options, length: length == 24 and not options
+    ended = hemiola(*SMALL, "--check")
+    assert (
+        ended.status == 1
+        and "tokens equal to the plain run: 0 of 6\n  first difference: request 0: " in ended.out
+    )
+    assert " at position 4, the plain run has " in ended.out and "fast numerics" not in ended.out
+    llm.numerics = "fast"
+    assert "fast numerics" in hemiola(*SMALL, "--check").out
+
+
+def test_fast_numerics_are_no_excuse_for_equal_tokens(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended]
+) -> None:
+    llm.numerics = "fast"
+    assert "fast" not in hemiola(*SMALL, "--check").out
+
+
+def test_variants_are_measured_in_turn_and_stand_side_by_side(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench, "ServeConfig", Drafting)
+    monkeypatch.setattr(command, "ServeConfig", Drafting)
+    off = "drafts=none,prefix-cache=false"
+    arguments = (
+        "--workload",
+        "multi-turn",
+        "--num-requests",
+        9,
+        "--turns",
+        3,
+        "--input-len",
+        6,
+        "--output-len",
+        4,
+    )
+    arguments += (
+        "--system-len",
+        10,
+        "--drafts",
+        "ngram",
+        "--prefix-cache",
+        "true",
+        "--compare",
+        off,
+        "--compare",
+        "max_rows=1",
+    )
+    ended = hemiola(*arguments, "--check", "--json", tmp_path / "out.json")
+    assert ended.status == 0, ended
+    on = {"drafts": "ngram", "prefix_cache": True}
+    plain = {"drafts": "none", "prefix_cache": False, "max_rows": 1}
+    assert llm.opened == [on, {"drafts": "none", "prefix_cache": False}, on | {"max_rows": 1}, plain]
+    assert value(ended.out, "Successful requests:") == ["9", "9", "9"]
+    assert ended.out.splitlines()[1].split() == ["drafts=ngram", "drafts=none", "max_rows=1"]
+    assert ended.out.splitlines()[2].split() == ["prefix_cache=true", "prefix_cache=false"]
+    statements = ended.out.splitlines()[-4:]
+    assert statements == [
+        "tokens equal across 3 variants: 9 of 9",
+        "tokens equal to the plain run (drafts=ngram,prefix_cache=true): 9 of 9",
+        "tokens equal to the plain run (drafts=none,prefix_cache=false): 9 of 9",
+        "tokens equal to the plain run (max_rows=1): 9 of 9",
+    ]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["variant"] == "drafts=ngram,prefix_cache=true" and found["engine_options"] == on
+    assert [other["variant"] for other in found["compared"]] == [
+        "drafts=none,prefix_cache=false",
+        "max_rows=1",
+    ]
+    assert all(not set(SPREADS) - set(other) for other in found["compared"])
+
+
+def test_a_variant_with_other_tokens_is_status_1(llm: type[FakeLLM], hemiola: Callable[..., Ended]) -> None:
+    llm.wrong = lambda options, length: options.get("max_rows") == 2 and length == 24
+    ended = hemiola(*SMALL, "--compare", "max_rows=2")
+    assert ended.status == 1
+    assert "tokens equal across 2 variants: 0 of 6\n  first difference: request 0: " in ended.out
+
+
+def test_failed_requests_are_in_the_table_and_status_1(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path
+) -> None:
+    lines = [
+        {"prompt": "good"},
+        {"prompt": [VOCAB]},
+        {"prompt": [5] * 200},
+        {"prompt": [1, 2], "max_tokens": 2},
+    ]
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    ended = hemiola("--workload", file, "--output-len", 3, "--check")
+    assert ended.status == 1
+    assert value(ended.out, "Successful requests:") == ["2"] and value(ended.out, "Failed requests:") == ["2"]
+    assert "tokens equal to the plain run: 2 of 2 (2 did not complete)" in ended.out
+    assert value(ended.out, "Total generated tokens:") == ["5"]
+    failures = [line for line in ended.err.splitlines() if line.startswith("failed")]
+    assert (
+        f"{file}:2: token id {VOCAB} at position 0" in failures[0]
+        and f"{file}:3: prompt is 200 tokens" in failures[1]
+    )
+
+
+def test_an_engine_that_breaks_fails_its_requests(llm: type[FakeLLM], hemiola: Callable[..., Ended]) -> None:
+    def breaks(session: FakeSession) -> None:
+        if len(session.shapes) == 12:
+            raise RuntimeError("out of memory")
+
+    llm.before_run = breaks
+    ended = hemiola(*SMALL, "--concurrency", 1, "--num-warmups", 0)
+    assert ended.status == 1 and value(ended.out, "Successful requests:") == ["1"]
+    assert value(ended.out, "Failed requests:") == ["5"] and "out of memory" in ended.err
+
+
+def test_ctrl_c_prints_what_finished(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(session: FakeSession) -> None:
+        if len(session.shapes) == 12:  # in the second request; the handler is gone once the run has stopped
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            deadline = time.monotonic() + 5
+            while signal.getsignal(signal.SIGINT) is not before and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+    llm.before_run = press
+    arguments = (*SMALL, "--concurrency", 1, "--num-warmups", 0, "--check", "--compare", "max_rows=2")
+    ended = hemiola(*arguments, "--json", tmp_path / "out.json")
+    assert ended.status == 130 and len(llm.opened) == 1
+    assert value(ended.out, "Successful requests:") == ["1"] and value(ended.out, "Unfinished requests:") == [
+        "5"
+    ]
+    assert (
+        "tokens equal" not in ended.out and json.loads((tmp_path / "out.json").read_text())["unfinished"] == 5
+    )
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_rate_keeps_its_schedule(llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path) -> None:
+    arguments = (*SMALL, "--request-rate", 100, "--burstiness", "inf", "--json", tmp_path / "out.json")
+    ended = hemiola(*arguments)
+    assert ended.status == 0 and value(ended.out, "Request rate configured (RPS):") == ["100.00"]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (
+        found["start_times"] == pytest.approx([0.01 * i for i in range(1, 7)])
+        and found["burstiness"] == "inf"
+    )
+    assert all(queued >= 0 for queued in found["queue_times"])
+
+
+def test_a_picture(llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert hemiola(*SMALL, "--plot", tmp_path / "a.png", "--compare", "max_rows=1").status == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_picture_is_refused_before_the_run(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plot.util, "find_spec", lambda name: None)
+    ended = hemiola(*SMALL, "--plot", tmp_path / "a.png")
+    assert ended.status == 2 and not llm.opened
+    assert ended.err == (
+        "error: --plot needs matplotlib, which is missing; pip install 'hemiola[bench]' or leave --plot out\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--json", "/absent/out.json"], "--json /absent/out.json cannot be written"),
+        (["--plot", "/"], "--plot / cannot be written"),
+        (["--compare", "max_row=2"], "unknown option 'max_row'; the options are max_len"),
+        (["--compare", "max_rows"], "--compare 'max_rows' holds 'max_rows'; write NAME=VALUE"),
+        (["--max-rows", "many"], "max_rows is 'many'"),
+        (["--num-request", "3"], "unknown argument '--num-request'; see hemiola bench --help"),
+        (["extra"], "unknown argument 'extra'"),
+        (["--max-rows"], "--max-rows has no value"),
+        (["--max-rows", "2", "--max-rows=3"], "--max-rows is given twice"),
+        (["--request-rate", "nan"], "request_rate is nan"),
+        (["--concurrency", "0"], "concurrency is 0"),
+    ],
+)
+def test_mistakes_are_refused_before_an_engine_is_opened(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended], arguments: list[str], words: str
+) -> None:
+    ended = hemiola(*arguments)
+    assert ended.status == 2 and not llm.opened and not ended.out
+    assert ended.err.startswith("error: ") and words in ended.err and ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--input-len", "100", "--output-len", "29"], "129 tokens, the engine runs with max_len=128"),
+        (
+            ["--max-len", "64", "--input-len", "60", "--output-len", "8"],
+            "68 tokens, the engine runs with max_len=64",
+        ),
+        (["--workload", "rando"], "cannot read rando: No such file or directory"),
+        (["--workload", "multi-turn", "--text", "/absent.txt"], "--text /absent.txt cannot be read"),
+        (["--workload", __file__, "--text", __file__], "were both given; drop one"),
+    ],
+)
+def test_workloads_that_cannot_be_are_refused(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended], arguments: list[str], words: str
+) -> None:
+    ended = hemiola(*arguments)
+    assert ended.status == 2 and words in ended.err.splitlines()[-1]
+
+
+def test_a_variant_that_is_refused_does_not_cost_what_was_measured_before_it(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path
+) -> None:
+    arguments = (*SMALL, "--compare", "max_rows=1", "--compare", "max_len=16", "--compare", "max_rows=2")
+    ended = hemiola(*arguments, "--json", tmp_path / "out.json")
+    assert ended.status == 2 and value(ended.out, "Successful requests:") == ["6", "6"]
+    assert "tokens equal across 2 variants: 6 of 6" in ended.out and (tmp_path / "out.json").is_file()
+    assert ended.err.splitlines()[-1].startswith(
+        "error: --compare max_len=16: the longest session is 28 tokens"
+    )
+
+
+def test_text_is_where_prompts_come_from(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("abc" * 50)
+    submitted = _submitted(llm)
+    ended = hemiola(*SMALL, "--text", tmp_path / "a.txt", "--num-warmups", 0)
+    assert ended.status == 0 and "warning" not in ended.err
+    prompts = [prompt for prompt, _ in submitted]
+    assert len(prompts) == 6 and set(chain(*prompts)) == {ord(c) % VOCAB for c in "abc"}
+    (tmp_path / "a.txt").write_text("")
+    assert "is empty" in hemiola(*SMALL, "--text", tmp_path / "a.txt").err
+
+
+def test_multi_turn_has_text_without_being_given_one(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended]
+) -> None:
+    submitted = _submitted(llm)
+    arguments = (
+        "--workload",
+        "multi-turn",
+        "--num-requests",
+        2,
+        "--turns",
+        2,
+        "--input-len",
+        30,
+        "--output-len",
+        4,
+    )
+    assert hemiola(*arguments, "--system-len", 20, "--num-warmups", 0).status == 0
+    first, second = [prompt for prompt, _ in submitted]
+    assert len(first) == 50 and len(second) == 50 + 4 + 30 and second[:50] == first
+    assert len(set(first)) < 45, "text repeats itself"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ignored"),
+    [
+        (["--workload", "random"], True),
+        (["--workload", "FILE"], False),
+        (["--workload", "FILE", "--ignore-eos"], True),
+        (["--workload", "random", "--no-ignore-eos"], False),
+    ],
+)
+def test_files_end_at_the_end_token(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path, arguments: list[str], ignored: bool
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "abc"}')
+    submitted = _submitted(llm)
+    file = str(tmp_path / "data.jsonl")
+    arguments = [argument.replace("FILE", file) for argument in arguments]
+    assert hemiola(*arguments, "--input-len", 4, "--output-len", 4, "--num-requests", 1).status == 0
+    assert [params.ignore_eos for _, params in submitted] == [ignored]
+
+
+def _submitted(llm: type[FakeLLM]) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts and parameters, warm-ups left out."""
+    submitted: list[tuple[list[int], SamplingParams]] = []
+
+    def submit(self: FakeLLM, prompt: list[int], params: SamplingParams, on_piece: OnPiece) -> int:
+        submitted.append((prompt, params))
+        return FakeLLM.submit(self, prompt, params, on_piece)
+
+    llm.submit = submit
+    return submitted
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("drafts=none,prefix_cache=false", {"drafts": "none", "prefix_cache": False}),
+        ("max-rows = 4, memory_fraction=0.25", {"max_rows": 4, "memory_fraction": 0.25}),
+        ("max_len=auto", {"max_len": "auto"}),
+    ],
+)
+def test_variants_are_named_values(text: str, expected: dict[str, object]) -> None:
+    assert parse_variant(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "a=", "=1", "a=1,,b=2", "a=1,a=2"])
+def test_variants_that_say_nothing_are_refused(text: str) -> None:
+    with pytest.raises(Refused, match="--compare"):
+        parse_variant(text)
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tiny_engine: Callable[..., Path]) -> Iterator[Path]:
+    yield tiny_engine("qwen3_5", numerics="exact")
+
+
+def test_a_tiny_engine_from_end_to_end(
+    engine_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    chat = {
+        "messages": [{"role": "user", "content": "def "}, {"role": "assistant", "content": "f(x): return x"}]
+    }
+    (tmp_path / "data.jsonl").write_text(
+        "\n".join(map(json.dumps, [{"prompt": "import os"}, chat, {"prompt": [4] * 70}]))
+    )
+    arguments = ["--workload", str(tmp_path / "data.jsonl"), "--output-len", "10", "--ignore-eos", "--check"]
+    arguments += ["--engine-dir", str(engine_dir), "--compare", "max_rows=2,max_step_tokens=16"]
+    monkeypatch.setattr(sys, "argv", ["hemiola", "bench", *arguments])
+    cli.main()
+    out = capsys.readouterr().out
+    assert value(out, "Successful requests:") == ["3", "3"]
+    assert out.endswith(
+        "tokens equal across 2 variants: 3 of 3\n"
+        "tokens equal to the plain run (defaults): 3 of 3\n"
+        "tokens equal to the plain run (max_rows=2,max_step_tokens=16): 3 of 3\n"
+    )

@@ -1,0 +1,224 @@
+"""The command line as a user sees it: stdout, stderr, exit status."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from hemiola.runtime.api import Metrics, Piece, SamplingParams
+from hemiola.runtime.cli.main import main
+from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.llm import LLM
+
+ROOT = Path(__file__).resolve().parents[3]
+# Dependencies come from where they are, hemiola from the checkout only: no hook of an installation runs.
+UNINSTALLED = f"""
+import runpy, sys
+root, module = sys.argv[1:3]
+sys.path[:0] = [root, {str(Path(typer.__file__).parents[1])!r}]
+sys.argv[:3] = [module]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+def hemiola(
+    *arguments: str, stdin: str = "", stdout: Any = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hemiola", *arguments],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
+        input=stdin, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tiny_engine: Callable[..., Path]) -> Path:
+    return tiny_engine("qwen3_5")
+
+
+def test_generate_streams_the_text_and_reports_on_stderr(engine_dir: Path, tmp_path: Path) -> None:
+    with LLM(engine_dir, max_rows=1) as llm:
+        (wanted,) = llm.generate(["def "], SamplingParams(max_tokens=9, ignore_eos=True))
+        chat = llm.chat_text([{"role": "user", "content": "def "}])
+        (wanted_chat,) = llm.generate([chat], SamplingParams(max_tokens=9, ignore_eos=True))
+    common = ("generate", "--engine-dir", str(engine_dir), "--max-tokens", "9", "--ignore-eos")
+    done = hemiola(*common, "--prompt", "def ")
+    assert (done.returncode, done.stdout) == (0, wanted.text + "\n")
+    assert "9 tokens" in done.stderr and "tokens/s, ended by length" in done.stderr
+    (tmp_path / "prompt").write_text("def ")
+    assert (
+        hemiola(*common, "--prompt-file", str(tmp_path / "prompt"), "--chat").stdout
+        == wanted_chat.text + "\n"
+    )
+    assert hemiola(*common, "--prompt-file", "-", stdin="def ").stdout == wanted.text + "\n"
+
+
+def test_every_option_of_an_engine_is_one_of_generate(
+    engine_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def say(*arguments: str) -> str:
+        common = ("generate", "--engine-dir", str(engine_dir), "--prompt", "def ", "--max-tokens", "9")
+        monkeypatch.setattr(sys, "argv", ["hemiola", *common, "--ignore-eos", *arguments])
+        main()
+        return capsys.readouterr().out
+
+    assert say("--drafts", "none") == say("--drafts", "ngram", "--num-drafts=1", "--max-len", "64") != ""
+    shown = hemiola("generate", "--help").stdout
+    for name in set(ServeConfig.model_fields) - {"max_rows"}:
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+def test_every_sampling_option_reaches_the_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[SamplingParams] = []
+
+    class FakeLlm:
+        def __init__(self, engine_dir: Path, **options: object) -> None:
+            assert options == {"max_rows": 1, "prefix_cache": False}
+
+        def __enter__(self) -> "FakeLlm":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def stream(self, prompt: str, params: SamplingParams) -> Iterator[Piece]:
+            asked.append(params)
+            metrics = Metrics(num_prompt_tokens=1, arrival=0.0)
+            yield Piece("x", [1], finish_reason="error", metrics=metrics, error="the engine failed: KeyError")
+
+    monkeypatch.setattr("hemiola.runtime.llm.LLM", FakeLlm)
+    arguments = (
+        "--max-tokens 9 --min-tokens 2 --temperature 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 --seed 3 --stop a"
+        " --stop b --stop-token-ids 4 --ignore-eos --repetition-penalty 1.1 --presence-penalty 0.2"
+        " --frequency-penalty -0.3"
+        " --logit-bias 5=-100 --logit-bias 6=0.5 --bad-words c --bad-words d --prefix-cache false"
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["hemiola", "generate", "--engine-dir", "e", "--prompt", "p", *arguments.split()]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert asked == [
+        SamplingParams(
+            max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3,
+            stop=("a", "b"), stop_token_ids=(4,), ignore_eos=True, repetition_penalty=1.1,
+            presence_penalty=0.2, frequency_penalty=-0.3, logit_bias={5: -100.0, 6: 0.5},
+            bad_words=("c", "d"),
+        )
+    ]  # fmt: skip
+    assert ended.value.code == 1, "a request that failed is no traceback"
+    assert capsys.readouterr().err == "error: the engine failed: KeyError\n"
+
+
+@pytest.mark.parametrize("arguments", [("inspect",), ("generate", "--prompt", "def ", "--max-tokens", "3")])
+def test_a_full_disk_is_one_line_and_no_traceback(engine_dir: Path, arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = hemiola(*arguments, "--engine-dir", str(engine_dir), stdout=full)
+    assert (done.returncode, done.stderr) == (2, "error: output: No space left on device\n")
+
+
+def test_a_full_disk_under_help_is_one_line_too() -> None:
+    with open("/dev/full", "w") as full:
+        done = hemiola("--help", stdout=full)
+    assert (done.returncode, done.stderr) == (2, "error: output: No space left on device\n")
+
+
+def test_a_reader_that_went_away_gets_no_complaint(engine_dir: Path) -> None:
+    for arguments in (("inspect",), ("generate", "--prompt", "def ", "--max-tokens", "3")):
+        read, write = os.pipe()
+        os.close(read)
+        done = hemiola(*arguments, "--engine-dir", str(engine_dir), stdout=write)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_inspect_shows_the_engine(engine_dir: Path) -> None:
+    done = hemiola("inspect", "--engine-dir", str(engine_dir))
+    assert done.returncode == 0
+    for word in (
+        "Qwen3_5ForCausalLM",
+        "3 delta, 1 attention",
+        "layers.2.k_pages",
+        "32x1x16",
+        "trunk.pt2",
+        "max_len",
+    ):
+        assert word in done.stdout, word
+
+
+def test_bad_input_is_one_line_and_status_2(
+    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latin").write_bytes(b"d\xe9f")
+    engine, generate = ("--engine-dir", str(engine_dir)), "generate"
+    for arguments, reason in [
+        ((generate, "--engine-dir", str(tmp_path), "--prompt", "x"), "has no manifest.json"),
+        ((generate, *engine, "--prompt", "x" * 5000), "must hold it and at least one more"),
+        ((generate, *engine, "--prompt", ""), "prompt is empty"),
+        ((generate, *engine, "--prompt", "x", "--max-tokens", "0"), "max_tokens is 0"),
+        ((generate, *engine, "--prompt", "x", "--top-p", "1.5"), "top_p is 1.5"),
+        ((generate, *engine, "--prompt", "x", "--top-p", "much"), "Invalid value for '--top-p'"),
+        (
+            (generate, *engine, "--prompt", "x", "--prompt-file", "y"),
+            "give one of --prompt TEXT and --prompt-file PATH",
+        ),
+        ((generate, *engine), "give one of --prompt TEXT and --prompt-file PATH"),
+        (
+            (generate, *engine, "--prompt-file", str(tmp_path / "none")),
+            "cannot be read (No such file or directory)",
+        ),
+        ((generate, *engine, "--prompt-file", str(tmp_path / "latin")), "is not UTF-8"),
+        (
+            (generate, *engine, "--prompt", "x", "--beam", "4"),
+            "No such option: --beam; see hemiola generate --help",
+        ),
+        ((generate, *engine, "--prompt", "x", "--drafts", "tree"), "drafts is 'tree': "),
+        ((generate, *engine, "--prompt", "x", "--num-drafts", "9"), "num_drafts is 9, the engine was built"),
+        ((generate, *engine, "--prompt", "x", "--max-rows", "2"), "No such option: --max-rows"),
+        ((generate, *engine, "--prompt", "x", "--min-tokens", "999"), "min_tokens is 999: max_tokens is 128"),
+        ((generate, *engine, "--prompt", "x", "--logit-bias", "5"), "--logit-bias is '5'; give a token id"),
+        ((generate, *engine, "--prompt", "x", "--logit-bias", "5=inf"), "logit_bias is inf: "),
+        (("serve", "--beam"), "see hemiola serve --help"),
+        ((generate, "--prompt", "x"), "Missing option '--engine-dir'; see hemiola generate --help"),
+        (("serve", "--engine-dir", str(tmp_path)), "has no manifest.json"),
+        (("inspect", "--engine", "x"), "see hemiola inspect --help"),
+        (("inspect", "--engine-dir", str(tmp_path)), "has no manifest.json"),
+        (("explode",), "No such command 'explode'; see hemiola --help"),
+        ((), "Missing command"),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["hemiola", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        shown = capsys.readouterr()
+        assert ended.value.code == 2, arguments
+        assert shown.out == "" and shown.err.startswith("error: ") and reason in shown.err, shown.err
+        assert shown.err.count("\n") == 1, shown.err
+
+
+def test_the_status_reaches_the_shell(tmp_path: Path) -> None:
+    done = hemiola("inspect", "--engine-dir", str(tmp_path))
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
+
+
+def test_a_checkout_that_is_not_installed_runs_as_the_readme_says(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    for module, command in (("hemiola", "hemiola"), ("hemiola.builder", "build-engine")):
+        assert f"`python -m {module}` is" in readme and f"`{command}`" in readme
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", UNINSTALLED, str(ROOT), module, "--help"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0 and "--help" in done.stdout, done.stderr
+
+
+def test_the_runtime_package_runs_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hemiola.runtime", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and all(word in done.stdout for word in ("generate", "inspect", "serve"))

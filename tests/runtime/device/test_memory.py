@@ -1,0 +1,53 @@
+"""The memory behind pages and slots."""
+
+import pytest
+import torch
+
+from hemiola.runtime.device.memory import Storage, free_bytes
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import State
+
+STATES = (
+    State(name="layers.0.k", kind="page", shape=(4, 2), dtype="float32"),
+    State(name="layers.1.state", kind="slot", shape=(3,), dtype="float32"),
+    State(name="layers.1.count", kind="slot", shape=(), dtype="int32"),
+)
+
+
+def test_poison_marks_fresh_and_freed_places() -> None:
+    storage = Storage(STATES, num_pages=3, num_slots=4, poison=True)
+    k, state, count = (storage.tensors[s.name] for s in STATES)
+    assert k.shape == (3, 4, 2) and state.shape == (4, 3) and count.shape == (4,)
+    assert k.isnan().all() and state.isnan().all() and (count < 0).all()
+    k[:], state[:], count[:] = 1, 2, 3
+    storage.free_pages([2])
+    storage.free_slots([1, 3])
+    assert k[2].isnan().all() and (k[:2] == 1).all()
+    assert state[[1, 3]].isnan().all() and (state[[0, 2]] == 2).all() and count.tolist()[2] == 3
+
+
+def test_without_poison_nothing_is_written() -> None:
+    storage = Storage(STATES, num_pages=3, num_slots=4)
+    storage.tensors["layers.0.k"][:] = 1
+    storage.free_pages([1])
+    assert (storage.tensors["layers.0.k"] == 1).all()
+
+
+def test_copy_slot_copies_every_slot_state_and_no_page() -> None:
+    storage = Storage(STATES, num_pages=3, num_slots=4)
+    storage.tensors["layers.1.state"][2] = torch.tensor([1.0, 2.0, 3.0])
+    storage.tensors["layers.1.count"][2] = 9
+    storage.tensors["layers.0.k"][2] = 5
+    storage.copy_slot(2, 1)
+    assert storage.tensors["layers.1.state"][1].tolist() == [1, 2, 3]
+    assert storage.tensors["layers.1.count"].tolist() == [0, 9, 9, 0]
+    assert not storage.tensors["layers.0.k"][1].any()
+
+
+def test_free_bytes_is_what_this_machine_has() -> None:
+    assert 2**20 < free_bytes() < 2**50
+
+
+def test_more_pages_than_memory_is_a_refusal_not_a_traceback() -> None:
+    with pytest.raises(Refused, match="no memory for 1000000000000 pages and 2 slots; lower num_pages"):
+        Storage(STATES, 10**12, 2)

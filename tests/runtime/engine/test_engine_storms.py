@@ -1,0 +1,100 @@
+"""M15: everything at once on real tiny engines; the long storms are those of test_storms.py.
+
+    ENGINE_STORMS=200 SEED=0 pytest tests/runtime/test_engine_storms.py
+
+A storm is 60 turns of random arrivals (prompts that begin, continue or leave greedy texts), drafts, aborts,
+preemptions and flushes, with random sizes. At random turns all cached contents are recomputed.
+"""
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+from kit.engine_hand import VOCAB, EngineHand, Wanted
+
+STORMS = int(os.environ.get("ENGINE_STORMS", "20"))
+SEED = int(os.environ.get("SEED", "0"))
+NUM_TURNS = 60
+FAMILIES = ["nemotron_h_moe", "qwen3_5", "three_convs", "attention_only"]
+ENGINES = [
+    {"page_len": 32, "chunk_len": 16, "num_drafts": 5, "numerics": "exact"},
+    {"page_len": 16, "chunk_len": 8, "num_drafts": 19, "numerics": "exact"},
+]
+
+
+def a_hand(engine_hands: Callable[..., EngineHand], dice: random.Random, seed: int) -> EngineHand:
+    family, built = FAMILIES[seed % 4], ENGINES[seed // 4 % 2]
+    kind = ["mtp", "mtp", "ngram", "scripted"][seed % 7 % 4]
+    page_len, max_rows = built["page_len"], dice.choice([1, 2, 4])
+    num_drafts = dice.choice([1, 3, 5] if kind == "mtp" else [1, 3, built["num_drafts"]])
+    pages = {} if dice.random() < 0.3 else {"num_pages": dice.choice([7, 9, 14])}
+    return engine_hands(
+        family,
+        kind,
+        built,
+        max_rows=max_rows,
+        max_len=6 * page_len,
+        max_step_tokens=dice.choice([max_rows, page_len - 1, page_len, 3 * page_len + 1]),
+        num_drafts=num_drafts,
+        num_snapshots=dice.choice([1, 2, 20]),
+        snapshot_interval=dice.choice([0, 0, page_len]),
+        pipeline_depth=seed % 3,
+        shuffle=dice,
+        **pages,
+    )
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + STORMS))
+def test_a_storm(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: int) -> None:
+    print("seed", seed)
+    dice = random.Random(seed)
+    hand, family = a_hand(engine_hands, dice, seed), FAMILIES[seed % 4]
+    prefix, page_len = hand.loop.scheduler.prefix, hand.config.page_len
+    if seed % 2:  # as an adaptive pace does: stretches without drafts, whose pairs the head reads later
+        idle = random.Random(seed)
+        hand.loop.scheduler.pace.choose = lambda requests, most: [idle.choice([0, 0, 0, m]) for m in most]
+    known: dict[int, list[int]] = {}  # requests whose oracle we have
+    aborted: set[int] = set()
+
+    def arrive() -> None:
+        text = wanted.story(family, dice.randrange(3), 100)
+        length = dice.randint(3, 80)
+        num_tokens = dice.randint(1, 16)
+        prompt = text[:length]
+        tail = dice.choices(range(VOCAB), k=dice.choice([0, 0, 1, page_len]))
+        tail = tail[: hand.config.max_len - 1 - length]
+        salt = dice.choice(["", "", "other"])
+        options = {"priority": dice.choice([0, 0, 1]), "num_drafts": dice.choice([None, None, 0])}
+        request_id = hand.submit(prompt + tail, max_tokens=num_tokens, cache_salt=salt, **options)
+        if not tail:
+            known[request_id] = text[length : length + num_tokens]
+
+    for _ in range(NUM_TURNS):
+        if dice.random() < 0.25:
+            arrive()
+        if hand.requests and dice.random() < 0.04:
+            aborted.add(dice.randint(1, len(hand.requests)))
+            hand.loop.abort(max(aborted))
+        running = hand.loop.scheduler.running
+        if running and dice.random() < 0.08:
+            hand.preempt(dice.choice(running))
+        if dice.random() < 0.02:
+            prefix.flush()
+        hand.turn()
+        if dice.random() < 0.1:
+            hand.check_contents()
+    hand.run()
+    hand.check_logits()
+    hand.check_contents()
+    for request in hand.requests:
+        last = hand.last(request.id)
+        assert last.finish_reason == "length" or request.id in aborted, last
+        if request.id in known:
+            (hand.check_start if last.finish_reason == "cancelled" else hand.check)(
+                request.id, known[request.id]
+            )
+    prefix.flush()
+    hand.audit()
+    assert prefix.pages.num_free == prefix.pages.num_pages - 1, "pages are lost"
+    assert prefix.slots.num_free == prefix.slots.num_slots - 1, "slots are lost"

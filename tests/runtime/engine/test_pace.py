@@ -1,0 +1,145 @@
+"""How many drafts, on simulated costs: speculation never loses, and where it pays it takes what there is.
+
+A simulated request accepts each draft with a given chance, if all before it were accepted; no clock is read.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from hemiola.runtime.api import Metrics, SamplingParams
+from hemiola.runtime.engine.pace import Pace
+from hemiola.runtime.engine.request import Request
+
+STEPS = 500
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of a step, in units of a step of one row without drafts."""
+
+    step: float = 0.9
+    row: float = 0.1
+    draft: float = 0.1
+    drafting: float = 0.0
+    a_pass: float = 0.0
+
+    def __call__(self, num_rows: int, num_drafts: int) -> float:
+        return self.step + self.row * num_rows + self.draft * num_drafts
+
+
+CHEAP = Costs(0.9, 0.1, 0.02, 0.0, 0.02)  # verification is nearly free: a GPU that waits for memory
+LINEAR = Costs(0.0, 1.0, 1.0)  # a step's time is that of its tokens: a busy GPU, or a CPU
+COSTLY = Costs(0.9, 0.1, 0.1, 0.1, 0.5)  # every draft takes half a step to find
+COSTS = {"cheap": CHEAP, "linear": LINEAR, "costly": COSTLY}
+
+
+def requests(count: int) -> list[Request]:
+    params = SamplingParams()
+    return [Request(n, params, 0, frozenset(), [], 0, 0, Metrics(0, 0.0)) for n in range(count)]
+
+
+class Simulation:
+    """Decode steps of some requests; what they are granted is verified in the next step."""
+
+    def __init__(
+        self, pace: Pace, count: int, most: int | Sequence[int], costs: Costs, busy: float = 0.0
+    ) -> None:
+        self.pace, self.costs, self.busy = pace, costs, busy
+        self.requests = requests(count)
+        self.most = [most] * count if isinstance(most, int) else list(most)
+        self.granted = [0] * count
+        self.totals = [0] * count
+        self.dice = random.Random(0)
+
+    def run(self, num_steps: int, chance: float | Sequence[float]) -> float:
+        """Tokens per time."""
+        chances = [chance] * len(self.requests) if isinstance(chance, float) else chance
+        seconds, tokens = 0.0, 0
+        for _ in range(num_steps):
+            windows, self.granted = self.granted, self.pace.choose(self.requests, self.most)
+            assert all(0 <= own <= most for own, most in zip(self.granted, self.most, strict=True))
+            num_rows, num_passes = len(windows), max(self.granted)
+            step = self.costs(num_rows, sum(windows))
+            drafting = self.costs.drafting + self.costs.a_pass * num_passes
+            noise = self.dice.lognormvariate(0, 0.05) * (5 if self.dice.random() < self.busy else 1)
+            self.pace.timed(num_rows, sum(windows), num_passes, 1e-3 * step * noise, 1e-3 * drafting * noise)
+            seconds += step + drafting
+            for n, request in enumerate(self.requests):
+                kept = 0
+                while kept < windows[n] and self.dice.random() < chances[n]:
+                    kept += 1
+                if windows[n]:
+                    self.pace.judged(request, windows[n], kept)
+                tokens += 1 + kept
+                self.totals[n] += windows[n]
+        return tokens / seconds
+
+
+def speed_of(num_drafts: int, count: int, chance: float, costs: Costs) -> float:
+    """Expected, with always so many drafts."""
+    tokens = count * sum(chance**n for n in range(num_drafts + 1))
+    passes = costs.drafting + costs.a_pass * num_drafts
+    return tokens / (costs(count, count * num_drafts) + passes)
+
+
+def best_speed(most: int, count: int, chance: float, costs: Costs) -> float:
+    return max(speed_of(k, count, chance, costs) for k in range(most + 1))
+
+
+@pytest.mark.parametrize("most", [1, 3, 16, 64])
+@pytest.mark.parametrize("count", [1, 8, 64])
+@pytest.mark.parametrize(("costs", "chance"), [("linear", 0.05), ("linear", 0.6), ("costly", 0.05)])
+def test_speculation_that_does_not_pay_is_not_used(costs: str, chance: float, count: int, most: int) -> None:
+    """At most 3 % slower than no drafts over the first 500 steps, all trials included."""
+    speed = Simulation(Pace(most, True), count, most, COSTS[costs]).run(STEPS, chance)
+    assert speed >= 0.97 * speed_of(0, count, chance, COSTS[costs])
+
+
+@pytest.mark.parametrize("most", [1, 3, 16, 64])
+@pytest.mark.parametrize("count", [1, 8, 64])
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+def test_speculation_that_pays_is_used(chance: float, count: int, most: int) -> None:
+    """At least 95 % of the best fixed number's speed, the first 100 steps aside."""
+    simulation = Simulation(Pace(most, True), count, most, CHEAP)
+    simulation.run(100, chance)
+    speed = sum(simulation.run(STEPS, chance) for _ in range(3)) / 3
+    assert speed >= 0.95 * best_speed(most, count, chance, CHEAP)
+
+
+def test_a_bad_request_in_a_good_batch_gets_fewer_drafts() -> None:
+    simulation = Simulation(Pace(8, True), 8, 8, CHEAP)
+    simulation.run(STEPS, [0.05] + [0.9] * 7)
+    bad, *good = simulation.totals
+    assert bad < 0.5 * min(good) and min(good) > 2 * STEPS
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("chances", [(0.05, 0.9), (0.9, 0.05), (0.3, 0.8)], ids=str)
+def test_a_change_is_seen_within_200_steps(chances: tuple[float, float], count: int) -> None:
+    simulation = Simulation(Pace(8, True), count, 8, Costs(0.9, 0.1, 0.05, 0.0, 0.05))
+    simulation.run(STEPS, chances[0])
+    simulation.run(200, chances[1])
+    speed = sum(simulation.run(STEPS, chances[1]) for _ in range(3)) / 3
+    assert speed >= 0.93 * best_speed(8, count, chances[1], simulation.costs)
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.5, 0.9])
+def test_a_machine_that_is_busy_with_other_things_is_seen_through(chance: float) -> None:
+    """A tenth of all steps seem to take five times as long."""
+    simulation = Simulation(Pace(3, True), 8, 3, CHEAP, busy=0.1)
+    speed = sum(simulation.run(STEPS, chance) for _ in range(3)) / 3
+    assert speed >= 0.92 * best_speed(3, 8, chance, CHEAP)
+
+
+def test_a_request_keeps_to_its_own_limit() -> None:
+    simulation = Simulation(Pace(8, True), 4, [0, 1, 3, 8], CHEAP)
+    simulation.run(STEPS, 0.9)
+    totals = simulation.totals
+    assert totals[0] == 0 and 0 < totals[1] <= STEPS < totals[2] <= 3 * STEPS < totals[3]
+
+
+def test_without_adaption_every_row_gets_all_there_is_room_for() -> None:
+    assert Pace(8, False).choose(requests(3), [8, 0, 5]) == [8, 0, 5]

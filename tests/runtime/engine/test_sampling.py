@@ -1,0 +1,421 @@
+"""Adornments and filters against plain loops; draws against their distributions; no line sees another."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.plain_sampling import adorned
+from scipy.stats import chisquare
+
+from hemiola.runtime.api import Logprob, SamplingParams
+from hemiola.runtime.engine import sampling
+from hemiola.runtime.engine.request import Rule
+from hemiola.runtime.engine.sampling import (
+    adorn,
+    broken,
+    choose,
+    logprobs,
+    philox,
+    to_logprobs,
+    uniform,
+    weigh,
+)
+
+V = 12
+WORD = 2**32 - 1
+
+
+def line(size: int = V, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def rule(
+    *, seed: int = 0, prompt_len: int = 0, stop_ids: tuple[int, ...] = (), words: Any = (), **values: Any
+) -> Rule:
+    params = SamplingParams(**{"max_tokens": 100, **values})
+    return Rule(params, seed, prompt_len, frozenset(stop_ids), words)
+
+
+def choose_one(scores: torch.Tensor, own: Rule, history: list[int]) -> int:
+    return choose_each(scores.unsqueeze(0), [own], [history])[0]
+
+
+def choose_each(scores: torch.Tensor, rules: list[Rule], histories: list[list[int]]) -> list[int]:
+    """Every line in a slot of its own, with poison behind its history."""
+    ids = torch.full((len(rules), max(map(len, histories)) + 2), -(2**31), dtype=torch.int32)
+    for slot, history in enumerate(histories):
+        ids[slot, : len(history)] = torch.tensor(history, dtype=torch.int32)
+    position = torch.tensor([len(history) for history in histories])
+    return choose(scores, rules, torch.arange(len(rules)), position, ids).tolist()
+
+
+# Adornments.
+
+
+ADORNMENTS = [
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.4},
+    {"presence_penalty": 1.3},
+    {"presence_penalty": -2.0},
+    {"frequency_penalty": 0.6},
+    {"frequency_penalty": -0.6, "presence_penalty": 0.25},
+    {"logit_bias": {3: 2.5, 0: -100.0, 7: 0.125}},
+    {"words": ((4,), (1, 5), (2, 2, 6), (1, 2, 8), (9, 1, 2, 2, 0))},
+    {"min_tokens": 4, "stop_ids": (2, 5)},
+    {"min_tokens": 5, "stop_ids": (2, 5)},
+    {"min_tokens": 90, "stop_ids": (2, 5), "logit_bias": {2: 50.0}},
+    {
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "logit_bias": {1: 1.0, 4: 9.0},
+        "words": ((4,), (2, 10)),
+        "min_tokens": 6,
+        "stop_ids": (11,),
+    },
+]
+
+
+@pytest.mark.parametrize("options", ADORNMENTS, ids=str)
+@pytest.mark.parametrize(
+    "history", [[3, 9, 1, 1, 2, 2], [3, 9], [3, 9, 2], [5, 4, 1, 2], [0, 1, 2, 9, 1, 2, 2]], ids=str
+)
+def test_an_adornment_is_its_formula(options: dict, history: list[int]) -> None:
+    own = rule(prompt_len=2, **options)
+    assert own.adorned
+    ids = torch.tensor([[*history, -7, 2**31 - 1]], dtype=torch.int32)
+    found = adorn(line().unsqueeze(0), [own], torch.tensor([len(history)]), ids)
+    np.testing.assert_allclose(found[0], adorned(line().tolist(), own, history), rtol=1e-6)
+    wanted = int(np.argmax(adorned(line().tolist(), own, history)))
+    assert choose_one(line(), own, history) == wanted
+
+
+def test_a_bad_word_that_the_prompt_began_is_none_of_the_outputs() -> None:
+    """As in vLLM: words are looked for in the output."""
+    own, scores = rule(prompt_len=2, words=((1, 5),)), torch.zeros(V)
+    scores[5] = 1
+    assert choose_one(scores, own, [0, 1]) == 5
+    assert choose_one(scores, own, [0, 0, 1]) == 0
+
+
+def test_a_stop_id_is_free_once_min_tokens_are_there() -> None:
+    own, scores = rule(prompt_len=1, min_tokens=2, stop_ids=(5,)), torch.zeros(V)
+    scores[5] = 1
+    assert [choose_one(scores, own, [0] * num) for num in (1, 2, 3, 4)] == [0, 0, 5, 5]
+
+
+def test_a_sampled_line_is_adorned_first() -> None:
+    own = [rule(seed=n, temperature=1.0, words=((3,), (4,)), logit_bias={5: -200.0}) for n in range(300)]
+    chosen = choose_each(torch.zeros(300, 6), own, [[0]] * 300)
+    assert set(chosen) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1e-320},
+        {"repetition_penalty": 1e300},
+        {"logit_bias": {3: 1e300, 4: -1e300}},
+        {"logit_bias": {3: 1e300}, "words": ((3,),)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_extreme_values_do_not_break_a_line(options: dict, temperature: float) -> None:
+    own = rule(temperature=temperature, **options)
+    ids = torch.arange(V, dtype=torch.int32).unsqueeze(0)
+    scores = torch.cat((line(), torch.zeros(1)))[1:].unsqueeze(0)
+    found = adorn(scores.clone(), [own], torch.tensor([V]), ids)
+    assert not broken(found).any()
+    chosen = choose_one(scores[0], own, list(range(V)))
+    assert (chosen == 3) == ("logit_bias" in options and not own.bad_words)
+
+
+def test_a_line_that_forbids_everything_still_gets_a_token() -> None:
+    for temperature in (0.0, 1.0):
+        own = rule(temperature=temperature, words=tuple((n,) for n in range(V)))
+        assert 0 <= choose_one(line(), own, [0]) < V
+
+
+# A draft window: lines at following positions of one slot, whose drafts stand in ids.
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_window_of_drafts_chooses_as_one_token_at_a_time(seed: int, temperature: float) -> None:
+    options: dict[str, Any] = {"prompt_len": 3, "stop_ids": (2,), "min_tokens": 5, "seed": seed}
+    options |= {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.9}
+    own = rule(temperature=temperature, words=((1, 4), (0,)), logit_bias={5: 1.0}, **options)
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(8, 6, generator=generator)
+    prompt, text = [1, 5, 1], [1, 5, 1]
+    for at in range(8):
+        text.append(choose_one(scores[at], own, text))
+    ids = torch.full((3, 20), -1, dtype=torch.int32)
+    ids[2, : len(text)] = torch.tensor(text, dtype=torch.int32)
+    slot, position = torch.full((8,), 2), torch.arange(3, 11)
+    assert choose(scores, [own] * 8, slot, position, ids).tolist() == text[3:]
+    wrong = 3 + 4  # a draft that the trunk refuses changes what follows it only
+    ids[2, wrong] = (ids[2, wrong] + 1) % 6
+    found = choose(scores, [own] * 8, slot, position, ids).tolist()
+    assert found[:5] == text[3:8]
+    assert found[5] == choose_one(scores[5], own, [*text[:wrong], int(ids[2, wrong])])
+    assert prompt == text[:3]
+
+
+# Filters: the distribution as a plain loop makes it.
+
+
+def filtered(scores: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    wide = scores.double().numpy()
+    probs = np.exp((wide - wide.max()) / params.temperature)
+    probs[probs < params.min_p] = 0
+    order = sorted(range(len(probs)), key=lambda token_id: (-probs[token_id], token_id))
+    if params.top_k:
+        probs[order[params.top_k :]] = 0
+    total, ahead = probs.sum(), 0.0
+    for token_id in order:
+        mine = probs[token_id]
+        if params.top_p < 1 and ahead >= params.top_p * total:
+            probs[token_id] = 0
+        ahead += mine
+    return probs / probs.sum()
+
+
+def distribution(scores: torch.Tensor, **values: Any) -> np.ndarray:
+    weights = weigh(scores.unsqueeze(0), [rule(**{"temperature": 1.0, **values})])[0].double().numpy()
+    return weights / weights.sum()
+
+
+FILTERS = [
+    {}, {"temperature": 0.7}, {"temperature": 5.0}, {"top_k": 1}, {"top_k": 3}, {"top_k": 11}, {"top_k": 12},
+    {"top_k": 99}, {"top_p": 1e-9}, {"top_p": 0.3}, {"top_p": 0.6}, {"top_p": 0.9}, {"top_p": 0.999},
+    {"min_p": 0.2}, {"min_p": 1.0}, {"top_k": 5, "top_p": 0.8},
+    {"min_p": 0.1, "top_p": 0.7, "temperature": 2.0},
+    {"min_p": 0.05, "top_k": 4, "top_p": 0.9, "temperature": 1.5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_filter_is_its_definition(options: dict, seed: int) -> None:
+    wanted = filtered(line(seed=seed), SamplingParams(**{"temperature": 1.0, **options}))
+    found = distribution(line(seed=seed), **options)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    assert (found > 0).tolist() == (wanted > 0).tolist()
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    for temperature in (1e-300, 5e-324):
+        probs = distribution(line(), temperature=temperature)
+        assert probs[line().argmax()] == 1 and probs.sum() == 1
+
+
+def test_filters_keep_the_lowest_ids_of_equals() -> None:
+    equal = torch.tensor([0.0, -0.0, 0.0, -0.0, 0.0])
+    assert np.flatnonzero(distribution(equal, top_k=2)).tolist() == [0, 1]
+    assert np.flatnonzero(distribution(equal, top_p=0.5)).tolist() == [0, 1, 2]
+
+
+def test_top_p_sees_what_top_k_left() -> None:
+    values = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    probs = distribution(values, top_k=2, top_p=0.55)  # 0.4 / 0.7 = 0.57 is enough
+    assert np.flatnonzero(probs).tolist() == [0]
+
+
+def test_weights_of_a_whole_vocabulary_do_not_overflow() -> None:
+    size = 2**18
+    weights = weigh(torch.zeros(1, size), [rule(temperature=1.0, top_p=0.5)])
+    assert int((weights > 0).sum()) == size // 2 and int(weights.sum()) > 2**59
+    assert int(weigh(torch.zeros(1, size), [rule(temperature=1.0)]).sum()) > 2**60
+
+
+# Draws.
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.1}, {"temperature": 0.5}], ids=str
+)
+@pytest.mark.parametrize("over", ["positions", "seeds"])
+def test_draws_follow_the_distribution(options: dict, over: str) -> None:
+    """20,000 draws; the seeds are fixed: 7 over positions, 0.. over seeds."""
+    num, options = 20_000, {"temperature": 1.0, **options}
+    wanted = filtered(line(), SamplingParams(**options))
+    if over == "positions":
+        rules, position = [rule(seed=7, **options)] * num, torch.arange(num)
+    else:
+        rules, position = [rule(seed=seed, **options) for seed in range(num)], torch.full((num,), 31)
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    chosen = choose(line().expand(num, V), rules, torch.zeros(num, dtype=torch.int64), position, ids)
+    counts = np.bincount(chosen, minlength=V)
+    assert counts[wanted == 0].sum() == 0
+    pvalue = chisquare(counts[wanted > 0], wanted[wanted > 0] * num).pvalue
+    print(f"p = {pvalue:.4f}")
+    assert pvalue > 1e-3
+
+
+@pytest.mark.parametrize("noise", [0.0, 1 - 2.0**-53])
+def test_the_ends_of_the_noise_draw_a_token_that_was_kept(
+    monkeypatch: pytest.MonkeyPatch, noise: float
+) -> None:
+    monkeypatch.setattr(
+        sampling, "uniform", lambda seeds, position: torch.full((len(seeds),), noise, dtype=torch.float64)
+    )
+    for seed in range(200):
+        chosen = choose_one(line(seed=seed), rule(temperature=1.0, top_k=3), [0])
+        kept = np.flatnonzero(distribution(line(seed=seed), top_k=3))
+        assert chosen == kept[0 if noise == 0 else -1]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "wanted"),
+    [  # Random123 1.14.0, kat_vectors: philox4x32 10
+        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([WORD] * 4, [WORD] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_philox_gives_the_known_answers(counter: list[int], key: list[int], wanted: str) -> None:
+    a, b, c, d = (torch.full((9,), word) for word in counter)
+    words = philox((a, b, c, d), (torch.full((9,), key[0]), torch.full((9,), key[1])))
+    for place in range(9):
+        assert " ".join(f"{int(word[place]):08x}" for word in words) == wanted
+
+
+def test_uniform_is_philox_with_key_seed_and_counter_position() -> None:
+    seed, position = 0x299F31D0A4093822, 0x85A308D3243F6A88 - 2**64 + 2**63
+    a, b, _, _ = philox(
+        tuple(torch.tensor([word]) for word in (position & WORD, position >> 32, 0, 0)),  # pyright: ignore
+        (torch.tensor([seed & WORD]), torch.tensor([seed >> 32])),
+    )
+    assert uniform([seed], torch.tensor([position])).item() == ((int(a) << 21) + (int(b) >> 11)) / 2**53
+    assert uniform([2**64 - 1], torch.tensor([5])) != uniform([2**32 - 1], torch.tensor([5]))
+    many = uniform([3] * 20_000, torch.arange(20_000)).numpy()
+    assert len(set(many)) == 20_000 and many.min() >= 0 and many.max() < 1
+    assert chisquare(np.bincount((many * 50).astype(int), minlength=50)).pvalue > 1e-3
+    assert uniform([0], torch.tensor([1])) != uniform([1], torch.tensor([0]))
+
+
+# Lines.
+
+
+def some_rules() -> list[Rule]:
+    """Greedy, sampled, filtered and adorned ones."""
+    sampled = [{"temperature": 1.0, **options} for options in FILTERS]
+    mixed = [
+        {**options, **more} for options in ADORNMENTS for more in ({}, {"temperature": 2.0, "top_p": 0.95})
+    ]
+    return [rule(seed=n, prompt_len=2, **options) for n, options in enumerate([{}, *sampled, *mixed])]
+
+
+@pytest.mark.parametrize("size", [V, 5003, 70_001])
+def test_a_line_does_not_depend_on_its_neighbours_bitwise(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = some_rules()
+    scores = torch.stack([line(size, seed) for seed in range(len(rules))])
+    histories = [[5, 4, *range(n % 7)] for n in range(len(rules))]
+    together = choose_each(scores, rules, histories)
+    assert together == [choose_one(*one) for one in zip(scores, rules, histories, strict=True)]
+    back = choose_each(scores.flip(0), rules[::-1], histories[::-1])
+    assert together == back[::-1]
+    monkeypatch.setattr(sampling, "AT_ONCE", 3 * size)
+    assert together == choose_each(scores, rules, histories)
+    drawn = [n for n, own in enumerate(rules) if not own.greedy]
+    weights = weigh(scores[drawn], [rules[n] for n in drawn])
+    for place, n in enumerate(drawn):
+        assert torch.equal(weights[place], weigh(scores[n : n + 1], [rules[n]])[0])
+    several = logprobs(scores, torch.tensor(together), 3)
+    for n in range(len(rules)):
+        alone = logprobs(scores[n : n + 1], torch.tensor(together[n : n + 1]), 3)
+        assert all(torch.equal(all_of[n], one[0]) for all_of, one in zip(several, alone, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("size", [V, 70_001])
+def test_a_gpu_chooses_the_same_tokens_and_never_waits(size: int) -> None:
+    rules = some_rules()
+    scores = torch.stack([line(size, seed) for seed in range(len(rules))])
+    scores[0] = 1.0  # a tie of all
+    ids = torch.randint(0, V, (len(rules), 30), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    slot, position = torch.arange(len(rules)), torch.arange(len(rules)) % 20 + 2
+    wanted = choose(scores, rules, slot, position, ids)
+    there = [tensor.cuda() for tensor in (scores, slot, position, ids)]
+    for lines in (slice(None), slice(5, 6), slice(3, 19)):
+        found = choose(there[0][lines], rules[lines], there[1][lines], there[2][lines], there[3])
+        assert torch.equal(found.cpu(), wanted[lines])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        choose(there[0], rules, *there[1:])
+        logprobs(there[0], there[1] % V, 3)
+        broken(there[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    chosen = [own.cpu() for own in logprobs(there[0], there[1] % V, 3)]
+    for own, cpu in zip(chosen, logprobs(scores, slot % V, 3), strict=True):
+        torch.testing.assert_close(own, cpu)
+
+
+def test_plain_greedy_lines_cost_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_choose", None)
+    assert choose_each(torch.eye(4), [rule(top_k=3, stop_ids=(1,))] * 4, [[0]] * 4) == [0, 1, 2, 3]
+
+
+def test_greedy_takes_the_lowest_id_of_an_exact_tie() -> None:
+    scores = torch.tensor([[0.0, 2.0, 1.0, 2.0], [3.0, 3.0, 3.0, 3.0]])
+    for own in (rule(), rule(logit_bias={2: 0.5})):
+        assert choose_each(scores, [own] * 2, [[0]] * 2) == [1, 0 if not own.adorned else 2]
+
+
+def test_the_scores_of_the_caller_stay_as_they_are() -> None:
+    scores = torch.stack([line(V, seed) for seed in range(len(some_rules()))])
+    before = scores.clone()
+    choose_each(scores, some_rules(), [[1, 2, 3]] * len(scores))
+    assert torch.equal(scores, before)
+
+
+def test_no_lines() -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    assert choose(torch.empty(0, V), [], none, none, torch.zeros(2, 3, dtype=torch.int32)).tolist() == []
+    assert broken(torch.empty(0, V)).tolist() == []
+    assert to_logprobs([], *logprobs(torch.empty(0, V), none, 2)) == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_line_of_nan_fails_alone(temperature: float) -> None:
+    scores = torch.stack([line(V, seed) for seed in range(6)])
+    own = [rule(temperature=temperature, top_p=0.9, frequency_penalty=1.0)] * 6
+    wanted = choose_each(scores, own, [[1, 2]] * 6)
+    scores[1, 7] = torch.nan
+    scores[2] = torch.nan
+    scores[3] = -torch.inf
+    scores[4, 2] = torch.inf
+    found = choose_each(scores, own, [[1, 2]] * 6)
+    assert broken(scores).tolist() == [False, True, True, True, True, False]
+    assert [found[0], found[5]] == [wanted[0], wanted[5]] and all(0 <= chosen < V for chosen in found)
+    assert choose_one(scores[1], rule(), [1]) == 7
+
+
+def test_masked_logits_are_not_broken() -> None:
+    scores = torch.full((1, V), -torch.inf)
+    scores[0, 3] = -4.0
+    assert not broken(scores).any()
+    assert choose_one(scores[0], rule(temperature=1.0, top_k=5, top_p=0.5), [0]) == 3
+
+
+def test_logprobs_are_the_raw_log_softmax_whatever_the_filters() -> None:
+    scores = torch.stack((line(), torch.zeros(V)))
+    found = to_logprobs([4, 5], *logprobs(scores, torch.tensor([4, 5]), 3))
+    wanted = torch.log_softmax(scores.double(), -1)
+    assert all(isinstance(entry, Logprob) for entry in found)
+    assert [entry.token_id for entry in found] == [4, 5]
+    assert [entry.logprob for entry in found] == pytest.approx([float(wanted[0, 4]), float(wanted[1, 5])])
+    assert [i for i, _ in found[0].top] == wanted[0].topk(3).indices.tolist()
+    assert [p for _, p in found[0].top] == pytest.approx(wanted[0].topk(3).values.tolist())
+    assert [i for i, _ in found[1].top] == [0, 1, 2]
+    assert to_logprobs([3, 3], *logprobs(scores, torch.tensor([3, 3]), 0))[0].top == ()
+    assert len(to_logprobs([3, 3], *logprobs(scores, torch.tensor([3, 3]), 20))[0].top) == V

@@ -1,0 +1,206 @@
+"""The fake session checks every batch; here: who runs when, and that nothing of it changes a token."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from kit.fake_session import VOCAB, oracle
+
+from hemiola.runtime.engine.step import Plan
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 1000 + length).choices(range(VOCAB), k=length)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47])
+@pytest.mark.parametrize("max_step_tokens", [1, 3, 4, 5, 12, 64])
+def test_alone_with_any_budget(make_hand: Callable, length: int, max_step_tokens: int) -> None:
+    hand = make_hand(max_rows=1, max_step_tokens=max_step_tokens)
+    request_id = hand.submit(prompt(length), max_tokens=17)
+    hand.run()
+    assert hand.token_ids(request_id) == oracle(prompt(length), 17)
+    assert hand.last(request_id).finish_reason == "length"
+
+
+@pytest.mark.parametrize("pad_tokens", [1, 32])
+@pytest.mark.parametrize("max_step_tokens", [4, 5, 13, 100])
+def test_mixed_batches_in_any_order(make_hand: Callable, max_step_tokens: int, pad_tokens: int) -> None:
+    lengths = [1, 2, 3, 7, 8, 9, 15, 16, 17, 40]
+    for seed in range(4):
+        hand = make_hand(max_step_tokens=max_step_tokens, pad_tokens=pad_tokens)
+        order = random.Random(seed).sample(lengths, len(lengths))
+        ids = {}
+        for length in order:
+            ids[length] = hand.submit(prompt(length), max_tokens=20)
+            if length % 2:
+                hand.turn()
+        hand.run()
+        for length in lengths:
+            assert hand.token_ids(ids[length]) == oracle(prompt(length), 20), f"seed {seed}, prompt {length}"
+
+
+def test_decode_rows_come_first_then_prompts_then_new_requests(make_hand: Callable) -> None:
+    hand = make_hand(max_step_tokens=16)
+    first, second, third = hand.submit(prompt(4)), hand.submit(prompt(30)), hand.submit(prompt(3))
+    hand.turn()
+    plan = hand.loop.scheduler.plan()
+    assert [row.request.id for row in plan.rows] == [first, second, third]
+    assert [row.num_tokens for row in plan.rows] == [
+        1,
+        12,
+        3,
+    ]  # the prompt's chunk ends on an edge, which leaves room for the newcomer
+
+
+def test_chunks_end_on_edges_where_the_budget_allows(make_hand: Callable) -> None:
+    hand = make_hand(max_step_tokens=11, max_rows=1)
+    hand.submit(prompt(30), max_tokens=1)
+    hand.run()
+    assert hand.loop.session.shapes == [(8,), (8,), (8,), (6,)]
+
+
+def test_a_budget_below_the_next_edge_is_used_all_the_same(make_hand: Callable) -> None:
+    hand = make_hand(max_step_tokens=3, max_rows=1)
+    hand.submit(prompt(8), max_tokens=1)
+    hand.run()
+    assert hand.loop.session.shapes == [(3,), (1,), (3,), (1,)]
+
+
+def test_arrivals_are_served_in_order(make_hand: Callable) -> None:
+    hand = make_hand(max_rows=2)
+    ids = [hand.submit(prompt(5), max_tokens=3) for _ in range(6)]
+    hand.run()
+    times = [hand.last(i).metrics.first_scheduled for i in ids]
+    assert times == sorted(times)
+
+
+def test_a_large_request_is_not_overtaken_for_ever(make_hand: Callable) -> None:
+    hand = make_hand(num_pages=9)  # exactly one request of max_len
+    hand.submit(prompt(8), max_tokens=30)
+    large = hand.submit(prompt(50), max_tokens=10)
+    small = [hand.submit(prompt(2, seed), max_tokens=5) for seed in range(5)]
+    hand.run()
+    for other in small:
+        assert hand.last(other).metrics.first_scheduled >= hand.last(large).metrics.first_scheduled
+
+
+def test_a_newcomer_is_not_let_in_to_be_thrown_out(make_hand: Callable) -> None:
+    """The first needs one more page soon; the newcomer would take the last ones and lose them again."""
+    hand = make_hand(num_pages=9)
+    hand.submit(prompt(8), max_tokens=30)
+    hand.turn()
+    newcomer = hand.submit(prompt(48), max_tokens=8)
+    hand.run()
+    assert hand.loop.scheduler.num_preemptions == 0
+    assert hand.token_ids(newcomer) == oracle(prompt(48), 8)
+
+
+@pytest.mark.parametrize("num_pages", [9, 10, 11, 13, 17])
+def test_preemption_changes_no_token(make_hand: Callable, num_pages: int) -> None:
+    hand = make_hand(num_pages=num_pages, max_step_tokens=13)
+    ids = [hand.submit(prompt(6 + seed, seed), max_tokens=40) for seed in range(6)]
+    hand.run()
+    for seed, request_id in enumerate(ids):
+        assert hand.token_ids(request_id) == oracle(prompt(6 + seed, seed), 40)
+        assert hand.last(request_id).metrics.num_output_tokens == 40
+    assert hand.loop.scheduler.num_preemptions > 0
+    assert hand.last(ids[0]).metrics.num_preemptions == 0, "the oldest gives way to nobody"
+
+
+def test_preemption_at_every_step_changes_no_token(make_hand: Callable) -> None:
+    wanted = {seed: oracle(prompt(9, seed), 12) for seed in range(3)}
+    for step in range(20):
+        hand = make_hand(max_step_tokens=8)
+        ids = [hand.submit(prompt(9, seed), max_tokens=12) for seed in range(3)]
+        for _ in range(step):
+            hand.turn()
+        scheduler = hand.loop.scheduler
+        while scheduler.running:
+            scheduler._preempt(scheduler.running[-1])
+            scheduler.audit()
+        hand.run()
+        assert [hand.token_ids(i) for i in ids] == list(wanted.values()), f"preempted after {step} turns"
+
+
+def test_abort_at_every_step_leaves_the_others_alone(make_hand: Callable) -> None:
+    for step in range(16):
+        hand = make_hand(max_step_tokens=8, max_rows=2)
+        ids = [hand.submit(prompt(9, seed), max_tokens=10) for seed in range(4)]
+        for _ in range(step):
+            hand.turn()
+        hand.loop.abort(ids[1])
+        hand.loop.abort(ids[3])
+        hand.run()
+        for seed in (0, 2):
+            assert hand.token_ids(ids[seed]) == oracle(prompt(9, seed), 10)
+        for seed in (1, 3):
+            whole = oracle(prompt(9, seed), 10)
+            got = hand.token_ids(ids[seed])
+            assert got == whole[: len(got)]
+            assert hand.last(ids[seed]).finish_reason == ("cancelled" if len(got) < 10 else "length")
+            assert sum(piece.finish_reason is not None for piece in hand.pieces[ids[seed]]) == 1
+
+
+def test_up_to_max_len_and_not_beyond(make_hand: Callable) -> None:
+    hand = make_hand()
+    ids = {length: hand.submit(prompt(length), max_tokens=100) for length in (1, 30, 62, 63)}
+    hand.run()
+    for length, request_id in ids.items():
+        assert hand.token_ids(request_id) == oracle(prompt(length), 64 - length)
+        assert hand.last(request_id).finish_reason == "length"
+
+
+def test_stop_ids_end_a_request(make_hand: Callable) -> None:
+    hand = make_hand()
+    hand.bounds = hand.bounds._replace(eos_ids=(oracle(prompt(5), 9)[6],))
+    whole = oracle(prompt(5), 12)
+    eos = hand.submit(prompt(5), max_tokens=12)
+    ignored = hand.submit(prompt(5), max_tokens=12, ignore_eos=True)
+    own = hand.submit(prompt(5), max_tokens=12, stop_token_ids=[whole[3]], ignore_eos=True)
+    hand.run()
+    assert (
+        hand.token_ids(eos) == whole[: whole.index(whole[6]) + 1] and hand.last(eos).finish_reason == "stop"
+    )
+    assert hand.token_ids(ignored) == whole and hand.last(ignored).finish_reason == "length"
+    assert (
+        hand.token_ids(own) == whole[: whole.index(whole[3]) + 1] and hand.last(own).finish_reason == "stop"
+    )
+
+
+def test_an_idle_plan_is_empty(make_hand: Callable) -> None:
+    assert make_hand().loop.scheduler.plan() == Plan()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_storm(make_hand: Callable, seed: int) -> None:
+    """Random sizes, arrivals, aborts, preemptions."""
+    dice = random.Random(seed)
+    max_rows = dice.choice([1, 2, 4, 9])
+    hand = make_hand(
+        max_rows=max_rows,
+        max_step_tokens=dice.choice([max_rows, max_rows + 3, 17, 64]),
+        num_pages=dice.choice([17, 18, 23, 60]),
+        page_len=dice.choice([4, 8]),
+        pad_tokens=dice.choice([1, 32]),
+    )
+    wanted: dict[int, list[int]] = {}
+    aborted: set[int] = set()
+    for _ in range(120):
+        if len(wanted) < 25 and dice.random() < 0.4:
+            ids = prompt(dice.randint(1, 40), dice.randint(0, 99))
+            max_tokens = dice.randint(1, 24)
+            wanted[hand.submit(ids, max_tokens=max_tokens)] = oracle(ids, max_tokens)
+        if wanted and dice.random() < 0.1:
+            aborted.add(dice.choice(list(wanted)))
+            hand.loop.abort(max(aborted))
+        running = hand.loop.scheduler.running
+        if running and dice.random() < 0.1:
+            hand.loop.scheduler._preempt(running[-1])
+        hand.turn()
+    hand.run()
+    for request_id, token_ids in wanted.items():
+        got = hand.token_ids(request_id)
+        assert got == token_ids[: len(got)], f"seed {seed}, request {request_id}"
+        assert len(got) == len(token_ids) or hand.last(request_id).finish_reason == "cancelled"
+        assert hand.last(request_id).finish_reason != "cancelled" or request_id in aborted

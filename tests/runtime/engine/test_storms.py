@@ -1,0 +1,147 @@
+"""Everything at once on the fake session: whatever happens, every output is the oracle's.
+
+    make storm STORMS=1000 SEED=0
+
+A storm is 200 turns of random arrivals (some of them continue or branch from earlier texts), drafts, aborts,
+preemptions and flushes, with random sizes. After every turn: ownership, and the content of all that is
+cached; free pages hold poison. A red storm prints its seed; `test_a_storm_of_choice` lets hypothesis shrink.
+"""
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kit.fake_session import POISON, VOCAB, hashed, oracle
+from kit.proposers import Scripted, shuffled
+
+STORMS = int(os.environ.get("STORMS", "60"))
+SEED = int(os.environ.get("SEED", "0"))
+NUM_TURNS = 200
+
+
+def sizes_of(dice: random.Random) -> dict[str, int | bool]:
+    max_rows = dice.choice([1, 2, 4, 9])
+    page_len = dice.choice([4, 8, 16])
+    max_len = dice.choice([64, 96])
+    least = max_len // page_len + 1
+    prefix_cache = dice.random() < 0.8
+    return {
+        "max_rows": max_rows,
+        "max_len": max_len,
+        "page_len": page_len,
+        "chunk_len": dice.choice([2, 4]),
+        "max_step_tokens": dice.choice([max_rows, max_rows + 3, 17, 64]),
+        "num_pages": dice.choice([least, least + 3, 2 * least, 5 * least]),
+        "num_drafts": dice.choice([0, 1, 3, 9]),
+        "pad_tokens": dice.choice([1, 32]),
+        "prefix_cache": prefix_cache,
+        "num_slots": max_rows + 1 + (dice.choice([0, 1, 3, 20]) if prefix_cache else 0),
+        "snapshot_interval": page_len * dice.choice([0, 0, 1, 3]) if prefix_cache else 0,
+        "adaptive_drafts": dice.random() < 0.5,
+        "pipeline_depth": dice.choice([0, 1, 2]),
+    }
+
+
+class Storm:
+    """Moves that may come at any time; each leaves the house in order."""
+
+    def __init__(self, make_hand: Callable, dice: random.Random) -> None:
+        self.dice = dice
+        sizes = sizes_of(dice)
+        proposer: Scripted | None = None
+        if sizes["num_drafts"]:
+            proposer = shuffled(dice.randrange(2**30), hashed, VOCAB)
+        self.hand = make_hand(proposer=proposer, **sizes)
+        self.max_len = sizes["max_len"]
+        self.asked: dict[int, tuple[list[int], int]] = {}
+        self.texts: list[list[int]] = []
+        self.aborted: set[int] = set()
+
+    def arrive(self) -> None:
+        dice = self.dice
+        prompt = dice.choices(range(VOCAB), k=dice.randint(1, 40))
+        if self.texts and dice.random() < 0.6:
+            text = dice.choice(self.texts)
+            prompt = text[: dice.randint(1, len(text))] + prompt[: dice.randint(0, 9)]
+        prompt = prompt[: self.max_len - 1]
+        params = {
+            "max_tokens": dice.randint(1, 30),
+            "priority": dice.choice([0, 0, 0, 1, -1]),
+            "cache_salt": dice.choice(["", "", "other"]),
+            "num_drafts": dice.choice([None, None, 0]),
+        }
+        request_id = self.hand.submit(prompt, **params)
+        output = oracle(prompt, min(params["max_tokens"], self.max_len - len(prompt)))
+        self.asked[request_id] = prompt, len(output)
+        self.texts.append(prompt + output)
+
+    def abort(self) -> None:
+        if self.asked:
+            self.aborted.add(self.dice.choice(list(self.asked)))
+            self.hand.loop.abort(max(self.aborted))
+
+    def preempt(self) -> None:
+        scheduler = self.hand.loop.scheduler
+        resting = [r for r in scheduler.running if r.in_flight == 0 and r.finish_reason is None]
+        if resting:
+            scheduler._preempt(self.dice.choice(resting))
+
+    def flush(self) -> None:
+        self.hand.loop.scheduler.prefix.flush()
+
+    def turn(self) -> None:
+        self.hand.turn()
+        session, pages = self.hand.loop.session, self.hand.loop.scheduler.prefix.pages
+        assert (session.pages[pages._free] == POISON).all(), "somebody wrote a page that nobody owns"
+
+    def rage(self) -> None:
+        for _ in range(NUM_TURNS):
+            for move, chance in (
+                (self.arrive, 0.25),
+                (self.abort, 0.04),
+                (self.preempt, 0.06),
+                (self.flush, 0.01),
+            ):
+                if self.dice.random() < chance and (move != self.arrive or len(self.asked) < 60):
+                    move()
+            self.turn()
+
+    def end(self) -> None:
+        self.hand.run()
+        for request_id, (prompt, num_tokens) in self.asked.items():
+            got, last = self.hand.token_ids(request_id), self.hand.last(request_id)
+            assert got == oracle(prompt, num_tokens)[: len(got)], f"request {request_id}"
+            assert len(got) == num_tokens or last.finish_reason == "cancelled", last
+            assert last.finish_reason != "cancelled" or request_id in self.aborted
+            assert sum(piece.finish_reason is not None for piece in self.hand.pieces[request_id]) == 1
+        scheduler = self.hand.loop.scheduler
+        scheduler.prefix.flush()
+        scheduler.audit()
+        assert scheduler.prefix.pages.num_free == scheduler.prefix.pages.num_pages - 1, "pages are lost"
+        assert scheduler.slots.num_free == scheduler.slots.num_slots - 1, "slots are lost"
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + STORMS))
+def test_a_storm(make_hand: Callable, seed: int) -> None:
+    print("seed", seed)
+    storm = Storm(make_hand, random.Random(seed))
+    storm.rage()
+    storm.end()
+
+
+MOVES = st.lists(
+    st.sampled_from(["arrive", "abort", "preempt", "flush", "turn", "turn", "turn"]), max_size=80
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(dice=st.randoms(use_true_random=False), moves=MOVES)
+def test_a_storm_of_choice(make_hand: Callable, dice: random.Random, moves: list[str]) -> None:
+    """Shrinks to the shortest sequence of moves that breaks something."""
+    storm = Storm(make_hand, dice)
+    for move in moves:
+        getattr(storm, move)()
+    storm.end()

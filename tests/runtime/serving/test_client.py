@@ -1,0 +1,335 @@
+"""The client against a gRPC server in this process, which sees what Triton would see."""
+
+import gc
+import json
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb2
+from tritonclient.grpc import service_pb2_grpc
+
+from hemiola.runtime.api import Logprob, Metrics, SamplingParams
+from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.serving import client as module
+from hemiola.runtime.serving.client import Client
+
+METRICS = Metrics(num_prompt_tokens=2, arrival=1.5, num_output_tokens=3)
+
+
+def response(**outputs: str | list[int]) -> Any:
+    message = pb2.ModelStreamInferResponse()
+    for name, value in outputs.items():
+        if isinstance(value, str):
+            kind, content = "BYTES", struct.pack("<I", len(value.encode())) + value.encode()
+        else:
+            kind, content = "INT32", np.array(value, "<i4").tobytes()
+        message.infer_response.outputs.add(name=name, datatype=kind)
+        message.infer_response.raw_output_contents.append(content)
+    return message
+
+
+def final(**outputs: str | list[int]) -> Any:
+    whole = {
+        "text_output": "",
+        "output_ids": [],
+        "finish_reason": "stop",
+        "metrics": json.dumps(asdict(METRICS)),
+    }
+    return response(**whole | outputs)
+
+
+@dataclass
+class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers every request with `answers`, then waits for our half's end, as Triton does."""
+
+    answers: list[Any] = field(default_factory=list)
+    deaf: bool = False  # to cancels too
+    dies: bool = False  # after the answers
+    requests: list[Any] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    num_open: int = 0
+    most_open: int = 0
+    ended: list[str] = field(default_factory=list)  # "read to its end" or "dropped"
+    lock: Any = field(default_factory=threading.Lock)
+
+    def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return pb2.ModelReadyResponse(ready=request.name == "hemiola")
+
+    def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
+        index = pb2.RepositoryIndexResponse()
+        index.models.add(name="hemiola")
+        return index
+
+    def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
+        whole = False
+        with self.lock:
+            self.num_open += 1
+            self.most_open = max(self.most_open, self.num_open)
+        try:
+            request = next(requests)
+            self.requests.append(request)
+            yield from self.answers
+            if self.dies:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+            for other in requests:
+                self.cancelled.append(other.parameters["cancel"].string_param)
+                assert self.cancelled[-1] == request.id
+                if not self.deaf:
+                    done = final(finish_reason="cancelled")
+                    done.infer_response.id = other.id
+                    yield done
+                    yield pb2.ModelStreamInferResponse(error_message="[CANCELLED] the request was cancelled")
+            while self.deaf and context.is_active():
+                time.sleep(0.01)
+            whole = context.is_active()
+        finally:
+            with self.lock:
+                self.num_open -= 1
+                self.ended.append("read to its end" if whole else "dropped")
+
+
+@pytest.fixture
+def triton() -> Triton:
+    return Triton()
+
+
+@pytest.fixture
+def url(triton: Triton) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(64))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Client]:
+    with Client(url) as connected:
+        yield connected
+
+
+def all_ended(triton: Triton, how: str) -> None:
+    deadline = time.monotonic() + 5
+    while triton.num_open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert triton.ended == [how] * len(triton.requests)
+
+
+def test_pieces_are_the_llms_and_the_stream_is_read_to_its_end(client: Client, triton: Triton) -> None:
+    logprobs = json.dumps([{"token_id": 5, "logprob": -0.1, "top": [[5, -0.1], [6, -3.0]]}])
+    triton.answers = [
+        response(text_output="é😀", output_ids=[5], logprobs=logprobs),
+        final(output_ids=[6, 7]),
+    ]
+    stream = client.stream("hello")
+    first, last = next(stream), next(stream)
+    all_ended(triton, "read to its end")  # though the caller has not read on
+    assert list(stream) == []
+    assert (first.text, first.token_ids, first.finish_reason) == ("é😀", [5], None)
+    assert first.logprobs == [Logprob(5, -0.1, ((5, -0.1), (6, -3.0)))]
+    assert (last.text, last.token_ids, last.finish_reason, last.metrics) == ("", [6, 7], "stop", METRICS)
+    assert not triton.cancelled
+
+
+def test_what_was_set_travels_exactly_and_nothing_else(client: Client, triton: Triton) -> None:
+    triton.answers = [final()]
+    params = SamplingParams(
+        max_tokens=5, temperature=0.1, seed=2**64 - 1, stop=("a", "é"), stop_token_ids=(3, 4), ignore_eos=True
+    )
+    list(client.stream([1, 2], params))
+    (request,) = triton.requests
+    sent = {
+        name: getattr(value, value.WhichOneof("parameter_choice"))
+        for name, value in request.parameters.items()
+    }
+    assert sent == {
+        "stream": True,
+        "return_input_ids": False,
+        "return_metrics": True,
+        "max_tokens": 5,
+        "temperature": 0.1,
+        "ignore_eos": True,
+    }
+    tensors = {
+        tensor.name: (tensor.datatype, list(tensor.shape), content)
+        for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True)
+    }
+    assert tensors == {
+        "input_ids": ("INT32", [2], struct.pack("<2i", 1, 2)),
+        "seed": ("UINT64", [1], b"\xff" * 8),
+        "stop": ("BYTES", [2], b"\x01\0\0\0a\x02\0\0\0" + "é".encode()),
+        "stop_token_ids": ("INT32", [2], struct.pack("<2i", 3, 4)),
+    }
+
+
+def test_what_json_says_travels_as_a_text(client: Client, triton: Triton) -> None:
+    triton.answers = [final()]
+    params = SamplingParams(
+        repetition_penalty=1.1, logit_bias={5: 0.1, 2: -3}, bad_words=["a", "b"], bad_words_ids=[[1, 2], [3]],
+        min_tokens=2, num_drafts=0, priority=-4, cache_salt="é",
+    )  # fmt: skip
+    list(client.stream("x", params))
+    (request,) = triton.requests
+    sent = {
+        name: getattr(value, value.WhichOneof("parameter_choice"))
+        for name, value in request.parameters.items()
+    }
+    wanted = {"repetition_penalty": 1.1, "min_tokens": 2, "num_drafts": 0, "priority": -4}
+    assert {name: sent[name] for name in wanted} == wanted and "cache_salt" not in sent
+    tensors = {
+        tensor.name: (tensor.datatype, list(tensor.shape), content)
+        for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True)
+    }
+    del tensors["text_input"]
+    for name, (shape, content) in {
+        "logit_bias": ([1], b'{"5": 0.1, "2": -3.0}'),
+        "bad_words": ([2], b"a\x01\0\0\0b"),
+        "bad_words_ids": ([1], b"[[1, 2], [3]]"),
+        "cache_salt": ([1], "é".encode()),
+    }.items():
+        kind, found, raw = tensors.pop(name)
+        assert (kind, found, raw[4:]) == ("BYTES", shape, content), name
+    assert not tensors
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"logit_bias": {}}, {"bad_words": ()}, {"bad_words_ids": ()}, {"cache_salt": ""}, {"num_drafts": None}],
+)
+def test_what_is_empty_is_not_sent(client: Client, triton: Triton, params: dict) -> None:
+    triton.answers = [final()]
+    list(client.stream("x", SamplingParams(**params)))
+    assert [tensor.name for tensor in triton.requests[0].inputs] == ["text_input"]
+
+
+@pytest.mark.parametrize("way", ["break", "close", "never read", "client closed"])
+def test_leaving_a_stream_cancels_by_id_and_never_drops_it(client: Client, triton: Triton, way: str) -> None:
+    triton.answers = [response(text_output="a", output_ids=[1])]
+    if way == "break":
+        for _ in client.stream("x"):
+            break
+    else:
+        stream = client.stream("x")
+        if way != "never read":
+            next(stream)
+        if way == "close":
+            stream.close()
+        elif way == "client closed":
+            client.close()
+        else:
+            while not triton.requests:
+                time.sleep(0.01)
+        del stream
+        gc.collect()
+    all_ended(triton, "read to its end")
+    assert triton.cancelled == [triton.requests[0].id]
+
+
+def test_a_server_that_does_not_answer_a_cancel_is_given_up(
+    client: Client, triton: Triton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CANCEL_TIMEOUT_S", 0.3)
+    triton.answers, triton.deaf = [response(text_output="a", output_ids=[1])], True
+    stream = client.stream("x")
+    next(stream)
+    start = time.monotonic()
+    stream.close()
+    assert 0.2 < time.monotonic() - start < 3
+    all_ended(triton, "dropped")
+
+
+def test_generate_keeps_the_order_and_a_bound_on_what_is_in_flight(
+    client: Client, triton: Triton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_IN_FLIGHT", 4)
+    triton.answers = [final(text_output="t", output_ids=[1, 2, 3], input_ids=[8, 9])]
+    outputs = client.generate([[i] for i in range(30)], [SamplingParams(max_tokens=i + 1) for i in range(30)])
+    assert len(outputs) == 30
+    assert (outputs[0].prompt_token_ids, outputs[0].token_ids, outputs[0].text) == ([8, 9], [1, 2, 3], "t")
+    assert (outputs[0].finish_reason, outputs[0].metrics, outputs[0].logprobs) == ("stop", METRICS, None)
+    assert 2 <= triton.most_open <= 4
+    sent = {
+        struct.unpack("<i", r.raw_input_contents[0])[0]: r.parameters["max_tokens"].int64_param
+        for r in triton.requests
+    }
+    assert sent == {i: i + 1 for i in range(30)}
+    assert not triton.requests[0].parameters["stream"].bool_param
+    all_ended(triton, "read to its end")
+
+
+def test_one_refusal_ends_a_generate(client: Client, triton: Triton) -> None:
+    refused = pb2.ModelStreamInferResponse(
+        error_message="[INVALID_ARG] prompt is empty; give at least one token"
+    )
+    triton.answers = [refused]
+    with pytest.raises(Refused, match=r"^prompt is empty; give at least one token$"):
+        client.generate(["a", "b", "c"])
+    all_ended(triton, "read to its end")
+
+
+def test_an_error_of_the_server_keeps_its_words(client: Client, triton: Triton) -> None:
+    piece = response(text_output="a", output_ids=[1])
+    triton.answers = [
+        piece,
+        pb2.ModelStreamInferResponse(error_message="[INTERNAL] the engine failed: ValueError: x"),
+    ]
+    stream = client.stream("x")
+    assert next(stream).text == "a"
+    with pytest.raises(RuntimeError, match=r"^\[INTERNAL\] the engine failed: ValueError: x$"):
+        next(stream)
+    all_ended(triton, "read to its end")
+
+
+def test_a_lost_engine_is_what_the_llm_says_it_is(client: Client, triton: Triton) -> None:
+    triton.answers = [pb2.ModelStreamInferResponse(error_message="[UNAVAILABLE] the engine failed (x)")]
+    with pytest.raises(Failed, match=r"^the engine failed \(x\)$"):
+        client.generate(["a"])
+
+
+def test_a_server_that_dies_in_a_stream_is_an_error_with_its_address(
+    client: Client, triton: Triton, url: str
+) -> None:
+    triton.answers, triton.dies = [response(text_output="a", output_ids=[1])], True
+    with pytest.raises(RuntimeError, match=f"the server at {url}: UNAVAILABLE: Socket closed"):
+        list(client.stream("x"))
+
+
+def test_no_server_and_no_model_are_refused_with_a_way_out(url: str) -> None:
+    with pytest.raises(Refused, match=r"no server answers at 127.0.0.1:1 \(.*\); start `hemiola serve`"):
+        Client("127.0.0.1:1")
+    with pytest.raises(
+        Refused, match=r"has no model 'x' that is ready \(it has hemiola\); pass one of its models"
+    ):
+        Client(url, "x")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("text", None, "prompts is str; pass a list of prompts"),
+        (["a"], [SamplingParams(), SamplingParams()], "1 prompts and 2 SamplingParams"),
+        (["a"], [{"max_tokens": 1}], "params is dict; pass a SamplingParams"),
+        ([b"a"], None, "prompt is bytes; pass text"),
+        ([5], None, "prompt is int; pass text"),
+        ([[1.5]], None, "input_ids cannot be sent"),
+        ([[2**31]], None, "input_ids cannot be sent"),
+        (["\ud800"], None, "text_input is not valid Unicode at character 0"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_before_anything_is(
+    client: Client, triton: Triton, prompts: Any, params: Any, message: str
+) -> None:
+    with pytest.raises(Refused, match=message):
+        client.generate(
+            ["fine", *prompts] if isinstance(prompts, list) and params is None else prompts, params
+        )
+    assert not triton.requests

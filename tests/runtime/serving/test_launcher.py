@@ -1,0 +1,111 @@
+"""What a server decides before and after tritonserver; tests/model_repo has the real one."""
+
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving import launcher
+from hemiola.runtime.serving.launcher import Log, Server, name_engines
+
+A, B = Path("a"), Path("b")
+
+
+def test_engines_are_named_in_order() -> None:
+    assert name_engines([A], []) == {"hemiola": A}
+    assert name_engines([A, B], ["x", "y-1.0"]) == {"x": A, "y-1.0": B}
+
+
+@pytest.mark.parametrize(
+    ("engine_dirs", "names", "message"),
+    [
+        ([A, B], [], "2 --engine-dir but 0 --model-name"),
+        ([A], ["x", "y"], "1 --engine-dir but 2 --model-name"),
+        ([A, B], ["x", "x"], "x, x are not all different"),
+        ([A], ["../x"], r"'\.\./x' cannot be a path in a URL"),
+        ([A], [""], "'' cannot be"),
+    ],
+)
+def test_names_that_cannot_be_are_refused(engine_dirs: list[Path], names: list[str], message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        name_engines(engine_dirs, names)
+
+
+def test_an_option_that_no_engine_has_is_refused_at_once() -> None:
+    with pytest.raises(Refused, match="unknown option 'max_row'"):
+        Server({"hemiola": A}, options={"max_row": 4})
+
+
+def test_every_interface_is_reached_by_loopback() -> None:
+    server = Server({}, host="0.0.0.0")
+    server.ports = SimpleNamespace(http=1, grpc=2, metrics=3)
+    assert (server.http_url, server.grpc_url) == ("http://127.0.0.1:1", "127.0.0.1:2")
+    assert server.metrics_url == "http://127.0.0.1:3/metrics"
+
+
+def test_a_broken_engine_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    server = Server({"hemiola": tmp_path})
+    with pytest.raises(Refused, match=rf"^{tmp_path} has no manifest\.json"), server:
+        pass
+    assert server._home is None and server._process is None
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that ignores SIGTERM, and its child, as a tritonserver that hangs and its engine."""
+    child = "echo $$ > pid; while true; do sleep 0.1; done"
+    command = ["sh", "-c", f"trap '' TERM; (exec sh -c '{child}') & wait"]
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+        time.sleep(0.01)
+    yield process
+    process.kill()
+
+
+def test_a_server_that_hangs_is_killed_with_its_engine(
+    family: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "GRACE_S", 0.2)
+    server = Server({}, exit_timeout_s=0)
+    server._process = family
+    with pytest.raises(RuntimeError, match=r"did not end within 0 s .* tritonserver had to be killed"):
+        server.stop()
+    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    assert not child.exists() or " Z " in child.read_text()
+    server.stop()  # nothing is left to stop
+
+
+def log_of(lines: Iterable[str]) -> Log:
+    log = Log(SimpleNamespace(stdout=[line + "\n" for line in lines]), verbose=False)
+    log.thread.join()
+    return log
+
+
+def test_the_reason_is_what_the_model_said() -> None:
+    noise = 'E1121 02:03:22.692375 6899 server.cc:241] "CudaDriverHelper has not been initialized."'
+    said = (
+        "E1121 02:03:23.041137 6899 model_lifecycle.cc:642] \"failed to load 'b' version 1: Internal: "
+        'TritonModelException: max_rows is 9; rebuild\\n\\nAt:\\n  /tmp/model.py(45): initialize\\n"'
+    )
+    other = (
+        "E1121 02:03:23.04 6899 x.cc:1] \"failed to load 'b' version 1: Internal: ImportError: no y\\n\\nAt\""
+    )
+    assert log_of([noise, said, "error: creating server: failed"]).reason() == "b: max_rows is 9; rebuild"
+    assert log_of([other]).reason() == "b: Internal: ImportError: no y"
+    assert log_of(["I1121 x", noise]).reason() == '"CudaDriverHelper has not been initialized."'
+    assert log_of(["one", "two"]).reason() == "two"
+    assert log_of([]).reason() == "it said nothing"
+
+
+def test_only_errors_are_shown_and_only_once_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    log_of(["E1121 02:03:22.692375 1 a.cc:1] early"])
+    process = SimpleNamespace(
+        stdout=["W1121 x\n", "I1121 x\n", "Signal (15) received.\n", "E1121 late\n", "Traceback\n"]
+    )
+    log = Log(process, verbose=False, ready=True)
+    log.thread.join()
+    assert capsys.readouterr().err == "E1121 late\nTraceback\n"
