@@ -5,7 +5,7 @@ each: `compiled.py` (CPU), `triton.py` (CUDA). Shapes are strings of letters, on
 N rows, S slots, H heads, and so on; a letter means the same size wherever it stands in one declaration.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -122,12 +122,11 @@ class Op:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise Unsupported(f"{self.name} cannot run on {device} ({reasons or 'it has no form there'})")
 
-    def bind(self, form: Form, call: Call) -> Callable[..., Any]:
-        """The form's function with the op's arguments alone."""
-        function = getattr(import_module(f"hemiola.plugins.{self.name}.{form.name}"), self.name)
-        if not form.sizes:
+    def bind(self, form: str, sizes: Sequence[int]) -> Callable[..., Any]:
+        """The form's function with the op's arguments alone; `sizes` of the letters that it asks for."""
+        function = getattr(import_module(f"hemiola.plugins.{self.name}.{form}"), self.name)
+        if not sizes:
             return function
-        sizes = [call.sizes[letter] for letter in form.sizes]
 
         def run(*values: Any) -> Any:
             return function(*values, *sizes)

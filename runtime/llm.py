@@ -21,7 +21,8 @@ from hemiola.runtime.device.session import Session
 from hemiola.runtime.engine.drafts import NoDrafts, Proposer
 from hemiola.runtime.engine.drafts.mtp import HIDDEN, MtpProposer
 from hemiola.runtime.engine.drafts.ngram import NgramProposer
-from hemiola.runtime.engine.feed import Feed, table_width
+from hemiola.runtime.abi import widths
+from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.loop import Engine, Loop
 from hemiola.runtime.engine.outbox import Outbox
@@ -45,20 +46,16 @@ def make_loop(
 ) -> Loop:
     """The parts of a running engine, put together; not started."""
     slots = Slots(config.num_slots, config.chunk_len, storage.free_slots)
-    pages = Pages(
-        config.num_pages, config.page_len, config.num_slots, table_width(config), storage.free_pages
-    )
+    table_width = widths(config)["W"]
+    pages = Pages(config.num_pages, config.page_len, config.num_slots, table_width, storage.free_pages)
     evictor = Evictor(cost, config.page_len)
     prefix = PrefixCache(
         pages, slots, evictor, identity, config.snapshot_interval, enabled=config.prefix_cache
     )
     ledger = Ledger(config)
     drafts = proposer(ledger) if proposer else make_proposer(config, storage, session, pages, ledger)
-    scheduler, feed = (
-        Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts)),
-        Feed(config, pages, ledger),
-    )
-    return Loop(config, scheduler, ledger, feed, storage, session, drafts, Outbox(text))
+    scheduler = Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts))
+    return Loop(config, scheduler, ledger, Feed(pages, ledger), storage, session, drafts, Outbox(text))
 
 
 def make_proposer(
@@ -71,7 +68,7 @@ def make_proposer(
         case "ngram":
             return NgramProposer(ledger, config.ngram_min, config.ngram_max)
         case "mtp":
-            return MtpProposer(session, storage.tensors[HIDDEN], pages, ledger, config.pad_tokens)
+            return MtpProposer(session, storage.tensors[HIDDEN], pages, ledger)
 
 
 def prefix_cost(manifest: manifests.Manifest) -> Cost:
