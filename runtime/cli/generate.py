@@ -13,7 +13,7 @@ from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Failed, Refused
 
 LONE_REQUEST = {"max_rows": 1}
-DEFAULTS = {"max_tokens": 128}
+DEFAULTS: dict[str, Any] = {"max_tokens": 128}
 NOT_OF_ONE_ANSWER = ("bad_words_ids", "logprobs", "num_drafts", "priority", "cache_salt")
 
 
