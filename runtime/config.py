@@ -35,7 +35,7 @@ class ServeConfig(Options):
     drafts: Drafts | Auto = Field("auto", description="who proposes; auto: as the engine was built")
     num_drafts: int | Auto = Field("auto", description="most drafts per row and step; auto: as it was built")
     adaptive_drafts: bool = Field(
-        True, description="draft fewer where more would cost time; off: always num_drafts"
+        True, description="draft fewer where more would cost time; false: always num_drafts"
     )
     ngram_min: int = Field(2, ge=1, le=64, description="shortest suffix that prompt lookup looks for")
     ngram_max: int = Field(5, ge=1, le=64, description="longest suffix that prompt lookup looks for")

@@ -113,9 +113,9 @@ def serve(context: typer.Context) -> None:
 @app.command(context_settings=PASS_ON, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure an engine under load; `hemiola bench --help` has the options."""
-    from hemiola.runtime.cli import bench as command
+    from hemiola.runtime.cli.bench import bench as command
 
-    command.main(context.args)
+    _run(command, context)
 
 
 def _run(command: Callable[..., None], context: typer.Context) -> None:
