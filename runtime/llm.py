@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from hemiola.runtime import manifest as manifests
+from hemiola.runtime.abi import widths
 from hemiola.runtime.api import Counters, Logprob, OnPiece, Output, Piece, Prompt, SamplingParams
 from hemiola.runtime.cache.eviction import Cost, Evictor
 from hemiola.runtime.cache.pages import Pages
@@ -21,7 +22,6 @@ from hemiola.runtime.device.session import Session
 from hemiola.runtime.engine.drafts import NoDrafts, Proposer
 from hemiola.runtime.engine.drafts.mtp import HIDDEN, MtpProposer
 from hemiola.runtime.engine.drafts.ngram import NgramProposer
-from hemiola.runtime.abi import widths
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.loop import Engine, Loop
