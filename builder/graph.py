@@ -24,7 +24,8 @@ Name = Literal["trunk", "draft"]
 # Sizes to trace with: no two equal, none 0 or 1, so that none can be mistaken for another or a constant.
 TRACED = {"T": 7, "N": 3, "W": 5, "L": 2, "P": 11, "S": 13}
 # What torch may compute between our ops: it moves numbers, or rounds each element once.
-EXACT = {"add", "mul", "relu", "cat", "index_select", "view", "split", "split_with_sizes", "unsqueeze"}
+MOVES = {"cat", "chunk", "index_select", "split", "split_with_sizes", "unsqueeze", "view"}
+EXACT = MOVES | {"add", "mul", "relu"}
 
 
 @dataclass(frozen=True)
