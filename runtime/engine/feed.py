@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.step import Batch, Choices, Plan
@@ -32,7 +32,7 @@ def table_width(config: Resolved) -> int:
 class Feed:
     """Turns plans into batches. Every tensor is made afresh: steps in flight share nothing."""
 
-    def __init__(self, config: Resolved, pages: Pages, ledger: Ledger) -> None:
+    def __init__(self, config: Resolved, pages: PagePool, ledger: Ledger) -> None:
         self.config = config
         self.pages = pages
         self.ledger = ledger
@@ -56,7 +56,7 @@ class Feed:
         slot_id = torch.from_numpy(table[:, 2].astype(np.int64))
         committed = self.ledger.committed_len[slot_id]
         positions = committed[torch.from_numpy(row)] + torch.from_numpy(offset)
-        certain_len = committed + torch.from_numpy((table[:, 0] - table[:, 1]).astype(np.int64))
+        final_len = committed + torch.from_numpy((table[:, 0] - table[:, 1]).astype(np.int64))
         logits_ids, choices = _choices(plan, cu_tokens)
         return Batch(
             cu_tokens=torch.from_numpy(cu_tokens),
@@ -71,7 +71,7 @@ class Feed:
             committed=committed.to(torch.int32),
             edge=self.ledger.edge[slot_id].to(torch.int32),
             slots=slot_id[: len(rows)],
-            certain_len=certain_len[: len(rows)],
+            final_len=final_len[: len(rows)],
             choices=choices,
         )
 

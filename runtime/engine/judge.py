@@ -18,9 +18,9 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
     """Choose, accept, and write the outcome into the ledger. logits [L, V] fp32."""
     choices = batch.choices
     slot_id = batch.slots
-    certain_len = batch.certain_len
-    ledger.committed_len[slot_id] = certain_len
-    ledger.edge[slot_id] = certain_len - certain_len % chunk_len
+    final_len = batch.final_len
+    ledger.committed_len[slot_id] = final_len
+    ledger.edge[slot_id] = final_len - final_len % chunk_len
     line_slot = choices.slot_id[choices.row]
     position = ledger.total_len[line_slot] + choices.offset
     chosen = choose(logits, choices.rules, line_slot, position, ledger.ids)
@@ -42,7 +42,7 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
 
 def _broken(choices: Choices, logits: torch.Tensor, chosen: torch.Tensor, width: int) -> torch.Tensor:
     """Rows with a line that has no best number; an argmax shows by itself whether it has one."""
-    if any(rule.adorned or not rule.greedy for rule in choices.rules):
+    if any(rule.edits_logits or not rule.greedy for rule in choices.rules):
         bad = broken(logits)
     else:
         bad = ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()

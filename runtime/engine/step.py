@@ -81,7 +81,7 @@ class Batch:
     edge: torch.Tensor  # [N]
     # not for the engine; without the dump row
     slots: torch.Tensor  # [N] int64
-    certain_len: torch.Tensor  # [N] int64, tokens whose state is final when the step is done, drafts apart
+    final_len: torch.Tensor  # [N] int64, tokens whose state is final when the step is done, drafts apart
     choices: Choices
 
 

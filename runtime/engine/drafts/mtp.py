@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.device.session import Drafter
 from hemiola.runtime.engine.feed import ragged
 from hemiola.runtime.engine.ledger import Ledger
@@ -39,7 +39,7 @@ class MtpProposer:
     """Greedy requests get the head's best tokens, others are drawn with the noise that the trunk will use."""
 
     def __init__(
-        self, session: Drafter, hidden_ring: torch.Tensor, pages: Pages, ledger: Ledger, pad_tokens: int
+        self, session: Drafter, hidden_ring: torch.Tensor, pages: PagePool, ledger: Ledger, pad_tokens: int
     ) -> None:
         self._session = session
         self._ring = hidden_ring  # [S, R, F]
