@@ -12,7 +12,7 @@ Prompt = str | Sequence[int]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-class Options(BaseModel):
+class Strict(BaseModel):
     """Frozen and strictly typed; what does not fit raises Refused with one line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -33,7 +33,7 @@ def _one_line(error: ValidationError, names: list[str]) -> str:
     return f"{name} is {first['input']!r}: {reason}"
 
 
-class SamplingParams(Options):
+class SamplingParams(Strict):
     """How one request's tokens are chosen and when it ends. Greedy unless a temperature is given."""
 
     max_tokens: int = Field(default=16, ge=1, description="most tokens to generate")

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from hemiola.runtime.api import Options
+from hemiola.runtime.api import Strict
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest, State
 
@@ -14,7 +14,7 @@ Auto = Literal["auto"]
 Drafts = Literal["none", "ngram", "mtp"]
 
 
-class ServeConfig(Options):
+class ServeConfig(Strict):
     """What may be chosen when an engine is started. Lengths are in tokens."""
 
     max_len: int | Auto = Field(
@@ -58,7 +58,7 @@ class ServeConfig(Options):
     )
 
 
-class Resolved(Options):
+class Resolved(Strict):
     """A ServeConfig without "auto": the sizes that the runtime's parts are made with."""
 
     max_len: int

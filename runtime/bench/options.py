@@ -5,12 +5,12 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from hemiola.runtime.api import Options
+from hemiola.runtime.api import Strict
 
 RANDOM, MULTI_TURN = "random", "multi-turn"
 
 
-class BenchOptions(Options):
+class BenchOptions(Strict):
     """Lengths are in tokens, times in seconds."""
 
     model_config = ConfigDict(allow_inf_nan=True)

@@ -10,14 +10,14 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from hemiola.runtime.api import Options
+from hemiola.runtime.api import Strict
 from hemiola.runtime.errors import Refused
 
 WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true|false"}
 
 
 def options_of(
-    model: type[Options], leave_out: Collection[str] = (), defaults: Mapping[str, object] | None = None
+    model: type[Strict], leave_out: Collection[str] = (), defaults: Mapping[str, object] | None = None
 ) -> list[inspect.Parameter]:
     """A command's parameter for each field, None unless given; `defaults`: where the command has its own."""
     return [
@@ -39,7 +39,7 @@ def takes(*groups: list[inspect.Parameter]) -> Callable[[Callable[..., None]], C
     return extend
 
 
-def given(model: type[Options], options: Mapping[str, Any]) -> dict[str, Any]:
+def given(model: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the model's options that were given, read as their types say."""
     return {
         name: value if isinstance(value, bool) else read(model, name, value)
@@ -48,7 +48,7 @@ def given(model: type[Options], options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read(model: type[Options], name: str, text: str | list[str]) -> object:
+def read(model: type[Strict], name: str, text: str | list[str]) -> object:
     """A value as its field's type says; what does not fit stays text, and the model refuses it."""
     field = model.model_fields.get(name)
     annotation = field.annotation if field is not None else str

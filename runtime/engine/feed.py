@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.step import Batch, Choices, Plan
 
@@ -11,7 +11,7 @@ from hemiola.runtime.engine.step import Batch, Choices, Plan
 class Feed:
     """Turns plans into batches. Every tensor is made afresh: steps in flight share nothing."""
 
-    def __init__(self, pages: Pages, ledger: Ledger) -> None:
+    def __init__(self, pages: PagePool, ledger: Ledger) -> None:
         self.pages = pages
         self.ledger = ledger
 

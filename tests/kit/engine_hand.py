@@ -22,7 +22,7 @@ from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.config import ServeConfig, resolve
 from hemiola.runtime.device import session
 from hemiola.runtime.device.memory import Storage
-from hemiola.runtime.device.session import Output, Session
+from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.request import Bounds, Request
 from hemiola.runtime.engine.step import Batch, Outcome, Plan
@@ -92,7 +92,7 @@ class Recorder:
         self.draft = session.draft
         self.logits: deque[torch.Tensor] = deque()
 
-    def run(self, batch: Batch) -> Output:
+    def run(self, batch: Batch) -> Computed:
         out = self.session.run(batch)
         self.logits.append(out.logits.clone())
         return out
@@ -140,7 +140,7 @@ class EngineHand(Hand):
         self.recorded: dict[
             tuple[int, ...], torch.Tensor
         ] = {}  # what a token was chosen from, by all before it
-        self.certain_len: dict[int, int] = {}  # by request: what its last step made final, drafts apart
+        self.final_len: dict[int, int] = {}  # by request: what its last step made final, drafts apart
         self._shuffle = shuffle
         self._watch()
 
@@ -181,7 +181,7 @@ class EngineHand(Hand):
             if row.room == 0 or self.manifest.numerics != "exact" or not row.request.rule.greedy:
                 continue
             total_len, num = int(ledger.total_len[row.slot_id]), int(ledger.num_drafts[row.slot_id])
-            if row.request.rule.adorned or num == 0:
+            if row.request.rule.edits_logits or num == 0:
                 continue
             ids = ledger.ids[row.slot_id].numpy()
             drafts = ids[total_len : total_len + num].tolist()
@@ -214,7 +214,7 @@ class EngineHand(Hand):
         logits, first = self.loop.session.logits.popleft(), 0
         for n, row in enumerate(plan.rows):
             request = row.request
-            self.certain_len[request.id] = request.committed_len + row.num_tokens - row.num_drafts
+            self.final_len[request.id] = request.committed_len + row.num_tokens - row.num_drafts
             if row.chooses and request.finish_reason is None:
                 token_ids = outcome.token_ids[n]
                 ids = [*request.ids[: request.total_len].tolist(), *token_ids]
@@ -247,7 +247,7 @@ class EngineHand(Hand):
             for at in range(request.prompt_len, len(ids)):
                 found = self.recorded[tuple(ids[:at])]
                 assert self._is(found, logits[at - 1]), f"{request.id}: position {at}"
-                if request.rule.greedy and not request.rule.adorned:
+                if request.rule.greedy and not request.rule.edits_logits:
                     assert int(logits[at - 1].argmax()) == ids[at], f"{request.id}: token {at}"
 
     def check_contents(self) -> None:

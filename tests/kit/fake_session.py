@@ -15,7 +15,7 @@ import torch
 
 from hemiola.plugins.spec import next_edge
 from hemiola.runtime.config import Resolved
-from hemiola.runtime.device.session import Output
+from hemiola.runtime.device.session import Computed
 from hemiola.runtime.engine.step import Batch
 
 POISON = -1
@@ -73,7 +73,7 @@ class FakeSession:
         self.states[target] = self.states[source]
         self.records[target] = self.records[source]
 
-    def run(self, batch: Batch) -> Output:
+    def run(self, batch: Batch) -> Computed:
         self.before_run(batch)
         self._check_shapes(batch)
         cu_tokens = batch.cu_tokens.tolist()
@@ -100,7 +100,7 @@ class FakeSession:
         logits = torch.zeros(len(batch.logits_ids), VOCAB)
         for at, token in enumerate(batch.logits_ids.tolist()):
             logits[at, answers[token]] = 1.0
-        return Output(logits, torch.zeros(cu_tokens[-1], 1))
+        return Computed(logits, torch.zeros(cu_tokens[-1], 1))
 
     def _check_shapes(self, batch: Batch) -> None:
         num_tokens, num_rows = len(batch.token_ids), len(batch.slot_id)

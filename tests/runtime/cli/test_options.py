@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hemiola.runtime.api import Options, SamplingParams
+from hemiola.runtime.api import SamplingParams, Strict
 from hemiola.runtime.bench.options import BenchOptions
 from hemiola.runtime.cli.options import options_of, read, spelled
 from hemiola.runtime.config import ServeConfig
@@ -12,7 +12,7 @@ from hemiola.runtime.errors import Refused
 
 
 @pytest.mark.parametrize("model", [ServeConfig, SamplingParams, BenchOptions])
-def test_every_field_is_an_option_with_its_description_and_default(model: type[Options]) -> None:
+def test_every_field_is_an_option_with_its_description_and_default(model: type[Strict]) -> None:
     options = {parameter.name: parameter for parameter in options_of(model)}
     assert list(options) == list(model.model_fields)
     for name, field in model.model_fields.items():
@@ -45,7 +45,7 @@ def test_what_is_left_out_is_no_option_and_a_default_of_the_command_is_shown() -
     ],
 )
 def test_a_value_is_read_as_its_type_says(
-    model: type[Options], name: str, text: str | list[str], value: object
+    model: type[Strict], name: str, text: str | list[str], value: object
 ) -> None:
     assert read(model, name, text) == value and type(read(model, name, text)) is type(value)
 
