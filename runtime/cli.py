@@ -54,6 +54,7 @@ def _facts(engine_dir: Path, found: "Manifest") -> Table:
         "target, architecture": f"{found.target}, {found.arch}",
         "numerics": found.numerics,
         "drafts": found.drafts,
+        "tokenizer": "tokenizer.json" if found.has_tokenizer else "none: takes and gives token ids",
         "end tokens": ", ".join(map(str, found.eos_ids)),
         **{name: str(value) for name, value in found.limits.model_dump().items()},
         "weights": f"{len(found.weights)} tensors, {_size(weights.stat().st_size)} stored",

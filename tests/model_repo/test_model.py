@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -15,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hemiola.builder.build import Options, build
 from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.llm import LLM
 from hemiola.runtime.metrics import Metrics
 from hemiola.runtime.request import Logprob, Piece, SamplingParams
 
@@ -380,3 +383,26 @@ def test_an_engine_ends_when_its_server_is_gone(module: ModuleType) -> None:
 
 def test_a_temperature_sent_as_fp32_is_the_one_that_was_written(module: ModuleType) -> None:
     assert module.read_tensor(Tensor("temperature", np.array([0.7], np.float32))) == 0.7
+
+
+def test_an_engine_without_a_tokenizer_serves_ids_and_refuses_text(
+    module: ModuleType, tiny_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    build(source, tmp_path / "engine", Options(max_len=64, max_rows=2, max_step_tokens=64, drafts="none"))
+    module.LLM = LLM
+    served = module.TritonPythonModel()
+    served.initialize(config(engine_dir=str(tmp_path / "engine")))
+    sender = ask(served, {"max_tokens": 3, "ignore_eos": True})
+    until(lambda: sender.sent)
+    ((said, flags),) = sender.sent
+    assert (said["text_output"], len(said["output_ids"]), flags) == ("", 3, FINAL)
+    for asked, prompt in (
+        ({"text_input": "a"}, []),
+        ({"text_input": "a", "chat": True}, []),
+        ({"stop": "a"}, [5]),
+    ):
+        ((said, _),) = ask(served, asked, prompt).sent
+        assert "[INVALID_ARG] " in str(said) and "text, the engine has no tokenizer; pass" in str(said)
+    served.finalize()

@@ -288,7 +288,7 @@ class Outbox:
                 self._abort(stream)
 
     def _abort(self, stream: Stream) -> None:
-        """The engine answers with a last piece, which ends the stream. Without an id yet, _enqueue does it."""
+        """The engine answers with a last piece, which ends the stream. No id yet: _enqueue aborts it."""
         stream.aborted = True
         if stream.request_id is not None:
             self._llm.abort(stream.request_id)
