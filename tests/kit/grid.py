@@ -4,11 +4,9 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from kit.ops import Subject, Tensors, form, formed, int32, rel_error, row, same_bits, subject
+from kit.ops import Subject, Tensors, rel_error, row, same_bits, subject  # noqa: F401
 
 from hemiola.plugins.rows import next_edge
-
-__all__ = ["Subject", "Tensors", "form", "formed", "int32", "rel_error", "row", "same_bits", "subject"]
 
 LIMITS = (0.02, 0.3)  # of Mamba2's steps; some random ones pass each
 # For the reference alone: sizes that no compiled kernel takes.
@@ -17,7 +15,7 @@ GDN = subject("delta", G=1, K=6, H=3, V=5, J=1)
 KDA = subject("delta", G=2, K=6, H=2, V=5, J=6)
 CONV4 = subject("conv", E=7, W=4)
 SMALL = (MAMBA, GDN, KDA, CONV4)
-# Multiples of 16: 16 columns go through registers alone, 64 in fours; heads that fill no vector, and more than one.
+# Multiples of 16: 16 columns go through registers alone, 64 in fours. Heads fill no vector, or more than one.
 MAMBA_16 = subject("mamba2", *LIMITS, H=20, P=16, G=5, D=16)
 MAMBA_80 = subject("mamba2", *LIMITS, H=3, P=32, G=1, D=80)  # 64 in fours, 16 alone
 GDN_16 = subject("delta", G=4, K=16, H=20, V=16, J=1)
@@ -123,8 +121,7 @@ class Host:
         return Sequence(plain, slot, committed=edge, edge=edge)
 
     def step(self, parts: list[Part], padding: int = 0) -> None:
-        """Run one step, its rows in any order with `padding` tokens of nobody's between them, and check what it
-        may and may not change."""
+        """Run one step, in any order and with `padding` tokens of nobody's, and check what it may change."""
         pieces: list[Part | None] = [*parts, *[None] * padding]
         self.rng.shuffle(pieces)
         inputs = [self._junk(1) if part is None else self._tokens(part) for part in pieces]

@@ -1,5 +1,6 @@
 """Ops with sizes: arguments for a call of any of them, forms as an engine runs them, and how to compare."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ FRESH = dict.fromkeys(COLUMNS, 0) | {"slot": 1}
 
 
 def form(op: Op, name: str) -> Callable[..., Any]:
-    """reference, or a form as an engine runs it: it took the call, its weights are packed, its sizes bound."""
+    """The reference, or a form as an engine runs it: chosen, its weights packed, its sizes bound."""
     if name == "reference":
         return op.reference
 
@@ -32,7 +33,7 @@ def form(op: Op, name: str) -> Callable[..., Any]:
     return run
 
 
-def int32(*values: int) -> torch.Tensor:
+def int32(*values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -68,10 +69,10 @@ class Subject:
     def op(self) -> Op:
         return OPS[self.name]
 
-    def make(self, name: str, num_tokens: int, seed: int) -> torch.Tensor:
+    def make(self, name: str, num_tokens: int, seed: int, num_rows: int = 2) -> torch.Tensor:
         """An argument that is no state and not `rows`."""
         index = [arg.name for arg in self.op.args].index(name)
-        sizes = {"T": num_tokens, "N": 2, "2": 2} | dict(self.sizes)
+        sizes = {"T": num_tokens, "N": num_rows, "2": 2} | dict(self.sizes)
         if name == self.absent:
             return torch.empty(0)
         shape = [sizes[letter] for letter in self.op.args[index].shape.rstrip("*")]
@@ -84,8 +85,8 @@ class Subject:
                 return value / 2 - 2
             case "delta", "q" | "k":
                 return F.normalize(value, dim=-1)
-            case "attention", "positions":  # of two rows, the second of one token
-                return int32(*range(num_tokens - 1), 0)[:num_tokens]
+            case "attention", "positions":
+                return int32(*range(num_tokens - num_rows + 1), *[0] * (num_rows - 1))[:num_tokens]
             case _, "positions":
                 return torch.randint(sizes["M"], shape, generator=rng).int()
             case _, "page_table":
@@ -135,18 +136,20 @@ class Subject:
         lines = torch.tensor(rows, dtype=torch.int32)
         return form(self.op, name)(*tokens, *constants, *states, lines, chunk_len, *self.attrs)
 
-    def arguments(self, num_tokens: int, seed: int = 0) -> list:
-        """A whole call: two fresh rows, the second of one token; states are NaN."""
-        sizes = {"S": 3, "R": 32} | dict(self.sizes)
-        both = (row(num_tokens=num_tokens - 1), row(first=num_tokens - 1, num_tokens=1, slot=2))
+    def arguments(self, num_tokens: int, seed: int = 0, num_rows: int = 2) -> list:
+        """A whole call: fresh rows, of one token each but the first; states are NaN."""
+        sizes = {"S": num_rows + 1, "R": 40} | dict(self.sizes)
+        long = num_tokens - num_rows + 1
+        rows = [row(num_tokens=max(long, 0))]
+        rows += [row(first=long + n, num_tokens=int(long > 0), slot=n + 2) for n in range(num_rows - 1)]
         made: list = []
         for arg in self.op.args:
             if arg.mutated:
                 made.append(torch.full([sizes[letter] for letter in arg.shape], torch.nan))
+            elif arg.name == "rows":
+                made.append(int32(*rows))
             else:
-                made.append(
-                    int32(*both).view(2, 8) if arg.name == "rows" else self.make(arg.name, num_tokens, seed)
-                )
+                made.append(self.make(arg.name, num_tokens, seed, num_rows))
         chunk_len = [16] if self.op.attrs and self.op.attrs[0].name == "chunk_len" else []
         return [*made, *chunk_len, *self.attrs]
 
@@ -163,3 +166,56 @@ def formed(reference: Iterable[Subject] = (), compiled: Iterable[Subject] = ()) 
     return pytest.mark.parametrize(
         "subject,form", [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}") for pair in pairs]
     )
+
+
+def subjects() -> dict[str, list[Subject]]:
+    """What compiled forms take, by op; the first is the base."""
+    attention = dict(Z=40, L=16, W=12)
+    return {
+        "attention": [
+            subject("attention", 0.2, 0, H=6, D=32, G=2, **attention),
+            subject("attention", 0.1, 1, H=3, D=80, G=3, **attention),
+        ],
+        "conv": [subject("conv", E=48, W=4), subject("conv", E=16, W=2)],
+        "delta": [
+            subject("delta", G=1, K=16, H=3, V=64, J=1),
+            subject("delta", G=4, K=32, H=20, V=80, J=1),
+            subject("delta", G=2, K=16, H=2, V=16, J=16),
+        ],
+        "embed": [subject("embed", V=100, F=40), subject("embed", V=33, F=7)],
+        "gate": [
+            subject("gate", "silu", E=48, J=48),
+            subject("gate", "sigmoid", E=48, J=48),
+            subject("gate", "sigmoid", E=16, J=1),
+            subject("gate", "silu", E=32, J=1),
+        ],
+        "linear": [subject("linear", F=48, O=80), subject("linear", F=33, O=100, absent="bias")],
+        "mamba2": [
+            subject("mamba2", 0.02, 0.3, H=3, P=32, G=1, D=80),
+            subject("mamba2", 0.0, math.inf, H=20, P=16, G=5, D=16),
+        ],
+        "moe": [
+            subject("moe", "swiglu", F=32, K=3, E=7, J=96, I=48),
+            subject("moe", "relu2", F=64, K=2, E=5, J=16, I=16),
+        ],
+        "norm": [
+            subject("norm", 1e-5, 48, True, W=96),
+            subject("norm", 1e-6, 16, False, W=16),
+            subject("norm", 1e-6, 64, False, W=64, absent="gate"),
+        ],
+        "rope": [
+            subject("rope", H=3, D=48, M=50, R=20),
+            subject("rope", H=2, D=32, M=50, R=16),
+            subject("rope", H=1, D=7, M=50, R=2),
+        ],
+        "route": [
+            subject("route", "softmax", 4, 1, 1, True, 1.0, E=37, absent="bias"),
+            subject("route", "softmax", 3, 1, 1, False, 1.5, E=64),
+            subject("route", "sigmoid", 5, 4, 2, True, 2.5, E=60),
+            subject("route", "sigmoid", 2, 1, 1, False, 1.0, E=16, absent="bias"),
+        ],
+    }
+
+
+SUBJECTS = subjects()
+ALL = [subject for same_op in SUBJECTS.values() for subject in same_op]

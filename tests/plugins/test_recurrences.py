@@ -26,7 +26,7 @@ from kit.grid import (
     Plain,
     storm,
 )
-from kit.ops import Subject, formed, rel_error, row, same_bits
+from kit.ops import Subject, formed, rel_error, row
 
 from hemiola.plugins.cpu import jit
 
@@ -318,7 +318,7 @@ def call(subject: Subject, form: str, **columns: int) -> torch.Tensor:
 )
 @formed(reference=(MAMBA, GDN, KDA, CONV4), compiled=FIT)
 def test_insane_rows_are_refused(subject: Subject, form: str, rows: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="a row contradicts itself or chunk_len 8: .*'slot': 1"):
+    with pytest.raises(ValueError, match=r"a row contradicts itself or chunk_len 8: .*'slot': 1"):
         call(subject, form, **rows)
 
 
