@@ -20,6 +20,7 @@ from typing import Any
 import numba
 import numba.core.config as _config
 import torch
+from numba.core.registry import cpu_target
 
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long, invoke, next_of
 
@@ -32,8 +33,8 @@ config: Any = _config  # numba makes its settings at run time
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: a folder of the user's for what the plugins' sources are now."""
-    digest = hashlib.sha256()
+    """Where compiled kernels are kept: a folder of the user's for the plugins' sources and the CPU as they are."""
+    digest = hashlib.sha256(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(path.read_bytes())
     try:
