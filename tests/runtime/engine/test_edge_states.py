@@ -12,7 +12,7 @@ from kit.engine_hand import EngineHand, Wanted, right_and_wrong
 from kit.grid import GDN, KDA, MAMBA, Subject, int32, rel_error
 
 B, U, K = 16, 8, 19
-SMALL = {"page_len": B, "chunk_len": U, "num_drafts": K, "numerics": "exact"}
+SMALL = {"page_len": B, "chunk_len": U, "num_drafts": K}
 
 
 @pytest.mark.parametrize("kind", ["mtp", "mtp, right and wrong"])

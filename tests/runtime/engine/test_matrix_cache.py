@@ -31,7 +31,7 @@ class Rules:
         edges = range(B, len(prompt), B)
         return max((edge for edge in edges if tuple(prompt[:edge]) in self.pages), default=0)
 
-    def ended(self, text: list[int], prompt_len: int, certain_len: int) -> None:
+    def ended(self, text: list[int], prompt_len: int, final_len: int) -> None:
         """A request has left its pages; and snapshots where it was asked to begin, where it left the path of
         an earlier one, and at the last page edge that its certain tokens passed."""
         prompt, cached_len = text[:prompt_len], self._cached_len(text[:prompt_len])
@@ -42,8 +42,8 @@ class Rules:
         )
         if self.hit(prompt) < cached_len < last and goes_on:
             edges.add(cached_len)
-        if certain_len // B * B > last:
-            edges.add(certain_len // B * B)
+        if final_len // B * B > last:
+            edges.add(final_len // B * B)
         self.snapshots |= {tuple(text[:edge]) for edge in edges}
         self.pages |= {tuple(text[:edge]) for edge in range(B, len(text), B)}
 
@@ -91,7 +91,7 @@ def ask(
     expected = rules.hit(prompt)
     assert hand.last(request_id).metrics.cached_tokens == expected, f"prompt of {len(prompt)} in {tenant}"
     assert hand.last(request_id).finish_reason == "length", hand.last(request_id)
-    rules.ended(prompt + hand.token_ids(request_id), len(prompt), hand.certain_len[request_id])
+    rules.ended(prompt + hand.token_ids(request_id), len(prompt), hand.final_len[request_id])
 
 
 @pytest.mark.parametrize(("kind", "depth"), [("scripted", 0), ("mtp", 1), ("scripted", 2)])
