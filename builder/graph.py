@@ -24,7 +24,8 @@ Name = Literal["trunk", "draft"]
 # Sizes to trace with: no two equal, none 0 or 1, so that none can be mistaken for another or a constant.
 TRACED = {"T": 7, "N": 3, "W": 5, "L": 2, "P": 11, "S": 13}
 # What torch may compute between our ops: it moves numbers, or rounds each element once.
-EXACT = {"add", "mul", "relu", "cat", "index_select", "view", "split", "split_with_sizes", "chunk", "unsqueeze"}
+MOVES = {"cat", "chunk", "index_select", "split", "split_with_sizes", "unsqueeze", "view"}
+EXACT = MOVES | {"add", "mul", "relu"}
 
 
 @dataclass(frozen=True)
@@ -114,4 +115,6 @@ def _refuse_inexact(node: Node) -> None:
         return
     name = packet.__name__
     if name not in EXACT and not name.startswith("sym_"):
-        raise Refused(f"the graph calls torch's {name}, which rounds as it likes; write it as an op of plugins/")
+        raise Refused(
+            f"the graph calls torch's {name}, which may round by place; make it an op of plugins/"
+        )

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from hemiola.runtime.api import Options
+from hemiola.runtime.api import Strict
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest, State
 
@@ -14,7 +14,7 @@ Auto = Literal["auto"]
 Drafts = Literal["none", "ngram", "mtp"]
 
 
-class ServeConfig(Options):
+class ServeConfig(Strict):
     """What may be chosen when an engine is started. Lengths are in tokens."""
 
     max_len: int | Auto = Field(
@@ -35,7 +35,7 @@ class ServeConfig(Options):
     drafts: Drafts | Auto = Field("auto", description="who proposes; auto: as the engine was built")
     num_drafts: int | Auto = Field("auto", description="most drafts per row and step; auto: as it was built")
     adaptive_drafts: bool = Field(
-        True, description="draft fewer where more would cost time; off: always num_drafts"
+        True, description="draft fewer where more would cost time; false: always num_drafts"
     )
     ngram_min: int = Field(2, ge=1, le=64, description="shortest suffix that prompt lookup looks for")
     ngram_max: int = Field(5, ge=1, le=64, description="longest suffix that prompt lookup looks for")
@@ -58,7 +58,7 @@ class ServeConfig(Options):
     )
 
 
-class Resolved(Options):
+class Resolved(Strict):
     """A ServeConfig without "auto": the sizes that the runtime's parts are made with."""
 
     max_len: int

@@ -10,18 +10,18 @@ from types import TracebackType
 from typing import Any
 
 from hemiola.runtime import manifest as manifests
+from hemiola.runtime.abi import widths
 from hemiola.runtime.api import Counters, Logprob, OnPiece, Output, Piece, Prompt, SamplingParams
 from hemiola.runtime.cache.eviction import Cost, Evictor
-from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.prefix import PrefixCache
-from hemiola.runtime.cache.slots import Slots
+from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.device.memory import Storage, free_bytes
 from hemiola.runtime.device.session import Session
 from hemiola.runtime.engine.drafts import NoDrafts, Proposer
 from hemiola.runtime.engine.drafts.mtp import HIDDEN, MtpProposer
 from hemiola.runtime.engine.drafts.ngram import NgramProposer
-from hemiola.runtime.abi import widths
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.loop import Engine, Loop
@@ -45,9 +45,9 @@ def make_loop(
     proposer: "Callable[[Ledger], Proposer] | None" = None,
 ) -> Loop:
     """The parts of a running engine, put together; not started."""
-    slots = Slots(config.num_slots, config.chunk_len, storage.free_slots)
+    slots = SlotPool(config.num_slots, config.chunk_len, storage.free_slots)
     table_width = widths(config)["W"]
-    pages = Pages(config.num_pages, config.page_len, config.num_slots, table_width, storage.free_pages)
+    pages = PagePool(config.num_pages, config.page_len, config.num_slots, table_width, storage.free_pages)
     evictor = Evictor(cost, config.page_len)
     prefix = PrefixCache(
         pages, slots, evictor, identity, config.snapshot_interval, enabled=config.prefix_cache
@@ -59,7 +59,7 @@ def make_loop(
 
 
 def make_proposer(
-    config: Resolved, storage: Storage, session: Engine, pages: Pages, ledger: Ledger
+    config: Resolved, storage: Storage, session: Engine, pages: PagePool, ledger: Ledger
 ) -> Proposer:
     """Who drafts, as the options say."""
     match config.drafts:

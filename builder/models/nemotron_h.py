@@ -119,9 +119,7 @@ class Mamba2(nn.Module):
         names = ("state", "x_records", "B_records", "dt_records")
         states = (step.states[f"{self.name}.{what}"] for what in names)
         fixed = (self.dt_bias, self.A, self.D)
-        y = self.ops.mamba2(
-            x, b, c, dt, *fixed, *states, step.rows, self.chunk_len, self.dt_min, self.dt_max
-        )
+        y = self.ops.mamba2(x, b, c, dt, *fixed, *states, step.rows, self.chunk_len, self.dt_min, self.dt_max)
         return self.out_proj(self.norm(y.view(-1, self.inner), z))
 
     def states(self, limits: Limits) -> list[State]:

@@ -78,11 +78,12 @@ class Kernel:
                 f"{self.name} takes {len(self.arguments)} arguments ({', '.join(self.arguments)}), "
                 f"not {len(arguments)}"
             )
-        values = [value if value.__class__ is int else _word(value) for value in arguments]
+        values: list[Any] = [value if value.__class__ is int else _word(value) for value in arguments]
         num_threads = min(torch.get_num_threads(), num_items) if nanoseconds > WORTH_A_THREAD else 1
         scratch += -scratch % 64  # a cache line
         room = _scratch(num_threads, scratch) if scratch else 0
-        call = array("q", (0, 0, num_items, room, scratch, self.address, *values, *_PADDING[len(values) :]))
+        header = [0, 0, num_items, room, scratch, self.address]
+        call = array("q", [*header, *values, *_PADDING[len(values) :]])
         if num_threads > 1 and _TEAM is not None:
             _TEAM(_start().address, call.buffer_info()[0], num_threads, 0)
         else:

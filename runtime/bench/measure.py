@@ -12,14 +12,14 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
 from hemiola.runtime.api import FinishReason, Metrics, OnPiece, Piece, SamplingParams
-from hemiola.runtime.bench.workloads import Session, Turn
+from hemiola.runtime.bench.workloads import Turn, Turns
 from hemiola.runtime.errors import Failed, Refused
 
 FAILED_BEFORE = "not sent: the turn before it failed"
 LONGEST_WAIT = 0.2  # Ctrl-C may land in another thread, which does not wake this one
 
 
-class Engine(Protocol):
+class Measurable(Protocol):
     """What is measured: an LLM."""
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, on_piece: OnPiece) -> int: ...
@@ -100,8 +100,8 @@ class Run:
 
     def __init__(
         self,
-        engine: Engine,
-        sessions: Sequence[Session],
+        engine: Measurable,
+        sessions: Sequence[Turns],
         arrivals: Sequence[float] | None,
         concurrency: int | None,
         ignore_eos: bool,
@@ -208,7 +208,7 @@ class Run:
         else:
             self._give_up(result, session)
 
-    def _give_up(self, failed: Result, session: Session) -> None:
+    def _give_up(self, failed: Result, session: Turns) -> None:
         """Turns that need an answer that never came have failed, too."""
         for index in range(failed.turn + 1, len(session)):
             turn = session[index]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 
-class Pages:
+class PagePool:
     """Gives pages to slots in order of position. Page 0 is the dump page: it is never given away.
 
     A slot's pages are a row of `table`, so that nothing is copied per step but the rows of a batch. The

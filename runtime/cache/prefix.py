@@ -38,8 +38,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hemiola.runtime.cache.eviction import Evictor, above
-from hemiola.runtime.cache.pages import Pages
-from hemiola.runtime.cache.slots import Slots
+from hemiola.runtime.cache.pages import PagePool
+from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.cache.tree import Chain, Entry, Tree
 
 
@@ -125,8 +125,8 @@ class PrefixCache:
 
     def __init__(
         self,
-        pages: Pages,
-        slots: Slots,
+        pages: PagePool,
+        slots: SlotPool,
         evictor: Evictor,
         identity: str = "",
         interval: int = 0,

@@ -15,7 +15,7 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest, Segment
 
 
-class Output(NamedTuple):
+class Computed(NamedTuple):
     logits: torch.Tensor  # [L, V] fp32
     hidden: torch.Tensor  # [T, F] after the final norm
 
@@ -23,7 +23,7 @@ class Output(NamedTuple):
 class Drafter(Protocol):
     """A Session with an MTP head, or in tests something that checks what it is given."""
 
-    def draft(self, **inputs: torch.Tensor) -> Output: ...
+    def draft(self, **inputs: torch.Tensor) -> Computed: ...
 
 
 class Program:
@@ -38,9 +38,9 @@ class Program:
         self._bound = [weights[name] for name in segment.weights]
         self._bound += [storage.tensors[name] for name in segment.states]
 
-    def __call__(self, inputs: Iterable[torch.Tensor]) -> Output:
+    def __call__(self, inputs: Iterable[torch.Tensor]) -> Computed:
         with torch.inference_mode():
-            return Output(*self._call(*self._bound, *inputs))
+            return Computed(*self._call(*self._bound, *inputs))
 
 
 class Session:
@@ -54,11 +54,11 @@ class Session:
         programs = [Program(engine_dir, segment, weights, storage) for segment in segments]
         self._trunk, self._draft = programs[0], programs[-1]
 
-    def run(self, batch: object) -> Output:
+    def run(self, batch: object) -> Computed:
         """Logits and hidden states of a step; the trunk's inputs are attributes of `batch`."""
         return self._trunk(getattr(batch, name) for name in self._trunk.inputs)
 
-    def draft(self, **inputs: torch.Tensor) -> Output:
+    def draft(self, **inputs: torch.Tensor) -> Computed:
         """Logits and hidden states [T, F] of pairs of a token and the hidden state before it."""
         return self._draft(inputs[name] for name in self._draft.inputs)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.step import Batch, Choices, Plan
 
@@ -11,13 +11,15 @@ from hemiola.runtime.engine.step import Batch, Choices, Plan
 class Feed:
     """Turns plans into batches. Every tensor is made afresh: steps in flight share nothing."""
 
-    def __init__(self, pages: Pages, ledger: Ledger) -> None:
+    def __init__(self, pages: PagePool, ledger: Ledger) -> None:
         self.pages = pages
         self.ledger = ledger
 
     def fill(self, plan: Plan) -> Batch:
         """The batch of a plan."""
-        columns = [(r.num_tokens, r.num_drafts, r.slot_id, r.snapshot_slot, r.snapshot_edge) for r in plan.rows]
+        columns = [
+            (r.num_tokens, r.num_drafts, r.slot_id, r.snapshot_slot, r.snapshot_edge) for r in plan.rows
+        ]
         num_tokens, num_drafts, slots, snapshot_slot, snapshot_edge = np.array(columns, np.int32).T
         ends = np.cumsum(num_tokens)
         row, offset = ragged(num_tokens)
@@ -27,7 +29,8 @@ class Feed:
         final_len = committed + torch.from_numpy((num_tokens - num_drafts).astype(np.int64))
         logits_ids, choices = _choices(plan, ends)
         edge = self.ledger.edge[slot_id]
-        known = (ends - num_tokens, num_tokens, num_drafts, slots, committed, edge, snapshot_slot, snapshot_edge)
+        known = (ends - num_tokens, num_tokens, num_drafts, slots, committed, edge)
+        known += (snapshot_slot, snapshot_edge)
         return Batch(
             rows=torch.from_numpy(np.stack([np.asarray(column, np.int32) for column in known], axis=1)),
             logits_ids=torch.from_numpy(logits_ids),

@@ -42,7 +42,7 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
 
 def _broken(choices: Choices, logits: torch.Tensor, chosen: torch.Tensor, width: int) -> torch.Tensor:
     """Rows with a line that has no best number; an argmax shows by itself whether it has one."""
-    if any(rule.adorned or not rule.greedy for rule in choices.rules):
+    if any(rule.edits_logits or not rule.greedy for rule in choices.rules):
         bad = broken(logits)
     else:
         bad = ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()

@@ -12,7 +12,7 @@ import torch
 
 from hemiola.runtime.api import Counters, OnPiece
 from hemiola.runtime.config import Resolved
-from hemiola.runtime.device.session import Drafter, Output
+from hemiola.runtime.device.session import Computed, Drafter
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.judge import judge
@@ -30,7 +30,7 @@ log = logging.getLogger("hemiola")
 class Engine(Drafter, Protocol):
     """A Session, or in tests something that checks what a session is given."""
 
-    def run(self, batch: Batch) -> Output: ...
+    def run(self, batch: Batch) -> Computed: ...
 
 
 class Store(Protocol):

@@ -29,7 +29,7 @@ def choose(
 ) -> torch.Tensor:
     """The token of each line [L] int64, with history ids[slot, :position]. The lowest id of equals wins."""
     chosen = scores.argmax(-1)  # the first NaN where there is one
-    special = [line for line, rule in enumerate(rules) if rule.adorned or not rule.greedy]
+    special = [line for line, rule in enumerate(rules) if rule.edits_logits or not rule.greedy]
     num_lines = max(1, AT_ONCE // max(scores.shape[1], ids.shape[1]))
     for first in range(0, len(special), num_lines):
         lines = special[first : first + num_lines]
@@ -43,9 +43,9 @@ def _choose(
     scores: torch.Tensor, rules: list[Rule], slot: torch.Tensor, position: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """The same for lines that need more than an argmax; scores are the caller's copy."""
-    at, own = _where(rules, lambda rule: rule.adorned, scores)
+    at, own = _where(rules, lambda rule: rule.edits_logits, scores)
     if own:
-        scores[at] = adorn(scores[at], own, position[at], ids[slot[at]])
+        scores[at] = edit_logits(scores[at], own, position[at], ids[slot[at]])
     chosen = scores.argmax(-1)
     at, own = _where(rules, lambda rule: not rule.greedy, scores)
     if own:
@@ -74,7 +74,7 @@ def broken(scores: torch.Tensor) -> torch.Tensor:
 # What changes logits: order and formulas are vLLM's.
 
 
-def adorn(
+def edit_logits(
     scores: torch.Tensor, rules: Sequence[Rule], position: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """Bad words, min_tokens, logit_bias, penalties. scores [L, V] are overwritten; ids [L, W] are by line."""

@@ -218,13 +218,13 @@ class Scheduler:
     def commit(self, plan: Plan, outcome: Outcome) -> None:
         """Advance the lengths, append the new tokens, publish what is final; see which requests end."""
         slot_ids = [row.slot_id for row in plan.rows]
-        certain_len = [row.request.committed_len + row.num_tokens - row.num_drafts for row in plan.rows]
+        final_len = [row.request.committed_len + row.num_tokens - row.num_drafts for row in plan.rows]
         before = self.slots.edge[slot_ids].tolist()
-        self.slots.commit(slot_ids, certain_len)
+        self.slots.commit(slot_ids, final_len)
         after = self.slots.edge[slot_ids].tolist()
         page_len = self.config.page_len
         for n, (row, new_len, start, edge) in enumerate(
-            zip(plan.rows, certain_len, before, after, strict=True)
+            zip(plan.rows, final_len, before, after, strict=True)
         ):
             request = row.request
             request.in_flight -= 1

@@ -20,7 +20,7 @@ from hemiola.runtime.cache.prefix import Start, hit_len
 from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.config import ServeConfig, resolve
 from hemiola.runtime.device.memory import Storage
-from hemiola.runtime.device.session import Output, Session
+from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.request import Bounds, Request
 from hemiola.runtime.engine.step import Batch, Outcome, Plan
@@ -81,7 +81,7 @@ class Recorder:
         self.draft = session.draft
         self.logits: deque[torch.Tensor] = deque()
 
-    def run(self, batch: Batch) -> Output:
+    def run(self, batch: Batch) -> Computed:
         out = self.session.run(batch)
         self.logits.append(out.logits.clone())
         return out
@@ -170,7 +170,7 @@ class EngineHand(Hand):
             if row.room == 0 or not row.request.rule.greedy:
                 continue
             total_len, num = int(ledger.total_len[row.slot_id]), int(ledger.num_drafts[row.slot_id])
-            if row.request.rule.adorned or num == 0:
+            if row.request.rule.edits_logits or num == 0:
                 continue
             ids = ledger.ids[row.slot_id].numpy()
             drafts = ids[total_len : total_len + num].tolist()
@@ -235,7 +235,7 @@ class EngineHand(Hand):
             for at in range(request.prompt_len, len(ids)):
                 found = self.recorded[tuple(ids[:at])]
                 assert torch.equal(found, logits[at - 1]), f"{request.id}: position {at}"
-                if request.rule.greedy and not request.rule.adorned:
+                if request.rule.greedy and not request.rule.edits_logits:
                     assert int(logits[at - 1].argmax()) == ids[at], f"{request.id}: token {at}"
 
     def check_contents(self) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hemiola.runtime.cache.eviction import Cost, Evictor
-from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.prefix import PrefixCache, Start, Take, reusable_len
-from hemiola.runtime.cache.slots import Slots
+from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.cache.tree import Chain, Entry
 
 VOCAB = 4  # so small that texts meet again by themselves
@@ -71,8 +71,8 @@ class House:
         identity: str = "",
         seed: int = 0,
     ) -> None:
-        self.pages = Pages(num_pages, page_len, num_slots, -(-max_len // page_len) + 1, self._free_pages)
-        self.slots = Slots(num_slots, chunk_len, self._free_slots)
+        self.pages = PagePool(num_pages, page_len, num_slots, -(-max_len // page_len) + 1, self._free_pages)
+        self.slots = SlotPool(num_slots, chunk_len, self._free_slots)
         self.evictor = Evictor(Cost(10, 40 if hybrid else 0), page_len)
         self.prefix = PrefixCache(self.pages, self.slots, self.evictor, identity, interval)
         self.page_len, self.chunk_len, self.max_len = page_len, chunk_len, max_len
@@ -256,14 +256,14 @@ class House:
         """Verify the drafts, append what follows, fill in what looks ahead, publish; see who has finished."""
         for row in rows:
             request = row.request
-            certain_len = request.committed_len + row.num_tokens
-            first, request.committed_len = request.committed_len, certain_len
-            if certain_len == request.total_len:
+            final_len = request.committed_len + row.num_tokens
+            first, request.committed_len = request.committed_len, final_len
+            if final_len == request.total_len:
                 self._append(request, row.drafts)
             for position in range(first, request.committed_len):
                 content = request.known(position + 1)
                 self.kv[self._place(request, position)] = content
-            self.slots.commit([request.slot_id], [certain_len])
+            self.slots.commit([request.slot_id], [final_len])
             stored_edge = row.take.edge if row.take is not None else 0
             self.prefix.commit(request.slot_id, request.committed_len, request.total_len, stored_edge)
             if request.finished:

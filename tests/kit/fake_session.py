@@ -15,7 +15,7 @@ import torch
 from hemiola.plugins.rows import RowFields, live_rows
 from hemiola.runtime.abi import INPUTS, widths
 from hemiola.runtime.config import Resolved
-from hemiola.runtime.device.session import Output
+from hemiola.runtime.device.session import Computed
 from hemiola.runtime.engine.step import Batch
 
 POISON = -1
@@ -71,7 +71,7 @@ class FakeSession:
         self.states[target] = self.states[source]
         self.records[target] = self.records[source]
 
-    def run(self, batch: Batch) -> Output:
+    def run(self, batch: Batch) -> Computed:
         self.before_run(batch)
         self._check(batch)
         rows = live_rows(batch.rows, self.config.chunk_len)
@@ -99,7 +99,7 @@ class FakeSession:
         logits = torch.zeros(len(batch.logits_ids), VOCAB)
         for at, token in enumerate(batch.logits_ids.tolist()):
             logits[at, answers[token]] = 1.0
-        return Output(logits, torch.zeros(end, 1))
+        return Computed(logits, torch.zeros(end, 1))
 
     def _check(self, batch: Batch) -> None:
         """Dtypes and widths are those of the ABI, and no two rows meet in a slot."""

@@ -10,7 +10,7 @@ from hemiola.plugins.rows import next_edge
 from hemiola.runtime import manifest
 from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.device.memory import Storage
-from hemiola.runtime.device.session import Output, Program, map_weights
+from hemiola.runtime.device.session import Computed, Program, map_weights
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Harness:
             parts += self.step([(request, tokens[request.committed : request.committed + size], 0)])
         return torch.cat(parts)
 
-    def draft(self, request: Request, tokens: Sequence[int], hidden: torch.Tensor, first: int) -> Output:
+    def draft(self, request: Request, tokens: Sequence[int], hidden: torch.Tensor, first: int) -> Computed:
         """The head reads tokens at first, first + 1, ..., each with the hidden state before it."""
         return self.call("draft", [(request, list(tokens), 0)], [first], hidden)
 
@@ -78,7 +78,7 @@ class Harness:
         rows: list[tuple[Request, list[int], int]],
         starts: list[int],
         hidden: torch.Tensor | None = None,
-    ) -> Output:
+    ) -> Computed:
         """A segment with rows whose first tokens stand at `starts`."""
         lengths = [len(tokens) for _, tokens, _ in rows]
         spans = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]

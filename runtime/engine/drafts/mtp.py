@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hemiola.plugins.rows import COLUMNS
-from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.device.session import Drafter
 from hemiola.runtime.engine.feed import ragged
 from hemiola.runtime.engine.ledger import Ledger
@@ -40,7 +40,7 @@ class _Pairs(NamedTuple):
 class MtpProposer:
     """Greedy requests get the head's best tokens, others are drawn with the noise that the trunk will use."""
 
-    def __init__(self, session: Drafter, hidden_ring: torch.Tensor, pages: Pages, ledger: Ledger) -> None:
+    def __init__(self, session: Drafter, hidden_ring: torch.Tensor, pages: PagePool, ledger: Ledger) -> None:
         self._session = session
         self._ring = hidden_ring  # [S, R, F]
         self._pages = pages

@@ -14,9 +14,9 @@ DT = (0.001, 4.0)
 
 def subject(
     heads: int = 4, width: int = 64, groups: int = 2, depth: int = 128, chunk_len: int = 32, drafts: int = 4,
-    tile: tuple[int, int] | None = None, strong: float = 1.0,
+    plan: tuple[int, int, int, int] | None = None, strong: float = 1.0,
 ) -> Subject:  # fmt: skip
-    from hemiola.plugins.mamba2.triton import mamba2
+    from hemiola.plugins.mamba2.triton import Plan, mamba2
 
     fixed = torch.Generator().manual_seed(1)
     dt_bias, D = (torch.randn(heads, generator=fixed).to(DEVICE) - 2 for _ in range(2))
@@ -38,7 +38,7 @@ def subject(
                 records[0].bfloat16(), records[1].bfloat16(), records[2]]  # fmt: skip
 
     def call(tokens: list[torch.Tensor], slots: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        return mamba2(*tokens, dt_bias, A, D, *slots, rows, chunk_len, *DT, tile=tile)
+        return mamba2(*tokens, dt_bias, A, D, *slots, rows, chunk_len, *DT, plan=Plan(*plan) if plan else None)
 
     name = f"mamba2 H{heads} P{width} G{groups} D{depth} C{chunk_len}"
     made = Subject(name, chunk_len, make_tokens, make_slots, call, drafts)
@@ -90,13 +90,14 @@ def test_errs_no_more_than_bf16_outputs(sizes: dict) -> None:
     assert error(run.states[192], state) < 1e-4
 
 
-@pytest.mark.parametrize("tile", [(16, 1), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8)])
-def test_tiles_leave_the_bits_alone(tile: tuple[int, int]) -> None:
+@pytest.mark.parametrize("plan", [(16, 1, 3, 1), (32, 2, 2, 4), (64, 1, 1, 4), (64, 2, 3, 8), (64, 2, 4, 4)])
+def test_tiles_leave_the_bits_alone(plan: tuple[int, int, int, int]) -> None:
     torch.manual_seed(0)
     tokens = subject().make_tokens(100)
-    one, other = plain_run(subject(), tokens), plain_run(subject(tile=tile), tokens)
+    one, other = plain_run(subject(), tokens), plain_run(subject(plan=plan), tokens)
     same_bits(other.outputs, one.outputs, "outputs")
     same_bits(other.states[96], one.states[96], "state")
+    storm(subject(plan=plan), (150, 33), seed=4, longest=20)
 
 
 def test_a_slot_beyond_2_to_the_31_bytes() -> None:

@@ -14,7 +14,7 @@ import pytest
 from hemiola.runtime.api import Metrics, OnPiece, Piece, SamplingParams
 from hemiola.runtime.bench.measure import FAILED_BEFORE, Mailbox, Measured, Result, Run
 from hemiola.runtime.bench.statistics import peak
-from hemiola.runtime.bench.workloads import Session, Turn
+from hemiola.runtime.bench.workloads import Turn, Turns
 from hemiola.runtime.errors import Refused
 
 
@@ -99,13 +99,13 @@ def metrics(prompt: Sequence[int]) -> Metrics:
     return Metrics(num_prompt_tokens=len(prompt), arrival=0.0)
 
 
-def single(*prompt_lens: int, max_tokens: int = 3) -> list[Session]:
+def single(*prompt_lens: int, max_tokens: int = 3) -> list[Turns]:
     return [[Turn([9] * length, max_tokens, 0.0, f"request {i}")] for i, length in enumerate(prompt_lens)]
 
 
 def measure(
     engine: SlowEngine,
-    sessions: list[Session],
+    sessions: list[Turns],
     arrivals: list[float] | None = None,
     concurrency: int | None = None,
 ) -> Measured:

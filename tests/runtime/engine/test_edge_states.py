@@ -52,7 +52,7 @@ SUBJECTS = [
     KDA,
     *(replace(subject, decay=0.002) for subject in (MAMBA, GDN, KDA)),
 ]
-Step = tuple[int, int, int]  # certain tokens, drafts, accepted ones among them
+Step = tuple[int, int, int]  # final tokens, drafts, accepted ones among them
 
 
 @cache
@@ -79,7 +79,7 @@ def chunks() -> Iterator[Step]:
 
 
 def accepted_windows() -> Iterator[Step]:
-    """The last step has no drafts, so that all tokens are certain."""
+    """The last step has no drafts, so that all tokens are final."""
     dice, done = random.Random(2), 1000
     yield 1000, 0, 0
     while done < NUM - 1:
@@ -97,12 +97,12 @@ def test_edge_states_after_10000_tokens(subject: Subject, steps: Callable[[], It
     tokens, junk = subject.tokens(NUM, seed=0), subject.tokens(WINDOW, seed=1)
     states = subject.states(2, CHUNK, WINDOW)
     committed = edge = 0
-    for certain, drafts, accepted in steps():
-        kept = [token[committed : committed + certain + accepted] for token in tokens]
+    for final, drafts, accepted in steps():
+        kept = [token[committed : committed + final + accepted] for token in tokens]
         inputs = [torch.cat((a, b[: drafts - accepted])) for a, b in zip(kept, junk, strict=True)]
-        rows = (int32(0, certain + drafts), int32(1), int32(committed), int32(edge), int32(drafts))
+        rows = (int32(0, final + drafts), int32(1), int32(committed), int32(edge), int32(drafts))
         subject.form("cpu")(*inputs, *subject.constants(), *states, *rows, int32(0), int32(0), CHUNK)
-        edge = (committed + certain) // CHUNK * CHUNK
-        committed += certain + accepted
+        edge = (committed + final) // CHUNK * CHUNK
+        committed += final + accepted
     assert edge == committed == NUM
     assert rel_error(states[0][1], sequential(subject)) < 1e-5  # seen: 3e-7

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kit.plain_sampling import adorned
+from kit.plain_sampling import edited
 from oracle import Oracle
 
 from hemiola.runtime.api import Output, SamplingParams
@@ -38,7 +38,7 @@ def check(oracle: Oracle, output: Output, params: SamplingParams, stop_ids: tupl
     rule = Rule(params, 0, len(output.prompt_token_ids), frozenset(stop_ids), params.bad_words_ids)
     logits = oracle.logits(ids)
     for place in range(rule.prompt_len, len(ids)):
-        wanted = adorned(logits[place - 1].tolist(), rule, ids[:place])
+        wanted = edited(logits[place - 1].tolist(), rule, ids[:place])
         assert wanted[ids[place]] >= max(wanted) - GAP, f"token {place - rule.prompt_len}"
 
 

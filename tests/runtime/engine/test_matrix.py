@@ -254,7 +254,7 @@ SAMPLED = {
     "repetition_penalty": 1.1,
     "frequency_penalty": 0.3,
 }
-ADORNED = [
+EDITED = [
     {"repetition_penalty": 1.3},
     {"presence_penalty": 1.0, "frequency_penalty": 0.5},
     {"logit_bias": {7: 3.0, 40: -50.0, 92: 2.0}},
@@ -277,7 +277,7 @@ def test_m17_penalties_biases_and_bad_words_see_accepted_drafts(
     small_hand: Callable, wanted: Wanted, family: str
 ) -> None:
     """Catches a draft's logits that know nothing of the drafts before it."""
-    check_same_as_plain(small_hand, family, wanted.story(family)[: 2 * B + 1], ADORNED)
+    check_same_as_plain(small_hand, family, wanted.story(family)[: 2 * B + 1], EDITED)
 
 
 def check_same_as_plain(small_hand: Callable, family: str, prompt: list[int], asked: list[dict]) -> None:

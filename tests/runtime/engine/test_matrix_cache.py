@@ -33,7 +33,7 @@ class Rules:
 
     def ended(self, text: list[int], prompt_len: int, final_len: int) -> None:
         """A request has left its pages; and snapshots where it was asked to begin, where it left the path of
-        an earlier one, and at the last page edge that its certain tokens passed."""
+        an earlier one, and at the last page edge that its final tokens passed."""
         prompt, cached_len = text[:prompt_len], self._cached_len(text[:prompt_len])
         last = reusable_len(prompt_len, B)
         edges = {last} if last > self.hit(prompt) else set()
@@ -130,7 +130,7 @@ def test_m05_a_page_edge_inside_a_window(
 def test_m05_two_page_edges_inside_a_window(
     small_hand: Callable, wanted: Wanted, answers: Callable, family: str, kind: str
 ) -> None:
-    """K + 1 > B: of the edges that a window passes, the last that is certain is kept."""
+    """K + 1 > B: of the edges that a window passes, the last that is final is kept."""
     counts: dict[int, list[int]] = {}  # by request: of its windows, how many drafts are right
     proposer = windows(
         answers(family), lambda request: counts[request.id].pop(0) if counts[request.id] else None

@@ -8,7 +8,7 @@ import torch
 from kit.fake_session import VOCAB, FakeSession, hashed, oracle, resolved
 from kit.proposers import always_right, shuffled
 
-from hemiola.runtime.device.session import Output
+from hemiola.runtime.device.session import Computed
 
 DEPTHS = [0, 1, 2]
 
@@ -67,7 +67,7 @@ def test_nan_fails_its_request_only_and_is_not_cached(make_hand: Callable, depth
     bad = prompt(9, 1)
 
     class Broken(FakeSession):
-        def run(self, batch: object) -> Output:
+        def run(self, batch: object) -> Computed:
             out = super().run(batch)
             for line, token in enumerate(batch.logits_ids.tolist()):
                 row = int((batch.cu_tokens <= token).sum()) - 1
@@ -156,11 +156,11 @@ def test_a_second_turn_begins_at_the_last_page_of_the_first(
         second = hand.submit([*text, 1, 2], max_tokens=4)
         hand.run()
         assert hand.token_ids(second) == oracle([*text, 1, 2], 4)
-        # the state of the last token is not computed, and a page counts from where it is certain
-        cached, certain = hand.requests[-1].metrics.cached_tokens, (length + 25 - 1) // 8 * 8
-        assert cached <= certain, f"prompt of {length}"
+        # the state of the last token is not computed, and a page counts from where it is final
+        cached, final = hand.requests[-1].metrics.cached_tokens, (length + 25 - 1) // 8 * 8
+        assert cached <= final, f"prompt of {length}"
         if num_drafts < 8 or depth == 0:  # windows wider than a page outrun a host that lags
-            assert cached >= certain - (8 if num_drafts else 0), f"prompt of {length}"
+            assert cached >= final - (8 if num_drafts else 0), f"prompt of {length}"
 
 
 def test_a_request_may_draft_less_or_nothing(make_hand: Callable) -> None:

@@ -248,7 +248,7 @@ def test_003_an_edge_crossed_inside_an_accepted_window_saves_a_wrong_snapshot(
     """The first window crosses a page's edge at each index, K beyond a chunk and a page included; every
     snapshot, convs and states apart, is the plain run's bit for bit, and what begins there goes on like the
     oracle. Put back: the state, and for itself the conv's columns, of the step's last edge instead of the
-    snapshot's; a window's edges are not asked for (the step's certain tokens decide alone); lengths that
+    snapshot's; a window's edges are not asked for (the step's final tokens decide alone); lengths that
     count every draft as accepted."""
     page = 2 * CHUNK  # so that a slot that stands at an edge is not always a snapshot
     story, edge = wanted.story(family), 2 * page
