@@ -7,7 +7,7 @@ import pytest
 from kit.engine_hand import EngineHand, Wanted, right_and_wrong
 
 B, U, K = 16, 8, 19
-SMALL = {"page_len": B, "chunk_len": U, "num_drafts": K, "numerics": "exact"}
+SMALL = {"page_len": B, "chunk_len": U, "num_drafts": K}
 
 
 @pytest.mark.parametrize("kind", ["mtp", "mtp, right and wrong"])
