@@ -137,7 +137,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(dice=st.randoms(use_true_random=False), moves=MOVES)
 def test_a_storm_of_choice(make_hand: Callable, dice: random.Random, moves: list[str]) -> None:
     """Shrinks to the shortest sequence of moves that breaks something."""
