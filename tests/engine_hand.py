@@ -25,7 +25,7 @@ from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.config import ServeConfig, resolve
 from hemiola.runtime.drafts import Proposer
 from hemiola.runtime.llm import make_loop, prefix_cost
-from hemiola.runtime.request import Bounds, Request
+from hemiola.runtime.request import Bounds
 from hemiola.runtime.scheduler import Plan
 from hemiola.runtime.session import Output, Session
 
@@ -315,13 +315,6 @@ class EngineHand(Hand):
         self.run()
         self.check_logits()
         self.check_contents()
-
-    def preempt(self, request: Request) -> None:
-        """Now, or as soon as no step has it."""
-        if request.in_flight:
-            request.leaving = True
-        elif request.finish_reason is None:
-            self.loop.scheduler._preempt(request)
 
 
 def windows(
