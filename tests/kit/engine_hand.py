@@ -22,7 +22,7 @@ from hemiola.runtime.config import ServeConfig, resolve
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.engine.drafts import Proposer
-from hemiola.runtime.engine.request import Bounds, Request
+from hemiola.runtime.engine.request import Bounds
 from hemiola.runtime.engine.step import Batch, Outcome, Plan
 from hemiola.runtime.llm import make_loop, prefix_cost
 
@@ -268,7 +268,9 @@ class EngineHand(Hand):
             if lines == [] or (lines is None and edge == 0):
                 continue  # a request that begins at 0 reads none
             lines = slice(None) if lines is None else lines
-            assert torch.equal(held[lines], wanted[state.name][lines]), f"{state.name}: slot {slot_id} at {edge}"
+            assert torch.equal(held[lines], wanted[state.name][lines]), (
+                f"{state.name}: slot {slot_id} at {edge}"
+            )
 
     def check_running(self) -> None:
         """With nothing under way: each running slot is the plain run's after its committed tokens."""
@@ -297,13 +299,6 @@ class EngineHand(Hand):
         self.run()
         self.check_logits()
         self.check_contents()
-
-    def preempt(self, request: Request) -> None:
-        """Now, or as soon as no step has it."""
-        if request.in_flight:
-            request.leaving = True
-        elif request.finish_reason is None:
-            self.loop.scheduler._preempt(request)
 
 
 def windows(

@@ -722,7 +722,7 @@ def test_storm(shape: int, seed: int) -> None:
     assert storm.house.pages.num_free == storm.house.pages.num_pages - 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, len(SHAPES) - 1), st.integers(0, 2**32), st.integers(1, 60))
 def test_short_storms(shape: int, seed: int, num_acts: int) -> None:
     storm = Storm(SHAPES[shape], seed)
