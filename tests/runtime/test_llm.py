@@ -244,7 +244,7 @@ def test_an_engine_that_calls_other_ops_is_one_line_and_no_page_of_warnings(
 ) -> None:
     """As one from before an op got an argument more."""
     found = manifest.load(copy)
-    assert set(found.ops) == {"attention", "conv", "delta", "norm"}
+    assert set(found.ops) == {"attention", "conv", "delta", "embed", "gate", "linear", "norm", "rope"}
     assert found.ops["norm"].startswith("norm(Tensor x, ") and found.ops["norm"].endswith(" -> Tensor")
     older = {
         **found.ops,
