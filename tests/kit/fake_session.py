@@ -51,14 +51,17 @@ def resolved(**changes: int | str) -> Resolved:
 class FakeSession:
     """Stands for Session and for Storage."""
 
-    def __init__(self, config: Resolved, next_token: NextToken = hashed) -> None:
+    def __init__(self, config: Resolved, next_token: NextToken = hashed, hybrid: bool = True) -> None:
         self.config = config
         self.next_token = next_token
+        self.hybrid = hybrid  # else a state is what the pages say
         self.pages = np.full((config.num_pages, config.page_len), POISON, np.int64)
         self.states: list[list[int] | None] = [None] * config.num_slots  # the tokens before the slot's edge
         self.records = np.full((config.num_slots, config.chunk_len + config.num_drafts), POISON, np.int64)
         self.shapes: list[tuple[int, ...]] = []  # tokens per row, of every step
+        self.copies: list[tuple[int, int]] = []  # slots: from, to
         self.before_run: Callable[[Batch], None] = lambda batch: None
+        self.may_write: Callable[[int], bool] = lambda page_id: page_id != 0
 
     def free_pages(self, page_ids: list[int]) -> None:
         self.pages[page_ids] = POISON
@@ -70,6 +73,7 @@ class FakeSession:
 
     def copy_slot(self, source: int, target: int) -> None:
         assert self.states[source] is not None, f"slot {source} holds no state"
+        self.copies.append((source, target))
         self.states[target] = self.states[source]
         self.records[target] = self.records[source]
 
@@ -90,7 +94,7 @@ class FakeSession:
                 context.append(int(batch.token_ids[token]))
                 assert batch.positions[token] == len(context) - 1, f"row {row}: wrong position"
                 page_id, offset = self._place(batch, row, len(context) - 1)
-                assert page_id != 0, f"row {row}: writes to the dump page"
+                assert self.may_write(page_id), f"row {row}: writes to page {page_id}"
                 self.pages[page_id, offset] = context[-1]
                 written.add(page_id)
                 answers[token] = self.next_token(context)
@@ -141,7 +145,7 @@ class FakeSession:
         )
         paged = [int(self.pages[self._place(batch, row, position)]) for position in range(committed)]
         ring = [int(self.records[slot_id, p % self.records.shape[1]]) for p in range(edge, committed)]
-        state = self.states[slot_id] if edge else []
+        state = self.states[slot_id] if edge and self.hybrid else paged[:edge]
         assert state is not None, f"row {row}: reads a state that was never written"
         assert POISON not in paged and POISON not in ring, f"row {row}: reads what was never written"
         assert paged == state + ring, f"row {row}: pages and slot disagree"
@@ -158,6 +162,7 @@ class FakeSession:
         target, snapshot_edge = int(batch.snapshot_slot[row]), int(batch.snapshot_edge[row])
         assert snapshot_edge % self.config.chunk_len == 0
         if target and edge < snapshot_edge <= new_edge:
+            assert self.states[target] is None, f"row {row}: a snapshot over another"
             self.states[target] = context[:snapshot_edge]
         self.states[slot_id] = context[:new_edge]
         for position in range(new_edge, len(context)):
