@@ -16,8 +16,6 @@ from kit.proposers import Scripted, Text
 from oracle import Oracle
 
 from hemiola.runtime import manifest
-from hemiola.runtime.cache.prefix import Start, hit_len
-from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.config import ServeConfig, resolve
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
@@ -135,7 +133,7 @@ class EngineHand(Hand):
 
     def _watch(self) -> None:
         scheduler = self.loop.scheduler
-        plan, commit, admit = scheduler.plan, scheduler.commit, scheduler.prefix.admit
+        plan, commit = scheduler.plan, scheduler.commit
 
         def shuffled() -> Plan:
             made = plan()
@@ -147,13 +145,7 @@ class EngineHand(Hand):
             self._record(plan, outcome)
             commit(plan, outcome)
 
-        def admit_and_check(chain: Chain, known_len: int, spare_pages: int = 0) -> Start | None:
-            expected = self.expected_hit(chain.ids[:known_len].tolist(), chain.salt)
-            start = admit(chain, known_len, spare_pages)
-            assert start is None or start.hit_len == expected, f"began at {start.hit_len}, not at {expected}"
-            return start
-
-        scheduler.plan, scheduler.commit, scheduler.prefix.admit = shuffled, keep, admit_and_check
+        scheduler.plan, scheduler.commit = shuffled, keep
         if self.config.drafts != "none" and not isinstance(self.loop.drafts, (Scripted, Prompted)):
             propose = self.loop.drafts.propose
 
@@ -178,26 +170,6 @@ class EngineHand(Hand):
             known = self.plain.drafts.setdefault(key, drafts)
             assert known[:num] == drafts[: len(known)], f"other drafts than before behind {total_len} tokens"
             self.plain.drafts[key] = max(known, drafts, key=len)
-
-    def expected_hit(self, known: list[int], salt: bytes | None = None) -> int:
-        """By the pure function, over what the cache holds now."""
-        prefix, cached_len, edges = self.loop.scheduler.prefix, 0, [] if self.hybrid else None
-        if not prefix.enabled:
-            return 0
-        for token_ids, entry in prefix.contents():
-            root = entry
-            while root.parent is not None:
-                root = root.parent
-            same_tenant = salt is None or root.tokens == salt
-            if same_tenant and entry.step < prefix.step and known[: entry.edge] == token_ids:
-                cached_len = max(cached_len, entry.edge)
-                if entry.slot_id and edges is not None:
-                    edges.append(entry.edge)
-        return hit_len(len(known), self.config.page_len, cached_len, edges)
-
-    @property
-    def hybrid(self) -> bool:
-        return any(state.kind == "slot" for state in self.manifest.states)
 
     def _record(self, plan: Plan, outcome: Outcome) -> None:
         logits, first = self.loop.session.logits.popleft(), 0

@@ -27,7 +27,7 @@ JSON = {"logit_bias": '{"5": -100}', "bad_words_ids": "[[5, 6]]"}  # keys that a
 
 
 class TritonPythonModel:
-    """One engine. `execute` validates and enqueues, the LLM's thread computes, the outbox's answers."""
+    """One engine. `execute` validates and enqueues, the LLM's thread computes, another one replies."""
 
     def initialize(self, args: dict[str, str]) -> None:
         threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
@@ -36,7 +36,7 @@ class TritonPythonModel:
             self.llm = LLM(options.pop("engine_dir"), **options)
         except Refused as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self.outbox = Outbox(self.llm)
+        self.outbox = Replies(self.llm)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -197,7 +197,7 @@ def read_prompt(asked: dict[str, Any], chat: bool) -> str | list[int]:
 
 
 class Stream:
-    """One request on its way out: what the engine has said and the outbox has not sent."""
+    """One request on its way out: what the engine has said and nobody has sent yet."""
 
     def __init__(self, name: str, sender: Any, flags: dict[str, bool], input_ids: list[int]) -> None:
         self.name = name  # the caller's id, "" if none
@@ -210,7 +210,7 @@ class Stream:
         self.aborted = False
 
 
-class Outbox:
+class Replies:
     """Sends from a thread of its own, since one send is a round trip of 0.2 ms to the server's process.
 
     All that a request said while the thread was busy becomes one response: a slow server makes longer pieces,
@@ -221,7 +221,7 @@ class Outbox:
         self._llm = llm
         self._ready: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._open: dict[int, Stream] = {}  # by Python's id
-        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
         self._thread.start()
 
     def add(self, stream: Stream) -> None:

@@ -3,8 +3,9 @@
     make storm STORMS=1000 SEED=0
 
 A storm is 200 turns of random arrivals (some of them continue or branch from earlier texts), drafts, aborts,
-preemptions and flushes, with random sizes. After every turn: ownership, and the content of all that is
-cached; free pages hold poison. A red storm prints its seed; `test_a_storm_of_choice` lets hypothesis shrink.
+preemptions and flushes, with random sizes. Every hit is checked against all that is cached. After every turn:
+ownership, and the content of all that is cached; free pages hold poison. A red storm prints its seed;
+`test_a_storm_of_choice` lets hypothesis shrink.
 """
 
 import itertools
@@ -70,7 +71,7 @@ class Storm:
         proposer: Scripted | None = None
         if sizes["num_drafts"]:
             proposer = shuffled(dice.randrange(2**30), hashed, VOCAB)
-        self.hand = make_hand(proposer=proposer, **sizes)
+        self.hand = make_hand(proposer=proposer, hybrid=dice.random() < 0.8, **sizes)
         with_a_fake_clock(self.hand.loop.scheduler.pace, dice.randrange(2**30))
         self.max_len = sizes["max_len"]
         self.asked: dict[int, tuple[list[int], int]] = {}
