@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from kit.fake_session import POISON, VOCAB, hashed, oracle
 from kit.proposers import Scripted, shuffled
 
-from hemiola.runtime.pace import Pace
-from hemiola.runtime.request import Request
+from hemiola.runtime.engine.pace import Pace
+from hemiola.runtime.engine.request import Request
 
 STORMS = int(os.environ.get("STORMS", "60"))
 SEED = int(os.environ.get("SEED", "0"))
