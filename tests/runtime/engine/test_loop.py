@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kit.fake_session import VOCAB, FakeSession, oracle, resolved
+from kit.fake_session import VOCAB, FakeSession, hashed, oracle, resolved
+from kit.proposers import always_right
 from tokenizers import Tokenizer, decoders, models
 
 from hemiola.plugins.rows import live_rows
@@ -245,6 +246,20 @@ def test_logprobs_come_with_their_tokens(make_hand: Callable) -> None:
             assert [entry.token_id for entry in piece.logprobs or []] == piece.token_ids
             assert all(entry.top[0] == (entry.token_id, entry.logprob) for entry in piece.logprobs or [])
     assert all(piece.logprobs is None for piece in hand.pieces[silent])
+
+
+def test_a_stop_string_before_nan_in_one_window_is_a_stop(make_hand: Callable, letters: Text) -> None:
+    whole = oracle([1, 2], 9)
+
+    def next_token(context: list[int]) -> int | None:
+        return hashed(context) if len(context) < 8 else None
+
+    session = FakeSession(resolved(num_drafts=9), next_token)
+    hand = make_hand(letters, session=session, proposer=always_right(hashed))
+    asked = hand.submit([1, 2], max_tokens=20, stop=[spell(whole[3:5])])
+    hand.run()
+    assert (hand.last(asked).finish_reason, hand.last(asked).error) == ("stop", None)
+    assert hand.token_ids(asked) == whole[:5]
 
 
 def test_seeded_draws_do_not_depend_on_company(make_hand: Callable) -> None:
