@@ -5,6 +5,7 @@ import ctypes
 import hashlib
 import inspect
 import logging
+import operator
 import os
 import shutil
 import struct
@@ -34,7 +35,7 @@ config: Any = _config  # numba makes its settings at run time
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: a folder of the user's for the plugins' sources and the CPU as they are."""
+    """Where compiled kernels are kept: a folder of the user's for these sources and this kind of CPU."""
     digest = hashlib.sha256(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -153,7 +154,7 @@ def _word(value: float | torch.Tensor) -> int:
     """What a kernel gets for an argument."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
-    return int(value) if isinstance(value, int) else bits(value)
+    return bits(value) if isinstance(value, float) else operator.index(value)
 
 
 @lru_cache(maxsize=1024)
@@ -190,8 +191,15 @@ def _team() -> Any:
     return start
 
 
+def _alone() -> None:
+    """A forked child has none of the pool's threads: a team would wait for them for ever."""
+    global _LOCK, _TEAM
+    _LOCK, _TEAM = threading.RLock(), None
+
+
 _CACHE_DIR = cache_dir()
 _TEAM = _team()
+os.register_at_fork(after_in_child=_alone)
 
 
 def lines(tensor: torch.Tensor) -> torch.Tensor:
