@@ -15,11 +15,6 @@ if TYPE_CHECKING:  # torch takes seconds; --help should not
     from hemiola.runtime.manifest import Manifest
 
 
-class Numerics(StrEnum):
-    exact = "exact"
-    fast = "fast"
-
-
 class Drafts(StrEnum):
     none = "none"
     ngram = "ngram"
@@ -37,9 +32,6 @@ def build_engine(
     ],
     target: Annotated[str, typer.Option(help="what runs the engine")] = "torch",
     arch: Annotated[str, typer.Option(help="the device it runs on")] = "cpu",
-    numerics: Annotated[
-        Numerics, typer.Option(help="fast: library kernels. exact: logits bitwise independent of the batch")
-    ] = Numerics.fast,
     max_len: Annotated[
         int | None,
         typer.Option(help="longest prompt + output; default: what the checkpoint knows, at most 8192"),
@@ -61,7 +53,6 @@ def build_engine(
     options = Options(
         target=target,
         arch=arch,
-        numerics=numerics.value,
         max_len=max_len,
         max_rows=max_rows,
         max_step_tokens=max_step_tokens,
@@ -96,7 +87,7 @@ def summary(manifest: "Manifest", engine_dir: Path) -> Table:
     kinds = {kind: manifest.layers.count(kind) for kind in dict.fromkeys(manifest.layers)}
     table.add_row("model", manifest.architecture)
     table.add_row("layers", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
-    table.add_row("runs on", f"{manifest.target} {manifest.arch}, {manifest.numerics} numerics")
+    table.add_row("runs on", f"{manifest.target} {manifest.arch}")
     table.add_row(
         "drafts", f"{manifest.drafts}, {limits.num_drafts} at most" if limits.num_drafts else "none"
     )

@@ -2,18 +2,21 @@
 
 from types import SimpleNamespace
 
-import torch
-
 from hemiola.plugins.attention.spec import ATTENTION
 from hemiola.plugins.conv.spec import CONV
 from hemiola.plugins.delta.spec import DELTA
+from hemiola.plugins.embed.spec import EMBED
+from hemiola.plugins.gate.spec import GATE
 from hemiola.plugins.linear.spec import LINEAR
 from hemiola.plugins.mamba2.spec import MAMBA2
 from hemiola.plugins.moe.spec import MOE
 from hemiola.plugins.norm.spec import NORM
+from hemiola.plugins.rope.spec import ROPE
+from hemiola.plugins.route.spec import ROUTE
 from hemiola.plugins.spec import Op
 
-OPS: tuple[Op, ...] = tuple(op.register() for op in (ATTENTION, CONV, DELTA, LINEAR, MAMBA2, MOE, NORM))
-# torch.ops.hemiola.<name>.default -> what it runs on a CPU: called directly it spares 5 us of dispatching
-on_cpu = {getattr(torch.ops.hemiola, op.name).default: op.cpu() for op in OPS}
-references = SimpleNamespace(**{op.name: op.reference for op in OPS})  # name -> the truth, same arguments
+OPS: dict[str, Op] = {
+    op.name: op.register()
+    for op in (ATTENTION, CONV, DELTA, EMBED, GATE, LINEAR, MAMBA2, MOE, NORM, ROPE, ROUTE)
+}
+references = SimpleNamespace(**{name: op.reference for name, op in OPS.items()})  # the truth, same arguments

@@ -1,25 +1,27 @@
-"""What an op is: one declaration, from which the torch op and its fake are made.
+"""What an op is: one declaration, from which the torch op and its fake are made, and the forms it runs in.
 
-An op's folder holds `spec.py` (the declaration), `reference.py` (the truth: a plain loop) and its kernels.
-Shapes are strings of letters, one per dimension: T tokens, N rows, S slots, H heads, and so on; a letter
-means the same size wherever it stands in one declaration. The ONNX schema and the TensorRT plugin will be
-derived from the same declaration.
+An op's folder holds `spec.py` (the declaration), `reference.py` (the truth: a plain loop) and its forms, one
+file each: `compiled.py` (CPU), `triton.py` (CUDA). Shapes are strings of letters, one per dimension: T
+tokens, N rows, S slots, H heads, and so on; a letter means the same size wherever it stands in one
+declaration, a digit itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
-from hemiola.plugins import jit
-
 LIBRARY = torch.library.Library("hemiola", "DEF")
 
 FLOAT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FP32 = (torch.float32, torch.float64)
 INT = (torch.int32,)
+
+
+class Unsupported(ValueError):
+    """No form of an op takes a call; the message says why."""
 
 
 class Arg(NamedTuple):
@@ -32,111 +34,163 @@ class Arg(NamedTuple):
 
 
 class Attr(NamedTuple):
-    """One constant argument, fixed when the graph is built."""
+    """One constant argument, fixed when the graph is built; with a letter it is that letter's size, too."""
 
     name: str
     type: type
+    letter: str = ""
 
 
-# The rows of a step, as every recurrent op reads them. Row n owns tokens cu_tokens[n]..cu_tokens[n+1]; they
-# stand at the absolute positions committed[n], committed[n] + 1, ...; the last num_drafts[n] of them are
-# only proposed. The row's slot holds the state after edge[n] tokens and records of the tokens
-# edge[n]..committed[n]. After the step it holds the state at `next_edge` (below) and records from there on.
-# If snapshot_slot[n] is not 0 and the step passes snapshot_edge[n], a chunk edge with
-# edge[n] < snapshot_edge[n] <= next_edge, the snapshot slot becomes a slot that stands at that edge, without
-# records; else it is left alone. Slot 0 is the dump slot: padding writes there, nothing reads it.
-ROWS = (
-    Arg("cu_tokens", "M", INT),  # M = N + 1
-    Arg("slot_id", "N", INT),
-    Arg("committed", "N", INT),
-    Arg("edge", "N", INT),
-    Arg("num_drafts", "N", INT),
-    Arg("snapshot_slot", "N", INT),
-    Arg("snapshot_edge", "N", INT),
-)
+class Result(NamedTuple):
+    """One output, in the dtype of the op's first argument unless it has its own."""
+
+    shape: str
+    dtype: torch.dtype | None = None
 
 
-def next_edge(committed: int, num_tokens: int, num_drafts: int, chunk_len: int) -> int:
-    """The last chunk edge that certain tokens have passed: where a slot's state stands after a step."""
-    return (committed + num_tokens - num_drafts) // chunk_len * chunk_len
+ROWS = Arg("rows", "N8", INT)  # plugins/rows.py
+
+
+class Call(NamedTuple):
+    """What is known of one node of a graph when its form is chosen."""
+
+    dtypes: dict[str, torch.dtype]  # by argument
+    sizes: dict[str, int]  # by letter, of those that are constant
+    attrs: dict[str, Any]
+
+
+class Form(NamedTuple):
+    """One way to run an op: `plugins/<op>/<name>.py` has a function of the op's name and arguments.
+
+    Arguments named in `packs` it gets in the layout that their function makes of a weight, applied when the
+    engine is built; `sizes` are letters whose sizes it gets behind the op's arguments.
+    """
+
+    name: str
+    device: str  # cpu | cuda
+    refuses: Callable[[Call], str]  # "" or the reason
+    packs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # noqa: RUF012
+    sizes: str = ""
+
+
+class Choice(NamedTuple):
+    """The form for a call, and why the ones before it in the op's list refused."""
+
+    form: Form
+    refused: dict[str, str]  # reason by form
 
 
 @dataclass(frozen=True)
 class Op:
-    """A declared op. `result` is the shape of its single output, in the dtype of its first argument.
-
-    On a CPU it runs as torch calls, which take every dtype and size, or as plugins/<name>/compiled.py, which
-    takes fp32 only and multiples of 16 where `lanes` has a letter (None: there is no such file).
-    """
+    """A declared op; `forms` are in order of preference."""
 
     name: str
     args: tuple[Arg, ...]
     attrs: tuple[Attr, ...]
-    result: str
-    reference: Callable[..., torch.Tensor]
-    in_torch: Callable[..., torch.Tensor]
-    lanes: str | None = None
+    results: tuple[Result, ...]
+    reference: Callable[..., Any]
+    forms: tuple[Form, ...]
 
     def schema(self) -> str:
         """The torch.library schema; mutated arguments carry an alias mark."""
         marks = iter("abcdefghijk")
         parts = [f"Tensor({next(marks)}!) {a.name}" if a.mutated else f"Tensor {a.name}" for a in self.args]
         parts += [f"{a.type.__name__} {a.name}" for a in self.attrs]
-        return f"{self.name}({', '.join(parts)}) -> Tensor"
+        result = ", ".join(["Tensor"] * len(self.results))
+        return f"{self.name}({', '.join(parts)}) -> {f'({result})' if len(self.results) > 1 else result}"
 
     def register(self) -> "Op":
-        """Define `torch.ops.hemiola.<name>`: the CPU form, and a shape-checking fake for export."""
+        """Define `torch.ops.hemiola.<name>`: the reference, and a shape-checking fake for export."""
         LIBRARY.define(self.schema())
-        LIBRARY.impl(self.name, self.cpu(), "CPU")
+        LIBRARY.impl(self.name, self.reference, "CPU")
         torch.library.register_fake(f"hemiola::{self.name}", self._fake, lib=LIBRARY)
         return self
 
-    def cpu(self) -> Callable[..., torch.Tensor]:
-        """The compiled form where numba is there and a call fits it, else the torch form."""
-        if self.lanes is None or not jit.AVAILABLE:
-            return self.in_torch
-        compiled = getattr(import_module(f"hemiola.plugins.{self.name}.compiled"), self.name)
-        floats = [n for n, arg in enumerate(self.args) if torch.float32 in arg.dtypes]
-        whole = [n for n in floats if self.args[n].shape[0] != "T"]  # weights and states: read as they lie
-        places: dict[str, tuple[int, int]] = {}  # an argument and a dimension that has the letter's size
-        for n, arg in enumerate(self.args):
-            places |= {letter: (n, dim) for dim, letter in enumerate(arg.shape)}
-        sizes = [places[letter] for letter in self.lanes]
+    @property
+    def torch_op(self) -> Any:
+        return getattr(torch.ops.hemiola, self.name).default
 
-        def run(*values: Any) -> torch.Tensor:
-            for n in floats:
-                if values[n].dtype is not torch.float32:
-                    return self.in_torch(*values)
-            for n in whole:
-                if not values[n].is_contiguous():
-                    return self.in_torch(*values)
-            for n, dim in sizes:
-                if values[n].size(dim) % 16:
-                    return self.in_torch(*values)
-            return compiled(*values)
+    def choose(self, call: Call, device: str) -> Choice:
+        """The first form for `device` that takes the call. Raises Unsupported with all reasons."""
+        refused: dict[str, str] = {}
+        for form in self.forms:
+            if form.device != device:
+                continue
+            reason = form.refuses(call)
+            if not reason:
+                return Choice(form, refused)
+            refused[form.name] = reason
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        raise Unsupported(f"{self.name} cannot run on {device} ({reasons or 'it has no form there'})")
+
+    def bind(self, form: str, sizes: Sequence[int]) -> Callable[..., Any]:
+        """The form's function with the op's arguments alone; `sizes` of the letters that it asks for."""
+        function = getattr(import_module(f"hemiola.plugins.{self.name}.{form}"), self.name)
+        if not sizes:
+            return function
+
+        def run(*values: Any) -> Any:
+            return function(*values, *sizes)
 
         return run
 
-    def _fake(self, *values: torch.Tensor) -> torch.Tensor:
+    def form(self, name: str) -> Form:
+        return next(form for form in self.forms if form.name == name)
+
+    def call(self, *values: object) -> Call:
+        """What is constant about a call with these arguments, attributes included."""
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        attrs = {attr.name: value for attr, value in zip(self.attrs, values[len(self.args) :], strict=True)}
+        dtypes = {arg.name: tensor.dtype for arg, tensor in zip(self.args, tensors, strict=True)}
+        sizes = {letter: size for letter, size in self.check(*values).items() if isinstance(size, int)}
+        return Call(dtypes, sizes, attrs)
+
+    def _fake(self, *values: Any) -> Any:
         sizes = self.check(*values)
-        return values[0].new_empty([sizes[letter] for letter in self.result])
+        made = [
+            values[0].new_empty(
+                [sizes[letter] for letter in result.shape], dtype=result.dtype or values[0].dtype
+            )
+            for result in self.results
+        ]
+        return tuple(made) if len(made) > 1 else made[0]
 
     def check(self, *values: object) -> dict[str, int]:
         """Sizes by letter. Raises ValueError where a rank, dtype or constant size contradicts the shapes."""
-        sizes: dict[str, int] = {}
+        sizes = {digit: int(digit) for digit in "128"}
+        for attr, value in zip(self.attrs, values[len(self.args) :], strict=False):
+            if attr.letter and isinstance(value, int):
+                sizes[attr.letter] = value
         for arg, value in zip(self.args, values, strict=False):
             assert isinstance(value, torch.Tensor)
-            letters = arg.shape.rstrip("*")
             if value.dtype not in arg.dtypes:
                 raise ValueError(f"{self.name}: {arg.name} is {value.dtype}, expected one of {arg.dtypes}")
-            if arg.shape.endswith("*") and value.dim() == 1 and value.shape[0] == 0:
-                continue
-            if value.dim() != len(letters):
-                raise ValueError(
-                    f"{self.name}: {arg.name} has {value.dim()} dimensions, expected [{letters}]"
-                )
-            for letter, size in zip(letters, value.shape, strict=True):
+            for letter, size in self._letters(arg, value):
                 known = sizes.setdefault(letter, size)
                 if isinstance(size, int) and isinstance(known, int) and size != known:
                     raise ValueError(f"{self.name}: {arg.name}'s {letter} is {size}, elsewhere {known}")
         return sizes
+
+    def _letters(self, arg: Arg, value: torch.Tensor) -> Iterator[tuple[str, int]]:
+        """Each dimension's letter and size; none where an optional argument is absent."""
+        letters = arg.shape.rstrip("*")
+        if arg.shape.endswith("*") and value.dim() == 1 and value.shape[0] == 0:
+            return
+        if value.dim() != len(letters):
+            raise ValueError(f"{self.name}: {arg.name} has {value.dim()} dimensions, expected [{letters}]")
+        yield from zip(letters, value.shape, strict=True)
+
+
+def fp32_in_sixteens(letters: str) -> Callable[[Call], str]:
+    """Refuses what 16-lane kernels of fp32 do not take: other dtypes, and other sizes of `letters`."""
+
+    def refuses(call: Call) -> str:
+        for name, dtype in call.dtypes.items():
+            if dtype.is_floating_point and dtype is not torch.float32:
+                return f"{name} is {dtype}, not torch.float32"
+        for letter in letters:
+            if call.sizes[letter] % 16:
+                return f"{letter} is {call.sizes[letter]}, no multiple of 16"
+        return ""
+
+    return refuses

@@ -12,7 +12,6 @@ from hemiola.runtime.manifest import Manifest, State
 
 Auto = Literal["auto"]
 Drafts = Literal["none", "ngram", "mtp"]
-EXACT_TILE = 32  # in exact numerics a step's tokens are padded to a multiple of this
 
 
 class ServeConfig(Strict):
@@ -77,7 +76,6 @@ class Resolved(Strict):
     prefix_cache: bool
     snapshot_interval: int
     pipeline_depth: int
-    pad_tokens: int  # a step's tokens are padded to a multiple of this
 
 
 def state_bytes(states: Sequence[State], kind: str) -> int:
@@ -89,7 +87,6 @@ def state_bytes(states: Sequence[State], kind: str) -> int:
 def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolved:
     """The sizes to run with: what was asked, bounded by the engine's limits and by the memory given."""
     limits = manifest.limits
-    pad_tokens = EXACT_TILE if manifest.numerics == "exact" else 1
     max_len = _bounded("max_len", config.max_len, 2, limits.max_len)
     max_rows = _bounded("max_rows", config.max_rows, 1, limits.max_rows)
     max_step_tokens = _bounded("max_step_tokens", config.max_step_tokens, 1, limits.max_step_tokens)
@@ -117,7 +114,6 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
         prefix_cache=prefix_cache,
         snapshot_interval=config.snapshot_interval,
         pipeline_depth=config.pipeline_depth,
-        pad_tokens=pad_tokens,
     )
 
 

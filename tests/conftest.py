@@ -1,5 +1,7 @@
 """Tiny checkpoints and engines, made once per session; poison for memory that nobody may read."""
 
+import copy
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +11,13 @@ import torch
 from kit import checkpoints
 
 from hemiola.builder.build import Options, build
+from hemiola.runtime.device import session as sessions
 
 torch.set_num_threads(1)  # the models are tiny, and threads that wait for a busy core cost minutes
 logging.getLogger("torch.__trace").disabled = True  # pytest would make torch.export collect every trace
+
+loaded = functools.cache(sessions.load_program)  # from disk it takes most of a second
+sessions.load_program = lambda path: copy.deepcopy(loaded(path))
 
 # Small pages and steps, so that short texts cross their edges.
 SMALL = {"max_len": 512, "max_rows": 8, "max_step_tokens": 256, "page_len": 32, "chunk_len": 16}

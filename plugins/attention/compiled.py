@@ -5,16 +5,17 @@ and the output of a query once (online softmax: Milakov and Gimelshein 2018, arX
 work is one key head of up to TILE tokens of one row.
 """
 
-from array import array
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hemiola.plugins.jit import Kernel, bits, helper, lines
-from hemiola.plugins.simd import (
+from hemiola.plugins.cpu.jit import Kernel, helper, lines
+from hemiola.plugins.cpu.simd import (
     LANES,
     add,
+    clear,
     copy,
     div,
     exp,
@@ -29,21 +30,21 @@ from hemiola.plugins.simd import (
     load,
     mul,
     peak,
+    put,
     put_long,
     splat,
     store,
     sub,
     sums_of,
-    take,
     total,
-    unpack,
 )  # fmt: skip
-from hemiola.plugins.simd import (
+from hemiola.plugins.cpu.simd import (
     first as lane,
 )
 
 SPAN = 4 * LANES
 TILE = 16
+ROOM = 4 * LANES * LANES + 4 * SPAN + 8 * SPAN  # bytes for products, scores and places
 
 
 def attention(
@@ -53,151 +54,140 @@ def attention(
     k_pages: torch.Tensor,  # [pages, page_len, G, D], written
     v_pages: torch.Tensor,  # [pages, page_len, G, D], written
     page_table: torch.Tensor,  # [N, W] int32
-    cu_tokens: torch.Tensor,  # [N + 1] int32
+    rows: torch.Tensor,  # [N, 8]
     positions: torch.Tensor,  # [T] int32
     scale: float,
-    exact: bool,
     first: int,
 ) -> torch.Tensor:  # [T, H, D]
-    """See reference.py; `exact` or not, the bits are the same."""
-    out = torch.empty(q.shape)
+    """See reference.py. Raises IndexError for tokens, places and pages that are not there."""
+    tiles = tiles_of(rows.numpy().tobytes())
+    out = (torch.empty if tiles.num_tokens == q.shape[0] else torch.zeros)(q.shape)
+    if not tiles.num_tokens:
+        return out
+    if tiles.last_token > q.shape[0]:
+        raise IndexError(f"attention: rows count {tiles.last_token} tokens of {q.shape[0]}")
     q, k, v = lines(q), lines(k), lines(v)
     page_table, positions = page_table.contiguous(), positions.contiguous()
-    groups, depth = k.shape[1:]
-    tiles = tiles_of(cu_tokens.numpy().tobytes())
-    if len(tiles) and tiles[-1, 1] + tiles[-1, 2] > q.shape[0]:
-        raise IndexError(f"attention: cu_tokens counts {tiles[-1, 1] + tiles[-1, 2]} tokens of {q.shape[0]}")
-    page_len, table_len = k_pages.shape[1], page_table.shape[1]
-    table = (tiles.ctypes.data, page_table.data_ptr(), table_len, page_len, positions.data_ptr())
-    pages = (k_pages.data_ptr(), v_pages.data_ptr(), groups, depth)
-    new = (k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0))
-    rest = (q.data_ptr(), q.stride(0), q.shape[1] // groups, bits(scale), first, out.data_ptr())
-    bad = array("q", (0,))
-    _write(len(tiles), 0.2 * k.numel(), *table, *pages, *new, len(k_pages), bad.buffer_info()[0])
+    (groups, depth), page_len, table_len = k.shape[1:], k_pages.shape[1], page_table.shape[1]
+    table = (tiles.address, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth)
+    bad = torch.zeros(1, dtype=torch.int64)
+    num_tiles = len(tiles.table)
+    _write(num_tiles, 0.2 * k.numel(), *table, k, k.stride(0), v, v.stride(0), len(k_pages), bad)
     if bad[0]:
         raise IndexError(
             f"attention: a position is outside of a table of {table_len} pages, or a page id outside of "
             f"{len(k_pages)} pages"
         )
-    _attend(len(tiles) * groups, 0.04 * q.numel() * table_len * page_len, *table, *pages, *rest)
+    copies = q.shape[1] // groups
+    cost, room = 0.04 * q.numel() * table_len * page_len, 8 * TILE * copies * (depth + 1) + ROOM
+    _attend(num_tiles * groups, cost, *table, q, q.stride(0), copies, scale, first, out, scratch=room)
     return out
 
 
+class Tiles(NamedTuple):
+    """The live rows of a step in pieces of at most TILE tokens."""
+
+    table: np.ndarray  # [tiles, 3] row, first token, number of tokens
+    address: int  # of its first number
+    num_tokens: int
+    last_token: int  # behind the last one
+
+
 @lru_cache(maxsize=4)  # trunk and draft of one step
-def tiles_of(cu_tokens: bytes) -> np.ndarray:
-    """[tiles, 3]: row, first token, number of tokens; long rows are cut."""
-    cu = np.frombuffer(cu_tokens, np.int32)
+def tiles_of(rows: bytes) -> Tiles:
+    table = np.frombuffer(rows, np.int32).reshape(-1, 8)
     tiles = [
-        (row, start, min(TILE, end - start))
-        for row, (begin, end) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True))
-        for start in range(begin, end, TILE)
+        (n, start, min(TILE, first + num_tokens - start))
+        for n, (first, num_tokens, _, slot, *_) in enumerate(table.tolist())
+        if slot
+        for start in range(first, first + num_tokens, TILE)
     ]
-    return np.array(tiles, np.int64).reshape(-1, 3)
+    found = np.array(tiles, np.int64).reshape(-1, 3)
+    if found.size and found.min() < 0:
+        raise IndexError(f"attention: rows name token {found.min()}")
+    last_token = int((found[:, 1] + found[:, 2]).max(initial=0))
+    return Tiles(found, found.ctypes.data, int(found[:, 2].sum()), last_token)
 
 
 @Kernel
-def _write(call):
+def _write(
+    tile, scratch, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
+    k, k_len, v, v_len, num_pages, bad,
+):  # fmt: skip
     """New keys and values of a tile go to their pages, or `bad` becomes 1. k_len is from token to token."""
-    (
-        num_items, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
-        k, k_len, v, v_len, num_pages, bad,
-    ) = unpack(call, 15)  # fmt: skip
     width = groups * depth
-    while True:
-        tile = take(call)
-        if tile >= num_items:
-            break
-        row, start, num = (
-            get_long(tiles, 3 * tile),
-            get_long(tiles, 3 * tile + 1),
-            get_long(tiles, 3 * tile + 2),
-        )
-        lowest, highest = 0, -1
-        for t in range(start, start + num):
-            lowest, highest = min(lowest, get_int(positions, t)), max(highest, get_int(positions, t))
-        good = lowest == 0 and highest < table_len * page_len
-        for n in range(highest // page_len + 1 if good else 0):
-            page = get_int(page_table, row * table_len + n)
-            good = good and page >= 0 and page < num_pages
-        if not good:
-            put_long(bad, 0, 1)
-            continue
-        for t in range(start, start + num):
-            place = get_int(positions, t)
-            page = get_int(page_table, row * table_len + place // page_len)
-            target = (page * page_len + place % page_len) * width
-            copy(k, t * k_len, k_pages, target, width)
-            copy(v, t * v_len, v_pages, target, width)
+    row, start, num = get_long(tiles, 3 * tile), get_long(tiles, 3 * tile + 1), get_long(tiles, 3 * tile + 2)
+    lowest, highest = 0, -1
+    for t in range(start, start + num):
+        lowest, highest = min(lowest, get_int(positions, t)), max(highest, get_int(positions, t))
+    good = lowest == 0 and highest < table_len * page_len
+    for n in range(highest // page_len + 1 if good else 0):
+        page = get_int(page_table, row * table_len + n)
+        good = good and page >= 0 and page < num_pages
+    if not good:
+        put_long(bad, 0, 1)
+        return
+    for t in range(start, start + num):
+        place = get_int(positions, t)
+        page = get_int(page_table, row * table_len + place // page_len)
+        target = (page * page_len + place % page_len) * width
+        copy(k, t * k_len, k_pages, target, width)
+        copy(v, t * v_len, v_pages, target, width)
 
 
 @Kernel
-def _attend(call):
+def _attend(
+    item, scratch, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
+    q, q_len, copies, scale_bits, first, out,
+):  # fmt: skip
     """An item is one key head of one tile. q_len is from token to token of q."""
-    (
-        num_items, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
-        q, q_len, copies, scale_bits, first, out,
-    ) = unpack(call, 15)  # fmt: skip
-    scale = from_bits(scale_bits)
+    scale = splat(from_bits(scale_bits))
     most = TILE * copies
-    queries, sums = np.empty(most * depth, np.float32), np.empty(most * depth, np.float32)
-    highs, weights = np.empty(most, np.float32), np.empty(most, np.float32)
-    products, scores = np.empty(LANES * LANES, np.float32), np.empty(SPAN, np.float32)
-    places = np.empty(SPAN, np.int64)  # of the keys of a span
-    while True:
-        item = take(call)
-        if item >= num_items:
-            break
-        tile, group = item // groups, item % groups
-        row, start, num = (
-            get_long(tiles, 3 * tile),
-            get_long(tiles, 3 * tile + 1),
-            get_long(tiles, 3 * tile + 2),
-        )
-        last = 0
+    queries, sums = scratch, scratch + 4 * most * depth
+    highs = sums + 4 * most * depth
+    weights = highs + 4 * most
+    products = weights + 4 * most
+    scores = products + 4 * LANES * LANES
+    places = scores + 4 * SPAN  # of the keys of a span
+    tile, group = item // groups, item % groups
+    row, start, num = get_long(tiles, 3 * tile), get_long(tiles, 3 * tile + 1), get_long(tiles, 3 * tile + 2)
+    last = 0
+    for n in range(num * copies):
+        t, head = start + n // copies, group * copies + n % copies
+        last = max(last, get_int(positions, t))
+        put(highs, n, f32(-np.inf))
+        put(weights, n, f32(0.0))
+        for i in range(0, depth, LANES):
+            store(queries, n * depth + i, mul(load(q, t * q_len + head * depth + i), scale))
+        clear(sums, n * depth, depth)
+    for span in range(first // SPAN * SPAN, last + 1, SPAN):
+        for j in range(0, min(SPAN, last + 1 - span), LANES):
+            page = get_int(page_table, row * table_len + (span + j) // page_len)
+            place = page * page_len + (span + j) % page_len
+            for i in range(LANES):
+                put_long(places, j + i, ((place + i) * groups + group) * depth)
         for n in range(num * copies):
-            t, head = start + n // copies, group * copies + n % copies
-            last = max(last, get_int(positions, t))
-            highs[n], weights[n] = f32(-np.inf), f32(0.0)
-            for i in range(0, depth, LANES):
-                at = t * q_len + head * depth + i
-                store(queries, n * depth + i, mul(load(q, at), splat(scale)))
-                store(sums, n * depth + i, splat(f32(0.0)))
-        for span in range(first // SPAN * SPAN, last + 1, SPAN):
-            for j in range(0, min(SPAN, last + 1 - span), LANES):
-                page = get_int(page_table, row * table_len + (span + j) // page_len)
-                place = page * page_len + (span + j) % page_len
-                for i in range(LANES):
-                    places[j + i] = ((place + i) * groups + group) * depth
-            for n in range(num * copies):
-                num_keys = min(SPAN, get_int(positions, start + n // copies) + 1 - span)
-                if num_keys > 0:
-                    highs[n], weights[n] = _visit(
-                        k_pages, v_pages, places, num_keys, first - span, depth,
-                        queries, sums, n * depth, products, scores, highs[n], weights[n],
-                    )  # fmt: skip
-        for n in range(num * copies):
-            at = ((start + n // copies) * groups * copies + group * copies + n % copies) * depth
-            for i in range(0, depth, LANES):
-                value = load(sums, n * depth + i)
-                store(out, at + i, div(value, splat(weights[n])) if weights[n] > f32(0.0) else value)
+            num_keys = min(SPAN, get_int(positions, start + n // copies) + 1 - span)
+            if num_keys > 0:
+                high, weight = _visit(
+                    k_pages, v_pages, places, num_keys, first - span, depth,
+                    queries, sums, n * depth, products, scores, get(highs, n), get(weights, n),
+                )  # fmt: skip
+                put(highs, n, high)
+                put(weights, n, weight)
+    for n in range(num * copies):
+        at = ((start + n // copies) * groups * copies + group * copies + n % copies) * depth
+        weight = get(weights, n)
+        for i in range(0, depth, LANES):
+            value = load(sums, n * depth + i)
+            store(out, at + i, div(value, splat(weight)) if weight > f32(0.0) else value)
 
 
 @helper
 def _visit(
-    k_pages,
-    v_pages,
-    places,
-    num_keys,
-    num_hidden,
-    depth,
-    queries,
-    sums,
-    query_at,
-    products,
-    scores,
-    high,
-    weight,
-):
+    k_pages, v_pages, places, num_keys, num_hidden, depth, queries, sums, query_at, products, scores,
+    high, weight,
+):  # fmt: skip
     """One span of keys: scores, and with a perhaps higher maximum the weight and the output so far."""
     if num_hidden >= num_keys:
         return high, weight
@@ -214,7 +204,7 @@ def _visit(
                 load(queries, at + 48),
             )
             for i in range(LANES):
-                at = places[j + i] + d
+                at = get_long(places, j + i) + d
                 sum_ = (
                     mul(load(k_pages, at), q0)
                     if d == 0
@@ -225,7 +215,7 @@ def _visit(
         for d in range(wide, depth, LANES):
             q0 = load(queries, query_at + d)
             for i in range(LANES):
-                value = load(k_pages, places[j + i] + d)
+                value = load(k_pages, get_long(places, j + i) + d)
                 store(
                     products,
                     i * LANES,
@@ -250,7 +240,7 @@ def _visit(
         a, b = mul(load(sums, at), splat(kept)), mul(load(sums, at + 16), splat(kept))
         c, e = mul(load(sums, at + 32), splat(kept)), mul(load(sums, at + 48), splat(kept))
         for j in range(begin, num_keys):
-            share, place = splat(get(scores, j)), places[j] + d
+            share, place = splat(get(scores, j)), get_long(places, j) + d
             a, b = fma(share, load(v_pages, place), a), fma(share, load(v_pages, place + 16), b)
             c, e = fma(share, load(v_pages, place + 32), c), fma(share, load(v_pages, place + 48), e)
         store(sums, at, a)
@@ -260,6 +250,6 @@ def _visit(
     for d in range(wide, depth, LANES):
         a = mul(load(sums, query_at + d), splat(kept))
         for j in range(begin, num_keys):
-            a = fma(splat(get(scores, j)), load(v_pages, places[j] + d), a)
+            a = fma(splat(get(scores, j)), load(v_pages, get_long(places, j) + d), a)
         store(sums, query_at + d, a)
     return top, weight * kept + total(shares)

@@ -2,6 +2,8 @@
 
 import torch
 
+from hemiola.plugins.rows import RowFields
+
 
 def attention(
     q: torch.Tensor,  # [T, H, D]
@@ -10,31 +12,32 @@ def attention(
     k_pages: torch.Tensor,  # [pages, page_len, G, D], written
     v_pages: torch.Tensor,  # [pages, page_len, G, D], written
     page_table: torch.Tensor,  # [N, W] int32: row n's tokens p stand in page page_table[n, p // page_len]
-    cu_tokens: torch.Tensor,  # [N + 1] int32
+    rows: torch.Tensor,  # [N, 8], see plugins/rows.py; of which it reads first, num_tokens and slot
     positions: torch.Tensor,  # [T] int32: a token's place in its sequence
     scale: float,
-    exact: bool,
     first: int,
 ) -> torch.Tensor:  # [T, H, D]
     """Writes every token's k and v to its page, then o = softmax(scale q.k) v over its row's tokens up to it,
     from the place `first` on (an MTP head has no entry at place 0).
 
     In fp32 (float64 for float64) on what the pages hold after their rounding. Query head h reads key head
-    h // (H / G) (Ainslie et al. 2023, arXiv 2305.13245). `exact` changes how a kernel adds, not what.
+    h // (H / G) (Ainslie et al. 2023, arXiv 2305.13245). Padding comes out as zeros.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     page_len = k_pages.shape[1]
     heads_per_group = q.shape[1] // k.shape[1]
-    cu = cu_tokens.tolist()
-    rows = [row for row in range(len(cu) - 1) for _ in range(cu[row], cu[row + 1])]
+    fields = [RowFields(*line, end=0, new_edge=0) for line in rows.tolist()]
+    owners = {
+        t: n for n, row in enumerate(fields) if row.slot for t in range(row.first, row.first + row.num_tokens)
+    }
 
-    for t, row in enumerate(rows):
+    for t, row in owners.items():
         page = page_table[row, positions[t] // page_len]
         k_pages[page, positions[t] % page_len] = k[t].to(k_pages.dtype)
         v_pages[page, positions[t] % page_len] = v[t].to(v_pages.dtype)
 
     o = torch.zeros(q.shape, dtype=wide)
-    for t, row in enumerate(rows):
+    for t, row in owners.items():
         num_keys = int(positions[t]) + 1
         pages = page_table[row, : -(-num_keys // page_len)]
         keys = k_pages[pages].flatten(0, 1)[first:num_keys].to(wide)  # [keys, G, D]

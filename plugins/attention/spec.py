@@ -1,8 +1,7 @@
 """Causal attention over paged keys and values, for rows of any number of tokens."""
 
-from hemiola.plugins.attention.cpu import attention as in_torch
 from hemiola.plugins.attention.reference import attention as reference
-from hemiola.plugins.spec import INT, Arg, Attr, Op
+from hemiola.plugins.spec import INT, ROWS, Arg, Attr, Form, Op, Result, fp32_in_sixteens
 
 ATTENTION = Op(
     name="attention",
@@ -13,16 +12,11 @@ ATTENTION = Op(
         Arg("k_pages", "ZLGD", mutated=True),  # Z pages of L tokens
         Arg("v_pages", "ZLGD", mutated=True),
         Arg("page_table", "NW", INT),
-        Arg("cu_tokens", "M", INT),  # M = N + 1
+        ROWS,
         Arg("positions", "T", INT),
     ),
-    attrs=(
-        Attr("scale", float),
-        Attr("exact", bool),
-        Attr("first", int),
-    ),
-    result="THD",
+    attrs=(Attr("scale", float), Attr("first", int)),
+    results=(Result("THD"),),
     reference=reference,
-    in_torch=in_torch,
-    lanes="DL",
+    forms=(Form("compiled", "cpu", fp32_in_sixteens("DL")),),
 )

@@ -2,7 +2,7 @@
 
 import torch
 
-from hemiola.plugins.grid import step_rows
+from hemiola.plugins.rows import live_rows
 
 
 def conv(
@@ -10,21 +10,14 @@ def conv(
     weight: torch.Tensor,  # [E, W]
     bias: torch.Tensor,  # [E]
     columns: torch.Tensor,  # [S, R, E] raw columns of the last tokens
-    cu_tokens: torch.Tensor,
-    slot_id: torch.Tensor,
-    committed: torch.Tensor,
-    edge: torch.Tensor,
-    num_drafts: torch.Tensor,
-    snapshot_slot: torch.Tensor,
-    snapshot_edge: torch.Tensor,
+    rows: torch.Tensor,  # [N, 8], see plugins/rows.py
     chunk_len: int,
 ) -> torch.Tensor:
     """y[T, E], silu applied: a token reads its column and the W - 1 before; before position 0 are zeros."""
     ring_len, width = columns.shape[1], weight.shape[1]
     y = torch.zeros_like(x)
-    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
-    for row in step_rows(rows, chunk_len):
-        ring = columns[row.slot_id]
+    for row in live_rows(rows, chunk_len):
+        ring = columns[row.slot]
         window = [torch.zeros_like(bias)] * width
         for position in range(max(row.committed - width + 1, 0), row.end):
             token = row.first + position - row.committed

@@ -1,7 +1,15 @@
 """The declaration of the causal depthwise convolution."""
 
-from hemiola.plugins.conv import cpu, reference
-from hemiola.plugins.spec import ROWS, Arg, Attr, Op
+import torch
+
+from hemiola.plugins.conv.reference import conv as reference
+from hemiola.plugins.spec import ROWS, Arg, Attr, Form, Op, Result, fp32_in_sixteens
+
+
+def taps(weight: torch.Tensor) -> torch.Tensor:
+    """[E, W] as [W, E]: a tap's channels side by side."""
+    return weight.float().T.contiguous()
+
 
 CONV = Op(
     name="conv",
@@ -10,11 +18,10 @@ CONV = Op(
         Arg("weight", "EW"),
         Arg("bias", "E"),
         Arg("columns", "SRE", mutated=True),
-        *ROWS,
+        ROWS,
     ),
     attrs=(Attr("chunk_len", int),),
-    result="TE",
-    reference=reference.conv,
-    in_torch=cpu.conv,
-    lanes="E",
+    results=(Result("TE"),),
+    reference=reference,
+    forms=(Form("compiled", "cpu", fp32_in_sixteens("E"), {"weight": taps}),),
 )

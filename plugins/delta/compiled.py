@@ -5,138 +5,145 @@ sequence is split. Columns of a state do not meet: an item of work is a block of
 row, and stays in the first-level cache while the row's tokens pass.
 """
 
-import numpy as np
 import torch
 
-from hemiola.plugins.grid import step_work
-from hemiola.plugins.jit import Kernel, helper, lines
-from hemiola.plugins.simd import (
+from hemiola.plugins.cpu.jit import Kernel, helper, lines
+from hemiola.plugins.cpu.rows import read_row
+from hemiola.plugins.cpu.simd import (
     LANES,
+    add,
+    clear,
     copy,
     exp,
     f32,
     fma,
     get,
-    get_long,
     load,
+    load_some,
     mul,
     put,
+    sigmoid,
+    softplus,
     splat,
     store,
+    store_some,
     sub,
-    take,
-    unpack,
 )
+from hemiola.plugins.rows import extent
 
 WIDE = 4 * LANES  # columns whose sums are kept in registers together
+BLOCK = 16  # tokens of an item of work of _gates
 
 
 def delta(
     q: torch.Tensor,  # [T, G, K]
     k: torch.Tensor,  # [T, G, K]
     v: torch.Tensor,  # [T, H, V]
-    g: torch.Tensor,  # [T, H, J]
-    beta: torch.Tensor,  # [T, H]
+    a: torch.Tensor,  # [T, H, J]
+    b: torch.Tensor,  # [T, H]
+    dt_bias: torch.Tensor,  # [H, J]
+    A: torch.Tensor,  # [H]
     state: torch.Tensor,  # [S, H, K, V]
     k_records: torch.Tensor,  # [S, R, G, K]
     v_records: torch.Tensor,  # [S, R, H, V]
     g_records: torch.Tensor,  # [S, R, H, J]
     beta_records: torch.Tensor,  # [S, R, H]
-    cu_tokens: torch.Tensor,
-    slot_id: torch.Tensor,
-    committed: torch.Tensor,
-    edge: torch.Tensor,
-    num_drafts: torch.Tensor,
-    snapshot_slot: torch.Tensor,
-    snapshot_edge: torch.Tensor,
+    rows: torch.Tensor,  # [N, 8]
     chunk_len: int,
 ) -> torch.Tensor:
     """o[T, H, V]; see reference.py."""
-    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
-    step = step_work(rows, chunk_len, k_records.shape[1], state.shape[0], v.shape[0])
+    ring_len, (heads, k_dim, v_dim), decays = k_records.shape[1], state.shape[1:], a.shape[2]
+    step = extent(rows, chunk_len, ring_len, state.shape[0], v.shape[0])
     o = (torch.empty if step.num_tokens == v.shape[0] else torch.zeros)(v.shape)
-    q, k, v, g, beta = lines(q), lines(k), lines(v), lines(g), lines(beta)
-    new = (k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0))
-    new += (g.data_ptr(), g.stride(0), beta.data_ptr(), beta.stride(0))
-    rings = (k_records.data_ptr(), v_records.data_ptr(), g_records.data_ptr(), beta_records.data_ptr())
-    heads, k_dim, v_dim = state.shape[1:]
-    sizes = (step.address, step.num_rows, k_records.shape[1], k.shape[1], k_dim, heads, v_dim, g.shape[2])
+    if not step.num_tokens:
+        return o
+    q, k, v, a, b = lines(q), lines(k), lines(v), lines(a), lines(b)
+    g, beta = torch.empty(a.shape), torch.empty(b.shape)
+    raw = (a, a.stride(0), b, b.stride(0), dt_bias, A, g, beta)
+    _gates(-(-len(a) // BLOCK), 2.0 * a.numel(), *a.shape, *raw, scratch=4 * LANES)
+    work = (len(rows), chunk_len, ring_len, k.shape[1], k_dim, heads, v_dim, decays, rows)
+    work += (k, k.stride(0), v, v.stride(0), g, beta, k_records, v_records, g_records, beta_records)
     width = WIDE if v_dim % WIDE == 0 else LANES
-    work, rest = (*sizes, *new, *rings), (q.data_ptr(), q.stride(0), state.data_ptr(), o.data_ptr(), width)
-    cost = 0.08 * step.num_updates * heads * k_dim * v_dim
-    _scan(step.num_rows * heads * (v_dim // width), cost, *work, *rest)
-    _store(step.num_rows, 0.2 * (k.numel() + v.numel()), *work)
+    cost, room = 0.08 * step.num_updates * heads * k_dim * v_dim, 4 * k_dim * (width + 2)
+    _scan(len(rows) * heads * (v_dim // width), cost, *work, q, q.stride(0), state, o, width, scratch=room)
+    _store(len(rows), 0.2 * (k.numel() + v.numel()), *work)
     return o
 
 
 @Kernel
-def _scan(call):
+def _gates(item, scratch, num_tokens, heads, decays, a, a_len, b, b_len, dt_bias, A, g, beta):
+    """g = A softplus(a + dt_bias) and beta = sigmoid(b); an item is BLOCK tokens."""
+    for t in range(item * BLOCK, min(num_tokens, (item + 1) * BLOCK)):
+        for i in range(0, heads, LANES):
+            opening = sigmoid(load_some(b, t * b_len + i, heads - i, scratch))
+            store_some(beta, t * heads + i, heads - i, opening, scratch)
+        size = heads * decays
+        for i in range(0, size, LANES):
+            raw = load_some(a, t * a_len + i, size - i, scratch)
+            raw = add(raw, load_some(dt_bias, i, size - i, scratch))
+            factor = load_some(A, i, size - i, scratch) if decays == 1 else splat(get(A, i // decays))
+            store_some(g, t * size + i, size - i, mul(factor, softplus(raw)), scratch)
+
+
+@Kernel
+def _scan(
+    item, scratch, num_rows, chunk_len, ring_len, groups, k_dim, heads, v_dim, decays, rows,
+    k, k_len, v, v_len, g, beta, k_records, v_records, g_records, beta_records, q, q_len, state, o, width,
+):  # fmt: skip
     """An item is `width` columns of one head of one row. x_len is from token to token of x."""
-    (
-        num_items, rows, num_rows, ring_len, groups, k_dim, heads, v_dim, decays,
-        k, k_len, v, v_len, g, g_len, beta, beta_len, k_records, v_records, g_records, beta_records,
-        q, q_len, state, o, width,
-    ) = unpack(call, 25)  # fmt: skip
-    h = np.empty(k_dim * width, np.float32)
-    keep, weight = np.empty(k_dim, np.float32), np.empty(k_dim, np.float32)
     blocks = v_dim // width
-    while True:
-        item = take(call)
-        if item >= num_items:
-            break
-        column = item % blocks * width
-        head = item // blocks % heads
-        row = item // blocks // heads
-        group = head // (heads // groups)
-        slot, first = get_long(rows, row), get_long(rows, num_rows + row)
-        committed, end = get_long(rows, 2 * num_rows + row), get_long(rows, 3 * num_rows + row)
-        edge, new_edge = get_long(rows, 4 * num_rows + row), get_long(rows, 5 * num_rows + row)
-        snapshot, snapshot_edge = get_long(rows, 6 * num_rows + row), get_long(rows, 7 * num_rows + row)
-        if committed == 0:
-            h[:] = f32(0.0)
-            _save(h, state, (slot * heads + head) * k_dim * v_dim + column, v_dim, width)
+    column, head = item % blocks * width, item // blocks % heads
+    row = read_row(rows, item // blocks // heads, chunk_len)
+    if row.end == row.committed:
+        return
+    h = scratch
+    keep = scratch + 4 * k_dim * width
+    weight = keep + 4 * k_dim
+    group, committed = head // (heads // groups), row.committed
+    place = (row.slot * heads + head) * k_dim * v_dim + column
+    if committed == 0:
+        clear(h, 0, k_dim * width)
+        _save(h, k_dim, state, place, v_dim, width)
+    else:
+        _fetch(h, k_dim, state, place, v_dim, width)
+    for position in range(row.edge, row.end):
+        if position < committed:
+            at = row.slot * ring_len + position % ring_len
+            _advance(
+                h, keep, weight, k_dim, width, decays,
+                k_records, (at * groups + group) * k_dim, v_records, (at * heads + head) * v_dim + column,
+                g_records, (at * heads + head) * decays, get(beta_records, at * heads + head),
+            )  # fmt: skip
         else:
-            _fetch(h, state, (slot * heads + head) * k_dim * v_dim + column, v_dim, width)
-        for position in range(edge, end):
-            if position < committed:
-                at = slot * ring_len + position % ring_len
-                _advance(
-                    h, keep, weight, width, decays,
-                    k_records, (at * groups + group) * k_dim, v_records, (at * heads + head) * v_dim + column,
-                    g_records, (at * heads + head) * decays, get(beta_records, at * heads + head),
-                )  # fmt: skip
-            else:
-                t = first + position - committed
-                _advance(
-                    h, keep, weight, width, decays,
-                    k, t * k_len + group * k_dim, v, t * v_len + head * v_dim + column,
-                    g, t * g_len + head * decays, get(beta, t * beta_len + head),
-                )  # fmt: skip
-                _read(h, width, q, t * q_len + group * k_dim, k_dim, o, (t * heads + head) * v_dim + column)
-            if position + 1 == new_edge:
-                _save(h, state, (slot * heads + head) * k_dim * v_dim + column, v_dim, width)
-            if snapshot > 0 and position + 1 == snapshot_edge:
-                _save(h, state, (snapshot * heads + head) * k_dim * v_dim + column, v_dim, width)
+            t = row.first + position - committed
+            _advance(
+                h, keep, weight, k_dim, width, decays,
+                k, t * k_len + group * k_dim, v, t * v_len + head * v_dim + column,
+                g, (t * heads + head) * decays, get(beta, t * heads + head),
+            )  # fmt: skip
+            _read(h, width, q, t * q_len + group * k_dim, k_dim, o, (t * heads + head) * v_dim + column)
+        if position + 1 == row.new_edge:
+            _save(h, k_dim, state, place, v_dim, width)
+        if row.snapshot_slot > 0 and position + 1 == row.snapshot_edge:
+            target = (row.snapshot_slot * heads + head) * k_dim * v_dim + column
+            _save(h, k_dim, state, target, v_dim, width)
 
 
 @helper
-def _fetch(h, state, at, stride, width):
-    for i in range(h.size // width):
-        for j in range(0, width, LANES):
-            store(h, i * width + j, load(state, at + i * stride + j))
+def _fetch(h, k_dim, state, at, stride, width):
+    for i in range(k_dim):
+        copy(state, at + i * stride, h, i * width, width)
 
 
 @helper
-def _save(h, state, at, stride, width):
-    for i in range(h.size // width):
-        for j in range(0, width, LANES):
-            store(state, at + i * stride + j, load(h, i * width + j))
+def _save(h, k_dim, state, at, stride, width):
+    for i in range(k_dim):
+        copy(h, i * width, state, at + i * stride, width)
 
 
 @helper
-def _advance(h, keep, weight, width, decays, k, k_at, v, v_at, g, g_at, beta):
+def _advance(h, keep, weight, k_dim, width, decays, k, k_at, v, v_at, g, g_at, beta):
     """h = d h + k (x) u with u = beta (v - (d k).h) and d = exp(g)"""
-    k_dim = keep.size
     for i in range(0, k_dim, LANES):
         d = exp(splat(get(g, g_at))) if decays == 1 else exp(load(g, g_at + i))
         store(keep, i, d)
@@ -187,27 +194,17 @@ def _read(h, width, q, q_at, k_dim, o, o_at):
 
 
 @Kernel
-def _store(call):
-    """The new tokens of a row behind its new edge become records."""
-    (
-        num_items, rows, num_rows, ring_len, groups, k_dim, heads, v_dim, decays,
-        k, k_len, v, v_len, g, g_len, beta, beta_len, k_records, v_records, g_records, beta_records,
-    ) = unpack(call, 20)  # fmt: skip
-    while True:
-        row = take(call)
-        if row >= num_items:
-            break
-        slot, first, committed = (
-            get_long(rows, row),
-            get_long(rows, num_rows + row),
-            get_long(rows, 2 * num_rows + row),
-        )
-        end, new_edge = get_long(rows, 3 * num_rows + row), get_long(rows, 5 * num_rows + row)
-        for position in range(max(committed, new_edge), end):
-            t, at = first + position - committed, slot * ring_len + position % ring_len
-            copy(k, t * k_len, k_records, at * groups * k_dim, groups * k_dim)
-            copy(v, t * v_len, v_records, at * heads * v_dim, heads * v_dim)
-            for i in range(heads * decays):
-                put(g_records, at * heads * decays + i, get(g, t * g_len + i))
-            for i in range(heads):
-                put(beta_records, at * heads + i, get(beta, t * beta_len + i))
+def _store(
+    n, scratch, num_rows, chunk_len, ring_len, groups, k_dim, heads, v_dim, decays, rows,
+    k, k_len, v, v_len, g, beta, k_records, v_records, g_records, beta_records,
+):  # fmt: skip
+    """The new tokens of row n behind its new edge become records."""
+    row = read_row(rows, n, chunk_len)
+    for position in range(max(row.committed, row.new_edge), row.end):
+        t, at = row.first + position - row.committed, row.slot * ring_len + position % ring_len
+        copy(k, t * k_len, k_records, at * groups * k_dim, groups * k_dim)
+        copy(v, t * v_len, v_records, at * heads * v_dim, heads * v_dim)
+        for i in range(heads * decays):
+            put(g_records, at * heads * decays + i, get(g, t * heads * decays + i))
+        for i in range(heads):
+            put(beta_records, at * heads + i, get(beta, t * heads + i))

@@ -1,8 +1,17 @@
 """The dense layer whose rows do not feel their neighbours."""
 
-from hemiola.plugins.linear.cpu import linear as in_torch
+import torch
+
 from hemiola.plugins.linear.reference import linear as reference
-from hemiola.plugins.spec import Arg, Op
+from hemiola.plugins.spec import Arg, Form, Op, Result, fp32_in_sixteens
+
+
+def strips(weight: torch.Tensor) -> torch.Tensor:
+    """The layout in which the compiled form reads a weight [O, F]; bfloat16 where that loses nothing."""
+    from hemiola.plugins.linear.compiled import pack
+
+    return pack(weight)
+
 
 LINEAR = Op(
     name="linear",
@@ -12,7 +21,7 @@ LINEAR = Op(
         Arg("bias", "O*"),
     ),
     attrs=(),
-    result="TO",
+    results=(Result("TO"),),
     reference=reference,
-    in_torch=in_torch,
+    forms=(Form("compiled", "cpu", fp32_in_sixteens(""), {"weight": strips}, sizes="O"),),
 )

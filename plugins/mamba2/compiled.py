@@ -10,25 +10,32 @@ import math
 import numpy as np
 import torch
 
-from hemiola.plugins.grid import step_work
-from hemiola.plugins.jit import Kernel, helper, lines
-from hemiola.plugins.simd import (
+from hemiola.plugins.cpu.jit import Kernel, helper, lines
+from hemiola.plugins.cpu.rows import read_row
+from hemiola.plugins.cpu.simd import (
     LANES,
+    add,
+    clear,
     copy,
     dots,
     f32,
     fma,
+    from_bits,
     get,
-    get_long,
+    largest,
     load,
+    load_some,
     put,
+    smallest,
+    softplus,
     splat,
     store,
-    take,
-    unpack,
+    store_some,
 )
+from hemiola.plugins.rows import extent
 
 WIDE = 4 * LANES  # channels of the state whose inputs are kept in registers together
+BLOCK = 16  # tokens of an item of work of _steps
 
 
 def mamba2(
@@ -36,78 +43,82 @@ def mamba2(
     B: torch.Tensor,  # [T, G, D]
     C: torch.Tensor,  # [T, G, D]
     dt: torch.Tensor,  # [T, H]
+    dt_bias: torch.Tensor,  # [H]
     A: torch.Tensor,  # [H]
     D: torch.Tensor,  # [H]
     state: torch.Tensor,  # [S, H, P, D]
     x_records: torch.Tensor,  # [S, R, H, P]
     B_records: torch.Tensor,  # [S, R, G, D]
     dt_records: torch.Tensor,  # [S, R, H]
-    cu_tokens: torch.Tensor,
-    slot_id: torch.Tensor,
-    committed: torch.Tensor,
-    edge: torch.Tensor,
-    num_drafts: torch.Tensor,
-    snapshot_slot: torch.Tensor,
-    snapshot_edge: torch.Tensor,
+    rows: torch.Tensor,  # [N, 8]
     chunk_len: int,
+    dt_min: float,
+    dt_max: float,
 ) -> torch.Tensor:
     """y[T, H, P], the D * x term included; see reference.py."""
-    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
-    step = step_work(rows, chunk_len, x_records.shape[1], state.shape[0], x.shape[0])
+    ring_len, (heads, width, depth) = x_records.shape[1], state.shape[1:]
+    step = extent(rows, chunk_len, ring_len, state.shape[0], x.shape[0])
     y = (torch.empty if step.num_tokens == x.shape[0] else torch.zeros)(x.shape)
+    if not step.num_tokens:
+        return y
     x, B, C, dt = lines(x), lines(B), lines(C), lines(dt)
-    new = (x.data_ptr(), x.stride(0), B.data_ptr(), B.stride(0), dt.data_ptr(), dt.stride(0))
-    rings = (x_records.data_ptr(), B_records.data_ptr(), dt_records.data_ptr())
-    heads, width, depth = state.shape[1:]
-    sizes = (step.address, step.num_rows, x_records.shape[1], heads, width, B.shape[1], depth)
-    rest = (C.data_ptr(), C.stride(0), A.data_ptr(), D.data_ptr(), state.data_ptr(), y.data_ptr())
-    cost = 0.06 * step.num_updates * heads * width * depth
-    _scan(step.num_rows * heads, cost, *sizes, *new, *rings, *rest)
-    _store(step.num_rows, 0.2 * (x.numel() + B.numel()), *sizes, *new, *rings)
+    steps = torch.empty(dt.shape)
+    limits = (dt_min, min(dt_max, torch.finfo(torch.float32).max))
+    blocks = -(-len(dt) // BLOCK)
+    _steps(blocks, 2.0 * dt.numel(), *dt.shape, dt, dt.stride(0), dt_bias, *limits, steps, scratch=4 * LANES)
+    work = (len(rows), chunk_len, ring_len, heads, width, B.shape[1], depth, rows)
+    work += (x, x.stride(0), B, B.stride(0), steps, x_records, B_records, dt_records)
+    cost, room = 0.06 * step.num_updates * heads * width * depth, 4 * (width * depth + LANES * LANES)
+    _scan(len(rows) * heads, cost, *work, C, C.stride(0), A, D, state, y, scratch=room)
+    _store(len(rows), 0.2 * (x.numel() + B.numel()), *work)
     return y
 
 
 @Kernel
-def _scan(call):
+def _steps(item, scratch, num_tokens, heads, dt, dt_len, dt_bias, dt_min, dt_max, steps):
+    """softplus(dt + dt_bias) within its limits; an item is BLOCK tokens."""
+    low, high = splat(from_bits(dt_min)), splat(from_bits(dt_max))
+    for t in range(item * BLOCK, min(num_tokens, (item + 1) * BLOCK)):
+        for i in range(0, heads, LANES):
+            raw = load_some(dt, t * dt_len + i, heads - i, scratch)
+            value = softplus(add(raw, load_some(dt_bias, i, heads - i, scratch)))
+            value = smallest(largest(value, low), high)
+            store_some(steps, t * heads + i, heads - i, value, scratch)
+
+
+@Kernel
+def _scan(
+    item, scratch, num_rows, chunk_len, ring_len, heads, width, groups, depth, rows, x, x_len, B, B_len,
+    dt, x_records, B_records, dt_records, C, C_len, A, D, state, y,
+):  # fmt: skip
     """An item is one head of one row. x_len is from token to token of x."""
-    (
-        num_items, rows, num_rows, ring_len, heads, width, groups, depth,
-        x, x_len, B, B_len, dt, dt_len, x_records, B_records, dt_records, C, C_len, A, D, state, y,
-    ) = unpack(call, 22)  # fmt: skip
-    size = width * depth
-    h, sums = np.empty(size, np.float32), np.empty(LANES * LANES, np.float32)
-    while True:
-        item = take(call)
-        if item >= num_items:
-            break
-        row, head = item // heads, item % heads
-        group = head // (heads // groups)
-        slot, start = get_long(rows, row), get_long(rows, num_rows + row)
-        committed, end = get_long(rows, 2 * num_rows + row), get_long(rows, 3 * num_rows + row)
-        edge, new_edge = get_long(rows, 4 * num_rows + row), get_long(rows, 5 * num_rows + row)
-        snapshot, snapshot_edge = get_long(rows, 6 * num_rows + row), get_long(rows, 7 * num_rows + row)
-        if committed == 0:
-            h[:] = f32(0.0)
-            copy(h, 0, state, (slot * heads + head) * size, size)
+    row, head, size = read_row(rows, item // heads, chunk_len), item % heads, width * depth
+    if row.end == row.committed:
+        return
+    h, sums = scratch, scratch + 4 * size
+    group, committed = head // (heads // groups), row.committed
+    if committed == 0:
+        clear(h, 0, size)
+        copy(h, 0, state, (row.slot * heads + head) * size, size)
+    else:
+        copy(state, (row.slot * heads + head) * size, h, 0, size)
+    for position in range(row.edge, row.end):
+        if position < committed:
+            at = row.slot * ring_len + position % ring_len
+            _advance(
+                h, width, depth, get(dt_records, at * heads + head), get(A, head),
+                x_records, (at * heads + head) * width, B_records, (at * groups + group) * depth,
+            )  # fmt: skip
         else:
-            copy(state, (slot * heads + head) * size, h, 0, size)
-        for position in range(edge, end):
-            if position < committed:
-                at = slot * ring_len + position % ring_len
-                _advance(
-                    h, width, depth, get(dt_records, at * heads + head), get(A, head),
-                    x_records, (at * heads + head) * width, B_records, (at * groups + group) * depth,
-                )  # fmt: skip
-            else:
-                t = start + position - committed
-                x_t, C_t = t * x_len + head * width, t * C_len + group * depth
-                dt_t = get(dt, t * dt_len + head)
-                _advance(h, width, depth, dt_t, get(A, head), x, x_t, B, t * B_len + group * depth)
-                _read(h, width, depth, sums, C, C_t, get(D, head), x, x_t, y, (t * heads + head) * width)
-            if position + 1 == new_edge:
-                copy(h, 0, state, (slot * heads + head) * size, size)
-            if snapshot > 0 and position + 1 == snapshot_edge:
-                copy(h, 0, state, (snapshot * heads + head) * size, size)
+            t = row.first + position - committed
+            x_t, C_t = t * x_len + head * width, t * C_len + group * depth
+            dt_t = get(dt, t * heads + head)
+            _advance(h, width, depth, dt_t, get(A, head), x, x_t, B, t * B_len + group * depth)
+            _read(h, width, depth, sums, C, C_t, get(D, head), x, x_t, y, (t * heads + head) * width)
+        if position + 1 == row.new_edge:
+            copy(h, 0, state, (row.slot * heads + head) * size, size)
+        if row.snapshot_slot > 0 and position + 1 == row.snapshot_edge:
+            copy(h, 0, state, (row.snapshot_slot * heads + head) * size, size)
 
 
 @helper
@@ -118,12 +129,8 @@ def _advance(h, width, depth, dt, A, x, x_at, B, B_at):
     """
     change = splat(f32(math.expm1(np.float64(dt) * np.float64(A))))
     for d in range(0, depth // WIDE * WIDE, WIDE):
-        B0, B1, B2, B3 = (
-            load(B, B_at + d),
-            load(B, B_at + d + 16),
-            load(B, B_at + d + 32),
-            load(B, B_at + d + 48),
-        )
+        B0, B1 = load(B, B_at + d), load(B, B_at + d + 16)
+        B2, B3 = load(B, B_at + d + 32), load(B, B_at + d + 48)
         for p in range(width):
             at, update = p * depth + d, splat(dt * get(x, x_at + p))
             store(h, at, fma(update, B0, fma(change, load(h, at), load(h, at))))
@@ -146,21 +153,15 @@ def _read(h, width, depth, sums, C, C_at, D, x, x_at, y, y_at):
 
 
 @Kernel
-def _store(call):
-    """The new tokens of a row behind its new edge become records."""
-    (
-        num_items, rows, num_rows, ring_len, heads, width, groups, depth,
-        x, x_len, B, B_len, dt, dt_len, x_records, B_records, dt_records,
-    ) = unpack(call, 16)  # fmt: skip
-    while True:
-        row = take(call)
-        if row >= num_items:
-            break
-        slot, start = get_long(rows, row), get_long(rows, num_rows + row)
-        committed, end = get_long(rows, 2 * num_rows + row), get_long(rows, 3 * num_rows + row)
-        for position in range(max(committed, get_long(rows, 5 * num_rows + row)), end):
-            t, at = start + position - committed, slot * ring_len + position % ring_len
-            copy(x, t * x_len, x_records, at * heads * width, heads * width)
-            copy(B, t * B_len, B_records, at * groups * depth, groups * depth)
-            for i in range(heads):
-                put(dt_records, at * heads + i, get(dt, t * dt_len + i))
+def _store(
+    n, scratch, num_rows, chunk_len, ring_len, heads, width, groups, depth, rows, x, x_len, B, B_len,
+    dt, x_records, B_records, dt_records,
+):  # fmt: skip
+    """The new tokens of row n behind its new edge become records."""
+    row = read_row(rows, n, chunk_len)
+    for position in range(max(row.committed, row.new_edge), row.end):
+        t, at = row.first + position - row.committed, row.slot * ring_len + position % ring_len
+        copy(x, t * x_len, x_records, at * heads * width, heads * width)
+        copy(B, t * B_len, B_records, at * groups * depth, groups * depth)
+        for i in range(heads):
+            put(dt_records, at * heads + i, get(dt, t * heads + i))

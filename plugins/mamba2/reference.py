@@ -1,36 +1,43 @@
 """Mamba2's recurrence, one token after the other."""
 
 import torch
+import torch.nn.functional as F
 
-from hemiola.plugins.grid import step_rows
+from hemiola.plugins.rows import live_rows
 
 
 def mamba2(
     x: torch.Tensor,  # [T, H, P]
     B: torch.Tensor,  # [T, G, D]
     C: torch.Tensor,  # [T, G, D]
-    dt: torch.Tensor,  # [T, H] final: after bias, softplus and clamp
+    dt: torch.Tensor,  # [T, H] as projected
+    dt_bias: torch.Tensor,  # [H]
     A: torch.Tensor,  # [H] negative
     D: torch.Tensor,  # [H]
     state: torch.Tensor,  # [S, H, P, D]
     x_records: torch.Tensor,  # [S, R, H, P]
     B_records: torch.Tensor,  # [S, R, G, D]
     dt_records: torch.Tensor,  # [S, R, H]
-    cu_tokens: torch.Tensor,
-    slot_id: torch.Tensor,
-    committed: torch.Tensor,
-    edge: torch.Tensor,
-    num_drafts: torch.Tensor,
-    snapshot_slot: torch.Tensor,
-    snapshot_edge: torch.Tensor,
+    rows: torch.Tensor,  # [N, 8], see plugins/rows.py
     chunk_len: int,
+    dt_min: float,
+    dt_max: float,
 ) -> torch.Tensor:
-    """y[T, H, P], the D * x term included."""
+    """y[T, H, P], the D * x term included (Dao and Gu 2024, arXiv 2405.21060; modeling_nemotron_h.py).
+
+    With dt_t = softplus(dt + dt_bias), kept within dt_min .. dt_max:
+        h_t = exp(dt_t A) h_{t-1} + dt_t x_t (x) B_t,  y_t = h_t C_t + D x_t
+    In chunks, with the edge state S0 and a = cumsum(dt A):
+        y_t = exp(a_t) C_t.S0 + sum_{s <= t} (C_t.B_s) exp(a_t - a_s) dt_s x_s + D x_t
+        S1  = exp(a_C) S0 + sum_s exp(a_C - a_s) dt_s x_s (x) B_s
+    """
     ring_len, per_group = x_records.shape[1], x.shape[1] // B.shape[1]
     y = torch.zeros_like(x)
-    rows = (cu_tokens, slot_id, committed, edge, num_drafts, snapshot_slot, snapshot_edge)
-    for row in step_rows(rows, chunk_len):
-        slot = row.slot_id
+    steps = torch.zeros(dt.shape, dtype=dt_records.dtype)
+    for t in range(len(dt)):
+        steps[t] = F.softplus(dt[t].to(steps.dtype) + dt_bias).clamp(dt_min, dt_max)
+    for row in live_rows(rows, chunk_len):
+        slot = row.slot
         h = torch.zeros_like(state[slot]) if row.committed == 0 else state[slot].clone()
         at_edge = h
         for position in range(row.edge, row.end):
@@ -39,7 +46,7 @@ def mamba2(
             if position < row.committed:
                 x_t, B_t, dt_t = x_records[slot, place], B_records[slot, place], dt_records[slot, place]
             else:
-                x_t, B_t, dt_t = x[token], B[token], dt[token]
+                x_t, B_t, dt_t = x[token], B[token], steps[token]
             B_t = B_t.repeat_interleave(per_group, 0)
             h = h * torch.exp(dt_t * A)[:, None, None] + (dt_t[:, None] * x_t)[:, :, None] * B_t[:, None, :]
             if position >= row.committed:
@@ -52,6 +59,6 @@ def mamba2(
         state[slot] = at_edge
         for position in range(max(row.committed, row.new_edge), row.end):
             token = row.first + position - row.committed
-            for ring, tensor in zip((x_records, B_records, dt_records), (x, B, dt), strict=True):
+            for ring, tensor in zip((x_records, B_records, dt_records), (x, B, steps), strict=True):
                 ring[slot, position % ring_len] = tensor[token]
     return y

@@ -11,12 +11,11 @@ def moe(
     up: torch.Tensor,  # [E, J, F], J = I or 2I
     down: torch.Tensor,  # [E, F, I]
     activation: str,
-    exact: bool,
 ) -> torch.Tensor:  # [T, F]
     """y = sum over slots k = 0..K-1, in that order, of weight_k * expert_k(x), in fp32 (float64 for float64).
 
     An expert is down @ relu(up @ x)^2 ("relu2": Nemotron) or down @ (silu(gate) * value) with [gate; value] =
-    up @ x ("swiglu": Shazeer 2020, arXiv 2002.05202). `exact` changes how a kernel adds, not what.
+    up @ x ("swiglu": Shazeer 2020, arXiv 2002.05202).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     y = torch.zeros(x.shape, dtype=wide)

@@ -1,8 +1,28 @@
-"""A mixture of experts after its router: two GEMMs per used expert, combined in slot order."""
+"""A mixture of experts after its router: two dense layers per used expert, combined in slot order."""
 
-from hemiola.plugins.moe.cpu import moe as in_torch
+import torch
+
 from hemiola.plugins.moe.reference import moe as reference
-from hemiola.plugins.spec import FP32, INT, Arg, Attr, Op
+from hemiola.plugins.spec import FP32, INT, Arg, Attr, Call, Form, Op, Result, fp32_in_sixteens
+
+ACTIVATIONS = {"relu2": 1, "swiglu": 2}  # and how many outputs of `up` make one input of `down`
+
+
+def strips(weight: torch.Tensor) -> torch.Tensor:
+    """The layout in which the compiled form reads the experts' weights [E, O, F]."""
+    from hemiola.plugins.moe.compiled import pack
+
+    return pack(weight)
+
+
+def _refuses(call: Call) -> str:
+    activation = call.attrs["activation"]
+    if activation not in ACTIVATIONS:
+        return f"activation is {activation!r}, not {' or '.join(ACTIVATIONS)}"
+    if call.sizes["J"] != call.sizes["I"] * ACTIVATIONS[activation]:
+        return f"up has {call.sizes['J']} outputs, down {call.sizes['I']} inputs; not so after {activation}"
+    return fp32_in_sixteens("FI")(call)
+
 
 MOE = Op(
     name="moe",
@@ -13,12 +33,8 @@ MOE = Op(
         Arg("up", "EJF"),  # J = I for relu2, 2I for swiglu (gate rows first)
         Arg("down", "EFI"),
     ),
-    attrs=(
-        Attr("activation", str),  # relu2 | swiglu
-        Attr("exact", bool),
-    ),
-    result="TF",
+    attrs=(Attr("activation", str),),
+    results=(Result("TF"),),
     reference=reference,
-    in_torch=in_torch,
-    lanes="FJI",
+    forms=(Form("reference", "cpu", _refuses),),
 )

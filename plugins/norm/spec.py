@@ -1,8 +1,15 @@
 """RMS norm over groups of channels, with an optional gate."""
 
-from hemiola.plugins.norm.cpu import norm as in_torch
 from hemiola.plugins.norm.reference import norm as reference
-from hemiola.plugins.spec import Arg, Attr, Op
+from hemiola.plugins.spec import Arg, Attr, Call, Form, Op, Result, fp32_in_sixteens
+
+
+def _refuses(call: Call) -> str:
+    width, group_len = call.sizes["W"], call.attrs["group_len"]
+    if group_len % 16 or width % group_len:
+        return f"group_len is {group_len}, not a multiple of 16 that divides the width {width}"
+    return fp32_in_sixteens("W")(call)
+
 
 NORM = Op(
     name="norm",
@@ -16,8 +23,7 @@ NORM = Op(
         Attr("group_len", int),
         Attr("gate_first", bool),
     ),
-    result="TW",
+    results=(Result("TW"),),
     reference=reference,
-    in_torch=in_torch,
-    lanes="W",
+    forms=(Form("compiled", "cpu", _refuses),),
 )

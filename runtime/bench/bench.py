@@ -80,8 +80,6 @@ def run(job: Job) -> int:
         print(statement.text)
         if statement.equality.difference is not None:
             print(f"  first difference: {statement.equality.difference}")
-    if bench.numerics == "fast" and not all(statement.equality.holds for statement in statements):
-        print("  this engine was built with fast numerics, where rows side by side may round differently")
     if job.json_path is not None:
         job.json_path.write_text(json.dumps(_report(job, settings, findings, statements), indent=1) + "\n")
     if job.plot_path is not None:
@@ -125,7 +123,6 @@ class _Bench:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.options = job.options
-        self.numerics = ""
         self._architecture = ""
         self._sessions: list[Turns] | None = None
 
@@ -146,7 +143,7 @@ class _Bench:
     def measure(self, variant: Variant) -> Finding:
         _say(f"opening {self.job.engine_dir} ({variant.name})")
         with LLM(self.job.engine_dir, **variant.options) as llm:
-            self.numerics, self._architecture = llm.manifest.numerics, llm.manifest.architecture
+            self._architecture = llm.manifest.architecture
             if self._sessions is None:
                 self._sessions = make_sessions(self.options, llm)
             if self.options.file is None:
@@ -206,7 +203,6 @@ class _Bench:
             "hemiola_version": hemiola.__version__,
             "model_id": str(self.job.engine_dir),
             "architecture": self._architecture,
-            "numerics": self.numerics,
             "dataset_name": options.workload,
             "num_prompts": sum(map(len, self._sessions or [])),
             "request_rate": options.request_rate if math.isfinite(options.request_rate) else "inf",
@@ -241,7 +237,11 @@ def _text_source(path: Path | None, llm: LLM) -> Source:
             raise Refused(f"--text {path} is not UTF-8 at byte {error.start}; convert it") from None
         except OSError as error:
             raise Refused(f"--text {path} cannot be read ({error.strerror}); give a text file") from None
-    ids = llm.encode(text[:TEXT_LEN])
+    try:
+        ids = llm.encode(text[:TEXT_LEN])
+    except Refused as error:
+        asked = MULTI_TURN if path is None else f"--text {path}"
+        raise Refused(f"{asked} draws its prompts from text: {error}; or use --workload random") from None
     if not ids:
         raise Refused(f"--text {path} is empty; give a text file")
     return workloads.slices(ids)

@@ -66,20 +66,13 @@ class Choices:
 class Batch:
     """The engine ABI, in groups by who knows them. int32 all of it."""
 
-    # plan: which rows, how many tokens of each
-    cu_tokens: torch.Tensor  # [N+1]
-    num_drafts: torch.Tensor  # [N] the last of a row's tokens that are only proposed
+    # plan and ledger: which rows, and how many tokens of each
+    rows: torch.Tensor  # [N, 8], plugins/rows.py
     logits_ids: torch.Tensor  # [L] tokens whose logits are wanted
-    slot_id: torch.Tensor  # [N]
-    snapshot_slot: torch.Tensor  # [N] 0: none
-    snapshot_edge: torch.Tensor  # [N]
     page_table: torch.Tensor  # [N, W]
-    # ledger: ids and lengths
     token_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    committed: torch.Tensor  # [N]
-    edge: torch.Tensor  # [N]
-    # not for the engine; without the dump row
+    # not for the engine
     slots: torch.Tensor  # [N] int64
     final_len: torch.Tensor  # [N] int64, tokens whose state is final when the step is done, drafts apart
     choices: Choices

@@ -4,7 +4,6 @@ Storage is poisoned. After every turn ownership is audited; a request's hit is w
 cache's content; `check_contents` recomputes all that is cached; `check_logits` compares with the plain run.
 """
 
-import functools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ from oracle import Oracle
 
 from hemiola.runtime import manifest
 from hemiola.runtime.config import ServeConfig, resolve
-from hemiola.runtime.device import session
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.engine.drafts import Proposer
@@ -28,9 +26,6 @@ from hemiola.runtime.llm import make_loop, prefix_cost
 
 VOCAB = 320
 NUM_TOKENS = 40
-ROUNDING = (
-    1e-5  # of fast numerics, as a share of the largest number: MKL sums a GEMM of another height otherwise
-)
 KINDS = {
     "plain": {"drafts": "none"},
     "mtp": {"drafts": "mtp"},
@@ -38,13 +33,7 @@ KINDS = {
     "scripted": {"drafts": "ngram"},  # of which the proposer is replaced
 }
 PAGE, CHUNK, NUM_DRAFTS = 16, 8, 3
-SMALL = {
-    "page_len": PAGE,
-    "chunk_len": CHUNK,
-    "num_drafts": 19,
-    "numerics": "exact",
-}  # windows cross two pages
-load_program = functools.cache(session.load_program)  # a program keeps nothing between calls
+SMALL = {"page_len": PAGE, "chunk_len": CHUNK, "num_drafts": 19}  # windows cross two pages
 
 
 def prompt(length: int) -> list[int]:
@@ -167,10 +156,10 @@ class EngineHand(Hand):
             self.loop.drafts.propose = propose_and_check
 
     def _check_drafts(self, plan: Plan) -> None:
-        """In exact numerics drafts depend on the text only, not on hits, chunks or neighbours."""
+        """They depend on the text only, not on hits, chunks or neighbours."""
         ledger = self.loop.ledger
         for row in plan.rows:
-            if row.room == 0 or self.manifest.numerics != "exact" or not row.request.rule.greedy:
+            if row.room == 0 or not row.request.rule.greedy:
                 continue
             total_len, num = int(ledger.total_len[row.slot_id]), int(ledger.num_drafts[row.slot_id])
             if row.request.rule.edits_logits or num == 0:
@@ -209,8 +198,7 @@ class EngineHand(Hand):
         assert got == list(expected[: len(got)]), f"request {request_id}, prompt of {prompt_len}"
 
     def check_logits(self) -> None:
-        """In exact numerics: what every token was chosen from is the plain run's, bit for bit."""
-        assert self.manifest.numerics == "exact"
+        """What every token was chosen from is the plain run's, bit for bit."""
         for request in sorted(self.requests, key=lambda request: -request.total_len):
             ids = request.ids[: request.total_len].tolist()
             if len(ids) == request.prompt_len:
@@ -218,7 +206,7 @@ class EngineHand(Hand):
             logits = self.plain.logits(ids[:-1])
             for at in range(request.prompt_len, len(ids)):
                 found = self.recorded[tuple(ids[:at])]
-                assert self._is(found, logits[at - 1]), f"{request.id}: position {at}"
+                assert torch.equal(found, logits[at - 1]), f"{request.id}: position {at}"
                 if request.rule.greedy and not request.rule.edits_logits:
                     assert int(logits[at - 1].argmax()) == ids[at], f"{request.id}: token {at}"
 
@@ -234,7 +222,7 @@ class EngineHand(Hand):
                 first = 1 if name.startswith("mtp.") and entry.edge == self.config.page_len else 0
                 held = self.storage.tensors[name][entry.page_id]
                 where = f"{name}: page {entry.page_id} up to {entry.edge}"
-                assert self._is(held[first:], wanted[first:]), where
+                assert torch.equal(held[first:], wanted[first:]), where
             if entry.slot_id:
                 self.check_slot(entry.slot_id, token_ids, entry.edge)
         self._check_poison()
@@ -252,7 +240,7 @@ class EngineHand(Hand):
             if lines == [] or (lines is None and edge == 0):
                 continue  # a request that begins at 0 reads none
             lines = slice(None) if lines is None else lines
-            assert self._is(held[lines], wanted[state.name][lines]), f"{state.name}: slot {slot_id} at {edge}"
+            assert torch.equal(held[lines], wanted[state.name][lines]), f"{state.name}: slot {slot_id} at {edge}"
 
     def check_running(self) -> None:
         """With nothing under way: each running slot is the plain run's after its committed tokens."""
@@ -268,11 +256,6 @@ class EngineHand(Hand):
         for state in self.manifest.states:
             held = self.storage.tensors[state.name][free[state.kind]]
             assert held.isnan().all(), f"{state.name}: somebody wrote what nobody owns"
-
-    def _is(self, held: torch.Tensor, wanted: torch.Tensor) -> bool:
-        if self.manifest.numerics == "exact":
-            return torch.equal(held, wanted)
-        return bool(((held - wanted).abs() <= ROUNDING * wanted.abs().max().clamp(min=1)).all())
 
     # Moves.
 

@@ -1,6 +1,6 @@
 """Plain runs: one request alone, in one step, on fresh memory, and what its pages and its slot hold then.
 
-From them follow all contents that a cache may have, and in exact numerics every logit, bit for bit.
+From them follow all contents that a cache may have, and every logit, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from kit.harness import Harness
 
-from hemiola.runtime.config import EXACT_TILE
 from hemiola.runtime.manifest import State
 
 Tensors = dict[str, torch.Tensor]
@@ -61,14 +60,12 @@ class Plain:
 
     def _run(self, token_ids: list[int], num_drafts: int) -> Run:
         harness = self.harness
-        for tensor in harness.states.values():
-            tensor.fill_(torch.nan)
-        harness.num_requests = 0
+        harness.forget()
         request = harness.request()
         logits = harness.step([(request, token_ids, num_drafts)])[0].clone()
         hidden = harness.hidden
-        if self.manifest.drafts == "mtp":
-            self._read_pairs(request.pages, token_ids[1:], hidden)
+        if self.manifest.drafts == "mtp" and len(token_ids) > 1:
+            harness.draft(request, token_ids[1:], hidden[:-1], first=1)
         pages, slot = {}, {}
         for state in self.manifest.states:
             held = harness.states[state.name]
@@ -81,23 +78,6 @@ class Plain:
             else:
                 slot[state.name] = held[request.slot].clone()
         return Run(logits, pages, slot)
-
-    def _read_pairs(self, pages: list[int], token_ids: list[int], hidden: torch.Tensor) -> None:
-        """The MTP head over all pairs of a token and the state before it, from place 1 on."""
-        num = len(token_ids)
-        if not num:
-            return
-        padding = -num % EXACT_TILE if self.manifest.numerics == "exact" else 0
-        ints = {
-            "token_ids": [*token_ids, *[0] * padding],
-            "positions": [*range(1, num + 1), *[1] * padding],
-            "cu_tokens": [0, num, *([num + padding] if padding else [])],
-            "page_table": [pages, *([[0] * len(pages)] if padding else [])],
-            "logits_ids": [0],
-        }
-        batch = {name: torch.tensor(value, dtype=torch.int32) for name, value in ints.items()}
-        batch["hidden"] = torch.cat((hidden[:num], hidden.new_zeros(padding, hidden.shape[1])))
-        self.harness.call("draft", batch)
 
 
 def places(state: State, edge: int, committed: int, ring_slack: int) -> list[int] | None:

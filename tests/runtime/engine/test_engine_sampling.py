@@ -28,7 +28,7 @@ def oracle(tiny_checkpoint: Callable[..., Path]) -> Oracle:
 
 @pytest.fixture(scope="module", params=["none", "ngram", "mtp"])
 def llm(request: pytest.FixtureRequest, tiny_engine: Callable[..., Path]) -> LLM:
-    engine_dir = tiny_engine("qwen3_5", numerics="exact")
+    engine_dir = tiny_engine("qwen3_5")
     with LLM(engine_dir, max_rows=4, drafts=request.param, adaptive_drafts=False) as made:
         yield made
 
@@ -80,6 +80,6 @@ def test_seeded_draws_are_the_same_with_and_without_drafts(
         for n, asked in enumerate(ASKED)
     ]
     outputs = llm.generate(PROMPTS, params)
-    with LLM(tiny_engine("qwen3_5", numerics="exact"), max_rows=1, drafts="none") as alone:
+    with LLM(tiny_engine("qwen3_5"), max_rows=1, drafts="none") as alone:
         wanted = alone.generate(PROMPTS, params)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]

@@ -18,8 +18,8 @@ SEED = int(os.environ.get("SEED", "0"))
 NUM_TURNS = 60
 FAMILIES = ["nemotron_h_moe", "qwen3_5", "three_convs", "attention_only"]
 ENGINES = [
-    {"page_len": 32, "chunk_len": 16, "num_drafts": 5, "numerics": "exact"},
-    {"page_len": 16, "chunk_len": 8, "num_drafts": 19, "numerics": "exact"},
+    {"page_len": 32, "chunk_len": 16, "num_drafts": 5},
+    {"page_len": 16, "chunk_len": 8, "num_drafts": 19},
 ]
 
 

@@ -215,7 +215,7 @@ def test_m12_drafts_of_every_quality(
 def test_m13_pages_of_four_chunks(engine_hands: Callable, wanted: Wanted, family: str) -> None:
     """Catches a state looked up by the page length of attention, or by that of another layer."""
     page = 4 * U
-    built = {"page_len": page, "chunk_len": U, "num_drafts": K, "numerics": "exact"}
+    built = {"page_len": page, "chunk_len": U, "num_drafts": K}
     hand, text = engine_hands(family, "mtp", built), wanted.story(family)
     for n in (page - 1, page + 1, 2 * page, 3 * page + U + 1, 3 * page + U + 1, 2 * page + 1):
         hand.submit(text[:n], max_tokens=U + 2)

@@ -252,7 +252,7 @@ def test_003_an_edge_crossed_inside_an_accepted_window_saves_a_wrong_snapshot(
     count every draft as accepted."""
     page = 2 * CHUNK  # so that a slot that stands at an edge is not always a snapshot
     story, edge = wanted.story(family), 2 * page
-    built = BUILT | {"page_len": page, "num_drafts": num_drafts, "numerics": "exact"}
+    built = BUILT | {"page_len": page, "num_drafts": num_drafts}
     sizes = {"max_len": 160, "pipeline_depth": pipeline_depth, "num_snapshots": 128, "num_pages": 400}
     accepts = [num_drafts, num_drafts, 0, num_drafts // 2]
     hand = engine_hands(family, "scripted", built, proposer=prophet(story, accepts), **sizes)

@@ -23,12 +23,11 @@ def test_alone_with_any_budget(make_hand: Callable, length: int, max_step_tokens
     assert hand.last(request_id).finish_reason == "length"
 
 
-@pytest.mark.parametrize("pad_tokens", [1, 32])
 @pytest.mark.parametrize("max_step_tokens", [4, 5, 13, 100])
-def test_mixed_batches_in_any_order(make_hand: Callable, max_step_tokens: int, pad_tokens: int) -> None:
+def test_mixed_batches_in_any_order(make_hand: Callable, max_step_tokens: int) -> None:
     lengths = [1, 2, 3, 7, 8, 9, 15, 16, 17, 40]
     for seed in range(4):
-        hand = make_hand(max_step_tokens=max_step_tokens, pad_tokens=pad_tokens)
+        hand = make_hand(max_step_tokens=max_step_tokens)
         order = random.Random(seed).sample(lengths, len(lengths))
         ids = {}
         for length in order:
@@ -182,7 +181,6 @@ def test_storm(make_hand: Callable, seed: int) -> None:
         max_step_tokens=dice.choice([max_rows, max_rows + 3, 17, 64]),
         num_pages=dice.choice([17, 18, 23, 60]),
         page_len=dice.choice([4, 8]),
-        pad_tokens=dice.choice([1, 32]),
     )
     wanted: dict[int, list[int]] = {}
     aborted: set[int] = set()

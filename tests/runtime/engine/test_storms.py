@@ -37,7 +37,6 @@ def sizes_of(dice: random.Random) -> dict[str, int | bool]:
         "max_step_tokens": dice.choice([max_rows, max_rows + 3, 17, 64]),
         "num_pages": dice.choice([least, least + 3, 2 * least, 5 * least]),
         "num_drafts": dice.choice([0, 1, 3, 9]),
-        "pad_tokens": dice.choice([1, 32]),
         "prefix_cache": prefix_cache,
         "num_slots": max_rows + 1 + (dice.choice([0, 1, 3, 20]) if prefix_cache else 0),
         "snapshot_interval": page_len * dice.choice([0, 0, 1, 3]) if prefix_cache else 0,

@@ -16,6 +16,7 @@ from numba.core import cgutils, types
 from numba.extending import models, register_model
 
 LANES = 16
+MOST_ARGUMENTS = 30  # of a kernel
 intrinsic: Any = extending.intrinsic  # of a function that builds code: calls of it look different
 F32, I32 = ir.FloatType(), ir.IntType(32)
 VECTOR, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
@@ -105,6 +106,19 @@ def load_bfloat16(typing: Any, address: Any, offset: Any) -> Any:
 
 
 @intrinsic
+def get_half(typing: Any, address: Any, offset: Any) -> Any:
+    """The bfloat16 number `offset` numbers behind an address, widened."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        half = ir.IntType(16)
+        place = builder.gep(builder.inttoptr(args[0], half.as_pointer()), [args[1]])
+        wide = builder.shl(builder.zext(builder.load(place, align=2), I32), I32(16))
+        return builder.bitcast(wide, F32)
+
+    return number(types.int64, types.int64), build
+
+
+@intrinsic
 def get_int(typing: Any, address: Any, offset: Any) -> Any:
     """The int32 number `offset` numbers behind an address."""
 
@@ -113,6 +127,18 @@ def get_int(typing: Any, address: Any, offset: Any) -> Any:
         return builder.sext(builder.load(builder.gep(start, [args[1]]), align=4), ir.IntType(64))
 
     return types.int64(types.int64, types.int64), build
+
+
+@intrinsic
+def put_int(typing: Any, address: Any, offset: Any, value: Any) -> Any:
+    """Store an int32 number `offset` numbers behind an address."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.gep(builder.inttoptr(args[0], I32.as_pointer()), [args[1]])
+        builder.store(builder.trunc(args[2], I32), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), build
 
 
 @intrinsic
@@ -141,29 +167,33 @@ def _longs(builder: Any, address: Any, offset: Any) -> Any:
 
 
 @intrinsic
-def take(typing: Any, call: Any) -> Any:
-    """The next item of a kernel's call (jit.Kernel), for whichever thread asks first."""
+def next_of(typing: Any, counter: Any) -> Any:
+    """The int64 number at an address, which becomes one more; no two threads get the same."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        counter = _longs(builder, args[0], ir.Constant(ir.IntType(64), 0))
-        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+        place = _longs(builder, args[0], ir.Constant(ir.IntType(64), 0))
+        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.int64(types.int64), build
 
 
-@intrinsic(prefer_literal=True)
-def unpack(typing: Any, call: Any, count: Any) -> Any:
-    """The number of items of a kernel's call (jit.Kernel), then its `count` arguments."""
-    if not isinstance(count, types.IntegerLiteral):
-        return None
-    result = types.UniTuple(types.int64, count.literal_value + 1)
+@intrinsic
+def invoke(typing: Any, function: Any, item: Any, scratch: Any, arguments: Any) -> Any:
+    """function(item, scratch, *arguments): an address, two numbers, and the address of MOST_ARGUMENTS more.
+
+    C lets a caller pass more than a function takes (it cleans up itself, on x86-64 and on ARM).
+    """
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        places = [ir.Constant(ir.IntType(64), 1 + n) for n in range(result.count)]
-        values = [builder.load(_longs(builder, args[0], place)) for place in places]
-        return context.make_tuple(builder, result, values)
+        long = ir.IntType(64)
+        function, item, scratch, arguments = args
+        places = [_longs(builder, arguments, long(n)) for n in range(MOST_ARGUMENTS)]
+        kind = ir.FunctionType(ir.VoidType(), [long] * (2 + MOST_ARGUMENTS))
+        pointer = builder.inttoptr(function, kind.as_pointer())
+        builder.call(pointer, [item, scratch, *(builder.load(place) for place in places)])
+        return context.get_dummy_value()
 
-    return result(types.int64, count), build
+    return types.void(types.int64, types.int64, types.int64, types.int64), build
 
 
 @intrinsic
@@ -358,9 +388,33 @@ def exp(x):
 
 
 @inlined
+def sigmoid(x):
+    """1 / (1 + e^-x)"""
+    return div(splat(f32(1.0)), add(splat(f32(1.0)), exp(sub(splat(f32(0.0)), x))))
+
+
+@inlined
 def silu(x):
     """x * sigmoid(x)"""
     return div(x, add(splat(f32(1.0)), exp(sub(splat(f32(0.0)), x))))
+
+
+@inlined
+def softplus(x):
+    """log(1 + e^x) within three units in the last place: max(x, 0) + 2 atanh(y / (2 + y)), y = e^-|x|"""
+    zero = splat(f32(0.0))
+    y = exp(smallest(x, sub(zero, x)))
+    s = div(y, add(splat(f32(2.0)), y))
+    square = mul(s, s)  # at most 1 / 9
+    sums = fma(splat(f32(1 / 17)), square, splat(f32(1 / 15)))
+    sums = fma(sums, square, splat(f32(1 / 13)))
+    sums = fma(sums, square, splat(f32(1 / 11)))
+    sums = fma(sums, square, splat(f32(1 / 9)))
+    sums = fma(sums, square, splat(f32(1 / 7)))
+    sums = fma(sums, square, splat(f32(1 / 5)))
+    sums = fma(sums, square, splat(f32(1 / 3)))
+    atanh = fma(mul(sums, square), s, s)
+    return add(largest(x, zero), add(atanh, atanh))
 
 
 @inlined
@@ -383,6 +437,35 @@ def copy(source, source_at, target, target_at, size):
     """`size` numbers, a multiple of 16."""
     for i in range(0, size, LANES):
         store(target, target_at + i, load(source, source_at + i))
+
+
+@inlined
+def load_some(base, at, count, room):
+    """The first `count` numbers from `at` on, if they are fewer than 16 by way of room for 16, then zeros."""
+    if count < LANES:
+        store(room, 0, splat(f32(0.0)))
+        for i in range(count):
+            put(room, i, get(base, at + i))
+        return load(room, 0)
+    return load(base, at)
+
+
+@inlined
+def store_some(base, at, count, value, room):
+    """The first `count` lanes, if they are fewer than 16 by way of room for 16."""
+    if count < LANES:
+        store(room, 0, value)
+        for i in range(count):
+            put(base, at + i, get(room, i))
+    else:
+        store(base, at, value)
+
+
+@inlined
+def clear(base, at, size):
+    """`size` zeros, a multiple of 16."""
+    for i in range(0, size, LANES):
+        store(base, at + i, splat(f32(0.0)))
 
 
 @compiled

@@ -1,0 +1,189 @@
+"""Compiles the CPU's kernels, keeps what was compiled, and shares their work between threads."""
+
+import atexit
+import ctypes
+import hashlib
+import inspect
+import logging
+import os
+import shutil
+import struct
+import sys
+import tempfile
+import threading
+from array import array
+from collections.abc import Callable
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numba
+import numba.core.config as _config
+import torch
+from numba.core.registry import cpu_target
+
+from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long, invoke, next_of
+
+log = logging.getLogger("hemiola")
+WORTH_A_THREAD = 30_000  # nanoseconds of work
+_LOCK = threading.RLock()  # of numba's settings, and of what is compiled
+_LOCAL = threading.local()  # scratch memory of the threads that call kernels
+_PADDING = (0,) * MOST_ARGUMENTS
+config: Any = _config  # numba makes its settings at run time
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: a folder of the user's for the plugins' sources and the CPU as they are."""
+    digest = hashlib.sha256(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
+    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "hemiola" / "kernels" / digest.hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # no home, or one that cannot be written
+        pass
+    folder = Path(tempfile.mkdtemp(prefix="hemiola-kernels-"))  # compiled once per process
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def helper(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that kernels call."""
+    return _cached(lambda: numba.njit(function, cache=True, error_model="numpy"))
+
+
+class Kernel:
+    """Compiled C code `function(item, scratch, *arguments)`, called once for every item of work.
+
+    All of them are int64: `scratch` is the address of memory of the thread's own, and an argument is a
+    number, the address of a tensor, or the bits of an fp32 number (simd.from_bits). Items are shared by as
+    many threads as torch may use and the work is worth. It is compiled when it is first called, or loaded
+    if a process did so before.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        self.name = function.__name__
+        self.arguments = tuple(inspect.signature(function).parameters)[2:]
+        KERNELS.append(self)
+
+    def __call__(
+        self, num_items: int, nanoseconds: float, *arguments: int | float | torch.Tensor, scratch: int = 0
+    ) -> None:
+        """`nanoseconds` of work, roughly, for one thread; `scratch` bytes for each thread."""
+        if len(arguments) != len(self.arguments):
+            raise TypeError(
+                f"{self.name} takes {len(self.arguments)} arguments ({', '.join(self.arguments)}), "
+                f"not {len(arguments)}"
+            )
+        values: list[Any] = [value if value.__class__ is int else _word(value) for value in arguments]
+        num_threads = min(torch.get_num_threads(), num_items) if nanoseconds > WORTH_A_THREAD else 1
+        scratch += -scratch % 64  # a cache line
+        room = _scratch(num_threads, scratch) if scratch else 0
+        header = [0, 0, num_items, room, scratch, self.address]
+        call = array("q", [*header, *values, *_PADDING[len(values) :]])
+        if num_threads > 1 and _TEAM is not None:
+            _TEAM(_start().address, call.buffer_info()[0], num_threads, 0)
+        else:
+            _start().ctypes(call.buffer_info()[0])
+
+    @cached_property
+    def address(self) -> int:
+        return self.compile().address
+
+    def compile(self) -> Any:
+        """Do it now, if it has not been done."""
+        signature = numba.types.void(*[numba.types.int64] * (2 + len(self.arguments)))
+        return _cached(lambda: _compile(signature, self._function))
+
+
+KERNELS: list[Kernel] = []
+
+
+def _work(call):
+    """A thread's part of a call: the next item until there is none.
+
+    call: the next item, the next thread, the number of items, scratch memory, its bytes per thread, the
+    kernel, its arguments.
+    """
+    scratch = get_long(call, 3) + next_of(call + 8) * get_long(call, 4)
+    num_items, kernel = get_long(call, 2), get_long(call, 5)
+    while True:
+        item = next_of(call)
+        if item >= num_items:
+            break
+        invoke(kernel, item, scratch, call + 48)
+
+
+@lru_cache
+def _start() -> Any:
+    return _cached(lambda: _compile(numba.types.void(numba.types.int64), _work))
+
+
+@lru_cache
+def _compile(signature: Any, function: Callable[..., None]) -> Any:
+    return numba.cfunc(signature, cache=True, error_model="numpy")(function)
+
+
+def prepare() -> None:
+    """Compile every kernel, or load what was compiled before, so that no request waits for it."""
+    if not (_CACHE_DIR.is_dir() and any(_CACHE_DIR.iterdir())):
+        log.warning("compiling the CPU's kernels, once per user and machine: about 10 seconds")
+    _start()
+    for kernel in KERNELS:
+        kernel.compile()
+
+
+def _word(value: float | torch.Tensor) -> int:
+    """What a kernel gets for an argument."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return int(value) if isinstance(value, int) else bits(value)
+
+
+@lru_cache(maxsize=1024)
+def bits(number: float) -> int:
+    """The bits of an fp32 number."""
+    return int.from_bytes(struct.pack("f", number), sys.byteorder)
+
+
+def _scratch(num_threads: int, size: int) -> int:
+    """The address of memory for a team of this thread's, kept for its next calls."""
+    buffer = getattr(_LOCAL, "buffer", None)
+    if buffer is None or buffer.numel() < num_threads * size:
+        buffer = _LOCAL.buffer = torch.empty(num_threads * size, dtype=torch.uint8)
+    return buffer.data_ptr()
+
+
+def _cached(compile_: Callable[[], Any]) -> Any:
+    """With numba told where to look for what is compiled already, and for these functions only."""
+    with _LOCK:
+        before, config.CACHE_DIR = config.CACHE_DIR, str(_CACHE_DIR)
+        try:
+            return compile_()
+        finally:
+            config.CACHE_DIR = before
+
+
+def _team() -> Any:
+    """Starts a function on the threads of torch's OpenMP pool; a second pool would fight for the cores."""
+    try:
+        start = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError):  # torch was built with another OpenMP: one thread
+        return None
+    start.argtypes, start.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    return start
+
+
+_CACHE_DIR = cache_dir()
+_TEAM = _team()
+
+
+def lines(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor [T, *F], copied unless the numbers of a token lie side by side; tokens may lie apart."""
+    if tensor.is_contiguous() or tensor[0].is_contiguous():
+        return tensor
+    return tensor.contiguous()

@@ -1,0 +1,20 @@
+"""Rotary positions, from a table that the builder computes: every device turns by the same numbers."""
+
+from hemiola.plugins.rope.reference import rope as reference
+from hemiola.plugins.spec import INT, Arg, Call, Form, Op, Result, fp32_in_sixteens
+
+
+def _refuses(call: Call) -> str:
+    if 2 * call.sizes["R"] > call.sizes["D"]:
+        return f"{call.sizes['R']} pairs do not fit into {call.sizes['D']} channels"
+    return fp32_in_sixteens("")(call)
+
+
+ROPE = Op(
+    name="rope",
+    args=(Arg("x", "THD"), Arg("positions", "T", INT), Arg("table", "M2R")),
+    attrs=(),
+    results=(Result("THD"),),
+    reference=reference,
+    forms=(Form("compiled", "cpu", _refuses),),
+)
