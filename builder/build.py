@@ -21,6 +21,7 @@ from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.targets.torch import Compiled
 from hemiola.plugins import OPS
 from hemiola.runtime import manifest
+from hemiola.runtime.arch import ARCHS, Arch
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, Manifest, Segment, State
 
@@ -49,13 +50,15 @@ def build(
     path: Path, engine_dir: Path, options: Options, report: Report = lambda stage, done, total: None
 ) -> Manifest:
     """Write an engine. It appears complete or not at all; an engine that stood there before is replaced."""
-    target = targets.pick(options.target, options.arch)
+    target, arch = targets.pick(options.target, options.arch), ARCHS[options.arch]
     _refuse_sizes(options)
     _refuse_occupied(engine_dir)
     report("checking", 0, 0)
     checkpoint = Checkpoint(path)
     max_len = _max_len(checkpoint, options)
-    model = models.load(checkpoint, torch.ops.hemiola, chunk_len=options.chunk_len, max_len=max_len)
+    model = models.load(
+        checkpoint, torch.ops.hemiola, chunk_len=options.chunk_len, max_len=max_len, dtype=arch.dtype
+    )
     drafts, limits = _limits(model, options, max_len)
     if model.draft is None and options.drafts is None:
         _warn_of_a_missing_head(model)
@@ -72,12 +75,12 @@ def build(
             graph = export(model, name, limits)
             segment = model.trunk if name == "trunk" else model.draft
             assert segment is not None
-            compiled = target.compile(graph, model.weights(segment), folder)
+            compiled = target.compile(graph, model.weights(segment), folder, arch.device)
             graphs.append(graph)
             segments.append(_segment(compiled, graph))
             weights = compiled.weights | weights
         write_weights(weights, folder / WEIGHTS, report)
-        carried = (_hidden(model, limits),) if drafts == "mtp" else ()
+        carried = (_hidden(model, limits, arch),) if drafts == "mtp" else ()
         report("hashing", 0, 0)
         return Manifest(
             format=manifest.FORMAT,
@@ -140,10 +143,10 @@ def _segment(compiled: Compiled, graph: Graph) -> Segment:
     )
 
 
-def _hidden(model: models.Model, limits: Limits) -> State:
+def _hidden(model: models.Model, limits: Limits, arch: Arch) -> State:
     """What an MTP head needs of earlier steps: the trunk's hidden states since, and just before, an edge."""
     shape = (limits.chunk_len + limits.num_drafts + 1, model.hidden_size)
-    return State(name="mtp.hidden", kind="slot", shape=shape, dtype="float32")
+    return State(name="mtp.hidden", kind="slot", shape=shape, dtype=arch.dtype_name)
 
 
 def _max_len(checkpoint: Checkpoint, options: Options) -> int:

@@ -25,7 +25,7 @@ Name = Literal["trunk", "draft"]
 TRACED = {"T": 7, "N": 3, "W": 5, "L": 2, "P": 11, "S": 13}
 # What torch may compute between our ops: it moves numbers, or rounds each element once.
 MOVES = {"cat", "chunk", "index_select", "split", "split_with_sizes", "unsqueeze", "view"}
-EXACT = MOVES | {"add", "mul", "relu"}
+EXACT = MOVES | {"add", "mul", "relu", "to"}
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,12 @@ def export(model: Model, name: Name, limits: Limits) -> Graph:
     shapes = INPUTS[name]
     flat = _Flat(segment, list(model.weights(segment)), [state.name for state in states], list(shapes))
     with FakeTensorMode(shape_env=ShapeEnv()):
-        weights = [torch.empty(parameter.shape) for _, parameter in segment.named_parameters()]
-        stores = [torch.empty(TRACED[_first(state)], *state.shape) for state in states]
-        inputs = [_input(key, shape, model.hidden_size) for key, shape in shapes.items()]
+        weights = [torch.empty(p.shape, dtype=p.dtype) for p in segment.parameters()]
+        stores = [
+            torch.empty(TRACED[_first(state)], *state.shape, dtype=getattr(torch, state.dtype))
+            for state in states
+        ]
+        inputs = [_input(key, shape, model) for key, shape in shapes.items()]
     dims = {
         "T": Dim("tokens"),
         "N": Dim("rows"),
@@ -92,9 +95,9 @@ def _first(state: State) -> str:
     return "P" if state.kind == "page" else "S"
 
 
-def _input(key: str, shape: str, hidden_size: int) -> torch.Tensor:
-    sizes = [(TRACED | {"F": hidden_size, "8": 8})[letter] for letter in shape]
-    return torch.empty(sizes, dtype=torch.float32 if key == "hidden" else torch.int32)
+def _input(key: str, shape: str, model: Model) -> torch.Tensor:
+    sizes = [(TRACED | {"F": model.hidden_size, "8": 8})[letter] for letter in shape]
+    return torch.empty(sizes, dtype=model.dtype if key == "hidden" else torch.int32)
 
 
 def _strip(program: ExportedProgram) -> None:

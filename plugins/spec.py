@@ -54,7 +54,7 @@ ROWS = Arg("rows", "N8", INT)  # plugins/rows.py
 class Call(NamedTuple):
     """What is known of one node of a graph when its form is chosen."""
 
-    dtypes: dict[str, torch.dtype]  # by argument
+    dtypes: dict[str, torch.dtype]  # by argument, absent ones left out
     sizes: dict[str, int]  # by letter, of those that are constant
     attrs: dict[str, Any]
 
@@ -141,7 +141,11 @@ class Op:
         """What is constant about a call with these arguments, attributes included."""
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         attrs = {attr.name: value for attr, value in zip(self.attrs, values[len(self.args) :], strict=True)}
-        dtypes = {arg.name: tensor.dtype for arg, tensor in zip(self.args, tensors, strict=True)}
+        dtypes = {
+            arg.name: tensor.dtype
+            for arg, tensor in zip(self.args, tensors, strict=True)
+            if not _is_absent(arg, tensor)
+        }
         sizes = {letter: size for letter, size in self.check(*values).items() if isinstance(size, int)}
         return Call(dtypes, sizes, attrs)
 
@@ -174,11 +178,33 @@ class Op:
     def _letters(self, arg: Arg, value: torch.Tensor) -> Iterator[tuple[str, int]]:
         """Each dimension's letter and size; none where an optional argument is absent."""
         letters = arg.shape.rstrip("*")
-        if arg.shape.endswith("*") and value.dim() == 1 and value.shape[0] == 0:
+        if _is_absent(arg, value):
             return
         if value.dim() != len(letters):
             raise ValueError(f"{self.name}: {arg.name} has {value.dim()} dimensions, expected [{letters}]")
         yield from zip(letters, value.shape, strict=True)
+
+
+def _is_absent(arg: Arg, value: torch.Tensor) -> bool:
+    return arg.shape.endswith("*") and value.dim() == 1 and value.shape[0] == 0
+
+
+def first_reason(*refusals: Callable[[Call], str]) -> Callable[[Call], str]:
+    """Refuses what one of these does, with the reason of the first."""
+    return lambda call: next(filter(None, (refuses(call) for refuses in refusals)), "")
+
+
+def bf16(wide: Sequence[str] = ()) -> Callable[[Call], str]:
+    """Refuses floats that are not bf16; those of the arguments `wide` that are not fp32."""
+
+    def refuses(call: Call) -> str:
+        for name, dtype in call.dtypes.items():
+            expected = torch.float32 if name in wide else torch.bfloat16
+            if dtype.is_floating_point and dtype is not expected:
+                return f"{name} is {dtype}, not {expected}"
+        return ""
+
+    return refuses
 
 
 def fp32_in_sixteens(letters: str) -> Callable[[Call], str]:

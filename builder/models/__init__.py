@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from hemiola.builder.checkpoint import Checkpoint, Config, Lazy
@@ -32,6 +33,10 @@ class Model:
     sources: dict[nn.Parameter, Lazy]
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.trunk.embed.weight.dtype
+
+    @property
     def vocab_size(self) -> int:
         return self.trunk.embed.weight.shape[0]
 
@@ -44,7 +49,9 @@ class Model:
         return {name: self.sources[parameter] for name, parameter in module.named_parameters()}
 
 
-def load(checkpoint: Checkpoint, ops: Any, *, chunk_len: int, max_len: int) -> Model:
+def load(
+    checkpoint: Checkpoint, ops: Any, *, chunk_len: int, max_len: int, dtype: torch.dtype = torch.float32
+) -> Model:
     """Refuses what it cannot compute before any weight is read. `max_len`: tokens of the longest request."""
     architecture = checkpoint.architecture
     if architecture not in FAMILIES:
@@ -52,6 +59,6 @@ def load(checkpoint: Checkpoint, ops: Any, *, chunk_len: int, max_len: int) -> M
         raise Refused(
             f"{checkpoint.config.where}: architecture {architecture} is not supported; supported are {known}"
         )
-    kit = Kit(checkpoint, ops, chunk_len, max_len)
+    kit = Kit(checkpoint, ops, chunk_len, max_len, dtype)
     parts = FAMILIES[architecture].load(kit)
     return Model(architecture, parts.config, parts.layers, parts.trunk, parts.draft, kit.sources)

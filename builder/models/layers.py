@@ -14,19 +14,28 @@ from hemiola.builder.checkpoint import Checkpoint, Config, Lazy, join, stacked
 from hemiola.runtime.manifest import Limits, State
 
 Tensors = dict[str, torch.Tensor]
+WIDE_RECORDS = ("dt", "g", "beta")
 
 
 class Kit:
     """What layers are made with; `ops` is torch.ops.hemiola or the references, with the same signatures."""
 
-    def __init__(self, checkpoint: Checkpoint, ops: Any, chunk_len: int, max_len: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, ops: Any, chunk_len: int, max_len: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.checkpoint, self.ops, self.chunk_len, self.max_len = checkpoint, ops, chunk_len, max_len
+        self.dtype = dtype  # of activations, and of what is not wide
         self.sources: dict[nn.Parameter, Lazy] = {}
-        self.absent = self.weight(Lazy.of(torch.zeros(0)))  # stands for a gate or a bias that a layer has not
+        # stands for a gate or a bias that a layer has not
+        self.absent = self.weight(Lazy.of(torch.zeros(0)), wide=True)
 
-    def weight(self, source: Lazy) -> nn.Parameter:
-        """A parameter whose content comes from `source` when the engine is written."""
-        empty = torch.empty(source.shape, dtype=torch.float32, device="meta")
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def weight(self, source: Lazy, wide: bool = False) -> nn.Parameter:
+        """A parameter whose content comes from `source` when the engine is written; a wide one is fp32."""
+        empty = torch.empty(source.shape, dtype=torch.float32 if wide else self.dtype, device="meta")
         parameter = nn.Parameter(empty, requires_grad=False)
         self.sources[parameter] = source
         return parameter
@@ -88,7 +97,7 @@ class Norm(nn.Module):
         super().__init__()
         self.ops, self.eps, self.gate_first = kit.ops, eps, gate_first
         self.group_len = group_len or weight.shape[0]
-        self.weight, self.absent = kit.weight(weight), kit.absent
+        self.weight, self.absent = kit.weight(weight, wide=True), kit.absent
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         gate = self.absent if gate is None else gate
@@ -167,7 +176,7 @@ class Pages(nn.Module):
 
     def __init__(self, kit: Kit, name: str, kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.ops = kit.ops
+        self.ops, self.dtype_name = kit.ops, kit.dtype_name
         self.first = 1 if name.startswith("mtp.") else 0  # an MTP head has no pair at place 0
         self.k_name, self.v_name = f"{name}.k_pages", f"{name}.v_pages"
         self.kv_heads, self.head_dim = kv_heads, head_dim
@@ -180,7 +189,8 @@ class Pages(nn.Module):
     def states(self, limits: Limits) -> list[State]:
         shape = (limits.page_len, self.kv_heads, self.head_dim)
         return [
-            State(name=name, kind="page", shape=shape, dtype="float32") for name in (self.k_name, self.v_name)
+            State(name=name, kind="page", shape=shape, dtype=self.dtype_name)
+            for name in (self.k_name, self.v_name)
         ]
 
 
@@ -190,6 +200,7 @@ class Conv(nn.Module):
     def __init__(self, kit: Kit, name: str, weight: Lazy, bias: Lazy) -> None:
         super().__init__()
         self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, f"{name}.conv"
+        self.dtype_name = kit.dtype_name
         self.weight, self.bias = kit.weight(weight), kit.weight(bias)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -198,19 +209,19 @@ class Conv(nn.Module):
     def states(self, limits: Limits) -> list[State]:
         channels, width = self.weight.shape
         shape = (limits.chunk_len + limits.num_drafts + width - 1, channels)
-        return [State(name=self.name, kind="slot", shape=shape, dtype="float32")]
+        return [State(name=self.name, kind="slot", shape=shape, dtype=self.dtype_name)]
 
 
 def slot_states(
-    name: str, limits: Limits, state: tuple[int, ...], records: dict[str, tuple[int, ...]]
+    name: str, limits: Limits, state: tuple[int, ...], records: dict[str, tuple[int, ...]], dtype_name: str
 ) -> list[State]:
-    """A recurrence's state and the record rings beside it."""
+    """A recurrence's state and the record rings beside it; state, time steps and gates are fp32."""
     ring = limits.chunk_len + limits.num_drafts
-    shapes = {"state": state} | {f"{record}_records": (ring, *shape) for record, shape in records.items()}
-    return [
-        State(name=f"{name}.{what}", kind="slot", shape=shape, dtype="float32")
-        for what, shape in shapes.items()
-    ]
+    states = [State(name=f"{name}.state", kind="slot", shape=state, dtype="float32")]
+    for record, shape in records.items():
+        dtype = "float32" if record in WIDE_RECORDS else dtype_name
+        states.append(State(name=f"{name}.{record}_records", kind="slot", shape=(ring, *shape), dtype=dtype))
+    return states
 
 
 class Rope:
@@ -223,7 +234,7 @@ class Rope:
         self.ops = kit.ops
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         angles = torch.outer(torch.arange(kit.max_len).float(), 1.0 / theta**exponents).double()
-        self.table = kit.weight(Lazy.of(torch.stack((angles.cos(), angles.sin()), dim=1).float()))
+        self.table = kit.weight(Lazy.of(torch.stack((angles.cos(), angles.sin()), dim=1).float()), wide=True)
 
 
 class Trunk(nn.Module):
@@ -244,7 +255,7 @@ class Trunk(nn.Module):
     def forward(self, states: Tensors, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [L, V] and hidden [T, F]."""
         hidden = self.norm(run(self.layers, self.embed(batch["token_ids"]), states, batch))
-        return self.head(hidden.index_select(0, batch["logits_ids"])), hidden
+        return chosen_logits(self.head, hidden, batch), hidden
 
 
 class Mtp(nn.Module):
@@ -272,7 +283,7 @@ class Draft(nn.Module):
         token = mtp.token_norm(self.embed(batch["token_ids"]))
         x = mtp.enter(torch.cat((token, mtp.hidden_norm(batch["hidden"])), dim=1))
         hidden = mtp.norm(run(mtp.layers, x, states, batch))
-        return self.head(hidden.index_select(0, batch["logits_ids"])), hidden
+        return chosen_logits(self.head, hidden, batch), hidden
 
 
 class Parts(NamedTuple):
@@ -282,6 +293,12 @@ class Parts(NamedTuple):
     layers: tuple[str, ...]  # one word each
     trunk: Trunk
     draft: Draft | None
+
+
+def chosen_logits(head: Linear, hidden: torch.Tensor, batch: Tensors) -> torch.Tensor:
+    """[L, V], fp32 whatever the head computes in."""
+    logits = head(hidden.index_select(0, batch["logits_ids"]))
+    return logits if logits.dtype.itemsize >= 4 else logits.float()
 
 
 def run(layers: nn.ModuleList, x: torch.Tensor, states: Tensors, batch: Tensors) -> torch.Tensor:

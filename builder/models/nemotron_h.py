@@ -92,6 +92,7 @@ class Mamba2(nn.Module):
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
         self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
+        self.dtype_name = kit.dtype_name
         self.heads, self.groups = cfg.sizes("mamba_num_heads", "n_groups")
         self.head_dim, self.state_dim = cfg.size("mamba_head_dim"), cfg.size("ssm_state_size")
         self.inner, self.shared = self.heads * self.head_dim, self.groups * self.state_dim
@@ -102,11 +103,11 @@ class Mamba2(nn.Module):
 
         tensor = kit.checkpoint.tensor
         self.in_proj = Linear(kit, tensor(f"{prefix}in_proj.weight", rows, hidden))
-        self.dt_bias = kit.weight(tensor(f"{prefix}dt_bias", self.heads))
+        self.dt_bias = kit.weight(tensor(f"{prefix}dt_bias", self.heads), wide=True)
         taps = tensor(f"{prefix}conv1d.weight", columns, 1, conv_len).map(lambda w: w.squeeze(1))
         self.conv = Conv(kit, name, taps, tensor(f"{prefix}conv1d.bias", columns))
-        self.A = kit.weight(tensor(f"{prefix}A_log", self.heads).map(lambda w: -w.float().exp()))
-        self.D = kit.weight(tensor(f"{prefix}D", self.heads))
+        self.A = kit.weight(tensor(f"{prefix}A_log", self.heads).map(lambda w: -w.float().exp()), wide=True)
+        self.D = kit.weight(tensor(f"{prefix}D", self.heads), wide=True)
         eps, group_len = cfg.read("layer_norm_epsilon", float, 1e-5), self.inner // self.groups
         self.norm = Norm(kit, tensor(f"{prefix}norm.weight", self.inner), eps, group_len, gate_first=True)
         self.out_proj = Linear(kit, tensor(f"{prefix}out_proj.weight", hidden, self.inner))
@@ -125,7 +126,7 @@ class Mamba2(nn.Module):
     def states(self, limits: Limits) -> list[State]:
         inputs = (self.heads, self.head_dim)
         records = {"x": inputs, "B": (self.groups, self.state_dim), "dt": (self.heads,)}
-        return slot_states(self.name, limits, (*inputs, self.state_dim), records)
+        return slot_states(self.name, limits, (*inputs, self.state_dim), records, self.dtype_name)
 
 
 class Attention(nn.Module):
@@ -165,7 +166,8 @@ class Moe(nn.Module):
 
         tensor = kit.checkpoint.tensor
         self.router = Linear(kit, tensor(f"{prefix}gate.weight", self.num_experts, hidden))
-        self.choice_bias = kit.weight(tensor(f"{prefix}gate.e_score_correction_bias", self.num_experts))
+        bias = tensor(f"{prefix}gate.e_score_correction_bias", self.num_experts)
+        self.choice_bias = kit.weight(bias, wide=True)
         width, experts = latent or hidden, f"{prefix}experts."
         up = expert_tensors(kit, experts, ("up",), self.num_experts, inner, width)
         down = expert_tensors(kit, experts, ("down",), self.num_experts, width, inner)

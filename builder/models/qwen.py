@@ -86,6 +86,7 @@ class GatedDelta(nn.Module):
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
         self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
+        self.dtype_name = kit.dtype_name
         self.v_heads, self.k_heads = cfg.sizes("linear_num_value_heads", "linear_num_key_heads")
         self.k_dim, self.v_dim = cfg.size("linear_key_head_dim"), cfg.size("linear_value_head_dim")
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("linear_conv_kernel_dim")
@@ -100,8 +101,9 @@ class GatedDelta(nn.Module):
         taps = tensor(f"{prefix}conv1d.weight", columns, 1, conv_len).map(lambda w: w.squeeze(1))
         self.conv = Conv(kit, name, taps, zeros(columns))
         self.qk_norm = self._unit_norm(kit)
-        self.dt_bias = kit.weight(tensor(f"{prefix}dt_bias", self.v_heads).map(lambda w: w.unsqueeze(1)))
-        self.A = kit.weight(tensor(f"{prefix}A_log", self.v_heads).map(lambda w: -w.float().exp()))
+        dt_bias = tensor(f"{prefix}dt_bias", self.v_heads).map(lambda w: w.unsqueeze(1))
+        self.dt_bias = kit.weight(dt_bias, wide=True)
+        self.A = kit.weight(tensor(f"{prefix}A_log", self.v_heads).map(lambda w: -w.float().exp()), wide=True)
         scale = tensor(f"{prefix}norm.weight", self.v_dim).map(lambda w: w.repeat(self.v_heads))
         self.norm = Norm(kit, scale, eps(cfg), group_len=self.v_dim)
         self.out_proj = Linear(kit, tensor(f"{prefix}out_proj.weight", hidden, self.v_width))
@@ -124,7 +126,8 @@ class GatedDelta(nn.Module):
             "g": (self.v_heads, 1),
             "beta": (self.v_heads,),
         }
-        return slot_states(self.name, limits, (self.v_heads, self.k_dim, self.v_dim), records)
+        state = (self.v_heads, self.k_dim, self.v_dim)
+        return slot_states(self.name, limits, state, records, self.dtype_name)
 
     def _unit_norm(self, kit: Kit) -> Norm:
         """L2 norm of q and k as an RMS norm: x / sqrt(sum x^2 + 1e-6), and q times k_dim^-0.5."""

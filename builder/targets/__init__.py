@@ -13,7 +13,8 @@ from hemiola.runtime.errors import Refused
 
 class Target(NamedTuple):
     archs: tuple[str, ...]
-    compile: Callable[[Graph, dict[str, Lazy], Path], Compiled]  # one segment into the engine directory
+    # one segment into the engine directory, for cpu or cuda
+    compile: Callable[[Graph, dict[str, Lazy], Path, str], Compiled]
 
 
 TARGETS = {"torch": Target(torch_target.ARCHS, torch_target.compile)}

@@ -11,10 +11,11 @@ from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
 from hemiola.plugins import OPS
 from hemiola.plugins.spec import Op, Unsupported
+from hemiola.runtime import arch
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import OpNode
 
-ARCHS = ("cpu",)
+ARCHS = tuple(arch.ARCHS)
 
 
 class Compiled(NamedTuple):
@@ -25,10 +26,11 @@ class Compiled(NamedTuple):
     weights: dict[str, Lazy]  # in the layouts that the forms asked for
 
 
-def compile(graph: Graph, weights: dict[str, Lazy], folder: Path) -> Compiled:
+def compile(graph: Graph, weights: dict[str, Lazy], folder: Path, device: str) -> Compiled:
     """Choose a form for every node, pack what it asks for, and store the program without weights."""
     inputs = [node for node in graph.program.graph.nodes if node.op == "placeholder"]
     names = dict(zip(inputs, graph.weights, strict=False))
+    plain = {name: _cast(node.meta["val"].dtype) for node, name in names.items()}
     packs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     nodes = []
     for node in graph.program.graph.nodes:
@@ -37,19 +39,20 @@ def compile(graph: Graph, weights: dict[str, Lazy], folder: Path) -> Compiled:
             continue
         call = op.call(*(value.meta["val"] if isinstance(value, Node) else value for value in node.args))
         try:
-            form, refused = op.choose(call, "cpu")
+            form, refused = op.choose(call, device)
         except Unsupported as error:
             raise Refused(f"{graph.name}, {node.name}: {error}; use another checkpoint") from None
         sizes = tuple(call.sizes[letter] for letter in form.sizes)
         nodes.append(OpNode(op=op.name, form=form.name, refused=refused, sizes=sizes))
         for arg, value in zip(op.args, node.args, strict=False):
             if isinstance(value, Node) and value in names:
-                pack = form.packs.get(arg.name, plain)
-                other = packs.setdefault(names[value], pack)
-                assert other is pack, f"{names[value]} is wanted in two layouts"
+                name = names[value]
+                pack = form.packs.get(arg.name, plain[name])
+                other = packs.setdefault(name, pack)
+                assert other is pack, f"{name} is wanted in two layouts"
     file = f"{graph.name}.pt2"
     torch.export.save(graph.program, folder / file)
-    packed = {name: weights[name].map(packs.get(name, plain)) for name in graph.weights}
+    packed = {name: weights[name].map(packs.get(name, plain[name])) for name in graph.weights}
     return Compiled(file, tuple(nodes), packed)
 
 
@@ -60,6 +63,6 @@ def op_of(node: Node) -> Op | None:
     return op if op is not None and node.target is op.torch_op else None
 
 
-def plain(weight: torch.Tensor) -> torch.Tensor:
-    """The layout of what no form packs: as it is, in fp32."""
-    return weight.float()
+def _cast(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The layout of what no form packs: as it is, in the dtype that the graph was traced with."""
+    return lambda weight: weight.to(dtype)

@@ -2,7 +2,7 @@
 
 from hemiola.plugins.embed.reference import embed as reference
 from hemiola.plugins.linear.spec import strips
-from hemiola.plugins.spec import INT, Arg, Form, Op, Result, fp32_in_sixteens
+from hemiola.plugins.spec import INT, Arg, Form, Op, Result, bf16, fp32_in_sixteens
 
 EMBED = Op(
     name="embed",
@@ -10,5 +10,8 @@ EMBED = Op(
     attrs=(),
     results=(Result("TF"),),
     reference=reference,
-    forms=(Form("compiled", "cpu", fp32_in_sixteens(""), {"weight": strips}, sizes="V"),),
+    forms=(
+        Form("compiled", "cpu", fp32_in_sixteens(""), {"weight": strips}, sizes="V"),
+        Form("triton", "cuda", bf16()),
+    ),
 )

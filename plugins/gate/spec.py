@@ -1,7 +1,7 @@
 """A gate on every channel: what SwiGLU, gated attention and a shared expert end with."""
 
 from hemiola.plugins.gate.reference import gate as reference
-from hemiola.plugins.spec import Arg, Attr, Call, Form, Op, Result, fp32_in_sixteens
+from hemiola.plugins.spec import Arg, Attr, Call, Form, Op, Result, bf16, first_reason, fp32_in_sixteens
 
 
 def _refuses(call: Call) -> str:
@@ -9,7 +9,7 @@ def _refuses(call: Call) -> str:
         return f"kind is {call.attrs['kind']!r}, not silu or sigmoid"
     if call.sizes["J"] not in (1, call.sizes["E"]):
         return f"the gate has {call.sizes['J']} channels, x has {call.sizes['E']}"
-    return fp32_in_sixteens("E")(call)
+    return ""
 
 
 GATE = Op(
@@ -18,5 +18,8 @@ GATE = Op(
     attrs=(Attr("kind", str),),
     results=(Result("TE"),),
     reference=reference,
-    forms=(Form("compiled", "cpu", _refuses),),
+    forms=(
+        Form("compiled", "cpu", first_reason(_refuses, fp32_in_sixteens("E"))),
+        Form("triton", "cuda", first_reason(_refuses, bf16())),
+    ),
 )

@@ -3,7 +3,7 @@
 import torch
 
 from hemiola.plugins.linear.reference import linear as reference
-from hemiola.plugins.spec import Arg, Form, Op, Result, fp32_in_sixteens
+from hemiola.plugins.spec import Arg, Form, Op, Result, bf16, fp32_in_sixteens
 
 
 def strips(weight: torch.Tensor) -> torch.Tensor:
@@ -23,5 +23,8 @@ LINEAR = Op(
     attrs=(),
     results=(Result("TO"),),
     reference=reference,
-    forms=(Form("compiled", "cpu", fp32_in_sixteens(""), {"weight": strips}, sizes="O"),),
+    forms=(
+        Form("compiled", "cpu", fp32_in_sixteens(""), {"weight": strips}, sizes="O"),
+        Form("triton", "cuda", bf16()),
+    ),
 )

@@ -3,7 +3,7 @@
 import torch
 
 from hemiola.plugins.moe.reference import moe as reference
-from hemiola.plugins.spec import FP32, INT, Arg, Attr, Call, Form, Op, Result, fp32_in_sixteens
+from hemiola.plugins.spec import FP32, INT, Arg, Attr, Call, Form, Op, Result, bf16, first_reason, fp32_in_sixteens
 
 ACTIVATIONS = {"relu2": 1, "swiglu": 2}  # and how many outputs of `up` make one input of `down`
 
@@ -21,7 +21,7 @@ def _refuses(call: Call) -> str:
         return f"activation is {activation!r}, not {' or '.join(ACTIVATIONS)}"
     if call.sizes["J"] != call.sizes["I"] * ACTIVATIONS[activation]:
         return f"up has {call.sizes['J']} outputs, down {call.sizes['I']} inputs; not so after {activation}"
-    return fp32_in_sixteens("FI")(call)
+    return ""
 
 
 MOE = Op(
@@ -36,5 +36,8 @@ MOE = Op(
     attrs=(Attr("activation", str),),
     results=(Result("TF"),),
     reference=reference,
-    forms=(Form("reference", "cpu", _refuses),),
+    forms=(
+        Form("reference", "cpu", first_reason(_refuses, fp32_in_sixteens("FI"))),
+        Form("triton", "cuda", first_reason(_refuses, bf16(wide=["expert_weights"]))),
+    ),
 )

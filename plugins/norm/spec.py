@@ -1,14 +1,21 @@
 """RMS norm over groups of channels, with an optional gate."""
 
 from hemiola.plugins.norm.reference import norm as reference
-from hemiola.plugins.spec import Arg, Attr, Call, Form, Op, Result, fp32_in_sixteens
+from hemiola.plugins.spec import Arg, Attr, Call, Form, Op, Result, bf16, first_reason, fp32_in_sixteens
 
 
 def _refuses(call: Call) -> str:
     width, group_len = call.sizes["W"], call.attrs["group_len"]
+    if group_len <= 0 or width % group_len:
+        return f"group_len is {group_len}, which does not divide the width {width}"
+    return ""
+
+
+def _refuses_on_cpu(call: Call) -> str:
+    width, group_len = call.sizes["W"], call.attrs["group_len"]
     if group_len % 16 or width % group_len:
         return f"group_len is {group_len}, not a multiple of 16 that divides the width {width}"
-    return fp32_in_sixteens("W")(call)
+    return ""
 
 
 NORM = Op(
@@ -25,5 +32,8 @@ NORM = Op(
     ),
     results=(Result("TW"),),
     reference=reference,
-    forms=(Form("compiled", "cpu", _refuses),),
+    forms=(
+        Form("compiled", "cpu", first_reason(_refuses_on_cpu, fp32_in_sixteens("W"))),
+        Form("triton", "cuda", first_reason(_refuses, bf16(wide=["weight"]))),
+    ),
 )

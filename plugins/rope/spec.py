@@ -1,13 +1,13 @@
 """Rotary positions, from a table that the builder computes: every device turns by the same numbers."""
 
 from hemiola.plugins.rope.reference import rope as reference
-from hemiola.plugins.spec import INT, Arg, Call, Form, Op, Result, fp32_in_sixteens
+from hemiola.plugins.spec import INT, Arg, Call, Form, Op, Result, bf16, first_reason, fp32_in_sixteens
 
 
 def _refuses(call: Call) -> str:
     if 2 * call.sizes["R"] > call.sizes["D"]:
         return f"{call.sizes['R']} pairs do not fit into {call.sizes['D']} channels"
-    return fp32_in_sixteens("")(call)
+    return ""
 
 
 ROPE = Op(
@@ -16,5 +16,8 @@ ROPE = Op(
     attrs=(),
     results=(Result("THD"),),
     reference=reference,
-    forms=(Form("compiled", "cpu", _refuses),),
+    forms=(
+        Form("compiled", "cpu", first_reason(_refuses, fp32_in_sixteens(""))),
+        Form("triton", "cuda", first_reason(_refuses, bf16(wide=["table"]))),
+    ),
 )

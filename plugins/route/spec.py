@@ -3,7 +3,7 @@
 import torch
 
 from hemiola.plugins.route.reference import route as reference
-from hemiola.plugins.spec import FP32, Arg, Attr, Call, Form, Op, Result, fp32_in_sixteens
+from hemiola.plugins.spec import FP32, Arg, Attr, Call, Form, Op, Result, bf16, first_reason, fp32_in_sixteens
 
 
 def _refuses(call: Call) -> str:
@@ -16,7 +16,7 @@ def _refuses(call: Call) -> str:
         return f"{call.attrs['top_groups']} groups of {num_groups} cannot stay"
     if call.attrs["top_k"] > num_experts // num_groups * call.attrs["top_groups"]:
         return f"top_k {call.attrs['top_k']} is more than the groups leave"
-    return fp32_in_sixteens("")(call)
+    return ""
 
 
 ROUTE = Op(
@@ -32,5 +32,8 @@ ROUTE = Op(
     ),
     results=(Result("TK", torch.float32), Result("TK", torch.int32)),
     reference=reference,
-    forms=(Form("compiled", "cpu", _refuses),),
+    forms=(
+        Form("compiled", "cpu", first_reason(_refuses, fp32_in_sixteens(""))),
+        Form("triton", "cuda", first_reason(_refuses, bf16(wide=["bias"]))),
+    ),
 )

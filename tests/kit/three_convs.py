@@ -40,6 +40,7 @@ class ThreeConvs(nn.Module):
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
         self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
+        self.dtype_name = kit.dtype_name
         self.heads, self.dim, hidden = HEADS, DIM, cfg.size("hidden_size")
         inner, tensor = self.heads * self.dim, kit.checkpoint.tensor
         rows = [tensor(f"{prefix}{part}_proj.weight", inner, hidden) for part in (*WIDTHS, "g")]
@@ -50,8 +51,8 @@ class ThreeConvs(nn.Module):
             for part, width in WIDTHS.items()
         )
         self.unit = Norm(kit, tensor(f"{prefix}unit.weight", 2 * inner), 1e-6, group_len=self.dim)
-        self.dt_bias = kit.weight(tensor(f"{prefix}dt_bias", self.heads, self.dim))
-        self.A = kit.weight(tensor(f"{prefix}A_log", self.heads).map(lambda w: -w.float().exp()))
+        self.dt_bias = kit.weight(tensor(f"{prefix}dt_bias", self.heads, self.dim), wide=True)
+        self.A = kit.weight(tensor(f"{prefix}A_log", self.heads).map(lambda w: -w.float().exp()), wide=True)
         self.norm = Norm(kit, tensor(f"{prefix}norm.weight", inner), qwen.eps(cfg), group_len=self.dim)
         self.out_proj = Linear(kit, tensor(f"{prefix}o_proj.weight", hidden, inner))
 
@@ -69,7 +70,7 @@ class ThreeConvs(nn.Module):
 
     def states(self, limits: Limits) -> list[State]:
         records = {part: (self.heads, self.dim) for part in ("k", "v", "g")} | {"beta": (self.heads,)}
-        return slot_states(self.name, limits, (self.heads, self.dim, self.dim), records)
+        return slot_states(self.name, limits, (self.heads, self.dim, self.dim), records, self.dtype_name)
 
 
 class Layer(nn.Module):
