@@ -90,7 +90,7 @@ def build(
 
 
 def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:
-    """A safetensors file, one tensor in memory at a time; whole cache lines first, for they keep alignment."""
+    """A safetensors file, one tensor in memory at a time; whole cache lines first, which keep alignment."""
     ordered = sorted(weights.items(), key=lambda item: item[1].nbytes % ALIGNMENT != 0)
     header, offset = {}, 0
     for name, lazy in ordered:

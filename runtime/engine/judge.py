@@ -25,7 +25,8 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
     position = ledger.total_len[line_slot] + choices.offset
     chosen = choose(logits, choices.rules, line_slot, position, ledger.ids)
     num_judged = torch.minimum(choices.num_drafts, ledger.num_drafts[choices.slot_id])
-    agrees = (chosen == ledger.ids[line_slot, position]) & (choices.offset < num_judged[choices.row])
+    bad = _broken(choices, logits, chosen)
+    agrees = (chosen == ledger.ids[line_slot, position]) & (choices.offset < num_judged[choices.row]) & ~bad
     width = max(choices.num_lines, default=1)
     token_ids = _by_row(choices, chosen, width)
     num_accepted = _by_row(choices, agrees.to(torch.int64), width).cumprod(1).sum(1)
@@ -35,18 +36,16 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
         token_ids=token_ids,
         num_accepted=num_accepted,
         num_judged=num_judged,
-        broken=_broken(choices, logits, chosen, width),
+        broken=_by_row(choices, bad, width).gather(1, num_accepted.unsqueeze(1)).squeeze(1),
         logprobs=_logprobs(choices, logits, chosen),
     )
 
 
-def _broken(choices: Choices, logits: torch.Tensor, chosen: torch.Tensor, width: int) -> torch.Tensor:
-    """Rows with logits that have no best number. Where the argmax was taken, its own number shows that."""
+def _broken(choices: Choices, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Logits without a best number. Where the argmax was taken, its own number shows that."""
     if any(rule.edits_logits or not rule.greedy for rule in choices.rules):
-        bad = broken(logits)
-    else:
-        bad = ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
-    return _by_row(choices, bad, width).any(1)
+        return broken(logits)
+    return ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
 
 
 def _by_row(choices: Choices, values: torch.Tensor, width: int) -> torch.Tensor:

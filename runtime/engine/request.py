@@ -100,7 +100,7 @@ class Request:
     def stop_at(self, total_len: int) -> None:
         """End here because the text up to here holds a stop string."""
         self.total_len = total_len
-        self.finish_reason = "stop"
+        self.finish_reason, self.error = "stop", None
         del self.logprobs[total_len - self.prompt_len :]
 
     def fail(self, error: str) -> None:

@@ -263,15 +263,15 @@ class Scheduler:
                 request.edge = edge
             if row.chooses:
                 request.ahead -= 1 + row.num_drafts
-                new_len += len(outcome.token_ids[n]) - 1
+                new_len += _num_accepted(outcome, n)
             request.committed_len = new_len
             if request.finish_reason is not None:
                 continue  # it ended while this step was under way
-            if n in outcome.broken:
-                request.fail(f"the engine computed NaN for the token at position {request.total_len}")
-                continue
             if row.chooses:
                 self._append(request, outcome, n, row.num_drafts)
+            if n in outcome.broken and request.finish_reason is None:
+                request.fail(f"the engine computed NaN for the token at position {request.total_len}")
+                continue
             if start != edge or old_len // page_len != new_len // page_len:
                 stored_edge = row.snapshot_edge if start < row.snapshot_edge <= edge else 0
                 self.prefix.commit(row.slot_id, new_len, request.total_len, stored_edge)
@@ -279,7 +279,7 @@ class Scheduler:
     def _append(self, request: Request, outcome: Outcome, n: int, num_planned: int) -> None:
         token_ids = outcome.token_ids[n]
         if num_planned:
-            num_accepted = len(token_ids) - 1
+            num_accepted = _num_accepted(outcome, n)
             request.metrics.count_drafts(outcome.num_judged[n], num_accepted)
             if self.pace.adaptive:
                 self.pace.judged(request, num_planned, num_accepted)
@@ -337,6 +337,11 @@ class Scheduler:
         assert request.ahead == 0 or request.in_flight, f"request {request.id} expects {request.ahead} tokens"
         num_records = request.committed_len - self.slots.edge[request.slot_id]
         assert 0 <= num_records < self.config.chunk_len + self.config.num_drafts, f"{num_records} records"
+
+
+def _num_accepted(outcome: Outcome, n: int) -> int:
+    """Drafts of row n that are text now; its next token, if there is one, comes behind them."""
+    return len(outcome.token_ids[n]) - (n not in outcome.broken)
 
 
 def _rank(request: Request) -> tuple[int, int]:

@@ -97,13 +97,13 @@ class Verdict:
     token_ids: torch.Tensor  # [R, 1 + K] int64: the accepted drafts, the next token, and what nobody keeps
     num_accepted: torch.Tensor  # [R]
     num_judged: torch.Tensor  # [R] drafts that there were; a row may have been planned with more
-    broken: torch.Tensor  # [R] bool: the engine computed NaN
+    broken: torch.Tensor  # [R] bool: the engine computed NaN for the next token
     logprobs: dict[int, tuple[torch.Tensor, ...]]  # by row of the plan that asked: of its tokens
 
     def read(self, num_drafts: torch.Tensor) -> Outcome:
         """Fetch the outcome from the device; num_drafts [R]: drafts proposed for the rows' next step."""
-        counts = self.num_accepted.tolist()
-        token_ids = [line[: n + 1] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]
+        counts = (self.num_accepted + ~self.broken).tolist()
+        token_ids = [line[:n] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]
         kept = dict(zip(self.rows, token_ids, strict=True))
         return Outcome(
             token_ids=kept,

@@ -20,7 +20,7 @@ from hemiola.runtime.config import ServeConfig, resolve
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.engine.drafts import Proposer
-from hemiola.runtime.engine.request import Bounds, Request
+from hemiola.runtime.engine.request import Bounds
 from hemiola.runtime.engine.step import Batch, Outcome, Plan
 from hemiola.runtime.llm import make_loop, prefix_cost
 
@@ -240,7 +240,9 @@ class EngineHand(Hand):
             if lines == [] or (lines is None and edge == 0):
                 continue  # a request that begins at 0 reads none
             lines = slice(None) if lines is None else lines
-            assert torch.equal(held[lines], wanted[state.name][lines]), f"{state.name}: slot {slot_id} at {edge}"
+            assert torch.equal(held[lines], wanted[state.name][lines]), (
+                f"{state.name}: slot {slot_id} at {edge}"
+            )
 
     def check_running(self) -> None:
         """With nothing under way: each running slot is the plain run's after its committed tokens."""
@@ -269,13 +271,6 @@ class EngineHand(Hand):
         self.run()
         self.check_logits()
         self.check_contents()
-
-    def preempt(self, request: Request) -> None:
-        """Now, or as soon as no step has it."""
-        if request.in_flight:
-            request.leaving = True
-        elif request.finish_reason is None:
-            self.loop.scheduler._preempt(request)
 
 
 def windows(

@@ -20,7 +20,7 @@ from hemiola.runtime.engine.step import Batch
 
 POISON = -1
 VOCAB = 97
-NextToken = Callable[[Sequence[int]], int]
+NextToken = Callable[[Sequence[int]], int | None]  # None: the engine computes NaN
 
 
 def hashed(context: Sequence[int]) -> int:
@@ -38,7 +38,9 @@ def oracle(prompt: Sequence[int], num_tokens: int, next_token: NextToken = hashe
 
 def resolved(**changes: int | str) -> Resolved:
     """Small sizes, with room for every row at max_len."""
-    sizes = dict(max_len=64, max_rows=4, max_step_tokens=32, page_len=8, chunk_len=4, num_drafts=0) | dict(drafts="none", ngram_min=1, ngram_max=3, prefix_cache=False, snapshot_interval=0)
+    sizes = dict(max_len=64, max_rows=4, max_step_tokens=32, page_len=8, chunk_len=4, num_drafts=0) | dict(
+        drafts="none", ngram_min=1, ngram_max=3, prefix_cache=False, snapshot_interval=0
+    )
     sizes |= {"pipeline_depth": 0, "adaptive_drafts": False}
     sizes.update(changes)
     sizes.setdefault("num_pages", sizes["max_rows"] * -(-sizes["max_len"] // sizes["page_len"]) + 1)
@@ -82,7 +84,7 @@ class FakeSession:
         assert len(rows) == len(batch.rows), "a row without tokens or slot"
         self.shapes.append(tuple(row.num_tokens for row in rows))
         written: set[int] = set()
-        answers: dict[int, int] = {}  # by token of the step
+        answers: dict[int, int | None] = {}  # by token of the step
         end = 0
         for row, table in zip(rows, batch.page_table.tolist(), strict=True):
             assert row.first == end, "tokens of nobody, or of two rows"
@@ -102,7 +104,8 @@ class FakeSession:
         assert all(holders[page_id] == 1 for page_id in written), "a row writes a page of another"
         logits = torch.zeros(len(batch.logits_ids), VOCAB)
         for at, token in enumerate(batch.logits_ids.tolist()):
-            logits[at, answers[token]] = 1.0
+            answer = answers[token]
+            logits[at, answer or 0] = torch.nan if answer is None else 1.0
         return Computed(logits, torch.zeros(end, 1))
 
     def _check(self, batch: Batch) -> None:

@@ -93,6 +93,15 @@ class Hand:
             self.turn()
         raise AssertionError(f"still busy after {most} turns")
 
+    def preempt(self, request: Request) -> None:
+        """Now, or as soon as no step has it."""
+        if request.finish_reason is None:
+            self.loop.scheduler._send_away(request)
+
+    def ended(self, request_id: int) -> bool:
+        pieces = self.pieces[request_id]
+        return bool(pieces) and pieces[-1].finish_reason is not None
+
     def token_ids(self, request_id: int) -> list[int]:
         return [token_id for piece in self.pieces[request_id] for token_id in piece.token_ids]
 

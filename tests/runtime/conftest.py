@@ -64,6 +64,7 @@ def engine_hands(
     Kind "scripted" takes a proposer, or proposes right and wrong windows of every length. Kind "mtp" may take
     one too: then the head runs, and the drafts come from there.
     """
+
     def make(family: str, kind: str = "plain", built: dict | None = None, **options: object) -> EngineHand:
         engine_dir = tiny_engine(family, **{"max_step_tokens": 512} | (built or {}))
         if kind == "scripted" and "proposer" not in options:
