@@ -3,9 +3,9 @@
 PYTHONPATH=. python benchmarks/generate_cpu.py demo/qwen3.5-code [--drafts ngram] [--num-drafts 12]
     [--threads 2] [--repeats 3] [--before CHECKOUT]
 
---before names a checkout of an earlier Hemiola, which takes part in the same run. Everyone has a process of its
-own and they work in turn, so that a machine whose speed drifts slows all of them. Walls and CPU seconds are the
-least of the repeats: on a busy machine only the latter mean anything, and those best with one thread.
+--before names a checkout of an earlier Hemiola, which takes part in the same run. Everyone has a process of
+its own and they work in turn, so that a machine whose speed drifts slows all of them. Walls and CPU seconds
+are the least of the repeats: on a busy machine only the latter mean anything, best with one thread.
 """
 
 import argparse
@@ -61,7 +61,8 @@ def prompts(checkpoint: Path, count: int) -> list[list[int]]:
     """Slices of the standard library's sources, PROMPT_LEN tokens each."""
     from tokenizers import Tokenizer
 
-    tokenizer, library = Tokenizer.from_file(str(checkpoint / "tokenizer.json")), Path(argparse.__file__).parent
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    library = Path(argparse.__file__).parent
     texts = [(library / f"{name}.py").read_text() for name in SOURCES[:count]]
     return [tokenizer.encode(text).ids[:PROMPT_LEN] for text in texts]
 

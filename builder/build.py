@@ -59,9 +59,10 @@ def build(
     drafts, limits = _limits(model, options, max_len)
     if model.draft is None and options.drafts is None:
         _warn_of_a_missing_head(model)
-    _refuse_tokenizer(path / "tokenizer.json", model.vocab_size)
+    has_tokenizer = _check_tokenizer(path / "tokenizer.json", model.vocab_size)
     with _fresh(engine_dir) as folder:
-        _copy_tokenizer(path, folder / "tokenizer")
+        if has_tokenizer:
+            _copy_tokenizer(path, folder / "tokenizer")
         names: list[Name] = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         graphs: list[Graph] = []
         segments: list[Segment] = []
@@ -104,7 +105,7 @@ def build(
 
 
 def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:
-    """A safetensors file, one tensor in memory at a time; whole cache lines first, for they keep alignment."""
+    """A safetensors file, one tensor in memory at a time; whole cache lines first, which keep alignment."""
     ordered = sorted(weights.items(), key=lambda item: item[1].nbytes % ALIGNMENT != 0)
     header, offset = {}, 0
     for name, lazy in ordered:
@@ -255,10 +256,15 @@ def _fresh(engine_dir: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _refuse_tokenizer(path: Path, vocab_size: int) -> None:
-    """It must be readable, and every id that it makes must be one that the model knows."""
+def _check_tokenizer(path: Path, vocab_size: int) -> bool:
+    """Whether there is one. It must be readable, and every id that it makes one that the model knows."""
     if not path.is_file():
-        raise Refused(f"{path.parent} has no tokenizer.json; save the tokenizer in the tokenizers format")
+        print(
+            f"warning: {path.parent} has no tokenizer.json: this engine takes and gives token ids; for text,"
+            " save the tokenizer in the tokenizers format and build again",
+            file=sys.stderr,
+        )
+        return False
     try:
         ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
     except Exception as error:  # tokenizers raises nothing narrower
@@ -266,6 +272,7 @@ def _refuse_tokenizer(path: Path, vocab_size: int) -> None:
         raise Refused(f"{path} is not a tokenizer ({reason}); download it again") from None
     if max(ids, default=0) >= vocab_size:
         raise Refused(f"{path} has ids up to {max(ids)}, but vocab_size is {vocab_size}; correct one of them")
+    return True
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

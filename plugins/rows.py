@@ -85,7 +85,7 @@ def _extent(content: bytes, chunk_len: int) -> Extent:
 def _live(content: bytes, chunk_len: int) -> np.ndarray:
     """Rows that do something, one per line, with all of RowFields."""
     table = np.frombuffer(content, np.int32).reshape(-1, len(COLUMNS)).astype(np.int64)
-    table = table[(table[:, 1] > 0) & (table[:, 3] != 0)]
+    table = table[(table[:, 1] != 0) & (table[:, 3] != 0)]
     _, num_tokens, num_drafts, _, committed, edge, snapshot, snapshot_edge = table.T
     end = committed + num_tokens
     new_edge = (end - num_drafts) // chunk_len * chunk_len

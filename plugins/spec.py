@@ -3,7 +3,7 @@
 An op's folder holds `spec.py` (the declaration), `reference.py` (the truth: a plain loop) and its forms, one
 file each: `compiled.py` (CPU), `triton.py` (CUDA). Shapes are strings of letters, one per dimension: T
 tokens, N rows, S slots, H heads, and so on; a letter means the same size wherever it stands in one
-declaration.
+declaration, a digit itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -157,7 +157,7 @@ class Op:
 
     def check(self, *values: object) -> dict[str, int]:
         """Sizes by letter. Raises ValueError where a rank, dtype or constant size contradicts the shapes."""
-        sizes = {"1": 1, "8": 8}
+        sizes = {digit: int(digit) for digit in "128"}
         for attr, value in zip(self.attrs, values[len(self.args) :], strict=False):
             if attr.letter and isinstance(value, int):
                 sizes[attr.letter] = value

@@ -92,7 +92,7 @@ class LLM:
                 self.config.max_len,
                 self.config.page_len,
             )
-        self._text = Text(engine_dir / "tokenizer")
+        self._text = Text(engine_dir / "tokenizer") if self.manifest.has_tokenizer else None
         storage = Storage(self.manifest.states, self.config.num_pages, self.config.num_slots)
         session = Session(engine_dir, self.manifest, storage, self.config.drafts)
         cost = prefix_cost(self.manifest)
@@ -115,7 +115,7 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as `submit` would use them."""
         if isinstance(prompt, str):
-            return self._text.encode(prompt)
+            return self._tokenizer("prompt is", "token ids").encode(prompt)
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
             kind = type(prompt).__name__
             raise Refused(f"prompt is {kind}; pass text (str) or a list of token ids")
@@ -125,7 +125,12 @@ class LLM:
         """The prompt for a conversation, by the checkpoint's chat template."""
         if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
             raise Refused(f"messages is {type(messages).__name__}; pass a list of role and content")
-        return self._text.chat(messages)
+        return self._tokenizer("messages are", "token ids").chat(messages)
+
+    def _tokenizer(self, what: str, instead: str) -> Text:
+        if self._text is None:
+            raise Refused(f"{what} text, the engine has no tokenizer; pass {instead}")
+        return self._text
 
     def submit(self, prompt: Prompt, params: SamplingParams, on_piece: OnPiece) -> int:
         """Queue a request and return its id; on_piece is called in the loop's thread. Refuses at once."""
@@ -202,9 +207,10 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         if not isinstance(params, SamplingParams):
             raise Refused(f"params is {type(params).__name__}; pass a SamplingParams")
-        return new_request(
-            next(self._request_ids), self.encode(prompt), params, self._bounds, self._text.encode_words
-        )
+        if params.stop:
+            self._tokenizer("stop is", "stop_token_ids")
+        encode = self._text.encode_words if self._text is not None else None
+        return new_request(next(self._request_ids), self.encode(prompt), params, self._bounds, encode)
 
     def close(self, drain: bool = False) -> None:
         """Cancel (or with drain: finish) what runs and end the thread. Safe to call twice."""

@@ -96,6 +96,11 @@ class Manifest(Part):
         (engine_dir / FILE).write_text(text + "\n")
         return sealed
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Else the engine takes and gives token ids."""
+        return "tokenizer/tokenizer.json" in self.sha256
+
     def segment(self, name: str) -> Segment:
         return next(s for s in self.segments if s.name == name)
 

@@ -5,6 +5,7 @@ import ctypes
 import hashlib
 import inspect
 import logging
+import operator
 import os
 import shutil
 import struct
@@ -20,6 +21,8 @@ from typing import Any
 import numba
 import numba.core.config as _config
 import torch
+from torch import Tensor
+from numba.core.registry import cpu_target
 
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long, invoke, next_of
 
@@ -32,8 +35,8 @@ config: Any = _config  # numba makes its settings at run time
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: a folder of the user's for what the plugins' sources are now."""
-    digest = hashlib.sha256()
+    """Where compiled kernels are kept: a folder of the user's for these sources and this kind of CPU."""
+    digest = hashlib.sha256(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(path.read_bytes())
     try:
@@ -70,7 +73,11 @@ class Kernel:
         KERNELS.append(self)
 
     def __call__(
-        self, num_items: int, nanoseconds: float, *arguments: int | float | torch.Tensor, scratch: int = 0
+        self,
+        num_items: int,
+        nanoseconds: float,
+        *arguments: Any,  # int, float or tensor
+        scratch: int = 0,
     ) -> None:
         """`nanoseconds` of work, roughly, for one thread; `scratch` bytes for each thread."""
         if len(arguments) != len(self.arguments):
@@ -78,7 +85,14 @@ class Kernel:
                 f"{self.name} takes {len(self.arguments)} arguments ({', '.join(self.arguments)}), "
                 f"not {len(arguments)}"
             )
-        values: list[Any] = [value if value.__class__ is int else _word(value) for value in arguments]
+        values = [
+            value
+            if value.__class__ is int
+            else value.data_ptr()
+            if value.__class__ is Tensor
+            else _word(value)
+            for value in arguments
+        ]
         num_threads = min(torch.get_num_threads(), num_items) if nanoseconds > WORTH_A_THREAD else 1
         scratch += -scratch % 64  # a cache line
         room = _scratch(num_threads, scratch) if scratch else 0
@@ -140,7 +154,7 @@ def _word(value: float | torch.Tensor) -> int:
     """What a kernel gets for an argument."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
-    return int(value) if isinstance(value, int) else bits(value)
+    return bits(value) if isinstance(value, float) else operator.index(value)
 
 
 @lru_cache(maxsize=1024)
@@ -177,8 +191,15 @@ def _team() -> Any:
     return start
 
 
+def _alone() -> None:
+    """A forked child has none of the pool's threads: a team would wait for them for ever."""
+    global _LOCK, _TEAM
+    _LOCK, _TEAM = threading.RLock(), None
+
+
 _CACHE_DIR = cache_dir()
 _TEAM = _team()
+os.register_at_fork(after_in_child=_alone)
 
 
 def lines(tensor: torch.Tensor) -> torch.Tensor:

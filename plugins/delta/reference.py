@@ -34,8 +34,10 @@ def delta(
         S1   = exp(G_C) S0 + sum_s (k_s exp(G_C - G_s)) (x) U_s
     Row t of T depends on rows <= t of A only.
     """
-    g = A[:, None] * F.softplus(a.to(g_records.dtype) + dt_bias)
-    beta = torch.sigmoid(b.to(beta_records.dtype))
+    g, beta = torch.zeros(a.shape, dtype=g_records.dtype), torch.zeros(b.shape, dtype=beta_records.dtype)
+    for t in range(len(a)):
+        g[t] = A[:, None] * F.softplus(a[t].to(g.dtype) + dt_bias)
+        beta[t] = torch.sigmoid(b[t].to(beta.dtype))
     records, new = (k_records, v_records, g_records, beta_records), (k, v, g, beta)
     ring_len, per_group = k_records.shape[1], v.shape[1] // k.shape[1]
     o = torch.zeros_like(v)

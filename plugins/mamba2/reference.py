@@ -33,7 +33,9 @@ def mamba2(
     """
     ring_len, per_group = x_records.shape[1], x.shape[1] // B.shape[1]
     y = torch.zeros_like(x)
-    dt = F.softplus(dt.to(dt_records.dtype) + dt_bias).clamp(dt_min, dt_max)
+    steps = torch.zeros(dt.shape, dtype=dt_records.dtype)
+    for t in range(len(dt)):
+        steps[t] = F.softplus(dt[t].to(steps.dtype) + dt_bias).clamp(dt_min, dt_max)
     for row in live_rows(rows, chunk_len):
         slot = row.slot
         h = torch.zeros_like(state[slot]) if row.committed == 0 else state[slot].clone()
@@ -44,7 +46,7 @@ def mamba2(
             if position < row.committed:
                 x_t, B_t, dt_t = x_records[slot, place], B_records[slot, place], dt_records[slot, place]
             else:
-                x_t, B_t, dt_t = x[token], B[token], dt[token]
+                x_t, B_t, dt_t = x[token], B[token], steps[token]
             B_t = B_t.repeat_interleave(per_group, 0)
             h = h * torch.exp(dt_t * A)[:, None, None] + (dt_t[:, None] * x_t)[:, :, None] * B_t[:, None, :]
             if position >= row.committed:
@@ -57,6 +59,6 @@ def mamba2(
         state[slot] = at_edge
         for position in range(max(row.committed, row.new_edge), row.end):
             token = row.first + position - row.committed
-            for ring, tensor in zip((x_records, B_records, dt_records), (x, B, dt), strict=True):
+            for ring, tensor in zip((x_records, B_records, dt_records), (x, B, steps), strict=True):
                 ring[slot, position % ring_len] = tensor[token]
     return y

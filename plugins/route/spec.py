@@ -12,6 +12,8 @@ def _refuses(call: Call) -> str:
     num_experts, num_groups = call.sizes["E"], call.attrs["num_groups"]
     if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
         return f"{num_experts} experts do not make {num_groups} groups"
+    if not 0 < call.attrs["top_groups"] <= num_groups:
+        return f"{call.attrs['top_groups']} groups of {num_groups} cannot stay"
     if call.attrs["top_k"] > num_experts // num_groups * call.attrs["top_groups"]:
         return f"top_k {call.attrs['top_k']} is more than the groups leave"
     return fp32_in_sixteens("")(call)

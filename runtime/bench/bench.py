@@ -237,7 +237,11 @@ def _text_source(path: Path | None, llm: LLM) -> Source:
             raise Refused(f"--text {path} is not UTF-8 at byte {error.start}; convert it") from None
         except OSError as error:
             raise Refused(f"--text {path} cannot be read ({error.strerror}); give a text file") from None
-    ids = llm.encode(text[:TEXT_LEN])
+    try:
+        ids = llm.encode(text[:TEXT_LEN])
+    except Refused as error:
+        asked = MULTI_TURN if path is None else f"--text {path}"
+        raise Refused(f"{asked} draws its prompts from text: {error}; or use --workload random") from None
     if not ids:
         raise Refused(f"--text {path} is empty; give a text file")
     return workloads.slices(ids)

@@ -21,6 +21,9 @@ NOT_OF_ONE_ANSWER = ("bad_words_ids", "logprobs", "num_drafts", "priority", "cac
 def generate(
     engine_dir: Annotated[Path, typer.Option(help="made by build-engine")],
     prompt: Annotated[str | None, typer.Option(help="text to go on from")] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option(metavar="IDS", help="token ids to go on from, answered in token ids")
+    ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="read the prompt from a file; - is stdin")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="the prompt is a user's message")] = False,
     **options: Any,
@@ -29,18 +32,20 @@ def generate(
     from hemiola.runtime.llm import LLM
 
     params = SamplingParams(**DEFAULTS | given(SamplingParams, options))
-    text = _read_prompt(prompt, prompt_file)
+    asked = _read_prompt(prompt, prompt_ids, prompt_file)
+    if chat and prompt_ids is not None:
+        raise Refused("--chat makes text a user's message; drop it, or give --prompt TEXT")
     with LLM(engine_dir, **LONE_REQUEST, **given(ServeConfig, options)) as llm:
         if chat:
-            text = llm.chat_text([{"role": "user", "content": text}])
-        last = _show(llm.stream(text, params))
+            asked = llm.chat_text([{"role": "user", "content": asked}])
+        last = _show(llm.stream(asked, params), as_ids=prompt_ids is not None)
     _report(last)
 
 
-def _show(pieces: Iterable[Piece]) -> Piece:
+def _show(pieces: Iterable[Piece], as_ids: bool) -> Piece:
     last = None
     for last in pieces:
-        print(last.text, end="", flush=True)
+        print("".join(f"{i} " for i in last.token_ids) if as_ids else last.text, end="", flush=True)
     print(flush=True)
     assert last is not None, "a stream without pieces"
     return last
@@ -59,11 +64,13 @@ def _report(last: Piece) -> None:
     )
 
 
-def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    if (prompt is None) == (prompt_file is None):
-        raise Refused("give one of --prompt TEXT and --prompt-file PATH")
+def _read_prompt(prompt: str | None, prompt_ids: str | None, prompt_file: Path | None) -> str | list[int]:
+    if [prompt, prompt_ids, prompt_file].count(None) != 2:
+        raise Refused("give one of --prompt TEXT, --prompt-ids IDS and --prompt-file PATH")
     if prompt is not None:
         return prompt
+    if prompt_ids is not None:
+        return _read_ids(prompt_ids)
     try:
         return (
             sys.stdin.read()
@@ -78,3 +85,10 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise Refused(
             f"--prompt-file {prompt_file} is not UTF-8 ({error.reason} at byte {error.start}); convert it"
         ) from None
+
+
+def _read_ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise Refused(f"--prompt-ids is {text!r}; give token ids, such as 5,6,7") from None

@@ -54,6 +54,7 @@ def _facts(engine_dir: Path, found: "Manifest") -> Table:
         "vocabulary, hidden": f"{found.vocab_size}, {found.hidden_size}",
         "target, architecture": f"{found.target}, {found.arch}",
         "drafts": found.drafts,
+        "tokenizer": "tokenizer.json" if found.has_tokenizer else "none: takes and gives token ids",
         "end tokens": ", ".join(map(str, found.eos_ids)),
         **{name: str(value) for name, value in found.limits.model_dump().items()},
         "weights": _size(weights.stat().st_size),

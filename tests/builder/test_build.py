@@ -244,7 +244,6 @@ SPOILED = {
     "truncated": (QWEN, cut, "model.safetensors is not a complete safetensors file", "download it again"),
     "garbage": (QWEN, write("model.safetensors", "x" * 99), "model.safetensors is not a complete"),
     "absent shard": (QWEN, absent_shard, "model-00002-of-00003.safetensors is missing"),
-    "no tokenizer": (QWEN, remove("tokenizer.json"), "has no tokenizer.json"),
     "tokenizer": (QWEN, write("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer"),
     "tokenizer config": (QWEN, write("tokenizer_config.json", "{"), "tokenizer_config.json is not JSON"),
     "tokenizer ids": (QWEN, tokenizer_with("extra"), "has ids up to 320, but vocab_size is 320"),

@@ -189,7 +189,11 @@ def three_convs() -> tuple[dict, Tensors]:
     shapes: dict[str, tuple[int, ...]] = {"b_proj.weight": (family.HEADS, hidden), "A_log": (family.HEADS,)}
     shapes |= {f"{part}_proj.weight": (inner, hidden) for part in (*family.WIDTHS, "g")}
     shapes |= {f"{part}_conv.weight": (inner, width) for part, width in family.WIDTHS.items()}
-    shapes |= {"dt_bias": (family.HEADS, family.DIM), "norm.weight": (inner,), "o_proj.weight": (hidden, inner)}
+    shapes |= {
+        "dt_bias": (family.HEADS, family.DIM),
+        "norm.weight": (inner,),
+        "o_proj.weight": (hidden, inner),
+    }
     unit = torch.tensor([1 / family.DIM, family.DIM**-0.5]).repeat_interleave(inner)
     for prefix in sorted(prefixes):
         made = {name: _random(name, torch.Size(shape)) for name, shape in shapes.items()}

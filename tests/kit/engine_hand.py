@@ -16,8 +16,6 @@ from kit.proposers import Scripted, Text
 from oracle import Oracle
 
 from hemiola.runtime import manifest
-from hemiola.runtime.cache.prefix import Start, hit_len
-from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.config import ServeConfig, resolve
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
@@ -133,7 +131,7 @@ class EngineHand(Hand):
 
     def _watch(self) -> None:
         scheduler = self.loop.scheduler
-        plan, commit, admit = scheduler.plan, scheduler.commit, scheduler.prefix.admit
+        plan, commit = scheduler.plan, scheduler.commit
 
         def shuffled() -> Plan:
             made = plan()
@@ -145,13 +143,7 @@ class EngineHand(Hand):
             self._record(plan, outcome)
             commit(plan, outcome)
 
-        def admit_and_check(chain: Chain, known_len: int, spare_pages: int = 0) -> Start | None:
-            expected = self.expected_hit(chain.ids[:known_len].tolist(), chain.salt)
-            start = admit(chain, known_len, spare_pages)
-            assert start is None or start.hit_len == expected, f"began at {start.hit_len}, not at {expected}"
-            return start
-
-        scheduler.plan, scheduler.commit, scheduler.prefix.admit = shuffled, keep, admit_and_check
+        scheduler.plan, scheduler.commit = shuffled, keep
         if self.config.drafts != "none" and not isinstance(self.loop.drafts, (Scripted, Prompted)):
             propose = self.loop.drafts.propose
 
@@ -169,26 +161,6 @@ class EngineHand(Hand):
                 assert num == row.room
                 ids = ledger.ids[row.slot_id, : total_len + num].tolist()
                 self.proposed.setdefault(tuple(ids[:total_len]), []).append((ids[total_len:], row.request.rule))
-
-    def expected_hit(self, known: list[int], salt: bytes | None = None) -> int:
-        """By the pure function, over what the cache holds now."""
-        prefix, cached_len, edges = self.loop.scheduler.prefix, 0, [] if self.hybrid else None
-        if not prefix.enabled:
-            return 0
-        for token_ids, entry in prefix.contents():
-            root = entry
-            while root.parent is not None:
-                root = root.parent
-            same_tenant = salt is None or root.tokens == salt
-            if same_tenant and entry.step < prefix.step and known[: entry.edge] == token_ids:
-                cached_len = max(cached_len, entry.edge)
-                if entry.slot_id and edges is not None:
-                    edges.append(entry.edge)
-        return hit_len(len(known), self.config.page_len, cached_len, edges)
-
-    @property
-    def hybrid(self) -> bool:
-        return any(state.kind == "slot" for state in self.manifest.states)
 
     def _record(self, plan: Plan, outcome: Outcome) -> None:
         logits, first = self.loop.session.logits.popleft(), 0
@@ -286,7 +258,9 @@ class EngineHand(Hand):
             if lines == [] or (lines is None and edge == 0):
                 continue  # a request that begins at 0 reads none
             lines = slice(None) if lines is None else lines
-            assert torch.equal(held[lines], wanted[state.name][lines]), f"{state.name}: slot {slot_id} at {edge}"
+            assert torch.equal(held[lines], wanted[state.name][lines]), (
+                f"{state.name}: slot {slot_id} at {edge}"
+            )
 
     def check_running(self) -> None:
         """With nothing under way: each running slot is the plain run's after its committed tokens."""
@@ -316,13 +290,6 @@ class EngineHand(Hand):
         self.check_logits()
         self.check_drafts()
         self.check_contents()
-
-    def preempt(self, request: Request) -> None:
-        """Now, or as soon as no step has it."""
-        if request.in_flight:
-            request.leaving = True
-        elif request.finish_reason is None:
-            self.loop.scheduler._preempt(request)
 
 
 def windows(

@@ -38,7 +38,9 @@ def oracle(prompt: Sequence[int], num_tokens: int, next_token: NextToken = hashe
 
 def resolved(**changes: int | str) -> Resolved:
     """Small sizes, with room for every row at max_len."""
-    sizes = dict(max_len=64, max_rows=4, max_step_tokens=32, page_len=8, chunk_len=4, num_drafts=0) | dict(drafts="none", ngram_min=1, ngram_max=3, prefix_cache=False, snapshot_interval=0)
+    sizes = dict(max_len=64, max_rows=4, max_step_tokens=32, page_len=8, chunk_len=4, num_drafts=0) | dict(
+        drafts="none", ngram_min=1, ngram_max=3, prefix_cache=False, snapshot_interval=0
+    )
     sizes |= {"pipeline_depth": 0, "adaptive_drafts": False}
     sizes.update(changes)
     sizes.setdefault("num_pages", sizes["max_rows"] * -(-sizes["max_len"] // sizes["page_len"]) + 1)
@@ -49,14 +51,17 @@ def resolved(**changes: int | str) -> Resolved:
 class FakeSession:
     """Stands for Session and for Storage."""
 
-    def __init__(self, config: Resolved, next_token: NextToken = hashed) -> None:
+    def __init__(self, config: Resolved, next_token: NextToken = hashed, hybrid: bool = True) -> None:
         self.config = config
         self.next_token = next_token
+        self.hybrid = hybrid  # else a state is what the pages say
         self.pages = np.full((config.num_pages, config.page_len), POISON, np.int64)
         self.states: list[list[int] | None] = [None] * config.num_slots  # the tokens before the slot's edge
         self.records = np.full((config.num_slots, config.chunk_len + config.num_drafts), POISON, np.int64)
         self.shapes: list[tuple[int, ...]] = []  # tokens per row, of every step
+        self.copies: list[tuple[int, int]] = []  # slots: from, to
         self.before_run: Callable[[Batch], None] = lambda batch: None
+        self.may_write: Callable[[int], bool] = lambda page_id: page_id != 0
 
     def free_pages(self, page_ids: list[int]) -> None:
         self.pages[page_ids] = POISON
@@ -68,6 +73,7 @@ class FakeSession:
 
     def copy_slot(self, source: int, target: int) -> None:
         assert self.states[source] is not None, f"slot {source} holds no state"
+        self.copies.append((source, target))
         self.states[target] = self.states[source]
         self.records[target] = self.records[source]
 
@@ -88,7 +94,7 @@ class FakeSession:
                 context.append(int(batch.token_ids[token]))
                 assert batch.positions[token] == len(context) - 1, f"{row}: wrong position"
                 page_id, offset = self._place(table, len(context) - 1)
-                assert page_id != 0, f"{row}: writes to the dump page"
+                assert self.may_write(page_id), f"{row}: writes to page {page_id}"
                 self.pages[page_id, offset] = context[-1]
                 written.add(page_id)
                 answers[token] = self.next_token(context)
@@ -124,7 +130,7 @@ class FakeSession:
         assert row.committed - row.edge < ring_len, f"{row}: its records do not fit the ring"
         paged = [int(self.pages[self._place(table, position)]) for position in range(row.committed)]
         ring = [int(self.records[row.slot, p % ring_len]) for p in range(row.edge, row.committed)]
-        state = self.states[row.slot] if row.edge else []
+        state = self.states[row.slot] if row.edge and self.hybrid else paged[: row.edge]
         assert state is not None, f"{row}: reads a state that was never written"
         assert POISON not in paged and POISON not in ring, f"{row}: reads what was never written"
         assert paged == state + ring, f"{row}: pages and slot disagree"
@@ -132,6 +138,7 @@ class FakeSession:
 
     def _store_slot(self, row: RowFields, context: list[int]) -> None:
         if row.snapshot_slot:
+            assert self.states[row.snapshot_slot] is None, f"{row}: a snapshot over another"
             self.states[row.snapshot_slot] = context[: row.snapshot_edge]
         self.states[row.slot] = context[: row.new_edge]
         for position in range(row.new_edge, len(context)):

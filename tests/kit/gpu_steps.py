@@ -50,7 +50,9 @@ def rows_of(*rows: Sequence[int], device: torch.device | str) -> torch.Tensor:
 
 def plain_run(subject: Subject, tokens: Tensors) -> Plain:
     device, length, chunk_len = tokens[0].device, tokens[0].shape[0], subject.chunk_len
-    outputs = subject.call(tokens, subject.make_slots(2), rows_of((0, length, 0, 1, 0, 0, 0, 0), device=device))
+    outputs = subject.call(
+        tokens, subject.make_slots(2), rows_of((0, length, 0, 1, 0, 0, 0, 0), device=device)
+    )
     states = {}
     for edge in range(chunk_len, length + 1, chunk_len):
         slots = subject.make_slots(2)

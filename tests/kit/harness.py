@@ -94,4 +94,3 @@ class Harness:
         }
         inputs = {key: torch.tensor(value, dtype=torch.int32) for key, value in made.items()}
         return self.programs[name]((inputs | {"hidden": hidden})[key] for key in INPUTS[name])
-

@@ -1,170 +1,249 @@
-"""What a declaration promises: schema, shapes of its fake, export with dynamic sizes, refusals by name."""
+"""What a declaration promises: schema, shapes of its fake, export with dynamic sizes, choice and refusals."""
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
+from kit.ops import SUBJECTS, Subject, int32
 from torch._subclasses import FakeTensorMode
 
 from hemiola.plugins import OPS, references
+from hemiola.plugins.spec import Form, Op, Unsupported
 
-BY_NAME = {op.name: op for op in OPS}
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def example(name: str, num_tokens: int = 6, width: int = 8) -> list:
-    """Arguments of the op `name`; two rows, the second holds one token. Compiled forms take a width of 32."""
-    torch.manual_seed(0)
-    if name == "attention":
-        positions = ints(*range(num_tokens - 1), 0)
-        pages = [torch.zeros(4, 16, 2, width) for _ in range(2)]
-        q, k, v = (torch.randn(num_tokens, heads, width) for heads in (4, 2, 2))
-        return [
-            q,
-            k,
-            v,
-            *pages,
-            ints(1, 2).view(2, 1),
-            ints(0, num_tokens - 1, num_tokens),
-            positions,
-            0.3,
-            False,
-            0,
-        ]
-    if name == "linear":
-        return [torch.randn(num_tokens, 8), torch.randn(5, 8), torch.empty(0)]
-    if name == "moe":
-        ids = torch.arange(2 * num_tokens, dtype=torch.int32).view(-1, 2) % 3
-        up, down = torch.randn(3, 10, 8), torch.randn(3, 8, 5)
-        return [torch.randn(num_tokens, 8), ids, torch.rand(num_tokens, 2), up, down, "swiglu", False]
-    assert name == "norm"
-    x, gate, weight = torch.randn(num_tokens, width), torch.randn(num_tokens, width), torch.randn(width)
-    return [x, gate, weight, 1e-5, width // 2, True]
-
-
-NAMES = pytest.mark.parametrize("name", ["attention", "linear", "moe", "norm"])
+BASES = {name: same_op[0] for name, same_op in SUBJECTS.items()}
+EVERY = pytest.mark.parametrize("subject", BASES.values(), ids=BASES)
 
 SCHEMAS = {
-    "attention": "attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, "
-    "Tensor page_table, Tensor cu_tokens, Tensor positions, float scale, bool exact, int first) -> Tensor",
-    "linear": "linear(Tensor x, Tensor weight, Tensor bias) -> Tensor",
-    "moe": "moe(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor up, Tensor down, str activation, "
-    "bool exact) -> Tensor",
-    "norm": "norm(Tensor x, Tensor gate, Tensor weight, float eps, int group_len, bool gate_first) -> Tensor",
+    "attention": "Tensor q, Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor page_table, "
+    "Tensor rows, Tensor positions, float scale, int first",
+    "conv": "Tensor x, Tensor weight, Tensor bias, Tensor(a!) columns, Tensor rows, int chunk_len",
+    "delta": "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor dt_bias, Tensor A, Tensor(a!) state, "
+    "Tensor(b!) k_records, Tensor(c!) v_records, Tensor(d!) g_records, Tensor(e!) beta_records, Tensor rows, "
+    "int chunk_len",
+    "embed": "Tensor weight, Tensor token_ids",
+    "gate": "Tensor x, Tensor gate, str kind",
+    "linear": "Tensor x, Tensor weight, Tensor bias",
+    "mamba2": "Tensor x, Tensor B, Tensor C, Tensor dt, Tensor dt_bias, Tensor A, Tensor D, "
+    "Tensor(a!) state, Tensor(b!) x_records, Tensor(c!) B_records, Tensor(d!) dt_records, Tensor rows, "
+    "int chunk_len, float dt_min, float dt_max",
+    "moe": "Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor up, Tensor down, str activation",
+    "norm": "Tensor x, Tensor gate, Tensor weight, float eps, int group_len, bool gate_first",
+    "rope": "Tensor x, Tensor positions, Tensor table",
+    "route": "Tensor scores, Tensor bias, str scoring, int top_k, int num_groups, int top_groups, "
+    "bool renormalise, float scale",
 }
 
 
-@NAMES
-def test_schema(name: str) -> None:
-    assert BY_NAME[name].schema() == SCHEMAS[name]
-    registered = getattr(torch.ops.hemiola, name).default._schema
-    assert str(registered) == "hemiola::" + SCHEMAS[name]
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_schema(op: Op) -> None:
+    results = "(Tensor, Tensor)" if op.name == "route" else "Tensor"
+    schema = f"{op.name}({SCHEMAS[op.name]}) -> {results}"
+    assert op.schema() == schema
+    assert str(op.torch_op._schema) == "hemiola::" + schema
 
 
-def test_every_op_has_a_reference_with_the_same_arguments() -> None:
-    for op in OPS:
-        code = getattr(references, op.name).__code__
-        declared = [argument.name for argument in (*op.args, *op.attrs)]
-        assert list(code.co_varnames[: code.co_argcount]) == declared
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_the_reference_and_every_form_take_what_is_declared(op: Op) -> None:
+    declared = [argument.name for argument in (*op.args, *op.attrs)]
+    assert list(inspect.signature(getattr(references, op.name)).parameters) == declared
+    for form in op.forms:
+        pytest.importorskip(
+            f"hemiola.plugins.{op.name}.{form.name}", exc_type=ImportError
+        )  # until linear lands
+        function = getattr(import_module(f"hemiola.plugins.{op.name}.{form.name}"), op.name)
+        assert len(inspect.signature(function).parameters) == len(declared) + len(form.sizes)
+        assert op.form(form.name) is form and set(form.packs) <= set(declared)
 
 
-@NAMES
-@pytest.mark.parametrize("width", [8, 32])
-def test_torch_opcheck(name: str, width: int) -> None:
+@EVERY
+def test_torch_opcheck(subject: Subject) -> None:
     """torch's own check: mutation as declared, fake shapes as real ones, no output aliases an input."""
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(
-        getattr(torch.ops.hemiola, name).default, tuple(example(name, width=width)), test_utils=checks
-    )
+    torch.library.opcheck(subject.op.torch_op, tuple(subject.arguments(6)), test_utils=checks)
 
 
-@NAMES
+@EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fake_has_the_shape_and_dtype_of_the_result(name: str, dtype: torch.dtype) -> None:
-    arguments = example(name)
-    arguments[0] = arguments[0].to(dtype)
-    real = getattr(torch.ops.hemiola, name)(*arguments)
+def test_fake_has_the_shape_and_dtype_of_the_result(subject: Subject, dtype: torch.dtype) -> None:
+    arguments = subject.arguments(6)
+    for index, arg in enumerate(subject.op.args):
+        if dtype in arg.dtypes:
+            arguments[index] = arguments[index].to(dtype)
+    real = subject.op.torch_op(*arguments)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-        fake = getattr(torch.ops.hemiola, name)(*fakes)
-    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+        fake = subject.op.torch_op(*fakes)
+    for a, b in zip(*[x if isinstance(x, tuple) else (x,) for x in (fake, real)], strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
 class Calls(torch.nn.Module):
-    def __init__(self, name: str, constants: list) -> None:
+    def __init__(self, op: Any, constants: list) -> None:
         super().__init__()
-        self.op = getattr(torch.ops.hemiola, name)
-        self.constants = constants
+        self.op, self.constants = op, constants
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        return self.op(*tensors, *self.constants) + 1
+        y = self.op(*tensors, *self.constants)
+        return (y if isinstance(y, torch.Tensor) else y[0]) + 1
 
 
-@NAMES
-def test_export_keeps_the_op_and_its_dynamic_tokens(name: str) -> None:
-    arguments = example(name)
-    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-    module = Calls(name, arguments[len(tensors) :])
-    tokens = torch.export.Dim("T", min=2, max=64)
-    shapes = tuple({0: tokens} if argument.shape.startswith("T") else {} for argument in BY_NAME[name].args)
+@EVERY
+def test_export_keeps_the_op_and_its_dynamic_tokens_and_rows(subject: Subject) -> None:
+    op, example = subject.op, subject.arguments(6)
+    module = Calls(op.torch_op, example[len(op.args) :])
+    dims = {"T": torch.export.Dim("T", max=64), "N": torch.export.Dim("N", max=64)}
+    shapes = tuple({0: dims[arg.shape[0]]} if arg.shape[0] in dims else {} for arg in op.args)
+    tensors = [x.clone() for x in example[: len(op.args)]]
     program = torch.export.export(module, tuple(tensors), dynamic_shapes=(shapes,), strict=False)
-    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    assert getattr(torch.ops.hemiola, name).default in targets
-    for num_tokens in (3, 40):
-        other = [x for x in example(name, num_tokens) if isinstance(x, torch.Tensor)]
-        if name == "attention":  # 40 tokens need more than a page
-            other[5] = ints(1, 2, 3, 1, 2, 3).view(2, 3)[:, : arguments[5].shape[1]]
-            other[7] = other[7] % 16
-        expected = module(*[x.clone() for x in other])
-        assert torch.equal(program.module()(*[x.clone() for x in other]), expected)
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """One argument replaced, and what the refusal must say."""
-
-    op: str
-    argument: str
-    value: torch.Tensor
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.op}-{self.argument}-{self.message.split()[0]}"
+    assert op.torch_op in [node.target for node in program.graph.nodes if node.op == "call_function"]
+    for num_tokens, num_rows in ((3, 2), (40, 3)):
+        other = subject.arguments(num_tokens, 1, num_rows)[: len(op.args)]
+        states = [index for index, arg in enumerate(op.args) if arg.mutated]
+        for index in states:  # their sizes are constant: of two rows, which are padding here
+            other[index] = example[index].clone()
+        if num_rows > 2 and "rows" in [arg.name for arg in op.args]:
+            other[[arg.name for arg in op.args].index("rows")][2:, 3] = 0
+        mine, theirs = [x.clone() for x in other], [x.clone() for x in other]
+        torch.testing.assert_close(program.module()(*mine), module(*theirs), rtol=0, atol=0, equal_nan=True)
+        for index in states:
+            torch.testing.assert_close(mine[index], theirs[index], rtol=0, atol=0, equal_nan=True)
+            assert not mine[index].isnan().all()
 
 
 WRONG = [
-    Wrong("attention", "q", torch.zeros(6, 32), "q has 2 dimensions"),
-    Wrong("attention", "k", torch.zeros(6, 2, 9), "k's D is 9"),
-    Wrong("attention", "v", torch.zeros(6, 3, 8), "v's G is 3"),
-    Wrong("attention", "k_pages", torch.zeros(4, 16, 16), "k_pages has 3 dimensions"),
-    Wrong("attention", "v_pages", torch.zeros(5, 16, 2, 8), "v_pages's Z is 5"),
-    Wrong("attention", "page_table", torch.zeros(2, 1), "page_table is torch.float32"),
-    Wrong("attention", "cu_tokens", torch.zeros(3, dtype=torch.int64), "cu_tokens is torch.int64"),
-    Wrong("attention", "positions", ints(1, 2), "positions's T is 2"),
-    Wrong("linear", "x", torch.zeros(6, 8, dtype=torch.int32), "x is torch.int32"),
-    Wrong("linear", "weight", torch.zeros(5, 9), "weight's F is 9"),
-    Wrong("linear", "bias", torch.zeros(4), "bias's O is 4"),
-    Wrong("moe", "expert_ids", torch.zeros(6, 2), "expert_ids is torch.float32"),
-    Wrong(
-        "moe", "expert_weights", torch.zeros(6, 2, dtype=torch.bfloat16), "expert_weights is torch.bfloat16"
-    ),
-    Wrong("moe", "up", torch.zeros(10, 8), "up has 2 dimensions"),
-    Wrong("moe", "down", torch.zeros(4, 8, 5), "down's E is 4"),
-    Wrong("norm", "gate", torch.zeros(6, 7), "gate's W is 7"),
-    Wrong("norm", "weight", torch.zeros(1, 8), "weight has 2 dimensions"),
+    ("attention", "q", torch.zeros(6, 32), "q has 2 dimensions"),
+    ("attention", "k", torch.zeros(6, 2, 9), "k's D is 9"),
+    ("attention", "v", torch.zeros(6, 3, 32), "v's G is 3"),
+    ("attention", "v_pages", torch.zeros(5, 16, 2, 32), "v_pages's Z is 5"),
+    ("attention", "page_table", torch.zeros(2, 1), "page_table is torch.float32"),
+    ("attention", "rows", torch.zeros(2, 7, dtype=torch.int32), "rows's 8 is 7"),
+    ("conv", "rows", torch.zeros(2, 8, dtype=torch.int64), "rows is torch.int64"),
+    ("conv", "columns", torch.zeros(3, 20, 16), "columns's E is 16"),
+    ("delta", "dt_bias", torch.zeros(3, 16), "dt_bias's J is 16"),
+    ("delta", "A", torch.zeros(3, dtype=torch.bfloat16), "A is torch.bfloat16"),
+    ("mamba2", "dt_records", torch.zeros(3, 40, 4), "dt_records's H is 4"),
+    ("embed", "token_ids", torch.zeros(6, dtype=torch.int64), "token_ids is torch.int64"),
+    ("linear", "x", torch.zeros(6, 48, dtype=torch.int32), "x is torch.int32"),
+    ("linear", "weight", torch.zeros(80, 9), "weight's F is 9"),
+    ("linear", "bias", torch.zeros(4), "bias's O is 4"),
+    ("moe", "expert_weights", torch.zeros(6, 3, dtype=torch.bfloat16), "expert_weights is torch.bfloat16"),
+    ("moe", "down", torch.zeros(4, 32, 48), "down's E is 4"),
+    ("norm", "gate", torch.zeros(6, 7), "gate's W is 7"),
+    ("norm", "weight", torch.zeros(1, 96), "weight has 2 dimensions"),
+    ("rope", "table", torch.zeros(50, 3, 20), "table's 2 is 3"),
+    ("route", "bias", torch.zeros(36), "bias's E is 36"),
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_wrong_argument_is_refused_by_name(wrong: Wrong) -> None:
-    arguments = example(wrong.op)
-    index = [argument.name for argument in BY_NAME[wrong.op].args].index(wrong.argument)
-    arguments[index] = wrong.value
-    with pytest.raises(ValueError, match=f"^{wrong.op}: {wrong.message}"):
-        BY_NAME[wrong.op].check(*arguments)
-    with FakeTensorMode() as mode, pytest.raises(ValueError, match=f"{wrong.op}: {wrong.message}"):
-        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-        getattr(torch.ops.hemiola, wrong.op)(*fakes)
+@pytest.mark.parametrize("name,argument,value,message", WRONG, ids=[f"{w[0]}-{w[3]}" for w in WRONG])
+def test_wrong_argument_is_refused_by_name(
+    name: str, argument: str, value: torch.Tensor, message: str
+) -> None:
+    op, arguments = OPS[name], BASES[name].arguments(6)
+    op.check(*arguments)
+    arguments[[arg.name for arg in op.args].index(argument)] = value
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
+        op.check(*arguments)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=f"{name}: {message}"):
+        op.torch_op(*[mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments])
+
+
+@EVERY
+def test_choose_takes_fp32_and_says_what_other_dtype_it_got(subject: Subject) -> None:
+    op, arguments = subject.op, subject.arguments(6)
+    assert op.choose(op.call(*arguments), "cpu") == (op.form("compiled"), {})
+    for index, arg in enumerate(op.args):
+        if torch.float64 in arg.dtypes:
+            other = [*arguments[:index], arguments[index].double(), *arguments[index + 1 :]]
+            reason = (
+                rf"^{op.name} cannot run on cpu \(compiled: {arg.name} is torch.float64, not torch.float32\)"
+            )
+            with pytest.raises(Unsupported, match=reason):
+                op.choose(op.call(*other), "cpu")
+    other = [arguments[0].bfloat16(), *arguments[1:]]
+    if op.name != "embed":  # whose first argument is a weight
+        with pytest.raises(Unsupported, match=r"torch\.bfloat16, not torch\.float32"):
+            op.choose(op.call(*other), "cpu")
+    with pytest.raises(Unsupported, match=rf"^{op.name} cannot run on cuda \(it has no form there\)"):
+        op.choose(op.call(*arguments), "cuda")
+
+
+REFUSED: list[tuple[str, dict, dict, str]] = [
+    *(("attention", {letter: 24}, {}, f"{letter} is 24, no multiple of 16") for letter in "DL"),
+    ("conv", {"E": 24}, {}, "E is 24, no multiple of 16"),
+    *(("delta", {letter: 24}, {}, f"{letter} is 24, no multiple of 16") for letter in "KV"),
+    *(("mamba2", {letter: 24}, {}, f"{letter} is 24, no multiple of 16") for letter in "PD"),
+    ("gate", {"E": 24, "J": 24}, {}, "E is 24, no multiple of 16"),
+    ("gate", {"J": 16}, {}, "the gate has 16 channels, x has 48"),
+    ("gate", {}, {"kind": "gelu"}, "kind is 'gelu', not silu or sigmoid"),
+    ("moe", {}, {"activation": "gelu"}, "activation is 'gelu', not relu2 or swiglu"),
+    ("moe", {}, {"activation": "relu2"}, "up has 96 outputs and down 48 inputs, which relu2 does not make"),
+    ("norm", {}, {"group_len": 24}, "group_len is 24, not a multiple of 16 that divides the width 96"),
+    ("norm", {}, {"group_len": 64}, "group_len is 64, not a multiple of 16 that divides the width 96"),
+    ("rope", {"R": 25}, {}, "25 pairs do not fit into 48 channels"),
+    ("route", {}, {"scoring": "tanh"}, "scoring is 'tanh', not softmax or sigmoid"),
+    ("route", {"E": 36}, {"num_groups": 5}, "36 experts do not make 5 groups"),
+    ("route", {"E": 36}, {"num_groups": 36}, "36 experts do not make 36 groups"),
+    ("route", {}, {"top_k": 38}, "top_k 38 is more than the groups leave"),
+    ("route", {"E": 36}, {"num_groups": 6, "top_k": 7}, "top_k 7 is more than the groups leave"),
+    ("route", {"E": 36}, {"num_groups": 6, "top_groups": 7}, "7 groups of 6 cannot stay"),
+    ("route", {}, {"top_groups": 0}, "0 groups of 1 cannot stay"),
+]
+
+
+@pytest.mark.parametrize("name,sizes,attrs,reason", REFUSED, ids=[f"{r[0]}-{r[3]}" for r in REFUSED])
+def test_a_call_that_no_form_takes_is_refused_with_the_reason(
+    name: str, sizes: dict, attrs: dict, reason: str
+) -> None:
+    op = OPS[name]
+    call = op.call(*BASES[name].arguments(6))
+    with pytest.raises(Unsupported, match=rf"^{name} cannot run on cpu \(compiled: {reason}"):
+        op.choose(call._replace(sizes=call.sizes | sizes, attrs=call.attrs | attrs), "cpu")
+
+
+def test_the_first_form_that_takes_a_call_runs_with_the_reasons_of_those_before() -> None:
+    forms = [
+        Form("far", "cuda", lambda call: ""),
+        Form("picky", "cpu", lambda call: f"E is {call.sizes['E']}"),
+        Form("compiled", "cpu", lambda call: ""),
+        Form("spare", "cpu", lambda call: ""),
+    ]
+    op = replace(OPS["gate"], forms=tuple(forms))
+    call = op.call(*BASES["gate"].arguments(6))
+    assert call.sizes["E"] == 48 and call.attrs == {"kind": "silu"} and call.dtypes["x"] is torch.float32
+    assert op.choose(call, "cpu") == (forms[2], {"picky": "E is 48"})
+    assert op.choose(call, "cuda") == (forms[0], {})
+    with pytest.raises(Unsupported, match=r"gate cannot run on cpu \(picky: E is 48\)"):
+        replace(op, forms=tuple(forms[:2])).choose(call, "cpu")
+
+
+def test_bind_adds_the_sizes_that_a_form_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hemiola.plugins.gate import compiled
+
+    monkeypatch.setattr(compiled, "gate", lambda *values: values)
+    op, x = OPS["gate"], torch.zeros(6, 48)
+    call = op.call(x, x, "silu")
+    assert op.bind(op.form("compiled"), call)(1, 2, 3) == (1, 2, 3)
+    assert op.bind(op.form("compiled")._replace(sizes="ET"), call)(1, 2, 3) == (1, 2, 3, 48, 6)
+
+
+def test_a_dynamic_size_is_not_constant_in_a_call() -> None:
+    """What is known when an engine is built: letters whose sizes are numbers."""
+    op, seen = OPS["gate"], []
+
+    class Probe(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(op.call(x, x, "silu").sizes)
+            return x + 1
+
+    dims = {"x": {0: torch.export.Dim("T", max=64)}}
+    torch.export.export(Probe(), (torch.zeros(6, 48),), dynamic_shapes=dims, strict=False)
+    assert seen[0]["E"] == 48 and "T" not in seen[0]
+
+
+def test_rows_is_one_tensor_of_eight_columns() -> None:
+    with pytest.raises(ValueError, match="rows has 1 dimensions"):
+        OPS["conv"].check(*BASES["conv"].arguments(6)[:4], int32(*range(8)))

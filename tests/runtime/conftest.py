@@ -23,11 +23,12 @@ def make_hand() -> Callable[..., Hand]:
         text: Text | None = None,
         session: FakeSession | None = None,
         proposer: Callable[[Ledger], Proposer] | None = None,
+        hybrid: bool = True,
         **sizes: int | str,
     ) -> Hand:
         config = session.config if session is not None else resolved(**sizes)
-        session = session or FakeSession(config)
-        loop = make_loop(config, session, session, text, Cost(10, 40), proposer=proposer)
+        session = session or FakeSession(config, hybrid=hybrid)
+        loop = make_loop(config, session, session, text, Cost(10, 40 if hybrid else 0), proposer=proposer)
         return Hand(loop, Bounds(config.max_len, config.max_len, VOCAB, eos_ids=()))
 
     return make
@@ -63,6 +64,7 @@ def engine_hands(
     Kind "scripted" takes a proposer, or proposes right and wrong windows of every length. Kind "mtp" may take
     one too: then the head runs, and the drafts come from there.
     """
+
     def make(family: str, kind: str = "plain", built: dict | None = None, **options: object) -> EngineHand:
         engine_dir = tiny_engine(family, **{"max_step_tokens": 512} | (built or {}))
         if kind == "scripted" and "proposer" not in options:

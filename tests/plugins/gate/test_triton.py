@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from hemiola.plugins.gate.triton import gate
-from tests.gpu.laws import DEVICE, HALF, apart, error, needs_memory, on_gpu, poisoned, randn, rows_are_alone
+from tests.gpu.laws import DEVICE, HALF, MANY, apart, error, needs_memory, on_gpu, poisoned, randn, rows_are_alone
 
 pytestmark = on_gpu
 
@@ -36,7 +36,7 @@ def test_gates_far_out_are_shut_or_open() -> None:
 
 @pytest.mark.parametrize("kind", ["silu", "sigmoid"])
 def test_a_row_is_alone(kind: str) -> None:
-    rows_are_alone(lambda x, g: gate(x, g, kind), randn(2200, 520), randn(2200, 520))
+    rows_are_alone(lambda x, g: gate(x, g, kind), randn(MANY, 520), randn(MANY, 520))
 
 
 @needs_memory

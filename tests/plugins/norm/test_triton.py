@@ -9,6 +9,7 @@ from hemiola.plugins.norm.triton import norm
 from tests.gpu.laws import (
     DEVICE,
     HALF,
+    MANY,
     apart,
     error,
     needs_memory,
@@ -55,7 +56,7 @@ def test_against_fp64(width: int, group_len: int, gated: str, dtype: torch.dtype
 @pytest.mark.parametrize("width, group_len", [(4096, 4096), (4096, 128), (10240, 1280), (100, 100)])
 def test_a_row_is_alone(width: int, group_len: int, gated: str) -> None:
     weight = randn(width, dtype=torch.float32)
-    x, gate = randn(2200, width), randn(2200, width)
+    x, gate = randn(MANY, width), randn(MANY, width)
     rows_are_alone(lambda x, g: run(x, g, weight, group_len, gated), x, gate)
 
 

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from hemiola.plugins.rope.triton import rope
-from tests.gpu.laws import DEVICE, HALF, error, needs_memory, on_gpu, poisoned, randn, rows_are_alone, same_bits
+from tests.gpu.laws import DEVICE, HALF, MANY, error, needs_memory, on_gpu, poisoned, randn, rows_are_alone, same_bits
 
 pytestmark = on_gpu
 
@@ -40,8 +40,8 @@ def test_against_fp64(heads: int, depth: int, pairs: int, dtype: torch.dtype) ->
 
 def test_a_row_is_alone() -> None:
     turns = table(4000, 32)
-    positions = torch.randperm(4000, device=DEVICE)[:2200].int()
-    rows_are_alone(lambda x, p: rope(x, p, turns), randn(2200, 4, 96), positions)
+    positions = torch.randperm(4000, device=DEVICE)[:MANY].int()
+    rows_are_alone(lambda x, p: rope(x, p, turns), randn(MANY, 4, 96), positions)
 
 
 def test_a_place_that_the_table_has_not_gives_zeros() -> None:

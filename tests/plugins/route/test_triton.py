@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from hemiola.plugins.route.triton import route
-from tests.gpu.laws import DEVICE, HALF, error, on_gpu, poisoned, randn, rows_are_alone
+from tests.gpu.laws import DEVICE, HALF, MANY, error, on_gpu, poisoned, randn, rows_are_alone
 
 pytestmark = on_gpu
 
@@ -65,7 +65,7 @@ def test_ties_go_to_the_lowest_id(scoring: str) -> None:
 def test_a_row_is_alone(name: str) -> None:
     num_experts, *rest, biased = CASES[name]
     bias = randn(num_experts, dtype=torch.float32) if biased else torch.empty(0, device=DEVICE)
-    scores = randn(2200, num_experts + 1)[:, :num_experts]
+    scores = randn(MANY, num_experts + 1)[:, :num_experts]
     rows_are_alone(lambda s: route(s, bias, *rest)[0], scores)
     rows_are_alone(lambda s: route(s, bias, *rest)[1], scores)
 

@@ -166,9 +166,9 @@ def test_bad_input_is_one_line_and_status_2(
         ((generate, *engine, "--prompt", "x", "--top-p", "much"), "top_p is 'much'"),
         (
             (generate, *engine, "--prompt", "x", "--prompt-file", "y"),
-            "give one of --prompt TEXT and --prompt-file PATH",
+            "give one of --prompt TEXT, --prompt-ids IDS and --prompt-file PATH",
         ),
-        ((generate, *engine), "give one of --prompt TEXT and --prompt-file PATH"),
+        ((generate, *engine), "give one of --prompt TEXT, --prompt-ids IDS and --prompt-file PATH"),
         (
             (generate, *engine, "--prompt-file", str(tmp_path / "none")),
             "cannot be read (No such file or directory)",

@@ -99,12 +99,19 @@ def large_engine(folder: Path, dtype: torch.dtype) -> Path:
         shapes[f"backbone.layers.{n}.norm.weight"] = (width,)
         mixer = {"up_proj": (inner, width), "down_proj": (width, inner)}
         if n == len(layers):
-            mixer = {"q_proj": (64, width), "k_proj": (32, width), "v_proj": (32, width), "o_proj": (width, 64)}
+            mixer = {
+                "q_proj": (64, width),
+                "k_proj": (32, width),
+                "v_proj": (32, width),
+                "o_proj": (width, 64),
+            }
         shapes |= {f"backbone.layers.{n}.mixer.{name}.weight": shape for name, shape in mixer.items()}
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text(json.dumps(config))
-    save_file({n: torch.full(s, 0.01, dtype=dtype) for n, s in shapes.items()}, checkpoint / "model.safetensors")
+    save_file(
+        {n: torch.full(s, 0.01, dtype=dtype) for n, s in shapes.items()}, checkpoint / "model.safetensors"
+    )
     write_tokenizer(checkpoint)
     build(checkpoint, folder / "engine", Options(max_len=128, max_rows=2, drafts="none"))
     return folder / "engine"

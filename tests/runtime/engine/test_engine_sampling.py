@@ -28,7 +28,7 @@ def oracle(tiny_checkpoint: Callable[..., Path]) -> Oracle:
 
 @pytest.fixture(scope="module", params=["none", "ngram", "mtp"])
 def llm(request: pytest.FixtureRequest, tiny_engine: Callable[..., Path]) -> LLM:
-    with LLM(tiny_engine("qwen3_5"), max_rows=4, drafts=request.param) as made:
+    with LLM(tiny_engine("qwen3_5"), max_rows=4, drafts=request.param, adaptive_drafts=False) as made:
         yield made
 
 

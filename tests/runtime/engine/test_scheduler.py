@@ -187,14 +187,15 @@ def test_storm(make_hand: Callable, seed: int) -> None:
     for _ in range(120):
         if len(wanted) < 25 and dice.random() < 0.4:
             ids = prompt(dice.randint(1, 40), dice.randint(0, 99))
-            max_tokens = dice.randint(1, 24)
-            wanted[hand.submit(ids, max_tokens=max_tokens)] = oracle(ids, max_tokens)
+            max_tokens, priority = dice.randint(1, 24), dice.choice([0, 0, 1, -1])
+            wanted[hand.submit(ids, max_tokens=max_tokens, priority=priority)] = oracle(ids, max_tokens)
         if wanted and dice.random() < 0.1:
-            aborted.add(dice.choice(list(wanted)))
-            hand.loop.abort(max(aborted))
+            request_id = dice.choice([i for i in wanted if not hand.ended(i)] or list(wanted))
+            aborted.add(request_id)
+            hand.loop.abort(request_id)
         running = hand.loop.scheduler.running
         if running and dice.random() < 0.1:
-            hand.loop.scheduler._preempt(running[-1])
+            hand.preempt(dice.choice(running))
         hand.turn()
     hand.run()
     for request_id, token_ids in wanted.items():

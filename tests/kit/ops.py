@@ -1,0 +1,222 @@
+"""Ops with sizes: arguments for a call of any of them, forms as an engine runs them, and how to compare."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hemiola.plugins import OPS
+from hemiola.plugins.rows import COLUMNS
+from hemiola.plugins.spec import Op
+
+Tensors = list[torch.Tensor]
+FRESH = dict.fromkeys(COLUMNS, 0) | {"slot": 1}
+
+
+def form(op: Op, name: str) -> Callable[..., Any]:
+    """The reference, or a form as an engine runs it: chosen, its weights packed, its sizes bound."""
+    if name == "reference":
+        return op.reference
+
+    def run(*values: Any) -> Any:
+        call = op.call(*values)
+        chosen = op.choose(call, "cpu").form
+        assert chosen.name == name
+        packs = [chosen.packs.get(arg.name, lambda weight: weight) for arg in op.args]
+        packed = [pack(value) for pack, value in zip(packs, values, strict=False)]
+        sizes = [call.sizes[letter] for letter in chosen.sizes]
+        return op.bind(chosen.name, sizes)(*packed, *values[len(packs) :])
+
+    return run
+
+
+def int32(*values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def row(**columns: int) -> tuple[int, ...]:
+    """A line of `rows`; what is not given is 0, the slot is 1."""
+    return tuple((FRESH | columns)[name] for name in COLUMNS)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal, NaN and the sign of zero included."""
+    kind = {4: torch.int32, 8: torch.int64, 2: torch.int16}[a.element_size()]
+    return a.shape == b.shape and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def rel_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An op with the sizes of its letters, and its attributes behind chunk_len."""
+
+    name: str
+    sizes: tuple[tuple[str, int], ...]
+    attrs: tuple = ()
+    absent: str = ""  # the optional argument that is not given
+    decay: float = 1.0  # strength of A
+
+    def __str__(self) -> str:
+        return "-".join((self.name, *(f"{k}{v}" for k, v in self.sizes), *map(str, self.attrs)))
+
+    @property
+    def op(self) -> Op:
+        return OPS[self.name]
+
+    def make(self, name: str, num_tokens: int, seed: int, num_rows: int = 2) -> torch.Tensor:
+        """An argument that is no state and not `rows`."""
+        index = [arg.name for arg in self.op.args].index(name)
+        sizes = {"T": num_tokens, "N": num_rows, "2": 2} | dict(self.sizes)
+        if name == self.absent:
+            return torch.empty(0)
+        shape = [sizes[letter] for letter in self.op.args[index].shape.rstrip("*")]
+        rng = torch.Generator().manual_seed(1000 * seed + index)
+        value = torch.randn(shape, generator=rng)
+        match self.name, name:
+            case _, "A":
+                return -(value.abs() + 0.1) * self.decay
+            case _, "dt_bias":
+                return value / 2 - 2
+            case "delta", "q" | "k":
+                return F.normalize(value, dim=-1)
+            case "attention", "positions":
+                return int32(*range(num_tokens - num_rows + 1), *[0] * (num_rows - 1))[:num_tokens]
+            case _, "positions":
+                return torch.randint(sizes["M"], shape, generator=rng).int()
+            case _, "page_table":
+                return (
+                    (torch.randperm(sizes["Z"] - 1, generator=rng) + 1)[: shape[0] * shape[1]]
+                    .view(shape)
+                    .int()
+                )
+            case _, "token_ids":
+                return torch.randint(sizes["V"], shape, generator=rng).int()
+            case _, "expert_ids":
+                return torch.rand(num_tokens, sizes["E"], generator=rng).argsort(1)[:, : shape[1]].int()
+            case "linear" | "moe", "weight" | "up" | "down":
+                return (value * shape[-1] ** -0.5).bfloat16().float()
+        return value
+
+    def tokens(self, num: int, seed: int) -> Tensors:
+        """Everything that comes per token."""
+        return [self.make(arg.name, num, seed) for arg in self.op.args if arg.shape[0] == "T"]
+
+    def constants(self) -> Tensors:
+        """Everything else that is neither a state nor `rows`."""
+        rest = [arg for arg in self.op.args if arg.shape[0] not in "TN" and not arg.mutated]
+        return [self.make(arg.name, 0, 99) for arg in rest]
+
+    def states(
+        self, num_slots: int, chunk_len: int, num_drafts: int, dtype: torch.dtype = torch.float32
+    ) -> Tensors:
+        """Slots full of NaN."""
+        sizes = dict(self.sizes) | {"S": num_slots}
+        sizes["R"] = chunk_len + num_drafts + (sizes["W"] - 1 if self.name == "conv" else 0)
+        held = [[sizes[letter] for letter in arg.shape] for arg in self.op.args if arg.mutated]
+        return [torch.full(shape, torch.nan, dtype=dtype) for shape in held]
+
+    def at_edge(self, states: Tensors, slot: int, edge: int) -> torch.Tensor:
+        """What a slot holds of an edge: the state, or the raw columns before it."""
+        if self.name != "conv":
+            return states[0][slot].clone()
+        before = range(max(edge - dict(self.sizes)["W"] + 1, 0), edge)
+        return states[0][slot][[place % states[0].shape[1] for place in before]].clone()
+
+    def run(
+        self, name: str, tokens: Tensors, states: Tensors, rows: list[tuple[int, ...]], chunk_len: int
+    ) -> torch.Tensor:
+        """A step of a recurrent op; constants in the dtype of its tokens."""
+        constants = [constant.to(tokens[0].dtype) for constant in self.constants()]
+        lines = torch.tensor(rows, dtype=torch.int32)
+        return form(self.op, name)(*tokens, *constants, *states, lines, chunk_len, *self.attrs)
+
+    def arguments(self, num_tokens: int, seed: int = 0, num_rows: int = 2) -> list:
+        """A whole call: fresh rows, of one token each but the first; states are NaN."""
+        sizes = {"S": num_rows + 1, "R": 40} | dict(self.sizes)
+        long = num_tokens - num_rows + 1
+        rows = [row(num_tokens=max(long, 0))]
+        rows += [row(first=long + n, num_tokens=int(long > 0), slot=n + 2) for n in range(num_rows - 1)]
+        made: list = []
+        for arg in self.op.args:
+            if arg.mutated:
+                made.append(torch.full([sizes[letter] for letter in arg.shape], torch.nan))
+            elif arg.name == "rows":
+                made.append(int32(*rows))
+            else:
+                made.append(self.make(arg.name, num_tokens, seed, num_rows))
+        chunk_len = [16] if self.op.attrs and self.op.attrs[0].name == "chunk_len" else []
+        return [*made, *chunk_len, *self.attrs]
+
+
+def subject(name: str, *attrs: object, absent: str = "", decay: float = 1.0, **sizes: int) -> Subject:
+    return Subject(name, tuple(sizes.items()), attrs, absent, decay)
+
+
+def formed(reference: Iterable[Subject] = (), compiled: Iterable[Subject] = ()) -> pytest.MarkDecorator:
+    """Parametrises `subject` and `form`."""
+    pairs = [(subject, "reference") for subject in reference] + [
+        (subject, "compiled") for subject in compiled
+    ]
+    return pytest.mark.parametrize(
+        "subject,form", [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}") for pair in pairs]
+    )
+
+
+def subjects() -> dict[str, list[Subject]]:
+    """What compiled forms take, by op; the first is the base."""
+    attention = dict(Z=40, L=16, W=12)
+    return {
+        "attention": [
+            subject("attention", 0.2, 0, H=6, D=32, G=2, **attention),
+            subject("attention", 0.1, 1, H=3, D=80, G=3, **attention),
+        ],
+        "conv": [subject("conv", E=48, W=4), subject("conv", E=16, W=2)],
+        "delta": [
+            subject("delta", G=1, K=16, H=3, V=64, J=1),
+            subject("delta", G=4, K=32, H=20, V=80, J=1),
+            subject("delta", G=2, K=16, H=2, V=16, J=16),
+        ],
+        "embed": [subject("embed", V=100, F=40), subject("embed", V=33, F=7)],
+        "gate": [
+            subject("gate", "silu", E=48, J=48),
+            subject("gate", "sigmoid", E=48, J=48),
+            subject("gate", "sigmoid", E=16, J=1),
+            subject("gate", "silu", E=32, J=1),
+        ],
+        "linear": [subject("linear", F=48, O=80), subject("linear", F=33, O=100, absent="bias")],
+        "mamba2": [
+            subject("mamba2", 0.02, 0.3, H=3, P=32, G=1, D=80),
+            subject("mamba2", 0.0, math.inf, H=20, P=16, G=5, D=16),
+        ],
+        "moe": [
+            subject("moe", "swiglu", F=32, K=3, E=7, J=96, I=48),
+            subject("moe", "relu2", F=64, K=2, E=5, J=16, I=16),
+        ],
+        "norm": [
+            subject("norm", 1e-5, 48, True, W=96),
+            subject("norm", 1e-6, 16, False, W=16),
+            subject("norm", 1e-6, 64, False, W=64, absent="gate"),
+        ],
+        "rope": [
+            subject("rope", H=3, D=48, M=50, R=20),
+            subject("rope", H=2, D=32, M=50, R=16),
+            subject("rope", H=1, D=7, M=50, R=2),
+        ],
+        "route": [
+            subject("route", "softmax", 4, 1, 1, True, 1.0, E=37, absent="bias"),
+            subject("route", "softmax", 3, 1, 1, False, 1.5, E=64),
+            subject("route", "sigmoid", 5, 4, 2, True, 2.5, E=60),
+            subject("route", "sigmoid", 2, 1, 1, False, 1.0, E=16, absent="bias"),
+        ],
+    }
+
+
+SUBJECTS = subjects()
+ALL = [subject for same_op in SUBJECTS.values() for subject in same_op]

@@ -1,0 +1,175 @@
+"""What every compiled form keeps: the numbers of its reference, and bits that depend on nothing else."""
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numba
+import pytest
+import torch
+from kit.ops import ALL, Subject, Tensors, form, rel_error, same_bits
+
+from hemiola.plugins.cpu import jit
+
+
+def has_landed(name: str) -> bool:
+    """Until linear's and moe's new kernels are here; embed uses linear's packing."""
+    try:
+        return bool(
+            import_module(
+                "hemiola.plugins.linear.compiled" if name == "embed" else f"hemiola.plugins.{name}.compiled"
+            )
+        )
+    except ImportError:
+        return False
+
+
+READY = [subject for subject in ALL if has_landed(subject.name)]
+COMPILED = pytest.mark.parametrize("subject", READY, ids=str)
+STATELESS = pytest.mark.parametrize(
+    "subject", [s for s in READY if all(arg.name != "rows" for arg in s.op.args)], ids=str
+)
+
+
+def run(subject: Subject, values: list, name: str = "compiled") -> Tensors:
+    """Results, then states; the states given stay."""
+    values = [
+        v.clone() if i < len(subject.op.args) and subject.op.args[i].mutated else v
+        for i, v in enumerate(values)
+    ]
+    results = form(subject.op, name)(*values)
+    states = [value for arg, value in zip(subject.op.args, values, strict=False) if arg.mutated]
+    return [*(results if isinstance(results, tuple) else (results,)), *states]
+
+
+def per_token(subject: Subject) -> list[int]:
+    args = enumerate(subject.op.args)
+    return [index for index, arg in args if arg.shape[0] == "T" and arg.name != subject.absent]
+
+
+@pytest.mark.parametrize("num_tokens", [2, 17, 40])
+@COMPILED
+@pytest.mark.usefixtures("poisoned_empty")
+def test_it_is_the_reference(subject: Subject, num_tokens: int) -> None:
+    """In fp64; and it changes nothing but states."""
+    arguments = subject.arguments(num_tokens)
+    before = [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
+    ours = run(subject, arguments)
+    exact = [torch.float64 in arg.dtypes for arg in subject.op.args]
+    wide = [v.double() if i < len(exact) and exact[i] else v for i, v in enumerate(arguments)]
+    for mine, wanted in zip(ours, run(subject, wide, "reference"), strict=True):
+        assert mine.is_contiguous() and mine.shape == wanted.shape
+        if mine.dtype == torch.int32:
+            assert torch.equal(mine, wanted)
+        else:
+            assert torch.equal(mine.isnan(), wanted.isnan())
+            assert rel_error(mine.nan_to_num(), wanted.nan_to_num()) < 1e-6
+    for now, then in zip(arguments, before, strict=True):
+        assert now == then if not isinstance(now, torch.Tensor) else same_bits(now, then)
+
+
+@COMPILED
+def test_no_tokens(subject: Subject) -> None:
+    arguments = subject.arguments(0)
+    ours, theirs = run(subject, arguments), run(subject, arguments, "reference")
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert mine.shape == wanted.shape and mine.dtype == wanted.dtype
+        assert mine.numel() == 0 or mine.isnan().all()
+
+
+@COMPILED
+def test_where_tokens_lie_changes_no_bit(subject: Subject) -> None:
+    """A layer cuts its inputs out of one projection, whose other columns are nobody's."""
+    arguments = subject.arguments(21)
+    expected = run(subject, arguments)
+
+    def columns(x: torch.Tensor) -> torch.Tensor:
+        edge = x.new_full((len(x), 3), -(10**9) if x.dtype == torch.int32 else torch.nan)
+        return torch.cat([edge, x.flatten(1), edge], dim=1)[:, 3:-3].unflatten(1, x.shape[1:])
+
+    def crossed(x: torch.Tensor) -> torch.Tensor:
+        return x.mT.contiguous().mT
+
+    def every_second(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(2, 0)[::2]
+
+    for way in (columns, crossed, every_second):
+        moved = list(arguments)
+        for index in per_token(subject):
+            if way is every_second or arguments[index].dim() > 1:
+                moved[index] = way(arguments[index])
+                assert torch.equal(moved[index], arguments[index])
+        assert all(same_bits(a, b) for a, b in zip(run(subject, moved), expected, strict=True)), way.__name__
+
+
+@COMPILED
+def test_threads_change_no_bit(subject: Subject, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = subject.arguments(150)
+    torch.set_num_threads(1)
+    expected = run(subject, arguments)
+    torch.set_num_threads(threads)
+    monkeypatch.setattr(jit, "WORTH_A_THREAD", -1)
+    assert all(same_bits(a, b) for a, b in zip(run(subject, arguments), expected, strict=True))
+
+
+@STATELESS
+def test_neighbours_and_places_change_no_bit(subject: Subject) -> None:
+    """One token alone, among others, at another place, beside NaN."""
+    num = 70
+    arguments = subject.arguments(num)
+    expected = run(subject, arguments)
+
+    def check(chosen: torch.Tensor) -> None:
+        part = list(arguments)
+        for index in per_token(subject):
+            part[index] = arguments[index][chosen]
+        for mine, wanted in zip(run(subject, part), expected, strict=True):
+            assert same_bits(mine, wanted[chosen]), f"{len(chosen)} tokens from {chosen[0]} on"
+
+    for start in (0, 5, 37):
+        for count in (1, 2, 3, 4, 5, 15, 16, 17, 33):
+            check(torch.arange(start, start + count))
+    check(torch.randperm(num, generator=torch.Generator().manual_seed(1)))
+    for token in (0, 16, 69):
+        poisoned = list(arguments)
+        for index in per_token(subject):
+            if arguments[index].is_floating_point():
+                poisoned[index] = torch.full_like(arguments[index], torch.nan)
+                poisoned[index][token] = arguments[index][token]
+        for mine, wanted in zip(run(subject, poisoned), expected, strict=True):
+            assert same_bits(mine[token], wanted[token])
+
+
+def save(path: str) -> None:
+    """What another process is asked for: every result, and the code of a kernel."""
+    results = {str(subject): run(subject, subject.arguments(40)) for subject in READY}
+    torch.save((results, assembly(), str(jit.cache_dir())), path)
+
+
+def assembly() -> str:
+    """Code that was loaded cannot be read, so one kernel is compiled again."""
+    kernel = next(kernel for kernel in jit.KERNELS if kernel.name == "_norm")
+    signature = numba.types.void(*[numba.types.int64] * (2 + len(kernel.arguments)))
+    code: Any = numba.cfunc(signature, error_model="numpy")(kernel._function)
+    return code._library.get_asm_str()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names registers of x86-64")
+def test_the_width_of_registers_changes_no_bit(tmp_path: Path) -> None:
+    """A process whose kernels are compiled for AVX2 alone, beside this one; its kernels lie elsewhere."""
+    path, tests = tmp_path / "results.pt", Path(__file__).parent.parent
+    folders = os.pathsep.join(map(str, (tests.parent, tests, tests / "plugins")))
+    narrow = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "PYTHONPATH": folders}
+    script = f"import test_forms; test_forms.save({str(path)!r})"
+    subprocess.run([sys.executable, "-c", script], env=os.environ | narrow, check=True)
+    theirs, code, folder = torch.load(path)
+    assert "zmm" not in code and "ymm" in code and "vfmadd" in code
+    print("registers of 512 bits here:", "zmm" in assembly())
+    assert folder != str(jit.cache_dir())
+    for subject in READY:
+        ours = run(subject, subject.arguments(40))
+        assert all(same_bits(a, b) for a, b in zip(ours, theirs[str(subject)], strict=True)), str(subject)
