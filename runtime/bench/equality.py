@@ -1,4 +1,4 @@
-"""Were the tokens the same? In all variants, and as a request alone gets them, without drafts and reuse."""
+"""Were the tokens the same? In all variants; and in the plain run: alone, without drafts and reuse."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol

@@ -1,4 +1,4 @@
-"""Sends sessions to an engine on their schedule and writes down when what came back."""
+"""Sends sessions to an engine on their schedule and notes what comes back, and when."""
 
 import heapq
 import signal

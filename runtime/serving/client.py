@@ -1,4 +1,4 @@
-"""The LLM's calls over Triton gRPC: what runs here runs there, with the same types."""
+"""The LLM's calls over Triton gRPC, with the same types."""
 
 import json
 import struct

@@ -20,7 +20,8 @@ from hemiola.runtime.config import ServeConfig, resolve
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.engine.drafts import Proposer
-from hemiola.runtime.engine.request import Bounds
+from hemiola.runtime.engine.request import Bounds, Request, Rule
+from hemiola.runtime.engine.sampling import logprobs, to_logprobs
 from hemiola.runtime.engine.step import Batch, Outcome, Plan
 from hemiola.runtime.llm import make_loop, prefix_cost
 
@@ -110,9 +111,7 @@ class EngineHand(Hand):
         **options: object,
     ) -> None:
         found = manifest.load(engine_dir)
-        chosen = (
-            {"adaptive_drafts": False} | KINDS[kind] | options
-        )  # how fast a step was must not matter here
+        chosen = {"adaptive_drafts": False} | KINDS[kind] | options  # how fast a step was must not matter here
         config = resolve(ServeConfig(**chosen), found, 2**30)
         self.storage = Storage(found.states, config.num_pages, config.num_slots, poison=True)
         recorder = Recorder(Session(engine_dir, found, self.storage, config.drafts))
@@ -124,9 +123,8 @@ class EngineHand(Hand):
         super().__init__(loop, Bounds(*sizes, eos_ids=(), num_drafts=config.num_drafts))
         self.config, self.plain, self.manifest = config, plain, found
         self.mtp = config.drafts == "mtp"
-        self.recorded: dict[
-            tuple[int, ...], torch.Tensor
-        ] = {}  # what a token was chosen from, by all before it
+        self.recorded: dict[tuple[int, ...], list[torch.Tensor]] = {}  # logits behind a text, every copy
+        self.proposed: dict[tuple[int, ...], list[tuple[list[int], Rule]]] = {}  # drafts of an MTP head
         self.final_len: dict[int, int] = {}  # by request: what its last step made final, drafts apart
         self._shuffle = shuffle
         self._watch()
@@ -149,27 +147,20 @@ class EngineHand(Hand):
         if self.config.drafts != "none" and not isinstance(self.loop.drafts, (Scripted, Prompted)):
             propose = self.loop.drafts.propose
 
-            def propose_and_check(plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+            def propose_and_keep(plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
                 propose(plan, batch, hidden)
-                self._check_drafts(plan)
+                self._keep_drafts(plan)
 
-            self.loop.drafts.propose = propose_and_check
+            self.loop.drafts.propose = propose_and_keep
 
-    def _check_drafts(self, plan: Plan) -> None:
-        """They depend on the text only, not on hits, chunks or neighbours."""
+    def _keep_drafts(self, plan: Plan) -> None:
         ledger = self.loop.ledger
         for row in plan.rows:
-            if row.room == 0 or not row.request.rule.greedy:
-                continue
-            total_len, num = int(ledger.total_len[row.slot_id]), int(ledger.num_drafts[row.slot_id])
-            if row.request.rule.edits_logits or num == 0:
-                continue
-            ids = ledger.ids[row.slot_id].numpy()
-            drafts = ids[total_len : total_len + num].tolist()
-            key = self.config.drafts, ids[:total_len].tobytes()
-            known = self.plain.drafts.setdefault(key, drafts)
-            assert known[:num] == drafts[: len(known)], f"other drafts than before behind {total_len} tokens"
-            self.plain.drafts[key] = max(known, drafts, key=len)
+            if row.room and self.mtp:
+                total_len, num = int(ledger.total_len[row.slot_id]), int(ledger.num_drafts[row.slot_id])
+                assert num == row.room
+                ids = ledger.ids[row.slot_id, : total_len + num].tolist()
+                self.proposed.setdefault(tuple(ids[:total_len]), []).append((ids[total_len:], row.request.rule))
 
     def _record(self, plan: Plan, outcome: Outcome) -> None:
         logits, first = self.loop.session.logits.popleft(), 0
@@ -180,7 +171,8 @@ class EngineHand(Hand):
                 token_ids = outcome.token_ids[n]
                 ids = [*request.ids[: request.total_len].tolist(), *token_ids]
                 for at in range(len(token_ids)):
-                    self.recorded[tuple(ids[: request.total_len + at])] = logits[first + at]
+                    known = tuple(ids[: request.total_len + at])
+                    self.recorded.setdefault(known, []).append(logits[first + at])
             first += (1 + row.num_drafts) * row.chooses
 
     # Demands.
@@ -198,17 +190,43 @@ class EngineHand(Hand):
         assert got == list(expected[: len(got)]), f"request {request_id}, prompt of {prompt_len}"
 
     def check_logits(self) -> None:
-        """What every token was chosen from is the plain run's, bit for bit."""
-        for request in sorted(self.requests, key=lambda request: -request.total_len):
-            ids = request.ids[: request.total_len].tolist()
+        """What every token was chosen from, whenever and for whom, is the plain run's, bit for bit."""
+        texts = {tuple(request.ids[: request.total_len].tolist()): request for request in self.requests}
+        checked: set[tuple[int, ...]] = set()
+        for ids, request in sorted(texts.items(), key=lambda found: -len(found[0])):
             if len(ids) == request.prompt_len:
                 continue
             logits = self.plain.logits(ids[:-1])
             for at in range(request.prompt_len, len(ids)):
-                found = self.recorded[tuple(ids[:at])]
-                assert torch.equal(found, logits[at - 1]), f"{request.id}: position {at}"
+                copies = self.recorded[ids[:at]]
+                assert all(torch.equal(copy, logits[at - 1]) for copy in copies), f"{request.id}: position {at}"
+                checked.add(ids[:at])
                 if request.rule.greedy and not request.rule.edits_logits:
                     assert int(logits[at - 1].argmax()) == ids[at], f"{request.id}: token {at}"
+        for request in self.requests:
+            self._check_logprobs(request)
+        for ids in self.recorded.keys() - checked:  # of windows that ended early
+            assert all(torch.equal(copy, self.plain.logits(ids)[-1]) for copy in self.recorded[ids])
+
+    def _check_logprobs(self, request: Request) -> None:
+        """They are those of the request's own tokens, from the logits of its own text."""
+        num_top = request.params.logprobs
+        if num_top is None or request.total_len == request.prompt_len:
+            return
+        ids = request.ids[: request.total_len].tolist()
+        logits = self.plain.logits(ids[:-1])[request.prompt_len - 1 :]
+        token_ids = torch.tensor(ids[request.prompt_len :])
+        assert request.logprobs == to_logprobs(token_ids.tolist(), *logprobs(logits, token_ids, num_top))
+
+    def check_drafts(self) -> None:
+        """Every draft is the head's own continuation of a text: of its best tokens, or of its draws."""
+        for text, found in sorted(self.proposed.items(), reverse=True):  # quick in this order
+            known: dict[Rule | None, list[int]] = {}
+            for drafts, rule in sorted(found, key=lambda made: -len(made[0])):
+                key = None if rule.greedy and not rule.edits_logits else rule
+                if key not in known:
+                    known[key] = self.plain.drafts(text, len(drafts), rule)
+                assert drafts == known[key][: len(drafts)], f"drafts behind {len(text)} tokens"
 
     def check_contents(self) -> None:
         """Every cached page and snapshot is what a plain run of its tokens leaves; what is free is poison."""
@@ -270,6 +288,7 @@ class EngineHand(Hand):
         """Run until all is done, and demand everything that holds of any run."""
         self.run()
         self.check_logits()
+        self.check_drafts()
         self.check_contents()
 
 
