@@ -53,6 +53,8 @@ def build_engine(
 
 def summary(manifest: "Manifest", engine_dir: Path) -> Table:
     """What was built, for people."""
+    from hemiola.runtime.config import state_bytes
+
     limits = manifest.limits
     table = Table(title=str(engine_dir), show_header=False, title_justify="left")
     kinds = {kind: manifest.layers.count(kind) for kind in dict.fromkeys(manifest.layers)}
@@ -64,22 +66,12 @@ def summary(manifest: "Manifest", engine_dir: Path) -> Table:
     )
     table.add_row("longest request", f"{limits.max_len} tokens")
     table.add_row("one step", f"{limits.max_rows} requests, {limits.max_step_tokens} tokens")
-    table.add_row("one page", f"{limits.page_len} tokens, {_mib(_state_bytes(manifest, 'page'))}")
-    table.add_row("one slot", _mib(_state_bytes(manifest, "slot")))
+    table.add_row("one page", f"{limits.page_len} tokens, {_mib(state_bytes(manifest.states, 'page'))}")
+    table.add_row("one slot", _mib(state_bytes(manifest.states, "slot")))
     table.add_row(
         "on disk", _mib(sum(file.stat().st_size for file in engine_dir.rglob("*") if file.is_file()))
     )
     return table
-
-
-def _state_bytes(manifest: "Manifest", kind: str) -> int:
-    total = 0
-    for state in (state for state in manifest.states if state.kind == kind):
-        size = 4
-        for length in state.shape:
-            size *= length
-        total += size
-    return total
 
 
 def _mib(num_bytes: int) -> str:

@@ -1,12 +1,13 @@
 """Options of a running engine, and the pure function that turns "auto" into numbers."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 
 from hemiola.runtime.api import Strict
+from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest, State
 
@@ -50,8 +51,8 @@ class ServeConfig(Strict):
         ge=0,
         description="also keep a state every so many tokens of a prompt, a multiple of page_len; 0: no",
     )
-    pipeline_depth: int = Field(
-        0, ge=0, le=2, description="steps whose outcome the scheduler does not wait for"
+    pipeline_depth: Annotated[int, Field(ge=0, le=2)] | Auto = Field(
+        "auto", description="steps whose outcome the scheduler does not wait for; auto: 1 on a GPU, else 0"
     )
     memory_fraction: float = Field(
         default=0.5, gt=0, le=1, description="share of the free memory that auto may take"
@@ -113,8 +114,15 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
         ngram_max=config.ngram_max,
         prefix_cache=prefix_cache,
         snapshot_interval=config.snapshot_interval,
-        pipeline_depth=config.pipeline_depth,
+        pipeline_depth=_pipeline_depth(config, manifest),
     )
+
+
+def _pipeline_depth(config: ServeConfig, manifest: Manifest) -> int:
+    """A CPU does what it is told before the host goes on; a GPU would stand still meanwhile."""
+    if config.pipeline_depth == "auto":
+        return int(ARCHS[manifest.arch].device == "cuda")
+    return config.pipeline_depth
 
 
 def _drafts(config: ServeConfig, manifest: Manifest) -> tuple[Drafts, int]:

@@ -9,6 +9,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from hemiola.runtime import manifest as manifests
 from hemiola.runtime.abi import widths
 from hemiola.runtime.api import Counters, Logprob, OnPiece, Output, Piece, Prompt, SamplingParams
@@ -17,7 +19,8 @@ from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
-from hemiola.runtime.device.memory import Storage, free_bytes
+from hemiola.runtime.device.find import find_device
+from hemiola.runtime.device.memory import CPU, Storage, free_bytes
 from hemiola.runtime.device.session import Session
 from hemiola.runtime.engine.drafts import NoDrafts, Proposer
 from hemiola.runtime.engine.drafts.mtp import HIDDEN, MtpProposer
@@ -43,6 +46,7 @@ def make_loop(
     cost: Cost,
     identity: str = "",
     proposer: "Callable[[Ledger], Proposer] | None" = None,
+    device: torch.device = CPU,
 ) -> Loop:
     """The parts of a running engine, put together; not started."""
     slots = SlotPool(config.num_slots, config.chunk_len, storage.free_slots)
@@ -52,7 +56,7 @@ def make_loop(
     prefix = PrefixCache(
         pages, slots, evictor, identity, config.snapshot_interval, enabled=config.prefix_cache
     )
-    ledger = Ledger(config)
+    ledger = Ledger(config, device)
     drafts = proposer(ledger) if proposer else make_proposer(config, storage, session, pages, ledger)
     scheduler = Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts))
     return Loop(config, scheduler, ledger, Feed(pages, ledger), storage, session, drafts, Outbox(text))
@@ -85,7 +89,9 @@ class LLM:
             raise Refused(f"engine_dir is {type(engine_dir).__name__}; pass a path")
         engine_dir = Path(engine_dir)
         self.manifest = manifests.load(engine_dir)
-        self.config = resolve(serve_config, self.manifest, free_bytes())
+        device = find_device(engine_dir, self.manifest.arch)
+        free = free_bytes(device, engine_dir / self.manifest.weights_file)
+        self.config = resolve(serve_config, self.manifest, free)
         if serve_config.prefix_cache == "auto" and not self.config.prefix_cache:
             log.warning(
                 "no prefix cache: max_len=%d leaves no token behind a page of %d",
@@ -93,10 +99,13 @@ class LLM:
                 self.config.page_len,
             )
         self._text = Text(engine_dir / "tokenizer") if self.manifest.has_tokenizer else None
-        storage = Storage(self.manifest.states, self.config.num_pages, self.config.num_slots)
+        sizes = self.config.num_pages, self.config.num_slots
+        storage = Storage(self.manifest.states, *sizes, device=device)
         session = Session(engine_dir, self.manifest, storage, self.config.drafts)
         cost = prefix_cost(self.manifest)
-        self._loop = make_loop(self.config, storage, session, self._text, cost, self.manifest.identity)
+        self._loop = make_loop(
+            self.config, storage, session, self._text, cost, self.manifest.identity, device=device
+        )
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(
             self.config.max_len,

@@ -95,9 +95,10 @@ class GatedDelta(nn.Module):
 
         tensor = kit.checkpoint.tensor
         fused = f"{prefix}in_proj_qkvz.weight" in kit.checkpoint
-        rows = self._interleaved(kit, prefix, hidden) if fused else self._separate(kit, prefix, hidden)
-        self.in_proj = Linear(kit, join(rows))
-        self.widths = [columns, self.v_width, self.v_heads, self.v_heads]
+        *rows, b, a = self._interleaved(kit, prefix, hidden) if fused else self._separate(kit, prefix, hidden)
+        gap = zeros(-self.v_heads % 8, hidden)  # what a kernel reads starts at 16 bytes
+        self.in_proj = Linear(kit, join([*rows, b, gap, a, gap]))
+        self.widths = [columns, self.v_width, *[self.v_heads, gap.shape[0]] * 2]
         taps = tensor(f"{prefix}conv1d.weight", columns, 1, conv_len).map(lambda w: w.squeeze(1))
         self.conv = Conv(kit, name, taps, zeros(columns))
         self.qk_norm = self._unit_norm(kit)
@@ -109,7 +110,7 @@ class GatedDelta(nn.Module):
         self.out_proj = Linear(kit, tensor(f"{prefix}out_proj.weight", hidden, self.v_width))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        qkv, z, b, a = self.in_proj(x).split(self.widths, dim=1)
+        qkv, z, b, _, a, _ = self.in_proj(x).split(self.widths, dim=1)
         qk, v = self.conv(qkv, step).split([self.qk_width, self.v_width], dim=1)
         q, k = self.qk_norm(qk).view(-1, 2 * self.k_heads, self.k_dim).split(self.k_heads, dim=1)
         v = v.view(-1, self.v_heads, self.v_dim)

@@ -1,7 +1,7 @@
 """Causal attention over paged keys and values, for rows of any number of tokens."""
 
 from hemiola.plugins.attention.reference import attention as reference
-from hemiola.plugins.spec import INT, ROWS, Arg, Attr, Form, Op, Result, fp32_in_sixteens
+from hemiola.plugins.spec import INT, ROWS, Arg, Attr, Form, Op, Result, bf16, fp32_in_sixteens
 
 ATTENTION = Op(
     name="attention",
@@ -18,5 +18,8 @@ ATTENTION = Op(
     attrs=(Attr("scale", float), Attr("first", int)),
     results=(Result("THD"),),
     reference=reference,
-    forms=(Form("compiled", "cpu", fp32_in_sixteens("DL")),),
+    forms=(
+        Form("compiled", "cpu", fp32_in_sixteens("DL")),
+        Form("triton", "cuda", bf16()),
+    ),
 )

@@ -3,7 +3,7 @@
 import torch
 
 from hemiola.plugins.conv.reference import conv as reference
-from hemiola.plugins.spec import ROWS, Arg, Attr, Form, Op, Result, fp32_in_sixteens
+from hemiola.plugins.spec import ROWS, Arg, Attr, Form, Op, Result, bf16, fp32_in_sixteens
 
 
 def taps(weight: torch.Tensor) -> torch.Tensor:
@@ -23,5 +23,8 @@ CONV = Op(
     attrs=(Attr("chunk_len", int),),
     results=(Result("TE"),),
     reference=reference,
-    forms=(Form("compiled", "cpu", fp32_in_sixteens("E"), {"weight": taps}),),
+    forms=(
+        Form("compiled", "cpu", fp32_in_sixteens("E"), {"weight": taps}),
+        Form("triton", "cuda", bf16()),
+    ),
 )

@@ -8,6 +8,8 @@ import torch
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import State
 
+CPU = torch.device("cpu")
+
 
 class Storage:
     """Tensors by state name, [num_pages or num_slots, *shape].
@@ -15,11 +17,20 @@ class Storage:
     With `poison`, fresh and freed pages and slots hold NaN, so that reading what was never written shows.
     """
 
-    def __init__(self, states: Sequence[State], num_pages: int, num_slots: int, poison: bool = False) -> None:
+    def __init__(
+        self,
+        states: Sequence[State],
+        num_pages: int,
+        num_slots: int,
+        poison: bool = False,
+        device: torch.device = CPU,
+    ) -> None:
+        self.device = device
         counts = {"page": num_pages, "slot": num_slots}
         try:
             self.tensors = {
-                s.name: torch.zeros(counts[s.kind], *s.shape, dtype=getattr(torch, s.dtype)) for s in states
+                s.name: torch.zeros(counts[s.kind], *s.shape, dtype=getattr(torch, s.dtype), device=device)
+                for s in states
             }
         except (RuntimeError, TypeError, OverflowError):  # the latter two: sizes beyond 64 bits
             raise Refused(
@@ -52,7 +63,21 @@ def _fill(tensors: list[torch.Tensor], ids: list[int]) -> None:
         tensor[ids] = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
 
 
-def free_bytes() -> int:
+def free_bytes(device: torch.device, weights: Path) -> int:
+    """Memory for pages, slots and the work of a step, beside the weights in this file."""
+    if device.type == "cpu":
+        return _free_bytes_of_host()  # the file is mapped
+    free, total = torch.cuda.mem_get_info(device)
+    needed = weights.stat().st_size
+    if free <= needed:
+        raise Refused(
+            f"{weights} has {needed} bytes of weights, but of the GPU's {total} bytes {free} are free;"
+            f" stop what else runs there, or use a larger GPU"
+        )
+    return free - needed
+
+
+def _free_bytes_of_host() -> int:
     """Memory that can be taken without swapping, within the limit of our control group."""
     free = int(_fields(Path("/proc/meminfo"))["MemAvailable:"]) * 1024
     group = Path("/sys/fs/cgroup")

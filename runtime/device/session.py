@@ -9,7 +9,6 @@ from safetensors import safe_open
 from torch.fx import GraphModule
 
 from hemiola.plugins import OPS
-from hemiola.plugins.cpu import jit
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest, Segment
@@ -47,10 +46,14 @@ class Session:
     """The trunk, and the MTP head where one is to draft; they share embeddings and output head."""
 
     def __init__(self, engine_dir: Path, manifest: Manifest, storage: Storage, drafts: str) -> None:
-        jit.prepare()
+        if storage.device.type == "cpu":
+            from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
+
+            jit.prepare()
         names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         segments = [manifest.segment(name) for name in names]
-        weights = map_weights(engine_dir / manifest.weights_file, {w for s in segments for w in s.weights})
+        names = {name for segment in segments for name in segment.weights}
+        weights = load_weights(engine_dir / manifest.weights_file, names, storage.device)
         programs = [Program(engine_dir, segment, weights, storage) for segment in segments]
         self._trunk, self._draft = programs[0], programs[-1]
 
@@ -83,7 +86,7 @@ def bind_forms(program: GraphModule, segment: Segment) -> None:
     program.recompile()
 
 
-def map_weights(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Weights by name, as they lie in the file, which is mapped and read when they are."""
-    with safe_open(path, framework="pt") as file:
+def load_weights(path: Path, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
+    """Weights by name, as they lie in the file. On the CPU it is mapped, and read when they are."""
+    with safe_open(path, framework="pt", device=str(device)) as file:
         return {name: file.get_tensor(name) for name in names}

@@ -65,7 +65,7 @@ def _append(ledger: Ledger, choices: Choices, token_ids: torch.Tensor, num_accep
     ledger.ids[slot_id, end] = last.to(torch.int32)
     ledger.total_len[slot_id] = end + 1
     ledger.committed_len[slot_id] = end
-    ledger.num_drafts[slot_id] = 0
+    ledger.num_drafts.index_fill_(0, slot_id, 0)
 
 
 def _logprobs(

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hemiola.runtime.config import Resolved
+from hemiola.runtime.device.transfer import upload
 
 
 def ids_width(config: Resolved) -> int:
@@ -18,17 +19,19 @@ def ids_width(config: Resolved) -> int:
 class Ledger:
     """Ids and lengths of the requests that hold a slot. Lengths are in tokens, int64."""
 
-    def __init__(self, config: Resolved) -> None:
+    def __init__(self, config: Resolved, device: torch.device) -> None:
         shape = (config.num_slots, ids_width(config))
-        self.ids = torch.zeros(shape, dtype=torch.int32)  # prompt, output, then drafts
-        self.total_len = torch.zeros(config.num_slots, dtype=torch.int64)  # prompt and output
-        self.committed_len = torch.zeros(config.num_slots, dtype=torch.int64)  # those whose state is final
-        self.edge = torch.zeros(config.num_slots, dtype=torch.int64)  # where the slot's state stands
-        self.num_drafts = torch.zeros(config.num_slots, dtype=torch.int64)  # ids behind total_len
+        lengths = torch.zeros(4, config.num_slots, dtype=torch.int64, device=device)
+        self.device = device
+        self.ids = torch.zeros(shape, dtype=torch.int32, device=device)  # prompt, output, then drafts
+        self.total_len = lengths[0]  # prompt and output
+        self.committed_len = lengths[1]  # those whose state is final
+        self.edge = lengths[2]  # where the slot's state stands
+        self.num_drafts = lengths[3]  # ids behind total_len
 
     def open(self, slot_id: int, ids: np.ndarray, start: int) -> None:
         """A request begins at `start`, an edge, up to which its slot and pages are filled."""
-        self.ids[slot_id, : len(ids)] = torch.from_numpy(ids)
+        self.ids[slot_id, : len(ids)] = upload(self.device, ids)[0]
         self.total_len[slot_id] = len(ids)
         self.committed_len[slot_id] = start
         self.edge[slot_id] = start
@@ -36,6 +39,6 @@ class Ledger:
 
     def set_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor) -> None:
         """The first num_drafts[n] of drafts[n] stand behind the text of slot_ids[n]."""
-        places = self.total_len[slot_ids].unsqueeze(1) + torch.arange(drafts.shape[1])
+        places = self.total_len[slot_ids].unsqueeze(1) + torch.arange(drafts.shape[1], device=self.device)
         self.ids[slot_ids.unsqueeze(1), places] = drafts.to(torch.int32)
         self.num_drafts[slot_ids] = num_drafts

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -13,6 +14,7 @@ import torch
 from hemiola.runtime.api import Counters, OnPiece
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.session import Computed, Drafter
+from hemiola.runtime.device.transfer import Watch, fence, fetch
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.judge import judge
@@ -46,6 +48,8 @@ class _Flight:
     plan: Plan
     verdict: Verdict
     num_drafts: torch.Tensor
+    watch: Watch
+    wait: Callable[[], None]  # until the rest can be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +125,19 @@ class Loop:
                 self.storage.copy_slot(opening.restore_from, opening.slot_id)
             self.ledger.open(opening.slot_id, opening.ids, opening.start)
         batch = self.feed.fill(plan)
-        start = time.perf_counter()
+        watch = Watch(self.ledger.device)
+        watch.mark()
         out = self.session.run(batch)
-        ran = time.perf_counter()
+        watch.mark()
         verdict = judge(batch, out.logits, self.ledger, self.config.chunk_len)
-        judged = time.perf_counter()
+        watch.mark()
         self.drafts.propose(plan, batch, out.hidden)
-        self._clock(plan, ran - start, time.perf_counter() - judged)
-        return _Flight(plan, verdict, self.ledger.num_drafts[batch.choices.slot_id])
+        watch.mark()
+        (num_drafts,) = fetch([self.ledger.num_drafts[batch.choices.slot_id]])
+        return _Flight(plan, verdict.fetched(), num_drafts, watch, fence(self.ledger.device))
 
-    def _clock(self, plan: Plan, running: float, drafting: float) -> None:
+    def _clock(self, plan: Plan, watch: Watch) -> None:
+        running, drafting = watch.seconds(0), watch.seconds(2)
         self.counters.engine_seconds += running
         if self.scheduler.pace.adaptive and all(row.num_tokens == 1 + row.num_drafts for row in plan.rows):
             num_drafts = sum(row.num_drafts for row in plan.rows)
@@ -140,6 +147,8 @@ class Loop:
     def _land(self, flight: _Flight) -> list[Event]:
         """What the host learns from a step, and does about it."""
         plan = flight.plan
+        flight.wait()
+        self._clock(plan, flight.watch)
         self.scheduler.commit(plan, flight.verdict.read(flight.num_drafts))
         events = self.outbox.drain(plan)
         self.scheduler.reap(plan)

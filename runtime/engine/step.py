@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from hemiola.runtime.api import Logprob
+from hemiola.runtime.device.transfer import fetch
 from hemiola.runtime.engine.request import Request, Rule
 from hemiola.runtime.engine.sampling import to_logprobs
 
@@ -91,7 +92,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A step's outcome, still on the device; R rows chose."""
+    """A step's outcome; R rows chose."""
 
     rows: list[int]  # their places in the plan
     token_ids: torch.Tensor  # [R, 1 + K] int64: the accepted drafts, the next token, and what nobody keeps
@@ -100,8 +101,18 @@ class Verdict:
     broken: torch.Tensor  # [R] bool: the engine computed NaN for the next token
     logprobs: dict[int, tuple[torch.Tensor, ...]]  # by row of the plan that asked: of its tokens
 
+    def fetched(self) -> "Verdict":
+        """On its way to the host (device/transfer.py)."""
+        if not self.token_ids.is_cuda:
+            return self
+        token_ids, num_accepted, num_judged, broken = fetch(
+            [self.token_ids, self.num_accepted, self.num_judged, self.broken]
+        )
+        logprobs = {row: tuple(fetch(parts)) for row, parts in self.logprobs.items()}
+        return Verdict(self.rows, token_ids, num_accepted, num_judged, broken, logprobs)
+
     def read(self, num_drafts: torch.Tensor) -> Outcome:
-        """Fetch the outcome from the device; num_drafts [R]: drafts proposed for the rows' next step."""
+        """As the host understands it; num_drafts [R]: drafts proposed for the rows' next step."""
         counts = (self.num_accepted + ~self.broken).tolist()
         token_ids = [line[:n] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]
         kept = dict(zip(self.rows, token_ids, strict=True))

@@ -17,6 +17,7 @@ from oracle import Oracle
 
 from hemiola.runtime import manifest
 from hemiola.runtime.config import ServeConfig, resolve
+from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.engine.drafts import Proposer
@@ -111,12 +112,18 @@ class EngineHand(Hand):
         **options: object,
     ) -> None:
         found = manifest.load(engine_dir)
-        chosen = {"adaptive_drafts": False} | KINDS[kind] | options  # how fast a step was must not matter here
+        chosen = (
+            {"adaptive_drafts": False} | KINDS[kind] | options
+        )  # how fast a step was must not matter here
         config = resolve(ServeConfig(**chosen), found, 2**30)
-        self.storage = Storage(found.states, config.num_pages, config.num_slots, poison=True)
+        device = find_device(engine_dir, found.arch)
+        sizes = config.num_pages, config.num_slots
+        self.storage = Storage(found.states, *sizes, poison=True, device=device)
         recorder = Recorder(Session(engine_dir, found, self.storage, config.drafts))
         scripted = proposer if kind == "scripted" else None
-        loop = make_loop(config, self.storage, recorder, None, prefix_cost(found), proposer=scripted)
+        loop = make_loop(
+            config, self.storage, recorder, None, prefix_cost(found), proposer=scripted, device=device
+        )
         if proposer is not None and kind == "mtp":
             loop.drafts = Prompted(loop.drafts, proposer(loop.ledger))
         sizes = config.max_len, found.limits.max_len, found.vocab_size
@@ -160,7 +167,9 @@ class EngineHand(Hand):
                 total_len, num = int(ledger.total_len[row.slot_id]), int(ledger.num_drafts[row.slot_id])
                 assert num == row.room
                 ids = ledger.ids[row.slot_id, : total_len + num].tolist()
-                self.proposed.setdefault(tuple(ids[:total_len]), []).append((ids[total_len:], row.request.rule))
+                self.proposed.setdefault(tuple(ids[:total_len]), []).append(
+                    (ids[total_len:], row.request.rule)
+                )
 
     def _record(self, plan: Plan, outcome: Outcome) -> None:
         logits, first = self.loop.session.logits.popleft(), 0
@@ -199,7 +208,9 @@ class EngineHand(Hand):
             logits = self.plain.logits(ids[:-1])
             for at in range(request.prompt_len, len(ids)):
                 copies = self.recorded[ids[:at]]
-                assert all(torch.equal(copy, logits[at - 1]) for copy in copies), f"{request.id}: position {at}"
+                assert all(torch.equal(copy, logits[at - 1]) for copy in copies), (
+                    f"{request.id}: position {at}"
+                )
                 checked.add(ids[:at])
                 if request.rule.greedy and not request.rule.edits_logits:
                     assert int(logits[at - 1].argmax()) == ids[at], f"{request.id}: token {at}"

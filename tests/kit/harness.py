@@ -9,8 +9,9 @@ import torch
 from hemiola.plugins.rows import next_edge
 from hemiola.runtime import manifest
 from hemiola.runtime.abi import INPUTS
+from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.memory import Storage
-from hemiola.runtime.device.session import Computed, Program, map_weights
+from hemiola.runtime.device.session import Computed, Program, load_weights
 
 
 @dataclass
@@ -30,11 +31,13 @@ class Harness:
         limits = self.manifest.limits
         self.table_width = -(-limits.max_len // limits.page_len)
         self.num_pages = 1 + self.table_width * limits.max_rows
-        storage = Storage(self.manifest.states, self.num_pages, 1 + limits.max_rows, poison=True)
+        self.device = find_device(engine_dir, self.manifest.arch)
+        sizes = self.num_pages, 1 + limits.max_rows
+        storage = Storage(self.manifest.states, *sizes, poison=True, device=self.device)
         self.states = storage.tensors
         segments = self.manifest.segments
         names = {name for segment in segments for name in segment.weights}
-        weights = map_weights(engine_dir / self.manifest.weights_file, names)
+        weights = load_weights(engine_dir / self.manifest.weights_file, names, self.device)
         self.programs = {s.name: Program(engine_dir, s, weights, storage) for s in segments}
         self.num_requests = 0
 
@@ -92,5 +95,7 @@ class Harness:
             "page_table": [request.pages for request, _, _ in rows],
             "logits_ids": [*range(sum(lengths))],
         }
-        inputs = {key: torch.tensor(value, dtype=torch.int32) for key, value in made.items()}
+        inputs = {
+            key: torch.tensor(value, dtype=torch.int32, device=self.device) for key, value in made.items()
+        }
         return self.programs[name]((inputs | {"hidden": hidden})[key] for key in INPUTS[name])

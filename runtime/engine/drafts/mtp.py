@@ -19,6 +19,7 @@ import torch
 from hemiola.plugins.rows import COLUMNS
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.device.session import Drafter
+from hemiola.runtime.device.transfer import upload, upload_ints
 from hemiola.runtime.engine.feed import ragged
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.sampling import choose
@@ -48,38 +49,51 @@ class MtpProposer:
 
     def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
         reading = [n for n, row in enumerate(plan.rows) if row.reads]
-        pairs = _pairs(plan.rows, reading)
+        pairs = self._pairs(plan.rows, reading)
         before = self._hidden_before(pairs, batch, hidden)
         self._keep_for_snapshots(plan.rows, batch, hidden)
         self._keep(plan.rows, batch, hidden)
         if not reading:
             return
-        slot_id = batch.slots
         committed = batch.rows[:, COMMITTED].to(torch.int64)
         wanting = [at for at, n in enumerate(reading) if plan.rows[n].room > 0]
-        wanted = [reading[at] for at in wanting]
-        own = slot_id[wanted]
-        starts = torch.from_numpy((np.cumsum(pairs.counts) - pairs.counts)[wanting])
-        owed = torch.tensor([plan.rows[n].owed for n in wanted], dtype=torch.int64)
-        last = starts + owed + self._ledger.committed_len[own] - committed[wanted] - 1
+        rows = [plan.rows[reading[at]] for at in wanting]
+        starts = (np.cumsum(pairs.counts) - pairs.counts)[wanting] + [row.owed for row in rows]
+        wanted, starts = upload(
+            self._ledger.device, np.array(reading, np.int64)[wanting], starts.astype(np.int64)
+        )
+        own = batch.slots[wanted]
+        last = starts + self._ledger.committed_len[own] - committed[wanted] - 1
         places = committed[pairs.row] + pairs.offset
-        logits, states = self._read(slot_id[reading], slot_id[pairs.row], places, pairs.counts, before, last)
-        self._draft([plan.rows[n] for n in wanted], own, logits, states)
+        slots = [plan.rows[n].slot_id for n in reading]
+        logits, states = self._read(slots, batch.slots[pairs.row], places, pairs.counts, before, last)
+        self._draft(rows, own, logits, states)
+
+    def _pairs(self, rows: list[Row], reading: list[int]) -> _Pairs:
+        """One behind every token of the rows that read, and before them those that are owed."""
+        owed = np.array([rows[n].owed for n in reading], np.int64)
+        counts = np.array([rows[n].num_tokens for n in reading], np.int64) + owed
+        at, offset = ragged(counts)
+        offset += 1 - owed[at]
+        row = np.array(reading, np.int64)[at]
+        row_, offset_, owed_ = upload(self._ledger.device, row, offset, np.flatnonzero(offset < 1))
+        return _Pairs(row_, offset_, counts, owed_)
 
     def _draft(
         self, rows: list[Row], slot_id: torch.Tensor, logits: torch.Tensor, states: torch.Tensor
     ) -> None:
         """The first draft of each row from these logits, the others from pairs of a draft and its state."""
         ledger = self._ledger
-        ledger.num_drafts[slot_id] = torch.tensor([row.room for row in rows], dtype=torch.int64)
+        ledger.num_drafts[slot_id] = upload_ints(ledger.device, [row.room for row in rows])
         for at in range(max((row.room for row in rows), default=0)):
             if at > 0:
-                more = [n for n, row in enumerate(rows) if row.room > at]
-                rows, slot_id = [rows[n] for n in more], slot_id[more]
+                going_on = [n for n, row in enumerate(rows) if row.room > at]
+                more = upload_ints(ledger.device, going_on)
+                rows, slot_id = [rows[n] for n in going_on], slot_id[more]
                 places = ledger.total_len[slot_id] + at - 1
-                ones = np.ones(len(rows), np.int64)
-                lines = torch.arange(len(rows))
-                logits, states = self._read(slot_id, slot_id, places, ones, states[more], lines)
+                slots, ones = [row.slot_id for row in rows], np.ones(len(rows), np.int64)
+                lines = torch.arange(len(rows), device=ledger.device)
+                logits, states = self._read(slots, slot_id, places, ones, states[more], lines)
             places = ledger.total_len[slot_id] + at
             rules = [row.request.rule for row in rows]
             chosen = choose(logits, rules, slot_id, places, ledger.ids)
@@ -88,7 +102,7 @@ class MtpProposer:
     def _hidden_before(self, pairs: _Pairs, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         """h_{p-1} of every pair: of this step, but for owed ones, for which the slot has it."""
         tokens = batch.rows[pairs.row, FIRST] + pairs.offset - 1
-        tokens[pairs.owed] = 0
+        tokens.index_fill_(0, pairs.owed, 0)
         before = hidden.index_select(0, tokens)
         rows = batch.rows[pairs.row[pairs.owed]]
         places = (rows[:, COMMITTED] + pairs.offset[pairs.owed] - 1) % self._ring.shape[1]
@@ -100,7 +114,8 @@ class MtpProposer:
         asked = [n for n, row in enumerate(rows) if row.snapshot_slot]
         if not asked:
             return
-        first, _, _, slot_id, committed, edge, snapshot_slot, snapshot_edge = batch.rows[asked].T
+        own = batch.rows[upload_ints(self._ledger.device, asked)]
+        first, _, _, slot_id, committed, edge, snapshot_slot, snapshot_edge = own.T
         last = snapshot_edge - 1
         place = last % self._ring.shape[1]
         token = (first + last - committed).clamp(0, len(hidden) - 1)
@@ -117,13 +132,12 @@ class MtpProposer:
         kept = np.minimum(num_tokens, ring_len)
         row, offset = ragged(kept)
         token = (np.cumsum(num_tokens) - kept)[row] + offset
-        tokens = torch.from_numpy(token)
-        slot_id = batch.slots[torch.from_numpy(row)]
-        self._ring[slot_id, batch.positions[tokens] % ring_len] = hidden.index_select(0, tokens)
+        rows_, tokens = upload(self._ledger.device, row, token)
+        self._ring[batch.slots[rows_], batch.positions[tokens] % ring_len] = hidden.index_select(0, tokens)
 
     def _read(
         self,
-        slots: torch.Tensor,  # [N] of the rows
+        slots: list[int],  # [N] of the rows
         slot_id: torch.Tensor,  # [P] of the pairs
         places: torch.Tensor,  # [P]
         counts: np.ndarray,  # [N] pairs of each row
@@ -134,25 +148,14 @@ class MtpProposer:
         rows = np.zeros((len(counts), len(COLUMNS)), np.int32)
         rows[:, FIRST] = np.cumsum(counts) - counts
         rows[:, NUM_TOKENS] = counts
-        rows[:, SLOT] = slots.numpy()
+        rows[:, SLOT] = slots
+        rows_, page_table = upload(self._ledger.device, rows, self._pages.table[slots])
         logits, states = self._session.draft(
             token_ids=self._ledger.ids[slot_id, places],
             hidden=before,
             positions=places.to(torch.int32),
-            rows=torch.from_numpy(rows),
-            page_table=torch.from_numpy(self._pages.table[slots.numpy()]),
+            rows=rows_,
+            page_table=page_table,
             logits_ids=last.to(torch.int32),
         )
         return logits, states[last]
-
-
-def _pairs(rows: list[Row], reading: list[int]) -> _Pairs:
-    """One behind every token of the rows that read, and before them those that are owed."""
-    owed = np.array([rows[n].owed for n in reading], np.int64)
-    counts = np.array([rows[n].num_tokens for n in reading], np.int64) + owed
-    at, offset = ragged(counts)
-    offset += 1 - owed[at]
-    row = np.array(reading, np.int64)[at]
-    return _Pairs(
-        torch.from_numpy(row), torch.from_numpy(offset), counts, torch.from_numpy(np.flatnonzero(offset < 1))
-    )

@@ -1,7 +1,9 @@
 """Prompt lookup: what followed the last occurrence of the text's own suffix (after arXiv 2304.04487)."""
 
+import numpy as np
 import torch
 
+from hemiola.runtime.device.transfer import upload
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.step import Batch, Plan
 
@@ -14,7 +16,7 @@ def lookup(
     The ids after the latest earlier occurrence of the longest suffix of min_n..max_n ids that occurs earlier.
     An occurrence that overlaps the end of the text continues into the proposal, as a period would.
     """
-    place = torch.arange(ids.shape[1])
+    place = torch.arange(ids.shape[1], device=ids.device)
     last = total_len.unsqueeze(1) - 1
     matched = torch.zeros_like(ids)  # [R, W] of the ids up to here, how many equal the text's last ones
     alive = place < last  # a suffix does not find itself
@@ -28,7 +30,7 @@ def lookup(
     )  # the latest of the longest
     found = matched.gather(1, best).squeeze(1) > 0
     period = last - best
-    ahead = torch.arange(num_drafts) % period.clamp(min=1)
+    ahead = torch.arange(num_drafts, device=ids.device) % period.clamp(min=1)
     return ids.gather(1, (best + 1 + ahead).clamp(max=ids.shape[1] - 1)), found
 
 
@@ -43,9 +45,10 @@ class NgramProposer:
         rows = [row for row in plan.rows if row.room > 0]
         if not rows:
             return
-        slot_ids = torch.tensor([row.slot_id for row in rows])
-        room = torch.tensor([row.room for row in rows])
+        most_room = max(row.room for row in rows)
+        fixed = np.array([(row.slot_id, row.room) for row in rows], np.int64).T
+        slot_ids, room = upload(self.ledger.device, fixed)[0]
         most_len = max(row.request.most_len for row in rows)
         ids, total_len = self.ledger.ids[slot_ids, :most_len], self.ledger.total_len[slot_ids]
-        drafts, found = lookup(ids, total_len, self.min_n, self.max_n, int(room.max()))
+        drafts, found = lookup(ids, total_len, self.min_n, self.max_n, most_room)
         self.ledger.set_drafts(slot_ids, drafts, room * found)

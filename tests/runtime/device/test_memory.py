@@ -1,9 +1,11 @@
 """The memory behind pages and slots."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from hemiola.runtime.device.memory import Storage, free_bytes
+from hemiola.runtime.device.memory import CPU, Storage, free_bytes
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import State
 
@@ -45,7 +47,7 @@ def test_copy_slot_copies_every_slot_state_and_no_page() -> None:
 
 
 def test_free_bytes_is_what_this_machine_has() -> None:
-    assert 2**20 < free_bytes() < 2**50
+    assert 2**20 < free_bytes(CPU, Path()) < 2**50
 
 
 def test_more_pages_than_memory_is_a_refusal_not_a_traceback() -> None:

@@ -15,7 +15,7 @@ from kit.checkpoints import NEMOTRON_H, write_tokenizer
 from hemiola.builder.build import Options, build
 from hemiola.plugins import OPS
 from hemiola.runtime import manifest
-from hemiola.runtime.device.session import bind_forms, load_program, map_weights
+from hemiola.runtime.device.session import bind_forms, load_program, load_weights
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.manifest import OpNode
 
@@ -60,7 +60,8 @@ def test_a_form_gets_the_sizes_that_it_asked_for(monkeypatch: pytest.MonkeyPatch
 def test_weights_are_mapped_as_they_lie_aligned_to_cache_lines(tiny_engine: Callable[..., Path]) -> None:
     engine_dir = tiny_engine("qwen3_5_tied")
     path = engine_dir / manifest.load(engine_dir).weights_file
-    weights = map_weights(path, ["embed.weight", "layers.0.mixer.body.norm.weight"])
+    names = ["embed.weight", "layers.0.mixer.body.norm.weight"]
+    weights = load_weights(path, names, torch.device("cpu"))
     assert [w.dtype for w in weights.values()] == [torch.bfloat16, torch.float32], "widened, or not packed"
     assert all(w.data_ptr() % 64 == 0 for w in weights.values())
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
