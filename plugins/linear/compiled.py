@@ -1,182 +1,205 @@
-"""The dense layer for few tokens, compiled: weights stay bfloat16 in memory, sums are fp32.
+"""The dense layer, compiled: every output is one chain of fused multiply-adds in the order of the inputs.
 
-Decoding reads every weight once per step, so it runs at the speed of memory; weights that came as bfloat16
-lose nothing by being kept so and are half as much to read. They lie in strips of STRIP outputs. Every output
-is one chain of fused multiply-adds in the order of the inputs, whatever stands beside it.
+Weights lie in strips of STRIP outputs, and stay bfloat16 if they came so: few tokens run at the speed of
+memory. Tokens are taken in blocks, the inputs in stretches of DEPTH; y holds the sums from stretch to stretch.
 """
 
-import numpy as np
 import torch
 
-from hemiola.plugins.jit import Kernel, helper, lines
-from hemiola.plugins.simd import (
-    LANES,
-    add,
-    copy,
-    f32,
-    fma,
-    get,
-    load,
-    load_bfloat16,
-    put,
-    splat,
-    store,
-    take,
-    unpack,
-)  # fmt: skip
+from hemiola.plugins.cpu.jit import Kernel, helper, lines
+from hemiola.plugins.cpu.simd import LANES, add, get, get_long, load, put, store
+from hemiola.plugins.cpu.tiles import (
+    ABREAST,
+    DEPTH,
+    FEW,
+    HEIGHT,
+    STRIP,
+    VECTORS,
+    tile_of_floats,
+    tile_of_halves,
+    widen,
+)
 
-STRIP = 4 * LANES
-WIDENED = 16  # tokens from which on a strip is widened before it is used
-ROWS = 4  # tokens whose sums are kept in registers together
-MANY = 256  # from here on a library's blocking wins over the strips, and widening all weights costs little
+BLOCK = 24 * HEIGHT  # most rows of an item: a strip's weights are read once for all of them
+GROUP = 24  # strips of an item, about: with more, their sums and the rows leave the second-level cache
+UNIT = ABREAST[0]  # strips that stay in one item
+ITEMS = 4  # for each thread, or the last one to end keeps the others waiting
+NEAR = 2**21  # bytes of a matrix from which on fetching its next strips pays even for the fewest rows
+SCRATCH = 4 * (BLOCK * DEPTH + DEPTH * STRIP + BLOCK * STRIP)
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor | None:
-    """A weight [F, O] as bfloat16 strips [O / STRIP, F, STRIP], rounded up; None if that would change it."""
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [..., O, F] as [..., ceil(O / STRIP), F, STRIP]; bfloat16 if that loses nothing, else fp32."""
+    *outer, num_outputs, num_inputs = weight.shape
     half = weight.to(torch.bfloat16)
-    if weight.dtype != torch.float32 or not torch.equal(half.to(torch.float32), weight):
-        return None
-    num_inputs, num_outputs = weight.shape
-    strips = torch.nn.functional.pad(half, (0, -num_outputs % STRIP))
-    return strips.view(num_inputs, -1, STRIP).transpose(0, 1).contiguous()
+    lossless = torch.equal(half.to(weight.dtype), weight)
+    wide = torch.nn.functional.pad(half if lossless else weight.float(), (0, 0, 0, -num_outputs % STRIP))
+    strips = wide.view(*outer, -1, STRIP, num_inputs).mT
+    if lossless:  # outputs j and 16 + j side by side: they are widened without a shuffle
+        strips = strips.unflatten(-1, (2, LANES)).mT.flatten(-2)
+    return strips.contiguous()
 
 
-def product(
+def linear(
     x: torch.Tensor,  # [T, F]
-    packed: torch.Tensor,  # pack(weight [F, O])
-    bias: torch.Tensor | None,  # [O]
+    packed: torch.Tensor,  # pack(weight [O, F])
+    bias: torch.Tensor,  # [O], or zero-length: none
     num_outputs: int,  # O
-    exact: bool,
 ) -> torch.Tensor:  # [T, O]
-    """x times the weight, plus bias. Many tokens are left to a library's GEMM, but for exact numerics."""
+    """See reference.py."""
     num_tokens, num_inputs = x.shape
-    if num_inputs != packed.shape[1]:
-        raise ValueError(f"product: x has {num_inputs} columns, the weight {packed.shape[1]} rows")
-    if num_tokens > MANY and not exact:
-        weight = torch.empty(num_inputs, num_outputs)
-        _widen(
-            len(packed), 0.1 * packed.numel(), packed.data_ptr(), num_inputs, num_outputs, weight.data_ptr()
+    num_strips, depth, _ = packed.shape
+    if depth != num_inputs or num_strips != -(-num_outputs // STRIP):
+        raise ValueError(
+            f"linear: {tuple(packed.shape)} is not packed from {num_outputs} outputs of {num_inputs} inputs"
         )
-        return x.mm(weight) if bias is None else torch.addmm(bias, x, weight)
-    x, y = lines(x), torch.empty(num_tokens, num_outputs)
-    bias_at = 0 if bias is None else bias.data_ptr()
-    work = (
-        num_tokens,
-        num_inputs,
-        num_outputs,
-        x.data_ptr(),
-        x.stride(0),
-        packed.data_ptr(),
-        bias_at,
-        y.data_ptr(),
-    )
-    _multiply(len(packed), (0.1 + 0.01 * num_tokens) * packed.numel(), *work)
+    y = torch.empty(num_tokens, num_outputs)
+    if not num_tokens:
+        return y
+    x, num_blocks = lines(x), -(-num_tokens // BLOCK)
+    num_groups = split(num_strips, num_blocks)
+    multiply(
+        num_blocks * num_groups, work(packed, num_tokens), num_blocks, 0, num_tokens, num_groups,
+        x, x.stride(0), 0, packed, packed.dtype is torch.bfloat16, num_inputs, num_outputs,
+        bias if bias.numel() else 0, y, scratch=SCRATCH,
+    )  # fmt: skip
     return y
 
 
-@Kernel
-def _multiply(call):
-    """An item is a strip."""
-    num_items, num_tokens, num_inputs, num_outputs, x, x_len, packed, bias, y = unpack(call, 8)
-    weight, part = np.empty(num_inputs * STRIP, np.float32), np.empty(ROWS * STRIP, np.float32)
-    while True:
-        strip = take(call)
-        if strip >= num_items:
-            break
-        halves = packed + 2 * strip * num_inputs * STRIP
-        wide = num_tokens >= WIDENED
-        if wide:
-            for i in range(0, num_inputs * STRIP, LANES):
-                store(weight, i, load_bfloat16(halves, i))
-        first = strip * STRIP
-        width = min(STRIP, num_outputs - first)
-        for t in range(0, num_tokens, ROWS):
-            num_rows = min(ROWS, num_tokens - t)
-            if num_rows == ROWS:
-                _four(x, t * x_len, x_len, weight, halves, wide, num_inputs, part)
-            else:
-                for row in range(num_rows):
-                    _one(x, (t + row) * x_len, weight, halves, wide, num_inputs, part, row * STRIP)
-            for row in range(num_rows):
-                at = (t + row) * num_outputs + first
-                whole = width // LANES * LANES
-                for i in range(0, whole, LANES):
-                    value = load(part, row * STRIP + i)
-                    store(y, at + i, add(value, load(bias, first + i)) if bias != 0 else value)
-                for i in range(whole, width):
-                    rest = part[row * STRIP + i]
-                    put(y, at + i, rest + get(bias, first + i) if bias != 0 else rest)
+def split(num_strips: int, num_blocks: int) -> int:
+    """Into how many groups the strips go, for items that fit the cache and keep all threads at work."""
+    num_units = -(-num_strips // UNIT)
+    wanted = -(-ITEMS * torch.get_num_threads() // num_blocks)
+    return min(num_units, max(wanted, -(-num_strips // GROUP)))
 
 
-@helper
-def _four(x, x_at, x_len, weight, halves, wide, num_inputs, part):
-    """Four tokens times a strip."""
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = splat(f32(0.0))
-    c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = splat(f32(0.0))
-    for i in range(num_inputs):
-        at = i * STRIP
-        if wide:
-            w0, w1, w2, w3 = (
-                load(weight, at),
-                load(weight, at + 16),
-                load(weight, at + 32),
-                load(weight, at + 48),
-            )
-        else:
-            w0, w1 = load_bfloat16(halves, at), load_bfloat16(halves, at + 16)
-            w2, w3 = load_bfloat16(halves, at + 32), load_bfloat16(halves, at + 48)
-        v = splat(get(x, x_at + i))
-        a0, a1, a2, a3 = fma(v, w0, a0), fma(v, w1, a1), fma(v, w2, a2), fma(v, w3, a3)
-        v = splat(get(x, x_at + x_len + i))
-        b0, b1, b2, b3 = fma(v, w0, b0), fma(v, w1, b1), fma(v, w2, b2), fma(v, w3, b3)
-        v = splat(get(x, x_at + 2 * x_len + i))
-        c0, c1, c2, c3 = fma(v, w0, c0), fma(v, w1, c1), fma(v, w2, c2), fma(v, w3, c3)
-        v = splat(get(x, x_at + 3 * x_len + i))
-        d0, d1, d2, d3 = fma(v, w0, d0), fma(v, w1, d1), fma(v, w2, d2), fma(v, w3, d3)
-    _keep(part, 0, a0, a1, a2, a3)
-    _keep(part, STRIP, b0, b1, b2, b3)
-    _keep(part, 2 * STRIP, c0, c1, c2, c3)
-    _keep(part, 3 * STRIP, d0, d1, d2, d3)
-
-
-@helper
-def _one(x, x_at, weight, halves, wide, num_inputs, part, part_at):
-    """One token times a strip."""
-    a0 = a1 = a2 = a3 = splat(f32(0.0))
-    for i in range(num_inputs):
-        at, v = i * STRIP, splat(get(x, x_at + i))
-        if wide:
-            a0, a1 = fma(v, load(weight, at), a0), fma(v, load(weight, at + 16), a1)
-            a2, a3 = fma(v, load(weight, at + 32), a2), fma(v, load(weight, at + 48), a3)
-        else:
-            a0, a1 = fma(v, load_bfloat16(halves, at), a0), fma(v, load_bfloat16(halves, at + 16), a1)
-            a2, a3 = fma(v, load_bfloat16(halves, at + 32), a2), fma(v, load_bfloat16(halves, at + 48), a3)
-    _keep(part, part_at, a0, a1, a2, a3)
-
-
-@helper
-def _keep(part, at, a0, a1, a2, a3):
-    store(part, at, a0)
-    store(part, at + 16, a1)
-    store(part, at + 32, a2)
-    store(part, at + 48, a3)
+def work(packed: torch.Tensor, num_rows: int) -> float:
+    """Nanoseconds of reading the strips and multiplying them by so many rows, roughly."""
+    return packed.numel() * (0.05 * packed.itemsize + 0.01 * num_rows)
 
 
 @Kernel
-def _widen(call):
-    """A strip goes back to its columns of the weight [F, O]."""
-    num_items, packed, num_inputs, num_outputs, weight = unpack(call, 4)
-    row = np.empty(STRIP, np.float32)
-    while True:
-        strip = take(call)
-        if strip >= num_items:
-            break
-        width = min(STRIP, num_outputs - strip * STRIP)
-        for i in range(num_inputs):
-            for j in range(0, STRIP, LANES):
-                store(row, j, load_bfloat16(packed, (strip * num_inputs + i) * STRIP + j))
-            at = i * num_outputs + strip * STRIP
-            whole = width // LANES * LANES
-            copy(row, 0, weight, at, whole)
-            for j in range(whole, width):
-                put(weight, at + j, row[j])
+def multiply(
+    item,
+    scratch,  # SCRATCH bytes
+    num_blocks,
+    blocks,  # [num_blocks, 3] int64: expert, first row, rows; or 0: all rows in blocks of one size
+    num_rows,
+    num_groups,
+    x,
+    x_len,  # from row to row
+    rows,  # [R] int64: the row of x for each row of y; or 0: the same one
+    packed,  # [E, strips, F, STRIP]
+    halves,  # whether it is bfloat16
+    num_inputs,
+    num_outputs,
+    bias,  # or 0
+    y,  # [R, O]
+):
+    """An item is a block of rows and a group of strips; those of a group follow each other."""
+    group, block = item // num_blocks, item % num_blocks
+    expert, (first, last) = 0, _share(num_rows, num_blocks, block)
+    if blocks != 0:
+        expert, first = get_long(blocks, 3 * block), get_long(blocks, 3 * block + 1)
+        last = first + get_long(blocks, 3 * block + 2)
+    num_strips = (num_outputs + STRIP - 1) // STRIP
+    begin, end = _share((num_strips + UNIT - 1) // UNIT, num_groups, group)
+    size = num_inputs * STRIP * (2 if halves else 4)
+    matrix = packed + expert * num_strips * size
+    near = num_strips * size < NEAR
+    panel, out = scratch, y + 4 * first * num_outputs
+    for at in range(0, num_inputs, DEPTH):
+        count = min(DEPTH, num_inputs - at)
+        for n in range(first, last):
+            row = n if rows == 0 else get_long(rows, n)
+            _copy(x + 4 * (row * x_len + at), panel + 4 * (n - first) * DEPTH, count)
+        _stretch(
+            scratch, last - first, matrix, halves, near, num_inputs, at, count,
+            begin * UNIT, min(end * UNIT, num_strips), num_outputs, out
+        )  # fmt: skip
+    _finish(scratch, last - first, begin * UNIT, min(end * UNIT, num_strips), num_outputs, bias, out)
+
+
+@helper
+def _share(size, parts, part):
+    """Where a part of 0 .. size begins and ends."""
+    return size * part // parts, size * (part + 1) // parts
+
+
+@helper
+def _copy(source, target, count):
+    whole = count // LANES * LANES
+    for i in range(0, whole, LANES):
+        store(target, i, load(source, i))
+    for i in range(whole, count):
+        put(target, i, get(source, i))
+
+
+@helper
+def _stretch(scratch, num_rows, matrix, halves, near, num_inputs, at, count, begin, end, num_outputs, y):
+    """Inputs at .. at + count of the rows in scratch times strips begin .. end, added to y.
+
+    The sums of a last strip that goes beyond the outputs lie in scratch.
+    """
+    room = scratch + 4 * BLOCK * DEPTH
+    beyond = room + 4 * DEPTH * STRIP
+    full = min(end, num_outputs // STRIP)
+    strip_len, size = num_inputs * STRIP, 2 if halves else 4
+    most = ABREAST[num_rows - 1] if num_rows <= len(ABREAST) else 1
+    strip = begin
+    while strip < end:
+        abreast = most if strip + most <= full else 1
+        weight = matrix + size * (strip * strip_len + at * STRIP)
+        if strip + abreast < end:
+            soon = weight + size * abreast * strip_len
+        else:
+            soon = matrix + size * (begin * strip_len + (at + DEPTH) * STRIP)
+        if near and num_rows <= len(ABREAST):
+            soon = 0
+        out, out_len = y + 4 * strip * STRIP, num_outputs
+        if strip >= full:
+            out, out_len = beyond, STRIP
+        _tiles(scratch, num_rows, weight, halves, strip_len, abreast, count, room, out, out_len, at, soon)
+        strip += abreast
+
+
+@helper
+def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, y_len, going_on, soon):
+    """All rows of a block times one strip, or few rows times strips side by side."""
+    step = 2 * STRIP if halves else 4 * STRIP
+    if halves and num_rows <= FEW:
+        tile_of_halves(
+            num_rows, 2 * abreast, panel, weight, strip_len, count, y, y_len, going_on, soon, step
+        )
+        return
+    if halves:
+        for i in range(0, count * STRIP, STRIP):
+            widen(weight, i, room)
+        weight = room
+    vectors = VECTORS if num_rows > len(ABREAST) else 2 * abreast
+    num_tiles = (num_rows + HEIGHT - 1) // HEIGHT
+    for v in range(0, 2 * abreast, vectors):
+        for n in range(num_tiles):
+            first, last = _share(num_rows, num_tiles, n)
+            tile_of_floats(
+                last - first, vectors, panel + 4 * first * DEPTH, weight + 4 * LANES * v, strip_len, count,
+                y + 4 * (first * y_len + LANES * v), y_len, going_on, soon, step
+            )  # fmt: skip
+            if soon != 0:  # once is enough
+                soon, step = weight, 0
+
+
+@helper
+def _finish(scratch, num_rows, begin, end, num_outputs, bias, y):
+    """Add the bias; fetch the last outputs from scratch."""
+    beyond = scratch + 4 * (BLOCK * DEPTH + DEPTH * STRIP)
+    full = min(end, num_outputs // STRIP)
+    for row in range(num_rows):
+        line = y + 4 * row * num_outputs
+        if bias != 0:
+            for i in range(begin * STRIP, full * STRIP, LANES):
+                store(line, i, add(load(line, i), load(bias, i)))
+        if full < end:
+            for i in range(num_outputs - full * STRIP):
+                value, at = get(beyond, row * STRIP + i), full * STRIP + i
+                put(line, at, value + get(bias, at) if bias != 0 else value)
