@@ -21,7 +21,8 @@ VECTORS = 2 if WIDE else 1  # outputs of a tile of more rows, in vectors
 FEW = 12 if WIDE else 2  # rows up to which bfloat16 weights are widened on their way, not beforehand
 SHAPES = [(rows, 2 * n) for rows, most in enumerate(ABREAST, 1) for n in {1, most}]
 SHAPES += [(rows, VECTORS) for rows in range(len(ABREAST) + 1, HEIGHT + 1)]
-LONG, HALF, BYTE = ir.IntType(64), ir.IntType(16), ir.IntType(8)
+LONG, HALF = ir.IntType(64), ir.IntType(16)
+READ, WRITE, SECOND, NEAREST = 0, 1, 2, 3  # what LLVM's prefetch is told: why, and to which cache
 
 
 class _Code(NamedTuple):
@@ -37,12 +38,13 @@ class _Code(NamedTuple):
     going_on: Any
     soon: Any
     soon_step: Any
+    y_soon: Any
 
     def emit(self, rows: int, vectors: int, halves: bool, fetch: bool) -> None:
         """sums = y if going_on else 0; for k in range(count): sums += x[:, k] * weight[k]; y = sums"""
         b = self.builder
         fma = self.function("llvm.fma.v16f32", VECTOR, VECTOR, VECTOR, VECTOR)
-        places = [self.output(row, v) for row in range(rows) for v in range(vectors)]
+        places = [self.output(self.y, row, v) for row in range(rows) for v in range(vectors)]
         sums = [cgutils.alloca_once(b, VECTOR) for _ in places]  # LLVM makes them registers
         with b.if_else(b.icmp_signed("!=", self.going_on, LONG(0))) as (taken_up, begun):
             with taken_up:
@@ -51,6 +53,10 @@ class _Code(NamedTuple):
             with begun:
                 for sum_ in sums:
                     b.store(ir.Constant(VECTOR, [0.0] * LANES), sum_)
+        if rows > len(ABREAST):
+            for row in range(rows):
+                for v in range(vectors):
+                    self.prefetch(b.ptrtoint(self.output(self.y_soon, row, v), LONG), WRITE, NEAREST)
         with cgutils.for_range(b, self.count) as loop:
             if fetch:
                 self.fetch(loop.index, -(-vectors // 2), halves)
@@ -66,9 +72,9 @@ class _Code(NamedTuple):
         start = self.builder.gep(self.builder.inttoptr(base, element.as_pointer()), [offset])
         return self.builder.bitcast(start, kind.as_pointer())
 
-    def output(self, row: int, v: int) -> Any:
+    def output(self, y: Any, row: int, v: int) -> Any:
         b = self.builder
-        return self.place(self.y, b.add(b.mul(self.y_len, LONG(row)), LONG(LANES * v)), VECTOR)
+        return self.place(y, b.add(b.mul(self.y_len, LONG(row)), LONG(LANES * v)), VECTOR)
 
     def splat(self, offset: Any) -> Any:
         b, nothing = self.builder, ir.Constant(VECTOR, ir.Undefined)
@@ -97,13 +103,16 @@ class _Code(NamedTuple):
     def fetch(self, k: Any, strips: int, halves: bool) -> None:
         """Bring the k-th weights of the next strips to the second-level cache."""
         b = self.builder
-        pointer = BYTE.as_pointer()
-        prefetch = self.function("llvm.prefetch.p0", ir.VoidType(), pointer, I32, I32, I32)
         for strip in range(strips):
             strip_at = b.mul(self.strip_len, LONG((2 if halves else 4) * strip))
             at = b.add(b.add(self.soon, strip_at), b.mul(k, self.soon_step))
             for line in (0,) if halves else (0, 64):
-                b.call(prefetch, [b.inttoptr(b.add(at, LONG(line)), pointer), I32(0), I32(2), I32(1)])
+                self.prefetch(b.add(at, LONG(line)), READ, SECOND)
+
+    def prefetch(self, address: Any, purpose: int, cache: int) -> None:
+        pointer = ir.IntType(8).as_pointer()
+        function = self.function("llvm.prefetch.p0", ir.VoidType(), pointer, I32, I32, I32)
+        self.builder.call(function, [self.builder.inttoptr(address, pointer), I32(purpose), I32(cache), I32(1)])
 
     def function(self, name: str, result: Any, *args: Any) -> Any:
         return cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(result, args), name)
@@ -123,6 +132,7 @@ def _tile(halves: bool) -> Any:
         going_on: Any,  # whether y has sums already
         soon: Any,  # address of the weights that are wanted next; may be 0 where ABREAST has the rows
         soon_step: Any,  # bytes from one inner number's to the next one's
+        y_soon: Any,  # address of the first sum of the next tile
     ) -> Any:
         """y[rows, 16 * vectors] = or += x times weight, for one of SHAPES; nothing for others."""
 
@@ -145,7 +155,7 @@ def _tile(halves: bool) -> Any:
             builder.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 11), build
+        return types.void(*[types.int64] * 12), build
 
     return intrinsic(tile)
 
@@ -160,7 +170,7 @@ def widen(typing: Any, source: Any, offset: Any, target: Any) -> Any:
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, offset, target = args
-        code = _Code(builder, *[None] * 9)
+        code = _Code(builder, *[None] * 10)
         for n, value in enumerate(code.halves(source, offset)):
             builder.store(value, code.place(target, builder.add(offset, LONG(LANES * n)), VECTOR), align=4)
         return context.get_dummy_value()

@@ -21,7 +21,7 @@ from hemiola.plugins.cpu.tiles import (
 )
 
 BLOCK = 24 * HEIGHT  # most rows of an item: a strip's weights are read once for all of them
-GROUP = 24  # strips of an item, about: with more, their sums and the rows leave the second-level cache
+GROUP = 32  # strips of an item, about: with more, their sums and the rows leave the second-level cache
 UNIT = ABREAST[0]  # strips that stay in one item
 ITEMS = 4  # for each thread, or the last one to end keeps the others waiting
 NEAR = 2**21  # bytes of a matrix from which on fetching its next strips pays even for the fewest rows
@@ -169,8 +169,9 @@ def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, 
     step = 2 * STRIP if halves else 4 * STRIP
     if halves and num_rows <= FEW:
         tile_of_halves(
-            num_rows, 2 * abreast, panel, weight, strip_len, count, y, y_len, going_on, soon, step
-        )
+            num_rows, 2 * abreast, panel, weight, strip_len, count, y, y_len, going_on,
+            soon, step, y + 4 * STRIP
+        )  # fmt: skip
         return
     if halves:
         for i in range(0, count * STRIP, STRIP):
@@ -181,9 +182,12 @@ def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, 
     for v in range(0, 2 * abreast, vectors):
         for n in range(num_tiles):
             first, last = _share(num_rows, num_tiles, n)
+            out, out_soon = y + 4 * (first * y_len + LANES * v), y + 4 * (last * y_len + LANES * v)
+            if last == num_rows:
+                out_soon = y + 4 * LANES * (v + vectors)
             tile_of_floats(
                 last - first, vectors, panel + 4 * first * DEPTH, weight + 4 * LANES * v, strip_len, count,
-                y + 4 * (first * y_len + LANES * v), y_len, going_on, soon, step
+                out, y_len, going_on, soon, step, out_soon
             )  # fmt: skip
             if soon != 0:  # once is enough
                 soon, step = weight, 0
