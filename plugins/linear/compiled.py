@@ -59,7 +59,7 @@ def linear(
     x, num_blocks = lines(x), -(-num_tokens // BLOCK)
     num_groups = split(num_strips, num_blocks)
     multiply(
-        num_blocks * num_groups, work(packed, num_tokens), num_blocks, 0, num_tokens, num_groups,
+        num_blocks * num_groups, work(packed.numel(), packed.itemsize, num_tokens), num_blocks, 0, num_tokens, num_groups,
         x, x.stride(0), 0, packed, packed.dtype is torch.bfloat16, num_inputs, num_outputs,
         bias if bias.numel() else 0, y, scratch=SCRATCH,
     )  # fmt: skip
@@ -73,9 +73,9 @@ def split(num_strips: int, num_blocks: int) -> int:
     return min(num_units, max(wanted, -(-num_strips // GROUP)))
 
 
-def work(packed: torch.Tensor, num_rows: int) -> float:
-    """Nanoseconds of reading the strips and multiplying them by so many rows, roughly."""
-    return packed.numel() * (0.05 * packed.itemsize + 0.01 * num_rows)
+def work(size: int, itemsize: int, num_rows: int) -> float:
+    """Nanoseconds of reading so many weights and multiplying them by so many rows, roughly."""
+    return size * (0.05 * itemsize + 0.01 * num_rows)
 
 
 @Kernel
@@ -102,6 +102,8 @@ def multiply(
     if blocks != 0:
         expert, first = get_long(blocks, 3 * block), get_long(blocks, 3 * block + 1)
         last = first + get_long(blocks, 3 * block + 2)
+    if first == last:
+        return
     num_strips = (num_outputs + STRIP - 1) // STRIP
     begin, end = _share((num_strips + UNIT - 1) // UNIT, num_groups, group)
     size = num_inputs * STRIP * (2 if halves else 4)
