@@ -1,18 +1,10 @@
 """A mixture of experts after its router: two dense layers per used expert, combined in slot order."""
 
-import torch
-
+from hemiola.plugins.linear.spec import strips
 from hemiola.plugins.moe.reference import moe as reference
 from hemiola.plugins.spec import FP32, INT, Arg, Attr, Call, Form, Op, Result, bf16, first_reason, fp32_in_sixteens
 
 ACTIVATIONS = {"relu2": 1, "swiglu": 2}  # and how many outputs of `up` make one input of `down`
-
-
-def strips(weight: torch.Tensor) -> torch.Tensor:
-    """The layout in which the compiled form reads the experts' weights [E, O, F]."""
-    from hemiola.plugins.moe.compiled import pack
-
-    return pack(weight)
 
 
 def _refuses(call: Call) -> str:
@@ -37,7 +29,13 @@ MOE = Op(
     results=(Result("TF"),),
     reference=reference,
     forms=(
-        Form("reference", "cpu", first_reason(_refuses, fp32_in_sixteens("FI"))),
+        Form(
+            "compiled",
+            "cpu",
+            first_reason(_refuses, fp32_in_sixteens("")),
+            {"up": strips, "down": strips},
+            sizes="I",
+        ),
         Form("triton", "cuda", first_reason(_refuses, bf16(wide=["expert_weights"]))),
     ),
 )
