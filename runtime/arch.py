@@ -15,6 +15,6 @@ class Arch(NamedTuple):
         return str(self.dtype).removeprefix("torch.")
 
 
-CAPABILITIES = {"80": (8, 0), "86": (8, 6), "89": (8, 9), "90": (9, 0), "100": (10, 0), "120": (12, 0), "121": (12, 1)}
+NAMES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 ARCHS = {"cpu": Arch("cpu", torch.float32)}
-ARCHS |= {f"sm_{name}": Arch("cuda", torch.bfloat16, found) for name, found in CAPABILITIES.items()}
+ARCHS |= {name: Arch("cuda", torch.bfloat16, (int(name[3:-1]), int(name[-1]))) for name in NAMES}

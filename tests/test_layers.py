@@ -102,7 +102,7 @@ assert not set(heavy) & set(sys.modules), set(heavy) & set(sys.modules)
 def test_runtime_and_plugins_import_without_compilers_and_transformers() -> None:
     code = """
 import sys
-banned = ("transformers", "onnx", "tensorrt", "triton")
+banned = ("transformers", "onnx", "tensorrt", "triton", "numba")
 class Ban:
     def find_spec(self, name, path=None, target=None):
         # torch probes for triton inside a try block: pretend that it is absent

@@ -21,7 +21,12 @@ class Kit:
     """What layers are made with; `ops` is torch.ops.hemiola or the references, with the same signatures."""
 
     def __init__(
-        self, checkpoint: Checkpoint, ops: Any, chunk_len: int, max_len: int, dtype: torch.dtype = torch.float32
+        self,
+        checkpoint: Checkpoint,
+        ops: Any,
+        chunk_len: int,
+        max_len: int,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.checkpoint, self.ops, self.chunk_len, self.max_len = checkpoint, ops, chunk_len, max_len
         self.dtype = dtype  # of activations, and of what is not wide

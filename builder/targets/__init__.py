@@ -27,6 +27,8 @@ def pick(target: str, arch: str) -> Target:
             f"--target {target} is not supported by this version, only {', '.join(TARGETS)}; use one of these"
         )
     archs = TARGETS[target].archs
+    if len(arch.replace(",", " ").split()) > 1:
+        raise Refused(f"--arch {arch}: an engine is for one architecture; build one for each")
     if arch not in archs:
         raise Refused(
             f"--arch {arch} is not supported by --target {target}, only {', '.join(archs)}; use one of these"

@@ -2,7 +2,19 @@
 
 from hemiola.plugins.linear.spec import strips
 from hemiola.plugins.moe.reference import moe as reference
-from hemiola.plugins.spec import FP32, INT, Arg, Attr, Call, Form, Op, Result, bf16, first_reason, fp32_in_sixteens
+from hemiola.plugins.spec import (
+    FP32,
+    INT,
+    Arg,
+    Attr,
+    Call,
+    Form,
+    Op,
+    Result,
+    bf16,
+    first_reason,
+    fp32_in_sixteens,
+)
 
 ACTIVATIONS = {"relu2": 1, "swiglu": 2}  # and how many outputs of `up` make one input of `down`
 

@@ -336,7 +336,7 @@ OPTIONS = {
     "no rows": ("--max-rows 0", "max_rows is 0"),
     "tiny steps": ("--max-step-tokens 9", "--max-step-tokens 9 cannot hold --max-rows 64", "256"),
     "target": ("--target tensorrt", "--target tensorrt is not supported", "torch"),
-    "arch": ("--arch sm_90", "--arch sm_90 is not supported by --target torch, only cpu"),
+    "arch": ("--arch sm_70", "--arch sm_70 is not supported by --target torch, only cpu, sm_80"),
     "unknown option": ("--beam 4", "--beam", "--help"),
     "not a number": ("--max-len long", "max_len is 'long'", "integer"),
 }

@@ -1,0 +1,99 @@
+"""Engines for a GPU, built without one: dtypes of all that they hold, forms, and what is refused by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from kit import checkpoints
+from safetensors.torch import load_file
+from torch.fx import Node
+
+from hemiola.builder import targets
+from hemiola.builder.build import Options, build
+from hemiola.builder.targets.torch import op_of
+from hemiola.runtime import manifest
+from hemiola.runtime.arch import ARCHS
+from hemiola.runtime.device.session import load_program
+from hemiola.runtime.errors import Refused
+
+Get = Callable[..., Path]
+GPUS = [name for name, arch in ARCHS.items() if arch.device == "cuda"]
+WIDE_STATES = (".state", ".dt_records", ".g_records", ".beta_records")
+WIDE_WEIGHTS = ("norm.weight", ".A", ".D", ".dt_bias", ".choice_bias", ".table", "absent")
+
+
+def test_the_table_has_the_architectures_that_are_promised() -> None:
+    assert list(ARCHS) == ["cpu", *GPUS] and ARCHS["cpu"].capability is None
+    assert GPUS == ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121"]
+    for name in GPUS:
+        major, minor = ARCHS[name].capability or (0, 0)
+        assert name == f"sm_{major}{minor}" and ARCHS[name].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_next", "qwen3_5_tied"])
+def test_an_engine_for_a_gpu_is_bf16_but_for_what_sums_and_decays(family: str, tiny_engine: Get) -> None:
+    engine_dir = tiny_engine(family, arch="sm_90")
+    found = manifest.load(engine_dir)
+    assert found.arch == "sm_90" and {n.form for s in found.segments for n in s.nodes} == {"triton"}
+    for state in found.states:
+        wide = state.kind == "slot" and state.name.endswith(WIDE_STATES)
+        assert state.dtype == ("float32" if wide else "bfloat16"), state
+    for name, tensor in load_file(engine_dir / found.weights_file).items():
+        wide = name.endswith(WIDE_WEIGHTS)
+        assert tensor.dtype is (torch.float32 if wide else torch.bfloat16), name
+
+
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_next"])
+def test_only_logits_and_routes_are_wide_between_ops(family: str, tiny_engine: Get) -> None:
+    """An fp32 number that slipped into the graph would double its traffic, and nobody would see it."""
+    for segment in manifest.load(tiny_engine(family, arch="sm_90")).segments:
+        graph = load_program(tiny_engine(family, arch="sm_90") / segment.file).graph
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            if (
+                node.op == "call_function"
+                and isinstance(value, torch.Tensor)
+                and value.dtype is torch.float32
+            ):
+                assert "to" in str(node.target) or _comes_from(node, "route"), node
+        logits, hidden = (node.meta["val"] for node in graph.output_node().args[0])
+        assert logits.dtype is torch.float32 and hidden.dtype is torch.bfloat16
+
+
+def _comes_from(node: Node, op: str) -> bool:
+    source = node.args[0]
+    found = op_of(source) if isinstance(source, Node) else None
+    return found is not None and found.name == op
+
+
+def test_one_numerics_for_all_gpus(tiny_engine: Get) -> None:
+    """What differs between architectures is where an engine may be opened."""
+    one, other = (manifest.load(tiny_engine("qwen3_5", arch=arch)) for arch in ("sm_90", "sm_80"))
+    assert one.model_copy(update={"arch": "sm_80", "identity": "", "sha256": {}}) == other.model_copy(
+        update={"identity": "", "sha256": {}}
+    )
+
+
+def test_sizes_that_no_kernel_takes_are_refused_by_name(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    for family, op in (("nemotron_h_dense", "mamba2"), ("qwen3_5", "delta")):
+        with pytest.raises(
+            Refused, match=rf"{op} cannot run on cuda \(triton: chunk_len is 8, not 16, 32 or 64"
+        ):
+            build(tiny_checkpoint(family), tmp_path / family, Options(arch="sm_90", chunk_len=8))
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        Refused, match="--arch sm_70 is not supported by --target torch, only cpu, sm_80, .*sm_121"
+    ):
+        targets.pick("torch", "sm_70")
+    with pytest.raises(
+        Refused, match="--arch sm_90,sm_80: an engine is for one architecture; build one for each"
+    ):
+        targets.pick("torch", "sm_90,sm_80")
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_every_family_can_be_built(family: str, tiny_engine: Get) -> None:
+    assert manifest.load(tiny_engine(family, arch="sm_90")).arch == "sm_90"

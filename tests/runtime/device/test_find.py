@@ -1,0 +1,59 @@
+"""An engine opens on the device that it was built for, and says how to build another."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hemiola.runtime.device.find import find_device
+from hemiola.runtime.errors import Refused
+
+HERE = Path("engine")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
+    """A GPU of this compute capability, or none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA X")
+
+
+def refusal(arch: str) -> str:
+    with pytest.raises(Refused) as caught:
+        find_device(HERE, arch)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("capability", [None, (9, 0)])
+def test_an_engine_for_a_cpu_opens_everywhere(
+    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, capability)
+    assert find_device(HERE, "cpu") == torch.device("cpu")
+
+
+def test_an_engine_for_a_gpu_needs_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0))
+    assert find_device(HERE, "sm_90") == torch.device("cuda", 0)
+    pretend(monkeypatch, None)
+    assert refusal("sm_90") == (
+        "engine was built for sm_90 (compute capability 9.0), but torch finds no CUDA device here;"
+        " run build-engine CHECKPOINT --engine-dir engine --arch cpu"
+    )
+    for found, arch in (((12, 1), "sm_121"), ((8, 6), "sm_86")):
+        pretend(monkeypatch, found)
+        assert refusal("sm_90") == (
+            f"engine was built for sm_90 (compute capability 9.0), but NVIDIA X has {found[0]}.{found[1]};"
+            f" run build-engine CHECKPOINT --engine-dir engine --arch {arch}"
+        )
+
+
+def test_a_gpu_that_nothing_is_built_for_leaves_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (7, 0))
+    assert refusal("sm_90").endswith(
+        "but NVIDIA X has 7.0; run build-engine CHECKPOINT --engine-dir engine --arch cpu"
+    )
+
+
+def test_an_architecture_of_a_later_version_is_named() -> None:
+    assert refusal("sm_130").startswith("engine was built for sm_130, known are cpu, sm_80,")
