@@ -226,7 +226,7 @@ class EngineHand(Hand):
             return
         ids = request.ids[: request.total_len].tolist()
         logits = self.plain.logits(ids[:-1])[request.prompt_len - 1 :]
-        token_ids = torch.tensor(ids[request.prompt_len :])
+        token_ids = torch.tensor(ids[request.prompt_len :], device=logits.device)
         assert request.logprobs == to_logprobs(token_ids.tolist(), *logprobs(logits, token_ids, num_top))
 
     def check_drafts(self) -> None:

@@ -76,11 +76,11 @@ class Plain:
                 harness.draft(request, known[1:], harness.hidden[:-1], first=1)
         request, text, hidden = self._head
         self._head = request, text[:place], hidden  # pairs from here on are overwritten
-        ids = torch.tensor([[*token_ids, *[0] * num]], dtype=torch.int32)
-        hidden, slot = hidden[place - 1 : place], torch.tensor([0])
+        ids = torch.tensor([[*token_ids, *[0] * num]], dtype=torch.int32, device=harness.device)
+        hidden, slot = hidden[place - 1 : place], torch.tensor([0], device=harness.device)
         for at in range(place, place + num):
             logits, hidden = harness.draft(request, ids[0, at : at + 1].tolist(), hidden, first=at)
-            ids[0, at + 1] = choose(logits, [rule], slot, torch.tensor([at + 1]), ids)[0]
+            ids[0, at + 1] = choose(logits, [rule], slot, slot + at + 1, ids)[0]
         return ids[0, len(token_ids) :].tolist()
 
     def _run(self, token_ids: list[int], num_drafts: int) -> Run:
@@ -97,7 +97,7 @@ class Plain:
             if state.kind == "page":
                 pages[state.name] = held[request.pages].flatten(0, 1)[: len(token_ids)].clone()
             elif state.name == "mtp.hidden":
-                slot[state.name] = torch.full(state.shape, torch.nan)
+                slot[state.name] = hidden.new_full(state.shape, torch.nan)
                 last = torch.arange(len(token_ids))[-state.shape[0] :]
                 slot[state.name][last % state.shape[0]] = hidden[last]
             else:

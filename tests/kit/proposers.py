@@ -39,12 +39,14 @@ class Scripted:
                 request = row.request
                 total_len = int(self.ledger.total_len[row.slot_id])
                 assert self.ledger.num_drafts[row.slot_id] == 0, "drafts of an earlier step"
-                ids = self.ledger.ids[row.slot_id].numpy()
+                ids = self.ledger.ids[row.slot_id].cpu().numpy()
                 text = Text(request.id, ids, request.prompt_len, total_len, len(request.ids))
                 drafts = list(self.script(text, row.room))[: row.room]
-                slot = torch.tensor([row.slot_id])
-                num = torch.tensor([len(drafts)])
-                self.ledger.set_drafts(slot, torch.tensor([drafts], dtype=torch.int32), num)
+                places = (
+                    torch.tensor(x, device=self.ledger.device)
+                    for x in ([row.slot_id], [drafts], [len(drafts)])
+                )
+                self.ledger.set_drafts(*places)
 
 
 def always_right(next_token: Callable[[Sequence[int]], int]) -> Scripted:

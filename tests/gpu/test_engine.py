@@ -1,0 +1,198 @@
+"""Engines on a GPU: every logit is the plain run's, bit for bit, whatever a request shares its steps with.
+
+The bundled checkpoints, for their sizes are such as kernels take, and their drafts are often right.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from kit.engine_hand import EngineHand, windows
+from kit.harness import Harness
+from kit.plain import Plain
+from oracle import Oracle
+
+from hemiola.builder.build import build
+from hemiola.builder.options import Options
+from hemiola.runtime import manifest
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.llm import LLM
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEMO = Path(__file__).resolve().parents[2] / "demo"
+FAMILIES = pytest.mark.parametrize("family", ["nemotron-h-code", "qwen3.5-code"])
+SIZES = {"max_len": 512, "max_rows": 8, "max_step_tokens": 256, "page_len": 64, "chunk_len": 16}
+PAGE, NUM_DRAFTS = SIZES["page_len"], 3
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50}
+TOLERANCE = 0.05  # of the largest logit: bf16 keeps 8 bits, and ten layers round some 50 times
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    built: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in built:
+            built[family] = tmp_path_factory.mktemp("engine") / family
+            major, minor = torch.cuda.get_device_capability(0)
+            build(DEMO / family, built[family], Options(arch=f"sm_{major}{minor}", **SIZES))
+        return built[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def plain(engine: Callable[[str], Path]) -> Callable[[str], Plain]:
+    known: dict[str, Plain] = {}
+
+    def get(family: str) -> Plain:
+        return known.setdefault(family, known.get(family) or Plain(engine(family)))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def story(plain: Callable[[str], Plain]) -> Callable[[str], list[int]]:
+    """family -> a greedy text, a token at a time; any part of it, as a prompt, is continued by the rest."""
+    known: dict[str, list[int]] = {}
+
+    def get(family: str) -> list[int]:
+        if family not in known:
+            harness = plain(family).harness
+            harness.forget()
+            request, text = harness.request(), [20, 6, 7]
+            (logits,) = harness.step([(request, text, 0)])
+            while len(text) < 300:
+                text.append(int(logits[-1].argmax()))
+                (logits,) = harness.step([(request, text[-1:], 0)])
+            known[family] = text
+        return known[family]
+
+    return get
+
+
+@pytest.fixture
+def make_hand(
+    engine: Callable[[str], Path], plain: Callable[[str], Plain], story: Callable[[str], list[int]]
+) -> Callable[..., EngineHand]:
+    def make(family: str, kind: str, **options: object) -> EngineHand:
+        if kind == "scripted":
+            text, dice = story(family), random.Random(5)
+            options["proposer"] = windows(
+                lambda ids, num: text[len(ids) : len(ids) + num],
+                lambda request: dice.randrange(NUM_DRAFTS + 1),
+            )
+        return EngineHand(engine(family), plain(family), kind, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["plain", "ngram", "mtp", "scripted"])
+@FAMILIES
+def test_steps_shared_with_anybody_give_the_plain_runs_bits(
+    make_hand: Callable, story: Callable, family: str, kind: str
+) -> None:
+    """Batches, chunked prompts, drafts, hits, two steps under way: logits, drafts, pages, snapshots."""
+    hand, text = make_hand(family, kind, max_step_tokens=90, max_rows=5, pipeline_depth=2), story(family)
+    for _ in range(2):  # then everything is a hit
+        for length in (3, 15, 16, 17, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 5, 3 * PAGE):
+            hand.submit(text[:length], max_tokens=20)
+        hand.run()
+    for request in hand.requests:
+        hand.check(request.id, text[request.prompt_len : request.prompt_len + 20])
+    assert hand.last(len(hand.requests)).metrics.cached_tokens > 0
+    hand.end()
+
+
+@pytest.mark.parametrize("kind", ["plain", "mtp"])
+@FAMILIES
+def test_preempted_requests_go_on_with_the_same_bits(
+    make_hand: Callable, story: Callable, family: str, kind: str
+) -> None:
+    hand, text = make_hand(family, kind, max_len=4 * PAGE, num_pages=9, pipeline_depth=1), story(family)
+    ids = [hand.submit(text[:length], max_tokens=90) for length in (40, 50, 60, 70)]
+    hand.end()
+    assert hand.loop.counters.num_preemptions > 0
+    for request_id in ids:
+        start = hand.requests[request_id - 1].prompt_len
+        hand.check(request_id, text[start : start + 90])
+
+
+@FAMILIES
+def test_sampled_tokens_are_those_of_a_lone_request(
+    make_hand: Callable, story: Callable, family: str
+) -> None:
+    alone = {}
+    for seed in range(4):
+        hand = make_hand(family, "plain", prefix_cache=False)
+        hand.submit(story(family)[:30], max_tokens=20, seed=seed, **SAMPLED)
+        hand.run()
+        alone[seed] = hand.token_ids(1)
+    assert len(set(map(tuple, alone.values()))) > 1
+    for kind in ("ngram", "mtp"):
+        hand = make_hand(family, kind, pipeline_depth=1)
+        ids = {hand.submit(story(family)[:30], max_tokens=20, seed=seed, **SAMPLED): seed for seed in alone}
+        hand.submit(story(family)[:50], max_tokens=30)
+        hand.end()
+        for request_id, seed in ids.items():
+            assert hand.token_ids(request_id) == alone[seed]
+
+
+@FAMILIES
+def test_logits_are_the_oracles_within_bf16(engine: Callable, story: Callable, family: str) -> None:
+    text = story(family)[:150]
+    found, wanted = Harness(engine(family)).run(text).cpu(), Oracle(DEMO / family).logits(text)
+    error = ((found - wanted).abs().max() / wanted.abs().max()).item()
+    same = (found.argmax(1) == wanted.argmax(1)).float().mean().item()
+    print(
+        f"{family}: error {error:.4f} of the largest logit, {same:.1%} of the greedy tokens are the oracle's"
+    )
+    assert error < TOLERANCE and same > 0.9
+
+
+@pytest.mark.parametrize("kind", ["ngram", "mtp"])
+@FAMILIES
+def test_no_launch_waits_for_the_gpu(make_hand: Callable, story: Callable, family: str, kind: str) -> None:
+    """The host waits where it reads a verdict, and nowhere else."""
+    hand, text = make_hand(family, kind, max_step_tokens=90, pipeline_depth=1), story(family)
+    hand.storage.poison = False
+    hand.loop.drafts.__dict__.pop("propose", None)  # the hand's own, which looks
+    launch = hand.loop._launch
+
+    def strict(plan: object) -> object:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for length in (30, 100, 10):  # what is compiled and tuned, is
+        hand.submit(text[:length], max_tokens=20)
+    hand.run()
+    hand.loop._launch = strict
+    for length in (30, 100, 10):
+        hand.submit(text[:length], max_tokens=20)
+        hand.submit(text[:length], max_tokens=10, **SAMPLED, min_p=0.01, repetition_penalty=1.1, logprobs=3)
+    hand.run()
+    assert all(hand.last(request.id).finish_reason == "length" for request in hand.requests)
+
+
+@FAMILIES
+def test_llm_answers_by_itself(engine: Callable, story: Callable, family: str) -> None:
+    """The thread, the auto sizes, the text; depth 1 unless asked otherwise."""
+    text, start = story(family), time.perf_counter()
+    with LLM(engine(family)) as llm:
+        assert llm.config.pipeline_depth == 1 and manifest.load(engine(family)).arch.startswith("sm_")
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        outputs = llm.generate([text[:length] for length in range(5, 35, 3)], params)
+        print(f"{family}: opened and answered in {time.perf_counter() - start:.1f} s")
+    for output in outputs:
+        start = len(output.prompt_token_ids)
+        assert output.token_ids == text[start : start + 40]
