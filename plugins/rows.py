@@ -1,12 +1,12 @@
 """The rows of a step, as every op reads them: `rows` [N, 8] int32, one line per row.
 
-Row n owns the tokens first .. first + num_tokens of the step. They stand at the absolute positions committed,
-committed + 1, ...; the last num_drafts of them are only proposed. The row's slot holds the state after `edge`
-tokens and records of the tokens edge .. committed. After the step it holds the state at the new edge (the last
-chunk edge that final tokens have passed) and records from there on. If snapshot_slot is not 0 and the step
-passes snapshot_edge (edge < snapshot_edge <= new edge), that slot becomes one that stands at snapshot_edge,
-without records; else it is left alone. Slot 0 is the dump slot: rows of it are padding, of which nothing is
-read or kept, and which come out as zeros.
+Row n owns the tokens first .. first + num_tokens of the step. They stand at the absolute positions
+committed, committed + 1, ...; the last num_drafts of them are only proposed. The row's slot holds the state
+after `edge` tokens and records of the tokens edge .. committed. After the step it holds the state at the new
+edge (the last chunk edge that final tokens have passed) and records from there on. If snapshot_slot is not 0
+and the step passes snapshot_edge (edge < snapshot_edge <= new edge), that slot becomes one that stands at
+snapshot_edge, without records; else it is left alone. Slot 0 is the dump slot: rows of it are padding, of
+which nothing is read or kept. Tokens of no live row come out as zeros.
 """
 
 from functools import lru_cache
@@ -55,7 +55,7 @@ def live_rows(rows: torch.Tensor, chunk_len: int) -> list[RowFields]:
 
 
 def extent(rows: torch.Tensor, chunk_len: int, ring_len: int, num_slots: int, num_tokens: int) -> Extent:
-    """Refuses rows whose records a ring of `ring_len` tokens cannot hold, and slots and tokens there are not."""
+    """Refuse rows whose records a ring of `ring_len` tokens cannot hold, and slots and tokens there are not."""
     found = _extent(rows.numpy().tobytes(), chunk_len)
     if found.num_held > ring_len:
         raise ValueError(f"{found.num_held} records since an edge, but a ring holds {ring_len}")

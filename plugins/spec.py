@@ -1,9 +1,9 @@
 """What an op is: one declaration, from which the torch op and its fake are made, and the forms it runs in.
 
-An op's folder holds `spec.py` (the declaration), `reference.py` (the truth: a plain loop) and its forms, one file
-each: `compiled.py` (CPU), `triton.py` (CUDA). Shapes are strings of letters, one per dimension: T tokens,
-N rows, S slots, H heads, and so on; a letter means the same size wherever it stands in one declaration, a
-digit itself.
+An op's folder holds `spec.py` (the declaration), `reference.py` (the truth: a plain loop) and its forms, one
+file each: `compiled.py` (CPU), `triton.py` (CUDA). Shapes are strings of letters, one a dimension: T tokens,
+N rows, S slots, H heads, and so on; a letter means the same size wherever it stands in one declaration, and a
+digit means itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ class Arg(NamedTuple):
 
 
 class Attr(NamedTuple):
-    """One constant argument, fixed when the graph is built; with a letter it is also the size of that letter."""
+    """One constant argument, fixed when the graph is built; with a letter it is that letter's size too."""
 
     name: str
     type: type

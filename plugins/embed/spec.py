@@ -1,4 +1,4 @@
-"""The embedding of tokens; its weight lies as a dense layer wants it, since models share it with their head."""
+"""The embedding of tokens; its weight lies as a dense layer wants it: models share it with their head."""
 
 from hemiola.plugins.embed.reference import embed as reference
 from hemiola.plugins.linear.spec import strips

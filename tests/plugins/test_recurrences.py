@@ -322,7 +322,7 @@ def test_insane_rows_are_refused(subject: Subject, form: str, rows: dict[str, in
         call(subject, form, **rows)
 
 
-@pytest.mark.parametrize("rows", [{"committed": 17}, {"num_tokens": 12, "num_drafts": 12}], ids=str)
+@pytest.mark.parametrize("rows", [{"committed": 9}, {"num_tokens": 9, "num_drafts": 9}], ids=str)
 @LAWS
 def test_a_ring_too_small_is_refused(subject: Subject, form: str, rows: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="a ring holds"):
