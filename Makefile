@@ -33,7 +33,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/serve.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[cpu,serve]'
+	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[serve]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt

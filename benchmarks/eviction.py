@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hemiola.runtime.cache.eviction import Cost, Evictor, Victim
-from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.prefix import PrefixCache
-from hemiola.runtime.cache.slots import Slots
+from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.cache.tree import Entry
 
 GIB = 1 << 30
@@ -280,8 +280,8 @@ class Replay:
 
     def __init__(self, cost: Cost, num_pages: int, num_slots: int, table_width: int, policy: Policy) -> None:
         self.cost = cost
-        self.pages = Pages(num_pages, PAGE_LEN, num_slots, table_width)
-        self.slots = Slots(num_slots, CHUNK_LEN)
+        self.pages = PagePool(num_pages, PAGE_LEN, num_slots, table_width)
+        self.slots = SlotPool(num_slots, CHUNK_LEN)
         self.evictor = policy.evictor(cost, PAGE_LEN)
         self.prefix = PrefixCache(self.pages, self.slots, self.evictor, interval=policy.interval)
         self.saved = self.total = 0.0

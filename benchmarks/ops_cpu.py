@@ -1,217 +1,136 @@
-"""CPU forms of the ops against plain torch: one row per case, equality checked in the same run.
+"""Time of a call of the ops that hold states on a CPU, and whether its bits are those of the plain run.
 
-    PYTHONPATH=. python benchmarks/ops_cpu.py [--threads 2]
+PYTHONPATH=.:tests python benchmarks/ops_cpu.py [--threads 2] [--repeats 200]
 
-Times are the fastest of many calls in microseconds. `reads` is the time to read once what a case must read
-(keys and values, or the weights of the used experts) with torch.sum: the memory's share. On a machine with
-other work use --threads 1: a parallel loop waits for its slowest thread.
+Microseconds, lower quartile of the repeats. The plain run is one request in one call. `bytes` are what a step
+must read and write at least: states or keys and values, once; GB/s is what that makes. Dense layers and
+experts have a table of their own (linear_cpu.py).
 """
 
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHExperts
+from kit.ops import Subject, form, int32, row, same_bits, subject
 
-import hemiola.plugins  # noqa: F401  registers torch.ops.hemiola
+from hemiola.plugins import OPS
 
-ops = torch.ops.hemiola
-HEADS, GROUPS, HEAD_DIM, PAGE_LEN = 8, 2, 64, 16
-NUM_EXPERTS, NUM_SLOTS, WIDTH, INNER = 8, 2, 256, 512
-NONE = torch.empty(0)
+CHUNK_LEN, NUM_DRAFTS = 16, 3
+RECURRENT = {
+    "conv 768": subject("conv", E=768, W=4),
+    "mamba2 8x64x64": subject("mamba2", 0.0, 1e9, H=8, P=64, G=2, D=64),
+    "gdn 8x64x64": subject("delta", G=4, K=64, H=8, V=64, J=1),
+    "gdn 16x128x128": subject("delta", G=16, K=128, H=16, V=128, J=1),
+    "kda 8x32x32": subject("delta", G=8, K=32, H=8, V=32, J=32),
+}
+STEPS = {  # tokens before the step, and new ones, of each row
+    "decode, 1 row": [(37, 1)],
+    "decode, 8 rows": [(committed, 1) for committed in range(32, 48, 2)],
+    "verify 3 drafts, 8 rows": [(committed, 4) for committed in range(32, 40)],
+    "prompt of 512": [(0, 512)],
+    "prompt of 512 + 7 decode": [(0, 512), *((committed, 1) for committed in range(32, 46, 2))],
+}
+ATTENTION = {
+    "decode, 1 row, kv 600": [(599, 1)],
+    "decode, 8 rows, kv 600": [(599, 1)] * 8,
+    "verify 3 drafts, 8 rows, kv 600": [(596, 4)] * 8,
+    "decode, 1 row, kv 8000": [(7999, 1)],
+    "prompt of 512": [(0, 512)],
+    "512 tokens at 1536": [(1536, 512)],
+}
 
 
-def fastest(call: Callable[[], object], seconds: float = 0.5) -> float:
-    """Microseconds of the fastest call; the machine has other work too."""
-    for _ in range(3):
-        call()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
+def quartile(call: Callable[[], object], repeats: int) -> float:
+    """Microseconds."""
+    times = []
+    for _ in range(repeats):
         start = time.perf_counter()
         call()
-        best = min(best, time.perf_counter() - start)
-    return best * 1e6
+        times.append(time.perf_counter() - start)
+    return sorted(times)[repeats // 4] * 1e6
 
 
-@dataclass
-class Times:
-    fast: float
-    exact: float
-    plain: float
-    reads: float
-    transformers: float | None = None
+def recurrent(case: Subject, step: list[tuple[int, int]], repeats: int) -> tuple[float, float, bool]:
+    """Microseconds, bytes, and whether the bits are those of each request alone and in one call."""
+    states = case.states(len(step) + 1, CHUNK_LEN, NUM_DRAFTS)
+    texts = [case.tokens(before + new, seed) for seed, (before, new) in enumerate(step)]
+    rows, first = [], 0
+    for slot, (text, (before, new)) in enumerate(zip(texts, step, strict=True), start=1):
+        if before:
+            past = [part[:before] for part in text]
+            case.run("compiled", past, states, [row(num_tokens=before, slot=slot)], CHUNK_LEN)
+        drafts = new - 1 if new == NUM_DRAFTS + 1 else 0
+        edge = before // CHUNK_LEN * CHUNK_LEN
+        rows.append((first, new, drafts, slot, before, edge, 0, 0))
+        first += new
+    tokens = [
+        torch.cat([text[n][before:] for text, (before, _) in zip(texts, step, strict=True)])
+        for n in range(len(texts[0]))
+    ]
+    y = case.run("compiled", tokens, states, rows, CHUNK_LEN)
+    alone = [
+        case.run("compiled", text, case.states(2, CHUNK_LEN, 0), [row(num_tokens=sum(lens))], CHUNK_LEN)
+        for text, lens in zip(texts, step, strict=True)
+    ]
+    exact = same_bits(y, torch.cat([one[before:] for one, (before, _) in zip(alone, step, strict=True)]))
+    size = sum(states[0][slot].numel() * 4 for slot in range(1, len(step) + 1))
+    call = lambda: case.run("compiled", tokens, states, rows, CHUNK_LEN)  # noqa: E731
+    return quartile(call, repeats), size, exact
 
-    def print(self, name: str) -> None:
-        times = [self.fast, self.exact, self.plain, self.reads]
-        cells = "".join(f"{value:9.0f}" for value in times)
-        if self.transformers is not None:
-            cells += f"{self.transformers:13.0f}"
-        print(f"{name:34}{cells}", flush=True)
 
-
-def attention(kv_lens: list[int], num_tokens: list[int]) -> Times:
-    """Rows of a step over scattered pages; plain: SDPA per kind of row on keys that lie in line already."""
-    widths = [-(-kv_len // PAGE_LEN) for kv_len in kv_lens]
-    shape = (sum(widths) + 1, PAGE_LEN, GROUPS, HEAD_DIM)
-    k_pages, v_pages = torch.randn(shape), torch.randn(shape)
-    page_table = torch.zeros(len(widths), max(widths), dtype=torch.int32)
-    free = (torch.randperm(shape[0] - 1) + 1).int()
-    for row, (pages, width) in enumerate(zip(free.split(widths), widths, strict=True)):
-        page_table[row, :width] = pages
-    rows = list(zip(kv_lens, num_tokens, strict=True))
-    positions = torch.cat([torch.arange(kv_len - n, kv_len) for kv_len, n in rows]).int()
-    cu_tokens = torch.tensor([0, *torch.tensor(num_tokens).cumsum(0)]).int()
-    total, scale = sum(num_tokens), HEAD_DIM**-0.5
-    q = torch.randn(total, HEADS, HEAD_DIM)
-    k, v = torch.randn(2, total, GROUPS, HEAD_DIM)
-
-    def run(exact: bool) -> torch.Tensor:
-        return ops.attention(q, k, v, k_pages, v_pages, page_table, cu_tokens, positions, scale, exact, 0)
-
-    o = run(False)
-    batches: dict[tuple[int, int], list[int]] = {}
-    for row, key in enumerate(rows):
-        batches.setdefault(key, []).append(row)
-    calls = []
-    for (kv_len, n), members in batches.items():
+def attention(step: list[tuple[int, int]], repeats: int) -> tuple[float, float, bool]:
+    """8 query heads and 2 key heads of 64; compared with SDPA within fp32's rounding."""
+    heads, groups, depth, page_len = 8, 2, 64, 64
+    per_row = -(-max(before + new for before, new in step) // page_len)
+    pages = [torch.randn(1 + len(step) * per_row, page_len, groups, depth) for _ in range(2)]
+    table = 1 + torch.randperm(len(step) * per_row).view(len(step), -1).int()
+    new = sum(count for _, count in step)
+    q, k, v = (torch.randn(new, count, depth) for count in (heads, groups, groups))
+    positions = torch.cat([torch.arange(before, before + count) for before, count in step]).int()
+    rows, first = [], 0
+    for slot, (before, count) in enumerate(step, start=1):
+        rows.append(row(first=first, num_tokens=count, slot=slot, committed=before))
+        first += count
+    arguments = (q, k, v, *pages, table, int32(*rows), positions, depth**-0.5, 0)
+    run = form(OPS["attention"], "compiled")
+    y, same = run(*arguments), True
+    for n, (before, count) in enumerate(step):
         keys, values = (
-            torch.stack(
-                [p[page_table[r, : widths[r]]].flatten(0, 1)[:kv_len].transpose(0, 1) for r in members]
-            )
-            for p in (k_pages, v_pages)
+            part[table[n].long()].flatten(0, 1)[: before + count].transpose(0, 1) for part in pages
         )
-        queries = torch.stack([q[cu_tokens[r] : cu_tokens[r + 1]].transpose(0, 1) for r in members])
-        mask = None
-        if 1 < n < kv_len:
-            mask = torch.arange(kv_len) <= torch.arange(kv_len - n, kv_len)[:, None]
-        calls.append((members, queries, keys, values, mask, n == kv_len))
-
-    def plain() -> list[torch.Tensor]:
-        return [
-            F.scaled_dot_product_attention(
-                queries, keys, values, mask, is_causal=causal, enable_gqa=True, scale=scale
-            )
-            for _, queries, keys, values, mask, causal in calls
-        ]
-
-    for (members, *_), result in zip(calls, plain(), strict=True):
-        for row, expected in zip(members, result, strict=True):
-            part = slice(int(cu_tokens[row]), int(cu_tokens[row + 1]))
-            torch.testing.assert_close(o[part], expected.transpose(0, 1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(run(True), o, rtol=1e-4, atol=1e-5)
-    held = [(keys, values) for _, _, keys, values, _, _ in calls]
-    return Times(
-        fastest(lambda: run(False)),
-        fastest(lambda: run(True)),
-        fastest(plain),
-        fastest(lambda: [x.sum() for pair in held for x in pair]),
-    )
-
-
-def moe(num_tokens: int, activation: str = "relu2") -> Times:
-    """Experts after their router; plain: the usual loop over experts."""
-    inner = INNER * (2 if activation == "swiglu" else 1)
-    up = torch.randn(NUM_EXPERTS, inner, WIDTH) * WIDTH**-0.5
-    down = torch.randn(NUM_EXPERTS, WIDTH, INNER) * INNER**-0.5
-    x = torch.randn(num_tokens, WIDTH)
-    ids = torch.rand(num_tokens, NUM_EXPERTS).argsort(1)[:, :NUM_SLOTS].int().contiguous()
-    long_ids, weights = ids.long(), torch.rand(num_tokens, NUM_SLOTS)
-
-    def plain() -> torch.Tensor:
-        y = torch.zeros_like(x)
-        for expert in range(NUM_EXPERTS):
-            tokens, slots = torch.where(long_ids == expert)
-            if len(tokens) == 0:
-                continue
-            hidden = F.linear(x[tokens], up[expert])
-            if activation == "relu2":
-                hidden = F.relu(hidden).square()
-            else:
-                gate, value = hidden.chunk(2, dim=1)
-                hidden = F.silu(gate) * value
-            y.index_add_(0, tokens, F.linear(hidden, down[expert]) * weights[tokens, slots, None])
-        return y
-
-    def run(exact: bool) -> torch.Tensor:
-        return ops.moe(x, ids, weights, up, down, activation, exact)
-
-    for exact in (False, True):
-        torch.testing.assert_close(run(exact), plain(), rtol=1e-4, atol=1e-4)
-    used = ids.unique().tolist()
-    times = Times(
-        fastest(lambda: run(False)),
-        fastest(lambda: run(True)),
-        fastest(plain),
-        fastest(lambda: [w[expert].sum() for expert in used for w in (up, down)]),
-    )
-    if activation == "relu2":
-        config = NemotronHConfig(
-            hidden_size=WIDTH,
-            moe_intermediate_size=INNER,
-            n_routed_experts=NUM_EXPERTS,
-            mlp_hidden_act="relu2",
+        own = slice(rows[n][0], rows[n][0] + count)
+        seen = torch.arange(before + count) <= torch.arange(before, before + count)[:, None]
+        theirs = F.scaled_dot_product_attention(
+            q[own].transpose(0, 1), keys, values, seen, scale=depth**-0.5, enable_gqa=True
         )
-        config._experts_implementation = "eager"
-        experts = NemotronHExperts(config)
-        experts.load_state_dict({"up_proj": up, "down_proj": down})
-        torch.testing.assert_close(run(False), experts(x, long_ids, weights), rtol=1e-4, atol=1e-4)
-        times.transformers = fastest(lambda: experts(x, long_ids, weights))
-    return times
-
-
-def norm(num_tokens: int, width: int, gated: bool) -> Times:
-    """plain: F.rms_norm and F.silu."""
-    x, weight = torch.randn(num_tokens, width), torch.randn(width)
-    gate = torch.randn(num_tokens, width) if gated else NONE
-
-    def plain() -> torch.Tensor:
-        return F.rms_norm(x * F.silu(gate) if gated else x, (width,), weight, 1e-5)
-
-    def run() -> torch.Tensor:
-        return ops.norm(x, gate, weight, 1e-5, width, True)
-
-    torch.testing.assert_close(run(), plain(), rtol=1e-4, atol=1e-5)
-    time_of_both = fastest(run)
-    return Times(time_of_both, time_of_both, fastest(plain), fastest(lambda: x.sum()))
-
-
-def linear(num_tokens: int, num_inputs: int, num_outputs: int) -> Times:
-    """fast and plain: F.linear, which fast numerics uses."""
-    x, weight = torch.randn(num_tokens, num_inputs), torch.randn(num_outputs, num_inputs) * num_inputs**-0.5
-    torch.testing.assert_close(ops.linear(x, weight, NONE), F.linear(x, weight), rtol=1e-4, atol=1e-4)
-    plain = fastest(lambda: F.linear(x, weight))
-    return Times(plain, fastest(lambda: ops.linear(x, weight, NONE)), plain, fastest(lambda: weight.sum()))
+        same &= torch.allclose(y[own], theirs.transpose(0, 1), rtol=1e-4, atol=1e-5)
+    size = 8 * groups * depth * sum(before + count for before, count in step)
+    return quartile(lambda: run(*arguments), repeats), size, same
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    torch.set_num_threads(parser.parse_args().threads)
-    torch.manual_seed(0)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, fp32, microseconds")
-    print(f"{'case':34}{'fast':>9}{'exact':>9}{'plain':>9}{'reads':>9}{'transformers':>13}")
-    ragged = torch.randint(1, 4096, (64,)).tolist()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=200)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"{options.threads} threads, C = {CHUNK_LEN}, torch {torch.__version__}")
+    print(f"| {'op':14} | {'step':32} | us       | GB/s   | right |\n|---|---|---|---|---|")
     with torch.inference_mode():
-        attention([20] * 8, [1] * 8).print("attention 8 rows x 1, kv 20")
-        attention([600], [1]).print("attention 1 row x 1, kv 600")
-        attention([600] * 8, [1] * 8).print("attention 8 rows x 1, kv 600")
-        attention([600] * 8, [4] * 8).print("attention 8 rows x 4, kv 600")
-        attention(ragged, [1] * 64).print("attention 64 rows x 1, kv 1..4096")
-        attention([512], [512]).print("attention prefill 512")
-        attention([2048], [512]).print("attention 512 tokens at 1536")
-        attention([512] + [600] * 7, [512] + [1] * 7).print("attention prefill 512 + 7 x 1")
-        for num_tokens in (1, 8, 512):
-            moe(num_tokens).print(f"moe relu2, {num_tokens} tokens")
-        moe(8, "swiglu").print("moe swiglu, 8 tokens")
-        for num_tokens in (1, 8, 512):
-            norm(num_tokens, 256, False).print(f"norm {num_tokens} x 256")
-            norm(num_tokens, 1024, True).print(f"norm {num_tokens} x 1024, gated")
-        for num_tokens in (1, 8, 512):
-            linear(num_tokens, 256, 1288).print(f"linear {num_tokens} x 256 -> 1288")
-        linear(512, 1024, 1024).print("linear 512 x 1024 -> 1024")
+        cases = [(name, step, recurrent, case) for name, case in RECURRENT.items() for step in STEPS]
+        for name, step, measure, case in cases:
+            repeats = options.repeats if STEPS[step][0][1] < 100 else 5 + options.repeats // 10
+            show(name, step, *measure(case, STEPS[step], repeats))
+        for step, rows in ATTENTION.items():
+            repeats = options.repeats if rows[0][1] < 100 else 5 + options.repeats // 10
+            show("attention 8/2", step, *attention(rows, repeats))
+
+
+def show(name: str, step: str, microseconds: float, size: float, right: bool) -> None:
+    speed = f"{microseconds:8.0f} | {size / microseconds / 1e3:6.1f}"
+    print(f"| {name:14} | {step:32} | {speed} | {'yes' if right else 'NO':5} |", flush=True)
 
 
 if __name__ == "__main__":

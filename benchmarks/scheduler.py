@@ -18,7 +18,7 @@ from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.memory import Storage
-from hemiola.runtime.device.session import Output
+from hemiola.runtime.device.session import Computed
 from hemiola.runtime.engine.loop import Loop
 from hemiola.runtime.engine.request import Bounds, new_request
 from hemiola.runtime.engine.step import Batch
@@ -36,10 +36,10 @@ class Stub:
         self.answers = [torch.randn(num_rows, VOCAB) for _ in range(8)]
         self.calls = 0
 
-    def run(self, batch: Batch) -> Output:
+    def run(self, batch: Batch) -> Computed:
         self.calls += 1
         logits = self.answers[self.calls % len(self.answers)][: len(batch.logits_ids)]
-        return Output(logits, logits)
+        return Computed(logits, logits)
 
 
 class Stopwatch:

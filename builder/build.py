@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,31 +16,18 @@ from tokenizers import Tokenizer
 import hemiola
 from hemiola.builder import models, targets
 from hemiola.builder.checkpoint import DTYPES, Checkpoint, Lazy, read_json
-from hemiola.builder.graph import OUTPUTS, Graph, Name, export
+from hemiola.builder.graph import Graph, Name, export
+from hemiola.builder.options import Options
+from hemiola.builder.targets.torch import Compiled
 from hemiola.plugins import OPS
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import Limits, Manifest, Segment, State, Weight
+from hemiola.runtime.manifest import Limits, Manifest, Segment, State
 
 Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all (0: the stage is not about bytes)
 WEIGHTS = "weights.safetensors"
+ALIGNMENT = 64  # bytes
 STORED = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a user may choose; None is decided from the checkpoint."""
-
-    target: str = "torch"
-    arch: str = "cpu"
-    numerics: Literal["exact", "fast"] = "fast"
-    max_len: int | None = None
-    max_rows: int = 64
-    max_step_tokens: int = 2048
-    drafts: Literal["none", "ngram", "mtp"] | None = None
-    num_drafts: int | None = None
-    page_len: int = 64
-    chunk_len: int = 16
 
 
 def build(
@@ -49,28 +35,32 @@ def build(
 ) -> Manifest:
     """Write an engine. It appears complete or not at all; an engine that stood there before is replaced."""
     target = targets.pick(options.target, options.arch)
-    _refuse_sizes(options)
+    _refuse_pages(options)
     _refuse_occupied(engine_dir)
     report("checking", 0, 0)
     checkpoint = Checkpoint(path)
-    exact = options.numerics == "exact"
-    model = models.load(checkpoint, torch.ops.hemiola, exact=exact, chunk_len=options.chunk_len)
-    drafts, limits = _limits(model, options)
+    max_len = _max_len(checkpoint, options)
+    model = models.load(checkpoint, torch.ops.hemiola, chunk_len=options.chunk_len, max_len=max_len)
+    drafts, limits = _limits(model, options, max_len)
     if model.draft is None and options.drafts is None:
         _warn_of_a_missing_head(model)
-    _refuse_tokenizer(path / "tokenizer.json", model.vocab_size)
+    has_tokenizer = _check_tokenizer(path / "tokenizer.json", model.vocab_size)
     with _fresh(engine_dir) as folder:
-        _copy_tokenizer(path, folder / "tokenizer")
+        if has_tokenizer:
+            _copy_tokenizer(path, folder / "tokenizer")
         names: list[Name] = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
-        graphs, segments = [], []
+        graphs: list[Graph] = []
+        segments: list[Segment] = []
+        weights: dict[str, Lazy] = {}
         for name in names:
             report(f"exporting {name}", 0, 0)
             graph = export(model, name, limits)
+            segment = model.trunk if name == "trunk" else model.draft
+            assert segment is not None
+            compiled = target.compile(graph, model.weights(segment), folder)
             graphs.append(graph)
-            segments.append(_segment(target.compile(graph, folder), graph))
-        weights = model.weights(model.trunk)
-        if drafts == "mtp" and model.draft is not None:
-            weights |= model.weights(model.draft)
+            segments.append(_segment(compiled, graph))
+            weights = compiled.weights | weights
         write_weights(weights, folder / WEIGHTS, report)
         carried = (_hidden(model, limits),) if drafts == "mtp" else ()
         report("hashing", 0, 0)
@@ -84,15 +74,13 @@ def build(
             hidden_size=model.hidden_size,
             target="torch",
             arch=options.arch,
-            numerics=options.numerics,
             drafts=drafts,
             eos_ids=checkpoint.eos_ids(model.config),
             limits=limits,
             weights_file=WEIGHTS,
-            weights=tuple(Weight(name=name, dtype="float32") for name in weights),
             states=tuple(state for graph in graphs for state in graph.states) + carried,
             segments=tuple(segments),
-            ops={name: schema for graph in graphs for name, schema in _ops(graph).items()},
+            ops={node.op: OPS[node.op].schema() for segment in segments for node in segment.nodes},
             sha256={
                 str(file.relative_to(folder)): _sha256(file)
                 for file in sorted(folder.rglob("*"))
@@ -102,21 +90,23 @@ def build(
 
 
 def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:
-    """A safetensors file, one tensor in memory at a time."""
+    """A safetensors file, one tensor in memory at a time; whole cache lines first, which keep alignment."""
+    ordered = sorted(weights.items(), key=lambda item: item[1].nbytes % ALIGNMENT != 0)
     header, offset = {}, 0
-    for name, lazy in weights.items():
+    for name, lazy in ordered:
+        end = offset + lazy.nbytes
         header[name] = {
             "dtype": STORED[lazy.dtype],
             "shape": lazy.shape,
-            "data_offsets": [offset, offset + lazy.nbytes],
+            "data_offsets": [offset, end],
         }
-        offset += lazy.nbytes
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     done = 0
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for lazy in weights.values():
+        for _, lazy in ordered:
             tensor = lazy.read().contiguous()
             assert tuple(tensor.shape) == lazy.shape and tensor.dtype == lazy.dtype
             file.write(tensor.view(-1).view(torch.uint8).numpy().data)
@@ -124,17 +114,15 @@ def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:
             report("writing weights", done, offset)
 
 
-def _segment(file: str, graph: Graph) -> Segment:
-    states = tuple(state.name for state in graph.states)
+def _segment(compiled: Compiled, graph: Graph) -> Segment:
     return Segment(
-        name=graph.name, file=file, weights=graph.weights, states=states, inputs=graph.inputs, outputs=OUTPUTS
+        name=graph.name,
+        file=compiled.file,
+        weights=graph.weights,
+        states=tuple(state.name for state in graph.states),
+        inputs=graph.inputs,
+        nodes=compiled.nodes,
     )
-
-
-def _ops(graph: Graph) -> dict[str, str]:
-    """Schemas of the ops that a program calls."""
-    called = {getattr(node.target, "_overloadpacket", None) for node in graph.program.graph.nodes}
-    return {op.name: op.schema() for op in OPS if getattr(torch.ops.hemiola, op.name) in called}
 
 
 def _hidden(model: models.Model, limits: Limits) -> State:
@@ -143,7 +131,19 @@ def _hidden(model: models.Model, limits: Limits) -> State:
     return State(name="mtp.hidden", kind="slot", shape=shape, dtype="float32")
 
 
-def _limits(model: models.Model, options: Options) -> tuple[Literal["none", "ngram", "mtp"], Limits]:
+def _max_len(checkpoint: Checkpoint, options: Options) -> int:
+    """Tokens of the longest request."""
+    longest = checkpoint.text_config.size("max_position_embeddings")
+    if options.max_len is not None and options.max_len > longest:
+        raise Refused(
+            f"--max-len {options.max_len} is more than max_position_embeddings; use at most {longest}"
+        )
+    return options.max_len or min(longest, 8192)
+
+
+def _limits(
+    model: models.Model, options: Options, max_len: int
+) -> tuple[Literal["none", "ngram", "mtp"], Limits]:
     """Resolve what was left open, and refuse what does not fit together."""
     drafts = options.drafts or ("mtp" if model.draft else "none")
     if drafts == "mtp" and model.draft is None:
@@ -155,10 +155,6 @@ def _limits(model: models.Model, options: Options) -> tuple[Literal["none", "ngr
         raise Refused(f"--num-drafts {num_drafts} with --drafts none; use 0, or --drafts ngram or mtp")
     if drafts != "none" and not num_drafts:
         raise Refused(f"--num-drafts 0 with --drafts {drafts}; use --num-drafts 1 or more, or --drafts none")
-    longest = model.config.size("max_position_embeddings")
-    max_len = min(longest, 8192) if options.max_len is None else options.max_len
-    if max_len > longest:
-        raise Refused(f"--max-len {max_len} is more than max_position_embeddings; use at most {longest}")
     if max_len < options.page_len:
         raise Refused(
             f"--max-len {max_len} is less than one page of --page-len {options.page_len}; change one of them"
@@ -192,13 +188,7 @@ def _warn_of_a_missing_head(model: models.Model) -> None:
             )
 
 
-def _refuse_sizes(options: Options) -> None:
-    for name in ("max_len", "max_rows", "max_step_tokens", "page_len", "chunk_len"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise Refused(f"--{name.replace('_', '-')} is {value}; use a positive number")
-    if options.num_drafts is not None and options.num_drafts < 0:
-        raise Refused(f"--num-drafts is {options.num_drafts}; use 0 or more")
+def _refuse_pages(options: Options) -> None:
     if options.page_len % options.chunk_len:
         raise Refused(
             f"--page-len {options.page_len} is not a multiple of --chunk-len {options.chunk_len}; "
@@ -245,10 +235,15 @@ def _fresh(engine_dir: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _refuse_tokenizer(path: Path, vocab_size: int) -> None:
-    """It must be readable, and every id that it makes must be one that the model knows."""
+def _check_tokenizer(path: Path, vocab_size: int) -> bool:
+    """Whether there is one. It must be readable, and every id that it makes one that the model knows."""
     if not path.is_file():
-        raise Refused(f"{path.parent} has no tokenizer.json; save the tokenizer in the tokenizers format")
+        print(
+            f"warning: {path.parent} has no tokenizer.json: this engine takes and gives token ids; for text,"
+            " save the tokenizer in the tokenizers format and build again",
+            file=sys.stderr,
+        )
+        return False
     try:
         ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
     except Exception as error:  # tokenizers raises nothing narrower
@@ -256,6 +251,7 @@ def _refuse_tokenizer(path: Path, vocab_size: int) -> None:
         raise Refused(f"{path} is not a tokenizer ({reason}); download it again") from None
     if max(ids, default=0) >= vocab_size:
         raise Refused(f"{path} has ids up to {max(ids)}, but vocab_size is {vocab_size}; correct one of them")
+    return True
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

@@ -116,6 +116,11 @@ class Checkpoint:
         self._files = self._locate()
         self._used: set[str] = set()
 
+    @property
+    def text_config(self) -> Config:
+        """Of the text model, where the checkpoint has others beside it."""
+        return self.config.section("text_config") if "text_config" in self.config else self.config
+
     def __contains__(self, name: str) -> bool:
         return name in self._files
 

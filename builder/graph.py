@@ -1,7 +1,7 @@
-"""The engine ABI, and torch.export of a segment against it.
+"""torch.export of a segment against the engine ABI (runtime/abi.py).
 
 A segment is called flat: its weights, then its states, then its inputs, each group in the manifest's order.
-T tokens, N rows, M = N + 1, W pages of a row, L logits, P pages and S slots are free; all else is fixed.
+T tokens, N rows, W pages of a row, L logits, P pages and S slots are free; all else is fixed.
 """
 
 from dataclasses import dataclass
@@ -11,35 +11,21 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hemiola.builder.models import Model
 from hemiola.builder.models.layers import declared_states
+from hemiola.runtime.abi import INPUTS
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, State
 
 Name = Literal["trunk", "draft"]
-ROWS = dict.fromkeys(("slot_id", "committed", "edge", "num_drafts", "snapshot_slot", "snapshot_edge"), "N")
-INPUTS = {
-    "trunk": {
-        "token_ids": "T",
-        "positions": "T",
-        "cu_tokens": "M",
-        **ROWS,
-        "page_table": "NW",
-        "logits_ids": "L",
-    },
-    "draft": {
-        "token_ids": "T",
-        "hidden": "TF",
-        "positions": "T",
-        "cu_tokens": "M",
-        "page_table": "NW",
-        "logits_ids": "L",
-    },
-}
-OUTPUTS = ("logits", "hidden")
 # Sizes to trace with: no two equal, none 0 or 1, so that none can be mistaken for another or a constant.
-TRACED = {"T": 7, "N": 3, "M": 4, "W": 5, "L": 2, "P": 11, "S": 13}
+TRACED = {"T": 7, "N": 3, "W": 5, "L": 2, "P": 11, "S": 13}
+# What torch may compute between our ops: it moves numbers, or rounds each element once.
+MOVES = {"cat", "chunk", "index_select", "split", "split_with_sizes", "unsqueeze", "view"}
+EXACT = MOVES | {"add", "mul", "relu"}
 
 
 @dataclass(frozen=True)
@@ -64,11 +50,9 @@ def export(model: Model, name: Name, limits: Limits) -> Graph:
         weights = [torch.empty(parameter.shape) for _, parameter in segment.named_parameters()]
         stores = [torch.empty(TRACED[_first(state)], *state.shape) for state in states]
         inputs = [_input(key, shape, model.hidden_size) for key, shape in shapes.items()]
-    rows = Dim("rows")
     dims = {
         "T": Dim("tokens"),
-        "N": rows,
-        "M": rows + 1,
+        "N": Dim("rows"),
         "W": Dim("table"),
         "L": Dim("logits"),
         "P": Dim("pages"),
@@ -77,13 +61,15 @@ def export(model: Model, name: Name, limits: Limits) -> Graph:
     free = [None for _ in weights]
     free += [{0: dims[_first(state)]} for state in states]
     free += [
-        {i: dims[letter] for i, letter in enumerate(shape) if letter != "F"} for shape in shapes.values()
+        {i: dims[letter] for i, letter in enumerate(shape) if letter in dims} for shape in shapes.values()
     ]
     with torch.no_grad():
         program = torch.export.export(
             flat, (*weights, *stores, *inputs), dynamic_shapes=(tuple(free),), strict=False
         )
     _strip(program)
+    for node in program.graph.nodes:
+        _refuse_inexact(node)
     return Graph(name, program, tuple(flat.weights), states, tuple(shapes))
 
 
@@ -107,7 +93,7 @@ def _first(state: State) -> str:
 
 
 def _input(key: str, shape: str, hidden_size: int) -> torch.Tensor:
-    sizes = [hidden_size if letter == "F" else TRACED[letter] for letter in shape]
+    sizes = [(TRACED | {"F": hidden_size, "8": 8})[letter] for letter in shape]
     return torch.empty(sizes, dtype=torch.float32 if key == "hidden" else torch.int32)
 
 
@@ -120,3 +106,15 @@ def _strip(program: ExportedProgram) -> None:
     program._example_inputs = None
     lifted = [spec.arg.name for spec in program.graph_signature.input_specs if spec.target is not None]
     assert not lifted, f"the graph holds tensors of its own: {lifted}"
+
+
+def _refuse_inexact(node: Node) -> None:
+    """A function of torch's whose bits may depend on an element's place or on the number of threads."""
+    packet = getattr(node.target, "_overloadpacket", None)
+    if packet is None or node.op != "call_function" or packet in vars(torch.ops.hemiola).values():
+        return
+    name = packet.__name__
+    if name not in EXACT and not name.startswith("sym_"):
+        raise Refused(
+            f"the graph calls torch's {name}, which may round by place; make it an op of plugins/"
+        )

@@ -55,7 +55,7 @@ def live_rows(rows: torch.Tensor, chunk_len: int) -> list[RowFields]:
 
 
 def extent(rows: torch.Tensor, chunk_len: int, ring_len: int, num_slots: int, num_tokens: int) -> Extent:
-    """Refuse rows whose records a ring of `ring_len` tokens cannot hold, and missing slots and tokens."""
+    """Refuses rows whose records a ring of `ring_len` cannot hold, and slots and tokens there are not."""
     found = _extent(rows.numpy().tobytes(), chunk_len)
     if found.num_held > ring_len:
         raise ValueError(f"{found.num_held} records since an edge, but a ring holds {ring_len}")

@@ -1,12 +1,12 @@
 """What an op is: one declaration, from which the torch op and its fake are made, and the forms it runs in.
 
 An op's folder holds `spec.py` (the declaration), `reference.py` (the truth: a plain loop) and its forms, one
-file each: `compiled.py` (CPU), `triton.py` (CUDA). Shapes are strings of letters, one a dimension: T tokens,
-N rows, S slots, H heads, and so on; a letter means the same size wherever it stands in one declaration, and a
-digit means itself.
+file each: `compiled.py` (CPU), `triton.py` (CUDA). Shapes are strings of letters, one per dimension: T
+tokens, N rows, S slots, H heads, and so on; a letter means the same size wherever it stands in one
+declaration, a digit itself.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ class Arg(NamedTuple):
 
 
 class Attr(NamedTuple):
-    """One constant argument, fixed when the graph is built; with a letter it is that letter's size too."""
+    """One constant argument, fixed when the graph is built; with a letter it is that letter's size, too."""
 
     name: str
     type: type
@@ -123,12 +123,11 @@ class Op:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise Unsupported(f"{self.name} cannot run on {device} ({reasons or 'it has no form there'})")
 
-    def bind(self, form: Form, call: Call) -> Callable[..., Any]:
-        """The form's function with the op's arguments alone."""
-        function = getattr(import_module(f"hemiola.plugins.{self.name}.{form.name}"), self.name)
-        if not form.sizes:
+    def bind(self, form: str, sizes: Sequence[int]) -> Callable[..., Any]:
+        """The form's function with the op's arguments alone; `sizes` of the letters that it asks for."""
+        function = getattr(import_module(f"hemiola.plugins.{self.name}.{form}"), self.name)
+        if not sizes:
             return function
-        sizes = [call.sizes[letter] for letter in form.sizes]
 
         def run(*values: Any) -> Any:
             return function(*values, *sizes)

@@ -12,7 +12,7 @@ Prompt = str | Sequence[int]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-class Options(BaseModel):
+class Strict(BaseModel):
     """Frozen and strictly typed; what does not fit raises Refused with one line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -33,23 +33,37 @@ def _one_line(error: ValidationError, names: list[str]) -> str:
     return f"{name} is {first['input']!r}: {reason}"
 
 
-class SamplingParams(Options):
+class SamplingParams(Strict):
     """How one request's tokens are chosen and when it ends. Greedy unless a temperature is given."""
 
-    max_tokens: int = Field(default=16, ge=1)
-    temperature: float = Field(default=0.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0, description="0: all")
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    seed: int | None = Field(default=None, ge=0, lt=2**64)
+    max_tokens: int = Field(default=16, ge=1, description="most tokens to generate")
+    temperature: float = Field(default=0.0, ge=0, description="0: always the best token (greedy)")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="draw from the best tokens with this much probability"
+    )
+    top_k: int = Field(default=0, ge=0, description="draw from so many best tokens; 0: all")
+    min_p: float = Field(
+        default=0.0, ge=0, le=1, description="draw from tokens this likely, relative to the best"
+    )
+    seed: int | None = Field(
+        default=None, ge=0, lt=2**64, description="same seed, same text; default: a new one"
+    )
     stop: tuple[str, ...] = Field(default=(), description="the text ends before the first of these")
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_tokens: int = Field(default=0, ge=0, description="no stop id and no stop string ends the text before")
-    repetition_penalty: float = Field(default=1.0, gt=0, description="of tokens of the prompt and the output")
+    stop_token_ids: tuple[int, ...] = Field(
+        default=(), description="the text ends at the first of these tokens"
+    )
+    ignore_eos: bool = Field(default=False, description="do not end at the end token")
+    min_tokens: int = Field(
+        default=0, ge=0, description="no stop token and no stop string ends the text before"
+    )
+    repetition_penalty: float = Field(
+        default=1.0, gt=0, description="of tokens of the prompt and the output; above 1: fewer repetitions"
+    )
     presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="of tokens of the output")
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, description="the same, each time they occur")
-    logit_bias: Mapping[int, float] = Field(default={}, description="token id -> what its logit gets added")
+    frequency_penalty: float = Field(
+        default=0.0, ge=-2, le=2, description="of tokens of the output, each time they occur"
+    )
+    logit_bias: Mapping[int, float] = Field(default={}, description="token id and what is added to its logit")
     bad_words: tuple[str, ...] = Field(default=(), description="never written, at a word's beginning")
     bad_words_ids: tuple[tuple[int, ...], ...] = Field(default=(), description="the same, as token ids")
     logprobs: int | None = Field(
@@ -118,7 +132,7 @@ class Metrics:
     accepted: list[int] = field(default_factory=list)  # and how often it stayed
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """One window."""
+        """Count the drafts of one step, of which the first num_accepted stayed."""
         missing = num_drafts - len(self.drafted)
         self.drafted += [0] * missing
         self.accepted += [0] * missing

@@ -6,16 +6,15 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from hemiola.runtime.api import Options
+from hemiola.runtime.api import Strict
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest, State
 
 Auto = Literal["auto"]
 Drafts = Literal["none", "ngram", "mtp"]
-EXACT_TILE = 32  # in exact numerics a step's tokens are padded to a multiple of this
 
 
-class ServeConfig(Options):
+class ServeConfig(Strict):
     """What may be chosen when an engine is started. Lengths are in tokens."""
 
     max_len: int | Auto = Field(
@@ -36,7 +35,7 @@ class ServeConfig(Options):
     drafts: Drafts | Auto = Field("auto", description="who proposes; auto: as the engine was built")
     num_drafts: int | Auto = Field("auto", description="most drafts per row and step; auto: as it was built")
     adaptive_drafts: bool = Field(
-        True, description="draft fewer where more would cost time; off: always num_drafts"
+        True, description="draft fewer where more would cost time; false: always num_drafts"
     )
     ngram_min: int = Field(2, ge=1, le=64, description="shortest suffix that prompt lookup looks for")
     ngram_max: int = Field(5, ge=1, le=64, description="longest suffix that prompt lookup looks for")
@@ -59,7 +58,7 @@ class ServeConfig(Options):
     )
 
 
-class Resolved(Options):
+class Resolved(Strict):
     """A ServeConfig without "auto": the sizes that the runtime's parts are made with."""
 
     max_len: int
@@ -77,7 +76,6 @@ class Resolved(Options):
     prefix_cache: bool
     snapshot_interval: int
     pipeline_depth: int
-    pad_tokens: int  # a step's tokens are padded to a multiple of this
 
 
 def state_bytes(states: Sequence[State], kind: str) -> int:
@@ -89,7 +87,6 @@ def state_bytes(states: Sequence[State], kind: str) -> int:
 def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolved:
     """The sizes to run with: what was asked, bounded by the engine's limits and by the memory given."""
     limits = manifest.limits
-    pad_tokens = EXACT_TILE if manifest.numerics == "exact" else 1
     max_len = _bounded("max_len", config.max_len, 2, limits.max_len)
     max_rows = _bounded("max_rows", config.max_rows, 1, limits.max_rows)
     max_step_tokens = _bounded("max_step_tokens", config.max_step_tokens, 1, limits.max_step_tokens)
@@ -117,12 +114,11 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
         prefix_cache=prefix_cache,
         snapshot_interval=config.snapshot_interval,
         pipeline_depth=config.pipeline_depth,
-        pad_tokens=pad_tokens,
     )
 
 
 def _drafts(config: ServeConfig, manifest: Manifest) -> tuple[Drafts, int]:
-    """Who drafts, and how many; an engine without room for drafts drafts none."""
+    """Who drafts, and how many per row and step."""
     built = manifest.limits.num_drafts
     drafts = manifest.drafts if config.drafts == "auto" else config.drafts
     if drafts == "none":
@@ -210,7 +206,7 @@ def _cache_sizes(
 
 
 def _num_snapshots(config: ServeConfig, useful: bool, most: int, left: int, slot_bytes: int) -> int:
-    """As asked; else up to `most`, for a quarter of the bytes that are left."""
+    """As many as were asked for; else up to `most`, in a quarter of the bytes that are left."""
     if not useful:
         return 0
     if config.num_snapshots == "auto":

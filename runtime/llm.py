@@ -1,4 +1,4 @@
-"""LLM: an engine directory that answers. Text in, text out; everything else is called from here."""
+"""LLM: opens an engine directory and answers prompts. It puts the parts of an engine together."""
 
 import itertools
 import logging
@@ -10,18 +10,19 @@ from types import TracebackType
 from typing import Any
 
 from hemiola.runtime import manifest as manifests
+from hemiola.runtime.abi import widths
 from hemiola.runtime.api import Counters, Logprob, OnPiece, Output, Piece, Prompt, SamplingParams
 from hemiola.runtime.cache.eviction import Cost, Evictor
-from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.prefix import PrefixCache
-from hemiola.runtime.cache.slots import Slots
+from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.device.memory import Storage, free_bytes
 from hemiola.runtime.device.session import Session
 from hemiola.runtime.engine.drafts import NoDrafts, Proposer
 from hemiola.runtime.engine.drafts.mtp import HIDDEN, MtpProposer
 from hemiola.runtime.engine.drafts.ngram import NgramProposer
-from hemiola.runtime.engine.feed import Feed, table_width
+from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.loop import Engine, Loop
 from hemiola.runtime.engine.outbox import Outbox
@@ -44,38 +45,34 @@ def make_loop(
     proposer: "Callable[[Ledger], Proposer] | None" = None,
 ) -> Loop:
     """The parts of a running engine, put together; not started."""
-    slots = Slots(config.num_slots, config.chunk_len, storage.free_slots)
-    pages = Pages(
-        config.num_pages, config.page_len, config.num_slots, table_width(config), storage.free_pages
-    )
+    slots = SlotPool(config.num_slots, config.chunk_len, storage.free_slots)
+    table_width = widths(config)["W"]
+    pages = PagePool(config.num_pages, config.page_len, config.num_slots, table_width, storage.free_pages)
     evictor = Evictor(cost, config.page_len)
     prefix = PrefixCache(
         pages, slots, evictor, identity, config.snapshot_interval, enabled=config.prefix_cache
     )
     ledger = Ledger(config)
     drafts = proposer(ledger) if proposer else make_proposer(config, storage, session, pages, ledger)
-    scheduler, feed = (
-        Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts)),
-        Feed(config, pages, ledger),
-    )
-    return Loop(config, scheduler, ledger, feed, storage, session, drafts, Outbox(text))
+    scheduler = Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts))
+    return Loop(config, scheduler, ledger, Feed(pages, ledger), storage, session, drafts, Outbox(text))
 
 
 def make_proposer(
-    config: Resolved, storage: Storage, session: Engine, pages: Pages, ledger: Ledger
+    config: Resolved, storage: Storage, session: Engine, pages: PagePool, ledger: Ledger
 ) -> Proposer:
-    """Who drafts, as the options say."""
+    """The proposer that the options name."""
     match config.drafts:
         case "none":
             return NoDrafts()
         case "ngram":
             return NgramProposer(ledger, config.ngram_min, config.ngram_max)
         case "mtp":
-            return MtpProposer(session, storage.tensors[HIDDEN], pages, ledger, config.pad_tokens)
+            return MtpProposer(session, storage.tensors[HIDDEN], pages, ledger)
 
 
 def prefix_cost(manifest: manifests.Manifest) -> Cost:
-    """What keeping costs in bytes; the work of a token counts 1, whatever its position."""
+    """Bytes of what the prefix cache keeps. Every token counts as the same work, whatever its position."""
     return Cost(state_bytes(manifest.states, "page"), state_bytes(manifest.states, "slot"))
 
 
@@ -95,7 +92,7 @@ class LLM:
                 self.config.max_len,
                 self.config.page_len,
             )
-        self._text = Text(engine_dir / "tokenizer")
+        self._text = Text(engine_dir / "tokenizer") if self.manifest.has_tokenizer else None
         storage = Storage(self.manifest.states, self.config.num_pages, self.config.num_slots)
         session = Session(engine_dir, self.manifest, storage, self.config.drafts)
         cost = prefix_cost(self.manifest)
@@ -118,7 +115,7 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as `submit` would use them."""
         if isinstance(prompt, str):
-            return self._text.encode(prompt)
+            return self._tokenizer("prompt is", "token ids").encode(prompt)
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
             kind = type(prompt).__name__
             raise Refused(f"prompt is {kind}; pass text (str) or a list of token ids")
@@ -128,7 +125,12 @@ class LLM:
         """The prompt for a conversation, by the checkpoint's chat template."""
         if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
             raise Refused(f"messages is {type(messages).__name__}; pass a list of role and content")
-        return self._text.chat(messages)
+        return self._tokenizer("messages are", "token ids").chat(messages)
+
+    def _tokenizer(self, what: str, instead: str) -> Text:
+        if self._text is None:
+            raise Refused(f"{what} text, the engine has no tokenizer; pass {instead}")
+        return self._text
 
     def submit(self, prompt: Prompt, params: SamplingParams, on_piece: OnPiece) -> int:
         """Queue a request and return its id; on_piece is called in the loop's thread. Refuses at once."""
@@ -205,9 +207,10 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         if not isinstance(params, SamplingParams):
             raise Refused(f"params is {type(params).__name__}; pass a SamplingParams")
-        return new_request(
-            next(self._request_ids), self.encode(prompt), params, self._bounds, self._text.encode_words
-        )
+        if params.stop:
+            self._tokenizer("stop is", "stop_token_ids")
+        encode = self._text.encode_words if self._text is not None else None
+        return new_request(next(self._request_ids), self.encode(prompt), params, self._bounds, encode)
 
     def close(self, drain: bool = False) -> None:
         """Cancel (or with drain: finish) what runs and end the thread. Safe to call twice."""

@@ -12,7 +12,7 @@ import hemiola
 from hemiola.plugins import OPS
 from hemiola.runtime.errors import Refused
 
-FORMAT = 2
+FORMAT = 3
 FILE = "manifest.json"
 
 
@@ -33,13 +33,6 @@ class Limits(Part):
     chunk_len: int = Field(gt=0, description="tokens between two edges of the recurrence grid (C)")
 
 
-class Weight(Part):
-    """One tensor of the weights file, stored as the checkpoint had it and cast to `dtype` when loaded."""
-
-    name: str
-    dtype: str
-
-
 class State(Part):
     """One named tensor that the engine updates in place, per page or per slot."""
 
@@ -47,6 +40,15 @@ class State(Part):
     kind: Literal["page", "slot"]
     shape: tuple[int, ...]  # of one page or one slot
     dtype: str
+
+
+class OpNode(Part):
+    """One call of an op of ours, in the order of the program."""
+
+    op: str
+    form: str
+    refused: dict[str, str]  # by better form, why it is not that
+    sizes: tuple[int, ...]  # that the form gets behind the op's arguments
 
 
 class Segment(Part):
@@ -57,7 +59,7 @@ class Segment(Part):
     weights: tuple[str, ...]
     states: tuple[str, ...]
     inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    nodes: tuple[OpNode, ...]
 
 
 class Manifest(Part):
@@ -72,12 +74,10 @@ class Manifest(Part):
     hidden_size: int
     target: Literal["torch"]
     arch: str
-    numerics: Literal["exact", "fast"]
     drafts: Literal["none", "ngram", "mtp"]
     eos_ids: tuple[int, ...]
     limits: Limits
     weights_file: str
-    weights: tuple[Weight, ...]
     states: tuple[State, ...]
     segments: tuple[Segment, ...]
     ops: dict[str, str]  # schemas of the ops that the segments call, by name
@@ -95,6 +95,11 @@ class Manifest(Part):
         text = json.dumps(sealed.model_dump(mode="json"), indent=1)
         (engine_dir / FILE).write_text(text + "\n")
         return sealed
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Else the engine takes and gives token ids."""
+        return "tokenizer/tokenizer.json" in self.sha256
 
     def segment(self, name: str) -> Segment:
         return next(s for s in self.segments if s.name == name)
@@ -151,7 +156,7 @@ def _check_versions(path: Path, manifest: Manifest) -> None:
 
 
 def _check_ops(path: Path, manifest: Manifest) -> None:
-    here = {op.name: op.schema() for op in OPS}
+    here = {name: op.schema() for name, op in OPS.items()}
     other = sorted(name for name, schema in manifest.ops.items() if here.get(name) != schema)
     if other:
         raise Refused(

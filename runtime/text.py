@@ -34,7 +34,7 @@ class Text:
         self.template = _chat_template(folder, self.config)
 
     def encode(self, text: str) -> list[int]:
-        """With the tokenizer's special tokens; a text that brings its own BOS gets no second one."""
+        """Ids of a text, special tokens included; a text that begins with a BOS gets no second one."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -48,7 +48,7 @@ class Text:
         return ids
 
     def encode_words(self, text: str) -> list[int]:
-        """Without special tokens."""
+        """Ids of a text, without special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -103,7 +103,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As Hugging Face renders templates."""
+    """Renders templates as Hugging Face does."""
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
@@ -129,7 +129,7 @@ def _raise(message: str) -> None:
 
 
 class Growing:
-    """The text of one output. `push` returns what became certain: whole characters, no part of a stop string.
+    """The text of one output. `push` returns what is final now: whole characters, no part of a stop string.
 
     All that `push` and `finish` return is what prompt + output decode to beyond the prompt's own text, up to
     the first stop string.
@@ -144,21 +144,21 @@ class Growing:
             self._window, before = [], ""
         self._settled = len(before)
         self._whole = len(self._window)  # so many ids of the window end with a whole character
-        self._held = ""  # certain, but perhaps the beginning of a stop string
+        self._held = ""  # final, but perhaps the beginning of a stop string
         self.stopped = False
 
     def push(self, token_id: int, may_stop: bool = True) -> str:
         """may_stop: a stop string that ends in what is new now ends the text."""
         self._window.append(token_id)
         text = self._text.decode(self._window)
-        certain = max(self._settled, len(text) - _num_broken(text))
-        new, self._settled = text[self._settled : certain], certain
-        if certain == len(text):
+        final_len = max(self._settled, len(text) - _num_broken(text))
+        new, self._settled = text[self._settled : final_len], final_len
+        if final_len == len(text):
             self._shorten(text)
         return self._before_stop(new, may_stop) if self._stop else new
 
     def finish(self) -> str:
-        """What was held back, as no more tokens come."""
+        """The text that was held back; call it when no more tokens come."""
         return "" if self.stopped else self._held + self._text.decode(self._window)[self._settled :]
 
     def _shorten(self, text: str) -> None:
@@ -176,9 +176,9 @@ class Growing:
         if found and may_stop:
             self.stopped = True
             return held[: min(found)]
-        certain = len(held) - max(_overlap(held, stop) for stop in self._stop)
-        self._held = held[certain:]
-        return held[:certain]
+        final_len = len(held) - max(_overlap(held, stop) for stop in self._stop)
+        self._held = held[final_len:]
+        return held[:final_len]
 
 
 def _num_broken(text: str) -> int:

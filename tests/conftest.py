@@ -1,17 +1,45 @@
 """Tiny checkpoints and engines, made once per session; poison for memory that nobody may read."""
 
+import copy
+import functools
 import logging
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from kit import checkpoints
 
 from hemiola.builder.build import Options, build
+from hemiola.runtime.device import session as sessions
 
 torch.set_num_threads(1)  # the models are tiny, and threads that wait for a busy core cost minutes
 logging.getLogger("torch.__trace").disabled = True  # pytest would make torch.export collect every trace
+
+loaded = functools.cache(sessions.load_program)  # from disk it takes most of a second
+sessions.load_program = lambda path: copy.deepcopy(loaded(path))
+# A busy machine fails no example, and every run tries others; its header has the seed that repeats them.
+settings.register_profile(
+    "hemiola",
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("hemiola")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.hypothesis_seed is None:  # workers of xdist get that of their parent
+        config.option.hypothesis_seed = str(secrets.randbits(32))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"to repeat the property tests: --hypothesis-seed={config.option.hypothesis_seed}"
+
 
 # Small pages and steps, so that short texts cross their edges.
 SMALL = {"max_len": 512, "max_rows": 8, "max_step_tokens": 256, "page_len": 32, "chunk_len": 16}

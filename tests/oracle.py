@@ -26,8 +26,8 @@ class Generated(NamedTuple):
 class Oracle:
     """A checkpoint, run token by token. Every token is a chunk of its own, so the state is always whole."""
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.model = models.load(Checkpoint(checkpoint), references, exact=False, chunk_len=1)
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, max_len: int = 8192) -> None:
+        self.model = models.load(Checkpoint(checkpoint), references, chunk_len=1, max_len=max_len)
         self.weights = {
             name: lazy.read().to(dtype) for name, lazy in self.model.weights(self.model.trunk).items()
         }
@@ -60,13 +60,7 @@ class Oracle:
         step = {
             "token_ids": [token],
             "positions": [position],
-            "cu_tokens": [0, 1],
-            "slot_id": [1],
-            "committed": [position],
-            "edge": [position],
-            "num_drafts": [0],
-            "snapshot_slot": [0],
-            "snapshot_edge": [0],
+            "rows": [[0, 1, 0, 1, position, position, 0, 0]],
             "page_table": [[1]],
             "logits_ids": [0],
         }

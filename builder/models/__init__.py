@@ -33,25 +33,25 @@ class Model:
 
     @property
     def vocab_size(self) -> int:
-        return self.trunk.embed.shape[0]
+        return self.trunk.embed.weight.shape[0]
 
     @property
     def hidden_size(self) -> int:
-        return self.trunk.embed.shape[1]
+        return self.trunk.embed.weight.shape[1]
 
     def weights(self, module: nn.Module) -> dict[str, Lazy]:
         """Names of a segment's weights, each once, in the order of its layers."""
         return {name: self.sources[parameter] for name, parameter in module.named_parameters()}
 
 
-def load(checkpoint: Checkpoint, ops: Any, *, exact: bool, chunk_len: int) -> Model:
-    """Refuses what it cannot compute before any weight is read."""
+def load(checkpoint: Checkpoint, ops: Any, *, chunk_len: int, max_len: int) -> Model:
+    """Refuses what it cannot compute before any weight is read. `max_len`: tokens of the longest request."""
     architecture = checkpoint.architecture
     if architecture not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise Refused(
             f"{checkpoint.config.where}: architecture {architecture} is not supported; supported are {known}"
         )
-    kit = Kit(checkpoint, ops, exact, chunk_len)
+    kit = Kit(checkpoint, ops, chunk_len, max_len)
     parts = FAMILIES[architecture].load(kit)
     return Model(architecture, parts.config, parts.layers, parts.trunk, parts.draft, kit.sources)

@@ -14,14 +14,13 @@ from hemiola.builder.checkpoint import Checkpoint, Config, Lazy, join, stacked
 from hemiola.runtime.manifest import Limits, State
 
 Tensors = dict[str, torch.Tensor]
-ROWS = ("cu_tokens", "slot_id", "committed", "edge", "num_drafts", "snapshot_slot", "snapshot_edge")
 
 
 class Kit:
     """What layers are made with; `ops` is torch.ops.hemiola or the references, with the same signatures."""
 
-    def __init__(self, checkpoint: Checkpoint, ops: Any, exact: bool, chunk_len: int) -> None:
-        self.checkpoint, self.ops, self.exact, self.chunk_len = checkpoint, ops, exact, chunk_len
+    def __init__(self, checkpoint: Checkpoint, ops: Any, chunk_len: int, max_len: int) -> None:
+        self.checkpoint, self.ops, self.chunk_len, self.max_len = checkpoint, ops, chunk_len, max_len
         self.sources: dict[nn.Parameter, Lazy] = {}
         self.absent = self.weight(Lazy.of(torch.zeros(0)))  # stands for a gate or a bias that a layer has not
 
@@ -38,10 +37,8 @@ class Step(NamedTuple):
 
     states: Tensors
     positions: torch.Tensor  # [T]
-    cu_tokens: torch.Tensor  # [N + 1]
+    rows: torch.Tensor  # [N, 8]
     page_table: torch.Tensor  # [N, W]
-    rows: tuple[torch.Tensor, ...]  # plugins.spec.ROWS, for recurrent layers
-    rope: tuple[torch.Tensor, torch.Tensor] | None  # cos and sin, [T, 1, D]
 
 
 @runtime_checkable
@@ -52,33 +49,34 @@ class Stateful(Protocol):
 
 
 class Linear(nn.Module):
-    """x @ weight.T + bias, in the engine's numerics."""
+    """x @ weight.T + bias."""
 
     def __init__(self, kit: Kit, weight: Lazy, bias: Lazy | None = None) -> None:
         super().__init__()
-        self.ops, self.exact, self.has_bias = kit.ops, kit.exact, bias is not None
-        # a CPU multiplies few rows by a matrix [F, O] up to a third faster than by one [O, F]
-        self.turned = not kit.exact
-        self.weight = kit.weight(weight.map(_turn) if self.turned else weight)
+        self.ops = kit.ops
+        self.weight = kit.weight(weight)
         self.bias = kit.absent if bias is None else kit.weight(bias)
 
     @classmethod
     def sharing(cls, kit: Kit, weight: nn.Parameter) -> "Linear":
         """With a weight [O, F] that another module has already."""
         linear = cls(kit, kit.sources[weight])
-        linear.weight, linear.turned = weight, False
+        linear.weight = weight
         return linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.exact:
-            return self.ops.linear(x, self.weight, self.bias)
-        if not self.turned:
-            return F.linear(x, self.weight, self.bias if self.has_bias else None)
-        return torch.addmm(self.bias, x, self.weight) if self.has_bias else x.mm(self.weight)
+        return self.ops.linear(x, self.weight, self.bias)
 
 
-def _turn(weight: torch.Tensor) -> torch.Tensor:
-    return weight.mT.contiguous()
+class Embedding(nn.Module):
+    """A line of the weight for each token."""
+
+    def __init__(self, kit: Kit, weight: Lazy) -> None:
+        super().__init__()
+        self.ops, self.weight = kit.ops, kit.weight(weight)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.ops.embed(self.weight, token_ids)
 
 
 class Norm(nn.Module):
@@ -95,26 +93,6 @@ class Norm(nn.Module):
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         gate = self.absent if gate is None else gate
         return self.ops.norm(x, gate, self.weight, self.eps, self.group_len, self.gate_first)
-
-
-class Gates:
-    """sigmoid, silu and softplus in the engine's numerics.
-
-    torch gives them other bits in its vector loop than for the elements that a thread's share leaves over.
-    exp and log1p it does not, so exact numerics is made of those.
-    """
-
-    def __init__(self, kit: Kit) -> None:
-        self.exact = kit.exact
-
-    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
-        return 1 / (1 + (-x).exp()) if self.exact else x.sigmoid()
-
-    def silu(self, x: torch.Tensor) -> torch.Tensor:
-        return x / (1 + (-x).exp()) if self.exact else F.silu(x)
-
-    def softplus(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.where(x > 20, x, x.exp().log1p()) if self.exact else F.softplus(x)
 
 
 class Block(nn.Module):
@@ -137,7 +115,8 @@ class Relu2Mlp(nn.Module):
         self.down = Linear(kit, kit.checkpoint.tensor(f"{prefix}down_proj.weight", width, inner))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        return self.down(F.relu(self.up(x)).square())
+        hidden = F.relu(self.up(x))
+        return self.down(hidden * hidden)
 
 
 class SwigluMlp(nn.Module):
@@ -150,11 +129,11 @@ class SwigluMlp(nn.Module):
         ]
         self.gate_up = Linear(kit, join(gate_up))
         self.down = Linear(kit, kit.checkpoint.tensor(f"{prefix}down_proj.weight", width, inner))
-        self.gates = Gates(kit)
+        self.ops = kit.ops
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=1)
-        return self.down(self.gates.silu(gate) * up)
+        return self.down(self.ops.gate(up, gate, "silu"))
 
 
 class Experts(nn.Module):
@@ -162,14 +141,13 @@ class Experts(nn.Module):
 
     def __init__(self, kit: Kit, up: Lazy, down: Lazy, activation: str) -> None:
         super().__init__()
-        self.ops, self.exact, self.activation = kit.ops, kit.exact, activation
+        self.ops, self.activation = kit.ops, activation
         self.up, self.down = kit.weight(up), kit.weight(down)
 
     def forward(
-        self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor
+        self, x: torch.Tensor, expert_weights: torch.Tensor, expert_ids: torch.Tensor
     ) -> torch.Tensor:
-        ids = expert_ids.to(torch.int32)
-        return self.ops.moe(x, ids, expert_weights, self.up, self.down, self.activation, self.exact)
+        return self.ops.moe(x, expert_ids, expert_weights, self.up, self.down, self.activation)
 
 
 def expert_tensors(
@@ -189,17 +167,15 @@ class Pages(nn.Module):
 
     def __init__(self, kit: Kit, name: str, kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.ops, self.exact = kit.ops, kit.exact
+        self.ops = kit.ops
         self.first = 1 if name.startswith("mtp.") else 0  # an MTP head has no pair at place 0
         self.k_name, self.v_name = f"{name}.k_pages", f"{name}.v_pages"
         self.kv_heads, self.head_dim = kv_heads, head_dim
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
         k_pages, v_pages = step.states[self.k_name], step.states[self.v_name]
-        rows = (step.page_table, step.cu_tokens, step.positions)
-        return self.ops.attention(
-            q, k, v, k_pages, v_pages, *rows, self.head_dim**-0.5, self.exact, self.first
-        )
+        where = (step.page_table, step.rows, step.positions)
+        return self.ops.attention(q, k, v, k_pages, v_pages, *where, self.head_dim**-0.5, self.first)
 
     def states(self, limits: Limits) -> list[State]:
         shape = (limits.page_len, self.kv_heads, self.head_dim)
@@ -217,7 +193,7 @@ class Conv(nn.Module):
         self.weight, self.bias = kit.weight(weight), kit.weight(bias)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        return self.ops.conv(x, self.weight, self.bias, step.states[self.name], *step.rows, self.chunk_len)
+        return self.ops.conv(x, self.weight, self.bias, step.states[self.name], step.rows, self.chunk_len)
 
     def states(self, limits: Limits) -> list[State]:
         channels, width = self.weight.shape
@@ -237,31 +213,17 @@ def slot_states(
     ]
 
 
-class Rope(nn.Module):
-    """cos and sin for heads whose second half turns with their first; see `spread`."""
+class Rope:
+    """The table of a model's rotary positions, [max_len, 2, R]: cos and sin of place * theta^(-2 i / 2 R).
 
-    def __init__(self, kit: Kit, theta: float, rotary_dim: int, head_dim: int) -> None:
-        super().__init__()
-        frequencies = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim))
-        kept = (head_dim - rotary_dim) // 2  # a frequency of 0 leaves a channel as it is
-        half = F.pad(frequencies, (0, kept))
-        self.frequencies = kit.weight(Lazy.of(torch.cat((-half, half))))
+    Angles are rounded to fp32 like transformers' are; their cos and sin are computed in fp64.
+    """
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = torch.outer(positions.to(self.frequencies.dtype), self.frequencies).unsqueeze(1)
-        return angles.cos(), angles.sin()
-
-
-def spread(rotary_dim: int, head_dim: int) -> list[int]:
-    """Order of a head's channels that makes rotating its first `rotary_dim` a rotation of it all by half."""
-    turned, kept = rotary_dim // 2, (head_dim - rotary_dim) // 2
-    first = [*range(turned), *range(rotary_dim, rotary_dim + kept)]
-    return [*first, *range(turned, rotary_dim), *range(rotary_dim + kept, head_dim)]
-
-
-def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    cos, sin = rope
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+    def __init__(self, kit: Kit, theta: float, rotary_dim: int) -> None:
+        self.ops = kit.ops
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        angles = torch.outer(torch.arange(kit.max_len).float(), 1.0 / theta**exponents).double()
+        self.table = kit.weight(Lazy.of(torch.stack((angles.cos(), angles.sin()), dim=1).float()))
 
 
 class Trunk(nn.Module):
@@ -270,21 +232,18 @@ class Trunk(nn.Module):
     def __init__(
         self,
         kit: Kit,
-        embed: nn.Parameter,
+        embed: Embedding,
         layers: Sequence[nn.Module],
         norm: Norm,
         head: Linear,
-        rope: Rope | None,
     ) -> None:
         super().__init__()
         self.embed, self.absent = embed, kit.absent
-        self.layers, self.norm, self.head, self.rope = nn.ModuleList(layers), norm, head, rope
+        self.layers, self.norm, self.head = nn.ModuleList(layers), norm, head
 
     def forward(self, states: Tensors, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [L, V] and hidden [T, F]."""
-        x = F.embedding(batch["token_ids"], self.embed)
-        rows = tuple(batch[name] for name in ROWS)
-        hidden = self.norm(run(self.layers, x, states, batch, rows, self.rope))
+        hidden = self.norm(run(self.layers, self.embed(batch["token_ids"]), states, batch))
         return self.head(hidden.index_select(0, batch["logits_ids"])), hidden
 
 
@@ -304,15 +263,15 @@ class Draft(nn.Module):
 
     def __init__(self, trunk: Trunk, mtp: Mtp) -> None:
         super().__init__()
-        self.embed, self.absent, self.head, self.rope = trunk.embed, trunk.absent, trunk.head, trunk.rope
+        self.embed, self.absent, self.head = trunk.embed, trunk.absent, trunk.head
         self.mtp = mtp
 
     def forward(self, states: Tensors, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [L, V] and hidden [T, F]."""
         mtp = self.mtp
-        token = mtp.token_norm(F.embedding(batch["token_ids"], self.embed))
+        token = mtp.token_norm(self.embed(batch["token_ids"]))
         x = mtp.enter(torch.cat((token, mtp.hidden_norm(batch["hidden"])), dim=1))
-        hidden = mtp.norm(run(mtp.layers, x, states, batch, (), self.rope))
+        hidden = mtp.norm(run(mtp.layers, x, states, batch))
         return self.head(hidden.index_select(0, batch["logits_ids"])), hidden
 
 
@@ -325,15 +284,8 @@ class Parts(NamedTuple):
     draft: Draft | None
 
 
-Rows = tuple[torch.Tensor, ...]
-
-
-def run(
-    layers: nn.ModuleList, x: torch.Tensor, states: Tensors, batch: Tensors, rows: Rows, rope: Rope | None
-) -> torch.Tensor:
-    positions = batch["positions"]
-    turns = None if rope is None else rope(positions)
-    step = Step(states, positions, batch["cu_tokens"], batch["page_table"], rows, turns)
+def run(layers: nn.ModuleList, x: torch.Tensor, states: Tensors, batch: Tensors) -> torch.Tensor:
+    step = Step(states, batch["positions"], batch["rows"], batch["page_table"])
     for layer in layers:
         x = layer(x, step)
     return x

@@ -10,8 +10,8 @@ from hemiola.builder.models.layers import (
     Block,
     Conv,
     Draft,
+    Embedding,
     Experts,
-    Gates,
     Kit,
     Linear,
     Mtp,
@@ -23,7 +23,6 @@ from hemiola.builder.models.layers import (
     Trunk,
     expert_tensors,
     slot_states,
-    zeros,
 )
 from hemiola.runtime.manifest import Limits, State
 
@@ -92,18 +91,18 @@ def mixer(kit: Kit, cfg: Config, kind: str, prefix: str, name: str) -> nn.Module
 class Mamba2(nn.Module):
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
-        self.ops, self.chunk_len, self.name, self.gates = kit.ops, kit.chunk_len, name, Gates(kit)
+        self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
         self.heads, self.groups = cfg.sizes("mamba_num_heads", "n_groups")
         self.head_dim, self.state_dim = cfg.size("mamba_head_dim"), cfg.size("ssm_state_size")
         self.inner, self.shared = self.heads * self.head_dim, self.groups * self.state_dim
-        self.low, self.high = _time_step_limit(cfg)
+        self.dt_min, self.dt_max = _time_step_limit(cfg)
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("conv_kernel")
         columns = self.inner + 2 * self.shared
         rows = self.inner + columns + self.heads
 
         tensor = kit.checkpoint.tensor
-        dt_bias = join([zeros(rows - self.heads), tensor(f"{prefix}dt_bias", self.heads)])
-        self.in_proj = Linear(kit, tensor(f"{prefix}in_proj.weight", rows, hidden), dt_bias)
+        self.in_proj = Linear(kit, tensor(f"{prefix}in_proj.weight", rows, hidden))
+        self.dt_bias = kit.weight(tensor(f"{prefix}dt_bias", self.heads))
         taps = tensor(f"{prefix}conv1d.weight", columns, 1, conv_len).map(lambda w: w.squeeze(1))
         self.conv = Conv(kit, name, taps, tensor(f"{prefix}conv1d.bias", columns))
         self.A = kit.weight(tensor(f"{prefix}A_log", self.heads).map(lambda w: -w.float().exp()))
@@ -115,14 +114,12 @@ class Mamba2(nn.Module):
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         z, xbc, dt = self.in_proj(x).split([self.inner, self.inner + 2 * self.shared, self.heads], dim=1)
         x, b, c = self.conv(xbc, step).split([self.inner, self.shared, self.shared], dim=1)
-        dt = self.gates.softplus(dt)
-        if (self.low, self.high) != (0.0, math.inf):
-            dt = dt.clamp(self.low, self.high)
         x = x.view(-1, self.heads, self.head_dim)
         b, c = (part.view(-1, self.groups, self.state_dim) for part in (b, c))
         names = ("state", "x_records", "B_records", "dt_records")
         states = (step.states[f"{self.name}.{what}"] for what in names)
-        y = self.ops.mamba2(x, b, c, dt, self.A, self.D, *states, *step.rows, self.chunk_len)
+        fixed = (self.dt_bias, self.A, self.D)
+        y = self.ops.mamba2(x, b, c, dt, *fixed, *states, step.rows, self.chunk_len, self.dt_min, self.dt_max)
         return self.out_proj(self.norm(y.view(-1, self.inner), z))
 
     def states(self, limits: Limits) -> list[State]:
@@ -163,7 +160,7 @@ class Moe(nn.Module):
         self.num_experts, self.top_k = cfg.size("n_routed_experts"), cfg.size("num_experts_per_tok")
         self.num_groups, self.top_groups = cfg.size("n_group", 1), cfg.size("topk_group", 1)
         self.renormalise = cfg.read("norm_topk_prob", bool, True)
-        self.scale, self.gates = cfg.read("routed_scaling_factor", float, 1.0), Gates(kit)
+        self.scale, self.ops = cfg.read("routed_scaling_factor", float, 1.0), kit.ops
         self._check(cfg)
 
         tensor = kit.checkpoint.tensor
@@ -187,28 +184,9 @@ class Moe(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        ids, weights = self.route(x)
-        routed = self.leave(self.experts(self.enter(x), ids, weights))
-        return routed + self.shared(x, step)
-
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert ids and weights, [T, k]; the bias and the groups decide who is chosen, never the weight."""
-        scores = self.gates.sigmoid(self.router(x))
-        choice = scores + self.choice_bias
-        if self.top_groups < self.num_groups:
-            choice = self._only_best_groups(choice)
-        ids = choice.topk(self.top_k).indices
-        weights = scores.gather(1, ids)
-        if self.renormalise:
-            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
-        return ids, weights * self.scale
-
-    def _only_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        """-inf for experts outside the groups whose two best scores sum highest."""
-        grouped = choice.view(-1, self.num_groups, self.num_experts // self.num_groups)
-        best = grouped.topk(2).values.sum(2).topk(self.top_groups).indices
-        shut = torch.ones_like(grouped[:, :, 0]).scatter(1, best, 0.0).bool()
-        return grouped.masked_fill(shut.unsqueeze(2), -math.inf).view(-1, self.num_experts)
+        groups = (self.num_groups, self.top_groups, self.renormalise, self.scale)
+        chosen = self.ops.route(self.router(x), self.choice_bias, "sigmoid", self.top_k, *groups)
+        return self.leave(self.experts(self.enter(x), *chosen)) + self.shared(x, step)
 
     def _check(self, cfg: Config) -> None:
         per_group = self.num_experts // self.num_groups
@@ -230,10 +208,10 @@ def load(kit: Kit) -> Parts:
     letters = pattern(cfg)
     vocab, hidden = cfg.size("vocab_size"), cfg.size("hidden_size")
     tensor = kit.checkpoint.tensor
-    embed = kit.weight(tensor("backbone.embeddings.weight", vocab, hidden))
+    embed = Embedding(kit, tensor("backbone.embeddings.weight", vocab, hidden))
     layers = [_layer(kit, cfg, kind, "backbone.", "", i) for i, kind in enumerate(letters)]
     head = Linear(kit, tensor("lm_head.weight", vocab, hidden))
-    trunk = Trunk(kit, embed, layers, _norm(kit, cfg, "backbone.norm_f"), head, None)
+    trunk = Trunk(kit, embed, layers, _norm(kit, cfg, "backbone.norm_f"), head)
     mtp = _mtp(kit, cfg) if kit.checkpoint.any("mtp.") else None
     kit.checkpoint.refuse_leftovers(IGNORABLE)
     words = tuple(WORDS[kind] for kind in letters)

@@ -8,8 +8,8 @@ from hemiola.builder.models.layers import (
     Block,
     Conv,
     Draft,
+    Embedding,
     Experts,
-    Gates,
     Kit,
     Linear,
     Mtp,
@@ -21,9 +21,7 @@ from hemiola.builder.models.layers import (
     SwigluMlp,
     Trunk,
     expert_tensors,
-    rotate,
     slot_states,
-    spread,
     zeros,
 )
 from hemiola.runtime.manifest import Limits, State
@@ -51,38 +49,35 @@ def refuse(cfg: Config) -> None:
 class Attention(nn.Module):
     """Normed and partially rotated heads; the output is gated per channel."""
 
-    def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
+    def __init__(self, kit: Kit, cfg: Config, rope: Rope, prefix: str, name: str) -> None:
         super().__init__()
+        self.ops, self.table = kit.ops, rope.table
         self.heads, self.kv_heads = cfg.sizes("num_attention_heads", "num_key_value_heads")
         self.head_dim, hidden = head_dim(cfg), cfg.size("hidden_size")
-        order = spread(rotary_dim(cfg), self.head_dim)
         tensor, size = kit.checkpoint.tensor, self.head_dim
         q_gate = tensor(f"{prefix}q_proj.weight", self.heads * 2 * size, hidden).map(
             lambda w: w.view(self.heads, 2, size, hidden)
         )
-        q = q_gate.map(lambda w: w[:, 0, order].reshape(-1, hidden))
-        gate = q_gate.map(lambda w: w[:, 1].reshape(-1, hidden))
+        q, gate = (q_gate.map(lambda w, part=part: w[:, part].reshape(-1, hidden)) for part in (0, 1))
         k, v = (tensor(f"{prefix}{part}_proj.weight", self.kv_heads * size, hidden) for part in ("k", "v"))
-        k = k.map(lambda w: w.view(self.kv_heads, size, hidden)[:, order].reshape(-1, hidden))
         self.proj = Linear(kit, join([q, k, v, gate]))
         self.widths = [(self.heads + self.kv_heads) * size, self.kv_heads * size, self.heads * size]
 
         norms = {"q_norm": self.heads, "k_norm": self.kv_heads}
         scales = [
-            centred(tensor(f"{prefix}{part}.weight", size)).map(_repeat(order, n))
+            centred(tensor(f"{prefix}{part}.weight", size)).map(lambda w, n=n: w.repeat(n))
             for part, n in norms.items()
         ]
         self.norm = Norm(kit, join(scales), eps(cfg), group_len=size)
-        self.pages, self.gates = Pages(kit, name, self.kv_heads, size), Gates(kit)
+        self.pages = Pages(kit, name, self.kv_heads, size)
         self.out = Linear(kit, tensor(f"{prefix}o_proj.weight", hidden, self.heads * size))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         qk, v, gate = self.proj(x).split(self.widths, dim=1)
-        assert step.rope is not None
-        qk = rotate(self.norm(qk).view(-1, self.heads + self.kv_heads, self.head_dim), step.rope)
-        q, k = qk.split([self.heads, self.kv_heads], dim=1)
+        heads = self.norm(qk).view(-1, self.heads + self.kv_heads, self.head_dim)
+        q, k = self.ops.rope(heads, step.positions, self.table).split([self.heads, self.kv_heads], dim=1)
         o = self.pages(q, k, v.view(-1, self.kv_heads, self.head_dim), step)
-        return self.out(o.view(-1, self.heads * self.head_dim) * self.gates.sigmoid(gate))
+        return self.out(self.ops.gate(o.view(-1, self.heads * self.head_dim), gate, "sigmoid"))
 
 
 class GatedDelta(nn.Module):
@@ -90,7 +85,7 @@ class GatedDelta(nn.Module):
 
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
-        self.ops, self.chunk_len, self.name, self.gates = kit.ops, kit.chunk_len, name, Gates(kit)
+        self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
         self.v_heads, self.k_heads = cfg.sizes("linear_num_value_heads", "linear_num_key_heads")
         self.k_dim, self.v_dim = cfg.size("linear_key_head_dim"), cfg.size("linear_value_head_dim")
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("linear_conv_kernel_dim")
@@ -100,14 +95,12 @@ class GatedDelta(nn.Module):
         tensor = kit.checkpoint.tensor
         fused = f"{prefix}in_proj_qkvz.weight" in kit.checkpoint
         rows = self._interleaved(kit, prefix, hidden) if fused else self._separate(kit, prefix, hidden)
-        dt_bias = join(
-            [zeros(columns + self.v_width + self.v_heads), tensor(f"{prefix}dt_bias", self.v_heads)]
-        )
-        self.in_proj = Linear(kit, join(rows), dt_bias)
+        self.in_proj = Linear(kit, join(rows))
         self.widths = [columns, self.v_width, self.v_heads, self.v_heads]
         taps = tensor(f"{prefix}conv1d.weight", columns, 1, conv_len).map(lambda w: w.squeeze(1))
         self.conv = Conv(kit, name, taps, zeros(columns))
         self.qk_norm = self._unit_norm(kit)
+        self.dt_bias = kit.weight(tensor(f"{prefix}dt_bias", self.v_heads).map(lambda w: w.unsqueeze(1)))
         self.A = kit.weight(tensor(f"{prefix}A_log", self.v_heads).map(lambda w: -w.float().exp()))
         scale = tensor(f"{prefix}norm.weight", self.v_dim).map(lambda w: w.repeat(self.v_heads))
         self.norm = Norm(kit, scale, eps(cfg), group_len=self.v_dim)
@@ -118,11 +111,10 @@ class GatedDelta(nn.Module):
         qk, v = self.conv(qkv, step).split([self.qk_width, self.v_width], dim=1)
         q, k = self.qk_norm(qk).view(-1, 2 * self.k_heads, self.k_dim).split(self.k_heads, dim=1)
         v = v.view(-1, self.v_heads, self.v_dim)
-        decay = (self.A * self.gates.softplus(a)).unsqueeze(2)
-        beta = self.gates.sigmoid(b)
         names = ("state", "k_records", "v_records", "g_records", "beta_records")
         states = (step.states[f"{self.name}.{what}"] for what in names)
-        o = self.ops.delta(q, k, v, decay, beta, *states, *step.rows, self.chunk_len)
+        gates = (a.unsqueeze(2), b, self.dt_bias, self.A)
+        o = self.ops.delta(q, k, v, *gates, *states, step.rows, self.chunk_len)
         return self.out_proj(self.norm(o.view(-1, self.v_width), z))
 
     def states(self, limits: Limits) -> list[State]:
@@ -182,7 +174,8 @@ class Moe(nn.Module):
                 f"num_experts_per_tok {self.top_k} is more than num_experts {self.num_experts}; "
                 "correct one of them"
             )
-        self.renormalise, self.gates = cfg.read("norm_topk_prob", bool, True), Gates(kit)
+        self.renormalise = cfg.read("norm_topk_prob", bool, True)
+        self.ops, self.absent = kit.ops, kit.absent
         tensor = kit.checkpoint.tensor
         router = tensor(f"{prefix}gate.weight", self.num_experts, hidden)
         self.router = Linear(kit, join([router, tensor(f"{prefix}shared_expert_gate.weight", 1, hidden)]))
@@ -200,23 +193,23 @@ class Moe(nn.Module):
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         scores, shared_gate = self.router(x).split([self.num_experts, 1], dim=1)
-        weights, ids = scores.softmax(1).topk(self.top_k)
-        if self.renormalise:
-            weights = weights / weights.sum(1, keepdim=True)
-        return self.experts(x, ids, weights) + self.gates.sigmoid(shared_gate) * self.shared(x, step)
+        chosen = self.ops.route(scores, self.absent, "softmax", self.top_k, 1, 1, self.renormalise, 1.0)
+        return self.experts(x, *chosen) + self.ops.gate(self.shared(x, step), shared_gate, "sigmoid")
 
 
 class Layer(nn.Module):
     """A token mixer, then an MLP or experts."""
 
-    def __init__(self, kit: Kit, cfg: Config, kind: str, index: int, source: str, target: str) -> None:
+    def __init__(
+        self, kit: Kit, cfg: Config, rope: Rope, kind: str, index: int, source: str, target: str
+    ) -> None:
         super().__init__()
         prefix, name = f"{source}layers.{index}.", f"{target}layers.{index}"
         match kind:
             case "linear_attention":
                 mixer = GatedDelta(kit, cfg, f"{prefix}linear_attn.", name)
             case "full_attention":
-                mixer = Attention(kit, cfg, f"{prefix}self_attn.", name)
+                mixer = Attention(kit, cfg, rope, f"{prefix}self_attn.", name)
             case _:
                 raise cfg.refused(
                     f"layer_types has {kind!r}, known are {', '.join(WORDS)}; use another checkpoint"
@@ -237,34 +230,34 @@ class Layer(nn.Module):
 def load(kit: Kit) -> Parts:
     """Everything is checked here: config values, names and shapes."""
     whole, checkpoint = kit.checkpoint.config, kit.checkpoint
-    cfg = whole.section("text_config") if "text_config" in whole else whole
+    cfg = checkpoint.text_config
     refuse(cfg)
     kinds = layer_kinds(cfg)
     vocab, hidden = cfg.size("vocab_size"), cfg.size("hidden_size")
     prefix = "model.language_model." if checkpoint.any("model.language_model.") else "model."
-    rope = Rope(kit, rope_theta(cfg), rotary_dim(cfg), head_dim(cfg))
-    embed = kit.weight(checkpoint.tensor(f"{prefix}embed_tokens.weight", vocab, hidden))
-    layers = [Layer(kit, cfg, kind, i, prefix, "") for i, kind in enumerate(kinds)]
+    rope = Rope(kit, rope_theta(cfg), rotary_dim(cfg))
+    embed = Embedding(kit, checkpoint.tensor(f"{prefix}embed_tokens.weight", vocab, hidden))
+    layers = [Layer(kit, cfg, rope, kind, i, prefix, "") for i, kind in enumerate(kinds)]
     tied = whole.read("tie_word_embeddings", bool, cfg.read("tie_word_embeddings", bool, False))
     if tied:
-        head = Linear.sharing(kit, embed)
+        head = Linear.sharing(kit, embed.weight)
     else:
         head = Linear(kit, checkpoint.tensor("lm_head.weight", vocab, hidden))
-    trunk = Trunk(kit, embed, layers, norm(kit, cfg, f"{prefix}norm"), head, rope)
-    mtp = _mtp(kit, cfg) if checkpoint.any("mtp.") else None
+    trunk = Trunk(kit, embed, layers, norm(kit, cfg, f"{prefix}norm"), head)
+    mtp = _mtp(kit, cfg, rope) if checkpoint.any("mtp.") else None
     checkpoint.refuse_leftovers(rf"{IGNORABLE}|lm_head\.weight$" if tied else IGNORABLE)
     words = tuple(WORDS[kind] for kind in kinds)
     return Parts(cfg, words, trunk, None if mtp is None else Draft(trunk, mtp))
 
 
-def _mtp(kit: Kit, cfg: Config) -> Mtp:
+def _mtp(kit: Kit, cfg: Config, rope: Rope) -> Mtp:
     cfg.require("mtp_num_hidden_layers", 1)
     hidden = cfg.size("hidden_size")
     return Mtp(
         token_norm=norm(kit, cfg, "mtp.pre_fc_norm_embedding"),
         hidden_norm=norm(kit, cfg, "mtp.pre_fc_norm_hidden"),
         enter=Linear(kit, kit.checkpoint.tensor("mtp.fc.weight", hidden, 2 * hidden)),
-        layers=[Layer(kit, cfg, "full_attention", 0, "mtp.", "mtp.")],
+        layers=[Layer(kit, cfg, rope, "full_attention", 0, "mtp.", "mtp.")],
         norm=norm(kit, cfg, "mtp.norm"),
     )
 
@@ -294,7 +287,7 @@ def head_dim(cfg: Config) -> int:
 def rotary_dim(cfg: Config) -> int:
     fraction = _rope(cfg).read("partial_rotary_factor", float, cfg.read("partial_rotary_factor", float, 0.25))
     dim = int(head_dim(cfg) * fraction)
-    if dim % 2 or head_dim(cfg) % 2 or not 0 < dim <= head_dim(cfg):
+    if dim % 2 or not 0 < dim <= head_dim(cfg):
         raise cfg.refused(
             f"partial_rotary_factor {fraction} turns {dim} of {head_dim(cfg)} channels; "
             "correct it to turn an even number"
@@ -321,10 +314,6 @@ def centred(weight: Lazy) -> Lazy:
 
 def _rope(cfg: Config) -> Config:
     return cfg.section("rope_parameters") if "rope_parameters" in cfg else Config({}, cfg.where)
-
-
-def _repeat(order: list[int], heads: int):
-    return lambda w: w[order].repeat(heads)
 
 
 def _deinterleave(heads: int, widths: list[int], part: int):

@@ -4,16 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
 from hemiola.builder.targets import torch as torch_target
+from hemiola.builder.targets.torch import Compiled
 from hemiola.runtime.errors import Refused
 
 
 class Target(NamedTuple):
     archs: tuple[str, ...]
-    compile: Callable[
-        [Graph, Path], str
-    ]  # one segment into one file of the engine directory; returns its name
+    compile: Callable[[Graph, dict[str, Lazy], Path], Compiled]  # one segment into the engine directory
 
 
 TARGETS = {"torch": Target(torch_target.ARCHS, torch_target.compile)}

@@ -1,16 +1,65 @@
-"""The default target: a segment is the exported program itself, run by torch."""
+"""The default target: a segment is the exported program itself; every node of ours runs in a chosen form."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch.fx import Node
 
+from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
+from hemiola.plugins import OPS
+from hemiola.plugins.spec import Op, Unsupported
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import OpNode
 
 ARCHS = ("cpu",)
 
 
-def compile(graph: Graph, folder: Path) -> str:
-    """Store the program without weights; returns the file's name."""
+class Compiled(NamedTuple):
+    """A segment in the engine directory."""
+
+    file: str
+    nodes: tuple[OpNode, ...]
+    weights: dict[str, Lazy]  # in the layouts that the forms asked for
+
+
+def compile(graph: Graph, weights: dict[str, Lazy], folder: Path) -> Compiled:
+    """Choose a form for every node, pack what it asks for, and store the program without weights."""
+    inputs = [node for node in graph.program.graph.nodes if node.op == "placeholder"]
+    names = dict(zip(inputs, graph.weights, strict=False))
+    packs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+    nodes = []
+    for node in graph.program.graph.nodes:
+        op = op_of(node)
+        if op is None:
+            continue
+        call = op.call(*(value.meta["val"] if isinstance(value, Node) else value for value in node.args))
+        try:
+            form, refused = op.choose(call, "cpu")
+        except Unsupported as error:
+            raise Refused(f"{graph.name}, {node.name}: {error}; use another checkpoint") from None
+        sizes = tuple(call.sizes[letter] for letter in form.sizes)
+        nodes.append(OpNode(op=op.name, form=form.name, refused=refused, sizes=sizes))
+        for arg, value in zip(op.args, node.args, strict=False):
+            if isinstance(value, Node) and value in names:
+                pack = form.packs.get(arg.name, plain)
+                other = packs.setdefault(names[value], pack)
+                assert other is pack, f"{names[value]} is wanted in two layouts"
     file = f"{graph.name}.pt2"
     torch.export.save(graph.program, folder / file)
-    return file
+    packed = {name: weights[name].map(packs.get(name, plain)) for name in graph.weights}
+    return Compiled(file, tuple(nodes), packed)
+
+
+def op_of(node: Node) -> Op | None:
+    """The op of ours that a node calls."""
+    packet = getattr(node.target, "_overloadpacket", None)
+    op = OPS.get(packet.__name__) if packet is not None else None
+    return op if op is not None and node.target is op.torch_op else None
+
+
+def plain(weight: torch.Tensor) -> torch.Tensor:
+    """The layout of what no form packs: as it is, in fp32."""
+    return weight.float()

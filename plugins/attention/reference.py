@@ -26,7 +26,7 @@ def attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     page_len = k_pages.shape[1]
     heads_per_group = q.shape[1] // k.shape[1]
-    fields = [RowFields(*line, 0, 0) for line in rows.tolist()]
+    fields = [RowFields(*line, end=0, new_edge=0) for line in rows.tolist()]
     owners = {
         t: n for n, row in enumerate(fields) if row.slot for t in range(row.first, row.first + row.num_tokens)
     }

@@ -21,6 +21,7 @@ from typing import Any
 import numba
 import numba.core.config as _config
 import torch
+from torch import Tensor
 from numba.core.registry import cpu_target
 
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long, invoke, next_of
@@ -74,7 +75,11 @@ class Kernel:
         KERNELS.append(self)
 
     def __call__(
-        self, num_items: int, nanoseconds: float, *arguments: int | float | torch.Tensor, scratch: int = 0
+        self,
+        num_items: int,
+        nanoseconds: float,
+        *arguments: Any,  # int, float or tensor
+        scratch: int = 0,
     ) -> None:
         """`nanoseconds` of work, roughly, for one thread; `scratch` bytes for each thread."""
         if len(arguments) != len(self.arguments):
@@ -82,11 +87,19 @@ class Kernel:
                 f"{self.name} takes {len(self.arguments)} arguments ({', '.join(self.arguments)}), "
                 f"not {len(arguments)}"
             )
-        values = [value if value.__class__ is int else _word(value) for value in arguments]
+        values = [
+            value
+            if value.__class__ is int
+            else value.data_ptr()
+            if value.__class__ is Tensor
+            else _word(value)
+            for value in arguments
+        ]
         num_threads = min(torch.get_num_threads(), num_items) if nanoseconds > WORTH_A_THREAD else 1
         scratch += -scratch % 64  # a cache line
         room = _scratch(num_threads, scratch) if scratch else 0
-        call = array("q", (0, 0, num_items, room, scratch, self.address, *values, *_PADDING[len(values) :]))
+        header = [0, 0, num_items, room, scratch, self.address]
+        call = array("q", [*header, *values, *_PADDING[len(values) :]])
         if num_threads > 1 and _TEAM is not None:
             _TEAM(_start().address, call.buffer_info()[0], num_threads, 0)
         else:

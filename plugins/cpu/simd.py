@@ -327,7 +327,7 @@ def silu(x):
 
 @inlined
 def softplus(x):
-    """log(1 + e^x) = max(x, 0) + 2 atanh(y / (2 + y)), y = e^-|x|, within three units in the last place."""
+    """log(1 + e^x) within three units in the last place: max(x, 0) + 2 atanh(y / (2 + y)), y = e^-|x|"""
     zero = splat(f32(0.0))
     y = exp(smallest(x, sub(zero, x)))
     s = div(y, add(splat(f32(2.0)), y))

@@ -3,7 +3,7 @@
 import torch
 
 from hemiola.plugins.cpu.jit import Kernel
-from hemiola.plugins.cpu.simd import get, get_half, get_int, put
+from hemiola.plugins.cpu.simd import LANES, get, get_half, get_int, put
 
 BLOCK = 4  # tokens of an item of work
 
@@ -31,7 +31,10 @@ def _embed(item, scratch, num_tokens, width, lanes, narrow, weight, token_ids, y
     """An item is BLOCK tokens."""
     for t in range(item * BLOCK, min(num_tokens, (item + 1) * BLOCK)):
         token = get_int(token_ids, t)
-        at = token // lanes * width * lanes + token % lanes
+        lane = token % lanes
+        if narrow == 1:  # lanes j and 16 + j lie side by side
+            lane = lane % LANES * 2 + lane // LANES
+        at = token // lanes * width * lanes + lane
         for i in range(width):
             value = get_half(weight, at + i * lanes) if narrow == 1 else get(weight, at + i * lanes)
             put(y, t * width + i, value)

@@ -1,182 +1,168 @@
-"""The dense layer for few tokens, compiled: weights stay bfloat16 in memory, sums are fp32.
+"""The dense layer, compiled: every output is one chain of fused multiply-adds in the order of the inputs.
 
-Decoding reads every weight once per step, so it runs at the speed of memory; weights that came as bfloat16
-lose nothing by being kept so and are half as much to read. They lie in strips of STRIP outputs. Every output
-is one chain of fused multiply-adds in the order of the inputs, whatever stands beside it.
+Tokens are taken in blocks, the inner dimension in stretches of DEPTH, outputs in strips. Weights that came as
+bfloat16 stay so in memory, for decoding runs at its speed.
 """
 
-import numpy as np
 import torch
 
-from hemiola.plugins.jit import Kernel, helper, lines
-from hemiola.plugins.simd import (
-    LANES,
-    add,
-    copy,
-    f32,
-    fma,
-    get,
-    load,
-    load_bfloat16,
-    put,
-    splat,
-    store,
-    take,
-    unpack,
-)  # fmt: skip
+from hemiola.plugins.cpu.jit import Kernel, helper, lines
+from hemiola.plugins.cpu.simd import LANES, add, f32, get, load, put, splat, store
+from hemiola.plugins.cpu.tiles import ABREAST, DEPTH, FEW, HEIGHT, STRIP, VECTORS, tile_of_floats, tile_of_halves, widen
 
-STRIP = 4 * LANES
-WIDENED = 16  # tokens from which on a strip is widened before it is used
-ROWS = 4  # tokens whose sums are kept in registers together
-MANY = 256  # from here on a library's blocking wins over the strips, and widening all weights costs little
+BLOCK = 144  # most tokens of an item
+GROUP = 16  # most strips of an item
+NONE, RELU2, SWIGLU = 0, 1, 2  # what is done to an input before it is used
+SCRATCH = 4 * (BLOCK * DEPTH + DEPTH * STRIP + BLOCK * STRIP)
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor | None:
-    """A weight [F, O] as bfloat16 strips [O / STRIP, F, STRIP], rounded up; None if that would change it."""
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [..., O, F] as strips [..., O / STRIP, F, STRIP], rounded up; bfloat16 if that loses nothing."""
+    *outer, num_outputs, num_inputs = weight.shape
     half = weight.to(torch.bfloat16)
-    if weight.dtype != torch.float32 or not torch.equal(half.to(torch.float32), weight):
-        return None
-    num_inputs, num_outputs = weight.shape
-    strips = torch.nn.functional.pad(half, (0, -num_outputs % STRIP))
-    return strips.view(num_inputs, -1, STRIP).transpose(0, 1).contiguous()
+    lossless = weight.dtype == torch.bfloat16
+    strips = torch.nn.functional.pad(half if lossless else weight.float(), (0, 0, 0, -num_outputs % STRIP))
+    strips = strips.view(*outer, -1, STRIP, num_inputs).mT
+    if lossless:  # outputs j and 16 + j side by side: one load, and two vectors without a shuffle
+        strips = strips.unflatten(-1, (2, LANES)).mT.flatten(-2)
+    return strips.contiguous()
 
 
-def product(
+def linear(
     x: torch.Tensor,  # [T, F]
-    packed: torch.Tensor,  # pack(weight [F, O])
-    bias: torch.Tensor | None,  # [O]
+    packed: torch.Tensor,  # pack(weight [O, F])
+    bias: torch.Tensor,  # [O], or zero-length: none
     num_outputs: int,  # O
-    exact: bool,
 ) -> torch.Tensor:  # [T, O]
-    """x times the weight, plus bias. Many tokens are left to a library's GEMM, but for exact numerics."""
+    """See reference.py."""
     num_tokens, num_inputs = x.shape
-    if num_inputs != packed.shape[1]:
-        raise ValueError(f"product: x has {num_inputs} columns, the weight {packed.shape[1]} rows")
-    if num_tokens > MANY and not exact:
-        weight = torch.empty(num_inputs, num_outputs)
-        _widen(
-            len(packed), 0.1 * packed.numel(), packed.data_ptr(), num_inputs, num_outputs, weight.data_ptr()
-        )
-        return x.mm(weight) if bias is None else torch.addmm(bias, x, weight)
-    x, y = lines(x), torch.empty(num_tokens, num_outputs)
-    bias_at = 0 if bias is None else bias.data_ptr()
-    work = (
-        num_tokens,
-        num_inputs,
-        num_outputs,
-        x.data_ptr(),
-        x.stride(0),
-        packed.data_ptr(),
-        bias_at,
-        y.data_ptr(),
-    )
-    _multiply(len(packed), (0.1 + 0.01 * num_tokens) * packed.numel(), *work)
+    num_strips = packed.shape[0]
+    if packed.shape[1] != num_inputs or num_strips != -(-num_outputs // STRIP):
+        raise ValueError(f"linear: x is {tuple(x.shape)}, the weight {tuple(packed.shape)}, {num_outputs} wanted")
+    x, y = lines(x) if num_tokens else x, torch.empty(num_tokens, num_outputs)
+    num_blocks, num_groups = -(-num_tokens // BLOCK), -(-num_strips // GROUP)
+    halves = packed.dtype == torch.bfloat16
+    _multiply(
+        num_blocks * num_groups, work_of(num_tokens, packed), num_blocks, num_groups, num_tokens, x, x.stride(0),
+        num_inputs, num_outputs, packed, halves, bias if bias.numel() else 0, y, scratch=SCRATCH,
+    )  # fmt: skip
     return y
 
 
+def work_of(num_tokens: int, packed: torch.Tensor) -> float:
+    """Nanoseconds, roughly."""
+    return (0.03 + 0.01 * num_tokens) * packed.numel()
+
+
 @Kernel
-def _multiply(call):
-    """An item is a strip."""
-    num_items, num_tokens, num_inputs, num_outputs, x, x_len, packed, bias, y = unpack(call, 8)
-    weight, part = np.empty(num_inputs * STRIP, np.float32), np.empty(ROWS * STRIP, np.float32)
-    while True:
-        strip = take(call)
-        if strip >= num_items:
-            break
-        halves = packed + 2 * strip * num_inputs * STRIP
-        wide = num_tokens >= WIDENED
-        if wide:
-            for i in range(0, num_inputs * STRIP, LANES):
-                store(weight, i, load_bfloat16(halves, i))
-        first = strip * STRIP
-        width = min(STRIP, num_outputs - first)
-        for t in range(0, num_tokens, ROWS):
-            num_rows = min(ROWS, num_tokens - t)
-            if num_rows == ROWS:
-                _four(x, t * x_len, x_len, weight, halves, wide, num_inputs, part)
+def _multiply(
+    item, scratch, num_blocks, num_groups, num_tokens, x, x_len, num_inputs, num_outputs, packed, halves, bias, y
+):
+    """An item is a block of tokens and a group of strips; blocks of one group follow each other."""
+    group, block = item // num_blocks, item % num_blocks
+    first, last = share(num_tokens, num_blocks, block)
+    num_strips = (num_outputs + STRIP - 1) // STRIP
+    begin, end = share(num_strips, num_groups, group)
+    multiply(
+        scratch, x + 4 * first * x_len, x_len, 0, NONE, last - first, num_inputs,
+        packed, halves, begin, end, num_outputs, bias, y + 4 * first * num_outputs,
+    )  # fmt: skip
+
+
+@helper
+def share(size, parts, part):
+    """Where a part of 0 .. size begins and ends, all parts as large as each other."""
+    return size * part // parts, size * (part + 1) // parts
+
+
+@helper
+def multiply(
+    scratch,  # SCRATCH bytes
+    x,  # address of the first row
+    x_len,  # numbers from row to row
+    rows,  # address of the rows' numbers, or 0: they are 0, 1, 2, ...
+    activation,
+    num_rows,
+    num_inputs,
+    packed,  # address of the weight
+    halves,  # whether it is bfloat16
+    begin,  # the first strip
+    end,  # behind the last one
+    num_outputs,
+    bias,  # address, or 0
+    y,  # address of the first row of all outputs
+):
+    """A block of rows times a group of strips."""
+    panel, room = scratch, scratch + 4 * BLOCK * DEPTH
+    part = room + 4 * DEPTH * STRIP
+    full = min(end, num_outputs // STRIP)
+    strip_len, size = num_inputs * STRIP, 2 if halves else 4
+    for at in range(0, num_inputs, DEPTH):
+        count = min(DEPTH, num_inputs - at)
+        _fill(panel, x + 4 * at, x_len, rows, activation, num_inputs, num_rows, count)
+        strip = begin
+        while strip < end:
+            abreast = _abreast(num_rows)
+            if strip + abreast > full:
+                abreast = 1
+            weight = packed + size * (strip * strip_len + at * STRIP)
+            if strip + abreast < end:
+                ahead = size * abreast * strip_len
             else:
-                for row in range(num_rows):
-                    _one(x, (t + row) * x_len, weight, halves, wide, num_inputs, part, row * STRIP)
-            for row in range(num_rows):
-                at = (t + row) * num_outputs + first
-                whole = width // LANES * LANES
-                for i in range(0, whole, LANES):
-                    value = load(part, row * STRIP + i)
-                    store(y, at + i, add(value, load(bias, first + i)) if bias != 0 else value)
-                for i in range(whole, width):
-                    rest = part[row * STRIP + i]
-                    put(y, at + i, rest + get(bias, first + i) if bias != 0 else rest)
+                ahead = size * ((begin - strip) * strip_len + DEPTH * STRIP)
+            if strip < full:
+                _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y + 4 * strip * STRIP, num_outputs, at, ahead)
+            else:
+                _tiles(panel, num_rows, weight, halves, strip_len, 1, count, room, part, STRIP, at, ahead)
+            strip += abreast
+    for row in range(num_rows):
+        line = y + 4 * row * num_outputs
+        if bias != 0:
+            for i in range(begin * STRIP, full * STRIP, LANES):
+                store(line, i, add(load(line, i), load(bias, i)))
+        if full < end:
+            for i in range(num_outputs - full * STRIP):
+                value = get(part, row * STRIP + i)
+                put(line, full * STRIP + i, value + get(bias, full * STRIP + i) if bias != 0 else value)
 
 
 @helper
-def _four(x, x_at, x_len, weight, halves, wide, num_inputs, part):
-    """Four tokens times a strip."""
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = splat(f32(0.0))
-    c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = splat(f32(0.0))
-    for i in range(num_inputs):
-        at = i * STRIP
-        if wide:
-            w0, w1, w2, w3 = (
-                load(weight, at),
-                load(weight, at + 16),
-                load(weight, at + 32),
-                load(weight, at + 48),
-            )
-        else:
-            w0, w1 = load_bfloat16(halves, at), load_bfloat16(halves, at + 16)
-            w2, w3 = load_bfloat16(halves, at + 32), load_bfloat16(halves, at + 48)
-        v = splat(get(x, x_at + i))
-        a0, a1, a2, a3 = fma(v, w0, a0), fma(v, w1, a1), fma(v, w2, a2), fma(v, w3, a3)
-        v = splat(get(x, x_at + x_len + i))
-        b0, b1, b2, b3 = fma(v, w0, b0), fma(v, w1, b1), fma(v, w2, b2), fma(v, w3, b3)
-        v = splat(get(x, x_at + 2 * x_len + i))
-        c0, c1, c2, c3 = fma(v, w0, c0), fma(v, w1, c1), fma(v, w2, c2), fma(v, w3, c3)
-        v = splat(get(x, x_at + 3 * x_len + i))
-        d0, d1, d2, d3 = fma(v, w0, d0), fma(v, w1, d1), fma(v, w2, d2), fma(v, w3, d3)
-    _keep(part, 0, a0, a1, a2, a3)
-    _keep(part, STRIP, b0, b1, b2, b3)
-    _keep(part, 2 * STRIP, c0, c1, c2, c3)
-    _keep(part, 3 * STRIP, d0, d1, d2, d3)
+def _abreast(num_rows):
+    return ABREAST[num_rows - 1] if num_rows <= len(ABREAST) else 1
 
 
 @helper
-def _one(x, x_at, weight, halves, wide, num_inputs, part, part_at):
-    """One token times a strip."""
-    a0 = a1 = a2 = a3 = splat(f32(0.0))
-    for i in range(num_inputs):
-        at, v = i * STRIP, splat(get(x, x_at + i))
-        if wide:
-            a0, a1 = fma(v, load(weight, at), a0), fma(v, load(weight, at + 16), a1)
-            a2, a3 = fma(v, load(weight, at + 32), a2), fma(v, load(weight, at + 48), a3)
-        else:
-            a0, a1 = fma(v, load_bfloat16(halves, at), a0), fma(v, load_bfloat16(halves, at + 16), a1)
-            a2, a3 = fma(v, load_bfloat16(halves, at + 32), a2), fma(v, load_bfloat16(halves, at + 48), a3)
-    _keep(part, part_at, a0, a1, a2, a3)
+def _fill(panel, x, x_len, rows, activation, num_inputs, num_rows, count):
+    for row in range(num_rows):
+        source, target = x + 4 * row * x_len, panel + 4 * row * DEPTH
+        whole = count // LANES * LANES
+        for i in range(0, whole, LANES):
+            store(target, i, load(source, i))
+        for i in range(whole, count):
+            put(target, i, get(source, i))
 
 
 @helper
-def _keep(part, at, a0, a1, a2, a3):
-    store(part, at, a0)
-    store(part, at + 16, a1)
-    store(part, at + 32, a2)
-    store(part, at + 48, a3)
-
-
-@Kernel
-def _widen(call):
-    """A strip goes back to its columns of the weight [F, O]."""
-    num_items, packed, num_inputs, num_outputs, weight = unpack(call, 4)
-    row = np.empty(STRIP, np.float32)
-    while True:
-        strip = take(call)
-        if strip >= num_items:
-            break
-        width = min(STRIP, num_outputs - strip * STRIP)
-        for i in range(num_inputs):
-            for j in range(0, STRIP, LANES):
-                store(row, j, load_bfloat16(packed, (strip * num_inputs + i) * STRIP + j))
-            at = i * num_outputs + strip * STRIP
-            whole = width // LANES * LANES
-            copy(row, 0, weight, at, whole)
-            for j in range(whole, width):
-                put(weight, at + j, row[j])
+def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, y_len, going_on, ahead):
+    """All rows of a block times one strip or a few side by side."""
+    soon, step = weight + ahead, 64 if halves else 128
+    if halves and num_rows <= FEW:
+        soon_len = 2 * strip_len
+        tile_of_halves(
+            num_rows, 2 * abreast, panel, weight, strip_len, count, y, y_len, going_on, soon, soon_len, step
+        )
+        return
+    if halves:
+        for i in range(0, count * STRIP, STRIP):
+            widen(weight, i, room)
+        weight = room
+    num_tiles = (num_rows + HEIGHT - 1) // HEIGHT
+    vectors = 2 * abreast if num_rows <= len(ABREAST) else VECTORS
+    for v in range(0, 2 * abreast, vectors):
+        for n in range(num_tiles):
+            first, last = share(num_rows, num_tiles, n)
+            tile_of_floats(
+                last - first, vectors, panel + 4 * first * DEPTH, weight + 64 * v, strip_len, count,
+                y + 4 * (first * y_len + LANES * v), y_len, going_on, soon, 4 * strip_len, step
+            )  # fmt: skip
+            soon, step = weight, 0

@@ -25,8 +25,9 @@ def mamba2(
 ) -> torch.Tensor:
     """y[T, H, P], the D * x term included (Dao and Gu 2024, arXiv 2405.21060; modeling_nemotron_h.py).
 
-    h_t = exp(dt_t A) h_{t-1} + dt_t x_t (x) B_t and y_t = h_t C_t + D x_t, with dt_t = softplus(dt + dt_bias)
-    within dt_min .. dt_max. In chunks, with the edge state S0 and a = cumsum(dt A):
+    With dt_t = softplus(dt + dt_bias), kept within dt_min .. dt_max:
+        h_t = exp(dt_t A) h_{t-1} + dt_t x_t (x) B_t,  y_t = h_t C_t + D x_t
+    In chunks, with the edge state S0 and a = cumsum(dt A):
         y_t = exp(a_t) C_t.S0 + sum_{s <= t} (C_t.B_s) exp(a_t - a_s) dt_s x_s + D x_t
         S1  = exp(a_C) S0 + sum_s exp(a_C - a_s) dt_s x_s (x) B_s
     """

@@ -20,7 +20,7 @@ def _refuses(call: Call) -> str:
     if activation not in ACTIVATIONS:
         return f"activation is {activation!r}, not {' or '.join(ACTIVATIONS)}"
     if call.sizes["J"] != call.sizes["I"] * ACTIVATIONS[activation]:
-        return f"up has {call.sizes['J']} outputs and down {call.sizes['I']} inputs, which {activation} does not make"
+        return f"up has {call.sizes['J']} outputs, down {call.sizes['I']} inputs; not so after {activation}"
     return fp32_in_sixteens("FI")(call)
 
 
@@ -36,5 +36,5 @@ MOE = Op(
     attrs=(Attr("activation", str),),
     results=(Result("TF"),),
     reference=reference,
-    forms=(Form("compiled", "cpu", _refuses, {"up": strips, "down": strips}, sizes="I"),),
+    forms=(Form("reference", "cpu", _refuses),),
 )

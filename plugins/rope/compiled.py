@@ -1,4 +1,4 @@
-"""Rotary positions, compiled: products are rounded, then their sum, in vectors and in single lanes alike."""
+"""Rotary positions, compiled: each product is rounded, then their sum, in vectors and single lanes alike."""
 
 import torch
 

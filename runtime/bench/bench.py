@@ -15,12 +15,12 @@ from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.bench import equality, workloads
 from hemiola.runtime.bench.dataset import read_sessions
 from hemiola.runtime.bench.equality import Equality
-from hemiola.runtime.bench.measure import Mailbox, Measured, Result, Run
+from hemiola.runtime.bench.measure import Answer, Mailbox, Measured, Run
 from hemiola.runtime.bench.options import MULTI_TURN, RANDOM, BenchOptions
 from hemiola.runtime.bench.plot import Curve, plot, refuse_without_matplotlib
 from hemiola.runtime.bench.report import Column, table
 from hemiola.runtime.bench.statistics import Summary, summarize
-from hemiola.runtime.bench.workloads import Session, Source
+from hemiola.runtime.bench.workloads import Source, Turns
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
@@ -51,7 +51,7 @@ class Variant(NamedTuple):
     options: Mapping[str, Any]
 
 
-class Outcome(NamedTuple):
+class Finding(NamedTuple):
     variant: Variant
     measured: Measured
     summary: Summary
@@ -70,28 +70,26 @@ def run(job: Job) -> int:
     variants = _variants(job)
     _refuse_outputs(job)
     bench = _Bench(job)
-    outcomes, refusal = bench.measure_all(variants)
+    findings, refusal = bench.measure_all(variants)
     settings = bench.settings()
-    print(table([Column(outcome.variant.name, settings | outcome.summary) for outcome in outcomes]))
-    _print_failures(outcomes)
-    interrupted = outcomes[-1].measured.interrupted
-    statements = [] if interrupted else bench.statements(outcomes)
+    print(table([Column(finding.variant.name, settings | finding.summary) for finding in findings]))
+    _print_failures(findings)
+    interrupted = findings[-1].measured.interrupted
+    statements = [] if interrupted else bench.statements(findings)
     for statement in statements:
         print(statement.text)
         if statement.equality.difference is not None:
             print(f"  first difference: {statement.equality.difference}")
-    if bench.numerics == "fast" and not all(statement.equality.holds for statement in statements):
-        print("  this engine was built with fast numerics, where rows side by side may round differently")
     if job.json_path is not None:
-        job.json_path.write_text(json.dumps(_report(job, settings, outcomes, statements), indent=1) + "\n")
+        job.json_path.write_text(json.dumps(_report(job, settings, findings, statements), indent=1) + "\n")
     if job.plot_path is not None:
         title = f"{job.engine_dir.name}, {job.options.workload}, seed {job.options.seed}"
-        plot(job.plot_path, title, [Curve(outcome.variant.name, outcome.measured) for outcome in outcomes])
+        plot(job.plot_path, title, [Curve(finding.variant.name, finding.measured) for finding in findings])
     if refusal is not None:
         raise refusal
     if interrupted:
         return INTERRUPTED
-    failed = any(outcome.summary["failed"] for outcome in outcomes)
+    failed = any(finding.summary["failed"] for finding in findings)
     return UNEQUAL_OR_FAILED if failed or not all(s.equality.holds for s in statements) else 0
 
 
@@ -125,28 +123,27 @@ class _Bench:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.options = job.options
-        self.numerics = ""
         self._architecture = ""
-        self._sessions: list[Session] | None = None
+        self._sessions: list[Turns] | None = None
 
-    def measure_all(self, variants: Sequence[Variant]) -> tuple[list[Outcome], Refused | None]:
+    def measure_all(self, variants: Sequence[Variant]) -> tuple[list[Finding], Refused | None]:
         """Up to Ctrl-C, or to a variant that the engine refuses: what was measured by then is not lost."""
-        outcomes: list[Outcome] = []
+        findings: list[Finding] = []
         for variant in variants:
             try:
-                outcomes.append(self.measure(variant))
+                findings.append(self.measure(variant))
             except Refused as refusal:
-                if not outcomes:
+                if not findings:
                     raise
-                return outcomes, Refused(f"--compare {variant.name}: {refusal}")
-            if outcomes[-1].measured.interrupted:
+                return findings, Refused(f"--compare {variant.name}: {refusal}")
+            if findings[-1].measured.interrupted:
                 break
-        return outcomes, None
+        return findings, None
 
-    def measure(self, variant: Variant) -> Outcome:
+    def measure(self, variant: Variant) -> Finding:
         _say(f"opening {self.job.engine_dir} ({variant.name})")
         with LLM(self.job.engine_dir, **variant.options) as llm:
-            self.numerics, self._architecture = llm.manifest.numerics, llm.manifest.architecture
+            self._architecture = llm.manifest.architecture
             if self._sessions is None:
                 self._sessions = make_sessions(self.options, llm)
             if self.options.file is None:
@@ -156,9 +153,9 @@ class _Bench:
             measured = self._run(llm, self._sessions)
             after = asdict(llm.counters)
         counted = {name: after[name] - before[name] for name in after}
-        return Outcome(variant, measured, summarize(measured) | {"engine_counters": counted})
+        return Finding(variant, measured, summarize(measured) | {"engine_counters": counted})
 
-    def _run(self, llm: LLM, sessions: Sequence[Session]) -> Measured:
+    def _run(self, llm: LLM, sessions: Sequence[Turns]) -> Measured:
         options = self.options
         rate, arrivals = options.request_rate, None
         if math.isfinite(rate):
@@ -175,22 +172,22 @@ class _Bench:
             )
             return run()
 
-    def statements(self, outcomes: Sequence[Outcome]) -> list[Statement]:
+    def statements(self, findings: Sequence[Finding]) -> list[Statement]:
         """What can be said of the tokens."""
-        runs = [outcome.measured.results for outcome in outcomes]
+        runs = [finding.measured.results for finding in findings]
         found = []
         if len(runs) > 1:
             same = equality.across(runs)
-            found.append(_statement(f"across {len(runs)} variants", same, outcomes))
+            found.append(_statement(f"across {len(runs)} variants", same, findings))
         if self.job.check:
             answers = self._plain_answers(runs)
-            for outcome in outcomes:
-                same = equality.with_plain(outcome.measured.results, answers)
-                name = f"to the plain run ({outcome.variant.name})" if len(runs) > 1 else "to the plain run"
-                found.append(_statement(name, same, [outcome]))
+            for finding in findings:
+                same = equality.with_plain(finding.measured.results, answers)
+                name = f"to the plain run ({finding.variant.name})" if len(runs) > 1 else "to the plain run"
+                found.append(_statement(name, same, [finding]))
         return found
 
-    def _plain_answers(self, runs: Sequence[Sequence[Result]]) -> dict[equality.Asked, list[int]]:
+    def _plain_answers(self, runs: Sequence[Sequence[Answer]]) -> dict[equality.Asked, list[int]]:
         options = equality.plain_options(self.job.engine_options, ServeConfig.model_fields)
         with (
             LLM(self.job.engine_dir, **options) as llm,
@@ -206,7 +203,6 @@ class _Bench:
             "hemiola_version": hemiola.__version__,
             "model_id": str(self.job.engine_dir),
             "architecture": self._architecture,
-            "numerics": self.numerics,
             "dataset_name": options.workload,
             "num_prompts": sum(map(len, self._sessions or [])),
             "request_rate": options.request_rate if math.isfinite(options.request_rate) else "inf",
@@ -216,7 +212,7 @@ class _Bench:
         }
 
 
-def make_sessions(options: BenchOptions, llm: LLM) -> list[Session]:
+def make_sessions(options: BenchOptions, llm: LLM) -> list[Turns]:
     if options.file is not None:
         if options.text is not None:
             raise Refused(f"--text {options.text} and --workload {options.file} were both given; drop one")
@@ -241,7 +237,11 @@ def _text_source(path: Path | None, llm: LLM) -> Source:
             raise Refused(f"--text {path} is not UTF-8 at byte {error.start}; convert it") from None
         except OSError as error:
             raise Refused(f"--text {path} cannot be read ({error.strerror}); give a text file") from None
-    ids = llm.encode(text[:TEXT_LEN])
+    try:
+        ids = llm.encode(text[:TEXT_LEN])
+    except Refused as error:
+        asked = MULTI_TURN if path is None else f"--text {path}"
+        raise Refused(f"{asked} draws its prompts from text: {error}; or use --workload random") from None
     if not ids:
         raise Refused(f"--text {path} is empty; give a text file")
     return workloads.slices(ids)
@@ -254,30 +254,30 @@ def _warm_up(llm: LLM, count: int) -> None:
         llm.generate(ids, SamplingParams(max_tokens=8, ignore_eos=True))
 
 
-def _statement(what: str, same: Equality, outcomes: Sequence[Outcome]) -> Statement:
-    planned = max(outcome.measured.num_planned for outcome in outcomes)
+def _statement(what: str, same: Equality, findings: Sequence[Finding]) -> Statement:
+    planned = max(finding.measured.num_planned for finding in findings)
     text = f"tokens equal {what}: {same.num_equal} of {same.num_compared}"
     if same.num_compared < planned:
         text += f" ({planned - same.num_compared} did not complete)"
     return Statement(text, same)
 
 
-def _print_failures(outcomes: Sequence[Outcome]) -> None:
-    for outcome in outcomes:
-        errors = [error for error in outcome.summary["errors"] if error]
+def _print_failures(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        errors = [error for error in finding.summary["errors"] if error]
         for error in errors[:SHOWN_FAILURES]:
-            _say(f"failed ({outcome.variant.name}): {error}")
+            _say(f"failed ({finding.variant.name}): {error}")
         if len(errors) > SHOWN_FAILURES:
-            _say(f"failed ({outcome.variant.name}): and {len(errors) - SHOWN_FAILURES} more")
+            _say(f"failed ({finding.variant.name}): and {len(errors) - SHOWN_FAILURES} more")
 
 
 def _report(
-    job: Job, settings: Mapping[str, Any], outcomes: Sequence[Outcome], statements: Sequence[Statement]
+    job: Job, settings: Mapping[str, Any], findings: Sequence[Finding], statements: Sequence[Statement]
 ) -> dict[str, object]:
     """The first variant's numbers at the top, as `vllm bench serve` writes them; the others in a list."""
     columns = [
-        {"variant": outcome.variant.name, "engine_options": dict(outcome.variant.options), **outcome.summary}
-        for outcome in outcomes
+        {"variant": finding.variant.name, "engine_options": dict(finding.variant.options), **finding.summary}
+        for finding in findings
     ]
     equal = [{"statement": statement.text, **statement.equality._asdict()} for statement in statements]
     compared = {"compared": columns[1:]} if job.compare else {}

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from hemiola.runtime.bench.workloads import Session, Turn
+from hemiola.runtime.bench.workloads import Turn, Turns
 from hemiola.runtime.errors import Refused
 
 FORMS = ("prompt", "messages", "conversations")
@@ -27,10 +27,10 @@ class _Asked(NamedTuple):
     answer: str | None  # what the file holds for it: only its length is used
 
 
-def read_sessions(path: Path, count: int | None, max_tokens: int, reader: Reader) -> list[Session]:
+def read_sessions(path: Path, count: int | None, max_tokens: int, reader: Reader) -> list[Turns]:
     """The first `count` entries (None: all), one request each. Lines after them are not looked at."""
     entries = islice(_entries(path), count)
-    sessions: list[Session] = [[_turn(where, entry, max_tokens, reader)] for where, entry in entries]
+    sessions: list[Turns] = [[_turn(where, entry, max_tokens, reader)] for where, entry in entries]
     if not sessions:
         raise Refused(f"{path} holds no requests; {EXAMPLE}, one per line")
     if count is not None and len(sessions) < count:

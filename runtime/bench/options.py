@@ -5,32 +5,42 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from hemiola.runtime.api import Options
+from hemiola.runtime.api import Strict
 
 RANDOM, MULTI_TURN = "random", "multi-turn"
 
 
-class BenchOptions(Options):
+class BenchOptions(Strict):
     """Lengths are in tokens, times in seconds."""
 
     model_config = ConfigDict(allow_inf_nan=True)
 
-    workload: str = Field(RANDOM, description="random, multi-turn, or a file of prompts")
-    num_requests: int | None = Field(None, ge=1, description="None: 32, or all of a file")
-    input_len: int = Field(256, ge=1)
-    output_len: int = Field(64, ge=1)
-    random_range_ratio: float = Field(0.0, ge=0, lt=1)
-    turns: int = Field(4, ge=1)
-    system_len: int = Field(128, ge=0)
-    num_groups: int = Field(1, ge=1)
-    think_time: float = Field(0.0, ge=0, lt=math.inf)
-    text: Path | None = None
-    ignore_eos: bool | None = Field(None, description="None: yes, but not for files")
-    request_rate: float = Field(math.inf, gt=0)
-    burstiness: float = Field(1.0, gt=0)
-    concurrency: int | None = Field(None, ge=1)
-    seed: int = Field(0, ge=0)
-    num_warmups: int = Field(1, ge=0)
+    workload: str = Field(
+        RANDOM, description="random, multi-turn, or a file of JSON lines: prompts, chats or ShareGPT"
+    )
+    num_requests: int | None = Field(None, ge=1, description="how many in all; default 32, or all of a file")
+    input_len: int = Field(256, ge=1, description="tokens of a prompt, or of what each turn adds")
+    output_len: int = Field(64, ge=1, description="tokens to generate, where a file does not say")
+    random_range_ratio: float = Field(
+        0.0, ge=0, lt=1, description="lengths vary by this share of themselves, 0 to below 1"
+    )
+    turns: int = Field(4, ge=1, description="multi-turn: requests of a session")
+    system_len: int = Field(128, ge=0, description="multi-turn: tokens that the sessions of a group share")
+    num_groups: int = Field(1, ge=1, description="multi-turn: different shared beginnings")
+    think_time: float = Field(
+        0.0, ge=0, lt=math.inf, description="multi-turn: mean seconds from answer to next turn"
+    )
+    text: Path | None = Field(
+        None, description="take prompts from this text; default: multi-turn Python's library, random none"
+    )
+    ignore_eos: bool | None = Field(
+        None, description="go on after the end token; default: yes, but not for files"
+    )
+    request_rate: float = Field(math.inf, gt=0, description="sessions per second; inf: as places allow")
+    burstiness: float = Field(1.0, gt=0, description="of arrivals: 1 Poisson, less in bursts, inf even")
+    concurrency: int | None = Field(None, ge=1, description="sessions at a time; default: no limit")
+    seed: int = Field(0, ge=0, description="same seed, same requests at the same times")
+    num_warmups: int = Field(1, ge=0, description="short requests before the clock starts")
 
     @property
     def file(self) -> Path | None:

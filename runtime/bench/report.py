@@ -15,27 +15,27 @@ class Column(NamedTuple):
     summary: Summary
 
 
-class Row(NamedTuple):
+class Quantity(NamedTuple):
     label: str
     key: str
     digits: int = 0
 
 
 HEAD = (
-    Row("Successful requests:", "completed"),
-    Row("Failed requests:", "failed"),
-    Row("Unfinished requests:", "unfinished"),
-    Row("Maximum request concurrency:", "max_concurrency"),
-    Row("Request rate configured (RPS):", "request_rate", 2),
-    Row("Benchmark duration (s):", "duration", 2),
-    Row("Total input tokens:", "total_input_tokens"),
-    Row("Total generated tokens:", "total_output_tokens"),
-    Row("Request throughput (req/s):", "request_throughput", 2),
-    Row("Output token throughput (tok/s):", "output_throughput", 2),
-    Row("Peak output token throughput (tok/s):", "max_output_tokens_per_s", 2),
-    Row("Peak concurrent requests:", "max_concurrent_requests"),
-    Row("Total token throughput (tok/s):", "total_token_throughput", 2),
-    Row("Preemptions:", "num_preemptions"),
+    Quantity("Successful requests:", "completed"),
+    Quantity("Failed requests:", "failed"),
+    Quantity("Unfinished requests:", "unfinished"),
+    Quantity("Maximum request concurrency:", "max_concurrency"),
+    Quantity("Request rate configured (RPS):", "request_rate", 2),
+    Quantity("Benchmark duration (s):", "duration", 2),
+    Quantity("Total input tokens:", "total_input_tokens"),
+    Quantity("Total generated tokens:", "total_output_tokens"),
+    Quantity("Request throughput (req/s):", "request_throughput", 2),
+    Quantity("Output token throughput (tok/s):", "output_throughput", 2),
+    Quantity("Peak output token throughput (tok/s):", "max_output_tokens_per_s", 2),
+    Quantity("Peak concurrent requests:", "max_concurrent_requests"),
+    Quantity("Total token throughput (tok/s):", "total_token_throughput", 2),
+    Quantity("Preemptions:", "num_preemptions"),
 )
 LATENCY_TITLES = {
     "ttft": "Time to First Token",
@@ -44,17 +44,17 @@ LATENCY_TITLES = {
     "e2el": "End-to-end Latency",
 }
 SPECULATION = (
-    Row("Acceptance rate (%):", "spec_decode_acceptance_rate", 2),
-    Row("Acceptance length:", "spec_decode_acceptance_length", 2),
-    Row("Drafts:", "spec_decode_num_drafts"),
-    Row("Draft tokens:", "spec_decode_draft_tokens"),
-    Row("Accepted tokens:", "spec_decode_accepted_tokens"),
+    Quantity("Acceptance rate (%):", "spec_decode_acceptance_rate", 2),
+    Quantity("Acceptance length:", "spec_decode_acceptance_length", 2),
+    Quantity("Drafts:", "spec_decode_num_drafts"),
+    Quantity("Draft tokens:", "spec_decode_draft_tokens"),
+    Quantity("Accepted tokens:", "spec_decode_accepted_tokens"),
 )
 PER_POSITION = "spec_decode_per_position_acceptance_rates"
 PREFIX_CACHE = (
-    Row("Prompt tokens:", "prefix_cache_prompt_tokens"),
-    Row("Hit tokens:", "prefix_cache_hit_tokens"),
-    Row("Hit rate (%):", "prefix_cache_hit_rate", 2),
+    Quantity("Prompt tokens:", "prefix_cache_prompt_tokens"),
+    Quantity("Hit tokens:", "prefix_cache_hit_tokens"),
+    Quantity("Hit rate (%):", "prefix_cache_hit_rate", 2),
 )
 
 
@@ -83,19 +83,21 @@ def _names(columns: Sequence[Column], width: int) -> list[str]:
     return [_line("", [part[i] if i < len(part) else "" for part in parts], width) for i in range(height)]
 
 
-def _latency_rows(name: str) -> list[Row]:
+def _latency_rows(name: str) -> list[Quantity]:
     return [
-        Row(f"{label} {name.upper()} (ms):", f"{what}_{name}_ms", 2)
+        Quantity(f"{label} {name.upper()} (ms):", f"{what}_{name}_ms", 2)
         for label, what in (("Mean", "mean"), ("Median", "median"), ("P99", "p99"))
     ]
 
 
-def _section(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int, total: int) -> list[str]:
+def _section(
+    title: str, rows: Sequence[Quantity], columns: Sequence[Column], width: int, total: int
+) -> list[str]:
     lines = _rows(rows, columns, width)
     return [f"{title:-^{total}}", *lines] if lines else []
 
 
-def _rows(rows: Sequence[Row], columns: Sequence[Column], width: int) -> list[str]:
+def _rows(rows: Sequence[Quantity], columns: Sequence[Column], width: int) -> list[str]:
     lines = []
     for row in rows:
         values = [column.summary.get(row.key) for column in columns]

@@ -22,7 +22,7 @@ class Turn(NamedTuple):
     origin: str  # for people: where it comes from
 
 
-Session = list[Turn]
+Turns = list[Turn]
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -50,7 +50,7 @@ def slices(ids: Sequence[int]) -> Source:
     return lambda rng, count: text[(rng.integers(len(text)) + np.arange(count)) % len(text)].tolist()
 
 
-def random_sessions(options: BenchOptions, count: int, source: Source) -> list[Session]:
+def random_sessions(options: BenchOptions, count: int, source: Source) -> list[Turns]:
     """One request each; lengths are uniform within random_range_ratio of what was asked."""
     rng = np.random.default_rng([options.seed, PROMPTS])
     sessions = []
@@ -61,12 +61,12 @@ def random_sessions(options: BenchOptions, count: int, source: Source) -> list[S
     return sessions
 
 
-def multi_turn_sessions(options: BenchOptions, count: int, source: Source) -> list[Session]:
+def multi_turn_sessions(options: BenchOptions, count: int, source: Source) -> list[Turns]:
     """So many requests in sessions of `turns` (the last may be shorter). A group shares its system prompt."""
     rng = np.random.default_rng([options.seed, PROMPTS])
     systems = np.random.default_rng([options.seed, SYSTEMS])
     groups = [source(systems, options.system_len) for _ in range(options.num_groups)]
-    sessions: list[Session] = []
+    sessions: list[Turns] = []
     for first in range(0, count, options.turns):
         session = []
         for turn in range(min(options.turns, count - first)):
@@ -81,7 +81,7 @@ def multi_turn_sessions(options: BenchOptions, count: int, source: Source) -> li
     return sessions
 
 
-def refuse_too_long(sessions: Sequence[Session], max_len: int) -> None:
+def refuse_too_long(sessions: Sequence[Turns], max_len: int) -> None:
     """For workloads whose lengths were chosen: one that does not fit is a mistake."""
     longest = max(sum(len(turn.ids) + turn.max_tokens for turn in session) for session in sessions)
     if longest > max_len:

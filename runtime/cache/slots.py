@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 
-class Slots:
+class SlotPool:
     """Slot 0 is the dump slot: it is never given away. A slot's content is known here only by its edge."""
 
     def __init__(
@@ -27,9 +27,9 @@ class Slots:
         self.edge[slot_id] = 0
         return slot_id
 
-    def commit(self, slot_ids: list[int], certain_len: list[int]) -> None:
-        """After a step: each state stands at the last edge that certain tokens have passed."""
-        self.edge[slot_ids] = np.array(certain_len, np.int32) // self.chunk_len * self.chunk_len
+    def commit(self, slot_ids: list[int], final_len: list[int]) -> None:
+        """After a step: each state stands at the last edge that final tokens have passed."""
+        self.edge[slot_ids] = np.array(final_len, np.int32) // self.chunk_len * self.chunk_len
 
     def release(self, slot_id: int) -> None:
         self.edge[slot_id] = 0

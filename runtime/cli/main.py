@@ -41,6 +41,7 @@ def inspect(engine_dir: EngineDir) -> None:
     console.print(_facts(engine_dir, found))
     console.print(_states(found))
     console.print(_segments(engine_dir, found))
+    console.print(_forms(found))
 
 
 def _facts(engine_dir: Path, found: "Manifest") -> Table:
@@ -52,11 +53,11 @@ def _facts(engine_dir: Path, found: "Manifest") -> Table:
         "layers": f"{len(found.layers)}: {kinds}",
         "vocabulary, hidden": f"{found.vocab_size}, {found.hidden_size}",
         "target, architecture": f"{found.target}, {found.arch}",
-        "numerics": found.numerics,
         "drafts": found.drafts,
+        "tokenizer": "tokenizer.json" if found.has_tokenizer else "none: takes and gives token ids",
         "end tokens": ", ".join(map(str, found.eos_ids)),
         **{name: str(value) for name, value in found.limits.model_dump().items()},
-        "weights": f"{len(found.weights)} tensors, {_size(weights.stat().st_size)} stored",
+        "weights": _size(weights.stat().st_size),
         "built by": f"hemiola {found.builder_version}, torch {found.torch_version}",
         "identity": found.identity[:16],
     }.items():
@@ -95,6 +96,20 @@ def _segments(engine_dir: Path, found: "Manifest") -> Table:
     return table
 
 
+def _forms(found: "Manifest") -> Table:
+    table = Table(title="ops, the form that each runs in, and why better ones refused")
+    for column in ("segment", "op", "form", "calls", "refused"):
+        table.add_column(column, justify="right" if column == "calls" else "left")
+    for segment in found.segments:
+        kinds = [
+            (node.op, node.form, "; ".join(f"{form}: {why}" for form, why in node.refused.items()))
+            for node in segment.nodes
+        ]
+        for op, form, refused in sorted(set(kinds)):
+            table.add_row(segment.name, op, form, str(kinds.count((op, form, refused))), refused)
+    return table
+
+
 def _size(num_bytes: int) -> str:
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
@@ -113,9 +128,9 @@ def serve(context: typer.Context) -> None:
 @app.command(context_settings=PASS_ON, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure an engine under load; `hemiola bench --help` has the options."""
-    from hemiola.runtime.cli import bench as command
+    from hemiola.runtime.cli.bench import bench as command
 
-    command.main(context.args)
+    _run(command, context)
 
 
 def _run(command: Callable[..., None], context: typer.Context) -> None:

@@ -1,46 +1,109 @@
-"""Options of an engine as options of a command: those of ServeConfig, by name."""
+"""The fields of a model of options as options of a command, by name."""
 
 import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
-from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.api import Strict
+from hemiola.runtime.errors import Refused
+
+WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true|false"}
 
 
-def add_engine_options(command: Callable[..., None], leave_out: Collection[str] = ()) -> None:
-    """Lets typer see ServeConfig's fields in place of the command's last parameter, **engine_options."""
-    own = list(inspect.signature(command).parameters.values())[:-1]
-    options = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                str | None, typer.Option(help=f"{field.description} (default: {spelled(field.default)})")
-            ],
-        )
-        for name, field in ServeConfig.model_fields.items()
+def options_of(
+    model: type[Strict], leave_out: Collection[str] = (), defaults: Mapping[str, object] | None = None
+) -> list[inspect.Parameter]:
+    """A command's parameter for each field, None unless given; `defaults`: where the command has its own."""
+    return [
+        _parameter(name, field, (defaults or {}).get(name, field.default))
+        for name, field in model.model_fields.items()
         if name not in leave_out
     ]
-    vars(command)["__signature__"] = inspect.Signature(own + options)
 
 
-def given(engine_options: Mapping[str, str | None]) -> dict[str, Any]:
-    """Those that were given: numbers and booleans by their JSON spelling, the rest as text."""
-    return {name: parse_value(text) for name, text in engine_options.items() if text is not None}
+def takes(*groups: list[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Lets typer see these parameters in place of the command's last one, **options."""
+
+    def extend(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command).parameters.values())[:-1]
+        added = [parameter for group in groups for parameter in group]
+        vars(command)["__signature__"] = inspect.Signature(own + added)
+        return command
+
+    return extend
+
+
+def given(model: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the model's options that were given, read as their types say."""
+    return {
+        name: value if isinstance(value, bool) else read(model, name, value)
+        for name, value in options.items()
+        if name in model.model_fields and value is not None
+    }
+
+
+def read(model: type[Strict], name: str, text: str | list[str]) -> object:
+    """A value as its field's type says; what does not fit stays text, and the model refuses it."""
+    field = model.model_fields.get(name)
+    annotation = field.annotation if field is not None else str
+    if isinstance(text, str):
+        return _read(annotation, text)
+    if get_origin(annotation) is tuple:
+        return tuple(_read(get_args(annotation)[0], each) for each in text)
+    key, value = get_args(annotation)
+    pairs = [each.partition("=") for each in text]
+    for before, equals, after in pairs:
+        if not equals:
+            raise Refused(f"{_flag(name)} is {before + after!r}; write {_metavar(annotation)}")
+    return {_read(key, before): _read(value, after) for before, _, after in pairs}
 
 
 def spelled(value: object) -> str:
     """As it is written on a command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
-def parse_value(text: str) -> object:
-    """JSON, or else the word itself."""
+def _read(annotation: Any, text: str) -> object:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return TypeAdapter(annotation).validate_strings(text)
+    except ValidationError:
         return text
+
+
+def _parameter(name: str, field: FieldInfo, default: object) -> inspect.Parameter:
+    """True or false is a flag, unless it is on already or may be something else."""
+    many = get_origin(field.annotation) in (tuple, Mapping)
+    is_flag = not default and bool in (field.annotation, *get_args(field.annotation))
+    shown = "; may be repeated" if many else f" (default: {spelled(default)})" if default is not None else ""
+    option = typer.Option(
+        *([f"{_flag(name)}/--no-{_flag(name)[2:]}"] if is_flag else []),
+        help=f"{field.description}{'' if is_flag else shown}",
+        metavar=None if is_flag else _metavar(field.annotation),
+        show_default=False,
+    )
+    kind = bool if is_flag else list[str] if many else str
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _metavar(annotation: Any) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if not parts:
+        return WORDS[annotation]
+    if origin is Literal:
+        return "|".join(parts)
+    if origin is tuple:
+        return _metavar(parts[0])
+    words = [_metavar(part) for part in parts if part is not type(None)]
+    return ("=" if origin is Mapping else "|").join(words)

@@ -4,34 +4,36 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from hemiola.runtime.cli.options import add_engine_options, given
+from hemiola.runtime.cli.options import given, options_of, takes
+from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.serving.launcher import Server, name_engines
 from hemiola.runtime.serving.tritonserver import Ports
 
 
+@takes(options_of(ServeConfig))
 def serve(
     engine_dir: Annotated[list[Path], typer.Option(help="made by build-engine; repeat for several engines")],
     model_name: Annotated[list[str] | None, typer.Option(help="one per engine (default: hemiola)")] = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every interface")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(help="0 takes a free one, here and below")] = 8000,
-    grpc_port: Annotated[int, typer.Option()] = 8001,
-    metrics_port: Annotated[int, typer.Option()] = 8002,
+    http_port: Annotated[int, typer.Option(help="of HTTP; 0 takes a free one, here and below")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="of gRPC, for hemiola.Client")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="of Prometheus metrics")] = 8002,
     tritonserver: Annotated[Path | None, typer.Option(help="the binary (default: nvidia-pytriton's)")] = None,
     start_timeout: Annotated[float, typer.Option(help="seconds until every engine must be ready")] = 300,
     exit_timeout: Annotated[int, typer.Option(help="seconds that streams in flight get at the end")] = 30,
     log_verbose: Annotated[bool, typer.Option("--log-verbose", help="show tritonserver's log")] = False,
-    **engine_options: str | None,
+    **options: Any,
 ) -> None:
     """Serve engines with a real tritonserver until SIGINT or SIGTERM."""
     server = Server(
         name_engines(engine_dir, model_name or []),
         host=host,
         ports=Ports(http_port, grpc_port, metrics_port),
-        options=given(engine_options),
+        options=given(ServeConfig, options),
         tritonserver=tritonserver,
         log_verbose=log_verbose,
         start_timeout_s=start_timeout,
@@ -45,9 +47,6 @@ def serve(
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-
-
-add_engine_options(serve)
 
 
 def _serve(server: Server) -> None:

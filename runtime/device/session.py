@@ -8,14 +8,14 @@ import torch
 from safetensors import safe_open
 from torch.fx import GraphModule
 
-from hemiola.plugins import jit
+from hemiola.plugins import OPS
+from hemiola.plugins.cpu import jit
 from hemiola.runtime.device.memory import Storage
-from hemiola.runtime.device.specialise import specialise
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest, Segment
 
 
-class Output(NamedTuple):
+class Computed(NamedTuple):
     logits: torch.Tensor  # [L, V] fp32
     hidden: torch.Tensor  # [T, F] after the final norm
 
@@ -23,28 +23,24 @@ class Output(NamedTuple):
 class Drafter(Protocol):
     """A Session with an MTP head, or in tests something that checks what it is given."""
 
-    def draft(self, **inputs: torch.Tensor) -> Output: ...
+    def draft(self, **inputs: torch.Tensor) -> Computed: ...
 
 
 class Program:
-    """One segment, bound to its weights and states. `packs` is shared by the programs of a session."""
+    """One segment, bound to its forms, weights and states."""
 
     def __init__(
-        self,
-        engine_dir: Path,
-        segment: Segment,
-        weights: dict[str, torch.Tensor],
-        packs: dict[str, torch.Tensor],
-        storage: Storage,
+        self, engine_dir: Path, segment: Segment, weights: dict[str, torch.Tensor], storage: Storage
     ) -> None:
         self.inputs = segment.inputs
         self._call = load_program(engine_dir / segment.file)
-        self._bound = specialise(self._call, segment.weights, weights, packs)
+        bind_forms(self._call, segment)
+        self._bound = [weights[name] for name in segment.weights]
         self._bound += [storage.tensors[name] for name in segment.states]
 
-    def __call__(self, inputs: Iterable[torch.Tensor]) -> Output:
+    def __call__(self, inputs: Iterable[torch.Tensor]) -> Computed:
         with torch.inference_mode():
-            return Output(*self._call(*self._bound, *inputs))
+            return Computed(*self._call(*self._bound, *inputs))
 
 
 class Session:
@@ -54,16 +50,15 @@ class Session:
         jit.prepare()
         names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         segments = [manifest.segment(name) for name in names]
-        weights = load_weights(engine_dir, manifest, {w for segment in segments for w in segment.weights})
-        packs: dict[str, torch.Tensor] = {}
-        programs = [Program(engine_dir, segment, weights, packs, storage) for segment in segments]
+        weights = map_weights(engine_dir / manifest.weights_file, {w for s in segments for w in s.weights})
+        programs = [Program(engine_dir, segment, weights, storage) for segment in segments]
         self._trunk, self._draft = programs[0], programs[-1]
 
-    def run(self, batch: object) -> Output:
+    def run(self, batch: object) -> Computed:
         """Logits and hidden states of a step; the trunk's inputs are attributes of `batch`."""
         return self._trunk(getattr(batch, name) for name in self._trunk.inputs)
 
-    def draft(self, **inputs: torch.Tensor) -> Output:
+    def draft(self, **inputs: torch.Tensor) -> Computed:
         """Logits and hidden states [T, F] of pairs of a token and the hidden state before it."""
         return self._draft(inputs[name] for name in self._draft.inputs)
 
@@ -78,8 +73,17 @@ def load_program(path: Path) -> GraphModule:
         ) from error
 
 
-def load_weights(engine_dir: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Weights by name, cast to the dtype in which it runs."""
-    dtypes = {weight.name: getattr(torch, weight.dtype) for weight in manifest.weights}
-    with safe_open(engine_dir / manifest.weights_file, framework="pt") as file:
-        return {name: file.get_tensor(name).to(dtypes[name]) for name in names}
+def bind_forms(program: GraphModule, segment: Segment) -> None:
+    """Let every node of ours call the form that was chosen for it, past torch's dispatcher (5 us a call)."""
+    ours = {op.torch_op: op for op in OPS.values()}
+    calls = [node for node in program.graph.nodes if node.target in ours]
+    for node, chosen in zip(calls, segment.nodes, strict=True):
+        assert ours[node.target].name == chosen.op, f"{segment.file}: {node} is not {chosen.op}"
+        node.target = OPS[chosen.op].bind(chosen.form, chosen.sizes)
+    program.recompile()
+
+
+def map_weights(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Weights by name, as they lie in the file, which is mapped and read when they are."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in names}

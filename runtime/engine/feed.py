@@ -3,96 +3,59 @@
 import numpy as np
 import torch
 
-from hemiola.runtime.cache.pages import Pages
-from hemiola.runtime.config import Resolved
+from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.step import Batch, Choices, Plan
-
-
-def tokens_width(config: Resolved) -> int:
-    """T at most, padding included."""
-    return -(-config.max_step_tokens // config.pad_tokens) * config.pad_tokens
-
-
-def rows_width(config: Resolved) -> int:
-    """N at most: every running request, and the dump row that holds the padding."""
-    return config.max_rows + 1
-
-
-def logits_width(config: Resolved) -> int:
-    """L at most: a row's drafts and the token after them."""
-    return config.max_rows * (1 + config.num_drafts)
-
-
-def table_width(config: Resolved) -> int:
-    """W: pages of the longest request."""
-    return -(-config.max_len // config.page_len)
 
 
 class Feed:
     """Turns plans into batches. Every tensor is made afresh: steps in flight share nothing."""
 
-    def __init__(self, config: Resolved, pages: Pages, ledger: Ledger) -> None:
-        self.config = config
+    def __init__(self, pages: PagePool, ledger: Ledger) -> None:
         self.pages = pages
         self.ledger = ledger
 
     def fill(self, plan: Plan) -> Batch:
-        """The batch of a plan; in exact numerics a dump row makes the tokens a multiple of the tile."""
-        rows = plan.rows
-        table = np.array(
-            [(r.num_tokens, r.num_drafts, r.slot_id, r.snapshot_slot, r.snapshot_edge) for r in rows],
-            np.int32,
-        )
-        num_tokens = int(table[:, 0].sum())
-        padding = -num_tokens % self.config.pad_tokens
-        if padding:  # in slot 0 and page 0, where nothing is kept
-            table = np.concatenate((table, np.array([[padding, 0, 0, 0, 0]], np.int32)))
-        cu_tokens = np.zeros(len(table) + 1, np.int32)
-        np.cumsum(table[:, 0], out=cu_tokens[1:])
-        row, offset = ragged(table[:, 0])
-        if padding:
-            offset[num_tokens:] = 0  # all of its tokens stand at position 0
-        slot_id = torch.from_numpy(table[:, 2].astype(np.int64))
+        """The batch of a plan."""
+        columns = [
+            (r.num_tokens, r.num_drafts, r.slot_id, r.snapshot_slot, r.snapshot_edge) for r in plan.rows
+        ]
+        num_tokens, num_drafts, slots, snapshot_slot, snapshot_edge = np.array(columns, np.int32).T
+        ends = np.cumsum(num_tokens)
+        row, offset = ragged(num_tokens)
+        slot_id = torch.from_numpy(slots.astype(np.int64))
         committed = self.ledger.committed_len[slot_id]
         positions = committed[torch.from_numpy(row)] + torch.from_numpy(offset)
-        certain_len = committed + torch.from_numpy((table[:, 0] - table[:, 1]).astype(np.int64))
-        logits_ids, choices = _choices(plan, cu_tokens)
+        final_len = committed + torch.from_numpy((num_tokens - num_drafts).astype(np.int64))
+        logits_ids, choices = _choices(plan, ends)
+        edge = self.ledger.edge[slot_id]
+        known = (ends - num_tokens, num_tokens, num_drafts, slots, committed, edge)
+        known += (snapshot_slot, snapshot_edge)
         return Batch(
-            cu_tokens=torch.from_numpy(cu_tokens),
-            num_drafts=_column(table, 1),
+            rows=torch.from_numpy(np.stack([np.asarray(column, np.int32) for column in known], axis=1)),
             logits_ids=torch.from_numpy(logits_ids),
-            slot_id=_column(table, 2),
-            snapshot_slot=_column(table, 3),
-            snapshot_edge=_column(table, 4),
-            page_table=torch.from_numpy(self.pages.table[table[:, 2]]),
+            page_table=torch.from_numpy(self.pages.table[slots]),
             token_ids=self.ledger.ids[slot_id[torch.from_numpy(row)], positions],
             positions=positions.to(torch.int32),
-            committed=committed.to(torch.int32),
-            edge=self.ledger.edge[slot_id].to(torch.int32),
-            slots=slot_id[: len(rows)],
-            certain_len=certain_len[: len(rows)],
+            slots=slot_id,
+            final_len=final_len,
             choices=choices,
         )
 
 
 def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of so many items side by side: of each item its row, and its place in that."""
+    """For rows of so many items each: every item's row, and its place in that row."""
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
 
 
-def _column(table: np.ndarray, at: int) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(table[:, at]))
-
-
-def _choices(plan: Plan, cu_tokens: np.ndarray) -> tuple[np.ndarray, Choices]:
-    """The logits that are wanted, and whose they are."""
+def _choices(plan: Plan, ends: np.ndarray) -> tuple[np.ndarray, Choices]:
+    """Which tokens' logits are wanted, and which rows choose by them."""
     rows = [n for n, row in enumerate(plan.rows) if row.chooses]
     num_drafts = np.array([plan.rows[n].num_drafts for n in rows], np.int64)
     num_lines = num_drafts + 1
     row, offset = ragged(num_lines)
-    ends = cu_tokens[[n + 1 for n in rows]]
+    ends = ends[rows]
     rules = [plan.rows[n].request.rule for n in rows]
     choices = Choices(
         rows=rows,

@@ -18,14 +18,15 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
     """Choose, accept, and write the outcome into the ledger. logits [L, V] fp32."""
     choices = batch.choices
     slot_id = batch.slots
-    certain_len = batch.certain_len
-    ledger.committed_len[slot_id] = certain_len
-    ledger.edge[slot_id] = certain_len - certain_len % chunk_len
+    final_len = batch.final_len
+    ledger.committed_len[slot_id] = final_len
+    ledger.edge[slot_id] = final_len - final_len % chunk_len
     line_slot = choices.slot_id[choices.row]
     position = ledger.total_len[line_slot] + choices.offset
     chosen = choose(logits, choices.rules, line_slot, position, ledger.ids)
     num_judged = torch.minimum(choices.num_drafts, ledger.num_drafts[choices.slot_id])
-    agrees = (chosen == ledger.ids[line_slot, position]) & (choices.offset < num_judged[choices.row])
+    bad = _broken(choices, logits, chosen)
+    agrees = (chosen == ledger.ids[line_slot, position]) & (choices.offset < num_judged[choices.row]) & ~bad
     width = max(choices.num_lines, default=1)
     token_ids = _by_row(choices, chosen, width)
     num_accepted = _by_row(choices, agrees.to(torch.int64), width).cumprod(1).sum(1)
@@ -35,22 +36,20 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
         token_ids=token_ids,
         num_accepted=num_accepted,
         num_judged=num_judged,
-        broken=_broken(choices, logits, chosen, width),
+        broken=_by_row(choices, bad, width).gather(1, num_accepted.unsqueeze(1)).squeeze(1),
         logprobs=_logprobs(choices, logits, chosen),
     )
 
 
-def _broken(choices: Choices, logits: torch.Tensor, chosen: torch.Tensor, width: int) -> torch.Tensor:
-    """Rows with a line that has no best number; an argmax shows by itself whether it has one."""
-    if any(rule.adorned or not rule.greedy for rule in choices.rules):
-        bad = broken(logits)
-    else:
-        bad = ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
-    return _by_row(choices, bad, width).any(1)
+def _broken(choices: Choices, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Logits without a best number. Where the argmax was taken, its own number shows that."""
+    if any(rule.edits_logits or not rule.greedy for rule in choices.rules):
+        return broken(logits)
+    return ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
 
 
 def _by_row(choices: Choices, values: torch.Tensor, width: int) -> torch.Tensor:
-    """[L] as [R, width], zero where a row has no line."""
+    """[L] as [R, width], zero behind the end of a shorter row."""
     if len(values) == len(choices.rows) * width:
         return values.view(-1, width)  # rows are alike
     table = values.new_zeros(len(choices.rows), width)
@@ -59,7 +58,7 @@ def _by_row(choices: Choices, values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _append(ledger: Ledger, choices: Choices, token_ids: torch.Tensor, num_accepted: torch.Tensor) -> None:
-    """What stood there as drafts, and was accepted, is text now, and one token more."""
+    """Accepted drafts become text where they stand; the next token follows them."""
     slot_id = choices.slot_id
     end = ledger.total_len[slot_id] + num_accepted
     last = token_ids.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
@@ -72,7 +71,7 @@ def _append(ledger: Ledger, choices: Choices, token_ids: torch.Tensor, num_accep
 def _logprobs(
     choices: Choices, logits: torch.Tensor, chosen: torch.Tensor
 ) -> dict[int, tuple[torch.Tensor, ...]]:
-    """Of the rows that asked."""
+    """By row of the plan that asked for them."""
     found = {}
     end = 0
     for row, num_lines in zip(choices.rows, choices.num_lines, strict=True):

@@ -12,7 +12,7 @@ import torch
 
 from hemiola.runtime.api import Counters, OnPiece
 from hemiola.runtime.config import Resolved
-from hemiola.runtime.device.session import Drafter, Output
+from hemiola.runtime.device.session import Computed, Drafter
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.judge import judge
@@ -30,7 +30,7 @@ log = logging.getLogger("hemiola")
 class Engine(Drafter, Protocol):
     """A Session, or in tests something that checks what a session is given."""
 
-    def run(self, batch: Batch) -> Output: ...
+    def run(self, batch: Batch) -> Computed: ...
 
 
 class Store(Protocol):
@@ -239,7 +239,7 @@ class Loop:
         self._deliver([self.outbox.end(request)])
 
     def _deliver(self, events: list[Event]) -> None:
-        """A user whose callback raises loses the request, and nobody else anything."""
+        """A callback that raises costs its own request, and no other."""
         for event in events:
             try:
                 event.on_piece(event.piece)
@@ -250,7 +250,7 @@ class Loop:
                     self.outbox.end(event.request)
 
     def _fail(self, reason: str) -> None:
-        """The engine is lost: tell everyone, those that were about to enter included."""
+        """The engine is lost: end every request, those still in the inbox included."""
         with self._gate:
             self._refusal = Failed(f"the engine failed ({reason}) and takes no more requests; open it again")
         while not self._inbox.empty():

@@ -26,14 +26,14 @@ class Rule:
     stop_ids: frozenset[int]
     bad_words: Words = ()
     greedy: bool = field(init=False)
-    adorned: bool = field(init=False)  # the logits are changed before a token is chosen
+    edits_logits: bool = field(init=False)  # the logits are changed before a token is chosen
 
     def __post_init__(self) -> None:
         params = self.params
         penalties = (params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
-        adorned = any(penalties) or bool(params.logit_bias or self.bad_words)
+        edits = any(penalties) or bool(params.logit_bias or self.bad_words)
         object.__setattr__(self, "greedy", params.temperature == 0)
-        object.__setattr__(self, "adorned", adorned or (params.min_tokens > 0 and bool(self.stop_ids)))
+        object.__setattr__(self, "edits_logits", edits or (params.min_tokens > 0 and bool(self.stop_ids)))
 
 
 @dataclass(eq=False, slots=True)
@@ -93,14 +93,14 @@ class Request:
                 return
 
     def add_logprobs(self, logprobs: Sequence[Logprob]) -> None:
-        """Of the tokens just appended."""
+        """Add those of the tokens that were just appended."""
         self.logprobs.extend(logprobs)
         del self.logprobs[self.total_len - self.prompt_len :]
 
     def stop_at(self, total_len: int) -> None:
         """End here because the text up to here holds a stop string."""
         self.total_len = total_len
-        self.finish_reason = "stop"
+        self.finish_reason, self.error = "stop", None
         del self.logprobs[total_len - self.prompt_len :]
 
     def fail(self, error: str) -> None:

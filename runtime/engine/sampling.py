@@ -1,8 +1,8 @@
-"""Logits of many positions -> tokens, on the device, without a wait of the host.
+"""Chooses tokens from logits, on the device; the host does not wait.
 
-Everything random is a function of (seed, position): no generator has a state, so a token does not depend on
-chunking or on a preemption. And none depends on the other lines of a call, bitwise, on any device: what is
-summed is integers, which have no order of summation. Drafter and trunk choose by the same call.
+Everything random is a function of (seed, position). No generator has a state, so a token does not depend on
+chunks or preemptions. Nor does it depend on the other lines of a call, by a single bit, on any device: sums
+are of integers, where order does not matter. Drafter and trunk choose by the same call.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def choose(
 ) -> torch.Tensor:
     """The token of each line [L] int64, with history ids[slot, :position]. The lowest id of equals wins."""
     chosen = scores.argmax(-1)  # the first NaN where there is one
-    special = [line for line, rule in enumerate(rules) if rule.adorned or not rule.greedy]
+    special = [line for line, rule in enumerate(rules) if rule.edits_logits or not rule.greedy]
     num_lines = max(1, AT_ONCE // max(scores.shape[1], ids.shape[1]))
     for first in range(0, len(special), num_lines):
         lines = special[first : first + num_lines]
@@ -43,9 +43,9 @@ def _choose(
     scores: torch.Tensor, rules: list[Rule], slot: torch.Tensor, position: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """The same for lines that need more than an argmax; scores are the caller's copy."""
-    at, own = _where(rules, lambda rule: rule.adorned, scores)
+    at, own = _where(rules, lambda rule: rule.edits_logits, scores)
     if own:
-        scores[at] = adorn(scores[at], own, position[at], ids[slot[at]])
+        scores[at] = edit_logits(scores[at], own, position[at], ids[slot[at]])
     chosen = scores.argmax(-1)
     at, own = _where(rules, lambda rule: not rule.greedy, scores)
     if own:
@@ -61,7 +61,7 @@ def _where(
 
 
 def _tensor(values: Sequence[Any], like: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """On the device, which is not waited for."""
+    """A tensor on the device of `like`, without waiting for it."""
     here = torch.tensor(values, dtype=dtype)
     return here.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else here
 
@@ -74,7 +74,7 @@ def broken(scores: torch.Tensor) -> torch.Tensor:
 # What changes logits: order and formulas are vLLM's.
 
 
-def adorn(
+def edit_logits(
     scores: torch.Tensor, rules: Sequence[Rule], position: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """Bad words, min_tokens, logit_bias, penalties. scores [L, V] are overwritten; ids [L, W] are by line."""

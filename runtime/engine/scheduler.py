@@ -1,7 +1,7 @@
 """Who runs in a step, with how many tokens; and what a step's outcome means for them. Sees no tensor.
 
 There are no phases: a row brings the tokens behind those committed, all that are known or a chunk of them,
-and a row that reaches the end of its text chooses a token. Decode is the case of one token and some drafts.
+and a row that reaches the end of its text chooses a token. Decoding is the case of one token and some drafts.
 
 A step is planned before the outcome of the last ones is known. Prompts are planned exactly. What a decoding
 row has become is bounded: at least its total_len, at most its most_len. Pages are taken for the most, a row
@@ -11,14 +11,19 @@ has it as a row is under way. Nothing is undone.
 Rank, (priority, age), decides everything. `running` and `waiting` are in order of rank; pages that run out
 are taken from the last. So the first request always advances, and since the cache holds at least one request
 of max_len (config.resolve), nothing of the best priority waits for ever.
+
+A step's tokens go to known tokens before they go to guesses: first a token of every decoding row,
+then prompts, then drafts. But a prompt leaves up to half of what the decoding rows left to drafts of the same
+or a better priority; otherwise drafting would stop whenever many prompts come.
 """
 
 import bisect
+import heapq
 import itertools
 import time
 
 from hemiola.runtime.api import FinishReason
-from hemiola.runtime.cache.prefix import PrefixCache
+from hemiola.runtime.cache.prefix import PrefixCache, Start
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.engine.pace import Pace
 from hemiola.runtime.engine.request import Request
@@ -52,46 +57,69 @@ class Scheduler:
     # Before a step.
 
     def plan(self) -> Plan:
-        """The next step: decode rows, then prompts under way, then new requests, within the token budget.
+        """The next step: decode rows, then prompts under way and new requests by rank, then drafts.
 
         Empty if everything waits for the outcome of steps under way.
         """
         self.prefix.tick()
         plan = Plan()
-        budget = self.config.max_step_tokens
-        spare = budget - len(self.running)  # for drafts: every running row can have a token first
+        prompts = self._add_decodes(plan)
+        self._add_drafts(plan, self._add_prompts(plan, prompts))
+        self._grant_drafts(plan)
+        self._take_snapshots(plan)
+        return plan
+
+    def _add_decodes(self, plan: Plan) -> list[Request]:
+        """A token of every row whose prompt has been read; the others are returned."""
         capacity = self.prefix.pages.capacity
         prompts: list[Request] = []
         for request in list(self.running):
             if request.slot_id == 0 or request.finish_reason is not None or request.leaving:
                 continue  # preempted by one before it; or it is on its way out
+            most_len = request.total_len + request.ahead
             if request.planned_len < request.start_len:
                 prompts.append(request)
-            elif (most_len := request.total_len + request.ahead) < len(request.ids):
-                num_drafts = min(request.num_drafts, spare)
-                need = most_len + num_drafts + 1
-                if need <= capacity[request.slot_id] or self._make_room(request, need):
-                    self._add_decode(plan, request, num_drafts, most_len)
-                    budget -= 1 + num_drafts
-                    spare -= num_drafts
-        for request in prompts:
-            if budget > 0 and request.slot_id:
-                budget -= self._add_chunk(plan, request, budget)
-        while budget > 0 and (request := self._admit(plan)) is not None:
-            budget -= self._add_chunk(plan, request, budget)
-        self._grant_drafts(plan)
-        self._take_snapshots(plan)
-        return plan
+            elif most_len < len(request.ids) and (
+                most_len < capacity[request.slot_id] or self._make_room(request, most_len + 1)
+            ):
+                self._add_decode(plan, request, most_len)
+        return [request for request in prompts if request.slot_id]
 
-    def _add_decode(self, plan: Plan, request: Request, num_drafts: int, most_len: int) -> None:
+    def _add_decode(self, plan: Plan, request: Request, most_len: int) -> None:
         known, most = request.edge, self._edge(most_len)
         if request.ahead:  # of the page edges it may pass, the next is the surest
             most = min(most, known - known % self.config.page_len + self.config.page_len)
-        edges = known, most
-        row = Row(request, request.slot_id, 1 + num_drafts, num_drafts, True, request.owed, edges)
-        plan.rows.append(row)
-        request.ahead += 1 + num_drafts
+        plan.rows.append(Row(request, request.slot_id, 1, 0, True, request.owed, (known, most)))
+        request.ahead += 1
         request.in_flight += 1
+
+    def _add_prompts(self, plan: Plan, prompts: list[Request]) -> int:
+        """Chunks of prompts under way and of new requests; returns how many tokens the step has left."""
+        spare = left = self.config.max_step_tokens - len(plan.rows)
+        drafting = [row.request for row in plan.rows if row.request.num_drafts]
+        newcomers = self.waiting[: 1 + self.config.max_rows - len(self.running)]
+        blocked = False
+        for request in heapq.merge(prompts, newcomers, key=_rank):
+            drafts = sum(r.num_drafts for r in drafting if r.params.priority <= request.params.priority)
+            budget = left - min(drafts, spare // 2)
+            if request.slot_id == 0:
+                blocked = blocked or not self._admit(plan, request, budget)
+            if budget > 0 and request.slot_id and not request.leaving:
+                left -= self._add_chunk(plan, request, budget)
+        return left
+
+    def _add_drafts(self, plan: Plan, left: int) -> None:
+        """Add the drafts that were proposed, as far as tokens and pages are left."""
+        capacity = self.prefix.pages.capacity
+        for row in plan.rows:
+            request = row.request
+            num_drafts = min(request.num_drafts, left)
+            if num_drafts and not self.prefix.grow(row.slot_id, request.most_len + num_drafts):
+                num_drafts = min(num_drafts, int(capacity[row.slot_id]) - request.most_len)
+            row.num_tokens += num_drafts
+            row.num_drafts = num_drafts
+            request.ahead += num_drafts
+            left -= num_drafts
 
     def _add_chunk(self, plan: Plan, request: Request, budget: int) -> int:
         """All of the request's pending tokens, or what the budget allows, up to a chunk edge where it can."""
@@ -114,7 +142,7 @@ class Scheduler:
         return num_tokens // self.config.chunk_len * self.config.chunk_len
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Pages for so many tokens of a running request, if need be from the last, perhaps itself."""
+        """Get pages for so many tokens of a running request; the last of rank gives its own, if need be."""
         while not self.prefix.grow(request.slot_id, num_tokens):
             if any(r.leaving or r.finish_reason is not None for r in self.running):
                 return False  # their pages will do, or it is tried again
@@ -124,21 +152,17 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, plan: Plan) -> Request | None:
+    def _admit(self, plan: Plan, request: Request, budget: int) -> bool:
         """Let the first waiting request run, if a slot and pages for all its known tokens can be had.
 
         One page per running request stays free, lest the newcomer be preempted by the next decode step.
         A request of better priority than the last one that runs takes its place.
         """
-        if not self.waiting:
-            return None
-        request = self.waiting[0]
-        start = None
-        if len(self.running) < self.config.max_rows:
-            start = self.prefix.admit(request.chain, request.total_len, len(self.running))
-        if start is None:
-            self._give_way(request)
-            return None
+        if budget <= 0 and len(self.running) < self.config.max_rows:
+            return False
+        while (start := self._start(request)) is None:
+            if not self._give_way(request) or budget <= 0:
+                return False
         self.waiting.pop(0)
         request.slot_id = start.slot_id
         request.committed_len = request.planned_len = request.hit_len = start.hit_len
@@ -150,14 +174,20 @@ class Scheduler:
         if not request.metrics.first_scheduled:
             request.metrics.first_scheduled = time.perf_counter()
             request.metrics.cached_tokens = start.hit_len
-        return request
+        return True
 
-    def _give_way(self, request: Request) -> None:
-        """One of worse priority than a request that waits makes place for it, for the next step."""
+    def _start(self, request: Request) -> Start | None:
+        if len(self.running) == self.config.max_rows:
+            return None
+        return self.prefix.admit(request.chain, request.total_len, len(self.running))
+
+    def _give_way(self, request: Request) -> bool:
+        """One of worse priority than a request that waits makes place for it; whether it has."""
         last = self.running[-1] if self.running else request
         if last.params.priority <= request.params.priority or last.leaving or last.finish_reason is not None:
-            return
+            return False
         self._send_away(last)
+        return not last.leaving
 
     def _send_away(self, request: Request) -> None:
         """Preempt it, now or when the steps that have it are done."""
@@ -207,7 +237,7 @@ class Scheduler:
         return max(0, min(most, len(request.ids) - request.most_len - 1))
 
     def _take_snapshots(self, plan: Plan) -> None:
-        """Of the edges that rows will pass, or may."""
+        """Ask for snapshots at edges that rows will pass, or may pass."""
         for row in [row for row in plan.rows if row.edges[0] != row.edges[1]]:
             take = self.prefix.take(row.slot_id, *row.edges)
             if take is not None:
@@ -218,13 +248,13 @@ class Scheduler:
     def commit(self, plan: Plan, outcome: Outcome) -> None:
         """Advance the lengths, append the new tokens, publish what is final; see which requests end."""
         slot_ids = [row.slot_id for row in plan.rows]
-        certain_len = [row.request.committed_len + row.num_tokens - row.num_drafts for row in plan.rows]
+        final_len = [row.request.committed_len + row.num_tokens - row.num_drafts for row in plan.rows]
         before = self.slots.edge[slot_ids].tolist()
-        self.slots.commit(slot_ids, certain_len)
+        self.slots.commit(slot_ids, final_len)
         after = self.slots.edge[slot_ids].tolist()
         page_len = self.config.page_len
         for n, (row, new_len, start, edge) in enumerate(
-            zip(plan.rows, certain_len, before, after, strict=True)
+            zip(plan.rows, final_len, before, after, strict=True)
         ):
             request = row.request
             request.in_flight -= 1
@@ -233,15 +263,15 @@ class Scheduler:
                 request.edge = edge
             if row.chooses:
                 request.ahead -= 1 + row.num_drafts
-                new_len += len(outcome.token_ids[n]) - 1
+                new_len += _num_accepted(outcome, n)
             request.committed_len = new_len
             if request.finish_reason is not None:
                 continue  # it ended while this step was under way
-            if n in outcome.broken:
-                request.fail(f"the engine computed NaN for the token at position {request.total_len}")
-                continue
             if row.chooses:
                 self._append(request, outcome, n, row.num_drafts)
+            if n in outcome.broken and request.finish_reason is None:
+                request.fail(f"the engine computed NaN for the token at position {request.total_len}")
+                continue
             if start != edge or old_len // page_len != new_len // page_len:
                 stored_edge = row.snapshot_edge if start < row.snapshot_edge <= edge else 0
                 self.prefix.commit(row.slot_id, new_len, request.total_len, stored_edge)
@@ -249,7 +279,7 @@ class Scheduler:
     def _append(self, request: Request, outcome: Outcome, n: int, num_planned: int) -> None:
         token_ids = outcome.token_ids[n]
         if num_planned:
-            num_accepted = len(token_ids) - 1
+            num_accepted = _num_accepted(outcome, n)
             request.metrics.count_drafts(outcome.num_judged[n], num_accepted)
             if self.pace.adaptive:
                 self.pace.judged(request, num_planned, num_accepted)
@@ -307,6 +337,11 @@ class Scheduler:
         assert request.ahead == 0 or request.in_flight, f"request {request.id} expects {request.ahead} tokens"
         num_records = request.committed_len - self.slots.edge[request.slot_id]
         assert 0 <= num_records < self.config.chunk_len + self.config.num_drafts, f"{num_records} records"
+
+
+def _num_accepted(outcome: Outcome, n: int) -> int:
+    """Drafts of row n that are text now; its next token, if there is one, comes behind them."""
+    return len(outcome.token_ids[n]) - (n not in outcome.broken)
 
 
 def _rank(request: Request) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A step in its five forms: planned, filled, judged on the device, and read by the host."""
+"""What a step is on its way: a Plan, a Batch for the device, a Verdict there, an Outcome for the host."""
 
 from dataclasses import dataclass, field
 
@@ -51,7 +51,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The tokens to choose: R rows that reach the end of their text, L logits of theirs, by row."""
+    """The tokens to choose, for the R rows that reach the end of their text; together they have L logits."""
 
     rows: list[int]  # their places in the plan
     num_lines: list[int]  # logits of each
@@ -64,30 +64,23 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The engine ABI, in groups by who knows them. int32 all of it."""
+    """What the engine reads (abi.py), and what choosing needs. All tensors for the engine are int32."""
 
-    # plan: which rows, how many tokens of each
-    cu_tokens: torch.Tensor  # [N+1]
-    num_drafts: torch.Tensor  # [N] the last of a row's tokens that are only proposed
+    # plan and ledger: which rows, and how many tokens of each
+    rows: torch.Tensor  # [N, 8], plugins/rows.py
     logits_ids: torch.Tensor  # [L] tokens whose logits are wanted
-    slot_id: torch.Tensor  # [N]
-    snapshot_slot: torch.Tensor  # [N] 0: none
-    snapshot_edge: torch.Tensor  # [N]
     page_table: torch.Tensor  # [N, W]
-    # ledger: ids and lengths
     token_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    committed: torch.Tensor  # [N]
-    edge: torch.Tensor  # [N]
-    # not for the engine; without the dump row
+    # not for the engine
     slots: torch.Tensor  # [N] int64
-    certain_len: torch.Tensor  # [N] int64, tokens whose state is final when the step is done, drafts apart
+    final_len: torch.Tensor  # [N] int64, tokens whose state is final when the step is done, drafts apart
     choices: Choices
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """By row of the plan, for the rows that chose."""
+    """What the host learns of a step, by row of the plan, for the rows that chose."""
 
     token_ids: dict[int, list[int]]
     num_judged: dict[int, int]
@@ -104,13 +97,13 @@ class Verdict:
     token_ids: torch.Tensor  # [R, 1 + K] int64: the accepted drafts, the next token, and what nobody keeps
     num_accepted: torch.Tensor  # [R]
     num_judged: torch.Tensor  # [R] drafts that there were; a row may have been planned with more
-    broken: torch.Tensor  # [R] bool: the engine computed NaN
+    broken: torch.Tensor  # [R] bool: the engine computed NaN for the next token
     logprobs: dict[int, tuple[torch.Tensor, ...]]  # by row of the plan that asked: of its tokens
 
     def read(self, num_drafts: torch.Tensor) -> Outcome:
-        """Fetch it; num_drafts [R]: drafts that the rows have got for their next step."""
-        counts = self.num_accepted.tolist()
-        token_ids = [line[: n + 1] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]
+        """Fetch the outcome from the device; num_drafts [R]: drafts proposed for the rows' next step."""
+        counts = (self.num_accepted + ~self.broken).tolist()
+        token_ids = [line[:n] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]
         kept = dict(zip(self.rows, token_ids, strict=True))
         return Outcome(
             token_ids=kept,

@@ -73,7 +73,7 @@ def test_engine_is_self_contained(tiny_checkpoint: Get, run: Callable, tmp_path:
         max_len=256, max_rows=4, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16
     )
     ids = Tokenizer.from_file(str(engine / "tokenizer" / "tokenizer.json")).encode("def größe():\n").ids
-    assert Harness(engine).run(ids).shape == (len(ids), checkpoints.VOCAB)
+    assert Harness(engine).run(ids).shape == (len(ids), found.vocab_size)
 
 
 def test_help_and_module_entry(tmp_path: Path) -> None:
@@ -98,7 +98,8 @@ def test_help_and_module_entry(tmp_path: Path) -> None:
 def test_drafts(drafts: str | None, num_drafts: int | None, expected: tuple, tiny_engine: Get) -> None:
     found = manifest.load(tiny_engine("qwen3_5", drafts=drafts, num_drafts=num_drafts))
     assert (found.drafts, found.limits.num_drafts) == expected
-    assert any(w.name.startswith("mtp.") for w in found.weights) == (found.drafts == "mtp")
+    weights = {name for segment in found.segments for name in segment.weights}
+    assert any(name.startswith("mtp.") for name in weights) == (found.drafts == "mtp")
     assert [s.name for s in found.segments] == (["trunk", "draft"] if found.drafts == "mtp" else ["trunk"])
     rings = {s.name: s.shape[0] for s in found.states if s.kind == "slot"}
     assert rings["layers.0.k_records"] == 16 + expected[1] and rings["layers.0.conv"] == 16 + expected[1] + 3
@@ -127,14 +128,12 @@ def test_a_head_without_tensors_is_no_head_and_not_silently(
         build.build(source, tmp_path / "other", build.Options(max_len=64, max_rows=1, drafts="mtp"))
 
 
-def test_stored_dtypes_are_kept_and_shared_weights_stored_once(tmp_path: Path) -> None:
-    source = checkpoints.make("qwen3_5_tied", tmp_path / "source", dtype=torch.bfloat16, shards=3)
+def test_shared_weights_are_stored_once_and_shards_are_joined(tmp_path: Path) -> None:
+    source = checkpoints.make("qwen3_5_tied", tmp_path / "source", shards=3)
     engine = tmp_path / "engine"
     build.build(source, engine, build.Options(max_len=256, max_rows=2, page_len=32, drafts="none"))
-    weights = load_file(engine / "weights.safetensors")
-    assert weights["embed"].dtype == weights["layers.0.mixer.body.in_proj.weight"].dtype == torch.bfloat16
-    assert weights["layers.0.mixer.body.norm.weight"].dtype == torch.float32
-    assert "head.weight" not in weights
+    stored = load_file(engine / "weights.safetensors")
+    assert "embed.weight" in stored and "head.weight" not in stored
     tokens = [*range(3, 60)]
     with torch.no_grad():
         expected = checkpoints.reference(source)(input_ids=torch.tensor([tokens])).logits[0]
@@ -245,12 +244,12 @@ SPOILED = {
     "truncated": (QWEN, cut, "model.safetensors is not a complete safetensors file", "download it again"),
     "garbage": (QWEN, write("model.safetensors", "x" * 99), "model.safetensors is not a complete"),
     "absent shard": (QWEN, absent_shard, "model-00002-of-00003.safetensors is missing"),
-    "no tokenizer": (QWEN, remove("tokenizer.json"), "has no tokenizer.json"),
     "tokenizer": (QWEN, write("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer"),
     "tokenizer config": (QWEN, write("tokenizer_config.json", "{"), "tokenizer_config.json is not JSON"),
     "tokenizer ids": (QWEN, tokenizer_with("extra"), "has ids up to 320, but vocab_size is 320"),
     "missing tensor": (QWEN, tensors(model__norm__weight=None), "has no tensor model.norm.weight"),
     "extra tensor": (QWEN, tensors(model__what__ever=torch.zeros(1)), "does not know: model.what.ever"),
+    "extra in nemotron": (NEMOTRON, tensors(backbone__x=torch.zeros(1)), "does not know: backbone.x"),
     "wrong shape": (
         QWEN,
         tensors(model__norm__weight=torch.zeros(63)),
@@ -323,8 +322,8 @@ SPOILED = {
     "mtp letter": (NEMOTRON, config(mtp_hybrid_override_pattern="*M"), "the MTP pattern '*M'", "recurrent"),
     "word": (MOE, config(layers_block_type=["mamba", "rwkv"]), "layers_block_type has 'rwkv'"),
     "dt limits": (NEMOTRON, config(time_step_limit=[0.1, 0.0]), "time_step_limit is [0.1, 0.0]"),
-    "expert groups": (MOE, config(n_group=3), "n_group 3"),
-    "too many experts": (MOE, config(num_experts_per_tok=5), "num_experts_per_tok 5"),
+    "expert groups": (MOE, config(n_group=4), "n_group 4"),
+    "too many experts": (MOE, config(num_experts_per_tok=7), "num_experts_per_tok 7"),
     "mamba groups": (NEMOTRON, config(n_groups=4), "mamba_num_heads 6 is not a multiple of n_groups 4"),
 }
 OPTIONS = {
@@ -333,14 +332,13 @@ OPTIONS = {
     "less than a page": ("--max-len 20", "--max-len 20 is less than one page of --page-len 64"),
     "drafts without count": ("--drafts mtp --num-drafts 0", "--num-drafts 0 with --drafts mtp"),
     "count without drafts": ("--drafts none --num-drafts 2", "--num-drafts 2 with --drafts none"),
-    "negative drafts": ("--num-drafts -1", "--num-drafts is -1"),
-    "no rows": ("--max-rows 0", "--max-rows is 0"),
+    "negative drafts": ("--num-drafts -1", "num_drafts is -1"),
+    "no rows": ("--max-rows 0", "max_rows is 0"),
     "tiny steps": ("--max-step-tokens 9", "--max-step-tokens 9 cannot hold --max-rows 64", "256"),
     "target": ("--target tensorrt", "--target tensorrt is not supported", "torch"),
     "arch": ("--arch sm_90", "--arch sm_90 is not supported by --target torch, only cpu"),
-    "numerics": ("--numerics loose", "--numerics", "'loose'"),
     "unknown option": ("--beam 4", "--beam", "--help"),
-    "not a number": ("--max-len long", "--max-len", "integer"),
+    "not a number": ("--max-len long", "max_len is 'long'", "integer"),
 }
 
 
@@ -364,7 +362,7 @@ def refused(run: Callable, source: Path, tmp_path: Path, options: list[str], wor
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n")
     assert all(word in err for word in words), err
-    assert ";" in err, f"no way out in: {err}"
+    assert ";" in err or "it should be" in err, f"no way out in: {err}"
     assert not any((tmp_path / "engines").iterdir())
 
 

@@ -1,8 +1,6 @@
 """The bundled checkpoints: trained weights, real text."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -44,17 +42,10 @@ def reference(demo: Path) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def engine(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Harness]:
-    def get(numerics: str, drafts: Literal["ngram", "mtp"]) -> Harness:
-        folder = tmp_path_factory.mktemp("demo") / numerics
-        build(
-            demo,
-            folder,
-            Options(numerics=numerics, max_len=512, max_rows=2, max_step_tokens=256, drafts=drafts),
-        )
-        return Harness(folder)
-
-    return get
+def harness(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Harness:
+    folder = tmp_path_factory.mktemp("demo") / "engine"
+    build(demo, folder, Options(max_len=512, max_rows=2, max_step_tokens=256))
+    return Harness(folder)
 
 
 @pytest.fixture(scope="module")
@@ -64,26 +55,21 @@ def tokens(demo: Path) -> list[int]:
 
 @torch.no_grad()
 def test_logits_and_mtp_equal_transformers(
-    demo: Path, engine: Callable[[str, str], Harness], reference: torch.nn.Module, tokens: list[int]
+    demo: Path, harness: Harness, reference: torch.nn.Module, tokens: list[int]
 ) -> None:
-    expected = reference(input_ids=torch.tensor([tokens])).logits[0]
-    harness = engine("fast", "mtp")
-    assert (harness.run(tokens, 63, 2, *[1] * 20) - expected).abs().max() < TOLERANCE
+    whole, expected = harness.run(tokens), reference(input_ids=torch.tensor([tokens])).logits[0]
+    assert (whole - expected).abs().max() < TOLERANCE
+    for cuts in ((63, 2, *[1] * 20), (1, 62, 2, *[1] * 8)):
+        harness.forget()
+        assert torch.equal(harness.run(tokens, *cuts), whole)
+    harness.forget()
     request = harness.request()
     harness.step([(request, tokens, 0)])
-    batch = harness.draft_batch(request, tokens[1:], harness.hidden[:-1], 0)
-    logits, hidden = harness.call("draft", batch)
+    logits, hidden = harness.draft(request, tokens[1:], harness.hidden[:-1], 1)
     expected, expected_hidden = composed.mtp(demo, reference, tokens)
     assert (logits - expected).abs().max() < TOLERANCE and (hidden - expected_hidden).abs().max() < TOLERANCE
     guessed = logits[:-1].argmax(1)
     assert (guessed == torch.tensor(tokens[2:])).float().mean() > 0.2  # a head that was trained for this
-
-
-def test_exact_logits_do_not_depend_on_pieces(
-    engine: Callable[[str, str], Harness], tokens: list[int]
-) -> None:
-    harness = engine("exact", "ngram")
-    assert torch.equal(harness.run(tokens, 1, 62, 2, *[1] * 8), harness.run(tokens))
 
 
 @torch.no_grad()

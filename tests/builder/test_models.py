@@ -14,58 +14,20 @@ from hemiola.builder import models
 from hemiola.builder.build import Options, build
 from hemiola.builder.checkpoint import Checkpoint, Config
 from hemiola.builder.models import nemotron_h, qwen
-from hemiola.builder.models.layers import Gates, Kit, Rope, rotate, spread
+from hemiola.builder.models.layers import Kit, Rope
 from hemiola.plugins import references
 
 Get = Callable[..., Path]
 
 
-def kit(folder: Path, exact: bool = False) -> Kit:
-    return Kit(Checkpoint(folder), references, exact=exact, chunk_len=16)
-
-
-def test_exact_gates_give_an_element_the_same_bits_wherever_it_stands(tiny_checkpoint: Get) -> None:
-    """torch.sigmoid, silu and softplus do not, where threads cut a tensor (seen with 2 threads, AVX512)."""
-    gates = Gates(kit(tiny_checkpoint("qwen3_5"), exact=True))
-    wide = torch.randn(3001, 300, generator=torch.Generator().manual_seed(0)) * 8
-    part, threads = wide[:, 50:146], torch.get_num_threads()
-    pairs = (
-        (gates.sigmoid, torch.sigmoid),
-        (gates.silu, torch.nn.functional.silu),
-        (gates.softplus, torch.nn.functional.softplus),
-    )
-    try:
-        for gate, plain in pairs:
-            torch.set_num_threads(1)
-            expected = gate(part.contiguous())
-            assert torch.allclose(expected, plain(part), rtol=1e-6, atol=1e-6)
-            for count in (1, 2, 3):
-                torch.set_num_threads(count)
-                assert torch.equal(gate(part), expected) and torch.equal(gate(part.contiguous()), expected)
-                assert torch.equal(gate(part[:1]), expected[:1]) and torch.equal(
-                    gate(part[7:40]), expected[7:40]
-                )
-    finally:
-        torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize(("rotary_dim", "head_dim"), [(16, 64), (8, 8), (2, 12)])
-def test_rotating_spread_channels_is_partial_rotation(
-    rotary_dim: int, head_dim: int, tiny_checkpoint: Get
-) -> None:
-    whole = kit(tiny_checkpoint("qwen3_5"))
-    rope = Rope(whole, 10000.0, rotary_dim, head_dim)
-    frequencies = whole.sources[rope.frequencies].read()
-    x, positions = torch.randn(5, 3, head_dim), torch.tensor([0, 1, 2, 77, 400])
-    order = spread(rotary_dim, head_dim)
-    assert sorted(order) == [*range(head_dim)]
-    turns = torch.func.functional_call(rope, {"frequencies": frequencies}, (positions,))
-    found = rotate(x[:, :, order], turns)
-    angles = positions[:, None] * 10000.0 ** -(torch.arange(0, rotary_dim, 2) / rotary_dim)
-    a, b, rest = x.split([rotary_dim // 2, rotary_dim // 2, head_dim - rotary_dim], dim=2)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    expected = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=2)
-    assert torch.allclose(found, expected[:, :, order], atol=1e-5)
+@pytest.mark.parametrize(("theta", "rotary_dim"), [(10000.0, 4), (1e7, 22)])
+def test_the_rotary_table_is_that_of_transformers(theta: float, rotary_dim: int, tiny_checkpoint: Get) -> None:
+    """Angles are rounded as transformers' are; their cos and sin are as good as fp32 can be."""
+    kit = Kit(Checkpoint(tiny_checkpoint("qwen3_5")), references, chunk_len=16, max_len=1000)
+    table = kit.sources[Rope(kit, theta, rotary_dim).table].read()
+    frequencies = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
+    angles = torch.arange(1000).float()[:, None] * frequencies
+    assert torch.equal(table, torch.stack((angles.double().cos(), angles.double().sin()), 1).float())
 
 
 @pytest.mark.parametrize(
@@ -127,7 +89,7 @@ def test_loading_reads_no_weights(family: str, tiny_checkpoint: Get, monkeypatch
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(Checkpoint, "_read", read)
-    model = models.load(Checkpoint(tiny_checkpoint(family)), references, exact=False, chunk_len=16)
+    model = models.load(Checkpoint(tiny_checkpoint(family)), references, chunk_len=16, max_len=64)
     assert model.draft is not None and all(p.is_meta for p in model.trunk.parameters())
     names = [*model.weights(model.trunk)]
     assert len(set(names)) == len(names) and not any(name.startswith("mtp.") for name in names)

@@ -34,23 +34,24 @@ ZERO_CENTRED = (
 )  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 
-# ---- configurations: small, but with every head ratio, spelling and option that the families have
+# ---- configurations: small, but with every head ratio, spelling and option that the families have, and of
+# sizes that compiled kernels take (plugins/*/spec.py); what need not be a multiple of 16 or even is not
 
 NEMOTRON_H = {
-    "vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": VOCAB + 13, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16,
     "conv_kernel": 4, "intermediate_size": 96, "max_position_embeddings": 1024, "eos_token_id": 0,
     "bos_token_id": 0, "pad_token_id": 0, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 NEMOTRON_H_MOE = NEMOTRON_H | {
-    "num_attention_heads": 8, "num_key_value_heads": 1, "mamba_num_heads": 8, "mamba_head_dim": 8,
-    "n_groups": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
-    "moe_intermediate_size": 24,
+    "num_attention_heads": 8, "num_key_value_heads": 1, "mamba_num_heads": 5,
+    "n_groups": 1, "n_routed_experts": 9, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2,
+    "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 32, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 QWEN = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-    "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 3, "linear_num_value_heads": 3,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 1024, "eos_token_id": 0, "bos_token_id": None, "pad_token_id": None,
     "num_hidden_layers": 4, "tie_word_embeddings": False,
@@ -58,8 +59,8 @@ QWEN = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 MOE = {
-    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 40,
+    "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
 }  # fmt: skip
 VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
@@ -118,7 +119,8 @@ def qwen3_next() -> tuple[dict, Tensors]:
     """Interleaved qkvz and ba projections, experts, one dense layer among them."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    sizes = {"num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_value_head_dim": 24}
+    sizes = {"vocab_size": VOCAB + 1, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+    sizes |= {"linear_num_key_heads": 1, "linear_value_head_dim": 32}
     options = {
         "mlp_only_layers": [1],
         "num_hidden_layers": 5,
@@ -145,6 +147,7 @@ def qwen3_5_tied() -> tuple[dict, Tensors]:
 
     text = QWEN | {
         "linear_num_key_heads": 1,
+        "linear_num_value_heads": 4,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
@@ -159,7 +162,7 @@ def qwen3_5_moe() -> tuple[dict, Tensors]:
     """Experts, multimodal layout, fused 3-D expert tensors as the official checkpoints have them."""
     from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
-    text = QWEN | MOE | {"linear_num_value_heads": 8}
+    text = QWEN | MOE | {"linear_num_value_heads": 6}
     config, tensors = _saved(
         Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
     )
@@ -186,7 +189,11 @@ def three_convs() -> tuple[dict, Tensors]:
     shapes: dict[str, tuple[int, ...]] = {"b_proj.weight": (family.HEADS, hidden), "A_log": (family.HEADS,)}
     shapes |= {f"{part}_proj.weight": (inner, hidden) for part in (*family.WIDTHS, "g")}
     shapes |= {f"{part}_conv.weight": (inner, width) for part, width in family.WIDTHS.items()}
-    shapes |= {"dt_bias": (inner,), "norm.weight": (inner,), "o_proj.weight": (hidden, inner)}
+    shapes |= {
+        "dt_bias": (family.HEADS, family.DIM),
+        "norm.weight": (inner,),
+        "o_proj.weight": (hidden, inner),
+    }
     unit = torch.tensor([1 / family.DIM, family.DIM**-0.5]).repeat_interleave(inner)
     for prefix in sorted(prefixes):
         made = {name: _random(name, torch.Size(shape)) for name, shape in shapes.items()}
@@ -203,13 +210,15 @@ FAMILIES: dict[str, Callable[[], tuple[dict, Tensors]]] = {
     )
 }  # fmt: skip
 TEST_FAMILIES = {"three_convs": three_convs}
+IN_BF16 = {"nemotron_h_moe", "qwen3_next", "qwen3_5_tied", "qwen3_5_moe_experts", "three_convs"}
 
 
 def make(
-    family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1
+    family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype | None = None, shards: int = 1
 ) -> Path:
-    """Write a complete checkpoint folder; returns it."""
+    """Write a complete checkpoint folder; returns it. dtype: bf16 for half of the families, if not given."""
     _quiet()
+    dtype = dtype or (torch.bfloat16 if family in IN_BF16 else torch.float32)
     torch.manual_seed(seed)
     config, tensors = (FAMILIES | TEST_FAMILIES)[family]()
     folder.mkdir(parents=True, exist_ok=True)

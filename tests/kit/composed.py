@@ -11,20 +11,29 @@ Tensors = dict[str, torch.Tensor]
 
 
 @torch.no_grad()
-def mtp(folder: Path, model: nn.Module, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Position i sees x_{i+1} and h_i: logits [T - 1, V] and the head's own hidden [T - 1, F]."""
+def mtp(
+    folder: Path, model: nn.Module, token_ids: list[int], num_drafts: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Position i sees x_{i+1} and h_i: logits [T - 2 + num_drafts, V] and the head's own hidden, [..., F].
+
+    Behind the text come its own best tokens, each with the hidden state that it was chosen from.
+    """
     stored = load_file(folder / "model.safetensors")
     tensors = {n.removeprefix("mtp."): t.float() for n, t in stored.items() if n.startswith("mtp.")}
-    ids = torch.tensor([token_ids])
     base = getattr(model.model, "language_model", model.model)
-    hidden = base(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-    token = base.get_input_embeddings()(ids[:, 1:])
-    length = token.shape[1]
-    mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
-    positions = torch.arange(length)[None]
     compose = _nemotron_h if "layers.0.enorm.weight" in tensors else _qwen
-    out = compose(base, tensors, token, hidden, mask, positions)
-    return model.lm_head(out)[0], out[0]
+    ids = torch.tensor([token_ids])
+    hidden = base(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    while True:
+        token = base.get_input_embeddings()(ids[:, 1:])
+        length = token.shape[1]
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        out = compose(base, tensors, token, hidden, mask, torch.arange(length)[None])
+        logits = model.lm_head(out)[0]
+        if length == len(token_ids) - 2 + num_drafts:
+            return logits, out[0]
+        ids = torch.cat((ids, logits[-1:].argmax(1, keepdim=True)), dim=1)
+        hidden = torch.cat((hidden, out[:, -1:]), dim=1)
 
 
 def _nemotron_h(base: nn.Module, tensors: Tensors, token, hidden, mask, positions) -> torch.Tensor:

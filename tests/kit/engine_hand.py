@@ -4,7 +4,6 @@ Storage is poisoned. After every turn ownership is audited; a request's hit is w
 cache's content; `check_contents` recomputes all that is cached; `check_logits` compares with the plain run.
 """
 
-import functools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,22 +16,17 @@ from kit.proposers import Scripted, Text
 from oracle import Oracle
 
 from hemiola.runtime import manifest
-from hemiola.runtime.cache.prefix import Start, hit_len
-from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.config import ServeConfig, resolve
-from hemiola.runtime.device import session
 from hemiola.runtime.device.memory import Storage
-from hemiola.runtime.device.session import Output, Session
+from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.engine.drafts import Proposer
-from hemiola.runtime.engine.request import Bounds, Request
+from hemiola.runtime.engine.request import Bounds, Request, Rule
+from hemiola.runtime.engine.sampling import logprobs, to_logprobs
 from hemiola.runtime.engine.step import Batch, Outcome, Plan
 from hemiola.runtime.llm import make_loop, prefix_cost
 
 VOCAB = 320
 NUM_TOKENS = 40
-ROUNDING = (
-    1e-5  # of fast numerics, as a share of the largest number: MKL sums a GEMM of another height otherwise
-)
 KINDS = {
     "plain": {"drafts": "none"},
     "mtp": {"drafts": "mtp"},
@@ -40,13 +34,7 @@ KINDS = {
     "scripted": {"drafts": "ngram"},  # of which the proposer is replaced
 }
 PAGE, CHUNK, NUM_DRAFTS = 16, 8, 3
-SMALL = {
-    "page_len": PAGE,
-    "chunk_len": CHUNK,
-    "num_drafts": 19,
-    "numerics": "exact",
-}  # windows cross two pages
-load_program = functools.cache(session.load_program)  # a program keeps nothing between calls
+SMALL = {"page_len": PAGE, "chunk_len": CHUNK, "num_drafts": 19}  # windows cross two pages
 
 
 def prompt(length: int) -> list[int]:
@@ -92,7 +80,7 @@ class Recorder:
         self.draft = session.draft
         self.logits: deque[torch.Tensor] = deque()
 
-    def run(self, batch: Batch) -> Output:
+    def run(self, batch: Batch) -> Computed:
         out = self.session.run(batch)
         self.logits.append(out.logits.clone())
         return out
@@ -123,9 +111,7 @@ class EngineHand(Hand):
         **options: object,
     ) -> None:
         found = manifest.load(engine_dir)
-        chosen = (
-            {"adaptive_drafts": False} | KINDS[kind] | options
-        )  # how fast a step was must not matter here
+        chosen = {"adaptive_drafts": False} | KINDS[kind] | options  # how fast a step was must not matter here
         config = resolve(ServeConfig(**chosen), found, 2**30)
         self.storage = Storage(found.states, config.num_pages, config.num_slots, poison=True)
         recorder = Recorder(Session(engine_dir, found, self.storage, config.drafts))
@@ -137,16 +123,15 @@ class EngineHand(Hand):
         super().__init__(loop, Bounds(*sizes, eos_ids=(), num_drafts=config.num_drafts))
         self.config, self.plain, self.manifest = config, plain, found
         self.mtp = config.drafts == "mtp"
-        self.recorded: dict[
-            tuple[int, ...], torch.Tensor
-        ] = {}  # what a token was chosen from, by all before it
-        self.certain_len: dict[int, int] = {}  # by request: what its last step made final, drafts apart
+        self.recorded: dict[tuple[int, ...], list[torch.Tensor]] = {}  # logits behind a text, every copy
+        self.proposed: dict[tuple[int, ...], list[tuple[list[int], Rule]]] = {}  # drafts of an MTP head
+        self.final_len: dict[int, int] = {}  # by request: what its last step made final, drafts apart
         self._shuffle = shuffle
         self._watch()
 
     def _watch(self) -> None:
         scheduler = self.loop.scheduler
-        plan, commit, admit = scheduler.plan, scheduler.commit, scheduler.prefix.admit
+        plan, commit = scheduler.plan, scheduler.commit
 
         def shuffled() -> Plan:
             made = plan()
@@ -158,68 +143,36 @@ class EngineHand(Hand):
             self._record(plan, outcome)
             commit(plan, outcome)
 
-        def admit_and_check(chain: Chain, known_len: int, spare_pages: int = 0) -> Start | None:
-            expected = self.expected_hit(chain.ids[:known_len].tolist(), chain.salt)
-            start = admit(chain, known_len, spare_pages)
-            assert start is None or start.hit_len == expected, f"began at {start.hit_len}, not at {expected}"
-            return start
-
-        scheduler.plan, scheduler.commit, scheduler.prefix.admit = shuffled, keep, admit_and_check
+        scheduler.plan, scheduler.commit = shuffled, keep
         if self.config.drafts != "none" and not isinstance(self.loop.drafts, (Scripted, Prompted)):
             propose = self.loop.drafts.propose
 
-            def propose_and_check(plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+            def propose_and_keep(plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
                 propose(plan, batch, hidden)
-                self._check_drafts(plan)
+                self._keep_drafts(plan)
 
-            self.loop.drafts.propose = propose_and_check
+            self.loop.drafts.propose = propose_and_keep
 
-    def _check_drafts(self, plan: Plan) -> None:
-        """In exact numerics drafts depend on the text only, not on hits, chunks or neighbours."""
+    def _keep_drafts(self, plan: Plan) -> None:
         ledger = self.loop.ledger
         for row in plan.rows:
-            if row.room == 0 or self.manifest.numerics != "exact" or not row.request.rule.greedy:
-                continue
-            total_len, num = int(ledger.total_len[row.slot_id]), int(ledger.num_drafts[row.slot_id])
-            if row.request.rule.adorned or num == 0:
-                continue
-            ids = ledger.ids[row.slot_id].numpy()
-            drafts = ids[total_len : total_len + num].tolist()
-            key = self.config.drafts, ids[:total_len].tobytes()
-            known = self.plain.drafts.setdefault(key, drafts)
-            assert known[:num] == drafts[: len(known)], f"other drafts than before behind {total_len} tokens"
-            self.plain.drafts[key] = max(known, drafts, key=len)
-
-    def expected_hit(self, known: list[int], salt: bytes | None = None) -> int:
-        """By the pure function, over what the cache holds now."""
-        prefix, cached_len, edges = self.loop.scheduler.prefix, 0, [] if self.hybrid else None
-        if not prefix.enabled:
-            return 0
-        for token_ids, entry in prefix.contents():
-            root = entry
-            while root.parent is not None:
-                root = root.parent
-            same_tenant = salt is None or root.tokens == salt
-            if same_tenant and entry.step < prefix.step and known[: entry.edge] == token_ids:
-                cached_len = max(cached_len, entry.edge)
-                if entry.slot_id and edges is not None:
-                    edges.append(entry.edge)
-        return hit_len(len(known), self.config.page_len, cached_len, edges)
-
-    @property
-    def hybrid(self) -> bool:
-        return any(state.kind == "slot" for state in self.manifest.states)
+            if row.room and self.mtp:
+                total_len, num = int(ledger.total_len[row.slot_id]), int(ledger.num_drafts[row.slot_id])
+                assert num == row.room
+                ids = ledger.ids[row.slot_id, : total_len + num].tolist()
+                self.proposed.setdefault(tuple(ids[:total_len]), []).append((ids[total_len:], row.request.rule))
 
     def _record(self, plan: Plan, outcome: Outcome) -> None:
         logits, first = self.loop.session.logits.popleft(), 0
         for n, row in enumerate(plan.rows):
             request = row.request
-            self.certain_len[request.id] = request.committed_len + row.num_tokens - row.num_drafts
+            self.final_len[request.id] = request.committed_len + row.num_tokens - row.num_drafts
             if row.chooses and request.finish_reason is None:
                 token_ids = outcome.token_ids[n]
                 ids = [*request.ids[: request.total_len].tolist(), *token_ids]
                 for at in range(len(token_ids)):
-                    self.recorded[tuple(ids[: request.total_len + at])] = logits[first + at]
+                    known = tuple(ids[: request.total_len + at])
+                    self.recorded.setdefault(known, []).append(logits[first + at])
             first += (1 + row.num_drafts) * row.chooses
 
     # Demands.
@@ -237,18 +190,43 @@ class EngineHand(Hand):
         assert got == list(expected[: len(got)]), f"request {request_id}, prompt of {prompt_len}"
 
     def check_logits(self) -> None:
-        """In exact numerics: what every token was chosen from is the plain run's, bit for bit."""
-        assert self.manifest.numerics == "exact"
-        for request in sorted(self.requests, key=lambda request: -request.total_len):
-            ids = request.ids[: request.total_len].tolist()
+        """What every token was chosen from, whenever and for whom, is the plain run's, bit for bit."""
+        texts = {tuple(request.ids[: request.total_len].tolist()): request for request in self.requests}
+        checked: set[tuple[int, ...]] = set()
+        for ids, request in sorted(texts.items(), key=lambda found: -len(found[0])):
             if len(ids) == request.prompt_len:
                 continue
             logits = self.plain.logits(ids[:-1])
             for at in range(request.prompt_len, len(ids)):
-                found = self.recorded[tuple(ids[:at])]
-                assert self._is(found, logits[at - 1]), f"{request.id}: position {at}"
-                if request.rule.greedy and not request.rule.adorned:
+                copies = self.recorded[ids[:at]]
+                assert all(torch.equal(copy, logits[at - 1]) for copy in copies), f"{request.id}: position {at}"
+                checked.add(ids[:at])
+                if request.rule.greedy and not request.rule.edits_logits:
                     assert int(logits[at - 1].argmax()) == ids[at], f"{request.id}: token {at}"
+        for request in self.requests:
+            self._check_logprobs(request)
+        for ids in self.recorded.keys() - checked:  # of windows that ended early
+            assert all(torch.equal(copy, self.plain.logits(ids)[-1]) for copy in self.recorded[ids])
+
+    def _check_logprobs(self, request: Request) -> None:
+        """They are those of the request's own tokens, from the logits of its own text."""
+        num_top = request.params.logprobs
+        if num_top is None or request.total_len == request.prompt_len:
+            return
+        ids = request.ids[: request.total_len].tolist()
+        logits = self.plain.logits(ids[:-1])[request.prompt_len - 1 :]
+        token_ids = torch.tensor(ids[request.prompt_len :])
+        assert request.logprobs == to_logprobs(token_ids.tolist(), *logprobs(logits, token_ids, num_top))
+
+    def check_drafts(self) -> None:
+        """Every draft is the head's own continuation of a text: of its best tokens, or of its draws."""
+        for text, found in sorted(self.proposed.items(), reverse=True):  # quick in this order
+            known: dict[Rule | None, list[int]] = {}
+            for drafts, rule in sorted(found, key=lambda made: -len(made[0])):
+                key = None if rule.greedy and not rule.edits_logits else rule
+                if key not in known:
+                    known[key] = self.plain.drafts(text, len(drafts), rule)
+                assert drafts == known[key][: len(drafts)], f"drafts behind {len(text)} tokens"
 
     def check_contents(self) -> None:
         """Every cached page and snapshot is what a plain run of its tokens leaves; what is free is poison."""
@@ -262,7 +240,7 @@ class EngineHand(Hand):
                 first = 1 if name.startswith("mtp.") and entry.edge == self.config.page_len else 0
                 held = self.storage.tensors[name][entry.page_id]
                 where = f"{name}: page {entry.page_id} up to {entry.edge}"
-                assert self._is(held[first:], wanted[first:]), where
+                assert torch.equal(held[first:], wanted[first:]), where
             if entry.slot_id:
                 self.check_slot(entry.slot_id, token_ids, entry.edge)
         self._check_poison()
@@ -280,7 +258,9 @@ class EngineHand(Hand):
             if lines == [] or (lines is None and edge == 0):
                 continue  # a request that begins at 0 reads none
             lines = slice(None) if lines is None else lines
-            assert self._is(held[lines], wanted[state.name][lines]), f"{state.name}: slot {slot_id} at {edge}"
+            assert torch.equal(held[lines], wanted[state.name][lines]), (
+                f"{state.name}: slot {slot_id} at {edge}"
+            )
 
     def check_running(self) -> None:
         """With nothing under way: each running slot is the plain run's after its committed tokens."""
@@ -297,11 +277,6 @@ class EngineHand(Hand):
             held = self.storage.tensors[state.name][free[state.kind]]
             assert held.isnan().all(), f"{state.name}: somebody wrote what nobody owns"
 
-    def _is(self, held: torch.Tensor, wanted: torch.Tensor) -> bool:
-        if self.manifest.numerics == "exact":
-            return torch.equal(held, wanted)
-        return bool(((held - wanted).abs() <= ROUNDING * wanted.abs().max().clamp(min=1)).all())
-
     # Moves.
 
     def goes_on(self) -> bool:
@@ -313,14 +288,8 @@ class EngineHand(Hand):
         """Run until all is done, and demand everything that holds of any run."""
         self.run()
         self.check_logits()
+        self.check_drafts()
         self.check_contents()
-
-    def preempt(self, request: Request) -> None:
-        """Now, or as soon as no step has it."""
-        if request.in_flight:
-            request.leaving = True
-        elif request.finish_reason is None:
-            self.loop.scheduler._preempt(request)
 
 
 def windows(

@@ -5,7 +5,6 @@ context of a row is read back from there, so a wrong page, slot, position, lengt
 trips an assert. Fresh and freed places are poisoned.
 """
 
-import itertools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,14 +12,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from hemiola.plugins.spec import next_edge
+from hemiola.plugins.rows import RowFields, live_rows
+from hemiola.runtime.abi import INPUTS, widths
 from hemiola.runtime.config import Resolved
-from hemiola.runtime.device.session import Output
+from hemiola.runtime.device.session import Computed
 from hemiola.runtime.engine.step import Batch
 
 POISON = -1
 VOCAB = 97
-NextToken = Callable[[Sequence[int]], int]
+NextToken = Callable[[Sequence[int]], int | None]  # None: the engine computes NaN
 
 
 def hashed(context: Sequence[int]) -> int:
@@ -38,9 +38,9 @@ def oracle(prompt: Sequence[int], num_tokens: int, next_token: NextToken = hashe
 
 def resolved(**changes: int | str) -> Resolved:
     """Small sizes, with room for every row at max_len."""
-    sizes = dict(
-        max_len=64, max_rows=4, max_step_tokens=32, page_len=8, chunk_len=4, num_drafts=0, pad_tokens=1
-    ) | dict(drafts="none", ngram_min=1, ngram_max=3, prefix_cache=False, snapshot_interval=0)
+    sizes = dict(max_len=64, max_rows=4, max_step_tokens=32, page_len=8, chunk_len=4, num_drafts=0) | dict(
+        drafts="none", ngram_min=1, ngram_max=3, prefix_cache=False, snapshot_interval=0
+    )
     sizes |= {"pipeline_depth": 0, "adaptive_drafts": False}
     sizes.update(changes)
     sizes.setdefault("num_pages", sizes["max_rows"] * -(-sizes["max_len"] // sizes["page_len"]) + 1)
@@ -51,14 +51,17 @@ def resolved(**changes: int | str) -> Resolved:
 class FakeSession:
     """Stands for Session and for Storage."""
 
-    def __init__(self, config: Resolved, next_token: NextToken = hashed) -> None:
+    def __init__(self, config: Resolved, next_token: NextToken = hashed, hybrid: bool = True) -> None:
         self.config = config
         self.next_token = next_token
+        self.hybrid = hybrid  # else a state is what the pages say
         self.pages = np.full((config.num_pages, config.page_len), POISON, np.int64)
         self.states: list[list[int] | None] = [None] * config.num_slots  # the tokens before the slot's edge
         self.records = np.full((config.num_slots, config.chunk_len + config.num_drafts), POISON, np.int64)
         self.shapes: list[tuple[int, ...]] = []  # tokens per row, of every step
+        self.copies: list[tuple[int, int]] = []  # slots: from, to
         self.before_run: Callable[[Batch], None] = lambda batch: None
+        self.may_write: Callable[[int], bool] = lambda page_id: page_id != 0
 
     def free_pages(self, page_ids: list[int]) -> None:
         self.pages[page_ids] = POISON
@@ -70,95 +73,73 @@ class FakeSession:
 
     def copy_slot(self, source: int, target: int) -> None:
         assert self.states[source] is not None, f"slot {source} holds no state"
+        self.copies.append((source, target))
         self.states[target] = self.states[source]
         self.records[target] = self.records[source]
 
-    def run(self, batch: Batch) -> Output:
+    def run(self, batch: Batch) -> Computed:
         self.before_run(batch)
-        self._check_shapes(batch)
-        cu_tokens = batch.cu_tokens.tolist()
-        self.shapes.append(tuple(b - a for a, b in itertools.pairwise(cu_tokens)))
+        self._check(batch)
+        rows = live_rows(batch.rows, self.config.chunk_len)
+        assert len(rows) == len(batch.rows), "a row without tokens or slot"
+        self.shapes.append(tuple(row.num_tokens for row in rows))
         written: set[int] = set()
-        answers: dict[int, int] = {}  # by token of the step
-        for row in range(len(cu_tokens) - 1):
-            first, end = cu_tokens[row], cu_tokens[row + 1]
-            if batch.slot_id[row] == 0:
-                self._check_dump_row(batch, row)
-                continue
-            context = self._context(batch, row)
-            for token in range(first, end):
+        answers: dict[int, int | None] = {}  # by token of the step
+        end = 0
+        for row, table in zip(rows, batch.page_table.tolist(), strict=True):
+            assert row.first == end, "tokens of nobody, or of two rows"
+            end += row.num_tokens
+            context = self._context(row, table)
+            for token in range(row.first, end):
                 context.append(int(batch.token_ids[token]))
-                assert batch.positions[token] == len(context) - 1, f"row {row}: wrong position"
-                page_id, offset = self._place(batch, row, len(context) - 1)
-                assert page_id != 0, f"row {row}: writes to the dump page"
+                assert batch.positions[token] == len(context) - 1, f"{row}: wrong position"
+                page_id, offset = self._place(table, len(context) - 1)
+                assert self.may_write(page_id), f"{row}: writes to page {page_id}"
                 self.pages[page_id, offset] = context[-1]
                 written.add(page_id)
                 answers[token] = self.next_token(context)
-            self._store_slot(batch, row, context)
+            self._store_slot(row, context)
+        assert end == len(batch.token_ids), "tokens of nobody"
         holders = Counter(page_id for table in batch.page_table.tolist() for page_id in set(table))
         assert all(holders[page_id] == 1 for page_id in written), "a row writes a page of another"
         logits = torch.zeros(len(batch.logits_ids), VOCAB)
         for at, token in enumerate(batch.logits_ids.tolist()):
-            logits[at, answers[token]] = 1.0
-        return Output(logits, torch.zeros(cu_tokens[-1], 1))
+            answer = answers[token]
+            logits[at, answer or 0] = torch.nan if answer is None else 1.0
+        return Computed(logits, torch.zeros(end, 1))
 
-    def _check_shapes(self, batch: Batch) -> None:
-        num_tokens, num_rows = len(batch.token_ids), len(batch.slot_id)
-        assert num_tokens > 0 and num_tokens % self.config.pad_tokens == 0
-        assert (
-            num_tokens <= -(-self.config.max_step_tokens // self.config.pad_tokens) * self.config.pad_tokens
-        )
-        assert len(batch.positions) == num_tokens and len(batch.cu_tokens) == num_rows + 1
-        assert batch.cu_tokens[0] == 0 and batch.cu_tokens[-1] == num_tokens
-        assert (batch.cu_tokens.diff() > 0).all(), "a row without tokens"
-        for name in ("committed", "edge", "num_drafts", "snapshot_slot", "snapshot_edge"):
-            assert getattr(batch, name).shape == (num_rows,), name
-        for name in ("token_ids", "positions", "cu_tokens", "logits_ids", "slot_id", "page_table", "edge"):
+    def _check(self, batch: Batch) -> None:
+        """Dtypes and widths are those of the ABI, and no two rows meet in a slot."""
+        sizes, most = {"8": 8}, widths(self.config)
+        for name, shape in INPUTS["trunk"].items():
             tensor = getattr(batch, name)
             assert tensor.dtype == torch.int32 and tensor.is_contiguous(), name
-        live = batch.slot_id[batch.slot_id > 0]
-        assert len(live) == len(live.unique()) <= self.config.max_rows, "two rows in one slot"
-        targets = [*live.tolist(), *batch.snapshot_slot[batch.snapshot_slot > 0].tolist()]
-        assert len(targets) == len(set(targets)), "a snapshot goes where something else is written"
-        assert (batch.slot_id >= 0).all() and (batch.slot_id < self.config.num_slots).all()
+            for letter, size in zip(shape, tensor.shape, strict=True):
+                assert sizes.setdefault(letter, size) == size <= most.get(letter, size), f"{name}: {letter}"
+        assert batch.slots.dtype == torch.int64 and batch.slots.tolist() == batch.rows[:, 3].tolist()
+        targets = [slot for slot in batch.rows[:, [3, 6]].flatten().tolist() if slot]
+        assert len(targets) == len(set(targets)), "two rows in one slot, or a snapshot in another's"
+        assert all(0 < slot < self.config.num_slots for slot in targets)
 
-    def _check_dump_row(self, batch: Batch, row: int) -> None:
-        assert row == len(batch.slot_id) - 1, "the dump row comes last"
-        span = slice(int(batch.cu_tokens[row]), int(batch.cu_tokens[row + 1]))
-        assert not batch.positions[span].any() and not batch.page_table[row].any()
-        assert batch.committed[row] == 0 and batch.edge[row] == 0
+    def _place(self, table: list[int], position: int) -> tuple[int, int]:
+        return table[position // self.config.page_len], position % self.config.page_len
 
-    def _place(self, batch: Batch, row: int, position: int) -> tuple[int, int]:
-        page_len = self.config.page_len
-        return int(batch.page_table[row, position // page_len]), position % page_len
-
-    def _context(self, batch: Batch, row: int) -> list[int]:
+    def _context(self, row: RowFields, table: list[int]) -> list[int]:
         """The row's committed tokens, as its pages have them and as its slot has them: they must agree."""
-        committed, edge, slot_id = (int(t[row]) for t in (batch.committed, batch.edge, batch.slot_id))
-        assert edge % self.config.chunk_len == 0 and edge <= committed
-        assert committed - edge < self.records.shape[1], (
-            f"row {row}: {committed - edge} records do not fit the ring"
-        )
-        paged = [int(self.pages[self._place(batch, row, position)]) for position in range(committed)]
-        ring = [int(self.records[slot_id, p % self.records.shape[1]]) for p in range(edge, committed)]
-        state = self.states[slot_id] if edge else []
-        assert state is not None, f"row {row}: reads a state that was never written"
-        assert POISON not in paged and POISON not in ring, f"row {row}: reads what was never written"
-        assert paged == state + ring, f"row {row}: pages and slot disagree"
+        ring_len = self.records.shape[1]
+        assert row.committed - row.edge < ring_len, f"{row}: its records do not fit the ring"
+        paged = [int(self.pages[self._place(table, position)]) for position in range(row.committed)]
+        ring = [int(self.records[row.slot, p % ring_len]) for p in range(row.edge, row.committed)]
+        state = self.states[row.slot] if row.edge and self.hybrid else paged[: row.edge]
+        assert state is not None, f"{row}: reads a state that was never written"
+        assert POISON not in paged and POISON not in ring, f"{row}: reads what was never written"
+        assert paged == state + ring, f"{row}: pages and slot disagree"
         return paged
 
-    def _store_slot(self, batch: Batch, row: int, context: list[int]) -> None:
-        committed, slot_id, num_drafts = (
-            int(t[row]) for t in (batch.committed, batch.slot_id, batch.num_drafts)
-        )
-        edge, new_edge = (
-            int(batch.edge[row]),
-            next_edge(committed, len(context) - committed, num_drafts, self.config.chunk_len),
-        )
-        target, snapshot_edge = int(batch.snapshot_slot[row]), int(batch.snapshot_edge[row])
-        assert snapshot_edge % self.config.chunk_len == 0
-        if target and edge < snapshot_edge <= new_edge:
-            self.states[target] = context[:snapshot_edge]
-        self.states[slot_id] = context[:new_edge]
-        for position in range(new_edge, len(context)):
-            self.records[slot_id, position % self.records.shape[1]] = context[position]
+    def _store_slot(self, row: RowFields, context: list[int]) -> None:
+        if row.snapshot_slot:
+            assert self.states[row.snapshot_slot] is None, f"{row}: a snapshot over another"
+            self.states[row.snapshot_slot] = context[: row.snapshot_edge]
+        self.states[row.slot] = context[: row.new_edge]
+        for position in range(row.new_edge, len(context)):
+            self.records[row.slot, position % self.records.shape[1]] = context[position]

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from kit.fake_session import FakeSession
 
 from hemiola.runtime.api import Piece, SamplingParams
+from hemiola.runtime.cache.prefix import Start, hit_len
+from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.engine.loop import Loop
 from hemiola.runtime.engine.request import Bounds, Request, new_request
 
@@ -17,6 +19,41 @@ class Hand:
         self.bounds = bounds
         self.requests: list[Request] = []
         self.pieces: dict[int, list[Piece]] = {}
+        self._watch_hits()
+        if isinstance(loop.session, FakeSession):
+            pages = loop.scheduler.prefix.pages
+            loop.session.may_write = lambda page_id: (
+                page_id != 0 and not pages.is_cached(page_id) and pages.refs[page_id] == 1
+            )
+
+    def _watch_hits(self) -> None:
+        prefix = self.loop.scheduler.prefix
+        admit = prefix.admit
+
+        def admit_and_check(chain: Chain, known_len: int, spare_pages: int = 0) -> Start | None:
+            expected = self.expected_hit(chain.ids[:known_len].tolist(), chain.salt)
+            start = admit(chain, known_len, spare_pages)
+            assert start is None or start.hit_len == expected, f"began at {start.hit_len}, not at {expected}"
+            return start
+
+        prefix.admit = admit_and_check
+
+    def expected_hit(self, known: list[int], salt: bytes | None = None) -> int:
+        """By the pure function, over what the cache holds now."""
+        prefix = self.loop.scheduler.prefix
+        cached_len, edges = 0, [] if prefix.hybrid else None
+        if not prefix.enabled:
+            return 0
+        for token_ids, entry in prefix.contents():
+            root = entry
+            while root.parent is not None:
+                root = root.parent
+            same_tenant = salt is None or root.tokens == salt
+            if same_tenant and entry.step < prefix.step and known[: entry.edge] == token_ids:
+                cached_len = max(cached_len, entry.edge)
+                if entry.slot_id and edges is not None:
+                    edges.append(entry.edge)
+        return hit_len(len(known), prefix.page_len, cached_len, edges)
 
     def submit(self, prompt: Sequence[int], **params: object) -> int:
         request = new_request(len(self.requests) + 1, prompt, SamplingParams(**params), self.bounds)
@@ -55,6 +92,15 @@ class Hand:
                 return
             self.turn()
         raise AssertionError(f"still busy after {most} turns")
+
+    def preempt(self, request: Request) -> None:
+        """Now, or as soon as no step has it."""
+        if request.finish_reason is None:
+            self.loop.scheduler._send_away(request)
+
+    def ended(self, request_id: int) -> bool:
+        pieces = self.pieces[request_id]
+        return bool(pieces) and pieces[-1].finish_reason is not None
 
     def token_ids(self, request_id: int) -> list[int]:
         return [token_id for piece in self.pieces[request_id] for token_id in piece.token_ids]

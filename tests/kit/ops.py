@@ -28,7 +28,8 @@ def form(op: Op, name: str) -> Callable[..., Any]:
         assert chosen.name == name
         packs = [chosen.packs.get(arg.name, lambda weight: weight) for arg in op.args]
         packed = [pack(value) for pack, value in zip(packs, values, strict=False)]
-        return op.bind(chosen, call)(*packed, *values[len(packs) :])
+        sizes = [call.sizes[letter] for letter in chosen.sizes]
+        return op.bind(chosen.name, sizes)(*packed, *values[len(packs) :])
 
     return run
 

@@ -1,6 +1,6 @@
 """Plain runs: one request alone, in one step, on fresh memory, and what its pages and its slot hold then.
 
-From them follow all contents that a cache may have, and in exact numerics every logit, bit for bit.
+From them follow all contents that a cache may have, and every logit, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from kit.harness import Harness
+from kit.harness import Harness, Request
 
-from hemiola.runtime.config import EXACT_TILE
+from hemiola.runtime.engine.request import Rule
+from hemiola.runtime.engine.sampling import choose
 from hemiola.runtime.manifest import State
 
 Tensors = dict[str, torch.Tensor]
@@ -30,7 +31,7 @@ class Plain:
         self.harness = Harness(engine_dir)
         self.manifest = self.harness.manifest
         self.limits = self.manifest.limits
-        self.drafts: dict[tuple[str, bytes], list[int]] = {}  # what was proposed behind a text, by whom
+        self._head: tuple[Request, tuple[int, ...], torch.Tensor] | None = None  # who has pairs of which text
         self._runs: dict[tuple[int, bytes], Run] = {}
         self._longer: dict[bytes, Run] = {}  # a page edge's text: a run that holds it
 
@@ -59,16 +60,37 @@ class Plain:
                 return run.logits[: len(token_ids)]
         return self.after(token_ids).logits
 
+    def drafts(self, token_ids: Sequence[int], num: int, rule: Rule) -> list[int]:
+        """What the MTP head says behind a text: each pair a token and the state before it, its own in the end.
+
+        Quick if the last call was for a text that begins like this one.
+        """
+        *known, token = token_ids
+        place, harness = len(known), self.harness
+        if self._head is None or self._head[1][:place] != tuple(known):
+            harness.forget()
+            request = harness.request()
+            harness.step([(request, known, 0)])
+            self._head = request, tuple(known), harness.hidden
+            if place > 1:
+                harness.draft(request, known[1:], harness.hidden[:-1], first=1)
+        request, text, hidden = self._head
+        self._head = request, text[:place], hidden  # pairs from here on are overwritten
+        ids = torch.tensor([[*token_ids, *[0] * num]], dtype=torch.int32)
+        hidden, slot = hidden[place - 1 : place], torch.tensor([0])
+        for at in range(place, place + num):
+            logits, hidden = harness.draft(request, ids[0, at : at + 1].tolist(), hidden, first=at)
+            ids[0, at + 1] = choose(logits, [rule], slot, torch.tensor([at + 1]), ids)[0]
+        return ids[0, len(token_ids) :].tolist()
+
     def _run(self, token_ids: list[int], num_drafts: int) -> Run:
-        harness = self.harness
-        for tensor in harness.states.values():
-            tensor.fill_(torch.nan)
-        harness.num_requests = 0
+        harness, self._head = self.harness, None
+        harness.forget()
         request = harness.request()
         logits = harness.step([(request, token_ids, num_drafts)])[0].clone()
         hidden = harness.hidden
-        if self.manifest.drafts == "mtp":
-            self._read_pairs(request.pages, token_ids[1:], hidden)
+        if self.manifest.drafts == "mtp" and len(token_ids) > 1:
+            harness.draft(request, token_ids[1:], hidden[:-1], first=1)
         pages, slot = {}, {}
         for state in self.manifest.states:
             held = harness.states[state.name]
@@ -81,23 +103,6 @@ class Plain:
             else:
                 slot[state.name] = held[request.slot].clone()
         return Run(logits, pages, slot)
-
-    def _read_pairs(self, pages: list[int], token_ids: list[int], hidden: torch.Tensor) -> None:
-        """The MTP head over all pairs of a token and the state before it, from place 1 on."""
-        num = len(token_ids)
-        if not num:
-            return
-        padding = -num % EXACT_TILE if self.manifest.numerics == "exact" else 0
-        ints = {
-            "token_ids": [*token_ids, *[0] * padding],
-            "positions": [*range(1, num + 1), *[1] * padding],
-            "cu_tokens": [0, num, *([num + padding] if padding else [])],
-            "page_table": [pages, *([[0] * len(pages)] if padding else [])],
-            "logits_ids": [0],
-        }
-        batch = {name: torch.tensor(value, dtype=torch.int32) for name, value in ints.items()}
-        batch["hidden"] = torch.cat((hidden[:num], hidden.new_zeros(padding, hidden.shape[1])))
-        self.harness.call("draft", batch)
 
 
 def places(state: State, edge: int, committed: int, ring_slack: int) -> list[int] | None:

@@ -5,7 +5,7 @@ import math
 from hemiola.runtime.engine.request import Rule
 
 
-def adorned(scores: list[float], own: Rule, history: list[int]) -> list[float]:
+def edited(scores: list[float], own: Rule, history: list[int]) -> list[float]:
     params, output = own.params, history[own.prompt_len :]
     values = list(scores)
     for word in own.bad_words:

@@ -15,7 +15,7 @@ from hemiola.builder.models.layers import (
     Block,
     Conv,
     Draft,
-    Gates,
+    Embedding,
     Kit,
     Linear,
     Norm,
@@ -30,7 +30,7 @@ from hemiola.builder.models.layers import (
 from hemiola.runtime.manifest import Limits, State
 
 ARCHITECTURE = "ThreeConvsForCausalLM"
-HEADS, DIM = 4, 16
+HEADS, DIM = 3, 16
 WIDTHS = {"q": 4, "k": 3, "v": 2}  # of the convs
 
 
@@ -39,33 +39,32 @@ class ThreeConvs(nn.Module):
 
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
-        self.ops, self.chunk_len, self.name, self.gates = kit.ops, kit.chunk_len, name, Gates(kit)
+        self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
         self.heads, self.dim, hidden = HEADS, DIM, cfg.size("hidden_size")
         inner, tensor = self.heads * self.dim, kit.checkpoint.tensor
         rows = [tensor(f"{prefix}{part}_proj.weight", inner, hidden) for part in (*WIDTHS, "g")]
         rows += [tensor(f"{prefix}b_proj.weight", self.heads, hidden)]
-        bias = [zeros(3 * inner), tensor(f"{prefix}dt_bias", inner), zeros(self.heads)]
-        self.in_proj, self.widths = Linear(kit, join(rows), join(bias)), [inner] * 4 + [self.heads]
+        self.in_proj, self.widths = Linear(kit, join(rows)), [inner] * 4 + [self.heads]
         self.convs = nn.ModuleList(
             Conv(kit, f"{name}.{part}", tensor(f"{prefix}{part}_conv.weight", inner, width), zeros(inner))
             for part, width in WIDTHS.items()
         )
         self.unit = Norm(kit, tensor(f"{prefix}unit.weight", 2 * inner), 1e-6, group_len=self.dim)
+        self.dt_bias = kit.weight(tensor(f"{prefix}dt_bias", self.heads, self.dim))
         self.A = kit.weight(tensor(f"{prefix}A_log", self.heads).map(lambda w: -w.float().exp()))
         self.norm = Norm(kit, tensor(f"{prefix}norm.weight", inner), qwen.eps(cfg), group_len=self.dim)
         self.out_proj = Linear(kit, tensor(f"{prefix}o_proj.weight", hidden, inner))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         *qkv, g, b = self.in_proj(x).split(self.widths, dim=1)
-        q, k, v = (conv(part.contiguous(), step) for conv, part in zip(self.convs, qkv, strict=True))
+        q, k, v = (conv(part, step) for conv, part in zip(self.convs, qkv, strict=True))
         qk = self.unit(torch.cat((q, k), dim=1)).view(-1, 2 * self.heads, self.dim)
         q, k = qk.split(self.heads, dim=1)
         shape = (-1, self.heads, self.dim)
-        decay = self.A.unsqueeze(1) * self.gates.softplus(g).view(shape)
         names = ("state", "k_records", "v_records", "g_records", "beta_records")
         states = (step.states[f"{self.name}.{what}"] for what in names)
-        beta = self.gates.sigmoid(b)
-        o = self.ops.delta(q, k, v.view(shape), decay, beta, *states, *step.rows, self.chunk_len)
+        gates = (g.view(shape), b, self.dt_bias, self.A)
+        o = self.ops.delta(q, k, v.view(shape), *gates, *states, step.rows, self.chunk_len)
         return self.out_proj(self.norm(o.view(-1, self.heads * self.dim)))
 
     def states(self, limits: Limits) -> list[State]:
@@ -76,11 +75,11 @@ class ThreeConvs(nn.Module):
 class Layer(nn.Module):
     """A token mixer, then an MLP."""
 
-    def __init__(self, kit: Kit, cfg: Config, kind: str, index: int) -> None:
+    def __init__(self, kit: Kit, cfg: Config, rope: Rope, kind: str, index: int) -> None:
         super().__init__()
         prefix, name = f"model.layers.{index}.", f"layers.{index}"
         if kind == "full_attention":
-            mixer = qwen.Attention(kit, cfg, f"{prefix}self_attn.", name)
+            mixer = qwen.Attention(kit, cfg, rope, f"{prefix}self_attn.", name)
         else:
             mixer = ThreeConvs(kit, cfg, f"{prefix}linear_attn.", name)
         mlp = SwigluMlp(kit, f"{prefix}mlp.", cfg.size("hidden_size"), cfg.size("intermediate_size"))
@@ -95,12 +94,12 @@ def load(kit: Kit) -> Parts:
     cfg, tensor = kit.checkpoint.config, kit.checkpoint.tensor
     kinds = qwen.layer_kinds(cfg)
     vocab, hidden = cfg.size("vocab_size"), cfg.size("hidden_size")
-    rope = Rope(kit, qwen.rope_theta(cfg), qwen.rotary_dim(cfg), qwen.head_dim(cfg))
-    embed = kit.weight(tensor("model.embed_tokens.weight", vocab, hidden))
-    layers = [Layer(kit, cfg, kind, index) for index, kind in enumerate(kinds)]
+    rope = Rope(kit, qwen.rope_theta(cfg), qwen.rotary_dim(cfg))
+    embed = Embedding(kit, tensor("model.embed_tokens.weight", vocab, hidden))
+    layers = [Layer(kit, cfg, rope, kind, index) for index, kind in enumerate(kinds)]
     head = Linear(kit, tensor("lm_head.weight", vocab, hidden))
-    trunk = Trunk(kit, embed, layers, qwen.norm(kit, cfg, "model.norm"), head, rope)
-    mtp = qwen._mtp(kit, cfg)
+    trunk = Trunk(kit, embed, layers, qwen.norm(kit, cfg, "model.norm"), head)
+    mtp = qwen._mtp(kit, cfg, rope)
     kit.checkpoint.refuse_leftovers(qwen.IGNORABLE)
     return Parts(cfg, tuple(kinds), trunk, Draft(trunk, mtp))
 

@@ -4,14 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from kit import engine_hand
 from kit.engine_hand import NUM_DRAFTS, SMALL, EngineHand, Wanted, right_and_wrong
 from kit.fake_session import VOCAB, FakeSession, resolved
 from kit.hand import Hand
 from kit.plain import Plain
 
 from hemiola.runtime.cache.eviction import Cost
-from hemiola.runtime.device import session as sessions
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Bounds
@@ -25,11 +23,12 @@ def make_hand() -> Callable[..., Hand]:
         text: Text | None = None,
         session: FakeSession | None = None,
         proposer: Callable[[Ledger], Proposer] | None = None,
+        hybrid: bool = True,
         **sizes: int | str,
     ) -> Hand:
         config = session.config if session is not None else resolved(**sizes)
-        session = session or FakeSession(config)
-        loop = make_loop(config, session, session, text, Cost(10, 40), proposer=proposer)
+        session = session or FakeSession(config, hybrid=hybrid)
+        loop = make_loop(config, session, session, text, Cost(10, 40 if hybrid else 0), proposer=proposer)
         return Hand(loop, Bounds(config.max_len, config.max_len, VOCAB, eos_ids=()))
 
     return make
@@ -59,14 +58,12 @@ def engine_hands(
     tiny_engine: Callable[..., Path],
     plain_runs: Callable[[Path], Plain],
     wanted: Wanted,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., EngineHand]:
     """(family, kind of drafts, options of the build, options of serving) -> a hand.
 
     Kind "scripted" takes a proposer, or proposes right and wrong windows of every length. Kind "mtp" may take
     one too: then the head runs, and the drafts come from there.
     """
-    monkeypatch.setattr(sessions, "load_program", engine_hand.load_program)
 
     def make(family: str, kind: str = "plain", built: dict | None = None, **options: object) -> EngineHand:
         engine_dir = tiny_engine(family, **{"max_step_tokens": 512} | (built or {}))

@@ -2,9 +2,8 @@
 
     python -m pytest tests/runtime/test_bundled.py -s      prints acceptance and hit rates
 
-The rule for ties: engines run in fast numerics, in rows of other shapes than the oracle's. Where a token is
-not the oracle's best one, the first such place is reported with its margin, and the test fails if that is
-more than two bf16 ulp of the logits' scale. Two pipeline depths of one drafter must agree exactly.
+Whatever drafts and however deep the pipeline, the texts are the same; and every token is the best one of
+the oracle, which sums in another order: to within MARGIN.
 """
 
 import argparse
@@ -24,11 +23,8 @@ from hemiola.runtime.llm import LLM
 DEMO = Path(__file__).parents[2] / "demo"
 MODELS = ["nemotron-h-code", "qwen3.5-code"]
 TURNS = [(150, 24), (40, 20), (30, 16)]  # tokens of the file that a user adds, tokens of the answer
-MODES = {
-    (drafts, depth): {"drafts": drafts, "pipeline_depth": depth}
-    for drafts in ("mtp", "ngram")
-    for depth in (0, 2)
-}
+MODES = [("none", 0), ("mtp", 0), ("mtp", 2), ("ngram", 0), ("ngram", 2)]  # drafts, pipeline_depth
+MARGIN = 1e-4  # of logits
 
 
 @pytest.fixture(scope="session")
@@ -56,48 +52,37 @@ def converse(llm: LLM, files: list[list[int]]) -> tuple[list[list[int]], list[li
     return texts, turns
 
 
-def check_text(oracle: Oracle, text: list[int]) -> str:
-    """Every answer's token is the oracle's best one behind the text before it, or ties with it."""
-    logits = oracle.logits(text[:-1])
-    ulp = 2.0**-8 * float(logits.abs().max())
-    end, remark = 0, ""
+def check_text(oracle: Oracle, text: list[int]) -> None:
+    """Every answer's token is the oracle's best one behind the text before it."""
+    logits, end = oracle.logits(text[:-1]), 0
     for num_added, num_tokens in TURNS:
         start, end = end + num_added, end + num_added + num_tokens
         for at in range(start, end):
             line = logits[at - 1]
-            margin = float(line.max() - line[text[at]])
-            if margin > 0 and not remark:
-                remark = f"; first divergence at {at}, margin {margin:.2g}, an ulp is {ulp:.2g}"
-            assert margin <= 2 * ulp, f"token {at}: {text[at]}, not {int(line.argmax())}{remark}"
-    return remark
+            assert line[text[at]] >= line.max() - MARGIN, f"token {at}: {text[at]}, not {int(line.argmax())}"
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_conversations_about_code(bundled: Callable[[str], Path], model: str) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO / model / "tokenizer.json"))
     files = [tokenizer.encode(Path(module.__file__).read_text()).ids for module in (argparse, csv)]
-    oracle = Oracle(DEMO / model)
-    checked: dict[tuple[int, ...], str] = {}
-    texts_of: dict[tuple[str, int], list[list[int]]] = {}
-    for mode, options in MODES.items():
-        with LLM(bundled(model), adaptive_drafts=False, prefix_cache=True, **options) as llm:
+    expected: list[list[int]] = []
+    for drafts, depth in MODES:
+        options = {"drafts": drafts, "pipeline_depth": depth, "adaptive_drafts": False, "prefix_cache": True}
+        with LLM(bundled(model), **options) as llm:
             texts, turns = converse(llm, files)
-        texts_of[mode] = texts
-        for text in texts:
-            if tuple(text) not in checked:
-                checked[tuple(text)] = check_text(oracle, text)
+        expected = expected or texts
+        assert texts == expected, (drafts, depth)
         metrics = [out.metrics for turn in turns for out in turn]
-        accepted, windows = (
-            sum(sum(m.accepted) for m in metrics),
-            sum(m.drafted[0] for m in metrics if m.drafted),
-        )
+        accepted = sum(sum(m.accepted) for m in metrics)
+        windows = sum(m.drafted[0] for m in metrics if m.drafted)
         later = [out.metrics for turn in turns[1:] for out in turn]
         hits = sum(m.cached_tokens for m in later) / sum(m.num_prompt_tokens for m in later)
         print(
-            f"\n{model}, {mode}: {accepted / windows:.2f} drafts accepted per window of {windows},", end=" "
+            f"\n{model}, {drafts} {depth}: {accepted} drafts accepted in {windows} windows, {hits:.0%} cached"
         )
-        print(f"{hits:.0%} of later turns' prompts cached", *(checked[tuple(text)] for text in texts), end="")
-        assert accepted > 0 and all(m.cached_tokens > 0 for m in later)
-    for drafts in ("mtp", "ngram"):
-        assert texts_of[drafts, 0] == texts_of[drafts, 2]
+        assert (accepted > 0) == (drafts != "none") and all(m.cached_tokens > 0 for m in later)
+    oracle = Oracle(DEMO / model)
+    for text in expected:
+        check_text(oracle, text)
     assert torch.get_num_threads() == 1

@@ -12,9 +12,9 @@ GIB = 2**30
 def manifest(**changes: object) -> Manifest:
     limits = Limits(max_len=100, max_rows=4, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16)
     values: dict[str, object] = dict(
-        format=2, ops={}, builder_version="", torch_version="", architecture="X", layers=(), vocab_size=9,
-        hidden_size=8, target="torch", arch="cpu", numerics="fast", drafts="none", eos_ids=(), limits=limits,
-        weights_file="", weights=(), segments=(), sha256={},
+        format=3, ops={}, builder_version="", torch_version="", architecture="X", layers=(), vocab_size=9,
+        hidden_size=8, target="torch", arch="cpu", drafts="none", eos_ids=(), limits=limits,
+        weights_file="", segments=(), sha256={},
         states=(
             State(name="k", kind="page", shape=(32, 8), dtype="float32"),
             State(name="s", kind="slot", shape=(10,), dtype="float32"),
@@ -31,8 +31,7 @@ def test_auto_is_what_the_engine_was_built_for() -> None:
     )
     off = resolve(ServeConfig(prefix_cache=False), manifest(), GIB)
     assert (off.num_pages, off.num_slots) == (4 * 4 + 1, 5)
-    assert (found.page_len, found.chunk_len, found.num_drafts, found.pad_tokens) == (32, 16, 0, 1)
-    assert resolve(ServeConfig(), manifest(numerics="exact"), GIB).pad_tokens == 32
+    assert (found.page_len, found.chunk_len, found.num_drafts) == (32, 16, 0)
 
 
 def test_bytes_of_states() -> None:

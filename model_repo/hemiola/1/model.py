@@ -27,7 +27,7 @@ JSON = {"logit_bias": '{"5": -100}', "bad_words_ids": "[[5, 6]]"}  # keys that a
 
 
 class TritonPythonModel:
-    """One engine. `execute` validates and enqueues, the LLM's thread computes, the outbox's answers."""
+    """One engine. `execute` validates and enqueues, the LLM's thread computes, another one replies."""
 
     def initialize(self, args: dict[str, str]) -> None:
         threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
@@ -36,23 +36,29 @@ class TritonPythonModel:
             self.llm = LLM(options.pop("engine_dir"), **options)
         except Refused as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self.outbox = Outbox(self.llm)
+        self.outbox = Replies(self.llm)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            sender = request.get_response_sender()
             try:
-                asked = read_request(request)
-                if "cancel" in asked:
-                    self._cancel(asked, sender)
-                else:
-                    self._enqueue(request.request_id(), read_ask(asked), sender)
-            except Refused as error:
-                send_error(sender, "INVALID_ARG", str(error))
-            except Failed as error:
-                send_error(sender, "UNAVAILABLE", str(error))
-            except Exception as error:  # this request's trouble only: the others live on
-                send_error(sender, "INTERNAL", f"{type(error).__name__}: {error}")
+                self._take(request)
+            except Exception as error:  # its caller cannot even be told; the others of the batch live on
+                log_error(f"request {request.request_id()!r}", error)
+
+    def _take(self, request: Any) -> None:
+        sender = request.get_response_sender()
+        try:
+            asked = read_request(request)
+            if "cancel" in asked:
+                self._cancel(asked, sender)
+            else:
+                self._enqueue(request.request_id(), read_ask(asked), sender)
+        except Refused as error:
+            send_error(sender, "INVALID_ARG", str(error))
+        except Failed as error:
+            send_error(sender, "UNAVAILABLE", str(error))
+        except Exception as error:
+            send_error(sender, "INTERNAL", f"{type(error).__name__}: {error}")
 
     def _enqueue(self, name: str, ask: "Ask", sender: Any) -> None:
         prompt = ask.prompt
@@ -67,6 +73,8 @@ class TritonPythonModel:
         except BaseException:
             self.outbox.drop(stream)
             raise
+        if stream.aborted:  # before its id was known
+            self.llm.abort(stream.request_id)
 
     def _cancel(self, asked: dict[str, Any], sender: Any) -> None:
         """Dropping a gRPC stream cancels too, but can lock tritonserver 2.51 up while it writes to it."""
@@ -189,7 +197,7 @@ def read_prompt(asked: dict[str, Any], chat: bool) -> str | list[int]:
 
 
 class Stream:
-    """One request on its way out: what the engine has said and the outbox has not sent."""
+    """One request on its way out: what the engine has said and nobody has sent yet."""
 
     def __init__(self, name: str, sender: Any, flags: dict[str, bool], input_ids: list[int]) -> None:
         self.name = name  # the caller's id, "" if none
@@ -202,7 +210,7 @@ class Stream:
         self.aborted = False
 
 
-class Outbox:
+class Replies:
     """Sends from a thread of its own, since one send is a round trip of 0.2 ms to the server's process.
 
     All that a request said while the thread was busy becomes one response: a slow server makes longer pieces,
@@ -213,7 +221,7 @@ class Outbox:
         self._llm = llm
         self._ready: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._open: dict[int, Stream] = {}  # by Python's id
-        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
         self._thread.start()
 
     def add(self, stream: Stream) -> None:
@@ -270,20 +278,29 @@ class Outbox:
                 flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last.finish_reason else 0
                 stream.sender.send(pb_utils.InferenceResponse(tensors(stream, pieces)), flags=flags)
         except Exception as error:  # one stream's trouble: the thread serves the others
-            pb_utils.Logger.log_error(f"request {stream.request_id}: {type(error).__name__}: {error}")
+            log_error(f"request {stream.request_id}", error)
             if not last.finish_reason:
                 self._abort(stream)
 
     def _check_cancelled(self) -> None:
         for stream in list(self._open.values()):
-            if stream.request_id is not None and not stream.aborted and stream.sender.is_cancelled():
+            if stream.request_id is not None and not stream.aborted and is_cancelled(stream):
                 self._abort(stream)
 
     def _abort(self, stream: Stream) -> None:
-        """The engine answers with a last piece, which ends the stream."""
+        """The engine answers with a last piece, which ends the stream. No id yet: _enqueue aborts it."""
         stream.aborted = True
         if stream.request_id is not None:
             self._llm.abort(stream.request_id)
+
+
+def is_cancelled(stream: Stream) -> bool:
+    """Whether the caller left; a sender that cannot tell has nobody to send to."""
+    try:
+        return stream.sender.is_cancelled()
+    except Exception as error:
+        log_error(f"request {stream.request_id}", error)
+        return True
 
 
 def tensors(stream: Stream, pieces: list[Piece]) -> list[Any]:
@@ -321,3 +338,7 @@ def send_error(sender: Any, code: str, message: str) -> None:
     """HTTP answers 400 to every code and gRPC hides it, so the message carries it."""
     error = pb_utils.TritonError(f"[{code}] {message}", getattr(pb_utils.TritonError, code))
     sender.send(pb_utils.InferenceResponse(error=error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+def log_error(where: str, error: Exception) -> None:
+    pb_utils.Logger.log_error(f"{where}: {type(error).__name__}: {error}")

@@ -5,10 +5,10 @@ The pair of token p has its key and value at place p of the request's pages, so 
 its own tokens only. Place 0 has no pair: the head's attention begins at 1.
 
 A step's tokens p bring the pairs p + 1: their hidden states are at hand, and the next tokens are in the
-ledger by then. Pairs behind a rejected draft are nonsense that the next step overwrites. Some pairs are owed
-by earlier steps: that of the first token behind a prefix hit, and those of rows for which drafting does not
-pay, which are read together before a page is finished. Their hidden states are in the slot, where those of
-the last tokens are kept by position, and in snapshots the one before their edge.
+ledger by then. Pairs behind a rejected draft are wrong; the next step overwrites them. Some pairs are owed by
+earlier steps: the one of the first token behind a prefix hit; and, where drafting does not pay, those of
+rows without drafts, which are read together before a page is finished. The hidden states for these are kept
+in the slot: of the last tokens, by position. A snapshot keeps the state before its edge.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hemiola.runtime.cache.pages import Pages
+from hemiola.plugins.rows import COLUMNS
+from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.device.session import Drafter
 from hemiola.runtime.engine.feed import ragged
 from hemiola.runtime.engine.ledger import Ledger
@@ -24,6 +25,7 @@ from hemiola.runtime.engine.sampling import choose
 from hemiola.runtime.engine.step import Batch, Plan, Row
 
 HIDDEN = "mtp.hidden"  # the slot state [R, F]
+FIRST, NUM_TOKENS, _, SLOT, COMMITTED, *_ = range(len(COLUMNS))
 
 
 class _Pairs(NamedTuple):
@@ -38,14 +40,11 @@ class _Pairs(NamedTuple):
 class MtpProposer:
     """Greedy requests get the head's best tokens, others are drawn with the noise that the trunk will use."""
 
-    def __init__(
-        self, session: Drafter, hidden_ring: torch.Tensor, pages: Pages, ledger: Ledger, pad_tokens: int
-    ) -> None:
+    def __init__(self, session: Drafter, hidden_ring: torch.Tensor, pages: PagePool, ledger: Ledger) -> None:
         self._session = session
         self._ring = hidden_ring  # [S, R, F]
         self._pages = pages
         self._ledger = ledger
-        self._pad_tokens = pad_tokens
 
     def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
         reading = [n for n, row in enumerate(plan.rows) if row.reads]
@@ -56,7 +55,7 @@ class MtpProposer:
         if not reading:
             return
         slot_id = batch.slots
-        committed = batch.committed.to(torch.int64)
+        committed = batch.rows[:, COMMITTED].to(torch.int64)
         wanting = [at for at, n in enumerate(reading) if plan.rows[n].room > 0]
         wanted = [reading[at] for at in wanting]
         own = slot_id[wanted]
@@ -88,12 +87,12 @@ class MtpProposer:
 
     def _hidden_before(self, pairs: _Pairs, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         """h_{p-1} of every pair: of this step, but for owed ones, for which the slot has it."""
-        tokens = batch.cu_tokens[pairs.row] + pairs.offset - 1
+        tokens = batch.rows[pairs.row, FIRST] + pairs.offset - 1
         tokens[pairs.owed] = 0
         before = hidden.index_select(0, tokens)
-        rows = pairs.row[pairs.owed]
-        places = (batch.committed[rows] + pairs.offset[pairs.owed] - 1) % self._ring.shape[1]
-        before[pairs.owed] = self._ring[batch.slot_id[rows], places]
+        rows = batch.rows[pairs.row[pairs.owed]]
+        places = (rows[:, COMMITTED] + pairs.offset[pairs.owed] - 1) % self._ring.shape[1]
+        before[pairs.owed] = self._ring[rows[:, SLOT], places]
         return before
 
     def _keep_for_snapshots(self, rows: list[Row], batch: Batch, hidden: torch.Tensor) -> None:
@@ -101,15 +100,14 @@ class MtpProposer:
         asked = [n for n, row in enumerate(rows) if row.snapshot_slot]
         if not asked:
             return
-        last = batch.snapshot_edge[asked] - 1
-        slot_id, committed = batch.slot_id[asked], batch.committed[asked]
+        first, _, _, slot_id, committed, edge, snapshot_slot, snapshot_edge = batch.rows[asked].T
+        last = snapshot_edge - 1
         place = last % self._ring.shape[1]
-        token = (batch.cu_tokens[asked] + last - committed).clamp(0, len(hidden) - 1)
+        token = (first + last - committed).clamp(0, len(hidden) - 1)
         is_new = (last >= committed).unsqueeze(1)
         kept = torch.where(is_new, hidden[token], self._ring[slot_id, place])
-        passed = batch.edge[asked] <= last
-        passed &= last < self._ledger.edge[slot_id]
-        target = torch.where(passed, batch.snapshot_slot[asked], 0)  # else it goes to the dump slot
+        passed = (edge <= last) & (last < self._ledger.edge[slot_id])
+        target = torch.where(passed, snapshot_slot, 0)  # else it goes to the dump slot
         self._ring[target, place] = kept
 
     def _keep(self, rows: list[Row], batch: Batch, hidden: torch.Tensor) -> None:
@@ -120,7 +118,7 @@ class MtpProposer:
         row, offset = ragged(kept)
         token = (np.cumsum(num_tokens) - kept)[row] + offset
         tokens = torch.from_numpy(token)
-        slot_id = batch.slot_id[torch.from_numpy(row)]
+        slot_id = batch.slots[torch.from_numpy(row)]
         self._ring[slot_id, batch.positions[tokens] % ring_len] = hidden.index_select(0, tokens)
 
     def _read(
@@ -133,21 +131,16 @@ class MtpProposer:
         last: torch.Tensor,  # pairs whose outcome is wanted
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the head over pairs; logits and hidden states of the last ones."""
-        token_ids = self._ledger.ids[slot_id, places]
-        table = self._pages.table[slots.numpy()]
-        cu_tokens = np.concatenate(([0], np.cumsum(counts)))
-        if padding := -len(places) % self._pad_tokens:
-            cu_tokens = np.append(cu_tokens, len(places) + padding)
-            table = np.concatenate((table, np.zeros_like(table[:1])))
-            token_ids = torch.cat((token_ids, token_ids.new_zeros(padding)))
-            places = torch.cat((places, places.new_ones(padding)))
-            before = torch.cat((before, before.new_zeros(padding, before.shape[1])))
+        rows = np.zeros((len(counts), len(COLUMNS)), np.int32)
+        rows[:, FIRST] = np.cumsum(counts) - counts
+        rows[:, NUM_TOKENS] = counts
+        rows[:, SLOT] = slots.numpy()
         logits, states = self._session.draft(
-            token_ids=token_ids,
+            token_ids=self._ledger.ids[slot_id, places],
             hidden=before,
             positions=places.to(torch.int32),
-            cu_tokens=torch.from_numpy(cu_tokens.astype(np.int32)),
-            page_table=torch.from_numpy(table),
+            rows=torch.from_numpy(rows),
+            page_table=torch.from_numpy(self._pages.table[slots.numpy()]),
             logits_ids=last.to(torch.int32),
         )
         return logits, states[last]

@@ -13,7 +13,7 @@ from hemiola.runtime.errors import Refused
 IDS = workloads.random_ids(50)
 
 
-def prompts(sessions: list[workloads.Session]) -> list[list[int]]:
+def prompts(sessions: list[workloads.Turns]) -> list[list[int]]:
     return [turn.ids for session in sessions for turn in session]
 
 

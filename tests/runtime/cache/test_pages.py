@@ -2,17 +2,17 @@
 
 import pytest
 
-from hemiola.runtime.cache.pages import Pages
+from hemiola.runtime.cache.pages import PagePool
 
 freed: list[int] = []
 
 
-def make_pages(num_pages: int = 8) -> Pages:
+def make_pages(num_pages: int = 8) -> PagePool:
     freed.clear()
-    return Pages(num_pages, page_len=4, num_slots=5, table_width=6, on_free=freed.extend)
+    return PagePool(num_pages, page_len=4, num_slots=5, table_width=6, on_free=freed.extend)
 
 
-def cached_path(pages: Pages, slot_id: int, num_pages: int) -> list[int]:
+def cached_path(pages: PagePool, slot_id: int, num_pages: int) -> list[int]:
     """So many pages of a slot, which the cache holds too."""
     assert pages.grow(slot_id, num_pages * pages.page_len)
     page_ids = pages.table[slot_id, :num_pages].tolist()
@@ -107,20 +107,20 @@ def test_what_makes_no_sense_is_not_done(act: object) -> None:
         act(pages, page_id)
 
 
-def miscounted(pages: Pages) -> None:
+def miscounted(pages: PagePool) -> None:
     pages.refs[int(pages.table[1, 0])] += 1
 
 
-def forgotten(pages: Pages) -> None:
+def forgotten(pages: PagePool) -> None:
     pages.release(1)
     pages._cached[pages._free[0]] = True
 
 
-def idle_miscounted(pages: Pages) -> None:
+def idle_miscounted(pages: PagePool) -> None:
     pages.num_idle += 1
 
 
-def unheld(pages: Pages) -> None:
+def unheld(pages: PagePool) -> None:
     page_id = int(pages.table[1, 1])
     pages._cached[page_id] = False
     pages.table[1, 1], pages.capacity[1] = 0, 4

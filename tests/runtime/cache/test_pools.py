@@ -2,12 +2,12 @@
 
 import pytest
 
-from hemiola.runtime.cache.pages import Pages
-from hemiola.runtime.cache.slots import Slots
+from hemiola.runtime.cache.pages import PagePool
+from hemiola.runtime.cache.slots import SlotPool
 
 
-def make_pages(num_pages: int = 6) -> Pages:
-    return Pages(num_pages, page_len=4, num_slots=4, table_width=8)
+def make_pages(num_pages: int = 6) -> PagePool:
+    return PagePool(num_pages, page_len=4, num_slots=4, table_width=8)
 
 
 def test_pages_grow_by_position_and_come_back() -> None:
@@ -41,19 +41,19 @@ def test_growing_to_less_takes_nothing() -> None:
     assert pages.grow(1, 9) and pages.grow(1, 2) and pages.capacity[1] == 12 and pages.num_free == 2
 
 
-def leak(pages: Pages) -> None:
+def leak(pages: PagePool) -> None:
     pages._free.pop()
 
 
-def double(pages: Pages) -> None:
+def double(pages: PagePool) -> None:
     pages.table[2, 0], pages.capacity[2] = pages.table[1, 0], 4
 
 
-def stale(pages: Pages) -> None:
+def stale(pages: PagePool) -> None:
     pages.table[1, 7] = 3
 
 
-def orphan(pages: Pages) -> None:
+def orphan(pages: PagePool) -> None:
     pages.grow(3, 1)
 
 
@@ -68,7 +68,7 @@ def test_the_audit_of_pages_finds(harm: object) -> None:
 
 
 def test_slots_stand_at_the_last_edge_that_tokens_passed() -> None:
-    slots = Slots(4, chunk_len=16)
+    slots = SlotPool(4, chunk_len=16)
     ids = [slots.acquire() for _ in range(3)]
     assert sorted(ids) == [1, 2, 3] and slots.num_free == 0
     slots.commit(ids, [15, 16, 47])
@@ -80,7 +80,7 @@ def test_slots_stand_at_the_last_edge_that_tokens_passed() -> None:
 
 
 def test_the_audit_of_slots_finds() -> None:
-    slots = Slots(4, chunk_len=16)
+    slots = SlotPool(4, chunk_len=16)
     slot_id = slots.acquire()
     for held in (set(), {slot_id, 3}):
         with pytest.raises(AssertionError):

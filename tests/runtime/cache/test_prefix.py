@@ -1,4 +1,4 @@
-"""The house checks every hit against all that is cached, and the content of all that is read."""
+"""Every hit is checked against all that is cached, and the content of all that is read (kit/hand.py)."""
 
 import random
 from collections.abc import Sequence
@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from kit.fake_cache import House, next_token
+from kit.fake_session import POISON
+from kit.house import House, known
 
 from hemiola.runtime.cache import tree
 from hemiola.runtime.cache.prefix import hit_len, reusable_len, wanted_edges
@@ -18,7 +19,7 @@ P = 4  # tokens in a page of most tests
 
 def text(length: int, seed: int = 0) -> list[int]:
     """Tokens that next_token never yields."""
-    return random.Random(seed * 1000 + 7).choices(range(10, 1000), k=length)
+    return random.Random(seed * 1000 + 7).choices(range(10, 97), k=length)
 
 
 # How long a hit is.
@@ -109,8 +110,8 @@ def test_the_next_turn_finds_the_last_answer(num_new: int, donate: bool, drafts:
     """Its last token was not computed, and a state is stored by the step after the one that fills a page."""
     house = House(num_drafts=drafts, donate=donate)
     first = house.serve(text(P + 1), num_new)
-    computed = first.known(first.total_len - 1)
-    found = house.hit([*first.known(first.total_len), *text(3, 1)])
+    computed = known(first, first.total_len - 1)
+    found = house.hit([*known(first), *text(3, 1)])
     assert found in (len(computed) // P * P, (len(computed) - drafts) // P * P)
     assert found >= P
 
@@ -146,8 +147,8 @@ def test_a_colliding_hash_is_no_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "digest", lambda parent, tokens: bytes(16))
     house = House(hybrid=False)
     prompt = text(P) * 3
-    house.submit(prompt, 5)
-    house.step()
+    house.ask(prompt, 5)
+    house.turn()
     house.audit()
     assert [entry.edge for _, entry in house.prefix.contents()] == [P]
     assert house.hit(prompt) == P
@@ -158,11 +159,11 @@ def test_a_colliding_salt_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(tree, "digest", lambda parent, tokens: digest(parent, tokens if parent else b""))
     house = House()
     house.serve(text(3 * P), tenant="a")
-    request = house.submit(text(3 * P), 5, tenant="b")
-    house.step()
+    request = house.ask(text(3 * P), 5, tenant="b")
+    house.turn()
     house.audit()
     assert not any(house.pages.is_cached(page_id) for page_id in house.pages.table[request.slot_id])
-    house.drain()
+    house.run()
     assert house.hit(text(3 * P), tenant="b") == 0 and house.hit(text(3 * P), tenant="a") == 2 * P
 
 
@@ -180,16 +181,16 @@ def test_a_page_behind_another_prefix_is_another_page() -> None:
 def test_siblings_of_one_step_compute_alone_and_keep_one_copy(hybrid: bool) -> None:
     house = House(hybrid=hybrid, num_slots=9)
     prompt = text(3 * P + 2)
-    requests = [house.submit(prompt, 3) for _ in range(4)]
-    house.step()
+    requests = [house.ask(prompt, 3) for _ in range(4)]
+    house.turn()
     house.audit()
-    assert [r.start.hit_len for r in requests if r.start] == [0, 0, 0, 0]
+    assert [request.hit_len for request in requests] == [0, 0, 0, 0]
     tables = [house.pages.table[r.slot_id, :3].tolist() for r in requests]
     assert tables[1:] == tables[:1] * 3, "computed four times, kept four times"
     assert [house.pages.refs[page_id] for page_id in tables[0]] == [4, 4, 4]
     own = {int(house.pages.table[r.slot_id, 3]) for r in requests}
     assert len(own) == 4, "a page that is not full was shared"
-    house.drain()
+    house.run()
     assert house.snapshots() == ([(12, "prompt"), (16, "decode")] if hybrid else [])
 
 
@@ -197,10 +198,10 @@ def test_siblings_of_one_step_compute_alone_and_keep_one_copy(hybrid: bool) -> N
 def test_what_a_step_publishes_is_not_found_in_the_same_step(hybrid: bool) -> None:
     house = House(hybrid=hybrid)
     prompt = text(3 * P)
-    house.submit(prompt, 5)
-    house.step()
-    request = house.submit(prompt)
-    assert house.expected_hit(request) == 0
+    house.ask(prompt, 5)
+    house.turn()
+    request = house.ask(prompt)
+    assert house.expected_hit(known(request)) == 0
     start = house.prefix.admit(request.chain, 3 * P)
     assert start is not None and start.hit_len == 0 and start.restore_from == 0
     house.prefix.release(start.slot_id)
@@ -208,14 +209,14 @@ def test_what_a_step_publishes_is_not_found_in_the_same_step(hybrid: bool) -> No
     start = house.prefix.admit(request.chain, 3 * P)
     assert start is not None and start.hit_len == 2 * P
     house.prefix.release(start.slot_id)
-    house.drain()
+    house.run()
 
 
 def test_a_snapshot_that_a_sibling_stored_is_not_stored_again() -> None:
     house = House(budget=3 * P + 1)
     prompt = text(3 * P)
-    first, second = house.submit(prompt, 9), house.submit(prompt, 9)
-    house.step()
+    first, second = house.ask(prompt, 9), house.ask(prompt, 9)
+    house.turn()
     assert first.committed_len == 3 * P and second.committed_len == 1
     before = house.prefix.statistics.num_snapshots
     house.prefix.tick()
@@ -229,21 +230,19 @@ def test_a_snapshot_that_a_sibling_stored_is_not_stored_again() -> None:
 
 
 def test_a_request_that_ends_between_plan_and_commit_gives_back_what_it_took() -> None:
-    house = House()
-    request = house.submit(text(3 * P), 5)
-    house.prefix.tick()
-    (row,), _ = house.plan()
-    assert row.take is not None
-    house.audit()
-    house.abort(request)
-    house.audit()
+    house = House(pipeline_depth=1)
+    request = house.ask(text(3 * P), 5)
+    house.turn()
+    assert house.prefix._leases[request.slot_id].taken
+    house.loop.abort(request.id)
+    house.run()
     assert house.slots.num_free == house.slots.num_slots - 1
 
 
 def test_committing_twice_changes_nothing() -> None:
     house = House()
-    request = house.submit(text(3 * P), 5)
-    house.step()
+    request = house.ask(text(3 * P), 5)
+    house.turn()
     before = (house.pages.table.copy(), house.snapshots(), house.pages.num_free, house.slots.num_free)
     for _ in range(2):
         house.prefix.commit(request.slot_id, request.committed_len, request.total_len)
@@ -334,10 +333,10 @@ def test_a_junction_is_noticed_behind_a_hit() -> None:
 def test_a_prompt_is_cut_where_two_snapshots_fall_into_one_step() -> None:
     house = House()
     serve_all(house, [[*text(2 * P), *text(2 * P, 1)]])
-    request = house.submit([*text(2 * P), *text(2 * P + 1, 2)], 5)
-    house.step()
+    request = house.ask([*text(2 * P), *text(2 * P + 1, 2)], 5)
+    house.turn()
     assert request.committed_len == 2 * P, "the chunk must end at the junction"
-    house.step()
+    house.turn()
     assert request.committed_len == 4 * P + 1
     assert {(8, "junction"), (16, "prompt")} <= set(house.snapshots())
 
@@ -353,10 +352,10 @@ def test_chunks_of_any_size_leave_the_same_snapshots(interval: int, budget: int)
 
 def test_the_newest_decode_snapshot_replaces_the_older_one() -> None:
     house = House()
-    request = house.submit(text(P + 1), 6 * P)
+    request = house.ask(text(P + 1), 6 * P)
     seen: set[tuple[int, str]] = set()
-    while not request.finished:
-        house.step()
+    while not request.finish_reason:
+        house.turn()
         house.audit()
         decode = [edge for edge, kind in house.snapshots() if kind == "decode"]
         assert len(decode) <= 1, "one per request"
@@ -367,21 +366,21 @@ def test_the_newest_decode_snapshot_replaces_the_older_one() -> None:
 
 def test_a_decode_snapshot_that_others_started_from_stays() -> None:
     house = House()
-    request = house.submit(text(P + 1), 6 * P)
+    request = house.ask(text(P + 1), 6 * P)
     while request.committed_len < 3 * P + 1:
-        house.step()
+        house.turn()
     assert (3 * P, "decode") in house.snapshots()
-    house.submit([*request.known(3 * P), *text(3, 1)])
-    house.drain()
+    house.ask([*known(request, 3 * P), *text(3, 1)])
+    house.run()
     assert {(3 * P, "decode"), (7 * P, "decode")} <= set(house.snapshots())
 
 
 def test_a_decode_snapshot_where_others_branched_off_stays() -> None:
     """Two sampled answers to one prompt: the second one's page hangs below the first one's snapshot."""
     house = House()
-    request = house.submit(text(P + 1), 6 * P)
+    request = house.ask(text(P + 1), 6 * P)
     while request.committed_len < 3 * P + 1:
-        house.step()
+        house.turn()
     (entry,) = (entry for _, entry in house.prefix.contents() if entry.kind == "decode" and entry.slot_id)
     for _ in range(2):
         entry.children.add(tree.Entry(b"", entry, b"", 0, 0, 0))
@@ -393,31 +392,31 @@ def test_a_donated_slot_is_a_snapshot() -> None:
     house = House(chunk_len=P, donate=True)
     request = house.serve(text(P + 1), 2 * P + 1)
     assert house.snapshots() == [(P, "prompt"), (3 * P, "decode")]
-    assert house.hit(request.known(request.total_len)) == 3 * P
+    assert house.hit(known(request)) == 3 * P
 
 
 def test_a_donated_slot_outdoes_the_last_decode_snapshot() -> None:
     house = House(chunk_len=P, donate=True)
-    request = house.submit(text(P + 1), 3 * P)
+    request = house.ask(text(P + 1), 3 * P)
     while (2 * P, "decode") not in house.snapshots():
-        house.step()
+        house.turn()
     house.prefix.take = lambda *row: None
-    house.drain()
+    house.run()
     assert house.snapshots() == [(P, "prompt"), (4 * P, "decode")]
-    assert house.hit(request.known(4 * P + 1)) == 4 * P
+    assert house.hit(known(request, 4 * P + 1)) == 4 * P
     house.audit()
 
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_preempted_request_resumes_from_its_own_pages(donate: bool) -> None:
     house = House(chunk_len=P, donate=donate)
-    request = house.submit(text(3 * P + 1), 3 * P)
+    request = house.ask(text(3 * P + 1), 3 * P)
     while request.committed_len < 5 * P:
-        house.step()
-    house.preempt(request)
+        house.turn()
+    house.scheduler._preempt(request)
     house.audit()
-    house.drain()
-    assert request.start is not None and request.start.hit_len == 5 * P
+    house.run()
+    assert request.hit_len == 5 * P
 
 
 # Who is evicted.
@@ -426,10 +425,10 @@ def test_a_preempted_request_resumes_from_its_own_pages(donate: bool) -> None:
 def test_a_page_in_use_is_never_evicted_however_tight() -> None:
     house = House(num_pages=13, max_len=24)
     for seed in range(6):
-        house.submit(text(2 * P, seed), 3 * P)
-    house.drain()
+        house.ask(text(2 * P, seed), 3 * P)
+    house.run()
     assert house.prefix.statistics.evicted_pages > 0
-    assert len(house.done) == 6
+    assert all(request.finish_reason for request in house.requests)
 
 
 def test_pages_behind_the_last_snapshot_go_first() -> None:
@@ -450,8 +449,8 @@ def test_a_snapshot_goes_with_its_page_and_not_later() -> None:
     house = House(num_pages=7, max_len=24)
     house.serve(text(3 * P + 1, 1))
     num_free = house.slots.num_free
-    request = house.submit(text(5 * P + 1, 2), 3)
-    house.step()
+    request = house.ask(text(5 * P + 1, 2), 3)
+    house.turn()
     house.audit()  # finds a snapshot out of reach, and one without content
     assert house.prefix.statistics.stranded_snapshots == 1
     assert [edge for edge, _ in house.snapshots()] == [5 * P]
@@ -473,13 +472,13 @@ def test_the_snapshot_that_saves_least_goes_first() -> None:
 
 def test_a_snapshot_is_judged_by_what_hangs_below_it() -> None:
     house = House(hybrid=True)
-    request = house.submit(text(P + 1), 3 * P)
-    house.step()
+    request = house.ask(text(P + 1), 3 * P)
+    house.turn()
     (first,) = (entry for _, entry in house.prefix.contents() if entry.slot_id)
     assert first.group is not None and first.group.below == 0
-    house.drain()
+    house.run()
     assert first.group.below == 1
-    house.serve([*request.known(P), *text(P + 1, 1)])
+    house.serve([*known(request, P), *text(P + 1, 1)])
     assert first.group.below == 2 and first.group.uses == 1
 
 
@@ -493,12 +492,12 @@ def test_a_snapshot_worth_less_than_all_others_is_not_taken() -> None:
 
 def test_without_room_for_snapshots_there_are_none() -> None:
     house = House(num_slots=3, max_rows=2)
-    requests = [house.submit(text(3 * P, seed), 8) for seed in (1, 2)]
+    requests = [house.ask(text(3 * P, seed), 8) for seed in (1, 2)]
     for _ in range(6):
-        house.step()
+        house.turn()
         assert house.snapshots() == []
-    house.drain()
-    assert all(request.finished for request in requests)
+    house.run()
+    assert all(request.finish_reason for request in requests)
 
 
 def test_a_request_that_needs_a_slot_displaces_a_snapshot() -> None:
@@ -506,10 +505,10 @@ def test_a_request_that_needs_a_slot_displaces_a_snapshot() -> None:
     house.serve(text(3 * P, 1))
     assert len(house.snapshots()) == 1
     for seed in (2, 3):
-        house.submit(text(3 * P, seed), 4)
-    house.step()
-    assert len(house.running) == 2 and house.snapshots() == []
-    house.drain()
+        house.ask(text(3 * P, seed), 4)
+    house.turn()
+    assert len(house.scheduler.running) == 2 and house.snapshots() == []
+    house.run()
 
 
 def test_the_last_slot_is_taken_over_with_its_state() -> None:
@@ -519,19 +518,19 @@ def test_the_last_slot_is_taken_over_with_its_state() -> None:
     house.serve(prompt)
     assert house.snapshots() == [(12, "decode")] or house.snapshots() == [(12, "prompt")]
     request = house.serve(prompt)
-    assert request.start is not None and request.start.hit_len == 3 * P and request.start.restore_from == 0
+    assert request.hit_len == 3 * P and not house.session.copies
 
 
 def test_a_snapshot_is_not_given_away_in_the_step_that_restores_it() -> None:
     house = House(num_slots=4, max_rows=3)
     house.serve(text(3 * P + 1, 1))
     assert house.hit(text(3 * P + 1, 1)) == 3 * P
-    first, second, third = (house.submit(text(3 * P + 1, seed), 2) for seed in (1, 2, 3))
-    house.step()
-    assert first.start is not None and first.start.restore_from and second.slot_id and not third.slot_id
-    house.step()
+    first, second, third = (house.ask(text(3 * P + 1, seed), 2) for seed in (1, 2, 3))
+    house.turn()
+    assert first.hit_len and house.session.copies and second.slot_id and not third.slot_id
+    house.turn()
     assert third.slot_id, "a step later the snapshot must give way"
-    house.drain()
+    house.run()
 
 
 def test_a_full_cache_of_one_request_turns_over() -> None:
@@ -550,17 +549,17 @@ def test_flush_while_requests_run(steps: int) -> None:
     house = House(budget=7)
     prompts = [[*text(2 * P), *text(P + 3, seed)] for seed in (1, 2)]
     serve_all(house, prompts)
-    requests = [house.submit(prompt, 9) for prompt in prompts]
+    requests = [house.ask(prompt, 9) for prompt in prompts]
     for _ in range(steps):
-        house.step()
+        house.turn()
     house.prefix.flush()
     house.audit()
     assert house.snapshots() == [] and list(house.prefix.contents()) == []
     running = [request for request in requests if request.slot_id]
     for request in running:
         assert house.prefix.take(request.slot_id, 0, 3 * P) is None, "a slot for what nobody will find"
-    house.drain()
-    assert all(request.finished for request in requests)
+    house.run()
+    assert all(request.finish_reason for request in requests)
     if len(running) == 2:
         assert list(house.prefix.contents()) == [], "published what was computed before the flush"
     assert house.hit(text(3 * P, 7)) == 0 and house.hit(text(3 * P, 7)) == 2 * P
@@ -572,7 +571,7 @@ def test_an_idle_cache_gives_everything_back() -> None:
     house.prefix.flush()
     assert house.pages.num_free == house.pages.num_pages - 1
     assert house.slots.num_free == house.slots.num_slots - 1
-    assert house.kv == {} and house.state == {}
+    assert (house.session.pages == POISON).all() and not any(house.session.states)
 
 
 def test_tenants_that_left_leave_nothing() -> None:
@@ -623,7 +622,7 @@ def forgotten_leaf(house: House) -> None:
 
 
 def other_page(house: House) -> None:
-    house.running[0].slot_id, lease = 0, house.prefix._leases[house.running[0].slot_id]
+    house.scheduler.running[0].slot_id, lease = 0, house.prefix._leases[house.scheduler.running[0].slot_id]
     lease.path[0], lease.path[1] = lease.path[1], lease.path[0]
 
 
@@ -652,91 +651,53 @@ HARMS = [
 def test_the_audit_finds(harm: object) -> None:
     house = House()
     house.serve(text(3 * P + 1))
-    house.submit([*text(2 * P), *text(2 * P, 1)], 5)
-    house.step()
+    house.ask([*text(2 * P), *text(2 * P, 1)], 5)
+    house.turn()
     house.audit()
     harm(house)
     with pytest.raises(AssertionError):
         house.prefix.audit()
 
 
-# Storms.
-
-SHAPES = [
-    dict(),
-    dict(num_drafts=3, donate=True),
-    dict(chunk_len=4, donate=True, interval=8),
-    dict(hybrid=False),
-    dict(num_drafts=5, interval=4, budget=13),
-    dict(num_pages=15, num_slots=4, max_rows=3, donate=True, num_drafts=2),
-    dict(num_pages=13, num_slots=2, max_rows=1, donate=True, chunk_len=4),
-    dict(num_pages=14, num_slots=3, max_rows=3, hybrid=False, num_drafts=1),
-    dict(num_pages=19, num_slots=7, max_rows=4, page_len=3, chunk_len=1, num_drafts=7),
-    dict(num_pages=40, num_slots=30, max_rows=6, budget=5),
-]
+# Ages: time passes with every request that is admitted.
 
 
-class Storm:
-    """Random users: they repeat, extend and branch off what has been said before, and change their minds."""
-
-    def __init__(self, shape: dict[str, int], seed: int) -> None:
-        self.random = random.Random(seed)
-        self.house = House(seed=seed, **shape)
-        self.said: list[tuple[int, ...]] = [tuple(text(20)), tuple(text(20, 1))]
-
-    def prompt(self) -> list[int]:
-        base = self.random.choice(self.said[-8:] + self.said[:2])
-        cut = self.random.choice([len(base), self.random.randint(0, len(base))])
-        tail = self.random.choices(range(3), k=self.random.choice([0, 1, 2, 5, 9]))
-        return ([*base[:cut], *tail] or [0])[: self.house.max_len - 1]
-
-    def act(self) -> None:
-        house = self.house
-        match self.random.choices(("submit", "step", "preempt", "abort", "flush"), (25, 60, 6, 6, 1))[0]:
-            case "submit":
-                prompt = self.prompt()
-                self.said.append(tuple(prompt))
-                house.submit(prompt, self.random.randint(1, 20), self.random.choice(["", "", "", "x"]))
-            case "preempt" if house.running:
-                house.preempt(house.running[-1])
-            case "abort" if house.running or house.waiting:
-                house.abort(self.random.choice(house.running + house.waiting))
-            case "flush":
-                house.prefix.flush()
-            case _ if house.running or house.waiting:
-                house.step()
-        house.audit()
-        self.said += [request.known(request.total_len) for request in house.done]
-        house.done.clear()
+def test_a_snapshot_ages_while_others_are_served() -> None:
+    """The older one saves twice as much, and goes all the same."""
+    house = House(num_slots=4, max_rows=1)
+    house.serve(text(4 * P + 1, 1))
+    for seed in range(40):
+        house.serve(text(1, seed))
+    house.serve(text(2 * P + 1, 2))
+    house.serve(text(3 * P + 1, 3))
+    assert [edge for edge, _ in house.snapshots()] == [2 * P, 3 * P]
 
 
-@pytest.mark.parametrize("shape", range(len(SHAPES)))
-@pytest.mark.parametrize("seed", range(3))
-def test_storm(shape: int, seed: int) -> None:
-    storm = Storm(SHAPES[shape], seed)
-    for _ in range(200):
-        storm.act()
-    storm.house.drain()
-    assert storm.house.prefix.statistics.num_hits > 0
-    storm.house.prefix.flush()
-    assert storm.house.pages.num_free == storm.house.pages.num_pages - 1
+def test_a_page_is_as_old_as_the_last_request_that_held_it() -> None:
+    house = House(hybrid=False, num_pages=4, max_len=12)
+    house.serve(text(P, 1), 2)
+    assert house.hit(text(P + 1, 1)) == P
+    house.serve(text(P, 2), 2)
+    house.serve(text(P, 3), 2)
+    assert house.hit(text(P + 1, 2)) == P, "the younger page went"
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, len(SHAPES) - 1), st.integers(0, 2**32), st.integers(1, 60))
-def test_short_storms(shape: int, seed: int, num_acts: int) -> None:
-    storm = Storm(SHAPES[shape], seed)
-    for _ in range(num_acts):
-        storm.act()
-    storm.house.drain()
-
-
-def test_answers_do_not_depend_on_the_cache() -> None:
-    """The house's own model; content is checked at every read."""
-    house = House(num_drafts=3, max_rows=4)
+def test_a_page_is_as_old_as_the_one_that_was_behind_it() -> None:
+    house = House(hybrid=False)
     for seed in range(5):
-        request = house.serve(text(7, seed % 2), 15)
-        context = text(7, seed % 2)
-        for _ in range(15):
-            context.append(next_token(context))
-        assert request.known(request.total_len) == tuple(context)
+        house.serve(text(2 * P + 1, seed))
+    leaves = {entry.used: entry for _, entry in house.prefix.contents() if not entry.children}
+    assert sorted(leaves) == [1, 2, 3, 4, 5]
+    house.prefix._evict(leaves[4])
+    assert leaves[4].parent.used == 4
+
+
+def test_a_snapshot_whose_slot_is_taken_over_has_been_used() -> None:
+    """There is no other slot. What such snapshots are worth is learned from it too."""
+    house = House(num_slots=2, max_rows=1, donate=True, chunk_len=P)
+    house.serve(text(P, 1), 2)
+    ((_, entry),) = house.prefix.contents()
+    group = entry.group
+    assert entry.slot_id and not house.evictor.reuse._uses
+    assert house.hit([*text(P, 1), 5]) == P
+    assert sum(house.evictor.reuse._uses[group]) == 1

@@ -44,7 +44,6 @@ class FakeLLM(LLM):
     opened: list[dict[str, object]]
     wrong: Callable[[dict[str, object], int], bool]
     before_run: Callable[[FakeSession], None]
-    numerics: str
 
     def __init__(self, engine_dir: Path, **options: object) -> None:
         self.opened.append(options)
@@ -60,9 +59,7 @@ class FakeLLM(LLM):
 
         session = FakeSession(self.config, next_token)
         session.before_run = lambda batch: type(self).before_run(session)
-        self.manifest = SimpleNamespace(
-            numerics=self.numerics, architecture="FakeForCausalLM", vocab_size=VOCAB
-        )
+        self.manifest = SimpleNamespace(architecture="FakeForCausalLM", vocab_size=VOCAB)
         self._text = SimpleNamespace(
             encode=lambda text: [ord(c) % VOCAB for c in text], encode_words=lambda text: []
         )
@@ -85,7 +82,6 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
         "opened": [],
         "wrong": lambda options, length: False,
         "before_run": lambda session: None,
-        "numerics": "exact",
     }
     fake = type("Fresh", (FakeLLM,), fresh)
     monkeypatch.setattr(bench, "LLM", fake)
@@ -175,16 +171,7 @@ def test_unequal_tokens_are_status_1_and_shown(llm: type[FakeLLM], hemiola: Call
         ended.status == 1
         and "tokens equal to the plain run: 0 of 6\n  first difference: request 0: " in ended.out
     )
-    assert " at position 4, the plain run has " in ended.out and "fast numerics" not in ended.out
-    llm.numerics = "fast"
-    assert "fast numerics" in hemiola(*SMALL, "--check").out
-
-
-def test_fast_numerics_are_no_excuse_for_equal_tokens(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended]
-) -> None:
-    llm.numerics = "fast"
-    assert "fast" not in hemiola(*SMALL, "--check").out
+    assert " at position 4, the plain run has " in ended.out
 
 
 def test_variants_are_measured_in_turn_and_stand_side_by_side(
@@ -290,7 +277,7 @@ def test_ctrl_c_prints_what_finished(
     def press(session: FakeSession) -> None:
         if len(session.shapes) == 12:  # in the second request; the handler is gone once the run has stopped
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while signal.getsignal(signal.SIGINT) is not before and time.monotonic() < deadline:
                 time.sleep(0.001)
 
@@ -344,10 +331,9 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
         (["--compare", "max_row=2"], "unknown option 'max_row'; the options are max_len"),
         (["--compare", "max_rows"], "--compare 'max_rows' holds 'max_rows'; write NAME=VALUE"),
         (["--max-rows", "many"], "max_rows is 'many'"),
-        (["--num-request", "3"], "unknown argument '--num-request'; see hemiola bench --help"),
-        (["extra"], "unknown argument 'extra'"),
-        (["--max-rows"], "--max-rows has no value"),
-        (["--max-rows", "2", "--max-rows=3"], "--max-rows is given twice"),
+        (["--num-request", "3"], "No such option: --num-request"),
+        (["extra"], "unexpected extra argument"),
+        (["--max-rows"], "'--max-rows' requires an argument"),
         (["--request-rate", "nan"], "request_rate is nan"),
         (["--concurrency", "0"], "concurrency is 0"),
     ],
@@ -479,7 +465,7 @@ def test_variants_that_say_nothing_are_refused(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def engine_dir(tiny_engine: Callable[..., Path]) -> Iterator[Path]:
-    yield tiny_engine("qwen3_5", numerics="exact")
+    yield tiny_engine("qwen3_5")
 
 
 def test_a_tiny_engine_from_end_to_end(

@@ -1,28 +1,120 @@
-"""Weights as a segment needs them, and what a forgotten LLM leaves behind."""
+"""What a program is bound to: forms, weights as they lie in the file, states; and what opening an engine costs."""
 
 import gc
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
-from safetensors.torch import save_file
+from kit.checkpoints import NEMOTRON_H, write_tokenizer
 
+from hemiola.builder.build import Options, build
+from hemiola.plugins import OPS
 from hemiola.runtime import manifest
-from hemiola.runtime.device.session import load_weights
+from hemiola.runtime.device.session import bind_forms, load_program, map_weights
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.manifest import Weight
+from hemiola.runtime.manifest import OpNode
+
+ROOT = Path(__file__).resolve().parents[3]
+OPEN = """
+import resource, sys
+sys.path.insert(0, ".")
+import torch
+from hemiola.runtime.llm import LLM
+torch.set_num_threads(1)
+for engine_dir in sys.argv[1:]:
+    llm = LLM(engine_dir, cache_bytes=2**25, prefix_cache=False)
+    llm.generate([[5, 6, 7]])
+    llm.close()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
 
 
-def test_weights_are_cast_to_the_dtype_they_run_in(tiny_engine: Callable[..., Path], tmp_path: Path) -> None:
-    stored = {"a": torch.randn(3).bfloat16(), "b": torch.randn(2), "unused": torch.randn(1)}
-    save_file(stored, tmp_path / "w.safetensors")
-    found = manifest.load(tiny_engine("qwen3_5"))
-    weights = (Weight(name="a", dtype="float32"), Weight(name="b", dtype="float32"))
-    changed = found.model_copy(update={"weights": weights, "weights_file": "w.safetensors"})
-    loaded = load_weights(tmp_path, changed, ("b", "a"))
-    assert list(loaded) == ["b", "a"] and all(t.dtype == torch.float32 for t in loaded.values())
-    assert torch.equal(loaded["a"], stored["a"].float()) and torch.equal(loaded["b"], stored["b"])
+def test_every_node_of_ours_calls_its_form_itself(tiny_engine: Callable[..., Path]) -> None:
+    engine_dir = tiny_engine("qwen3_next")
+    segment = manifest.load(engine_dir).segment("trunk")
+    program = load_program(engine_dir / segment.file)
+    ours = {op.torch_op: op.name for op in OPS.values()}
+    before = [ours[node.target] for node in program.graph.nodes if node.target in ours]
+    assert before == [node.op for node in segment.nodes] and len(before) > 20
+    bind_forms(program, segment)
+    assert not any(node.target in ours for node in program.graph.nodes)
+    for nodes, error in ((segment.nodes[:-1], ValueError), (segment.nodes[::-1], AssertionError)):
+        with pytest.raises(error):
+            bind_forms(load_program(engine_dir / segment.file), segment.model_copy(update={"nodes": nodes}))
+
+
+def test_a_form_gets_the_sizes_that_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hemiola.plugins.linear.compiled as compiled
+
+    monkeypatch.setattr(compiled, "linear", lambda *values: values)
+    node = OpNode(op="linear", form="compiled", refused={}, sizes=(7,))
+    assert OPS[node.op].bind(node.form, node.sizes)("x", "weight", "bias") == ("x", "weight", "bias", 7)
+    assert OPS[node.op].bind(node.form, ()) is compiled.linear
+
+
+def test_weights_are_mapped_as_they_lie_aligned_to_cache_lines(tiny_engine: Callable[..., Path]) -> None:
+    engine_dir = tiny_engine("qwen3_5_tied")
+    path = engine_dir / manifest.load(engine_dir).weights_file
+    weights = map_weights(path, ["embed.weight", "layers.0.mixer.body.norm.weight"])
+    assert [w.dtype for w in weights.values()] == [torch.bfloat16, torch.float32], "widened, or not packed"
+    assert all(w.data_ptr() % 64 == 0 for w in weights.values())
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    spans = [line.split()[0].split("-") for line in mapped]
+    for weight in weights.values():
+        assert any(int(a, 16) <= weight.data_ptr() < int(b, 16) for a, b in spans), "a copy, not the file"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_opening_an_engine_takes_its_weights_and_caches_and_no_more(
+    dtype: torch.dtype, tmp_path: Path, tiny_engine: Callable[..., Path]
+) -> None:
+    """By the peak memory of a process that opens a tiny engine, then a large one, and answers with each."""
+    engine_dir = large_engine(tmp_path, dtype)
+    small = tiny_engine("nemotron_h_dense", drafts="none")
+    ended = subprocess.run(
+        [sys.executable, "-c", OPEN, small, engine_dir], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    base, peak = map(int, ended.stdout.split())
+    weights = (engine_dir / "weights.safetensors").stat().st_size
+    assert weights > 100 * 2**20
+    assert 0.9 * weights < peak - base < 1.15 * weights + 0.15 * 2**25, f"{(peak - base) / 2**20:.0f} MiB"
+
+
+def large_engine(folder: Path, dtype: torch.dtype) -> Path:
+    """Some 128 MiB of weights in MLPs and embeddings."""
+    from safetensors.torch import save_file
+
+    width, inner, vocab, layers = 1024, 6144 if dtype == torch.bfloat16 else 3072, 4096, "-" * 4
+    config = NEMOTRON_H | {"hidden_size": width, "intermediate_size": inner, "vocab_size": vocab}
+    config |= {"hybrid_override_pattern": f"{layers}*", "architectures": ["NemotronHForCausalLM"]}
+    config |= {"num_nextn_predict_layers": 0, "max_position_embeddings": 256}
+    shapes = {"backbone.embeddings.weight": (vocab, width), "lm_head.weight": (vocab, width)}
+    shapes |= {"backbone.norm_f.weight": (width,)}
+    for n in range(len(layers) + 1):
+        shapes[f"backbone.layers.{n}.norm.weight"] = (width,)
+        mixer = {"up_proj": (inner, width), "down_proj": (width, inner)}
+        if n == len(layers):
+            mixer = {
+                "q_proj": (64, width),
+                "k_proj": (32, width),
+                "v_proj": (32, width),
+                "o_proj": (width, 64),
+            }
+        shapes |= {f"backbone.layers.{n}.mixer.{name}.weight": shape for name, shape in mixer.items()}
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    save_file(
+        {n: torch.full(s, 0.01, dtype=dtype) for n, s in shapes.items()}, checkpoint / "model.safetensors"
+    )
+    write_tokenizer(checkpoint)
+    build(checkpoint, folder / "engine", Options(max_len=128, max_rows=2, drafts="none"))
+    return folder / "engine"
 
 
 def test_a_forgotten_llm_ends_its_thread(tiny_engine: Callable[..., Path]) -> None:

@@ -11,14 +11,12 @@ SMALL = {"page_len": PAGE, "chunk_len": CHUNK, "num_drafts": 19}
 FAMILIES = ["nemotron_h_moe", "three_convs"]
 
 
-@pytest.fixture(params=["exact", "fast"])
-def filled(
-    request: pytest.FixtureRequest, engine_hands: Callable[..., EngineHand], wanted: Wanted
-) -> Callable:
+@pytest.fixture
+def filled(engine_hands: Callable[..., EngineHand], wanted: Wanted) -> Callable:
     """A hand whose cache holds three pages or more, and snapshots, of one text."""
 
     def make(family: str) -> EngineHand:
-        hand = engine_hands(family, "mtp", SMALL | {"numerics": request.param}, num_drafts=3)
+        hand = engine_hands(family, "mtp", SMALL, num_drafts=3)
         for length in (PAGE + 1, 3 * PAGE + 2):
             hand.submit(wanted.story(family)[:length], max_tokens=3)
             hand.run()

@@ -9,7 +9,7 @@ import torch
 from kit.fake_session import FakeSession, resolved
 from kit.proposers import Scripted
 
-from hemiola.runtime.device.session import Output
+from hemiola.runtime.device.session import Computed
 
 VOCAB, LENGTH, NUM_DRAWS = 5, 3, 20_000
 LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))  # of what follows a token
@@ -18,9 +18,9 @@ LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))  
 class Chain(FakeSession):
     """A Markov chain, and nothing is checked."""
 
-    def run(self, batch: object) -> Output:
+    def run(self, batch: object) -> Computed:
         logits = LOGITS[batch.token_ids[batch.logits_ids.long()].long()]
-        return Output(logits, torch.zeros(len(batch.token_ids), 1))
+        return Computed(logits, torch.zeros(len(batch.token_ids), 1))
 
 
 def expected(temperature: float) -> dict[tuple[int, ...], float]:

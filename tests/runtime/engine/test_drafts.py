@@ -112,7 +112,6 @@ def test_storms_of_drafts_preemptions_and_aborts(make_hand, seed: int) -> None:
         max_rows=rng.randint(1, 5),
         max_step_tokens=rng.choice([8, 13, 32]),
         num_pages=rng.randint(9, 20),
-        pad_tokens=rng.choice([1, 32]),
     )
     wanted = {}
     for _ in range(60):

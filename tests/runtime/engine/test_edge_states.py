@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from kit.engine_hand import EngineHand, Wanted, right_and_wrong
+from kit.engine_hand import PAGE as B
+from kit.engine_hand import SMALL, EngineHand, Wanted, right_and_wrong
 
-B, U, K = 16, 8, 19
-SMALL = {"page_len": B, "chunk_len": U, "num_drafts": K, "numerics": "exact"}
+K = SMALL["num_drafts"]
 
 
 @pytest.mark.parametrize("kind", ["mtp", "mtp, right and wrong"])

@@ -1,4 +1,4 @@
-"""With drafts of any kind and quality, greedy tokens are the oracle's and exact logits the plain run's.
+"""With drafts of any kind and quality, greedy tokens are the oracle's and logits the plain run's bits.
 
 Storage is poisoned, the caches are audited after every step.
 """
@@ -48,12 +48,12 @@ def test_mixed_batches_with_preemption(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exact_logits_with_drafts_are_the_plain_runs_bits(
+def test_logits_with_drafts_are_the_plain_runs_bits(
     engine_hands: Callable[..., EngineHand], wanted: Wanted, family: str, kind: str
 ) -> None:
     lengths = [1, CHUNK, PAGE + 1, 100]
     sizes = {"max_len": 192, "num_pages": 9, "max_rows": 4, "max_step_tokens": CHUNK + 9}
-    hand = engine_hands(family, kind, {"num_drafts": 5, "numerics": "exact"}, **sizes)
+    hand = engine_hands(family, kind, {"num_drafts": 5}, **sizes)
     for length in lengths:
         hand.submit(prompt(length), max_tokens=NUM_TOKENS)
     hand.run()
@@ -71,7 +71,7 @@ def test_a_seeded_sample_is_the_same_with_and_without_drafts(
     """Not only the distribution: acceptance compares with the draw that would have been made anyway."""
     outputs = {}
     for name in ("plain", kind):
-        hand = engine_hands("qwen3_5", name, {"num_drafts": 5, "numerics": "exact"})
+        hand = engine_hands("qwen3_5", name, {"num_drafts": 5})
         ids = [
             hand.submit(prompt(20), max_tokens=NUM_TOKENS, temperature=0.7, top_p=0.9, seed=s)
             for s in range(4)

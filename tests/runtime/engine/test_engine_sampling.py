@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kit.plain_sampling import adorned
+from kit.plain_sampling import edited
 from oracle import Oracle
 
 from hemiola.runtime.api import Output, SamplingParams
@@ -28,7 +28,7 @@ def oracle(tiny_checkpoint: Callable[..., Path]) -> Oracle:
 
 @pytest.fixture(scope="module", params=["none", "ngram", "mtp"])
 def llm(request: pytest.FixtureRequest, tiny_engine: Callable[..., Path]) -> LLM:
-    with LLM(tiny_engine("qwen3_5", numerics="exact"), max_rows=4, drafts=request.param) as made:
+    with LLM(tiny_engine("qwen3_5"), max_rows=4, drafts=request.param, adaptive_drafts=False) as made:
         yield made
 
 
@@ -38,7 +38,7 @@ def check(oracle: Oracle, output: Output, params: SamplingParams, stop_ids: tupl
     rule = Rule(params, 0, len(output.prompt_token_ids), frozenset(stop_ids), params.bad_words_ids)
     logits = oracle.logits(ids)
     for place in range(rule.prompt_len, len(ids)):
-        wanted = adorned(logits[place - 1].tolist(), rule, ids[:place])
+        wanted = edited(logits[place - 1].tolist(), rule, ids[:place])
         assert wanted[ids[place]] >= max(wanted) - GAP, f"token {place - rule.prompt_len}"
 
 
@@ -79,6 +79,6 @@ def test_seeded_draws_are_the_same_with_and_without_drafts(
         for n, asked in enumerate(ASKED)
     ]
     outputs = llm.generate(PROMPTS, params)
-    with LLM(tiny_engine("qwen3_5", numerics="exact"), max_rows=1, drafts="none") as alone:
+    with LLM(tiny_engine("qwen3_5"), max_rows=1, drafts="none") as alone:
         wanted = alone.generate(PROMPTS, params)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]

@@ -18,8 +18,8 @@ SEED = int(os.environ.get("SEED", "0"))
 NUM_TURNS = 60
 FAMILIES = ["nemotron_h_moe", "qwen3_5", "three_convs", "attention_only"]
 ENGINES = [
-    {"page_len": 32, "chunk_len": 16, "num_drafts": 5, "numerics": "exact"},
-    {"page_len": 16, "chunk_len": 8, "num_drafts": 19, "numerics": "exact"},
+    {"page_len": 32, "chunk_len": 16, "num_drafts": 5},
+    {"page_len": 16, "chunk_len": 8, "num_drafts": 19},
 ]
 
 
@@ -65,7 +65,7 @@ def test_a_storm(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: 
         tail = dice.choices(range(VOCAB), k=dice.choice([0, 0, 1, page_len]))
         tail = tail[: hand.config.max_len - 1 - length]
         salt = dice.choice(["", "", "other"])
-        options = {"priority": dice.choice([0, 0, 1]), "num_drafts": dice.choice([None, None, 0])}
+        options = {"priority": dice.choice([0, 0, 1, -1]), "num_drafts": dice.choice([None, None, 0])}
         request_id = hand.submit(prompt + tail, max_tokens=num_tokens, cache_salt=salt, **options)
         if not tail:
             known[request_id] = text[length : length + num_tokens]
@@ -74,8 +74,10 @@ def test_a_storm(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: 
         if dice.random() < 0.25:
             arrive()
         if hand.requests and dice.random() < 0.04:
-            aborted.add(dice.randint(1, len(hand.requests)))
-            hand.loop.abort(max(aborted))
+            going = [r.id for r in hand.requests if not hand.ended(r.id)]
+            request_id = dice.choice(going or [1])
+            aborted.add(request_id)
+            hand.loop.abort(request_id)
         running = hand.loop.scheduler.running
         if running and dice.random() < 0.08:
             hand.preempt(dice.choice(running))

@@ -1,4 +1,4 @@
-"""Greedy tokens of real engines equal the oracle's under any schedule; exact logits the plain run's bits.
+"""Greedy tokens of real engines equal the oracle's under any schedule, and logits the plain run's bits.
 
 Storage is poisoned, the caches are audited after every step. Without drafts and without reuse: those are in
 test_engine_drafts.py and test_matrix.py.
@@ -18,9 +18,8 @@ MIXED = [1, 3, CHUNK, PAGE - 1, PAGE + 1, 3 * CHUNK + 5, 100]
 
 @pytest.fixture
 def plain_hand(engine_hands: Callable[..., EngineHand]) -> Callable[..., EngineHand]:
-    def make(family: str, numerics: str = "fast", **options: object) -> EngineHand:
-        built = {"numerics": numerics, "max_step_tokens": 256}
-        return engine_hands(family, "plain", built, prefix_cache=False, **options)
+    def make(family: str, **options: object) -> EngineHand:
+        return engine_hands(family, "plain", {"max_step_tokens": 256}, prefix_cache=False, **options)
 
     return make
 
@@ -30,10 +29,9 @@ def check(hand: EngineHand, wanted: Wanted, family: str, ids: dict[int, int]) ->
         hand.check(request_id, wanted(family, prompt(length)))
 
 
-@pytest.mark.parametrize("numerics", ["fast", "exact"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_alone(plain_hand: Callable, wanted: Wanted, family: str, numerics: str) -> None:
-    hand = plain_hand(family, numerics)
+def test_alone(plain_hand: Callable, wanted: Wanted, family: str) -> None:
+    hand = plain_hand(family)
     for length in LENGTHS:
         request_id = hand.submit(prompt(length), max_tokens=NUM_TOKENS)
         hand.run()
@@ -63,12 +61,11 @@ def test_one_token_per_step(plain_hand: Callable, wanted: Wanted, family: str) -
     check(hand, wanted, family, ids)
 
 
-@pytest.mark.parametrize("numerics", ["fast", "exact"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_preemption_and_aborts(plain_hand: Callable, wanted: Wanted, family: str, numerics: str) -> None:
+def test_preemption_and_aborts(plain_hand: Callable, wanted: Wanted, family: str) -> None:
     """Room for two requests at most, random preemptions and aborts among seven."""
     dice = random.Random(1)
-    hand = plain_hand(family, numerics, max_len=192, num_pages=8, max_step_tokens=3 * CHUNK)
+    hand = plain_hand(family, max_len=192, num_pages=8, max_step_tokens=3 * CHUNK)
     ids = {length: hand.submit(prompt(length), max_tokens=NUM_TOKENS) for length in MIXED}
     doomed = [hand.submit(prompt(length + 1), max_tokens=NUM_TOKENS) for length in MIXED]
     scheduler = hand.loop.scheduler
@@ -83,10 +80,10 @@ def test_preemption_and_aborts(plain_hand: Callable, wanted: Wanted, family: str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exact_logits_are_the_plain_runs_bits(plain_hand: Callable, family: str) -> None:
+def test_logits_are_the_plain_runs_bits(plain_hand: Callable, family: str) -> None:
     """Alone, token by token behind the prompt; and chunked, mixed, late and preempted."""
-    alone = plain_hand(family, "exact", max_rows=1)
-    crowd = plain_hand(family, "exact", max_len=192, num_pages=12, max_step_tokens=CHUNK + 9)
+    alone = plain_hand(family, max_rows=1)
+    crowd = plain_hand(family, max_len=192, num_pages=12, max_step_tokens=CHUNK + 9)
     for hand in (alone, crowd):
         for length in MIXED:
             hand.submit(prompt(length), max_tokens=NUM_TOKENS)

@@ -215,7 +215,7 @@ def test_m12_drafts_of_every_quality(
 def test_m13_pages_of_four_chunks(engine_hands: Callable, wanted: Wanted, family: str) -> None:
     """Catches a state looked up by the page length of attention, or by that of another layer."""
     page = 4 * U
-    built = {"page_len": page, "chunk_len": U, "num_drafts": K, "numerics": "exact"}
+    built = {"page_len": page, "chunk_len": U, "num_drafts": K}
     hand, text = engine_hands(family, "mtp", built), wanted.story(family)
     for n in (page - 1, page + 1, 2 * page, 3 * page + U + 1, 3 * page + U + 1, 2 * page + 1):
         hand.submit(text[:n], max_tokens=U + 2)
@@ -254,7 +254,7 @@ SAMPLED = {
     "repetition_penalty": 1.1,
     "frequency_penalty": 0.3,
 }
-ADORNED = [
+EDITED = [
     {"repetition_penalty": 1.3},
     {"presence_penalty": 1.0, "frequency_penalty": 0.5},
     {"logit_bias": {7: 3.0, 40: -50.0, 92: 2.0}},
@@ -277,7 +277,7 @@ def test_m17_penalties_biases_and_bad_words_see_accepted_drafts(
     small_hand: Callable, wanted: Wanted, family: str
 ) -> None:
     """Catches a draft's logits that know nothing of the drafts before it."""
-    check_same_as_plain(small_hand, family, wanted.story(family)[: 2 * B + 1], ADORNED)
+    check_same_as_plain(small_hand, family, wanted.story(family)[: 2 * B + 1], EDITED)
 
 
 def check_same_as_plain(small_hand: Callable, family: str, prompt: list[int], asked: list[dict]) -> None:

@@ -31,9 +31,9 @@ class Rules:
         edges = range(B, len(prompt), B)
         return max((edge for edge in edges if tuple(prompt[:edge]) in self.pages), default=0)
 
-    def ended(self, text: list[int], prompt_len: int, certain_len: int) -> None:
+    def ended(self, text: list[int], prompt_len: int, final_len: int) -> None:
         """A request has left its pages; and snapshots where it was asked to begin, where it left the path of
-        an earlier one, and at the last page edge that its certain tokens passed."""
+        an earlier one, and at the last page edge that its final tokens passed."""
         prompt, cached_len = text[:prompt_len], self._cached_len(text[:prompt_len])
         last = reusable_len(prompt_len, B)
         edges = {last} if last > self.hit(prompt) else set()
@@ -42,8 +42,8 @@ class Rules:
         )
         if self.hit(prompt) < cached_len < last and goes_on:
             edges.add(cached_len)
-        if certain_len // B * B > last:
-            edges.add(certain_len // B * B)
+        if final_len // B * B > last:
+            edges.add(final_len // B * B)
         self.snapshots |= {tuple(text[:edge]) for edge in edges}
         self.pages |= {tuple(text[:edge]) for edge in range(B, len(text), B)}
 
@@ -91,7 +91,7 @@ def ask(
     expected = rules.hit(prompt)
     assert hand.last(request_id).metrics.cached_tokens == expected, f"prompt of {len(prompt)} in {tenant}"
     assert hand.last(request_id).finish_reason == "length", hand.last(request_id)
-    rules.ended(prompt + hand.token_ids(request_id), len(prompt), hand.certain_len[request_id])
+    rules.ended(prompt + hand.token_ids(request_id), len(prompt), hand.final_len[request_id])
 
 
 @pytest.mark.parametrize(("kind", "depth"), [("scripted", 0), ("mtp", 1), ("scripted", 2)])
@@ -130,7 +130,7 @@ def test_m05_a_page_edge_inside_a_window(
 def test_m05_two_page_edges_inside_a_window(
     small_hand: Callable, wanted: Wanted, answers: Callable, family: str, kind: str
 ) -> None:
-    """K + 1 > B: of the edges that a window passes, the last that is certain is kept."""
+    """K + 1 > B: of the edges that a window passes, the last that is final is kept."""
     counts: dict[int, list[int]] = {}  # by request: of its windows, how many drafts are right
     proposer = windows(
         answers(family), lambda request: counts[request.id].pop(0) if counts[request.id] else None

@@ -24,8 +24,8 @@ AXES: dict[str, list] = {
     "depth": [0, 1, 2],
 }
 ENGINES = {
-    "wide": {"page_len": 32, "chunk_len": 16, "num_drafts": 5, "numerics": "exact"},
-    "small": {"page_len": 16, "chunk_len": 8, "num_drafts": 19, "numerics": "exact"},
+    "wide": {"page_len": 32, "chunk_len": 16, "num_drafts": 5},
+    "small": {"page_len": 16, "chunk_len": 8, "num_drafts": 19},
 }
 Case = dict[str, object]
 

@@ -4,11 +4,8 @@ import random
 from collections.abc import Callable
 
 import pytest
-import torch
 from kit.fake_session import VOCAB, FakeSession, hashed, oracle, resolved
-from kit.proposers import always_right, shuffled
-
-from hemiola.runtime.device.session import Output
+from kit.proposers import Scripted, always_right, shuffled
 
 DEPTHS = [0, 1, 2]
 
@@ -63,31 +60,47 @@ def test_nothing_is_freed_while_a_step_may_write_it(make_hand: Callable, depth: 
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_nan_fails_its_request_only_and_is_not_cached(make_hand: Callable, depth: int) -> None:
-    bad = prompt(9, 1)
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_nan_fails_its_request_only_and_is_not_cached(
+    make_hand: Callable, num_drafts: int, depth: int
+) -> None:
+    """Behind a text of every length: so at every line of a window, all of whose drafts are right."""
+    for length in range(9, 18):
+        bad = prompt(9, 1) + oracle(prompt(9, 1), 20)
 
-    class Broken(FakeSession):
-        def run(self, batch: object) -> Output:
-            out = super().run(batch)
-            for line, token in enumerate(batch.logits_ids.tolist()):
-                row = int((batch.cu_tokens <= token).sum()) - 1
-                if self._context_of(batch, row) == bad:
-                    out.logits[line] = torch.nan
-            return out
+        def next_token(context: list[int], spoilt: list[int] = bad[:length]) -> int | None:
+            return None if list(context) == spoilt else hashed(context)
 
-        def _context_of(self, batch: object, row: int) -> list[int]:
-            first = int(batch.cu_tokens[row])
-            return batch.token_ids[first : first + len(bad)].tolist()
+        sizes = {"num_drafts": num_drafts, "pipeline_depth": depth, "prefix_cache": True}
+        session = FakeSession(resolved(**sizes, max_step_tokens=64), next_token)
+        hand = make_hand(session=session, proposer=always_right(hashed) if num_drafts else None)
+        failed, good = hand.submit(bad[:9], max_tokens=20), hand.submit(prompt(9, 2), max_tokens=20)
+        hand.run()
+        assert hand.last(failed).finish_reason == "error"
+        assert hand.last(failed).error == f"the engine computed NaN for the token at position {length}"
+        assert hand.token_ids(failed) == bad[9:length]
+        assert hand.token_ids(good) == oracle(prompt(9, 2), 20)
+        cached = [tokens for tokens, _ in hand.loop.scheduler.prefix.contents()]
+        assert all(list(tokens) != bad[: len(tokens)] or len(tokens) < length for tokens in cached)
 
-    config = resolved(pipeline_depth=depth, prefix_cache=True, max_step_tokens=64)
-    hand = make_hand(session=Broken(config))
-    failed, good = hand.submit(bad, max_tokens=20), hand.submit(prompt(9, 2), max_tokens=20)
-    hand.run()
-    assert hand.last(failed).finish_reason == "error" and "NaN" in hand.last(failed).error
-    assert "position 9" in hand.last(failed).error
-    assert hand.token_ids(good) == oracle(prompt(9, 2), 20)
-    prefix = hand.loop.scheduler.prefix
-    assert all(tokens[:8] != bad[:8] for tokens, _ in prefix.contents())
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_nan_behind_a_rejected_draft_or_an_end_fails_nobody(make_hand: Callable, depth: int) -> None:
+    """The plain run does not get there."""
+    text = prompt(9, 1) + oracle(prompt(9, 1), 20)
+
+    def next_token(context: list[int]) -> int | None:
+        known = list(context) == text[: len(context)] if len(context) < 22 else False
+        return hashed(context) if len(context) < 9 or known else None
+
+    wrong = Scripted(lambda request, room: [(text[request.total_len] + 1) % VOCAB, 5, 6][:room])
+    for proposer in (wrong, always_right(hashed)):
+        session = FakeSession(resolved(num_drafts=3, pipeline_depth=depth), next_token)
+        hand = make_hand(session=session, proposer=proposer)
+        asked = hand.submit(text[:9], max_tokens=13)
+        hand.run()
+        assert hand.last(asked).finish_reason == "length", hand.last(asked)
+        assert hand.token_ids(asked) == text[9:22]
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -156,11 +169,11 @@ def test_a_second_turn_begins_at_the_last_page_of_the_first(
         second = hand.submit([*text, 1, 2], max_tokens=4)
         hand.run()
         assert hand.token_ids(second) == oracle([*text, 1, 2], 4)
-        # the state of the last token is not computed, and a page counts from where it is certain
-        cached, certain = hand.requests[-1].metrics.cached_tokens, (length + 25 - 1) // 8 * 8
-        assert cached <= certain, f"prompt of {length}"
+        # the state of the last token is not computed, and a page counts from where it is final
+        cached, final = hand.requests[-1].metrics.cached_tokens, (length + 25 - 1) // 8 * 8
+        assert cached <= final, f"prompt of {length}"
         if num_drafts < 8 or depth == 0:  # windows wider than a page outrun a host that lags
-            assert cached >= certain - (8 if num_drafts else 0), f"prompt of {length}"
+            assert cached >= final - (8 if num_drafts else 0), f"prompt of {length}"
 
 
 def test_a_request_may_draft_less_or_nothing(make_hand: Callable) -> None:

@@ -17,7 +17,7 @@ from kit.fake_session import FakeSession, oracle, resolved
 from kit.hand import Hand
 from kit.proposers import Scripted, Text, always_right
 
-from hemiola.runtime.engine.feed import logits_width, rows_width, table_width, tokens_width
+from hemiola.plugins import OPS
 from hemiola.runtime.engine.step import Batch
 
 FAMILIES = ["nemotron_h_moe", "qwen3_5"]  # Mamba2 + attention + experts; gated delta rule + attention
@@ -31,8 +31,8 @@ BUILT = {"page_len": PAGE, "chunk_len": CHUNK}
 
 @pytest.mark.parametrize("max_rows", [512, 1024])
 def test_000_drafts_of_many_rows_outgrow_a_buffer(make_hand: Callable[..., Hand], max_rows: int) -> None:
-    """Put back: `logits_width` without the columns of drafts; `Batch.slot_id` cut at the number of tokens,
-    which takes away the padding's row as soon as no row has drafts."""
+    """FakeSession compares every batch with the ABI's widths. Put back: the width of the logits without the
+    columns of drafts; `Batch.rows` cut at 256."""
     num_drafts, max_len = 3, 64
     session = FakeSession(
         resolved(
@@ -40,7 +40,6 @@ def test_000_drafts_of_many_rows_outgrow_a_buffer(make_hand: Callable[..., Hand]
             max_len=max_len,
             max_step_tokens=max_rows * (1 + num_drafts),
             num_drafts=num_drafts,
-            pad_tokens=32,
             prefix_cache=True,
             num_slots=2 * max_rows + 1,
         )
@@ -49,12 +48,7 @@ def test_000_drafts_of_many_rows_outgrow_a_buffer(make_hand: Callable[..., Hand]
 
     def measure(batch: Batch) -> None:
         nonlocal most_logits, most_rows
-        num_rows, config = len(batch.slot_id), session.config
-        assert len(batch.logits_ids) <= logits_width(config), "more logits than there is room for"
-        assert len(batch.token_ids) == len(batch.positions) <= tokens_width(config)
-        assert len(batch.cu_tokens) == num_rows + 1 <= rows_width(config) + 1
-        assert batch.page_table.shape == (num_rows, table_width(config))
-        most_logits, most_rows = max(most_logits, len(batch.logits_ids)), max(most_rows, num_rows)
+        most_logits, most_rows = max(most_logits, len(batch.logits_ids)), max(most_rows, len(batch.rows))
 
     session.before_run = measure
     hand = make_hand(session=session, proposer=always_right(session.next_token))
@@ -86,7 +80,7 @@ def test_000_prefix_hits_of_512_rows_with_mtp_read_foreign_memory(
     engine_hands: Callable[..., EngineHand], wanted: Wanted, family: str
 ) -> None:
     """On real ops and poisoned memory, for which an illegal address of the report stands. Put back: the
-    recurrences take `slot_id` modulo 256."""
+    recurrences take a row's slot modulo 256."""
     story = wanted.story(family)
     built = BUILT | {"num_drafts": 3, "max_rows": 512, "max_step_tokens": 2048}
     hand = engine_hands(family, "mtp", built, max_len=128, num_snapshots=64)
@@ -202,8 +196,9 @@ def ragged_step(ratio: int, num_tokens: int, page_len: int) -> tuple[list, list[
         queries.append(q)
         keys.append(kv[:, length:])
         positions.append(torch.arange(length, total, dtype=torch.int32))
-    cu_tokens = torch.arange(len(earlier) + 1, dtype=torch.int32) * num_tokens
-    step = [torch.cat(queries), *torch.cat(keys, 1), *pages, table, cu_tokens, torch.cat(positions), 0.25]
+    rows = [[n * num_tokens, num_tokens, 0, n + 1, length, 0, 0, 0] for n, length in enumerate(earlier)]
+    where = table, torch.tensor(rows, dtype=torch.int32), torch.cat(positions)
+    step = [torch.cat(queries), *torch.cat(keys, 1), *pages, *where, 0.25, 0]
     return step, expected
 
 
@@ -214,10 +209,8 @@ def test_002_attention_of_several_queries_reads_foreign_memory(ratio: int) -> No
     table is read to its end."""
     for num_tokens, page_len in zip(range(1, 9), itertools.cycle([16, 32, 64, 528])):
         step, expected = ragged_step(ratio, num_tokens, page_len)
-        for exact in (False, True):
-            args = [value.clone() if isinstance(value, torch.Tensor) else value for value in step]
-            o = torch.ops.hemiola.attention(*args, exact, 0)
-            torch.testing.assert_close(o, torch.cat(expected), rtol=1e-5, atol=2e-6)
+        o = OPS["attention"].bind("compiled", ())(*step)
+        torch.testing.assert_close(o, torch.cat(expected), rtol=1e-5, atol=2e-6)
 
 
 # 003 (vllm 42792, 42406): snapshots of edges inside an accepted window were wrong, or were not taken.
@@ -248,11 +241,11 @@ def test_003_an_edge_crossed_inside_an_accepted_window_saves_a_wrong_snapshot(
     """The first window crosses a page's edge at each index, K beyond a chunk and a page included; every
     snapshot, convs and states apart, is the plain run's bit for bit, and what begins there goes on like the
     oracle. Put back: the state, and for itself the conv's columns, of the step's last edge instead of the
-    snapshot's; a window's edges are not asked for (the step's certain tokens decide alone); lengths that
+    snapshot's; a window's edges are not asked for (the step's final tokens decide alone); lengths that
     count every draft as accepted."""
     page = 2 * CHUNK  # so that a slot that stands at an edge is not always a snapshot
     story, edge = wanted.story(family), 2 * page
-    built = BUILT | {"page_len": page, "num_drafts": num_drafts, "numerics": "exact"}
+    built = BUILT | {"page_len": page, "num_drafts": num_drafts}
     sizes = {"max_len": 160, "pipeline_depth": pipeline_depth, "num_snapshots": 128, "num_pages": 400}
     accepts = [num_drafts, num_drafts, 0, num_drafts // 2]
     hand = engine_hands(family, "scripted", built, proposer=prophet(story, accepts), **sizes)
@@ -263,7 +256,7 @@ def test_003_an_edge_crossed_inside_an_accepted_window_saves_a_wrong_snapshot(
     saved = {}
     for request_id, start in zip(asked, starts, strict=True):
         hand.check(request_id, story[start:end])
-        saved[start] = hand.certain_len[request_id] // page * page
+        saved[start] = hand.final_len[request_id] // page * page
     hand.check_contents()
     assert min(saved.values()) >= edge
     again = {n: hand.submit(story[: saved[n] + 1 + n % 3], max_tokens=20, cache_salt=str(n)) for n in starts}

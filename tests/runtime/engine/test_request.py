@@ -155,7 +155,7 @@ def test_the_rule_is_what_chooses_the_tokens() -> None:
     assert (rule.seed, rule.prompt_len, rule.stop_ids, rule.bad_words) == (
         2**64 - 1, 2, {7, 8, 9}, ((3, 4),)
     )  # fmt: skip
-    assert rule.params is made.params and rule.greedy and rule.adorned
+    assert rule.params is made.params and rule.greedy and rule.edits_logits
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ def test_the_rule_is_what_chooses_the_tokens() -> None:
         {"min_tokens": 2},
     ],
 )
-def test_what_changes_logits_adorns_a_rule(params: dict) -> None:
-    assert request([1], **params).rule.adorned
-    assert not request([1], temperature=0.5, top_k=3, stop="x", logprobs=1).rule.adorned
-    assert not request([1], min_tokens=2, ignore_eos=True).rule.adorned
+def test_what_changes_logits_is_an_edit(params: dict) -> None:
+    assert request([1], **params).rule.edits_logits
+    assert not request([1], temperature=0.5, top_k=3, stop="x", logprobs=1).rule.edits_logits
+    assert not request([1], min_tokens=2, ignore_eos=True).rule.edits_logits
 
 
 def test_a_bad_word_is_spelt_at_the_beginning_and_after_a_space() -> None:

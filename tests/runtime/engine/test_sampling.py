@@ -1,20 +1,20 @@
-"""Adornments and filters against plain loops; draws against their distributions; no line sees another."""
+"""Edits of logits and filters against plain loops; draws against their distributions; lines stay apart."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kit.plain_sampling import adorned
+from kit.plain_sampling import edited
 from scipy.stats import chisquare
 
 from hemiola.runtime.api import Logprob, SamplingParams
 from hemiola.runtime.engine import sampling
 from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.sampling import (
-    adorn,
     broken,
     choose,
+    edit_logits,
     logprobs,
     philox,
     to_logprobs,
@@ -50,10 +50,10 @@ def choose_each(scores: torch.Tensor, rules: list[Rule], histories: list[list[in
     return choose(scores, rules, torch.arange(len(rules)), position, ids).tolist()
 
 
-# Adornments.
+# Edits of logits.
 
 
-ADORNMENTS = [
+EDITS = [
     {"repetition_penalty": 1.7},
     {"repetition_penalty": 0.4},
     {"presence_penalty": 1.3},
@@ -77,17 +77,17 @@ ADORNMENTS = [
 ]
 
 
-@pytest.mark.parametrize("options", ADORNMENTS, ids=str)
+@pytest.mark.parametrize("options", EDITS, ids=str)
 @pytest.mark.parametrize(
     "history", [[3, 9, 1, 1, 2, 2], [3, 9], [3, 9, 2], [5, 4, 1, 2], [0, 1, 2, 9, 1, 2, 2]], ids=str
 )
-def test_an_adornment_is_its_formula(options: dict, history: list[int]) -> None:
+def test_an_edit_is_its_formula(options: dict, history: list[int]) -> None:
     own = rule(prompt_len=2, **options)
-    assert own.adorned
+    assert own.edits_logits
     ids = torch.tensor([[*history, -7, 2**31 - 1]], dtype=torch.int32)
-    found = adorn(line().unsqueeze(0), [own], torch.tensor([len(history)]), ids)
-    np.testing.assert_allclose(found[0], adorned(line().tolist(), own, history), rtol=1e-6)
-    wanted = int(np.argmax(adorned(line().tolist(), own, history)))
+    found = edit_logits(line().unsqueeze(0), [own], torch.tensor([len(history)]), ids)
+    np.testing.assert_allclose(found[0], edited(line().tolist(), own, history), rtol=1e-6)
+    wanted = int(np.argmax(edited(line().tolist(), own, history)))
     assert choose_one(line(), own, history) == wanted
 
 
@@ -105,7 +105,7 @@ def test_a_stop_id_is_free_once_min_tokens_are_there() -> None:
     assert [choose_one(scores, own, [0] * num) for num in (1, 2, 3, 4)] == [0, 0, 5, 5]
 
 
-def test_a_sampled_line_is_adorned_first() -> None:
+def test_a_sampled_line_is_edited_first() -> None:
     own = [rule(seed=n, temperature=1.0, words=((3,), (4,)), logit_bias={5: -200.0}) for n in range(300)]
     chosen = choose_each(torch.zeros(300, 6), own, [[0]] * 300)
     assert set(chosen) == {0, 1, 2}
@@ -126,7 +126,7 @@ def test_extreme_values_do_not_break_a_line(options: dict, temperature: float) -
     own = rule(temperature=temperature, **options)
     ids = torch.arange(V, dtype=torch.int32).unsqueeze(0)
     scores = torch.cat((line(), torch.zeros(1)))[1:].unsqueeze(0)
-    found = adorn(scores.clone(), [own], torch.tensor([V]), ids)
+    found = edit_logits(scores.clone(), [own], torch.tensor([V]), ids)
     assert not broken(found).any()
     chosen = choose_one(scores[0], own, list(range(V)))
     assert (chosen == 3) == ("logit_bias" in options and not own.bad_words)
@@ -305,11 +305,9 @@ def test_uniform_is_philox_with_key_seed_and_counter_position() -> None:
 
 
 def some_rules() -> list[Rule]:
-    """Greedy, sampled, filtered and adorned ones."""
+    """Greedy, sampled, filtered and edited ones."""
     sampled = [{"temperature": 1.0, **options} for options in FILTERS]
-    mixed = [
-        {**options, **more} for options in ADORNMENTS for more in ({}, {"temperature": 2.0, "top_p": 0.95})
-    ]
+    mixed = [{**options, **more} for options in EDITS for more in ({}, {"temperature": 2.0, "top_p": 0.95})]
     return [rule(seed=n, prompt_len=2, **options) for n, options in enumerate([{}, *sampled, *mixed])]
 
 
@@ -368,7 +366,7 @@ def test_plain_greedy_lines_cost_one_argmax(monkeypatch: pytest.MonkeyPatch) -> 
 def test_greedy_takes_the_lowest_id_of_an_exact_tie() -> None:
     scores = torch.tensor([[0.0, 2.0, 1.0, 2.0], [3.0, 3.0, 3.0, 3.0]])
     for own in (rule(), rule(logit_bias={2: 0.5})):
-        assert choose_each(scores, [own] * 2, [[0]] * 2) == [1, 0 if not own.adorned else 2]
+        assert choose_each(scores, [own] * 2, [[0]] * 2) == [1, 0 if not own.edits_logits else 2]
 
 
 def test_the_scores_of_the_caller_stay_as_they_are() -> None:

@@ -3,12 +3,15 @@
     make storm STORMS=1000 SEED=0
 
 A storm is 200 turns of random arrivals (some of them continue or branch from earlier texts), drafts, aborts,
-preemptions and flushes, with random sizes. After every turn: ownership, and the content of all that is
-cached; free pages hold poison. A red storm prints its seed; `test_a_storm_of_choice` lets hypothesis shrink.
+preemptions and flushes, with random sizes. Every hit is checked against all that is cached. After every turn:
+ownership, and the content of all that is cached; free pages hold poison. A red storm prints its seed;
+`test_a_storm_of_choice` lets hypothesis shrink.
 """
 
+import itertools
 import os
 import random
+import time
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.fake_session import POISON, VOCAB, hashed, oracle
 from kit.proposers import Scripted, shuffled
+
+from hemiola.runtime.engine.pace import Pace
+from hemiola.runtime.engine.request import Request
 
 STORMS = int(os.environ.get("STORMS", "60"))
 SEED = int(os.environ.get("SEED", "0"))
@@ -36,7 +42,6 @@ def sizes_of(dice: random.Random) -> dict[str, int | bool]:
         "max_step_tokens": dice.choice([max_rows, max_rows + 3, 17, 64]),
         "num_pages": dice.choice([least, least + 3, 2 * least, 5 * least]),
         "num_drafts": dice.choice([0, 1, 3, 9]),
-        "pad_tokens": dice.choice([1, 32]),
         "prefix_cache": prefix_cache,
         "num_slots": max_rows + 1 + (dice.choice([0, 1, 3, 20]) if prefix_cache else 0),
         "snapshot_interval": page_len * dice.choice([0, 0, 1, 3]) if prefix_cache else 0,
@@ -45,20 +50,34 @@ def sizes_of(dice: random.Random) -> dict[str, int | bool]:
     }
 
 
+def with_a_fake_clock(pace: Pace, seed: int) -> None:
+    """What it is told of time comes from the seed: adaptive drafts are the same on any machine."""
+    dice, timed = random.Random(seed), pace.timed
+    per_draft = dice.choice([0.0, 0.1, 1.0])
+
+    def told(num_rows: int, num_drafts: int, num_passes: int, step: float, drafting: float) -> None:
+        step = (1 + 0.1 * num_rows + per_draft * num_drafts) * dice.uniform(0.5, 2)
+        timed(num_rows, num_drafts, num_passes, step, 0.1 * per_draft * num_passes)
+
+    pace.timed = told
+
+
 class Storm:
     """Moves that may come at any time; each leaves the house in order."""
 
-    def __init__(self, make_hand: Callable, dice: random.Random) -> None:
+    def __init__(self, make_hand: Callable, dice: random.Random, **changes: int | bool) -> None:
         self.dice = dice
-        sizes = sizes_of(dice)
+        sizes = sizes_of(dice) | changes
         proposer: Scripted | None = None
         if sizes["num_drafts"]:
             proposer = shuffled(dice.randrange(2**30), hashed, VOCAB)
-        self.hand = make_hand(proposer=proposer, **sizes)
+        self.hand = make_hand(proposer=proposer, hybrid=dice.random() < 0.8, **sizes)
+        with_a_fake_clock(self.hand.loop.scheduler.pace, dice.randrange(2**30))
         self.max_len = sizes["max_len"]
         self.asked: dict[int, tuple[list[int], int]] = {}
         self.texts: list[list[int]] = []
         self.aborted: set[int] = set()
+        self.seen: set[tuple[str, bool, int]] = set()  # moves, against requests in flight, of so many tokens
 
     def arrive(self) -> None:
         dice = self.dice
@@ -79,15 +98,23 @@ class Storm:
         self.texts.append(prompt + output)
 
     def abort(self) -> None:
-        if self.asked:
-            self.aborted.add(self.dice.choice(list(self.asked)))
-            self.hand.loop.abort(max(self.aborted))
+        """Anyone who has not heard of an end, at times one who has."""
+        going = [r for r in self.hand.requests if self.dice.random() < 0.02 or not self.hand.ended(r.id)]
+        if going:
+            request = self.dice.choice(going)
+            self._see("abort", request)
+            self.aborted.add(request.id)
+            self.hand.loop.abort(request.id)
 
     def preempt(self) -> None:
-        scheduler = self.hand.loop.scheduler
-        resting = [r for r in scheduler.running if r.in_flight == 0 and r.finish_reason is None]
-        if resting:
-            scheduler._preempt(self.dice.choice(resting))
+        running = [r for r in self.hand.loop.scheduler.running if r.finish_reason is None]
+        if running:
+            request = self.dice.choice(running)
+            self._see("preempt", request)
+            self.hand.preempt(request)
+
+    def _see(self, move: str, request: Request) -> None:
+        self.seen.add((move, request.in_flight > 0, request.total_len - request.prompt_len))
 
     def flush(self) -> None:
         self.hand.loop.scheduler.prefix.flush()
@@ -132,12 +159,35 @@ def test_a_storm(make_hand: Callable, seed: int) -> None:
     storm.end()
 
 
+@pytest.mark.parametrize("seed", range(SEED, SEED + 6))
+def test_a_storm_is_repeated_by_its_seed(make_hand: Callable, seed: int) -> None:
+    """However fast the machine happens to be."""
+    runs = []
+    for pause in (0.0, 1e-3):
+        storm = Storm(make_hand, random.Random(seed), adaptive_drafts=True, num_drafts=3)
+        session = storm.hand.loop.session
+        session.before_run = lambda batch, pause=pause: time.sleep(random.random() * pause)
+        storm.rage()
+        runs.append(session.shapes)
+    assert runs[0] == runs[1]
+
+
+def test_storms_abort_and_preempt_requests_of_any_age_in_flight_and_at_rest(make_hand: Callable) -> None:
+    seen = set()
+    for seed in range(12):
+        storm = Storm(make_hand, random.Random(seed))
+        storm.rage()
+        seen |= storm.seen
+    for kind in itertools.product(("abort", "preempt"), (True, False)):
+        assert len({age for *move, age in seen if tuple(move) == kind}) > 5, kind
+
+
 MOVES = st.lists(
     st.sampled_from(["arrive", "abort", "preempt", "flush", "turn", "turn", "turn"]), max_size=80
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(dice=st.randoms(use_true_random=False), moves=MOVES)
 def test_a_storm_of_choice(make_hand: Callable, dice: random.Random, moves: list[str]) -> None:
     """Shrinks to the shortest sequence of moves that breaks something."""

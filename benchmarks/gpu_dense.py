@@ -1,0 +1,281 @@
+"""Dense layers on a GPU against cuBLAS: time, share of the floor, and bits of every tile, in one run.
+
+python benchmarks/gpu_dense.py sweep|table|fused|experts|small [--out FILE]: `sweep` times every tile that could be
+chosen, `table` those that plugins/gpu/tiles.py chooses, `fused` layers with their ends, `small` what is no product.
+"""
+
+import argparse
+import importlib
+import multiprocessing
+import statistics
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+L2_BYTES = 300 << 20  # weights that take turns, so that none comes from the cache
+SHAPES = {  # outputs, inputs
+    "9b qkvz": (12352, 4096),
+    "9b out": (4096, 4096),
+    "9b gate_up": (24576, 4096),
+    "9b down": (4096, 12288),
+    "nano3 in": (10304, 2688),
+    "nano3 out": (2688, 4096),
+    "0.8b down": (1024, 3584),
+    "nano9 up": (15680, 4480),
+    "9b head": (248320, 4096),
+    "nano3 head": (131072, 2688),
+}
+EXPERTS = {  # experts, slots, width, inner, activation
+    "nano3": (128, 6, 2688, 1856, "relu2"),
+    "qwen 35b-a3b": (256, 8, 2048, 512, "swiglu"),
+}
+EXPERT_TILES = (
+    (64, 16, 128, 4, 4, True), (64, 16, 64, 4, 6, True), (32, 16, 128, 4, 5, True), (128, 16, 64, 4, 5, True),
+    (64, 32, 128, 4, 4, True), (64, 32, 64, 4, 5, True), (64, 64, 64, 4, 5, True), (128, 64, 64, 4, 4, True),
+    (128, 128, 64, 8, 4, False), (128, 128, 64, 4, 4, False), (256, 128, 64, 8, 3, False),
+    (128, 64, 64, 4, 4, False),
+)  # fmt: skip
+Log = Callable[[str], None]
+TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+
+
+def load_without_registering() -> None:
+    """hemiola.plugins without its __init__, which registers CPU forms that this machine may not have."""
+    folders = [p for p in (ROOT / "plugins").iterdir() if (p / "__init__.py").exists()]
+    paths = {"hemiola": ROOT, "hemiola.plugins": ROOT / "plugins"}
+    for name, path in (paths | {f"hemiola.plugins.{p.name}": p for p in folders}).items():
+        module = types.ModuleType(name)
+        module.__path__ = [str(path)]
+        sys.modules[name] = module
+
+
+def candidates(num_tokens: int) -> list:
+    """Tiles that could serve so many tokens."""
+    tile = importlib.import_module("hemiola.plugins.gpu.tiles").Tile
+    if num_tokens <= 16:
+        few = [(16, 256, 4, 4), (32, 128, 4, 5), (64, 128, 4, 4), (64, 64, 4, 6)]
+        persistent = [(64, 128, 4, 6), (64, 256, 4, 4), (64, 256, 4, 3), (128, 128, 4, 5)]
+        made = [tile(o, 16, i, w, s, True) for o, i, w, s in few]
+        return made + [tile(o, 16, i, w, s, True, True) for o, i, w, s in persistent]
+    if num_tokens <= 64:
+        few = [(64, 32, 128, 4, 5), (64, 32, 64, 4, 6), (64, 64, 64, 4, 6), (128, 64, 64, 4, 4)]
+        persistent = [(64, 32, 128, 4, 5), (128, 32, 64, 4, 6), (64, 64, 128, 4, 5), (128, 64, 64, 4, 6)]
+        made = [tile(o, t, i, w, s, True) for o, t, i, w, s in few if t <= num_tokens]
+        return made + [tile(o, t, i, w, s, True, True) for o, t, i, w, s in persistent if t <= num_tokens]
+    wide = [(256, 128, 64, 8, 4), (192, 128, 64, 8, 4), (192, 128, 64, 4, 4), (192, 64, 64, 4, 5),
+            (128, 128, 64, 4, 4), (128, 128, 64, 4, 5), (128, 256, 64, 8, 4)]  # fmt: skip
+    made = [tile(*shape, False, True) for shape in wide]
+    if num_tokens >= 2048:
+        made += [made[0]._replace(group=group) for group in (2, 4, 16)] + [made[1]._replace(group=16)]
+    if num_tokens <= 512:
+        turned = [(64, 64, 128, 4, 5), (128, 64, 64, 4, 6), (64, 128, 64, 4, 6), (128, 128, 64, 8, 5)]
+        made += [tile(*shape, True, True) for shape in turned] + [tile(128, 128, 64, 8, 3, True)]
+    return made
+
+
+def compile_one(job: tuple) -> None:
+    """Fills the disk cache with one tile's kernel, in a process of its own."""
+    load_without_registering()
+    fused = importlib.import_module("hemiola.plugins.linear.triton").fused
+    tile, activation = job
+    x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
+    try:
+        fused(x, torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16), None, None, activation, tile)
+    except Exception as error:
+        print("cannot be compiled", job, str(error)[:200], flush=True)
+
+
+def seconds(calls: list[Callable[[], object]]) -> float:
+    """Of one call, the median of replays of a graph that holds them all."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(9):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[2:]) / len(calls) / 1e3
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written."""
+    a, b = (torch.empty(1 << 28, dtype=torch.float32, device="cuda") for _ in range(2))
+    return 2 * a.nbytes / seconds([lambda: torch.add(a, 1.0, out=b)] * 8)
+
+
+def rotated(weight: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of a weight that the cache cannot hold together."""
+    copies = [weight] + [weight.clone() for _ in range(max(1, min(15, L2_BYTES // weight.nbytes)))]
+    return copies * (1 if len(copies) > 3 else 3)
+
+
+def measure(name: str, tokens: tuple[int, ...], bandwidth: float, is_sweep: bool, log: Log) -> None:
+    """One layer: cuBLAS, the floor, our tiles, and whether they give a row the bits it has alone."""
+    fused = importlib.import_module("hemiola.plugins.linear.triton").fused
+    num_outputs, num_inputs = SHAPES[name]
+    weight = torch.randn(num_outputs, num_inputs, device="cuda", dtype=torch.bfloat16) * num_inputs**-0.5
+    rows = torch.randn(max(tokens), num_inputs, device="cuda", dtype=torch.bfloat16)
+    lone = {row: fused(rows[row : row + 1], weight) for row in {0} | {t // 2 for t in tokens}}
+    copies = rotated(weight)
+    for num_tokens in tokens:
+        x, turns = rows[:num_tokens], copies if num_tokens <= 512 else [weight] * 3
+        library = seconds([lambda w=w: torch.mm(x, w.t()) for w in turns])
+        moved = 2 * (weight.numel() + num_tokens * (num_inputs + num_outputs)) / bandwidth
+        floor = max(moved, 2 * num_tokens * weight.numel() / 790e12)
+        found = []
+        for tile in candidates(num_tokens) if is_sweep else [None]:
+            try:
+                y = fused(x, weight, tile=tile)
+                took = seconds([lambda w=w: fused(x, w, tile=tile) for w in turns])
+            except Exception as error:
+                log(f"    {tuple(tile or ())}: {type(error).__name__} {str(error)[:60]}")
+                continue
+            same = all(torch.equal(y[r : r + 1], lone[r]) for r in (0, num_tokens // 2))
+            found.append((took, tile, same))
+        exact = x[:64].double() @ weight.double().t()
+        error = ((fused(x, weight)[:64].double() - exact).norm() / exact.norm()).item()
+        log(f"{name} {num_outputs}x{num_inputs} T {num_tokens}: cuBLAS {library * 1e6:.1f} us, floor {floor * 1e6:.1f} us"
+            f" ({floor / library:.0%}), error {error:.1e}")  # fmt: skip
+        for took, tile, same in sorted(found, key=lambda f: f[0])[:6]:
+            log(f"    {took * 1e6:8.1f} us  x{took / library:.3f}  floor {floor / took:.0%}"
+                f"  bits {'same' if same else 'DIFFER'}  {tuple(tile) if tile else ''}")  # fmt: skip
+        if not all(same for _, _, same in found):
+            log(f"    DIFFER: {[tuple(tile or ()) for _, tile, same in found if not same]}")
+
+
+def measure_fused(bandwidth: float, log: Log) -> None:
+    """Layers with what ends them, against the product alone."""
+    module = importlib.import_module("hemiola.plugins.linear.triton")
+    fused, best = module.fused, module.linear_argmax
+    for name, end in (("9b gate_up", "swiglu"), ("9b down", "residual"), ("nano9 up", "relu2"), ("9b head", "argmax"),
+                      ("nano3 head", "argmax")):  # fmt: skip
+        num_outputs, num_inputs = SHAPES[name]
+        weight = torch.randn(num_outputs, num_inputs, device="cuda", dtype=torch.bfloat16) * num_inputs**-0.5
+        copies = rotated(weight) if weight.nbytes < L2_BYTES else [weight] * 2
+        for num_tokens in (1, 16, 64, 256) + (() if end == "argmax" else (1024, 8192)):
+            x = torch.randn(num_tokens, num_inputs, device="cuda", dtype=torch.bfloat16)
+            residual = torch.randn(num_tokens, num_outputs, device="cuda", dtype=torch.bfloat16)
+            run: Callable[[torch.Tensor], torch.Tensor] = {
+                "swiglu": lambda w: fused(x, w, activation="swiglu"),
+                "residual": lambda w: fused(x, w, residual=residual),
+                "relu2": lambda w: fused(x, w, activation="relu2"),
+                "argmax": lambda w: best(x, w),
+            }[end]
+            library = seconds([lambda w=w: torch.mm(x, w.t()) for w in copies])
+            plain = seconds([lambda w=w: fused(x, w) for w in copies])
+            took = seconds([lambda w=w: run(w) for w in copies])
+            same = torch.equal(run(weight)[:1], best(x[:1], weight) if end == "argmax" else
+                               fused(x[:1], weight, None, residual[:1] if end == "residual" else None,
+                                     end if end != "residual" else "none"))  # fmt: skip
+            log(f"{name} {end} T {num_tokens}: cuBLAS alone {library * 1e6:.1f} us, ours alone {plain * 1e6:.1f},"
+                f" ended {took * 1e6:.1f} us x{took / library:.3f}, bits {'same' if same else 'DIFFER'}")  # fmt: skip
+        del weight, copies
+
+
+def measure_experts(bandwidth: float, log: Log) -> None:
+    """Experts against the bytes of those that were chosen, and the products."""
+    moe = importlib.import_module("hemiola.plugins.moe.triton").moe
+    tiles = importlib.import_module("hemiola.plugins.gpu.tiles")
+    for name, (experts, slots, width, inner, activation) in EXPERTS.items():
+        rows = (2 if activation == "swiglu" else 1) * inner
+        up = torch.randn(experts, rows, width, device="cuda", dtype=torch.bfloat16) * width**-0.5
+        down = torch.randn(experts, width, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5
+        for num_tokens in (1, 4, 8, 64, 256, 1024, 8192):
+            x = torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16)
+            turns = []
+            for _ in range(8 if num_tokens < 1024 else 2):
+                ids = torch.rand(num_tokens, experts, device="cuda").topk(slots).indices.int()
+                turns.append((x, ids, torch.rand(num_tokens, slots, device="cuda"), up, down, activation))
+            distinct = sum(len(turn[1].unique()) for turn in turns) / len(turns)
+            size = (rows + inner) * width
+            floor = max(2 * distinct * size / bandwidth, 2 * num_tokens * slots * size / 790e12)
+            lone = moe(x[:1], *(part[:1] for part in turns[0][1:3]), *turns[0][3:])
+            same, found = torch.equal(moe(*turns[0])[:1], lone), []
+            crowd = num_tokens * slots / experts
+            for tile in map(tiles.Tile._make, EXPERT_TILES):
+                if tile.tokens > max(16, 4 * crowd) or tile.tokens * 16 < crowd:
+                    continue
+                try:
+                    found.append((seconds([lambda t=turn: moe(*t, tile=tile) for turn in turns]), tile))
+                    same = same and torch.equal(moe(*turns[0], tile=tile)[:1], lone)
+                except Exception as error:
+                    log(f"    {tuple(tile)}: {type(error).__name__} {str(error)[:60]}")
+            took = seconds([lambda t=turn: moe(*t) for turn in turns])
+            log(f"{name} T {num_tokens}: {distinct:.0f} experts, {took * 1e6:.1f} us, floor {floor * 1e6:.1f} us"
+                f" = {floor / took:.0%}, bits {'same' if same else 'DIFFER'}")  # fmt: skip
+            for took, tile in sorted(found)[:3]:
+                log(f"    {took * 1e6:8.1f} us  floor {floor / took:.0%}  {tuple(tile)}")
+
+
+def measure_small(bandwidth: float, log: Log) -> None:
+    """What only moves bytes."""
+    def load(op: str) -> Callable:
+        return getattr(importlib.import_module(f"hemiola.plugins.{op}.triton"), op)
+
+    absent = torch.empty(0, device="cuda", dtype=torch.bfloat16)
+    table = torch.randn(4096, 2, 32, device="cuda")
+    weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    for num_tokens in (1, 64, 8192):
+        x, z = (torch.randn(num_tokens, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        wide = torch.randn(num_tokens, 12288, device="cuda", dtype=torch.bfloat16)
+        places = torch.arange(num_tokens, device="cuda", dtype=torch.int32) % 4096
+        scores = torch.randn(num_tokens, 256, device="cuda")
+        vocabulary = torch.randn(100_000, 4096, device="cuda", dtype=torch.bfloat16)
+        cases = {
+            "norm": (2, lambda: load("norm")(x, absent, weight, 1e-6, 4096, False)),
+            "norm by head, gated": (3, lambda: load("norm")(x, z, weight, 1e-6, 128, False)),
+            "norm in 8 groups, gate first": (3, lambda: load("norm")(x, z, weight, 1e-6, 512, True)),
+            "gate of 12288": (9, lambda: load("gate")(wide, wide, "silu")),
+            "rope of 16 heads of 256": (2, lambda: load("rope")(x.view(-1, 16, 256), places, table)),
+            "embed": (2, lambda: load("embed")(vocabulary, places)),
+            "route 256 to 8": (0.25, lambda: load("route")(scores, absent, "softmax", 8, 1, 1, True, 1.0)),
+        }
+        for name, (share, run) in cases.items():
+            took, floor = seconds([run] * 20), share * x.nbytes / bandwidth
+            log(f"{name} T {num_tokens}: {took * 1e6:.2f} us, floor {floor * 1e6:.2f} us = {floor / took:.0%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("modes")
+    parser.add_argument("--out", default="")
+    parser.add_argument("--shapes", default=",".join(name for name in SHAPES if "head" not in name))
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    args = parser.parse_args()
+    load_without_registering()
+    out = open(args.out, "a") if args.out else None  # noqa: SIM115
+    tokens = tuple(map(int, args.tokens.split(",")))
+
+    def log(line: str) -> None:
+        print(line, flush=True)
+        if out:
+            print(line, file=out, flush=True)
+
+    if "sweep" in args.modes:
+        jobs = list(dict.fromkeys((tile, "none") for t in tokens for tile in candidates(t)))
+        with multiprocessing.get_context("spawn").Pool(14) as pool:
+            pool.map(compile_one, jobs, chunksize=2)
+    bandwidth = copy_bandwidth()
+    log(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
+    for mode in args.modes.split(","):
+        if mode in ("sweep", "table"):
+            for name in args.shapes.split(","):
+                measure(name, tokens, bandwidth, mode == "sweep", log)
+        else:
+            {"fused": measure_fused, "experts": measure_experts, "small": measure_small}[mode](bandwidth, log)
+
+
+if __name__ == "__main__":
+    main()

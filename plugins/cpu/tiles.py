@@ -1,0 +1,163 @@
+"""Tiles of a matrix product: sums of a few tokens and outputs that stay in registers while numbers stream by.
+
+Every sum is one chain of fused multiply-adds in the order of the inner dimension. A chain may be put down in
+memory and taken up again, which changes no bit, so tiles are cut as the CPU's registers want them.
+"""
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.registry import cpu_target
+
+from hemiola.plugins.cpu.simd import F32, I32, INTS, LANES, VECTOR, intrinsic
+
+STRIP = 2 * LANES  # outputs whose weights lie together
+import os
+DEPTH = int(os.environ.get("DEPTH","256"))  # numbers from one row of x to the next, and the most that a tile takes of them
+WIDE = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2]  # 32 registers of 16, or 16 of 8
+HEIGHT = 12 if WIDE else 6  # most rows of a tile
+ABREAST = (4, 2, 2) if WIDE else (2, 1)  # strips of a tile of 1, 2, .. rows: chains that hide a step's latency
+VECTORS = 2 if WIDE else 1  # outputs of a tile of more rows, in vectors
+FEW = 12 if WIDE else 2  # rows up to which bfloat16 weights are widened on their way, not beforehand
+SHAPES = [(rows, 2 * n) for rows, most in enumerate(ABREAST, 1) for n in {1, most}]
+SHAPES += [(rows, VECTORS) for rows in range(len(ABREAST) + 1, HEIGHT + 1)]
+LONG, HALF = ir.IntType(64), ir.IntType(16)
+
+
+class _Code(NamedTuple):
+    """What a tile's code is made from; offsets from addresses count numbers."""
+
+    builder: Any
+    x: Any
+    weight: Any
+    strip_len: Any
+    count: Any
+    y: Any
+    y_len: Any
+    going_on: Any
+    soon: Any
+    soon_len: Any
+    soon_step: Any
+
+    def emit(self, rows: int, vectors: int, halves: bool) -> None:
+        """sums = y if going_on else 0; for k in range(count): sums += x[:, k] * weight[k]; y = sums"""
+        b = self.builder
+        fma = self.function("llvm.fma.v16f32", VECTOR, VECTOR, VECTOR, VECTOR)
+        places = [self.output(row, v) for row in range(rows) for v in range(vectors)]
+        sums = [cgutils.alloca_once(b, VECTOR) for _ in places]
+        with b.if_else(b.icmp_signed("!=", self.going_on, LONG(0))) as (taken_up, begun):
+            with taken_up:
+                for place, sum_ in zip(places, sums, strict=True):
+                    b.store(b.load(place, align=4), sum_)
+            with begun:
+                for sum_ in sums:
+                    b.store(ir.Constant(VECTOR, [0.0] * LANES), sum_)
+        with cgutils.for_range(b, self.count) as loop:
+            weights = self.weights(loop.index, vectors, halves)
+            for row in range(rows):
+                x = self.splat(b.add(loop.index, LONG(row * DEPTH)))
+                for weight, sum_ in zip(weights, sums[row * vectors : (row + 1) * vectors], strict=True):
+                    b.store(b.call(fma, [x, weight, b.load(sum_)]), sum_)
+        for place, sum_ in zip(places, sums, strict=True):
+            b.store(b.load(sum_), place, align=4)
+
+    def place(self, base: Any, offset: Any, kind: Any, element: Any = F32) -> Any:
+        start = self.builder.gep(self.builder.inttoptr(base, element.as_pointer()), [offset])
+        return self.builder.bitcast(start, kind.as_pointer())
+
+    def output(self, row: int, v: int) -> Any:
+        b = self.builder
+        return self.place(self.y, b.add(b.mul(self.y_len, LONG(row)), LONG(LANES * v)), VECTOR)
+
+    def splat(self, offset: Any) -> Any:
+        b, nothing = self.builder, ir.Constant(VECTOR, ir.Undefined)
+        number = b.load(self.place(self.x, offset, F32), align=4)
+        return b.shuffle_vector(b.insert_element(nothing, number, I32(0)), nothing, INTS([0] * LANES))
+
+    def weights(self, k: Any, vectors: int, halves: bool) -> list[Any]:
+        """The k-th weights of a tile's outputs, widened; what is wanted soon is fetched on the way."""
+        b, found = self.builder, []
+        for strip in range(-(-vectors // 2)):
+            at = b.add(b.mul(self.strip_len, LONG(strip)), b.mul(k, LONG(STRIP)))
+            if halves:
+                found += self.halves(self.weight, at)
+            else:
+                for v in range(min(vectors, 2)):
+                    place = self.place(self.weight, b.add(at, LONG(LANES * v)), VECTOR)
+                    found.append(b.load(place, align=4))
+            self.fetch(b.add(b.mul(self.soon_len, LONG(strip)), b.mul(k, self.soon_step)))
+        return found
+
+    def halves(self, base: Any, at: Any) -> list[Any]:
+        """32 bfloat16 weights, widened; two of them lie in 32 bits."""
+        b = self.builder
+        pairs = b.load(self.place(base, at, INTS, HALF), align=2)
+        low, high = b.shl(pairs, INTS([16] * LANES)), b.and_(pairs, INTS([0xFFFF0000] * LANES))
+        return [b.bitcast(low, VECTOR), b.bitcast(high, VECTOR)]
+
+    def fetch(self, offset: Any) -> None:
+        """Bring what is wanted soon to the second-level cache."""
+        b, byte = self.builder, ir.IntType(8).as_pointer()
+        function = self.function("llvm.prefetch.p0", ir.VoidType(), byte, I32, I32, I32)
+        b.call(function, [b.inttoptr(b.add(self.soon, offset), byte), I32(0), I32(2), I32(1)])
+
+    def function(self, name: str, result: Any, *args: Any) -> Any:
+        return cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(result, args), name)
+
+
+def _tile(halves: bool) -> Any:
+    def tile(
+        typing: Any,
+        rows: Any,
+        vectors: Any,
+        x: Any,  # address of the first row's first number; rows lie DEPTH numbers apart
+        weight: Any,  # address of the first strip's first weights
+        strip_len: Any,  # numbers from strip to strip
+        count: Any,  # how many inner numbers
+        y: Any,  # address of the first row's first sum
+        y_len: Any,  # numbers from row to row
+        going_on: Any,  # whether y has sums already
+        soon: Any,
+        soon_len: Any,
+        soon_step: Any,
+    ) -> Any:
+        """y[rows, 16 * vectors] = or += x times weight, for one of SHAPES; nothing for others."""
+
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            code = _Code(builder, *args[2:])
+            shape = builder.add(builder.mul(args[1], LONG(64)), args[0])
+            end = builder.append_basic_block("end")
+            switch = builder.switch(shape, end)
+            for num_rows, num_vectors in SHAPES:
+                if halves and num_rows > FEW:
+                    continue
+                case = builder.append_basic_block(f"tile.{num_rows}.{num_vectors}")
+                switch.add_case(LONG(64 * num_vectors + num_rows), case)
+                builder.position_at_end(case)
+                code.emit(num_rows, num_vectors, halves)
+                builder.branch(end)
+            builder.position_at_end(end)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 12), build
+
+    return intrinsic(tile)
+
+
+tile_of_floats = _tile(halves=False)
+tile_of_halves = _tile(halves=True)
+
+
+@intrinsic
+def widen(typing: Any, source: Any, offset: Any, target: Any) -> Any:
+    """The 32 bfloat16 weights of a strip from `offset` on become fp32 at the same offset of `target`."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, offset, target = args
+        code = _Code(builder, *[None] * 10)
+        for n, value in enumerate(code.halves(source, offset)):
+            builder.store(value, code.place(target, builder.add(offset, LONG(LANES * n)), VECTOR), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), build

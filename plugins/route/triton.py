@@ -1,0 +1,111 @@
+"""A router's choice of experts, on CUDA."""
+
+import torch
+import triton
+import triton.language as tl
+
+from hemiola.plugins.gpu.activations import sigmoid
+from hemiola.plugins.gpu.checks import absent, check
+from hemiola.plugins.gpu.dtypes import FLOATS
+
+
+def route(
+    scores: torch.Tensor,  # [T, E] raw
+    bias: torch.Tensor,  # [E], or zero-length: none
+    scoring: str,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    renormalise: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # weights [T, K] fp32, ids [T, K] int32
+    """See reference.py. A score that is not a number is chosen last, and its weight says so."""
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"route: scoring is {scoring!r}, expected softmax or sigmoid")
+    check("route", "scores", scores, (None, None), FLOATS, scores.device)
+    num_tokens, num_experts = scores.shape
+    is_biased = not absent(bias)
+    if is_biased:
+        check("route", "bias", bias, (num_experts,), FLOATS, scores.device)
+    if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
+        raise ValueError(f"route: {top_groups} of {num_groups} groups of {num_experts} experts")
+    if not 1 <= top_k <= num_experts // num_groups * top_groups:
+        raise ValueError(f"route: {top_k} of the experts in {top_groups} of {num_groups} groups")
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=scores.device)
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=scores.device)
+    if num_tokens:
+        _route[(num_tokens,)](
+            scores, bias if is_biased else scores, weights, ids, scores.stride(0), float(scale),
+            EXPERTS=num_experts, LANES=triton.next_power_of_2(num_experts), TOP_K=top_k,
+            SLOTS=triton.next_power_of_2(top_k), SOFTMAX=scoring == "softmax", BIASED=is_biased,
+            NUM_GROUPS=num_groups, TOP_GROUPS=top_groups, RENORMALISE=renormalise, num_warps=1,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return weights, ids
+
+
+# lines of scores start anywhere, and alignment must not change the order of the softmax's sum
+@triton.jit(do_not_specialize=["scores_len"], do_not_specialize_on_alignment=["scores"])
+def _route(scores, bias, weights, ids, scores_len, scale, EXPERTS: tl.constexpr, LANES: tl.constexpr,
+           TOP_K: tl.constexpr, SLOTS: tl.constexpr, SOFTMAX: tl.constexpr, BIASED: tl.constexpr,
+           NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr):  # fmt: skip
+    # Grid: tokens.
+    # Tile: all experts of one token.
+    # Traffic: T * E scores read, 2 * T * K words written.
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, LANES)
+    open_ = expert < EXPERTS
+    raw = tl.load(scores + token * scores_len + expert, mask=open_, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        share = tl.exp(raw - tl.max(raw, axis=0))
+        share = share / tl.sum(share, axis=0)
+    else:
+        share = sigmoid(raw)
+    choice = share
+    if BIASED:
+        choice += tl.load(bias + expert, mask=open_, other=0.0).to(tl.float32)
+    choice = tl.where(choice == choice, choice, float("-inf"))
+    if TOP_GROUPS < NUM_GROUPS:
+        open_ = open_ & _in_best_groups(choice, expert, EXPERTS // NUM_GROUPS, NUM_GROUPS, TOP_GROUPS, LANES)
+    slot = tl.arange(0, SLOTS)
+    chosen_ids = tl.zeros((SLOTS,), tl.int32)
+    chosen_shares = tl.zeros((SLOTS,), tl.float32)
+    total = 0.0
+    for k in tl.static_range(TOP_K):
+        first = _first_best(choice, expert, open_, LANES)
+        mine = tl.sum(tl.where(expert == first, share, 0.0), axis=0)
+        chosen_ids = tl.where(slot == k, first, chosen_ids)
+        chosen_shares = tl.where(slot == k, mine, chosen_shares)
+        total += mine
+        open_ = open_ & (expert != first)
+    if RENORMALISE:
+        chosen_shares = chosen_shares / (total + 1e-20)
+    at = token * TOP_K + slot
+    tl.store(weights + at, chosen_shares * scale, mask=slot < TOP_K)
+    tl.store(ids + at, chosen_ids, mask=slot < TOP_K)
+
+
+@triton.jit
+def _first_best(value, index, open_, LANES: tl.constexpr):
+    """The lowest index of those that are open with the highest value."""
+    best = tl.max(tl.where(open_, value, float("-inf")), axis=0)
+    return tl.min(tl.where(open_ & (value == best), index, LANES), axis=0)
+
+
+@triton.jit
+def _in_best_groups(choice, expert, GROUP_LEN: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+                    LANES: tl.constexpr):  # fmt: skip
+    """Which experts are in the groups whose two best choices sum highest; ties to the lowest group."""
+    group = expert // GROUP_LEN
+    score = tl.full((LANES,), float("-inf"), tl.float32)
+    for g in tl.static_range(NUM_GROUPS):
+        member = group == g
+        first = _first_best(choice, expert, member, LANES)
+        best = tl.max(tl.where(member, choice, float("-inf")), axis=0)
+        second = tl.max(tl.where(member & (expert != first), choice, float("-inf")), axis=0)
+        score = tl.where(member, best + second, score)
+    inside = group < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        first = _first_best(score, expert, (group < NUM_GROUPS) & (inside == 0), LANES)
+        inside = inside | (group == first // GROUP_LEN)
+    return inside

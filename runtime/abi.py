@@ -1,0 +1,31 @@
+"""What an engine's segments are called with: the inputs by name, and how wide each can become.
+
+Letters: T tokens, N rows, W pages of a row, L logits that are wanted, F the hidden size. All are int32 but
+`hidden`. `rows` is described in plugins/rows.py; row n's token at position p stands in page
+page_table[n, p // page_len].
+"""
+
+from hemiola.runtime.config import Resolved
+
+INPUTS = {
+    "trunk": {"token_ids": "T", "positions": "T", "rows": "N8", "page_table": "NW", "logits_ids": "L"},
+    "draft": {
+        "token_ids": "T",
+        "hidden": "TF",  # the trunk's, or the head's own, before each token
+        "positions": "T",
+        "rows": "N8",
+        "page_table": "NW",
+        "logits_ids": "L",
+    },
+}
+OUTPUTS = ("logits", "hidden")  # [L, V] fp32, and [T, F] after the final norm
+
+
+def widths(config: Resolved) -> dict[str, int]:
+    """By letter, the most that a step of a running engine can have."""
+    return {
+        "T": config.max_step_tokens,
+        "N": config.max_rows,
+        "W": -(-config.max_len // config.page_len),
+        "L": config.max_rows * (1 + config.num_drafts),
+    }

@@ -1,0 +1,141 @@
+"""The dense layer on CUDA: against fp64, and the same bits in every tile."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hemiola.plugins.gpu.tiles import FALLBACK, SM90, SM90_WIDE, Tile
+from hemiola.plugins.linear.triton import fused, linear, linear_argmax
+from tests.gpu.laws import (
+    DEVICE,
+    HALF,
+    INTERPRETED,
+    LENGTHS,
+    apart,
+    error,
+    needs_memory,
+    on_gpu,
+    poisoned,
+    randn,
+    rows_are_alone,
+    same_bits,
+)
+
+pytestmark = on_gpu
+
+SHAPES = [(40, 96), (7, 24)] if INTERPRETED else [(4096, 4096), (2688, 1856), (257, 2048), (1024, 3584), (100, 72)]
+# fewer warps and other inner lengths than any table has, for the law that they do not matter
+ODD_TILES = (Tile(16, 16, 256, 4, 4, True), Tile(16, 16, 64, 1, 2, True), Tile(32, 32, 32, 2, 3, False))
+TILES = {c.tile for c in SM90} | {w.tile for w in SM90_WIDE} | {FALLBACK} | set(ODD_TILES)
+TILES = sorted(TILES)[:: 5 if INTERPRETED else 1]
+ACTIVATIONS = pytest.mark.parametrize("activation", ["none", "relu2", "swiglu"])
+
+
+def make(num_outputs: int, num_inputs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return randn(num_tokens, num_inputs), randn(num_outputs, num_inputs) * num_inputs**-0.5, randn(num_outputs)
+
+
+def truth(x, weight, bias=None, residual=None, activation="none") -> torch.Tensor:
+    y = x.double() @ weight.double().t()
+    y = y if bias is None else y + bias.double()
+    if activation == "relu2":
+        y = y.relu().square()
+    if activation == "swiglu":
+        gate, value = y.chunk(2, dim=1)
+        y = torch.nn.functional.silu(gate) * value
+    return y if residual is None else y + residual.double()
+
+
+@pytest.mark.parametrize("num_outputs, num_inputs", SHAPES)
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_against_fp64(num_outputs: int, num_inputs: int, num_tokens: int) -> None:
+    x, weight, bias = make(num_outputs, num_inputs, num_tokens)
+    with poisoned():
+        y = linear(apart(x), apart(weight), bias)
+        plain = linear(x, weight, bias[:0])
+    assert error(y, truth(x, weight, bias)) < 4e-3 and y.is_contiguous()
+    assert error(plain, truth(x, weight)) < 4e-3
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile_against_fp64(tile: Tile, activation: str) -> None:
+    x, weight, bias = make(416, 96, 33) if INTERPRETED else make(1056, 1096, 333)
+    residual = randn(len(x), len(weight) // 2 if activation == "swiglu" else len(weight))
+    with poisoned():
+        y = fused(apart(x), weight, bias, apart(residual), activation, tile)
+    assert error(y, truth(x, weight, bias, residual, activation)) < 4e-3
+
+
+@pytest.mark.skipif(INTERPRETED, reason="numpy's products are not a GPU's")
+@ACTIVATIONS
+@pytest.mark.parametrize("num_outputs, num_inputs", [(4096, 4096), (1056, 1096), (384, 12288)])
+def test_every_tile_has_the_same_bits(num_outputs: int, num_inputs: int, activation: str) -> None:
+    x, weight, bias = make(num_outputs, num_inputs, 300)
+    residual = randn(len(x), num_outputs // 2 if activation == "swiglu" else num_outputs)
+    wanted = fused(x, weight, bias, residual, activation, TILES[0])
+    for tile in TILES:
+        assert same_bits(fused(x, weight, bias, residual, activation, tile), wanted), tile
+
+
+@pytest.mark.skipif(INTERPRETED, reason="numpy's products are not a GPU's")
+def test_sums_have_the_same_bits_before_they_are_rounded() -> None:
+    """A sum, and the sum less what it rounds to, leave 16 bits of the fp32 chain."""
+    x, weight, _ = make(512, 2048, 200)
+    rounded = fused(x, weight, tile=TILES[0])
+    rest = fused(x, weight, residual=-rounded, tile=TILES[0])
+    assert rest.any()
+    for tile in TILES:
+        assert same_bits(fused(x, weight, residual=-rounded, tile=tile), rest), tile
+
+
+@pytest.mark.skipif(INTERPRETED, reason="numpy's products are not a GPU's")
+@pytest.mark.parametrize("num_outputs, num_inputs", [(4096, 4096), (257, 2048), (2688, 1856)])
+def test_a_row_is_alone(num_outputs: int, num_inputs: int) -> None:
+    x, weight, bias = make(num_outputs, num_inputs, 2200)
+    rows_are_alone(lambda x: linear(x, weight, bias), x)
+
+
+def test_fp32_against_fp64() -> None:
+    x, weight = randn(20, 200, dtype=torch.float32), randn(70, 200, dtype=torch.float32)
+    assert error(linear(x, weight, randn(0, dtype=torch.float32)), truth(x, weight)) < 1e-6
+    if not INTERPRETED:
+        rows_are_alone(lambda x: linear(x, weight, weight.new_empty(0)), x, lengths=(1, 2, 7, 16))
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS[:6])
+def test_argmax_is_that_of_the_stored_outputs(num_tokens: int) -> None:
+    x, weight, _ = make(100, 40, num_tokens) if INTERPRETED else make(13000, 1024, num_tokens)
+    with poisoned():
+        y, best = linear(x, weight, x.new_empty(0)), linear_argmax(x, weight)
+    lowest = [min(i for i, v in enumerate(line) if v == max(line)) for line in y.tolist()]
+    assert best.tolist() == lowest
+
+
+def test_argmax_takes_the_lowest_of_equals() -> None:
+    weight = torch.zeros(300, 32, dtype=HALF, device=DEVICE)
+    weight[[70, 71, 250]] = 1.0
+    x = torch.ones(3, 32, dtype=HALF, device=DEVICE)
+    assert linear_argmax(x, weight).tolist() == [70, 70, 70]
+    assert linear_argmax(-x, weight).tolist() == [0, 0, 0]
+
+
+@needs_memory
+def test_weights_and_outputs_behind_two_to_the_31() -> None:
+    weight = torch.zeros(1_100_000, 2048, dtype=HALF, device=DEVICE)
+    weight[-5:] = randn(5, 2048)
+    x = randn(2100, 2048)
+    for num_tokens in (1, 64, 2100):
+        y = linear(x[:num_tokens], weight, x.new_empty(0))
+        assert error(y[-1:, -5:], truth(x[num_tokens - 1 : num_tokens], weight[-5:])) < 4e-3
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="weight has the shape"):
+        linear(randn(2, 8), randn(3, 9), randn(0))
+    with pytest.raises(ValueError, match="activation is 'gelu'"):
+        fused(randn(2, 8), randn(3, 8), activation="gelu")
+    with pytest.raises(ValueError, match="no pairs"):
+        fused(randn(2, 8), randn(3, 8), activation="swiglu")
+    assert linear(randn(0, 8), randn(3, 8), randn(0)).shape == (0, 3)

@@ -1,0 +1,118 @@
+"""Experts on CUDA."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hemiola.plugins.gpu.tiles import SM90_EXPERTS, Tile
+from hemiola.plugins.moe.triton import moe
+from tests.gpu.laws import (
+    DEVICE,
+    HALF,
+    INTERPRETED,
+    LENGTHS,
+    apart,
+    error,
+    needs_memory,
+    on_gpu,
+    poisoned,
+    randn,
+    rows_are_alone,
+    same_bits,
+)
+
+pytestmark = on_gpu
+
+ACTIVATIONS = pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+E, K, F, I = (5, 2, 40, 24) if INTERPRETED else (32, 6, 1024, 464)  # noqa: E741
+TILES = [crowd.tile for crowd in SM90_EXPERTS] + [Tile(16, 16, 64, 1, 2, True), Tile(32, 32, 32, 2, 3, False)]
+
+
+def make(num_tokens: int, activation: str, dtype: torch.dtype = HALF, num_experts: int = E) -> tuple:
+    """Arguments of moe; every fourth id is that of one expert."""
+    ids = torch.rand(num_tokens, num_experts).topk(K).indices.int().to(DEVICE)
+    ids[::2] = torch.where((ids[::2] == 0).any(1, keepdim=True), ids[::2], ids[::2].roll(1, 1))
+    up = randn(num_experts, 2 * I if activation == "swiglu" else I, F, dtype=dtype) * F**-0.5
+    down = randn(num_experts, F, I, dtype=dtype) * I**-0.5
+    weights = torch.rand(num_tokens, K, device=DEVICE)
+    return randn(num_tokens, F, dtype=dtype), ids, weights, up, down, activation
+
+
+def truth(x, ids, weights, up, down, activation) -> torch.Tensor:
+    y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in range(len(up)):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        hidden = x[token].double() @ up[expert].double().t()
+        if activation == "relu2":
+            hidden = hidden.relu().square()
+        else:
+            gate, value = hidden.chunk(2, dim=1)
+            hidden = torch.nn.functional.silu(gate) * value
+        part = hidden @ down[expert].double().t() * weights[token, slot, None].double()
+        y.index_add_(0, token, part)
+    return y
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_against_fp64(num_tokens: int, activation: str) -> None:
+    x, *rest = arguments = make(num_tokens, activation)
+    with poisoned():
+        y = moe(apart(x), *rest)
+    assert error(y, truth(*arguments)) < 6e-3
+
+
+@ACTIVATIONS
+def test_fp32_against_fp64(activation: str) -> None:
+    arguments = make(9, activation, torch.float32)
+    assert error(moe(*arguments), truth(*arguments)) < 1e-6
+
+
+@pytest.mark.skipif(INTERPRETED, reason="numpy's products are not a GPU's")
+@ACTIVATIONS
+def test_every_tile_has_the_same_bits(activation: str) -> None:
+    arguments = make(500, activation)
+    wanted = moe(*arguments, tile=TILES[0])
+    for tile in TILES:
+        assert same_bits(moe(*arguments, tile=tile), wanted), tile
+
+
+@pytest.mark.skipif(INTERPRETED, reason="numpy's products are not a GPU's")
+@ACTIVATIONS
+def test_a_row_is_alone(activation: str) -> None:
+    x, ids, weights, *rest = make(2200, activation)
+    rows_are_alone(lambda x, i, w: moe(x, i, w, *rest), x, ids, weights)
+
+
+def test_all_tokens_choose_the_same_expert() -> None:
+    x, ids, *rest = make(LENGTHS[-1] // 2, "relu2")
+    ids[:] = torch.arange(K, device=DEVICE)
+    assert error(moe(x, ids, *rest), truth(x, ids, *rest)) < 6e-3
+
+
+def test_an_id_that_is_no_expert_adds_nothing() -> None:
+    x, ids, weights, *rest = make(7, "swiglu")
+    ids[3], ids[5, 1] = -1, E
+    with poisoned():
+        y = moe(x, ids, weights, *rest)
+    assert not y[3].any()
+    assert error(y, truth(x, ids, weights, *rest)) < 6e-3
+
+
+@needs_memory
+def test_experts_behind_two_to_the_31() -> None:
+    x, ids, weights, up, down, activation = make(40, "relu2", num_experts=5000)
+    assert up.numel() > 1 << 31
+    ids[:, 0] = 4999
+    assert error(moe(x, ids, weights, up, down, activation), truth(x, ids, weights, up, down, activation)) < 6e-3
+
+
+def test_refusals() -> None:
+    x, ids, weights, up, down, _ = make(2, "relu2")
+    with pytest.raises(ValueError, match="activation is 'gelu'"):
+        moe(x, ids, weights, up, down, "gelu")
+    with pytest.raises(ValueError, match="up has the shape"):
+        moe(x, ids, weights, up, down, "swiglu")
+    with pytest.raises(ValueError, match="contiguous"):
+        moe(x, ids, weights, up, down.mT.contiguous().mT, "relu2") if F != I else None
