@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,7 @@ from kit.ops import ALL, Subject, Tensors, form, rel_error, same_bits
 
 from hemiola.plugins.cpu import jit
 
-
-def has_landed(name: str) -> bool:
-    """Until linear's and moe's new kernels are here; embed uses linear's packing."""
-    try:
-        return bool(
-            import_module(
-                "hemiola.plugins.linear.compiled" if name == "embed" else f"hemiola.plugins.{name}.compiled"
-            )
-        )
-    except ImportError:
-        return False
-
-
-READY = [subject for subject in ALL if has_landed(subject.name)]
+READY = [subject for subject in ALL if subject.op.forms[0].name == "compiled"]
 COMPILED = pytest.mark.parametrize("subject", READY, ids=str)
 STATELESS = pytest.mark.parametrize(
     "subject", [s for s in READY if all(arg.name != "rows" for arg in s.op.args)], ids=str
