@@ -21,8 +21,8 @@ from typing import Any
 import numba
 import numba.core.config as _config
 import torch
-from torch import Tensor
 from numba.core.registry import cpu_target
+from torch import Tensor
 
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long, invoke, next_of
 
