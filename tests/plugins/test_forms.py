@@ -13,6 +13,7 @@ import torch
 from kit.ops import ALL, Subject, Tensors, form, rel_error, same_bits
 
 from hemiola.plugins.cpu import jit
+from hemiola.plugins.norm.compiled import _norm
 
 READY = [subject for subject in ALL if subject.op.forms[0].name == "compiled"]
 COMPILED = pytest.mark.parametrize("subject", READY, ids=str)
@@ -138,9 +139,8 @@ def save(path: str) -> None:
 
 def assembly() -> str:
     """Code that was loaded cannot be read, so one kernel is compiled again."""
-    kernel = next(kernel for kernel in jit.KERNELS if kernel.name == "_norm")
-    signature = numba.types.void(*[numba.types.int64] * (2 + len(kernel.arguments)))
-    code: Any = numba.cfunc(signature, error_model="numpy")(kernel._function)
+    signature = numba.types.void(*[numba.types.int64] * (2 + len(_norm.arguments)))
+    code: Any = numba.cfunc(signature, error_model="numpy")(_norm._function)
     return code._library.get_asm_str()
 
 
