@@ -56,6 +56,7 @@ class Rules:
         ("qwen3_5", "mtp", 1),
         ("three_convs", "mtp", 3),
         ("attention_only", "mtp", 3),
+        ("attention_only", "ngram", 3),
     ],
 )
 def test_m04_a_prompt_again_and_longer_and_with_another_token_anywhere(
@@ -66,7 +67,7 @@ def test_m04_a_prompt_again_and_longer_and_with_another_token_anywhere(
     hand = small_hand(family, kind, num_snapshots=300, num_pages=900, **options)
     text, dice = wanted.story(family), random.Random(4)
     for r in range(-2, K + 3):
-        n, rules = 2 * B + r, Rules(needs_snapshots=True)
+        n, rules = 2 * B + r, Rules(needs_snapshots=hand.loop.scheduler.prefix.hybrid)
         prompt = text[:n]
         ask(hand, rules, prompt, str(r), 8)
         hand.check(len(hand.requests), text[n : n + 8])
