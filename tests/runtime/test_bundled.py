@@ -78,7 +78,9 @@ def test_conversations_about_code(bundled: Callable[[str], Path], model: str) ->
         windows = sum(m.drafted[0] for m in metrics if m.drafted)
         later = [out.metrics for turn in turns[1:] for out in turn]
         hits = sum(m.cached_tokens for m in later) / sum(m.num_prompt_tokens for m in later)
-        print(f"\n{model}, {drafts} {depth}: {accepted} drafts accepted in {windows} windows, {hits:.0%} cached")
+        print(
+            f"\n{model}, {drafts} {depth}: {accepted} drafts accepted in {windows} windows, {hits:.0%} cached"
+        )
         assert (accepted > 0) == (drafts != "none") and all(m.cached_tokens > 0 for m in later)
     oracle = Oracle(DEMO / model)
     for text in expected:
