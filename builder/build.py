@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +17,7 @@ import hemiola
 from hemiola.builder import models, targets
 from hemiola.builder.checkpoint import DTYPES, Checkpoint, Lazy, read_json
 from hemiola.builder.graph import Graph, Name, export
+from hemiola.builder.options import Options
 from hemiola.builder.targets.torch import Compiled
 from hemiola.plugins import OPS
 from hemiola.runtime import manifest
@@ -30,27 +30,12 @@ ALIGNMENT = 64  # bytes
 STORED = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a user may choose; None is decided from the checkpoint."""
-
-    target: str = "torch"
-    arch: str = "cpu"
-    max_len: int | None = None
-    max_rows: int = 64
-    max_step_tokens: int = 2048
-    drafts: Literal["none", "ngram", "mtp"] | None = None
-    num_drafts: int | None = None
-    page_len: int = 64
-    chunk_len: int = 16
-
-
 def build(
     path: Path, engine_dir: Path, options: Options, report: Report = lambda stage, done, total: None
 ) -> Manifest:
     """Write an engine. It appears complete or not at all; an engine that stood there before is replaced."""
     target = targets.pick(options.target, options.arch)
-    _refuse_sizes(options)
+    _refuse_pages(options)
     _refuse_occupied(engine_dir)
     report("checking", 0, 0)
     checkpoint = Checkpoint(path)
@@ -203,13 +188,7 @@ def _warn_of_a_missing_head(model: models.Model) -> None:
             )
 
 
-def _refuse_sizes(options: Options) -> None:
-    for name in ("max_len", "max_rows", "max_step_tokens", "page_len", "chunk_len"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise Refused(f"--{name.replace('_', '-')} is {value}; use a positive number")
-    if options.num_drafts is not None and options.num_drafts < 0:
-        raise Refused(f"--num-drafts is {options.num_drafts}; use 0 or more")
+def _refuse_pages(options: Options) -> None:
     if options.page_len % options.chunk_len:
         raise Refused(
             f"--page-len {options.page_len} is not a multiple of --chunk-len {options.chunk_len}; "

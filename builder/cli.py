@@ -1,66 +1,37 @@
 """build-engine CHECKPOINT --engine-dir DIR"""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from hemiola.builder.options import Options
 from hemiola.runtime.cli.command import run_command
+from hemiola.runtime.cli.options import given, options_of, takes
 
 if TYPE_CHECKING:  # torch takes seconds; --help should not
     from hemiola.runtime.manifest import Manifest
-
-
-class Drafts(StrEnum):
-    none = "none"
-    ngram = "ngram"
-    mtp = "mtp"
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
+@takes(options_of(Options))
 def build_engine(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint folder")],
     engine_dir: Annotated[
         Path, typer.Option(help="where the engine goes; an older engine there is replaced")
     ],
-    target: Annotated[str, typer.Option(help="what runs the engine")] = "torch",
-    arch: Annotated[str, typer.Option(help="the device it runs on")] = "cpu",
-    max_len: Annotated[
-        int | None,
-        typer.Option(help="longest prompt + output; default: what the checkpoint knows, at most 8192"),
-    ] = None,
-    max_rows: Annotated[int, typer.Option(help="requests in one step")] = 64,
-    max_step_tokens: Annotated[int, typer.Option(help="tokens in one step")] = 2048,
-    drafts: Annotated[
-        Drafts | None, typer.Option(help="who proposes tokens; default: mtp if the checkpoint has it")
-    ] = None,
-    num_drafts: Annotated[
-        int | None, typer.Option(help="most drafts of one request in one step; default: 3, or 0 without")
-    ] = None,
-    page_len: Annotated[int, typer.Option(help="tokens in a page of keys and values")] = 64,
-    chunk_len: Annotated[int, typer.Option(help="tokens between two edges of the recurrence grid")] = 16,
+    **options: Any,
 ) -> None:
     """Compile a checkpoint into an engine directory."""
-    from hemiola.builder.build import Options, build
+    from hemiola.builder.build import build
 
-    options = Options(
-        target=target,
-        arch=arch,
-        max_len=max_len,
-        max_rows=max_rows,
-        max_step_tokens=max_step_tokens,
-        drafts=None if drafts is None else drafts.value,
-        num_drafts=num_drafts,
-        page_len=page_len,
-        chunk_len=chunk_len,
-    )
+    chosen = Options(**given(Options, options))
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),
@@ -76,7 +47,7 @@ def build_engine(
             amount = f"{_mib(done)} of {_mib(total)}" if total else ""
             progress.update(task, description=stage, completed=done, total=total or None, amount=amount)
 
-        manifest = build(checkpoint, engine_dir, options, report)
+        manifest = build(checkpoint, engine_dir, chosen, report)
     Console().print(summary(manifest, engine_dir))
 
 

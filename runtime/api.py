@@ -132,7 +132,7 @@ class Metrics:
     accepted: list[int] = field(default_factory=list)  # and how often it stayed
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """One window."""
+        """Count the drafts of one step, of which the first num_accepted stayed."""
         missing = num_drafts - len(self.drafted)
         self.drafted += [0] * missing
         self.accepted += [0] * missing

@@ -118,7 +118,7 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
 
 
 def _drafts(config: ServeConfig, manifest: Manifest) -> tuple[Drafts, int]:
-    """Who drafts, and how many; an engine without room for drafts drafts none."""
+    """Who drafts, and how many per row and step."""
     built = manifest.limits.num_drafts
     drafts = manifest.drafts if config.drafts == "auto" else config.drafts
     if drafts == "none":
@@ -206,7 +206,7 @@ def _cache_sizes(
 
 
 def _num_snapshots(config: ServeConfig, useful: bool, most: int, left: int, slot_bytes: int) -> int:
-    """As asked; else up to `most`, for a quarter of the bytes that are left."""
+    """As many as were asked for; else up to `most`, in a quarter of the bytes that are left."""
     if not useful:
         return 0
     if config.num_snapshots == "auto":

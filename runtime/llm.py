@@ -1,4 +1,4 @@
-"""LLM: an engine directory that answers. Text in, text out; everything else is called from here."""
+"""LLM: opens an engine directory and answers prompts. It puts the parts of an engine together."""
 
 import itertools
 import logging
@@ -61,7 +61,7 @@ def make_loop(
 def make_proposer(
     config: Resolved, storage: Storage, session: Engine, pages: PagePool, ledger: Ledger
 ) -> Proposer:
-    """Who drafts, as the options say."""
+    """The proposer that the options name."""
     match config.drafts:
         case "none":
             return NoDrafts()
@@ -72,7 +72,7 @@ def make_proposer(
 
 
 def prefix_cost(manifest: manifests.Manifest) -> Cost:
-    """What keeping costs in bytes; the work of a token counts 1, whatever its position."""
+    """Bytes of what the prefix cache keeps. Every token counts as the same work, whatever its position."""
     return Cost(state_bytes(manifest.states, "page"), state_bytes(manifest.states, "slot"))
 
 

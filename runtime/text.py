@@ -34,7 +34,7 @@ class Text:
         self.template = _chat_template(folder, self.config)
 
     def encode(self, text: str) -> list[int]:
-        """With the tokenizer's special tokens; a text that brings its own BOS gets no second one."""
+        """Ids of a text, special tokens included; a text that begins with a BOS gets no second one."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -48,7 +48,7 @@ class Text:
         return ids
 
     def encode_words(self, text: str) -> list[int]:
-        """Without special tokens."""
+        """Ids of a text, without special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -103,7 +103,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As Hugging Face renders templates."""
+    """Renders templates as Hugging Face does."""
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
@@ -158,7 +158,7 @@ class Growing:
         return self._before_stop(new, may_stop) if self._stop else new
 
     def finish(self) -> str:
-        """What was held back, as no more tokens come."""
+        """The text that was held back; call it when no more tokens come."""
         return "" if self.stopped else self._held + self._text.decode(self._window)[self._settled :]
 
     def _shorten(self, text: str) -> None:

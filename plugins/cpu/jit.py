@@ -21,8 +21,8 @@ from typing import Any
 import numba
 import numba.core.config as _config
 import torch
-from torch import Tensor
 from numba.core.registry import cpu_target
+from torch import Tensor
 
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long, invoke, next_of
 
@@ -70,6 +70,8 @@ class Kernel:
         self._function = function
         self.name = function.__name__
         self.arguments = tuple(inspect.signature(function).parameters)[2:]
+        if len(self.arguments) > MOST_ARGUMENTS:
+            raise TypeError(f"{self.name} takes {len(self.arguments)} arguments, more than {MOST_ARGUMENTS}")
         KERNELS.append(self)
 
     def __call__(
@@ -157,7 +159,6 @@ def _word(value: float | torch.Tensor) -> int:
     return bits(value) if isinstance(value, float) else operator.index(value)
 
 
-@lru_cache(maxsize=1024)
 def bits(number: float) -> int:
     """The bits of an fp32 number."""
     return int.from_bytes(struct.pack("f", number), sys.byteorder)

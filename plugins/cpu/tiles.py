@@ -1,4 +1,4 @@
-"""Tiles of a matrix product: sums of a few tokens and outputs that stay in registers while numbers stream by.
+"""Tiles of a matrix product: sums of a few rows and outputs that stay in registers while weights stream by.
 
 Every sum is one chain of fused multiply-adds in the order of the inner dimension. A chain may be put down in
 memory and taken up again, which changes no bit, so tiles are cut as the CPU's registers want them.
@@ -13,20 +13,22 @@ from numba.core.registry import cpu_target
 from hemiola.plugins.cpu.simd import F32, I32, INTS, LANES, VECTOR, intrinsic
 
 STRIP = 2 * LANES  # outputs whose weights lie together
-import os
-DEPTH = int(os.environ.get("DEPTH","256"))  # numbers from one row of x to the next, and the most that a tile takes of them
+DEPTH = 256  # numbers from one row of x to the next, and the most that a tile takes of them
 WIDE = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2]  # 32 registers of 16, or 16 of 8
 HEIGHT = 12 if WIDE else 6  # most rows of a tile
-ABREAST = (4, 2, 2) if WIDE else (2, 1)  # strips of a tile of 1, 2, .. rows: chains that hide a step's latency
+ABREAST = (
+    (4, 2, 2) if WIDE else (2, 1)
+)  # strips of a tile of 1, 2, .. rows: chains that hide a step's latency
 VECTORS = 2 if WIDE else 1  # outputs of a tile of more rows, in vectors
 FEW = 12 if WIDE else 2  # rows up to which bfloat16 weights are widened on their way, not beforehand
 SHAPES = [(rows, 2 * n) for rows, most in enumerate(ABREAST, 1) for n in {1, most}]
 SHAPES += [(rows, VECTORS) for rows in range(len(ABREAST) + 1, HEIGHT + 1)]
 LONG, HALF = ir.IntType(64), ir.IntType(16)
+READ, WRITE, SECOND, NEAREST = 0, 1, 2, 3  # what LLVM's prefetch is told: why, and to which cache
 
 
 class _Code(NamedTuple):
-    """What a tile's code is made from; offsets from addresses count numbers."""
+    """What a tile's code is made from; see _tile."""
 
     builder: Any
     x: Any
@@ -37,15 +39,15 @@ class _Code(NamedTuple):
     y_len: Any
     going_on: Any
     soon: Any
-    soon_len: Any
     soon_step: Any
+    y_soon: Any
 
-    def emit(self, rows: int, vectors: int, halves: bool) -> None:
+    def emit(self, rows: int, vectors: int, halves: bool, fetch: bool) -> None:
         """sums = y if going_on else 0; for k in range(count): sums += x[:, k] * weight[k]; y = sums"""
         b = self.builder
         fma = self.function("llvm.fma.v16f32", VECTOR, VECTOR, VECTOR, VECTOR)
-        places = [self.output(row, v) for row in range(rows) for v in range(vectors)]
-        sums = [cgutils.alloca_once(b, VECTOR) for _ in places]
+        places = [self.output(self.y, row, v) for row in range(rows) for v in range(vectors)]
+        sums = [cgutils.alloca_once(b, VECTOR) for _ in places]  # LLVM makes them registers
         with b.if_else(b.icmp_signed("!=", self.going_on, LONG(0))) as (taken_up, begun):
             with taken_up:
                 for place, sum_ in zip(places, sums, strict=True):
@@ -53,7 +55,13 @@ class _Code(NamedTuple):
             with begun:
                 for sum_ in sums:
                     b.store(ir.Constant(VECTOR, [0.0] * LANES), sum_)
+        if rows > len(ABREAST):
+            for row in range(rows):
+                for v in range(vectors):
+                    self.prefetch(b.ptrtoint(self.output(self.y_soon, row, v), LONG), WRITE, NEAREST)
         with cgutils.for_range(b, self.count) as loop:
+            if fetch:
+                self.fetch(loop.index, -(-vectors // 2), halves)
             weights = self.weights(loop.index, vectors, halves)
             for row in range(rows):
                 x = self.splat(b.add(loop.index, LONG(row * DEPTH)))
@@ -66,9 +74,9 @@ class _Code(NamedTuple):
         start = self.builder.gep(self.builder.inttoptr(base, element.as_pointer()), [offset])
         return self.builder.bitcast(start, kind.as_pointer())
 
-    def output(self, row: int, v: int) -> Any:
+    def output(self, y: Any, row: int, v: int) -> Any:
         b = self.builder
-        return self.place(self.y, b.add(b.mul(self.y_len, LONG(row)), LONG(LANES * v)), VECTOR)
+        return self.place(y, b.add(b.mul(self.y_len, LONG(row)), LONG(LANES * v)), VECTOR)
 
     def splat(self, offset: Any) -> Any:
         b, nothing = self.builder, ir.Constant(VECTOR, ir.Undefined)
@@ -76,17 +84,15 @@ class _Code(NamedTuple):
         return b.shuffle_vector(b.insert_element(nothing, number, I32(0)), nothing, INTS([0] * LANES))
 
     def weights(self, k: Any, vectors: int, halves: bool) -> list[Any]:
-        """The k-th weights of a tile's outputs, widened; what is wanted soon is fetched on the way."""
+        """The k-th weights of a tile's outputs, widened."""
         b, found = self.builder, []
         for strip in range(-(-vectors // 2)):
             at = b.add(b.mul(self.strip_len, LONG(strip)), b.mul(k, LONG(STRIP)))
             if halves:
                 found += self.halves(self.weight, at)
             else:
-                for v in range(min(vectors, 2)):
-                    place = self.place(self.weight, b.add(at, LONG(LANES * v)), VECTOR)
-                    found.append(b.load(place, align=4))
-            self.fetch(b.add(b.mul(self.soon_len, LONG(strip)), b.mul(k, self.soon_step)))
+                places = [b.add(at, LONG(LANES * v)) for v in range(min(vectors, 2))]
+                found += [b.load(self.place(self.weight, place, VECTOR), align=4) for place in places]
         return found
 
     def halves(self, base: Any, at: Any) -> list[Any]:
@@ -96,11 +102,21 @@ class _Code(NamedTuple):
         low, high = b.shl(pairs, INTS([16] * LANES)), b.and_(pairs, INTS([0xFFFF0000] * LANES))
         return [b.bitcast(low, VECTOR), b.bitcast(high, VECTOR)]
 
-    def fetch(self, offset: Any) -> None:
-        """Bring what is wanted soon to the second-level cache."""
-        b, byte = self.builder, ir.IntType(8).as_pointer()
-        function = self.function("llvm.prefetch.p0", ir.VoidType(), byte, I32, I32, I32)
-        b.call(function, [b.inttoptr(b.add(self.soon, offset), byte), I32(0), I32(2), I32(1)])
+    def fetch(self, k: Any, strips: int, halves: bool) -> None:
+        """Bring the k-th weights of the next strips to the second-level cache."""
+        b = self.builder
+        for strip in range(strips):
+            strip_at = b.mul(self.strip_len, LONG((2 if halves else 4) * strip))
+            at = b.add(b.add(self.soon, strip_at), b.mul(k, self.soon_step))
+            for line in (0,) if halves else (0, 64):
+                self.prefetch(b.add(at, LONG(line)), READ, SECOND)
+
+    def prefetch(self, address: Any, purpose: int, cache: int) -> None:
+        pointer = ir.IntType(8).as_pointer()
+        function = self.function("llvm.prefetch.p0", ir.VoidType(), pointer, I32, I32, I32)
+        self.builder.call(
+            function, [self.builder.inttoptr(address, pointer), I32(purpose), I32(cache), I32(1)]
+        )
 
     def function(self, name: str, result: Any, *args: Any) -> Any:
         return cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(result, args), name)
@@ -118,25 +134,30 @@ def _tile(halves: bool) -> Any:
         y: Any,  # address of the first row's first sum
         y_len: Any,  # numbers from row to row
         going_on: Any,  # whether y has sums already
-        soon: Any,
-        soon_len: Any,
-        soon_step: Any,
+        soon: Any,  # address of the weights that are wanted next; may be 0 where ABREAST has the rows
+        soon_step: Any,  # bytes from one inner number's to the next one's
+        y_soon: Any,  # address of the first sum of the next tile
     ) -> Any:
         """y[rows, 16 * vectors] = or += x times weight, for one of SHAPES; nothing for others."""
 
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            code = _Code(builder, *args[2:])
-            shape = builder.add(builder.mul(args[1], LONG(64)), args[0])
+            rows, vectors, *rest = args
+            code = _Code(builder, *rest)
+            fetches = builder.zext(builder.icmp_signed("!=", code.soon, LONG(0)), LONG)
+            shape = builder.add(
+                builder.add(builder.shl(vectors, LONG(8)), builder.shl(rows, LONG(1))), fetches
+            )
             end = builder.append_basic_block("end")
             switch = builder.switch(shape, end)
             for num_rows, num_vectors in SHAPES:
                 if halves and num_rows > FEW:
                     continue
-                case = builder.append_basic_block(f"tile.{num_rows}.{num_vectors}")
-                switch.add_case(LONG(64 * num_vectors + num_rows), case)
-                builder.position_at_end(case)
-                code.emit(num_rows, num_vectors, halves)
-                builder.branch(end)
+                for fetch in (False, True) if num_rows <= len(ABREAST) else (True,):
+                    case = builder.append_basic_block(f"tile.{num_rows}.{num_vectors}")
+                    switch.add_case(LONG((num_vectors << 8) + (num_rows << 1) + fetch), case)
+                    builder.position_at_end(case)
+                    code.emit(num_rows, num_vectors, halves, fetch)
+                    builder.branch(end)
             builder.position_at_end(end)
             return context.get_dummy_value()
 

@@ -1,29 +1,40 @@
 """The dense layer, compiled: every output is one chain of fused multiply-adds in the order of the inputs.
 
-Tokens are taken in blocks, the inner dimension in stretches of DEPTH, outputs in strips. Weights that came as
-bfloat16 stay so in memory, for decoding runs at its speed.
+Weights lie in strips of STRIP outputs, and stay bfloat16 if they came so: few tokens run at the speed of
+memory. Tokens are taken in blocks, the inputs in stretches of DEPTH; y holds the sums from stretch to stretch.
 """
 
 import torch
 
 from hemiola.plugins.cpu.jit import Kernel, helper, lines
-from hemiola.plugins.cpu.simd import LANES, add, f32, get, load, put, splat, store
-from hemiola.plugins.cpu.tiles import ABREAST, DEPTH, FEW, HEIGHT, STRIP, VECTORS, tile_of_floats, tile_of_halves, widen
+from hemiola.plugins.cpu.simd import LANES, add, get, get_long, load, put, store
+from hemiola.plugins.cpu.tiles import (
+    ABREAST,
+    DEPTH,
+    FEW,
+    HEIGHT,
+    STRIP,
+    VECTORS,
+    tile_of_floats,
+    tile_of_halves,
+    widen,
+)
 
-BLOCK = 144  # most tokens of an item
-GROUP = 16  # most strips of an item
-NONE, RELU2, SWIGLU = 0, 1, 2  # what is done to an input before it is used
+BLOCK = 24 * HEIGHT  # most rows of an item: a strip's weights are read once for all of them
+GROUP = 32  # strips of an item, about: with more, their sums and the rows leave the second-level cache
+UNIT = ABREAST[0]  # strips that stay in one item
+ITEMS = 4  # for each thread, or the last one to end keeps the others waiting
+NEAR = 2**21  # bytes of a matrix from which on fetching its next strips pays even for the fewest rows
 SCRATCH = 4 * (BLOCK * DEPTH + DEPTH * STRIP + BLOCK * STRIP)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [..., O, F] as strips [..., O / STRIP, F, STRIP], rounded up; bfloat16 if that loses nothing."""
+    """A weight [..., O, F] as [..., ceil(O / STRIP), F, STRIP]; what is not bfloat16 becomes fp32."""
     *outer, num_outputs, num_inputs = weight.shape
-    half = weight.to(torch.bfloat16)
-    lossless = weight.dtype == torch.bfloat16
-    strips = torch.nn.functional.pad(half if lossless else weight.float(), (0, 0, 0, -num_outputs % STRIP))
-    strips = strips.view(*outer, -1, STRIP, num_inputs).mT
-    if lossless:  # outputs j and 16 + j side by side: one load, and two vectors without a shuffle
+    halves = weight.dtype is torch.bfloat16
+    wide = torch.nn.functional.pad(weight if halves else weight.float(), (0, 0, 0, -num_outputs % STRIP))
+    strips = wide.view(*outer, -1, STRIP, num_inputs).mT
+    if halves:  # outputs j and 16 + j side by side: they are widened without a shuffle
         strips = strips.unflatten(-1, (2, LANES)).mT.flatten(-2)
     return strips.contiguous()
 
@@ -36,85 +47,158 @@ def linear(
 ) -> torch.Tensor:  # [T, O]
     """See reference.py."""
     num_tokens, num_inputs = x.shape
-    num_strips = packed.shape[0]
-    if packed.shape[1] != num_inputs or num_strips != -(-num_outputs // STRIP):
-        raise ValueError(f"linear: x is {tuple(x.shape)}, the weight {tuple(packed.shape)}, {num_outputs} wanted")
-    x, y = lines(x) if num_tokens else x, torch.empty(num_tokens, num_outputs)
-    num_blocks, num_groups = -(-num_tokens // BLOCK), -(-num_strips // GROUP)
-    halves = packed.dtype == torch.bfloat16
-    _multiply(
-        num_blocks * num_groups, work_of(num_tokens, packed), num_blocks, num_groups, num_tokens, x, x.stride(0),
-        num_inputs, num_outputs, packed, halves, bias if bias.numel() else 0, y, scratch=SCRATCH,
+    num_strips, depth, _ = packed.shape
+    if depth != num_inputs or num_strips != -(-num_outputs // STRIP):
+        raise ValueError(
+            f"linear: {tuple(packed.shape)} is not packed from {num_outputs} outputs of {num_inputs} inputs"
+        )
+    y = torch.empty(num_tokens, num_outputs)
+    if not num_tokens:
+        return y
+    x, num_blocks = lines(x), -(-num_tokens // BLOCK)
+    num_groups = split(num_strips, num_blocks)
+    multiply(
+        num_blocks * num_groups, work(packed.numel(), packed.itemsize, num_tokens),
+        num_blocks, 0, num_tokens, num_groups, x, x.stride(0), 0, packed, packed.dtype is torch.bfloat16, num_inputs, num_outputs,
+        bias if bias.numel() else 0, y, scratch=SCRATCH,
     )  # fmt: skip
     return y
 
 
-def work_of(num_tokens: int, packed: torch.Tensor) -> float:
-    """Nanoseconds, roughly."""
-    return (0.03 + 0.01 * num_tokens) * packed.numel()
+def split(num_strips: int, num_blocks: int) -> int:
+    """Into how many groups the strips go, for items that fit the cache and keep all threads at work."""
+    num_units = -(-num_strips // UNIT)
+    wanted = -(-ITEMS * torch.get_num_threads() // num_blocks)
+    return min(num_units, max(wanted, -(-num_strips // GROUP)))
+
+
+def work(size: int, itemsize: int, num_rows: int) -> float:
+    """Nanoseconds of reading so many weights and multiplying them by so many rows, roughly."""
+    return size * (0.05 * itemsize + 0.01 * num_rows)
 
 
 @Kernel
-def _multiply(
-    item, scratch, num_blocks, num_groups, num_tokens, x, x_len, num_inputs, num_outputs, packed, halves, bias, y
+def multiply(
+    item,
+    scratch,  # SCRATCH bytes
+    num_blocks,
+    blocks,  # [num_blocks, 3] int64: expert, first row, rows; or 0: all rows in blocks of one size
+    num_rows,
+    num_groups,
+    x,
+    x_len,  # from row to row
+    rows,  # [R] int64: the row of x for each row of y; or 0: the same one
+    packed,  # [E, strips, F, STRIP]
+    halves,  # whether it is bfloat16
+    num_inputs,
+    num_outputs,
+    bias,  # or 0
+    y,  # [R, O]
 ):
-    """An item is a block of tokens and a group of strips; blocks of one group follow each other."""
+    """An item is a block of rows and a group of strips; those of a group follow each other."""
     group, block = item // num_blocks, item % num_blocks
-    first, last = share(num_tokens, num_blocks, block)
+    expert, (first, last) = 0, _share(num_rows, num_blocks, block)
+    if blocks != 0:
+        expert, first = get_long(blocks, 3 * block), get_long(blocks, 3 * block + 1)
+        last = first + get_long(blocks, 3 * block + 2)
+    if first == last:
+        return
     num_strips = (num_outputs + STRIP - 1) // STRIP
-    begin, end = share(num_strips, num_groups, group)
-    multiply(
-        scratch, x + 4 * first * x_len, x_len, 0, NONE, last - first, num_inputs,
-        packed, halves, begin, end, num_outputs, bias, y + 4 * first * num_outputs,
-    )  # fmt: skip
+    begin, end = _share((num_strips + UNIT - 1) // UNIT, num_groups, group)
+    size = num_inputs * STRIP * (2 if halves else 4)
+    matrix = packed + expert * num_strips * size
+    near = num_strips * size < NEAR
+    panel, out = scratch, y + 4 * first * num_outputs
+    for at in range(0, num_inputs, DEPTH):
+        count = min(DEPTH, num_inputs - at)
+        for n in range(first, last):
+            row = n if rows == 0 else get_long(rows, n)
+            _copy(x + 4 * (row * x_len + at), panel + 4 * (n - first) * DEPTH, count)
+        _stretch(
+            scratch, last - first, matrix, halves, near, num_inputs, at, count,
+            begin * UNIT, min(end * UNIT, num_strips), num_outputs, out
+        )  # fmt: skip
+    _finish(scratch, last - first, begin * UNIT, min(end * UNIT, num_strips), num_outputs, bias, out)
 
 
 @helper
-def share(size, parts, part):
-    """Where a part of 0 .. size begins and ends, all parts as large as each other."""
+def _share(size, parts, part):
+    """Where a part of 0 .. size begins and ends."""
     return size * part // parts, size * (part + 1) // parts
 
 
 @helper
-def multiply(
-    scratch,  # SCRATCH bytes
-    x,  # address of the first row
-    x_len,  # numbers from row to row
-    rows,  # address of the rows' numbers, or 0: they are 0, 1, 2, ...
-    activation,
-    num_rows,
-    num_inputs,
-    packed,  # address of the weight
-    halves,  # whether it is bfloat16
-    begin,  # the first strip
-    end,  # behind the last one
-    num_outputs,
-    bias,  # address, or 0
-    y,  # address of the first row of all outputs
-):
-    """A block of rows times a group of strips."""
-    panel, room = scratch, scratch + 4 * BLOCK * DEPTH
-    part = room + 4 * DEPTH * STRIP
+def _copy(source, target, count):
+    whole = count // LANES * LANES
+    for i in range(0, whole, LANES):
+        store(target, i, load(source, i))
+    for i in range(whole, count):
+        put(target, i, get(source, i))
+
+
+@helper
+def _stretch(scratch, num_rows, matrix, halves, near, num_inputs, at, count, begin, end, num_outputs, y):
+    """Inputs at .. at + count of the rows in scratch times strips begin .. end, added to y.
+
+    The sums of a last strip that goes beyond the outputs lie in scratch.
+    """
+    room = scratch + 4 * BLOCK * DEPTH
+    beyond = room + 4 * DEPTH * STRIP
     full = min(end, num_outputs // STRIP)
     strip_len, size = num_inputs * STRIP, 2 if halves else 4
-    for at in range(0, num_inputs, DEPTH):
-        count = min(DEPTH, num_inputs - at)
-        _fill(panel, x + 4 * at, x_len, rows, activation, num_inputs, num_rows, count)
-        strip = begin
-        while strip < end:
-            abreast = _abreast(num_rows)
-            if strip + abreast > full:
-                abreast = 1
-            weight = packed + size * (strip * strip_len + at * STRIP)
-            if strip + abreast < end:
-                ahead = size * abreast * strip_len
-            else:
-                ahead = size * ((begin - strip) * strip_len + DEPTH * STRIP)
-            if strip < full:
-                _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y + 4 * strip * STRIP, num_outputs, at, ahead)
-            else:
-                _tiles(panel, num_rows, weight, halves, strip_len, 1, count, room, part, STRIP, at, ahead)
-            strip += abreast
+    most = ABREAST[num_rows - 1] if num_rows <= len(ABREAST) else 1
+    strip = begin
+    while strip < end:
+        abreast = most if strip + most <= full else 1
+        weight = matrix + size * (strip * strip_len + at * STRIP)
+        if strip + abreast < end:
+            soon = weight + size * abreast * strip_len
+        else:
+            soon = matrix + size * (begin * strip_len + (at + DEPTH) * STRIP)
+        if near and num_rows <= len(ABREAST):
+            soon = 0
+        out, out_len = y + 4 * strip * STRIP, num_outputs
+        if strip >= full:
+            out, out_len = beyond, STRIP
+        _tiles(scratch, num_rows, weight, halves, strip_len, abreast, count, room, out, out_len, at, soon)
+        strip += abreast
+
+
+@helper
+def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, y_len, going_on, soon):
+    """All rows of a block times one strip, or few rows times strips side by side."""
+    step = 2 * STRIP if halves else 4 * STRIP
+    if halves and num_rows <= FEW:
+        tile_of_halves(
+            num_rows, 2 * abreast, panel, weight, strip_len, count, y, y_len, going_on,
+            soon, step, y + 4 * STRIP
+        )  # fmt: skip
+        return
+    if halves:
+        for i in range(0, count * STRIP, STRIP):
+            widen(weight, i, room)
+        weight = room
+    vectors = VECTORS if num_rows > len(ABREAST) else 2 * abreast
+    num_tiles = (num_rows + HEIGHT - 1) // HEIGHT
+    for v in range(0, 2 * abreast, vectors):
+        for n in range(num_tiles):
+            first, last = _share(num_rows, num_tiles, n)
+            out, out_soon = y + 4 * (first * y_len + LANES * v), y + 4 * (last * y_len + LANES * v)
+            if last == num_rows:
+                out_soon = y + 4 * LANES * (v + vectors)
+            tile_of_floats(
+                last - first, vectors, panel + 4 * first * DEPTH, weight + 4 * LANES * v, strip_len, count,
+                out, y_len, going_on, soon, step, out_soon
+            )  # fmt: skip
+            if soon != 0:  # once is enough
+                soon, step = weight, 0
+
+
+@helper
+def _finish(scratch, num_rows, begin, end, num_outputs, bias, y):
+    """Add the bias; fetch the last outputs from scratch."""
+    beyond = scratch + 4 * (BLOCK * DEPTH + DEPTH * STRIP)
+    full = min(end, num_outputs // STRIP)
     for row in range(num_rows):
         line = y + 4 * row * num_outputs
         if bias != 0:
@@ -122,47 +206,5 @@ def multiply(
                 store(line, i, add(load(line, i), load(bias, i)))
         if full < end:
             for i in range(num_outputs - full * STRIP):
-                value = get(part, row * STRIP + i)
-                put(line, full * STRIP + i, value + get(bias, full * STRIP + i) if bias != 0 else value)
-
-
-@helper
-def _abreast(num_rows):
-    return ABREAST[num_rows - 1] if num_rows <= len(ABREAST) else 1
-
-
-@helper
-def _fill(panel, x, x_len, rows, activation, num_inputs, num_rows, count):
-    for row in range(num_rows):
-        source, target = x + 4 * row * x_len, panel + 4 * row * DEPTH
-        whole = count // LANES * LANES
-        for i in range(0, whole, LANES):
-            store(target, i, load(source, i))
-        for i in range(whole, count):
-            put(target, i, get(source, i))
-
-
-@helper
-def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, y_len, going_on, ahead):
-    """All rows of a block times one strip or a few side by side."""
-    soon, step = weight + ahead, 64 if halves else 128
-    if halves and num_rows <= FEW:
-        soon_len = 2 * strip_len
-        tile_of_halves(
-            num_rows, 2 * abreast, panel, weight, strip_len, count, y, y_len, going_on, soon, soon_len, step
-        )
-        return
-    if halves:
-        for i in range(0, count * STRIP, STRIP):
-            widen(weight, i, room)
-        weight = room
-    num_tiles = (num_rows + HEIGHT - 1) // HEIGHT
-    vectors = 2 * abreast if num_rows <= len(ABREAST) else VECTORS
-    for v in range(0, 2 * abreast, vectors):
-        for n in range(num_tiles):
-            first, last = share(num_rows, num_tiles, n)
-            tile_of_floats(
-                last - first, vectors, panel + 4 * first * DEPTH, weight + 64 * v, strip_len, count,
-                y + 4 * (first * y_len + LANES * v), y_len, going_on, soon, 4 * strip_len, step
-            )  # fmt: skip
-            soon, step = weight, 0
+                value, at = get(beyond, row * STRIP + i), full * STRIP + i
+                put(line, at, value + get(bias, at) if bias != 0 else value)

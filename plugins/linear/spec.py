@@ -7,7 +7,7 @@ from hemiola.plugins.spec import Arg, Form, Op, Result, fp32_in_sixteens
 
 
 def strips(weight: torch.Tensor) -> torch.Tensor:
-    """The layout in which the compiled form reads a weight [O, F]; bfloat16 where that loses nothing."""
+    """The layout in which compiled forms read a weight [..., O, F]; bfloat16 stays so."""
     from hemiola.plugins.linear.compiled import pack
 
     return pack(weight)

@@ -1,18 +1,10 @@
 """A mixture of experts after its router: two dense layers per used expert, combined in slot order."""
 
-import torch
-
+from hemiola.plugins.linear.spec import strips
 from hemiola.plugins.moe.reference import moe as reference
 from hemiola.plugins.spec import FP32, INT, Arg, Attr, Call, Form, Op, Result, fp32_in_sixteens
 
 ACTIVATIONS = {"relu2": 1, "swiglu": 2}  # and how many outputs of `up` make one input of `down`
-
-
-def strips(weight: torch.Tensor) -> torch.Tensor:
-    """The layout in which the compiled form reads the experts' weights [E, O, F]."""
-    from hemiola.plugins.moe.compiled import pack
-
-    return pack(weight)
 
 
 def _refuses(call: Call) -> str:
@@ -21,7 +13,7 @@ def _refuses(call: Call) -> str:
         return f"activation is {activation!r}, not {' or '.join(ACTIVATIONS)}"
     if call.sizes["J"] != call.sizes["I"] * ACTIVATIONS[activation]:
         return f"up has {call.sizes['J']} outputs, down {call.sizes['I']} inputs; not so after {activation}"
-    return fp32_in_sixteens("FI")(call)
+    return fp32_in_sixteens("")(call)
 
 
 MOE = Op(
@@ -36,5 +28,5 @@ MOE = Op(
     attrs=(Attr("activation", str),),
     results=(Result("TF"),),
     reference=reference,
-    forms=(Form("reference", "cpu", _refuses),),
+    forms=(Form("compiled", "cpu", _refuses, {"up": strips, "down": strips}, sizes="I"),),
 )

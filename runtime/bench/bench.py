@@ -15,7 +15,7 @@ from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.bench import equality, workloads
 from hemiola.runtime.bench.dataset import read_sessions
 from hemiola.runtime.bench.equality import Equality
-from hemiola.runtime.bench.measure import Mailbox, Measured, Result, Run
+from hemiola.runtime.bench.measure import Answer, Mailbox, Measured, Run
 from hemiola.runtime.bench.options import MULTI_TURN, RANDOM, BenchOptions
 from hemiola.runtime.bench.plot import Curve, plot, refuse_without_matplotlib
 from hemiola.runtime.bench.report import Column, table
@@ -187,7 +187,7 @@ class _Bench:
                 found.append(_statement(name, same, [finding]))
         return found
 
-    def _plain_answers(self, runs: Sequence[Sequence[Result]]) -> dict[equality.Asked, list[int]]:
+    def _plain_answers(self, runs: Sequence[Sequence[Answer]]) -> dict[equality.Asked, list[int]]:
         options = equality.plain_options(self.job.engine_options, ServeConfig.model_fields)
         with (
             LLM(self.job.engine_dir, **options) as llm,

@@ -1,10 +1,10 @@
-"""Were the tokens the same? In all variants, and as a request alone gets them, without drafts and reuse."""
+"""Were the tokens the same? In all variants; and in the plain run: alone, without drafts and reuse."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from hemiola.runtime.api import Output, SamplingParams
-from hemiola.runtime.bench.measure import Result
+from hemiola.runtime.bench.measure import Answer
 
 # Sizes that decide what an engine can answer at all; everything else is left as it is by default.
 KEPT = ("max_len", "memory_fraction")
@@ -35,7 +35,7 @@ def plain_options(options: Mapping[str, object], known: Collection[str]) -> dict
 
 
 def plain_run(
-    engine: Plain, runs: Sequence[Sequence[Result]], on_answer: Callable[[], None] = lambda: None
+    engine: Plain, runs: Sequence[Sequence[Answer]], on_answer: Callable[[], None] = lambda: None
 ) -> dict[Asked, list[int]]:
     """Everything that was answered, asked again one by one."""
     answers: dict[Asked, list[int]] = {}
@@ -46,19 +46,19 @@ def plain_run(
     return answers
 
 
-def distinct(runs: Sequence[Sequence[Result]]) -> list[Result]:
+def distinct(runs: Sequence[Sequence[Answer]]) -> list[Answer]:
     """One completed request for each thing asked."""
     return list({_asked(result): result for run in runs for result in run if result.completed}.values())
 
 
-def with_plain(run: Sequence[Result], answers: Mapping[Asked, list[int]]) -> Equality:
+def with_plain(run: Sequence[Answer], answers: Mapping[Asked, list[int]]) -> Equality:
     done = [result for result in run if result.completed]
     return _compare(
         [(result.origin, result.token_ids, answers[_asked(result)]) for result in done], "the plain run"
     )
 
 
-def across(runs: Sequence[Sequence[Result]]) -> Equality:
+def across(runs: Sequence[Sequence[Answer]]) -> Equality:
     """Of the requests that completed in all runs, how many got the same prompt and the same answer in all."""
     by_key = [{result.key: result for result in run if result.completed} for run in runs]
     pairs = []
@@ -85,9 +85,9 @@ def _describe(origin: str, left: list[int], right: list[int], other: str) -> str
     return f"{origin}: {mine} at position {at}, {other} has {theirs}"
 
 
-def _asked(result: Result) -> Asked:
+def _asked(result: Answer) -> Asked:
     return tuple(result.prompt_ids), result.params.max_tokens
 
 
-def _all_ids(result: Result) -> list[int]:
+def _all_ids(result: Answer) -> list[int]:
     return result.prompt_ids + result.token_ids

@@ -47,7 +47,7 @@ class Reuse:
         self._num_records = 0
 
     def record(self, group: Group, since: int, age: int, used: bool) -> None:
-        """A member went from age `since` to `age`, where it was used or left the group."""
+        """A member was used at `age`, or left the group; before, it was seen up to age `since`."""
         uses = self._uses.setdefault(group, [0.0] * BINS)
         time = self._time.setdefault(group, [0.0] * BINS)
         last = _bin(age)
@@ -161,7 +161,7 @@ class Victim(NamedTuple):
 
 
 class Evictor:
-    """Is told what happens to entries and names those to give up."""
+    """Is told what happens to entries, and names the ones to give up."""
 
     def __init__(self, cost: Cost, page_len: int) -> None:
         self.cost = cost
@@ -205,20 +205,20 @@ class Evictor:
             self._join(entry)
 
     def change(self, entry: Entry) -> None:
-        """It got or lost a child."""
+        """The entry got or lost a child."""
         if entry.slot_id:
             self._leave(entry, used=False)
             self._join(entry)
 
     def idle(self, entry: Entry) -> None:
-        """Nobody holds it, nothing is behind it."""
+        """No slot holds the entry, and no entry is behind it: it can be evicted."""
         if entry.slot_id:
             self.leaves.add(entry)
         else:
             self.tails.add(entry)
 
     def busy(self, entry: Entry) -> None:
-        """Not so any more."""
+        """The entry is not idle any more."""
         self.leaves.remove(entry)
         self.tails.remove(entry)
 

@@ -38,7 +38,7 @@ class PagePool:
         return len(self._free)
 
     def count(self, num_tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """How many pages so many tokens need."""
         return -(-num_tokens // self.page_len)
 
     def grow(self, slot_id: int, num_tokens: int) -> bool:
@@ -73,7 +73,7 @@ class PagePool:
         self._cached[page_id] = True
 
     def drop(self, page_id: int) -> None:
-        """The cache holds it no more."""
+        """The cache gives the page up."""
         assert self._cached[page_id], f"page {page_id} is not cached"
         self._cached[page_id] = False
         if self.refs[page_id] == 0:

@@ -94,7 +94,7 @@ class Take(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """What a running request has to do with the cache."""
+    """What the cache remembers of a running request."""
 
     chain: Chain
     prompt_len: int  # tokens known when it was admitted
@@ -121,7 +121,7 @@ class Statistics:
 
 
 class PrefixCache:
-    """Pages and slots of running requests come from and go back to here; what they leave is found again."""
+    """Gives requests their pages and slots and takes them back; keeps what later requests can start from."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class PrefixCache:
         self._leases: dict[int, Lease] = {}
 
     def chain(self, ids: np.ndarray, tenant: str = "") -> Chain:
-        """For one request; `ids` is the array to which its tokens will be appended."""
+        """The page keys of one request; `ids` is the array to which its tokens will be appended."""
         return Chain(ids, repr((self.identity, tenant)).encode(), self.page_len)
 
     def tick(self) -> None:
@@ -157,9 +157,9 @@ class PrefixCache:
     # Admission.
 
     def admit(self, chain: Chain, known_len: int, spare_pages: int = 0) -> Start | None:
-        """Let a request run from its longest hit, if a slot and pages for its ids and the next can be had.
+        """Let a request run from its longest hit. None if a slot, or pages for one token more, cannot be had.
 
-        So many other pages stay free or idle.
+        Beside them, spare_pages pages must stay free or idle.
         """
         path, junction = self._match(chain, known_len) if self.enabled else ([], 0)
         page_ids = [entry.page_id for entry in path]
@@ -237,7 +237,7 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had."""
+        """Pages that are free or can be evicted."""
         return self.pages.num_free + self.pages.num_idle
 
     def grow(self, slot_id: int, num_tokens: int) -> bool:

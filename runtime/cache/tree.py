@@ -80,7 +80,7 @@ class Tree:
         self.roots: dict[bytes, Entry] = {}
 
     def walk(self, chain: Chain, most: int, step: int) -> Walk:
-        """At most so many pages that were published before this step."""
+        """Follow a chain over at most so many pages, all published before this step."""
         path: list[Entry] = []
         node = self.roots.get(chain.root)
         if node is None or node.tokens != chain.salt:
@@ -96,7 +96,7 @@ class Tree:
         return Walk(path, False)
 
     def find(self, chain: Chain, index: int) -> Entry | None:
-        """What has the key of a page, whether it is that page or not."""
+        """The entry with a page's key; it may be another page, if hashes collide."""
         return self.entries.get(chain.key(index))
 
     def place(self, chain: Chain, path: list[Entry], page_id: int, step: int) -> Entry | None:

@@ -12,7 +12,7 @@ from hemiola.runtime.manifest import State
 class Storage:
     """Tensors by state name, [num_pages or num_slots, *shape].
 
-    With `poison`, fresh and freed pages and slots hold NaN: a reader of what was never written shows itself.
+    With `poison`, fresh and freed pages and slots hold NaN, so that reading what was never written shows.
     """
 
     def __init__(self, states: Sequence[State], num_pages: int, num_slots: int, poison: bool = False) -> None:

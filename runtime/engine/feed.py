@@ -44,13 +44,13 @@ class Feed:
 
 
 def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of so many items side by side: of each item its row, and its place in that."""
+    """For rows of so many items each: every item's row, and its place in that row."""
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
 
 
 def _choices(plan: Plan, ends: np.ndarray) -> tuple[np.ndarray, Choices]:
-    """The logits that are wanted, and whose they are."""
+    """Which tokens' logits are wanted, and which rows choose by them."""
     rows = [n for n, row in enumerate(plan.rows) if row.chooses]
     num_drafts = np.array([plan.rows[n].num_drafts for n in rows], np.int64)
     num_lines = num_drafts + 1

@@ -42,14 +42,14 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
 
 
 def _broken(choices: Choices, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Lines that have no best number; an argmax shows by itself whether it is one."""
+    """Logits without a best number. Where the argmax was taken, its own number shows that."""
     if any(rule.edits_logits or not rule.greedy for rule in choices.rules):
         return broken(logits)
     return ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
 
 
 def _by_row(choices: Choices, values: torch.Tensor, width: int) -> torch.Tensor:
-    """[L] as [R, width], zero where a row has no line."""
+    """[L] as [R, width], zero behind the end of a shorter row."""
     if len(values) == len(choices.rows) * width:
         return values.view(-1, width)  # rows are alike
     table = values.new_zeros(len(choices.rows), width)
@@ -58,7 +58,7 @@ def _by_row(choices: Choices, values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _append(ledger: Ledger, choices: Choices, token_ids: torch.Tensor, num_accepted: torch.Tensor) -> None:
-    """What stood there as drafts, and was accepted, is text now, and one token more."""
+    """Accepted drafts become text where they stand; the next token follows them."""
     slot_id = choices.slot_id
     end = ledger.total_len[slot_id] + num_accepted
     last = token_ids.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
@@ -71,7 +71,7 @@ def _append(ledger: Ledger, choices: Choices, token_ids: torch.Tensor, num_accep
 def _logprobs(
     choices: Choices, logits: torch.Tensor, chosen: torch.Tensor
 ) -> dict[int, tuple[torch.Tensor, ...]]:
-    """Of the rows that asked."""
+    """By row of the plan that asked for them."""
     found = {}
     end = 0
     for row, num_lines in zip(choices.rows, choices.num_lines, strict=True):

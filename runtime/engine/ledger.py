@@ -1,7 +1,7 @@
-"""What changes with every step, by slot, on the device: a step reads it and writes it, and no host waits.
+"""Ids and lengths that change with every step, kept on the device so that no host waits for them.
 
 The host plans with bounds (scheduler.py) and learns a step's outcome some steps later; the tensors here are
-always up to date. One row per slot, never per row of a batch. Row 0 belongs to the dump slot and stays zero.
+always up to date. Each has one entry per slot, never per row of a batch. The dump slot's, 0, stays zero.
 """
 
 import numpy as np

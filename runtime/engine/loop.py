@@ -239,7 +239,7 @@ class Loop:
         self._deliver([self.outbox.end(request)])
 
     def _deliver(self, events: list[Event]) -> None:
-        """A user whose callback raises loses the request, and nobody else anything."""
+        """A callback that raises costs its own request, and no other."""
         for event in events:
             try:
                 event.on_piece(event.piece)
@@ -250,7 +250,7 @@ class Loop:
                     self.outbox.end(event.request)
 
     def _fail(self, reason: str) -> None:
-        """The engine is lost: tell everyone, those that were about to enter included."""
+        """The engine is lost: end every request, those still in the inbox included."""
         with self._gate:
             self._refusal = Failed(f"the engine failed ({reason}) and takes no more requests; open it again")
         while not self._inbox.empty():

@@ -1,4 +1,4 @@
-"""From a request's new ids to the pieces that its user gets; the one place where text may end a request."""
+"""Turns a request's new ids into pieces for its user. Only here may text (a stop string) end a request."""
 
 import time
 from dataclasses import dataclass

@@ -1,13 +1,13 @@
 """How many drafts a row may have, so that speculation does not lose.
 
-A draft pays if the tokens it is expected to add cost less time than tokens cost without it. Expected: a draft
-stays if all before it did and the trunk agrees, with a chance that is learned per request. Time: a step costs
-a constant, something per row, and something per draft; drafting costs a constant and something per pass.
-These are fitted to the steps that only decode, with forgetting.
+A draft pays if the tokens that it is expected to add take less time than tokens take without it. Tokens: a
+draft stays if all before it did and the trunk agrees; the chance of that is learned for each request. Time: a
+step costs a constant, something per row, and something per draft; drafting costs a constant and something per
+pass. These are fitted to steps that only decode, and old steps are forgotten slowly.
 
-Lest what was learned grow old, a step now and then takes not the window that seems best, but its neighbour.
-What that may lose is saved up for, a small share of the time: it happens seldom where drafts are dear, and
-often where they are cheap. No window is more than twice as long as one that was tried.
+To keep learning, a step now and then takes a neighbour of the window that seems best. The time that such a
+trial may lose is saved up first, as a small share of all time: trials are rare where drafts are dear, and
+frequent where they are cheap. No window is more than twice as long as one that was tried.
 """
 
 from collections.abc import Sequence
@@ -54,12 +54,12 @@ class Fit:
 
     @property
     def coefficients(self) -> np.ndarray:
-        """None of them negative."""
+        """What each feature costs in seconds; never negative."""
         return np.maximum(self._found, 0.0) if self.scale else np.zeros(len(self._found))
 
 
 class Pace:
-    """Of one engine. `most`: drafts of a row that it was built for. Not adaptive: all there is room for."""
+    """Says how many drafts pay. `most`: drafts of a row. If not adaptive, as many as there is room for."""
 
     def __init__(self, most: int, adaptive: bool) -> None:
         self.adaptive = adaptive and most > 0  # else there is nothing to learn
@@ -149,7 +149,7 @@ class Pace:
 
 
 class _Cost(NamedTuple):
-    """Seconds, for the rows there are."""
+    """What the next step costs, in seconds, with the rows that there are."""
 
     plain: float  # of a step without drafts
     per_draft: float

@@ -93,7 +93,7 @@ class Request:
                 return
 
     def add_logprobs(self, logprobs: Sequence[Logprob]) -> None:
-        """Of the tokens just appended."""
+        """Add those of the tokens that were just appended."""
         self.logprobs.extend(logprobs)
         del self.logprobs[self.total_len - self.prompt_len :]
 

@@ -1,8 +1,8 @@
-"""Logits of many positions -> tokens, on the device, without a wait of the host.
+"""Chooses tokens from logits, on the device; the host does not wait.
 
-Everything random is a function of (seed, position): no generator has a state, so a token does not depend on
-chunking or on a preemption. And none depends on the other lines of a call, bitwise, on any device: what is
-summed is integers, which have no order of summation. Drafter and trunk choose by the same call.
+Everything random is a function of (seed, position). No generator has a state, so a token does not depend on
+chunks or preemptions. Nor does it depend on the other lines of a call, by a single bit, on any device: sums
+are of integers, where order does not matter. Drafter and trunk choose by the same call.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ def _where(
 
 
 def _tensor(values: Sequence[Any], like: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """On the device, which is not waited for."""
+    """A tensor on the device of `like`, without waiting for it."""
     here = torch.tensor(values, dtype=dtype)
     return here.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else here
 

@@ -1,7 +1,7 @@
 """Who runs in a step, with how many tokens; and what a step's outcome means for them. Sees no tensor.
 
 There are no phases: a row brings the tokens behind those committed, all that are known or a chunk of them,
-and a row that reaches the end of its text chooses a token. Decode is the case of one token and some drafts.
+and a row that reaches the end of its text chooses a token. Decoding is the case of one token and some drafts.
 
 A step is planned before the outcome of the last ones is known. Prompts are planned exactly. What a decoding
 row has become is bounded: at least its total_len, at most its most_len. Pages are taken for the most, a row
@@ -12,9 +12,9 @@ Rank, (priority, age), decides everything. `running` and `waiting` are in order 
 are taken from the last. So the first request always advances, and since the cache holds at least one request
 of max_len (config.resolve), nothing of the best priority waits for ever.
 
-A step's tokens go to what is certain before they go to what is guessed: first a token of every decoding row,
-then prompts, then drafts. Lest drafts end wherever many prompts come, a prompt leaves drafts of the same or a
-better priority up to half of what the decoding rows left.
+A step's tokens go to known tokens before they go to guesses: first a token of every decoding row,
+then prompts, then drafts. But a prompt leaves up to half of what the decoding rows left to drafts of the same
+or a better priority; otherwise drafting would stop whenever many prompts come.
 """
 
 import bisect
@@ -109,7 +109,7 @@ class Scheduler:
         return left
 
     def _add_drafts(self, plan: Plan, left: int) -> None:
-        """Those that were proposed, if tokens and pages are left."""
+        """Add the drafts that were proposed, as far as tokens and pages are left."""
         capacity = self.prefix.pages.capacity
         for row in plan.rows:
             request = row.request
@@ -142,7 +142,7 @@ class Scheduler:
         return num_tokens // self.config.chunk_len * self.config.chunk_len
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Pages for so many tokens of a running request, if need be from the last, perhaps itself."""
+        """Get pages for so many tokens of a running request; the last of rank gives its own, if need be."""
         while not self.prefix.grow(request.slot_id, num_tokens):
             if any(r.leaving or r.finish_reason is not None for r in self.running):
                 return False  # their pages will do, or it is tried again
@@ -237,7 +237,7 @@ class Scheduler:
         return max(0, min(most, len(request.ids) - request.most_len - 1))
 
     def _take_snapshots(self, plan: Plan) -> None:
-        """Of the edges that rows will pass, or may."""
+        """Ask for snapshots at edges that rows will pass, or may pass."""
         for row in [row for row in plan.rows if row.edges[0] != row.edges[1]]:
             take = self.prefix.take(row.slot_id, *row.edges)
             if take is not None:

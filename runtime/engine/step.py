@@ -1,4 +1,4 @@
-"""A step in its five forms: planned, filled, judged on the device, and read by the host."""
+"""What a step is on its way: a Plan, a Batch for the device, a Verdict there, an Outcome for the host."""
 
 from dataclasses import dataclass, field
 
@@ -51,7 +51,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The tokens to choose: R rows that reach the end of their text, L logits of theirs, by row."""
+    """The tokens to choose, for the R rows that reach the end of their text; together they have L logits."""
 
     rows: list[int]  # their places in the plan
     num_lines: list[int]  # logits of each
@@ -64,7 +64,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The engine ABI, in groups by who knows them. int32 all of it."""
+    """What the engine reads (abi.py), and what choosing needs. All tensors for the engine are int32."""
 
     # plan and ledger: which rows, and how many tokens of each
     rows: torch.Tensor  # [N, 8], plugins/rows.py
@@ -80,7 +80,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """By row of the plan, for the rows that chose."""
+    """What the host learns of a step, by row of the plan, for the rows that chose."""
 
     token_ids: dict[int, list[int]]
     num_judged: dict[int, int]
@@ -101,7 +101,7 @@ class Verdict:
     logprobs: dict[int, tuple[torch.Tensor, ...]]  # by row of the plan that asked: of its tokens
 
     def read(self, num_drafts: torch.Tensor) -> Outcome:
-        """Fetch it; num_drafts [R]: drafts that the rows have got for their next step."""
+        """Fetch the outcome from the device; num_drafts [R]: drafts proposed for the rows' next step."""
         counts = (self.num_accepted + ~self.broken).tolist()
         token_ids = [line[:n] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]
         kept = dict(zip(self.rows, token_ids, strict=True))

@@ -1,4 +1,4 @@
-"""The LLM's calls over Triton gRPC: what runs here runs there, with the same types."""
+"""The LLM's calls over Triton gRPC, with the same types."""
 
 import json
 import struct
@@ -37,7 +37,7 @@ class Client:
         self.model = model
         self._channel = grpc.insecure_channel(url, options=[("grpc.max_receive_message_length", -1)])
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._calls: WeakSet[Call] = WeakSet()  # for close
+        self._calls: WeakSet[Exchange] = WeakSet()  # for close
         try:
             self._check()
         except BaseException:
@@ -75,7 +75,7 @@ class Client:
             )
         requests = [pack(self.model, *pair, stream=False) for pair in zip(prompts, params, strict=True)]
         outputs: list[Output] = []
-        calls: deque[Call] = deque()
+        calls: deque[Exchange] = deque()
         try:
             for request in requests:
                 if len(calls) == MAX_IN_FLIGHT:
@@ -92,8 +92,8 @@ class Client:
         request = pack(self.model, prompt, params or SamplingParams(), stream=True)
         return Pieces(self._call(request))
 
-    def _call(self, request: Any) -> "Call":
-        call = Call(self._stub, self.url, request)
+    def _call(self, request: Any) -> "Exchange":
+        call = Exchange(self._stub, self.url, request)
         self._calls.add(call)
         return call
 
@@ -109,7 +109,7 @@ class Client:
         self.close()
 
 
-class Call:
+class Exchange:
     """One request on a gRPC stream of its own, which is always read to its end.
 
     tritonserver 2.51 can lock up when a gRPC stream is dropped while it writes to it, and keeps a request
@@ -184,7 +184,7 @@ class Call:
             give_up.cancel()
 
 
-def end(calls: Iterable[Call]) -> None:
+def end(calls: Iterable[Exchange]) -> None:
     """Cancel those that are still running."""
     running = [call for call in calls if not call.ended]
     for call in running:
@@ -196,7 +196,7 @@ def end(calls: Iterable[Call]) -> None:
 class Pieces(Iterator[Piece]):
     """A request's pieces. Leaving a loop over them early cancels the request."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Exchange) -> None:
         self._call = call
         self._messages = call.messages()
 
@@ -210,7 +210,7 @@ class Pieces(Iterator[Piece]):
         self.close()
 
 
-def read_output(call: Call) -> Output:
+def read_output(call: Exchange) -> Output:
     (message,) = call.messages()
     piece = read_piece(message)
     assert piece.finish_reason is not None and piece.metrics is not None

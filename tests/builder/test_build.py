@@ -332,13 +332,13 @@ OPTIONS = {
     "less than a page": ("--max-len 20", "--max-len 20 is less than one page of --page-len 64"),
     "drafts without count": ("--drafts mtp --num-drafts 0", "--num-drafts 0 with --drafts mtp"),
     "count without drafts": ("--drafts none --num-drafts 2", "--num-drafts 2 with --drafts none"),
-    "negative drafts": ("--num-drafts -1", "--num-drafts is -1"),
-    "no rows": ("--max-rows 0", "--max-rows is 0"),
+    "negative drafts": ("--num-drafts -1", "num_drafts is -1"),
+    "no rows": ("--max-rows 0", "max_rows is 0"),
     "tiny steps": ("--max-step-tokens 9", "--max-step-tokens 9 cannot hold --max-rows 64", "256"),
     "target": ("--target tensorrt", "--target tensorrt is not supported", "torch"),
     "arch": ("--arch sm_90", "--arch sm_90 is not supported by --target torch, only cpu"),
     "unknown option": ("--beam 4", "--beam", "--help"),
-    "not a number": ("--max-len long", "--max-len", "integer"),
+    "not a number": ("--max-len long", "max_len is 'long'", "integer"),
 }
 
 
@@ -362,7 +362,7 @@ def refused(run: Callable, source: Path, tmp_path: Path, options: list[str], wor
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n")
     assert all(word in err for word in words), err
-    assert ";" in err, f"no way out in: {err}"
+    assert ";" in err or "it should be" in err, f"no way out in: {err}"
     assert not any((tmp_path / "engines").iterdir())
 
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 
+import numba
 import numpy as np
 import pytest
 
-numba = pytest.importorskip("numba")
-
-from hemiola.plugins import jit, simd  # noqa: E402
-from hemiola.plugins.simd import LANES  # noqa: E402
+from hemiola.plugins.cpu import jit, simd
+from hemiola.plugins.cpu.simd import LANES
 
 F32 = np.float32
 Function = Callable[..., np.ndarray]
@@ -39,7 +38,10 @@ def mapped(function: Callable) -> Function:
     return run
 
 
-exp, silu = mapped(simd.exp), mapped(simd.silu)
+exp, silu, sigmoid, softplus = (mapped(f) for f in (simd.exp, simd.silu, simd.sigmoid, simd.softplus))
+SMOOTH = pytest.mark.parametrize(
+    "function", [exp, silu, sigmoid, softplus], ids=["exp", "silu", "sigmoid", "softplus"]
+)
 
 
 def ulps(ours: np.ndarray, exact: np.ndarray) -> np.ndarray:
@@ -47,15 +49,57 @@ def ulps(ours: np.ndarray, exact: np.ndarray) -> np.ndarray:
     return np.abs(ours.astype(np.float64) - exact) / np.spacing(np.abs(exact).astype(F32))
 
 
-def test_exp_within_two_units_of_the_last_place() -> None:
+def numbers(low: float, high: float) -> np.ndarray:
+    """Dense, near 0, tiny, and on both sides of where exp's power of two steps."""
     rng = np.random.default_rng(0)
-    dense = np.linspace(-87, 88, 2_000_001).astype(F32)
-    near = rng.standard_normal(200_000).astype(F32)
-    tiny = (10.0 ** rng.uniform(-30, 0, 100_000) * rng.choice([-1, 1], 100_000)).astype(F32)
-    halves = (np.arange(-125, 127) + 0.5) * np.log(2)  # where the power of two steps
-    steps = np.concatenate([np.nextafter(halves.astype(F32), F32(side)) for side in (-100, 100)])
-    for x in (dense, near, tiny, steps.clip(-87, 88)):
-        assert ulps(exp(x), np.exp(x.astype(np.float64))).max() <= 2
+    halves = (np.arange(-125, 127) + 0.5) * np.log(2)
+    parts = (
+        np.linspace(low, high, 2_000_001),
+        rng.standard_normal(200_000),
+        10.0 ** rng.uniform(-30, 0, 100_000) * rng.choice([-1, 1], 100_000),
+        *(np.nextafter(sign * halves.astype(F32), F32(side)) for side in (-100, 100) for sign in (-1, 1)),
+    )
+    return np.concatenate(parts).astype(F32).clip(low, high)
+
+
+EXACT = {
+    "exp": (exp, -87, 88, np.exp, 2),
+    "sigmoid": (
+        sigmoid,
+        -87,
+        200,
+        lambda x: 1 / (1 + np.exp(-x)),
+        4,
+    ),  # of exp, of the sum and of the quotient
+    "silu": (silu, -80, 200, lambda x: x / (1 + np.exp(-x)), 4),
+    "softplus": (softplus, -87, 200, lambda x: np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x))), 3),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_few_units_of_the_last_place(name: str) -> None:
+    function, low, high, exact, bound = EXACT[name]
+    x = numbers(low, high)
+    assert ulps(function(x), exact(x.astype(np.float64))).max() <= bound
+
+
+def test_softplus_near_zero_and_without_bound() -> None:
+    x = np.array([0, -0.0, np.inf, -np.inf, 1e30, -1e30, 88, 200, -104], F32)
+    assert softplus(x).tolist() == [F32(np.log(2)), F32(np.log(2)), np.inf, 0, F32(1e30), 0, 88, 200, 0]
+    between = softplus(np.linspace(-89, -87, 10_001).astype(F32))
+    assert (between >= 0).all() and (between[1:] >= between[:-1]).all()
+
+
+def test_sigmoid_without_bound() -> None:
+    assert sigmoid(np.array([0, -0.0, np.inf, -np.inf, 1e30, -1e30, 20], F32)).tolist() == [
+        0.5,
+        0.5,
+        1,
+        0,
+        1,
+        0,
+        1,
+    ]
 
 
 def test_exp_of_zero_is_one() -> None:
@@ -72,7 +116,7 @@ def test_exp_of_what_is_too_small_or_too_large() -> None:
         assert (y >= 0).all() and (y[1:] >= y[:-1]).all()
 
 
-@pytest.mark.parametrize("function", [exp, silu], ids=["exp", "silu"])
+@SMOOTH
 def test_nan_stays_nan_in_its_lane(function: Function) -> None:
     x = np.linspace(-3, 3, LANES).astype(F32)
     clean = function(x)
@@ -83,10 +127,7 @@ def test_nan_stays_nan_in_its_lane(function: Function) -> None:
         assert (np.delete(function(dirty), lane) == np.delete(clean, lane)).all()
 
 
-def test_silu() -> None:
-    x = np.linspace(-80, 80, 100_001).astype(F32)
-    exact = x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))
-    assert ulps(silu(x), exact).max() <= 4  # of exp, of the sum and of the quotient
+def test_silu_without_bound() -> None:
     assert silu(np.array([200, -200, 0, -0.0, 1e4, -1e4], F32)).tolist() == [200, 0, 0, 0, 1e4, 0]
 
 
@@ -243,18 +284,98 @@ def test_offsets_beyond_32_bits_and_before_the_start() -> None:
 
 
 @numba.njit
-def integers(address, long_address, out):
-    for i in range(out.shape[1]):
-        out[0, i] = simd.get_int(address, i)
-        out[1, i] = simd.get_long(long_address, i)
+def integers(short, long, out):
+    for i in range(5):
+        out[0, i] = simd.get_int(short, i)
+        out[1, i] = simd.get_long(long, i)
+        simd.put_int(short, i + 5, simd.get_int(short, i) - 1)
+        simd.put_long(long, i + 5, simd.get_long(long, i) - 1)
 
 
-def test_get_int_and_get_long_keep_the_sign() -> None:
-    short = np.array([0, 1, -1, 2**31 - 1, -(2**31)], np.int32)
-    long = np.array([0, 1, -1, 2**63 - 1, -(2**63)], np.int64)
+def test_integers_keep_their_sign_and_wrap() -> None:
+    short = np.array([0, 1, -1, 2**31 - 1, -(2**31), *[7] * 6], np.int32)
+    long = np.array([0, 1, -1, 2**63 - 1, -(2**63), *[7] * 6], np.int64)
     out = np.empty((2, 5), np.int64)
     integers(short.ctypes.data, long.ctypes.data, out)
-    assert (out == [short, long]).all()
+    assert (out == [short[:5], long[:5]]).all()
+    assert short[5:].tolist() == [-1, 0, -2, 2**31 - 2, 2**31 - 1, 7]
+    assert long[5:].tolist() == [-1, 0, -2, 2**63 - 2, 2**63 - 1, 7]
+
+
+@numba.njit
+def widen(halves, out):
+    simd.store(out, 0, simd.load_bfloat16(halves, 3))
+    for i in range(LANES):
+        simd.put(out, LANES + i, simd.get_half(halves, 3 + i))
+
+
+def test_bfloat16_is_widened() -> None:
+    """Every kind of number, NaN, infinities and subnormals too."""
+    bits = np.array([0, 0x8000, 0x3F80, 0xC2F7, 0x7F80, 0xFF80, 0x7FC0, 1, 0x807F, 0x7F7F], np.uint16)
+    halves = np.resize(bits, 3 + LANES)
+    out = np.empty(2 * LANES, F32)
+    widen(halves.ctypes.data, out)
+    assert (out.view(np.uint32) == np.tile(halves[3:].astype(np.uint32) << 16, 2)).all()
+
+
+@numba.njit
+def some(source, target, at, count, room):
+    simd.store_some(target, at, count, simd.load_some(source, at, count, room), room)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 15, 16, 17, 100])
+def test_some_lanes_are_loaded_and_stored(count: int) -> None:
+    """What lies behind them is neither read nor touched."""
+    source, target, room = np.arange(40, dtype=F32), np.full(40, -1, F32), np.full(LANES, np.nan, F32)
+    num = min(count, LANES)
+    source[5 + num :] = np.nan
+    expected = target.copy()
+    expected[5 : 5 + num] = source[5 : 5 + num]
+    some(source.ctypes.data, target.ctypes.data, 5, count, room.ctypes.data)
+    assert (target == expected).all()
+
+
+@numba.njit
+def some_then_zeros(source, count, room, out):
+    simd.store(out, 0, simd.load_some(source, 0, count, room))
+    simd.clear(out, LANES, LANES)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16])
+def test_lanes_behind_some_are_zeros(count: int) -> None:
+    source, room, out = (
+        np.arange(1, 17, dtype=F32),
+        np.full(LANES, np.nan, F32),
+        np.full(3 * LANES, np.nan, F32),
+    )
+    some_then_zeros(source.ctypes.data, count, room.ctypes.data, out)
+    assert (out[:LANES] == np.where(np.arange(LANES) < count, source, 0)).all()
+    assert (out[LANES : 2 * LANES] == 0).all() and np.isnan(out[2 * LANES :]).all()
+
+
+@numba.njit
+def multiply(weight, num_outputs, num_inputs, x, out, products):
+    simd.dots(
+        weight,
+        7,
+        num_outputs,
+        num_inputs,
+        x,
+        3,
+        out,
+        5,
+        products,
+    )
+
+
+@pytest.mark.parametrize("num_outputs,num_inputs", [(16, 16), (48, 64), (16, 80), (32, 208)])
+def test_dots(num_outputs: int, num_inputs: int) -> None:
+    rng = np.random.default_rng(4)
+    weight = rng.standard_normal(7 + num_outputs * num_inputs).astype(F32)
+    x, out = rng.standard_normal(3 + num_inputs).astype(F32), np.full(5 + num_outputs + 1, 9, F32)
+    multiply(weight, num_outputs, num_inputs, x, out, np.full(LANES * LANES, np.nan, F32))
+    exact = weight[7:].reshape(num_outputs, num_inputs).astype(np.float64) @ x[3:]
+    assert np.abs(out[5:-1] - exact).max() < 1e-5 and out[-1] == out[4] == 9
 
 
 @numba.njit
@@ -262,27 +383,53 @@ def number(bits, out):
     simd.put(out, 0, simd.from_bits(bits))
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-5, -1.5, 0.08838834764831845, 3e38, -np.inf])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-5, -1.5, 0.08838834764831845, 3e38, -np.inf])
 def test_a_number_passes_as_its_bits(value: float) -> None:
     out = np.empty(1, F32)
     number(jit.bits(value), out)
     assert out.tobytes() == F32(value).tobytes()
 
 
+def told(item, scratch, a, b, out):
+    simd.put_long(out, item, 100 * a + 10 * b + scratch)
+
+
+def told_nothing(item, scratch):
+    simd.put_long(scratch, item, item)
+
+
 @numba.njit
-def start(call, out):
-    items, a, b, c = simd.unpack(call, 3)
-    out[0], out[1], out[2], out[3] = items, a, b, c
-    i = 4
-    while True:
-        item = simd.take(call)
-        if item >= items:
-            break
-        out[i] = item
-        i += 1
+def pass_on(function, item, scratch, arguments):
+    simd.invoke(function, item, scratch, arguments)
 
 
-def test_a_call_is_unpacked_and_its_items_are_taken_once() -> None:
-    call, out = np.array([0, 5, -7, 2**62, 9], np.int64), np.full(12, -1, np.int64)
-    start(call.ctypes.data, out)
-    assert out.tolist() == [5, -7, 2**62, 9, 0, 1, 2, 3, 4, -1, -1, -1]
+def test_a_function_gets_its_arguments_and_no_others() -> None:
+    """The caller always passes MOST_ARGUMENTS."""
+    out, arguments = np.zeros(4, np.int64), np.full(simd.MOST_ARGUMENTS, 2**62, np.int64)
+    arguments[:3] = 1, -2, out.ctypes.data
+    long = numba.types.int64
+    code = numba.cfunc(numba.types.void(*[long] * 5))(told)
+    pass_on(code.address, 2, 7, arguments.ctypes.data)
+    assert out.tolist() == [0, 0, 87, 0]
+    code = numba.cfunc(numba.types.void(long, long))(told_nothing)
+    pass_on(code.address, 3, out.ctypes.data, arguments.ctypes.data)
+    assert out.tolist() == [0, 0, 87, 3]
+
+
+def test_a_kernel_with_more_arguments_than_are_passed_is_refused() -> None:
+    names = ", ".join(f"a{n}" for n in range(simd.MOST_ARGUMENTS + 1))
+    with pytest.raises(TypeError, match="too_many takes 31 arguments, more than 30"):
+        exec(f"def too_many(item, scratch, {names}): pass\njit.Kernel(too_many)", {"jit": jit})
+
+
+@numba.njit
+def count_up(counter, out):
+    for i in range(len(out)):
+        out[i] = simd.next_of(counter)
+
+
+def test_next_of_counts() -> None:
+    """test_jit.py has many threads that take from one counter."""
+    counter, out = np.array([2**40, 5], np.int64), np.zeros(3, np.int64)
+    count_up(counter.ctypes.data, out)
+    assert out.tolist() == [2**40, 2**40 + 1, 2**40 + 2] and counter.tolist() == [2**40 + 3, 5]

@@ -1,4 +1,4 @@
-"""Who proposes: drafts stand in the ledger behind a request's text, and nobody asks where they came from."""
+"""Who proposes drafts. They stand in the ledger behind a request's text, whoever wrote them there."""
 
 from typing import Protocol
 

@@ -5,10 +5,10 @@ The pair of token p has its key and value at place p of the request's pages, so 
 its own tokens only. Place 0 has no pair: the head's attention begins at 1.
 
 A step's tokens p bring the pairs p + 1: their hidden states are at hand, and the next tokens are in the
-ledger by then. Pairs behind a rejected draft are nonsense that the next step overwrites. Some pairs are owed
-by earlier steps: that of the first token behind a prefix hit, and those of rows for which drafting does not
-pay, which are read together before a page is finished. Their hidden states are in the slot, where those of
-the last tokens are kept by position, and in snapshots the one before their edge.
+ledger by then. Pairs behind a rejected draft are wrong; the next step overwrites them. Some pairs are owed by
+earlier steps: the one of the first token behind a prefix hit; and, where drafting does not pay, those of
+rows without drafts, which are read together before a page is finished. The hidden states for these are kept
+in the slot: of the last tokens, by position. A snapshot keeps the state before its edge.
 """
 
 from typing import NamedTuple

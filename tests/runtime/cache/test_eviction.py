@@ -310,3 +310,29 @@ def test_a_page_whose_snapshot_went_saves_nothing() -> None:
     assert evictor.page_victim() is second
     evictor.detach(first)
     assert evictor.page_victim() is first and evictor.is_idle(first)
+
+
+# Ages.
+
+
+def test_an_age_is_counted_from_the_last_use() -> None:
+    evictor, root = make(), node(None, 0)
+    entry = node(root, 4)
+    evictor.clock = 100
+    evictor.attach(entry, 1, "prompt")
+    for pause in (10, 3):
+        evictor.clock += pause
+        evictor.use(entry)
+    time = {group.uses: sum(spent) for group, spent in evictor.reuse._time.items()}
+    assert time == {0: 10.5, 1: 3.5}
+
+
+def test_a_new_snapshot_of_an_old_page_is_young() -> None:
+    """It saves half of what the old one saves, which nobody has used for long."""
+    evictor, root = make(), node(None, 0)
+    old, young = node(root, 16), node(root, 8)
+    evictor.attach(old, 1, "prompt")
+    evictor.clock += 64
+    evictor.attach(young, 2, "prompt")
+    victim = evictor.snapshot_victim(step=1)
+    assert victim is not None and victim.entry is old

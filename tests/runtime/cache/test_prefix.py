@@ -657,3 +657,47 @@ def test_the_audit_finds(harm: object) -> None:
     harm(house)
     with pytest.raises(AssertionError):
         house.prefix.audit()
+
+
+# Ages: time passes with every request that is admitted.
+
+
+def test_a_snapshot_ages_while_others_are_served() -> None:
+    """The older one saves twice as much, and goes all the same."""
+    house = House(num_slots=4, max_rows=1)
+    house.serve(text(4 * P + 1, 1))
+    for seed in range(40):
+        house.serve(text(1, seed))
+    house.serve(text(2 * P + 1, 2))
+    house.serve(text(3 * P + 1, 3))
+    assert [edge for edge, _ in house.snapshots()] == [2 * P, 3 * P]
+
+
+def test_a_page_is_as_old_as_the_last_request_that_held_it() -> None:
+    house = House(hybrid=False, num_pages=4, max_len=12)
+    house.serve(text(P, 1), 2)
+    assert house.hit(text(P + 1, 1)) == P
+    house.serve(text(P, 2), 2)
+    house.serve(text(P, 3), 2)
+    assert house.hit(text(P + 1, 2)) == P, "the younger page went"
+
+
+def test_a_page_is_as_old_as_the_one_that_was_behind_it() -> None:
+    house = House(hybrid=False)
+    for seed in range(5):
+        house.serve(text(2 * P + 1, seed))
+    leaves = {entry.used: entry for _, entry in house.prefix.contents() if not entry.children}
+    assert sorted(leaves) == [1, 2, 3, 4, 5]
+    house.prefix._evict(leaves[4])
+    assert leaves[4].parent.used == 4
+
+
+def test_a_snapshot_whose_slot_is_taken_over_has_been_used() -> None:
+    """There is no other slot. What such snapshots are worth is learned from it too."""
+    house = House(num_slots=2, max_rows=1, donate=True, chunk_len=P)
+    house.serve(text(P, 1), 2)
+    ((_, entry),) = house.prefix.contents()
+    group = entry.group
+    assert entry.slot_id and not house.evictor.reuse._uses
+    assert house.hit([*text(P, 1), 5]) == P
+    assert sum(house.evictor.reuse._uses[group]) == 1

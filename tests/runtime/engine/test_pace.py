@@ -4,12 +4,16 @@ A simulated request accepts each draft with a given chance, if all before it wer
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
+from kit.fake_session import hashed
+from kit.proposers import Scripted, Text, always_right
 
 from hemiola.runtime.api import Metrics, SamplingParams
+from hemiola.runtime.engine import loop
 from hemiola.runtime.engine.pace import Pace
 from hemiola.runtime.engine.request import Request
 
@@ -143,3 +147,49 @@ def test_a_request_keeps_to_its_own_limit() -> None:
 
 def test_without_adaption_every_row_gets_all_there_is_room_for() -> None:
     assert Pace(8, False).choose(requests(3), [8, 0, 5]) == [8, 0, 5]
+
+
+# What the loop tells it.
+
+
+@dataclass
+class Told:
+    """A pace that writes down what it hears, and always grants all there is room for."""
+
+    judged: list[tuple[int, int, int]]  # request, drafts planned, drafts kept
+    timed: list[tuple[float, ...]]
+
+    def listen(self, pace: Pace) -> None:
+        pace.choose = lambda requests, most: list(most)
+        pace.judged = lambda request, *counts: self.judged.append((request.id, *counts))
+        pace.timed = lambda *step: self.timed.append(step)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_it_hears_of_every_window_and_of_steps_that_only_decode(
+    make_hand: Callable, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """Two of the first request's three drafts are right; the second has two drafts only, and both are."""
+    now = [0.0]
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    right = always_right(hashed)
+
+    def script(request: Text, room: int) -> list[int]:
+        now[0] += 2.0
+        ids = right.script(request, room)
+        return [*ids[:2], ids[2] + 1] if request.id == 1 else ids[:2]
+
+    hand = make_hand(proposer=Scripted(script), num_drafts=3, adaptive_drafts=True, pipeline_depth=depth)
+    hand.loop.session.before_run = lambda batch: now.append(now.pop() + 3.0)  # seconds
+    told = Told([], [])
+    told.listen(hand.loop.scheduler.pace)
+    for length in (4, 5):
+        hand.submit(list(range(length)), max_tokens=30)
+    for _ in range(4 + depth):
+        hand.turn()
+    planned = 3 if depth else 2  # that there are fewer is known too late
+    assert told.judged[:4] == [(1, 3, 2), (2, planned, 2)] * 2
+    assert told.timed[:2] == [(2, 3 + planned, 3, 3.0, 4.0)] * 2
+    assert len(told.timed) == 3 + depth, "the first step read prompts"
+    first, second = (request.metrics for request in hand.requests)
+    assert (first.accepted, second.drafted, second.accepted) == ([3, 3, 0], [3, 3], [3, 3])

@@ -1,0 +1,29 @@
+"""What a user may choose when an engine is built."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from hemiola.runtime.api import Strict
+
+
+class Options(Strict):
+    """None is decided from the checkpoint. Lengths are in tokens."""
+
+    target: str = Field(default="torch", description="what runs the engine")
+    arch: str = Field(default="cpu", description="the device it runs on")
+    max_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="longest prompt + output; default: what the checkpoint knows, at most 8192",
+    )
+    max_rows: int = Field(default=64, ge=1, description="requests in one step")
+    max_step_tokens: int = Field(default=2048, ge=1, description="tokens in one step")
+    drafts: Literal["none", "ngram", "mtp"] | None = Field(
+        default=None, description="who proposes tokens; default: mtp if the checkpoint has it"
+    )
+    num_drafts: int | None = Field(
+        default=None, ge=0, description="most drafts of one request in one step; default: 3, or 0 without"
+    )
+    page_len: int = Field(default=64, ge=1, description="tokens in a page of keys and values")
+    chunk_len: int = Field(default=16, ge=1, description="tokens between two edges of the recurrence grid")
