@@ -111,7 +111,9 @@ class EngineHand(Hand):
         **options: object,
     ) -> None:
         found = manifest.load(engine_dir)
-        chosen = {"adaptive_drafts": False} | KINDS[kind] | options  # how fast a step was must not matter here
+        chosen = (
+            {"adaptive_drafts": False} | KINDS[kind] | options
+        )  # how fast a step was must not matter here
         config = resolve(ServeConfig(**chosen), found, 2**30)
         self.storage = Storage(found.states, config.num_pages, config.num_slots, poison=True)
         recorder = Recorder(Session(engine_dir, found, self.storage, config.drafts))
@@ -125,7 +127,6 @@ class EngineHand(Hand):
         self.mtp = config.drafts == "mtp"
         self.recorded: dict[tuple[int, ...], list[torch.Tensor]] = {}  # logits behind a text, every copy
         self.proposed: dict[tuple[int, ...], list[tuple[list[int], Rule]]] = {}  # drafts of an MTP head
-        self.final_len: dict[int, int] = {}  # by request: what its last step made final, drafts apart
         self._shuffle = shuffle
         self._watch()
 
@@ -160,13 +161,14 @@ class EngineHand(Hand):
                 total_len, num = int(ledger.total_len[row.slot_id]), int(ledger.num_drafts[row.slot_id])
                 assert num == row.room
                 ids = ledger.ids[row.slot_id, : total_len + num].tolist()
-                self.proposed.setdefault(tuple(ids[:total_len]), []).append((ids[total_len:], row.request.rule))
+                self.proposed.setdefault(tuple(ids[:total_len]), []).append(
+                    (ids[total_len:], row.request.rule)
+                )
 
     def _record(self, plan: Plan, outcome: Outcome) -> None:
         logits, first = self.loop.session.logits.popleft(), 0
         for n, row in enumerate(plan.rows):
             request = row.request
-            self.final_len[request.id] = request.committed_len + row.num_tokens - row.num_drafts
             if row.chooses and request.finish_reason is None:
                 token_ids = outcome.token_ids[n]
                 ids = [*request.ids[: request.total_len].tolist(), *token_ids]
@@ -199,7 +201,9 @@ class EngineHand(Hand):
             logits = self.plain.logits(ids[:-1])
             for at in range(request.prompt_len, len(ids)):
                 copies = self.recorded[ids[:at]]
-                assert all(torch.equal(copy, logits[at - 1]) for copy in copies), f"{request.id}: position {at}"
+                assert all(torch.equal(copy, logits[at - 1]) for copy in copies), (
+                    f"{request.id}: position {at}"
+                )
                 checked.add(ids[:at])
                 if request.rule.greedy and not request.rule.edits_logits:
                     assert int(logits[at - 1].argmax()) == ids[at], f"{request.id}: token {at}"

@@ -37,7 +37,9 @@ def test_every_op_of_every_family_runs_compiled(family: str, tiny_engine: Callab
         slow = {node.op for node in segment.nodes if node.form != "compiled"}
         assert slow <= {"moe"} and not any(node.refused for node in segment.nodes)
         linear = [node.sizes for node in segment.nodes if node.op == "linear"]
-        assert linear and all(len(sizes) == 1 for sizes in linear), "a dense layer needs its number of outputs"
+        assert linear and all(len(sizes) == 1 for sizes in linear), (
+            "a dense layer needs its number of outputs"
+        )
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
@@ -71,11 +73,15 @@ def test_the_first_form_that_takes_a_call_is_chosen_and_says_what_the_others_lac
 
     forms = (Form("fast", "cpu", refuses, sizes="FO"), Form("other", "cuda", lambda call: ""))
     monkeypatch.setitem(OPS["linear"].__dict__, "forms", forms + OPS["linear"].forms)
-    nodes = [node for node in compiled(load(tiny_checkpoint("qwen3_5")), tmp_path).nodes if node.op == "linear"]
+    nodes = [
+        node for node in compiled(load(tiny_checkpoint("qwen3_5")), tmp_path).nodes if node.op == "linear"
+    ]
     assert {node.form for node in nodes} == {"fast", "compiled"}
     for node in nodes:
         wide = node.form == "compiled"
-        assert node.refused == ({"fast": "too wide"} if wide else {}) and len(node.sizes) == (1 if wide else 2)
+        assert node.refused == ({"fast": "too wide"} if wide else {}) and len(node.sizes) == (
+            1 if wide else 2
+        )
         assert (node.sizes[-1] > 200) == wide
 
 
@@ -83,10 +89,14 @@ def test_what_no_form_takes_is_refused_with_the_reason(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(tiny_checkpoint("nemotron_h_dense"))
-    with pytest.raises(Refused, match=r"trunk, attention.*cannot run on cpu \(compiled: L is 24, no multiple of 16"):
+    with pytest.raises(
+        Refused, match=r"trunk, attention.*cannot run on cpu \(compiled: L is 24, no multiple of 16"
+    ):
         compiled(model, tmp_path, LIMITS.model_copy(update={"page_len": 24, "chunk_len": 8}))
     monkeypatch.setitem(OPS["embed"].__dict__, "forms", (Form("triton", "cuda", fp32_in_sixteens("")),))
-    with pytest.raises(Refused, match="embed cannot run on cpu .it has no form there.; use another checkpoint"):
+    with pytest.raises(
+        Refused, match="embed cannot run on cpu .it has no form there.; use another checkpoint"
+    ):
         compiled(model, tmp_path)
 
 
