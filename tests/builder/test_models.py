@@ -21,7 +21,9 @@ Get = Callable[..., Path]
 
 
 @pytest.mark.parametrize(("theta", "rotary_dim"), [(10000.0, 4), (1e7, 22)])
-def test_the_rotary_table_is_that_of_transformers(theta: float, rotary_dim: int, tiny_checkpoint: Get) -> None:
+def test_the_rotary_table_is_that_of_transformers(
+    theta: float, rotary_dim: int, tiny_checkpoint: Get
+) -> None:
     """Angles are rounded as transformers' are; their cos and sin are as good as fp32 can be."""
     kit = Kit(Checkpoint(tiny_checkpoint("qwen3_5")), references, chunk_len=16, max_len=1000)
     table = kit.sources[Rope(kit, theta, rotary_dim).table].read()

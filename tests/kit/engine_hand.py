@@ -132,7 +132,6 @@ class EngineHand(Hand):
         self.mtp = config.drafts == "mtp"
         self.recorded: dict[tuple[int, ...], list[torch.Tensor]] = {}  # logits behind a text, every copy
         self.proposed: dict[tuple[int, ...], list[tuple[list[int], Rule]]] = {}  # drafts of an MTP head
-        self.final_len: dict[int, int] = {}  # by request: what its last step made final, drafts apart
         self._shuffle = shuffle
         self._watch()
 
@@ -175,7 +174,6 @@ class EngineHand(Hand):
         logits, first = self.loop.session.logits.popleft(), 0
         for n, row in enumerate(plan.rows):
             request = row.request
-            self.final_len[request.id] = request.committed_len + row.num_tokens - row.num_drafts
             if row.chooses and request.finish_reason is None:
                 token_ids = outcome.token_ids[n]
                 ids = [*request.ids[: request.total_len].tolist(), *token_ids]

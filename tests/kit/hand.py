@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from kit.fake_session import FakeSession
 
+from hemiola.plugins.rows import live_rows
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.cache.prefix import Start, hit_len
 from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.engine.loop import Loop
 from hemiola.runtime.engine.request import Bounds, Request, new_request
+from hemiola.runtime.engine.step import Batch, Plan
 
 
 class Hand:
@@ -19,7 +21,10 @@ class Hand:
         self.bounds = bounds
         self.requests: list[Request] = []
         self.pieces: dict[int, list[Piece]] = {}
+        self.final_len: dict[int, int] = {}  # by request: tokens whose state its last step made final
+        self._stored: dict[int, int] = {}  # and the last edge at which a step kept a snapshot of it
         self._watch_hits()
+        self._watch_steps()
         if isinstance(loop.session, FakeSession):
             pages = loop.scheduler.prefix.pages
             loop.session.may_write = lambda page_id: (
@@ -37,6 +42,27 @@ class Hand:
             return start
 
         prefix.admit = admit_and_check
+
+    def _watch_steps(self) -> None:
+        feed, chunk_len = self.loop.feed, self.loop.config.chunk_len
+        fill = feed.fill
+
+        def fill_and_note(plan: Plan) -> Batch:
+            batch = fill(plan)
+            for row, known in zip(plan.rows, live_rows(batch.rows, chunk_len), strict=True):
+                self.final_len[row.request.id] = known.end - known.num_drafts
+                if known.snapshot_slot:
+                    self._stored[row.request.id] = known.snapshot_edge
+            return batch
+
+        feed.fill = fill_and_note
+
+    def kept_edge(self, request_id: int) -> int:
+        """The last page edge at which there is a state of the request: where it began, a step kept a snapshot, or
+        its slot stands."""
+        config, start = self.loop.config, self.requests[request_id - 1].hit_len
+        own = self.final_len[request_id] // config.chunk_len * config.chunk_len
+        return max(start, self._stored.get(request_id, 0), 0 if own % config.page_len else own)
 
     def expected_hit(self, known: list[int], salt: bytes | None = None) -> int:
         """By the pure function, over what the cache holds now."""

@@ -39,20 +39,21 @@ class Harness:
         names = {name for segment in segments for name in segment.weights}
         weights = load_weights(engine_dir / self.manifest.weights_file, names, self.device)
         self.programs = {s.name: Program(engine_dir, s, weights, storage) for s in segments}
-        self.num_requests = 0
+        self.requests: list[Request] = []
 
     def forget(self) -> None:
         """All requests, and what they left."""
-        self.num_requests = 0
+        self.requests.clear()
         for tensor in self.states.values():
             tensor.fill_(torch.nan)
 
     def request(self) -> Request:
         """With pages in no particular order."""
-        self.num_requests += 1
         pages = torch.randperm(self.num_pages - 1, generator=torch.Generator().manual_seed(7)) + 1
-        first = (self.num_requests - 1) * self.table_width
-        return Request(self.num_requests, pages[first : first + self.table_width].tolist())
+        first = len(self.requests) * self.table_width
+        pages = pages[first : first + self.table_width].tolist()
+        self.requests.append(Request(len(self.requests) + 1, pages))
+        return self.requests[-1]
 
     def step(self, rows: list[tuple[Request, list[int], int]]) -> list[torch.Tensor]:
         """Rows of (request, new tokens, how many of them are drafts); logits of every new token, per row."""

@@ -62,11 +62,15 @@ def engine_hands(
     """(family, kind of drafts, options of the build, options of serving) -> a hand.
 
     Kind "scripted" takes a proposer, or proposes right and wrong windows of every length. Kind "mtp" may take
-    one too: then the head runs, and the drafts come from there.
+    one too: then the head runs, and the drafts come from there. "attention_only" is a control without any
+    state in slots, unless an MTP head is asked for.
     """
 
     def make(family: str, kind: str = "plain", built: dict | None = None, **options: object) -> EngineHand:
-        engine_dir = tiny_engine(family, **{"max_step_tokens": 512} | (built or {}))
+        built = {"max_step_tokens": 512} | (built or {})
+        if family == "attention_only" and kind != "mtp":
+            built["drafts"] = "ngram"  # a head would keep something per slot
+        engine_dir = tiny_engine(family, **built)
         if kind == "scripted" and "proposer" not in options:
             options["proposer"] = right_and_wrong(lambda ids, num: wanted(family, ids, num), seed=1)
         return EngineHand(engine_dir, plain_runs(engine_dir), kind, **options)

@@ -50,6 +50,27 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM, engine_dir: Path) ->
     assert [out.token_ids for out in alone] == [out.token_ids for out in outs]
 
 
+def cached(llm: LLM, prompt: list[int]) -> int:
+    (out,) = llm.generate([prompt], params(max_tokens=1))
+    return out.metrics.cached_tokens
+
+
+def test_reset_prefix_cache_forgets(llm: LLM) -> None:
+    prompt = list(range(5, 105))
+    assert [cached(llm, prompt) for _ in range(2)] == [0, 96]
+    llm.reset_prefix_cache()
+    assert [cached(llm, prompt) for _ in range(2)] == [0, 96]
+
+
+@pytest.mark.parametrize(("interval", "found"), [(0, 0), (32, 64), (64, 64), (96, 0)])
+def test_a_snapshot_interval_keeps_states_along_a_prompt(engine_dir: Path, interval: int, found: int) -> None:
+    """The second prompt leaves the first where only the interval has left a state."""
+    first = list(range(5, 155))
+    with LLM(engine_dir, max_rows=4, snapshot_interval=interval) as llm:
+        assert cached(llm, first) == 0
+        assert cached(llm, [*first[:90], *range(200, 230)]) == found
+
+
 def test_streams_are_the_same_in_pieces(llm: LLM) -> None:
     (out,) = llm.generate(["def "], params())
     pieces = list(llm.stream("def ", params()))

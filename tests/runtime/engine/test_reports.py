@@ -228,6 +228,16 @@ def prophet(story: list[int], accepts: Sequence[int]) -> Scripted:
     return Scripted(script)
 
 
+# By drafts and depth, prompts of which the last edge is not kept, but the one before. A step takes one snapshot
+# per row: of a prompt's two last edges the first. With steps in flight, a row's window may not come to the edge
+# that was promised, and the next step, which passes it, was planned by then. It costs work, and no token.
+LATE = {(3, depth): {64} for depth in DEPTHS} | {
+    (20, 0): set(),
+    (20, 1): {*range(59, 63)},
+    (20, 2): {*range(59, 64)},
+}
+
+
 @pytest.mark.parametrize("num_drafts", [3, CHUNK + 4])
 @pytest.mark.parametrize("pipeline_depth", DEPTHS)
 @pytest.mark.parametrize("family", [*FAMILIES, "three_convs"])
@@ -265,10 +275,8 @@ def test_003_an_edge_crossed_inside_an_accepted_window_saves_a_wrong_snapshot(
         first = saved[start] + 1 + start % 3
         hand.check(request_id, story[first : first + 20])
         hit = hand.last(request_id).metrics.cached_tokens
-        # A step takes one snapshot per row: of a prompt's two last edges the later one is not kept. With
-        # steps in flight, an edge that was promised and then not passed costs the one before. Work, no token.
-        least = saved[start] - page * (start % page == 0) if pipeline_depth == 0 else page
-        assert least <= hit <= saved[start], f"from {start}: began at {hit}"
+        late = start in LATE[num_drafts, pipeline_depth]
+        assert hit == hand.kept_edge(asked[starts.index(start)]) == saved[start] - page * late, start
     hand.check_contents()
     hand.check_logits()
 
