@@ -1,7 +1,7 @@
 """Options of a running engine, and the pure function that turns "auto" into numbers."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -51,8 +51,9 @@ class ServeConfig(Strict):
         ge=0,
         description="also keep a state every so many tokens of a prompt, a multiple of page_len; 0: no",
     )
-    pipeline_depth: Annotated[int, Field(ge=0, le=2)] | Auto = Field(
-        "auto", description="steps whose outcome the scheduler does not wait for; auto: 1 on a GPU, else 0"
+    pipeline_depth: int | Auto = Field(
+        "auto",
+        description="steps whose outcome the scheduler does not wait for, 0 to 2; auto: 1 on a GPU, else 0",
     )
     memory_fraction: float = Field(
         default=0.5, gt=0, le=1, description="share of the free memory that auto may take"
@@ -122,6 +123,8 @@ def _pipeline_depth(config: ServeConfig, manifest: Manifest) -> int:
     """A CPU does what it is told before the host goes on; a GPU would stand still meanwhile."""
     if config.pipeline_depth == "auto":
         return int(ARCHS[manifest.arch].device == "cuda")
+    if not 0 <= config.pipeline_depth <= 2:
+        raise Refused(f"pipeline_depth is {config.pipeline_depth}; use 0, 1 or 2")
     return config.pipeline_depth
 
 

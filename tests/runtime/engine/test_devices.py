@@ -1,0 +1,152 @@
+"""A step on a GPU, without one: on tensors that have a device but no content, nothing mixes devices or waits.
+
+What would have to know a content (`tolist`, a boolean mask, `nonzero`) raises, as does an operation on
+tensors of two devices, a copy from host to device included: those that do not wait are `upload` and `fetch`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from kit.fake_session import VOCAB, resolved
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.cache.eviction import Cost
+from hemiola.runtime.device.session import Computed
+from hemiola.runtime.engine import feed, ledger, loop, sampling
+from hemiola.runtime.engine.drafts import mtp, ngram
+from hemiola.runtime.engine.request import Bounds, new_request
+from hemiola.runtime.engine.step import Batch, Outcome, Plan
+from hemiola.runtime.llm import make_loop
+
+GPU = torch.device("meta")
+HIDDEN = 6
+RULES = [
+    {},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3},
+    {
+        "repetition_penalty": 1.2,
+        "logit_bias": {3: 1.0},
+        "min_tokens": 2,
+        "stop_token_ids": [4],
+        "logprobs": 2,
+    },
+]
+
+
+class OneDevice(TorchDispatchMode):
+    """Raises where an operation has tensors of two devices."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [value for value in tree_leaves((args, kwargs, out)) if isinstance(value, torch.Tensor)]
+        assert len({tensor.device for tensor in tensors}) <= 1, f"{func} has tensors of two devices"
+        return out
+
+
+class Empty:
+    """A session and a storage of tensors without content."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.tensors = {"mtp.hidden": torch.empty(num_slots, 9, HIDDEN, device=GPU)}
+        self.copies = 0
+
+    def run(self, batch: Batch) -> Computed:
+        return self._computed(len(batch.logits_ids), len(batch.token_ids))
+
+    def draft(self, **inputs: torch.Tensor) -> Computed:
+        assert all(value.device == GPU for value in inputs.values())
+        return self._computed(len(inputs["logits_ids"]), len(inputs["token_ids"]))
+
+    def _computed(self, num_logits: int, num_tokens: int) -> Computed:
+        return Computed(
+            torch.empty(num_logits, VOCAB, device=GPU), torch.empty(num_tokens, HIDDEN, device=GPU)
+        )
+
+    def copy_slot(self, source: int, target: int) -> None:
+        self.copies += 1
+
+    def free_slots(self, slot_ids: list[int]) -> None: ...
+
+    free_pages = free_slots
+
+
+class Stopped:
+    """A watch without a clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == GPU
+
+    def mark(self) -> None: ...
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks CUDA for something makes it up."""
+
+    def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+        dtypes = {np.dtype("int32"): torch.int32, np.dtype("int64"): torch.int64}
+        return [torch.empty(array.shape, dtype=dtypes[array.dtype], device=device) for array in arrays]
+
+    def tensor(values: Sequence, like: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(np.shape(values), dtype=dtype, device=like.device)
+
+    for module in (feed, ledger, mtp, ngram):
+        monkeypatch.setattr(module, "upload", upload)
+    monkeypatch.setattr(
+        mtp, "upload_ints", lambda device, values: upload(device, np.array(values, np.int64))[0]
+    )
+    monkeypatch.setattr(sampling, "_tensor", tensor)
+    monkeypatch.setattr(loop, "Watch", Stopped)
+    monkeypatch.setattr(loop, "fetch", lambda tensors: tensors)
+    monkeypatch.setattr(loop, "fence", lambda device: lambda: None)
+
+
+def outcome(plan: Plan) -> Outcome:
+    """As if every row that chose had got one token."""
+    chose = [n for n, row in enumerate(plan.rows) if row.chooses]
+    return Outcome(
+        token_ids={n: [7] for n in chose},
+        num_judged={n: plan.rows[n].num_drafts for n in chose},
+        num_drafts={n: plan.rows[n].room for n in chose},
+        broken=set(),
+        logprobs={n: [] for n in chose if plan.rows[n].request.params.logprobs is not None},
+    )
+
+
+@pytest.mark.parametrize("drafts", ["none", "ngram", "mtp"])
+def test_a_launch_mixes_no_devices_and_waits_for_nothing(drafts: str, without_gpu: None) -> None:
+    config = resolved(
+        drafts=drafts, num_drafts=0 if drafts == "none" else 3, prefix_cache=True, num_slots=17, num_pages=60
+    )
+    with OneDevice():
+        empty = Empty(config.num_slots)
+        made = make_loop(config, empty, empty, None, Cost(10, 40), device=GPU)
+        bounds = Bounds(config.max_len, config.max_len, VOCAB, eos_ids=(), num_drafts=config.num_drafts)
+        for at, rule in enumerate([*RULES, *RULES]):  # the later ones hit what the first have left
+            params = SamplingParams(max_tokens=6, **rule)
+            made.scheduler.add(new_request(at + 1, [*range(3, 30)], params, bounds))
+        num_steps = 0
+        while made.scheduler.busy:
+            plan = made.scheduler.plan()
+            flight = made._launch(plan)
+            assert flight.verdict.token_ids.device == flight.num_drafts.device == GPU
+            made.scheduler.commit(plan, outcome(plan))
+            made.scheduler.reap(plan)
+            num_steps += 1
+    assert num_steps > 6 and empty.copies > 0
+
+
+def test_the_test_can_fail() -> None:
+    ids = torch.empty(3, dtype=torch.int64, device=GPU)
+    for bad in (
+        ids.tolist,
+        lambda: ids[ids > 0],
+        lambda: ids[torch.tensor([0, 1])],
+        lambda: ids + torch.tensor([1, 2, 3]),
+    ):
+        with OneDevice(), pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
+            bad()
