@@ -50,6 +50,20 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM, engine_dir: Path) ->
     assert [out.token_ids for out in alone] == [out.token_ids for out in outs]
 
 
+@pytest.mark.parametrize(("interval", "hit"), [(0, 0), (32, 64)])
+def test_a_snapshot_interval_and_a_reset_reach_the_cache(engine_dir: Path, interval: int, hit: int) -> None:
+    """Pages are 32 tokens. A prompt that leaves another's path begins at a state kept on the way, if one is."""
+    with LLM(engine_dir, max_rows=1, snapshot_interval=interval) as llm:
+        whole, other = [*range(3, 133)], [*range(3, 83), 5, 5]
+
+        def cached(prompt: list[int]) -> int:
+            return llm.generate([prompt], params(max_tokens=1))[0].metrics.cached_tokens
+
+        assert [cached(whole), cached(other), cached(whole)] == [0, hit, 128]
+        llm.reset_prefix_cache()
+        assert [cached(whole), cached(whole)] == [0, 128]
+
+
 def test_streams_are_the_same_in_pieces(llm: LLM) -> None:
     (out,) = llm.generate(["def "], params())
     pieces = list(llm.stream("def ", params()))
@@ -211,14 +225,17 @@ def copy(engine_dir: Path, tmp_path: Path) -> Path:
 def test_an_engine_that_is_not_whole_is_refused(copy: Path) -> None:
     with pytest.raises(Refused, match="is not a directory; pass an engine directory"):
         LLM(copy / "nowhere")
-    path = copy / "weights.safetensors"
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(Refused, match=r"weights.safetensors was changed after the build \(sha256"):
-        LLM(copy)
-    path.unlink()
-    with pytest.raises(Refused, match=r"weights.safetensors is missing; run build-engine again"):
-        LLM(copy)
+    files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    assert "tokenizer/tokenizer.json" in files and len(files) == 7
+    for name in sorted(files - {manifest.FILE}):
+        path, content = copy / name, (copy / name).read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(Refused, match=rf"{name} was changed after the build \(sha256"):
+            LLM(copy)
+        path.unlink()
+        with pytest.raises(Refused, match=rf"{name} is missing; run build-engine again"):
+            LLM(copy)
+        path.write_bytes(content)
     (copy / "manifest.json").unlink()
     with pytest.raises(Refused, match=r"has no manifest.json; make"):
         LLM(copy)
