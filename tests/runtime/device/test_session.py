@@ -92,7 +92,7 @@ def test_opening_an_engine_takes_its_weights_and_caches_and_no_more(
     taken = int(ended.stdout)
     weights = (engine_dir / "weights.safetensors").stat().st_size
     assert weights > 100 * 2**20
-    assert 0.9 * weights < taken < 1.15 * weights, f"{taken / 2**20:.0f} MiB for {weights / 2**20:.0f}"
+    assert 0.8 * weights < taken < 1.15 * weights, f"{taken / 2**20:.0f} MiB for {weights / 2**20:.0f}"
 
 
 def large_engine(folder: Path, dtype: torch.dtype) -> Path:
