@@ -6,7 +6,7 @@ after `edge` tokens and records of the tokens edge .. committed. After the step 
 edge (the last chunk edge that final tokens have passed) and records from there on. If snapshot_slot is not 0
 and the step passes snapshot_edge (edge < snapshot_edge <= new edge), that slot becomes one that stands at
 snapshot_edge, without records; else it is left alone. Slot 0 is the dump slot: rows of it are padding, of
-which nothing is read or kept, and which come out as zeros.
+which nothing is read or kept. Tokens of no live row come out as zeros.
 """
 
 from functools import lru_cache

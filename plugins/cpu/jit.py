@@ -21,10 +21,9 @@ from typing import Any
 import numba
 import numba.core.config as _config
 import torch
-from numba.core.registry import cpu_target
 from torch import Tensor
 
-from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long, invoke, next_of
+from hemiola.plugins.cpu.simd import CPU, MOST_ARGUMENTS, get_long, invoke, next_of
 
 log = logging.getLogger("hemiola")
 WORTH_A_THREAD = 30_000  # nanoseconds of work
@@ -36,7 +35,7 @@ config: Any = _config  # numba makes its settings at run time
 
 def cache_dir() -> Path:
     """Where compiled kernels are kept: a folder of the user's for these sources and this kind of CPU."""
-    digest = hashlib.sha256(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
+    digest = hashlib.sha256(repr(CPU).encode())
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(path.read_bytes())
     try:

@@ -3,7 +3,7 @@
 numba's own vectoriser must suppose that any two arrays overlap, so it keeps no sum in a register; these
 functions say which numbers live there. Every lane is IEEE fp32 and fused only where `fma` is called, so bits
 depend neither on the CPU nor on how wide its registers are (LLVM cuts a vector into what there is).
-Memory is an array of fp32 or an address; an offset counts numbers from its start, unchecked.
+Memory is given by its address; an offset counts numbers behind it, unchecked.
 """
 
 from typing import Any
@@ -13,13 +13,17 @@ import numpy as np
 from llvmlite import ir
 from numba import extending
 from numba.core import cgutils, types
+from numba.core.registry import cpu_target
 from numba.extending import models, register_model
 
 LANES = 16
 MOST_ARGUMENTS = 30  # of a kernel
+_target: Any = cpu_target.target_context
+CPU: tuple[str, str, str] = _target.codegen().magic_tuple()  # triple, name and features of what code is for
 intrinsic: Any = extending.intrinsic  # of a function that builds code: calls of it look different
 F32, I32 = ir.FloatType(), ir.IntType(32)
-VECTOR, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+LONG, HALF = ir.IntType(64), ir.IntType(16)
+VECTOR, INTS, HALVES = (ir.VectorType(kind, LANES) for kind in (F32, I32, HALF))
 
 
 class Vector(types.Type):
@@ -39,131 +43,69 @@ class VectorModel(models.PrimitiveModel):
         super().__init__(manager, kind, VECTOR)
 
 
-def _address(context: Any, builder: Any, kind: Any, base: Any, offset: Any, target: Any) -> Any:
-    if isinstance(kind, types.Array):
-        start = context.make_array(kind)(context, builder, base).data
-    else:
-        start = builder.inttoptr(base, F32.as_pointer())
-    return builder.bitcast(builder.gep(start, [offset]), target.as_pointer())
-
-
-def _base(kind: Any) -> Any:
-    """What memory may be given by: an array, or the address of its first number."""
-    return kind if isinstance(kind, types.Array) else types.int64
-
-
 def _llvm(builder: Any, name: str, args: Any) -> Any:
     signature = ir.FunctionType(VECTOR, [VECTOR] * len(args))
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
 
 
-@intrinsic
-def load(typing: Any, array: Any, offset: Any) -> Any:
-    """array[offset : offset + 16]"""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_address(context, builder, signature.args[0], args[0], args[1], VECTOR), align=4)
-
-    return vector(_base(array), types.int64), build
+def _place(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
+    """A pointer to a number or a vector, `offset` numbers behind an address."""
+    number_ = kind.element if isinstance(kind, ir.VectorType) else kind
+    start = builder.gep(builder.inttoptr(address, number_.as_pointer()), [offset])
+    return builder.bitcast(start, kind.as_pointer())
 
 
-@intrinsic
-def store(typing: Any, array: Any, offset: Any, value: Any) -> Any:
-    """array[offset : offset + 16] = value"""
+def _reader(name: str, kind: Any, align: int, result: Any, finish: Any, meaning: str) -> Any:
+    def function(typing: Any, address: Any, offset: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return finish(builder, builder.load(_place(builder, *args, kind), align=align))
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(
-            args[2], _address(context, builder, signature.args[0], args[0], args[1], VECTOR), align=4
-        )
-        return context.get_dummy_value()
+        return result(types.int64, types.int64), build
 
-    return types.void(_base(array), types.int64, vector), build
+    function.__name__, function.__doc__ = name, meaning
+    return intrinsic(function)
 
 
-@intrinsic
-def get(typing: Any, array: Any, offset: Any) -> Any:
-    """array[offset]"""
+def _writer(name: str, kind: Any, align: int, given: Any, begin: Any, meaning: str) -> Any:
+    def function(typing: Any, address: Any, offset: Any, value: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            builder.store(begin(builder, args[2]), _place(builder, *args[:2], kind), align=align)
+            return context.get_dummy_value()
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_address(context, builder, signature.args[0], args[0], args[1], F32), align=4)
+        return types.void(types.int64, types.int64, given), build
 
-    return number(_base(array), types.int64), build
-
-
-@intrinsic
-def load_bfloat16(typing: Any, address: Any, offset: Any) -> Any:
-    """The bfloat16 numbers offset .. offset + 16 behind an address, widened."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        half = ir.IntType(16)
-        start = builder.gep(builder.inttoptr(args[0], half.as_pointer()), [args[1]])
-        vector_of_halves = ir.VectorType(half, LANES)
-        halves = builder.load(builder.bitcast(start, vector_of_halves.as_pointer()), align=2)
-        wide = builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * LANES))
-        return builder.bitcast(wide, VECTOR)
-
-    return vector(types.int64, types.int64), build
+    function.__name__, function.__doc__ = name, meaning
+    return intrinsic(function)
 
 
-@intrinsic
-def get_half(typing: Any, address: Any, offset: Any) -> Any:
-    """The bfloat16 number `offset` numbers behind an address, widened."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        half = ir.IntType(16)
-        place = builder.gep(builder.inttoptr(args[0], half.as_pointer()), [args[1]])
-        wide = builder.shl(builder.zext(builder.load(place, align=2), I32), I32(16))
-        return builder.bitcast(wide, F32)
-
-    return number(types.int64, types.int64), build
+def _same(builder: Any, value: Any) -> Any:
+    return value
 
 
-@intrinsic
-def get_int(typing: Any, address: Any, offset: Any) -> Any:
-    """The int32 number `offset` numbers behind an address."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        start = builder.inttoptr(args[0], I32.as_pointer())
-        return builder.sext(builder.load(builder.gep(start, [args[1]]), align=4), ir.IntType(64))
-
-    return types.int64(types.int64, types.int64), build
+def _widened(ints: Any, floats: Any) -> Any:
+    """bfloat16 is the upper half of fp32."""
+    sixteen = ir.Constant(ints, [16] * LANES if isinstance(ints, ir.VectorType) else 16)
+    return lambda builder, value: builder.bitcast(builder.shl(builder.zext(value, ints), sixteen), floats)
 
 
-@intrinsic
-def put_int(typing: Any, address: Any, offset: Any, value: Any) -> Any:
-    """Store an int32 number `offset` numbers behind an address."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = builder.gep(builder.inttoptr(args[0], I32.as_pointer()), [args[1]])
-        builder.store(builder.trunc(args[2], I32), place, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), build
+def _extended(builder: Any, value: Any) -> Any:
+    return builder.sext(value, LONG)
 
 
-@intrinsic
-def get_long(typing: Any, address: Any, offset: Any) -> Any:
-    """The int64 number `offset` numbers behind an address."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_longs(builder, args[0], args[1]))
-
-    return types.int64(types.int64, types.int64), build
+def _cut(builder: Any, value: Any) -> Any:
+    return builder.trunc(value, I32)
 
 
-@intrinsic
-def put_long(typing: Any, address: Any, offset: Any, value: Any) -> Any:
-    """Store an int64 number `offset` numbers behind an address."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _longs(builder, args[0], args[1]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), build
-
-
-def _longs(builder: Any, address: Any, offset: Any) -> Any:
-    return builder.gep(builder.inttoptr(address, ir.IntType(64).as_pointer()), [offset])
+load = _reader("load", VECTOR, 4, vector, _same, "The 16 numbers behind an address and an offset.")
+store = _writer("store", VECTOR, 4, vector, _same, "Put a vector there.")
+get = _reader("get", F32, 4, number, _same, "The number there.")
+put = _writer("put", F32, 4, number, _same, "Put a number there.")
+load_bfloat16 = _reader("load_bfloat16", HALVES, 2, vector, _widened(INTS, VECTOR), "16 of them, widened.")
+get_half = _reader("get_half", HALF, 2, number, _widened(I32, F32), "A bfloat16 number, widened.")
+get_int = _reader("get_int", I32, 4, types.int64, _extended, "An int32 number.")
+put_int = _writer("put_int", I32, 4, types.int64, _cut, "Put an int32 number.")
+get_long = _reader("get_long", LONG, 8, types.int64, _same, "An int64 number.")
+put_long = _writer("put_long", LONG, 8, types.int64, _same, "Put an int64 number.")
 
 
 @intrinsic
@@ -171,8 +113,7 @@ def next_of(typing: Any, counter: Any) -> Any:
     """The int64 number at an address, which becomes one more; no two threads get the same."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = _longs(builder, args[0], ir.Constant(ir.IntType(64), 0))
-        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "monotonic")
+        return builder.atomic_rmw("add", _place(builder, args[0], LONG(0), LONG), LONG(1), "monotonic")
 
     return types.int64(types.int64), build
 
@@ -185,10 +126,9 @@ def invoke(typing: Any, function: Any, item: Any, scratch: Any, arguments: Any) 
     """
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        long = ir.IntType(64)
         function, item, scratch, arguments = args
-        places = [_longs(builder, arguments, long(n)) for n in range(MOST_ARGUMENTS)]
-        kind = ir.FunctionType(ir.VoidType(), [long] * (2 + MOST_ARGUMENTS))
+        places = [_place(builder, arguments, LONG(n), LONG) for n in range(MOST_ARGUMENTS)]
+        kind = ir.FunctionType(ir.VoidType(), [LONG] * (2 + MOST_ARGUMENTS))
         pointer = builder.inttoptr(function, kind.as_pointer())
         builder.call(pointer, [item, scratch, *(builder.load(place) for place in places)])
         return context.get_dummy_value()
@@ -204,17 +144,6 @@ def from_bits(typing: Any, bits: Any) -> Any:
         return builder.bitcast(builder.trunc(args[0], I32), F32)
 
     return number(types.int64), build
-
-
-@intrinsic
-def put(typing: Any, array: Any, offset: Any, value: Any) -> Any:
-    """array[offset] = value"""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _address(context, builder, signature.args[0], args[0], args[1], F32), align=4)
-        return context.get_dummy_value()
-
-    return types.void(_base(array), types.int64, number), build
 
 
 @intrinsic

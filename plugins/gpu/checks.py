@@ -1,4 +1,4 @@
-"""What launchers refuse before a kernel reads memory that is not there, and the alignment kernels count on."""
+"""What launchers refuse before a kernel reads memory that is not there, and the alignment they count on."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ def check(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> None:
-    """Raises ValueError unless the tensor has this shape (None: any size), a dtype of these, and whole lines."""
+    """Raises ValueError unless the tensor has this shape (None: any size), such a dtype, and whole lines."""
     fits = tensor.dim() == len(shape)
     fits = fits and all(size in (None, have) for size, have in zip(shape, tensor.shape, strict=True))
     if not fits:

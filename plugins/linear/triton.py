@@ -1,7 +1,5 @@
 """The dense layer on CUDA: one chain of sums per output, in tiles of any shape, and what may end it."""
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +7,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hemiola.plugins.gpu.checks import absent, check, is_described
 from hemiola.plugins.gpu.dense import activate, best_of, chain, halves, place_of, row_of
+from hemiola.plugins.gpu.device import gpu_of
 from hemiola.plugins.gpu.dtypes import DTYPES, FLOATS
 from hemiola.plugins.gpu.tiles import FALLBACK, Tile, tile_of
 
@@ -81,7 +80,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _tile_of(described: list[torch.Tensor], num_tokens: int, num_outputs: int, activation: str) -> Tile:
-    tile = tile_of(num_tokens, num_outputs, multiprocessors(described[0].device), activation == "swiglu")
+    tile = tile_of(num_tokens, num_outputs, gpu_of(described[0].device), activation == "swiglu")
     if described[0].dtype is torch.float32:
         return FALLBACK
     return tile if not tile.is_persistent or all(map(is_described, described)) else FALLBACK
@@ -108,7 +107,7 @@ def _launch(
     bias, best = y if bias is None else bias, y if best is None else best
     if tile.is_persistent:
         box = [tile.tokens, tile.outputs // tile.parts() // (2 if activation == "swiglu" else 1)]
-        _persistent[(min(multiprocessors(x.device), token_tiles * output_tiles),)](
+        _persistent[(min(gpu_of(x.device).multiprocessors, token_tiles * output_tiles),)](
             TensorDescriptor.from_tensor(x, [tile.tokens, tile.inner]), _rows(weight, tile, activation), bias,
             y if residual is None else TensorDescriptor.from_tensor(residual, box), best,
             y if activation == "argmax" else TensorDescriptor.from_tensor(y, box), *sizes,
@@ -127,11 +126,6 @@ def _rows(weight: torch.Tensor, tile: Tile, activation: str) -> TensorDescriptor
     if activation != "swiglu":
         return TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inner])
     return TensorDescriptor.from_tensor(weight.unflatten(0, (2, -1)), [2, tile.outputs // 2, tile.inner])
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -182,18 +176,15 @@ def _persistent(x, weight, bias, residual, best, y, num_tokens, num_outputs, num
         for start in range(0, num_inputs, INNER):
             a = x.load([first_token, start])
             b = _load_rows(weight, first_output, start, OUTPUTS, INNER, ACTIVATION)
-            if WEIGHT_FIRST:
-                total = tl.dot(b, a.T, total)
-            else:
-                total = tl.dot(a, b.T, total)
+            total = tl.dot(b, a.T, total) if WEIGHT_FIRST else tl.dot(a, b.T, total)
         if WEIGHT_FIRST:
             total = total.T
         if ACTIVATION == "argmax":
             token = first_token.to(tl.int64) + tl.arange(0, TOKENS)
             _store_best(total, y, best, token, first_output, num_tokens, num_outputs, DTYPE, OUTPUTS)
         else:
-            _store_parts(total, bias, residual, y, first_token, first_output, num_outputs, PARTS, DTYPE, OUTPUTS,
-                         ACTIVATION, BIASED, ADDS)  # fmt: skip
+            _store_parts(total, bias, residual, y, first_token, first_output, num_outputs, PARTS, DTYPE,
+                         OUTPUTS, ACTIVATION, BIASED, ADDS)  # fmt: skip
 
 
 @triton.jit

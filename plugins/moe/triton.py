@@ -1,4 +1,4 @@
-"""A mixture of experts on CUDA: pairs of token and expert in groups, a chain of sums per output, slots in order.
+"""A mixture of experts on CUDA: pairs of token and expert in groups, a chain per output, slots in order.
 
 Pairs are sorted by expert on the device, and every group is cut into tiles; programs for tiles that are not
 needed end at once, so that nothing waits for a count. In which tile a pair lies never changes its bits.
@@ -11,9 +11,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hemiola.plugins.gpu.checks import check, is_described
 from hemiola.plugins.gpu.dense import activate, chain, place_of, row_of
+from hemiola.plugins.gpu.device import gpu_of
 from hemiola.plugins.gpu.dtypes import DTYPES, FLOATS
-from hemiola.plugins.gpu.tiles import Tile, expert_tile_of
-from hemiola.plugins.linear.triton import multiprocessors
+from hemiola.plugins.gpu.tiles import FALLBACK, Tile, expert_tile_of
 
 ACTIVATIONS = ("relu2", "swiglu")
 SORT_BLOCK = 2048  # pairs that a program of the sort looks at together
@@ -28,7 +28,7 @@ def moe(
     activation: str,
     tile: Tile | None = None,
 ) -> torch.Tensor:  # [T, F]
-    """See reference.py, with what leaves an expert rounded to x's dtype. An id that is no expert adds nothing."""
+    """See reference.py; an expert's result is rounded to x's dtype. An id that is no expert adds nothing."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"moe: activation is {activation!r}, expected relu2 or swiglu")
     check("moe", "x", x, (None, None), FLOATS, x.device)
@@ -48,10 +48,7 @@ def moe(
     if not y.numel():
         return y
     num_pairs = num_tokens * num_slots
-    described = all(
-        is_described(tensor[0]) and size % 8 == 0 for tensor, size in ((up, width), (down, inner))
-    )
-    tile = tile or expert_tile_of(num_pairs, num_experts, x.dtype is torch.float32, described)
+    tile = tile or _tile_of(num_pairs, up, down)
     pairs, tiles = _sort_pairs(expert_ids, num_experts, tile.tokens)
     hidden = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     out = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
@@ -72,9 +69,18 @@ def moe(
     return y
 
 
+def _tile_of(num_pairs: int, up: torch.Tensor, down: torch.Tensor) -> Tile:
+    if up.dtype is torch.float32:
+        return FALLBACK
+    described = is_described(up[0]) and is_described(down[0])
+    return expert_tile_of(num_pairs, len(up), gpu_of(up.device), described)
+
+
 def _sort_pairs(expert_ids: torch.Tensor, num_experts: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs [P] by expert, and tiles [M + 1, 4] of up to `tokens` pairs: expert or -1, first place, end, unused;
-    the last line says how many tiles have an expert."""
+    """Pairs [P] by expert, and tiles [M + 1, 4] of up to `tokens`: expert or -1, first place, end, unused.
+
+    The last line says how many tiles have an expert.
+    """
     num_pairs = expert_ids.numel()
     num_tiles = min(num_experts, num_pairs) + num_pairs // tokens
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=expert_ids.device)
@@ -108,10 +114,11 @@ def _multiply(
         halves = 2 if activation == "swiglu" else 1
         box = [halves, tile.outputs // halves, tile.inner]
         lines = _gather(x, pairs, expert_weights.shape[1]) if is_up else x
-        _experts_persistent[(min(multiprocessors(x.device), num_tiles * output_tiles),)](
+        _experts_persistent[(min(gpu_of(x.device).multiprocessors, num_tiles * output_tiles),)](
             TensorDescriptor.from_tensor(lines, [tile.tokens, tile.inner]),
             TensorDescriptor.from_tensor(weight.view(-1, num_outputs // halves, num_inputs), box),
-            y, pairs, tiles, expert_weights, *sizes, num_tiles, y.stride(0), GROUP=tile.group, HALVES=halves, **how,
+            y, pairs, tiles, expert_weights, *sizes, num_tiles, y.stride(0),
+            GROUP=tile.group, HALVES=halves, **how,
         )  # fmt: skip
     else:
         _experts[num_tiles, output_tiles](
@@ -170,9 +177,9 @@ def _write_tile(tiles, tile, expert, first, end):
 
 
 @triton.jit
-def _experts(x, weight, y, pairs, tiles, expert_weights, num_outputs, num_inputs, x_len, y_len, SLOTS: tl.constexpr,
-             IS_UP: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr, TOKENS: tl.constexpr,
-             OUTPUTS: tl.constexpr, INNER: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+def _experts(x, weight, y, pairs, tiles, expert_weights, num_outputs, num_inputs, x_len, y_len,
+             SLOTS: tl.constexpr, IS_UP: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr,
+             TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
              ACTIVATION: tl.constexpr):  # fmt: skip
     # Grid: tiles of pairs x tiles of outputs, neighbours in the same expert's weights.
     # Tile: [TOKENS, OUTPUTS] of one expert, the whole inner dimension.
@@ -191,15 +198,15 @@ def _experts(x, weight, y, pairs, tiles, expert_weights, num_outputs, num_inputs
     row = row_of(first_output, num_outputs, OUTPUTS, ACTIVATION).to(tl.int64)
     weight_lines = weight + (expert * num_outputs + row) * num_inputs
     total = chain(x_lines, inside, weight_lines, num_inputs, WHOLE, WEIGHT_FIRST, TOKENS, OUTPUTS, INNER)
-    _leave(total, y, expert_weights, place, pair, inside, first_output, num_outputs, y_len, IS_UP, DTYPE, OUTPUTS,
-           ACTIVATION)  # fmt: skip
+    _leave(total, y, expert_weights, place, pair, inside, first_output, num_outputs, y_len, IS_UP, DTYPE,
+           OUTPUTS, ACTIVATION)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _experts_persistent(x, weight, y, pairs, tiles, expert_weights, num_outputs, num_inputs, num_tiles, y_len,
                         SLOTS: tl.constexpr, IS_UP: tl.constexpr, DTYPE: tl.constexpr, TOKENS: tl.constexpr,
-                        OUTPUTS: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr, GROUP: tl.constexpr,
-                        HALVES: tl.constexpr):  # fmt: skip
+                        OUTPUTS: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
+                        GROUP: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
     # Grid: one program per multiprocessor, which walks over tiles; x (in the order of pairs) and weight are
     # descriptors.
     # Tile: [TOKENS, OUTPUTS] of one expert, the whole inner dimension.
@@ -218,13 +225,14 @@ def _experts_persistent(x, weight, y, pairs, tiles, expert_weights, num_outputs,
         place = first + tl.arange(0, TOKENS)
         inside = place < end
         pair = tl.load(pairs + place, mask=inside, other=0).to(tl.int64)
-        _leave(total, y, expert_weights, place.to(tl.int64), pair, inside, first_output, num_outputs, y_len, IS_UP,
-               DTYPE, OUTPUTS, ACTIVATION)  # fmt: skip
+        _leave(total, y, expert_weights, place.to(tl.int64), pair, inside, first_output, num_outputs, y_len,
+               IS_UP, DTYPE, OUTPUTS, ACTIVATION)  # fmt: skip
 
 
 @triton.jit
-def _leave(total, y, expert_weights, place, pair, inside, first_output, num_outputs, y_len, IS_UP: tl.constexpr,
-           DTYPE: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+def _leave(total, y, expert_weights, place, pair, inside, first_output, num_outputs, y_len,
+           IS_UP: tl.constexpr, DTYPE: tl.constexpr, OUTPUTS: tl.constexpr,
+           ACTIVATION: tl.constexpr):  # fmt: skip
     """Stores a tile: after the activation in the order of pairs, or weighed where its tokens' slots are."""
     total = activate(total, ACTIVATION)
     halved: tl.constexpr = OUTPUTS // total.shape[1]

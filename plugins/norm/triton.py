@@ -61,7 +61,6 @@ def _norm(x, gate, weight, y, x_len, gate_len, width, eps, GROUP_LEN: tl.constex
     square = tl.sum(value * value, axis=1, keep_dims=True) / GROUP_LEN
     value = value * tl.div_rn(1.0, tl.sqrt_rn(square + eps))
     value = value * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        if not GATE_FIRST:
-            value = value * opening
+    if GATED and not GATE_FIRST:
+        value = value * opening
     tl.store(y + token * width + at, value.to(y.dtype.element_ty), mask=inside)

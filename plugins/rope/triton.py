@@ -35,8 +35,9 @@ def rope(
 
 
 @triton.jit
-def _rope(x, positions, table, y, x_len, head_len, num_heads, num_places, DEPTH: tl.constexpr, PAIRS: tl.constexpr,
-          HEADS: tl.constexpr, PAIR_LANES: tl.constexpr, REST_LANES: tl.constexpr):  # fmt: skip
+def _rope(x, positions, table, y, x_len, head_len, num_heads, num_places, DEPTH: tl.constexpr,
+          PAIRS: tl.constexpr, HEADS: tl.constexpr, PAIR_LANES: tl.constexpr,
+          REST_LANES: tl.constexpr):  # fmt: skip
     # Grid: tokens x blocks of HEADS heads.
     # Tile: [HEADS, PAIRS] twice, then the channels that are kept.
     # Traffic: x and y once, a line of the table per program.

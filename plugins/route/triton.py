@@ -93,8 +93,8 @@ def _first_best(value, index, open_, LANES: tl.constexpr):
 
 
 @triton.jit
-def _in_best_groups(choice, expert, GROUP_LEN: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-                    LANES: tl.constexpr):  # fmt: skip
+def _in_best_groups(choice, expert, GROUP_LEN: tl.constexpr, NUM_GROUPS: tl.constexpr,
+                    TOP_GROUPS: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
     """Which experts are in the groups whose two best choices sum highest; ties to the lowest group."""
     group = expert // GROUP_LEN
     score = tl.full((LANES,), float("-inf"), tl.float32)

@@ -249,7 +249,17 @@ SPOILED = {
     "tokenizer ids": (QWEN, tokenizer_with("extra"), "has ids up to 320, but vocab_size is 320"),
     "missing tensor": (QWEN, tensors(model__norm__weight=None), "has no tensor model.norm.weight"),
     "extra tensor": (QWEN, tensors(model__what__ever=torch.zeros(1)), "does not know: model.what.ever"),
-    "extra in nemotron": (NEMOTRON, tensors(backbone__x=torch.zeros(1)), "does not know: backbone.x"),
+    "extra nemotron tensor": (
+        NEMOTRON,
+        tensors(backbone__layers__0__mixer__what=torch.zeros(1), rotary_emb__inv_freq=torch.zeros(1)),
+        "NemotronHForCausalLM does not know: backbone.layers.0.mixer.what, rotary_emb.inv_freq;",
+    ),
+    "extra expert": (
+        MOE,
+        tensors(backbone__layers__1__mixer__experts__99__up_proj__weight=torch.zeros(1)),
+        "NemotronHForCausalLM does not know: backbone.layers.1.mixer.experts.99.up_proj.weight;",
+    ),
+    "extra mtp tensor": (MOE, tensors(mtp__what=torch.zeros(1)), "does not know: mtp.what;"),
     "wrong shape": (
         QWEN,
         tensors(model__norm__weight=torch.zeros(63)),
@@ -364,6 +374,22 @@ def refused(run: Callable, source: Path, tmp_path: Path, options: list[str], wor
     assert all(word in err for word in words), err
     assert ";" in err or "it should be" in err, f"no way out in: {err}"
     assert not any((tmp_path / "engines").iterdir())
+
+
+def test_a_change_in_any_file_of_an_engine_is_found(tiny_engine: Get, tmp_path: Path) -> None:
+    engine = shutil.copytree(tiny_engine("qwen3_5"), tmp_path / "engine")
+    files = {file for file in engine.rglob("*") if file.is_file() and file.name != manifest.FILE}
+    assert engine / "tokenizer/chat_template.jinja" in files and len(files) == 6
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        with pytest.raises(Refused, match=rf"{file} was changed after the build \(sha256"):
+            manifest.load(engine)
+        file.unlink()
+        with pytest.raises(Refused, match=f"{file} is missing; run build-engine again"):
+            manifest.load(engine)
+        file.write_bytes(content)
+    manifest.load(engine)
 
 
 def test_an_occupied_place_is_refused_and_left_alone(

@@ -16,7 +16,9 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter 
 
 on_gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1"),
+    pytest.mark.skipif(
+        DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1"
+    ),
 ]
 needs_memory = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU's memory")
 

@@ -101,7 +101,8 @@ class Subject:
             case _, "expert_ids":
                 return torch.rand(num_tokens, sizes["E"], generator=rng).argsort(1)[:, : shape[1]].int()
             case "linear" | "moe", "weight" | "up" | "down":
-                return (value * shape[-1] ** -0.5).bfloat16().float()
+                value = value * shape[-1] ** -0.5
+                return value if shape[-1] % 2 else value.bfloat16().float()  # kept as bfloat16 or as fp32
         return value
 
     def tokens(self, num: int, seed: int) -> Tensors:
@@ -190,7 +191,11 @@ def subjects() -> dict[str, list[Subject]]:
             subject("gate", "sigmoid", E=16, J=1),
             subject("gate", "silu", E=32, J=1),
         ],
-        "linear": [subject("linear", F=48, O=80), subject("linear", F=33, O=100, absent="bias")],
+        "linear": [
+            subject("linear", F=48, O=80),
+            subject("linear", F=33, O=100, absent="bias"),
+            subject("linear", F=600, O=200),
+        ],
         "mamba2": [
             subject("mamba2", 0.02, 0.3, H=3, P=32, G=1, D=80),
             subject("mamba2", 0.0, math.inf, H=20, P=16, G=5, D=16),

@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,9 @@ import torch
 from kit.ops import ALL, Subject, Tensors, form, rel_error, same_bits
 
 from hemiola.plugins.cpu import jit
+from hemiola.plugins.norm.compiled import _norm
 
-
-def has_landed(name: str) -> bool:
-    """Until linear's and moe's new kernels are here; embed uses linear's packing."""
-    try:
-        return bool(
-            import_module(
-                "hemiola.plugins.linear.compiled" if name == "embed" else f"hemiola.plugins.{name}.compiled"
-            )
-        )
-    except ImportError:
-        return False
-
-
-READY = [subject for subject in ALL if has_landed(subject.name)]
+READY = [subject for subject in ALL if subject.op.forms[0].name == "compiled"]
 COMPILED = pytest.mark.parametrize("subject", READY, ids=str)
 STATELESS = pytest.mark.parametrize(
     "subject", [s for s in READY if all(arg.name != "rows" for arg in s.op.args)], ids=str
@@ -152,9 +139,8 @@ def save(path: str) -> None:
 
 def assembly() -> str:
     """Code that was loaded cannot be read, so one kernel is compiled again."""
-    kernel = next(kernel for kernel in jit.KERNELS if kernel.name == "_norm")
-    signature = numba.types.void(*[numba.types.int64] * (2 + len(kernel.arguments)))
-    code: Any = numba.cfunc(signature, error_model="numpy")(kernel._function)
+    signature = numba.types.void(*[numba.types.int64] * (2 + len(_norm.arguments)))
+    code: Any = numba.cfunc(signature, error_model="numpy")(_norm._function)
     return code._library.get_asm_str()
 
 

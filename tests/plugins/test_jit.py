@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hemiola.plugins.cpu import jit
-from hemiola.plugins.cpu.simd import f32, get, get_long, put, put_long
+from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, f32, get, get_long, put, put_long
 
 
 class Compiled:
@@ -175,6 +175,14 @@ def test_a_team_is_as_large_as_threads_and_items_allow(
     counter(2, 1e9, counts, 1)
     counter(10, jit.WORTH_A_THREAD + 1, counts, 1)
     assert started == ([2, threads] if threads > 1 else [])
+
+
+def test_a_kernel_with_more_arguments_than_are_passed_is_refused(
+    own: Callable[[Callable], jit.Kernel],
+) -> None:
+    names = ", ".join(f"a{n}" for n in range(MOST_ARGUMENTS + 1))
+    with pytest.raises(TypeError, match="takes 31 arguments, more than 30"):
+        own(eval(f"lambda item, scratch, {names}: None"))
 
 
 def test_the_number_of_arguments_is_checked_by_name(own: Callable[[Callable], jit.Kernel]) -> None:

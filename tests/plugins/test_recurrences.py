@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -277,7 +278,7 @@ def accepted_windows() -> Iterator[Step]:
 
 
 @pytest.mark.parametrize("steps", [one_shot, chunks, accepted_windows], ids=lambda steps: steps.__name__)
-@formed(compiled=FIT)
+@formed(compiled=(replace(MAMBA_80, attrs=(1e-3, 0.3)), GDN_64, KDA_16, CONV_48))
 def test_10000_tokens_stay_exact(subject: Subject, form: str, steps: Callable[[], Iterator[Step]]) -> None:
     """Against fp64: rounding neither grows nor piles up."""
     tokens, junk = long_tokens(subject), subject.tokens(WINDOW, seed=1)
@@ -322,7 +323,7 @@ def test_insane_rows_are_refused(subject: Subject, form: str, rows: dict[str, in
         call(subject, form, **rows)
 
 
-@pytest.mark.parametrize("rows", [{"committed": 17}, {"num_tokens": 12, "num_drafts": 12}], ids=str)
+@pytest.mark.parametrize("rows", [{"committed": 9}, {"num_tokens": 9, "num_drafts": 9}], ids=str)
 @LAWS
 def test_a_ring_too_small_is_refused(subject: Subject, form: str, rows: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="a ring holds"):

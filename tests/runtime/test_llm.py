@@ -50,18 +50,25 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM, engine_dir: Path) ->
     assert [out.token_ids for out in alone] == [out.token_ids for out in outs]
 
 
-@pytest.mark.parametrize(("interval", "hit"), [(0, 0), (32, 64)])
-def test_a_snapshot_interval_and_a_reset_reach_the_cache(engine_dir: Path, interval: int, hit: int) -> None:
-    """Pages are 32 tokens. A prompt that leaves another's path begins at a state kept on the way, if one is."""
-    with LLM(engine_dir, max_rows=1, snapshot_interval=interval) as llm:
-        whole, other = [*range(3, 133)], [*range(3, 83), 5, 5]
+def cached(llm: LLM, prompt: list[int]) -> int:
+    (out,) = llm.generate([prompt], params(max_tokens=1))
+    return out.metrics.cached_tokens
 
-        def cached(prompt: list[int]) -> int:
-            return llm.generate([prompt], params(max_tokens=1))[0].metrics.cached_tokens
 
-        assert [cached(whole), cached(other), cached(whole)] == [0, hit, 128]
-        llm.reset_prefix_cache()
-        assert [cached(whole), cached(whole)] == [0, 128]
+def test_reset_prefix_cache_forgets(llm: LLM) -> None:
+    prompt = list(range(5, 105))
+    assert [cached(llm, prompt) for _ in range(2)] == [0, 96]
+    llm.reset_prefix_cache()
+    assert [cached(llm, prompt) for _ in range(2)] == [0, 96]
+
+
+@pytest.mark.parametrize(("interval", "found"), [(0, 0), (32, 64), (64, 64), (96, 0)])
+def test_a_snapshot_interval_keeps_states_along_a_prompt(engine_dir: Path, interval: int, found: int) -> None:
+    """The second prompt leaves the first where only the interval has left a state."""
+    first = list(range(5, 155))
+    with LLM(engine_dir, max_rows=4, snapshot_interval=interval) as llm:
+        assert cached(llm, first) == 0
+        assert cached(llm, [*first[:90], *range(200, 230)]) == found
 
 
 def test_streams_are_the_same_in_pieces(llm: LLM) -> None:

@@ -6,7 +6,18 @@ import torch
 pytest.importorskip("triton")
 
 from hemiola.plugins.gate.triton import gate
-from tests.gpu.laws import DEVICE, HALF, MANY, apart, error, needs_memory, on_gpu, poisoned, randn, rows_are_alone
+from tests.gpu.laws import (
+    DEVICE,
+    HALF,
+    MANY,
+    apart,
+    error,
+    needs_memory,
+    on_gpu,
+    poisoned,
+    randn,
+    rows_are_alone,
+)
 
 pytestmark = on_gpu
 

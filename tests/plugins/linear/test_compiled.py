@@ -1,150 +1,147 @@
-"""The compiled dense layer against float64; a row's bits against the same row alone."""
+"""The compiled dense layer: every output is one chain of fused multiply-adds, on any CPU, in any company."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from kit.grid import rel_error, same_bits
 
-from hemiola.plugins import jit
+from hemiola.plugins.cpu import jit
+from hemiola.plugins.cpu.tiles import STRIP
+from hemiola.plugins.linear.compiled import BLOCK, linear, pack
+from tests.plugins.linear.chains import NUM_TOKENS, SIZES, chain, digest, make
 
-pytest.importorskip("numba")
-
-from hemiola.plugins.linear.compiled import MANY, STRIP, pack, product
-
-LENGTHS = (*range(1, 10), 15, 16, 17, 72, 256, 257)
-EXACT = pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
-OUTPUTS = (64, 100, 776, 1288, 4096)
-INPUTS = (16, 256, 500)
-BIASED = pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+NONE = torch.empty(0)
+MANY = 2 * BLOCK + 7
+DTYPE = pytest.mark.parametrize("halves", [False, True], ids=["fp32", "bf16"])
 
 
-def make(num_tokens: int, num_inputs: int, num_outputs: int, biased: bool, seed: int = 0) -> tuple:
-    """x, a weight [F, O] that bfloat16 holds, a bias or None."""
-    print("seed", seed)
-    rng = torch.Generator().manual_seed(seed)
-    x = torch.randn(num_tokens, num_inputs, generator=rng)
-    weight = torch.randn(num_inputs, num_outputs, generator=rng).bfloat16().float()
-    return x, weight, torch.randn(num_outputs, generator=rng) if biased else None
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)
+    )
 
 
-def packed(weight: torch.Tensor) -> torch.Tensor:
-    strips = pack(weight)
-    assert strips is not None
-    return strips
-
-
+@DTYPE
 @pytest.mark.parametrize("num_outputs", [1, STRIP, STRIP + 1, 100])
-def test_pack_cuts_columns_into_strips_and_pads_with_zeros(num_outputs: int) -> None:
-    _, weight, _ = make(1, 24, num_outputs, False)
-    strips = packed(weight)
-    assert strips.shape == (-(-num_outputs // STRIP), 24, STRIP) and strips.dtype is torch.bfloat16
-    columns = strips.transpose(0, 1).reshape(24, -1).float()
-    assert same_bits(columns[:, :num_outputs], weight)
-    assert (columns[:, num_outputs:] == 0).all()
-    assert same_bits(packed(weight.mT.contiguous().mT), strips)
+def test_pack_cuts_outputs_into_strips_and_pads_with_zeros(num_outputs: int, halves: bool) -> None:
+    _, weight, _ = make(1, num_outputs, 24, halves)
+    strips = pack(weight)
+    assert strips.shape == (-(-num_outputs // STRIP), 24, STRIP)
+    assert strips.dtype is (torch.bfloat16 if halves else torch.float32)
+    if halves:  # outputs j and j + 16 of a strip lie side by side
+        strips = strips.unflatten(-1, (STRIP // 2, 2)).mT.flatten(-2)
+    columns = strips.mT.flatten(0, 1).float()
+    assert same_bits(columns[:num_outputs], weight.float())
+    assert (columns[num_outputs:] == 0).all()
 
 
-def test_pack_keeps_no_weight_that_bfloat16_would_change() -> None:
-    _, weight, _ = make(1, 24, 100, False)
-    assert pack(weight) is not None
-    for value in (1 + 2**-8, 1e-41, 3.4e38, torch.nan):
-        changed = weight.clone()
-        changed[-1, -1] = value
-        assert pack(changed) is None, value
+def test_pack_takes_experts_one_by_one() -> None:
+    weights = torch.stack([make(1, 50, 24, True, seed)[1] for seed in range(3)])
+    strips = pack(weights)
+    assert strips.shape == (3, 2, 24, STRIP)
+    assert all(torch.equal(strips[n], pack(weights[n])) for n in range(3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_pack_keeps_nothing_but_fp32(dtype: torch.dtype) -> None:
-    assert pack(torch.ones(64, 64, dtype=dtype)) is None
-
-
-@EXACT
-@BIASED
-@pytest.mark.parametrize("num_inputs", INPUTS)
-@pytest.mark.parametrize("num_outputs", OUTPUTS)
+@DTYPE
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("num_outputs, num_inputs", SIZES)
 @pytest.mark.usefixtures("poisoned_empty")
-def test_equals_float64(num_outputs: int, num_inputs: int, biased: bool, exact: bool) -> None:
-    x, weight, bias = make(max(LENGTHS), num_inputs, num_outputs, biased)
-    expected = x.double() @ weight.double() + (0 if bias is None else bias.double())
-    strips = packed(weight)
-    for num_tokens in LENGTHS:
-        y = product(x[:num_tokens], strips, bias, num_outputs, exact)
-        assert y.shape == (num_tokens, num_outputs) and y.dtype is torch.float32
-        assert not y.isnan().any(), f"{num_tokens} tokens"
-        assert rel_error(y, expected[:num_tokens]) < 1e-6, f"{num_tokens} tokens"
+def test_every_output_is_one_chain(num_outputs: int, num_inputs: int, biased: bool, halves: bool) -> None:
+    x, weight, bias = make(max(NUM_TOKENS), num_outputs, num_inputs, halves)
+    expected, packed = chain(x, weight, bias if biased else None), pack(weight)
+    for num_tokens in NUM_TOKENS:
+        y = linear(x[:num_tokens], packed, bias if biased else NONE, num_outputs)
+        assert same_bits(y, expected[:num_tokens]), f"{num_tokens} tokens"
 
 
-@EXACT
-def test_no_tokens(exact: bool) -> None:
-    x, weight, bias = make(0, 16, 100, True)
-    assert product(x, packed(weight), bias, 100, exact).shape == (0, 100)
+@DTYPE
+def test_a_chain_that_ends_in_minus_zero_does(halves: bool) -> None:
+    x, weight = torch.full((3, 1), -1e-30), torch.full((40, 1), 2.0**-100)
+    y = linear(x, pack(weight.bfloat16() if halves else weight), NONE, 40)
+    assert (y == 0).all() and y.signbit().all()
 
 
-@BIASED
-@pytest.mark.parametrize("num_outputs,num_inputs", [(100, 500), (776, 256), (1288, 16)])
-@pytest.mark.parametrize("most,exact", [(MANY, False), (300, True)], ids=["fast", "exact"])
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_row_bits_do_not_depend_on_neighbours_or_threads(
-    num_outputs: int,
-    num_inputs: int,
-    biased: bool,
-    most: int,
-    exact: bool,
-    num_threads: int,
-    monkeypatch: pytest.MonkeyPatch,
+def test_no_tokens() -> None:
+    _, weight, bias = make(0, 100, 16, True)
+    assert linear(torch.empty(0, 16), pack(weight), bias, 100).shape == (0, 100)
+
+
+@DTYPE
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("num_outputs, num_inputs", [(100, 300), (777, 256), (1288, 16)])
+@pytest.mark.usefixtures("poisoned_empty")
+def test_row_bits_depend_on_the_row_alone(
+    num_outputs: int, num_inputs: int, num_threads: int, halves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, weight, bias = make(most, num_inputs, num_outputs, biased)
-    strips = packed(weight)
+    x, weight, bias = make(MANY, num_outputs, num_inputs, halves)
+    packed = pack(weight)
 
     def run(rows: torch.Tensor) -> torch.Tensor:
-        return product(rows, strips, bias, num_outputs, exact)
+        return linear(rows, packed, bias, num_outputs)
 
     alone = torch.cat([run(row) for row in x.split(1)])
     monkeypatch.setattr(jit, "WORTH_A_THREAD", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        for num_tokens in (n for n in (*LENGTHS, most) if n <= most):
-            for start in {0, min(5, most - num_tokens), most - num_tokens}:
+        for num_tokens in (*NUM_TOKENS, 72, BLOCK, BLOCK + 1, MANY):
+            for start in {0, min(5, MANY - num_tokens), MANY - num_tokens}:
                 part = slice(start, start + num_tokens)
                 assert same_bits(run(x[part]), alone[part]), f"{num_tokens} tokens from {start} on"
-        shuffled = torch.randperm(most, generator=torch.Generator().manual_seed(1))
-        assert same_bits(run(x[shuffled]), alone[shuffled]), "shuffled"
+        order = torch.randperm(MANY, generator=torch.Generator().manual_seed(1))
+        assert same_bits(run(x[order]), alone[order]), "shuffled"
     finally:
         torch.set_num_threads(before)
 
 
-def test_exact_and_fast_differ_only_in_who_multiplies_many_tokens() -> None:
-    x, weight, bias = make(MANY + 1, 500, 100, True)
-    strips = packed(weight)
-    for num_tokens in (1, 16, MANY):
-        fast = product(x[:num_tokens], strips, bias, 100, False)
-        assert same_bits(fast, product(x[:num_tokens], strips, bias, 100, True))
-    assert bias is not None
-    assert same_bits(product(x, strips, bias, 100, False), torch.addmm(bias, x, weight))
-    assert same_bits(product(x, strips, None, 100, False), torch.mm(x, weight))
+@DTYPE
+def test_nan_stays_in_its_row(halves: bool) -> None:
+    x, weight, bias = make(25, 100, 300, halves)
+    packed = pack(weight)
+    for num_tokens in (2, 3, 8, 12, 25):
+        clean = linear(x[:num_tokens], packed, bias, 100)
+        for row in {0, 1, num_tokens // 2, num_tokens - 1}:
+            dirty = x[:num_tokens].clone()
+            dirty[row] = torch.nan
+            y = linear(dirty, packed, bias, 100)
+            others = [t for t in range(num_tokens) if t != row]
+            assert y[row].isnan().all() and same_bits(y[others], clean[others])
 
 
-def test_nan_stays_in_its_row() -> None:
-    x, weight, bias = make(18, 256, 100, True)
-    strips = packed(weight)
-    clean = product(x, strips, bias, 100, False)
-    for row in (0, 3, 15, 16, 17):
-        dirty = x.clone()
-        dirty[row] = torch.nan
-        y = product(dirty, strips, bias, 100, False)
-        assert y[row].isnan().all()
-        others = [t for t in range(18) if t != row]
-        assert same_bits(y[others], clean[others])
-
-
-@EXACT
-@BIASED
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 17, 257])
-def test_columns_of_a_wider_tensor_are_the_tensor(num_tokens: int, biased: bool, exact: bool) -> None:
-    x, weight, bias = make(num_tokens, 256, 100, biased)
-    strips = packed(weight)
-    edge = torch.full((num_tokens, 3), torch.nan)
+@DTYPE
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 13, BLOCK + 1])
+def test_columns_of_a_wider_tensor_are_the_tensor(num_tokens: int, halves: bool) -> None:
+    x, weight, bias = make(num_tokens, 100, 250, halves)
+    packed, edge = pack(weight), torch.full((num_tokens, 3), torch.nan)
     columns = torch.cat([edge, x, edge], dim=1)[:, 3:-3]
-    expected = product(x, strips, bias, 100, exact)
-    assert same_bits(product(columns, strips, bias, 100, exact), expected)
-    assert same_bits(product(x.mT.contiguous().mT, strips, bias, 100, exact), expected)
+    expected = linear(x, packed, bias, 100)
+    assert same_bits(linear(columns, packed, bias, 100), expected)
+    assert same_bits(linear(x.mT.contiguous().mT, packed, bias, 100), expected)
+
+
+@pytest.mark.parametrize("num_outputs, num_inputs", [(100, 23), (96, 24), (129, 24)])
+def test_a_weight_of_other_sizes_is_refused(num_outputs: int, num_inputs: int) -> None:
+    _, weight, _ = make(1, 100, 24, True)
+    with pytest.raises(ValueError, match="is not packed from"):
+        linear(torch.zeros(2, num_inputs), pack(weight), NONE, num_outputs)
+
+
+def test_narrow_registers_make_the_same_bits() -> None:
+    """All sizes, in a process whose kernels are compiled for AVX2: other tiles, other instructions."""
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        pytest.skip("not an x86 CPU with AVX2")
+    code = (
+        "from hemiola.plugins.cpu.tiles import WIDE; from tests.plugins.linear.chains import digest;"
+        "print(WIDE, digest())"
+    )
+    narrow = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | narrow | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[-2:] == ["False", digest()]

@@ -90,7 +90,10 @@ def test_errs_no_more_than_bf16_outputs(sizes: dict) -> None:
     assert error(run.states[192], state) < 1e-4
 
 
-@pytest.mark.parametrize("plan", [(16, 1, 16, 1, 3), (32, 2, 64, 4, 500), (64, 4, 32, 4, 1), (64, 8, 32, 8, 7)])
+PLANS = [(16, 1, 3, 2, 2, 1, 16, 1, 3), (32, 2, 2, 1, 1, 2, 64, 3, 500), (64, 1, 1, 2, 3, 4, 32, 2, 1), (64, 2, 4, 2, 2, 8, 32, 3, 7)]
+
+
+@pytest.mark.parametrize("plan", PLANS)
 def test_tiles_leave_the_bits_alone(plan: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     tokens = subject().make_tokens(100)

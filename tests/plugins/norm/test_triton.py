@@ -36,7 +36,9 @@ def truth(x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor, grou
     return y if gate_first else y * opening
 
 
-def run(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, group_len: int, gated: str) -> torch.Tensor:
+def run(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, group_len: int, gated: str
+) -> torch.Tensor:
     gate = gate if gated != "plain" else gate.new_empty(0)
     return norm(x, gate, weight, EPS, group_len, gated == "before")
 

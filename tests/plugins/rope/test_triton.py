@@ -6,7 +6,18 @@ import torch
 pytest.importorskip("triton")
 
 from hemiola.plugins.rope.triton import rope
-from tests.gpu.laws import DEVICE, HALF, MANY, error, needs_memory, on_gpu, poisoned, randn, rows_are_alone, same_bits
+from tests.gpu.laws import (
+    DEVICE,
+    HALF,
+    MANY,
+    error,
+    needs_memory,
+    on_gpu,
+    poisoned,
+    randn,
+    rows_are_alone,
+    same_bits,
+)
 
 pytestmark = on_gpu
 
@@ -25,7 +36,9 @@ def truth(x: torch.Tensor, positions: torch.Tensor, turns: torch.Tensor) -> torc
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
-@pytest.mark.parametrize("heads, depth, pairs", [(16, 256, 32), (4, 256, 32), (32, 128, 64), (1, 10, 3), (5, 48, 20)])
+@pytest.mark.parametrize(
+    "heads, depth, pairs", [(16, 256, 32), (4, 256, 32), (32, 128, 64), (1, 10, 3), (5, 48, 20)]
+)
 def test_against_fp64(heads: int, depth: int, pairs: int, dtype: torch.dtype) -> None:
     turns = table(300, pairs)
     positions = torch.tensor([0, 299, 7, 8, 9], dtype=torch.int32, device=DEVICE)

@@ -66,6 +66,14 @@ def test_a_prompt_of_worse_priority_does_not_keep_a_better_one_out(make_hand: Ca
     assert turns_until_it_runs(hand, better) == 1
 
 
+def test_a_prompt_that_must_leave_is_read_no_further(make_hand: Callable) -> None:
+    hand = make_hand(max_rows=1, max_step_tokens=4, pipeline_depth=1)
+    hand.submit(prompt(60), priority=5)
+    hand.turn()
+    better = hand.submit(prompt(6), priority=0)
+    assert turns_until_it_runs(hand, better) == 2
+
+
 def test_prompts_are_read_in_order_of_rank(make_hand: Callable) -> None:
     """Not in that of their arrival: the third is worth more than the second, and the first was first."""
     hand = make_hand(max_rows=4, max_step_tokens=8, chunk_len=1)
@@ -105,6 +113,8 @@ class Watch:
     def plan(self) -> Plan:
         decoding = {r.id for r in self.scheduler.running if r.planned_len == r.start_len}
         plan = self._plan()
+        slots = [row.slot_id for row in plan.rows]
+        assert len(slots) == len(set(slots)) and {o.slot_id for o in plan.openings} <= set(slots)
         read = [row.request for row in plan.rows if row.request.id not in decoding]
         if self.scheduler.waiting:
             self._check_head(self.scheduler.waiting[0], read)

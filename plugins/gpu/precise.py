@@ -1,0 +1,65 @@
+"""Products of fp32 tiles on bf16 tensor cores: a number as the sum of two bf16 halves, about 17 bits."""
+
+import os
+
+import triton
+import triton.language as tl
+
+# Triton's interpreter multiplies bf16 bit patterns as integers, so there tiles are widened first.
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def dot(a, b):
+    """a times b, both bf16, summed in fp32."""
+    if _INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def add_dot(sums, a, b):
+    """sums + a times b."""
+    if _INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
+    else:
+        return tl.dot(a, b, sums)
+
+
+@triton.jit
+def halves(a):
+    """`a` as high + low, both bf16."""
+    high = a.to(tl.bfloat16)
+    return high, (a - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def dot_wide_left(a, b):
+    """a (fp32) times b (bf16)."""
+    high, low = halves(a)
+    return add_dot(dot(low, b), high, b)
+
+
+@triton.jit
+def dot_wide_right(a, b):
+    """a (bf16) times b (fp32)."""
+    high, low = halves(b)
+    return add_dot(dot(a, low), a, high)
+
+
+@triton.jit
+def dot_wide(a, b):
+    """a times b, both fp32; the product of the low halves is left out."""
+    a_high, a_low = halves(a)
+    b_high, b_low = halves(b)
+    return add_dot(add_dot(dot(a_low, b_high), a_high, b_low), a_high, b_high)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), with log's error in 1 + exp(x) divided out again (Kahan)."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e
+    small = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, small)

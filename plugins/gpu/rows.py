@@ -1,0 +1,68 @@
+"""What kernels read of a step's `rows[N, 8]`, and the zeros that tokens of no live row get."""
+
+import triton
+import triton.language as tl
+
+CLEAR_TOKENS = tl.constexpr(16)  # tokens whose row one program looks for
+_ROWS_AT_ONCE = tl.constexpr(64)
+_WIDTH_AT_ONCE = tl.constexpr(128)
+
+
+@triton.jit
+def load_row(rows_ptr, n):
+    """First token, number of tokens, slot, committed, edge, end, new-edge base, snapshot slot and edge."""
+    at = rows_ptr + n * 8
+    first, num, drafts, slot = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    committed, edge = tl.load(at + 4), tl.load(at + 5)
+    snapshot, snapshot_edge = tl.load(at + 6), tl.load(at + 7)
+    num = tl.where(slot != 0, num, 0)
+    return first, num, drafts, slot, committed, edge, snapshot, snapshot_edge
+
+
+@triton.jit
+def clear_dead_tokens(y_ptr, rows_ptr, num_rows, num_tokens, block, WIDTH: tl.constexpr):
+    """Write zeros to those of the block's CLEAR_TOKENS tokens that no live row owns."""
+    token = block * CLEAR_TOKENS + tl.arange(0, CLEAR_TOKENS)
+    owned = tl.zeros((CLEAR_TOKENS,), tl.int32)
+    for base in range(0, num_rows, _ROWS_AT_ONCE):
+        n = base + tl.arange(0, _ROWS_AT_ONCE)
+        at = rows_ptr + n * 8
+        first = tl.load(at, mask=n < num_rows, other=0)
+        num = tl.load(at + 1, mask=n < num_rows, other=0)
+        slot = tl.load(at + 3, mask=n < num_rows, other=0)
+        age = token[:, None] - first[None, :]
+        mine = (age >= 0) & (age < num[None, :]) & (slot != 0)[None, :]
+        owned = tl.maximum(owned, tl.max(mine.to(tl.int32), 1))
+    dead = (owned == 0) & (token < num_tokens)
+    if tl.max(dead.to(tl.int32), 0) > 0:
+        for base in range(0, WIDTH, _WIDTH_AT_ONCE):
+            column = base + tl.arange(0, _WIDTH_AT_ONCE)
+            at = token.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            zeros = tl.zeros((CLEAR_TOKENS, _WIDTH_AT_ONCE), y_ptr.dtype.element_ty)
+            tl.store(y_ptr + at, zeros, mask=dead[:, None] & (column < WIDTH)[None, :])
+
+
+STAYS, PASSES, LONG = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_SHORT = tl.constexpr(16)  # tokens of a row that is not long
+
+
+@triton.jit
+def kind_of(num, drafts, committed, edge, CHUNK: tl.constexpr):
+    """STAYS: few tokens in the edge's chunk, the edge stays; PASSES: few, up to the next chunk's end; else LONG."""
+    end = committed + num
+    stays = (end <= edge + CHUNK) & (end - drafts < edge + CHUNK)
+    short = (num <= _SHORT) & (end <= edge + 2 * CHUNK)
+    return tl.where(short, tl.where(stays, 0, 1), 2)
+
+
+@triton.jit
+def rows_of_kind(rows_ptr, base, num_rows, lowest, highest, CHUNK: tl.constexpr):
+    """Of the 64 rows from `base` on: their numbers, which are live and of these kinds, their ranks, how many."""
+    row = base + tl.arange(0, 64)
+    at, here = rows_ptr + row * 8, row < num_rows
+    num, drafts = tl.load(at + 1, mask=here, other=0), tl.load(at + 2, mask=here, other=0)
+    slot, committed = tl.load(at + 3, mask=here, other=0), tl.load(at + 4, mask=here, other=0)
+    edge = tl.load(at + 5, mask=here, other=0)
+    kind = kind_of(num, drafts, committed, edge, CHUNK)
+    mine = (num > 0) & (slot != 0) & (kind >= lowest) & (kind <= highest)
+    return row, mine, tl.cumsum(mine.to(tl.int32), 0) - 1, tl.sum(mine.to(tl.int32), 0)
