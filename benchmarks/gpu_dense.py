@@ -75,15 +75,10 @@ def candidates(num_tokens: int) -> list:
         made = [tile(o, 16, i, w, s, True) for o, i, w, s in few]
         return made + [tile(o, 16, i, w, s, True, True) for o, i, w, s in persistent]
     if num_tokens <= 64:
-        few = [
-            (64, 32, 128, 4, 5),
-            (64, 32, 64, 4, 6),
-            (64, 64, 64, 4, 6),
-            (32, 32, 128, 4, 5),
-            (32, 32, 256, 4, 4),
-        ]
+        few = [(64, 32, 128, 4, 5), (64, 32, 64, 4, 6), (64, 64, 64, 4, 6), (128, 64, 64, 4, 4),
+               (128, 64, 64, 8, 5), (64, 64, 64, 4, 8), (32, 64, 128, 4, 5)]  # fmt: skip
         persistent = [(64, 32, 128, 4, 5), (128, 32, 64, 4, 6), (64, 64, 128, 4, 5), (128, 64, 64, 4, 6),
-                      (64, 32, 256, 4, 3), (32, 32, 256, 4, 4), (64, 16, 256, 4, 4)]  # fmt: skip
+                      (32, 64, 256, 4, 4), (64, 16, 256, 4, 4)]  # fmt: skip
         made = [tile(o, t, i, w, s, True) for o, t, i, w, s in few if t <= num_tokens]
         return made + [tile(o, t, i, w, s, True, True) for o, t, i, w, s in persistent if t <= num_tokens]
     grouped = [wide[0]._replace(group=16), wide[0]._replace(group=32), wide[1]._replace(stages=4, group=16)]

@@ -51,7 +51,7 @@ SM90 = (
 SM90_PAIRS = (
     Choice(16, 0, Tile(64, 16, 64, 4, 6, True)),
     Choice(32, 0, Tile(64, 32, 64, 4, 6, True)),
-    Choice(64, 0, Tile(64, 64, 64, 4, 6, True)),
+    Choice(64, 0, Tile(128, 64, 64, 4, 4, True)),
 )
 SM90_WIDE = (
     Wide(Tile(256, 128, 64, 8, 4, False, True), 1.0),

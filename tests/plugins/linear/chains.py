@@ -14,12 +14,12 @@ NUM_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 25)  # every height of 
 
 
 def make(num_tokens: int, num_outputs: int, num_inputs: int, halves: bool, seed: int = 0) -> tuple:
-    """x [T, F], a weight [O, F] that bfloat16 holds or does not, and a bias [O]."""
+    """x [T, F], a weight [O, F], bfloat16 or fp32, and a bias [O]."""
     print("seed", seed)
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, num_inputs, generator=rng)
     weight = torch.randn(num_outputs, num_inputs, generator=rng)
-    return x, weight.bfloat16().float() if halves else weight, torch.randn(num_outputs, generator=rng)
+    return x, weight.bfloat16() if halves else weight, torch.randn(num_outputs, generator=rng)
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -39,7 +39,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 def chain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """[T, O], input after input."""
-    columns, rows = x.numpy(), weight.numpy()
+    columns, rows = x.numpy(), weight.float().numpy()
     y = np.zeros((len(columns), len(rows)), np.float32)
     for i in range(columns.shape[1]):
         y = fma(columns[:, i, None], rows[None, :, i], y)

@@ -18,7 +18,9 @@ DTYPE = pytest.mark.parametrize("halves", [False, True], ids=["fp32", "bf16"])
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)
+    )
 
 
 @DTYPE
@@ -31,7 +33,7 @@ def test_pack_cuts_outputs_into_strips_and_pads_with_zeros(num_outputs: int, hal
     if halves:  # outputs j and j + 16 of a strip lie side by side
         strips = strips.unflatten(-1, (STRIP // 2, 2)).mT.flatten(-2)
     columns = strips.mT.flatten(0, 1).float()
-    assert same_bits(columns[:num_outputs], weight)
+    assert same_bits(columns[:num_outputs], weight.float())
     assert (columns[num_outputs:] == 0).all()
 
 
@@ -40,14 +42,6 @@ def test_pack_takes_experts_one_by_one() -> None:
     strips = pack(weights)
     assert strips.shape == (3, 2, 24, STRIP)
     assert all(torch.equal(strips[n], pack(weights[n])) for n in range(3))
-
-
-def test_pack_keeps_fp32_where_bfloat16_would_change_a_weight() -> None:
-    _, weight, _ = make(1, 100, 24, True)
-    for value in (1 + 2**-8, 1e-41, 3.4e38, torch.nan):
-        changed = weight.clone()
-        changed[-1, -1] = value
-        assert pack(changed).dtype is torch.float32, value
 
 
 @DTYPE
@@ -65,7 +59,7 @@ def test_every_output_is_one_chain(num_outputs: int, num_inputs: int, biased: bo
 @DTYPE
 def test_a_chain_that_ends_in_minus_zero_does(halves: bool) -> None:
     x, weight = torch.full((3, 1), -1e-30), torch.full((40, 1), 2.0**-100)
-    y = linear(x, pack(weight if halves else weight * (1 + 2**-20)), NONE, 40)
+    y = linear(x, pack(weight.bfloat16() if halves else weight), NONE, 40)
     assert (y == 0).all() and y.signbit().all()
 
 
