@@ -14,9 +14,12 @@ from hemiola.plugins.cpu.simd import F32, I32, INTS, LANES, VECTOR, intrinsic
 
 STRIP = 2 * LANES  # outputs whose weights lie together
 DEPTH = 256  # numbers from one row of x to the next, and the most that a tile takes of them
-WIDE = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2]  # 32 registers of 16, or 16 of 8
+_target: Any = cpu_target.target_context
+WIDE = "+avx512f" in _target.codegen().magic_tuple()[2]  # 32 registers of 16, or 16 of 8
 HEIGHT = 12 if WIDE else 6  # most rows of a tile
-ABREAST = (4, 2, 2) if WIDE else (2, 1)  # strips of a tile of 1, 2, .. rows: chains that hide a step's latency
+ABREAST = (
+    (4, 2, 2) if WIDE else (2, 1)
+)  # strips of a tile of 1, 2, .. rows: chains that hide a step's latency
 VECTORS = 2 if WIDE else 1  # outputs of a tile of more rows, in vectors
 FEW = 12 if WIDE else 2  # rows up to which bfloat16 weights are widened on their way, not beforehand
 SHAPES = [(rows, 2 * n) for rows, most in enumerate(ABREAST, 1) for n in {1, most}]
@@ -112,7 +115,9 @@ class _Code(NamedTuple):
     def prefetch(self, address: Any, purpose: int, cache: int) -> None:
         pointer = ir.IntType(8).as_pointer()
         function = self.function("llvm.prefetch.p0", ir.VoidType(), pointer, I32, I32, I32)
-        self.builder.call(function, [self.builder.inttoptr(address, pointer), I32(purpose), I32(cache), I32(1)])
+        self.builder.call(
+            function, [self.builder.inttoptr(address, pointer), I32(purpose), I32(cache), I32(1)]
+        )
 
     def function(self, name: str, result: Any, *args: Any) -> Any:
         return cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(result, args), name)
@@ -140,7 +145,9 @@ def _tile(halves: bool) -> Any:
             rows, vectors, *rest = args
             code = _Code(builder, *rest)
             fetches = builder.zext(builder.icmp_signed("!=", code.soon, LONG(0)), LONG)
-            shape = builder.add(builder.add(builder.shl(vectors, LONG(8)), builder.shl(rows, LONG(1))), fetches)
+            shape = builder.add(
+                builder.add(builder.shl(vectors, LONG(8)), builder.shl(rows, LONG(1))), fetches
+            )
             end = builder.append_basic_block("end")
             switch = builder.switch(shape, end)
             for num_rows, num_vectors in SHAPES:

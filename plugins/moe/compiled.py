@@ -1,7 +1,7 @@
 """A mixture of experts, compiled: an expert takes all its tokens at once, in the chains of a dense layer.
 
-A (token, slot) pair has a line in the order of the experts; lines meet again when a token's slots are added in
-their order. So a token's bits depend on it, its experts and its weights alone.
+A (token, slot) pair has a line, in the order of the experts; lines meet again when a token's slots are added
+in their order. So a token's bits depend on it, its experts and its weights alone.
 """
 
 import torch
@@ -43,7 +43,9 @@ def moe(
     width, num_experts, num_lines = x.shape[1], up.shape[0], num_tokens * num_slots
     num_hidden = inner * ACTIVATIONS[activation]
     if (num_experts, width, inner) != (down.shape[0], up.shape[2], down.shape[2]):
-        raise ValueError(f"moe: {tuple(up.shape)} and {tuple(down.shape)} are not packed from one layer's experts")
+        raise ValueError(
+            f"moe: {tuple(up.shape)} and {tuple(down.shape)} are not packed from one layer's experts"
+        )
     y = torch.empty(num_tokens, width)
     if not num_lines:
         return y.zero_()
@@ -57,7 +59,9 @@ def moe(
     if plan[0].item():
         raise ValueError(f"moe: an expert is none of 0 .. {num_experts - 1}")
 
-    def times(source: torch.Tensor, rows: int, packed: torch.Tensor, num_inputs: int, num_outputs: int) -> torch.Tensor:
+    def times(
+        source: torch.Tensor, rows: int, packed: torch.Tensor, num_inputs: int, num_outputs: int
+    ) -> torch.Tensor:
         """The lines' rows of source times their experts' weights."""
         result = torch.empty(num_lines, num_outputs)
         num_groups = split(packed.shape[1], num_blocks)

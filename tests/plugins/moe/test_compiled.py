@@ -32,7 +32,11 @@ def make(width: int, inner: int, activation: str, halves: bool = True) -> Layer:
     num_hidden = inner * (2 if activation == "swiglu" else 1)
     up = torch.randn(NUM_EXPERTS, num_hidden, width, generator=rng) * width**-0.5
     down = torch.randn(NUM_EXPERTS, width, inner, generator=rng) * inner**-0.5
-    return Layer(up.bfloat16().float(), down.bfloat16().float(), activation) if halves else Layer(up, down, activation)
+    return (
+        Layer(up.bfloat16().float(), down.bfloat16().float(), activation)
+        if halves
+        else Layer(up, down, activation)
+    )
 
 
 def tokens(num_tokens: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -41,7 +45,11 @@ def tokens(num_tokens: int, width: int) -> tuple[torch.Tensor, torch.Tensor, tor
     wish = torch.rand(num_tokens, NUM_EXPERTS, generator=rng)
     wish[:, 1], wish[:, 2] = -1, wish[:, 2] + 0.5
     ids = wish.argsort(1, descending=True)[:, :NUM_SLOTS].int()
-    return torch.randn(num_tokens, width, generator=rng), ids, torch.rand(num_tokens, NUM_SLOTS, generator=rng)
+    return (
+        torch.randn(num_tokens, width, generator=rng),
+        ids,
+        torch.rand(num_tokens, NUM_SLOTS, generator=rng),
+    )
 
 
 @DTYPE
@@ -89,7 +97,9 @@ def test_token_bits_depend_on_the_token_alone(
         for num_tokens in (1, 2, 3, 8, 9, 33, BLOCK + 1, MANY):
             for start in {0, min(5, MANY - num_tokens), MANY - num_tokens}:
                 part = slice(start, start + num_tokens)
-                assert same_bits(layer(*(x[part] for x in inputs)), alone[part]), f"{num_tokens} from {start} on"
+                assert same_bits(layer(*(x[part] for x in inputs)), alone[part]), (
+                    f"{num_tokens} from {start} on"
+                )
         order = torch.randperm(MANY, generator=torch.Generator().manual_seed(1))
         assert same_bits(layer(*(x[order] for x in inputs)), alone[order]), "shuffled"
     finally:
@@ -117,5 +127,5 @@ def test_rows_may_lie_apart_and_there_may_be_none() -> None:
 def test_an_expert_that_is_not_there_is_refused(wrong: int) -> None:
     layer, (x, ids, weights) = make(48, 40, "relu2"), tokens(9, 48)
     ids[3, 1] = wrong
-    with pytest.raises(ValueError, match="an expert is none of 0 .. 5"):
+    with pytest.raises(ValueError, match=f"none of 0 .. {NUM_EXPERTS - 1}".replace(".", "[.]")):
         layer(x, ids, weights)
