@@ -36,7 +36,8 @@ config: Any = _config  # numba makes its settings at run time
 
 def cache_dir() -> Path:
     """Where compiled kernels are kept: a folder of the user's for these sources and this kind of CPU."""
-    digest = hashlib.sha256(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
+    context: Any = cpu_target.target_context
+    digest = hashlib.sha256(repr(context.codegen().magic_tuple()).encode())
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(path.read_bytes())
     try:
