@@ -203,6 +203,8 @@ def main() -> None:
     for op in options.ops:
         if options.check:
             check(op, options.only)
+    if not options.bench and not options.prefill:
+        return
     copy = copy_bandwidth()
     print(f"copy {copy:.2f} TB/s")
     for op in options.ops:

@@ -21,11 +21,15 @@ INPUTS = {
 OUTPUTS = ("logits", "hidden")  # [L, V] fp32, and [T, F] after the final norm
 
 
-def widths(config: Resolved) -> dict[str, int]:
-    """By letter, the most that a step of a running engine can have."""
+def widths(config: Resolved, segment: str) -> dict[str, int]:
+    """By letter, the most that a step of a running engine can have.
+
+    A drafting head also reads, for each row, what it was spared of up to a chunk; one logit of a row is wanted.
+    """
+    drafting, rows = segment == "draft", config.max_rows
     return {
-        "T": config.max_step_tokens,
-        "N": config.max_rows,
+        "T": config.max_step_tokens + drafting * rows * max(config.chunk_len - 1, 1),
+        "N": rows,
         "W": -(-config.max_len // config.page_len),
-        "L": config.max_rows * (1 + config.num_drafts),
+        "L": rows if drafting else rows * (1 + config.num_drafts),
     }

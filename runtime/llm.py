@@ -46,7 +46,7 @@ def make_loop(
 ) -> Loop:
     """The parts of a running engine, put together; not started."""
     slots = SlotPool(config.num_slots, config.chunk_len, storage.free_slots)
-    table_width = widths(config)["W"]
+    table_width = widths(config, "trunk")["W"]
     pages = PagePool(config.num_pages, config.page_len, config.num_slots, table_width, storage.free_pages)
     evictor = Evictor(cost, config.page_len)
     prefix = PrefixCache(

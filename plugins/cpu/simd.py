@@ -13,10 +13,13 @@ import numpy as np
 from llvmlite import ir
 from numba import extending
 from numba.core import cgutils, types
+from numba.core.registry import cpu_target
 from numba.extending import models, register_model
 
 LANES = 16
 MOST_ARGUMENTS = 30  # of a kernel
+_target: Any = cpu_target.target_context
+CPU: tuple[str, str, str] = _target.codegen().magic_tuple()  # triple, name and features of what code is for
 intrinsic: Any = extending.intrinsic  # of a function that builds code: calls of it look different
 F32, I32 = ir.FloatType(), ir.IntType(32)
 LONG, HALF = ir.IntType(64), ir.IntType(16)

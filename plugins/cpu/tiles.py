@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.core.registry import cpu_target
 
-from hemiola.plugins.cpu.simd import F32, I32, INTS, LANES, VECTOR, intrinsic
+from hemiola.plugins.cpu.simd import CPU, F32, I32, INTS, LANES, VECTOR, intrinsic
 
 STRIP = 2 * LANES  # outputs whose weights lie together
 DEPTH = 256  # numbers from one row of x to the next, and the most that a tile takes of them
-WIDE = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2]  # 32 registers of 16, or 16 of 8
+WIDE = "+avx512f" in CPU[2]  # 32 registers of 16, or 16 of 8
 HEIGHT = 12 if WIDE else 6  # most rows of a tile
 ABREAST = (
     (4, 2, 2) if WIDE else (2, 1)

@@ -1,7 +1,7 @@
 """The dense layer, compiled: every output is one chain of fused multiply-adds in the order of the inputs.
 
 Weights lie in strips of STRIP outputs, and stay bfloat16 if they came so: few tokens run at the speed of
-memory. Tokens are taken in blocks, the inputs in stretches of DEPTH; y holds the sums from stretch to stretch.
+memory. Tokens are taken in blocks, inputs in stretches of DEPTH; y holds the sums from stretch to stretch.
 """
 
 import torch
@@ -59,7 +59,8 @@ def linear(
     num_groups = split(num_strips, num_blocks)
     multiply(
         num_blocks * num_groups, work(packed.numel(), packed.itemsize, num_tokens),
-        num_blocks, 0, num_tokens, num_groups, x, x.stride(0), 0, packed, packed.dtype is torch.bfloat16, num_inputs, num_outputs,
+        num_blocks, 0, num_tokens, num_groups, x, x.stride(0), 0,
+        packed, packed.dtype is torch.bfloat16, num_inputs, num_outputs,
         bias if bias.numel() else 0, y, scratch=SCRATCH,
     )  # fmt: skip
     return y

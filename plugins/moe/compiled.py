@@ -1,7 +1,7 @@
 """A mixture of experts, compiled: an expert takes all its tokens at once, in the chains of a dense layer.
 
-A (token, slot) pair has a line in the order of the experts; lines meet again when a token's slots are added in
-their order. So a token's bits depend on it, its experts and its weights alone.
+A (token, slot) pair has a line in the order of the experts; lines meet again when a token's slots are added
+in their order. So a token's bits depend on it, its experts and its weights alone.
 """
 
 import torch

@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from kit.fake_session import check_inputs
 from kit.hand import Hand
 from kit.plain import Plain, places
 from kit.proposers import Scripted, Text
 from oracle import Oracle
 
 from hemiola.runtime import manifest
-from hemiola.runtime.config import ServeConfig, resolve
+from hemiola.runtime.abi import INPUTS
+from hemiola.runtime.config import Resolved, ServeConfig, resolve
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.engine.drafts import Proposer
@@ -73,14 +75,18 @@ class Wanted:
 
 
 class Recorder:
-    """A session that keeps the logits of the steps under way."""
+    """A session that checks what it is given, and keeps the logits of the steps under way."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.draft = session.draft
+    def __init__(self, session: Session, config: Resolved) -> None:
+        self.session, self.config = session, config
         self.logits: deque[torch.Tensor] = deque()
 
+    def draft(self, **inputs: torch.Tensor) -> Computed:
+        check_inputs(self.config, "draft", inputs)
+        return self.session.draft(**inputs)
+
     def run(self, batch: Batch) -> Computed:
+        check_inputs(self.config, "trunk", {name: getattr(batch, name) for name in INPUTS["trunk"]})
         out = self.session.run(batch)
         self.logits.append(out.logits.clone())
         return out
@@ -116,7 +122,7 @@ class EngineHand(Hand):
         )  # how fast a step was must not matter here
         config = resolve(ServeConfig(**chosen), found, 2**30)
         self.storage = Storage(found.states, config.num_pages, config.num_slots, poison=True)
-        recorder = Recorder(Session(engine_dir, found, self.storage, config.drafts))
+        recorder = Recorder(Session(engine_dir, found, self.storage, config.drafts), config)
         scripted = proposer if kind == "scripted" else None
         loop = make_loop(config, self.storage, recorder, None, prefix_cost(found), proposer=scripted)
         if proposer is not None and kind == "mtp":

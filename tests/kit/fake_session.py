@@ -48,6 +48,17 @@ def resolved(**changes: int | str) -> Resolved:
     return Resolved(**sizes)
 
 
+def check_inputs(config: Resolved, segment: str, inputs: dict[str, torch.Tensor]) -> None:
+    """Names, dtypes and widths are those of the ABI."""
+    sizes, most = {"8": 8}, widths(config, segment)
+    assert inputs.keys() == INPUTS[segment].keys()
+    for name, shape in INPUTS[segment].items():
+        dtype = torch.float32 if name == "hidden" else torch.int32
+        assert inputs[name].dtype == dtype and inputs[name].is_contiguous(), name
+        for letter, size in zip(shape, inputs[name].shape, strict=True):
+            assert sizes.setdefault(letter, size) == size <= most.get(letter, size), f"{name}: {size} {letter}"
+
+
 class FakeSession:
     """Stands for Session and for Storage."""
 
@@ -109,13 +120,8 @@ class FakeSession:
         return Computed(logits, torch.zeros(end, 1))
 
     def _check(self, batch: Batch) -> None:
-        """Dtypes and widths are those of the ABI, and no two rows meet in a slot."""
-        sizes, most = {"8": 8}, widths(self.config)
-        for name, shape in INPUTS["trunk"].items():
-            tensor = getattr(batch, name)
-            assert tensor.dtype == torch.int32 and tensor.is_contiguous(), name
-            for letter, size in zip(shape, tensor.shape, strict=True):
-                assert sizes.setdefault(letter, size) == size <= most.get(letter, size), f"{name}: {letter}"
+        """Inputs are those of the ABI, and no two rows meet in a slot."""
+        check_inputs(self.config, "trunk", {name: getattr(batch, name) for name in INPUTS["trunk"]})
         assert batch.slots.dtype == torch.int64 and batch.slots.tolist() == batch.rows[:, 3].tolist()
         targets = [slot for slot in batch.rows[:, [3, 6]].flatten().tolist() if slot]
         assert len(targets) == len(set(targets)), "two rows in one slot, or a snapshot in another's"

@@ -58,8 +58,7 @@ class Hand:
         feed.fill = fill_and_note
 
     def kept_edge(self, request_id: int) -> int:
-        """The last page edge at which there is a state of the request: where it began, a step kept a snapshot, or
-        its slot stands."""
+        """The last page edge with a state of the request: where it began, kept a snapshot, or stands."""
         config, start = self.loop.config, self.requests[request_id - 1].hit_len
         own = self.final_len[request_id] // config.chunk_len * config.chunk_len
         return max(start, self._stored.get(request_id, 0), 0 if own % config.page_len else own)

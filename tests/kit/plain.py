@@ -61,17 +61,17 @@ class Plain:
         return self.after(token_ids).logits
 
     def drafts(self, token_ids: Sequence[int], num: int, rule: Rule) -> list[int]:
-        """What the MTP head says behind a text: each pair a token and the state before it, its own in the end.
+        """What the MTP head says behind a text: of each token and the state before it, its own in the end.
 
         Quick if the last call was for a text that begins like this one.
         """
-        *known, token = token_ids
+        known = tuple(token_ids[:-1])
         place, harness = len(known), self.harness
-        if self._head is None or self._head[1][:place] != tuple(known):
+        if self._head is None or self._head[1][:place] != known:
             harness.forget()
             request = harness.request()
-            harness.step([(request, known, 0)])
-            self._head = request, tuple(known), harness.hidden
+            harness.step([(request, list(known), 0)])
+            self._head = request, known, harness.hidden
             if place > 1:
                 harness.draft(request, known[1:], harness.hidden[:-1], first=1)
         request, text, hidden = self._head

@@ -95,7 +95,7 @@ def test_what_no_form_takes_is_refused_with_the_reason(
         compiled(model, tmp_path, LIMITS.model_copy(update={"page_len": 24, "chunk_len": 8}))
     monkeypatch.setitem(OPS["embed"].__dict__, "forms", (Form("triton", "cuda", fp32_in_sixteens("")),))
     with pytest.raises(
-        Refused, match="embed cannot run on cpu .it has no form there.; use another checkpoint"
+        Refused, match=r"embed cannot run on cpu .it has no form there.; use another checkpoint"
     ):
         compiled(model, tmp_path)
 
@@ -123,5 +123,5 @@ def test_a_function_of_torch_whose_bits_depend_on_place_is_refused(
 
     model = load(tiny_checkpoint("nemotron_h_dense"))
     model.trunk.layers[1] = Wrapped(model.trunk.layers[1])
-    with pytest.raises(Refused, match="the graph calls torch's .*, which may round by place; make it an op"):
+    with pytest.raises(Refused, match=r"the graph calls torch's .*, which may round by place; make it an op"):
         graph.export(model, "trunk", LIMITS)

@@ -8,7 +8,7 @@ page and snapshot is recomputed from its tokens at the end; what is free is NaN;
 whatever was reused. Axis G (graphs) does not exist yet: nothing here runs on a GPU.
 
     row      here, and where else
-    M1       test_m01   tests/builder/test_graph.py (pieces of every size), test_engines.py (around edges)
+    M1       test_m01   tests/builder/test_graph.py (pieces of every size)
     M2 M3    test_m02, test_m03   test_drafts.py (fake session: every sequence of accepted counts)
     M4-M6 M8 test_matrix_cache.py   ../cache/test_prefix.py (the index alone)
     M7       test_m07   ../cache/test_prefix.py
