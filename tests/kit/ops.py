@@ -179,7 +179,7 @@ def formed(reference: Iterable[Subject] = (), compiled: Iterable[Subject] = ()) 
 
 def subjects() -> dict[str, list[Subject]]:
     """What compiled forms take, by op; the first is the base."""
-    attention = dict(Z=40, L=16, W=12)
+    attention: Any = dict(Z=40, L=16, W=12)
     return {
         "attention": [
             subject("attention", 0.2, 0, H=6, D=32, G=2, **attention),
