@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from hemiola.plugins.spec import FLOAT
 from hemiola.plugins.rows import RowFields, live_rows
 from hemiola.runtime.abi import INPUTS, widths
 from hemiola.runtime.config import Resolved
@@ -53,8 +54,8 @@ def check_inputs(config: Resolved, segment: str, inputs: dict[str, torch.Tensor]
     sizes, most = {"8": 8}, widths(config, segment)
     assert inputs.keys() == INPUTS[segment].keys()
     for name, shape in INPUTS[segment].items():
-        dtype = torch.float32 if name == "hidden" else torch.int32
-        assert inputs[name].dtype == dtype and inputs[name].is_contiguous(), name
+        dtypes = FLOAT if name == "hidden" else (torch.int32,)
+        assert inputs[name].dtype in dtypes and inputs[name].is_contiguous(), name
         for letter, size in zip(shape, inputs[name].shape, strict=True):
             assert sizes.setdefault(letter, size) == size <= most.get(letter, size), f"{name}: {size} {letter}"
 
