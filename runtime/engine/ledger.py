@@ -32,10 +32,10 @@ class Ledger:
     def open(self, slot_id: int, ids: np.ndarray, start: int) -> None:
         """A request begins at `start`, an edge, up to which its slot and pages are filled."""
         self.ids[slot_id, : len(ids)] = upload(self.device, ids)[0]
-        self.total_len[slot_id] = len(ids)
-        self.committed_len[slot_id] = start
-        self.edge[slot_id] = start
-        self.num_drafts[slot_id] = 0
+        self.total_len[slot_id].fill_(len(ids))  # `= len(ids)` waits
+        self.committed_len[slot_id].fill_(start)
+        self.edge[slot_id].fill_(start)
+        self.num_drafts[slot_id].fill_(0)
 
     def set_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor) -> None:
         """The first num_drafts[n] of drafts[n] stand behind the text of slot_ids[n]."""

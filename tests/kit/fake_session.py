@@ -57,7 +57,14 @@ def check_inputs(config: Resolved, segment: str, inputs: dict[str, torch.Tensor]
         dtypes = FLOAT if name == "hidden" else (torch.int32,)
         assert inputs[name].dtype in dtypes and inputs[name].is_contiguous(), name
         for letter, size in zip(shape, inputs[name].shape, strict=True):
-            assert sizes.setdefault(letter, size) == size <= most.get(letter, size), f"{name}: {size} {letter}"
+            assert sizes.setdefault(letter, size) == size <= most.get(letter, size), (
+                f"{name}: {size} {letter}"
+            )
+    if not inputs["rows"].is_cuda:  # looking there would wait
+        for first, num_tokens, _, _, committed, *_ in inputs["rows"].tolist():
+            assert inputs["positions"][first : first + num_tokens].tolist() == [
+                *range(committed, committed + num_tokens)
+            ]
 
 
 class FakeSession:

@@ -49,7 +49,7 @@ class Hand:
 
         def fill_and_note(plan: Plan) -> Batch:
             batch = fill(plan)
-            for row, known in zip(plan.rows, live_rows(batch.rows, chunk_len), strict=True):
+            for row, known in zip(plan.rows, live_rows(batch.rows.cpu(), chunk_len), strict=True):
                 self.final_len[row.request.id] = known.end - known.num_drafts
                 if known.snapshot_slot:
                     self._stored[row.request.id] = known.snapshot_edge

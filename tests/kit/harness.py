@@ -85,12 +85,13 @@ class Harness:
     ) -> Computed:
         """A segment with rows whose first tokens stand at `starts`."""
         lengths = [len(tokens) for _, tokens, _ in rows]
+        edges = [request.edge if name == "trunk" else 0 for request, _, _ in rows]
         spans = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         made = {
             "token_ids": [token for _, tokens, _ in rows for token in tokens],
             "positions": [position for span in spans for position in span],
             "rows": [
-                [sum(lengths[:n]), lengths[n], drafts, request.slot, request.committed, request.edge, 0, 0]
+                [sum(lengths[:n]), lengths[n], drafts, request.slot, starts[n], edges[n], 0, 0]
                 for n, (request, _, drafts) in enumerate(rows)
             ],
             "page_table": [request.pages for request, _, _ in rows],

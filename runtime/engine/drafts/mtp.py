@@ -150,6 +150,7 @@ class MtpProposer:
         rows[:, NUM_TOKENS] = counts
         rows[:, SLOT] = slots
         rows_, page_table = upload(self._ledger.device, rows, self._pages.table[slots])
+        rows_[:, COMMITTED] = places.index_select(0, rows_[:, FIRST])
         logits, states = self._session.draft(
             token_ids=self._ledger.ids[slot_id, places],
             hidden=before,
