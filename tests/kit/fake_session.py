@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from hemiola.plugins.spec import FLOAT
 from hemiola.plugins.rows import RowFields, live_rows
+from hemiola.plugins.spec import FLOAT
 from hemiola.runtime.abi import INPUTS, widths
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.session import Computed
