@@ -189,7 +189,7 @@ def prefill(op: str, chunks: list[int], tokens: int) -> None:
             rows = torch.tensor([[0, tokens, 0, 1, 0, 0, 0, 0]], dtype=torch.int32, device="cuda")
             us = timed(lambda _, it=it, new=new, slots=slots, rows=rows: it.call(new, slots, rows), 1)
             print(
-                f"{op} {model} C{chunk_len} prompt of {tokens}: {us:.0f} us, {us / tokens * chunk_len:.2f} each",
+                f"{op} {model} C{chunk_len} prompt {tokens}: {us:.0f} us, {us / tokens * chunk_len:.2f} each",
                 flush=True,
             )
 
