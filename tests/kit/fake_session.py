@@ -56,7 +56,9 @@ def check_inputs(config: Resolved, segment: str, inputs: dict[str, torch.Tensor]
         dtype = torch.float32 if name == "hidden" else torch.int32
         assert inputs[name].dtype == dtype and inputs[name].is_contiguous(), name
         for letter, size in zip(shape, inputs[name].shape, strict=True):
-            assert sizes.setdefault(letter, size) == size <= most.get(letter, size), f"{name}: {size} {letter}"
+            assert sizes.setdefault(letter, size) == size <= most.get(letter, size), (
+                f"{name}: {size} {letter}"
+            )
 
 
 class FakeSession:

@@ -246,7 +246,7 @@ def prophet(story: list[int], accepts: Sequence[int]) -> Scripted:
 
 # By drafts and depth, prompts of which not the last edge is kept, but the one before. A step takes one
 # snapshot per row: of a prompt's two last edges the first. With steps in flight, a window may not come to the
-# edge that was promised, and the next step, which passes it, was planned by then. It costs work, and no token.
+# edge that was promised, and the next, which passes it, was planned by then. It costs work, and no token.
 LATE = {(3, depth): {64} for depth in DEPTHS}
 LATE |= {(20, 0): set(), (20, 1): {59, 60, 61, 62}, (20, 2): {59, 60, 61, 62, 63}}
 
