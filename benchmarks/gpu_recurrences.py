@@ -36,6 +36,7 @@ def tests_of(op: str) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(f"test_{op}", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
     spec.loader.exec_module(module)
     return module
 
@@ -65,10 +66,11 @@ def check(op: str, only: str) -> None:
 def cases(test: Callable[..., None]) -> list[tuple[str, dict]]:
     """What pytest would call the test with."""
     names = test.__code__.co_varnames[: test.__code__.co_argcount]
-    rest = {name: None for name in names if name == "poisoned_empty"}
+    rest = {name: None for name in names if name in ("poisoned_empty", "monkeypatch")}
     for mark in getattr(test, "pytestmark", []):
         if mark.name == "parametrize":
-            ids = mark.kwargs.get("ids") or mark.args[1]
+            ids = mark.kwargs.get("ids", str)
+            ids = [ids(value) for value in mark.args[1]] if callable(ids) else ids
             return [(str(i), {mark.args[0]: v} | rest) for i, v in zip(ids, mark.args[1], strict=True)]
     return [("", rest)]
 
@@ -214,4 +216,5 @@ def main() -> None:
             prefill(op, options.chunks, options.prefill)
 
 
-main()
+if __name__ == "__main__":
+    main()

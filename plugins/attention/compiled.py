@@ -61,7 +61,7 @@ def attention(
 ) -> torch.Tensor:  # [T, H, D]
     """See reference.py. Raises IndexError for tokens, places and pages that are not there."""
     tiles = tiles_of(rows.numpy().tobytes())
-    out = (torch.empty if tiles.num_tokens == q.shape[0] else torch.zeros)(q.shape)
+    out = (torch.empty if tiles.num_tokens == q.shape[0] else torch.zeros)(*q.shape)
     if not tiles.num_tokens:
         return out
     if tiles.last_token > q.shape[0]:

@@ -21,7 +21,7 @@ def conv(
     """y[T, E], silu applied; see reference.py."""
     ring_len, (width, channels) = columns.shape[1], taps.shape
     step = extent(rows, chunk_len, ring_len - width + 1, columns.shape[0], x.shape[0])
-    y = (torch.empty if step.num_tokens == x.shape[0] else torch.zeros)(x.shape)
+    y = (torch.empty if step.num_tokens == x.shape[0] else torch.zeros)(*x.shape)
     if not step.num_tokens:
         return y
     x = lines(x)

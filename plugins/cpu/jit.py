@@ -12,7 +12,6 @@ import struct
 import sys
 import tempfile
 import threading
-from array import array
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -28,8 +27,6 @@ from hemiola.plugins.cpu.simd import CPU, MOST_ARGUMENTS, get_long, invoke, next
 log = logging.getLogger("hemiola")
 WORTH_A_THREAD = 30_000  # nanoseconds of work
 _LOCK = threading.RLock()  # of numba's settings, and of what is compiled
-_LOCAL = threading.local()  # scratch memory of the threads that call kernels
-_PADDING = (0,) * MOST_ARGUMENTS
 config: Any = _config  # numba makes its settings at run time
 
 
@@ -56,6 +53,18 @@ def helper(function: Callable[..., Any]) -> Callable[..., Any]:
     return _cached(lambda: numba.njit(function, cache=True, error_model="numpy"))
 
 
+class _Local(threading.local):
+    """What a thread that calls kernels keeps from call to call."""
+
+    def __init__(self) -> None:
+        self.call = bytearray(8 * (6 + MOST_ARGUMENTS))  # see _work
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.call))
+        self.buffer = torch.empty(0, dtype=torch.uint8)  # scratch memory
+
+
+_LOCAL = _Local()
+
+
 class Kernel:
     """Compiled C code `function(item, scratch, *arguments)`, called once for every item of work.
 
@@ -71,6 +80,7 @@ class Kernel:
         self.arguments = tuple(inspect.signature(function).parameters)[2:]
         if len(self.arguments) > MOST_ARGUMENTS:
             raise TypeError(f"{self.name} takes {len(self.arguments)} arguments, more than {MOST_ARGUMENTS}")
+        self._pack = struct.Struct(f"{6 + len(self.arguments)}q").pack_into
         KERNELS.append(self)
 
     def __call__(
@@ -86,7 +96,7 @@ class Kernel:
                 f"{self.name} takes {len(self.arguments)} arguments ({', '.join(self.arguments)}), "
                 f"not {len(arguments)}"
             )
-        values = [
+        values: list[int] = [
             value
             if value.__class__ is int
             else value.data_ptr()
@@ -97,12 +107,11 @@ class Kernel:
         num_threads = min(torch.get_num_threads(), num_items) if nanoseconds > WORTH_A_THREAD else 1
         scratch += -scratch % 64  # a cache line
         room = _scratch(num_threads, scratch) if scratch else 0
-        header = [0, 0, num_items, room, scratch, self.address]
-        call = array("q", [*header, *values, *_PADDING[len(values) :]])
+        self._pack(_LOCAL.call, 0, 0, 0, num_items, room, scratch, self.address, *values)
         if num_threads > 1 and _TEAM is not None:
-            _TEAM(_start().address, call.buffer_info()[0], num_threads, 0)
+            _TEAM(_start().address, _LOCAL.address, num_threads, 0)
         else:
-            _start().ctypes(call.buffer_info()[0])
+            _start().ctypes(_LOCAL.address)
 
     @cached_property
     def address(self) -> int:
@@ -165,10 +174,9 @@ def bits(number: float) -> int:
 
 def _scratch(num_threads: int, size: int) -> int:
     """The address of memory for a team of this thread's, kept for its next calls."""
-    buffer = getattr(_LOCAL, "buffer", None)
-    if buffer is None or buffer.numel() < num_threads * size:
-        buffer = _LOCAL.buffer = torch.empty(num_threads * size, dtype=torch.uint8)
-    return buffer.data_ptr()
+    if _LOCAL.buffer.numel() < num_threads * size:
+        _LOCAL.buffer = torch.empty(num_threads * size, dtype=torch.uint8)
+    return _LOCAL.buffer.data_ptr()
 
 
 def _cached(compile_: Callable[[], Any]) -> Any:

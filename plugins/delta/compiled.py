@@ -54,11 +54,11 @@ def delta(
     """o[T, H, V]; see reference.py."""
     ring_len, (heads, k_dim, v_dim), decays = k_records.shape[1], state.shape[1:], a.shape[2]
     step = extent(rows, chunk_len, ring_len, state.shape[0], v.shape[0])
-    o = (torch.empty if step.num_tokens == v.shape[0] else torch.zeros)(v.shape)
+    o = (torch.empty if step.num_tokens == v.shape[0] else torch.zeros)(*v.shape)
     if not step.num_tokens:
         return o
     q, k, v, a, b = lines(q), lines(k), lines(v), lines(a), lines(b)
-    g, beta = torch.empty(a.shape), torch.empty(b.shape)
+    g, beta = torch.empty(*a.shape), torch.empty(*b.shape)
     raw = (a, a.stride(0), b, b.stride(0), dt_bias, A, g, beta)
     _gates(-(-len(a) // BLOCK), 2.0 * a.numel(), *a.shape, *raw, scratch=4 * LANES)
     work = (len(rows), chunk_len, ring_len, k.shape[1], k_dim, heads, v_dim, decays, rows)

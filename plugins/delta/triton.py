@@ -86,7 +86,7 @@ def delta(
     check("delta", "g_records", g_records, (slots, ring_len, heads, decays), torch.float32)
     check("delta", "beta_records", beta_records, (slots, ring_len, heads), torch.float32)
     check("delta", "rows", rows, (rows.shape[0], 8), torch.int32)
-    if chunk_len not in (16, 32, 64) or depth != pow2(depth) or depth < 16 or heads % groups:
+    if chunk_len not in (16, 32) or depth != pow2(depth) or depth < 16 or heads % groups:
         raise ValueError(f"delta: chunk_len {chunk_len}, depth {depth}, {heads} heads of {groups} groups")
     if decays not in (1, depth):
         raise ValueError(f"delta: {decays} decays per head, expected 1 or {depth}")

@@ -14,7 +14,7 @@ def gate(
     kind: str,
 ) -> torch.Tensor:  # [T, E]
     """See reference.py."""
-    y = torch.empty(x.shape)
+    y = torch.empty(*x.shape)
     if not x.numel():
         return y
     x, gate = lines(x), lines(gate)

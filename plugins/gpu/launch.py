@@ -29,5 +29,5 @@ def check(
         if value.shape[dim] > 1 and strides[dim] != dense:
             raise ValueError(f"{op}: {name} has strides {strides} for shape {list(shape)}, expected dense")
         dense *= value.shape[dim]
-    if value.numel() and value.data_ptr() % 16:
+    if value.is_floating_point() and value.numel() and value.data_ptr() % 16:
         raise ValueError(f"{op}: {name} starts at an address that is not a multiple of 16")

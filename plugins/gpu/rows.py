@@ -48,10 +48,10 @@ _SHORT = tl.constexpr(16)  # tokens of a row that is not long
 
 @triton.jit
 def kind_of(num, drafts, committed, edge, CHUNK: tl.constexpr):
-    """STAYS: few tokens in the edge's chunk, the edge stays; PASSES: few, up to the next chunk's end; else LONG."""
+    """STAYS: few tokens in the edge's chunk, the edge stays; PASSES: few, and one edge at most; else LONG."""
     end = committed + num
     stays = (end <= edge + CHUNK) & (end - drafts < edge + CHUNK)
-    short = (num <= _SHORT) & (end <= edge + 2 * CHUNK)
+    short = (num <= _SHORT) & (end <= edge + 2 * CHUNK) & (end - drafts < edge + 2 * CHUNK)
     return tl.where(short, tl.where(stays, 0, 1), 2)
 
 

@@ -60,7 +60,8 @@ def linear(
     multiply(
         num_blocks * num_groups, work(packed.numel(), packed.itemsize, num_tokens),
         num_blocks, 0, num_tokens, num_groups, x, x.stride(0), 0,
-        packed, packed.dtype is torch.bfloat16, num_inputs, num_outputs, bias if bias.numel() else 0, y, scratch=SCRATCH,
+        packed, packed.dtype is torch.bfloat16, num_inputs, num_outputs,
+        bias if bias.numel() else 0, y, scratch=SCRATCH,
     )  # fmt: skip
     return y
 

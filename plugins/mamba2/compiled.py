@@ -58,11 +58,11 @@ def mamba2(
     """y[T, H, P], the D * x term included; see reference.py."""
     ring_len, (heads, width, depth) = x_records.shape[1], state.shape[1:]
     step = extent(rows, chunk_len, ring_len, state.shape[0], x.shape[0])
-    y = (torch.empty if step.num_tokens == x.shape[0] else torch.zeros)(x.shape)
+    y = (torch.empty if step.num_tokens == x.shape[0] else torch.zeros)(*x.shape)
     if not step.num_tokens:
         return y
     x, B, C, dt = lines(x), lines(B), lines(C), lines(dt)
-    steps = torch.empty(dt.shape)
+    steps = torch.empty(*dt.shape)
     limits = (dt_min, min(dt_max, torch.finfo(torch.float32).max))
     blocks = -(-len(dt) // BLOCK)
     _steps(blocks, 2.0 * dt.numel(), *dt.shape, dt, dt.stride(0), dt_bias, *limits, steps, scratch=4 * LANES)

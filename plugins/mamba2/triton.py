@@ -52,7 +52,7 @@ def choose(num_rows: int, heads: int, width: int, groups: int) -> Plan:
     together = 1
     while together * 2 <= heads // groups and num_rows * heads // (together * 2) >= 528:
         together *= 2
-    return Plan(channels, together, 3, min(together, 4), 2, 4, channels, 2, 264)
+    return Plan(channels, together, 3, min(together, 8), 2, 4, channels, 2, 264)
 
 
 def mamba2(
@@ -88,7 +88,7 @@ def mamba2(
     check("mamba2", "B_records", B_records, (slots, ring_len, groups, depth), torch.bfloat16)
     check("mamba2", "dt_records", dt_records, (slots, ring_len, heads), torch.float32)
     check("mamba2", "rows", rows, (rows.shape[0], 8), torch.int32)
-    if chunk_len not in (16, 32, 64) or depth != pow2(depth) or depth < 16 or heads % groups:
+    if chunk_len not in (16, 32) or depth != pow2(depth) or depth < 16 or heads % groups:
         raise ValueError(f"mamba2: chunk_len {chunk_len}, depth {depth}, {heads} heads of {groups} groups")
     y = torch.empty((num_tokens, heads, width), dtype=x.dtype, device=x.device)
     plan = plan or choose(rows.shape[0], heads, width, groups)
@@ -99,15 +99,15 @@ def mamba2(
     sizes = dict(H=heads, P=width, G=groups, N=depth, CHUNK=chunk_len, num_warps=plan.warps, enable_fp_fusion=False)
     clears = triton.cdiv(num_tokens, CLEAR_TOKENS.value)
     _step[(clears + num_rows * heads // plan.heads,)](
-        *tensors, tickets, clears, num_rows, num_tokens, *strides, state, **sizes,
-        BP=plan.channels, HB=plan.heads, STAGES=plan.stages, WIDE=pow2(width),
+        *tensors, tickets, clears, num_rows, num_tokens, *strides, state, x_records, dt_records, **sizes,
+        BP=plan.channels, HB=plan.heads, STAGES=plan.stages,
     )  # fmt: skip
     _pass[(min(plan.programs, num_rows * heads // plan.pass_heads),)](
-        *tensors, tickets, num_rows, *strides, state, **sizes,
-        BP=plan.channels, HB=plan.pass_heads, STAGES=plan.pass_stages, WIDE=pow2(width),
+        *tensors, tickets, num_rows, *strides, state, x_records, dt_records, **sizes,
+        BP=plan.channels, HB=plan.pass_heads, STAGES=plan.pass_stages,
     )  # fmt: skip
     longest = min(max_tokens or num_tokens, num_tokens)
-    if longest > SHORT or ring_len + longest > 2 * chunk_len:
+    if longest > SHORT or ring_len + longest >= 2 * chunk_len:
         _scan[(min(plan.programs, num_rows * heads * triton.cdiv(width, plan.scan_channels)),)](
             *tensors, tickets, num_rows, *strides, **sizes, BP=plan.scan_channels, STAGES=plan.scan_stages
         )
@@ -123,12 +123,12 @@ def _tickets(device: torch.device, state: int, slots: int) -> torch.Tensor:
 @triton.jit(do_not_specialize=["clears", "num_rows", "num_tokens"])
 def _step(
     x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y, tickets, clears, num_rows, num_tokens,
-    ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max, state_again,
+    ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max, state_again, x_again, dt_again,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, BP: tl.constexpr,
-    HB: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+    HB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Grid: one program per row and HB heads of a group, row by row; before them those that clear dead tokens.
-    # Tile: state [BP, N] fp32, the next STAGES - 1 on their way; up to 16 new tokens; no state is stored.
+    # Tile: state [BP, N] fp32, the next STAGES - 1 on their way; the edge's chunk, 16 of its places at once.
     # Traffic: the state once, records of x and dt once, B and C from L2 for every HB heads.
     pid = tl.program_id(0)
     blocks: tl.constexpr = (P + BP - 1) // BP
@@ -137,7 +137,8 @@ def _step(
     else:
         row, h0 = (pid - clears) // (H // HB), (pid - clears) % (H // HB) * HB
         first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, row)
-        if (num > 0) & (kind_of(num, drafts, committed, edge, CHUNK) == STAYS):
+        kind = kind_of(num, drafts, committed, edge, CHUNK)
+        if (num > 0) & (kind != LONG) & (committed < edge + CHUNK):
             g, end, base = h0 // (H // G), committed + num, slot.to(tl.int64) * ring_len
             p, n, c = tl.arange(0, BP), tl.arange(0, N), tl.arange(0, CHUNK)
             held = (edge > 0) & (committed > 0)
@@ -145,44 +146,47 @@ def _step(
             token = (first + edge - committed).to(tl.int64)
             old, new = _ages(edge + c, committed, end)
             place = (edge + c) % ring_len
+            kept = new & (kind == STAYS)  # a row that passes an edge is not over: `_pass` reads its records again
             q = committed - edge + tl.arange(0, 16)
-            live = edge + q < end
+            live = (q < CHUNK) & (edge + q < end)
             C_q = tl.load(C + g * N + token * C_len + q[:, None] * C_len + n[None, :], mask=live[:, None], other=0.0)
             B_c = _take(Br, B + g * N + token * B_len, place, n, old, new, n < N, G * N, B_len)
+            if h0 % (H // G) == 0:
+                tl.store(Br + (place[:, None] * (G * N) + n[None, :]), B_c, mask=kept[:, None])
             scores = dot(B_c, tl.trans(C_q))
             # Scalar bases, and offsets that no iteration changes: address tiles would be carried as registers.
             inner, to = p[:, None] * N + n[None, :], q[None, :] * (H * P) + p[:, None]
-            dt_place = place * H
+            dt_place, x_place = place * H, place[:, None] * (H * P) + p[None, :]
             slot_state = slot.to(tl.int64) * (H * P * N)
             for i in tl.range(HB * blocks, num_stages=STAGES):
                 h, p0 = h0 + i // blocks, i % blocks * BP
                 at, stored = h * P + p0, p < P - p0
                 s = tl.load(state + (slot_state + at * N) + inner, mask=stored[:, None] & held, other=0.0)
                 x_c = _take(xr + at, x + token * x_len + at, place, p, old, new, stored, H * P, x_len)
-                dt_c = _step_sizes(dt + token * dt_len + h, tl.load(dt_bias + h), dt_min, dt_max, c, new, dt_len)
-                dt_c += tl.load(dtr + h + dt_place, mask=old, other=0.0)
+                dt_new = _step_sizes(dt + token * dt_len + h, tl.load(dt_bias + h), dt_min, dt_max, c, new, dt_len)
+                dt_c = dt_new + tl.load(dtr + h + dt_place, mask=old, other=0.0)
                 total = tl.cumsum(dt_c * tl.load(A + h), 0)
                 out = _outputs(s, x_c, scores, C_q, dt_c, total, q, tl.load(D + h))
                 tl.store(y + (token * (H * P) + at) + to, out.to(y.dtype.element_ty),
                          mask=live[None, :] & stored[:, None])  # fmt: skip
-                if committed == 0:
+                tl.store(x_again + (base * (H * P) + at) + x_place, x_c, mask=kept[:, None] & stored[None, :])
+                if p0 == 0:
+                    tl.store(dt_again + (base * H + h) + dt_place, dt_new, mask=kept)
+                if (committed == 0) & (kind == STAYS):
                     tl.store(state_again + (slot_state + at * N) + inner, tl.zeros((BP, N), tl.float32),
                              mask=stored[:, None])  # fmt: skip
-            _store_records(x, B, dt, dt_bias, x_records, B_records, dt_records, tickets, h0, 0, first, drafts,
-                           slot, committed, edge, end, ring_len, x_len, B_len, dt_len, dt_min, dt_max,
-                           H // HB, H, P, G, N, CHUNK, HB, WIDE)  # fmt: skip
 
 
 @triton.jit
 def _pass(
     x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y, tickets, num_rows,
-    ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max, state_again,
+    ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max, state_again, x_again, dt_again,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, BP: tl.constexpr,
-    HB: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+    HB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Grid: programs that share out row and HB heads of a group, of the rows of few tokens that pass an edge.
-    # Tile: state [BP, N] fp32, the next STAGES - 1 on their way; up to 16 new tokens in each of two chunks.
-    # Traffic: the state once, one write per edge passed (and snapshot), records of x and dt once.
+    # Tile: state [BP, N] fp32, the next STAGES - 1 on their way; up to 16 new tokens behind the first edge.
+    # Traffic: the state once more, one write per edge passed (and snapshot), records of x and dt once.
     before, programs = 0, tl.num_programs(0)
     for base in range(0, num_rows, 64):
         row, mine, rank, count = rows_of_kind(rows, base, num_rows, PASSES, PASSES, CHUNK)
@@ -191,8 +195,8 @@ def _pass(
             found = tl.sum(tl.where(mine & (rank == (item - before) // (H // HB)), row, 0), 0)
             _pass_row(
                 x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y, tickets, found,
-                (item - before) % (H // HB) * HB, ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max, state_again,
-                H, P, G, N, CHUNK, BP, HB, STAGES, WIDE,
+                (item - before) % (H // HB) * HB, ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max, state_again, x_again, dt_again,
+                H, P, G, N, CHUNK, BP, HB, STAGES,
             )  # fmt: skip
         before += count * (H // HB)
 
@@ -200,70 +204,60 @@ def _pass(
 @triton.jit
 def _pass_row(
     x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y, tickets, row, h0,
-    ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max, state_again,
+    ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max, state_again, x_again, dt_again,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, BP: tl.constexpr,
-    HB: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+    HB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of HB heads in the edge's chunk and the next, and the states at the edges passed."""
+    """States of HB heads at the edges passed, and outputs behind the first; `_step` gave those before it."""
     blocks: tl.constexpr = (P + BP - 1) // BP
     first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, row)
     g, end, base = h0 // (H // G), committed + num, slot.to(tl.int64) * ring_len
     new_edge = (end - drafts) // CHUNK * CHUNK
+    low = tl.maximum(committed, new_edge)
     p, n, c = tl.arange(0, BP), tl.arange(0, N), tl.arange(0, CHUNK)
     held = (edge > 0) & (committed > 0)
     xr, Br, dtr = x_records + base * (H * P), B_records + base * (G * N) + g * N, dt_records + base * H
-    token = (first + edge - committed).to(tl.int64)
+    token, token_2 = (first + edge - committed).to(tl.int64), (first + edge - committed).to(tl.int64) + CHUNK
     old, new = _ages(edge + c, committed, end)
-    place = (edge + c) % ring_len
-    q = tl.maximum(committed - edge, 0) + tl.arange(0, 16)
-    live = (q < CHUNK) & (edge + q < end)
-    C_q = tl.load(C + g * N + token * C_len + q[:, None] * C_len + n[None, :], mask=live[:, None], other=0.0)
-    B_c = _take(Br, B + g * N + token * B_len, place, n, old, new, n < N, G * N, B_len)
-    scores = dot(B_c, tl.trans(C_q))
-    # Scalar bases, and offsets that no iteration changes: address tiles would be carried as registers.
-    inner, to = p[:, None] * N + n[None, :], q[None, :] * (H * P) + p[:, None]
-    dt_place = place * H
-    slot_state = slot.to(tl.int64) * (H * P * N)
-    token_2, q_2 = token + CHUNK, tl.maximum(committed - edge - CHUNK, 0) + tl.arange(0, 16)
     old_2, new_2 = _ages(edge + CHUNK + c, committed, end)
-    place_2 = (edge + CHUNK + c) % ring_len
-    live_2 = (q_2 < CHUNK) & (edge + CHUNK + q_2 < end)
-    C_2 = tl.load(C + g * N + token_2 * C_len + q_2[:, None] * C_len + n[None, :], mask=live_2[:, None],
-                  other=0.0)  # fmt: skip
+    place, place_2 = (edge + c) % ring_len, (edge + CHUNK + c) % ring_len
+    q = tl.maximum(committed - edge - CHUNK, 0) + tl.arange(0, 16)
+    live = (q < CHUNK) & (edge + CHUNK + q < end)
+    C_q = tl.load(C + g * N + token_2 * C_len + q[:, None] * C_len + n[None, :], mask=live[:, None], other=0.0)
+    B_c = _take(Br, B + g * N + token * B_len, place, n, old, new, n < N, G * N, B_len)
     B_2 = _take(Br, B + g * N + token_2 * B_len, place_2, n, old_2, new_2, n < N, G * N, B_len)
-    scores_2 = dot(B_2, tl.trans(C_2))
-    to_2 = q_2[None, :] * (H * P) + p[:, None]
+    scores = dot(B_2, tl.trans(C_q))
+    inner, to = p[:, None] * N + n[None, :], q[None, :] * (H * P) + p[:, None]
+    dt_place, x_place = place * H, place[:, None] * (H * P) + p[None, :]
+    dt_place_2, x_place_2 = place_2 * H, place_2[:, None] * (H * P) + p[None, :]
+    slot_state = slot.to(tl.int64) * (H * P * N)
     for i in tl.range(HB * blocks, num_stages=STAGES):
         h, p0 = h0 + i // blocks, i % blocks * BP
         at, stored = h * P + p0, p < P - p0
         s = tl.load(state + (slot_state + at * N) + inner, mask=stored[:, None] & held, other=0.0)
         a, bias, skip = tl.load(A + h), tl.load(dt_bias + h), tl.load(D + h)
         x_c = _take(xr + at, x + token * x_len + at, place, p, old, new, stored, H * P, x_len)
+        x_2 = _take(xr + at, x + token_2 * x_len + at, place_2, p, old_2, new_2, stored, H * P, x_len)
         dt_c = _step_sizes(dt + token * dt_len + h, bias, dt_min, dt_max, c, new, dt_len)
         dt_c += tl.load(dtr + h + dt_place, mask=old, other=0.0)
-        total = tl.cumsum(dt_c * a, 0)
-        x_2 = _take(xr + at, x + token_2 * x_len + at, place_2, p, old_2, new_2, stored, H * P, x_len)
         dt_2 = _step_sizes(dt + token_2 * dt_len + h, bias, dt_min, dt_max, c, new_2, dt_len)
-        dt_2 += tl.load(dtr + h + place_2 * H, mask=old_2, other=0.0)
+        dt_2 += tl.load(dtr + h + dt_place_2, mask=old_2, other=0.0)
         total_2 = tl.cumsum(dt_2 * a, 0)
-        out = _outputs(s, x_c, scores, C_q, dt_c, total, q, skip)
-        tl.store(y + (token * (H * P) + at) + to, out.to(y.dtype.element_ty),
-                 mask=live[None, :] & stored[:, None])  # fmt: skip
+        kept = x_again + (base * (H * P) + at)
+        tl.store(kept + x_place, x_c, mask=(new & (edge + c >= low))[:, None] & stored[None, :])
+        tl.store(kept + x_place_2, x_2, mask=(new_2 & (edge + CHUNK + c >= low))[:, None] & stored[None, :])
         own = state_again + (slot_state + at * N)
         other = state_again + (snapshot.to(tl.int64) * (H * P * N) + at * N)
-        s_1 = _fold(s, x_c, B_c, dt_c, total)
+        s_1 = _fold(s, x_c, B_c, dt_c, tl.cumsum(dt_c * a, 0))
         _save(own, other, inner, s_1, stored[:, None], edge + CHUNK, new_edge, snapshot, snapshot_edge)
         if (new_edge == 0) & (committed == 0):
             tl.store(own + inner, tl.zeros((BP, N), tl.float32), mask=stored[:, None])
-        out_2 = _outputs(s_1, x_2, scores_2, C_2, dt_2, total_2, q_2, skip)
-        tl.store(y + (token_2 * (H * P) + at) + to_2, out_2.to(y.dtype.element_ty),
-                 mask=live_2[None, :] & stored[:, None])  # fmt: skip
-        if new_edge == edge + 2 * CHUNK:
-            s_2 = _fold(s_1, x_2, B_2, dt_2, total_2)
-            _save(own, other, inner, s_2, stored[:, None], new_edge, new_edge, snapshot, snapshot_edge)
-    _store_records(x, B, dt, dt_bias, x_records, B_records, dt_records, tickets, h0, 0, first, drafts,
-                   slot, committed, edge, end, ring_len, x_len, B_len, dt_len, dt_min, dt_max,
-                   H // HB, H, P, G, N, CHUNK, HB, WIDE)  # fmt: skip
+        # Not in a branch where no token stands there: wgmma inside one gave a loop's later tiles wrong numbers.
+        out = _outputs(s_1, x_2, scores, C_q, dt_2, total_2, q, skip)
+        tl.store(y + (token_2 * (H * P) + at) + to, out.to(y.dtype.element_ty),
+                 mask=live[None, :] & stored[:, None])  # fmt: skip
+    _store_shared(B, dt, dt_bias, B_records, dt_records, tickets, h0, h0 >= 0, first, drafts, slot, committed, edge, end,
+                  ring_len, B_len, dt_len, dt_min, dt_max, H // HB, H, G, N, CHUNK, HB)  # fmt: skip
 
 
 @triton.jit
@@ -327,9 +321,11 @@ def _scan_row(
         tl.store(to, out.to(y.dtype.element_ty), mask=new[None, :] & stored)
         s = _fold(s, x_c, B_c, dt_c, total)
         _save(own, other, inner, s, stored, start + CHUNK, new_edge, snapshot, snapshot_edge)
-    _store_records(x, B, dt, dt_bias, x_records, B_records, dt_records, tickets, h, p0, first, drafts, slot,
-                   committed, edge, end, ring_len, x_len, B_len, dt_len, dt_min, dt_max,
-                   H * ((P + BP - 1) // BP), H, P, G, N, CHUNK, 1, BP)  # fmt: skip
+    low = tl.maximum(committed, new_edge)
+    tl.debug_barrier()
+    _keep(x + h * P, x_records + h * P, p0, first - committed + low, low, end, slot, x_len, ring_len, H * P, P, BP)
+    _store_shared(B, dt, dt_bias, B_records, dt_records, tickets, h, p0 == 0, first, drafts, slot, committed, edge, end,
+                  ring_len, B_len, dt_len, dt_min, dt_max, H * ((P + BP - 1) // BP), H, G, N, CHUNK, 1)  # fmt: skip
 
 
 @triton.jit
@@ -386,29 +382,24 @@ def _step_sizes(dt, dt_bias, dt_min, dt_max, token, new, dt_len):
 
 
 @triton.jit
-def _store_records(
-    x, B, dt, dt_bias, x_records, B_records, dt_records, tickets, h0, channel, first, drafts, slot, committed, edge,
-    end, ring_len, x_len, B_len, dt_len, dt_min, dt_max, programs,
-    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HB: tl.constexpr,
-    WIDE: tl.constexpr,
+def _store_shared(
+    B, dt, dt_bias, B_records, dt_records, tickets, h0, mine, first, drafts, slot, committed, edge, end,
+    ring_len, B_len, dt_len, dt_min, dt_max, programs,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HB: tl.constexpr,
 ):  # fmt: skip
-    """New tokens behind the new edge to the ring: x of these channels, dt of HB heads, B of their group.
+    """dt of HB heads and B of their group, of new tokens behind the new edge, to the ring.
 
-    Where they overwrite records that other programs still read, the row's last program stores all dt and B.
+    Where they overwrite records that other programs still read, the row's last program stores all of them.
     """
     low = tl.maximum(committed, (end - drafts) // CHUNK * CHUNK)
     source = first - committed + low
     tl.debug_barrier()
     if low < end:
-        for i in range(h0, h0 + HB):
-            _keep(x + i * P, x_records + i * P, channel, source, low, end, slot, x_len, ring_len, H * P, P, WIDE)
         crowded = end - edge > ring_len
-        mine = True
         if crowded:
             mine = _last_of(tickets + slot, programs)
-        if mine & (crowded | (channel == 0)):
-            lo, hi = tl.where(crowded, 0, h0), tl.where(crowded, H, h0 + HB)
-            for i in range(lo, hi):
+        if mine:
+            for i in range(tl.where(crowded, 0, h0), tl.where(crowded, H, h0 + HB)):
                 _keep_dt(dt + i, dt_records + i, tl.load(dt_bias + i), dt_min, dt_max, source, low, end, slot,
                          dt_len, ring_len, H)  # fmt: skip
                 if i % (H // G) == 0:

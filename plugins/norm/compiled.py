@@ -19,7 +19,7 @@ def norm(
     gate_first: bool,
 ) -> torch.Tensor:  # [T, W]
     """See reference.py."""
-    y = torch.empty(x.shape)
+    y = torch.empty(*x.shape)
     if not x.numel():
         return y
     x, order = lines(x), UNGATED

@@ -14,7 +14,7 @@ def rope(
     table: torch.Tensor,  # [M, 2, R]
 ) -> torch.Tensor:  # [T, H, D]
     """See reference.py. Raises IndexError where a position is not in the table."""
-    y = torch.empty(x.shape)
+    y = torch.empty(*x.shape)
     if not x.numel():
         return y
     low, high = positions.aminmax()

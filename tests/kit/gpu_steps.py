@@ -19,6 +19,7 @@ class Subject:
     make_slots: Callable[[int], Tensors]  # what that many slots hold, NaN everywhere; the state first
     call: Callable[[Tensors, Tensors, torch.Tensor], torch.Tensor]
     num_drafts: int = 4
+    same_slots: bool = True  # the first tensor of a slot is a function of its tokens; else only outputs tell
 
 
 @dataclass(eq=False)
@@ -125,9 +126,9 @@ def _step(
         sequence.outputs.append(y[start : start + good])
         sequence.committed, sequence.edge = sequence.committed + good, new_edge
         plain = plains[sequences.index(sequence)]
-        if new_edge:
+        if new_edge and subject.same_slots:
             same_bits(slots[0][sequence.slot], plain.states[new_edge], f"{subject.name}: state at {new_edge}")
-        if shot:
+        if shot and subject.same_slots:
             same_bits(slots[0][snapshot_slot], plain.states[shot], f"{subject.name}: snapshot at {shot}")
 
 

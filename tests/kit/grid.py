@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from kit.ops import Subject, Tensors, rel_error, row, same_bits, subject  # noqa: F401
+from kit.ops import Subject, Tensors, row, same_bits, subject
 
 from hemiola.plugins.rows import next_edge
 

@@ -26,12 +26,19 @@ def form(op: Op, name: str) -> Callable[..., Any]:
         call = op.call(*values)
         chosen = op.choose(call, "cpu").form
         assert chosen.name == name
-        packs = [chosen.packs.get(arg.name, lambda weight: weight) for arg in op.args]
-        packed = [pack(value) for pack, value in zip(packs, values, strict=False)]
-        sizes = [call.sizes[letter] for letter in chosen.sizes]
-        return op.bind(chosen.name, sizes)(*packed, *values[len(packs) :])
+        given = list(values)
+        for index, arg in enumerate(op.args):
+            if arg.name in chosen.packs:
+                given[index] = chosen.packs[arg.name](_as_kept(values[index]))
+        return op.bind(chosen.name, [call.sizes[letter] for letter in chosen.sizes])(*given)
 
     return run
+
+
+def _as_kept(weight: torch.Tensor) -> torch.Tensor:
+    """Numbers that bfloat16 holds are bfloat16 in a checkpoint, and packed as such."""
+    half = weight.bfloat16()
+    return half if torch.equal(half.float(), weight) else weight
 
 
 def int32(*values: object) -> torch.Tensor:
@@ -172,7 +179,7 @@ def formed(reference: Iterable[Subject] = (), compiled: Iterable[Subject] = ()) 
 
 def subjects() -> dict[str, list[Subject]]:
     """What compiled forms take, by op; the first is the base."""
-    attention = dict(Z=40, L=16, W=12)
+    attention: Any = dict(Z=40, L=16, W=12)
     return {
         "attention": [
             subject("attention", 0.2, 0, H=6, D=32, G=2, **attention),

@@ -64,7 +64,7 @@ def test_every_sampling_option_reaches_the_engine_over_each_protocol(
     first, second, third = free.token_ids[:3]
     for asked, body in (
         ({"repetition_penalty": 0.3}, None),
-        ({"frequency_penalty": 1.5, "presence_penalty": 0.5}, None),
+        ({"frequency_penalty": -1.5, "presence_penalty": -0.5}, None),
         ({"logit_bias": {first: -100.0}}, {"logit_bias": f'{{"{first}": -100.0}}'}),
         (
             {"bad_words_ids": ((first, second), (third,))},

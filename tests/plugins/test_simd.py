@@ -235,7 +235,9 @@ def zero(source, source_at, target, target_at):
 
 
 @pytest.mark.parametrize(
-    "function,size", [(move, LANES), (move_one, 1), (move_many, 3 * LANES), (zero, 2 * LANES)], ids=str
+    "function,size",
+    [(move, LANES), (move_one, 1), (move_many, 3 * LANES), (zero, 2 * LANES)],
+    ids=["move", "move_one", "move_many", "zero"],
 )
 def test_memory_is_touched_where_it_was_asked_for(function: Function, size: int) -> None:
     """At places that no register's width divides."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.ops import SUBJECTS, Subject, int32
+from kit.ops import SUBJECTS, Subject
 from torch._subclasses import FakeTensorMode
 
 from hemiola.plugins import OPS, references
@@ -235,8 +235,3 @@ def test_a_dynamic_size_is_not_constant_in_a_call() -> None:
     dims = {"x": {0: torch.export.Dim("T", max=64)}}
     torch.export.export(Probe(), (torch.zeros(6, 48),), dynamic_shapes=dims, strict=False)
     assert seen[0]["E"] == 48 and "T" not in seen[0]
-
-
-def test_rows_is_one_tensor_of_eight_columns() -> None:
-    with pytest.raises(ValueError, match="rows has 1 dimensions"):
-        OPS["conv"].check(*BASES["conv"].arguments(6)[:4], int32(*range(8)))

@@ -66,7 +66,6 @@ def truth(it: Subject, tokens: list[torch.Tensor]) -> tuple[torch.Tensor, torch.
 SHAPES = {
     "base": {},
     "chunk 32": {"chunk_len": 32},
-    "chunk 64": {"chunk_len": 64},
     "channel": {"channel": True},
     "channel, chunk 32": {"channel": True, "chunk_len": 32},
     "channel, strong decay": {"channel": True, "strong": 100.0},

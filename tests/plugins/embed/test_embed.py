@@ -17,7 +17,7 @@ def embed(request: pytest.FixtureRequest) -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize("width", [1, 7, 48])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_token_is_a_line_of_the_weight(embed: Callable, dtype: torch.dtype, width: int) -> None:
-    """Numbers that bfloat16 holds are packed as such; every lane of a strip, and one that is not full."""
+    """Packed as bfloat16 where it holds them; every lane of a strip, and of one that is not full."""
     weight = torch.randn(100, width, generator=torch.Generator().manual_seed(0)).to(dtype).float()
     for ids in (
         torch.arange(100).int(),

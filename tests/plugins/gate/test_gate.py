@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kit.ops import form
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextConfig, Qwen3NextMLP
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextMLP
 
 from hemiola.plugins import OPS, references
 

@@ -63,7 +63,6 @@ def truth(it: Subject, tokens: list[torch.Tensor]) -> tuple[torch.Tensor, torch.
 SHAPES = {
     "base": {},
     "chunk 16": {"chunk_len": 16},
-    "chunk 64": {"chunk_len": 64},
     "width 80": {"width": 80},
     "depth 16": {"depth": 16, "width": 16},
     "depth 256": {"depth": 256},
@@ -90,7 +89,12 @@ def test_errs_no_more_than_bf16_outputs(sizes: dict) -> None:
     assert error(run.states[192], state) < 1e-4
 
 
-PLANS = [(16, 1, 3, 2, 2, 1, 16, 1, 3), (32, 2, 2, 1, 1, 2, 64, 3, 500), (64, 1, 1, 2, 3, 4, 32, 2, 1), (64, 2, 4, 2, 2, 8, 32, 3, 7)]
+PLANS = [
+    (16, 1, 3, 2, 2, 1, 16, 1, 3),
+    (32, 2, 2, 1, 1, 2, 64, 3, 500),
+    (64, 1, 1, 2, 3, 4, 32, 2, 1),
+    (64, 2, 3, 2, 2, 4, 64, 2, 264),
+]
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from kit.ops import subject
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHExperts
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextConfig, Qwen3NextExperts
+from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextExperts
 
 from hemiola.plugins import references
 

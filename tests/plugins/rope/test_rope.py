@@ -5,11 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from kit.ops import form, int32, same_bits
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    Qwen3NextConfig,
-    Qwen3NextRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding, apply_rotary_pos_emb
 
 from hemiola.plugins import OPS
 

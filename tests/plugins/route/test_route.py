@@ -1,12 +1,15 @@
 """Routers against transformers' own words for them, and what they do where scores decide nothing."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from kit.ops import form, rel_error
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHTopkRouter
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextConfig, Qwen3NextTopKRouter
+from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
 from hemiola.plugins import OPS
 
@@ -35,7 +38,7 @@ def check(ours: tuple, weights: torch.Tensor, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("num_experts,top_k", [(64, 10), (37, 3), (5, 5), (1, 1), (512, 10)])
 def test_equals_qwen3_nexts_router(route: Route, num_experts: int, top_k: int, renormalise: bool) -> None:
     raw = scores(20, num_experts)
-    sizes = {"num_experts": num_experts, "num_experts_per_tok": top_k, "hidden_size": num_experts}
+    sizes: Any = {"num_experts": num_experts, "num_experts_per_tok": top_k, "hidden_size": num_experts}
     router = Qwen3NextTopKRouter(Qwen3NextConfig(**sizes, norm_topk_prob=renormalise))
     router.weight.data = torch.eye(num_experts)
     with torch.no_grad():
@@ -52,7 +55,8 @@ def test_equals_nemotron_hs_router(
     route: Route, groups: tuple[int, int], biased: bool, renormalise: bool
 ) -> None:
     """The bias and the groups decide who is chosen, never the weight."""
-    raw, sizes = scores(30, 60), {"n_routed_experts": 60, "num_experts_per_tok": 5, "hidden_size": 60}
+    raw = scores(30, 60)
+    sizes: Any = {"n_routed_experts": 60, "num_experts_per_tok": 5, "hidden_size": 60}
     config = NemotronHConfig(
         **sizes,
         n_group=groups[0],
@@ -64,7 +68,7 @@ def test_equals_nemotron_hs_router(
     router.weight.data = torch.eye(60)
     bias = scores(31, 60)[30] if biased else NONE
     if biased:
-        router.e_score_correction_bias = bias
+        router.e_score_correction_bias.data = bias
     with torch.no_grad():
         _, weights, ids = router(raw)
     check(route(raw, bias, "sigmoid", 5, *groups, renormalise, 2.5), weights, ids)

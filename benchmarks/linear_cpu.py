@@ -1,0 +1,90 @@
+"""The compiled dense layer beside MKL: one row per case, equality of bits checked in the same run.
+
+    PYTHONPATH=. python benchmarks/linear_cpu.py [--threads 2] [--shapes 256x1288 ...] [--tokens 1 8 ...]
+
+Times are the fastest of many calls, ours and MKL's in turn, so each finds a cache that the other has
+used. With one thread they are the thread's CPU time, which other work on the machine disturbs least; with
+more, time by the clock. MKL multiplies fp32 weights; for bf16 ones, the same widened beforehand. `bits` says
+whether rows of a prompt equal the same rows alone. For narrower registers, on a machine with AVX-512:
+
+    MKL_ENABLE_INSTRUCTIONS=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma PYTHONPATH=. python ...
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from hemiola.plugins.cpu.tiles import WIDE
+from hemiola.plugins.linear.compiled import linear, pack
+
+SHAPES = ("256x1288", "256x4096", "768x256", "1024x3584", "4096x12288")  # inputs x outputs
+TOKENS = (1, 8, 64, 512, 2048)
+NONE = torch.empty(0)
+
+
+def fastest(calls: list[Callable[[], object]], seconds: float, clock: Callable[[], float]) -> list[float]:
+    """Seconds of each one's fastest call, called in turn, at least three times."""
+    best, num_rounds, end = [float("inf")] * len(calls), 0, time.perf_counter() + seconds
+    while num_rounds < 4 or time.perf_counter() < end:
+        for n, call in enumerate(calls):
+            start = clock()
+            call()
+            spent = clock() - start
+            best[n] = min(best[n], spent) if num_rounds else best[n]
+        num_rounds += 1
+    return best
+
+
+def same_bits(weight: torch.Tensor, packed: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether rows of a prompt, the first, the last and some between, equal the same rows alone."""
+    rows = sorted({0, len(x) // 3, len(x) // 2, len(x) - 1})
+    alone = torch.cat([linear(x[row : row + 1], packed, NONE, len(weight)) for row in rows])
+    return torch.equal(alone.view(torch.int32), y[rows].view(torch.int32))
+
+
+def measure(num_inputs: int, num_outputs: int, num_tokens: list[int], threads: int, seconds: float) -> None:
+    weight = torch.randn(num_outputs, num_inputs) * num_inputs**-0.5
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    for dtype in (torch.float32, torch.bfloat16):
+        wide = weight.to(dtype).float()
+        packed = pack(wide)
+        assert packed.dtype is dtype
+        for tokens in num_tokens:
+            x = torch.randn(tokens, num_inputs)
+            equal = same_bits(wide, packed, x, linear(x, packed, NONE, num_outputs))
+            calls = [lambda: linear(x, packed, NONE, num_outputs), lambda: F.linear(x, wide)]  # noqa: B023
+            ours, mkl = fastest(calls, seconds, clock)
+            name = str(dtype).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
+            flops = 2e-9 * tokens * num_inputs * num_outputs / ours
+            bandwidth = 1e-9 * packed.numel() * packed.itemsize / ours
+            print(
+                f"| {num_inputs} x {num_outputs} | {tokens} | {name} | {threads} | {ours * 1e6:.0f} "
+                f"| {mkl * 1e6:.0f} | {mkl / ours:.2f} | {flops:.0f} | {bandwidth:.1f} "
+                f"| {'equal' if equal else 'DIFFERENT'} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--seconds", type=float, default=0.5, help="per case")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    print(f"tiles for {'AVX-512' if WIDE else 'AVX2'}; ratio: MKL's time over ours\n")
+    print("| shape | tokens | weights | threads | us | us MKL | ratio | GFLOP/s | weights GB/s | bits |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for shape in options.shapes:
+        measure(*map(int, shape.split("x")), options.tokens, options.threads, options.seconds)
+
+
+if __name__ == "__main__":
+    main()
