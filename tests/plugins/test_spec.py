@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from kit.ops import SUBJECTS, Subject
 from torch._subclasses import FakeTensorMode
 
 from hemiola.plugins import OPS, references
-from hemiola.plugins.spec import Form, Op, Unsupported
+from hemiola.plugins.spec import Call, Form, Op, Unsupported
 
 BASES = {name: same_op[0] for name, same_op in SUBJECTS.items()}
 EVERY = pytest.mark.parametrize("subject", BASES.values(), ids=BASES)
@@ -50,9 +51,12 @@ def test_the_reference_and_every_form_take_what_is_declared(op: Op) -> None:
     declared = [argument.name for argument in (*op.args, *op.attrs)]
     assert list(inspect.signature(getattr(references, op.name)).parameters) == declared
     for form in op.forms:
-        function = getattr(import_module(f"hemiola.plugins.{op.name}.{form.name}"), op.name)
-        assert len(inspect.signature(function).parameters) == len(declared) + len(form.sizes)
         assert op.form(form.name) is form and set(form.packs) <= set(declared)
+        if form.device == "cuda" and find_spec("triton") is None:
+            continue
+        function = getattr(import_module(f"hemiola.plugins.{op.name}.{form.name}"), op.name)
+        needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+        assert len(needed) == len(declared) + len(form.sizes)
 
 
 @EVERY
@@ -153,7 +157,7 @@ def test_choose_takes_fp32_and_says_what_other_dtype_it_got(subject: Subject) ->
     op, arguments = subject.op, subject.arguments(6)
     assert op.choose(op.call(*arguments), "cpu") == (op.forms[0], {})
     for index, arg in enumerate(op.args):
-        if torch.float64 in arg.dtypes:
+        if torch.float64 in arg.dtypes and arguments[index].numel():
             other = [*arguments[:index], arguments[index].double(), *arguments[index + 1 :]]
             reason = rf"{op.forms[0].name}: {arg.name} is torch\.float64, not torch\.float32"
             with pytest.raises(Unsupported, match=rf"^{op.name} cannot run on cpu \({reason}\)"):
@@ -162,8 +166,32 @@ def test_choose_takes_fp32_and_says_what_other_dtype_it_got(subject: Subject) ->
     if op.name != "embed":  # whose first argument is a weight
         with pytest.raises(Unsupported, match=r"torch\.bfloat16, not torch\.float32"):
             op.choose(op.call(*other), "cpu")
-    with pytest.raises(Unsupported, match=rf"^{op.name} cannot run on cuda \(it has no form there\)"):
-        op.choose(op.call(*arguments), "cuda")
+
+
+WIDE = {  # fp32 in an engine for a GPU
+    "delta": {"dt_bias", "A", "state", "g_records", "beta_records"},
+    "mamba2": {"dt_bias", "A", "D", "state", "dt_records"},
+    "moe": {"expert_weights"},
+    "norm": {"weight"},
+    "rope": {"table"},
+    "route": {"bias"},
+}
+FITTING = {"attention": {"D": 64, "L": 64}, "mamba2": {"D": 64}, "delta": {"K": 64}}
+
+
+@EVERY
+def test_on_cuda_floats_are_bf16_but_for_states_and_factors(subject: Subject) -> None:
+    op, call = subject.op, subject.op.call(*subject.arguments(6))
+    attrs = call.attrs | ({"chunk_len": 32} if "chunk_len" in call.attrs else {})
+    call = Call({}, call.sizes | FITTING.get(op.name, {}), attrs)
+    floats = [arg.name for arg in op.args if torch.float32 in arg.dtypes]
+    wide = WIDE.get(op.name, set())
+    dtypes = {name: torch.float32 if name in wide else torch.bfloat16 for name in floats}
+    assert op.choose(call._replace(dtypes=dtypes), "cuda").form.name == "triton"
+    for name, dtype in dtypes.items():
+        other = call._replace(dtypes=dtypes | {name: torch.float16})
+        with pytest.raises(Unsupported, match=rf"cuda \(triton: {name} is torch\.float16, not {dtype}\)"):
+            op.choose(other, "cuda")
 
 
 REFUSED: list[tuple[str, dict, dict, str]] = [
@@ -187,6 +215,15 @@ REFUSED: list[tuple[str, dict, dict, str]] = [
     ("route", {"E": 36}, {"num_groups": 6, "top_groups": 7}, "7 groups of 6 cannot stay"),
     ("route", {}, {"top_groups": 0}, "0 groups of 1 cannot stay"),
 ]
+REFUSED_ON_CUDA: list[tuple[str, dict, dict, str]] = [
+    ("attention", {"D": 48}, {}, "D is 48, not 16, 32, 64, 128 or 256"),
+    ("attention", {"D": 64, "L": 24}, {}, "L is 24, no multiple of 16"),
+    ("delta", {"K": 48}, {"chunk_len": 16}, "K is 48, not a power of two from 16 up"),
+    ("delta", {"K": 64}, {"chunk_len": 8}, "chunk_len is 8, not 16, 32 or 64"),
+    ("mamba2", {"D": 8}, {"chunk_len": 16}, "D is 8, not a power of two from 16 up"),
+    ("mamba2", {"D": 64}, {"chunk_len": 48}, "chunk_len is 48, not 16, 32 or 64"),
+    ("norm", {}, {"group_len": 40}, "group_len is 40, which does not divide the width 96"),
+]
 
 
 @pytest.mark.parametrize("name,sizes,attrs,reason", REFUSED, ids=[f"{r[0]}-{r[3]}" for r in REFUSED])
@@ -197,6 +234,17 @@ def test_a_call_that_no_form_takes_is_refused_with_the_reason(
     call = op.call(*BASES[name].arguments(6))
     with pytest.raises(Unsupported, match=rf"^{name} cannot run on cpu \({op.forms[0].name}: {reason}"):
         op.choose(call._replace(sizes=call.sizes | sizes, attrs=call.attrs | attrs), "cpu")
+
+
+@pytest.mark.parametrize(
+    "name,sizes,attrs,reason", REFUSED_ON_CUDA, ids=[f"{r[0]}-{r[3]}" for r in REFUSED_ON_CUDA]
+)
+def test_sizes_that_no_kernel_takes_are_refused_with_the_reason(
+    name: str, sizes: dict, attrs: dict, reason: str
+) -> None:
+    call = OPS[name].call(*BASES[name].arguments(6))
+    with pytest.raises(Unsupported, match=rf"^{name} cannot run on cuda \(triton: {reason}\)"):
+        OPS[name].choose(call._replace(sizes=call.sizes | sizes, attrs=call.attrs | attrs), "cuda")
 
 
 def test_the_first_form_that_takes_a_call_runs_with_the_reasons_of_those_before() -> None:

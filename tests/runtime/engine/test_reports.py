@@ -100,8 +100,8 @@ def test_000_prefix_hits_of_512_rows_with_mtp_read_foreign_memory(
 def test_000_a_head_that_reads_what_it_was_spared_outgrows_a_buffer(
     engine_hands: Callable[..., EngineHand], wanted: Wanted
 ) -> None:
-    """Rows that do not draft owe the head their pairs, and all come to a chunk's edge in one step; beside them
-    comes a hit, whose first pair is owed too. Put back: the width of a step's tokens for the head as well."""
+    """Rows that do not draft owe the head their pairs, and all come to a chunk's edge in one step, beside
+    prompts. Put back: the width of a step's tokens for the head as well."""
     built = BUILT | {"num_drafts": 3, "max_rows": 4, "max_step_tokens": 16}
     hand, story = engine_hands("qwen3_5", "mtp", built), wanted.story("qwen3_5")
     for n in (3, 3, 3, 3):
@@ -246,7 +246,7 @@ def prophet(story: list[int], accepts: Sequence[int]) -> Scripted:
 
 # By drafts and depth, prompts of which not the last edge is kept, but the one before. A step takes one
 # snapshot per row: of a prompt's two last edges the first. With steps in flight, a window may not come to the
-# edge that was promised, and the next step, which passes it, was planned by then. It costs work, and no token.
+# edge that was promised, and the next, which passes it, was planned by then. It costs work, and no token.
 LATE = {(3, depth): {64} for depth in DEPTHS}
 LATE |= {(20, 0): set(), (20, 1): {59, 60, 61, 62}, (20, 2): {59, 60, 61, 62, 63}}
 
