@@ -57,12 +57,12 @@ def report(checkpoint: Path, engine_dir: Path) -> None:
     for drafts in ("none", "ngram", "mtp"):
         start = time.perf_counter()
         with LLM(engine_dir, drafts=drafts, prefix_cache=False) as llm:
-            if not plain:
-                plain = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
             print(
                 f"{checkpoint.name}, drafts {drafts}: ready after {time.perf_counter() - start:.1f} s",
                 flush=True,
             )
+            if not plain:
+                plain = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
             for num in (1, 8):
                 found, seconds, num_steps = measure(llm, PROMPTS[:num])
                 num_kernels, busy = kernels(llm, PROMPTS[:num])
