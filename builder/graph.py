@@ -118,6 +118,4 @@ def _refuse_inexact(node: Node) -> None:
         return
     name = packet.__name__
     if name not in EXACT and not name.startswith("sym_"):
-        raise Refused(
-            f"the graph calls torch's {name}, which may round by place; make it an op of plugins/"
-        )
+        raise Refused(f"the graph calls torch's {name}, which may round by place; make it an op of plugins/")

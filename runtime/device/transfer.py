@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ class Watch:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks: list[float | torch.cuda.Event] = []
+        self._marks: list[Any] = []  # times, or CUDA's events
 
     def mark(self) -> None:
         if self._on_gpu:

@@ -49,7 +49,7 @@ class Feed:
             positions=positions.to(torch.int32),
             slots=slot_id,
             final_len=committed + final_len,
-            choices=Choices(choosing.rows, choosing.num_lines, *chosen, choosing.rules),
+            choices=choosing.on_device(*chosen),
         )
 
 
@@ -78,3 +78,8 @@ class _Choosing(NamedTuple):
         lines = num_lines.tolist()
         rules = [plan.rows[n].request.rule for n, num in zip(rows, lines, strict=True) for _ in range(num)]
         return _Choosing(rows, lines, (logits_ids, slot_id, num_drafts, row, offset), rules)
+
+    def on_device(
+        self, slot_id: torch.Tensor, num_drafts: torch.Tensor, row: torch.Tensor, offset: torch.Tensor
+    ) -> Choices:
+        return Choices(self.rows, self.num_lines, slot_id, num_drafts, row, offset, self.rules)

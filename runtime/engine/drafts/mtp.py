@@ -76,8 +76,8 @@ class MtpProposer:
         at, offset = ragged(counts)
         offset += 1 - owed[at]
         row = np.array(reading, np.int64)[at]
-        row_, offset_, owed_ = upload(self._ledger.device, row, offset, np.flatnonzero(offset < 1))
-        return _Pairs(row_, offset_, counts, owed_)
+        there = upload(self._ledger.device, row, offset, np.flatnonzero(offset < 1))
+        return _Pairs(there[0], there[1], counts, there[2])
 
     def _draft(
         self, rows: list[Row], slot_id: torch.Tensor, logits: torch.Tensor, states: torch.Tensor
@@ -132,8 +132,8 @@ class MtpProposer:
         kept = np.minimum(num_tokens, ring_len)
         row, offset = ragged(kept)
         token = (np.cumsum(num_tokens) - kept)[row] + offset
-        rows_, tokens = upload(self._ledger.device, row, token)
-        self._ring[batch.slots[rows_], batch.positions[tokens] % ring_len] = hidden.index_select(0, tokens)
+        owner, tokens = upload(self._ledger.device, row, token)
+        self._ring[batch.slots[owner], batch.positions[tokens] % ring_len] = hidden.index_select(0, tokens)
 
     def _read(
         self,
@@ -149,13 +149,13 @@ class MtpProposer:
         rows[:, FIRST] = np.cumsum(counts) - counts
         rows[:, NUM_TOKENS] = counts
         rows[:, SLOT] = slots
-        rows_, page_table = upload(self._ledger.device, rows, self._pages.table[slots])
-        rows_[:, COMMITTED] = places.index_select(0, rows_[:, FIRST])
+        fed, page_table = upload(self._ledger.device, rows, self._pages.table[slots])
+        fed[:, COMMITTED] = places.index_select(0, fed[:, FIRST])
         logits, states = self._session.draft(
             token_ids=self._ledger.ids[slot_id, places],
             hidden=before,
             positions=places.to(torch.int32),
-            rows=rows_,
+            rows=fed,
             page_table=page_table,
             logits_ids=last.to(torch.int32),
         )
