@@ -89,7 +89,7 @@ def steady_rows(num: int, chunk_len: int, tokens: int, seed: int = 0) -> torch.T
 
 def moved(rows: torch.Tensor, chunk_len: int) -> tuple[float, float]:
     """States and records that a row moves on average: what it reads, stores at edges and appends."""
-    first, num, drafts, slot, committed, edge = rows[:, :6].double().unbind(1)
+    _, num, drafts, _, committed, edge = rows[:, :6].double().unbind(1)
     new_edge = (committed + num - drafts).div(chunk_len).floor() * chunk_len
     states = 1 + (new_edge > edge).double().mean().item()
     return states, (committed - edge + num).mean().item() + num.mean().item()
@@ -151,7 +151,10 @@ class Layer:
         states, records = moved(self.rows, self.it.chunk_len)
         per_row = states + records * self.record_bytes / self.state_bytes
         rate = per_row * self.state_bytes * len(self.rows) / us / 1e6
-        print(f"{label}: {us:8.1f} us  {per_row:.2f} states/row  {rate:.2f} TB/s = {rate / copy:.0%} of copy", flush=True)
+        print(
+            f"{label}: {us:8.1f} us  {per_row:.2f} states/row  {rate:.2f} TB/s = {rate / copy:.0%} of copy",
+            flush=True,
+        )
         return us
 
 
@@ -185,8 +188,10 @@ def prefill(op: str, chunks: list[int], tokens: int) -> None:
             slots, new = it.make_slots(2), it.make_tokens(tokens)
             rows = torch.tensor([[0, tokens, 0, 1, 0, 0, 0, 0]], dtype=torch.int32, device="cuda")
             us = timed(lambda _, it=it, new=new, slots=slots, rows=rows: it.call(new, slots, rows), 1)
-            print(f"{op} {model} C{chunk_len} prompt of {tokens}: {us:.0f} us, {us / tokens * chunk_len:.2f} us per chunk",
-                  flush=True)  # fmt: skip
+            print(
+                f"{op} {model} C{chunk_len} prompt {tokens}: {us:.0f} us, {us / tokens * chunk_len:.2f} each",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -211,7 +216,13 @@ def main() -> None:
     print(f"copy {copy:.2f} TB/s")
     for op in options.ops:
         if options.bench and op in MODELS:
-            bench(op, [plan and tuple(plan) for plan in json.loads(options.plans)], options.chunks, options.batches, copy)
+            bench(
+                op,
+                [plan and tuple(plan) for plan in json.loads(options.plans)],
+                options.chunks,
+                options.batches,
+                copy,
+            )
         if options.prefill and op in MODELS:
             prefill(op, options.chunks, options.prefill)
 

@@ -6,8 +6,8 @@ A chunk with edge state S0 and G = cumsum(g) (arXiv 2412.06464, 2510.26692), abs
     o    = (q exp(G) - M (k exp(G))) S0 + M v
     S1   = exp(G_C) S0 + (k exp(G_C - G))' U,   U = T v - T (k exp(G)) S0
 An output reads the state once, through one vector per token: decode needs neither U nor a product with all
-keys. (I + A)^-1 grows from blocks of 1 to C by products, [[X, 0], [E, Y]]^-1 = [[X^-1, 0], [-Y^-1 E X^-1, Y^-1]],
-so a row depends on earlier rows only and bits depend on no layout. Multiply-adds are never contracted.
+keys. (I + A)^-1 grows from blocks of 1 to C, [[X, 0], [E, Y]]^-1 = [[X^-1, 0], [-Y^-1 E X^-1, Y^-1]], so a
+row depends on earlier rows only, and bits depend on no layout. Multiply-adds are never contracted.
 """
 
 from functools import lru_cache
@@ -112,18 +112,19 @@ def delta(
 
 @lru_cache(maxsize=4096)
 def _tickets(device: torch.device, state: int, slots: int) -> torch.Tensor:
-    """Counters by slot, zero between launches; the first call of a layer must come before a graph's capture."""
+    """Counters by slot, zero between launches; a layer's first call must come before a graph's capture."""
     return torch.zeros(slots, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["clears", "num_rows", "num_tokens"])
 def _step(
-    q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o, clears, num_rows,
+    q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o, clears,
+    num_rows,
     num_tokens, ring_len, q_len, k_len, v_len, a_len, b_len, state_again,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
     BV: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Grid: one program per row and TILES tiles of a key head, row by row; before them those that clear dead tokens.
+    # Grid: one program per row and TILES tiles of a key head, row by row; first those that clear dead tokens.
     # Tile: state [K, BV] fp32, the next STAGES - 1 on their way; up to 16 new tokens; no state is stored.
     # Traffic: the state once, records of v and g once per tile and head, k and q once per program.
     pid = tl.program_id(0)
@@ -133,7 +134,7 @@ def _step(
         clear_dead_tokens(o, rows, num_rows, num_tokens, pid, H * V)
     else:
         row, tile_0 = (pid - clears) // programs, (pid - clears) % programs * TILES
-        first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, row)
+        first, num, drafts, slot, committed, edge, _, _ = load_row(rows, row)
         if (num > 0) & (kind_of(num, drafts, committed, edge, CHUNK) == STAYS):
             g, end, base = tile_0 // (H // G * blocks), committed + num, slot.to(tl.int64) * ring_len
             n, p, c = tl.arange(0, K), tl.arange(0, BV), tl.arange(0, CHUNK)
@@ -143,8 +144,11 @@ def _step(
             place = (edge + c) % ring_len
             t = committed - edge + tl.arange(0, 16)
             live = edge + t < end
-            q_t = tl.load(q + g * K + token * q_len + t[:, None] * q_len + n[None, :], mask=live[:, None], other=0.0)
-            k_c = _take(k_records + base * (G * K) + g * K, k + g * K + token * k_len, place, n, old, new, n < K,
+            q_t = tl.load(
+                q + g * K + token * q_len + t[:, None] * q_len + n[None, :], mask=live[:, None], other=0.0
+            )
+            k_c = _take(k_records + base * (G * K) + g * K, k + g * K + token * k_len, place, n, old, new,
+                        n < K,
                         G * K, k_len)  # fmt: skip
             if tile_0 % (H // G * blocks) == 0:
                 kept_k = k_records + base * (G * K) + g * K + (place[:, None] * (G * K) + n[None, :])
@@ -155,11 +159,16 @@ def _step(
             for i in tl.range(TILES, num_stages=STAGES):
                 h, p0 = (tile_0 + i) // blocks, (tile_0 + i) % blocks * BV
                 at, stored = h * V + p0, p < V - p0
-                s = tl.load(state + (slot_state + h * (K * V) + p0) + inner, mask=stored[None, :] & held, other=0.0)
-                v_c = _take(v_records + base * (H * V) + at, v + token * v_len + at, place, p, old, new, stored,
+                s = tl.load(
+                    state + (slot_state + h * (K * V) + p0) + inner, mask=stored[None, :] & held, other=0.0
+                )
+                v_c = _take(v_records + base * (H * V) + at, v + token * v_len + at, place, p, old, new,
+                            stored,
                             H * V, v_len)  # fmt: skip
-                g_c, beta_c = _gates(a + token * a_len + h * J, b + token * b_len + h, dt_bias + h * J, tl.load(A + h),
-                                     g_records + (base * H + h) * J, beta_records + base * H + h, place, old, new,
+                g_c, beta_c = _gates(a + token * a_len + h * J, b + token * b_len + h, dt_bias + h * J,
+                                     tl.load(A + h),
+                                     g_records + (base * H + h) * J, beta_records + base * H + h, place,
+                                     old, new,
                                      a_len, b_len, H, K, J)  # fmt: skip
                 total = tl.cumsum(g_c, 0)
                 solved = _solved(k_c, total, beta_c, J)
@@ -168,16 +177,20 @@ def _step(
                          mask=live[:, None] & stored[None, :])  # fmt: skip
                 tl.store(v_records + base * (H * V) + at + v_place, v_c, mask=new[:, None] & stored[None, :])
                 if p0 == 0:
-                    _keep_gates(g_records + (base * H + h) * J, beta_records + base * H + h, g_c, beta_c, place, new,
+                    _keep_gates(g_records + (base * H + h) * J, beta_records + base * H + h, g_c, beta_c,
+                                place, new,
                                 H, K, J)  # fmt: skip
                 if committed == 0:
                     zero = tl.zeros((K, BV), tl.float32)
-                    tl.store(state_again + (slot_state + h * (K * V) + p0) + inner, zero, mask=stored[None, :])
+                    tl.store(
+                        state_again + (slot_state + h * (K * V) + p0) + inner, zero, mask=stored[None, :]
+                    )
 
 
 @triton.jit
 def _scan(
-    q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o, tickets, num_rows,
+    q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o, tickets,
+    num_rows,
     ring_len, q_len, k_len, v_len, a_len, b_len,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
     BV: tl.constexpr,
@@ -189,13 +202,15 @@ def _scan(
     before, programs = 0, tl.num_programs(0)
     for base in range(0, num_rows, 64):
         row, mine, rank, count = rows_of_kind(rows, base, num_rows, PASSES, LONG, CHUNK)
-        turn = (before + programs - 1 - tl.program_id(0)) // programs  # items are dealt out over all blocks of rows
+        turn = (before + programs - 1 - tl.program_id(0)) // programs  # items go round all blocks of rows
         for item in range(tl.program_id(0) + turn * programs, before + count * H * blocks, programs):
             inside = item - before
             found = tl.sum(tl.where(mine & (rank == inside // (H * blocks)), row, 0), 0)
             _scan_row(
-                q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o, tickets,
-                found, inside // blocks % H, inside % blocks * BV, ring_len, q_len, k_len, v_len, a_len, b_len,
+                q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o,
+                tickets,
+                found, inside // blocks % H, inside % blocks * BV, ring_len, q_len, k_len, v_len, a_len,
+                b_len,
                 H, G, K, V, J, CHUNK, BV,
             )  # fmt: skip
         before += count * H * blocks
@@ -203,7 +218,8 @@ def _scan(
 
 @triton.jit
 def _scan_row(
-    q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o, tickets, row, h, p0,
+    q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o, tickets, row,
+    h, p0,
     ring_len, q_len, k_len, v_len, a_len, b_len,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
     BV: tl.constexpr,
@@ -225,11 +241,16 @@ def _scan_row(
         place = (start + c) % ring_len
         k_c = _take(k_records + base * (G * K) + g * K, k + g * K + token * k_len, place, n, old, new, n < K,
                     G * K, k_len)  # fmt: skip
-        v_c = _take(v_records + base * (H * V) + at, v + token * v_len + at, place, p, old, new, stored, H * V, v_len)
-        g_c, beta_c = _gates(a + token * a_len + h * J, b + token * b_len + h, dt_bias + h * J, tl.load(A + h),
+        v_c = _take(
+            v_records + base * (H * V) + at, v + token * v_len + at, place, p, old, new, stored, H * V, v_len
+        )
+        g_c, beta_c = _gates(a + token * a_len + h * J, b + token * b_len + h, dt_bias + h * J,
+                             tl.load(A + h),
                              g_records + (base * H + h) * J, beta_records + base * H + h, place, old, new,
                              a_len, b_len, H, K, J)  # fmt: skip
-        q_c = tl.load(q + g * K + token * q_len + c[:, None] * q_len + n[None, :], mask=new[:, None], other=0.0)
+        q_c = tl.load(
+            q + g * K + token * q_len + c[:, None] * q_len + n[None, :], mask=new[:, None], other=0.0
+        )
         total = tl.cumsum(g_c, 0)
         solved = _solved(k_c, total, beta_c, J)
         if start + CHUNK > committed:
@@ -259,7 +280,9 @@ def _take(records, tokens, place, column, old, new, real, record_len: tl.constex
     c = tl.arange(0, place.shape[0])
     held = records + (place[:, None] * record_len + column[None, :])
     brought = tokens + (c[:, None] * token_len + column[None, :])
-    return tl.load(tl.where(old[:, None], held, brought), mask=(old | new)[:, None] & real[None, :], other=0.0)
+    return tl.load(
+        tl.where(old[:, None], held, brought), mask=(old | new)[:, None] & real[None, :], other=0.0
+    )
 
 
 @triton.jit
@@ -270,7 +293,9 @@ def _gates(
     """Log decay [CHUNK] or [CHUNK, K], and beta [CHUNK], of records and new tokens, 0 elsewhere."""
     c = tl.arange(0, place.shape[0])
     raw_beta = tl.load(b + c * b_len, mask=new, other=0.0).to(tl.float32)
-    beta = tl.where(new, 1.0 / (1.0 + tl.exp(-raw_beta)), tl.load(beta_records + place * H, mask=old, other=0.0))
+    beta = tl.where(
+        new, 1.0 / (1.0 + tl.exp(-raw_beta)), tl.load(beta_records + place * H, mask=old, other=0.0)
+    )
     if J == 1:
         raw = tl.load(a + c * a_len, mask=new, other=0.0).to(tl.float32)
         decay = A * softplus(raw + tl.load(dt_bias))
@@ -311,7 +336,7 @@ def _row_of(total, t):
 def _met(left, t, k_c, total, J: tl.constexpr):
     """sum_c left_tc k_sc exp(G_tc - G_sc) for s <= t, [t, CHUNK]; elsewhere anything finite.
 
-    With a decay per channel, s and t meet in the smallest aligned block that has them in different halves, and
+    With a decay per channel, s and t meet in the smallest aligned block that has them in different halves;
     the first half's last line is the reference of both exponentials: none of them is above 1.
     """
     CHUNK: tl.constexpr = total.shape[0]
@@ -380,7 +405,9 @@ def _outputs(q_t, k_c, v_c, s, total, solved, t, J: tl.constexpr):
 @triton.jit
 def _fold(s, k_c, v_c, total, solved, J: tl.constexpr):
     """The state at the chunk's end."""
-    last = tl.sum(tl.where((tl.arange(0, total.shape[0]) == total.shape[0] - 1)[:, None], _lines(total), 0.0), 0)
+    last = tl.sum(
+        tl.where((tl.arange(0, total.shape[0]) == total.shape[0] - 1)[:, None], _lines(total), 0.0), 0
+    )
     if J == 1:
         keys = dot_wide_left(solved * tl.exp(total)[None, :], k_c)
         remain = k_c.to(tl.float32) * tl.exp(last[None, :] - total[:, None])
@@ -404,14 +431,15 @@ def _lines(total):
 
 @triton.jit
 def _store_records(
-    k, v, a, b, dt_bias, A, k_records, v_records, g_records, beta_records, tickets, h, p0, first, drafts, slot,
+    k, v, a, b, dt_bias, A, k_records, v_records, g_records, beta_records, tickets, h, p0, first, drafts,
+    slot,
     committed, edge, end, ring_len, k_len, v_len, a_len, b_len,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
     """New tokens behind the new edge to the ring: v of these channels, gates of the head, k of its group.
 
-    Where they overwrite records that other programs still read, the row's last program stores all k and gates.
+    Where they overwrite records that others still read, the row's last program stores all k and gates.
     """
     low = tl.maximum(committed, (end - drafts) // CHUNK * CHUNK)
     tl.debug_barrier()
@@ -423,7 +451,9 @@ def _store_records(
             p = p0 + tl.arange(0, BV)
             mask = new[:, None] & (p < V)[None, :]
             value = tl.load(v + (token * v_len + h * V) + (step[:, None] * v_len + p[None, :]), mask=mask)
-            tl.store(v_records + (base * H + h) * V + (place[:, None] * (H * V) + p[None, :]), value, mask=mask)
+            tl.store(
+                v_records + (base * H + h) * V + (place[:, None] * (H * V) + p[None, :]), value, mask=mask
+            )
         crowded = end - edge > ring_len
         mine = p0 == 0
         if crowded:
@@ -435,9 +465,12 @@ def _store_records(
                     step = start + tl.arange(0, 16)
                     new, place = low + step < end, (low + step) % ring_len
                     at = token + start
-                    decay, beta = _gates(a + at * a_len + i * J, b + at * b_len + i, dt_bias + i * J, tl.load(A + i),
-                                         g_records, beta_records, place, new & False, new, a_len, b_len, H, K, J)  # fmt: skip
-                    _keep_gates(g_records + (base * H + i) * J, beta_records + base * H + i, decay, beta, place, new,
+                    decay, beta = _gates(a + at * a_len + i * J, b + at * b_len + i, dt_bias + i * J,
+                                         tl.load(A + i),
+                                         g_records, beta_records, place, new & False, new, a_len, b_len, H,
+                                         K, J)  # fmt: skip
+                    _keep_gates(g_records + (base * H + i) * J, beta_records + base * H + i, decay, beta,
+                                place, new,
                                 H, K, J)  # fmt: skip
                     if i % (H // G) == 0:
                         n, g = tl.arange(0, K), i // (H // G)

@@ -57,7 +57,7 @@ def kind_of(num, drafts, committed, edge, CHUNK: tl.constexpr):
 
 @triton.jit
 def rows_of_kind(rows_ptr, base, num_rows, lowest, highest, CHUNK: tl.constexpr):
-    """Of the 64 rows from `base` on: their numbers, which are live and of these kinds, their ranks, how many."""
+    """Of 64 rows from `base` on: their numbers, which are live and of these kinds, their ranks, how many."""
     row = base + tl.arange(0, 64)
     at, here = rows_ptr + row * 8, row < num_rows
     num, drafts = tl.load(at + 1, mask=here, other=0), tl.load(at + 2, mask=here, other=0)

@@ -1,4 +1,4 @@
-"""Mamba2's recurrence on CUDA: chunks of the absolute grid, one arithmetic for prompts, decode and verification.
+"""Mamba2's recurrence on CUDA: chunks of the absolute grid, one arithmetic for prompts and decode.
 
 A chunk with edge state S0 and a = cumsum(dt A) (Dao and Gu 2024, arXiv 2405.21060):
     y_t = exp(a_t) C_t.S0 + sum_{s <= t} (C_t.B_s) exp(a_t - a_s) dt_s x_s + D x_t
@@ -92,11 +92,15 @@ def mamba2(
         raise ValueError(f"mamba2: chunk_len {chunk_len}, depth {depth}, {heads} heads of {groups} groups")
     y = torch.empty((num_tokens, heads, width), dtype=x.dtype, device=x.device)
     plan = plan or choose(rows.shape[0], heads, width, groups)
+    if plan.warps > 4:  # two warpgroups on a tile of 64 channels read illegal addresses under Triton 3.6
+        raise ValueError(f"mamba2: a plan of {plan.warps} warps, expected at most 4")
     num_rows = rows.shape[0]
     tensors = (x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y)
     tickets = _tickets(state.device, state.data_ptr(), slots)
     strides = (ring_len, x.stride(0), B.stride(0), C.stride(0), dt.stride(0), dt_min, dt_max)
-    sizes = dict(H=heads, P=width, G=groups, N=depth, CHUNK=chunk_len, num_warps=plan.warps, enable_fp_fusion=False)
+    sizes = dict(
+        H=heads, P=width, G=groups, N=depth, CHUNK=chunk_len, num_warps=plan.warps, enable_fp_fusion=False
+    )
     clears = triton.cdiv(num_tokens, CLEAR_TOKENS.value)
     _step[(clears + num_rows * heads // plan.heads,)](
         *tensors, tickets, clears, num_rows, num_tokens, *strides, state, x_records, dt_records, **sizes,
@@ -116,13 +120,14 @@ def mamba2(
 
 @lru_cache(maxsize=4096)
 def _tickets(device: torch.device, state: int, slots: int) -> torch.Tensor:
-    """Counters by slot, zero between launches; the first call of a layer must come before a graph's capture."""
+    """Counters by slot, zero between launches; a layer's first call must come before a graph's capture."""
     return torch.zeros(slots, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["clears", "num_rows", "num_tokens"])
 def _step(
-    x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y, tickets, clears, num_rows, num_tokens,
+    x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y, tickets, clears, num_rows,
+    num_tokens,
     ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max, state_again, x_again, dt_again,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, BP: tl.constexpr,
     HB: tl.constexpr, STAGES: tl.constexpr,
@@ -136,25 +141,31 @@ def _step(
         clear_dead_tokens(y, rows, num_rows, num_tokens, pid, H * P)
     else:
         row, h0 = (pid - clears) // (H // HB), (pid - clears) % (H // HB) * HB
-        first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, row)
+        first, num, drafts, slot, committed, edge, _, _ = load_row(rows, row)
         kind = kind_of(num, drafts, committed, edge, CHUNK)
         if (num > 0) & (kind != LONG) & (committed < edge + CHUNK):
             g, end, base = h0 // (H // G), committed + num, slot.to(tl.int64) * ring_len
             p, n, c = tl.arange(0, BP), tl.arange(0, N), tl.arange(0, CHUNK)
             held = (edge > 0) & (committed > 0)
-            xr, Br, dtr = x_records + base * (H * P), B_records + base * (G * N) + g * N, dt_records + base * H
+            xr, Br, dtr = (
+                x_records + base * (H * P),
+                B_records + base * (G * N) + g * N,
+                dt_records + base * H,
+            )
             token = (first + edge - committed).to(tl.int64)
             old, new = _ages(edge + c, committed, end)
             place = (edge + c) % ring_len
-            kept = new & (kind == STAYS)  # a row that passes an edge is not over: `_pass` reads its records again
+            kept = new & (kind == STAYS)  # `_pass` still reads the records of a row that passes an edge
             q = committed - edge + tl.arange(0, 16)
             live = (q < CHUNK) & (edge + q < end)
-            C_q = tl.load(C + g * N + token * C_len + q[:, None] * C_len + n[None, :], mask=live[:, None], other=0.0)
+            C_q = tl.load(
+                C + g * N + token * C_len + q[:, None] * C_len + n[None, :], mask=live[:, None], other=0.0
+            )
             B_c = _take(Br, B + g * N + token * B_len, place, n, old, new, n < N, G * N, B_len)
             if h0 % (H // G) == 0:
                 tl.store(Br + (place[:, None] * (G * N) + n[None, :]), B_c, mask=kept[:, None])
             scores = dot(B_c, tl.trans(C_q))
-            # Scalar bases, and offsets that no iteration changes: address tiles would be carried as registers.
+            # Scalar bases, and offsets that no iteration changes: address tiles would fill the registers.
             inner, to = p[:, None] * N + n[None, :], q[None, :] * (H * P) + p[:, None]
             dt_place, x_place = place * H, place[:, None] * (H * P) + p[None, :]
             slot_state = slot.to(tl.int64) * (H * P * N)
@@ -163,7 +174,9 @@ def _step(
                 at, stored = h * P + p0, p < P - p0
                 s = tl.load(state + (slot_state + at * N) + inner, mask=stored[:, None] & held, other=0.0)
                 x_c = _take(xr + at, x + token * x_len + at, place, p, old, new, stored, H * P, x_len)
-                dt_new = _step_sizes(dt + token * dt_len + h, tl.load(dt_bias + h), dt_min, dt_max, c, new, dt_len)
+                dt_new = _step_sizes(
+                    dt + token * dt_len + h, tl.load(dt_bias + h), dt_min, dt_max, c, new, dt_len
+                )
                 dt_c = dt_new + tl.load(dtr + h + dt_place, mask=old, other=0.0)
                 total = tl.cumsum(dt_c * tl.load(A + h), 0)
                 out = _outputs(s, x_c, scores, C_q, dt_c, total, q, tl.load(D + h))
@@ -190,12 +203,13 @@ def _pass(
     before, programs = 0, tl.num_programs(0)
     for base in range(0, num_rows, 64):
         row, mine, rank, count = rows_of_kind(rows, base, num_rows, PASSES, PASSES, CHUNK)
-        turn = (before + programs - 1 - tl.program_id(0)) // programs  # items are dealt out over all blocks of rows
+        turn = (before + programs - 1 - tl.program_id(0)) // programs  # items go round all blocks of rows
         for item in range(tl.program_id(0) + turn * programs, before + count * (H // HB), programs):
             found = tl.sum(tl.where(mine & (rank == (item - before) // (H // HB)), row, 0), 0)
             _pass_row(
                 x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y, tickets, found,
-                (item - before) % (H // HB) * HB, ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max, state_again, x_again, dt_again,
+                (item - before) % (H // HB) * HB, ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max,
+                state_again, x_again, dt_again,
                 H, P, G, N, CHUNK, BP, HB, STAGES,
             )  # fmt: skip
         before += count * (H // HB)
@@ -223,7 +237,9 @@ def _pass_row(
     place, place_2 = (edge + c) % ring_len, (edge + CHUNK + c) % ring_len
     q = tl.maximum(committed - edge - CHUNK, 0) + tl.arange(0, 16)
     live = (q < CHUNK) & (edge + CHUNK + q < end)
-    C_q = tl.load(C + g * N + token_2 * C_len + q[:, None] * C_len + n[None, :], mask=live[:, None], other=0.0)
+    C_q = tl.load(
+        C + g * N + token_2 * C_len + q[:, None] * C_len + n[None, :], mask=live[:, None], other=0.0
+    )
     B_c = _take(Br, B + g * N + token * B_len, place, n, old, new, n < N, G * N, B_len)
     B_2 = _take(Br, B + g * N + token_2 * B_len, place_2, n, old_2, new_2, n < N, G * N, B_len)
     scores = dot(B_2, tl.trans(C_q))
@@ -252,11 +268,12 @@ def _pass_row(
         _save(own, other, inner, s_1, stored[:, None], edge + CHUNK, new_edge, snapshot, snapshot_edge)
         if (new_edge == 0) & (committed == 0):
             tl.store(own + inner, tl.zeros((BP, N), tl.float32), mask=stored[:, None])
-        # Not in a branch where no token stands there: wgmma inside one gave a loop's later tiles wrong numbers.
+        # Not in a branch, though often needless: wgmma inside one gave a loop's later tiles wrong numbers.
         out = _outputs(s_1, x_2, scores, C_q, dt_2, total_2, q, skip)
         tl.store(y + (token_2 * (H * P) + at) + to, out.to(y.dtype.element_ty),
                  mask=live[None, :] & stored[:, None])  # fmt: skip
-    _store_shared(B, dt, dt_bias, B_records, dt_records, tickets, h0, h0 >= 0, first, drafts, slot, committed, edge, end,
+    _store_shared(B, dt, dt_bias, B_records, dt_records, tickets, h0, h0 >= 0, first, drafts, slot,
+                  committed, edge, end,
                   ring_len, B_len, dt_len, dt_min, dt_max, H // HB, H, G, N, CHUNK, HB)  # fmt: skip
 
 
@@ -301,7 +318,11 @@ def _scan_row(
     stored, inner = (p < P - p0)[:, None], p[:, None] * N + n[None, :]
     own = state + (slot.to(tl.int64) * (H * P * N) + at * N)
     other = state + (snapshot.to(tl.int64) * (H * P * N) + at * N)
-    xr, Br, dtr = x_records + base * (H * P) + at, B_records + base * (G * N) + g * N, dt_records + base * H + h
+    xr, Br, dtr = (
+        x_records + base * (H * P) + at,
+        B_records + base * (G * N) + g * N,
+        dt_records + base * H + h,
+    )
     a, bias, skip = tl.load(A + h), tl.load(dt_bias + h), tl.load(D + h)
     s = tl.load(own + inner, mask=stored & (edge > 0) & (committed > 0), other=0.0)
     if (new_edge == 0) & (committed == 0):
@@ -314,7 +335,9 @@ def _scan_row(
         dt_c += tl.load(dtr + place * H, mask=old, other=0.0)
         x_c = _take(xr, x + token * x_len + at, place, p, old, new, p < P - p0, H * P, x_len)
         B_c = _take(Br, B + token * B_len + g * N, place, n, old, new, n < N, G * N, B_len)
-        C_c = tl.load(C + g * N + token * C_len + c[:, None] * C_len + n[None, :], mask=new[:, None], other=0.0)
+        C_c = tl.load(
+            C + g * N + token * C_len + c[:, None] * C_len + n[None, :], mask=new[:, None], other=0.0
+        )
         total = tl.cumsum(dt_c * a, 0)
         out = _outputs(s, x_c, dot(B_c, tl.trans(C_c)), C_c, dt_c, total, c, skip)
         to = y + (token * (H * P) + at) + (c[None, :] * (H * P) + p[:, None])
@@ -323,9 +346,24 @@ def _scan_row(
         _save(own, other, inner, s, stored, start + CHUNK, new_edge, snapshot, snapshot_edge)
     low = tl.maximum(committed, new_edge)
     tl.debug_barrier()
-    _keep(x + h * P, x_records + h * P, p0, first - committed + low, low, end, slot, x_len, ring_len, H * P, P, BP)
-    _store_shared(B, dt, dt_bias, B_records, dt_records, tickets, h, p0 == 0, first, drafts, slot, committed, edge, end,
-                  ring_len, B_len, dt_len, dt_min, dt_max, H * ((P + BP - 1) // BP), H, G, N, CHUNK, 1)  # fmt: skip
+    _keep(
+        x + h * P,
+        x_records + h * P,
+        p0,
+        first - committed + low,
+        low,
+        end,
+        slot,
+        x_len,
+        ring_len,
+        H * P,
+        P,
+        BP,
+    )
+    _store_shared(B, dt, dt_bias, B_records, dt_records, tickets, h, p0 == 0, first, drafts, slot,
+                  committed, edge, end,
+                  ring_len, B_len, dt_len, dt_min, dt_max, H * ((P + BP - 1) // BP), H, G, N, CHUNK,
+                  1)  # fmt: skip
 
 
 @triton.jit
@@ -370,7 +408,9 @@ def _take(records, tokens, place, column, old, new, real, record_len: tl.constex
     c = tl.arange(0, place.shape[0])
     held = records + (place[:, None] * record_len + column[None, :])
     brought = tokens + (c[:, None] * token_len + column[None, :])
-    return tl.load(tl.where(old[:, None], held, brought), mask=(old | new)[:, None] & real[None, :], other=0.0)
+    return tl.load(
+        tl.where(old[:, None], held, brought), mask=(old | new)[:, None] & real[None, :], other=0.0
+    )
 
 
 @triton.jit
@@ -404,7 +444,9 @@ def _store_shared(
                          dt_len, ring_len, H)  # fmt: skip
                 if i % (H // G) == 0:
                     g = i // (H // G)
-                    _keep(B + g * N, B_records + g * N, 0, source, low, end, slot, B_len, ring_len, G * N, N, N)
+                    _keep(
+                        B + g * N, B_records + g * N, 0, source, low, end, slot, B_len, ring_len, G * N, N, N
+                    )
 
 
 @triton.jit
@@ -417,7 +459,9 @@ def _last_of(ticket, num):
 
 
 @triton.jit
-def _keep_dt(dt, dt_records, dt_bias, dt_min, dt_max, source, low, end, slot, dt_len, ring_len, H: tl.constexpr):
+def _keep_dt(
+    dt, dt_records, dt_bias, dt_min, dt_max, source, low, end, slot, dt_len, ring_len, H: tl.constexpr
+):
     """One head's dt' of tokens low .. end to their places in the ring."""
     for base in range(0, end - low, 16):
         step = base + tl.arange(0, 16)
@@ -438,6 +482,8 @@ def _keep(
         step = base + tl.arange(0, 16)
         mask = (low + step < end)[:, None] & (columns < WIDTH)[None, :]
         place = (low + step) % ring_len
-        value = tl.load(new + source.to(tl.int64) * new_len + (step[:, None] * new_len + columns[None, :]), mask=mask)
+        value = tl.load(
+            new + source.to(tl.int64) * new_len + (step[:, None] * new_len + columns[None, :]), mask=mask
+        )
         at = records + slot.to(tl.int64) * ring_len * LEN + (place[:, None] * LEN + columns[None, :])
         tl.store(at, value, mask=mask)

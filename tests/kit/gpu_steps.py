@@ -63,7 +63,7 @@ def plain_run(subject: Subject, tokens: Tensors) -> Plain:
 
 
 def storm(subject: Subject, lengths: Sequence[int], seed: int, longest: int) -> int:
-    """Random steps of several sequences; raises where a bit differs from the plain runs; returns the steps."""
+    """Random steps of several sequences; raises where a bit differs from the plain runs; how many steps."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     sequences = []
@@ -82,9 +82,14 @@ def storm(subject: Subject, lengths: Sequence[int], seed: int, longest: int) -> 
 
 
 def _step(
-    subject: Subject, sequences: list[Journey], plains: list[Plain], slots: Tensors, rng: random.Random,
-    snapshot_slot: int, longest: int,
-) -> None:  # fmt: skip
+    subject: Subject,
+    sequences: list[Journey],
+    plains: list[Plain],
+    slots: Tensors,
+    rng: random.Random,
+    snapshot_slot: int,
+    longest: int,
+) -> None:
     """One call with some of the sequences, drafts, padding rows, empty rows and tokens of nobody."""
     device, chunk_len = slots[0].device, subject.chunk_len
     chosen = [s for s in sequences if s.committed < s.length and rng.random() < 0.8]

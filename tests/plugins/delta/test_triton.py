@@ -11,9 +11,17 @@ DEVICE = "cuda" if CUDA else "cpu"
 
 
 def subject(
-    heads: int = 4, width: int = 128, groups: int = 2, depth: int = 128, chunk_len: int = 16, drafts: int = 4,
-    channel: bool = False, strong: float = 1.0, alike: float = 0.0, plan: tuple[int, ...] | None = None,
-) -> Subject:  # fmt: skip
+    heads: int = 4,
+    width: int = 128,
+    groups: int = 2,
+    depth: int = 128,
+    chunk_len: int = 16,
+    drafts: int = 4,
+    channel: bool = False,
+    strong: float = 1.0,
+    alike: float = 0.0,
+    plan: tuple[int, ...] | None = None,
+) -> Subject:
     """`strong` decays, `channel`: one per channel; `alike` > 0: keys that resemble each other."""
     from hemiola.plugins.delta.triton import Plan, delta
 
@@ -28,15 +36,24 @@ def subject(
         q, k = (torch.randn(num, groups, depth, device=DEVICE) + alike * common for _ in range(2))
         wide = torch.randn(num, heads * width + 64, device=DEVICE).bfloat16()
         q, k = F.normalize(q, dim=-1) * depth**-0.5, F.normalize(k, dim=-1)
-        return [q.bfloat16(), k.bfloat16(), wide[:, : heads * width].unflatten(1, (heads, width)),
-                torch.randn(num, heads, decays, device=DEVICE), torch.randn(num, heads, device=DEVICE) * 2]  # fmt: skip
+        return [
+            q.bfloat16(),
+            k.bfloat16(),
+            wide[:, : heads * width].unflatten(1, (heads, width)),
+            torch.randn(num, heads, decays, device=DEVICE),
+            torch.randn(num, heads, device=DEVICE) * 2,
+        ]
 
     def make_slots(num: int) -> list[torch.Tensor]:
         nan = float("nan")
         shapes = ((groups, depth), (heads, width), (heads, decays), (heads,))
         records = [torch.full((num, ring_len, *shape), nan, device=DEVICE) for shape in shapes]
-        return [torch.full((num, heads, depth, width), nan, device=DEVICE),
-                records[0].bfloat16(), records[1].bfloat16(), *records[2:]]  # fmt: skip
+        return [
+            torch.full((num, heads, depth, width), nan, device=DEVICE),
+            records[0].bfloat16(),
+            records[1].bfloat16(),
+            *records[2:],
+        ]
 
     def call(tokens: list[torch.Tensor], slots: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         return delta(*tokens, dt_bias, A, *slots, rows, chunk_len, plan=Plan(*plan) if plan else None)
@@ -95,7 +112,9 @@ def test_errs_no_more_than_bf16_outputs(sizes: dict) -> None:
     assert error(run.states[192], state) < 2e-4
 
 
-@pytest.mark.parametrize("plan", [(16, 1, 1, 4, 16, 3), (32, 4, 3, 2, 64, 500), (64, 2, 2, 8, 32, 1), (128, 2, 2, 4, 16, 7)])
+@pytest.mark.parametrize(
+    "plan", [(16, 1, 1, 4, 16, 3), (32, 4, 3, 2, 64, 500), (64, 2, 2, 8, 32, 1), (128, 2, 2, 4, 16, 7)]
+)
 def test_tiles_leave_the_bits_alone(plan: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     tokens = subject().make_tokens(100)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
 from kit.gpu_steps import Subject, error, plain_run, rows_of, same_bits, storm
 
 CUDA = torch.cuda.is_available()
@@ -13,9 +12,15 @@ DT = (0.001, 4.0)
 
 
 def subject(
-    heads: int = 4, width: int = 64, groups: int = 2, depth: int = 128, chunk_len: int = 32, drafts: int = 4,
-    plan: tuple[int, ...] | None = None, strong: float = 1.0,
-) -> Subject:  # fmt: skip
+    heads: int = 4,
+    width: int = 64,
+    groups: int = 2,
+    depth: int = 128,
+    chunk_len: int = 32,
+    drafts: int = 4,
+    plan: tuple[int, ...] | None = None,
+    strong: float = 1.0,
+) -> Subject:
     from hemiola.plugins.mamba2.triton import Plan, mamba2
 
     fixed = torch.Generator().manual_seed(1)
@@ -27,18 +32,28 @@ def subject(
         wide = torch.randn(num, heads * width + 2 * groups * depth, device=DEVICE).bfloat16()
         x, B, C = wide.split([heads * width, groups * depth, groups * depth], 1)
         B = B.unflatten(1, (groups, depth)) / depth**0.25
-        return [x.unflatten(1, (heads, width)), B, C.unflatten(1, (groups, depth)) / depth**0.25,
-                torch.randn(num, heads, device=DEVICE)]  # fmt: skip
+        return [
+            x.unflatten(1, (heads, width)),
+            B,
+            C.unflatten(1, (groups, depth)) / depth**0.25,
+            torch.randn(num, heads, device=DEVICE),
+        ]
 
     def make_slots(num: int) -> list[torch.Tensor]:
         nan = float("nan")
         shapes = ((heads, width), (groups, depth), (heads,))
         records = [torch.full((num, ring_len, *shape), nan, device=DEVICE) for shape in shapes]
-        return [torch.full((num, heads, width, depth), nan, device=DEVICE),
-                records[0].bfloat16(), records[1].bfloat16(), records[2]]  # fmt: skip
+        return [
+            torch.full((num, heads, width, depth), nan, device=DEVICE),
+            records[0].bfloat16(),
+            records[1].bfloat16(),
+            records[2],
+        ]
 
     def call(tokens: list[torch.Tensor], slots: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        return mamba2(*tokens, dt_bias, A, D, *slots, rows, chunk_len, *DT, plan=Plan(*plan) if plan else None)
+        return mamba2(
+            *tokens, dt_bias, A, D, *slots, rows, chunk_len, *DT, plan=Plan(*plan) if plan else None
+        )
 
     name = f"mamba2 H{heads} P{width} G{groups} D{depth} C{chunk_len}"
     made = Subject(name, chunk_len, make_tokens, make_slots, call, drafts)

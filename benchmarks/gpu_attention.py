@@ -1,0 +1,148 @@
+"""Paged attention on a GPU: bits of 4 queries against one at a time,
+then time against bytes of keys and values.
+
+PYTHONPATH=.:tests python3 benchmarks/gpu_attention.py [--plans '[null, [16, 4, 4, 2]]'] [--prefill 8192]
+"""
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gpu_recurrences import copy_bandwidth, import_kernels_only, tests_of, timed
+
+MODELS = {  # query heads, key heads, head size
+    "9B": (16, 4, 256),
+    "Nano-9B": (40, 8, 128),
+    "30B-A3B": (32, 2, 128),
+}
+LOADS = ((1, 32768), (8, 32768), (64, 2048), (256, 2048))  # rows, keys of each
+
+
+class Decode:
+    """A batch of rows that all hold as many keys, over pages in random order."""
+
+    def __init__(self, model: str, num_rows: int, num_keys: int, num: int, fp8: bool, plan: object) -> None:
+        heads, groups, depth = MODELS[model]
+        module = tests_of("attention")
+        self.case = module.Case(heads=heads, groups=groups, depth=depth, page_len=64, fp8=fp8, plan=plan)
+        width = num_keys // 64 + 1
+        page_bytes = 64 * groups * depth * 2
+        num_pages = num_rows * width + 1
+        self.num_sets = max(1, min(8, int(3e8 / (2 * page_bytes * num_pages))))
+        self.pools = []
+        for _ in range(self.num_sets):
+            pools = [
+                torch.randn(num_pages, 64, groups, depth, device="cuda", dtype=torch.bfloat16)
+                for _ in range(2)
+            ]
+            self.pools.append([p.to(torch.float8_e4m3fn) if fp8 else p for p in pools])
+        self.table = (torch.randperm(num_pages - 1, device="cuda") + 1).int().view(num_rows, width)
+        at = num_keys - num
+        rows = [(n * num, num, num - 1, n + 1, at, 0, 0, 0) for n in range(num_rows)]
+        self.rows = torch.tensor(rows, dtype=torch.int32, device="cuda")
+        self.positions = (at + torch.arange(num, device="cuda").repeat(num_rows)).int()
+        self.tokens = self.case.tokens(num_rows * num)
+        self.scales = [torch.ones(1, device="cuda")] * 2 if fp8 else [None, None]
+        self.bytes = 2 * num_rows * num_keys * groups * depth * (1 if fp8 else 2)
+        self.kernels, self.scale, self.plan = (
+            module.kernels(),
+            depth**-0.5,
+            plan and module.kernels().Plan(*plan),
+        )
+
+    def run(self, i: int) -> torch.Tensor:
+        return self.kernels.attention(
+            *self.tokens,
+            *self.pools[i],
+            self.table,
+            self.rows,
+            self.positions,
+            self.scale,
+            0,
+            *self.scales,
+            plan=self.plan,
+        )
+
+    def one_by_one(self, num: int) -> bool:
+        """Whether every query alone gives the bits it has among its row's."""
+        together, last = self.run(0), 0
+        for i in range(num):
+            rows = self.rows.clone()
+            rows[:, 0], rows[:, 1], rows[:, 2] = torch.arange(len(rows)), 1, 0
+            rows[:, 4] += i
+            tokens = [t[i::num] for t in self.tokens]
+            alone = self.kernels.attention(
+                *tokens,
+                *self.pools[0],
+                self.table,
+                rows,
+                self.positions[i::num].contiguous(),
+                self.scale,
+                0,
+                *self.scales,
+            )
+            last += torch.equal(alone, together[i::num])
+        return last == num
+
+
+def decode(models: list[str], plans: list, copy: float, kinds: list[bool]) -> None:
+    for model in models:
+        for num_rows, num_keys in LOADS:
+            for fp8 in kinds:
+                pages = "fp8" if fp8 else "bf16"
+                for plan in plans:
+                    times = {}
+                    label = f"{model} {MODELS[model]} rows {num_rows:3d} keys {num_keys:5d} {pages}"
+                    for num in (1, 4):
+                        load = Decode(model, num_rows, num_keys, num, fp8, plan)
+                        same = load.one_by_one(num) if num > 1 else True
+                        times[num] = timed(load.run, load.num_sets)
+                        rate = load.bytes / times[num] / 1e6
+                        more = f", T4 / T1 = {times[num] / times[1]:.2f}, same bits {same}" if num > 1 else ""
+                        speed = f"{times[num]:.1f} us {rate:.2f} TB/s = {rate / copy:.0%} of copy"
+                        print(f"{label} {plan or ''} T{num}: {speed}{more}", flush=True)
+                        del load
+
+
+def prefill(num_tokens: int, plans: list) -> None:
+    for model, (heads, groups, depth) in MODELS.items():
+        for plan in plans:
+            case = tests_of("attention").Case(heads=heads, groups=groups, depth=depth, plan=plan)
+            tokens, num = case.tokens(num_tokens), -(-num_tokens // 64)
+            pools = [case.pool(num + 1) for _ in range(2)]
+            table = torch.arange(1, num + 1, dtype=torch.int32, device="cuda").view(1, -1)
+            rows = torch.tensor([[0, num_tokens, 0, 1, 0, 0, 0, 0]], dtype=torch.int32, device="cuda")
+            at, kernels = torch.arange(num_tokens, device="cuda").int(), tests_of("attention").kernels()
+            cut = plan and kernels.Plan(*plan)
+            call = partial(kernels.attention, *tokens, *pools, table, rows, at, depth**-0.5, 0, plan=cut)
+            us = timed(lambda _, call=call: call(), 1)
+            work = 2 * num_tokens**2 * heads * depth
+            print(
+                f"{model} {plan or ''} prompt of {num_tokens}: {us:.0f} us, {work / us / 1e6:.0f} TFLOP/s",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plans", default="[null]")
+    parser.add_argument("--prefill", type=int, default=0)
+    parser.add_argument("--prefill-plans", default="[null]")
+    parser.add_argument("--no-fp8", action="store_true")
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    options = parser.parse_args()
+    import_kernels_only()
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()} {torch.__version__}, copy {copy:.2f} TB/s")
+    decode(options.models, json.loads(options.plans), copy, [False] if options.no_fp8 else [False, True])
+    if options.prefill:
+        prefill(options.prefill, json.loads(options.prefill_plans))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,449 @@
+"""Causal attention over pages on CUDA: one arithmetic for prompts and decode.
+
+Keys stand in splits of SPLIT at absolute positions, tiles of TILE inside; a split has its own online softmax
+(Milakov and Gimelshein 2018, arXiv 1805.02867), splits are joined in order. A row of few queries gives every
+split to another program, its numbers are joined by `_join_splits`; others walk all splits in one program. All
+queries of a key head that fit a tile share what is read. Row sums are products with ones: tl.sum would depend
+on how warps share a row. Multiply-adds are never contracted.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from hemiola.plugins.gpu.launch import check, pow2
+from hemiola.plugins.gpu.precise import add_dot, dot
+from hemiola.plugins.gpu.rows import CLEAR_TOKENS, clear_dead_tokens
+
+SPLIT = 512  # keys; part of the numerics, like TILE
+TILE = 64
+_NOTHING = tl.constexpr(-1e30)
+_LOG2_E = 1.4426950408889634
+_PARTIAL_NUMBERS = 2**25  # of fp32 that unjoined splits may take; rows beyond walk their splits
+
+
+class Plan(NamedTuple):
+    """How a launch is cut; bits do not depend on it."""
+
+    queries: int  # rows (token, head of the group) of a tile
+    stages: int  # tiles of keys on their way
+    warps: int
+    programs: int  # per multiprocessor
+
+
+def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: bool) -> Plan:
+    """Query tiles as high as an average row.
+
+    With pages of 8 bits a layer's tiles stay on one side of the 64 rows from which wgmma takes over: it adds
+    widened numbers in another order.
+    """
+    queries = min(max(pow2(-(-num_tokens // max(num_rows, 1)) * per_group), 16), 64)
+    if narrow:
+        queries = 64 if per_group >= 16 else min(queries, 32)
+    return Plan(queries, 4 if depth <= 128 else 3, 4, 2)
+
+
+def attention(
+    q: torch.Tensor,  # [T, H, D] bf16
+    k: torch.Tensor,  # [T, G, D] bf16
+    v: torch.Tensor,  # [T, G, D] bf16
+    k_pages: torch.Tensor,  # [Z, L, G, D] bf16 or float8_e4m3fn, written
+    v_pages: torch.Tensor,  # [Z, L, G, D], written
+    page_table: torch.Tensor,  # [N, W] int32
+    rows: torch.Tensor,  # [N, 8] int32
+    positions: torch.Tensor,  # [T] int32
+    scale: float,
+    first: int,
+    k_scale: torch.Tensor | None = None,  # [1] fp32: a page holds k / k_scale
+    v_scale: torch.Tensor | None = None,
+    plan: Plan | None = None,  # free: bits do not depend on it
+) -> torch.Tensor:
+    """o[T, H, D]; writes k and v to their pages first; see reference.py."""
+    (num_tokens, heads, depth), groups = q.shape, k.shape[1]
+    (pages, page_len), num_rows = k_pages.shape[:2], rows.shape[0]
+    kinds = (torch.bfloat16, torch.float8_e4m3fn)
+    check("attention", "q", q, (num_tokens, heads, depth), torch.bfloat16, rows=True)
+    check("attention", "k", k, (num_tokens, groups, depth), torch.bfloat16, rows=True)
+    check("attention", "v", v, (num_tokens, groups, depth), torch.bfloat16, rows=True)
+    check("attention", "k_pages", k_pages, (pages, page_len, groups, depth), kinds)
+    check("attention", "v_pages", v_pages, (pages, page_len, groups, depth), k_pages.dtype)
+    check("attention", "page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
+    check("attention", "rows", rows, (num_rows, 8), torch.int32)
+    check("attention", "positions", positions, (num_tokens,), torch.int32)
+    if depth not in (16, 32, 64, 128, 256) or heads % groups or page_len % 16:
+        raise ValueError(f"attention: heads of {depth}, {heads} of {groups} groups, pages of {page_len}")
+    if k_pages.dtype != torch.bfloat16 and (k_scale is None or v_scale is None):
+        raise ValueError("attention: pages of float8 need k_scale and v_scale")
+    plan = plan or choose(num_tokens, num_rows, heads // groups, depth, k_pages.dtype != torch.bfloat16)
+    o = torch.empty((num_tokens, heads, depth), dtype=q.dtype, device=q.device)
+    scales = (
+        k_scale if k_scale is not None else _one(q.device),
+        v_scale if v_scale is not None else _one(q.device),
+    )
+    sizes = dict(G=groups, R=heads // groups, D=depth, L=page_len, N_ROWS=max(16, pow2(num_rows)))
+    table_len, options = page_table.shape[1], dict(enable_fp_fusion=False)
+    blocks = triton.cdiv(num_tokens, CLEAR_TOKENS.value)
+    _write[(blocks * 2,)](
+        k,
+        v,
+        k_pages,
+        v_pages,
+        page_table,
+        rows,
+        positions,
+        o,
+        *scales,
+        num_rows,
+        num_tokens,
+        table_len,
+        k.stride(0),
+        v.stride(0),
+        **sizes,
+        num_warps=4,
+        **options,
+    )
+    most_splits = num_rows * triton.cdiv(table_len * page_len, SPLIT)
+    capacity = min(most_splits, _PARTIAL_NUMBERS // (groups * plan.queries * depth))
+    partial = q.new_empty(capacity * groups * plan.queries * (depth + 2), dtype=torch.float32)
+    items = groups * (most_splits + triton.cdiv(num_tokens * heads // groups, plan.queries) + num_rows)
+    _attend[(min(items, plan.programs * _multiprocessors(q.device)),)](
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        rows,
+        o,
+        partial,
+        *scales,
+        scale * _LOG2_E,
+        first,
+        num_rows,
+        table_len,
+        capacity,
+        q.stride(0),
+        **sizes,
+        BM=plan.queries,
+        SPLIT=SPLIT,
+        TILE=TILE,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **options,
+    )
+    if capacity > 1 and most_splits > num_rows:
+        _join_splits[(num_tokens * groups,)](
+            rows,
+            o,
+            partial,
+            scales[1],
+            num_rows,
+            capacity,
+            **sizes,
+            BM=plan.queries,
+            SPLIT=SPLIT,
+            num_warps=4,
+            **options,
+        )
+    return o
+
+
+@lru_cache(maxsize=16)
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones(1, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _write(
+    k,
+    v,
+    k_pages,
+    v_pages,
+    page_table,
+    rows,
+    positions,
+    o,
+    k_scale,
+    v_scale,
+    num_rows,
+    num_tokens,
+    table_len,
+    k_len,
+    v_len,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    N_ROWS: tl.constexpr,
+):
+    # Grid: one program per 16 tokens that stores their k and v, one that clears dead tokens' outputs.
+    # Tile: [16 tokens, D] of one key head after the other.
+    # Traffic: k and v of live tokens once in and once out.
+    block = tl.program_id(0) // 2
+    if tl.program_id(0) % 2 == 1:
+        clear_dead_tokens(o, rows, num_rows, num_tokens, block, G * R * D)
+    else:
+        token = block * CLEAR_TOKENS + tl.arange(0, CLEAR_TOKENS)
+        n, d = tl.arange(0, N_ROWS), tl.arange(0, D)
+        begin = tl.load(rows + n * 8, mask=n < num_rows, other=0)
+        num = tl.load(rows + n * 8 + 1, mask=n < num_rows, other=0)
+        slot = tl.load(rows + n * 8 + 3, mask=n < num_rows, other=0)
+        mine = (
+            (token[:, None] >= begin[None, :])
+            & (token[:, None] < (begin + num)[None, :])
+            & (slot != 0)[None, :]
+        )
+        row = tl.max(tl.where(mine, n[None, :], -1), 1)
+        live = (row >= 0) & (token < num_tokens)
+        position = tl.load(positions + token, mask=live, other=0)
+        page = tl.load(page_table + row * table_len + position // L, mask=live, other=0)
+        at = (page.to(tl.int64) * L + position % L) * (G * D)
+        for g in range(G):
+            source = token.to(tl.int64)[:, None]
+            value_k = tl.load(k + source * k_len + (g * D + d)[None, :], mask=live[:, None], other=0.0)
+            value_v = tl.load(v + source * v_len + (g * D + d)[None, :], mask=live[:, None], other=0.0)
+            to = at[:, None] + (g * D + d)[None, :]
+            tl.store(k_pages + to, _rounded(value_k, k_scale, k_pages.dtype.element_ty), mask=live[:, None])
+            tl.store(v_pages + to, _rounded(value_v, v_scale, v_pages.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def _rounded(value, scale, dtype: tl.constexpr):
+    """As a page keeps it."""
+    if dtype == tl.bfloat16:
+        return value
+    else:
+        scaled = value.to(tl.float32) / tl.load(scale)
+        return tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(dtype)
+
+
+@triton.jit
+def _shares(
+    rows, num_rows, capacity, R: tl.constexpr, N_ROWS: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr
+):
+    """By row: tokens, their place, splits that other programs take, where these start,
+    items of a key head."""
+    n = tl.arange(0, N_ROWS)
+    begin = tl.load(rows + n * 8, mask=n < num_rows, other=0)
+    num = tl.load(rows + n * 8 + 1, mask=n < num_rows, other=0)
+    slot = tl.load(rows + n * 8 + 3, mask=n < num_rows, other=0)
+    committed = tl.load(rows + n * 8 + 4, mask=n < num_rows, other=0)
+    num = tl.where(slot != 0, num, 0)
+    blocks = (num * R + BM - 1) // BM
+    splits = tl.where(blocks == 1, (committed + num + SPLIT - 1) // SPLIT, 0)
+    splits = tl.where(splits > 1, splits, 0)
+    start = tl.cumsum(splits, 0) - splits
+    splits = tl.where(start + splits <= capacity, splits, 0)
+    return n, begin, num, committed, splits, start, tl.where(splits > 0, splits, blocks)
+
+
+@triton.jit
+def _of(values, n, row):
+    """values[row]"""
+    return tl.sum(tl.where(n == row, values, 0), 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
+def _attend(
+    q,
+    k_pages,
+    v_pages,
+    page_table,
+    rows,
+    o,
+    partial,
+    k_scale,
+    v_scale,
+    scale,
+    first,
+    num_rows,
+    table_len,
+    capacity,
+    q_len,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    N_ROWS: tl.constexpr,
+    BM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    # Grid: programs that share out items: a split of a row of few queries, or all splits of BM queries.
+    # Tile: BM rows (token, head of the group) against TILE keys of one key head.
+    # Traffic: keys and values once per BM queries of a row; a split's numbers once where others join them.
+    n, begin, num, committed, splits, start, items = _shares(rows, num_rows, capacity, R, N_ROWS, BM, SPLIT)
+    last_item = tl.cumsum(items, 0)
+    if first < 0:
+        first = 0
+    scale = scale * tl.load(k_scale)
+    unit_v = tl.load(v_scale)
+    for item in range(tl.program_id(0), tl.sum(items, 0) * G, tl.num_programs(0)):
+        g, i = item % G, item // G
+        row = tl.sum((last_item <= i).to(tl.int32), 0)
+        inside = i - _of(last_item - items, n, row)
+        row_splits, row_num, row_committed = _of(splits, n, row), _of(num, n, row), _of(committed, n, row)
+        row_begin = _of(begin, n, row)
+        block = tl.where(row_splits > 0, 0, inside)
+        m = block * BM + tl.arange(0, BM)
+        d = tl.arange(0, D)
+        t, head = m // R, g * R + m % R
+        live, position = t < row_num, row_committed + t
+        last = row_committed + tl.minimum(row_num - 1, (block * BM + BM - 1) // R)
+        queries = q + row_begin.to(tl.int64) * q_len + (t[:, None] * q_len + head[:, None] * D + d[None, :])
+        q_m = tl.load(queries, mask=live[:, None], other=0.0)
+        table = page_table + row * table_len
+        if row_splits > 0:
+            best, weight, total = _split(
+                q_m,
+                k_pages + g * D,
+                v_pages + g * D,
+                table,
+                inside,
+                last,
+                position,
+                first,
+                scale,
+                G,
+                D,
+                L,
+                BM,
+                SPLIT,
+                TILE,
+            )
+            at = ((_of(start, n, row) + inside) * G + g) * BM
+            numbers = partial + at.to(tl.int64) * D + (tl.arange(0, BM)[:, None] * D + d[None, :])
+            tl.store(numbers, total, mask=live[:, None])
+            sums = partial + (capacity * G * BM).to(tl.int64) * D + at * 2 + tl.arange(0, BM) * 2
+            tl.store(sums, best, mask=live)
+            tl.store(sums + 1, weight, mask=live)
+        else:
+            best = tl.full((BM,), _NOTHING, tl.float32)
+            weight, total = tl.zeros((BM,), tl.float32), tl.zeros((BM, D), tl.float32)
+            for split in range(0, last // SPLIT + 1):
+                b, w, s = _split(
+                    q_m,
+                    k_pages + g * D,
+                    v_pages + g * D,
+                    table,
+                    split,
+                    last,
+                    position,
+                    first,
+                    scale,
+                    G,
+                    D,
+                    L,
+                    BM,
+                    SPLIT,
+                    TILE,
+                )
+                best, weight, total = _joined(best, weight, total, b, w, s)
+            out = _finished(best, weight, total, unit_v).to(o.dtype.element_ty)
+            to = o + row_begin.to(tl.int64) * (G * R * D) + ((t * (G * R) + head)[:, None] * D + d[None, :])
+            tl.store(to, out, mask=live[:, None])
+
+
+@triton.jit
+def _split(
+    q_m,
+    k_pages,
+    v_pages,
+    table,
+    split,
+    last,
+    position,
+    first,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    BM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The online softmax over one split: largest score, sum of weights, weighted sum of values."""
+    best = tl.full((BM,), _NOTHING, tl.float32)
+    weight, total = tl.zeros((BM,), tl.float32), tl.zeros((BM, D), tl.float32)
+    d = tl.arange(0, D)
+    ones = tl.full((TILE, 16), 1.0, tl.float32).to(tl.bfloat16)
+    for low in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, last + 1), TILE):
+        place = low + tl.arange(0, TILE)
+        real = place <= last
+        page = tl.load(table + place // L, mask=real, other=0).to(tl.int64)
+        at = ((page * L + place % L) * (G * D))[:, None] + d[None, :]
+        k_n = tl.load(k_pages + at, mask=real[:, None], other=0.0).to(tl.bfloat16)
+        v_n = tl.load(v_pages + at, mask=real[:, None], other=0.0).to(tl.bfloat16)
+        seen = (place[None, :] <= position[:, None]) & (place >= first)[None, :]
+        score = tl.where(seen, dot(q_m, tl.trans(k_n)) * scale, _NOTHING)
+        new_best = tl.maximum(best, tl.max(score, 1))
+        faded = tl.exp2(best - new_best)
+        share = tl.exp2(score - new_best[:, None]).to(tl.bfloat16)
+        weight = weight * faded + tl.max(dot(share, ones), 1)
+        total = add_dot(total * faded[:, None], share, v_n)
+        best = new_best
+    return best, weight, total
+
+
+@triton.jit
+def _joined(best, weight, total, other_best, other_weight, other_total):
+    """Two splits as one; a split without a key that the query sees changes nothing."""
+    new_best = tl.maximum(best, other_best)
+    mine, other = tl.exp2(best - new_best), tl.exp2(other_best - new_best)
+    return (
+        new_best,
+        weight * mine + other_weight * other,
+        total * mine[:, None] + other_total * other[:, None],
+    )
+
+
+@triton.jit
+def _finished(best, weight, total, unit_v):
+    """Zeros for a query that sees no key."""
+    return tl.where((best > _NOTHING)[:, None], total / weight[:, None] * unit_v, 0.0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
+def _join_splits(
+    rows,
+    o,
+    partial,
+    v_scale,
+    num_rows,
+    capacity,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    N_ROWS: tl.constexpr,
+    BM: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    # Grid: one program per token and key head; those whose row walked its splits itself have nothing to do.
+    # Tile: [heads of the group, D] of one split after the other.
+    # Traffic: every number of a split once in, outputs once out.
+    token, g = tl.program_id(0) // G, tl.program_id(0) % G
+    n, begin, num, _, splits, start, _ = _shares(rows, num_rows, capacity, R, N_ROWS, BM, SPLIT)
+    row = tl.max(tl.where((token >= begin) & (token < begin + num) & (splits > 0), n, -1), 0)
+    if row >= 0:
+        HEADS: tl.constexpr = triton.next_power_of_2(R)
+        head, d = tl.arange(0, HEADS), tl.arange(0, D)
+        m, mine = (token - _of(begin, n, row)) * R + head, head < R
+        best = tl.full((HEADS,), _NOTHING, tl.float32)
+        weight, total = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, D), tl.float32)
+        for split in range(_of(splits, n, row)):
+            at = ((_of(start, n, row) + split) * G + g) * BM
+            sums = partial + (capacity * G * BM).to(tl.int64) * D + at * 2 + m * 2
+            b, w = tl.load(sums, mask=mine, other=_NOTHING), tl.load(sums + 1, mask=mine, other=0.0)
+            numbers = partial + at.to(tl.int64) * D + (m[:, None] * D + d[None, :])
+            s = tl.load(numbers, mask=mine[:, None], other=0.0)
+            best, weight, total = _joined(best, weight, total, b, w, s)
+        out = _finished(best, weight, total, tl.load(v_scale)).to(o.dtype.element_ty)
+        to = o + token.to(tl.int64) * (G * R * D) + ((g * R + head)[:, None] * D + d[None, :])
+        tl.store(to, out, mask=mine[:, None])

@@ -1,0 +1,172 @@
+"""The causal depthwise convolution with silu on CUDA, over the ring of raw columns and new tokens alike."""
+
+import torch
+import triton
+import triton.language as tl
+
+from hemiola.plugins.gpu.launch import check, pow2
+from hemiola.plugins.gpu.rows import load_row
+
+_BT = tl.constexpr(16)  # tokens of a program
+_BE = 256  # channels of a program
+
+
+def conv(
+    x: torch.Tensor,  # [T, E] bf16
+    weight: torch.Tensor,  # [E, W] bf16 or fp32
+    bias: torch.Tensor,  # [E] bf16 or fp32
+    columns: torch.Tensor,  # [S, R, E] bf16, updated
+    rows: torch.Tensor,  # [N, 8] int32
+    chunk_len: int,
+    max_tokens: int = 0,  # of a row; 0: as many as there are tokens
+) -> torch.Tensor:
+    """y[T, E], silu applied: a token reads its column and the W - 1 before; before position 0 are zeros."""
+    (num_tokens, width), taps = x.shape, weight.shape[1]
+    slots, ring_len = columns.shape[:2]
+    kinds = (torch.bfloat16, torch.float32)
+    check("conv", "x", x, (num_tokens, width), torch.bfloat16, rows=True)
+    check("conv", "weight", weight, (width, taps), kinds)
+    check("conv", "bias", bias, (width,), kinds)
+    check("conv", "columns", columns, (slots, ring_len, width), torch.bfloat16)
+    check("conv", "rows", rows, (rows.shape[0], 8), torch.int32)
+    if ring_len < chunk_len + taps - 1:
+        raise ValueError(
+            f"conv: a ring of {ring_len} columns cannot hold a chunk of {chunk_len} and {taps - 1} more"
+        )
+    y = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
+    num_rows, channels = rows.shape[0], min(_BE, pow2(width))
+    lines = triton.cdiv(width, channels)
+    sizes = dict(E=width, W=taps, CHUNK=chunk_len, BE=channels, num_warps=4, enable_fp_fusion=False)
+    block_of_rows = min(max(pow2(num_rows), 16), 256)
+    _conv[(triton.cdiv(num_tokens, _BT.value), lines)](
+        x,
+        weight,
+        bias,
+        columns,
+        rows,
+        y,
+        num_rows,
+        num_tokens,
+        ring_len,
+        x.stride(0),
+        **sizes,
+        ROWS=block_of_rows,
+    )
+    if min(max_tokens or num_tokens, num_tokens) + taps - 1 > ring_len:
+        _keep_long[(num_rows, lines)](x, columns, rows, ring_len, x.stride(0), **sizes)
+    return y
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _conv(
+    x,
+    weight,
+    bias,
+    columns,
+    rows,
+    y,
+    num_rows,
+    num_tokens,
+    ring_len,
+    x_len,
+    E: tl.constexpr,
+    W: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    # Grid: one program per 16 tokens, whatever rows they belong to, and BE channels.
+    # Tile: [16, BE] of one tap after the other.
+    # Traffic: x once (its taps again from cache), the W - 1 columns before a row, y; new columns to the ring.
+    token = tl.program_id(0) * _BT + tl.arange(0, _BT)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    row = tl.full((_BT,), -1, tl.int32)
+    for base in range(0, num_rows, ROWS):
+        n = base + tl.arange(0, ROWS)
+        at, here = rows + n * 8, n < num_rows
+        first, num = tl.load(at, mask=here, other=0), tl.load(at + 1, mask=here, other=0)
+        age, slot = token[:, None] - first[None, :], tl.load(at + 3, mask=here, other=0)
+        mine = (age >= 0) & (age < num[None, :]) & (slot != 0)[None, :]
+        row = tl.maximum(row, tl.max(tl.where(mine, n[None, :], -1), 1))
+    live, at = (row >= 0) & (token < num_tokens), rows + row * 8
+    first, num = tl.load(at, mask=live, other=0), tl.load(at + 1, mask=live, other=0)
+    drafts, slot = tl.load(at + 2, mask=live, other=0), tl.load(at + 3, mask=live, other=0)
+    committed = tl.load(at + 4, mask=live, other=0)
+    position, real = committed + token - first, (e < E)[None, :]
+    ring = columns + (slot.to(tl.int64) * ring_len * E)[:, None] + e[None, :]
+    new = x + token.to(tl.int64)[:, None] * x_len + e[None, :]
+    total = tl.zeros((_BT, BE), tl.float32) + tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
+    for tap in tl.static_range(W):
+        back = W - 1 - tap
+        old = (token - back < first)[:, None]
+        column = tl.where(old, ring + ((position - back) % ring_len)[:, None] * E, new - back * x_len)
+        there = (live & (position >= back))[:, None] & real
+        factor = tl.load(weight + e * W + tap, mask=e < E, other=0.0).to(tl.float32)
+        total += tl.load(column, mask=there, other=0.0).to(tl.float32) * factor[None, :]
+    out = tl.where(live[:, None], total / (1.0 + tl.exp(-total)), 0.0)
+    tl.store(
+        y + token.to(tl.int64)[:, None] * E + e[None, :],
+        out.to(y.dtype.element_ty),
+        mask=(token < num_tokens)[:, None] & real,
+    )
+    kept = (
+        live & (num + W - 1 <= ring_len) & (position >= (committed + num - drafts) // CHUNK * CHUNK - W + 1)
+    )
+    raw = tl.load(new, mask=kept[:, None] & real, other=0.0)
+    tl.store(ring + (position % ring_len)[:, None] * E, raw, mask=kept[:, None] & real)
+    for i in range(_BT):
+        starts = live & (token == first) & (token == tl.program_id(0) * _BT + i) & (num + W - 1 <= ring_len)
+        one = tl.max(tl.where(starts, row, -1), 0)
+        if one >= 0:
+            _snapshot(x, columns, rows, one, ring_len, x_len, e, E, W, CHUNK)
+
+
+@triton.jit
+def _snapshot(
+    x, columns, rows, row, ring_len, x_len, e, E: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The W - 1 columns before the snapshot's edge to its slot, if the row passes that edge."""
+    first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, row)
+    new_edge = (committed + num - drafts) // CHUNK * CHUNK
+    if (snapshot != 0) & (edge < snapshot_edge) & (snapshot_edge <= new_edge):
+        for back in tl.static_range(1, W):
+            position = snapshot_edge - back
+            place = position % ring_len
+            held = columns + (slot.to(tl.int64) * ring_len + place) * E + e
+            brought = x + (first + position - committed).to(tl.int64) * x_len + e
+            column = tl.load(
+                tl.where(position < committed, held, brought), mask=(e < E) & (position >= 0), other=0.0
+            )
+            to = columns + (snapshot.to(tl.int64) * ring_len + place) * E + e
+            tl.store(to, column, mask=(e < E) & (position >= 0))
+
+
+@triton.jit
+def _keep_long(
+    x,
+    columns,
+    rows,
+    ring_len,
+    x_len,
+    E: tl.constexpr,
+    W: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BE: tl.constexpr,
+):
+    # Grid: one program per row and BE channels; a row whose new columns overwrite none still read is done.
+    # Tile: [16, BE] columns.
+    # Traffic: at most a ring of columns from x.
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    first, num, drafts, slot, committed, _, _, _ = load_row(rows, tl.program_id(0))
+    if num + W - 1 > ring_len:
+        _snapshot(x, columns, rows, tl.program_id(0), ring_len, x_len, e, E, W, CHUNK)
+        tl.debug_barrier()
+        end = committed + num
+        low = tl.maximum(tl.maximum(committed, (end - drafts) // CHUNK * CHUNK - W + 1), end - ring_len)
+        for start in range(low, end, 16):
+            position = start + tl.arange(0, 16)
+            mask = (position < end)[:, None] & (e < E)[None, :]
+            token = (first + position - committed).to(tl.int64)
+            raw = tl.load(x + token[:, None] * x_len + e[None, :], mask=mask)
+            at = (slot.to(tl.int64) * ring_len + position % ring_len)[:, None] * E
+            tl.store(columns + at + e[None, :], raw, mask=mask)

@@ -1,0 +1,164 @@
+"""attention on CUDA: the bits of the plain run however steps are cut, and the truth in fp64."""
+
+import random
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+from kit.gpu_steps import error, rows_of, same_bits
+
+CUDA = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+def kernels() -> ModuleType:
+    from hemiola.plugins.attention import triton
+
+    return triton
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int = 8
+    groups: int = 2
+    depth: int = 128
+    page_len: int = 64
+    first: int = 0
+    fp8: bool = False
+    plan: tuple[int, int, int, int] | None = None
+
+    def pool(self, num: int) -> torch.Tensor:
+        pages = torch.full((num, self.page_len, self.groups, self.depth), float("nan"), device=DEVICE)
+        return pages.to(torch.float8_e4m3fn if self.fp8 else torch.bfloat16)
+
+    def tokens(self, num: int) -> list[torch.Tensor]:
+        wide = torch.randn(num, (self.heads + 2 * self.groups) * self.depth, device=DEVICE).bfloat16()
+        sizes = [self.heads * self.depth, self.groups * self.depth, self.groups * self.depth]
+        return [part.unflatten(1, (-1, self.depth)) for part in wide.split(sizes, 1)]
+
+    def call(
+        self, tokens: list, pools: list, table: torch.Tensor, rows: list, positions: list
+    ) -> torch.Tensor:
+        scales = [torch.tensor([s], device=DEVICE) for s in (0.02, 0.03)] if self.fp8 else [None, None]
+        at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
+        plan = kernels().Plan(*self.plan) if self.plan else None
+        rows = rows_of(*rows, device=DEVICE)
+        return kernels().attention(
+            *tokens, *pools, table, rows, at, self.depth**-0.5, self.first, *scales, plan=plan
+        )
+
+
+def plain_run(case: Case, tokens: list[torch.Tensor]) -> torch.Tensor:
+    """One call with all tokens, pages in order."""
+    length = tokens[0].shape[0]
+    num = -(-length // case.page_len)
+    table = torch.arange(1, num + 1, dtype=torch.int32, device=DEVICE).view(1, -1)
+    pools = [case.pool(num + 1), case.pool(num + 1)]
+    return case.call(tokens, pools, table, [(0, length, 0, 1, 0, 0, 0, 0)], list(range(length)))
+
+
+def truth(case: Case, tokens: list[torch.Tensor]) -> torch.Tensor:
+    q, k, v = (t.double() for t in tokens)
+    if case.fp8:
+        k, v = (
+            (t.float() / s).clamp(-448, 448).to(torch.float8_e4m3fn).double() * s
+            for t, s in ((k, 0.02), (v, 0.03))
+        )
+    k, v = (t.repeat_interleave(case.heads // case.groups, 1) for t in (k, v))
+    score = torch.einsum("thd,shd->hts", q, k) * case.depth**-0.5
+    at = torch.arange(q.shape[0], device=q.device)
+    hidden = (at[None, :] > at[:, None]) | (at < case.first)[None, :]
+    return torch.einsum("hts,shd->thd", score.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(), v)
+
+
+def storm(case: Case, lengths: tuple[int, ...], seed: int, longest: int) -> None:
+    """Random steps of several sequences over shuffled pages; raises where a bit is not the plain run's."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    sequences = [case.tokens(length) for length in lengths]
+    plains = [plain_run(case, tokens) for tokens in sequences]
+    width = -(-(max(lengths) + 8) // case.page_len) + 1
+    table = torch.randperm(len(lengths) * width, device=DEVICE).int().view(len(lengths), width) + 1
+    pools = [case.pool(len(lengths) * width + 1) for _ in range(2)]
+    committed = [0] * len(lengths)
+    while any(c < length for c, length in zip(committed, lengths, strict=True)):
+        parts, rows, positions, chosen, checks, dead = [], [], [], [], [], []
+        for n in rng.sample(range(len(lengths)), len(lengths)):
+            left = lengths[n] - committed[n]
+            if left == 0 or rng.random() < 0.2:
+                gap = rng.randint(0, 3)
+                dead += range(len(positions), len(positions) + gap)
+                rows.append((len(positions), gap, 0, 0, rng.randint(0, 9), 0, 0, 0))
+                parts.append(case.tokens(gap))
+                positions += [10**6] * gap
+                chosen.append(n)
+                continue
+            certain = min(left, rng.choice((1, 1, rng.randint(1, longest))))
+            drafts = rng.randint(0, 7) if certain == 1 else 0
+            good = certain + min(rng.randint(0, drafts), left - certain)
+            at = committed[n]
+            checks.append((n, at, good, len(positions)))
+            rows.append((len(positions), certain + drafts, drafts, n + 1, at, 0, 0, 0))
+            parts += [[t[at : at + good] for t in sequences[n]], case.tokens(certain + drafts - good)]
+            positions += range(at, at + certain + drafts)
+            chosen.append(n)
+            committed[n] += good
+        if not positions:
+            continue
+        tokens = [torch.cat([part[i] for part in parts]) for i in range(3)]
+        o = case.call(tokens, pools, table[chosen].contiguous(), rows, positions)
+        assert (o[dead] == 0).all(), "tokens of no live row are not zero"
+        for n, at, good, start in checks:
+            same_bits(
+                o[start : start + good], plains[n][at : at + good], f"seed {seed}: sequence {n} from {at}"
+            )
+
+
+CASES = {
+    "base": Case(),
+    "no groups": Case(heads=4, groups=4),
+    "5 of a group": Case(heads=10, groups=2),
+    "16 of a group": Case(heads=32, groups=2),
+    "32 of a group": Case(heads=32, groups=1),
+    "depth 64": Case(depth=64),
+    "depth 256": Case(depth=256),
+    "pages of 16": Case(page_len=16),
+    "pages of 48": Case(page_len=48),
+    "from 1 on": Case(first=1),
+    "fp8": Case(fp8=True),
+    "fp8, 16 of a group": Case(fp8=True, heads=32),
+    "fp8, depth 256": Case(fp8=True, depth=256),
+}
+LENGTHS = (1300, 700, 513, 64, 5)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_cut_has_the_plain_bits(case: Case, poisoned_empty: None) -> None:
+    storm(case, LENGTHS, seed=3, longest=400)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_errs_no_more_than_bf16_weights(case: Case) -> None:
+    torch.manual_seed(0)
+    tokens = case.tokens(700)
+    assert error(plain_run(case, tokens), truth(case, tokens)) < 4e-3
+
+
+@pytest.mark.parametrize("plan", [(16, 1, 1, 1), (16, 3, 4, 2), (32, 2, 2, 3), (64, 2, 4, 1), (128, 2, 4, 1)])
+def test_tiles_leave_the_bits_alone(plan: tuple[int, int, int, int]) -> None:
+    torch.manual_seed(0)
+    tokens = Case().tokens(1300)
+    same_bits(plain_run(Case(plan=plan), tokens), plain_run(Case(), tokens), "outputs")
+    storm(Case(plan=plan), (1100, 30), seed=4, longest=300)
+
+
+def test_rows_beyond_the_space_for_splits_walk_them() -> None:
+    module = kernels()
+    before = module._PARTIAL_NUMBERS
+    module._PARTIAL_NUMBERS = 16 * 128 * 2 * 7
+    try:
+        storm(Case(), LENGTHS, seed=5, longest=300)
+    finally:
+        module._PARTIAL_NUMBERS = before
