@@ -75,7 +75,7 @@ def test_a_server_that_hangs_is_killed_with_its_engine(
     with pytest.raises(RuntimeError, match=r"did not end within 0 s .* tritonserver had to be killed"):
         server.stop()
     child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
-    until(lambda: not child.exists() or " Z " in child.read_text())  # on a busy machine it dies a little later
+    until(lambda: not child.exists() or " Z " in child.read_text())  # a busy machine takes its time
     server.stop()  # nothing is left to stop
 
 
