@@ -24,7 +24,7 @@ OUTPUTS = ("logits", "hidden")  # [L, V] fp32, and [T, F] after the final norm
 def widths(config: Resolved, segment: str) -> dict[str, int]:
     """By letter, the most that a step of a running engine can have.
 
-    A drafting head also reads what it was spared, up to a chunk of each row, and one logit of a row is wanted.
+    A drafting head also reads what it was spared, up to a chunk of each row, and has one logit of a row.
     """
     drafting, rows = segment == "draft", config.max_rows
     return {
