@@ -85,7 +85,7 @@ def test_sizes_that_no_kernel_takes_are_refused_by_name(tiny_checkpoint: Get, tm
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        Refused, match="--arch sm_70 is not supported by --target torch, only cpu, sm_80, .*sm_121"
+        Refused, match=r"--arch sm_70 is not supported by --target torch, only cpu, sm_80, .*sm_121"
     ):
         targets.pick("torch", "sm_70")
     with pytest.raises(
