@@ -7,6 +7,7 @@ import inspect
 import logging
 import operator
 import os
+import pickle
 import shutil
 import struct
 import sys
@@ -153,8 +154,8 @@ def _compile(signature: Any, function: Callable[..., None]) -> Any:
 
 def prepare() -> None:
     """Compile every kernel, or load what was compiled before, so that no request waits for it."""
-    if not (_CACHE_DIR.is_dir() and any(_CACHE_DIR.iterdir())):
-        log.warning("compiling the CPU's kernels, once per user and machine: about 10 seconds")
+    if not any(_CACHE_DIR.rglob("*.nbc")):
+        log.warning("compiling the CPU's kernels, once per user and machine: about 15 seconds")
     _start()
     for kernel in KERNELS:
         kernel.compile()
@@ -184,6 +185,11 @@ def _cached(compile_: Callable[[], Any]) -> Any:
     with _LOCK:
         before, config.CACHE_DIR = config.CACHE_DIR, str(_CACHE_DIR)
         try:
+            return compile_()
+        except (pickle.UnpicklingError, EOFError, ValueError, RuntimeError, LookupError) as error:
+            log.warning("compiled kernels in %s are damaged (%s): they are made again", _CACHE_DIR, error)
+            for file in [file for file in _CACHE_DIR.rglob("*.nb[ci]") if file.is_file()]:
+                file.unlink(missing_ok=True)
             return compile_()
         finally:
             config.CACHE_DIR = before

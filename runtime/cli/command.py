@@ -15,8 +15,10 @@ UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer typers c
 def run_command(command: Callable[[], object]) -> None:
     """Status 2 for what the user can mend, 1 for what failed. A reader that went away gets no complaint."""
     try:
-        command()
+        status = command()
         sys.stdout.flush()
+        if isinstance(status, int):  # Ctrl-C: typer gives its status back instead of leaving with it
+            sys.exit(status)
     except Refused as error:
         _end(str(error), 2)
     except Failed as error:

@@ -137,7 +137,9 @@ def _run(command: Callable[..., None], context: typer.Context) -> None:
     """A command that is imported only when it is called: it takes all of the command line."""
     own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     own.command()(command)
-    own(args=context.args, prog_name=context.command_path, standalone_mode=False)
+    status = own(args=context.args, prog_name=context.command_path, standalone_mode=False)
+    if isinstance(status, int):
+        raise typer.Exit(status)
 
 
 def main() -> None:

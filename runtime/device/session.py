@@ -46,16 +46,16 @@ class Session:
     """The trunk, and the MTP head where one is to draft; they share embeddings and output head."""
 
     def __init__(self, engine_dir: Path, manifest: Manifest, storage: Storage, drafts: str) -> None:
-        if storage.device.type == "cpu":
-            from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
-
-            jit.prepare()
         names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         segments = [manifest.segment(name) for name in names]
         names = {name for segment in segments for name in segment.weights}
         weights = load_weights(engine_dir / manifest.weights_file, names, storage.device)
         programs = [Program(engine_dir, segment, weights, storage) for segment in segments]
         self._trunk, self._draft = programs[0], programs[-1]
+        if storage.device.type == "cpu":
+            from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
+
+            jit.prepare()  # the kernels of the forms that the programs are bound to
 
     def run(self, batch: object) -> Computed:
         """Logits and hidden states of a step; the trunk's inputs are attributes of `batch`."""

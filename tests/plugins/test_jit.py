@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -74,6 +75,7 @@ def test_prepare_is_silent_where_kernels_are_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "jit_0").mkdir()
+    (tmp_path / "jit_0/kernel.nbc").touch()
     monkeypatch.setattr(jit, "_CACHE_DIR", tmp_path)
     assert prepare(caplog) == []
     assert [kernel.times for kernel in kernels] == [1, 1]
@@ -342,3 +344,20 @@ def test_lines_copies_only_what_does_not_lie_in_lines() -> None:
     for crossed in (x.mT, x[:, ::2]):
         copy = jit.lines(crossed)
         assert copy.is_contiguous() and torch.equal(copy, crossed)
+
+
+@pytest.mark.parametrize("ending", ["nbc", "nbi"])
+def test_damaged_files_of_the_cache_are_made_again(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jit, "_CACHE_DIR", tmp_path)
+    signature = numba.types.void(*[numba.types.int64] * 4)
+
+    def compiled() -> int:
+        return jit._cached(lambda: numba.cfunc(signature, cache=True, error_model="numpy")(count)).cache_hits
+
+    assert (compiled(), compiled()) == (0, 1)
+    for file in tmp_path.rglob(f"*.{ending}"):
+        file.write_bytes(file.read_bytes()[:60])
+    assert (compiled(), compiled()) == (0, 1)
+    assert "damaged" in said(caplog)[0]

@@ -1,6 +1,8 @@
 """Engines beside each other: in threads of one process, and in a process that was forked."""
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -49,3 +51,18 @@ def test_a_forked_process_opens_an_engine_of_its_own(tiny_engine: Callable[..., 
     child.start()
     assert queue.get(timeout=120) == expected
     child.join()
+
+
+def test_an_open_engine_has_compiled_the_kernels_it_runs(tiny_engine: Callable[..., Path]) -> None:
+    """In a process that has run none before: else the first request waits for the compiler."""
+    code = """
+import sys
+from hemiola.plugins.cpu import jit
+seen = []
+jit.prepare = lambda: seen.extend(kernel.name for kernel in jit.KERNELS)
+from hemiola import LLM
+LLM(sys.argv[1]).close()
+assert {"multiply", "_attend", "_scan", "_route", "_group"} <= set(seen), seen
+"""
+    folder = tiny_engine("nemotron_h_moe")
+    subprocess.run([sys.executable, "-c", code, folder], check=True, timeout=300)

@@ -222,3 +222,14 @@ def test_the_runtime_package_runs_too() -> None:
         [sys.executable, "-m", "hemiola.runtime", "--help"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0 and all(word in done.stdout for word in ("generate", "inspect", "serve"))
+
+
+def test_ctrl_c_ends_a_command_with_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hemiola.runtime.cli.generate.generate", interrupted)
+    monkeypatch.setattr(sys, "argv", ["hemiola", "generate"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 130

@@ -1,6 +1,6 @@
 """M15: everything at once on real tiny engines; the long storms are those of test_storms.py.
 
-    ENGINE_STORMS=200 SEED=0 pytest tests/runtime/test_engine_storms.py
+    ENGINE_STORMS=200 SEED=0 pytest tests/runtime/engine/test_engine_storms.py
 
 A storm is 60 turns of random arrivals (prompts that begin, continue or leave greedy texts), drafts, aborts,
 preemptions and flushes, with random sizes. At random turns all cached contents are recomputed.
