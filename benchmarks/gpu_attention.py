@@ -52,7 +52,7 @@ class Decode:
         self.kernels, self.scale, self.plan = (
             module.kernels(),
             depth**-0.5,
-            plan and module.kernels().Plan(*plan),
+            plan and module.kernels().TilePlan(*plan),
         )
 
     def run(self, i: int) -> torch.Tensor:
@@ -118,7 +118,7 @@ def prefill(num_tokens: int, plans: list) -> None:
             table = torch.arange(1, num + 1, dtype=torch.int32, device="cuda").view(1, -1)
             rows = torch.tensor([[0, num_tokens, 0, 1, 0, 0, 0, 0]], dtype=torch.int32, device="cuda")
             at, kernels = torch.arange(num_tokens, device="cuda").int(), tests_of("attention").kernels()
-            cut = plan and kernels.Plan(*plan)
+            cut = plan and kernels.TilePlan(*plan)
             call = partial(kernels.attention, *tokens, *pools, table, rows, at, depth**-0.5, 0, plan=cut)
             us = timed(lambda _, call=call: call(), 1)
             work = 2 * num_tokens**2 * heads * depth

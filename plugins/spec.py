@@ -73,7 +73,7 @@ class Form(NamedTuple):
     sizes: str = ""
 
 
-class Choice(NamedTuple):
+class FormChoice(NamedTuple):
     """The form for a call, and why the ones before it in the op's list refused."""
 
     form: Form
@@ -110,7 +110,7 @@ class Op:
     def torch_op(self) -> Any:
         return getattr(torch.ops.hemiola, self.name).default
 
-    def choose(self, call: Call, device: str) -> Choice:
+    def choose(self, call: Call, device: str) -> FormChoice:
         """The first form for `device` that takes the call. Raises Unsupported with all reasons."""
         refused: dict[str, str] = {}
         for form in self.forms:
@@ -118,7 +118,7 @@ class Op:
                 continue
             reason = form.refuses(call)
             if not reason:
-                return Choice(form, refused)
+                return FormChoice(form, refused)
             refused[form.name] = reason
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise Unsupported(f"{self.name} cannot run on {device} ({reasons or 'it has no form there'})")

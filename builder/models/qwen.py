@@ -46,7 +46,7 @@ def refuse(cfg: Config) -> None:
                 rope.require(spelling, None, "default", "mrope")
 
 
-class Attention(nn.Module):
+class GatedAttention(nn.Module):
     """Normed and partially rotated heads; the output is gated per channel."""
 
     def __init__(self, kit: Kit, cfg: Config, rope: Rope, prefix: str, name: str) -> None:
@@ -166,7 +166,7 @@ class GatedDelta(nn.Module):
         return rows
 
 
-class Moe(nn.Module):
+class SwigluMoe(nn.Module):
     """Routed experts plus one shared expert behind a sigmoid gate."""
 
     def __init__(self, kit: Kit, cfg: Config, prefix: str) -> None:
@@ -213,7 +213,7 @@ class Layer(nn.Module):
             case "linear_attention":
                 mixer = GatedDelta(kit, cfg, f"{prefix}linear_attn.", name)
             case "full_attention":
-                mixer = Attention(kit, cfg, rope, f"{prefix}self_attn.", name)
+                mixer = GatedAttention(kit, cfg, rope, f"{prefix}self_attn.", name)
             case _:
                 raise cfg.refused(
                     f"layer_types has {kind!r}, known are {', '.join(WORDS)}; use another checkpoint"
@@ -222,7 +222,7 @@ class Layer(nn.Module):
         # no config says whether an MTP layer is sparse
         sparse = f"{prefix}mlp.gate.weight" in kit.checkpoint if target else is_sparse(cfg, index)
         if sparse:
-            mlp = Moe(kit, cfg, f"{prefix}mlp.")
+            mlp = SwigluMoe(kit, cfg, f"{prefix}mlp.")
         else:
             mlp = SwigluMlp(kit, f"{prefix}mlp.", cfg.size("hidden_size"), cfg.size("intermediate_size"))
         self.mlp = Block(norm(kit, cfg, f"{prefix}post_attention_layernorm"), mlp)

@@ -25,7 +25,7 @@ _LOG2_E = 1.4426950408889634
 _PARTIAL_NUMBERS = 2**25  # of fp32 that unjoined splits may take; rows beyond walk their splits
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """How a launch is cut; bits do not depend on it."""
 
     queries: int  # rows (token, head of the group) of a tile
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     programs: int  # per multiprocessor
 
 
-def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: bool) -> Plan:
+def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: bool) -> TilePlan:
     """Query tiles as high as an average row.
 
     With pages of 8 bits a layer's tiles stay on one side of the 64 rows from which wgmma takes over: it adds
@@ -43,7 +43,7 @@ def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: b
     queries = min(max(pow2(-(-num_tokens // max(num_rows, 1)) * per_group), 16), 64)
     if narrow:
         queries = 64 if per_group >= 16 else min(queries, 32)
-    return Plan(queries, 4 if depth <= 128 else 3, 4, 2)
+    return TilePlan(queries, 4 if depth <= 128 else 3, 4, 2)
 
 
 def attention(
@@ -59,7 +59,7 @@ def attention(
     first: int,
     k_scale: torch.Tensor | None = None,  # [1] fp32: a page holds k / k_scale
     v_scale: torch.Tensor | None = None,
-    plan: Plan | None = None,  # free: bits do not depend on it
+    plan: TilePlan | None = None,  # free: bits do not depend on it
 ) -> torch.Tensor:
     """o[T, H, D]; writes k and v to their pages first; see reference.py."""
     (num_tokens, heads, depth), groups = q.shape, k.shape[1]

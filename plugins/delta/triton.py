@@ -31,7 +31,7 @@ from hemiola.plugins.gpu.rows import (
 )
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """How a launch is cut; bits do not depend on it."""
 
     channels: int  # of V, in a tile
@@ -42,14 +42,14 @@ class Plan(NamedTuple):
     programs: int  # of `_scan`
 
 
-def choose(num_rows: int, heads: int, groups: int, width: int) -> Plan:
+def choose(num_rows: int, heads: int, groups: int, width: int) -> TilePlan:
     """Few tiles a program while there are few rows."""
     channels = min(pow2(width), 64)
     tiles = heads // groups * triton.cdiv(width, channels)
     together = 1
     while tiles % (together * 2) == 0 and num_rows * groups * tiles // (together * 2) >= 528:
         together *= 2
-    return Plan(channels, together, 3, 4, min(channels, 32), 528)
+    return TilePlan(channels, together, 3, 4, min(channels, 32), 528)
 
 
 def delta(
@@ -67,7 +67,7 @@ def delta(
     beta_records: torch.Tensor,  # [S, R, H] fp32
     rows: torch.Tensor,  # [N, 8] int32
     chunk_len: int,
-    plan: Plan | None = None,  # free: bits do not depend on it
+    plan: TilePlan | None = None,  # free: bits do not depend on it
 ) -> torch.Tensor:
     """o[T, H, V]; see reference.py."""
     (num_tokens, groups, depth), (heads, width), decays = k.shape, v.shape[1:], a.shape[2]

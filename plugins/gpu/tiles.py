@@ -22,7 +22,7 @@ class Tile(NamedTuple):
         return 2 if self.outputs * self.tokens > 128 * 128 else 1
 
 
-class Choice(NamedTuple):
+class TileChoice(NamedTuple):
     """The tile for at most so many tokens and at least so many outputs; the first that fits counts."""
 
     max_tokens: int
@@ -38,20 +38,20 @@ class Wide(NamedTuple):
 
 
 SM90 = (
-    Choice(16, 8192, Tile(64, 16, 64, 4, 6, True)),
-    Choice(16, 0, Tile(64, 16, 256, 4, 4, True, True)),
-    Choice(32, 8192, Tile(64, 32, 64, 4, 6, True)),
-    Choice(32, 0, Tile(64, 16, 256, 4, 4, True, True)),
-    Choice(64, 16384, Tile(64, 64, 128, 4, 5, True, True)),
-    Choice(64, 8192, Tile(128, 64, 64, 4, 6, True, True)),
-    Choice(64, 2560, Tile(64, 32, 128, 4, 5, True)),
-    Choice(64, 0, Tile(64, 16, 256, 4, 4, True, True)),
+    TileChoice(16, 8192, Tile(64, 16, 64, 4, 6, True)),
+    TileChoice(16, 0, Tile(64, 16, 256, 4, 4, True, True)),
+    TileChoice(32, 8192, Tile(64, 32, 64, 4, 6, True)),
+    TileChoice(32, 0, Tile(64, 16, 256, 4, 4, True, True)),
+    TileChoice(64, 16384, Tile(64, 64, 128, 4, 5, True, True)),
+    TileChoice(64, 8192, Tile(128, 64, 64, 4, 6, True, True)),
+    TileChoice(64, 2560, Tile(64, 32, 128, 4, 5, True)),
+    TileChoice(64, 0, Tile(64, 16, 256, 4, 4, True, True)),
 )
 # swiglu: gates and values in one tile, which is no tensor core's left operand as a descriptor brings it
 SM90_PAIRS = (
-    Choice(16, 0, Tile(64, 16, 64, 4, 6, True)),
-    Choice(32, 0, Tile(64, 32, 64, 4, 6, True)),
-    Choice(64, 0, Tile(128, 64, 64, 4, 4, True)),
+    TileChoice(16, 0, Tile(64, 16, 64, 4, 6, True)),
+    TileChoice(32, 0, Tile(64, 32, 64, 4, 6, True)),
+    TileChoice(64, 0, Tile(128, 64, 64, 4, 4, True)),
 )
 SM90_WIDE = (
     Wide(Tile(256, 128, 64, 8, 4, False, True), 1.0),
@@ -60,7 +60,10 @@ SM90_WIDE = (
     Wide(Tile(64, 64, 128, 4, 5, True, True), 0.49),
 )
 # GPUs that nobody measured: little shared memory, and one shape of the tensor core's instruction
-OTHERS = (Choice(32, 0, Tile(128, 16, 32, 4, 4, True)), Choice(1 << 31, 0, Tile(128, 64, 32, 4, 3, True)))
+OTHERS = (
+    TileChoice(32, 0, Tile(128, 16, 32, 4, 4, True)),
+    TileChoice(1 << 31, 0, Tile(128, 64, 32, 4, 3, True)),
+)
 FALLBACK = Tile(64, 64, 32, 4, 2, True)  # fp32, and lines that no descriptor may describe
 
 

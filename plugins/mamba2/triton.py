@@ -32,7 +32,7 @@ from hemiola.plugins.gpu.rows import (
 SHORT = 16  # tokens of a row that is not long
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """How a launch is cut; bits do not depend on it."""
 
     channels: int  # of a tile
@@ -46,13 +46,13 @@ class Plan(NamedTuple):
     programs: int  # of `_pass` and `_scan`
 
 
-def choose(num_rows: int, heads: int, width: int, groups: int) -> Plan:
+def choose(num_rows: int, heads: int, width: int, groups: int) -> TilePlan:
     """Few heads a program while there are few rows."""
     channels = next(c for c in (64, 32, 16) if width % c == 0 or c == 16)
     together = 1
     while together * 2 <= heads // groups and num_rows * heads // (together * 2) >= 528:
         together *= 2
-    return Plan(channels, together, 3, min(together, 8), 2, 4, channels, 2, 264)
+    return TilePlan(channels, together, 3, min(together, 8), 2, 4, channels, 2, 264)
 
 
 def mamba2(
@@ -72,7 +72,7 @@ def mamba2(
     dt_min: float,
     dt_max: float,
     max_tokens: int = 0,  # of a row; 0: as many as there are tokens
-    plan: Plan | None = None,  # free: bits do not depend on it
+    plan: TilePlan | None = None,  # free: bits do not depend on it
 ) -> torch.Tensor:
     """y[T, H, P], the D * x term included; see reference.py."""
     (num_tokens, heads, width), (groups, depth) = x.shape, B.shape[1:]

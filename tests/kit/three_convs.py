@@ -80,7 +80,7 @@ class Layer(nn.Module):
         super().__init__()
         prefix, name = f"model.layers.{index}.", f"layers.{index}"
         if kind == "full_attention":
-            mixer = qwen.Attention(kit, cfg, rope, f"{prefix}self_attn.", name)
+            mixer = qwen.GatedAttention(kit, cfg, rope, f"{prefix}self_attn.", name)
         else:
             mixer = ThreeConvs(kit, cfg, f"{prefix}linear_attn.", name)
         mlp = SwigluMlp(kit, f"{prefix}mlp.", cfg.size("hidden_size"), cfg.size("intermediate_size"))

@@ -43,7 +43,7 @@ class Case:
     ) -> torch.Tensor:
         scales = [torch.tensor([s], device=DEVICE) for s in (0.02, 0.03)] if self.fp8 else [None, None]
         at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
-        plan = kernels().Plan(*self.plan) if self.plan else None
+        plan = kernels().TilePlan(*self.plan) if self.plan else None
         rows = rows_of(*rows, device=DEVICE)
         return kernels().attention(
             *tokens, *pools, table, rows, at, self.depth**-0.5, self.first, *scales, plan=plan

@@ -23,7 +23,7 @@ def subject(
     plan: tuple[int, ...] | None = None,
 ) -> Subject:
     """`strong` decays, `channel`: one per channel; `alike` > 0: keys that resemble each other."""
-    from hemiola.plugins.delta.triton import Plan, delta
+    from hemiola.plugins.delta.triton import TilePlan, delta
 
     decays = depth if channel else 1
     fixed = torch.Generator().manual_seed(1)
@@ -56,7 +56,7 @@ def subject(
         ]
 
     def call(tokens: list[torch.Tensor], slots: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        return delta(*tokens, dt_bias, A, *slots, rows, chunk_len, plan=Plan(*plan) if plan else None)
+        return delta(*tokens, dt_bias, A, *slots, rows, chunk_len, plan=TilePlan(*plan) if plan else None)
 
     name = f"delta H{heads} V{width} G{groups} K{depth} J{decays} C{chunk_len}"
     made = Subject(name, chunk_len, make_tokens, make_slots, call, drafts)

@@ -21,7 +21,7 @@ def subject(
     plan: tuple[int, ...] | None = None,
     strong: float = 1.0,
 ) -> Subject:
-    from hemiola.plugins.mamba2.triton import Plan, mamba2
+    from hemiola.plugins.mamba2.triton import TilePlan, mamba2
 
     fixed = torch.Generator().manual_seed(1)
     dt_bias, D = (torch.randn(heads, generator=fixed).to(DEVICE) - 2 for _ in range(2))
@@ -52,7 +52,7 @@ def subject(
 
     def call(tokens: list[torch.Tensor], slots: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         return mamba2(
-            *tokens, dt_bias, A, D, *slots, rows, chunk_len, *DT, plan=Plan(*plan) if plan else None
+            *tokens, dt_bias, A, D, *slots, rows, chunk_len, *DT, plan=TilePlan(*plan) if plan else None
         )
 
     name = f"mamba2 H{heads} P{width} G{groups} D{depth} C{chunk_len}"
