@@ -13,9 +13,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from kit.ops import Subject, form, int32, row, same_bits, subject
+from kit.ops import Subject, int32, row, same_bits, subject
 
 from hemiola.plugins import OPS
+from hemiola.plugins.spec import Op
 
 CHUNK_LEN, NUM_DRAFTS = 16, 3
 RECURRENT = {
@@ -52,6 +53,16 @@ def quartile(call: Callable[[], object], repeats: int) -> float:
     return sorted(times)[repeats // 4] * 1e6
 
 
+def bound(op: Op, *values: object) -> Callable[[], torch.Tensor]:
+    """A call as an engine makes it: the form is chosen, and its weights are packed."""
+    call = op.call(*values)
+    chosen = op.choose(call, "cpu").form
+    run = op.bind(chosen.name, [call.sizes[letter] for letter in chosen.sizes])
+    packs = [chosen.packs.get(arg.name) for arg in op.args]
+    packed = [pack(value) if pack else value for pack, value in zip(packs, values, strict=False)]
+    return lambda: run(*packed, *values[len(packs) :])
+
+
 def recurrent(case: Subject, step: list[tuple[int, int]], repeats: int) -> tuple[float, float, bool]:
     """Microseconds, bytes, and whether the bits are those of each request alone and in one call."""
     states = case.states(len(step) + 1, CHUNK_LEN, NUM_DRAFTS)
@@ -76,7 +87,7 @@ def recurrent(case: Subject, step: list[tuple[int, int]], repeats: int) -> tuple
     ]
     exact = same_bits(y, torch.cat([one[before:] for one, (before, _) in zip(alone, step, strict=True)]))
     size = sum(states[0][slot].numel() * 4 for slot in range(1, len(step) + 1))
-    call = lambda: case.run("compiled", tokens, states, rows, CHUNK_LEN)  # noqa: E731
+    call = bound(case.op, *tokens, *case.constants(), *states, int32(*rows), CHUNK_LEN, *case.attrs)
     return quartile(call, repeats), size, exact
 
 
@@ -94,8 +105,8 @@ def attention(step: list[tuple[int, int]], repeats: int) -> tuple[float, float, 
         rows.append(row(first=first, num_tokens=count, slot=slot, committed=before))
         first += count
     arguments = (q, k, v, *pages, table, int32(*rows), positions, depth**-0.5, 0)
-    run = form(OPS["attention"], "compiled")
-    y, same = run(*arguments), True
+    run = bound(OPS["attention"], *arguments)
+    y, same = run(), True
     for n, (before, count) in enumerate(step):
         keys, values = (
             part[table[n].long()].flatten(0, 1)[: before + count].transpose(0, 1) for part in pages
@@ -107,7 +118,7 @@ def attention(step: list[tuple[int, int]], repeats: int) -> tuple[float, float, 
         )
         same &= torch.allclose(y[own], theirs.transpose(0, 1), rtol=1e-4, atol=1e-5)
     size = 8 * groups * depth * sum(before + count for before, count in step)
-    return quartile(lambda: run(*arguments), repeats), size, same
+    return quartile(run, repeats), size, same
 
 
 def main() -> None:
