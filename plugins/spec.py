@@ -220,3 +220,15 @@ def fp32_in_sixteens(letters: str) -> Callable[[Call], str]:
         return ""
 
     return refuses
+
+
+def on_the_grid(letter: str) -> Callable[[Call], str]:
+    """Refuses what the recurrences' CUDA kernels do not take: other chunks, and other sizes of the keys."""
+
+    def refuses(call: Call) -> str:
+        size, chunk_len = call.sizes[letter], call.attrs["chunk_len"]
+        if chunk_len not in (16, 32):
+            return f"chunk_len is {chunk_len}, not 16 or 32"
+        return f"{letter} is {size}, not a power of two from 16 up" if size < 16 or size & (size - 1) else ""
+
+    return refuses

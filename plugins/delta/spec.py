@@ -6,23 +6,16 @@ from hemiola.plugins.spec import (
     ROWS,
     Arg,
     Attr,
-    Call,
     Form,
     Op,
     Result,
     bf16,
     first_reason,
     fp32_in_sixteens,
+    on_the_grid,
 )
 
 WIDE = ("dt_bias", "A", "state", "g_records", "beta_records")
-
-
-def _refuses_on_cuda(call: Call) -> str:
-    depth, chunk_len = call.sizes["K"], call.attrs["chunk_len"]
-    if chunk_len not in (16, 32, 64):
-        return f"chunk_len is {chunk_len}, not 16, 32 or 64"
-    return f"K is {depth}, not a power of two from 16 up" if depth < 16 or depth & (depth - 1) else ""
 
 
 # J is 1 (gated delta rule) or K (Kimi delta attention: a decay per channel).
@@ -48,6 +41,6 @@ DELTA = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens("KV")),
-        Form("triton", "cuda", first_reason(_refuses_on_cuda, bf16(WIDE))),
+        Form("triton", "cuda", first_reason(on_the_grid("K"), bf16(WIDE))),
     ),
 )

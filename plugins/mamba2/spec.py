@@ -6,23 +6,16 @@ from hemiola.plugins.spec import (
     ROWS,
     Arg,
     Attr,
-    Call,
     Form,
     Op,
     Result,
     bf16,
     first_reason,
     fp32_in_sixteens,
+    on_the_grid,
 )
 
 WIDE = ("dt_bias", "A", "D", "state", "dt_records")
-
-
-def _refuses_on_cuda(call: Call) -> str:
-    depth, chunk_len = call.sizes["D"], call.attrs["chunk_len"]
-    if chunk_len not in (16, 32, 64):
-        return f"chunk_len is {chunk_len}, not 16, 32 or 64"
-    return f"D is {depth}, not a power of two from 16 up" if depth < 16 or depth & (depth - 1) else ""
 
 
 # D is the state's width here; N is taken by the rows.
@@ -47,6 +40,6 @@ MAMBA2 = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens("PD")),
-        Form("triton", "cuda", first_reason(_refuses_on_cuda, bf16(WIDE))),
+        Form("triton", "cuda", first_reason(on_the_grid("D"), bf16(WIDE))),
     ),
 )

@@ -219,9 +219,9 @@ REFUSED_ON_CUDA: list[tuple[str, dict, dict, str]] = [
     ("attention", {"D": 48}, {}, "D is 48, not 16, 32, 64, 128 or 256"),
     ("attention", {"D": 64, "L": 24}, {}, "L is 24, no multiple of 16"),
     ("delta", {"K": 48}, {"chunk_len": 16}, "K is 48, not a power of two from 16 up"),
-    ("delta", {"K": 64}, {"chunk_len": 8}, "chunk_len is 8, not 16, 32 or 64"),
+    ("delta", {"K": 64}, {"chunk_len": 8}, "chunk_len is 8, not 16 or 32"),
     ("mamba2", {"D": 8}, {"chunk_len": 16}, "D is 8, not a power of two from 16 up"),
-    ("mamba2", {"D": 64}, {"chunk_len": 48}, "chunk_len is 48, not 16, 32 or 64"),
+    ("mamba2", {"D": 64}, {"chunk_len": 64}, "chunk_len is 64, not 16 or 32"),
     ("norm", {}, {"group_len": 40}, "group_len is 40, which does not divide the width 96"),
 ]
 
