@@ -123,6 +123,7 @@ def load(engine_dir: Path) -> Manifest:
     _check_ops(path, manifest)
     for name, expected in manifest.sha256.items():
         _check_file(engine_dir / name, expected)
+    _check_strays(engine_dir, manifest)
     return manifest
 
 
@@ -175,3 +176,13 @@ def _check_file(path: Path, expected: str) -> None:
             f"{path} was changed after the build (sha256 {found[:12]}, expected {expected[:12]});"
             f" run build-engine again"
         )
+
+
+def _check_strays(engine_dir: Path, manifest: Manifest) -> None:
+    """Beside a tokenizer's files another one, such as a chat template, would be read."""
+    for folder in sorted({Path(name).parent for name in manifest.sha256} - {Path()}):
+        for path in sorted((engine_dir / folder).iterdir()):
+            if str(path.relative_to(engine_dir)) not in manifest.sha256 and path.is_file():
+                raise Refused(
+                    f"{path} was not there when the engine was built; remove it, or run build-engine again"
+                )

@@ -192,9 +192,11 @@ def _too_long(prompt_len: int, bounds: Bounds) -> str:
 def _checked_ids(prompt_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     try:
         ids = np.asarray(prompt_ids)
-    except (ValueError, OverflowError):
-        ids = np.empty(0, object)
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+    except ValueError:
+        ids = np.empty(0)
+    if not np.issubdtype(ids.dtype, np.integer) and {type(value) for value in prompt_ids} == {int}:
+        ids = np.array(prompt_ids, object)  # some need more than 64 bits
+    elif ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise Refused(f"prompt is a list of {_kinds(prompt_ids)}; pass text or a list of token ids (int)")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(outside):

@@ -390,6 +390,9 @@ def test_a_change_in_any_file_of_an_engine_is_found(tiny_engine: Get, tmp_path: 
             manifest.load(engine)
         file.write_bytes(content)
     manifest.load(engine)
+    (engine / "tokenizer/added_tokens.json").write_text("{}")
+    with pytest.raises(Refused, match=r"added_tokens.json was not there when the engine was built"):
+        manifest.load(engine)
 
 
 def test_an_occupied_place_is_refused_and_left_alone(

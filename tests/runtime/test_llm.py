@@ -229,20 +229,9 @@ def copy(engine_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(engine_dir, tmp_path / "engine"))
 
 
-def test_an_engine_that_is_not_whole_is_refused(copy: Path) -> None:
+def test_what_is_no_engine_is_refused(copy: Path) -> None:
     with pytest.raises(Refused, match="is not a directory; pass an engine directory"):
         LLM(copy / "nowhere")
-    files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
-    assert "tokenizer/tokenizer.json" in files and len(files) == 7
-    for name in sorted(files - {manifest.FILE}):
-        path, content = copy / name, (copy / name).read_bytes()
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        with pytest.raises(Refused, match=rf"{name} was changed after the build \(sha256"):
-            LLM(copy)
-        path.unlink()
-        with pytest.raises(Refused, match=rf"{name} is missing; run build-engine again"):
-            LLM(copy)
-        path.write_bytes(content)
     (copy / "manifest.json").unlink()
     with pytest.raises(Refused, match=r"has no manifest.json; make"):
         LLM(copy)
