@@ -88,7 +88,7 @@ def candidates(num_tokens: int) -> list:
 def compile_one(job: tuple) -> None:
     """Fills the disk cache with one tile's kernel, in a process of its own."""
     load_without_registering()
-    fused = importlib.import_module("hemiola.plugins.linear.triton").fused
+    fused = importlib.import_module("hemiola.plugins.linear.cuda").fused
     tile, activation = job
     x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
     try:
@@ -143,7 +143,7 @@ def measure(
     name: str, tokens: tuple[int, ...], bandwidth: float, is_sweep: bool, log: Log, activation: str = "none"
 ) -> None:
     """One layer: cuBLAS, the floor, our tiles, and whether they give a row the bits it has alone."""
-    plain = importlib.import_module("hemiola.plugins.linear.triton").fused
+    plain = importlib.import_module("hemiola.plugins.linear.cuda").fused
     fused = partial(plain, activation=activation)
     num_outputs, num_inputs = SHAPES[name]
     weight = torch.randn(num_outputs, num_inputs, device="cuda", dtype=torch.bfloat16) * num_inputs**-0.5
@@ -178,7 +178,7 @@ def measure(
 
 def measure_fused(bandwidth: float, log: Log) -> None:
     """Layers with what ends them, against the product alone."""
-    module = importlib.import_module("hemiola.plugins.linear.triton")
+    module = importlib.import_module("hemiola.plugins.linear.cuda")
     fused, best = module.fused, module.linear_argmax
     for name, end in ENDS.items():
         num_outputs, num_inputs = SHAPES[name]
@@ -212,7 +212,7 @@ def measure_fused(bandwidth: float, log: Log) -> None:
 
 def measure_experts(bandwidth: float, log: Log) -> None:
     """Experts against the bytes of those that were chosen, and the products."""
-    moe = importlib.import_module("hemiola.plugins.moe.triton").moe
+    moe = importlib.import_module("hemiola.plugins.moe.cuda").moe
     tiles = importlib.import_module("hemiola.plugins.gpu.tiles")
     for name, (experts, slots, width, inner, activation) in EXPERTS.items():
         rows = (2 if activation == "swiglu" else 1) * inner
@@ -248,7 +248,7 @@ def measure_experts(bandwidth: float, log: Log) -> None:
 def measure_small(bandwidth: float, log: Log) -> None:
     """What only moves bytes."""
     norm, gate, rope, embed, route = (
-        getattr(importlib.import_module(f"hemiola.plugins.{op}.triton"), op)
+        getattr(importlib.import_module(f"hemiola.plugins.{op}.cuda"), op)
         for op in ("norm", "gate", "rope", "embed", "route")
     )
     absent = torch.empty(0, device="cuda", dtype=torch.bfloat16)

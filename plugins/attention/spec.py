@@ -40,6 +40,6 @@ ATTENTION = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens("DL")),
-        Form("triton", "cuda", first_reason(_refuses_on_cuda, bf16())),
+        Form("cuda", "cuda", first_reason(_refuses_on_cuda, bf16())),
     ),
 )

@@ -25,6 +25,6 @@ CONV = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens("E"), {"weight": taps}),
-        Form("triton", "cuda", bf16()),
+        Form("cuda", "cuda", bf16()),
     ),
 )

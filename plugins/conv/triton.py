@@ -1,60 +1,9 @@
 """The causal depthwise convolution with silu on CUDA, over the ring of raw columns and new tokens alike."""
 
-import torch
 import triton
 import triton.language as tl
 
-from hemiola.plugins.gpu.launch import check, pow2
 from hemiola.plugins.gpu.rows import load_row
-
-_BT = tl.constexpr(16)  # tokens of a program
-_BE = 256  # channels of a program
-
-
-def conv(
-    x: torch.Tensor,  # [T, E] bf16
-    weight: torch.Tensor,  # [E, W] bf16 or fp32
-    bias: torch.Tensor,  # [E] bf16 or fp32
-    columns: torch.Tensor,  # [S, R, E] bf16, updated
-    rows: torch.Tensor,  # [N, 8] int32
-    chunk_len: int,
-    max_tokens: int = 0,  # of a row; 0: as many as there are tokens
-) -> torch.Tensor:
-    """y[T, E], silu applied: a token reads its column and the W - 1 before; before position 0 are zeros."""
-    (num_tokens, width), taps = x.shape, weight.shape[1]
-    slots, ring_len = columns.shape[:2]
-    kinds = (torch.bfloat16, torch.float32)
-    check("conv", "x", x, (num_tokens, width), torch.bfloat16, rows=True)
-    check("conv", "weight", weight, (width, taps), kinds)
-    check("conv", "bias", bias, (width,), kinds)
-    check("conv", "columns", columns, (slots, ring_len, width), torch.bfloat16)
-    check("conv", "rows", rows, (rows.shape[0], 8), torch.int32)
-    if ring_len < chunk_len + taps - 1:
-        raise ValueError(
-            f"conv: a ring of {ring_len} columns cannot hold a chunk of {chunk_len} and {taps - 1} more"
-        )
-    y = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    num_rows, channels = rows.shape[0], min(_BE, pow2(width))
-    lines = triton.cdiv(width, channels)
-    sizes = dict(E=width, W=taps, CHUNK=chunk_len, BE=channels, num_warps=4, enable_fp_fusion=False)
-    block_of_rows = min(max(pow2(num_rows), 16), 256)
-    _conv[(triton.cdiv(num_tokens, _BT.value), lines)](
-        x,
-        weight,
-        bias,
-        columns,
-        rows,
-        y,
-        num_rows,
-        num_tokens,
-        ring_len,
-        x.stride(0),
-        **sizes,
-        ROWS=block_of_rows,
-    )
-    if min(max_tokens or num_tokens, num_tokens) + taps - 1 > ring_len:
-        _keep_long[(num_rows, lines)](x, columns, rows, ring_len, x.stride(0), **sizes)
-    return y
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -74,13 +23,14 @@ def _conv(
     CHUNK: tl.constexpr,
     BE: tl.constexpr,
     ROWS: tl.constexpr,
+    BT: tl.constexpr,
 ):
     # Grid: one program per 16 tokens, whatever rows they belong to, and BE channels.
     # Tile: [16, BE] of one tap after the other.
     # Traffic: x once (its taps again from cache), the W - 1 columns before a row, y; new columns to the ring.
-    token = tl.program_id(0) * _BT + tl.arange(0, _BT)
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
-    row = tl.full((_BT,), -1, tl.int32)
+    row = tl.full((BT,), -1, tl.int32)
     for base in range(0, num_rows, ROWS):
         n = base + tl.arange(0, ROWS)
         at, here = rows + n * 8, n < num_rows
@@ -95,7 +45,7 @@ def _conv(
     position, real = committed + token - first, (e < E)[None, :]
     ring = columns + (slot.to(tl.int64) * ring_len * E)[:, None] + e[None, :]
     new = x + token.to(tl.int64)[:, None] * x_len + e[None, :]
-    total = tl.zeros((_BT, BE), tl.float32) + tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros((BT, BE), tl.float32) + tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(W):
         back = W - 1 - tap
         old = (token - back < first)[:, None]
@@ -114,8 +64,8 @@ def _conv(
     )
     raw = tl.load(new, mask=kept[:, None] & real, other=0.0)
     tl.store(ring + (position % ring_len)[:, None] * E, raw, mask=kept[:, None] & real)
-    for i in range(_BT):
-        starts = live & (token == first) & (token == tl.program_id(0) * _BT + i) & (num + W - 1 <= ring_len)
+    for i in range(BT):
+        starts = live & (token == first) & (token == tl.program_id(0) * BT + i) & (num + W - 1 <= ring_len)
         one = tl.max(tl.where(starts, row, -1), 0)
         if one >= 0:
             _snapshot(x, columns, rows, one, ring_len, x_len, e, E, W, CHUNK)

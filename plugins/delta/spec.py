@@ -41,6 +41,6 @@ DELTA = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens("KV")),
-        Form("triton", "cuda", first_reason(on_the_grid("K"), bf16(WIDE))),
+        Form("cuda", "cuda", first_reason(on_the_grid("K"), bf16(WIDE))),
     ),
 )

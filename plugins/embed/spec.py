@@ -12,6 +12,6 @@ EMBED = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens(""), {"weight": strips}, sizes="V"),
-        Form("triton", "cuda", bf16()),
+        Form("cuda", "cuda", bf16()),
     ),
 )

@@ -20,6 +20,6 @@ GATE = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", first_reason(_refuses, fp32_in_sixteens("E"))),
-        Form("triton", "cuda", first_reason(_refuses, bf16())),
+        Form("cuda", "cuda", first_reason(_refuses, bf16())),
     ),
 )

@@ -11,22 +11,36 @@ def check(
     op: str,
     name: str,
     tensor: torch.Tensor,
-    shape: Sequence[int | None],
-    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | None],  # None: any size
+    dtypes: torch.dtype | Sequence[torch.dtype],
     device: torch.device,
+    apart: int = 0,  # so many dimensions, the first, may lie apart, as columns of a wider matrix do
+    anywhere: bool = False,  # floats need not start at 16 bytes
 ) -> None:
-    """Raises ValueError unless the tensor has this shape (None: any size), such a dtype, and whole lines."""
+    """Raises ValueError where a kernel would read what is not there, or at another pace than it may."""
     fits = tensor.dim() == len(shape)
     fits = fits and all(size in (None, have) for size, have in zip(shape, tensor.shape, strict=True))
     if not fits:
         wanted = ", ".join("*" if size is None else str(size) for size in shape)
         raise ValueError(f"{op}: {name} has the shape {list(tensor.shape)}, expected [{wanted}]")
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{op}: {name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if tensor.dtype != dtypes and (isinstance(dtypes, torch.dtype) or tensor.dtype not in dtypes):
+        wanted = str(dtypes) if isinstance(dtypes, torch.dtype) else " or ".join(map(str, dtypes))
+        raise ValueError(f"{op}: {name} is {tensor.dtype}, expected {wanted}")
     if tensor.device != device:
         raise ValueError(f"{op}: {name} is on {tensor.device}, expected {device}")
-    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(f"{op}: {name} has the stride {tensor.stride(-1)} between neighbours, expected 1")
+    if not tensor.numel():
+        return
+    if not (apart == 0 and tensor.is_contiguous()):
+        strides, dense = tensor.stride(), 1
+        for dim in reversed(range(apart, tensor.dim())):
+            if tensor.shape[dim] > 1 and strides[dim] != dense:
+                raise ValueError(
+                    f"{op}: {name} has the strides {list(strides)} for the shape {list(tensor.shape)},"
+                    f" expected neighbours side by side behind the first {apart} dimensions"
+                )
+            dense *= tensor.shape[dim]
+    if not anywhere and tensor.is_floating_point() and tensor.data_ptr() % ALIGNMENT:
+        raise ValueError(f"{op}: {name} starts at an address that is not a multiple of {ALIGNMENT}")
 
 
 def is_aligned(x: torch.Tensor) -> bool:

@@ -1,8 +1,12 @@
-"""What launchers check before a kernel reads an address."""
+"""How launchers call kernels: no Triton here, so that an engine runs without a compiler."""
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
+
+CLEAR_TOKENS = 16  # tokens whose row one program looks for
 
 
 def pow2(size: int) -> int:
@@ -10,24 +14,27 @@ def pow2(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def check(
-    op: str,
-    name: str,
-    value: torch.Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype | Sequence[torch.dtype],
-    rows: bool = False,  # its rows may lie apart, as columns of a wider matrix do
-) -> None:
-    """Refuse a tensor of another shape, dtype or layout than the kernel reads."""
-    dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
-    if tuple(value.shape) != tuple(shape) or value.dtype not in dtypes:
-        raise ValueError(
-            f"{op}: {name} is {value.dtype} {list(value.shape)}, expected {dtypes} {list(shape)}"
-        )
-    strides, dense = value.stride(), 1
-    for dim in reversed(range(1 if rows else 0, value.dim())):
-        if value.shape[dim] > 1 and strides[dim] != dense:
-            raise ValueError(f"{op}: {name} has strides {strides} for shape {list(shape)}, expected dense")
-        dense *= value.shape[dim]
-    if value.is_floating_point() and value.numel() and value.data_ptr() % 16:
-        raise ValueError(f"{op}: {name} starts at an address that is not a multiple of 16")
+def cdiv(size: int, part: int) -> int:
+    """How many parts cover the size."""
+    return -(-size // part)
+
+
+class Block(NamedTuple):
+    """A tensor that a kernel reads or writes in boxes, through a descriptor (TMA)."""
+
+    tensor: torch.Tensor
+    box: Sequence[int]
+
+
+class Kernel:
+    """An entry point of `plugins/<op>/triton.py`, called as `kernel[grid](*arguments, CONSTANT=...)`."""
+
+    def __init__(self, op: str, name: str) -> None:
+        self.op, self.name = op, name
+
+    def __repr__(self) -> str:
+        return f"{self.op}{self.name}"
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        jit = import_module("hemiola.plugins.gpu.jit")
+        return lambda *arguments, **constants: jit.launch(self, grid, arguments, constants)

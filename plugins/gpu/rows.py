@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-CLEAR_TOKENS = tl.constexpr(16)  # tokens whose row one program looks for
+from hemiola.plugins.gpu import launch
+
+CLEAR_TOKENS = tl.constexpr(launch.CLEAR_TOKENS)
 _ROWS_AT_ONCE = tl.constexpr(64)
 _WIDTH_AT_ONCE = tl.constexpr(128)
 

@@ -25,6 +25,6 @@ LINEAR = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens(""), {"weight": strips}, sizes="O"),
-        Form("triton", "cuda", bf16()),
+        Form("cuda", "cuda", bf16()),
     ),
 )

@@ -40,6 +40,6 @@ MAMBA2 = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens("PD")),
-        Form("triton", "cuda", first_reason(on_the_grid("D"), bf16(WIDE))),
+        Form("cuda", "cuda", first_reason(on_the_grid("D"), bf16(WIDE))),
     ),
 )

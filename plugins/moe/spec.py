@@ -48,6 +48,6 @@ MOE = Op(
             {"up": strips, "down": strips},
             sizes="I",
         ),
-        Form("triton", "cuda", first_reason(_refuses, bf16(wide=["expert_weights"]))),
+        Form("cuda", "cuda", first_reason(_refuses, bf16(wide=["expert_weights"]))),
     ),
 )

@@ -34,6 +34,6 @@ NORM = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", first_reason(_refuses_on_cpu, fp32_in_sixteens("W"))),
-        Form("triton", "cuda", first_reason(_refuses, bf16(wide=["weight"]))),
+        Form("cuda", "cuda", first_reason(_refuses, bf16(wide=["weight"]))),
     ),
 )

@@ -18,6 +18,6 @@ ROPE = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", first_reason(_refuses, fp32_in_sixteens(""))),
-        Form("triton", "cuda", first_reason(_refuses, bf16(wide=["table"]))),
+        Form("cuda", "cuda", first_reason(_refuses, bf16(wide=["table"]))),
     ),
 )

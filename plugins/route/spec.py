@@ -34,6 +34,6 @@ ROUTE = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", first_reason(_refuses, fp32_in_sixteens(""))),
-        Form("triton", "cuda", first_reason(_refuses, bf16(wide=["bias"]))),
+        Form("cuda", "cuda", first_reason(_refuses, bf16(wide=["bias"]))),
     ),
 )

@@ -35,7 +35,7 @@ def test_the_table_has_the_architectures_that_are_promised() -> None:
 def test_an_engine_for_a_gpu_is_bf16_but_for_what_sums_and_decays(family: str, tiny_engine: Get) -> None:
     engine_dir = tiny_engine(family, arch="sm_90")
     found = manifest.load(engine_dir)
-    assert found.arch == "sm_90" and {n.form for s in found.segments for n in s.nodes} == {"triton"}
+    assert found.arch == "sm_90" and {n.form for s in found.segments for n in s.nodes} == {"cuda"}
     for state in found.states:
         wide = state.kind == "slot" and state.name.endswith(WIDE_STATES)
         assert state.dtype == ("float32" if wide else "bfloat16"), state
@@ -77,7 +77,7 @@ def test_one_numerics_for_all_gpus(tiny_engine: Get) -> None:
 
 def test_sizes_that_no_kernel_takes_are_refused_by_name(tiny_checkpoint: Get, tmp_path: Path) -> None:
     for family, op in (("nemotron_h_dense", "mamba2"), ("qwen3_5", "delta")):
-        with pytest.raises(Refused, match=rf"{op} cannot run on cuda \(triton: chunk_len is 8, not 16 or 32"):
+        with pytest.raises(Refused, match=rf"{op} cannot run on cuda \(cuda: chunk_len is 8, not 16 or 32"):
             build(tiny_checkpoint(family), tmp_path / family, Options(arch="sm_90", chunk_len=8))
 
 

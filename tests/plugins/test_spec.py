@@ -3,7 +3,6 @@
 import inspect
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -52,8 +51,6 @@ def test_the_reference_and_every_form_take_what_is_declared(op: Op) -> None:
     assert list(inspect.signature(getattr(references, op.name)).parameters) == declared
     for form in op.forms:
         assert op.form(form.name) is form and set(form.packs) <= set(declared)
-        if form.device == "cuda" and find_spec("triton") is None:
-            continue
         function = getattr(import_module(f"hemiola.plugins.{op.name}.{form.name}"), op.name)
         needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
         assert len(needed) == len(declared) + len(form.sizes)
@@ -187,10 +184,10 @@ def test_on_cuda_floats_are_bf16_but_for_states_and_factors(subject: Subject) ->
     floats = [arg.name for arg in op.args if torch.float32 in arg.dtypes]
     wide = WIDE.get(op.name, set())
     dtypes = {name: torch.float32 if name in wide else torch.bfloat16 for name in floats}
-    assert op.choose(call._replace(dtypes=dtypes), "cuda").form.name == "triton"
+    assert op.choose(call._replace(dtypes=dtypes), "cuda").form.name == "cuda"
     for name, dtype in dtypes.items():
         other = call._replace(dtypes=dtypes | {name: torch.float16})
-        with pytest.raises(Unsupported, match=rf"cuda \(triton: {name} is torch\.float16, not {dtype}\)"):
+        with pytest.raises(Unsupported, match=rf"cuda \(cuda: {name} is torch\.float16, not {dtype}\)"):
             op.choose(other, "cuda")
 
 
@@ -243,7 +240,7 @@ def test_sizes_that_no_kernel_takes_are_refused_with_the_reason(
     name: str, sizes: dict, attrs: dict, reason: str
 ) -> None:
     call = OPS[name].call(*BASES[name].arguments(6))
-    with pytest.raises(Unsupported, match=rf"^{name} cannot run on cuda \(triton: {reason}\)"):
+    with pytest.raises(Unsupported, match=rf"^{name} cannot run on cuda \(cuda: {reason}\)"):
         OPS[name].choose(call._replace(sizes=call.sizes | sizes, attrs=call.attrs | attrs), "cuda")
 
 

@@ -92,7 +92,7 @@ def test_what_no_form_takes_is_refused_with_the_reason(
         Refused, match=r"trunk, attention.*cannot run on cpu \(compiled: L is 24, no multiple of 16"
     ):
         compiled(model, tmp_path, LIMITS.model_copy(update={"page_len": 24, "chunk_len": 8}))
-    monkeypatch.setitem(OPS["embed"].__dict__, "forms", (Form("triton", "cuda", fp32_in_sixteens("")),))
+    monkeypatch.setitem(OPS["embed"].__dict__, "forms", (Form("cuda", "cuda", fp32_in_sixteens("")),))
     with pytest.raises(
         Refused, match=r"embed cannot run on cpu .it has no form there.; use another checkpoint"
     ):

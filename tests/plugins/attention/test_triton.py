@@ -14,9 +14,9 @@ DEVICE = "cuda" if CUDA else "cpu"
 
 
 def kernels() -> ModuleType:
-    from hemiola.plugins.attention import triton
+    from hemiola.plugins.attention import cuda
 
-    return triton
+    return cuda
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 
 
 def subject(width: int = 384, taps: int = 4, chunk_len: int = 16, drafts: int = 4, bound: int = 0) -> Subject:
-    from hemiola.plugins.conv.triton import conv
+    from hemiola.plugins.conv.cuda import conv
 
     fixed = torch.Generator().manual_seed(1)
     weight = torch.randn(width, taps, generator=fixed).to(DEVICE).bfloat16()

@@ -23,7 +23,7 @@ def subject(
     plan: tuple[int, ...] | None = None,
 ) -> Subject:
     """`strong` decays, `channel`: one per channel; `alike` > 0: keys that resemble each other."""
-    from hemiola.plugins.delta.triton import TilePlan, delta
+    from hemiola.plugins.delta.cuda import TilePlan, delta
 
     decays = depth if channel else 1
     fixed = torch.Generator().manual_seed(1)

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hemiola.plugins.embed.triton import embed
+from hemiola.plugins.embed.cuda import embed
 from tests.gpu.laws import DEVICE, HALF, needs_memory, on_gpu, poisoned, randn, same_bits
 
 pytestmark = on_gpu

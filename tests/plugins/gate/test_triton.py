@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hemiola.plugins.gate.triton import gate
+from hemiola.plugins.gate.cuda import gate
 from tests.gpu.laws import (
     DEVICE,
     HALF,
@@ -63,5 +63,5 @@ def test_refusals() -> None:
         gate(randn(2, 8), randn(2, 8), "relu")
     with pytest.raises(ValueError, match="gate has the shape"):
         gate(randn(2, 8), randn(2, 7), "silu")
-    with pytest.raises(ValueError, match="between neighbours"):
+    with pytest.raises(ValueError, match="neighbours side by side"):
         gate(randn(8, 2).t(), randn(2, 8), "silu")

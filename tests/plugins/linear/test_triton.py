@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from hemiola.plugins.gpu.tiles import FALLBACK, SM90, SM90_PAIRS, SM90_WIDE, Tile
-from hemiola.plugins.linear.triton import fused, linear, linear_argmax
+from hemiola.plugins.linear.cuda import fused, linear, linear_argmax
 from tests.gpu.laws import (
     DEVICE,
     HALF,

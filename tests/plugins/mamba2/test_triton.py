@@ -21,7 +21,7 @@ def subject(
     plan: tuple[int, ...] | None = None,
     strong: float = 1.0,
 ) -> Subject:
-    from hemiola.plugins.mamba2.triton import TilePlan, mamba2
+    from hemiola.plugins.mamba2.cuda import TilePlan, mamba2
 
     fixed = torch.Generator().manual_seed(1)
     dt_bias, D = (torch.randn(heads, generator=fixed).to(DEVICE) - 2 for _ in range(2))

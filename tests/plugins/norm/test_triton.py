@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hemiola.plugins.norm.triton import norm
+from hemiola.plugins.norm.cuda import norm
 from tests.gpu.laws import (
     DEVICE,
     HALF,

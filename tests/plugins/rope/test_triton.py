@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hemiola.plugins.rope.triton import rope
+from hemiola.plugins.rope.cuda import rope
 from tests.gpu.laws import (
     DEVICE,
     HALF,

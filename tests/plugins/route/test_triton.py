@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hemiola.plugins.route.triton import route
+from hemiola.plugins.route.cuda import route
 from tests.gpu.laws import DEVICE, HALF, MANY, error, on_gpu, poisoned, randn, rows_are_alone
 
 pytestmark = on_gpu

@@ -1,0 +1,160 @@
+"""Causal attention over pages on CUDA: one arithmetic for prompts and decode.
+
+Keys stand in splits of SPLIT at absolute positions, tiles of TILE inside; a split has its own online softmax
+(Milakov and Gimelshein 2018, arXiv 1805.02867), splits are joined in order. A row of few queries gives every
+split to another program, its numbers are joined by `_join_splits`; others walk all splits in one program. All
+queries of a key head that fit a tile share what is read. Row sums are products with ones: tl.sum would depend
+on how warps share a row. Multiply-adds are never contracted.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from hemiola.plugins.gpu.checks import check
+from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
+
+_write = Kernel("attention", "_write")
+_attend = Kernel("attention", "_attend")
+_join_splits = Kernel("attention", "_join_splits")
+
+SPLIT = 512  # keys; part of the numerics, like TILE
+TILE = 64
+_LOG2_E = 1.4426950408889634
+_PARTIAL_NUMBERS = 2**25  # of fp32 that unjoined splits may take; rows beyond walk their splits
+
+
+class TilePlan(NamedTuple):
+    """How a launch is cut; bits do not depend on it."""
+
+    queries: int  # rows (token, head of the group) of a tile
+    stages: int  # tiles of keys on their way
+    warps: int
+    programs: int  # per multiprocessor
+
+
+def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: bool) -> TilePlan:
+    """Query tiles as high as an average row.
+
+    With pages of 8 bits a layer's tiles stay on one side of the 64 rows from which wgmma takes over: it adds
+    widened numbers in another order.
+    """
+    queries = min(max(pow2(-(-num_tokens // max(num_rows, 1)) * per_group), 16), 64)
+    if narrow:
+        queries = 64 if per_group >= 16 else min(queries, 32)
+    return TilePlan(queries, 4 if depth <= 128 else 3, 4, 2)
+
+
+def attention(
+    q: torch.Tensor,  # [T, H, D] bf16
+    k: torch.Tensor,  # [T, G, D] bf16
+    v: torch.Tensor,  # [T, G, D] bf16
+    k_pages: torch.Tensor,  # [Z, L, G, D] bf16 or float8_e4m3fn, written
+    v_pages: torch.Tensor,  # [Z, L, G, D], written
+    page_table: torch.Tensor,  # [N, W] int32
+    rows: torch.Tensor,  # [N, 8] int32
+    positions: torch.Tensor,  # [T] int32
+    scale: float,
+    first: int,
+    k_scale: torch.Tensor | None = None,  # [1] fp32: a page holds k / k_scale
+    v_scale: torch.Tensor | None = None,
+    plan: TilePlan | None = None,  # free: bits do not depend on it
+) -> torch.Tensor:
+    """o[T, H, D]; writes k and v to their pages first; see reference.py."""
+    (num_tokens, heads, depth), groups = q.shape, k.shape[1]
+    (pages, page_len), num_rows = k_pages.shape[:2], rows.shape[0]
+    kinds = (torch.bfloat16, torch.float8_e4m3fn)
+    device = q.device
+    check("attention", "q", q, (num_tokens, heads, depth), torch.bfloat16, device, apart=1)
+    check("attention", "k", k, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
+    check("attention", "v", v, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
+    check("attention", "k_pages", k_pages, (pages, page_len, groups, depth), kinds, device)
+    check("attention", "v_pages", v_pages, (pages, page_len, groups, depth), k_pages.dtype, device)
+    check("attention", "page_table", page_table, (num_rows, page_table.shape[1]), torch.int32, device)
+    check("attention", "rows", rows, (num_rows, 8), torch.int32, device)
+    check("attention", "positions", positions, (num_tokens,), torch.int32, device)
+    if depth not in (16, 32, 64, 128, 256) or heads % groups or page_len % 16:
+        raise ValueError(f"attention: heads of {depth}, {heads} of {groups} groups, pages of {page_len}")
+    if k_pages.dtype != torch.bfloat16 and (k_scale is None or v_scale is None):
+        raise ValueError("attention: pages of float8 need k_scale and v_scale")
+    plan = plan or choose(num_tokens, num_rows, heads // groups, depth, k_pages.dtype != torch.bfloat16)
+    o = torch.empty((num_tokens, heads, depth), dtype=q.dtype, device=q.device)
+    scales = (
+        k_scale if k_scale is not None else _one(q.device),
+        v_scale if v_scale is not None else _one(q.device),
+    )
+    sizes = dict(G=groups, R=heads // groups, D=depth, L=page_len, N_ROWS=max(16, pow2(num_rows)))
+    table_len, options = page_table.shape[1], dict(enable_fp_fusion=False)
+    blocks = cdiv(num_tokens, CLEAR_TOKENS)
+    _write[(blocks * 2,)](
+        k,
+        v,
+        k_pages,
+        v_pages,
+        page_table,
+        rows,
+        positions,
+        o,
+        *scales,
+        num_rows,
+        num_tokens,
+        table_len,
+        k.stride(0),
+        v.stride(0),
+        **sizes,
+        num_warps=4,
+        **options,
+    )
+    most_splits = num_rows * cdiv(table_len * page_len, SPLIT)
+    capacity = min(most_splits, _PARTIAL_NUMBERS // (groups * plan.queries * depth))
+    partial = q.new_empty(capacity * groups * plan.queries * (depth + 2), dtype=torch.float32)
+    items = groups * (most_splits + cdiv(num_tokens * heads // groups, plan.queries) + num_rows)
+    _attend[(min(items, plan.programs * _multiprocessors(q.device)),)](
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        rows,
+        o,
+        partial,
+        *scales,
+        scale * _LOG2_E,
+        first,
+        num_rows,
+        table_len,
+        capacity,
+        q.stride(0),
+        **sizes,
+        BM=plan.queries,
+        SPLIT=SPLIT,
+        TILE=TILE,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **options,
+    )
+    if capacity > 1 and most_splits > num_rows:
+        _join_splits[(num_tokens * groups,)](
+            rows,
+            o,
+            partial,
+            scales[1],
+            num_rows,
+            capacity,
+            **sizes,
+            BM=plan.queries,
+            SPLIT=SPLIT,
+            num_warps=4,
+            **options,
+        )
+    return o
+
+
+@lru_cache(maxsize=16)
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones(1, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,0 +1,129 @@
+"""The dense layer on CUDA: one chain of sums per output, in tiles of any shape, and what may end it."""
+
+import torch
+
+from hemiola.plugins.gpu.checks import absent, check, is_described
+from hemiola.plugins.gpu.device import gpu_of
+from hemiola.plugins.gpu.dtypes import FLOATS
+from hemiola.plugins.gpu.launch import Block, Kernel, cdiv
+from hemiola.plugins.gpu.tiles import FALLBACK, Tile, tile_of
+
+_best_part = Kernel("linear", "_best_part")
+_persistent = Kernel("linear", "_persistent")
+_tiles = Kernel("linear", "_tiles")
+
+ACTIVATIONS = ("none", "relu2", "swiglu")
+
+
+def linear(
+    x: torch.Tensor,  # [T, F]
+    weight: torch.Tensor,  # [O, F]
+    bias: torch.Tensor,  # [O], or zero-length: none
+) -> torch.Tensor:  # [T, O]
+    """See reference.py. A row's bits do not depend on T, its place or other rows."""
+    return fused(x, weight, bias)
+
+
+def fused(
+    x: torch.Tensor,  # [T, F]
+    weight: torch.Tensor,  # [O, F]; with swiglu all gates, then all values
+    bias: torch.Tensor | None = None,  # [O]
+    residual: torch.Tensor | None = None,  # [T, O], or [T, O / 2] with swiglu
+    activation: str = "none",
+    tile: Tile | None = None,
+) -> torch.Tensor:  # [T, O], or [T, O / 2]
+    """residual + activation(x @ weight.T + bias), in fp32 until the end."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"linear: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+    _check(x, weight)
+    num_tokens, num_outputs = x.shape[0], weight.shape[0]
+    if activation == "swiglu" and num_outputs % 2:
+        raise ValueError(f"linear: {num_outputs} outputs are no pairs of gate and value")
+    width = num_outputs // 2 if activation == "swiglu" else num_outputs
+    if bias is not None and absent(bias):
+        bias = None
+    if bias is not None:
+        check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
+    if residual is not None:
+        check("linear", "residual", residual, (num_tokens, width), FLOATS, x.device, 1, True)
+    y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
+    if y.numel():
+        described = [x, weight, y] if residual is None else [x, weight, y, residual]
+        tile = tile or _tile_of(described, num_tokens, num_outputs, activation)
+        _launch(x, weight, bias, residual, y, None, activation, tile)
+    return y
+
+
+def linear_argmax(
+    x: torch.Tensor,  # [T, F]
+    weight: torch.Tensor,  # [O, F]
+    tile: Tile | None = None,
+) -> torch.Tensor:  # [T] int32
+    """argmax of linear(x, weight), in x's dtype, ties to the lowest output; the outputs are never stored."""
+    _check(x, weight)
+    num_tokens, num_outputs = x.shape[0], weight.shape[0]
+    tile = tile or _tile_of([x, weight], num_tokens, num_outputs, "argmax")
+    num_parts = cdiv(num_outputs, tile.outputs)
+    values = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=x.device)
+    outputs = torch.empty(num_parts, num_tokens, dtype=torch.int32, device=x.device)
+    best = torch.empty(num_tokens, dtype=torch.int32, device=x.device)
+    if num_tokens:
+        _launch(x, weight, None, None, values, outputs, "argmax", tile)
+        _best_part[(num_tokens,)](values, outputs, best, num_tokens, num_parts, BLOCK=1024, num_warps=4)
+    return best
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    check("linear", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
+    check("linear", "weight", weight, (None, x.shape[1]), x.dtype, x.device, apart=1, anywhere=True)
+    if not weight.numel():
+        raise ValueError(f"linear: weight has the shape {list(weight.shape)}")
+
+
+def _tile_of(described: list[torch.Tensor], num_tokens: int, num_outputs: int, activation: str) -> Tile:
+    tile = tile_of(num_tokens, num_outputs, gpu_of(described[0].device), activation == "swiglu")
+    if described[0].dtype is torch.float32:
+        return FALLBACK
+    return tile if not tile.is_persistent or all(map(is_described, described)) else FALLBACK
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    best: torch.Tensor | None,  # with argmax: the outputs whose values y holds
+    activation: str,
+    tile: Tile,
+) -> None:
+    (num_tokens, num_inputs), num_outputs = x.shape, weight.shape[0]
+    sizes = (num_tokens, num_outputs, num_inputs)
+    how = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "INNER": tile.inner,
+           "WEIGHT_FIRST": tile.weight_first, "ACTIVATION": activation, "BIASED": bias is not None,
+           "ADDS": residual is not None, "DTYPE": x.dtype, "num_warps": tile.warps,
+           "num_stages": tile.stages - (residual is not None and tile.parts() > 1),
+           "enable_fp_fusion": False}  # fmt: skip
+    token_tiles, output_tiles = cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)
+    bias, best = y if bias is None else bias, y if best is None else best
+    if tile.is_persistent:
+        box = [tile.tokens, tile.outputs // tile.parts() // (2 if activation == "swiglu" else 1)]
+        _persistent[(min(gpu_of(x.device).multiprocessors, token_tiles * output_tiles),)](
+            Block(x, [tile.tokens, tile.inner]), _rows(weight, tile, activation), bias,
+            y if residual is None else Block(residual, box), best,
+            y if activation == "argmax" else Block(y, box), *sizes,
+            GROUP=tile.group, PARTS=tile.parts(), **how,
+        )  # fmt: skip
+    else:
+        lens = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), y.stride(0))
+        _tiles[token_tiles, output_tiles](
+            x, weight, bias, y if residual is None else residual, best, y, *sizes, *lens,
+            WHOLE=num_inputs % tile.inner == 0, **how,
+        )  # fmt: skip
+
+
+def _rows(weight: torch.Tensor, tile: Tile, activation: str) -> Block:
+    """Blocks of the weight's rows; with swiglu half a block of gates and the values that belong to them."""
+    if activation != "swiglu":
+        return Block(weight, [tile.outputs, tile.inner])
+    return Block(weight.unflatten(0, (2, -1)), [2, tile.outputs // 2, tile.inner])

@@ -1,0 +1,144 @@
+"""A mixture of experts on CUDA: pairs of token and expert in groups, a chain per output, slots in order.
+
+Pairs are sorted by expert on the device, and every group is cut into tiles; programs for tiles that are not
+needed end at once, so that nothing waits for a count. In which tile a pair lies never changes its bits.
+"""
+
+import torch
+
+from hemiola.plugins.gpu.checks import check, is_described
+from hemiola.plugins.gpu.device import gpu_of
+from hemiola.plugins.gpu.dtypes import FLOATS
+from hemiola.plugins.gpu.launch import Block, Kernel, cdiv, pow2
+from hemiola.plugins.gpu.tiles import FALLBACK, Tile, expert_tile_of
+
+_combine = Kernel("moe", "_combine")
+_sort = Kernel("moe", "_sort")
+_experts_persistent = Kernel("moe", "_experts_persistent")
+_experts = Kernel("moe", "_experts")
+_copy_lines = Kernel("moe", "_copy_lines")
+
+ACTIVATIONS = ("relu2", "swiglu")
+SORT_BLOCK = 2048  # pairs that a program of the sort looks at together
+
+
+def moe(
+    x: torch.Tensor,  # [T, F]
+    expert_ids: torch.Tensor,  # [T, K] int32
+    expert_weights: torch.Tensor,  # [T, K] fp32
+    up: torch.Tensor,  # [E, J, F], J = I, or 2I with swiglu: all gates, then all values
+    down: torch.Tensor,  # [E, F, I]
+    activation: str,
+    tile: Tile | None = None,
+) -> torch.Tensor:  # [T, F]
+    """See reference.py; an expert's result is rounded to x's dtype. An id that is no expert adds nothing."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"moe: activation is {activation!r}, expected relu2 or swiglu")
+    check("moe", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
+    (num_tokens, width), num_experts, inner = x.shape, up.shape[0], down.shape[-1]
+    check("moe", "expert_ids", expert_ids, (num_tokens, None), torch.int32, x.device)
+    num_slots = expert_ids.shape[1]
+    check(
+        "moe",
+        "expert_weights",
+        expert_weights,
+        (num_tokens, num_slots),
+        torch.float32,
+        x.device,
+        anywhere=True,
+    )
+    outputs = 2 * inner if activation == "swiglu" else inner
+    check("moe", "up", up, (None, outputs, width), x.dtype, x.device, anywhere=True)
+    check("moe", "down", down, (num_experts, width, inner), x.dtype, x.device, anywhere=True)
+    y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
+    if not y.numel():
+        return y
+    num_pairs = num_tokens * num_slots
+    tile = tile or _tile_of(num_pairs, up, down)
+    pairs, tiles = _sort_pairs(expert_ids, num_experts, tile.tokens)
+    hidden = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
+    _multiply(x, up, hidden, pairs, tiles, expert_weights, activation, tile)
+    _multiply(hidden, down, out, pairs, tiles, expert_weights, "none", tile)
+    block = min(1024, pow2(width))
+    _combine[num_tokens, cdiv(width, block)](
+        out,
+        expert_ids,
+        y,
+        width,
+        num_experts,
+        SLOTS=num_slots,
+        BLOCK=block,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return y
+
+
+def _tile_of(num_pairs: int, up: torch.Tensor, down: torch.Tensor) -> Tile:
+    if up.dtype is torch.float32:
+        return FALLBACK
+    described = is_described(up[0]) and is_described(down[0])
+    return expert_tile_of(num_pairs, len(up), gpu_of(up.device), described)
+
+
+def _sort_pairs(expert_ids: torch.Tensor, num_experts: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs [P] by expert, and tiles [M + 1, 4] of up to `tokens`: expert or -1, first place, end, unused.
+
+    The last line says how many tiles have an expert.
+    """
+    num_pairs = expert_ids.numel()
+    num_tiles = min(num_experts, num_pairs) + num_pairs // tokens
+    pairs = torch.empty(num_pairs, dtype=torch.int32, device=expert_ids.device)
+    tiles = torch.empty(num_tiles + 1, 4, dtype=torch.int32, device=expert_ids.device)
+    block = min(SORT_BLOCK, max(32, pow2(num_pairs)))
+    _sort[(num_experts,)](
+        expert_ids, pairs, tiles, num_pairs, num_tiles, EXPERTS=num_experts,
+        BINS=max(32, pow2(num_experts)), TOKENS=tokens, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return pairs, tiles
+
+
+def _multiply(
+    x: torch.Tensor,  # [T, F], or hidden [P, I] in the order of pairs
+    weight: torch.Tensor,  # [E, O, F]
+    y: torch.Tensor,  # hidden [P, I], or [P, F] in the order of tokens and slots
+    pairs: torch.Tensor,
+    tiles: torch.Tensor,
+    expert_weights: torch.Tensor,
+    activation: str,
+    tile: Tile,
+) -> None:
+    """One of an expert's two layers: up (with an activation) gathers tokens, down scatters what it weighs."""
+    _, num_outputs, num_inputs = weight.shape
+    sizes, is_up = (num_outputs, num_inputs), activation != "none"
+    how = {"SLOTS": expert_weights.shape[1], "IS_UP": is_up, "DTYPE": x.dtype, "TOKENS": tile.tokens,
+           "OUTPUTS": tile.outputs, "INNER": tile.inner, "ACTIVATION": activation, "num_warps": tile.warps,
+           "num_stages": tile.stages, "enable_fp_fusion": False}  # fmt: skip
+    num_tiles, output_tiles = len(tiles) - 1, cdiv(num_outputs, tile.outputs)
+    if tile.is_persistent:
+        halves = 2 if activation == "swiglu" else 1
+        box = [halves, tile.outputs // halves, tile.inner]
+        lines = _gather(x, pairs, expert_weights.shape[1]) if is_up else x
+        _experts_persistent[(min(gpu_of(x.device).multiprocessors, num_tiles * output_tiles),)](
+            Block(lines, [tile.tokens, tile.inner]),
+            Block(weight.view(-1, num_outputs // halves, num_inputs), box),
+            y, pairs, tiles, expert_weights, *sizes, num_tiles, y.stride(0),
+            GROUP=tile.group, HALVES=halves, **how,
+        )  # fmt: skip
+    else:
+        _experts[num_tiles, output_tiles](
+            x, weight, y, pairs, tiles, expert_weights, *sizes, x.stride(0), y.stride(0),
+            WHOLE=num_inputs % tile.inner == 0, WEIGHT_FIRST=tile.weight_first, **how,
+        )  # fmt: skip
+
+
+def _gather(x: torch.Tensor, pairs: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Lines of x in the order of pairs, [P, F]."""
+    width = x.shape[1]
+    lines = torch.empty(len(pairs), width, dtype=x.dtype, device=x.device)
+    block = min(2048, pow2(width))
+    _copy_lines[len(pairs), cdiv(width, block)](
+        x, pairs, lines, len(x), width, x.stride(0), SLOTS=num_slots, BLOCK=block, num_warps=4
+    )
+    return lines
