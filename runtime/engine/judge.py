@@ -10,6 +10,7 @@ number.
 import torch
 
 from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.engine.rules import Group
 from hemiola.runtime.engine.sampling import broken, choose, logprobs
 from hemiola.runtime.engine.step import Batch, Choices, Verdict
 
@@ -43,7 +44,7 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
 
 def _broken(choices: Choices, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Logits without a best number. Where the argmax was taken, its own number shows that."""
-    if any(rule.edits_logits or not rule.greedy for rule in choices.rules):
+    if any(isinstance(rule, Group) or rule.edits_logits or not rule.greedy for rule in choices.rules):
         return broken(logits)
     return ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
 

@@ -4,8 +4,6 @@ What would have to know a content (`tolist`, a boolean mask, `nonzero`) raises, 
 tensors of two devices, a copy from host to device included: those that do not wait are `upload` and `fetch`.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.engine import feed, ledger, loop, sampling
+from hemiola.runtime.engine import feed, ledger, loop, rules
 from hemiola.runtime.engine.drafts import mtp, ngram
 from hemiola.runtime.engine.request import Bounds, new_request
 from hemiola.runtime.engine.step import Batch, Outcome, Plan
@@ -88,18 +86,14 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What asks CUDA for something makes it up."""
 
     def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-        dtypes = {np.dtype("int32"): torch.int32, np.dtype("int64"): torch.int64}
-        return [torch.empty(array.shape, dtype=dtypes[array.dtype], device=device) for array in arrays]
+        dtypes = [torch.from_numpy(array).dtype for array in arrays]
+        return [torch.empty(a.shape, dtype=d, device=device) for a, d in zip(arrays, dtypes, strict=True)]
 
-    def tensor(values: Sequence, like: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(np.shape(values), dtype=dtype, device=like.device)
-
-    for module in (feed, ledger, mtp, ngram):
+    for module in (feed, ledger, mtp, ngram, rules):
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(
         mtp, "upload_ints", lambda device, values: upload(device, np.array(values, np.int64))[0]
     )
-    monkeypatch.setattr(sampling, "_tensor", tensor)
     monkeypatch.setattr(loop, "Watch", Stopped)
     monkeypatch.setattr(loop, "fetch", lambda tensors: tensors)
     monkeypatch.setattr(loop, "fence", lambda device: lambda: None)

@@ -11,6 +11,7 @@ from scipy.stats import chisquare
 from hemiola.runtime.api import Logprob, SamplingParams
 from hemiola.runtime.engine import sampling
 from hemiola.runtime.engine.request import Rule
+from hemiola.runtime.engine.rules import RuleTable, draws_of, edits_of
 from hemiola.runtime.engine.sampling import (
     broken,
     choose,
@@ -24,6 +25,7 @@ from hemiola.runtime.engine.sampling import (
 
 V = 12
 WORD = 2**32 - 1
+CPU = torch.device("cpu")
 
 
 def line(size: int = V, seed: int = 0) -> torch.Tensor:
@@ -35,6 +37,14 @@ def rule(
 ) -> Rule:
     params = SamplingParams(**{"max_tokens": 100, **values})
     return Rule(params, seed, prompt_len, frozenset(stop_ids), words)
+
+
+def weighed(scores: torch.Tensor, rules: list[Rule]) -> torch.Tensor:
+    return weigh(scores, draws_of(rules, CPU))
+
+
+def drawn_with(seeds: list[int], position: torch.Tensor) -> torch.Tensor:
+    return uniform(draws_of([rule(seed=seed, temperature=1.0) for seed in seeds], CPU).seed, position)
 
 
 def choose_one(scores: torch.Tensor, own: Rule, history: list[int]) -> int:
@@ -85,7 +95,7 @@ def test_an_edit_is_its_formula(options: dict, history: list[int]) -> None:
     own = rule(prompt_len=2, **options)
     assert own.edits_logits
     ids = torch.tensor([[*history, -7, 2**31 - 1]], dtype=torch.int32)
-    found = edit_logits(line().unsqueeze(0), [own], torch.tensor([len(history)]), ids)
+    found = edit_logits(line().unsqueeze(0), edits_of([own], CPU), torch.tensor([len(history)]), ids)
     np.testing.assert_allclose(found[0], edited(line().tolist(), own, history), rtol=1e-6)
     wanted = int(np.argmax(edited(line().tolist(), own, history)))
     assert choose_one(line(), own, history) == wanted
@@ -126,7 +136,7 @@ def test_extreme_values_do_not_break_a_line(options: dict, temperature: float) -
     own = rule(temperature=temperature, **options)
     ids = torch.arange(V, dtype=torch.int32).unsqueeze(0)
     scores = torch.cat((line(), torch.zeros(1)))[1:].unsqueeze(0)
-    found = edit_logits(scores.clone(), [own], torch.tensor([V]), ids)
+    found = edit_logits(scores.clone(), edits_of([own], CPU), torch.tensor([V]), ids)
     assert not broken(found).any()
     chosen = choose_one(scores[0], own, list(range(V)))
     assert (chosen == 3) == ("logit_bias" in options and not own.bad_words)
@@ -184,7 +194,7 @@ def filtered(scores: torch.Tensor, params: SamplingParams) -> np.ndarray:
 
 
 def distribution(scores: torch.Tensor, **values: Any) -> np.ndarray:
-    weights = weigh(scores.unsqueeze(0), [rule(**{"temperature": 1.0, **values})])[0].double().numpy()
+    weights = weighed(scores.unsqueeze(0), [rule(**{"temperature": 1.0, **values})])[0].double().numpy()
     return weights / weights.sum()
 
 
@@ -226,9 +236,9 @@ def test_top_p_sees_what_top_k_left() -> None:
 
 def test_weights_of_a_whole_vocabulary_do_not_overflow() -> None:
     size = 2**18
-    weights = weigh(torch.zeros(1, size), [rule(temperature=1.0, top_p=0.5)])
+    weights = weighed(torch.zeros(1, size), [rule(temperature=1.0, top_p=0.5)])
     assert int((weights > 0).sum()) == size // 2 and int(weights.sum()) > 2**59
-    assert int(weigh(torch.zeros(1, size), [rule(temperature=1.0)]).sum()) > 2**60
+    assert int(weighed(torch.zeros(1, size), [rule(temperature=1.0)]).sum()) > 2**60
 
 
 # Draws.
@@ -293,12 +303,12 @@ def test_uniform_is_philox_with_key_seed_and_counter_position() -> None:
         tuple(torch.tensor([word]) for word in (position & WORD, position >> 32, 0, 0)),  # pyright: ignore
         (torch.tensor([seed & WORD]), torch.tensor([seed >> 32])),
     )
-    assert uniform([seed], torch.tensor([position])).item() == ((int(a) << 21) + (int(b) >> 11)) / 2**53
-    assert uniform([2**64 - 1], torch.tensor([5])) != uniform([2**32 - 1], torch.tensor([5]))
-    many = uniform([3] * 20_000, torch.arange(20_000)).numpy()
+    assert drawn_with([seed], torch.tensor([position])).item() == ((int(a) << 21) + (int(b) >> 11)) / 2**53
+    assert drawn_with([2**64 - 1], torch.tensor([5])) != drawn_with([2**32 - 1], torch.tensor([5]))
+    many = drawn_with([3] * 20_000, torch.arange(20_000)).numpy()
     assert len(set(many)) == 20_000 and many.min() >= 0 and many.max() < 1
     assert chisquare(np.bincount((many * 50).astype(int), minlength=50)).pvalue > 1e-3
-    assert uniform([0], torch.tensor([1])) != uniform([1], torch.tensor([0]))
+    assert drawn_with([0], torch.tensor([1])) != drawn_with([1], torch.tensor([0]))
 
 
 # Lines.
@@ -323,13 +333,36 @@ def test_a_line_does_not_depend_on_its_neighbours_bitwise(size: int, monkeypatch
     monkeypatch.setattr(sampling, "AT_ONCE", 3 * size)
     assert together == choose_each(scores, rules, histories)
     drawn = [n for n, own in enumerate(rules) if not own.greedy]
-    weights = weigh(scores[drawn], [rules[n] for n in drawn])
+    weights = weighed(scores[drawn], [rules[n] for n in drawn])
     for place, n in enumerate(drawn):
-        assert torch.equal(weights[place], weigh(scores[n : n + 1], [rules[n]])[0])
+        assert torch.equal(weights[place], weighed(scores[n : n + 1], [rules[n]])[0])
     several = logprobs(scores, torch.tensor(together), 3)
     for n in range(len(rules)):
         alone = logprobs(scores[n : n + 1], torch.tensor(together[n : n + 1]), 3)
         assert all(torch.equal(all_of[n], one[0]) for all_of, one in zip(several, alone, strict=True))
+
+
+def test_rules_in_a_table_choose_the_same_tokens() -> None:
+    """As a graph reads them: every line through everything, whether its rule asks for that or not."""
+    rules = [rule(seed=2**63 + 9, temperature=0.5, stop_ids=(3,)), *some_rules()]
+    scores = torch.stack([line(V, seed) for seed in range(len(rules))])
+    ids = torch.randint(
+        0, V, (len(rules) + 1, 30), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    )
+    slot, position = torch.randperm(len(rules)) + 1, torch.arange(len(rules)) % 20 + 2
+    table = RuleTable(len(rules) + 1, CPU)
+    for slot_id in slot.tolist() * 2:  # whatever it held before
+        table.open(slot_id, rules[int((slot == slot_id).nonzero())] if slot_id % 3 else rules[slot_id - 1])
+    for slot_id, own in zip(slot.tolist(), rules, strict=True):
+        table.open(slot_id, own)
+    wanted = choose(scores, rules, slot, position, ids)
+    assert torch.equal(choose(scores, [table.group(slot, edits=True)], slot, position, ids), wanted)
+    unedited = torch.tensor([not own.edits_logits for own in rules])
+    found = choose(scores, [table.group(slot, edits=False)], slot, position, ids)
+    assert torch.equal(found[unedited], wanted[unedited]) and unedited.sum() > 5
+    assert RuleTable.holds(rules[-1])
+    assert not RuleTable.holds(rule(logit_bias={n: 1.0 for n in range(321)}))
+    assert not RuleTable.holds(rule(words=((1,) * 9,)))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,242 @@
+"""Rules of requests as tensors, a line each: what choosing needs to know of them on the device.
+
+The tables hold the rules of the requests that have a slot, written once, when they open; a step whose lines
+are known on the device only reads them there. A step whose lines the host knows brings them along.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hemiola.runtime.device.transfer import upload
+from hemiola.runtime.engine.request import Rule
+
+WORD = 2**32 - 1
+LARGEST = torch.finfo(torch.float32).max
+SMALLEST = torch.finfo(torch.float32).tiny
+NO_TOP_P = 2.0  # more than all tokens together
+
+
+class Draws(NamedTuple):
+    """How lines draw. Where the argmax is taken instead, temperature is 1, and nothing is filtered."""
+
+    temperature: torch.Tensor  # [L, 1] fp64
+    min_p: torch.Tensor  # [L, 1] fp64
+    top_p: torch.Tensor  # [L, 1] fp64
+    top_k: torch.Tensor  # [L, 1] int64; all tokens: the vocabulary or more
+    seed: torch.Tensor  # [L, 2] int64: low word, high word
+    greedy: torch.Tensor  # [L] bool
+    has_min_p: bool
+    most: int  # the greatest top_k; 0: neither top_k nor top_p filters anything
+
+    def part(self, span: slice) -> "Draws":
+        """Some of the lines."""
+        return Draws._make(value if isinstance(value, int) else value[span] for value in self)
+
+
+class Edits(NamedTuple):
+    """How lines' logits are changed; ids of -1 are there to fill a table, and change nothing."""
+
+    prompt_len: torch.Tensor  # [L] int64
+    min_tokens: torch.Tensor  # [L] int64
+    stop_ids: torch.Tensor  # [L, A] int64
+    words: torch.Tensor  # [L, B, C] int64: bad words at the right end
+    biased: torch.Tensor  # [L, D] int64 ids
+    biases: torch.Tensor  # [L, D] fp32
+    penalties: torch.Tensor  # [L, 3, 1] fp32: repetition, frequency, presence; or of no length: none
+
+
+class Group(NamedTuple):
+    """Lines of a step that take more than an argmax."""
+
+    lines: torch.Tensor | None  # [n]; None: all
+    edits: Edits | None
+    draws: Draws | None
+
+    def part(self, span: slice) -> "Group":
+        """Some of its lines."""
+        return Group(
+            None if self.lines is None else self.lines[span],
+            self.edits and Edits._make(value[span] for value in self.edits),
+            self.draws and self.draws.part(span),
+        )
+
+
+def kinds_of(rule: Rule) -> int:
+    """What its lines take: see Group; drawing with a filter is a kind of its own."""
+    filters = rule.params.top_p < 1 or rule.params.top_k > 0
+    return rule.edits_logits + (not rule.greedy) * (2 + 2 * filters)
+
+
+def groups_of(rules: Sequence[Rule], device: torch.device) -> list[Group]:
+    """Lines with these rules, those of a kind together."""
+    found: dict[int, list[int]] = {}
+    for line, rule in enumerate(rules):
+        if rule.edits_logits or not rule.greedy:
+            found.setdefault(kinds_of(rule), []).append(line)
+    groups = []
+    for kind, lines in found.items():
+        own = [rules[line] for line in lines]
+        (at,) = upload(device, np.array(lines, np.int64))
+        groups.append(
+            Group(
+                at, edits_of(own, device) if kind & 1 else None, draws_of(own, device) if kind > 1 else None
+            )
+        )
+    return groups
+
+
+def draws_of(rules: Sequence[Rule], device: torch.device) -> Draws:
+    """Draws of lines with these rules."""
+    floats, whole = np.array([_floats(r) for r in rules]), np.array([_draw_ints(r) for r in rules], np.int64)
+    most = max((r.params.top_k or 2**31 for r in rules if kinds_of(r) & 4), default=0)
+    made = upload(device, floats, whole)
+    return _draws(made[0], made[1], any(r.params.min_p for r in rules), most)
+
+
+def edits_of(rules: Sequence[Rule], device: torch.device) -> Edits:
+    """Edits of lines with these rules, in tables as wide as they need."""
+    sizes = [_Sizes.of(rule) for rule in rules]
+    most = _Sizes._make(max(values) for values in zip(*sizes, strict=True))
+    lists = np.stack([_lists(rule, most) for rule in rules])
+    whole = np.array([_edit_ints(rule) for rule in rules], np.int64)
+    penalties = np.array([_penalties(rule) for rule in rules], np.float32)
+    if (penalties == (1, 0, 0)).all():
+        penalties = penalties[:, :0]
+    made = upload(device, whole, lists, penalties)
+    return _edits(made[0], made[1], made[2], most)
+
+
+class _Sizes(NamedTuple):
+    """How long the lists of a rule are."""
+
+    stops: int
+    biases: int
+    words: int
+    word_len: int
+
+    @staticmethod
+    def of(rule: Rule) -> "_Sizes":
+        stops = len(rule.stop_ids) if rule.params.min_tokens else 0
+        longest = max(map(len, rule.bad_words), default=0)
+        return _Sizes(stops, len(rule.params.logit_bias), len(rule.bad_words), longest)
+
+    @property
+    def width(self) -> int:
+        return self.stops + 2 * self.biases + self.words * self.word_len
+
+
+class RuleTable:
+    """Of every slot: the rule of the request that holds it."""
+
+    HELD = _Sizes(stops=32, biases=320, words=64, word_len=8)  # of the lists
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.device = device
+        self._whole = torch.zeros(num_slots, 5, dtype=torch.int64, device=device)
+        self._floats = torch.zeros(num_slots, 3, dtype=torch.float64, device=device)
+        self._lists = torch.full((num_slots, self.HELD.width), -1, dtype=torch.int32, device=device)
+        self._penalties = torch.ones(num_slots, 3, device=device)
+        self.open(0, None)
+
+    @classmethod
+    def holds(cls, rule: Rule) -> bool:
+        """Whether its lists are short enough."""
+        return all(size <= held for size, held in zip(_Sizes.of(rule), cls.HELD, strict=True))
+
+    def open(self, slot_id: int, rule: Rule | None) -> None:
+        """A request takes the slot; None: nobody, which is greedy."""
+        whole = (*_draw_ints(rule), *_edit_ints(rule)) if rule else (2**31, 0, 0, 0, 0)
+        floats = _floats(rule) if rule else (1.0, 0.0, NO_TOP_P)
+        penalties = _penalties(rule) if rule else (1.0, 0.0, 0.0)
+        lists = _lists(rule, self.HELD)
+        made = [np.array(whole, np.int64), np.array(floats), np.array(penalties, np.float32), lists]
+        tables = (self._whole, self._floats, self._penalties, self._lists)
+        for table, line in zip(tables, upload(self.device, *made), strict=True):
+            table[slot_id].copy_(line)
+
+    def group(self, slot: torch.Tensor, edits: bool) -> Group:
+        """For lines of these slots [L]: all that may be drawn, and edited."""
+        whole, floats = self._whole[slot], self._floats[slot]
+        draws = _draws(floats, whole[:, :3], True, 2**31)
+        if not edits:
+            return Group(None, None, draws)
+        return Group(None, _edits(whole[:, 3:], self._lists[slot], self._penalties[slot], self.HELD), draws)
+
+
+def _floats(rule: Rule) -> tuple[float, float, float]:
+    params = rule.params
+    if rule.greedy:
+        return 1.0, 0.0, NO_TOP_P
+    return params.temperature, params.min_p, params.top_p if params.top_p < 1 else NO_TOP_P
+
+
+def _draw_ints(rule: Rule) -> tuple[int, int, int]:
+    """top_k, and the seed's words; of a greedy rule top_k is -1, which no other has."""
+    top_k = -1 if rule.greedy else rule.params.top_k or 2**31
+    return top_k, rule.seed & WORD, rule.seed >> 32
+
+
+def _edit_ints(rule: Rule) -> tuple[int, int]:
+    return rule.prompt_len, rule.params.min_tokens
+
+
+def _penalties(rule: Rule) -> tuple[float, float, float]:
+    params = rule.params
+    repetition = min(max(params.repetition_penalty, SMALLEST), LARGEST)
+    return repetition, params.frequency_penalty, params.presence_penalty
+
+
+def _lists(rule: Rule | None, sizes: _Sizes) -> np.ndarray:
+    """stop_ids, ids with a bias, the biases (as bits), bad words."""
+    bias = rule.params.logit_bias if rule else {}
+    biases = np.clip(list(bias.values()), -LARGEST, LARGEST).astype(np.float32)
+    words = np.full((sizes.words, sizes.word_len), -1, np.int32)
+    for place, word in enumerate(rule.bad_words if rule else ()):
+        words[place, sizes.word_len - len(word) :] = word
+    stops = rule.stop_ids if rule and rule.params.min_tokens else ()
+    return np.concatenate(
+        (
+            _filled(stops, sizes.stops, -1),
+            _filled(bias, sizes.biases, -1),
+            _filled(biases.view(np.int32), sizes.biases, 0),
+            words.reshape(-1),
+        )
+    )
+
+
+def _filled(values: Iterable[int], width: int, rest: int) -> np.ndarray:
+    line = np.full(width, rest, np.int32)
+    given = np.fromiter(values, np.int32)
+    line[: len(given)] = given
+    return line
+
+
+def _draws(floats: torch.Tensor, whole: torch.Tensor, has_min_p: bool, most: int) -> Draws:
+    top_k = whole[:, :1]
+    return Draws(
+        temperature=floats[:, :1],
+        min_p=floats[:, 1:2],
+        top_p=floats[:, 2:],
+        top_k=torch.where(top_k < 0, 2**31, top_k),
+        seed=whole[:, 1:],
+        greedy=top_k.squeeze(1) < 0,
+        has_min_p=has_min_p,
+        most=most,
+    )
+
+
+def _edits(whole: torch.Tensor, lists: torch.Tensor, penalties: torch.Tensor, sizes: _Sizes) -> Edits:
+    widths = [sizes.stops, sizes.biases, sizes.biases, sizes.words * sizes.word_len]
+    stops, biased, biases, words = lists.split(widths, 1)
+    return Edits(
+        prompt_len=whole[:, 0],
+        min_tokens=whole[:, 1],
+        stop_ids=stops.to(torch.int64),
+        words=words.view(len(lists), sizes.words, sizes.word_len).to(torch.int64),
+        biased=biased.to(torch.int64),
+        biases=biases.contiguous().view(torch.float32),
+        penalties=penalties.unsqueeze(-1),
+    )
