@@ -15,9 +15,10 @@ from tokenizers import Tokenizer
 
 import hemiola
 from hemiola.builder import models, targets
-from hemiola.builder.checkpoint import DTYPES, Checkpoint, Lazy, read_json
+from hemiola.builder.checkpoint import DTYPES, Checkpoint, Files, Lazy, read_json
 from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.options import Options
+from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.torch import Compiled
 from hemiola.plugins import OPS
 from hemiola.runtime import manifest
@@ -39,7 +40,7 @@ def build(
     _refuse_pages(options)
     _refuse_occupied(engine_dir)
     report("checking", 0, 0)
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, RandomTensors if options.random_weights else Files)
     max_len = _max_len(checkpoint, options)
     model = models.load(
         checkpoint, torch.ops.hemiola, chunk_len=options.chunk_len, max_len=max_len, dtype=arch.dtype
@@ -64,7 +65,8 @@ def build(
             graphs.append(graph)
             segments.append(_segment(compiled, graph))
             weights = compiled.weights | weights
-        write_weights(weights, folder / WEIGHTS, report)
+        absent = drawn(weights)
+        write_weights({n: w for n, w in weights.items() if n not in absent}, folder / WEIGHTS, report)
         carried = (_hidden(model, limits, arch),) if drafts == "mtp" else ()
         report("hashing", 0, 0)
         return Manifest(
@@ -81,6 +83,7 @@ def build(
             eos_ids=checkpoint.eos_ids(model.config),
             limits=limits,
             weights_file=WEIGHTS,
+            drawn=absent,
             states=tuple(state for graph in graphs for state in graph.states) + carried,
             segments=tuple(segments),
             ops={node.op: OPS[node.op].schema() for segment in segments for node in segment.nodes},

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -76,6 +76,7 @@ class Lazy:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
+    std: float | None = None  # of normal numbers that stand for the weight (random_weights.py)
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "Lazy":
@@ -84,7 +85,7 @@ class Lazy:
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Lazy":
         """`function` of this tensor, applied when it is read."""
         result = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))
-        return Lazy(tuple(result.shape), result.dtype, lambda: function(self.read()))
+        return Lazy(tuple(result.shape), result.dtype, lambda: function(self.read()), self.std)
 
     @property
     def nbytes(self) -> int:
@@ -98,13 +99,25 @@ def join(parts: list[Lazy], function: Callable[[list[torch.Tensor]], torch.Tenso
     for tensor in empty:
         dtype = torch.promote_types(dtype, tensor.dtype)
     shape = function(empty).shape
-    return Lazy(tuple(shape), dtype, lambda: function([p.read().to(dtype) for p in parts]))
+    return Lazy(tuple(shape), dtype, lambda: function([p.read().to(dtype) for p in parts]), parts[0].std)
+
+
+class Tensors(Protocol):
+    """Where a checkpoint's tensors come from: its files, or a generator of random numbers."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def any(self, prefix: str) -> bool: ...
+
+    def tensor(self, name: str, *shape: int) -> Lazy: ...
+
+    def leftovers(self) -> Iterable[str]: ...
 
 
 class Checkpoint:
     """An open folder. What is wrong with names and shapes shows before any content is read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, source: "Callable[[Checkpoint], Tensors] | None" = None) -> None:
         self.path = path
         if not path.is_dir():
             raise Refused(f"{path} is not a directory; pass a Hugging Face checkpoint folder")
@@ -112,9 +125,7 @@ class Checkpoint:
             raise Refused(f"{path} has no config.json; pass a Hugging Face checkpoint folder")
         self.config = Config(read_json(path / "config.json"), str(path / "config.json"))
         self._refuse_quantised()
-        self._shards = {name: _open(path / name) for name in self._shard_names()}
-        self._files = self._locate()
-        self._used: set[str] = set()
+        self._tensors = (source or Files)(self)
 
     @property
     def text_config(self) -> Config:
@@ -122,39 +133,19 @@ class Checkpoint:
         return self.config.section("text_config") if "text_config" in self.config else self.config
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._tensors
 
     def any(self, prefix: str) -> bool:
         """Whether some tensor's name starts with `prefix`."""
-        return any(name.startswith(prefix) for name in self._files)
+        return self._tensors.any(prefix)
 
     def tensor(self, name: str, *shape: int) -> Lazy:
         """The named tensor, which must have this shape."""
-        if name not in self._files:
-            raise Refused(
-                f"{self.path} has no tensor {name}; the checkpoint is incomplete, download it again"
-            )
-        file = self._files[name]
-        header = self._shards[file].get_slice(name)
-        found, dtype = tuple(header.get_shape()), header.get_dtype()
-        if found != shape:
-            raise Refused(
-                f"{self.path / file}: {name} has shape {list(found)}, config.json asks for {list(shape)}; "
-                "correct one of them"
-            )
-        if dtype not in DTYPES:
-            raise Refused(
-                f"{self.path / file}: {name} is {dtype}, not one of {', '.join(DTYPES)}; "
-                "use an unquantised checkpoint"
-            )
-        self._used.add(name)
-        return Lazy(found, DTYPES[dtype], lambda: self._read(file, name))
+        return self._tensors.tensor(name, *shape)
 
     def refuse_leftovers(self, ignorable: str) -> None:
         """Every tensor must have been asked for or match the pattern `ignorable`."""
-        left = sorted(
-            name for name in self._files if name not in self._used and not re.match(ignorable, name)
-        )
+        left = sorted(name for name in self._tensors.leftovers() if not re.match(ignorable, name))
         if left:
             names = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
             raise Refused(
@@ -192,6 +183,46 @@ class Checkpoint:
                     f"{self.config.where}: quantization_config (quant_method {method}) is not supported; "
                     "use the bf16 checkpoint"
                 )
+
+
+class Files:
+    """The safetensors files of a folder."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.path = path = checkpoint.path
+        self._shards = {name: _open(path / name) for name in self._shard_names()}
+        self._files = self._locate()
+        self._used: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def any(self, prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in self._files)
+
+    def tensor(self, name: str, *shape: int) -> Lazy:
+        if name not in self._files:
+            raise Refused(
+                f"{self.path} has no tensor {name}; the checkpoint is incomplete, download it again"
+            )
+        file = self._files[name]
+        header = self._shards[file].get_slice(name)
+        found, dtype = tuple(header.get_shape()), header.get_dtype()
+        if found != shape:
+            raise Refused(
+                f"{self.path / file}: {name} has shape {list(found)}, config.json asks for {list(shape)}; "
+                "correct one of them"
+            )
+        if dtype not in DTYPES:
+            raise Refused(
+                f"{self.path / file}: {name} is {dtype}, not one of {', '.join(DTYPES)}; "
+                "use an unquantised checkpoint"
+            )
+        self._used.add(name)
+        return Lazy(found, DTYPES[dtype], lambda: self._read(file, name))
+
+    def leftovers(self) -> Iterable[str]:
+        return self._files.keys() - self._used
 
     def _shard_names(self) -> list[str]:
         index = self.path / "model.safetensors.index.json"

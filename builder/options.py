@@ -26,4 +26,8 @@ class Options(Strict):
         default=None, ge=0, description="most drafts of one request in one step; default: 3, or 0 without"
     )
     page_len: int = Field(default=64, ge=1, description="tokens in a page of keys and values")
+    random_weights: bool = Field(
+        default=False,
+        description="random numbers for CHECKPOINT/config.json: an engine of its dimensions, to measure",
+    )
     chunk_len: int = Field(default=16, ge=1, description="tokens between two edges of the recurrence grid")

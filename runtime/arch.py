@@ -18,3 +18,9 @@ class Arch(NamedTuple):
 NAMES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 ARCHS = {"cpu": Arch("cpu", torch.float32)}
 ARCHS |= {name: Arch("cuda", torch.bfloat16, (int(name[3:-1]), int(name[-1]))) for name in NAMES}
+
+
+def arch_here() -> str:
+    """What an engine for this machine is built for: its first GPU, or the CPU."""
+    found = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
+    return next((arch for arch, known in ARCHS.items() if known.capability == found), "cpu")

@@ -90,7 +90,7 @@ class LLM:
         engine_dir = Path(engine_dir)
         self.manifest = manifests.load(engine_dir)
         device = find_device(engine_dir, self.manifest.arch)
-        free = free_bytes(device, engine_dir / self.manifest.weights_file)
+        free = free_bytes(device, engine_dir / self.manifest.weights_file, self.manifest.drawn_bytes)
         self.config = resolve(serve_config, self.manifest, free)
         if serve_config.prefix_cache == "auto" and not self.config.prefix_cache:
             log.warning(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,7 @@ import hemiola
 from hemiola.plugins import OPS
 from hemiola.runtime.errors import Refused
 
-FORMAT = 3
+FORMAT = 4
 FILE = "manifest.json"
 
 
@@ -40,6 +41,14 @@ class State(Part):
     kind: Literal["page", "slot"]
     shape: tuple[int, ...]  # of one page or one slot
     dtype: str
+
+
+class Drawn(Part):
+    """A weight of normal numbers around 0 that is made when the engine is opened, to measure it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    std: float
 
 
 class OpNode(Part):
@@ -78,6 +87,7 @@ class Manifest(Part):
     eos_ids: tuple[int, ...]
     limits: Limits
     weights_file: str
+    drawn: dict[str, Drawn]  # weights that are random numbers and stand in no file, by name
     states: tuple[State, ...]
     segments: tuple[Segment, ...]
     ops: dict[str, str]  # schemas of the ops that the segments call, by name
@@ -100,6 +110,12 @@ class Manifest(Part):
     def has_tokenizer(self) -> bool:
         """Else the engine takes and gives token ids."""
         return "tokenizer/tokenizer.json" in self.sha256
+
+    @property
+    def drawn_bytes(self) -> int:
+        """Memory of the weights that stand in no file."""
+        sizes = (math.prod(d.shape) * getattr(torch, d.dtype).itemsize for d in self.drawn.values())
+        return sum(sizes)
 
     def segment(self, name: str) -> Segment:
         return next(s for s in self.segments if s.name == name)

@@ -1,21 +1,32 @@
 """`hemiola bench`"""
 
-from collections.abc import Mapping
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from hemiola.runtime.arch import arch_here
 from hemiola.runtime.bench.bench import Job, run
 from hemiola.runtime.bench.options import BenchOptions
 from hemiola.runtime.cli.options import given, options_of, read, takes
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 
+BUILT = ("max_len", "max_rows", "max_step_tokens", "drafts", "num_drafts")  # limits that build-engine asks
+
 
 @takes(options_of(BenchOptions), options_of(ServeConfig))
 def bench(
-    engine_dir: Annotated[Path, typer.Option(help="made by build-engine")],
+    engine_dir: Annotated[Path | None, typer.Option(help="made by build-engine")] = None,
+    random_weights: Annotated[
+        Path | None,
+        typer.Option(help="instead: a folder with config.json, of whose dimensions an engine is made"),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="write all numbers to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw distributions and throughput to this file")] = None,
     check: Annotated[
@@ -35,9 +46,31 @@ def bench(
     """
     asked = BenchOptions(**given(BenchOptions, options))
     variants = [parse_variant(changes) for changes in compare or []]
-    status = run(Job(engine_dir, asked, given(ServeConfig, options), variants, check, json, plot))
+    engine_options = given(ServeConfig, options)
+    with _engine(engine_dir, random_weights, engine_options) as engine:
+        status = run(Job(engine, asked, engine_options, variants, check, json, plot))
     if status:
         raise SystemExit(status)
+
+
+@contextmanager
+def _engine(engine_dir: Path | None, config: Path | None, options: Mapping[str, Any]) -> Iterator[Path]:
+    """The engine that was named, or one made for the device that is here and removed afterwards."""
+    if (engine_dir is None) == (config is None):
+        raise Refused("give one of --engine-dir DIR and --random-weights FOLDER")
+    if engine_dir is not None:
+        yield engine_dir
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Path(folder, "engine")
+        command = [str(config), "--random-weights", "--engine-dir", str(engine), "--arch", arch_here()]
+        limits = {name: options[name] for name in BUILT if isinstance(options.get(name), int | str)}
+        for name, value in limits.items():
+            command += [] if value == "auto" else [f"--{name.replace('_', '-')}", str(value)]
+        built = subprocess.run([sys.executable, "-m", "hemiola.builder", *command], stderr=subprocess.PIPE)
+        if built.returncode:
+            raise Refused(built.stderr.decode().strip().splitlines()[-1].removeprefix("error: "))
+        yield engine
 
 
 def parse_variant(text: str) -> Mapping[str, object]:

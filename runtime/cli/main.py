@@ -58,6 +58,7 @@ def _facts(engine_dir: Path, found: "Manifest") -> Table:
         "end tokens": ", ".join(map(str, found.eos_ids)),
         **{name: str(value) for name, value in found.limits.model_dump().items()},
         "weights": _size(weights.stat().st_size),
+        **({"random weights": f"{_size(found.drawn_bytes)}, drawn when opened"} if found.drawn else {}),
         "built by": f"hemiola {found.builder_version}, torch {found.torch_version}",
         "identity": found.identity[:16],
     }.items():

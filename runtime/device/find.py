@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from hemiola.runtime.arch import ARCHS
+from hemiola.runtime.arch import ARCHS, arch_here
 from hemiola.runtime.errors import Refused
 
 
@@ -24,8 +24,7 @@ def find_device(engine_dir: Path, arch: str) -> torch.device:
     if found == needed:
         return torch.device("cuda", 0)
     name = torch.cuda.get_device_name(0)
-    other = next((arch for arch, known in ARCHS.items() if known.capability == found), "cpu")
-    raise Refused(f"{built}, but {name} has {_dotted(found)}; {_rebuild(engine_dir, other)}")
+    raise Refused(f"{built}, but {name} has {_dotted(found)}; {_rebuild(engine_dir, arch_here())}")
 
 
 def _dotted(capability: tuple[int, int]) -> str:

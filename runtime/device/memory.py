@@ -63,12 +63,12 @@ def _fill(tensors: list[torch.Tensor], ids: list[int]) -> None:
         tensor[ids] = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
 
 
-def free_bytes(device: torch.device, weights: Path) -> int:
-    """Memory for pages, slots and the work of a step, beside the weights in this file."""
+def free_bytes(device: torch.device, weights: Path, drawn_bytes: int = 0) -> int:
+    """Memory for pages, slots and the work of a step, beside the weights in this file and those drawn."""
     if device.type == "cpu":
-        return _free_bytes_of_host()  # the file is mapped
+        return max(_free_bytes_of_host() - drawn_bytes, 0)  # the file is mapped
     free, total = torch.cuda.mem_get_info(device)
-    needed = weights.stat().st_size
+    needed = weights.stat().st_size + drawn_bytes
     if free <= needed:
         raise Refused(
             f"{weights} has {needed} bytes of weights, but of the GPU's {total} bytes {free} are free;"

@@ -1,5 +1,6 @@
 """An engine's program with its weights and states: a batch in, logits and hidden out. Sees no request."""
 
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -11,7 +12,7 @@ from torch.fx import GraphModule
 from hemiola.plugins import OPS
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import Manifest, Segment
+from hemiola.runtime.manifest import Drawn, Manifest, Segment
 
 
 class Computed(NamedTuple):
@@ -49,7 +50,7 @@ class Session:
         names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         segments = [manifest.segment(name) for name in names]
         names = {name for segment in segments for name in segment.weights}
-        weights = load_weights(engine_dir / manifest.weights_file, names, storage.device)
+        weights = load_weights(engine_dir, manifest, names, storage.device)
         programs = [Program(engine_dir, segment, weights, storage) for segment in segments]
         self._trunk, self._draft = programs[0], programs[-1]
         if storage.device.type == "cpu":
@@ -86,7 +87,20 @@ def bind_forms(program: GraphModule, segment: Segment) -> None:
     program.recompile()
 
 
-def load_weights(path: Path, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
+def load_weights(
+    engine_dir: Path, manifest: Manifest, names: Iterable[str], device: torch.device
+) -> dict[str, torch.Tensor]:
     """Weights by name, as they lie in the file. On the CPU it is mapped, and read when they are."""
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        return {name: file.get_tensor(name) for name in names}
+    drawn = manifest.drawn
+    with safe_open(engine_dir / manifest.weights_file, framework="pt", device=str(device)) as file:
+        return {
+            name: draw(name, drawn[name], device) if name in drawn else file.get_tensor(name)
+            for name in names
+        }
+
+
+def draw(name: str, drawn: Drawn, device: torch.device) -> torch.Tensor:
+    """The same numbers each time, on devices of a kind."""
+    rng = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    weight = torch.empty(drawn.shape, dtype=getattr(torch, drawn.dtype), device=device)
+    return weight.normal_(0, drawn.std, generator=rng)

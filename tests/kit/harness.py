@@ -37,7 +37,7 @@ class Harness:
         self.states = storage.tensors
         segments = self.manifest.segments
         names = {name for segment in segments for name in segment.weights}
-        weights = load_weights(engine_dir / self.manifest.weights_file, names, self.device)
+        self.weights = weights = load_weights(engine_dir, self.manifest, names, self.device)
         self.programs = {s.name: Program(engine_dir, s, weights, storage) for s in segments}
         self.requests: list[Request] = []
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import signal
 import sys
 import threading
@@ -92,8 +93,9 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
 def hemiola(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., "Ended"]:
     """`hemiola bench ARGUMENTS`, as a shell sees it."""
 
-    def run(*args: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["hemiola", "bench", "--engine-dir", "engine", *map(str, args)])
+    def run(*args: object, engine_dir: str | None = "engine") -> Ended:
+        engine = () if engine_dir is None else ("--engine-dir", engine_dir)
+        monkeypatch.setattr(sys, "argv", ["hemiola", "bench", *engine, *map(str, args)])
         status = 0
         try:
             cli.main()
@@ -488,3 +490,21 @@ def test_a_tiny_engine_from_end_to_end(
         "tokens equal to the plain run (defaults): 3 of 3\n"
         "tokens equal to the plain run (max_rows=2,max_step_tokens=16): 3 of 3\n"
     )
+
+
+def test_an_engine_of_a_config_is_made_measured_and_removed(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, hemiola: Callable[..., Ended]
+) -> None:
+    shutil.copy(tiny_checkpoint("qwen3_5") / "config.json", tmp_path)
+    made = ("--random-weights", tmp_path, "--max-len", 64, "--max-rows", 2, "--max-step-tokens", 32)
+    ended = hemiola(*made, *SMALL, "--drafts", "none", "--check", engine_dir=None)
+    assert ended.status == 0 and value(ended.out, "Successful requests:") == ["6"], ended
+    assert "tokens equal to the plain run: 6 of 6" in ended.out
+    for arguments, words in (
+        (made, "give one of --engine-dir DIR"),
+        (("--random-weights", tmp_path), "one of"),
+    ):
+        ended = hemiola(*arguments)
+        assert ended.status == 2 and words in ended.err
+    ended = hemiola("--random-weights", tmp_path / "none", engine_dir=None)
+    assert ended.status == 2 and ended.err.startswith(f"error: {tmp_path / 'none'} is not a directory")

@@ -69,9 +69,10 @@ def test_a_form_gets_the_sizes_that_it_asked_for(monkeypatch: pytest.MonkeyPatch
 
 def test_weights_are_mapped_as_they_lie_aligned_to_cache_lines(tiny_engine: Callable[..., Path]) -> None:
     engine_dir = tiny_engine("qwen3_5_tied")
-    path = engine_dir / manifest.load(engine_dir).weights_file
+    found = manifest.load(engine_dir)
+    path = engine_dir / found.weights_file
     names = ["embed.weight", "layers.0.mixer.body.norm.weight"]
-    weights = load_weights(path, names, torch.device("cpu"))
+    weights = load_weights(engine_dir, found, names, torch.device("cpu"))
     assert [w.dtype for w in weights.values()] == [torch.bfloat16, torch.float32], "widened, or not packed"
     assert all(w.data_ptr() % 64 == 0 for w in weights.values())
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
