@@ -3,9 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 from hemiola.runtime.errors import Refused
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
+MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"}
 LOOK_BACK = 6  # tokens before the text, so that a decoder sees where a word begins
 
 
@@ -25,7 +27,7 @@ class Text:
         if not path.is_file():
             raise Refused(f"{path} is missing; run build-engine again")
         try:
-            self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+            self.tokenizer: Tokenizer = _read_tokenizer(path)
         except Exception as error:  # tokenizers raises bare Exception
             raise Refused(f"{path} is not a tokenizer ({error}); run build-engine again") from None
         config = folder / "tokenizer_config.json"
@@ -68,11 +70,28 @@ class Text:
             )
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special, **variables}
         try:
-            return _environment().from_string(self.template).render(messages=messages, **given)
+            return self._compiled.render(messages=messages, **given)
         except TemplateError as error:
             raise Refused(f"the chat template refuses these messages: {error}; change them") from None
         except (TypeError, KeyError, AttributeError) as error:
             raise Refused(f"the chat template does not fit these messages ({error}); change them") from None
+
+    @cached_property
+    def _compiled(self) -> Template:
+        return _environment().from_string(self.template or "")
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    """Marks of thoughts and tool calls are text: where they are special tokens, `decode` would drop them."""
+    tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+    if not any(
+        token.special and token.content in MARKS for token in tokenizer.get_added_tokens_decoder().values()
+    ):
+        return tokenizer
+    content = json.loads(path.read_text())
+    for token in content["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in MARKS
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def _special(entry: tuple[str, object]) -> tuple[str, str | None]:

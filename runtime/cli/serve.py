@@ -4,13 +4,16 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from hemiola.runtime.cli.options import given, options_of, takes
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.serving.launcher import Server, name_engines
+from hemiola.runtime.serving.openai.app import Limits
+from hemiola.runtime.serving.openai.front import Front
+from hemiola.runtime.serving.openai.model import read_model
 from hemiola.runtime.serving.tritonserver import Ports
 
 
@@ -22,6 +25,15 @@ def serve(
     http_port: Annotated[int, typer.Option(help="of HTTP; 0 takes a free one, here and below")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="of gRPC, for hemiola.Client")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="of Prometheus metrics")] = 8002,
+    openai_port: Annotated[
+        int | None, typer.Option(help="of an OpenAI-compatible API (default: none)")
+    ] = None,
+    openai_api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="that its callers must send; repeat for several", envvar="HEMIOLA_OPENAI_API_KEY"),
+    ] = None,
+    openai_max_requests: Annotated[int, typer.Option(help="it takes at once; more get status 429")] = 1024,
+    openai_max_body: Annotated[int, typer.Option(help="bytes of a body; more get status 413")] = 16 * 2**20,
     tritonserver: Annotated[Path | None, typer.Option(help="the binary (default: nvidia-pytriton's)")] = None,
     start_timeout: Annotated[float, typer.Option(help="seconds until every engine must be ready")] = 300,
     exit_timeout: Annotated[int, typer.Option(help="seconds that streams in flight get at the end")] = 30,
@@ -29,6 +41,8 @@ def serve(
     **options: Any,
 ) -> None:
     """Serve engines with a real tritonserver until SIGINT or SIGTERM."""
+    limits = Limits(openai_max_requests, openai_max_body, tuple(openai_api_key or ()))
+    front = FrontOptions(openai_port, limits, given(ServeConfig, options).get("max_len"), exit_timeout)
     server = Server(
         name_engines(engine_dir, model_name or []),
         host=host,
@@ -41,7 +55,7 @@ def serve(
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals raise KeyboardInterrupt
     try:
-        _serve(server)
+        _serve(server, front)
     except KeyboardInterrupt:  # before it was ready, or for the second time
         sys.exit(130)
     except RuntimeError as error:
@@ -49,9 +63,28 @@ def serve(
         sys.exit(1)
 
 
-def _serve(server: Server) -> None:
+class FrontOptions(NamedTuple):
+    """Of an OpenAI-compatible API."""
+
+    port: int | None  # None: there is none
+    limits: Limits
+
+    max_len: int | str | None
+    exit_timeout_s: float
+
+    def front(self, server: Server) -> Front | None:
+        if self.port is None:
+            return None
+        max_len = self.max_len if isinstance(self.max_len, int) else None
+        models = {name: read_model(name, path, max_len) for name, path in server.engines.items()}
+        settings = {"limits": self.limits, "exit_timeout_s": self.exit_timeout_s}
+        return Front(models, host=server.host, port=self.port, **settings)
+
+
+def _serve(server: Server, front_options: FrontOptions) -> None:
     start = time.monotonic()
     server.check()
+    front = front_options.front(server)
     engines = ", ".join(f"{name} ({engine_dir})" for name, engine_dir in server.engines.items())
     print(f"starting tritonserver with {engines}", flush=True)
     with server:
@@ -59,9 +92,15 @@ def _serve(server: Server) -> None:
             print(f"HTTP     {server.http_url}/v2/models/{name}/generate_stream")
         print(f"gRPC     {server.grpc_url}")
         print(f"metrics  {server.metrics_url}")
+        if front is not None:
+            front.start(server.grpc_url, server.metrics_url)
+            print(f"OpenAI   {front.url}")
         print(f"ready after {time.monotonic() - start:.1f} s; Ctrl-C ends it", flush=True)
         try:
             server.wait()
         except KeyboardInterrupt:
             print("waiting for streams in flight", flush=True)
+        finally:
+            if front is not None:
+                front.stop()
     print("stopped")

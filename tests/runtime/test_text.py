@@ -235,3 +235,12 @@ def test_named_templates_in_the_tokenizer_config(tmp_path: Path) -> None:
         '{"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}'
     )
     assert save(tmp_path, byte_level()).chat(MESSAGES) == "D"
+
+
+def test_marks_of_calls_stay_in_the_text_though_they_are_special_tokens(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<tool_call>", "<other>"])
+    text = save(tmp_path, tokenizer)
+    ids = text.encode("a<tool_call><other><eos>b")
+    assert len(ids) == 5
+    assert text.decode(ids) == "a<tool_call>b"

@@ -1,0 +1,170 @@
+"""What a model says, split into reasoning, content and tool calls while it is being said."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from hemiola.runtime.serving.openai.calls import Call, JsonCall, Schema, XmlCall, held_back, may_begin
+
+THINK, THINK_END = "<think>", "</think>"
+OPENINGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>"}  # the second: Nemotron Nano 2
+BETWEEN = " \t\r\n,[]"  # calls: Nemotron Nano 2 writes a list
+Where = Literal["start", "reasoning", "content", "calls", "call"]
+
+
+class Part(NamedTuple):
+    """Of the answer; `call_id` counts tool calls; a call's first part has its name."""
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str  # of a call: its arguments
+    call_id: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an answer may hold besides content."""
+
+    thinking: bool = False  # the prompt ends within a thought
+    may_think: bool = True  # a thought at the beginning is reasoning
+    tools: Mapping[str, Schema] | None = None  # parameters by name; None: a call is content
+    forced: bool = False  # the answer is one call in JSON, nothing else
+
+
+class Answer:
+    """Takes the text in any pieces; the parts, joined, depend on the text alone.
+
+    Line breaks around a thought and white space before a call are no part of either, as in chat templates.
+    """
+
+    def __init__(self, expected: Expected) -> None:
+        self._tools = expected.tools
+        self._text = ""
+        self._where: Where = "start" if expected.may_think else "content"
+        if expected.thinking:
+            self._where = "reasoning"
+        if expected.forced:
+            self._where = "calls"
+        self._trims = expected.thinking  # line breaks before the next character are dropped
+        self._opened = self._closing = ""  # around calls; the first only until a call was read
+        self._call: XmlCall | JsonCall | None = None
+        self.num_calls = 0
+        named = [f"<function={name}>" for name in expected.tools or ()]  # Qwen3-Coder may forget the frame
+        self._openings = [*OPENINGS, *named] if expected.tools is not None else []
+
+    def push(self, text: str) -> list[Part]:
+        self._text += text
+        return _joined(self._read())
+
+    def finish(self, cut: bool) -> list[Part]:
+        """No more text comes. cut: because of its length."""
+        return _joined(self._finish(cut))
+
+    def _read(self) -> Iterator[Part]:
+        while True:
+            before = (self._where, self._text)
+            match self._where:
+                case "start":
+                    self._start()
+                case "reasoning":
+                    yield from self._until("reasoning", [THINK_END, *self._openings])
+                case "content":
+                    yield from self._until("content", self._openings)
+                case "calls":
+                    yield from self._between_calls()
+                case "call":
+                    yield from self._within_call()
+            if before == (self._where, self._text):
+                return
+
+    def _start(self) -> None:
+        text = self._text.lstrip()
+        if text.startswith(THINK):
+            self._text = text.removeprefix(THINK)
+            self._where, self._trims = "reasoning", True
+        elif text and not may_begin(text, [THINK]):
+            self._where = "content"
+
+    def _until(self, kind: Literal["reasoning", "content"], marks: list[str]) -> Iterator[Part]:
+        if self._trims:
+            self._text = self._text.lstrip("\n")
+            self._trims = not self._text
+        found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            text, self._text = self._text[:at], self._text[at + len(mark) :]
+            kept = text.rstrip("\n") if mark == THINK_END else text.rstrip()
+            yield Part(kind, kept)
+            self._leave_for(mark, text[len(kept) :])
+        else:
+            final_len = len(self._text) - held_back(self._text, marks)
+            if marks:  # what is white before a mark is no part of the text
+                final_len = len(self._text[:final_len].rstrip())
+            text, self._text = self._text[:final_len], self._text[final_len:]
+            yield Part(kind, text)
+
+    def _leave_for(self, mark: str, white: str) -> None:
+        if mark == THINK_END:
+            self._where, self._trims = "content", True
+        elif mark in OPENINGS:
+            self._where, self._opened, self._closing = "calls", white + mark, OPENINGS[mark]
+        else:
+            self._where, self._opened, self._closing = "calls", white, "</tool_call>"
+            self._text = mark + self._text
+
+    def _between_calls(self) -> Iterator[Part]:
+        text = self._text.lstrip(BETWEEN)
+        if self._closing and text.startswith(self._closing):
+            self._text = text.removeprefix(self._closing)
+            self._where, self._trims = "content", True
+        elif text.startswith("{"):
+            self._where, self._text, self._call = "call", text, JsonCall()
+        elif text.startswith("<function="):
+            self._text = text.removeprefix("<function=")
+            self._where, self._call = "call", XmlCall(self._tools or {})
+        elif text and not may_begin(text, [mark for mark in (self._closing, "<function=") if mark]):
+            yield Part("content", self._opened)  # no call follows: it was meant as text
+            self._where = "content"
+
+    def _within_call(self) -> Iterator[Part]:
+        assert self._call is not None
+        calls, self._text = self._call.push(self._text), ""
+        yield from self._numbered(calls)
+        if self._call.ended:
+            yield from self._end_call(self._call)
+
+    def _numbered(self, calls: list[Call]) -> Iterator[Part]:
+        for call in calls:
+            self.num_calls += bool(call.name)
+            yield Part("call", call.arguments, self.num_calls - 1, call.name)
+
+    def _end_call(self, call: XmlCall | JsonCall) -> Iterator[Part]:
+        if not call.is_call:
+            yield Part("content", self._opened + call.said)
+        self._text, self._call, self._opened = call.rest, None, ""
+        self._where = "calls" if self._closing and call.is_call else "content"
+
+    def _finish(self, cut: bool) -> Iterator[Part]:
+        if self._call is not None:
+            yield from self._numbered(self._call.finish(cut))
+            if not self._call.is_call:
+                yield Part("content", self._opened + self._call.said)
+        elif self._where == "reasoning":
+            yield Part("reasoning", self._text if cut else self._text.rstrip("\n"))
+        elif self._where == "calls":
+            yield Part("content", self._opened)
+        elif self._text.strip() or not self.num_calls:
+            yield Part("content", self._text)
+        self._text = ""
+
+
+def _joined(parts: Iterator[Part]) -> list[Part]:
+    """Without empty ones; neighbours of a kind as one."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if last and not part.name and (last.kind, last.call_id) == (part.kind, part.call_id):
+            joined[-1] = last._replace(text=last.text + part.text)
+        elif part.text or part.name:
+            joined.append(part)
+    return joined

@@ -1,0 +1,289 @@
+"""The routes: a body becomes requests to tritonserver, their pieces an answer or a stream of events."""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import aiohttp
+from aiohttp import web
+
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.serving.openai.chat import render
+from hemiola.runtime.serving.openai.errors import ApiError, api_error
+from hemiola.runtime.serving.openai.model import Model
+from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, TextChoice
+from hemiola.runtime.serving.openai.schema import (
+    DEFAULT_MAX_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Request,
+    parse,
+)
+from hemiola.runtime.serving.openai.wire import Answers, Wire
+
+log = logging.getLogger("hemiola.openai")
+BODY_TIMEOUT_S = 60.0  # for a body to arrive
+WRITE_TIMEOUT_S = 60.0  # for a client to read what fills its socket
+METRICS_TIMEOUT_S = 5.0
+LONG_TEXT = 4096  # characters; longer ones are encoded beside the loop, which other streams wait for
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the front takes."""
+
+    max_requests: int = 1024  # under way at once; each choice of each prompt is one
+    max_body: int = 16 * 2**20  # bytes
+    api_keys: tuple[str, ...] = ()  # none: everybody
+
+
+class Work(NamedTuple):
+    """A body as requests to the engine: one for each choice."""
+
+    asked: list[tuple[list[int], SamplingParams]]
+    choices: Sequence[Choice]
+    reply: Reply
+
+
+class App:
+    """The front's handlers. To be made and used within one event loop."""
+
+    def __init__(self, models: Mapping[str, Model], wire: Wire, metrics_url: str, limits: Limits) -> None:
+        self._models = models
+        self._wire = wire
+        self._metrics_url = metrics_url
+        self._limits = limits
+        self._num_open = 0
+
+    def routes(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=self._limits.max_body)
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                web.get("/v1/models", self._list_models),
+                web.get("/v1/models/{model}", self._show_model),
+                web.post("/v1/completions", self._complete),
+                web.post("/v1/chat/completions", self._chat),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Keys, errors in OpenAI's shape, and one line per request, never with its text."""
+        start, status = time.monotonic(), "left"
+        try:
+            self._check_key(request)
+            response = await handler(request)
+            status = str(response.status)
+            return response
+        except (ConnectionError, asyncio.CancelledError):
+            raise  # nobody is there to be told
+        except Exception as error:
+            found = http_error(request, error) if isinstance(error, web.HTTPException) else api_error(error)
+            if found.status == 500:
+                log.error("%s %s: %s", request.method, request.path, error, exc_info=error)
+            status = str(found.status)
+            return error_response(found)
+        finally:
+            seconds = time.monotonic() - start
+            log.debug("%s %s %s %.3f s", request.method, request.path, status, seconds)
+
+    def _check_key(self, request: web.Request) -> None:
+        if not self._limits.api_keys or not request.path.startswith("/v1/"):
+            return
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        if not any([hmac.compare_digest(given, key.encode()) for key in self._limits.api_keys]):
+            raise ApiError(
+                401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"
+            )
+
+    # ---- what stands still
+
+    async def _health(self, _: web.Request) -> web.Response:
+        ready = await self._wire.is_ready(self._models)
+        return web.json_response({"ready": ready}, status=200 if ready else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        """Triton's page."""
+        timeout = aiohttp.ClientTimeout(total=METRICS_TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(self._metrics_url) as page,
+            ):
+                return web.Response(
+                    body=await page.read(), headers={"Content-Type": page.headers["Content-Type"]}
+                )
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ApiError(503, f"tritonserver's metrics cannot be read: {error}") from None
+
+    async def _list_models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [describe(m) for m in self._models.values()]})
+
+    async def _show_model(self, request: web.Request) -> web.Response:
+        return web.json_response(describe(self._model(request.match_info["model"])))
+
+    def _model(self, name: str) -> Model:
+        if name not in self._models:
+            known = ", ".join(self._models)
+            raise ApiError(404, f"no model {name!r}, there is {known}", param="model", code="model_not_found")
+        return self._models[name]
+
+    # ---- what is generated
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        request = parse(CompletionRequest, await read_body(http))
+        model = self._model(request.model)
+        prompts = [await encode(model, prompt) for prompt in request.prompt]
+        params = request.params(request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs)
+        tokens = model.tokens if request.logprobs is not None else None
+        asked = [(prompt, each) for prompt in prompts for each in params]
+        choices: list[Choice] = []
+        for index, (ids, _) in enumerate(asked):
+            echo = ""
+            if request.echo:
+                given = request.prompt[index // len(params)]
+                echo = given if isinstance(given, str) else model.need_text("echo is").decode(given)
+            choices.append(TextChoice(index, ids, tokens, bool(request.return_token_ids), echo))
+        reply = Reply("text_completion", model, choices, len(params))
+        return await self._answer(http, request, Work(asked, choices, reply))
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        request = parse(ChatRequest, await read_body(http))
+        model = self._model(request.model)
+        refuse_guided(request)
+        prompt, expected = render(model, request)
+        ids = await encode(model, prompt)
+        most = request.most_tokens or max(model.max_len - len(ids), 1)
+        params = request.params(most, request.num_logprobs)
+        tokens = model.tokens if request.logprobs else None
+        with_ids = bool(request.return_token_ids)
+        choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
+        reply = Reply("chat.completion", model, choices, len(params))
+        return await self._answer(http, request, Work([(ids, each) for each in params], choices, reply))
+
+    async def _answer(self, http: web.Request, request: Request, work: Work) -> web.StreamResponse:
+        with self._admit(len(work.asked)):
+            answers = self._wire.ask(request.model, work.asked)
+            try:
+                if request.stream:
+                    return await stream(http, work, answers, request.include_usage)
+                while found := await answers.next():
+                    for index, piece in found:
+                        work.choices[index].take(piece)
+                return web.json_response(work.reply.whole(), headers={"X-Request-Id": work.reply.id})
+            finally:
+                answers.close()
+
+    @contextlib.contextmanager
+    def _admit(self, num_requests: int) -> Iterator[None]:
+        most = self._limits.max_requests
+        if num_requests > most:
+            raise ApiError(
+                400, f"prompts x n is {num_requests}, the server takes {most} at once; send fewer", param="n"
+            )
+        if self._num_open + num_requests > most:
+            raise ApiError(
+                429, f"{self._num_open} of {most} requests are under way; try again in a moment",
+                code="rate_limit_exceeded",
+            )  # fmt: skip
+        self._num_open += num_requests
+        try:
+            yield
+        finally:
+            self._num_open -= num_requests
+
+
+def refuse_guided(request: ChatRequest) -> None:
+    if request.forced:
+        raise ApiError(400, "tool_choice must be auto or none: calls cannot be forced", param="tool_choice")
+    if request.response_format is not None and request.response_format.type != "text":
+        raise ApiError(
+            400, f"response_format {request.response_format.type} is not served", param="response_format"
+        )
+
+
+async def read_body(http: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await http.read()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again") from None
+
+
+async def encode(model: Model, prompt: str | list[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    text = model.need_text("the prompt is")
+    return text.encode(prompt) if len(prompt) < LONG_TEXT else await asyncio.to_thread(text.encode, prompt)
+
+
+async def stream(http: web.Request, work: Work, answers: Answers, with_usage: bool) -> web.StreamResponse:
+    """Events; they begin with the first token, so that what is refused still has its status."""
+    found = await answers.next()
+    headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers={**headers, "X-Request-Id": work.reply.id})
+    usage: dict[str, Any] = {"usage": None} if with_usage else {}
+    await response.prepare(http)
+    try:
+        while found:
+            made = [chunk for index, piece in found for chunk in work.choices[index].chunks(piece)]
+            await write(http, response, [work.reply.chunk([chunk]) | usage for chunk in made])
+            found = await answers.next()
+        if with_usage:
+            await write(http, response, [work.reply.chunk([]) | work.reply.totals()])
+        await write(http, response, ["[DONE]"])
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception as error:  # its status has been sent: clients look into the events
+        log.warning("%s after its first token: %s", work.reply.id, error)
+        await write(http, response, [api_error(error).body()])
+    await response.write_eof()
+    return response
+
+
+async def write(http: web.Request, response: web.StreamResponse, events: list[dict[str, Any] | str]) -> None:
+    """Server-sent events, in one write. ASCII: some clients break lines at U+2028."""
+    if not events:
+        return
+    texts = [
+        event if isinstance(event, str) else json.dumps(event, separators=(",", ":")) for event in events
+    ]
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await response.write("".join(f"data: {text}\n\n" for text in texts).encode())
+    except TimeoutError:
+        if http.transport is not None:
+            http.transport.abort()
+        raise ConnectionResetError(f"the client read nothing for {WRITE_TIMEOUT_S:g} s") from None
+
+
+def describe(model: Model) -> dict[str, Any]:
+    own = {"owned_by": "hemiola", "max_model_len": model.max_len}
+    return {"id": model.name, "object": "model", "created": model.created, **own}
+
+
+def http_error(request: web.Request, error: web.HTTPException) -> ApiError:
+    """What aiohttp says, such as 404 or 413."""
+    match error.status:
+        case 404:
+            return ApiError(404, f"no {request.path} here; docs/openai.md lists the routes", code="not_found")
+        case 405:
+            return ApiError(405, f"{request.path} does not take {request.method}", code="method_not_allowed")
+        case 413:
+            return ApiError(413, f"the body is too large: {error.text}; send less", code="body_too_large")
+        case status:
+            return ApiError(status, error.text or error.reason)
+
+
+def error_response(error: ApiError) -> web.Response:
+    return web.json_response(error.body(), status=error.status, headers=error.headers)

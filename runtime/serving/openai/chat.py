@@ -1,0 +1,80 @@
+"""A conversation as a prompt, by the checkpoint's chat template, and what its answer may hold."""
+
+import json
+from typing import Any
+
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.openai.answer import THINK, Expected
+from hemiola.runtime.serving.openai.errors import ApiError
+from hemiola.runtime.serving.openai.model import Model
+from hemiola.runtime.serving.openai.schema import ChatRequest, Message, Tool
+
+RESERVED = ("messages", "tools", "chat_template")
+
+
+def render(model: Model, request: ChatRequest) -> tuple[str, Expected]:
+    """The prompt, and what to look for in the answer."""
+    text = model.need_text("messages are")
+    template = text.template or ""
+    variables = request.chat_template_kwargs or {}
+    for name in RESERVED:
+        if name in variables:
+            raise ApiError(
+                400, f"chat_template_kwargs holds {name!r}, which is none of its own; take it out",
+                param="chat_template_kwargs",
+            )  # fmt: skip
+    tools = request.tools if request.tool_choice != "none" else None
+    messages = [_message(message, i, "developer" in template) for i, message in enumerate(request.messages)]
+    try:
+        prompt = text.chat(messages, tools=[_tool(tool) for tool in tools or ()] or None, **variables)
+    except Refused as error:
+        raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+    expected = Expected(
+        thinking=prompt.rstrip().endswith(THINK),
+        may_think=THINK in template,
+        tools={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
+    )
+    return prompt, expected
+
+
+def _message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
+    """As templates expect it: content is a text, and a call's arguments are an object."""
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    role = "system" if message.role == "developer" and not knows_developer else message.role
+    made: dict[str, Any] = {"role": role, "content": content or ""}
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if getattr(message, name) is not None:
+            made[name] = getattr(message, name)
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, f"messages[{index}].tool_calls[{i}]"),
+                },
+            }
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return made
+
+
+def _arguments(text: str, place: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ApiError(
+            400, f"{place}.function.arguments is not a JSON object; send what the call had",
+            param=place, code="invalid_value",
+        )  # fmt: skip
+    return found
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    function = tool.function.model_dump(exclude={"strict"})
+    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}

@@ -1,0 +1,96 @@
+"""The front as a thread of `hemiola serve`: a port, an event loop, and a clean end."""
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+from aiohttp import web
+
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.openai.app import App, Limits
+from hemiola.runtime.serving.openai.model import Model
+from hemiola.runtime.serving.openai.wire import Wire
+
+log = logging.getLogger("hemiola.openai")
+BACKLOG = 1024
+
+
+class Front:
+    """Holds its port from the beginning, but listens only while entered."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        limits: Limits = Limits(),  # noqa: B008  # frozen
+        exit_timeout_s: float = 30,
+    ) -> None:
+        self._models = models
+        self._limits = limits
+        self._exit_timeout_s = exit_timeout_s
+        self._socket = bind(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}/v1"
+        self._started: Future[asyncio.AbstractEventLoop] = Future()
+        self._ending = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="openai-front", daemon=True)
+
+    def start(self, grpc_url: str, metrics_url: str) -> None:
+        """Returns when it listens."""
+        self._grpc_url, self._metrics_url = grpc_url, metrics_url
+        self._thread.start()
+        self._loop = self._started.result()
+
+    def stop(self) -> None:
+        """New connections are refused; answers under way may finish for exit_timeout_s."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ending.set)
+            self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if not self._started.done():
+                self._started.set_exception(error)
+                return
+            log.exception("the OpenAI front ended")
+
+    async def _serve(self) -> None:
+        wire = Wire(self._grpc_url)
+        app = App(self._models, wire, self._metrics_url, self._limits)
+        runner = web.AppRunner(
+            app.routes(),
+            handler_cancellation=True,  # a client that leaves ends its requests
+            access_log=None,
+            shutdown_timeout=self._exit_timeout_s,
+        )
+        await runner.setup()
+        try:
+            await web.SockSite(runner, self._socket, backlog=BACKLOG).start()
+            self._started.set_result(asyncio.get_running_loop())
+            await self._ending.wait()
+        finally:
+            await runner.cleanup()
+            await wire.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Not listening yet: until engines are ready, connections are refused."""
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise Refused(
+            f"OpenAI port {port} on {host} cannot be used ({reason}); pass --openai-port with a free one"
+        ) from None
+    return bound

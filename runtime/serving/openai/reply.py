@@ -1,0 +1,239 @@
+"""Answers in OpenAI's form: one object at the end, or chunks as they come."""
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hemiola.runtime.api import Logprob, Metrics, Piece
+from hemiola.runtime.serving.openai.answer import Answer, Expected, Part
+from hemiola.runtime.serving.openai.model import Model, Tokens
+
+Json = dict[str, Any]
+
+
+class Choice:
+    """One of a request's answers: takes pieces, gives a chunk's `choices`, and at the end the whole."""
+
+    def __init__(self, index: int, prompt_ids: list[int], tokens: Tokens | None, with_ids: bool) -> None:
+        self.index = index
+        self.prompt_ids = prompt_ids
+        self.metrics: Metrics | None = None
+        self.num_output_tokens = 0
+        self._tokens = tokens  # if log-probabilities were asked for
+        self._with_ids = with_ids
+        self._token_ids: list[int] = []  # all of them, when whole; those not yet in a chunk, when streamed
+        self._logprobs: list[Logprob] = []
+        self._finish_reason: str | None = None
+        self._begun = False
+
+    def take(self, piece: Piece) -> None:
+        self.num_output_tokens += len(piece.token_ids)
+        self._token_ids += piece.token_ids
+        self._logprobs += piece.logprobs or ()
+        self._finish_reason = piece.finish_reason
+        self.metrics = piece.metrics
+
+    def _common(self, streamed: bool) -> Json:
+        """Tokens go with the text that they became, or with the next one if that is still held back."""
+        common: Json = {"index": self.index, "logprobs": None, "finish_reason": None}
+        if self._tokens is not None and (self._logprobs or not streamed):
+            common["logprobs"] = self._logprobs_json(self._tokens)
+        if self._with_ids:
+            common["token_ids"] = self._token_ids
+            if not self._begun:
+                common["prompt_token_ids"] = self.prompt_ids
+        self._begun = True
+        self._token_ids, self._logprobs = [], []
+        return common
+
+    def _logprobs_json(self, tokens: Tokens) -> Json:
+        raise NotImplementedError
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        raise NotImplementedError
+
+    def whole(self) -> Json:
+        raise NotImplementedError
+
+
+class TextChoice(Choice):
+    """Of a completion."""
+
+    def __init__(
+        self, index: int, prompt_ids: list[int], tokens: Tokens | None, with_ids: bool, echo: str
+    ) -> None:
+        super().__init__(index, prompt_ids, tokens, with_ids)
+        self._text = echo  # not yet given out
+        self._offset = len(echo)
+
+    def take(self, piece: Piece) -> None:
+        super().take(piece)
+        self._text += piece.text
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        self.take(piece)
+        if not self._text and piece.finish_reason is None and not self._with_ids:
+            return []
+        return [self.whole(streamed=True)]
+
+    def whole(self, streamed: bool = False) -> Json:
+        reason, text = self._finish_reason, self._text
+        self._text = ""
+        return {"text": text, **self._common(streamed), "finish_reason": reason}
+
+    def _logprobs_json(self, tokens: Tokens) -> Json:
+        ids = [logprob.token_id for logprob in self._logprobs]
+        offsets = tokens.offsets([*ids, *ids[:1]], self._offset)
+        self._offset = offsets.pop() if ids else self._offset
+        return {
+            "tokens": [tokens.name(token_id) for token_id in ids],
+            "token_logprobs": [logprob.logprob for logprob in self._logprobs],
+            "top_logprobs": [
+                {tokens.name(best): value for best, value in logprob.top} for logprob in self._logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatChoice(Choice):
+    """Of a chat: its text is split into reasoning, content and calls."""
+
+    def __init__(
+        self, index: int, prompt_ids: list[int], tokens: Tokens | None, with_ids: bool, expected: Expected
+    ) -> None:
+        super().__init__(index, prompt_ids, tokens, with_ids)
+        self._answer = Answer(expected)
+        self._parts: list[Part] = []
+
+    def take(self, piece: Piece) -> None:
+        super().take(piece)
+        self._parts += self._answer.push(piece.text)
+        if piece.finish_reason is not None:
+            self._parts += self._answer.finish(cut=piece.finish_reason == "length")
+            if self._answer.num_calls and piece.finish_reason == "stop":
+                self._finish_reason = "tool_calls"
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        begun = self._begun
+        self.take(piece)
+        deltas = [_delta(part) for part in self._parts]
+        self._parts = []
+        if not begun:
+            deltas.insert(0, {"role": "assistant", "content": ""})
+        made = [{"delta": delta, **self._common(streamed=True)} for delta in deltas]
+        if self._finish_reason is not None:
+            made.append({"delta": {}, **self._common(streamed=True), "finish_reason": self._finish_reason})
+        elif self._with_ids and not made:
+            made.append({"delta": {}, **self._common(streamed=True)})
+        return made
+
+    def whole(self) -> Json:
+        texts = {"reasoning": "", "content": ""}
+        calls: list[Json] = []
+        for part in self._parts:
+            if part.kind != "call":
+                texts[part.kind] += part.text
+            elif part.name:
+                calls.append(_call(part))
+            else:
+                calls[-1]["function"]["arguments"] += part.text
+        message: Json = {"role": "assistant", "content": texts["content"], "refusal": None}
+        if texts["reasoning"]:
+            message["reasoning_content"] = texts["reasoning"]
+        if calls:
+            message |= {"tool_calls": calls, "content": texts["content"] or None}
+        return {"message": message, **self._common(streamed=False), "finish_reason": self._finish_reason}
+
+    def _logprobs_json(self, tokens: Tokens) -> Json:
+        content = [
+            _token(tokens, logprob.token_id, logprob.logprob)
+            | {"top_logprobs": [_token(tokens, *best) for best in logprob.top]}
+            for logprob in self._logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _delta(part: Part) -> Json:
+    match part.kind:
+        case "reasoning":
+            return {"reasoning_content": part.text}
+        case "content":
+            return {"content": part.text}
+        case _ if part.name:
+            return {"tool_calls": [{"index": part.call_id, **_call(part)}]}
+        case _:
+            return {"tool_calls": [{"index": part.call_id, "function": {"arguments": part.text}}]}
+
+
+def _call(part: Part) -> Json:
+    function = {"name": part.name, "arguments": part.text}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _token(tokens: Tokens, token_id: int, logprob: float) -> Json:
+    return {"token": tokens.name(token_id), "logprob": logprob, "bytes": list(tokens.bytes(token_id))}
+
+
+class Reply:
+    """A request's answer: what stands around its choices."""
+
+    def __init__(self, kind: str, model: Model, choices: Sequence[Choice], num_each: int) -> None:
+        prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.choices = choices
+        self._kind = kind
+        self._head = {
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": f"fp_{model.identity[:10]}",
+        }
+        self._firsts = choices[::num_each]  # one for each prompt, however many choices it has
+
+    def chunk(self, choices: list[Json]) -> Json:
+        kind = "chat.completion.chunk" if self._kind == "chat.completion" else self._kind
+        return {"id": self.id, "object": kind, **self._head, "choices": choices}
+
+    def whole(self) -> Json:
+        choices = [choice.whole() for choice in self.choices]
+        return {"id": self.id, "object": self._kind, **self._head, "choices": choices, **self.totals()}
+
+    def totals(self) -> Json:
+        """Usage, and how drafts fared."""
+        found = [choice.metrics for choice in self.choices if choice.metrics is not None]
+        completion = sum(choice.num_output_tokens for choice in self.choices)
+        prompt = sum(len(choice.prompt_ids) for choice in self._firsts)
+        cached = sum(choice.metrics.cached_tokens for choice in self._firsts if choice.metrics is not None)
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        drafts = speculation(found)
+        return {"usage": usage, **({"metrics": {"speculative_decoding": drafts}} if drafts else {})}
+
+
+def speculation(found: Iterable[Metrics]) -> Json:
+    """Counts as aiperf reads them; empty if nothing was drafted. A step with k drafts accepts 0 to k."""
+    found = list(found)
+    width = max((len(metrics.drafted) for metrics in found), default=0)
+    drafted = _added([metrics.drafted for metrics in found], width)
+    accepted = _added([metrics.accepted for metrics in found], width)
+    if not width or not drafted[0]:
+        return {}
+    steps = drafted[0]
+    at_least = [steps, *accepted, 0]
+    return {
+        "mean_acceptance_length": 1 + sum(accepted) / steps,
+        "draft_acceptance_rate": sum(accepted) / sum(drafted),
+        "acceptance_histogram": [at_least[i] - at_least[i + 1] for i in range(width + 1)],
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+        "num_spec_steps": steps,
+        "num_spec_tokens": width,
+    }
+
+
+def _added(counts: Sequence[Sequence[int]], width: int) -> list[int]:
+    return [sum(each[i] for each in counts if i < len(each)) for i in range(width)]

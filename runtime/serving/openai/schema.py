@@ -1,0 +1,279 @@
+"""Bodies of requests: OpenAI's names, and every name of SamplingParams beside them."""
+
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.openai.errors import ApiError, schema_error
+
+MAX_N = 128
+MAX_STOPS = 64
+MAX_LOGPROBS = 20
+OWN = {"max_tokens", "logprobs"}  # fields of SamplingParams that OpenAI's bodies say otherwise
+PASSED = tuple(name for name in SamplingParams.model_fields if name not in OWN)
+DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's; a chat may fill the context
+
+
+class Body(BaseModel):
+    """Strict; null is as good as absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; there is none
+
+
+class Request(Body):
+    """What both kinds share. Names of SamplingParams come beside these, and are checked there."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    model: str
+    n: int | None = Field(default=None, ge=1, le=MAX_N)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    return_token_ids: bool | None = None  # as in vLLM: ids of prompt and answer, beside the text
+    # labels that change nothing here
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        unknown = [name for name in self.model_extra or {} if name not in PASSED]
+        if unknown:
+            names = ", ".join((*type(self).model_fields, *PASSED))
+            raise ApiError(
+                400,
+                f"unknown option {unknown[0]!r}; the options are {names}",
+                param=unknown[0],
+                code="unknown_parameter",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(
+                400, "stream_options is given without stream; set stream to true", param="stream_options"
+            )
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def params(self, max_tokens: int, logprobs: int | None, **more: object) -> list[SamplingParams]:
+        """One for each of n choices: with a seed, seed + i."""
+        given: dict[str, Any] = {
+            name: value for name, value in (self.model_extra or {}).items() if value is not None
+        }
+        given = {"temperature": 1.0, **given, "max_tokens": max_tokens, "logprobs": logprobs, **more}
+        if isinstance(given.get("logit_bias"), dict):
+            given["logit_bias"] = _biases(given["logit_bias"])
+        _check_stops(given.get("stop"))
+        seed = given.get("seed")
+        if type(seed) is not int:
+            return [SamplingParams(**given)] * self.num_choices
+        if not -(2**63) <= seed < 2**64:
+            raise ApiError(400, f"seed is {seed}; give 64 bits", param="seed", code="invalid_value")
+        return [SamplingParams(**{**given, "seed": (seed + i) % 2**64}) for i in range(self.num_choices)]
+
+
+def _biases(given: dict[str, Any]) -> dict[int, Any]:
+    try:
+        return {int(token): bias for token, bias in given.items()}
+    except ValueError as error:
+        raise ApiError(
+            400,
+            f"logit_bias has a key that is no token id ({error}); give {{'token id': bias}}",
+            param="logit_bias",
+            code="invalid_value",
+        ) from None
+
+
+def _check_stops(stop: object) -> None:
+    """Each costs time at each token."""
+    if isinstance(stop, list) and len(stop) > MAX_STOPS:
+        raise ApiError(
+            400, f"stop has {len(stop)} texts, the limit is {MAX_STOPS}; give fewer", param="stop",
+            code="invalid_value",
+        )  # fmt: skip
+
+
+Prompts = tuple[str | list[int], ...]
+
+
+class CompletionRequest(Request):
+    prompt: Prompts
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _as_prompts(cls, value: object) -> object:
+        """A text, token ids, or a list of either."""
+        prompts = value if isinstance(value, list) and value and not _all(int, value) else [value]
+        if not all(isinstance(one, str) or (isinstance(one, list) and _all(int, one)) for one in prompts):
+            raise ValueError("give a text, a list of token ids, or a list of texts or of lists of token ids")
+        if not all(prompts):
+            raise ValueError("a prompt is empty; give at least one token")
+        return tuple(prompts)
+
+    @model_validator(mode="after")
+    def _served(self) -> Self:
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise ApiError(
+                400, f"best_of is {self.best_of}, but nothing is ranked here; give n instead", param="best_of"
+            )
+        if self.echo and self.logprobs is not None:
+            raise ApiError(
+                400, "echo with logprobs: a prompt's are not computed; leave one out", param="echo"
+            )
+        return self
+
+
+def _all(kind: type, values: list[Any]) -> bool:
+    return all(type(value) is kind for value in values)
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None  # of those who send back what they collected from a stream
+
+
+class Message(Body):
+    """`audio` and the like may stand there as null: clients send back the objects that they got."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+
+
+class Function(Body):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class Named(Body):
+    name: str
+
+
+class ToolChoice(Body):
+    type: Literal["function"]
+    function: Named
+
+
+class JsonSchema(Body):
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema, and only with it")
+        return self
+
+
+class ChatRequest(Request):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice) and choice.function.name not in names:
+            known = ", ".join(names) or "none"
+            raise ApiError(
+                400, f"tool_choice names {choice.function.name!r}, the tools are {known}", param="tool_choice"
+            )
+        if choice not in (None, "none", "auto") and not names:
+            raise ApiError(400, f"tool_choice is {choice!r} without tools; give tools", param="tool_choice")
+        if len(set(names)) < len(names):
+            raise ApiError(400, "two tools have one name; give each its own", param="tools")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(
+                400, "top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs"
+            )
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ApiError(
+                400, "max_tokens and max_completion_tokens mean the same; give one", param="max_tokens"
+            )
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def forced(self) -> bool:
+        """The answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
+
+
+Kind = TypeVar("Kind", bound=Request)
+
+
+def parse(kind: type[Kind], body: bytes) -> Kind:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise schema_error(error, list(kind.model_fields)) from None
+    except Refused as error:
+        raise ApiError(400, str(error)) from None

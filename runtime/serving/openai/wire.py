@@ -1,0 +1,170 @@
+"""Requests to tritonserver over one gRPC channel of asyncio's."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import grpc
+from grpc import aio
+from tritonclient.grpc import service_pb2_grpc
+
+from hemiola.runtime.api import Piece, SamplingParams
+from hemiola.runtime.errors import Failed
+from hemiola.runtime.serving.client import CANCEL, CANCEL_TIMEOUT_S, pack, pb2, read_piece, refusal, unpack
+
+log = logging.getLogger("hemiola.openai")
+READY_TIMEOUT_S = 2.0
+EOF: Any = getattr(aio, "EOF")  # noqa: B009  # missing in its types
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+class Said(NamedTuple):
+    """What an exchange has to tell: a piece, or why there are no more."""
+
+    number: int  # of the exchange
+    piece: Piece | None
+    error: Exception | None = None
+
+
+class Wire:
+    """A running tritonserver. To be made, used and closed within one event loop."""
+
+    def __init__(self, url: str) -> None:
+        self._channel = aio.insecure_channel(url, options=[("grpc.max_receive_message_length", -1)])
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._exchanges: set[Exchange] = set()  # asyncio keeps no task alive by itself
+
+    async def is_ready(self, models: Mapping[str, object]) -> bool:
+        try:
+            asked = [
+                self._stub.ModelReady(pb2.ModelReadyRequest(name=model), timeout=READY_TIMEOUT_S)
+                for model in models
+            ]
+            return all(answer.ready for answer in await asyncio.gather(*asked))
+        except aio.AioRpcError:
+            return False
+
+    def ask(self, model: str, asked: list[tuple[list[int], SamplingParams]]) -> "Answers":
+        """Starts a request for each of these."""
+        said: asyncio.Queue[Said] = asyncio.Queue()
+        requests = [pack(model, ids, params, stream=True) for ids, params in asked]
+        exchanges = [Exchange(self._stub, request, i, said) for i, request in enumerate(requests)]
+        self._exchanges.update(exchanges)
+        for exchange in exchanges:
+            exchange.task.add_done_callback(lambda _, done=exchange: self._exchanges.discard(done))
+        return Answers(exchanges, said)
+
+    async def close(self) -> None:
+        """Cancels what is in flight and ends the connection."""
+        for exchange in list(self._exchanges):
+            exchange.cancel()
+        await asyncio.gather(*(exchange.task for exchange in self._exchanges), return_exceptions=True)
+        await self._channel.close()
+
+
+class Exchange:
+    """One request on a gRPC stream of its own, which is always read to its end; client.Exchange says why.
+
+    Its task reads on when those who listen have left by `cancel`.
+    """
+
+    def __init__(self, stub: Any, request: Any, index: int, said: asyncio.Queue[Said]) -> None:
+        self._stub = stub
+        self._request = request
+        self._index = index
+        self._said = said
+        self._call = stub.ModelStreamInfer()
+        self._writing = asyncio.Lock()
+        self._closed = False  # our half of the stream
+        self._leaving: asyncio.Task[None] | None = None
+        self.task = asyncio.create_task(self._run())
+
+    def cancel(self) -> None:
+        """Asks the server to end the request; the stream then ends soon."""
+        if not self._closed and self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave())
+
+    async def _run(self) -> None:
+        try:
+            await self._read()
+        except aio.AioRpcError as error:
+            text = f"the server: {error.code().name}: {error.details()}"
+            self._tell(error=Failed(text) if error.code() in GONE else RuntimeError(text))
+        except asyncio.CancelledError:
+            self._tell(error=Failed("the server does not answer"))
+        except Exception as error:
+            log.exception("request %s", self._request.id)
+            self._tell(error=error)
+        finally:
+            self._closed = True
+
+    async def _read(self) -> None:
+        await self._send(self._request)
+        ended = False
+        while (response := await self._call.read()) is not EOF:
+            if response.infer_response.id == CANCEL:
+                continue
+            message = unpack(response.infer_response)
+            if response.error_message:
+                self._tell(error=refusal(response.error_message))
+            else:
+                self._tell(read_piece(message))
+            if response.error_message or "finish_reason" in message:
+                ended = True
+                await self._send(last=True)
+        if not ended:
+            self._tell(error=Failed("the server ended the stream before the request was finished"))
+
+    async def _send(self, request: Any = None, last: bool = False) -> None:
+        async with self._writing:
+            if self._closed:
+                return
+            self._closed = last
+            if request is not None:
+                await self._call.write(request)
+            if last:
+                await self._call.done_writing()
+
+    async def _leave(self) -> None:
+        """A dropped stream can lock tritonserver 2.51 up, so the request is cancelled by a second one."""
+        request = pb2.ModelInferRequest(model_name=self._request.model_name, id=CANCEL)
+        request.parameters["cancel"].string_param = self._request.id
+        asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self.task.cancel)
+        try:
+            await self._send(request, last=True)
+        except (aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the server is gone, which the reader tells
+
+    def _tell(self, piece: Piece | None = None, error: Exception | None = None) -> None:
+        self._said.put_nowait(Said(self._index, piece, error))
+
+
+class Answers:
+    """What the exchanges of one request say, as it comes. Leaving early cancels those that still run."""
+
+    def __init__(self, exchanges: list[Exchange], said: asyncio.Queue[Said]) -> None:
+        self._exchanges = exchanges
+        self._said = said
+        self._num_open = len(exchanges)
+
+    async def next(self) -> list[tuple[int, Piece]]:
+        """At least one piece, and all that there are by now; empty at the end. An error raises."""
+        if not self._num_open:
+            return []
+        said = [await self._said.get()]
+        while not self._said.empty():
+            said.append(self._said.get_nowait())
+        found = []
+        for index, piece, error in said:
+            if error is not None:
+                raise error
+            assert piece is not None
+            found.append((index, piece))
+            self._num_open -= piece.finish_reason is not None
+        return found
+
+    def close(self) -> None:
+        for exchange in self._exchanges:
+            if not exchange.task.done():
+                exchange.cancel()

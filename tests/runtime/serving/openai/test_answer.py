@@ -1,0 +1,220 @@
+"""Reasoning, content and tool calls of what models write, however the text is cut."""
+
+import json
+import random
+
+import pytest
+
+from hemiola.runtime.serving.openai.answer import Answer, Expected, Part
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "share": {"type": ["number", "null"]},
+        "exact": {"type": "boolean"},
+        "tags": {"anyOf": [{"type": "array"}, {"type": "string"}]},
+        "unit": {"enum": ["C", "F"]},
+        "any": {"$ref": "#/$defs/x"},
+    },
+}
+TOOLS = {"weather": WEATHER, "now": {}}
+PLAIN, TOOL = Expected(), Expected(tools=TOOLS)
+THOUGHT, THOUGHT_TOOL = Expected(thinking=True), Expected(thinking=True, tools=TOOLS)
+
+
+def xml(*arguments: tuple[str, str], name: str = "weather", frame: bool = True) -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    call = f"<function={name}>\n{inner}</function>"
+    return f"<tool_call>\n{call}\n</tool_call>" if frame else call
+
+
+def hermes(**call: object) -> str:
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def call(*arguments: object, name: str = "weather") -> tuple[str, object]:
+    return name, dict(arguments)
+
+
+UNICODE = '日本 👩‍👩‍👧 "q" \\n \t</p>'
+# name: (what is expected, text, reasoning, content, calls)
+CASES = {
+    "content": (PLAIN, "\n\n two  lines\n\n", "", "\n\n two  lines\n\n", []),
+    "empty": (PLAIN, "", "", "", []),
+    "almost_a_thought": (PLAIN, " <thin ice", "", " <thin ice", []),
+    "thought_of_its_own": (PLAIN, "\n<think>\nhm\n\n</think>\n\nyes\n", "hm", "yes\n", []),
+    "thought_of_the_prompt": (THOUGHT, "hm\n </think>\nno </think>", "hm\n ", "no </think>", []),
+    "thought_without_end": (THOUGHT, "hm </thin", "hm </thin", "", []),
+    "thought_not_at_the_beginning": (PLAIN, "a <think>b</think>", "", "a <think>b</think>", []),
+    "no_tools_no_calls": (PLAIN, xml(("city", "x")), "", xml(("city", "x")), []),
+    "xml": (TOOL, xml(("city", "Paris")), "", "", [call(("city", "Paris"))]),
+    "xml_without_arguments": (TOOL, xml(name="now"), "", "", [call(name="now")]),
+    "xml_types": (
+        TOOL,
+        xml(("days", "3"), ("share", "null"), ("exact", "True"))
+        + xml(("tags", "['a']"), ("unit", "C"), ("any", "{}")),
+        "",
+        "",
+        [
+            call(("days", 3), ("share", None), ("exact", True)),
+            call(("tags", ["a"]), ("unit", "C"), ("any", {})),
+        ],
+    ),
+    "xml_types_that_do_not_fit": (
+        TOOL,
+        xml(("days", "3.5"), ("share", "much"), ("exact", "1"), ("tags", "a, b"), ("unit", "5"), ("x", "5")),
+        "",
+        "",
+        [
+            call(
+                ("days", "3.5"), ("share", "much"), ("exact", "1"), ("tags", "a, b"), ("unit", "5"),
+                ("x", "5"),
+            )
+        ],
+    ),
+    "xml_whole_number": (TOOL, xml(("days", "3.0")), "", "", [call(("days", 3))]),
+    "xml_string_keeps_its_form": (
+        TOOL, xml(("city", " 5\n\n  x\n")), "", "", [call(("city", " 5\n\n  x\n"))],
+    ),
+    "xml_empty_string": (TOOL, xml(("city", "")), "", "", [call(("city", ""))]),
+    "xml_unicode": (TOOL, xml(("city", UNICODE)), "", "", [call(("city", UNICODE))]),
+    "xml_on_one_line": (
+        TOOL,
+        "<tool_call><function=weather><parameter=city>x</parameter></function></tool_call>",
+        "",
+        "",
+        [call(("city", "x"))],
+    ),
+    "xml_unknown_tool": (TOOL, xml(("a", "1"), name="other"), "", "", [call(("a", "1"), name="other")]),
+    "xml_without_frame": (TOOL, "Well.\n" + xml(frame=False, name="now"), "", "Well.", [call(name="now")]),
+    "xml_frame_half_forgotten": (
+        TOOL, xml(frame=False, name="now") + "\n</tool_call>\nso", "", "so", [call(name="now")],
+    ),
+    "xml_function_without_end": (
+        TOOL,
+        "<tool_call><function=weather><parameter=city>\nx\n</parameter></tool_call>",
+        "",
+        "",
+        [call(("city", "x"))],
+    ),
+    "xml_ends_early": (
+        TOOL, "<tool_call>\n<function=weather>\n<parameter=city>\nPar\n", "", "", [call(("city", "Par"))],
+    ),
+    "two_calls": (
+        TOOL,
+        "Both: \n" + xml(("city", "A")) + "\n" + xml(("city", "B")) + "\n",
+        "",
+        "Both:",
+        [call(("city", "A")), call(("city", "B"))],
+    ),
+    "call_within_a_thought": (THOUGHT_TOOL, "hm\n" + xml(name="now"), "hm", "", [call(name="now")]),
+    "thought_content_call": (
+        THOUGHT_TOOL, "hm\n</think>\n\nI ask.\n\n" + xml(name="now"), "hm", "I ask.", [call(name="now")],
+    ),
+    "hermes": (
+        TOOL,
+        hermes(name="weather", arguments={"city": UNICODE + "</tool_call>}{", "n": {"a": [1, {}]}}),
+        "",
+        "",
+        [call(("city", UNICODE + "</tool_call>}{"), ("n", {"a": [1, {}]}))],
+    ),
+    "hermes_other_order": (
+        TOOL, hermes(arguments={"city": "x"}, id=1, name="weather"), "", "", [call(("city", "x"))],
+    ),
+    "hermes_more_keys": (TOOL, hermes(name="now", arguments={}, id={"a": "}"}), "", "", [call(name="now")]),
+    "hermes_json_in_a_string": (
+        TOOL, hermes(name="weather", arguments='{"city": "x"}'), "", "", [call(("city", "x"))],
+    ),
+    "hermes_without_arguments": (TOOL, hermes(name="now"), "", "", [call(name="now")]),
+    "hermes_parameters": (
+        TOOL, hermes(name="now", parameters={"a": 1}), "", "", [call(("a", 1), name="now")],
+    ),
+    "hermes_without_name": (
+        TOOL, 'a \n<tool_call>{"a": 1}</tool_call>', "", 'a \n<tool_call>{"a": 1}</tool_call>', [],
+    ),
+    "hermes_that_is_no_json": (TOOL, "<tool_call>{a}</tool_call>", "", "<tool_call>{a}</tool_call>", []),
+    "toolcall_list": (
+        TOOL,
+        '<TOOLCALL>[{"name": "now", "arguments": {}},'
+        ' {"name": "weather", "arguments": {"city": "x"}}]</TOOLCALL>',
+        "",
+        "",
+        [call(name="now"), call(("city", "x"))],
+    ),
+    "no_call_in_the_frame": (
+        TOOL, "see <tool_call> and <function=x>", "", "see <tool_call> and <function=x>", [],
+    ),
+    "forced": (
+        Expected(may_think=False, tools=TOOLS, forced=True),
+        '{"name": "weather", "arguments": {"city": "x"}}',
+        "",
+        "",
+        [call(("city", "x"))],
+    ),
+}  # fmt: skip
+
+
+def answer(expected: Expected, pieces: list[str], cut: bool = False) -> tuple:
+    """(reasoning, content, calls as JSON texts), checked for the order and form of the parts."""
+    reader = Answer(expected)
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish(cut)
+    texts = {"reasoning": "", "content": ""}
+    calls: list[list[str]] = []
+    for part in parts:
+        assert part.text or part.name, "an empty part"
+        if part.kind != "call":
+            texts[part.kind] += part.text
+        elif part.name:
+            assert part.call_id == len(calls)
+            calls.append([part.name, part.text])
+        else:
+            assert part.call_id == len(calls) - 1
+            calls[-1][1] += part.text
+    assert reader.num_calls == len(calls)
+    return texts["reasoning"], texts["content"], [tuple(one) for one in calls]
+
+
+def read(found: tuple) -> tuple:
+    return *found[:2], [(name, json.loads(arguments)) for name, arguments in found[2]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answer_is_split_the_same_however_it_comes(case: str) -> None:
+    expected, text, *wanted = CASES[case]
+    whole = answer(expected, [text])
+    assert read(whole) == tuple(wanted)
+    assert answer(expected, list(text)) == whole
+    for at in range(1, len(text)):
+        assert answer(expected, [text[:at], text[at:]]) == whole, (text[:at], text[at:])
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    for _ in range(50):
+        edges = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(1, 12)))
+        pieces = [text[a:b] for a, b in zip([0, *edges], [*edges, len(text)], strict=True)]
+        assert answer(expected, pieces) == whole, f"seed {seed}: {pieces}"
+
+
+@pytest.mark.parametrize("case", [case for case, (_, text, *_) in CASES.items() if text])
+def test_answer_cut_anywhere_is_the_same_however_it_comes(case: str) -> None:
+    """max_tokens ends it: its calls may be open, but what it says may not depend on the pieces."""
+    expected, text, *_ = CASES[case]
+    for end in range(1, len(text)):
+        assert answer(expected, list(text[:end]), cut=True) == answer(expected, [text[:end]], cut=True)
+
+
+def test_a_string_argument_streams_and_others_come_whole() -> None:
+    reader = Answer(TOOL)
+    reader.push("<tool_call>\n<function=weather>\n<parameter=city>\nPar")
+    assert reader.push("is\nand ") == [Part("call", "is\\nand ")]
+    reader.push("L\n</parameter>\n<parameter=days>\n1")
+    assert reader.push("2") == []
+    assert reader.push("\n</parameter>")[0].text == "12"
+
+
+def test_content_is_not_held_back_without_need() -> None:
+    reader = Answer(TOOL)
+    assert reader.push("one") == [Part("content", "one")]
+    assert reader.push(" <") == []
+    assert reader.push(" two") == [Part("content", " < two")]

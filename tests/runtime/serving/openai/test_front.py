@@ -1,0 +1,414 @@
+"""The front before a scripted tritonserver, by the official client where it can say it."""
+
+import asyncio
+import http.server
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import requests
+from kit.scripted_triton import ScriptedTriton, script
+from openai import APIError, APIStatusError, AsyncOpenAI, AuthenticationError, OpenAI, RateLimitError
+
+from hemiola.runtime.api import Logprob, Piece
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.openai import app
+from hemiola.runtime.serving.openai.front import Front
+
+USER = [{"role": "user", "content": "hi"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "now",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    }
+]
+CALL = (
+    "hm, 日本\n</think>\n\nI ask.\n\n<tool_call>\n<function=weather>\n"
+    "<parameter=city>\nKyōto 👩‍👩‍👧\n</parameter>\n"
+    "<parameter=days>\n12\n</parameter>\n</function>\n</tool_call>"
+)
+ARGUMENTS = {"city": "Kyōto 👩‍👩‍👧", "days": 12}
+
+
+def cut(text: str, width: int) -> list[str]:
+    return [text[i : i + width] for i in range(0, len(text), width)]
+
+
+def test_chat_with_a_thought_and_a_call(client: OpenAI, triton: ScriptedTriton) -> None:
+    triton.script = script(*cut(CALL, 7), cached_tokens=2, drafted=[4, 2], accepted=[3, 1])
+    answer = client.chat.completions.create(model="tiny", messages=USER, tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.message.reasoning_content == "hm, 日本"
+    assert choice.message.content == "I ask."
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments) == ARGUMENTS
+    assert choice.finish_reason == "tool_calls"
+    assert answer.usage.completion_tokens == len(triton.script)
+    assert answer.usage.prompt_tokens == len(triton.inputs()["input_ids"])
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    assert answer.metrics["speculative_decoding"] == {
+        "mean_acceptance_length": 2.0,
+        "draft_acceptance_rate": 4 / 6,
+        "acceptance_histogram": [1, 2, 1],
+        "num_accepted_draft_tokens": 4,
+        "num_draft_tokens": 6,
+        "num_spec_steps": 4,
+        "num_spec_tokens": 2,
+    }
+
+
+@pytest.mark.parametrize("width", [1, 3, 16, 1000])
+def test_streamed_chat_says_the_same_at_any_width(client: OpenAI, triton: ScriptedTriton, width: int) -> None:
+    triton.script = script(*cut(CALL, width))
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=USER, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+    assert deltas[0].role == "assistant"
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "hm, 日本"
+    assert "".join(delta.content or "" for delta in deltas) == "I ask."
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [(call.index, call.function.name) for call in calls if call.id] == [(0, "weather")]
+    assert json.loads("".join(call.function.arguments for call in calls)) == ARGUMENTS
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1] if chunk.choices[0].finish_reason] == [
+        "tool_calls"
+    ]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == len(triton.script)
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_thought_may_be_switched_off(client: OpenAI, triton: ScriptedTriton) -> None:
+    triton.script = script("hi", " there")
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    answer = client.chat.completions.create(model="tiny", messages=USER, extra_body=off)
+    assert answer.choices[0].message.content == "hi there"
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_history_with_calls_is_rendered_by_the_template(
+    client: OpenAI, triton: ScriptedTriton, models: dict
+) -> None:
+    triton.script = script("ok")
+    call = {"name": "weather", "arguments": '{"city": "x", "days": [1]}'}
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "refusal": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "sun"},
+    ]
+    client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, tool_choice="none")
+    assert models["tiny"].text.tokenizer.decode(triton.inputs()["input_ids"], skip_special_tokens=False) == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nab<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nhm\n</think>\n\n<tool_call>\n<function=weather>\n"
+        "<parameter=city>\nx\n</parameter>\n<parameter=days>\n[1]\n</parameter>\n</function>\n</tool_call>"
+        "<|im_end|>\n<|im_start|>tool\nsun<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
+
+
+def test_settings_reach_the_model(client: OpenAI, triton: ScriptedTriton) -> None:
+    triton.script = script("ok")
+    extra = {"top_k": 5, "cache_salt": "me", "priority": -1, "min_p": 0.1, "ignore_eos": True}
+    client.chat.completions.create(
+        model="tiny", messages=USER, max_completion_tokens=9, temperature=0.5, top_p=0.9, seed=-1, stop="x",
+        logit_bias={"5": -1}, presence_penalty=0.5, frequency_penalty=0.25, user="u", extra_body=extra,
+    )  # fmt: skip
+    found = triton.inputs()
+    assert found["max_tokens"] == 9
+    assert {name: found[name] for name in extra} == extra
+    assert (found["temperature"], found["top_p"], found["stop"]) == (0.5, 0.9, "x")
+    assert json.loads(found["logit_bias"]) == {"5": -1}
+    client.chat.completions.create(model="tiny", messages=USER)
+    found = triton.inputs()
+    assert found["temperature"] == 1.0
+    assert found["max_tokens"] == 512 - len(found["input_ids"]), "a chat may fill the context"
+
+
+def test_choices_have_seeds_of_their_own(client: OpenAI, triton: ScriptedTriton, models: dict) -> None:
+    triton.script = script("ok", "!")
+    answer = client.completions.create(model="tiny", prompt=["a", [5, 6]], n=2, seed=41, echo=True)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == ["aok!", "aok!", "#$ok!", "#$ok!"]
+    asked = [triton.inputs(i) for i in range(4)]
+    assert sorted((one["input_ids"], one["seed"]) for one in asked) == sorted(
+        (ids, seed) for ids in (models["tiny"].text.encode("a"), [5, 6]) for seed in (41, 42)
+    )
+    assert answer.usage.prompt_tokens == 3
+    assert answer.usage.completion_tokens == 8
+
+
+def test_logprobs_of_parts_of_a_character(client: OpenAI, triton: ScriptedTriton, models: dict) -> None:
+    """A piece without text keeps its tokens for the next one."""
+    ids = models["tiny"].text.encode("a€b")
+    assert len(ids) == 5, "the sign is three tokens"
+    pieces = [Piece("a", ids[:1]), Piece("", ids[1:3]), Piece("€b", ids[3:], finish_reason="stop")]
+    triton.script = [
+        Piece(p.text, p.token_ids, [Logprob(i, -1.0, ((i, -1.0),)) for i in p.token_ids], p.finish_reason)
+        for p in pieces
+    ]
+    whole = client.completions.create(model="tiny", prompt="x", logprobs=1).choices[0].logprobs
+    assert whole.tokens == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b"]
+    assert whole.text_offset == [0, 1, 1, 1, 2]
+    assert whole.top_logprobs[1] == {"bytes:\\xe2": -1.0}
+    streamed = list(client.completions.create(model="tiny", prompt="x", logprobs=1, stream=True))
+    assert [
+        t for c in streamed if c.choices[0].logprobs for t in c.choices[0].logprobs.tokens
+    ] == whole.tokens
+    offsets = [t for c in streamed if c.choices[0].logprobs for t in c.choices[0].logprobs.text_offset]
+    assert offsets == whole.text_offset
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    chat = list(
+        client.chat.completions.create(
+            model="tiny", messages=USER, logprobs=True, top_logprobs=1, stream=True, extra_body=off
+        )
+    )
+    content = [t for c in chat if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
+    assert bytes(byte for token in content for byte in token.bytes).decode() == "a€b"
+    assert content[0].top_logprobs[0].token == "a"
+
+
+def test_token_ids_on_request(client: OpenAI, triton: ScriptedTriton) -> None:
+    triton.script = script("a", "b")
+    body = {"return_token_ids": True}
+    answer = client.completions.create(model="ids", prompt=[5, 6], extra_body=body)
+    assert (answer.choices[0].prompt_token_ids, answer.choices[0].token_ids) == ([5, 6], [7, 7])
+    chunks = list(client.completions.create(model="ids", prompt=[5, 6], stream=True, extra_body=body))
+    assert [t for chunk in chunks for t in chunk.choices[0].token_ids] == [7, 7]
+    assert chunks[0].choices[0].prompt_token_ids == [5, 6]
+
+
+def test_events_are_ascii_and_end_with_done(start: Callable[..., Front], triton: ScriptedTriton) -> None:
+    """Some clients take U+2028 for the end of a line."""
+    triton.script = script("é\u2028\x85", "😀")
+    body = {"model": "tiny", "prompt": "x", "stream": True}
+    answer = requests.post(f"{start().url}/completions", json=body, timeout=10)
+    assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    assert answer.content.isascii()
+    events = answer.content.removesuffix(b"\n\n").split(b"\n\n")
+    assert events[-1] == b"data: [DONE]"
+    found = [json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] for event in events[:-1]]
+    assert "".join(found) == "é\u2028\x85😀"
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "code"),
+    [
+        ("[INVALID_ARG] prompt is 600 tokens, max_len=512; shorten it", 400, "context_length_exceeded"),
+        ("[INVALID_ARG] seed is bad", 400, "invalid_value"),
+        ("[UNAVAILABLE] the engine failed", 503, None),
+        ("[INTERNAL] boom", 500, "internal_error"),
+        ("[CANCELLED] the request was cancelled", 500, None),
+    ],
+)
+def test_what_the_model_refuses_has_its_status(
+    client: OpenAI, triton: ScriptedTriton, message: str, status: int, code: str | None
+) -> None:
+    triton.script = [RuntimeError(message)]
+    for stream in (False, True):
+        with pytest.raises(APIStatusError) as caught:
+            client.completions.create(model="tiny", prompt="x", stream=stream)
+        assert caught.value.status_code == status
+        assert code in (None, caught.value.code)
+        assert message.split("] ")[1] in caught.value.message
+    triton.script = script("fine")
+    assert client.completions.create(model="tiny", prompt="x").choices[0].text == "fine"
+
+
+def test_an_error_after_the_first_token_is_an_event(client: OpenAI, triton: ScriptedTriton) -> None:
+    triton.script = [Piece("a", [7]), RuntimeError("[INTERNAL] boom")]
+    stream = client.completions.create(model="tiny", prompt="x", stream=True)
+    assert next(stream).choices[0].text == "a"
+    with pytest.raises(APIError, match="boom"):
+        list(stream)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_cancels_its_requests(
+    start: Callable[..., Front], triton: ScriptedTriton, stream: bool
+) -> None:
+    triton.script, triton.pause_s = script(*"abcdefghij" * 100), 0.02
+
+    async def leave() -> None:
+        async with AsyncOpenAI(base_url=start().url, api_key="any", max_retries=0) as client:
+            made = client.completions.create(model="tiny", prompt=["x", "y"], n=2, stream=stream)
+            if stream:
+                await anext(aiter(await made))
+            else:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(made, 0.2)
+
+    asyncio.run(leave())
+    triton.await_cancelled(4)
+    assert set(triton.cancelled) == {request.id for request in triton.requests}
+
+
+def test_one_failed_choice_cancels_the_others(client: OpenAI, triton: ScriptedTriton) -> None:
+    triton.script, triton.pause_s = [Piece("a", [7]), RuntimeError("[INTERNAL] boom")], 0.05
+    with pytest.raises(APIStatusError, match="boom"):
+        client.completions.create(model="tiny", prompt=["x", "y"])
+
+
+def test_a_client_that_reads_nothing_is_dropped(
+    start: Callable[..., Front], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "WRITE_TIMEOUT_S", 0.3)
+    triton.script, triton.pause_s = script(*["x" * 100_000] * 400), 0.001
+    front = start()
+    body = json.dumps({"model": "tiny", "prompt": "x", "stream": True})
+    with socket.create_connection(("127.0.0.1", front.port)) as idle:
+        idle.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        triton.await_cancelled(1)
+        while idle.recv(1 << 20):
+            pass
+
+
+def test_a_body_that_never_comes_is_not_waited_for(
+    start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.2)
+    with socket.create_connection(("127.0.0.1", start().port)) as slow:
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+
+
+def test_keys_are_asked_for(start: Callable[..., Front], triton: ScriptedTriton) -> None:
+    triton.script = script("ok")
+    front = start(api_keys=("one", "two"))
+    for key in ("one", "two"):
+        assert OpenAI(base_url=front.url, api_key=key).completions.create(model="tiny", prompt="x").choices
+    for key in ("three", "on", "é"):
+        answer = requests.get(
+            f"{front.url}/models", headers={"Authorization": f"Bearer {key}".encode()}, timeout=5
+        )
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    with pytest.raises(AuthenticationError):
+        OpenAI(base_url=front.url, api_key="three", max_retries=0).models.list()
+    root = front.url.removesuffix("/v1")
+    assert requests.get(f"{root}/health", timeout=5).status_code == 200
+
+
+def test_too_many_requests_are_told_when_to_come_back(
+    start: Callable[..., Front], triton: ScriptedTriton
+) -> None:
+    front = start(max_requests=2)
+    triton.script, triton.pause_s = script(*"abc"), 0.2
+    with OpenAI(base_url=front.url, api_key="any", max_retries=0) as client:
+        first = client.completions.create(model="tiny", prompt=["x", "y"], stream=True)
+        next(first)
+        with pytest.raises(RateLimitError) as caught:
+            client.completions.create(model="tiny", prompt="x")
+        assert caught.value.response.headers["Retry-After"] == "1"
+        list(first)
+        assert client.completions.create(model="tiny", prompt="x").choices[0].text == "abc"
+        with pytest.raises(APIStatusError, match="prompts x n is 3, the server takes 2 at once") as caught:
+            client.completions.create(model="tiny", prompt="x", n=3)
+        assert caught.value.status_code == 400
+
+
+def test_models_are_listed(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "ids"]
+    assert client.models.retrieve("tiny").max_model_len == 512
+
+
+def test_health_follows_tritonserver(start: Callable[..., Front], triton: ScriptedTriton) -> None:
+    root = start().url.removesuffix("/v1")
+    assert requests.get(f"{root}/health", timeout=5).json() == {"ready": True}
+    triton.__exit__()
+    assert requests.get(f"{root}/health", timeout=5).status_code == 503
+    answer = requests.post(f"{root}/v1/completions", json={"model": "tiny", "prompt": "x"}, timeout=15)
+    assert answer.status_code == 503
+    assert answer.headers["Retry-After"]
+
+
+def test_metrics_are_tritons(start: Callable[..., Front]) -> None:
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(b"hemiola_x 1\n")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Page) as page:
+        threading.Thread(target=page.handle_request).start()
+        root = start(f"http://127.0.0.1:{page.server_port}/metrics").url.removesuffix("/v1")
+        assert requests.get(f"{root}/metrics", timeout=5).text == "hemiola_x 1\n"
+    assert requests.get(f"{root}/metrics", timeout=5).status_code == 503
+
+
+def test_stopping_lets_answers_finish_and_takes_no_new_ones(
+    start: Callable[..., Front], triton: ScriptedTriton
+) -> None:
+    triton.script, triton.pause_s = script(*"abcde"), 0.1
+    front = start()
+    with OpenAI(base_url=front.url, api_key="any", max_retries=0) as client:
+        stream = client.completions.create(model="tiny", prompt="x", stream=True)
+        text = next(stream).choices[0].text
+        ending = threading.Thread(target=front.stop)
+        ending.start()
+        time.sleep(0.05)
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", front.port)).close()
+        text += "".join(chunk.choices[0].text for chunk in stream)
+        ending.join()
+    assert text == "abcde"
+    assert not triton.cancelled
+
+
+def test_stopping_cancels_what_does_not_finish(start: Callable[..., Front], triton: ScriptedTriton) -> None:
+    triton.script, triton.pause_s = script(*"abcde" * 100), 0.1
+    front = start(exit_timeout_s=0.2)
+    with OpenAI(base_url=front.url, api_key="any", max_retries=0) as client:
+        stream = client.completions.create(model="tiny", prompt="x", stream=True)
+        next(stream)
+        front.stop()
+        with pytest.raises(Exception, match=r"\w"):
+            list(stream)
+    assert triton.cancelled == [triton.requests[0].id]
+
+
+def test_a_taken_port_is_refused_by_name(models: dict) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Refused, match=f"OpenAI port {port} on 127.0.0.1 cannot be used .*--openai-port"):
+            Front(models, port=port)
+
+
+def test_the_log_has_no_prompt(
+    start: Callable[..., Front], triton: ScriptedTriton, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "hemiola.openai")
+    triton.script = script("answer")
+    for body in ({"model": "tiny", "prompt": "secret"}, {"model": "tiny", "prompt": "secret", "n": 0}):
+        requests.post(f"{start().url}/completions", json=body, timeout=5)
+    lines = [record.getMessage() for record in caplog.records if record.name == "hemiola.openai"]
+    assert [line.split(" ")[:3] for line in lines] == [
+        ["POST", "/v1/completions", "200"],
+        ["POST", "/v1/completions", "400"],
+    ]
+    assert "secret" not in str(lines) and "answer" not in str(lines)

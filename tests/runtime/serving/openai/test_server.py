@@ -1,0 +1,205 @@
+"""`hemiola serve --openai-port`: what leaves it is what the LLM in this process says."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+from hemiola.runtime.api import Output, SamplingParams
+from hemiola.runtime.llm import LLM
+from hemiola.runtime.serving.client import Client
+
+pytestmark = pytest.mark.server
+
+ROOT = Path(__file__).resolve().parents[4]
+OPTIONS = {"drafts": "mtp", "num_drafts": 2}
+SERVE = "serve --http-port=0 --grpc-port=0 --metrics-port=0 --openai-port=0 --drafts=mtp --num-drafts=2"
+SHARED = "import os\n" * 8
+PROMPTS: list[str | list[int]] = [
+    prompt
+    for i in range(16)
+    for prompt in (f"def f{i}(", SHARED + f"x{i}", list(range(3 + i, 60)), f"é😀 naïve 日本 {i}")
+]
+USER = [{"role": "user", "content": "héllo"}]
+
+
+def params_of(number: int) -> dict:
+    """Greedy and sampled, short and long, with penalties, stops and log-probabilities."""
+    return {
+        "max_tokens": 4 + number % 23,
+        "temperature": 0.8 * (number % 2),
+        "seed": number,
+        "top_p": 0.9,
+        "frequency_penalty": 0.5 * (number % 3 == 0),
+        "stop": ["zz", "é"],
+        "logprobs": number % 3,
+        "logit_bias": {"7": -2.0} if number % 5 == 0 else {},
+    }
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tiny_engine: Callable[..., Path]) -> Path:
+    return tiny_engine("qwen3_5")
+
+
+class Urls(NamedTuple):
+    openai: str
+    grpc: str
+
+
+@pytest.fixture(scope="module")
+def urls(engine_dir: Path) -> Iterator[Urls]:
+    """Of a server that ends well when it is told to."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hemiola.runtime", *SERVE.split(), f"--engine-dir={engine_dir}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said = ""
+        while "\nready after" not in said:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        yield Urls(*(re.search(rf"^{name} +(\S+)$", said, re.M).group(1) for name in ("OpenAI", "gRPC")))
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60)[0].splitlines()[-1] == "stopped"
+        assert process.returncode == 0
+    finally:
+        process.kill()
+
+
+@pytest.fixture
+def client(urls: Urls) -> Iterator[OpenAI]:
+    with OpenAI(base_url=urls.openai, api_key="any", max_retries=0) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def llm(engine_dir: Path) -> Iterator[LLM]:
+    with LLM(engine_dir, **OPTIONS) as opened:
+        yield opened
+
+
+def llm_params(number: int) -> SamplingParams:
+    asked = params_of(number)
+    return SamplingParams(**asked | {"logit_bias": {int(k): v for k, v in asked["logit_bias"].items()}})
+
+
+def logprobs_of(output: Output) -> list[float]:
+    return [one.logprob for one in output.logprobs or ()]
+
+
+def test_every_door_says_the_same(urls: Urls, llm: LLM) -> None:
+    """64 mixed prompts, 32 at once, half of them streamed; ids, text and log-probabilities, bit for bit."""
+    expected = llm.generate(PROMPTS, [llm_params(i) for i in range(64)])
+    with Client(urls.grpc) as client:
+        for output, one in zip(
+            client.generate(PROMPTS, [llm_params(i) for i in range(64)]), expected, strict=True
+        ):
+            assert (output.token_ids, output.text, logprobs_of(output)) == (
+                one.token_ids,
+                one.text,
+                logprobs_of(one),
+            )
+
+    async def ask(client: AsyncOpenAI, gate: asyncio.Semaphore, number: int) -> tuple:
+        body = {"model": "hemiola", "prompt": PROMPTS[number], "extra_body": {"return_token_ids": True}}
+        async with gate:
+            made = await client.completions.create(**params_of(number), **body, stream=number % 2 == 0)
+            chunks = [chunk async for chunk in made] if number % 2 == 0 else [made]
+        choices = [chunk.choices[0] for chunk in chunks]
+        return (
+            choices[0].prompt_token_ids,
+            [t for choice in choices for t in choice.token_ids],
+            "".join(choice.text for choice in choices),
+            choices[-1].finish_reason,
+            [v for choice in choices if choice.logprobs for v in choice.logprobs.token_logprobs],
+        )
+
+    async def ask_all() -> list[tuple]:
+        gate = asyncio.Semaphore(32)
+        async with AsyncOpenAI(base_url=urls.openai, api_key="any", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, gate, i) for i in range(64)))
+
+    for _ in range(2):  # the second time, prefixes are kept
+        for found, one in zip(asyncio.run(ask_all()), expected, strict=True):
+            assert found == (
+                one.prompt_token_ids,
+                one.token_ids,
+                one.text,
+                one.finish_reason,
+                logprobs_of(one),
+            )
+
+
+def test_a_chat_is_the_llms(client: OpenAI, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, logprobs=2, ignore_eos=True)
+    one = llm.generate([llm.chat_text(USER)], params)[0]
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    answer = client.chat.completions.create(
+        model="hemiola", messages=USER, max_tokens=12, temperature=0, logprobs=True, top_logprobs=2,
+        extra_body=extra,
+    )  # fmt: skip
+    (choice,) = answer.choices
+    assert (choice.prompt_token_ids, choice.token_ids) == (one.prompt_token_ids, one.token_ids)
+    assert choice.message.content == one.text
+    assert [token.logprob for token in choice.logprobs.content] == logprobs_of(one)
+    assert answer.usage.total_tokens == len(one.prompt_token_ids) + 12
+    streamed = list(
+        client.chat.completions.create(
+            model="hemiola", messages=USER, max_tokens=12, temperature=0, stream=True, extra_body=extra
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == one.text
+    assert [t for chunk in streamed for t in chunk.choices[0].token_ids] == one.token_ids
+
+
+def test_cached_tokens_are_counted_and_a_salt_keeps_them_apart(client: OpenAI) -> None:
+    def cached(salt: str) -> int:
+        answer = client.completions.create(
+            model="hemiola", prompt=[9] * 100, max_tokens=2, extra_body={"cache_salt": salt}
+        )
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached("a"), cached("a"), cached("b")] == [0, 96, 0]
+
+
+def test_n_answers_are_those_of_their_seeds(client: OpenAI, llm: LLM) -> None:
+    answer = client.completions.create(
+        model="hemiola",
+        prompt="def ",
+        max_tokens=8,
+        n=3,
+        seed=5,
+        temperature=1,
+        extra_body={"ignore_eos": True},
+    )
+    wanted = [
+        llm.generate(["def "], SamplingParams(max_tokens=8, seed=5 + i, temperature=1.0, ignore_eos=True))[
+            0
+        ].text
+        for i in range(3)
+    ]
+    assert [choice.text for choice in answer.choices] == wanted
+
+
+def test_a_prompt_beyond_the_context_is_named(client: OpenAI) -> None:
+    for ask in (
+        lambda: client.completions.create(model="hemiola", prompt=[5] * 600),
+        lambda: client.chat.completions.create(
+            model="hemiola", messages=[{"role": "user", "content": "ab " * 600}]
+        ),
+    ):
+        with pytest.raises(BadRequestError, match=r"prompt is \d+ tokens, max_len=512") as caught:
+            ask()
+        assert caught.value.code == "context_length_exceeded"
