@@ -9,7 +9,6 @@ snapshot_edge, without records; else it is left alone. Slot 0 is the dump slot: 
 which nothing is read or kept. Tokens of no live row come out as zeros.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -34,16 +33,6 @@ class RowFields(NamedTuple):
 COLUMNS = RowFields._fields[:8]
 
 
-class Extent(NamedTuple):
-    """What a step asks of a recurrent op."""
-
-    num_tokens: int  # that live rows bring
-    num_updates: int  # tokens that states move over: records, then new ones
-    num_held: int  # tokens since an edge that a ring must hold
-    highest_slot: int
-    last_token: int  # behind the last token of any row
-
-
 def next_edge(committed: int, num_tokens: int, num_drafts: int, chunk_len: int) -> int:
     """The last chunk edge that final tokens have passed: where a slot's state stands after a step."""
     return (committed + num_tokens - num_drafts) // chunk_len * chunk_len
@@ -52,34 +41,6 @@ def next_edge(committed: int, num_tokens: int, num_drafts: int, chunk_len: int) 
 def live_rows(rows: torch.Tensor, chunk_len: int) -> list[RowFields]:
     """The rows that do something. Raises ValueError where lengths, edges and chunk_len contradict."""
     return [RowFields(*line) for line in _live(rows.numpy().tobytes(), chunk_len).tolist()]
-
-
-def extent(rows: torch.Tensor, chunk_len: int, ring_len: int, num_slots: int, num_tokens: int) -> Extent:
-    """Refuses rows whose records a ring of `ring_len` cannot hold, and slots and tokens there are not."""
-    found = _extent(rows.numpy().tobytes(), chunk_len)
-    if found.num_held > ring_len:
-        raise ValueError(f"{found.num_held} records since an edge, but a ring holds {ring_len}")
-    if found.highest_slot >= num_slots or found.last_token > num_tokens:
-        raise IndexError(
-            f"rows name slot {found.highest_slot} and {found.last_token} tokens, but there are "
-            f"{num_slots} slots and {num_tokens} tokens"
-        )
-    return found
-
-
-@lru_cache(maxsize=8)  # the layers of one step ask the same question
-def _extent(content: bytes, chunk_len: int) -> Extent:
-    live = _live(content, chunk_len)
-    first, num_tokens, _, slot, committed, edge, snapshot, _, end, new_edge = live.T
-    if (live[:, [0, 3, 6]] < 0).any():
-        raise IndexError(f"rows name slot {min(slot.min(), snapshot.min())} and token {first.min()}")
-    return Extent(
-        num_tokens=int(num_tokens.sum()),
-        num_updates=int((end - edge).sum()),
-        num_held=int(np.maximum(committed - edge, end - new_edge).max(initial=0)),
-        highest_slot=int(np.maximum(slot, snapshot).max(initial=0)),
-        last_token=int((first + num_tokens).max(initial=0)),
-    )
 
 
 def _live(content: bytes, chunk_len: int) -> np.ndarray:

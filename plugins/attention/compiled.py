@@ -5,13 +5,12 @@ and the output of a query once (online softmax: Milakov and Gimelshein 2018, arX
 work is one key head of up to TILE tokens of one row.
 """
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
-from hemiola.plugins.cpu.jit import Kernel, helper, lines
+from hemiola.plugins.cpu.code import Case, Operand, code_of, lines, numbers, numel
+from hemiola.plugins.cpu.jit import Kernel, helper
+from hemiola.plugins.cpu.rows import owned
 from hemiola.plugins.cpu.simd import (
     LANES,
     add,
@@ -41,6 +40,7 @@ from hemiola.plugins.cpu.simd import (
 from hemiola.plugins.cpu.simd import (
     first as lane,
 )
+from hemiola.plugins.cpu.sizes import Number
 
 SPAN = 4 * LANES
 TILE = 16
@@ -48,73 +48,88 @@ ROOM = 4 * LANES * LANES + 4 * SPAN + 8 * SPAN  # bytes for products, scores and
 
 
 def attention(
-    q: torch.Tensor,  # [T, H, D]
-    k: torch.Tensor,  # [T, G, D]
-    v: torch.Tensor,  # [T, G, D]
-    k_pages: torch.Tensor,  # [pages, page_len, G, D], written
-    v_pages: torch.Tensor,  # [pages, page_len, G, D], written
-    page_table: torch.Tensor,  # [N, W] int32
-    rows: torch.Tensor,  # [N, 8]
-    positions: torch.Tensor,  # [T] int32
+    q: Operand,  # [T, H, D]
+    k: Operand,  # [T, G, D]
+    v: Operand,  # [T, G, D]
+    k_pages: Operand,  # [pages, page_len, G, D], written
+    v_pages: Operand,  # [pages, page_len, G, D], written
+    page_table: Operand,  # [N, W] int32
+    rows: Operand,  # [N, 8]
+    positions: Operand,  # [T] int32
     scale: float,
     first: int,
-) -> torch.Tensor:  # [T, H, D]
+) -> Operand:  # [T, H, D]
     """See reference.py. Raises IndexError for tokens, places and pages that are not there."""
-    tiles = tiles_of(rows.numpy().tobytes())
-    out = (torch.empty if tiles.num_tokens == q.shape[0] else torch.zeros)(*q.shape)
-    if not tiles.num_tokens:
-        return out
-    if tiles.last_token > q.shape[0]:
-        raise IndexError(f"attention: rows count {tiles.last_token} tokens of {q.shape[0]}")
-    q, k, v = lines(q), lines(k), lines(v)
-    page_table, positions = page_table.contiguous(), positions.contiguous()
-    (groups, depth), page_len, table_len = k.shape[1:], k_pages.shape[1], page_table.shape[1]
-    table = (tiles.address, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth)
-    bad = torch.zeros(1, dtype=torch.int64)
-    num_tiles = len(tiles.table)
-    _write(num_tiles, 0.2 * k.numel(), *table, k, k.stride(0), v, v.stride(0), len(k_pages), bad)
-    if bad[0]:
-        raise IndexError(
-            f"attention: a position is outside of a table of {table_len} pages, or a page id outside of "
-            f"{len(k_pages)} pages"
+    code, q, k, v = code_of(q), lines(q), lines(k), lines(v)
+    (num_tokens, num_heads, _), (groups, depth), page_len = q.shape, k.shape[1:], k_pages.shape[1]
+    tiles, live = _tiles_of(rows, num_tokens)
+    out, num_tiles = owned(live, *q.shape), tiles.shape[0]
+    page_table, positions = numbers(page_table), numbers(positions)
+    table_len = page_table.shape[1]
+    table = (tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth)
+    fault = code.fault(
+        Case(
+            IndexError,
+            "attention: a position is outside of a table of {0} pages, or a page id outside of {1} pages",
         )
-    copies = q.shape[1] // groups
-    cost, room = 0.04 * q.numel() * table_len * page_len, 8 * TILE * copies * (depth + 1) + ROOM
-    _attend(num_tiles * groups, cost, *table, q, q.stride(0), copies, scale, first, out, scratch=room)
+    )
+    lines_ = (k, k.stride(0), v, v.stride(0), k_pages.shape[0], fault)
+    code.call(_write, num_tiles, numel(k) * 0.2, *table, *lines_)
+    copies = num_heads // groups
+    cost, room = (
+        num_tokens * table_len * (0.04 * num_heads * depth * page_len),
+        8 * TILE * copies * (depth + 1),
+    )
+    heads = (q, q.stride(0), copies, scale, first, out)
+    code.call(_attend, num_tiles * groups, cost, *table, *heads, scratch=room + ROOM)
     return out
 
 
-class Tiles(NamedTuple):
-    """The live rows of a step in pieces of at most TILE tokens."""
+def _tiles_of(rows: Operand, num_tokens: Number) -> tuple[Operand, Operand]:
+    """The live rows of a step in pieces of at most TILE tokens, [pieces, 3] row, first token and number of
+    tokens, 0 where there are fewer pieces; and how many tokens live rows bring."""
+    code, num_rows = code_of(rows), rows.shape[0]
 
-    table: np.ndarray  # [tiles, 3] row, first token, number of tokens
-    address: int  # of its first number
-    num_tokens: int
-    last_token: int  # behind the last one
+    def cut() -> tuple[Operand, Operand]:
+        most = num_tokens // TILE + num_rows
+        tiles, live = code.empty(most, 3, dtype=torch.int64), code.empty(1, dtype=torch.int64)
+        fault = code.fault(Case(IndexError, "attention: rows name token {0} of {1} tokens"))
+        code.call(_cut, 1, num_rows * 5.0, num_rows, num_tokens, most, rows, tiles, live, fault)
+        return tiles, live
+
+    return code.once(("tiles",), cut)
 
 
-@lru_cache(maxsize=4)  # trunk and draft of one step
-def tiles_of(rows: bytes) -> Tiles:
-    table = np.frombuffer(rows, np.int32).reshape(-1, 8)
-    tiles = [
-        (n, start, min(TILE, first + num_tokens - start))
-        for n, (first, num_tokens, _, slot, *_) in enumerate(table.tolist())
-        if slot
-        for start in range(first, first + num_tokens, TILE)
-    ]
-    found = np.array(tiles, np.int64).reshape(-1, 3)
-    if found.size and found.min() < 0:
-        raise IndexError(f"attention: rows name token {found.min()}")
-    last_token = int((found[:, 1] + found[:, 2]).max(initial=0))
-    return Tiles(found, found.ctypes.data, int(found[:, 2].sum()), last_token)
+@Kernel
+def _cut(item, scratch, num_rows, num_tokens, most, rows, tiles, live, fault):
+    """One item: see _tiles_of."""
+    found, total = 0, 0
+    for n in range(num_rows):
+        first, num = get_int(rows, 8 * n), get_int(rows, 8 * n + 1)
+        if get_int(rows, 8 * n + 3) == 0 or num <= 0:
+            continue
+        total += num
+        if first < 0 or first + num > num_tokens or total > num_tokens:
+            put_long(fault, 1, first if first < 0 else max(first + num, total))
+            put_long(fault, 2, num_tokens)
+            put_long(fault, 0, 1)
+            return
+        for start in range(first, first + num, TILE):
+            put_long(tiles, 3 * found, n)
+            put_long(tiles, 3 * found + 1, start)
+            put_long(tiles, 3 * found + 2, min(TILE, first + num - start))
+            found += 1
+    for i in range(3 * found, 3 * most):
+        put_long(tiles, i, 0)
+    put_long(live, 0, total)
 
 
 @Kernel
 def _write(
     tile, scratch, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
-    k, k_len, v, v_len, num_pages, bad,
+    k, k_len, v, v_len, num_pages, fault,
 ):  # fmt: skip
-    """New keys and values of a tile go to their pages, or `bad` becomes 1. k_len is from token to token."""
+    """New keys and values of a tile go to their pages. k_len is from token to token."""
     width = groups * depth
     row, start, num = get_long(tiles, 3 * tile), get_long(tiles, 3 * tile + 1), get_long(tiles, 3 * tile + 2)
     lowest, highest = 0, -1
@@ -125,7 +140,9 @@ def _write(
         page = get_int(page_table, row * table_len + n)
         good = good and page >= 0 and page < num_pages
     if not good:
-        put_long(bad, 0, 1)
+        put_long(fault, 1, table_len)
+        put_long(fault, 2, num_pages)
+        put_long(fault, 0, 1)
         return
     for t in range(start, start + num):
         place = get_int(positions, t)
@@ -151,6 +168,8 @@ def _attend(
     places = scores + 4 * SPAN  # of the keys of a span
     tile, group = item // groups, item % groups
     row, start, num = get_long(tiles, 3 * tile), get_long(tiles, 3 * tile + 1), get_long(tiles, 3 * tile + 2)
+    if num == 0:
+        return
     last = 0
     for n in range(num * copies):
         t, head = start + n // copies, group * copies + n % copies

@@ -1,34 +1,30 @@
 """The causal depthwise convolution, compiled: taps are added in one order, wherever columns come from."""
 
-import torch
-
-from hemiola.plugins.cpu.jit import Kernel, helper, lines
-from hemiola.plugins.cpu.rows import read_row
+from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
+from hemiola.plugins.cpu.jit import Kernel, helper
+from hemiola.plugins.cpu.rows import live_tokens, owned, read_row
 from hemiola.plugins.cpu.simd import LANES, clear, copy, fma, load, silu, store
-from hemiola.plugins.rows import extent
+from hemiola.plugins.cpu.sizes import ceil_div, least
 
 BLOCK = 16  # tokens of an item of work
 
 
 def conv(
-    x: torch.Tensor,  # [T, E]
-    taps: torch.Tensor,  # [W, E]
-    bias: torch.Tensor,  # [E]
-    columns: torch.Tensor,  # [S, R, E]
-    rows: torch.Tensor,  # [N, 8]
+    x: Operand,  # [T, E]
+    taps: Operand,  # [W, E]
+    bias: Operand,  # [E]
+    columns: Operand,  # [S, R, E]
+    rows: Operand,  # [N, 8]
     chunk_len: int,
-) -> torch.Tensor:
+) -> Operand:
     """y[T, E], silu applied; see reference.py."""
-    ring_len, (width, channels) = columns.shape[1], taps.shape
-    step = extent(rows, chunk_len, ring_len - width + 1, columns.shape[0], x.shape[0])
-    y = (torch.empty if step.num_tokens == x.shape[0] else torch.zeros)(*x.shape)
-    if not step.num_tokens:
-        return y
-    x = lines(x)
-    work = (len(rows), chunk_len, ring_len, channels, width, rows, x, x.stride(0), columns)
-    size, num_blocks = step.num_tokens * channels, -(-step.num_tokens // BLOCK)
-    _convolve(num_blocks, 0.6 * size, *work, taps, bias, y, scratch=4 * width * channels)
-    _store(len(rows), 0.2 * min(size, len(rows) * ring_len * channels), *work)
+    code, x, ring_len, (width, channels) = code_of(x), lines(x), columns.shape[1], taps.shape
+    live = live_tokens(rows, x.shape[0], chunk_len, ring_len - width + 1, columns.shape[0])
+    y, num_rows = owned(live, *x.shape), rows.shape[0]
+    work = (num_rows, chunk_len, ring_len, channels, width, rows, x, x.stride(0), columns)
+    where, room = (taps, bias, y), 4 * width * channels
+    code.call(_convolve, ceil_div(x.shape[0], BLOCK), numel(x) * 0.6, *work, *where, scratch=room)
+    code.call(_store, num_rows, least(numel(x), num_rows * (ring_len * channels)) * 0.2, *work)
     return y
 
 

@@ -66,6 +66,27 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
+class Entry:
+    """A function of int64 numbers that Python calls without its lock (`ctypes`)."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        ENTRIES.append(self)
+
+    def compile(self) -> Any:
+        """Do it now, if it has not been done."""
+        count = len(inspect.signature(self._function).parameters)
+        signature = numba.types.void(*[numba.types.int64] * count)
+        return _cached(lambda: _compile(signature, self._function))
+
+    @cached_property
+    def ctypes(self) -> Any:
+        return self.compile().ctypes
+
+
+ENTRIES: list[Entry] = []
+
+
 class Kernel:
     """Compiled C code `function(item, scratch, *arguments)`, called once for every item of work.
 
@@ -92,11 +113,7 @@ class Kernel:
         scratch: int = 0,
     ) -> None:
         """`nanoseconds` of work, roughly, for one thread; `scratch` bytes for each thread."""
-        if len(arguments) != len(self.arguments):
-            raise TypeError(
-                f"{self.name} takes {len(self.arguments)} arguments ({', '.join(self.arguments)}), "
-                f"not {len(arguments)}"
-            )
+        self.check_count(arguments)
         values: list[int] = [
             value
             if value.__class__ is int
@@ -113,6 +130,13 @@ class Kernel:
             _TEAM(_start().address, _LOCAL.address, num_threads, 0)
         else:
             _start().ctypes(_LOCAL.address)
+
+    def check_count(self, arguments: tuple[Any, ...]) -> None:
+        if len(arguments) != len(self.arguments):
+            raise TypeError(
+                f"{self.name} takes {len(self.arguments)} arguments ({', '.join(self.arguments)}), "
+                f"not {len(arguments)}"
+            )
 
     @cached_property
     def address(self) -> int:
@@ -157,8 +181,8 @@ def prepare() -> None:
     if not any(_CACHE_DIR.rglob("*.nbc")):
         log.warning("compiling the CPU's kernels, once per user and machine: about 15 seconds")
     _start()
-    for kernel in KERNELS:
-        kernel.compile()
+    for function in (*ENTRIES, *KERNELS):
+        function.compile()
 
 
 def _word(value: float | torch.Tensor) -> int:
@@ -214,10 +238,3 @@ def _alone() -> None:
 _CACHE_DIR = cache_dir()
 _TEAM = _team()
 os.register_at_fork(after_in_child=_alone)
-
-
-def lines(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor [T, *F], copied unless the numbers of a token lie side by side; tokens may lie apart."""
-    if tensor.is_contiguous() or tensor[0].is_contiguous():
-        return tensor
-    return tensor.contiguous()

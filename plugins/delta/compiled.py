@@ -5,10 +5,9 @@ sequence is split. Columns of a state do not meet: an item of work is a block of
 row, and stays in the first-level cache while the row's tokens pass.
 """
 
-import torch
-
-from hemiola.plugins.cpu.jit import Kernel, helper, lines
-from hemiola.plugins.cpu.rows import read_row
+from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
+from hemiola.plugins.cpu.jit import Kernel, helper
+from hemiola.plugins.cpu.rows import live_tokens, owned, read_row
 from hemiola.plugins.cpu.simd import (
     LANES,
     add,
@@ -29,44 +28,49 @@ from hemiola.plugins.cpu.simd import (
     store_some,
     sub,
 )
-from hemiola.plugins.rows import extent
+from hemiola.plugins.cpu.sizes import ceil_div
 
 WIDE = 4 * LANES  # columns whose sums are kept in registers together
 BLOCK = 16  # tokens of an item of work of _gates
 
 
 def delta(
-    q: torch.Tensor,  # [T, G, K]
-    k: torch.Tensor,  # [T, G, K]
-    v: torch.Tensor,  # [T, H, V]
-    a: torch.Tensor,  # [T, H, J]
-    b: torch.Tensor,  # [T, H]
-    dt_bias: torch.Tensor,  # [H, J]
-    A: torch.Tensor,  # [H]
-    state: torch.Tensor,  # [S, H, K, V]
-    k_records: torch.Tensor,  # [S, R, G, K]
-    v_records: torch.Tensor,  # [S, R, H, V]
-    g_records: torch.Tensor,  # [S, R, H, J]
-    beta_records: torch.Tensor,  # [S, R, H]
-    rows: torch.Tensor,  # [N, 8]
+    q: Operand,  # [T, G, K]
+    k: Operand,  # [T, G, K]
+    v: Operand,  # [T, H, V]
+    a: Operand,  # [T, H, J]
+    b: Operand,  # [T, H]
+    dt_bias: Operand,  # [H, J]
+    A: Operand,  # [H]
+    state: Operand,  # [S, H, K, V]
+    k_records: Operand,  # [S, R, G, K]
+    v_records: Operand,  # [S, R, H, V]
+    g_records: Operand,  # [S, R, H, J]
+    beta_records: Operand,  # [S, R, H]
+    rows: Operand,  # [N, 8]
     chunk_len: int,
-) -> torch.Tensor:
+) -> Operand:
     """o[T, H, V]; see reference.py."""
-    ring_len, (heads, k_dim, v_dim), decays = k_records.shape[1], state.shape[1:], a.shape[2]
-    step = extent(rows, chunk_len, ring_len, state.shape[0], v.shape[0])
-    o = (torch.empty if step.num_tokens == v.shape[0] else torch.zeros)(*v.shape)
-    if not step.num_tokens:
-        return o
+    code, ring_len, (heads, k_dim, v_dim), decays = (
+        code_of(v),
+        k_records.shape[1],
+        state.shape[1:],
+        a.shape[2],
+    )
+    (num_tokens, *_), num_rows = v.shape, rows.shape[0]
+    live = live_tokens(rows, num_tokens, chunk_len, ring_len, state.shape[0])
     q, k, v, a, b = lines(q), lines(k), lines(v), lines(a), lines(b)
-    g, beta = torch.empty(*a.shape), torch.empty(*b.shape)
-    raw = (a, a.stride(0), b, b.stride(0), dt_bias, A, g, beta)
-    _gates(-(-len(a) // BLOCK), 2.0 * a.numel(), *a.shape, *raw, scratch=4 * LANES)
-    work = (len(rows), chunk_len, ring_len, k.shape[1], k_dim, heads, v_dim, decays, rows)
+    o, g, beta = owned(live, *v.shape), code.empty(*a.shape), code.empty(*b.shape)
+    raw = (*a.shape, a, a.stride(0), b, b.stride(0), dt_bias, A, g, beta)
+    code.call(_gates, ceil_div(num_tokens, BLOCK), numel(a) * 2.0, *raw, scratch=4 * LANES)
+    work = (num_rows, chunk_len, ring_len, k.shape[1], k_dim, heads, v_dim, decays, rows)
     work += (k, k.stride(0), v, v.stride(0), g, beta, k_records, v_records, g_records, beta_records)
     width = WIDE if v_dim % WIDE == 0 else LANES
-    cost, room = 0.08 * step.num_updates * heads * k_dim * v_dim, 4 * k_dim * (width + 2)
-    _scan(len(rows) * heads * (v_dim // width), cost, *work, q, q.stride(0), state, o, width, scratch=room)
-    _store(len(rows), 0.2 * (k.numel() + v.numel()), *work)
+    num_updates = num_tokens + num_rows * (chunk_len // 2)  # about: half a chunk of records
+    cost, room = num_updates * (0.08 * heads * k_dim * v_dim), 4 * k_dim * (width + 2)
+    scan = (*work, q, q.stride(0), state, o, width)
+    code.call(_scan, num_rows * (heads * (v_dim // width)), cost, *scan, scratch=room)
+    code.call(_store, num_rows, (numel(k) + numel(v)) * 0.2, *work)
     return o
 
 

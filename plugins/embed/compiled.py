@@ -2,35 +2,39 @@
 
 import torch
 
+from hemiola.plugins.cpu.code import Case, Operand, code_of, numbers, numel
 from hemiola.plugins.cpu.jit import Kernel
-from hemiola.plugins.cpu.simd import LANES, get, get_half, get_int, put
+from hemiola.plugins.cpu.simd import LANES, get, get_half, get_int, put, put_long
+from hemiola.plugins.cpu.sizes import ceil_div
 
 BLOCK = 4  # tokens of an item of work
 
 
 def embed(
-    weight: torch.Tensor,  # [strips, F, lanes], as linear.compiled.pack makes it of [V, F]
-    token_ids: torch.Tensor,  # [T] int32
+    weight: Operand,  # [strips, F, lanes], as linear.compiled.pack makes it of [V, F]
+    token_ids: Operand,  # [T] int32
     vocab_size: int,
-) -> torch.Tensor:  # [T, F] fp32
+) -> Operand:  # [T, F] fp32
     """See reference.py. Raises IndexError for an id that is not in the vocabulary."""
-    y = torch.empty(len(token_ids), weight.shape[1])
-    if not y.numel():
-        return y
-    low, high = token_ids.aminmax()
-    if low < 0 or high >= vocab_size:
-        raise IndexError(f"embed: ids {int(low)} to {int(high)} in a vocabulary of {vocab_size}")
-    narrow = weight.dtype == torch.bfloat16
-    sizes = (len(token_ids), *weight.shape[1:], narrow)
-    _embed(-(-len(token_ids) // BLOCK), 2.0 * y.numel(), *sizes, weight, token_ids.contiguous(), y)
+    code, num_tokens = code_of(token_ids), token_ids.shape[0]
+    y = code.empty(num_tokens, weight.shape[1])
+    fault = code.fault(Case(IndexError, "embed: id {0} in a vocabulary of {1}"))
+    sizes = (num_tokens, *weight.shape[1:], weight.dtype == torch.bfloat16, vocab_size)
+    where = (weight, numbers(token_ids), y, fault)
+    code.call(_embed, ceil_div(num_tokens, BLOCK), numel(y) * 2.0, *sizes, *where)
     return y
 
 
 @Kernel
-def _embed(item, scratch, num_tokens, width, lanes, narrow, weight, token_ids, y):
+def _embed(item, scratch, num_tokens, width, lanes, narrow, vocab_size, weight, token_ids, y, fault):
     """An item is BLOCK tokens."""
     for t in range(item * BLOCK, min(num_tokens, (item + 1) * BLOCK)):
         token = get_int(token_ids, t)
+        if token < 0 or token >= vocab_size:
+            put_long(fault, 1, token)
+            put_long(fault, 2, vocab_size)
+            put_long(fault, 0, 1)
+            return
         lane = token % lanes
         if narrow == 1:  # lanes j and 16 + j lie side by side
             lane = lane % LANES * 2 + lane // LANES

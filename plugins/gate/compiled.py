@@ -1,25 +1,24 @@
 """A gate on every channel, compiled."""
 
-import torch
-
-from hemiola.plugins.cpu.jit import Kernel, lines
+from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
+from hemiola.plugins.cpu.jit import Kernel
 from hemiola.plugins.cpu.simd import LANES, get, load, mul, sigmoid, silu, splat, store
+from hemiola.plugins.cpu.sizes import ceil_div
 
 BLOCK = 16  # tokens of an item of work
 
 
 def gate(
-    x: torch.Tensor,  # [T, E]
-    gate: torch.Tensor,  # [T, J], J = E or 1
+    x: Operand,  # [T, E]
+    gate: Operand,  # [T, J], J = E or 1
     kind: str,
-) -> torch.Tensor:  # [T, E]
+) -> Operand:  # [T, E]
     """See reference.py."""
-    y = torch.empty(*x.shape)
-    if not x.numel():
-        return y
-    x, gate = lines(x), lines(gate)
+    code, x, gate = code_of(x), lines(x), lines(gate)
+    y = code.empty(*x.shape)
     sizes = (*x.shape, gate.shape[1], int(kind == "silu"))
-    _gate(-(-x.shape[0] // BLOCK), 0.3 * x.numel(), *sizes, x, x.stride(0), gate, gate.stride(0), y)
+    where = (x, x.stride(0), gate, gate.stride(0), y)
+    code.call(_gate, ceil_div(x.shape[0], BLOCK), numel(x) * 0.3, *sizes, *where)
     return y
 
 

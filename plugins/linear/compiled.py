@@ -6,8 +6,10 @@ memory. Tokens are taken in blocks, inputs in stretches of DEPTH; y holds the su
 
 import torch
 
-from hemiola.plugins.cpu.jit import Kernel, helper, lines
+from hemiola.plugins.cpu.code import Code, Operand, code_of, lines, numel
+from hemiola.plugins.cpu.jit import Kernel, helper
 from hemiola.plugins.cpu.simd import LANES, add, get, get_long, load, put, store
+from hemiola.plugins.cpu.sizes import Number, ceil_div, least, most
 from hemiola.plugins.cpu.tiles import (
     ABREAST,
     DEPTH,
@@ -40,11 +42,12 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear(
-    x: torch.Tensor,  # [T, F]
-    packed: torch.Tensor,  # pack(weight [O, F])
-    bias: torch.Tensor,  # [O], or zero-length: none
+    x: Operand,  # [T, F]
+    packed: Operand,  # pack(weight [O, F])
+    bias: Operand,  # [O], or zero-length: none
     num_outputs: int,  # O
-) -> torch.Tensor:  # [T, O]
+    residual: Operand = None,  # [T, O] that is added, rounded by itself
+) -> Operand:  # [T, O]
     """See reference.py."""
     num_tokens, num_inputs = x.shape
     num_strips, depth, _ = packed.shape
@@ -52,30 +55,28 @@ def linear(
         raise ValueError(
             f"linear: {tuple(packed.shape)} is not packed from {num_outputs} outputs of {num_inputs} inputs"
         )
-    y = torch.empty(num_tokens, num_outputs)
-    if not num_tokens:
-        return y
-    x, num_blocks = lines(x), -(-num_tokens // BLOCK)
-    num_groups = split(num_strips, num_blocks)
-    multiply(
-        num_blocks * num_groups, work(packed.numel(), packed.itemsize, num_tokens),
+    code, x, num_blocks = code_of(x), lines(x), ceil_div(num_tokens, BLOCK)
+    y, num_groups = code.empty(num_tokens, num_outputs), split(code, num_strips, num_blocks)
+    code.call(
+        multiply, num_blocks * num_groups, work(numel(packed), packed.itemsize, num_tokens),
         num_blocks, 0, num_tokens, num_groups, x, x.stride(0), 0,
         packed, packed.dtype is torch.bfloat16, num_inputs, num_outputs,
-        bias if bias.numel() else 0, y, scratch=SCRATCH,
+        bias if bias.shape[0] else 0, 0 if residual is None else residual,
+        0 if residual is None else residual.stride(0), y, scratch=SCRATCH,
     )  # fmt: skip
     return y
 
 
-def split(num_strips: int, num_blocks: int) -> int:
+def split(code: Code, num_strips: int, num_blocks: Number) -> Number:
     """Into how many groups the strips go, for items that fit the cache and keep all threads at work."""
-    num_units = -(-num_strips // UNIT)
-    wanted = -(-ITEMS * torch.get_num_threads() // num_blocks)
-    return min(num_units, max(wanted, -(-num_strips // GROUP)))
+    num_units = ceil_div(num_strips, UNIT)
+    wanted = ceil_div(code.threads * ITEMS, most(num_blocks, 1))
+    return least(num_units, most(wanted, ceil_div(num_strips, GROUP)))
 
 
-def work(size: int, itemsize: int, num_rows: int) -> float:
+def work(size: int, itemsize: int, num_rows: Number) -> Number | float:
     """Nanoseconds of reading so many weights and multiplying them by so many rows, roughly."""
-    return size * (0.05 * itemsize + 0.01 * num_rows)
+    return num_rows * (0.01 * size) + 0.05 * itemsize * size
 
 
 @Kernel
@@ -94,6 +95,8 @@ def multiply(
     num_inputs,
     num_outputs,
     bias,  # or 0
+    residual,  # [R, O], or 0
+    residual_len,  # from row to row
     y,  # [R, O]
 ):
     """An item is a block of rows and a group of strips; those of a group follow each other."""
@@ -119,7 +122,11 @@ def multiply(
             scratch, last - first, matrix, halves, near, num_inputs, at, count,
             begin * UNIT, min(end * UNIT, num_strips), num_outputs, out
         )  # fmt: skip
-    _finish(scratch, last - first, begin * UNIT, min(end * UNIT, num_strips), num_outputs, bias, out)
+    added = residual + 4 * first * residual_len if residual != 0 else 0
+    _finish(
+        scratch, last - first, begin * UNIT, min(end * UNIT, num_strips), num_outputs, bias, added,
+        residual_len, out
+    )  # fmt: skip
 
 
 @helper
@@ -196,8 +203,8 @@ def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, 
 
 
 @helper
-def _finish(scratch, num_rows, begin, end, num_outputs, bias, y):
-    """Add the bias; fetch the last outputs from scratch."""
+def _finish(scratch, num_rows, begin, end, num_outputs, bias, residual, residual_len, y):
+    """Fetch the last outputs from scratch; add the bias, then the residual."""
     beyond = scratch + 4 * (BLOCK * DEPTH + DEPTH * STRIP)
     full = min(end, num_outputs // STRIP)
     for row in range(num_rows):
@@ -205,7 +212,12 @@ def _finish(scratch, num_rows, begin, end, num_outputs, bias, y):
         if bias != 0:
             for i in range(begin * STRIP, full * STRIP, LANES):
                 store(line, i, add(load(line, i), load(bias, i)))
+        if residual != 0:
+            for i in range(begin * STRIP, full * STRIP, LANES):
+                store(line, i, add(load(line, i), load(residual, row * residual_len + i)))
         if full < end:
             for i in range(num_outputs - full * STRIP):
                 value, at = get(beyond, row * STRIP + i), full * STRIP + i
-                put(line, at, value + get(bias, at) if bias != 0 else value)
+                if bias != 0:
+                    value = value + get(bias, at)
+                put(line, at, value + get(residual, row * residual_len + at) if residual != 0 else value)

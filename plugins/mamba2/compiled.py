@@ -8,10 +8,10 @@ row's tokens pass.
 import math
 
 import numpy as np
-import torch
 
-from hemiola.plugins.cpu.jit import Kernel, helper, lines
-from hemiola.plugins.cpu.rows import read_row
+from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
+from hemiola.plugins.cpu.jit import Kernel, helper
+from hemiola.plugins.cpu.rows import live_tokens, owned, read_row
 from hemiola.plugins.cpu.simd import (
     LANES,
     add,
@@ -32,45 +32,44 @@ from hemiola.plugins.cpu.simd import (
     store,
     store_some,
 )
-from hemiola.plugins.rows import extent
+from hemiola.plugins.cpu.sizes import ceil_div
 
 WIDE = 4 * LANES  # channels of the state whose inputs are kept in registers together
 BLOCK = 16  # tokens of an item of work of _steps
 
 
 def mamba2(
-    x: torch.Tensor,  # [T, H, P]
-    B: torch.Tensor,  # [T, G, D]
-    C: torch.Tensor,  # [T, G, D]
-    dt: torch.Tensor,  # [T, H]
-    dt_bias: torch.Tensor,  # [H]
-    A: torch.Tensor,  # [H]
-    D: torch.Tensor,  # [H]
-    state: torch.Tensor,  # [S, H, P, D]
-    x_records: torch.Tensor,  # [S, R, H, P]
-    B_records: torch.Tensor,  # [S, R, G, D]
-    dt_records: torch.Tensor,  # [S, R, H]
-    rows: torch.Tensor,  # [N, 8]
+    x: Operand,  # [T, H, P]
+    B: Operand,  # [T, G, D]
+    C: Operand,  # [T, G, D]
+    dt: Operand,  # [T, H]
+    dt_bias: Operand,  # [H]
+    A: Operand,  # [H]
+    D: Operand,  # [H]
+    state: Operand,  # [S, H, P, D]
+    x_records: Operand,  # [S, R, H, P]
+    B_records: Operand,  # [S, R, G, D]
+    dt_records: Operand,  # [S, R, H]
+    rows: Operand,  # [N, 8]
     chunk_len: int,
     dt_min: float,
     dt_max: float,
-) -> torch.Tensor:
+) -> Operand:
     """y[T, H, P], the D * x term included; see reference.py."""
-    ring_len, (heads, width, depth) = x_records.shape[1], state.shape[1:]
-    step = extent(rows, chunk_len, ring_len, state.shape[0], x.shape[0])
-    y = (torch.empty if step.num_tokens == x.shape[0] else torch.zeros)(*x.shape)
-    if not step.num_tokens:
-        return y
+    code, ring_len, (heads, width, depth) = code_of(x), x_records.shape[1], state.shape[1:]
+    (num_tokens, *_), num_rows = x.shape, rows.shape[0]
+    live = live_tokens(rows, num_tokens, chunk_len, ring_len, state.shape[0])
     x, B, C, dt = lines(x), lines(B), lines(C), lines(dt)
-    steps = torch.empty(*dt.shape)
-    limits = (dt_min, min(dt_max, torch.finfo(torch.float32).max))
-    blocks = -(-len(dt) // BLOCK)
-    _steps(blocks, 2.0 * dt.numel(), *dt.shape, dt, dt.stride(0), dt_bias, *limits, steps, scratch=4 * LANES)
-    work = (len(rows), chunk_len, ring_len, heads, width, B.shape[1], depth, rows)
+    y, steps = owned(live, *x.shape), code.empty(*dt.shape)
+    limits = (dt_min, min(dt_max, float(np.finfo(np.float32).max)))
+    raw = (*dt.shape, dt, dt.stride(0), dt_bias, *limits, steps)
+    code.call(_steps, ceil_div(num_tokens, BLOCK), numel(dt) * 2.0, *raw, scratch=4 * LANES)
+    work = (num_rows, chunk_len, ring_len, heads, width, B.shape[1], depth, rows)
     work += (x, x.stride(0), B, B.stride(0), steps, x_records, B_records, dt_records)
-    cost, room = 0.06 * step.num_updates * heads * width * depth, 4 * (width * depth + LANES * LANES)
-    _scan(len(rows) * heads, cost, *work, C, C.stride(0), A, D, state, y, scratch=room)
-    _store(len(rows), 0.2 * (x.numel() + B.numel()), *work)
+    num_updates = num_tokens + num_rows * (chunk_len // 2)  # about: half a chunk of records
+    cost, room = num_updates * (0.06 * heads * width * depth), 4 * (width * depth + LANES * LANES)
+    code.call(_scan, num_rows * heads, cost, *work, C, C.stride(0), A, D, state, y, scratch=room)
+    code.call(_store, num_rows, (numel(x) + numel(B)) * 0.2, *work)
     return y
 
 

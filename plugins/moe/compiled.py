@@ -6,7 +6,8 @@ in their order. So a token's bits depend on it, its experts and its weights alon
 
 import torch
 
-from hemiola.plugins.cpu.jit import Kernel, lines
+from hemiola.plugins.cpu.code import Case, Operand, code_of, lines, numbers, numel
+from hemiola.plugins.cpu.jit import Kernel
 from hemiola.plugins.cpu.simd import (
     LANES,
     f32,
@@ -22,6 +23,7 @@ from hemiola.plugins.cpu.simd import (
     splat,
     store_some,
 )
+from hemiola.plugins.cpu.sizes import ceil_div, least
 from hemiola.plugins.linear.compiled import BLOCK, SCRATCH, multiply, split, work
 from hemiola.plugins.moe.spec import ACTIVATIONS
 
@@ -29,71 +31,63 @@ LINES = 16  # lines or tokens of an item
 
 
 def moe(
-    x: torch.Tensor,  # [T, F]
-    expert_ids: torch.Tensor,  # [T, K] int32
-    expert_weights: torch.Tensor,  # [T, K]
-    up: torch.Tensor,  # pack([E, J, F])
-    down: torch.Tensor,  # pack([E, F, I])
+    x: Operand,  # [T, F]
+    expert_ids: Operand,  # [T, K] int32
+    expert_weights: Operand,  # [T, K]
+    up: Operand,  # pack([E, J, F])
+    down: Operand,  # pack([E, F, I])
     activation: str,
     inner: int,  # I
-) -> torch.Tensor:  # [T, F]
+) -> Operand:  # [T, F]
     """See reference.py."""
     num_tokens, num_slots = expert_ids.shape
-    width, num_experts, num_lines = x.shape[1], up.shape[0], num_tokens * num_slots
+    code, width, num_experts, num_lines = code_of(x), x.shape[1], up.shape[0], num_tokens * num_slots
     num_hidden = inner * ACTIVATIONS[activation]
     if (num_experts, width, inner) != (down.shape[0], up.shape[2], down.shape[2]):
         raise ValueError(f"moe: {tuple(up.shape)} and {tuple(down.shape)} are not one layer's packed experts")
-    y = torch.empty(num_tokens, width)
-    if not num_lines:
-        return y.zero_()
-    num_blocks = min(num_experts, num_lines) + num_lines // BLOCK
-    plan = torch.empty(1 + 2 * num_lines + 3 * num_blocks, dtype=torch.int64)
-    wrong = plan.data_ptr()
-    tokens, places, blocks = (wrong + 8 * n for n in (1, 1 + num_lines, 1 + 2 * num_lines))
-    ids, shares = expert_ids.contiguous(), expert_weights.contiguous()
-    grouping = (num_lines, num_slots, num_experts, num_blocks, ids, wrong, tokens, places, blocks)
-    _group(1, 0.0, *grouping, scratch=8 * num_experts)
-    if plan[0].item():
-        raise ValueError(f"moe: an expert is none of 0 .. {num_experts - 1}")
+    num_blocks = least(num_experts, num_lines) + num_lines // BLOCK
+    tokens, places = (code.empty(num_lines, dtype=torch.int64) for _ in range(2))
+    blocks = code.empty(num_blocks, 3, dtype=torch.int64)
+    fault = code.fault(Case(ValueError, f"moe: an expert is none of 0 .. {num_experts - 1}: {{0}}"))
+    grouping = (num_lines, num_slots, num_experts, num_blocks, numbers(expert_ids), tokens, places, blocks)
+    code.call(_group, 1, num_lines * 4.0, *grouping, fault, scratch=8 * num_experts)
 
-    def times(
-        source: torch.Tensor, rows: int, packed: torch.Tensor, num_inputs: int, num_outputs: int
-    ) -> torch.Tensor:
+    def times(source: Operand, rows: Operand, packed: Operand, num_inputs: int, num_outputs: int) -> Operand:
         """The lines' rows of source times their experts' weights."""
-        result = torch.empty(num_lines, num_outputs)
-        num_groups = split(packed.shape[1], num_blocks)
-        size = packed[0].numel()
-        cost = work(size * min(num_experts, num_lines), packed.itemsize, 0) + work(size, 0, num_lines)
-        multiply(
-            num_blocks * num_groups, cost, num_blocks, blocks, num_lines, num_groups,
+        result = code.empty(num_lines, num_outputs)
+        num_groups = split(code, packed.shape[1], num_blocks)
+        size = numel(packed) // num_experts
+        cost = least(num_experts, num_lines) * work(size, packed.itemsize, 0) + num_lines * work(size, 0, 1)
+        code.call(
+            multiply, num_blocks * num_groups, cost, num_blocks, blocks, num_lines, num_groups,
             source, source.stride(0), rows, packed, packed.dtype is torch.bfloat16, num_inputs, num_outputs,
-            0, result, scratch=SCRATCH,
+            0, 0, 0, result, scratch=SCRATCH,
         )  # fmt: skip
         return result
 
     hidden = times(lines(x), tokens, up, width, num_hidden)
-    _activate(
-        -(-num_lines // LINES), 0.1 * num_lines * inner, num_lines, inner, num_hidden,
+    code.call(
+        _activate, ceil_div(num_lines, LINES), num_lines * (0.1 * inner), num_lines, inner, num_hidden,
         ACTIVATIONS[activation], hidden, scratch=4 * LANES,
     )  # fmt: skip
-    parts = times(hidden, 0, down, inner, width)
-    _combine(
-        -(-num_tokens // LINES), 0.1 * num_lines * width, num_tokens, num_slots, width,
-        places, shares, parts, y, scratch=4 * LANES,
+    parts, y = times(hidden, 0, down, inner, width), code.empty(num_tokens, width)
+    code.call(
+        _combine, ceil_div(num_tokens, LINES), num_lines * (0.1 * width), num_tokens, num_slots, width,
+        places, numbers(expert_weights), parts, y, scratch=4 * LANES,
     )  # fmt: skip
     return y
 
 
 @Kernel
-def _group(item, scratch, num_lines, num_slots, num_experts, num_blocks, ids, wrong, tokens, places, blocks):
+def _group(item, scratch, num_lines, num_slots, num_experts, num_blocks, ids, tokens, places, blocks, fault):
     """One item: lines in the order of the experts, and the blocks of lines of one expert."""
-    put_long(wrong, 0, 0)
     for expert in range(num_experts):
         put_long(scratch, expert, 0)
     for pair in range(num_lines):
         expert = get_int(ids, pair)
         if expert < 0 or expert >= num_experts:
-            put_long(wrong, 0, 1)
+            put_long(fault, 1, expert)
+            put_long(fault, 0, 1)
             return
         put_long(scratch, expert, get_long(scratch, expert) + 1)
     block, line = 0, 0

@@ -1,33 +1,33 @@
 """RMS norm over groups of channels, compiled: a token at a time, so its bits depend on nothing else."""
 
 import numpy as np
-import torch
 
-from hemiola.plugins.cpu.jit import Kernel, lines
+from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
+from hemiola.plugins.cpu.jit import Kernel
 from hemiola.plugins.cpu.simd import LANES, f32, fma, from_bits, load, mul, silu, splat, store, total
+from hemiola.plugins.cpu.sizes import ceil_div
 
 BLOCK = 16  # tokens of an item of work
 UNGATED, GATE_FIRST, GATE_LAST = 0, 1, 2
 
 
 def norm(
-    x: torch.Tensor,  # [T, W]
-    gate: torch.Tensor,  # [T, W], or zero-length: none
-    weight: torch.Tensor,  # [W]
+    x: Operand,  # [T, W]
+    gate: Operand,  # [T, W], or zero-length: none
+    weight: Operand,  # [W]
     eps: float,
     group_len: int,
     gate_first: bool,
-) -> torch.Tensor:  # [T, W]
+) -> Operand:  # [T, W]
     """See reference.py."""
-    y = torch.empty(*x.shape)
-    if not x.numel():
-        return y
-    x, order = lines(x), UNGATED
-    if gate.numel():
+    code, x, order = code_of(x), lines(x), UNGATED
+    y = code.empty(*x.shape)
+    if len(gate.shape) > 1:
         gate, order = lines(gate), GATE_FIRST if gate_first else GATE_LAST
-    cost = x.numel() * (0.4 if order else 0.25)
+    cost = numel(x) * (0.4 if order else 0.25)
     sizes = (*x.shape, group_len, eps, order)
-    _norm(-(-x.shape[0] // BLOCK), cost, *sizes, x, x.stride(0), gate, gate.stride(0), weight, y)
+    where = (x, x.stride(0), gate, gate.stride(0), weight, y)
+    code.call(_norm, ceil_div(x.shape[0], BLOCK), cost, *sizes, *where)
     return y
 
 

@@ -1,37 +1,40 @@
 """Rotary positions, compiled: each product is rounded, then their sum, in vectors and single lanes alike."""
 
-import torch
-
-from hemiola.plugins.cpu.jit import Kernel, lines
-from hemiola.plugins.cpu.simd import LANES, add, get, get_int, load, mul, put, store, sub
+from hemiola.plugins.cpu.code import Case, Operand, code_of, lines, numbers, numel
+from hemiola.plugins.cpu.jit import Kernel
+from hemiola.plugins.cpu.simd import LANES, add, get, get_int, load, mul, put, put_long, store, sub
+from hemiola.plugins.cpu.sizes import ceil_div
 
 BLOCK = 16  # tokens of an item of work
 
 
 def rope(
-    x: torch.Tensor,  # [T, H, D]
-    positions: torch.Tensor,  # [T] int32
-    table: torch.Tensor,  # [M, 2, R]
-) -> torch.Tensor:  # [T, H, D]
+    x: Operand,  # [T, H, D]
+    positions: Operand,  # [T] int32
+    table: Operand,  # [M, 2, R]
+) -> Operand:  # [T, H, D]
     """See reference.py. Raises IndexError where a position is not in the table."""
-    y = torch.empty(*x.shape)
-    if not x.numel():
-        return y
-    low, high = positions.aminmax()
-    if low < 0 or high >= len(table):
-        raise IndexError(f"rope: positions {int(low)} to {int(high)}, but the table ends before {len(table)}")
-    x, positions = lines(x), positions.contiguous()
-    sizes = (*x.shape, table.shape[2], x, x.stride(0))
-    _rope(-(-x.shape[0] // BLOCK), 0.2 * x.numel(), *sizes, positions, table, y)
+    code, x = code_of(x), lines(x)
+    y = code.empty(*x.shape)
+    fault = code.fault(Case(IndexError, "rope: position {0}, but the table ends before {1}"))
+    sizes = (*x.shape, table.shape[2], table.shape[0], x, x.stride(0))
+    where = (numbers(positions), table, y, fault)
+    code.call(_rope, ceil_div(x.shape[0], BLOCK), numel(x) * 0.2, *sizes, *where)
     return y
 
 
 @Kernel
-def _rope(item, scratch, num_tokens, heads, depth, pairs, x, x_len, positions, table, y):
+def _rope(item, scratch, num_tokens, heads, depth, pairs, end, x, x_len, positions, table, y, fault):
     """An item is BLOCK tokens. x_len is from token to token of x."""
     whole = pairs // LANES * LANES
     for t in range(item * BLOCK, min(num_tokens, (item + 1) * BLOCK)):
-        cos = get_int(positions, t) * 2 * pairs
+        position = get_int(positions, t)
+        if position < 0 or position >= end:
+            put_long(fault, 1, position)
+            put_long(fault, 2, end)
+            put_long(fault, 0, 1)
+            return
+        cos = position * 2 * pairs
         sin = cos + pairs
         for head in range(heads):
             source, target = t * x_len + head * depth, (t * heads + head) * depth

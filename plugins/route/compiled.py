@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from hemiola.plugins.cpu.jit import Kernel, helper, lines
+from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
+from hemiola.plugins.cpu.jit import Kernel, helper
 from hemiola.plugins.cpu.simd import (
     LANES,
     add,
@@ -21,31 +22,29 @@ from hemiola.plugins.cpu.simd import (
     sub,
     total,
 )
+from hemiola.plugins.cpu.sizes import ceil_div
 
 BLOCK = 16  # tokens of an item of work
 
 
 def route(
-    scores: torch.Tensor,  # [T, E]
-    bias: torch.Tensor,  # [E], or zero-length: none
+    scores: Operand,  # [T, E]
+    bias: Operand,  # [E], or zero-length: none
     scoring: str,
     top_k: int,
     num_groups: int,
     top_groups: int,
     renormalise: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # [T, K] fp32 and [T, K] int32
+) -> tuple[Operand, Operand]:  # [T, K] fp32 and [T, K] int32
     """See reference.py."""
-    num_tokens, num_experts = scores.shape
-    weights, ids = torch.empty(num_tokens, top_k), torch.empty(num_tokens, top_k, dtype=torch.int32)
-    if not num_tokens:
-        return weights, ids
-    scores = lines(scores)
+    code, scores, (num_tokens, num_experts) = code_of(scores), lines(scores), scores.shape
+    weights, ids = code.empty(num_tokens, top_k), code.empty(num_tokens, top_k, dtype=torch.int32)
     sizes = (num_tokens, num_experts, top_k, num_groups, top_groups, renormalise, scale)
-    how = (scoring == "softmax", bias.numel() > 0, bias)
-    cost, room = num_tokens * num_experts * (2.0 + top_k), 4 * (3 * num_experts + 3 * LANES)
+    how = (scoring == "softmax", bias.shape[0] > 0, bias)
+    cost, room = numel(scores) * (2.0 + top_k), 4 * (3 * num_experts + 3 * LANES)
     where = (scores, scores.stride(0), weights, ids)
-    _route(-(-num_tokens // BLOCK), cost, *sizes, *how, *where, scratch=room)
+    code.call(_route, ceil_div(num_tokens, BLOCK), cost, *sizes, *how, *where, scratch=room)
     return weights, ids
 
 

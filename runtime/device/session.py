@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -33,14 +34,20 @@ class Program:
         self, engine_dir: Path, segment: Segment, weights: dict[str, torch.Tensor], storage: Storage
     ) -> None:
         self.inputs = segment.inputs
-        self._call = load_program(engine_dir / segment.file)
-        bind_forms(self._call, segment)
-        self._bound = [weights[name] for name in segment.weights]
-        self._bound += [storage.tensors[name] for name in segment.states]
+        program = load_program(engine_dir / segment.file)
+        bound = [weights[name] for name in segment.weights]
+        bound += [storage.tensors[name] for name in segment.states]
+        if storage.device.type == "cpu":
+            from hemiola.runtime.device.lower import Lowered  # numba is not needed elsewhere
+
+            self._call = Lowered(program, segment, bound, poisoned=storage.poison)
+        else:
+            bind_forms(program, segment)
+            self._call = partial(program, *bound)
 
     def __call__(self, inputs: Iterable[torch.Tensor]) -> Computed:
         with torch.inference_mode():
-            return Computed(*self._call(*self._bound, *inputs))
+            return Computed(*self._call(*inputs))
 
 
 class Session:

@@ -337,15 +337,6 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     check(python(script))
 
 
-def test_lines_copies_only_what_does_not_lie_in_lines() -> None:
-    x = torch.randn(5, 70)
-    for kept in (x, x[:, 3:67], x[::2], x[1:], x[:1, :7], x[:0, 3:67], x[:1].expand(4, -1)):
-        assert jit.lines(kept) is kept
-    for crossed in (x.mT, x[:, ::2]):
-        copy = jit.lines(crossed)
-        assert copy.is_contiguous() and torch.equal(copy, crossed)
-
-
 @pytest.mark.parametrize("ending", ["nbc", "nbi"])
 def test_damaged_files_of_the_cache_are_made_again(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

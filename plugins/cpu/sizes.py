@@ -1,0 +1,112 @@
+"""Sizes that are known when a step begins: numbers as expressions of its tokens, rows, pages and logits.
+
+What a form computes from a shape works on plain integers and on these alike.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Union
+
+import numpy as np
+
+Number = Union[int, "Size"]
+ADD, MUL, FLOOR_DIV, MIN, MAX, SCALE = range(6)
+PARTS = 1024  # of a unit, in which SCALE counts
+
+
+@dataclass(frozen=True)
+class Size:
+    """An input of the step by name, or what an operation makes of two numbers."""
+
+    name: str = ""
+    operation: int = -1
+    a: Number = 0
+    b: Number = 0
+
+    def __add__(self, other: Number | float) -> Number:
+        other = round(other) if isinstance(other, float) else other
+        return self if other == 0 else Size("", ADD, self, other)
+
+    def __mul__(self, other: Number | float) -> Number:
+        if isinstance(other, float):
+            return Size("", SCALE, self, round(other * PARTS))
+        return self if other == 1 else Size("", MUL, self, other)
+
+    def __floordiv__(self, other: int) -> Number:
+        return self if other == 1 else Size("", FLOOR_DIV, self, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def ceil_div(a: Number, b: Number) -> Number:
+    """a / b, rounded up; b is at least 1."""
+    if isinstance(a, int) and isinstance(b, int):
+        return -(-a // b)
+    return Size("", FLOOR_DIV, b + -1 + a, b)
+
+
+def least(a: Number, b: Number) -> Number:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else Size("", MIN, a, b)
+
+
+def most(a: Number, b: Number) -> Number:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else Size("", MAX, a, b)
+
+
+class Formulas(NamedTuple):
+    """Numbers of a step in the order in which they are computed: inputs first, then constants and results."""
+
+    inputs: list[str]
+    values: np.ndarray  # int64, one per number; constants are filled in
+    operations: np.ndarray  # [n, 4] int64: operation, a, b and the place of the result
+
+
+class Builder:
+    """Gives every number a place; equal expressions share theirs."""
+
+    def __init__(self, inputs: list[str]) -> None:
+        self.inputs = inputs
+        self._places: dict[Number, int] = {Size(name): n for n, name in enumerate(inputs)}
+        self._constants: dict[int, int] = {}
+        self._operations: list[tuple[int, int, int, int]] = []
+
+    def place(self, number: Number) -> int:
+        """Where the number will stand among the values."""
+        if number in self._places:
+            return self._places[number]
+        if isinstance(number, int):
+            place = self._places[number] = len(self._places)
+            self._constants[place] = number
+            return place
+        assert number.operation >= 0, f"{number.name!r} is no input of the step"
+        a, b = self.place(number.a), self.place(number.b)
+        place = self._places[number] = len(self._places)
+        self._operations.append((number.operation, a, b, place))
+        return place
+
+    def finish(self) -> Formulas:
+        values = np.zeros(len(self._places), np.int64)
+        for place, constant in self._constants.items():
+            values[place] = constant
+        return Formulas(self.inputs, values, np.array(self._operations, np.int64).reshape(-1, 4))
+
+
+def evaluate(number: Number, inputs: dict[str, int]) -> int:
+    """The same in Python."""
+    if isinstance(number, int):
+        return number
+    if number.name:
+        return inputs[number.name]
+    a, b = evaluate(number.a, inputs), evaluate(number.b, inputs)
+    match number.operation:
+        case 0:
+            return a + b
+        case 1:
+            return a * b
+        case 2:
+            return a // b
+        case 3:
+            return min(a, b)
+        case 4:
+            return max(a, b)
+        case _:
+            return a * b // PARTS

@@ -1,0 +1,240 @@
+"""Recorded code as a step: one call replays its kernels over an arena, without Python between them.
+
+When a step is made, the memory of what lies in its arena is planned: lines of one first dimension share a
+region, whose size follows from that dimension, and within it lines are given to a result from the call that
+writes it to the last one that reads it. A call's numbers that depend on the step's sizes are formulas
+(sizes.py), which the replay computes first.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hemiola.plugins.cpu.code import Buffer, Call, Fault, Recorder, View
+from hemiola.plugins.cpu.jit import Entry, bits
+from hemiola.plugins.cpu.moves import poison
+from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long, put_long
+from hemiola.plugins.cpu.sizes import (
+    ADD,
+    FLOOR_DIV,
+    MAX,
+    MIN,
+    MUL,
+    PARTS,
+    Builder,
+    Number,
+    Size,
+    evaluate,
+)
+from hemiola.plugins.cpu.team import (
+    ARGUMENTS,
+    COST,
+    FAULT,
+    ITEMS,
+    Team,
+    alone,
+    call_up,
+    dismiss,
+    share,
+    team,
+)
+
+LINE = 64  # bytes of a cache line
+CALL_WORDS = ARGUMENTS + MOST_ARGUMENTS
+WORTH_A_TEAM = 3_000  # nanoseconds of a call
+ARENA = "arena"  # the input that is its address
+FOUND = 9  # the word of the header where the replay leaves the fault that ended it
+
+
+class _Life(NamedTuple):
+    first: int  # the call that writes it
+    last: int  # that reads it
+
+
+class Step:
+    """What a recorder wrote down, ready to run with any sizes."""
+
+    def __init__(self, recorder: Recorder, inputs: list[str], poisoned: bool = False) -> None:
+        """`inputs`: the names of sizes and addresses that a run gets; with `poisoned`, memory of the arena is
+        NaN again whenever it is given to another result."""
+        calls = _poisoned(recorder.calls) if poisoned else recorder.calls
+        self._calls, self._keep = calls, [call.arguments for call in calls]  # tensors and faults stay
+        places, self._arena_bytes = _plan(calls)
+        builder = Builder([*inputs, "threads", ARENA])
+        table = np.zeros((len(calls), CALL_WORDS), np.int64)
+        patches: list[tuple[int, int]] = []
+        for n, call in enumerate(calls):
+            for word, number in enumerate(_words(call, places)):
+                if isinstance(number, int):
+                    table[n, word] = number
+                else:
+                    patches.append((n * CALL_WORDS + word, builder.place(number)))
+        formulas = builder.finish()
+        self.inputs = formulas.inputs
+        self._faults = {fault.words.data_ptr(): fault for call in calls for fault in _faults(call)}
+        self._scratch = max((call.scratch for call in calls), default=0)
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._values = formulas.values
+        self._given = (ctypes.c_int64 * len(self.inputs)).from_address(self._values.ctypes.data)
+        self._tables = (self._values, formulas.operations, np.array(patches, np.int64).reshape(-1, 2), table)
+        lengths = [len(self._tables[n]) for n in (1, 2, 3)]
+        addresses = [array.ctypes.data for array in self._tables]
+        rest = [self.inputs.index("threads"), WORTH_A_TEAM, 0]
+        self._header = np.array([*addresses, *lengths, *rest], np.int64)
+
+    def run(self, given: dict[str, int]) -> None:
+        """With these sizes and addresses. Raises what a kernel found wrong with what it was given."""
+        num_bytes = evaluate(self._arena_bytes, given)
+        if num_bytes > self._arena.numel() - LINE:
+            self._arena = torch.empty(num_bytes + LINE, dtype=torch.uint8)
+        crew, num_threads = team(), torch.get_num_threads()
+        if not crew.lock.acquire(blocking=False):  # another engine's step has it
+            crew, num_threads = Team.of_one(), 1
+            crew.lock.acquire()
+        try:
+            crew.prepare(num_threads, self._scratch)
+            address = self._arena.data_ptr()
+            self._given[:] = [*given.values(), num_threads, address + -address % LINE]
+            _replay.ctypes(self._header.ctypes.data, crew.address)
+        finally:
+            crew.lock.release()
+        if found := int(self._header[FOUND]):
+            self._faults[found].check()
+
+
+def _words(call: Call, places: Mapping[Buffer, Number]) -> list[Number]:
+    """What the replay and the kernel read of a call."""
+    faults = _faults(call)
+    assert len(faults) <= 1
+    fault = faults[0].words.data_ptr() if faults else 0
+    return [
+        call.kernel.address,
+        call.num_items,
+        call.nanoseconds,
+        fault,
+        *(_word(value, places) for value in call.arguments),
+    ]
+
+
+def _faults(call: Call) -> list[Fault]:
+    return [value for value in call.arguments if isinstance(value, Fault)]
+
+
+def _word(value: Any, places: Mapping[Buffer, Number]) -> Number:
+    match value:
+        case View(buffer=buffer):
+            offset = value.offset * value.itemsize
+            if buffer.tensor is not None:
+                return buffer.tensor.data_ptr() + offset
+            return (Size(buffer.input) if buffer.input else places[buffer]) + offset
+        case Fault():
+            return value.words.data_ptr()
+        case float():
+            return bits(value)
+        case Size():
+            return value
+        case _:
+            return int(value)
+
+
+def _lives(calls: list[Call]) -> dict[Buffer, _Life]:
+    """From which call to which what lies in the arena is wanted, in the order of the first."""
+    lives: dict[Buffer, _Life] = {}
+    for n, call in enumerate(calls):
+        for value in call.arguments:
+            if isinstance(value, View) and value.buffer.tensor is None and not value.buffer.input:
+                first = lives[value.buffer].first if value.buffer in lives else n
+                lives[value.buffer] = _Life(first, n)
+    return lives
+
+
+def _plan(calls: list[Call]) -> tuple[dict[Buffer, Number], Number]:
+    """Where in memory everything of the arena lies, and how many bytes that takes."""
+    regions: dict[Number, dict[Buffer, int]] = {}  # by first dimension: the offset of a line
+    widths: dict[Number, int] = {}
+    lives = _lives(calls)
+    for buffer, life in lives.items():
+        region = regions.setdefault(buffer.lead, {})
+        others = [(at, _room(other)) for other, at in region.items() if lives[other].last >= life.first]
+        at = 0
+        for begin, size in sorted(others):
+            if begin - at >= _room(buffer):
+                break
+            at = max(at, begin + size)
+        region[buffer] = at
+        widths[buffer.lead] = max(widths.get(buffer.lead, 0), at + _room(buffer))
+    places: dict[Buffer, Number] = {}
+    end: Number = 0
+    for lead, region in regions.items():
+        for buffer, at in region.items():
+            places[buffer] = Size(ARENA) + end + lead * at
+        end = lead * widths[lead] + end
+    return places, end
+
+
+def _room(buffer: Buffer) -> int:
+    return -(-buffer.line_bytes // LINE) * LINE
+
+
+def _poisoned(calls: list[Call]) -> list[Call]:
+    """With a call before the first that names a result, which fills it with NaN."""
+    seen: set[Buffer] = set()
+    found = []
+    for call in calls:
+        for value in call.arguments:
+            if isinstance(value, View) and value.buffer.line_bytes and value.buffer not in seen:
+                seen.add(value.buffer)
+                whole = View(value.code, value.buffer, (), (), value.dtype)
+                found.append(Call(poison, 1, 0, (value.buffer.lead, value.buffer.line_bytes, whole), 0))
+        found.append(call)
+    return found
+
+
+@Entry
+def _replay(header, team):
+    """header: values, operations, patches, calls; how many of the last three; where the number of threads
+    is among the values; the nanoseconds from which on a call is shared; and FOUND."""
+    put_long(header, FOUND, 0)
+    values, operations, patches, calls = (
+        get_long(header, 0),
+        get_long(header, 1),
+        get_long(header, 2),
+        get_long(header, 3),
+    )
+    for n in range(get_long(header, 4)):
+        kind = get_long(operations, 4 * n)
+        a = get_long(values, get_long(operations, 4 * n + 1))
+        b = get_long(values, get_long(operations, 4 * n + 2))
+        if kind == ADD:
+            a = a + b
+        elif kind == MUL:
+            a = a * b
+        elif kind == FLOOR_DIV:
+            a = a // b
+        elif kind == MIN:
+            a = min(a, b)
+        elif kind == MAX:
+            a = max(a, b)
+        else:
+            a = a * b // PARTS
+        put_long(values, get_long(operations, 4 * n + 3), a)
+    for n in range(get_long(header, 5)):
+        put_long(calls, get_long(patches, 2 * n), get_long(values, get_long(patches, 2 * n + 1)))
+    num_threads, worth = get_long(values, get_long(header, 7)), get_long(header, 8)
+    if num_threads > 1:
+        call_up(team, num_threads)
+    for n in range(get_long(header, 6)):
+        call = calls + 8 * CALL_WORDS * n
+        num_items, fault = get_long(call, ITEMS), get_long(call, FAULT)
+        if num_threads > 1 and num_items > 1 and get_long(call, COST) > worth:
+            share(team, call, num_items)
+        else:
+            alone(team, call, num_items)
+        if fault != 0 and get_long(fault, 0) != 0:
+            put_long(header, FOUND, fault)
+            break
+    if num_threads > 1:
+        dismiss(team)

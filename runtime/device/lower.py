@@ -1,0 +1,215 @@
+"""An engine's program on a CPU: lowered once, when the engine is opened, to a step of compiled kernels.
+
+Our ops write their calls down themselves (plugins/cpu/code.py); what torch computes between them becomes
+views or kernels here. What is neither is refused by name.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hemiola.plugins import OPS
+from hemiola.plugins.cpu import moves
+from hemiola.plugins.cpu.code import Recorder, View
+from hemiola.plugins.cpu.sizes import Size
+from hemiola.plugins.cpu.steps import Step
+from hemiola.plugins.linear.compiled import linear
+from hemiola.runtime.abi import INPUTS, OUTPUTS
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import OpNode, Segment
+
+SIZES = "TNWL"  # what is free in a step
+
+
+class Lowered:
+    """A segment as a step, with the signature of the program that it was."""
+
+    def __init__(
+        self, program: GraphModule, segment: Segment, bound: Sequence[torch.Tensor], poisoned: bool = False
+    ) -> None:
+        """`bound`: the tensors of its weights, then of its states; see Step for `poisoned`."""
+        self._shapes = {name: INPUTS[segment.name][name] for name in segment.inputs}
+        outputs = _Lowering(segment, bound).run(program)
+        self._widths = [view.shape[1] for view in outputs]
+        results = [f"result.{name}" for name in OUTPUTS]
+        for name, view in zip(results, outputs, strict=True):
+            view.buffer.input = name
+        self._given = dict.fromkeys([*SIZES, *segment.inputs, *results], 0)
+        self._step = Step(outputs[0].code, list(self._given), poisoned)
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logits [L, V] and hidden states [T, F]."""
+        given, kept = self._given.copy(), []
+        for (name, shape), tensor in zip(self._shapes.items(), inputs, strict=True):
+            kept.append(dense := tensor.contiguous())
+            given[name] = dense.data_ptr()
+            for letter, size in zip(shape, dense.shape, strict=True):
+                if letter in given:
+                    given[letter] = size
+        results = []
+        for name, letter, width in zip(OUTPUTS, "LT", self._widths, strict=True):
+            results.append(result := torch.empty(given[letter], width))
+            given[f"result.{name}"] = result.data_ptr()
+        self._step.run(given)
+        return tuple(results)
+
+
+class _Lowering:
+    """Walks a program once; `values` holds what its nodes are here: views, or lists of them."""
+
+    def __init__(self, segment: Segment, bound: Sequence[torch.Tensor]) -> None:
+        self._segment = segment
+        self._bound = iter(bound)
+        self._inputs = iter(segment.inputs)
+        self._ops = iter(segment.nodes)
+        self._chosen: dict[Node, OpNode] = {}
+        self._recorder = Recorder()
+        self._values: dict[Node, Any] = {}
+
+    def run(self, program: GraphModule) -> list[View]:
+        """The program's results."""
+        ours = {op.torch_op for op in OPS.values()}
+        for node in program.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    self._values[node] = self._given(node)
+                case "output":
+                    return [self._result(value) for value in node.args[0]]
+                case _ if node.target in ours:
+                    self._chosen[node] = next(self._ops)
+                    if _residual_of(node) is None:
+                        self._values[node] = self._op(node)
+                case _:
+                    self._values[node] = self._function(node)
+        raise AssertionError("a program ends with its output")
+
+    def _given(self, node: Node) -> View:
+        tensor = next(self._bound, None)
+        if tensor is not None:
+            return self._recorder.given(tensor)
+        name, value = next(self._inputs), node.meta["val"]
+        letters = INPUTS[self._segment.name][name]
+        shape = [Size(a) if a in SIZES else int(b) for a, b in zip(letters, value.shape, strict=True)]
+        return self._recorder.input(name, tuple(shape), value.dtype)
+
+    def _result(self, node: Node) -> View:
+        view = self._values[node]
+        buffer = view.buffer
+        whole = view.offset == 0 and buffer.line_bytes == view.shape[1] * view.itemsize
+        if buffer.input or buffer.tensor is not None or not whole:
+            raise self._refused(node, "ends the program, but is a part of something else")
+        return view
+
+    def _op(self, node: Node) -> Any:
+        """Our op, in the form that was chosen when the engine was built."""
+        chosen = self._chosen[node]
+        function = OPS[chosen.op].bind(chosen.form, chosen.sizes)
+        return function(*(_mapped(value, self._values) for value in node.args))
+
+    def _function(self, node: Node) -> Any:
+        args = [_mapped(value, self._values) for value in node.args]
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        name = getattr(getattr(node.target, "_overloadpacket", None), "__name__", str(node.target))
+        handler: Callable[..., Any] | None = getattr(self, f"_lower_{name}", None)
+        if handler is None or node.kwargs:
+            raise self._refused(node, f"calls torch's {name}, which no kernel computes")
+        return handler(node, *args)
+
+    def _refused(self, node: Node, reason: str) -> Refused:
+        return Refused(f"{self._segment.file}: {node.name} {reason}; run build-engine again")
+
+    # What torch's functions become, by name.
+
+    def _lower_view(self, node: Node, x: View, shape: list[int]) -> View:
+        if shape[0] != -1 or not x.in_lines:
+            raise self._refused(node, f"views {x.shape} as {shape}, which would have to be copied")
+        return x.view(shape[1:])
+
+    def _lower_unsqueeze(self, node: Node, x: View, dim: int) -> View:
+        return x.unsqueeze(dim)
+
+    def _lower_split_with_sizes(self, node: Node, x: View, sizes: list[int], dim: int) -> list[View]:
+        return x.split(sizes, dim)
+
+    def _lower_split(self, node: Node, x: View, size: int, dim: int) -> list[View]:
+        width = x.shape[dim]
+        return x.split([min(size, width - at) for at in range(0, width, size)], dim)
+
+    def _lower_chunk(self, node: Node, x: View, count: int, dim: int) -> list[View]:
+        return self._lower_split(node, x, -(-x.shape[dim] // count), dim)
+
+    def _lower_cat(self, node: Node, parts: list[View], dim: int) -> View:
+        if dim != 1 or len(parts[0].shape) != 2:
+            raise self._refused(node, f"joins {parts[0].shape} in dimension {dim}, not lines side by side")
+        return moves.concatenate(parts)
+
+    def _lower_index_select(self, node: Node, x: View, dim: int, ids: View) -> View:
+        if dim != 0 or len(x.shape) != 2:
+            raise self._refused(node, f"selects from {x.shape} in dimension {dim}, not lines")
+        return moves.gather(x, ids)
+
+    def _lower_relu(self, node: Node, x: View) -> View:
+        return x if _is_squared(node) else moves.combine(moves.RELU, x, x)
+
+    def _lower_mul(self, node: Node, a: View, b: View) -> View:
+        if a is b and _is_squared(node.args[0]):
+            return moves.combine(moves.SQUARED_RELU, a, a)
+        return self._combine(node, moves.PRODUCT, a, b)
+
+    def _lower_add(self, node: Node, *terms: Any) -> View:
+        for layer, other in zip(node.args[::-1], terms, strict=True):
+            if isinstance(layer, Node) and _residual_of(layer) is node:
+                return self._linear(layer, other)
+        return self._combine(node, moves.SUM, *terms)
+
+    def _lower_to(self, node: Node, x: View, dtype: torch.dtype) -> View:
+        if dtype != x.dtype:
+            raise self._refused(node, f"turns {x.dtype} into {dtype}, which no kernel does")
+        return x
+
+    def _combine(self, node: Node, kind: int, a: View, b: View) -> View:
+        if a.shape != b.shape or len(a.shape) != 2:
+            raise self._refused(node, f"combines {a.shape} and {b.shape}, not lines of one length")
+        return moves.combine(kind, a, b)
+
+    def _linear(self, node: Node, residual: View) -> View:
+        """A dense layer that adds its outputs to what is there."""
+        x, weight, bias = (_mapped(value, self._values) for value in node.args)
+        return linear(x, weight, bias, *self._chosen[node].sizes, residual=residual)
+
+
+def _mapped(value: Any, values: dict[Node, Any]) -> Any:
+    """An argument with what stands for its nodes; None for a dense layer that waits for its sum."""
+    if isinstance(value, (list, tuple)):
+        return [values.get(part, part) for part in value]
+    return values.get(value) if isinstance(value, Node) else value
+
+
+def _residual_of(node: Node) -> Node | None:
+    """The sum that is all that a dense layer's outputs are used for."""
+    users = list(node.users)
+    if node.target is not OPS["linear"].torch_op or len(users) != 1:
+        return None
+    (user,) = users
+    is_sum = user.target is torch.ops.aten.add.Tensor and not user.kwargs
+    first = user.args[1] if is_sum and _is_linear(user.args[1]) else user.args[0]
+    return user if is_sum and first is node and user.args[0] is not user.args[1] else None
+
+
+def _is_linear(node: Any) -> bool:
+    return isinstance(node, Node) and node.target is OPS["linear"].torch_op and len(node.users) == 1
+
+
+def _is_squared(node: Any) -> bool:
+    """A relu that is multiplied with itself and used for nothing else."""
+    users = list(node.users)
+    return (
+        node.target is torch.ops.aten.relu.default
+        and len(users) == 1
+        and users[0].target is torch.ops.aten.mul.Tensor
+        and users[0].args[0] is users[0].args[1]
+    )

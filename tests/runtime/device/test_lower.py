@@ -1,0 +1,135 @@
+"""A lowered program: the bits of the program run node by node, and a refusal of what no kernel computes."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from kit.checkpoints import FAMILIES
+from kit.harness import Harness
+from torch.fx import GraphModule
+
+from hemiola.runtime import manifest
+from hemiola.runtime.device import lower
+from hemiola.runtime.device.session import bind_forms, load_program
+from hemiola.runtime.errors import Refused
+
+Get = Callable[..., Path]
+# Rows of (request, tokens, drafts) by step: prompts beside each other, decoding, drafts, an empty row.
+STEPS = (
+    ((0, 37, 0), (1, 5, 0)),
+    ((0, 1, 0),),
+    ((1, 4, 3), (0, 1, 0), (2, 90, 0)),
+    ((2, 0, 0), (0, 3, 2)),
+    ((0, 1, 0), (1, 1, 0), (2, 1, 0)),
+    ((1, 17, 0),),
+)
+
+
+class NodeByNode:
+    """The same program through torch, every op of ours as a call of its own."""
+
+    def __init__(self, program: GraphModule, segment: manifest.Segment, bound: list, poisoned: bool) -> None:
+        bind_forms(program, segment)
+        self._call = partial(program, *bound)
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._call(*inputs)
+
+
+@pytest.fixture(params=[1, 2, 3], ids="threads={}".format)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def story(harness: Harness) -> list[torch.Tensor]:
+    """Logits and hidden states of trunk and head over STEPS, then all that pages and slots hold."""
+    requests, found = [harness.request() for _ in range(3)], []
+    for seed, step in enumerate(STEPS):
+        generator = torch.Generator().manual_seed(seed)
+        rows = [
+            (requests[n], torch.randint(3, 300, (size,), generator=generator).tolist(), drafts)
+            for n, size, drafts in step
+        ]
+        starts = [request.committed for request, _, _ in rows]
+        found += [*harness.step(rows), harness.hidden]
+        if "draft" in harness.programs:
+            found += harness.call("draft", rows, starts, harness.hidden)
+    return found + list(harness.states.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_has_the_bits_of_its_program_run_node_by_node(
+    family: str, tiny_engine: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With memory that is NaN wherever nothing was written since another result lay there."""
+    ours = story(Harness(tiny_engine(family)))
+    monkeypatch.setattr(lower, "Lowered", NodeByNode)
+    for mine, wanted in zip(ours, story(Harness(tiny_engine(family))), strict=True):
+        assert torch.equal(mine.nan_to_num(nan=7e30), wanted.nan_to_num(nan=7e30))
+
+
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_5"])
+@pytest.mark.usefixtures("threads")
+def test_a_steps_bits_do_not_depend_on_its_threads(
+    family: str, tiny_engine: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though every call is shared, whatever it is worth."""
+    shared = story(Harness(tiny_engine(family)))
+    monkeypatch.setattr("hemiola.plugins.cpu.steps.WORTH_A_TEAM", -1)
+    for mine, wanted in zip(story(Harness(tiny_engine(family))), shared, strict=True):
+        assert torch.equal(mine.nan_to_num(nan=7e30), wanted.nan_to_num(nan=7e30))
+
+
+def test_results_of_a_step_are_not_overwritten_by_the_next(tiny_engine: Get) -> None:
+    """Steps in flight share nothing (runtime/engine/feed.py)."""
+    harness = Harness(tiny_engine("qwen3_5"))
+    first = harness.step([(request := harness.request(), [5, 6, 7], 0)])[0]
+    kept = first.clone()
+    harness.step([(request, [8, 9, 10], 0)])
+    assert torch.equal(first, kept)
+
+
+aten = torch.ops.aten
+FOREIGN = {
+    "calls torch's sigmoid, which no kernel computes": (aten.sigmoid.default, lambda x: (x,)),
+    "calls torch's add, which": (aten.add.Scalar, lambda x: (x, 1), {"alpha": 2}),
+    r"views .* as \[64, -1\], which would have to": (aten.view.default, lambda x: (x, [64, -1])),
+    "turns torch.float32 into torch.float64": (aten.to.dtype, lambda x: (x, torch.float64)),
+    "in dimension 0, not lines side by side": (aten.cat.default, lambda x: ([x, x], 0)),
+    "in dimension 1, not lines": (aten.index_select.default, lambda x: (x, 1, x)),
+}
+
+
+@pytest.mark.parametrize("reason", FOREIGN)
+def test_what_no_kernel_computes_is_refused_by_name_when_an_engine_is_opened(
+    reason: str, tiny_engine: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, args, *kwargs = FOREIGN[reason]
+
+    def changed(path: Path) -> GraphModule:
+        program = load_program(path)
+        embed = next(node for node in program.graph.nodes if node.name == "embed")
+        with program.graph.inserting_after(embed):
+            program.graph.call_function(function, args(embed), *kwargs)
+        return program
+
+    monkeypatch.setattr("hemiola.runtime.device.session.load_program", changed)
+    with pytest.raises(Refused, match=f"trunk.pt2: .*{reason}.*; run build-engine again"):
+        Harness(tiny_engine("qwen3_5"))
+
+
+def test_a_program_says_what_is_wrong_with_its_inputs_and_goes_on(tiny_engine: Get) -> None:
+    harness = Harness(tiny_engine("qwen3_5"))
+    request = harness.request()
+    expected = harness.run([5, 6, 7])
+    for tokens, slot, message in (([5, 400, 7], 1, "embed: id 400"), ([5, 6, 7], 99, "rows name slot 99")):
+        request.slot = slot
+        with pytest.raises(IndexError, match=message):
+            harness.step([(request, tokens, 0)])
+    request.slot = 1
+    assert torch.equal(harness.step([(request, [5, 6, 7], 0)])[0], expected)
