@@ -82,6 +82,7 @@ REFUSED = [
         "snapshot_interval is 100, pages are 32 tokens; choose a multiple, for instance 96",
     ),
     ({"pipeline_depth": 3}, "pipeline_depth is 3; use 0, 1 or 2"),
+    ({"cuda_graphs": True}, "cuda_graphs is on, but the engine was built for cpu; leave it out"),
     ({"max_rows": 5}, "max_rows is 5, the engine was built for 4; rebuild with --max-rows 5"),
     ({"max_rows": 0}, "max_rows is 0, it must be at least 1"),
     ({"max_step_tokens": 65}, "max_step_tokens is 65, the engine was built for 64"),
