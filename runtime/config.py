@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 
 from hemiola.runtime.api import Strict
-from hemiola.runtime.arch import ARCHS
+from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest, State
 
@@ -127,7 +127,7 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
 def _pipeline_depth(config: ServeConfig, manifest: Manifest) -> int:
     """A CPU does what it is told before the host goes on; a GPU would stand still meanwhile."""
     if config.pipeline_depth == "auto":
-        return int(ARCHS[manifest.arch].device == "cuda")
+        return int(ARCHS[split(manifest.arch)[0]].device == "cuda")
     if not 0 <= config.pipeline_depth <= 2:
         raise Refused(f"pipeline_depth is {config.pipeline_depth}; use 0, 1 or 2")
     return config.pipeline_depth
