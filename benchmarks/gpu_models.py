@@ -119,7 +119,9 @@ def main() -> None:
     rows = [int(num) for num in asked.rows.split(",")]
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     print(f"{gpu}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {asked.context} tokens of context")
-    print("| model | drafts | rows | ms per step | over floor | vLLM's ms | by ours | t/s | steps | equal |")
+    print(
+        "| model | drafts | rows | ms per step | over floor | vLLM's ms | of ours | tokens/s | steps | equal |"
+    )
     for model in asked.models.split(","):
         kinds = [kind for kind in asked.drafts.split(",") if kind == "none" or model != "nano"]
         with tempfile.TemporaryDirectory() as folder:

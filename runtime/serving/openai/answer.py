@@ -28,7 +28,6 @@ class Expected:
     thinking: bool = False  # the prompt ends within a thought
     may_think: bool = True  # a thought at the beginning is reasoning
     tools: Mapping[str, Schema] | None = None  # parameters by name; None: a call is content
-    forced: bool = False  # the answer is one call in JSON, nothing else
 
 
 class Answer:
@@ -43,8 +42,6 @@ class Answer:
         self._where: Where = "start" if expected.may_think else "content"
         if expected.thinking:
             self._where = "reasoning"
-        if expected.forced:
-            self._where = "calls"
         self._trims = expected.thinking  # line breaks before the next character are dropped
         self._opened = self._closing = ""  # around calls; the first only until a call was read
         self._call: XmlCall | JsonCall | None = None
@@ -53,6 +50,8 @@ class Answer:
         self._openings = [*OPENINGS, *named] if expected.tools is not None else []
 
     def push(self, text: str) -> list[Part]:
+        if self._where == "content" and not (self._openings or self._trims):  # nothing to look for
+            return [Part("content", text)] if text else []
         self._text += text
         return _joined(self._read())
 
@@ -114,7 +113,7 @@ class Answer:
 
     def _between_calls(self) -> Iterator[Part]:
         text = self._text.lstrip(BETWEEN)
-        if self._closing and text.startswith(self._closing):
+        if text.startswith(self._closing):
             self._text = text.removeprefix(self._closing)
             self._where, self._trims = "content", True
         elif text.startswith("{"):
@@ -122,7 +121,7 @@ class Answer:
         elif text.startswith("<function="):
             self._text = text.removeprefix("<function=")
             self._where, self._call = "call", XmlCall(self._tools or {})
-        elif text and not may_begin(text, [mark for mark in (self._closing, "<function=") if mark]):
+        elif text and not may_begin(text, [self._closing, "<function="]):
             yield Part("content", self._opened)  # no call follows: it was meant as text
             self._where = "content"
 
@@ -142,7 +141,7 @@ class Answer:
         if not call.is_call:
             yield Part("content", self._opened + call.said)
         self._text, self._call, self._opened = call.rest, None, ""
-        self._where = "calls" if self._closing and call.is_call else "content"
+        self._where = "calls" if call.is_call else "content"
 
     def _finish(self, cut: bool) -> Iterator[Part]:
         if self._call is not None:

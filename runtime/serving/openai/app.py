@@ -23,6 +23,7 @@ from hemiola.runtime.serving.openai.schema import (
     ChatRequest,
     CompletionRequest,
     Request,
+    StreamOptions,
     parse,
 )
 from hemiola.runtime.serving.openai.wire import Answers, Wire
@@ -32,6 +33,8 @@ BODY_TIMEOUT_S = 60.0  # for a body to arrive
 WRITE_TIMEOUT_S = 60.0  # for a client to read what fills its socket
 METRICS_TIMEOUT_S = 5.0
 LONG_TEXT = 4096  # characters; longer ones are encoded beside the loop, which other streams wait for
+SMALL = 2**14  # bytes; from four times as many on, a socket makes its writer wait
+ENCODER = json.JSONEncoder(separators=(",", ":"))
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -176,7 +179,7 @@ class App:
             answers = self._wire.ask(request.model, work.asked)
             try:
                 if request.stream:
-                    return await stream(http, work, answers, request.include_usage)
+                    return await stream(http, work, answers, request.stream_options or StreamOptions())
                 while found := await answers.next():
                     for index, piece in found:
                         work.choices[index].take(piece)
@@ -227,19 +230,23 @@ async def encode(model: Model, prompt: str | list[int]) -> list[int]:
     return text.encode(prompt) if len(prompt) < LONG_TEXT else await asyncio.to_thread(text.encode, prompt)
 
 
-async def stream(http: web.Request, work: Work, answers: Answers, with_usage: bool) -> web.StreamResponse:
+async def stream(
+    http: web.Request, work: Work, answers: Answers, options: StreamOptions
+) -> web.StreamResponse:
     """Events; they begin with the first token, so that what is refused still has its status."""
     found = await answers.next()
     headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers={**headers, "X-Request-Id": work.reply.id})
-    usage: dict[str, Any] = {"usage": None} if with_usage else {}
+    usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
     await response.prepare(http)
     try:
         while found:
             made = [chunk for index, piece in found for chunk in work.choices[index].chunks(piece)]
+            if options.continuous_usage_stats:
+                usage = {"usage": work.reply.usage()}
             await write(http, response, [work.reply.chunk([chunk]) | usage for chunk in made])
             found = await answers.next()
-        if with_usage:
+        if options.include_usage:
             await write(http, response, [work.reply.chunk([]) | work.reply.totals()])
         await write(http, response, ["[DONE]"])
     except (ConnectionError, asyncio.CancelledError):
@@ -255,15 +262,18 @@ async def write(http: web.Request, response: web.StreamResponse, events: list[di
     """Server-sent events, in one write. ASCII: some clients break lines at U+2028."""
     if not events:
         return
-    texts = [
-        event if isinstance(event, str) else json.dumps(event, separators=(",", ":")) for event in events
-    ]
+    texts = [event if isinstance(event, str) else ENCODER.encode(event) for event in events]
+    data = "".join(f"data: {text}\n\n" for text in texts).encode()
+    transport = http.transport
+    if transport is not None and transport.get_write_buffer_size() + len(data) < SMALL:
+        await response.write(data)  # it does not wait
+        return
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await response.write("".join(f"data: {text}\n\n" for text in texts).encode())
+            await response.write(data)
     except TimeoutError:
-        if http.transport is not None:
-            http.transport.abort()
+        if transport is not None:
+            transport.abort()
         raise ConnectionResetError(f"the client read nothing for {WRITE_TIMEOUT_S:g} s") from None
 
 

@@ -200,18 +200,23 @@ class Reply:
 
     def totals(self) -> Json:
         """Usage, and how drafts fared."""
-        found = [choice.metrics for choice in self.choices if choice.metrics is not None]
+        drafts = speculation([choice.metrics for choice in self.choices if choice.metrics is not None])
+        return {
+            "usage": self.usage(),
+            **({"metrics": {"speculative_decoding": drafts}} if drafts else {}),
+        }
+
+    def usage(self) -> Json:
+        """So far. What the prefix cache had is known at the end."""
         completion = sum(choice.num_output_tokens for choice in self.choices)
         prompt = sum(len(choice.prompt_ids) for choice in self._firsts)
         cached = sum(choice.metrics.cached_tokens for choice in self._firsts if choice.metrics is not None)
-        usage = {
+        return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        drafts = speculation(found)
-        return {"usage": usage, **({"metrics": {"speculative_decoding": drafts}} if drafts else {})}
 
 
 def speculation(found: Iterable[Metrics]) -> Json:

@@ -24,6 +24,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # as in vLLM: every chunk has the usage so far
     include_obfuscation: bool | None = None  # padding against eavesdroppers; there is none
 
 
@@ -66,10 +67,6 @@ class Request(Body):
     @property
     def num_choices(self) -> int:
         return self.n or 1
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
 
     def params(self, max_tokens: int, logprobs: int | None, **more: object) -> list[SamplingParams]:
         """One for each of n choices: with a seed, seed + i."""

@@ -146,13 +146,6 @@ CASES = {
     "no_call_in_the_frame": (
         TOOL, "see <tool_call> and <function=x>", "", "see <tool_call> and <function=x>", [],
     ),
-    "forced": (
-        Expected(may_think=False, tools=TOOLS, forced=True),
-        '{"name": "weather", "arguments": {"city": "x"}}',
-        "",
-        "",
-        [call(("city", "x"))],
-    ),
 }  # fmt: skip
 
 

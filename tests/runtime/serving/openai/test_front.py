@@ -92,6 +92,13 @@ def test_streamed_chat_says_the_same_at_any_width(client: OpenAI, triton: Script
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_usage_of_every_chunk(client: OpenAI, triton: ScriptedTriton) -> None:
+    triton.script, triton.pause_s = script("a", "b", "c"), 0.02
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.completions.create(model="ids", prompt=[5], stream=True, stream_options=options))
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 3]
+
+
 def test_a_thought_may_be_switched_off(client: OpenAI, triton: ScriptedTriton) -> None:
     triton.script = script("hi", " there")
     off = {"chat_template_kwargs": {"enable_thinking": False}}
