@@ -120,7 +120,7 @@ def main() -> None:
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     print(f"{gpu}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {asked.context} tokens of context")
     print(
-        "| model | drafts | rows | ms per step | over floor | vLLM's ms | of ours | tokens/s | steps | equal |"
+        "| model | drafts | rows | ms per step | over floor | vLLM's ms | of ours | tokens/s | steps | same |"
     )
     for model in asked.models.split(","):
         kinds = [kind for kind in asked.drafts.split(",") if kind == "none" or model != "nano"]
