@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -19,14 +19,13 @@ from hemiola.builder.checkpoint import DTYPES, Checkpoint, Files, Lazy, read_jso
 from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.options import Options
 from hemiola.builder.random_weights import RandomTensors, drawn
-from hemiola.builder.targets.torch import Compiled
+from hemiola.builder.targets.torch import Compiled, Job, Report
 from hemiola.plugins import OPS
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, Arch
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, Manifest, Segment, State
 
-Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all (0: the stage is not about bytes)
 WEIGHTS = "weights.safetensors"
 ALIGNMENT = 64  # bytes
 STORED = {dtype: name for name, dtype in DTYPES.items()}
@@ -36,7 +35,8 @@ def build(
     path: Path, engine_dir: Path, options: Options, report: Report = lambda stage, done, total: None
 ) -> Manifest:
     """Write an engine. It appears complete or not at all; an engine that stood there before is replaced."""
-    target, arch = targets.pick(options.target, options.arch), ARCHS[options.arch]
+    target, archs = targets.pick(options.target, options.arch)
+    arch = ARCHS[archs[0]]
     _refuse_pages(options)
     _refuse_occupied(engine_dir)
     report("checking", 0, 0)
@@ -56,12 +56,13 @@ def build(
         graphs: list[Graph] = []
         segments: list[Segment] = []
         weights: dict[str, Lazy] = {}
+        job = Job(folder, arch.device, archs, limits, report)
         for name in names:
             report(f"exporting {name}", 0, 0)
             graph = export(model, name, limits)
             segment = model.trunk if name == "trunk" else model.draft
             assert segment is not None
-            compiled = target.compile(graph, model.weights(segment), folder, arch.device)
+            compiled = target.compile(graph, model.weights(segment), job)
             graphs.append(graph)
             segments.append(_segment(compiled, graph))
             weights = compiled.weights | weights
@@ -77,8 +78,9 @@ def build(
             layers=model.layers,
             vocab_size=model.vocab_size,
             hidden_size=model.hidden_size,
-            target="torch",
-            arch=options.arch,
+            target=target.name,
+            promise=target.promise,
+            arch=",".join(archs),
             drafts=drafts,
             eos_ids=checkpoint.eos_ids(model.config),
             limits=limits,
@@ -123,11 +125,10 @@ def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:
 def _segment(compiled: Compiled, graph: Graph) -> Segment:
     return Segment(
         name=graph.name,
-        file=compiled.file,
         weights=graph.weights,
         states=tuple(state.name for state in graph.states),
         inputs=graph.inputs,
-        nodes=compiled.nodes,
+        **{key: value for key, value in compiled._asdict().items() if key != "weights"},
     )
 
 

@@ -61,6 +61,16 @@ def summary(manifest: "Manifest", engine_dir: Path) -> Table:
     table.add_row("model", manifest.architecture)
     table.add_row("layers", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
     table.add_row("runs on", f"{manifest.target} {manifest.arch}")
+    for segment in manifest.segments:
+        if segment.pieces:
+            calls = sum(piece.kind == "part" for piece in segment.pieces)
+            size = sum((engine_dir / file).stat().st_size for file in segment.files)
+            table.add_row(
+                f"{segment.name}'s parts",
+                f"{calls}, {len(segment.files)} of them different, {_mib(size)}, by {segment.compiler}",
+            )
+    if manifest.promise == "tokens":
+        table.add_row("promise", "tokens of the plain run, not its bits: docs/engines.md")
     table.add_row(
         "drafts", f"{manifest.drafts}, {limits.num_drafts} at most" if limits.num_drafts else "none"
     )

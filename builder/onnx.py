@@ -25,7 +25,7 @@ from hemiola.runtime.abi import INPUTS, OUTPUTS
 from hemiola.runtime.errors import Refused
 
 DIMS = {"T": "tokens", "N": "rows", "W": "table", "L": "logits", "P": "pages", "S": "slots"}
-NEXT = ".next"  # behind an input's name: what it is after the step
+NEXT = ".next"  # behind a state's name: what it is after the step
 
 
 def to_onnx(graph: Graph) -> onnx.ModelProto:
@@ -60,8 +60,8 @@ def with_weights(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 
 
 def outputs(graph: Graph) -> list[str]:
-    """Names of logits and hidden; an MTP head has an input of that name, too."""
-    return [name + NEXT if name in graph.inputs else name for name in OUTPUTS]
+    """Names of logits and hidden; an MTP head has an input `hidden`, too."""
+    return ["next_hidden" if name in graph.inputs else name for name in OUTPUTS]
 
 
 class _Writer:

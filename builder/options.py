@@ -10,8 +10,12 @@ from hemiola.runtime.api import Strict
 class Options(Strict):
     """None is decided from the checkpoint. Lengths are in tokens."""
 
-    target: str = Field(default="torch", description="what runs the engine")
-    arch: str = Field(default="cpu", description="the device it runs on")
+    target: str = Field(
+        default="torch", description="what runs the engine: torch, tensorrt-rtx, or onnxruntime on a CPU"
+    )
+    arch: str = Field(
+        default="cpu", description="the device it runs on; several for tensorrt-rtx: sm_89,sm_120"
+    )
     max_len: int | None = Field(
         default=None,
         ge=1,

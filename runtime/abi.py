@@ -6,6 +6,7 @@ page_table[n, p // page_len].
 """
 
 from hemiola.runtime.config import Resolved
+from hemiola.runtime.manifest import Limits
 
 INPUTS = {
     "trunk": {"token_ids": "T", "positions": "T", "rows": "N8", "page_table": "NW", "logits_ids": "L"},
@@ -21,7 +22,7 @@ INPUTS = {
 OUTPUTS = ("logits", "hidden")  # [L, V] fp32, and [T, F] after the final norm
 
 
-def widths(config: Resolved, segment: str) -> dict[str, int]:
+def widths(config: Resolved | Limits, segment: str) -> dict[str, int]:
     """By letter, the most that a step of a running engine can have.
 
     A drafting head also reads what it was spared, up to a chunk of each row, and has one logit of a row.

@@ -24,3 +24,8 @@ def arch_here() -> str:
     """What an engine for this machine is built for: its first GPU, or the CPU."""
     found = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
     return next((arch for arch, known in ARCHS.items() if known.capability == found), "cpu")
+
+
+def split(names: str) -> list[str]:
+    """The architectures of an engine, which share a device and the numbers that it computes with."""
+    return names.replace(",", " ").split()

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 
 from hemiola.runtime.api import Strict
-from hemiola.runtime.arch import ARCHS
+from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest, State
 
@@ -55,6 +55,9 @@ class ServeConfig(Strict):
         "auto",
         description="steps whose outcome the scheduler does not wait for, 0 to 2; auto: 1 on a GPU, else 0",
     )
+    cuda_graphs: bool | Auto = Field(
+        "auto", description="replay steps that only decode as CUDA graphs; auto: on a GPU"
+    )
     memory_fraction: float = Field(
         default=0.5, gt=0, le=1, description="share of the free memory that auto may take"
     )
@@ -78,6 +81,7 @@ class Resolved(Strict):
     prefix_cache: bool
     snapshot_interval: int
     pipeline_depth: int
+    cuda_graphs: bool
 
 
 def state_bytes(states: Sequence[State], kind: str) -> int:
@@ -116,16 +120,25 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
         prefix_cache=prefix_cache,
         snapshot_interval=config.snapshot_interval,
         pipeline_depth=_pipeline_depth(config, manifest),
+        cuda_graphs=_cuda_graphs(config, manifest),
     )
 
 
 def _pipeline_depth(config: ServeConfig, manifest: Manifest) -> int:
     """A CPU does what it is told before the host goes on; a GPU would stand still meanwhile."""
     if config.pipeline_depth == "auto":
-        return int(ARCHS[manifest.arch].device == "cuda")
+        return int(ARCHS[split(manifest.arch)[0]].device == "cuda")
     if not 0 <= config.pipeline_depth <= 2:
         raise Refused(f"pipeline_depth is {config.pipeline_depth}; use 0, 1 or 2")
     return config.pipeline_depth
+
+
+def _cuda_graphs(config: ServeConfig, manifest: Manifest) -> bool:
+    """A host launches a step's kernels one by one more slowly than a GPU runs them."""
+    on_gpu = ARCHS[manifest.arch].device == "cuda"
+    if config.cuda_graphs is True and not on_gpu:
+        raise Refused(f"cuda_graphs is on, but the engine was built for {manifest.arch}; leave it out")
+    return on_gpu if config.cuda_graphs == "auto" else config.cuda_graphs
 
 
 def _drafts(config: ServeConfig, manifest: Manifest) -> tuple[Drafts, int]:

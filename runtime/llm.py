@@ -20,8 +20,10 @@ from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.device.find import find_device
+from hemiola.runtime.device.graphs import Graphs
 from hemiola.runtime.device.memory import CPU, Storage, free_bytes
 from hemiola.runtime.device.session import Session
+from hemiola.runtime.engine.decode import Decoder
 from hemiola.runtime.engine.drafts import NoDrafts, Proposer
 from hemiola.runtime.engine.drafts.mtp import HIDDEN, MtpProposer
 from hemiola.runtime.engine.drafts.ngram import NgramProposer
@@ -59,7 +61,13 @@ def make_loop(
     ledger = Ledger(config, device)
     drafts = proposer(ledger) if proposer else make_proposer(config, storage, session, pages, ledger)
     scheduler = Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts))
-    return Loop(config, scheduler, ledger, Feed(pages, ledger), storage, session, drafts, Outbox(text))
+    decoder = None
+    if config.cuda_graphs:
+        decoder = Decoder(config, ledger, pages, session, drafts)
+        if device.type == "cuda":
+            decoder.run = Graphs(decoder.step, decoder.buckets, device).replay
+    outbox = Outbox(text)
+    return Loop(config, scheduler, ledger, Feed(pages, ledger), storage, session, drafts, outbox, decoder)
 
 
 def make_proposer(

@@ -15,6 +15,8 @@ from hemiola.runtime.errors import Refused
 
 FORMAT = 4
 FILE = "manifest.json"
+PARTS = "parts"  # the folder of compiled parts
+Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]
 
 
 class Part(BaseModel):
@@ -60,15 +62,42 @@ class OpNode(Part):
     sizes: tuple[int, ...]  # that the form gets behind the op's arguments
 
 
+class Piece(Part):
+    """One step of a segment that was cut. Values are named; each is computed once."""
+
+    kind: Literal["part", "view", "op"]
+    name: str  # of the file in parts/, of torch's view, or of the op, whose node is the next of the segment's
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: tuple[int | float | str | bool, ...] = ()  # sizes of a view, attributes of an op
+
+
+class Profile(Part):
+    """Sizes that compiled parts take: by name the least, the usual and the most."""
+
+    name: str
+    sizes: dict[str, tuple[int, int, int]]
+
+
 class Segment(Part):
-    """One compiled part. It is called with its weights, states and inputs, in this order, flat."""
+    """One exported program. It is called with its weights, states and inputs, in this order, flat."""
 
     name: Literal["trunk", "draft"]
-    file: str
+    file: str  # "" where it is in pieces
     weights: tuple[str, ...]
     states: tuple[str, ...]
     inputs: tuple[str, ...]
     nodes: tuple[OpNode, ...]
+    pieces: tuple[Piece, ...] = ()  # in the order in which they run
+    outputs: tuple[str, ...] = ()  # logits and hidden among the values of the pieces
+    compiler: str = ""  # of the parts: the target and its version
+    profiles: tuple[Profile, ...] = ()  # of the parts, the one for the fewest tokens first
+
+    @property
+    def files(self) -> list[str]:
+        """What the segment consists of, inside the engine directory; segments may share parts."""
+        parts = dict.fromkeys(f"{PARTS}/{piece.name}" for piece in self.pieces if piece.kind == "part")
+        return [*parts] or [self.file]
 
 
 class Manifest(Part):
@@ -81,8 +110,9 @@ class Manifest(Part):
     layers: tuple[str, ...]  # one word each: mamba2, attention, mlp, moe, delta
     vocab_size: int
     hidden_size: int
-    target: Literal["torch"]
-    arch: str
+    target: Target
+    promise: Literal["bits", "tokens"]  # what every run has in common with the plain run
+    arch: str  # of runtime/arch.py; several, if parts were compiled for several: sm_89,sm_120
     drafts: Literal["none", "ngram", "mtp"]
     eos_ids: tuple[int, ...]
     limits: Limits

@@ -11,23 +11,46 @@ from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
 from hemiola.plugins import OPS
 from hemiola.plugins.spec import Op, Unsupported
-from hemiola.runtime import arch
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import OpNode
+from hemiola.runtime.manifest import Limits, OpNode, Piece, Profile
 
-ARCHS = tuple(arch.ARCHS)
+Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all (0: the stage is not about bytes)
+
+
+class Job(NamedTuple):
+    """What targets must know besides a segment."""
+
+    folder: Path  # of the engine
+    device: str  # cpu | cuda
+    archs: tuple[str, ...]
+    limits: Limits
+    report: Report = lambda stage, done, total: None
 
 
 class Compiled(NamedTuple):
-    """A segment in the engine directory."""
+    """A segment in the engine directory; the fields are those of the manifest's Segment."""
 
-    file: str
     nodes: tuple[OpNode, ...]
     weights: dict[str, Lazy]  # in the layouts that the forms asked for
+    file: str = ""
+    pieces: tuple[Piece, ...] = ()
+    outputs: tuple[str, ...] = ()
+    compiler: str = ""
+    profiles: tuple[Profile, ...] = ()
 
 
-def compile(graph: Graph, weights: dict[str, Lazy], folder: Path, device: str) -> Compiled:
+def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
     """Choose a form for every node, pack what it asks for, and store the program without weights."""
+    nodes, packed = choose_forms(graph, weights, job.device)
+    file = f"{graph.name}.pt2"
+    torch.export.save(graph.program, job.folder / file)
+    return Compiled(nodes, packed, file)
+
+
+def choose_forms(
+    graph: Graph, weights: dict[str, Lazy], device: str, is_ours: Callable[[Op], bool] = lambda op: True
+) -> tuple[tuple[OpNode, ...], dict[str, Lazy]]:
+    """The nodes that are ours with their forms, and the weights in the layouts that these ask for."""
     inputs = [node for node in graph.program.graph.nodes if node.op == "placeholder"]
     names = dict(zip(inputs, graph.weights, strict=False))
     plain = {name: _cast(node.meta["val"].dtype) for node, name in names.items()}
@@ -35,7 +58,7 @@ def compile(graph: Graph, weights: dict[str, Lazy], folder: Path, device: str) -
     nodes = []
     for node in graph.program.graph.nodes:
         op = op_of(node)
-        if op is None:
+        if op is None or not is_ours(op):
             continue
         call = op.call(*(value.meta["val"] if isinstance(value, Node) else value for value in node.args))
         try:
@@ -50,10 +73,8 @@ def compile(graph: Graph, weights: dict[str, Lazy], folder: Path, device: str) -
                 pack = form.packs.get(arg.name, plain[name])
                 other = packs.setdefault(name, pack)
                 assert other is pack, f"{name} is wanted in two layouts"
-    file = f"{graph.name}.pt2"
-    torch.export.save(graph.program, folder / file)
     packed = {name: weights[name].map(packs.get(name, plain[name])) for name in graph.weights}
-    return Compiled(file, tuple(nodes), packed)
+    return tuple(nodes), packed
 
 
 def op_of(node: Node) -> Op | None:

@@ -29,6 +29,9 @@ class PagePool:
         self.capacity = [0] * num_slots  # tokens for which the slot has pages
         self.refs = [0] * num_pages  # slots that hold the page
         self.num_idle = 0  # cached pages that no slot holds
+        self.changes: dict[int, int] | None = (
+            None  # entries of the flat table since somebody looked, if any does
+        )
         self._cached = bytearray(num_pages)
         self._free = list(range(num_pages - 1, 0, -1))
         self._on_free = on_free
@@ -50,7 +53,7 @@ class PagePool:
         for index in range(have, need):
             page_id = self._free.pop()
             self.refs[page_id] = 1
-            self.table[slot_id, index] = page_id
+            self._enter(slot_id, index, page_id)
         self.capacity[slot_id] = max(have, need) * self.page_len
         return True
 
@@ -95,7 +98,12 @@ class PagePool:
         if self.refs[page_id] == 0:
             self.num_idle -= 1
         self.refs[page_id] += 1
+        self._enter(slot_id, index, page_id)
+
+    def _enter(self, slot_id: int, index: int, page_id: int) -> None:
         self.table[slot_id, index] = page_id
+        if self.changes is not None:
+            self.changes[slot_id * self.table.shape[1] + index] = page_id
 
     def _leave(self, page_ids: list[int]) -> None:
         unheld: list[int] = []

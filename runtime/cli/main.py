@@ -91,9 +91,10 @@ def _segments(engine_dir: Path, found: "Manifest") -> Table:
     for column in ("segment", "file", "size", "weights", "states", "inputs"):
         table.add_column(column)
     for segment in found.segments:
-        size = _size((engine_dir / segment.file).stat().st_size)
+        size = _size(sum((engine_dir / file).stat().st_size for file in segment.files))
         counts = str(len(segment.weights)), str(len(segment.states))
-        table.add_row(segment.name, segment.file, size, *counts, " ".join(segment.inputs))
+        files = segment.file or f"{len(segment.files)} parts"
+        table.add_row(segment.name, files, size, *counts, " ".join(segment.inputs))
     return table
 
 

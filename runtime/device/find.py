@@ -4,24 +4,26 @@ from pathlib import Path
 
 import torch
 
-from hemiola.runtime.arch import ARCHS, arch_here
+from hemiola.runtime.arch import ARCHS, arch_here, split
 from hemiola.runtime.errors import Refused
 
 
 def find_device(engine_dir: Path, arch: str) -> torch.device:
     """The CPU, or the first GPU that CUDA_VISIBLE_DEVICES lets us see, which must be of the engine's kind."""
-    if arch not in ARCHS:
+    names = split(arch)
+    if unknown := [name for name in names if name not in ARCHS]:
         raise Refused(
-            f"{engine_dir} was built for {arch}, known are {', '.join(ARCHS)}; run build-engine again"
+            f"{engine_dir} was built for {unknown[0]}, known are {', '.join(ARCHS)}; run build-engine again"
         )
-    needed = ARCHS[arch].capability
-    if needed is None:
+    needed = [capability for name in names if (capability := ARCHS[name].capability)]
+    if not needed:
         return torch.device("cpu")
-    built = f"{engine_dir} was built for {arch} (compute capability {_dotted(needed)})"
+    capabilities = " or ".join(map(_dotted, needed))
+    built = f"{engine_dir} was built for {arch} (compute capability {capabilities})"
     if not torch.cuda.is_available():
         raise Refused(f"{built}, but torch finds no CUDA device here; {_rebuild(engine_dir, 'cpu')}")
     found = torch.cuda.get_device_capability(0)
-    if found == needed:
+    if found in needed:
         return torch.device("cuda", 0)
     name = torch.cuda.get_device_name(0)
     raise Refused(f"{built}, but {name} has {_dotted(found)}; {_rebuild(engine_dir, arch_here())}")

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from hemiola.plugins import OPS
 from hemiola.runtime.device.memory import Storage
+from hemiola.runtime.device.segments.pieces import Pieces
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Drawn, Manifest, Segment
 
@@ -34,9 +35,12 @@ class Program:
         self, engine_dir: Path, segment: Segment, weights: dict[str, torch.Tensor], storage: Storage
     ) -> None:
         self.inputs = segment.inputs
-        program = load_program(engine_dir / segment.file)
         bound = [weights[name] for name in segment.weights]
         bound += [storage.tensors[name] for name in segment.states]
+        if segment.pieces:
+            self._call = partial(Pieces(engine_dir, segment), *bound)
+            return
+        program = load_program(engine_dir / segment.file)
         if storage.device.type == "cpu":
             from hemiola.runtime.device.lower import Lowered  # numba is not needed elsewhere
 

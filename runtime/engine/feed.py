@@ -1,5 +1,6 @@
 """A step as the engine reads it: what the host planned, joined with what only the ledger knows."""
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.device.transfer import upload
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.step import Batch, Choices, Plan
+from hemiola.runtime.engine.step import Batch, Choices, Plan, Row
 
 COMMITTED, EDGE = COLUMNS.index("committed"), COLUMNS.index("edge")
 
@@ -24,33 +25,54 @@ class Feed:
 
     def fill(self, plan: Plan) -> Batch:
         """The batch of a plan."""
-        columns = [
-            (0, r.num_tokens, r.num_drafts, r.slot_id, 0, 0, r.snapshot_slot, r.snapshot_edge)
-            for r in plan.rows
-        ]
-        known = np.array(columns, np.int32)
+        known = known_of(plan.rows)
         num_tokens, num_drafts, slots = known[:, 1:4].astype(np.int64).T
         ends = np.cumsum(num_tokens)
-        known[:, 0] = ends - num_tokens
         choosing = _Choosing.of(plan, ends)
         rows, slot_id, final_len, row, offset, page_table, logits_ids, *chosen = upload(
             self.ledger.device,
             *(known, slots, num_tokens - num_drafts, *ragged(num_tokens), self.pages.table[slots]),
             *choosing.arrays,
         )
-        committed = self.ledger.committed_len[slot_id]
-        positions = committed[row] + offset
-        rows[:, COMMITTED], rows[:, EDGE] = committed, self.ledger.edge[slot_id]
-        return Batch(
-            rows=rows,
-            logits_ids=logits_ids,
-            page_table=page_table,
-            token_ids=self.ledger.ids[slot_id[row], positions],
-            positions=positions.to(torch.int32),
-            slots=slot_id,
-            final_len=committed + final_len,
-            choices=choosing.on_device(*chosen),
-        )
+        choices = choosing.on_device(*chosen)
+        return joined(self.ledger, rows, slot_id, row, offset, final_len, page_table, logits_ids, choices)
+
+
+def known_of(rows: list[Row]) -> np.ndarray:
+    """The columns of plugins/rows.py [N, 8], but for what only the ledger knows."""
+    columns = [
+        (0, r.num_tokens, r.num_drafts, r.slot_id, 0, 0, r.snapshot_slot, r.snapshot_edge) for r in rows
+    ]
+    known = np.array(columns, np.int32)
+    known[:, 0] = np.cumsum(known[:, 1]) - known[:, 1]
+    return known
+
+
+def joined(
+    ledger: Ledger,
+    rows: torch.Tensor,  # [N, 8]
+    slot_id: torch.Tensor,  # [N] int64
+    row: torch.Tensor,  # [T] int64, whose token
+    offset: torch.Tensor,  # [T] int64, which of that row's
+    final_len: torch.Tensor | int,  # [N] tokens that are no drafts
+    page_table: torch.Tensor,
+    logits_ids: torch.Tensor,
+    choices: Choices,
+) -> Batch:
+    """What the host knows of a step, with what the ledger knows."""
+    committed = ledger.committed_len[slot_id]
+    positions = committed[row] + offset
+    rows[:, COMMITTED], rows[:, EDGE] = committed, ledger.edge[slot_id]
+    return Batch(
+        rows=rows,
+        logits_ids=logits_ids,
+        page_table=page_table,
+        token_ids=ledger.ids[slot_id[row], positions],
+        positions=positions.to(torch.int32),
+        slots=slot_id,
+        final_len=committed + final_len,
+        choices=choices,
+    )
 
 
 def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -63,7 +85,7 @@ class _Choosing(NamedTuple):
     """Which tokens' logits are wanted, and which rows choose by them; Choices, still on the host."""
 
     rows: list[int]
-    num_lines: list[int]
+    num_lines: list[int]  # of each row
     arrays: tuple[np.ndarray, ...]  # logits_ids; then slot_id, num_drafts, row and offset of Choices
     rules: list[Rule]
 
@@ -82,4 +104,19 @@ class _Choosing(NamedTuple):
     def on_device(
         self, slot_id: torch.Tensor, num_drafts: torch.Tensor, row: torch.Tensor, offset: torch.Tensor
     ) -> Choices:
-        return Choices(self.rows, self.num_lines, slot_id, num_drafts, row, offset, self.rules)
+        width, ends = max(self.num_lines, default=1), itertools.accumulate(self.num_lines)
+        asked = [
+            (row, slice(end - num, end), self.rules[end - 1].params.logprobs)
+            for row, num, end in zip(self.rows, self.num_lines, ends, strict=True)
+        ]
+        return Choices(
+            rows=self.rows,
+            width=width,
+            dense=len(self.rules) == len(self.rows) * width,
+            slot_id=slot_id,
+            num_drafts=num_drafts,
+            row=row,
+            offset=offset,
+            rules=self.rules,
+            asked=[(row, own, num) for row, own, num in asked if num is not None],
+        )

@@ -28,17 +28,16 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
     num_judged = torch.minimum(choices.num_drafts, ledger.num_drafts[choices.slot_id])
     bad = _broken(choices, logits, chosen)
     agrees = (chosen == ledger.ids[line_slot, position]) & (choices.offset < num_judged[choices.row]) & ~bad
-    width = max(choices.num_lines, default=1)
-    token_ids = _by_row(choices, chosen, width)
-    num_accepted = _by_row(choices, agrees.to(torch.int64), width).cumprod(1).sum(1)
+    token_ids = _by_row(choices, chosen)
+    num_accepted = _by_row(choices, agrees.to(torch.int64)).cumprod(1).sum(1)
     _append(ledger, choices, token_ids, num_accepted)
     return Verdict(
         rows=choices.rows,
         token_ids=token_ids,
         num_accepted=num_accepted,
         num_judged=num_judged,
-        broken=_by_row(choices, bad, width).gather(1, num_accepted.unsqueeze(1)).squeeze(1),
-        logprobs=_logprobs(choices, logits, chosen),
+        broken=_by_row(choices, bad).gather(1, num_accepted.unsqueeze(1)).squeeze(1),
+        logprobs={row: logprobs(logits[own], chosen[own], num) for row, own, num in choices.asked},
     )
 
 
@@ -49,13 +48,13 @@ def _broken(choices: Choices, logits: torch.Tensor, chosen: torch.Tensor) -> tor
     return ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
 
 
-def _by_row(choices: Choices, values: torch.Tensor, width: int) -> torch.Tensor:
+def _by_row(choices: Choices, values: torch.Tensor) -> torch.Tensor:
     """[L] as [R, width], zero behind the end of a shorter row."""
-    if len(values) == len(choices.rows) * width:
-        return values.view(-1, width)  # rows are alike
-    table = values.new_zeros(len(choices.rows), width)
+    if choices.dense:
+        return values.view(-1, choices.width)
+    table = values.new_zeros(len(choices.rows), choices.width + 1)
     table[choices.row, choices.offset] = values
-    return table
+    return table[:, : choices.width]
 
 
 def _append(ledger: Ledger, choices: Choices, token_ids: torch.Tensor, num_accepted: torch.Tensor) -> None:
@@ -67,17 +66,3 @@ def _append(ledger: Ledger, choices: Choices, token_ids: torch.Tensor, num_accep
     ledger.total_len[slot_id] = end + 1
     ledger.committed_len[slot_id] = end
     ledger.num_drafts.index_fill_(0, slot_id, 0)
-
-
-def _logprobs(
-    choices: Choices, logits: torch.Tensor, chosen: torch.Tensor
-) -> dict[int, tuple[torch.Tensor, ...]]:
-    """By row of the plan that asked for them."""
-    found = {}
-    end = 0
-    for row, num_lines in zip(choices.rows, choices.num_lines, strict=True):
-        own = slice(end, end := end + num_lines)
-        num_top = choices.rules[own.start].params.logprobs
-        if num_top is not None:
-            found[row] = logprobs(logits[own], chosen[own], num_top)
-    return found

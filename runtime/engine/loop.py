@@ -15,6 +15,7 @@ from hemiola.runtime.api import Counters, OnPiece
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.session import Computed, Drafter
 from hemiola.runtime.device.transfer import Watch, fence, fetch
+from hemiola.runtime.engine.decode import Decoder, Marks
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.judge import judge
@@ -48,7 +49,7 @@ class _Flight:
     plan: Plan
     verdict: Verdict
     num_drafts: torch.Tensor
-    watch: Watch
+    watch: Watch | Marks
     wait: Callable[[], None]  # until the rest can be read
 
 
@@ -88,6 +89,7 @@ class Loop:
         session: Engine,
         drafts: Proposer,
         outbox: Outbox,
+        decoder: Decoder | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -97,6 +99,7 @@ class Loop:
         self.session = session
         self.drafts = drafts
         self.outbox = outbox
+        self.decoder = decoder  # of steps in which all rows decode, if they are to be of fixed sizes
         self.counters = Counters()
         self._flights: deque[_Flight] = deque()
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
@@ -124,6 +127,11 @@ class Loop:
             if opening.restore_from:
                 self.storage.copy_slot(opening.restore_from, opening.slot_id)
             self.ledger.open(opening.slot_id, opening.ids, opening.start)
+            if self.decoder is not None:
+                self.decoder.open(opening.slot_id, opening.rule)
+        bucket = self.decoder.fit(plan) if self.decoder is not None else None
+        if self.decoder is not None and bucket is not None:
+            return _Flight(plan, *self.decoder.launch(plan, bucket), fence(self.ledger.device))
         batch = self.feed.fill(plan)
         watch = Watch(self.ledger.device)
         watch.mark()
@@ -136,7 +144,7 @@ class Loop:
         (num_drafts,) = fetch([self.ledger.num_drafts[batch.choices.slot_id]])
         return _Flight(plan, verdict.fetched(), num_drafts, watch, fence(self.ledger.device))
 
-    def _clock(self, plan: Plan, watch: Watch) -> None:
+    def _clock(self, plan: Plan, watch: Watch | Marks) -> None:
         running, drafting = watch.seconds(0), watch.seconds(2)
         self.counters.engine_seconds += running
         if self.scheduler.pace.adaptive and all(row.num_tokens == 1 + row.num_drafts for row in plan.rows):

@@ -148,6 +148,8 @@ class RuleTable:
 
     def open(self, slot_id: int, rule: Rule | None) -> None:
         """A request takes the slot; None: nobody, which is greedy."""
+        if rule is not None and not self.holds(rule):
+            rule = None  # it cannot be in a step that reads here
         whole = (*_draw_ints(rule), *_edit_ints(rule)) if rule else (2**31, 0, 0, 0, 0)
         floats = _floats(rule) if rule else (1.0, 0.0, NO_TOP_P)
         penalties = _penalties(rule) if rule else (1.0, 0.0, 0.0)

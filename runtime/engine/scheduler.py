@@ -169,7 +169,8 @@ class Scheduler:
         request.edge = start.hit_len
         request.start_len = request.total_len
         known = request.ids[: request.total_len]
-        plan.openings.append(Opening(start.slot_id, known, start.hit_len, start.restore_from))
+        opening = Opening(start.slot_id, known, start.hit_len, start.restore_from, request.rule)
+        plan.openings.append(opening)
         bisect.insort(self.running, request, key=_rank)
         if not request.metrics.first_scheduled:
             request.metrics.first_scheduled = time.perf_counter()

@@ -8,6 +8,7 @@ import torch
 from hemiola.runtime.api import Logprob
 from hemiola.runtime.device.transfer import fetch
 from hemiola.runtime.engine.request import Request, Rule
+from hemiola.runtime.engine.rules import Group
 from hemiola.runtime.engine.sampling import to_logprobs
 
 
@@ -36,6 +37,7 @@ class Opening:
     ids: np.ndarray
     start: int
     restore_from: int  # slot; 0: none
+    rule: Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,14 @@ class Choices:
     """The tokens to choose, for the R rows that reach the end of their text; together they have L logits."""
 
     rows: list[int]  # their places in the plan
-    num_lines: list[int]  # logits of each
+    width: int  # most logits of a row
+    dense: bool  # every row has so many
     slot_id: torch.Tensor  # [R] int64
     num_drafts: torch.Tensor  # [R] int64
     row: torch.Tensor  # [L] int64, which of the R
-    offset: torch.Tensor  # [L] int64, 0 for the first token behind the text
-    rules: list[Rule]  # [L]
+    offset: torch.Tensor  # [L] int64, 0 for the first token behind the text; `width`: nobody's
+    rules: list[Rule] | list[Group]  # of the L
+    asked: list[tuple[int, slice, int]]  # rows that want logprobs, their logits, and of how many best tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class Verdict:
     token_ids: torch.Tensor  # [R, 1 + K] int64: the accepted drafts, the next token, and what nobody keeps
     num_accepted: torch.Tensor  # [R]
     num_judged: torch.Tensor  # [R] drafts that there were; a row may have been planned with more
-    broken: torch.Tensor  # [R] bool: the engine computed NaN for the next token
+    broken: torch.Tensor  # [R] whether the engine computed NaN for the next token
     logprobs: dict[int, tuple[torch.Tensor, ...]]  # by row of the plan that asked: of its tokens
 
     def fetched(self) -> "Verdict":
@@ -113,14 +117,15 @@ class Verdict:
 
     def read(self, num_drafts: torch.Tensor) -> Outcome:
         """As the host understands it; num_drafts [R]: drafts proposed for the rows' next step."""
-        counts = (self.num_accepted + ~self.broken).tolist()
+        broken = self.broken.to(torch.bool)
+        counts = (self.num_accepted + ~broken).tolist()
         token_ids = [line[:n] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]
         kept = dict(zip(self.rows, token_ids, strict=True))
         return Outcome(
             token_ids=kept,
             num_judged=dict(zip(self.rows, self.num_judged.tolist(), strict=True)),
             num_drafts=dict(zip(self.rows, num_drafts.tolist(), strict=True)),
-            broken={row for row, bad in zip(self.rows, self.broken.tolist(), strict=True) if bad},
+            broken={row for row, bad in zip(self.rows, broken.tolist(), strict=True) if bad},
             logprobs={
                 row: to_logprobs(kept[row], *(part[: len(kept[row])] for part in parts))
                 for row, parts in self.logprobs.items()

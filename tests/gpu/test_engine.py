@@ -29,6 +29,7 @@ pytestmark = [
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 FAMILIES = pytest.mark.parametrize("family", ["nemotron-h-code", "qwen3.5-code"])
+GRAPHS = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 SIZES = {"max_len": 512, "max_rows": 8, "max_step_tokens": 256, "page_len": 64, "chunk_len": 16}
 PAGE, NUM_DRAFTS = SIZES["page_len"], 3
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50}
@@ -98,11 +99,13 @@ def make_hand(
 
 @pytest.mark.parametrize("kind", ["plain", "ngram", "mtp", "scripted"])
 @FAMILIES
+@GRAPHS
 def test_steps_shared_with_anybody_give_the_plain_runs_bits(
-    make_hand: Callable, story: Callable, family: str, kind: str
+    make_hand: Callable, story: Callable, family: str, kind: str, graphs: bool
 ) -> None:
     """Batches, chunked prompts, drafts, hits, two steps under way: logits, drafts, pages, snapshots."""
-    hand, text = make_hand(family, kind, max_step_tokens=90, max_rows=5, pipeline_depth=2), story(family)
+    sizes = {"max_step_tokens": 90, "max_rows": 5, "pipeline_depth": 2}
+    hand, text = make_hand(family, kind, cuda_graphs=graphs, **sizes), story(family)
     for _ in range(2):  # then everything is a hit
         for length in (15, 16, 17, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 5, 3 * PAGE):
             hand.submit(text[:length], max_tokens=20)
@@ -110,15 +113,18 @@ def test_steps_shared_with_anybody_give_the_plain_runs_bits(
     for request in hand.requests:
         hand.check(request.id, text[request.prompt_len : request.prompt_len + 20])
     assert hand.last(len(hand.requests)).metrics.cached_tokens > 0
+    assert not graphs or hand.loop.decoder.num_steps > hand.loop.counters.num_steps / 2
     hand.end()
 
 
 @pytest.mark.parametrize("kind", ["plain", "mtp"])
 @FAMILIES
+@GRAPHS
 def test_preempted_requests_go_on_with_the_same_bits(
-    make_hand: Callable, story: Callable, family: str, kind: str
+    make_hand: Callable, story: Callable, family: str, kind: str, graphs: bool
 ) -> None:
-    hand, text = make_hand(family, kind, max_len=4 * PAGE, num_pages=9, pipeline_depth=1), story(family)
+    sizes = {"max_len": 4 * PAGE, "num_pages": 9, "pipeline_depth": 1}
+    hand, text = make_hand(family, kind, cuda_graphs=graphs, **sizes), story(family)
     ids = [hand.submit(text[first : first + 60], max_tokens=90) for first in (0, 21, 42, 63)]
     hand.end()
     assert hand.loop.counters.num_preemptions > 0
@@ -127,8 +133,9 @@ def test_preempted_requests_go_on_with_the_same_bits(
 
 
 @FAMILIES
+@GRAPHS
 def test_sampled_tokens_are_those_of_a_lone_request(
-    make_hand: Callable, story: Callable, family: str
+    make_hand: Callable, story: Callable, family: str, graphs: bool
 ) -> None:
     alone = {}
     for seed in range(4):
@@ -138,7 +145,7 @@ def test_sampled_tokens_are_those_of_a_lone_request(
         alone[seed] = hand.token_ids(1)
     assert len(set(map(tuple, alone.values()))) > 1
     for kind in ("ngram", "mtp"):
-        hand = make_hand(family, kind, pipeline_depth=1)
+        hand = make_hand(family, kind, pipeline_depth=1, cuda_graphs=graphs)
         ids = {hand.submit(story(family)[:30], max_tokens=20, seed=seed, **SAMPLED): seed for seed in alone}
         hand.submit(story(family)[:50], max_tokens=30)
         hand.end()
@@ -160,12 +167,16 @@ def test_logits_are_the_oracles_within_bf16(engine: Callable, story: Callable, f
 
 @pytest.mark.parametrize("kind", ["ngram", "mtp"])
 @FAMILIES
-def test_no_launch_waits_for_the_gpu(make_hand: Callable, story: Callable, family: str, kind: str) -> None:
+@GRAPHS
+def test_no_launch_waits_for_the_gpu(
+    make_hand: Callable, story: Callable, family: str, kind: str, graphs: bool
+) -> None:
     """The host waits where it reads a verdict, and nowhere else."""
-    hand, text = make_hand(family, kind, max_step_tokens=90, pipeline_depth=1), story(family)
+    sizes = {"max_step_tokens": 90, "pipeline_depth": 1}
+    hand, text = make_hand(family, kind, cuda_graphs=graphs, **sizes), story(family)
     hand.storage.poison = False
-    for part, name in ((hand.loop.drafts, "propose"), (hand.loop.feed, "fill")):
-        vars(part).pop(name)  # the hand's own, which looks
+    for part in (hand.loop.drafts, hand.loop.decoder) if graphs else (hand.loop.drafts,):
+        vars(part).pop("propose" if part is hand.loop.drafts else "launch")  # the hand's own, which looks
     launch = hand.loop._launch
 
     def strict(plan: object) -> object:

@@ -22,6 +22,8 @@ from hemiola.runtime.config import Resolved, ServeConfig, resolve
 from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
+from hemiola.runtime.engine.bucket import Bucket, Fed, shapes_of
+from hemiola.runtime.engine.decode import MARKS, Decoder, Done
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.request import Bounds, Request, Rule
 from hemiola.runtime.engine.sampling import logprobs, to_logprobs
@@ -81,6 +83,7 @@ class Recorder:
     def __init__(self, session: Session, config: Resolved) -> None:
         self.session, self.config = session, config
         self.logits: deque[torch.Tensor] = deque()
+        self.captured: list[torch.Tensor] = []  # where graphs leave them, in the order of capture
 
     def draft(self, **inputs: torch.Tensor) -> Computed:
         check_inputs(self.config, "draft", inputs)
@@ -89,7 +92,8 @@ class Recorder:
     def run(self, batch: Batch) -> Computed:
         check_inputs(self.config, "trunk", {name: getattr(batch, name) for name in INPUTS["trunk"]})
         out = self.session.run(batch)
-        self.logits.append(out.logits.clone())
+        is_capturing = out.logits.is_cuda and torch.cuda.is_current_stream_capturing()
+        (self.captured if is_capturing else self.logits).append(out.logits.clone())
         return out
 
 
@@ -97,12 +101,12 @@ class Prompted:
     """An MTP head that does its work; then other drafts take the place of its own, which are never right."""
 
     def __init__(self, head: Proposer, script: Scripted) -> None:
-        self._head, self._script = head, script
+        self._head, self.script = head, script
 
     def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
         self._head.propose(plan, batch, hidden)
-        self._script.ledger.num_drafts[[row.slot_id for row in plan.rows if row.room > 0]] = 0
-        self._script.propose(plan, batch, hidden)
+        self.script.ledger.num_drafts[[row.slot_id for row in plan.rows if row.room > 0]] = 0
+        self.script.propose(plan, batch, hidden)
 
 
 class EngineHand(Hand):
@@ -121,7 +125,8 @@ class EngineHand(Hand):
         chosen = (
             {"adaptive_drafts": False} | KINDS[kind] | options
         )  # how fast a step was must not matter here
-        config = resolve(ServeConfig(**chosen), found, 2**30)
+        graphs = chosen.pop("cuda_graphs", False)
+        config = resolve(ServeConfig(**chosen), found, 2**30).model_copy(update={"cuda_graphs": graphs})
         device = find_device(engine_dir, found.arch)
         sizes = config.num_pages, config.num_slots
         self.storage = Storage(found.states, *sizes, poison=True, device=device)
@@ -164,6 +169,43 @@ class EngineHand(Hand):
                 self._keep_drafts(plan)
 
             self.loop.drafts.propose = propose_and_keep
+        if self.loop.decoder is not None:
+            self._watch_decoder(self.loop.decoder)
+
+    def _watch_decoder(self, decoder: Decoder) -> None:
+        """A step in a bucket: logits are kept, and scripted drafts take the place of its own."""
+        recorder, run, launch = self.loop.session, decoder.run, decoder.launch
+        recorder.logits.clear()  # of warming up
+        captured = dict(zip(decoder.buckets, recorder.captured, strict=False))
+        plans: list[Plan] = []
+
+        def run_and_keep(bucket: Bucket) -> Done:
+            done, drafts, ledger = run(bucket), self.loop.drafts, self.loop.ledger
+            if captured:
+                recorder.logits.append(captured[bucket].clone())
+            if isinstance(drafts, (Scripted, Prompted)):
+                slots = [row.slot_id for row in plans[-1].rows]
+                if any(row.room for row in plans[-1].rows):
+                    ledger.num_drafts[slots] = 0
+                (drafts if isinstance(drafts, Scripted) else drafts.script).propose(plans[-1], None, None)
+                lines = done.told[MARKS:].view(bucket.rows, -1)
+                lines[: len(slots), -1] = ledger.num_drafts[slots]
+            return done
+
+        def launch_and_keep(plan: Plan, bucket: Bucket) -> object:
+            plans.append(plan)
+            flight = launch(plan, bucket)
+            held = self.loop.scheduler.prefix.pages
+            for row in plan.rows:
+                own = slice(held.capacity[row.slot_id] // held.page_len)
+                assert decoder._table[row.slot_id, own].tolist() == held.table[row.slot_id, own].tolist()
+            fed = Fed(*decoder._stage.views(shapes_of(bucket)))
+            self.note(plan, fed.rows.cpu())
+            if not isinstance(self.loop.drafts, (Scripted, Prompted)):
+                self._keep_drafts(plan)
+            return flight
+
+        decoder.run, decoder.launch = run_and_keep, launch_and_keep
 
     def _keep_drafts(self, plan: Plan) -> None:
         ledger = self.loop.ledger

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from kit.fake_session import FakeSession
 
 from hemiola.plugins.rows import live_rows
@@ -44,18 +45,22 @@ class Hand:
         prefix.admit = admit_and_check
 
     def _watch_steps(self) -> None:
-        feed, chunk_len = self.loop.feed, self.loop.config.chunk_len
+        feed = self.loop.feed
         fill = feed.fill
 
         def fill_and_note(plan: Plan) -> Batch:
             batch = fill(plan)
-            for row, known in zip(plan.rows, live_rows(batch.rows.cpu(), chunk_len), strict=True):
-                self.final_len[row.request.id] = known.end - known.num_drafts
-                if known.snapshot_slot:
-                    self._stored[row.request.id] = known.snapshot_edge
+            self.note(plan, batch.rows.cpu())
             return batch
 
         feed.fill = fill_and_note
+
+    def note(self, plan: Plan, rows: torch.Tensor) -> None:
+        """What a step does with the rows of a plan."""
+        for row, known in zip(plan.rows, live_rows(rows, self.loop.config.chunk_len), strict=True):
+            self.final_len[row.request.id] = known.end - known.num_drafts
+            if known.snapshot_slot:
+                self._stored[row.request.id] = known.snapshot_edge
 
     def kept_edge(self, request_id: int) -> int:
         """The last page edge with a state of the request: where it began, kept a snapshot, or stands."""

@@ -48,6 +48,9 @@ class Scripted:
                 )
                 self.ledger.set_drafts(*places)
 
+    def propose_fed(self, *step: object) -> None:
+        """In a bucket who asks calls `propose` afterwards (EngineHand)."""
+
 
 def always_right(next_token: Callable[[Sequence[int]], int]) -> Scripted:
     """The oracle's own tokens."""

@@ -13,8 +13,8 @@ def manifest(**changes: object) -> Manifest:
     limits = Limits(max_len=100, max_rows=4, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16)
     values: dict[str, object] = dict(
         format=3, ops={}, builder_version="", torch_version="", architecture="X", layers=(), vocab_size=9,
-        hidden_size=8, target="torch", arch="cpu", drafts="none", eos_ids=(), limits=limits,
-        weights_file="", segments=(), sha256={},
+        hidden_size=8, target="torch", promise="bits", arch="cpu", drafts="none", eos_ids=(), limits=limits,
+        weights_file="", drawn={}, segments=(), sha256={},
         states=(
             State(name="k", kind="page", shape=(32, 8), dtype="float32"),
             State(name="s", kind="slot", shape=(10,), dtype="float32"),
@@ -82,6 +82,7 @@ REFUSED = [
         "snapshot_interval is 100, pages are 32 tokens; choose a multiple, for instance 96",
     ),
     ({"pipeline_depth": 3}, "pipeline_depth is 3; use 0, 1 or 2"),
+    ({"cuda_graphs": True}, "cuda_graphs is on, but the engine was built for cpu; leave it out"),
     ({"max_rows": 5}, "max_rows is 5, the engine was built for 4; rebuild with --max-rows 5"),
     ({"max_rows": 0}, "max_rows is 0, it must be at least 1"),
     ({"max_step_tokens": 65}, "max_step_tokens is 65, the engine was built for 64"),

@@ -4,6 +4,8 @@ from typing import Protocol
 
 import torch
 
+from hemiola.runtime.engine.bucket import Bucket, Fed
+from hemiola.runtime.engine.rules import Group
 from hemiola.runtime.engine.step import Batch, Plan
 
 
@@ -17,9 +19,20 @@ class Proposer(Protocol):
         """
         ...
 
+    def propose_fed(
+        self, bucket: Bucket, fed: Fed, batch: Batch, hidden: torch.Tensor, rules: list[Group]
+    ) -> None:
+        """The same of a step in a bucket, of which the host knows nothing else. rules: of its rows."""
+        ...
+
 
 class NoDrafts:
     """Proposes nothing."""
 
     def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        pass
+
+    def propose_fed(
+        self, bucket: Bucket, fed: Fed, batch: Batch, hidden: torch.Tensor, rules: list[Group]
+    ) -> None:
         pass

@@ -11,8 +11,6 @@ rows without drafts, which are read together before a page is finished. The hidd
 in the slot: of the last tokens, by position. A snapshot keeps the state before its edge.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
@@ -20,22 +18,16 @@ from hemiola.plugins.rows import COLUMNS
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.device.session import Drafter
 from hemiola.runtime.device.transfer import upload, upload_ints
+from hemiola.runtime.engine.bucket import Bucket, Fed, counts_of, head_rows
 from hemiola.runtime.engine.feed import ragged
 from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.engine.request import Rule
+from hemiola.runtime.engine.rules import Group
 from hemiola.runtime.engine.sampling import choose
 from hemiola.runtime.engine.step import Batch, Plan, Row
 
 HIDDEN = "mtp.hidden"  # the slot state [R, F]
 FIRST, NUM_TOKENS, _, SLOT, COMMITTED, *_ = range(len(COLUMNS))
-
-
-class _Pairs(NamedTuple):
-    """The pairs of a step, row by row."""
-
-    row: torch.Tensor  # [P] of the batch
-    offset: torch.Tensor  # [P] behind the row's first token; up to 0 they are owed
-    counts: np.ndarray  # pairs of each row that reads
-    owed: torch.Tensor  # which of the P
 
 
 class MtpProposer:
@@ -48,36 +40,41 @@ class MtpProposer:
         self._ledger = ledger
 
     def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        asked = [n for n, row in enumerate(plan.rows) if row.snapshot_slot]
         reading = [n for n, row in enumerate(plan.rows) if row.reads]
-        pairs = self._pairs(plan.rows, reading)
-        before = self._hidden_before(pairs, batch, hidden)
-        self._keep_for_snapshots(plan.rows, batch, hidden)
-        self._keep(plan.rows, batch, hidden)
-        if not reading:
+        rows = [plan.rows[n] for n in reading]
+        owed, counts = counts_of(rows)
+        at, offset = ragged(counts)
+        starts = np.cumsum(counts) - counts
+        wanting = [at for at, row in enumerate(rows) if row.room > 0]
+        slots = [row.slot_id for row in rows]
+        kept, kept_row = self._last_tokens(plan.rows)
+        made = upload(
+            self._ledger.device,
+            *(np.array(asked, np.int64), kept, kept_row, np.array(reading, np.int64)[at]),
+            *(offset + 1 - owed[at], np.array(reading, np.int64)[wanting], (starts + owed)[wanting]),
+            *(head_rows(slots, counts), self._pages.table[slots]),
+        )
+        asked_rows, kept, kept_row, pair_row, offset, wanted, last, fed_rows, page_table = made
+        before = self._hidden_before(pair_row, offset, batch, hidden) if rows else hidden
+        if asked:
+            self._keep_for_snapshots(batch.rows[asked_rows], hidden)
+        self._keep(batch.slots[kept_row], batch.positions[kept], hidden.index_select(0, kept))
+        if not rows:
             return
         committed = batch.rows[:, COMMITTED].to(torch.int64)
-        wanting = [at for at, n in enumerate(reading) if plan.rows[n].room > 0]
-        rows = [plan.rows[reading[at]] for at in wanting]
-        starts = (np.cumsum(pairs.counts) - pairs.counts)[wanting] + [row.owed for row in rows]
-        wanted, starts = upload(
-            self._ledger.device, np.array(reading, np.int64)[wanting], starts.astype(np.int64)
-        )
         own = batch.slots[wanted]
-        last = starts + self._ledger.committed_len[own] - committed[wanted] - 1
-        places = committed[pairs.row] + pairs.offset
-        slots = [plan.rows[n].slot_id for n in reading]
-        logits, states = self._read(slots, batch.slots[pairs.row], places, pairs.counts, before, last)
-        self._draft(rows, own, logits, states)
+        last = last + self._ledger.committed_len[own] - committed[wanted] - 1
+        places = committed[pair_row] + offset
+        logits, states = self._read(fed_rows, page_table, batch.slots[pair_row], places, before, last)
+        self._draft([rows[at] for at in wanting], own, logits, states)
 
-    def _pairs(self, rows: list[Row], reading: list[int]) -> _Pairs:
-        """One behind every token of the rows that read, and before them those that are owed."""
-        owed = np.array([rows[n].owed for n in reading], np.int64)
-        counts = np.array([rows[n].num_tokens for n in reading], np.int64) + owed
-        at, offset = ragged(counts)
-        offset += 1 - owed[at]
-        row = np.array(reading, np.int64)[at]
-        there = upload(self._ledger.device, row, offset, np.flatnonzero(offset < 1))
-        return _Pairs(there[0], there[1], counts, there[2])
+    def _last_tokens(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
+        """The last tokens of each row, as many as a ring holds: of the step, and whose."""
+        num_tokens = np.array([row.num_tokens for row in rows])
+        kept = np.minimum(num_tokens, self._ring.shape[1])
+        row, offset = ragged(kept)
+        return (np.cumsum(num_tokens) - kept)[row] + offset, row
 
     def _draft(
         self, rows: list[Row], slot_id: torch.Tensor, logits: torch.Tensor, states: torch.Tensor
@@ -88,34 +85,70 @@ class MtpProposer:
         for at in range(max((row.room for row in rows), default=0)):
             if at > 0:
                 going_on = [n for n, row in enumerate(rows) if row.room > at]
-                more = upload_ints(ledger.device, going_on)
-                rows, slot_id = [rows[n] for n in going_on], slot_id[more]
+                rows = [rows[n] for n in going_on]
+                slots = [row.slot_id for row in rows]
+                more, fed_rows, page_table = upload(
+                    ledger.device,
+                    np.array(going_on, np.int64),
+                    head_rows(slots, np.ones(len(rows), np.int64)),
+                    self._pages.table[slots],
+                )
+                slot_id, states = slot_id[more], states[more]
                 places = ledger.total_len[slot_id] + at - 1
-                slots, ones = [row.slot_id for row in rows], np.ones(len(rows), np.int64)
                 lines = torch.arange(len(rows), device=ledger.device)
-                logits, states = self._read(slots, slot_id, places, ones, states[more], lines)
-            places = ledger.total_len[slot_id] + at
-            rules = [row.request.rule for row in rows]
-            chosen = choose(logits, rules, slot_id, places, ledger.ids)
-            ledger.ids[slot_id, places] = chosen.to(torch.int32)
+                logits, states = self._read(fed_rows, page_table, slot_id, places, states, lines)
+            self._write(slot_id, at, logits, [row.request.rule for row in rows])
 
-    def _hidden_before(self, pairs: _Pairs, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        """h_{p-1} of every pair: of this step, but for owed ones, for which the slot has it."""
-        tokens = batch.rows[pairs.row, FIRST] + pairs.offset - 1
-        tokens.index_fill_(0, pairs.owed, 0)
-        before = hidden.index_select(0, tokens)
-        rows = batch.rows[pairs.row[pairs.owed]]
-        places = (rows[:, COMMITTED] + pairs.offset[pairs.owed] - 1) % self._ring.shape[1]
-        before[pairs.owed] = self._ring[rows[:, SLOT], places]
-        return before
+    def _write(
+        self, slot_id: torch.Tensor, at: int, logits: torch.Tensor, rules: list[Rule] | list[Group]
+    ) -> None:
+        """Draft number `at` of these slots."""
+        places = self._ledger.total_len[slot_id] + at
+        chosen = choose(logits, rules, slot_id, places, self._ledger.ids)
+        self._ledger.ids[slot_id, places] = chosen.to(torch.int32)
 
-    def _keep_for_snapshots(self, rows: list[Row], batch: Batch, hidden: torch.Tensor) -> None:
-        """The state before the edge of each snapshot that this step took; before the ring is overwritten."""
-        asked = [n for n, row in enumerate(rows) if row.snapshot_slot]
-        if not asked:
+    def propose_fed(
+        self, bucket: Bucket, fed: Fed, batch: Batch, hidden: torch.Tensor, rules: list[Group]
+    ) -> None:
+        """The same in a step of fixed sizes: rows that read or draft nothing are padding for the head."""
+        ledger = self._ledger
+        before = self._hidden_before(fed.pair_row, fed.pair_offset, batch, hidden) if bucket.pairs else hidden
+        self._keep_for_snapshots(batch.rows, hidden)
+        self._keep(fed.token_slot, batch.positions, hidden)
+        if not bucket.pairs:
             return
-        own = batch.rows[upload_ints(self._ledger.device, asked)]
-        first, _, _, slot_id, committed, edge, snapshot_slot, snapshot_edge = own.T
+        committed = batch.rows[:, COMMITTED].to(torch.int64)
+        last = (fed.last + ledger.committed_len[fed.slot] - committed - 1).clamp(min=0)
+        places = committed[fed.pair_row] + fed.pair_offset
+        table = batch.page_table
+        logits, states = self._read(fed.head_rows, table, fed.pair_slot, places, before, last)
+        ledger.num_drafts[fed.slot] = fed.room
+        lines = torch.arange(bucket.rows, device=ledger.device)
+        for at in range(bucket.passes):
+            if at > 0:
+                active = fed.room > at
+                slot_id = torch.where(active, fed.slot, 0)
+                places = torch.where(active, ledger.total_len[fed.slot] + at - 1, 0)
+                fed_rows = torch.zeros_like(batch.rows)
+                fed_rows[:, FIRST] = lines
+                fed_rows[:, NUM_TOKENS].fill_(1)
+                fed_rows[:, SLOT] = slot_id
+                logits, states = self._read(fed_rows, table, slot_id, places, states, lines)
+            self._write(fed.slot, at, logits, rules)
+
+    def _hidden_before(
+        self, row: torch.Tensor, offset: torch.Tensor, batch: Batch, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """h_{p-1} of every pair: of this step, but for owed ones (offset < 1), for which the slot has it."""
+        rows = batch.rows[row]
+        tokens = (rows[:, FIRST] + offset - 1).clamp(min=0)
+        places = (rows[:, COMMITTED] + offset - 1) % self._ring.shape[1]
+        is_owed = (offset < 1).unsqueeze(1)
+        return torch.where(is_owed, self._ring[rows[:, SLOT], places], hidden.index_select(0, tokens))
+
+    def _keep_for_snapshots(self, rows: torch.Tensor, hidden: torch.Tensor) -> None:
+        """The state before the edge of each snapshot that this step took; before the ring is overwritten."""
+        first, _, _, slot_id, committed, edge, snapshot_slot, snapshot_edge = rows.T
         last = snapshot_edge - 1
         place = last % self._ring.shape[1]
         token = (first + last - committed).clamp(0, len(hidden) - 1)
@@ -125,37 +158,26 @@ class MtpProposer:
         target = torch.where(passed, snapshot_slot, 0)  # else it goes to the dump slot
         self._ring[target, place] = kept
 
-    def _keep(self, rows: list[Row], batch: Batch, hidden: torch.Tensor) -> None:
-        """Put the hidden states of the last tokens into the slots' rings."""
-        ring_len = self._ring.shape[1]
-        num_tokens = np.array([row.num_tokens for row in rows])
-        kept = np.minimum(num_tokens, ring_len)
-        row, offset = ragged(kept)
-        token = (np.cumsum(num_tokens) - kept)[row] + offset
-        owner, tokens = upload(self._ledger.device, row, token)
-        self._ring[batch.slots[owner], batch.positions[tokens] % ring_len] = hidden.index_select(0, tokens)
+    def _keep(self, slot_id: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Put the hidden states of these tokens into their slots' rings."""
+        self._ring[slot_id, positions % self._ring.shape[1]] = hidden
 
     def _read(
         self,
-        slots: list[int],  # [N] of the rows
+        rows: torch.Tensor,  # [N, 8], without `committed`
+        page_table: torch.Tensor,  # [N, W]
         slot_id: torch.Tensor,  # [P] of the pairs
         places: torch.Tensor,  # [P]
-        counts: np.ndarray,  # [N] pairs of each row
         before: torch.Tensor,  # [P, F]
         last: torch.Tensor,  # pairs whose outcome is wanted
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the head over pairs; logits and hidden states of the last ones."""
-        rows = np.zeros((len(counts), len(COLUMNS)), np.int32)
-        rows[:, FIRST] = np.cumsum(counts) - counts
-        rows[:, NUM_TOKENS] = counts
-        rows[:, SLOT] = slots
-        fed, page_table = upload(self._ledger.device, rows, self._pages.table[slots])
-        fed[:, COMMITTED] = places.index_select(0, fed[:, FIRST])
+        rows[:, COMMITTED] = places.index_select(0, rows[:, FIRST])
         logits, states = self._session.draft(
             token_ids=self._ledger.ids[slot_id, places],
             hidden=before,
             positions=places.to(torch.int32),
-            rows=fed,
+            rows=rows,
             page_table=page_table,
             logits_ids=last.to(torch.int32),
         )

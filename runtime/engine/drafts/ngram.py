@@ -4,7 +4,9 @@ import numpy as np
 import torch
 
 from hemiola.runtime.device.transfer import upload
+from hemiola.runtime.engine.bucket import Bucket, Fed
 from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.engine.rules import Group
 from hemiola.runtime.engine.step import Batch, Plan
 
 
@@ -52,3 +54,13 @@ class NgramProposer:
         ids, total_len = self.ledger.ids[slot_ids, :most_len], self.ledger.total_len[slot_ids]
         drafts, found = lookup(ids, total_len, self.min_n, self.max_n, most_room)
         self.ledger.set_drafts(slot_ids, drafts, room * found)
+
+    def propose_fed(
+        self, bucket: Bucket, fed: Fed, batch: Batch, hidden: torch.Tensor, rules: list[Group]
+    ) -> None:
+        """The same in a step of fixed sizes, over whole lines of the ledger."""
+        if bucket.passes:
+            ledger = self.ledger
+            ids, total_len = ledger.ids[fed.slot], ledger.total_len[fed.slot]
+            drafts, found = lookup(ids, total_len, self.min_n, self.max_n, bucket.passes)
+            ledger.set_drafts(fed.slot, drafts, fed.room * found)

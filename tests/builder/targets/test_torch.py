@@ -27,7 +27,11 @@ def load(folder: Path, max_len: int = 64) -> Model:
 
 
 def compiled(model: Model, folder: Path, limits: Limits = LIMITS) -> target.Compiled:
-    return target.compile(graph.export(model, "trunk", limits), model.weights(model.trunk), folder, "cpu")
+    return target.compile(
+        graph.export(model, "trunk", limits),
+        model.weights(model.trunk),
+        target.Job(folder, "cpu", ("cpu",), limits),
+    )
 
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)

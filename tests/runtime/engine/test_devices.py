@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.cache.eviction import Cost
+from hemiola.runtime.device.graphs import Stage
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.engine import feed, ledger, loop, rules
+from hemiola.runtime.engine import decode, feed, ledger, loop, rules
 from hemiola.runtime.engine.drafts import mtp, ngram
 from hemiola.runtime.engine.request import Bounds, new_request
 from hemiola.runtime.engine.step import Batch, Outcome, Plan
@@ -89,13 +90,15 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         dtypes = [torch.from_numpy(array).dtype for array in arrays]
         return [torch.empty(a.shape, dtype=d, device=device) for a, d in zip(arrays, dtypes, strict=True)]
 
-    for module in (feed, ledger, mtp, ngram, rules):
+    for module in (feed, ledger, mtp, ngram, rules, decode):
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(
         mtp, "upload_ints", lambda device, values: upload(device, np.array(values, np.int64))[0]
     )
     monkeypatch.setattr(loop, "Watch", Stopped)
-    monkeypatch.setattr(loop, "fetch", lambda tensors: tensors)
+    for module in (loop, decode):
+        monkeypatch.setattr(module, "fetch", lambda tensors: tensors)
+    monkeypatch.setattr(Stage, "send", lambda stage, arrays: None)
     monkeypatch.setattr(loop, "fence", lambda device: lambda: None)
 
 
@@ -111,11 +114,14 @@ def outcome(plan: Plan) -> Outcome:
     )
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["free", "buckets"])
 @pytest.mark.parametrize("drafts", ["none", "ngram", "mtp"])
-def test_a_launch_mixes_no_devices_and_waits_for_nothing(drafts: str, without_gpu: None) -> None:
-    config = resolved(
-        drafts=drafts, num_drafts=0 if drafts == "none" else 3, prefix_cache=True, num_slots=17, num_pages=60
-    )
+def test_a_launch_mixes_no_devices_and_waits_for_nothing(
+    drafts: str, graphs: bool, without_gpu: None
+) -> None:
+    num_drafts = 0 if drafts == "none" else 3
+    sizes = {"num_slots": 17, "num_pages": 60, "cuda_graphs": graphs}
+    config = resolved(drafts=drafts, num_drafts=num_drafts, prefix_cache=True, **sizes)
     with OneDevice():
         empty = Empty(config.num_slots)
         made = make_loop(config, empty, empty, None, Cost(10, 40), device=GPU)
@@ -132,6 +138,7 @@ def test_a_launch_mixes_no_devices_and_waits_for_nothing(drafts: str, without_gp
             made.scheduler.reap(plan)
             num_steps += 1
     assert num_steps > 6 and empty.copies > 0
+    assert not graphs or made.decoder.num_steps > 3
 
 
 def test_the_test_can_fail() -> None:

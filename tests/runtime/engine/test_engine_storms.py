@@ -40,6 +40,7 @@ def a_hand(engine_hands: Callable[..., EngineHand], dice: random.Random, seed: i
         num_snapshots=dice.choice([1, 2, 20]),
         snapshot_interval=dice.choice([0, 0, page_len]),
         pipeline_depth=seed % 3,
+        cuda_graphs=bool(seed // 2 % 2),  # steps in buckets
         shuffle=dice,
         **pages,
     )

@@ -22,6 +22,7 @@ AXES: dict[str, list] = {
     "preempt": ["never", "often"],
     "abort": ["never", "some"],
     "depth": [0, 1, 2],
+    "steps": ["free", "in buckets"],  # of fixed sizes, as CUDA graphs have them
 }
 ENGINES = {
     "wide": {"page_len": 32, "chunk_len": 16, "num_drafts": 5},
@@ -101,6 +102,7 @@ def make(engine_hands: Callable, wanted: Wanted, case: Case, dice: random.Random
     built = ENGINES[str(case["engine"])]
     page_len, chunk_len, most = built["page_len"], built["chunk_len"], built["num_drafts"]
     options: dict = {"max_rows": case["batch"], "max_len": 6 * page_len, "pipeline_depth": case["depth"]}
+    options["cuda_graphs"] = case["steps"] == "in buckets"
     kind, _, number = str(case["drafts"]).partition(" ")
     kind = {"off": "plain", "random": "scripted"}.get(kind, kind)
     if kind != "plain":

@@ -1,0 +1,82 @@
+"""What TensorRT and TensorRT-RTX share: an ONNX graph in, a serialized engine out. `trt` is either module."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from onnx import ValueInfoProto
+
+from hemiola.builder.graph import Graph
+from hemiola.builder.onnx import DIMS
+from hemiola.runtime.abi import widths
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import Limits, Profile
+
+
+@cache
+def log_of(trt: Any) -> Any:
+    """The one logger of a process, TensorRT takes no second. It keeps errors, which the API only logs."""
+
+    class Log(trt.ILogger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.errors: list[str] = []
+
+        def log(self, severity: object, message: str) -> None:
+            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
+                self.errors.append(" ".join(message.split()))
+
+    return Log()
+
+
+def make_profiles(limits: Limits, graph: Graph) -> tuple[Profile, ...]:
+    """One for steps that only decode and verify, one for prompts. A step may want no logits at all."""
+    widest = widths(limits, graph.name)
+    decode = min(limits.max_rows * (1 + limits.num_drafts), widest["T"])
+    logits = (0, min(decode, widest["L"]), widest["L"])
+    most = {"decode": decode, "prefill": widest["T"]}
+    return tuple(
+        Profile(name=name, sizes={DIMS["T"]: (1, tokens, tokens), DIMS["L"]: logits})
+        for name, tokens in most.items()
+    )
+
+
+def build(
+    trt: Any,
+    model: bytes,
+    inputs: Sequence[ValueInfoProto],
+    profiles: Sequence[Profile],
+    configure: Callable[[Any], None],
+    path: str = "",
+) -> bytes:
+    """One engine of a strongly typed network. `path`: beside the files of external weights."""
+    log = log_of(trt)
+    log.errors.clear()
+    builder = trt.Builder(log)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, log)
+    if not parser.parse(model, path) if path else not parser.parse(model):
+        errors = [parser.get_error(i) for i in range(parser.num_errors)]
+        raise refused(trt, "read", [f"{error.node_operator()}: {error.desc()}" for error in errors])
+    config = builder.create_builder_config()
+    config.clear_flag(trt.BuilderFlag.TF32)
+    configure(config)
+    for sizes in (profile.sizes for profile in profiles):
+        profile = builder.create_optimization_profile()
+        for value in inputs:
+            dims = value.type.tensor_type.shape.dim
+            shapes = zip(*(sizes.get(d.dim_param, (d.dim_value,) * 3) for d in dims), strict=True)
+            if any(d.dim_param for d in dims):
+                profile.set_shape(value.name, *shapes)
+        config.add_optimization_profile(profile)
+    engine = builder.build_serialized_network(network, config)
+    if engine is None:
+        raise refused(trt, "compile", log.errors)
+    return bytes(engine)
+
+
+def refused(trt: Any, what: str, errors: Sequence[str]) -> Refused:
+    """The last of the errors is the most telling one."""
+    name = trt.__name__.replace("_", "-")
+    reason = errors[-1] if errors else "it gives no reason"
+    return Refused(f"{name} {trt.__version__} cannot {what} the graph ({reason}); use --target torch")

@@ -1,0 +1,58 @@
+"""TensorRT-RTX: dense parts become engines for several architectures at once, on a machine without a GPU.
+
+It has no plugins, so the graph is cut at our ops. Weights are inputs of a part, so that layers of the same
+shapes share one engine, and weights lie once in the runtime's memory.
+"""
+
+import hashlib
+import json
+from importlib import import_module
+from typing import Any
+
+import onnx
+
+from hemiola.builder.checkpoint import Lazy
+from hemiola.builder.graph import Graph
+from hemiola.builder.onnx import outputs, to_onnx
+from hemiola.builder.partition import cut
+from hemiola.builder.targets.engines import build, make_profiles
+from hemiola.builder.targets.torch import Compiled, Job, choose_forms
+from hemiola.plugins.onnx import is_plugin
+from hemiola.runtime.manifest import PARTS, Profile
+
+trt: Any = import_module("tensorrt_rtx")
+
+
+def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
+    """Build every part that no other segment has built."""
+    nodes, packed = choose_forms(graph, weights, job.device, is_plugin)
+    pieces, parts = cut(to_onnx(graph), graph.weights)
+    profiles = make_profiles(job.limits, graph)
+    folder = job.folder / PARTS
+    folder.mkdir(exist_ok=True)
+    content = json.dumps([p.model_dump() for p in profiles] + [job.archs, trt.__version__])
+    names = {part: hashlib.sha256(f"{part}{content}".encode()).hexdigest()[:16] for part in parts}
+    for i, (part, model) in enumerate(parts.items()):
+        job.report(f"{graph.name}: part {i + 1} of {len(parts)}", 0, 0)
+        if not (folder / names[part]).exists():
+            (folder / names[part]).write_bytes(engine(model, profiles, job.archs))
+    pieces = tuple(p.model_copy(update={"name": names.get(p.name, p.name)}) for p in pieces)
+    return Compiled(
+        nodes,
+        packed,
+        pieces=pieces,
+        outputs=tuple(outputs(graph)),
+        compiler=f"tensorrt-rtx {trt.__version__}",
+        profiles=profiles,
+    )
+
+
+def engine(model: onnx.ModelProto, profiles: tuple[Profile, ...], archs: tuple[str, ...]) -> bytes:
+    """One part for all architectures."""
+
+    def configure(config: Any) -> None:
+        config.num_compute_capabilities = len(archs)
+        for i, arch in enumerate(archs):
+            config.set_compute_capability(getattr(trt.ComputeCapability, arch.replace("sm_", "SM")), i)
+
+    return build(trt, model.SerializeToString(), model.graph.input, profiles, configure)

@@ -1,0 +1,184 @@
+"""Steps of fixed sizes from tensors to tensors: fill, run, judge and propose without a number of the host.
+
+What the host knows of a step goes over in one copy to always the same place, and what it learns comes back
+in one. Between them is `step`, which a graph can hold: everything else lies on the device, by slot.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from hemiola.runtime.cache.pages import PagePool
+from hemiola.runtime.config import Resolved
+from hemiola.runtime.device.graphs import Stage, mark
+from hemiola.runtime.device.session import Computed
+from hemiola.runtime.device.transfer import fetch, upload
+from hemiola.runtime.engine.bucket import (
+    ANY,
+    GREEDY,
+    Bucket,
+    Fed,
+    Fit,
+    buckets_of,
+    num_changes,
+    pack,
+    shapes_of,
+)
+from hemiola.runtime.engine.drafts import Proposer
+from hemiola.runtime.engine.feed import joined
+from hemiola.runtime.engine.judge import judge
+from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.engine.request import Rule
+from hemiola.runtime.engine.rules import RuleTable
+from hemiola.runtime.engine.step import Batch, Choices, Plan, Verdict
+
+log = logging.getLogger("hemiola")
+MARKS = 4  # nanoseconds: begin, behind the trunk, behind the choice, end
+TOLD = 4  # of each row, behind its tokens: accepted, judged, broken, drafts of the next step
+MOST_TOP = 20  # logprobs of a position
+
+
+class Trunk(Protocol):
+    """The part of a Session that is needed here."""
+
+    def run(self, batch: Batch) -> Computed: ...
+
+
+class Done(NamedTuple):
+    """What a step leaves on the device, always in the same place."""
+
+    told: torch.Tensor  # MARKS and [N, width + TOLD] flat, int64
+    logprobs: tuple[torch.Tensor, ...]  # of every line, where the bucket has any
+
+
+class Decoder:
+    """Runs plans that fit a bucket. `run`: `step`, or something that replays it."""
+
+    def __init__(
+        self, config: Resolved, ledger: Ledger, pages: PagePool, session: Trunk, drafts: Proposer
+    ) -> None:
+        self.config, self.ledger, self.pages, self.session, self.drafts = (
+            config,
+            ledger,
+            pages,
+            session,
+            drafts,
+        )
+        self.rules = RuleTable(config.num_slots, ledger.device)
+        self.buckets = buckets_of(config)
+        self.fit = Fit(config)
+        self.run: Callable[[Bucket], Done] = self.step
+        self.num_steps = 0
+        pages.changes = {}
+        self._table = torch.zeros(pages.table.shape, dtype=torch.int32, device=ledger.device)
+        self._stage = Stage([shapes_of(bucket) for bucket in self.buckets], ledger.device)
+
+    def open(self, slot_id: int, rule: Rule) -> None:
+        """A request takes the slot."""
+        if not self.rules.holds(rule):
+            log.warning(
+                "a request's bad words, biases or stop ids are more than %s: its steps run without a graph",
+                self.rules.HELD,
+            )
+        self.rules.open(slot_id, rule)
+
+    def width(self, bucket: Bucket) -> int:
+        """Most tokens of a row."""
+        return 1 if bucket.is_dense else 1 + self.config.num_drafts
+
+    def launch(self, plan: Plan, bucket: Bucket) -> tuple[Verdict, torch.Tensor, "Marks"]:
+        """Start a step; what it finds can be read when a fence behind it has been passed."""
+        self._stage.send(pack(plan, bucket, self.width(bucket), self._changes(num_changes(bucket.rows))))
+        done = self.run(bucket)
+        self.num_steps += 1
+        return self._told(plan, bucket, done)
+
+    def _changes(self, most: int) -> dict[int, int]:
+        """Changes of the page table since the last step, if a bucket holds them; else they go over now."""
+        changes, self.pages.changes = self.pages.changes or {}, {}
+        if len(changes) <= most:
+            return changes
+        made = np.array(list(changes.items()), np.int64)
+        (there,) = upload(self.ledger.device, made)
+        self._change(there)
+        return {}
+
+    def _change(self, changes: torch.Tensor) -> None:
+        self._table.view(-1)[changes[:, 0]] = changes[:, 1].to(torch.int32)
+
+    def step(self, bucket: Bucket) -> Done:
+        """The step whose numbers lie on the stage."""
+        ledger, width = self.ledger, self.width(bucket)
+        fed: Fed[torch.Tensor] = Fed(*self._stage.views(shapes_of(bucket)))
+        told = torch.zeros(MARKS + bucket.rows * (width + TOLD), dtype=torch.int64, device=ledger.device)
+        mark(told, 0)
+        self._change(fed.changes)
+        batch = self._fill(bucket, fed)
+        out = self.session.run(batch)
+        mark(told, 1)
+        verdict = judge(batch, out.logits, ledger, self.config.chunk_len)
+        mark(told, 2)
+        rules = [] if bucket.rules == GREEDY else [self.rules.group(fed.slot, bucket.rules == ANY)]
+        self.drafts.propose_fed(bucket, fed, batch, out.hidden, rules)
+        lines = (verdict.num_accepted, verdict.num_judged, verdict.broken, ledger.num_drafts[fed.slot])
+        columns = [verdict.token_ids, *(line.unsqueeze(1).to(torch.int64) for line in lines)]
+        told[MARKS:].view(bucket.rows, -1).copy_(torch.cat(columns, 1))
+        ledger.empty_dump()
+        mark(told, 3)
+        return Done(told, verdict.logprobs.get(0, ()))
+
+    def _fill(self, bucket: Bucket, fed: Fed[torch.Tensor]) -> Batch:
+        rules = []
+        if bucket.rules != GREEDY:
+            rules = [self.rules.group(fed.slot[fed.line_row], bucket.rules == ANY)]
+        choices = Choices(
+            rows=list(range(bucket.rows)),
+            width=self.width(bucket),
+            dense=bucket.is_dense,
+            slot_id=fed.slot,
+            num_drafts=fed.num_drafts,
+            row=fed.line_row,
+            offset=fed.line_offset,
+            rules=rules,
+            asked=[(0, slice(None), MOST_TOP)] if bucket.rules == ANY else [],
+        )
+        logits_ids = torch.arange(bucket.tokens, dtype=torch.int32, device=self.ledger.device)
+        table = self._table[fed.slot]
+        return joined(self.ledger, fed.rows, fed.slot, fed.row, fed.offset, 1, table, logits_ids, choices)
+
+    def _told(self, plan: Plan, bucket: Bucket, done: Done) -> tuple[Verdict, torch.Tensor, "Marks"]:
+        """On its way to the host."""
+        (told,) = fetch([done.told])
+        num, width = len(plan.rows), self.width(bucket)
+        lines = told[MARKS:].view(bucket.rows, width + TOLD)[:num]
+        found, end = {}, 0
+        for n, row in enumerate(plan.rows):
+            own = slice(end, end := end + row.num_tokens)
+            if row.request.params.logprobs is not None:
+                chosen, top_ids, top = (part[own] for part in done.logprobs)
+                num_top = row.request.params.logprobs
+                found[n] = tuple(fetch([chosen, top_ids[:, :num_top], top[:, :num_top]]))
+        verdict = Verdict(
+            rows=list(range(num)),
+            token_ids=lines[:, :width],
+            num_accepted=lines[:, width],
+            num_judged=lines[:, width + 1],
+            broken=lines[:, width + 2],
+            logprobs=found,
+        )
+        return verdict, lines[:, width + 3], Marks(told)
+
+
+class Marks:
+    """Seconds of the device between the marks of a step; to be read behind a fence."""
+
+    def __init__(self, told: torch.Tensor) -> None:
+        self._told = told
+
+    def seconds(self, mark: int) -> float:
+        """From this mark to the next."""
+        start, end = self._told[mark : mark + 2].tolist()
+        return (end - start) / 1e9

@@ -1,0 +1,134 @@
+"""Engines of TensorRT-RTX, built by the real builder on a machine without a GPU, where none can run."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from kit import checkpoints
+
+pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is for Linux on x86-64")
+
+from hemiola.builder import targets
+from hemiola.builder.build import Options, build
+from hemiola.builder.targets import rtx
+from hemiola.runtime import manifest
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM
+
+Get = Callable[..., Path]
+ALL = {"target": "tensorrt-rtx", "arch": ",".join(targets.RTX)}
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_every_family_is_built_for_all_architectures(family: str, tiny_engine: Get) -> None:
+    engine_dir = tiny_engine(family, **ALL)
+    found = manifest.load(engine_dir)
+    assert found.target == "tensorrt-rtx" and found.promise == "tokens"
+    assert found.arch == "sm_80,sm_86,sm_89,sm_120,sm_121"
+    named = {piece.name for s in found.segments for piece in s.pieces if piece.kind == "part"}
+    assert named == {path.name for path in (engine_dir / manifest.PARTS).iterdir()}
+    for name in named:
+        content = (engine_dir / manifest.PARTS / name).read_bytes()
+        assert content[:4] == b"vtrt" and f"{manifest.PARTS}/{name}" in found.sha256
+    for segment in found.segments:
+        assert segment.compiler.startswith("tensorrt-rtx 1.")
+        assert {node.form for node in segment.nodes} == {"cuda"}
+        assert [profile.name for profile in segment.profiles] == ["decode", "prefill"]
+
+
+def test_two_builds_give_the_same_manifest_but_for_the_bytes_of_parts(
+    tiny_checkpoint: Get, tiny_engine: Get, tmp_path: Path
+) -> None:
+    """TensorRT-RTX 1.7 numbers what is inside an engine anew each time; parts are named by what they are."""
+    engine_dir = tiny_engine("qwen3_5", **ALL)
+    first = manifest.load(engine_dir)
+    sizes = first.limits.model_dump(exclude={"num_drafts"})
+    again = build(tiny_checkpoint("qwen3_5"), tmp_path / "again", Options(**ALL, **sizes))
+    kept = {"sha256": {}, "identity": ""}
+    assert again.model_copy(update=kept) == first.model_copy(update=kept)
+    for name, digest in first.sha256.items():
+        if name.startswith(manifest.PARTS):
+            assert (tmp_path / "again" / name).stat().st_size == (engine_dir / name).stat().st_size
+        else:
+            assert again.sha256[name] == digest
+
+
+def test_profiles_hold_every_step_that_the_limits_allow(tiny_engine: Get) -> None:
+    found = manifest.load(tiny_engine("nemotron_h_moe", **ALL))
+    limits, rows = found.limits, found.limits.max_rows
+    decode, prefill = found.segment("trunk").profiles
+    assert decode.sizes["tokens"] == (1, rows * 4, rows * 4) and decode.sizes["logits"][2] == rows * 4
+    assert prefill.sizes["tokens"][2] == limits.max_step_tokens and prefill.sizes["logits"][0] == 0
+    head = found.segment("draft").profiles[1].sizes
+    assert head["tokens"][2] == limits.max_step_tokens + rows * 15 and head["logits"][2] == rows
+
+
+def test_it_opens_on_its_architectures_only(tiny_engine: Get) -> None:
+    with pytest.raises(
+        Refused,
+        match=r"built for sm_80,.*sm_121 \(compute capability 8.0 or .* 12.1\), but torch finds no CUDA",
+    ):
+        LLM(tiny_engine("qwen3_5", **ALL))
+
+
+@pytest.mark.parametrize(
+    ("arch", "reason"),
+    [
+        (
+            "sm_90",
+            r"--arch sm_90 is not supported by --target tensorrt-rtx, only sm_80, sm_86, sm_89, sm_120",
+        ),
+        ("sm_89,cpu", r"--arch cpu is not supported by --target tensorrt-rtx"),
+        ("", r"--arch  is not supported by --target tensorrt-rtx"),
+    ],
+)
+def test_other_architectures_are_refused(arch: str, reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        targets.pick("tensorrt-rtx", arch)
+
+
+def test_what_the_compiler_refuses_comes_out_as_one_line() -> None:
+    """It logs its reasons and returns nothing."""
+    text = "<ir_version: 10, opset_import: ['' : 23]> part (float[N] x0) => (float[N] y0) { y0 = Foo (x0) }"
+    model = onnx.parser.parse_model(text.replace("'", '"'))
+    with pytest.raises(
+        Refused, match=r"tensorrt-rtx 1[0-9.]+ cannot read the graph \(.*Foo.*\); use --target"
+    ):
+        rtx.engine(model, (), ("sm_89",))
+    model.graph.node[0].op_type = "Sigmoid"
+    with pytest.raises(Refused, match=r"cannot compile the graph \(.*profile.*\); use --target torch"):
+        rtx.engine(model, (), ("sm_89",))
+
+
+def test_an_interrupted_build_leaves_nothing(
+    tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its first part; then a build goes through."""
+    calls = iter([b"part", OSError(28, "No space left on device"), b"part", KeyboardInterrupt()])
+
+    def engine(*_: object) -> bytes:
+        made = next(calls, b"part")
+        if isinstance(made, BaseException):
+            raise made
+        return made
+
+    monkeypatch.setattr(rtx, "engine", engine)
+    options = Options(**ALL, max_len=64, max_rows=4)
+    with pytest.raises(Refused, match=r"cannot be written \(No space left on device\); free space"):
+        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", options)
+    with pytest.raises(KeyboardInterrupt):
+        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", options)
+    assert not [*tmp_path.iterdir()]
+    build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", options)
+    assert manifest.load(tmp_path / "engine").target == "tensorrt-rtx"
+
+
+def test_a_missing_compiler_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    monkeypatch.delitem(sys.modules, "hemiola.builder.targets.rtx")
+    with pytest.raises(
+        Refused, match=r"--target tensorrt-rtx needs tensorrt_rtx; pip install 'hemiola\[tens"
+    ):
+        targets.pick("tensorrt-rtx", "sm_89")

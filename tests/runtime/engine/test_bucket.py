@@ -1,0 +1,143 @@
+"""Steps of fixed sizes: every step that decodes has one, and none is larger than the engine allows.
+
+That they compute what steps of free sizes do is a case of test_matrix_pairs.py and test_engine_storms.py.
+"""
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.fake_session import resolved
+
+from hemiola.runtime.abi import widths
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.cache.pages import PagePool
+from hemiola.runtime.engine import bucket as buckets
+from hemiola.runtime.engine.bucket import Bucket, Fed, Fit, buckets_of, num_changes, pack, shapes_of
+from hemiola.runtime.engine.decode import Decoder
+from hemiola.runtime.engine.drafts import NoDrafts
+from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.engine.request import Rule
+from hemiola.runtime.engine.step import Plan, Row
+
+SIZES = {"max_len": 256, "page_len": 16, "chunk_len": 16}
+CONFIGS = [
+    resolved(drafts=drafts, num_drafts=num, max_rows=rows, max_step_tokens=tokens, num_pages=50, **SIZES)
+    for drafts, num in (("none", 0), ("ngram", 3), ("ngram", 64), ("mtp", 1), ("mtp", 5))
+    for rows, tokens in ((1, 70), (5, 70), (64, 2048), (1024, 2048), (1500, 1500))
+]
+PLAIN: dict[str, Any] = {}
+
+
+def a_row(num_drafts: int = 0, slot: int = 1, values: dict = PLAIN, words: Any = (), **changes: Any) -> Row:
+    rule = Rule(SamplingParams(**values), 0, 1, frozenset(), words)
+    row = Row(SimpleNamespace(rule=rule), slot, 1 + num_drafts, num_drafts, True, 0, (0, 0))  # pyright: ignore
+    for name, value in changes.items():
+        setattr(row, name, value)
+    return row
+
+
+def some_rows(config: Any, dice: random.Random) -> list[Row]:
+    """As the scheduler makes them."""
+    left = config.max_step_tokens
+    rows = []
+    for slot in range(1, dice.randint(1, config.max_rows) + 1):
+        num = dice.choice([0, 0, 1, config.num_drafts])
+        num = min(num, config.num_drafts, left - (config.max_rows - slot) - 1)
+        owed = dice.choice([0, dice.randrange(config.chunk_len)]) if num == 0 else 0
+        room = dice.choice([0, config.num_drafts])
+        rows.append(a_row(max(num, 0), slot, owed=owed, room=room, reads=dice.random() < 0.5))
+        left -= rows[-1].num_tokens
+    return rows
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.drafts} {c.num_drafts}, {c.max_rows} rows")
+def test_every_step_that_decodes_has_a_bucket_within_the_engines_widths(config: Any) -> None:
+    dice, fit = random.Random(1), Fit(config)
+    trunk, head = widths(config, "trunk"), widths(config, "draft")
+    for bucket in buckets_of(config):
+        assert bucket.tokens <= trunk["T"] and bucket.pairs <= head["T"] and bucket.rows <= trunk["N"]
+    for _ in range(60):
+        plan = Plan(some_rows(config, dice))
+        found = fit(plan)
+        if 1024 < len(plan.rows) < plan.num_tokens:
+            continue  # in a step of 1500 tokens is no room for gaps
+        assert found is not None and found in buckets_of(config)
+        assert len(plan.rows) <= found.rows and plan.num_tokens <= found.tokens
+        assert max(row.room for row in plan.rows) <= found.passes
+        fed = pack(plan, found, 1 + config.num_drafts, {7: 9})
+        for array, (shape, dtype) in zip(fed, shapes_of(found), strict=True):
+            assert array.shape == shape and array.dtype == dtype
+        _check_padding(plan, found, fed)
+
+
+def _check_padding(plan: Plan, bucket: Bucket, fed: Fed[np.ndarray]) -> None:
+    """Tokens and pairs are those of live rows, in order; nobody's are in the dump slot."""
+    num = len(plan.rows)
+    assert not fed.rows[num:, 1:].any() and not fed.slot[num:].any() and not fed.room[num:].any()
+    owners = [row.slot_id for row in plan.rows for _ in range(row.num_tokens)]
+    assert fed.token_slot.tolist() == owners + [0] * (bucket.tokens - len(owners))
+    if bucket.pairs:
+        readers = [row for row in plan.rows if row.reads]
+        owners = [row.slot_id for row in readers for _ in range(row.owed + row.num_tokens)]
+        assert fed.pair_slot.tolist() == owners + [0] * (bucket.pairs - len(owners))
+        first = {row.slot_id: owners.index(row.slot_id) for row in readers}
+        for at, row in enumerate(plan.rows):
+            expected = (
+                (first[row.slot_id], row.owed + row.num_tokens, row.slot_id) if row.reads else (0, 0, 0)
+            )
+            assert tuple(fed.head_rows[at, [0, 1, 3]]) == expected
+            assert not row.reads or fed.last[at] == first[row.slot_id] + row.owed
+
+
+def test_a_step_is_in_the_smallest_bucket_that_holds_it() -> None:
+    config = CONFIGS[17]
+    assert (config.drafts, config.max_rows) == ("mtp", 64)
+    fit = Fit(config)
+    rows = [a_row(slot=n, reads=False) for n in range(1, 10)]
+    assert fit(Plan(rows)) == Bucket(0, 16, 16, 0, 0)
+    assert fit(Plan([a_row(1, 10, room=1), *rows])) == Bucket(0, 16, 32, 1, 32)
+    assert fit(Plan([a_row(0, 10, owed=15), *rows])) == Bucket(0, 16, 16, 0, 256)
+    assert fit(Plan([a_row(values={"temperature": 1.0}, reads=False), *rows])) == Bucket(1, 16, 16, 0, 0)
+    assert fit(Plan([a_row(values={"logprobs": 0}, reads=False), *rows])) == Bucket(2, 16, 16, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chooses": False},
+        {"num_tokens": 9},
+        {"words": ((1,) * 9,)},
+        {"values": {"logit_bias": dict.fromkeys(range(400), 1.0)}},
+    ],
+    ids=["a chunk of a prompt", "its end", "a long bad word", "many biases"],
+)
+def test_prompts_and_rules_beyond_the_tables_have_none(changes: dict) -> None:
+    assert Fit(CONFIGS[12])(Plan([a_row(), a_row(**changes)])) is None
+
+
+def decoder(config: Any, run: Callable = lambda batch: None) -> Decoder:
+    pages = PagePool(config.num_pages, config.page_len, config.num_slots, 16)
+    session: Any = SimpleNamespace(run=run)
+    return Decoder(config, Ledger(config, torch.device("cpu")), pages, session, NoDrafts())
+
+
+def test_pages_that_came_since_the_last_step_reach_the_device_however_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = decoder(CONFIGS[1])
+    monkeypatch.setattr(buckets, "num_changes", lambda rows: 2)
+    assert num_changes(4) > 4
+    for slot, num_tokens in ((1, 20), (2, 250), (1, 33), (1, 33)):
+        made.pages.grow(slot, num_tokens)
+        changes = made._changes(2)
+        assert len(changes) <= 2
+        made._change(torch.tensor([*changes.items()], dtype=torch.int64).view(-1, 2))
+        assert np.array_equal(made._table.numpy(), made.pages.table)
+    made.pages.release(1)
+    made.pages.grow(1, 5)
+    assert made._changes(2) == {16: made.pages.table[1, 0]}
