@@ -1,10 +1,19 @@
 """What users put in and get out."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from hemiola.runtime.errors import Refused
 
@@ -21,16 +30,89 @@ class Strict(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise Refused(_one_line(error, list(type(self).model_fields))) from None
+            names = [field.alias or name for name, field in type(self).model_fields.items()]
+            raise Refused(_one_line(error, names)) from None
 
 
 def _one_line(error: ValidationError, names: list[str]) -> str:
     first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, Refused):  # by a validator that says it all
+        return str(cause)
     name = first["loc"][0] if first["loc"] else "options"
     if first["type"] == "extra_forbidden":
         return f"unknown option {name!r}; the options are {', '.join(names)}"
     reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    return f"{name} is {first['input']!r}: {reason}"
+    return f"{name} is {_shown(first['input'])}: {reason}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def _check_unicode(value: tuple[str, ...] | str) -> None:
+    try:
+        "".join(value).encode()
+    except UnicodeEncodeError:
+        raise ValueError("not valid Unicode (a lone surrogate); remove it") from None
+
+
+class StructuredOutputsParams(Strict):
+    """What the whole output must be: exactly one of these. Names are vLLM's and TensorRT-LLM's.
+
+    Every token leaves a text that can still become what is asked for; an end token comes only where it is.
+    """
+
+    json_schema: str | None = Field(
+        default=None, alias="json", description="JSON that fits this schema, an object or its text"
+    )
+    json_object: bool = Field(default=False, description="any JSON object")
+    regex: str | None = Field(default=None, description="a text that this regular expression matches whole")
+    grammar: str | None = Field(default=None, description="a text of this grammar, GBNF (EBNF) or Lark")
+    choice: tuple[str, ...] | None = Field(default=None, description="one of these texts")
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _as_text(cls, value: object) -> object:
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+            text = json.dumps(schema, allow_nan=False)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"not JSON ({error}); give a schema, as an object or as its text") from None
+        except RecursionError:
+            raise ValueError("nested too deeply; give a flatter schema") from None
+        if value is not None and not isinstance(schema, (Mapping, bool)):
+            raise ValueError('a schema is an object, such as {"type": "integer"}')
+        return None if value is None else text
+
+    @field_validator("choice", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("choice")
+    @classmethod
+    def _any(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value == ():
+            raise ValueError("nothing to choose from; give at least one text")
+        return value
+
+    @field_validator("json_schema", "regex", "grammar", "choice")
+    @classmethod
+    def _is_unicode(cls, value: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
+        _check_unicode(value or "")
+        return value
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "StructuredOutputsParams":
+        values = self.model_dump(by_alias=True)
+        given = [name for name, value in values.items() if value not in (None, False)]
+        if len(given) != 1:
+            raise Refused(
+                f"{' and '.join(given) or 'nothing'} given; give exactly one of {', '.join(values)}"
+            )
+        return self
 
 
 class SamplingParams(Strict):
@@ -66,6 +148,9 @@ class SamplingParams(Strict):
     logit_bias: Mapping[int, float] = Field(default={}, description="token id and what is added to its logit")
     bad_words: tuple[str, ...] = Field(default=(), description="never written, at a word's beginning")
     bad_words_ids: tuple[tuple[int, ...], ...] = Field(default=(), description="the same, as token ids")
+    structured_outputs: StructuredOutputsParams | None = Field(
+        default=None, description="what the whole output must be: JSON, a regex, a grammar, a choice"
+    )
     logprobs: int | None = Field(
         default=None, ge=0, le=20, description="also report this many best tokens per position"
     )
@@ -81,6 +166,16 @@ class SamplingParams(Strict):
         if not isinstance(value, (list, tuple)):
             return value
         return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
+
+    @field_validator("structured_outputs", mode="before")
+    @classmethod
+    def _as_params(cls, value: object) -> object:
+        if not isinstance(value, Mapping):
+            return value
+        try:
+            return StructuredOutputsParams(**value)
+        except Refused as error:
+            raise Refused(f"structured_outputs: {error}") from None
 
     @field_validator("stop")
     @classmethod
@@ -99,10 +194,7 @@ class SamplingParams(Strict):
     @field_validator("stop", "bad_words", "cache_salt")
     @classmethod
     def _is_unicode(cls, value: tuple[str, ...] | str) -> tuple[str, ...] | str:
-        try:
-            "".join(value).encode()
-        except UnicodeEncodeError:
-            raise ValueError("not valid Unicode (a lone surrogate); remove it") from None
+        _check_unicode(value)
         return value
 
     @field_validator("min_tokens")
@@ -165,7 +257,11 @@ class Counters:
 
 
 class Logprob(NamedTuple):
-    """Raw log-softmax (before temperature and filters) of a chosen token, and of the best ones."""
+    """Raw log-softmax of a chosen token, and of the best ones: before penalties, temperature and filters.
+
+    With structured_outputs, too, it is the model's own word: of a token that the grammar forced on it, how
+    unlikely it found that; and the best ones may be tokens that the grammar forbids.
+    """
 
     token_id: int
     logprob: float

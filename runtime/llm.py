@@ -28,6 +28,7 @@ from hemiola.runtime.engine.drafts import NoDrafts, Proposer
 from hemiola.runtime.engine.drafts.mtp import HIDDEN, MtpProposer
 from hemiola.runtime.engine.drafts.ngram import NgramProposer
 from hemiola.runtime.engine.feed import Feed
+from hemiola.runtime.engine.grammar import Grammar, Grammars
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.loop import Engine, Loop
 from hemiola.runtime.engine.outbox import Outbox
@@ -107,6 +108,7 @@ class LLM:
                 self.config.page_len,
             )
         self._text = Text(engine_dir / "tokenizer") if self.manifest.has_tokenizer else None
+        self._grammars = self._text and Grammars(self._text.tokenizer, self.manifest.vocab_size)
         sizes = self.config.num_pages, self.config.num_slots
         storage = Storage(self.manifest.states, *sizes, device=device)
         session = Session(engine_dir, self.manifest, storage, self.config.drafts)
@@ -227,10 +229,24 @@ class LLM:
         if params.stop:
             self._tokenizer("stop is", "stop_token_ids")
         encode = self._text.encode_words if self._text is not None else None
-        return new_request(next(self._request_ids), self.encode(prompt), params, self._bounds, encode)
+        ids = self.encode(prompt)
+        return new_request(next(self._request_ids), ids, params, self._bounds, encode, self._grammar(params))
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """Compiled in a thread of its own, while steps go on; the caller waits."""
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise Refused(
+                "structured_outputs is about text, the engine has no tokenizer;"
+                " leave it out, or build from a checkpoint that has one"
+            )
+        return self._grammars.compile(params.structured_outputs)
 
     def close(self, drain: bool = False) -> None:
         """Cancel (or with drain: finish) what runs and end the thread. Safe to call twice."""
+        if self._grammars is not None:
+            self._grammars.close()
         self._loop.close(drain)
 
     def __enter__(self) -> "LLM":

@@ -53,7 +53,7 @@ def read(model: type[Strict], name: str, text: str | list[str]) -> object:
     field = model.model_fields.get(name)
     annotation = field.annotation if field is not None else str
     if isinstance(text, str):
-        return _read(annotation, text)
+        return _read_json(name, text) if _is_model(annotation) else _read(annotation, text)
     if get_origin(annotation) is tuple:
         return tuple(_read(get_args(annotation)[0], each) for each in text)
     key, value = get_args(annotation)
@@ -74,6 +74,18 @@ def _read(annotation: Any, text: str) -> object:
         return TypeAdapter(annotation).validate_strings(text)
     except ValidationError:
         return text
+
+
+def _is_model(annotation: Any) -> bool:
+    """A model of options, or None."""
+    return any(isinstance(part, type) and issubclass(part, Strict) for part in get_args(annotation))
+
+
+def _read_json(name: str, text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise Refused(f"{_flag(name)} is {text[:80]!r}; give JSON") from None
 
 
 def _parameter(name: str, field: FieldInfo, default: object) -> inspect.Parameter:
@@ -99,6 +111,8 @@ def _flag(name: str) -> str:
 
 def _metavar(annotation: Any) -> str:
     origin, parts = get_origin(annotation), get_args(annotation)
+    if _is_model(annotation):
+        return "JSON"
     if not parts:
         return WORDS[annotation]
     if origin is Literal:

@@ -115,7 +115,7 @@ class Fit:
         }
 
     def __call__(self, plan: Plan) -> Bucket | None:
-        """The smallest that holds it; None: it has prompts, or rules that no table holds."""
+        """The smallest that holds it; None: it has prompts, grammars, or rules that no table holds."""
         rows = plan.rows
         if not all(row.chooses and row.num_tokens == 1 + row.num_drafts for row in rows):
             return None
@@ -134,6 +134,8 @@ def _rules_of(rows: list[Row]) -> int:
     found = GREEDY
     for row in rows:
         rule = row.request.rule
+        if row.request.guide is not None:
+            return -1
         if rule.edits_logits or rule.params.logprobs is not None:
             if not RuleTable.holds(rule):
                 return -1

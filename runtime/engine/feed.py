@@ -1,6 +1,7 @@
 """A step as the engine reads it: what the host planned, joined with what only the ledger knows."""
 
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.device.transfer import upload
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.step import Batch, Choices, Plan, Row
+from hemiola.runtime.engine.step import Batch, Choices, Masks, Plan, Row
 
 COMMITTED, EDGE = COLUMNS.index("committed"), COLUMNS.index("edge")
 
@@ -35,7 +36,8 @@ class Feed:
             *choosing.arrays,
         )
         choices = choosing.on_device(*chosen)
-        return joined(self.ledger, rows, slot_id, row, offset, final_len, page_table, logits_ids, choices)
+        batch = joined(self.ledger, rows, slot_id, row, offset, final_len, page_table, logits_ids, choices)
+        return replace(batch, masks=Masks.of(plan, self.ledger.device))
 
 
 def known_of(rows: list[Row]) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.rules import Group
 from hemiola.runtime.engine.sampling import broken, choose, logprobs
-from hemiola.runtime.engine.step import Batch, Choices, Verdict
+from hemiola.runtime.engine.step import Batch, Choices, Masks, Verdict
 
 
 def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) -> Verdict:
@@ -24,9 +24,10 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
     ledger.edge[slot_id] = final_len - final_len % chunk_len
     line_slot = choices.slot_id[choices.row]
     position = ledger.total_len[line_slot] + choices.offset
-    chosen = choose(logits, choices.rules, line_slot, position, ledger.ids)
+    scores = _masked(logits, batch.masks)
+    chosen = choose(scores, choices.rules, line_slot, position, ledger.ids)
     num_judged = torch.minimum(choices.num_drafts, ledger.num_drafts[choices.slot_id])
-    bad = _broken(choices, logits, chosen)
+    bad = _broken(choices, scores, chosen)
     agrees = (chosen == ledger.ids[line_slot, position]) & (choices.offset < num_judged[choices.row]) & ~bad
     token_ids = _by_row(choices, chosen)
     num_accepted = _by_row(choices, agrees.to(torch.int64)).cumprod(1).sum(1)
@@ -41,11 +42,20 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
     )
 
 
-def _broken(choices: Choices, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Logits without a best number. Where the argmax was taken, its own number shows that."""
+def _masked(logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:
+    """What may be chosen from: -inf for tokens that a row's grammar forbids."""
+    if masks is None:
+        return logits
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    may = ((masks.bits.unsqueeze(2) >> places) & 1).flatten(1)[:, : logits.shape[1]].to(torch.bool)
+    return logits.index_copy(0, masks.lines, logits[masks.lines].masked_fill_(~may, -torch.inf))
+
+
+def _broken(choices: Choices, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Scores without a best number. Where the argmax was taken, its own number shows that."""
     if any(isinstance(rule, Group) or rule.edits_logits or not rule.greedy for rule in choices.rules):
-        return broken(logits)
-    return ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
+        return broken(scores)
+    return ~scores.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
 
 
 def _by_row(choices: Choices, values: torch.Tensor) -> torch.Tensor:

@@ -47,3 +47,8 @@ class Ledger:
         places = self.total_len[slot_ids].unsqueeze(1) + torch.arange(drafts.shape[1], device=self.device)
         self.ids[slot_ids.unsqueeze(1), places] = drafts.to(torch.int32)
         self.num_drafts[slot_ids] = num_drafts
+
+    def drafts(self, slot_ids: torch.Tensor, most: int) -> torch.Tensor:
+        """The first ids [R, most] behind the text; those beyond num_drafts mean nothing."""
+        places = self.total_len[slot_ids].unsqueeze(1) + torch.arange(most, device=self.device)
+        return self.ids[slot_ids.unsqueeze(1), places]

@@ -18,12 +18,13 @@ from hemiola.runtime.device.transfer import Watch, fence, fetch
 from hemiola.runtime.engine.decode import Decoder, Marks
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.feed import Feed
+from hemiola.runtime.engine.grammar import Stuck
 from hemiola.runtime.engine.judge import judge
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.outbox import Event, Outbox
 from hemiola.runtime.engine.request import Request
 from hemiola.runtime.engine.scheduler import Scheduler
-from hemiola.runtime.engine.step import Batch, Plan, Verdict
+from hemiola.runtime.engine.step import Batch, Outcome, Plan, Verdict
 from hemiola.runtime.errors import Failed, Refused
 
 IDLE_SECONDS = 1.0  # without work before the caches are audited
@@ -48,7 +49,8 @@ class _Flight:
 
     plan: Plan
     verdict: Verdict
-    num_drafts: torch.Tensor
+    num_drafts: torch.Tensor  # [R] proposed for the next step
+    drafts: torch.Tensor | None  # [R, K] and these, if a row follows a grammar
     watch: Watch | Marks
     wait: Callable[[], None]  # until the rest can be read
 
@@ -131,7 +133,8 @@ class Loop:
                 self.decoder.open(opening.slot_id, opening.rule)
         bucket = self.decoder.fit(plan) if self.decoder is not None else None
         if self.decoder is not None and bucket is not None:
-            return _Flight(plan, *self.decoder.launch(plan, bucket), fence(self.ledger.device))
+            verdict, num_drafts, marks = self.decoder.launch(plan, bucket)
+            return _Flight(plan, verdict, num_drafts, None, marks, fence(self.ledger.device))
         batch = self.feed.fill(plan)
         watch = Watch(self.ledger.device)
         watch.mark()
@@ -141,8 +144,11 @@ class Loop:
         watch.mark()
         self.drafts.propose(plan, batch, out.hidden)
         watch.mark()
-        (num_drafts,) = fetch([self.ledger.num_drafts[batch.choices.slot_id]])
-        return _Flight(plan, verdict.fetched(), num_drafts, watch, fence(self.ledger.device))
+        slot_id, drafts = batch.choices.slot_id, None
+        (num_drafts,) = fetch([self.ledger.num_drafts[slot_id]])
+        if batch.masks is not None:
+            (drafts,) = fetch([self.ledger.drafts(slot_id, self.config.num_drafts)])
+        return _Flight(plan, verdict.fetched(), num_drafts, drafts, watch, fence(self.ledger.device))
 
     def _clock(self, plan: Plan, watch: Watch | Marks) -> None:
         running, drafting = watch.seconds(0), watch.seconds(2)
@@ -157,11 +163,25 @@ class Loop:
         plan = flight.plan
         flight.wait()
         self._clock(plan, flight.watch)
-        self.scheduler.commit(plan, flight.verdict.read(flight.num_drafts))
+        outcome = flight.verdict.read(flight.num_drafts, flight.drafts)
+        self.scheduler.commit(plan, outcome)
+        self._follow(plan, outcome)
         events = self.outbox.drain(plan)
         self.scheduler.reap(plan)
         self._count(plan.num_tokens, events)
         return events
+
+    def _follow(self, plan: Plan, outcome: Outcome) -> None:
+        """Let grammars read what their texts have become; a request that cannot go on ends here, alone."""
+        for n, drafts in outcome.drafts.items():
+            request = plan.rows[n].request
+            if request.guide is None or request.finish_reason is not None:
+                continue
+            try:
+                text = request.ids[: request.total_len]
+                request.num_drafts = request.guide.follow(text, drafts[: request.num_drafts])
+            except Stuck as stuck:
+                request.fail(f"structured_outputs: {stuck}")
 
     def _count(self, num_tokens: int, events: list[Event]) -> None:
         counters = self.counters

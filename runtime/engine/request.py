@@ -10,6 +10,7 @@ import numpy as np
 
 from hemiola.runtime.api import FinishReason, Logprob, Metrics, SamplingParams
 from hemiola.runtime.cache.tree import Chain
+from hemiola.runtime.engine.grammar import Grammar, Guide, Stuck
 from hemiola.runtime.errors import Refused
 
 Encode = Callable[[str], Sequence[int]]  # text -> token ids, without special ones
@@ -35,6 +36,14 @@ class Rule:
         object.__setattr__(self, "greedy", params.temperature == 0)
         object.__setattr__(self, "edits_logits", edits or (params.min_tokens > 0 and bool(self.stop_ids)))
 
+    def forbids(self, output: Sequence[int]) -> set[int]:
+        """Tokens that bad words and min_tokens forbid behind an output; the device's word is sampling.py."""
+        forbidden = set(self.stop_ids) if len(output) < self.params.min_tokens else set()
+        for *before, last in self.bad_words:
+            if list(output[len(output) - len(before) :]) == before:
+                forbidden.add(last)
+        return forbidden
+
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -50,6 +59,7 @@ class Request:
     metrics: Metrics
     bad_words: Words = ()
     rule: Rule = field(init=False)
+    guide: Guide | None = None  # of a request with a grammar
     committed_len: int = 0
     # the scheduler's
     age: int = 0  # place in the order of arrival
@@ -124,6 +134,7 @@ def new_request(
     params: SamplingParams,
     bounds: Bounds,
     encode: Encode | None = None,
+    grammar: Grammar | None = None,
 ) -> Request:
     """Check a tokenised prompt. Raises Refused; nothing has been queued then. encode: for bad_words."""
     prompt_len = len(prompt_ids)
@@ -149,7 +160,7 @@ def new_request(
         raise Refused(
             f"bad words, and stop ids before min_tokens, forbid all {bounds.vocab_size} tokens; leave one"
         )
-    return Request(
+    request = Request(
         id=request_id,
         params=params,
         seed=secrets.randbits(64) if params.seed is None else params.seed,
@@ -160,6 +171,24 @@ def new_request(
         metrics=Metrics(num_prompt_tokens=prompt_len, arrival=time.perf_counter()),
         bad_words=bad_words,
     )
+    if grammar is not None:
+        request.guide = _guide(grammar, request)
+    return request
+
+
+def _guide(grammar: Grammar, request: Request) -> Guide:
+    if not request.stop_ids:
+        raise Refused(
+            "structured_outputs must be able to end, but no token ends this request;"
+            " drop ignore_eos, or give stop_token_ids"
+        )
+    rule = request.rule
+    guide = Guide(grammar, rule.prompt_len, rule.stop_ids, rule.forbids)
+    try:
+        guide.follow(request.ids[: request.prompt_len])
+    except Stuck as stuck:
+        raise Refused(f"structured_outputs: {stuck}; change one of them") from None
+    return guide
 
 
 def _check_ids(name: str, token_ids: Iterable[int], bounds: Bounds) -> None:

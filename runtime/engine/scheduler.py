@@ -5,8 +5,8 @@ and a row that reaches the end of its text chooses a token. Decoding is the case
 
 A step is planned before the outcome of the last ones is known. Prompts are planned exactly. What a decoding
 row has become is bounded: at least its total_len, at most its most_len. Pages are taken for the most, a row
-that may have reached its limit waits for the outcome, and what a request holds is freed when no step that
-has it as a row is under way. Nothing is undone.
+that may have reached its limit, or that follows a grammar, waits for the outcome, and what a request holds is
+freed when no step that has it as a row is under way. Nothing is undone.
 
 Rank, (priority, age), decides everything. `running` and `waiting` are in order of rank; pages that run out
 are taken from the last. So the first request always advances, and since the cache holds at least one request
@@ -79,9 +79,9 @@ class Scheduler:
             most_len = request.total_len + request.ahead
             if request.planned_len < request.start_len:
                 prompts.append(request)
-            elif most_len < len(request.ids) and (
-                most_len < capacity[request.slot_id] or self._make_room(request, most_len + 1)
-            ):
+            elif most_len >= len(request.ids) or (request.ahead and request.guide is not None):
+                continue  # it waits for an outcome
+            elif most_len < capacity[request.slot_id] or self._make_room(request, most_len + 1):
                 self._add_decode(plan, request, most_len)
         return [request for request in prompts if request.slot_id]
 
@@ -336,6 +336,7 @@ class Scheduler:
         assert request.committed_len <= request.planned_len or request.planned_len == request.start_len
         assert request.most_len <= capacity, f"request {request.id} has pages for {capacity} tokens"
         assert request.ahead == 0 or request.in_flight, f"request {request.id} expects {request.ahead} tokens"
+        assert request.guide is None or request.ahead <= 1 + self.config.num_drafts, "a grammar was overtaken"
         num_records = request.committed_len - self.slots.edge[request.slot_id]
         assert 0 <= num_records < self.config.chunk_len + self.config.num_drafts, f"{num_records} records"
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hemiola.runtime.api import Logprob
-from hemiola.runtime.device.transfer import fetch
+from hemiola.runtime.device.transfer import fetch, upload
 from hemiola.runtime.engine.request import Request, Rule
 from hemiola.runtime.engine.rules import Group
 from hemiola.runtime.engine.sampling import to_logprobs
@@ -68,6 +68,29 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True)
+class Masks:
+    """What grammars allow, for G of the L logits."""
+
+    lines: torch.Tensor  # [G] int64
+    bits: torch.Tensor  # [G, words] int32, of the tokens that may be chosen
+
+    @staticmethod
+    def of(plan: Plan, device: torch.device) -> "Masks | None":
+        """None: no row follows a grammar."""
+        lines: list[int] = []
+        bits: list[np.ndarray] = []
+        end = 0
+        for row in plan.rows:
+            start, end = end, end + (1 + row.num_drafts) * row.chooses
+            if row.chooses and row.request.guide is not None:
+                lines += range(start, end)
+                bits += row.request.guide.masks[: end - start]
+        if not lines:
+            return None
+        return Masks(*upload(device, np.array(lines, np.int64), np.stack(bits).view(np.int32)))
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """What the engine reads (abi.py), and what choosing needs. All tensors for the engine are int32."""
 
@@ -81,6 +104,7 @@ class Batch:
     slots: torch.Tensor  # [N] int64
     final_len: torch.Tensor  # [N] int64, tokens whose state is final when the step is done, drafts apart
     choices: Choices
+    masks: Masks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +116,7 @@ class Outcome:
     num_drafts: dict[int, int]
     broken: set[int]
     logprobs: dict[int, list[Logprob]]  # of rows that asked
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # proposed, if a row follows a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +140,8 @@ class Verdict:
         logprobs = {row: tuple(fetch(parts)) for row, parts in self.logprobs.items()}
         return Verdict(self.rows, token_ids, num_accepted, num_judged, broken, logprobs)
 
-    def read(self, num_drafts: torch.Tensor) -> Outcome:
-        """As the host understands it; num_drafts [R]: drafts proposed for the rows' next step."""
+    def read(self, num_drafts: torch.Tensor, drafts: torch.Tensor | None) -> Outcome:
+        """As the host understands it; num_drafts [R], drafts [R, K]: proposed for the rows' next step."""
         broken = self.broken.to(torch.bool)
         counts = (self.num_accepted + ~broken).tolist()
         token_ids = [line[:n] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]
@@ -130,4 +155,5 @@ class Verdict:
                 row: to_logprobs(kept[row], *(part[: len(kept[row])] for part in parts))
                 for row, parts in self.logprobs.items()
             },
+            drafts={} if drafts is None else dict(zip(self.rows, drafts.tolist(), strict=True)),
         )

@@ -245,7 +245,7 @@ def pack(model: str, prompt: Prompt, params: SamplingParams, *, stream: bool) ->
         raise Refused(f"prompt is {type(prompt).__name__}; pass text (str) or a list of token ids")
     else:
         add_ints(request, "input_ids", prompt)
-    for name, value in params.model_dump(exclude_unset=True).items():
+    for name, value in params.model_dump(exclude_unset=True, by_alias=True).items():
         match value:
             case _ if value in (None, (), "", {}):
                 continue

@@ -9,6 +9,7 @@ from hemiola.plugins.rows import live_rows
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.cache.prefix import Start, hit_len
 from hemiola.runtime.cache.tree import Chain
+from hemiola.runtime.engine.grammar import Grammar
 from hemiola.runtime.engine.loop import Loop
 from hemiola.runtime.engine.request import Bounds, Request, new_request
 from hemiola.runtime.engine.step import Batch, Plan
@@ -85,8 +86,9 @@ class Hand:
                     edges.append(entry.edge)
         return hit_len(len(known), prefix.page_len, cached_len, edges)
 
-    def submit(self, prompt: Sequence[int], **params: object) -> int:
-        request = new_request(len(self.requests) + 1, prompt, SamplingParams(**params), self.bounds)
+    def submit(self, prompt: Sequence[int], grammar: Grammar | None = None, **params: object) -> int:
+        number, params = len(self.requests) + 1, SamplingParams(**params)
+        request = new_request(number, prompt, params, self.bounds, grammar=grammar)
         self.requests.append(request)
         self.pieces[request.id] = []
         self.loop.submit(request, self.pieces[request.id].append)

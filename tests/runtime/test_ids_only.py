@@ -73,8 +73,12 @@ def test_ids_in_and_ids_out_as_with_a_tokenizer(llm: LLM, tiny_engine: Callable[
             lambda llm: llm.stream(PROMPT, SamplingParams(bad_words="a")),
             "bad_words is text, the engine has no tokenizer; pass bad_words_ids",
         ),
+        (
+            lambda llm: llm.stream(PROMPT, SamplingParams(structured_outputs={"regex": "a"})),
+            "structured_outputs is about text, the engine has no tokenizer; leave it out",
+        ),
     ],
-    ids=["generate", "encode", "chat", "stop", "bad_words"],
+    ids=["generate", "encode", "chat", "stop", "bad_words", "structured_outputs"],
 )  # fmt: skip
 def test_text_is_refused_with_the_way_out(llm: LLM, ask: Callable[[LLM], object], reason: str) -> None:
     with pytest.raises(Refused, match=reason):

@@ -23,7 +23,11 @@ FLAGS = ("chat", "stream", "return_input_ids", "return_metrics")
 SAMPLING = tuple(SamplingParams.model_fields)
 KEYS = ("text_input", "input_ids", *FLAGS, *SAMPLING, "cancel")
 LISTS = {"input_ids", "stop", "stop_token_ids", "bad_words", "cancel"}
-JSON = {"logit_bias": '{"5": -100}', "bad_words_ids": "[[5, 6]]"}  # keys that are JSON texts, such as these
+JSON = {  # keys that are JSON texts, such as these
+    "logit_bias": '{"5": -100}',
+    "bad_words_ids": "[[5, 6]]",
+    "structured_outputs": '{"regex": "[0-9]+"}',
+}
 
 
 class TritonPythonModel:
@@ -171,7 +175,8 @@ def read_json(name: str, text: object) -> object:
     """JSON has text for keys only, and token ids are keys of logit_bias."""
     try:
         value = json.loads(text) if isinstance(text, str) else None
-        value = {int(key): bias for key, bias in value.items()} if isinstance(value, dict) else value
+        if name == "logit_bias" and isinstance(value, dict):
+            value = {int(key): bias for key, bias in value.items()}
     except (ValueError, RecursionError):
         value = None
     if value is None:

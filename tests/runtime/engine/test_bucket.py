@@ -35,7 +35,7 @@ PLAIN: dict[str, Any] = {}
 
 def a_row(num_drafts: int = 0, slot: int = 1, values: dict = PLAIN, words: Any = (), **changes: Any) -> Row:
     rule = Rule(SamplingParams(**values), 0, 1, frozenset(), words)
-    row = Row(SimpleNamespace(rule=rule), slot, 1 + num_drafts, num_drafts, True, 0, (0, 0))  # pyright: ignore
+    row = Row(SimpleNamespace(rule=rule, guide=None), slot, 1 + num_drafts, num_drafts, True, 0, (0, 0))  # pyright: ignore
     for name, value in changes.items():
         setattr(row, name, value)
     return row

@@ -2,22 +2,23 @@
 
     make storm STORMS=1000 SEED=0
 
-A storm is 200 turns of random arrivals (some of them continue or branch from earlier texts), drafts, aborts,
-preemptions and flushes, with random sizes. Every hit is checked against all that is cached. After every turn:
-ownership, and the content of all that is cached; free pages hold poison. A red storm prints its seed;
-`test_a_storm_of_choice` lets hypothesis shrink.
+A storm is 200 turns of random arrivals (some continue or branch from earlier texts, some follow a grammar),
+drafts, aborts, preemptions and flushes, with random sizes. Every hit is checked against all that is cached.
+After every turn: ownership, and the content of all that is cached; free pages hold poison. A red storm prints
+its seed; `test_a_storm_of_choice` lets hypothesis shrink.
 """
 
 import itertools
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.fake_session import POISON, VOCAB, hashed, oracle
+from kit.guided import ASKED, EOS, compiled, guided_oracle
 from kit.proposers import Scripted, shuffled
 
 from hemiola.runtime.engine.pace import Pace
@@ -70,14 +71,18 @@ class Storm:
         sizes = sizes_of(dice) | changes
         proposer: Scripted | None = None
         if sizes["num_drafts"]:
-            proposer = shuffled(dice.randrange(2**30), hashed, VOCAB)
+            proposer = shuffled(dice.randrange(2**30), self.next_token, VOCAB)
         self.hand = make_hand(proposer=proposer, hybrid=dice.random() < 0.8, **sizes)
         with_a_fake_clock(self.hand.loop.scheduler.pace, dice.randrange(2**30))
         self.max_len = sizes["max_len"]
-        self.asked: dict[int, tuple[list[int], int]] = {}
+        self.asked: dict[int, list[int]] = {}  # the output that a request must have
+        self.guided: dict[tuple[int, ...], int] = {}  # what follows a text of a request with a grammar
         self.texts: list[list[int]] = []
         self.aborted: set[int] = set()
         self.seen: set[tuple[str, bool, int]] = set()  # moves, against requests in flight, of so many tokens
+
+    def next_token(self, ids: Sequence[int]) -> int:
+        return self.guided.get(tuple(ids), hashed(ids))
 
     def arrive(self) -> None:
         dice = self.dice
@@ -92,9 +97,17 @@ class Storm:
             "cache_salt": dice.choice(["", "", "other"]),
             "num_drafts": dice.choice([None, None, 0]),
         }
-        request_id = self.hand.submit(prompt, **params)
-        output = oracle(prompt, min(params["max_tokens"], self.max_len - len(prompt)))
-        self.asked[request_id] = prompt, len(output)
+        most = min(params["max_tokens"], self.max_len - len(prompt))
+        if dice.random() < 0.3:
+            pattern = dice.choice(list(ASKED))
+            output = guided_oracle(prompt, most, pattern)
+            for at, token_id in enumerate(output):
+                self.guided[(*prompt, *output[:at])] = token_id
+            request_id = self.hand.submit(prompt, compiled(pattern), stop_token_ids=[EOS], **params)
+        else:
+            output = oracle(prompt, most)
+            request_id = self.hand.submit(prompt, **params)
+        self.asked[request_id] = output
         self.texts.append(prompt + output)
 
     def abort(self) -> None:
@@ -138,10 +151,10 @@ class Storm:
 
     def end(self) -> None:
         self.hand.run()
-        for request_id, (prompt, num_tokens) in self.asked.items():
+        for request_id, output in self.asked.items():
             got, last = self.hand.token_ids(request_id), self.hand.last(request_id)
-            assert got == oracle(prompt, num_tokens)[: len(got)], f"request {request_id}"
-            assert len(got) == num_tokens or last.finish_reason == "cancelled", last
+            assert got == output[: len(got)], f"request {request_id}"
+            assert len(got) == len(output) or last.finish_reason == "cancelled", last
             assert last.finish_reason != "cancelled" or request_id in self.aborted
             assert sum(piece.finish_reason is not None for piece in self.hand.pieces[request_id]) == 1
         scheduler = self.hand.loop.scheduler

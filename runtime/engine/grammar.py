@@ -1,0 +1,240 @@
+"""Grammars: which tokens may come next, so that a text becomes what `structured_outputs` asks for.
+
+The law: each token of a request with a grammar leaves a text that some continuation completes; an end token
+is allowed where the text is complete, and nowhere else. What is allowed is a function of the request's tokens
+alone, in a drafted step too: a token behind a draft is chosen with the grammar's state behind that draft, and
+drafts that the grammar forbids are dropped before the step.
+
+Compiling happens in threads of its own, at submit, and is bounded in size and time. llguidance does the
+parsing, token by token, without tables of the whole grammar; its own limits bound a step.
+"""
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+from tokenizers import AddedToken, Tokenizer
+
+from hemiola.runtime.api import StructuredOutputsParams
+from hemiola.runtime.errors import Refused
+
+MOST_CHARACTERS = 2**18  # of a grammar
+MOST_SECONDS = 10.0  # that a request waits for its grammar
+MOST_KEPT = 64  # compiled grammars
+NUM_THREADS = 2
+SHOWN = 300  # characters of a message
+QUOTED = re.compile(r"\s*(\d+ \||\^|<non-verbose/>)")
+END = "<|end of the grammar|>"  # our own token, behind the tokenizer's
+PLACE = "at 1(8): "  # behind "start: "
+OPTIONS = '\n%llguidance {"no_forcing": true}\n'  # any token that fits, not only the tokenizer's favourite
+LIMITS = LLParserLimits(
+    max_items_in_row=1000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=10_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+
+class Stuck(Exception):
+    """A text that its grammar does not let go on; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vocabulary:
+    """An engine's tokens, as grammars see them."""
+
+    tokenizer: LLTokenizer
+    real: np.ndarray  # [words] uint32, bits of the ids that an engine may choose
+
+    @property
+    def num_words(self) -> int:
+        return len(self.real)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grammar:
+    """A compiled grammar; every request starts a copy of `matcher`."""
+
+    vocabulary: Vocabulary
+    matcher: LLMatcher
+
+
+class Grammars:
+    """Compiles grammars for one engine, each content once."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._vocabulary: Vocabulary | None = None  # made when it is first needed: it takes up to a second
+        self._lock = Lock()
+        self._kept: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "hemiola-grammar")
+
+    def compile(self, asked: StructuredOutputsParams) -> Grammar:
+        """Wait for it, MOST_SECONDS at most. Raises Refused if it is wrong, too large, or cannot be met."""
+        with self._lock:
+            future = self._kept.get(asked)
+            if future is None:
+                future = self._kept[asked] = self._threads.submit(self._compile, asked)
+            self._kept.move_to_end(asked)
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        try:
+            return future.result(MOST_SECONDS)
+        except TimeoutError:
+            reason = f"it was not compiled within {MOST_SECONDS:.0f} s; simplify it, or try again later"
+        except Refused as error:
+            reason = str(error)
+        raise Refused(f"structured_outputs: {reason}")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, asked: StructuredOutputsParams) -> Grammar:
+        size = len(asked.model_dump_json(exclude_defaults=True))
+        if size > MOST_CHARACTERS:
+            raise Refused(f"{size} characters are too many, the limit is {MOST_CHARACTERS}; shorten it")
+        source = to_lark(asked)
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size)
+            vocabulary = self._vocabulary
+        matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            reason = _reason(matcher)
+            where = "" if asked.grammar is not None else PLACE  # in what we have made of the others
+            raise Refused(f"{reason.removeprefix(where)}; correct it")
+        try:
+            allowed(vocabulary, matcher, frozenset([0]))
+        except Stuck as stuck:
+            raise Refused(f"no text fits it ({stuck}); correct it") from None
+        return Grammar(vocabulary, matcher)
+
+
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
+    """With one more token, which no engine chooses: by it the library marks where a text may end."""
+    longer: Tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    end_id = longer.get_vocab_size(with_added_tokens=True)
+    longer.add_special_tokens([AddedToken(END, normalized=False)])
+    made = LLTokenizer(longer.to_str(), eos_token=end_id, n_vocab=end_id + 1)
+    bits = np.zeros(-(-max(vocab_size, made.vocab_size) // 32) * 32, np.uint8)
+    bits[: min(vocab_size, end_id)] = 1
+    return Vocabulary(made, np.packbits(bits, bitorder="little").view(np.uint32))
+
+
+def to_lark(asked: StructuredOutputsParams) -> str:
+    """All kinds as one: the library's variant of Lark."""
+    if asked.json_schema is not None:
+        text = f"start: %json {asked.json_schema}"
+    elif asked.json_object:
+        text = 'start: %json {"type": "object"}'
+    elif asked.regex is not None:
+        text = f"start: /{regex_to_lark(asked.regex, '')}/"
+    elif asked.choice is not None:
+        text = f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, asked.choice))}"
+    else:
+        try:
+            text = any_to_lark(asked.grammar or "")
+        except RecursionError:
+            raise Refused("grammar is nested too deeply; give names to its parts") from None
+        except Exception as error:  # the converter raises bare Exception
+            raise Refused(f"grammar is no GBNF ({_one_line(str(error))}); correct it") from None
+    return text + OPTIONS
+
+
+def _reason(matcher: LLMatcher) -> str:
+    return _one_line(matcher.get_error())
+
+
+def _one_line(error: str) -> str:
+    """Without the source that a message quotes below itself."""
+    lines = [line.strip() for line in error.splitlines() if not QUOTED.match(line)]
+    text = " ".join(line for line in lines if line)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def allowed(vocabulary: Vocabulary, matcher: LLMatcher, end_ids: frozenset[int]) -> np.ndarray:
+    """Bits [words] uint32 of the tokens that may come next. Raises Stuck if there are none."""
+    bits = np.zeros(vocabulary.num_words, np.uint32)
+    num_bytes = -(-vocabulary.tokenizer.vocab_size // 32) * 4
+    matcher.unsafe_compute_mask_ptr(bits.ctypes.data, num_bytes)
+    if matcher.is_error():
+        dead_end = matcher.stop_reason() == "NoExtensionBias"
+        raise Stuck("no token goes on from here" if dead_end else _reason(matcher))
+    bits &= vocabulary.real
+    if matcher.is_accepting():
+        for token_id in end_ids:
+            bits[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+    if not bits.any():
+        raise Stuck("no token goes on from here")
+    return bits
+
+
+class Guide:
+    """Where a request's text stands in its grammar. Only one thread may ask it: at last, the loop's."""
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        prompt_len: int,
+        end_ids: frozenset[int],
+        forbids: Callable[[Sequence[int]], Collection[int]],  # what other options forbid behind an output
+    ) -> None:
+        self._vocabulary = grammar.vocabulary
+        self._matcher = grammar.matcher.deep_copy()
+        self._prompt_len, self._end_ids, self._forbids = prompt_len, end_ids, forbids
+        self._output: list[int] = []  # what the grammar has read
+        self.masks: list[np.ndarray] = []  # of the next token, and of the one behind each draft
+
+    def follow(self, ids: np.ndarray, drafts: Sequence[int] = ()) -> int:
+        """Read what is new in a text, and look ahead; returns how many of the drafts may stay.
+
+        Raises Stuck if nothing may follow the text. Where nothing may follow a draft, that draft goes: the
+        same token can still be chosen, and the request then ends as it does without drafts.
+        """
+        new = ids[self._prompt_len + len(self._output) :].tolist()
+        assert len(new) <= len(self.masks), "a text ran ahead of its grammar"
+        for token_id, bits in zip(new, self.masks, strict=False):
+            if not _holds(bits, token_id):
+                raise Stuck(f"token {token_id} does not fit: other options left no token that does")
+            if not self._matcher.consume_token(token_id):
+                raise Stuck(_reason(self._matcher))
+            self._output.append(token_id)
+        self.masks = [self._mask(self._matcher, self._output)]
+        if drafts:
+            self._look_ahead(drafts)
+        return len(self.masks) - 1
+
+    def _look_ahead(self, drafts: Sequence[int]) -> None:
+        matcher, output = self._matcher.deep_copy(), list(self._output)
+        for draft in drafts:
+            if draft in self._end_ids or not _holds(self.masks[-1], draft):
+                return
+            matcher.consume_token(draft)
+            output.append(draft)
+            try:
+                self.masks.append(self._mask(matcher, output))
+            except Stuck:
+                return
+
+    def _mask(self, matcher: LLMatcher, output: Sequence[int]) -> np.ndarray:
+        bits = allowed(self._vocabulary, matcher, self._end_ids)
+        for token_id in self._forbids(output):
+            bits[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+        if not bits.any():
+            raise Stuck("min_tokens and bad words leave no token that the grammar allows")
+        return bits
+
+
+def _holds(bits: np.ndarray, token_id: int) -> bool:
+    return bool(bits[token_id >> 5] >> (token_id & 31) & 1)
