@@ -17,8 +17,9 @@ from pydantic import (
 
 from hemiola.runtime.errors import Refused
 
+MAX_ENTRIES = 1024  # of a list in SamplingParams
 Prompt = str | Sequence[int]
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 
 
 class Strict(BaseModel):
@@ -43,7 +44,7 @@ def _one_line(error: ValidationError, names: list[str]) -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown option {name!r}; the options are {', '.join(names)}"
     reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    return f"{name} is {_shown(first['input'])}: {reason}"
+    return reason if str(name) in reason.split(" ")[:1] else f"{name} is {_shown(first['input'])}: {reason}"
 
 
 def _shown(value: object) -> str:
@@ -177,6 +178,15 @@ class SamplingParams(Strict):
         except Refused as error:
             raise Refused(f"structured_outputs: {error}") from None
 
+    @field_validator("stop", "stop_token_ids", "bad_words", "bad_words_ids", "logit_bias", mode="before")
+    @classmethod
+    def _not_endless(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, (list, tuple, Mapping)) and len(value) > MAX_ENTRIES:
+            raise ValueError(
+                f"{info.field_name} has {len(value)} entries, at most {MAX_ENTRIES} are served; give fewer"
+            )
+        return value
+
     @field_validator("stop")
     @classmethod
     def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -252,8 +262,24 @@ class Counters:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_finished: int = 0
+    num_prompt_steps: int = 0  # of num_steps: all rows read prompts
+    num_mixed_steps: int = 0  # some do
     engine_seconds: float = 0.0  # inside session.run
     step_seconds: float = 0.0  # whole steps
+
+
+class Load(NamedTuple):
+    """What an engine holds at a moment; seen from another thread, so sums may be off by a step."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int  # without the dump page, and slots without the dump slot
+    num_free_pages: int
+    num_idle_pages: int  # kept for later prompts, and held by no request
+    num_slots: int
+    num_free_slots: int
+    stalled_s: float  # since the loop last came by; 0 while it waits for work
+    failure: str  # why the engine is lost; "" while it is not
 
 
 class Logprob(NamedTuple):

@@ -1,5 +1,7 @@
 """The errors that users meet: one line that names the thing, the value, the limit and the way out."""
 
+import re
+
 
 class Refused(ValueError):
     """A request, engine, checkpoint or option that cannot be served as asked; the message is one line."""
@@ -7,3 +9,21 @@ class Refused(ValueError):
 
 class Failed(RuntimeError):
     """The engine is lost and takes no more requests, whatever they ask; the message is one line."""
+
+
+class Busy(RuntimeError):
+    """The server has too many requests. Nothing of this one was done; it may be sent again."""
+
+    @property
+    def retry_after_s(self) -> int:
+        """When to send it again."""
+        found = re.search(r"try again in (\d+) s", str(self))
+        return int(found.group(1)) if found else 1
+
+
+class Cancelled(RuntimeError):
+    """Somebody cancelled the request."""
+
+
+class Lost(RuntimeError):
+    """The connection to the server, or the server, went away with the request."""

@@ -13,10 +13,10 @@ import torch
 
 from hemiola.runtime import manifest as manifests
 from hemiola.runtime.abi import widths
-from hemiola.runtime.api import Counters, Logprob, OnPiece, Output, Piece, Prompt, SamplingParams
+from hemiola.runtime.api import Counters, Load, Logprob, OnPiece, Output, Piece, Prompt, SamplingParams
 from hemiola.runtime.cache.eviction import Cost, Evictor
 from hemiola.runtime.cache.pages import PagePool
-from hemiola.runtime.cache.prefix import PrefixCache
+from hemiola.runtime.cache.prefix import PrefixCache, Statistics
 from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.device.find import find_device
@@ -130,6 +130,15 @@ class LLM:
     @property
     def counters(self) -> Counters:
         return self._loop.counters
+
+    @property
+    def reuse(self) -> Statistics:
+        """What the prefix cache has found, kept and given up."""
+        return self._loop.scheduler.prefix.statistics
+
+    def load(self) -> Load:
+        """What the engine holds now."""
+        return self._loop.load()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as `submit` would use them."""

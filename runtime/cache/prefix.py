@@ -113,6 +113,7 @@ class Statistics:
     num_hits: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
+    page_hit_tokens: int = 0  # whose pages were there; in an engine with recurrences not always a state
     num_snapshots: int = 0  # taken
     refused_snapshots: int = 0  # not taken, because all others were worth more
     evicted_snapshots: int = 0  # for another snapshot or for a request
@@ -161,7 +162,7 @@ class PrefixCache:
 
         Beside them, spare_pages pages must stay free or idle.
         """
-        path, junction = self._match(chain, known_len) if self.enabled else ([], 0)
+        path, junction, found_len = self._match(chain, known_len) if self.enabled else ([], 0, 0)
         page_ids = [entry.page_id for entry in path]
         num_new = self.pages.count(known_len + 1) - len(path)
         num_waking = sum(self.pages.refs[page_id] == 0 for page_id in page_ids)
@@ -187,16 +188,19 @@ class PrefixCache:
         self.statistics.num_hits += hit is not None
         self.statistics.query_tokens += known_len
         self.statistics.hit_tokens += start
+        self.statistics.page_hit_tokens += found_len
         return Start(slot_id, start, restore_from)
 
-    def _match(self, chain: Chain, known_len: int) -> tuple[list[Entry], int]:
-        """The pages of the hit; and the edge at which the request leaves a cached path that goes on, or 0."""
+    def _match(self, chain: Chain, known_len: int) -> tuple[list[Entry], int, int]:
+        """The pages of the hit; the edge at which the request leaves a cached path that goes on, or 0; and
+        how many tokens have pages.
+        """
         most = reusable_len(known_len, self.page_len) // self.page_len
         path, forks = self._tree.walk(chain, most, self.step)
         cached_len = len(path) * self.page_len
         edges = [entry.edge for entry in path if entry.slot_id] if self.hybrid else None
         hit = hit_len(known_len, self.page_len, cached_len, edges)
-        return path[: hit // self.page_len], cached_len if forks and self.hybrid else 0
+        return path[: hit // self.page_len], cached_len if forks and self.hybrid else 0, cached_len
 
     def _own_slot(self, hit: Entry | None) -> tuple[int, int]:
         """A slot for a request that starts at `hit`, and the snapshot to restore; (0, 0) if there is none.

@@ -10,16 +10,24 @@ import typer
 
 from hemiola.runtime.cli.options import given, options_of, takes
 from hemiola.runtime.config import ServeConfig
-from hemiola.runtime.serving.launcher import Server, name_engines
+from hemiola.runtime.serving.launcher import Server, read_models
 from hemiola.runtime.serving.openai.app import Limits
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import read_model
+from hemiola.runtime.serving.settings import ModelSettings
 from hemiola.runtime.serving.tritonserver import Ports
 
+OURS = ("engine_dir", "heartbeat_file", "num_restarts")  # of ModelSettings, the launcher's to say
 
-@takes(options_of(ServeConfig))
+
+@takes(options_of(ServeConfig), options_of(ModelSettings, leave_out=OURS))
 def serve(
-    engine_dir: Annotated[list[Path], typer.Option(help="made by build-engine; repeat for several engines")],
+    engine_dir: Annotated[
+        list[Path] | None, typer.Option(help="made by build-engine; repeat for several engines")
+    ] = None,
+    models: Annotated[
+        Path | None, typer.Option(help="JSON instead: model name -> its engine_dir and options")
+    ] = None,
     model_name: Annotated[list[str] | None, typer.Option(help="one per engine (default: hemiola)")] = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every interface")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="of HTTP; 0 takes a free one, here and below")] = 8000,
@@ -37,17 +45,24 @@ def serve(
     tritonserver: Annotated[Path | None, typer.Option(help="the binary (default: nvidia-pytriton's)")] = None,
     start_timeout: Annotated[float, typer.Option(help="seconds until every engine must be ready")] = 300,
     exit_timeout: Annotated[int, typer.Option(help="seconds that streams in flight get at the end")] = 30,
+    restart: Annotated[int, typer.Option(help="times in a row that a lost server is started again")] = 0,
+    hang_timeout: Annotated[float, typer.Option(help="seconds without a sign of life, then it is lost")] = 30,
+    control_key: Annotated[str, typer.Option(help="who sends it may load and unload models")] = "",
     log_verbose: Annotated[bool, typer.Option("--log-verbose", help="show tritonserver's log")] = False,
     **options: Any,
 ) -> None:
     """Serve engines with a real tritonserver until SIGINT or SIGTERM."""
+    engines, settings_of = read_models(models, engine_dir or [], model_name or [])
     limits = Limits(openai_max_requests, openai_max_body, tuple(openai_api_key or ()))
     front = FrontOptions(openai_port, limits, given(ServeConfig, options).get("max_len"), exit_timeout)
     server = Server(
-        name_engines(engine_dir, model_name or []),
+        engines,
         host=host,
         ports=Ports(http_port, grpc_port, metrics_port),
-        options=given(ServeConfig, options),
+        options=given(ServeConfig, options) | given(ModelSettings, options),
+        settings_of=settings_of,
+        control_key=control_key,
+        hang_timeout_s=hang_timeout,
         tritonserver=tritonserver,
         log_verbose=log_verbose,
         start_timeout_s=start_timeout,
@@ -55,7 +70,7 @@ def serve(
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals raise KeyboardInterrupt
     try:
-        _serve(server, front)
+        _serve(server, front, restart)
     except KeyboardInterrupt:  # before it was ready, or for the second time
         sys.exit(130)
     except RuntimeError as error:
@@ -68,7 +83,6 @@ class FrontOptions(NamedTuple):
 
     port: int | None  # None: there is none
     limits: Limits
-
     max_len: int | str | None
     exit_timeout_s: float
 
@@ -81,7 +95,7 @@ class FrontOptions(NamedTuple):
         return Front(models, host=server.host, port=self.port, **settings)
 
 
-def _serve(server: Server, front_options: FrontOptions) -> None:
+def _serve(server: Server, front_options: FrontOptions, restarts: int) -> None:
     start = time.monotonic()
     server.check()
     front = front_options.front(server)
@@ -97,7 +111,7 @@ def _serve(server: Server, front_options: FrontOptions) -> None:
             print(f"OpenAI   {front.url}")
         print(f"ready after {time.monotonic() - start:.1f} s; Ctrl-C ends it", flush=True)
         try:
-            server.wait()
+            server.serve(restarts)
         except KeyboardInterrupt:
             print("waiting for streams in flight", flush=True)
         finally:

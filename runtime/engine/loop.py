@@ -1,6 +1,7 @@
 """The loop: the only place that knows the order of a step, and the thread that repeats it."""
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -11,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from hemiola.runtime.api import Counters, OnPiece
+from hemiola.runtime.api import Counters, Load, OnPiece
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.session import Computed, Drafter
 from hemiola.runtime.device.transfer import Watch, fence, fetch
@@ -108,6 +109,9 @@ class Loop:
         self._gate = threading.Lock()  # nobody enters while the refusal changes
         self._refusal: Exception | None = None
         self._closing = False
+        self._turned = (
+            math.inf
+        )  # when the thread last began a turn, by time.monotonic; inf: it waits for work
         self._thread = threading.Thread(target=self._run, name="hemiola-loop", daemon=True)
 
     def step(self) -> list[Event]:
@@ -168,7 +172,7 @@ class Loop:
         self._follow(plan, outcome)
         events = self.outbox.drain(plan)
         self.scheduler.reap(plan)
-        self._count(plan.num_tokens, events)
+        self._count(plan, events)
         return events
 
     def _follow(self, plan: Plan, outcome: Outcome) -> None:
@@ -183,10 +187,14 @@ class Loop:
             except Stuck as stuck:
                 request.fail(f"structured_outputs: {stuck}")
 
-    def _count(self, num_tokens: int, events: list[Event]) -> None:
+    def _count(self, plan: Plan, events: list[Event]) -> None:
         counters = self.counters
         counters.num_steps += 1
-        counters.num_computed_tokens += num_tokens
+        num_decodes = sum(row.num_tokens == 1 + row.num_drafts for row in plan.rows)
+        if num_decodes < len(plan.rows):
+            counters.num_mixed_steps += num_decodes > 0
+            counters.num_prompt_steps += num_decodes == 0
+        counters.num_computed_tokens += plan.num_tokens
         counters.num_preemptions = self.scheduler.num_preemptions
         for event in events:
             counters.num_output_tokens += len(event.piece.token_ids)
@@ -212,6 +220,21 @@ class Loop:
         """Forget what the prefix cache has, before the next step; what runs goes on."""
         self._inbox.put(_Flush())
 
+    def load(self) -> Load:
+        """What the engine holds, and whether it moves. Never waits for it."""
+        pages, slots = self.scheduler.prefix.pages, self.scheduler.slots
+        return Load(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting) + self._inbox.qsize(),
+            num_pages=pages.num_pages - 1,
+            num_free_pages=pages.num_free,
+            num_idle_pages=pages.num_idle,
+            num_slots=self.config.num_slots - 1,
+            num_free_slots=slots.num_free,
+            stalled_s=max(0.0, time.monotonic() - self._turned),
+            failure=str(self._refusal) if isinstance(self._refusal, Failed) else "",
+        )
+
     def close(self, drain: bool = False) -> None:
         """Take no more requests, finish (drain) or cancel those there are, and end the thread."""
         with self._gate:
@@ -226,10 +249,13 @@ class Loop:
     def _run(self) -> None:
         try:
             while not self._closing or self._busy:
+                self._turned = time.monotonic()
                 self.turn()
         except Exception as error:
             log.exception("the engine failed")
             self._fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._turned = math.inf
 
     @property
     def _busy(self) -> bool:
@@ -244,7 +270,10 @@ class Loop:
     def _read_inbox(self) -> None:
         """All messages there are; waits for one if nothing can run."""
         if not self._busy:
-            self._read(self._wait())
+            self._turned = math.inf
+            message = self._wait()
+            self._turned = time.monotonic()
+            self._read(message)
         while not self._inbox.empty():
             self._read(self._inbox.get())
 

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import numpy as np
 
 from hemiola.runtime.api import Logprob, Metrics, Output, Piece, Prompt, SamplingParams
-from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.errors import Busy, Cancelled, Failed, Refused
 
 try:
     import grpc
@@ -25,6 +25,12 @@ pb2: Any = service_pb2  # its classes are made when it is imported
 MAX_IN_FLIGHT = 256  # of one generate call
 READY_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 10.0
+KINDS: dict[str, type[Exception]] = {
+    "[INVALID_ARG]": Refused,
+    "[UNAVAILABLE]": Failed,
+    "[OVERLOADED]": Busy,
+    "[CANCELLED]": Cancelled,
+}
 CANCEL = "cancel"  # the id of every request that cancels another
 Message = dict[str, Any]  # output name -> str, or list of int
 
@@ -226,10 +232,9 @@ def read_output(call: Exchange) -> Output:
 
 def refusal(message: str) -> Exception:
     """A server's message as the error that LLM would have raised."""
-    for code, kind in (("[INVALID_ARG] ", Refused), ("[UNAVAILABLE] ", Failed)):
-        if message.startswith(code):
-            return kind(message.removeprefix(code))
-    return RuntimeError(message)
+    code, _, text = message.partition("] ")
+    kind = KINDS.get(f"{code}]")
+    return kind(text) if kind else RuntimeError(message)
 
 
 def pack(model: str, prompt: Prompt, params: SamplingParams, *, stream: bool) -> Any:

@@ -1,6 +1,7 @@
 """A real tritonserver with one model per engine, from preflight to a clean end."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hemiola.runtime import manifest
-from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving import heartbeat, settings
 from hemiola.runtime.serving.tritonserver import (
     ANY_PORTS,
     Ports,
@@ -27,11 +28,16 @@ from hemiola.runtime.serving.tritonserver import (
     check_python,
     choose_ports,
     find_triton,
+    locked,
     server_environment,
     write_repository,
 )
 
-GRACE_S = 10  # for tritonserver to notice that its exit timeout is over
+DRAINED_S = 1.5  # without a request in flight, then a server that was told to end is at its end
+WATCH_S = 0.5  # between looks at the engines
+FAREWELL_S = 1.0  # for what a lost engine still has to say
+RECOVERED_S = 600  # of service, after which restarts are counted from 0 again
+MOST_WAIT_S = 60
 # Asks the kernel to kill the server if we end without stopping it, and becomes the server.
 LAUNCH = """
 import ctypes, os, signal, sys
@@ -59,6 +65,30 @@ def name_engines(engine_dirs: Sequence[Path], names: Sequence[str]) -> dict[str,
     return dict(zip(names, engine_dirs, strict=True))
 
 
+def read_models(
+    file: Path | None, engine_dirs: Sequence[Path], names: Sequence[str]
+) -> tuple[dict[str, Path], dict[str, dict[str, Any]]]:
+    """Engines by model name, and each one's own settings, from a file or from the command line."""
+    if file is None:
+        if not engine_dirs:
+            raise Refused("no engine is given; pass --engine-dir or --models")
+        return name_engines(engine_dirs, names), {}
+    if engine_dirs or names:
+        raise Refused("--models names the engines; leave --engine-dir and --model-name out")
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise Refused(f"{file} cannot be read as JSON ({error}); correct it") from None
+    if not isinstance(found, dict) or not all(
+        isinstance(own, dict) and "engine_dir" in own for own in found.values()
+    ):
+        raise Refused(
+            f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}; correct it'
+        )
+    paths = [file.parent / str(own["engine_dir"]) for own in found.values()]
+    return name_engines(paths, list(found)), found
+
+
 class Server:
     """A running tritonserver, as a context manager: ready when entered, drained and cleaned up when left."""
 
@@ -68,7 +98,10 @@ class Server:
         *,
         host: str = "127.0.0.1",
         ports: Ports = ANY_PORTS,
-        options: Mapping[str, Any] | None = None,  # of LLM, the same for every engine
+        options: Mapping[str, Any] | None = None,  # settings.py, the same for every model
+        settings_of: Mapping[str, Mapping[str, Any]] | None = None,  # by model; they override options
+        control_key: str = "",  # who has it may load and unload models
+        hang_timeout_s: float = 30,
         tritonserver: Path | None = None,
         log_verbose: bool = False,
         start_timeout_s: float = 300,
@@ -77,8 +110,15 @@ class Server:
         self.engines = dict(engines)
         self.host = host
         self._wanted = ports
-        ServeConfig(**(options or {}))  # refused here, not by each engine
-        self._options = options or {}
+        self._settings = {
+            name: {**(options or {}), **(settings_of or {}).get(name, {}), "engine_dir": str(path.resolve())}
+            for name, path in self.engines.items()
+        }
+        for found in self._settings.values():
+            settings.split(found)  # refused here, not by each model
+        self._control_key = control_key
+        self._hang_timeout_s = hang_timeout_s
+        self.num_restarts = 0
         self._tritonserver = tritonserver
         self._log_verbose = log_verbose
         self._start_timeout_s = start_timeout_s
@@ -128,7 +168,19 @@ class Server:
         """Returns when every model answers; raises Refused with the reason when one will not."""
         triton = self._triton or self.check()
         self._home = Path(tempfile.mkdtemp(prefix="hemiola-serve-"))
-        write_repository(self._home, triton, self.engines, self._options)
+        (self._home / "beats").mkdir()
+        write_repository(
+            self._home,
+            triton,
+            {
+                name: {
+                    **found,
+                    "heartbeat_file": str(self._home / "beats" / name),
+                    "num_restarts": self.num_restarts,
+                }
+                for name, found in self._settings.items()
+            },
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, str(os.getpid()), *self._command(triton)],
             env=self._environment,
@@ -149,6 +201,9 @@ class Server:
             f"--backend-directory={self._home}/backends",
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             "--disable-auto-complete-config",
+            *locked(self._control_key),
+            *(["--model-control-mode=explicit"] if self._control_key else []),
+            *([f"--load-model={name}" for name in self.engines] if self._control_key else []),
             f"--http-address={self.host}",
             f"--http-port={self.ports.http}",
             f"--grpc-address={self.host}",
@@ -166,7 +221,7 @@ class Server:
     def _await_ready(self) -> None:
         assert self._process is not None
         deadline = time.monotonic() + self._start_timeout_s
-        while not self._is_ready():
+        while not self._answers("ready"):
             if self._process.poll() is not None:
                 raise Refused(f"tritonserver did not start: {self._log.reason()}")
             if time.monotonic() > deadline:
@@ -177,38 +232,111 @@ class Server:
             time.sleep(0.05)
         self._log.ready = True
 
-    def _is_ready(self) -> bool:
+    def _answers(self, question: str) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.http_url}/v2/health/ready", timeout=1) as answer:
+            with urllib.request.urlopen(f"{self.http_url}/v2/health/{question}", timeout=1) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
 
-    def wait(self) -> None:
-        """Until the server ends by itself, which it should not."""
+    def serve(self, restarts: int = 0) -> None:
+        """Until it is interrupted. A lost server starts again so many times in a row, then RuntimeError."""
+        left, since = restarts, time.monotonic()
+        while True:
+            reason = self.wait()
+            if time.monotonic() - since > RECOVERED_S:
+                left = restarts
+            if restarts == 0:
+                raise RuntimeError(reason)
+            while not self._started_again(reason, left, restarts):
+                left -= 1
+            left, since = left - 1, time.monotonic()
+
+    def _started_again(self, reason: str, left: int, restarts: int) -> bool:
+        self.kill()
+        if left == 0:
+            raise RuntimeError(f"{reason}; {restarts} restarts (--restart) did not help")
+        seconds = min(2 ** (restarts - left), MOST_WAIT_S)
+        sys.stderr.write(
+            f"lost: {reason}\nstarting again in {seconds} s ({restarts - left + 1} of {restarts})\n"
+        )
+        time.sleep(seconds)
+        self.num_restarts += 1
+        try:
+            self.start()
+        except Refused as error:
+            sys.stderr.write(f"lost again: {error}\n")
+            return False
+        sys.stderr.write("ready again\n")
+        return True
+
+    def wait(self) -> str:
+        """Until the server is lost, by itself or with an engine; why."""
         assert self._process is not None
-        self._process.wait()
+        answered = time.monotonic()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self._process.wait(WATCH_S)
+                self.kill()
+                return f"tritonserver ended by itself with {status}: {self._log.reason()}"
+            if self._answers("live"):
+                answered = time.monotonic()
+            reason = self._trouble(time.monotonic() - answered)
+            if reason:
+                time.sleep(FAREWELL_S)
+                self.kill()  # nothing else ends streams whose engine is gone
+                return reason
+
+    def _trouble(self, silent_s: float) -> str:
+        for path in self._beats():
+            found = heartbeat.trouble(path, self._hang_timeout_s)
+            if found:
+                return found
+        if silent_s > self._hang_timeout_s:
+            return f"tritonserver answers nobody for {silent_s:.0f} s (--hang-timeout)"
+        return ""
 
     def stop(self) -> None:
-        """Streams in flight may finish for exit_timeout_s; RuntimeError if the server does not end well."""
+        """Requests in flight may finish for exit_timeout_s; RuntimeError if some did not."""
         if self._process is None:
             return
         before = self._process.poll()
         try:
             self._process.terminate()
-            status = self._process.wait(self._exit_timeout_s + GRACE_S)
-        except subprocess.TimeoutExpired:
-            status = None
+            lost = self._drain()
         finally:
             self.kill()
         if before is not None:
             raise RuntimeError(f"tritonserver ended by itself with {before}: {self._log.reason()}")
-        if status != 0:
-            how = "had to be killed" if status is None else f"ended with {status}"
+        if lost:
             raise RuntimeError(
-                f"streams in flight did not end within {self._exit_timeout_s} s (--exit-timeout):"
-                f" tritonserver {how}, they are lost"
+                f"{lost} in flight did not end within {self._exit_timeout_s} s (--exit-timeout) and are lost"
             )
+
+    def _drain(self) -> str:
+        """Until the server has ended, or has nothing to say any more; what is lost.
+
+        Tritonserver also waits for idle connections, as clients keep them, and for requests of callers that
+        left in the wrong moment: it is not left to decide.
+        """
+        assert self._process is not None
+        end = time.monotonic() + self._exit_timeout_s
+        quiet = time.monotonic()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self._process.wait(0.1)
+                return "" if status == 0 else f"requests (tritonserver ended with {status})"
+            num_open = sum(beat.num_open for beat in map(heartbeat.read, self._beats()) if beat)
+            now = time.monotonic()
+            if num_open:
+                quiet = now
+            if now - quiet > DRAINED_S:
+                return ""
+            if now > end:
+                return f"{num_open} requests"
+
+    def _beats(self) -> list[Path]:
+        return [self._home / "beats" / name for name in self.engines] if self._home else []
 
     def kill(self) -> None:
         """At once, whatever is in flight; leaves no process, shared memory or files behind."""

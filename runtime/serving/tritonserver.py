@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -15,7 +16,9 @@ from typing import NamedTuple
 
 import hemiola
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.settings import FILE as SETTINGS_FILE
 
+KEY_HEADER = "hemiola-key"
 PORT_OPTIONS = {"http": "--http-port", "grpc": "--grpc-port", "metrics": "--metrics-port"}
 
 
@@ -83,6 +86,13 @@ def check_python(triton: Triton, environment: Mapping[str, str]) -> None:
         )
 
 
+def locked(control_key: str) -> list[str]:
+    """Options: nobody reaches into the server's memory and files, and only the key's owner loads models."""
+    names = "shared-memory,trace,logging" + (",model-repository" if control_key else "")
+    rule = f"{names}:{KEY_HEADER}={control_key or secrets.token_hex(16)}"
+    return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
+
+
 def server_environment() -> dict[str, str]:
     """This environment, with this interpreter and its libpython first."""
     libraries = str(sysconfig.get_config_var("LIBDIR"))
@@ -116,10 +126,11 @@ def _bind(host: str, port: int, name: str) -> socket.socket:
         ) from None
 
 
-def write_repository(
-    home: Path, triton: Triton, engines: Mapping[str, Path], options: Mapping[str, object]
-) -> None:
-    """home/models for --model-repository, home/backends for --backend-directory, home/python to start in."""
+def write_repository(home: Path, triton: Triton, models: Mapping[str, Mapping[str, object]]) -> None:
+    """home/models for --model-repository, home/backends for --backend-directory, home/python to start in.
+
+    models: the settings of each (settings.py).
+    """
     backend = home / "backends/python"
     backend.mkdir(parents=True)
     # Symlinks, because the libraries find each other beside their real place.
@@ -130,14 +141,12 @@ def write_repository(
     (home / "python").mkdir()
     (home / "python/hemiola").symlink_to(Path(hemiola.__file__).resolve().parent)
     source = find_model()
-    template = (source / "config.pbtxt").read_text()
-    added = "".join(_parameter(name, json.dumps(value)) for name, value in options.items())
-    for name, engine_dir in engines.items():
+    for name, settings in models.items():
         model = home / "models" / name
-        model.mkdir(parents=True)
-        (model / "1").symlink_to(source / "1")
-        filled = template.replace('"${engine_dir}"', _quote(str(engine_dir.resolve())))
-        (model / "config.pbtxt").write_text(filled + added)
+        (model / "1").mkdir(parents=True)
+        (model / "1/model.py").symlink_to(source / "1/model.py")
+        (model / "config.pbtxt").symlink_to(source / "config.pbtxt")
+        (model / "1" / SETTINGS_FILE).write_text(json.dumps(settings, indent=2))
 
 
 def find_model() -> Path:
@@ -146,11 +155,3 @@ def find_model() -> Path:
         if (Path(home) / "model_repo/hemiola/config.pbtxt").is_file():
             return Path(home).resolve() / "model_repo/hemiola"
     raise Refused(f"no model_repo/hemiola in {list(hemiola.__path__)}; install hemiola again")
-
-
-def _parameter(name: str, value: str) -> str:
-    return f"parameters {{ key: {_quote(name)} value {{ string_value: {_quote(value)} }} }}\n"
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

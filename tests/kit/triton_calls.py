@@ -1,6 +1,7 @@
 """What somebody else's HTTP and gRPC clients would send to the Triton model."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
 
@@ -47,3 +48,13 @@ def infer_tensors(server: Server, tensors: dict[str, np.ndarray], **options: obj
         theirs.async_stream_infer("hemiola", inputs, **options)
         theirs.stop_stream()
     return [answers.get() for _ in range(answers.qsize())]
+
+
+def scrape(server: Server, timeout: float = 60) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """The metrics page: name and labels -> value."""
+    page = {}
+    for line in requests.get(server.metrics_url, timeout=timeout).text.splitlines():
+        if not line.startswith("#"):
+            name, labels, value = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line).groups()
+            page[name, frozenset(re.findall(r'(\w+)="([^"]*)"', labels or ""))] = float(value)
+    return page

@@ -1,5 +1,6 @@
 """What needs no server: how pieces become responses, and what happens when an engine or a send fails."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -11,15 +12,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from hemiola.builder.build import Options, build
-from hemiola.runtime.api import Logprob, Metrics, Piece, SamplingParams
+from hemiola.runtime.api import Counters, Load, Logprob, Metrics, Piece, SamplingParams
+from hemiola.runtime.cache.prefix import Statistics
 from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.serving.ask import read_tensor
 
 MODEL = Path(__file__).resolve().parents[2] / "model_repo/hemiola/1/model.py"
 FINAL = 1
@@ -74,6 +77,32 @@ class Sender:
         return self.cancelled
 
 
+class MetricFamily:
+    """Tritonserver's, as far as we call it."""
+
+    COUNTER, GAUGE = "counter", "gauge"
+    page: ClassVar[dict[tuple[str, tuple], float]] = {}
+
+    def __init__(self, name: str, description: str, kind: str) -> None:
+        self.name, self.kind = name, kind
+        assert description
+
+    def Metric(self, labels: dict[str, str]) -> SimpleNamespace:  # noqa: N802
+        key = self.name, tuple(sorted(labels.items()))
+        assert key not in self.page
+        self.page[key] = 0.0
+
+        def increment(by: float) -> None:
+            assert self.kind == "counter" and by > 0
+            self.page[key] += by
+
+        def put(value: float) -> None:
+            assert self.kind == "gauge"
+            self.page[key] = value
+
+        return SimpleNamespace(increment=increment, set=put)
+
+
 class FakeLlm:
     """Says what the test says."""
 
@@ -82,6 +111,15 @@ class FakeLlm:
         self.requests: list[SimpleNamespace] = []
         self.aborted: list[int] = []
         self.before_submit_returns: Callable[[SimpleNamespace], None] = lambda request: None
+        self.config = SimpleNamespace(max_rows=2, num_drafts=3)
+        self.counters, self.reuse = Counters(), Statistics()
+        self.failure = ""
+
+    def load(self) -> Load:
+        return Load(1, 2, 10, 4, 3, 8, 5, 0.0, self.failure)
+
+    def chat_text(self, messages: list[dict[str, str]]) -> str:
+        return messages[-1]["content"]
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         return list(prompt.encode()) if isinstance(prompt, str) else prompt
@@ -116,18 +154,20 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     utils.TritonModelException = type("TritonModelException", (Exception,), {})
     utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
     utils.Logger = SimpleNamespace(log_error=lambda message: None)
+    utils.MetricFamily = MetricFamily
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
     spec = importlib.util.spec_from_file_location("triton_model", MODEL)
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     loaded.LLM = FakeLlm
+    MetricFamily.page.clear()
     return loaded
 
 
-def config(**parameters: str) -> dict[str, str]:
-    return {
-        "model_config": json.dumps({"parameters": {k: {"string_value": v} for k, v in parameters.items()}})
-    }
+def config(folder: str = "/nowhere", **parameters: str) -> dict[str, str]:
+    values = {name: {"string_value": value} for name, value in parameters.items()}
+    named = {"model_name": "m", "model_version": "1", "model_repository": folder}
+    return named | {"model_config": json.dumps({"parameters": values})}
 
 
 @pytest.fixture
@@ -173,9 +213,7 @@ def test_options_are_the_parameters_by_their_json_spelling(model: Any) -> None:
 
 
 def test_a_placeholder_left_in_the_config_is_refused(module: ModuleType) -> None:
-    with pytest.raises(
-        Exception, match=r"parameter engine_dir of config.pbtxt is still \$\{engine_dir\}; fill it in"
-    ):
+    with pytest.raises(Exception, match=r"engine_dir is still \$\{engine_dir\}; fill model.json in"):
         module.TritonPythonModel().initialize(config(engine_dir="${engine_dir}"))
 
 
@@ -351,39 +389,44 @@ def test_cancel_ends_the_requests_it_names_and_no_other(model: Any) -> None:
     assert model.llm.aborted == [1]
 
 
-def test_an_engine_ends_when_its_server_is_gone(module: ModuleType) -> None:
-    module.PARENT_CHECK_S = 0.01
+@pytest.mark.parametrize("how", ["server gone", "Python's lock held"])
+def test_an_engine_ends_when_nobody_would_end_it(module: ModuleType, how: str) -> None:
+    """As a call for metrics does, PyDLL's sleep holds Python's lock."""
+    module.PARENT_CHECK_S, module.ALARM_S = 0.01, 0.5
     read, write = os.pipe()
     stay, go = os.pipe()
     server = os.fork()
     if server == 0:
         engine = os.fork()
         if engine == 0:
-            watch = threading.Thread(target=module.end_with_parent)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it is pytest's
+            serving = threading.Event()
+            serving.set()
+            watch = threading.Thread(target=module.end_with_parent, args=[serving])
             watch.start()
             watch.join(0.1)  # it knows its parent by now
             os.write(write, str(os.getpid()).encode())
-            time.sleep(60)
+            (ctypes.PyDLL(None).sleep if how == "Python's lock held" else time.sleep)(60)
             os._exit(0)
         os.close(go)
         os.read(stay, 1)
         os._exit(0)
     engine = int(os.read(read, 20))
     assert Path(f"/proc/{engine}").exists()
-    os.write(go, b"x")
-    os.waitpid(server, 0)
+    if how == "server gone":
+        os.write(go, b"x")
+    state = Path(f"/proc/{engine}/stat")
     try:
-        until(
-            lambda: not Path(f"/proc/{engine}").exists() or " Z " in Path(f"/proc/{engine}/stat").read_text()
-        )
+        until(lambda: not state.exists() or " Z " in state.read_text())
     finally:
-        os.kill(engine, signal.SIGKILL) if Path(f"/proc/{engine}").exists() else None
+        os.kill(engine, signal.SIGKILL) if state.exists() else None
         for end in (read, write, stay, go):
             os.close(end)
+        os.waitpid(server, 0)
 
 
 def test_a_temperature_sent_as_fp32_is_the_one_that_was_written(module: ModuleType) -> None:
-    assert module.read_tensor(Tensor("temperature", np.array([0.7], np.float32))) == 0.7
+    assert read_tensor(Tensor("temperature", np.array([0.7], np.float32))) == 0.7
 
 
 def test_an_engine_without_a_tokenizer_serves_ids_and_refuses_text(

@@ -1,46 +1,67 @@
 """Hemiola in Triton's Python backend: request tensors to LLM.submit, pieces to response tensors; no more."""
 
 import json
+import math
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections import deque
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
-from hemiola.runtime.api import Logprob, Piece, SamplingParams
-from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.api import Logprob, Piece
+from hemiola.runtime.errors import Busy, Failed, Refused
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.serving import heartbeat, settings
+from hemiola.runtime.serving.ask import Ask, read_ask, read_request
+from hemiola.runtime.serving.heartbeat import Clock
+from hemiola.runtime.serving.metrics import Board, Meter, Outcome
 
-CANCEL_CHECK_S = 0.1
+CHECK_S = 0.1  # between looks for callers that left and requests whose time is over
+METRICS_S = 1.0
 PARENT_CHECK_S = 1.0
-FLAGS = ("chat", "stream", "return_input_ids", "return_metrics")
-SAMPLING = tuple(SamplingParams.model_fields)
-KEYS = ("text_input", "input_ids", *FLAGS, *SAMPLING, "cancel")
-LISTS = {"input_ids", "stop", "stop_token_ids", "bad_words", "cancel"}
-JSON = {  # keys that are JSON texts, such as these
-    "logit_bias": '{"5": -100}',
-    "bad_words_ids": "[[5, 6]]",
-    "structured_outputs": '{"regex": "[0-9]+"}',
-}
+ALARM_S = 20
+MOST_RETRY_S = 60
 
 
 class TritonPythonModel:
     """One engine. `execute` validates and enqueues, the LLM's thread computes, another one replies."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
+        self._serving = threading.Event()
+        watch = threading.Thread(target=end_with_parent, args=[self._serving], name="watch", daemon=True)
+        watch.start()
+        folder = Path(args["model_repository"], args["model_version"])
         try:
-            options = read_options(json.loads(args["model_config"])["parameters"])
-            self.llm = LLM(options.pop("engine_dir"), **options)
+            own, options = settings.read(folder, json.loads(args["model_config"])["parameters"])
+            self.llm = LLM(own.engine_dir, **options)
         except Refused as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self.outbox = Replies(self.llm)
+        self._most_open = self.llm.config.max_rows + own.max_queue
+        self._max_queue = own.max_queue
+        self.meter = Meter(self.llm.config.num_drafts, own.num_restarts)
+        self.outbox = Replies(self.llm, self.meter, own.log_requests)
+        labels = {"model": args["model_name"], "version": args["model_version"]}
+        board = Board(pb_utils.MetricFamily, labels)
+        self._clocks = [Clock("metrics", METRICS_S, lambda: board.post(self.meter.read(self.llm)), log_error)]
+        self._beat_file = Path(own.heartbeat_file)
+        if own.heartbeat_file:
+            self._clocks.append(Clock("heartbeat", heartbeat.BEAT_S, self._beat, log_error))
+        self._serving.set()
+
+    def _beat(self) -> None:
+        load = self.llm.load()
+        outbox = self.outbox
+        beat = heartbeat.now(load.stalled_s, outbox.stalled_s, outbox.num_open, load.failure)
+        heartbeat.write(self._beat_file, beat)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -58,27 +79,43 @@ class TritonPythonModel:
             else:
                 self._enqueue(request.request_id(), read_ask(asked), sender)
         except Refused as error:
-            send_error(sender, "INVALID_ARG", str(error))
+            self._refuse(sender, "invalid", "INVALID_ARG", str(error))
+        except Busy as error:
+            self._refuse(sender, "rejected", "OVERLOADED", str(error))
         except Failed as error:
-            send_error(sender, "UNAVAILABLE", str(error))
+            self._refuse(sender, "error", "UNAVAILABLE", str(error))
         except Exception as error:
-            send_error(sender, "INTERNAL", f"{type(error).__name__}: {error}")
+            self._refuse(sender, "error", "INTERNAL", f"{type(error).__name__}: {error}")
 
-    def _enqueue(self, name: str, ask: "Ask", sender: Any) -> None:
-        prompt = ask.prompt
-        if ask.flags["chat"]:
-            prompt = self.llm.chat_text([{"role": "user", "content": prompt}])
-        stream = Stream(name, sender, ask.flags, self.llm.encode(prompt))
+    def _refuse(self, sender: Any, outcome: Outcome, code: str, message: str) -> None:
+        self.meter.ended(outcome)
+        send_error(sender, code, message)
+
+    def _enqueue(self, name: str, ask: Ask, sender: Any) -> None:
+        self._check_room(ask.n)
+        prompt = ask.prompt if ask.messages is None else self.llm.chat_text(ask.messages)
+        stream = Stream(name, sender, ask, self.llm.encode(prompt))
         self.outbox.add(stream)
         try:
-            stream.request_id = self.llm.submit(
-                stream.input_ids, ask.params, lambda piece: self.outbox.post(stream, piece)
-            )
+            for branch, params in zip(stream.branches, ask.branches(), strict=True):
+                branch.request_id = self.llm.submit(stream.input_ids, params, self.outbox.listener(branch))
         except BaseException:
             self.outbox.drop(stream)
             raise
-        if stream.aborted:  # before its id was known
-            self.llm.abort(stream.request_id)
+        self.meter.taken(len(stream.input_ids))
+        if stream.aborted:  # before its ids were known
+            self.outbox.abort(stream)
+
+    def _check_room(self, n: int) -> None:
+        """So many requests may run, and so many more wait."""
+        num_open = self.outbox.num_open
+        if num_open + n <= self._most_open:
+            return
+        wait = min(MOST_RETRY_S, max(1, math.ceil(self.outbox.seconds_per_answer * num_open / 2)))
+        raise Busy(
+            f"{num_open} answers are under way in {self.llm.config.max_rows} rows, and no more than"
+            f" max_queue={self._max_queue} may wait; try again in {wait} s"
+        )
 
     def _cancel(self, asked: dict[str, Any], sender: Any) -> None:
         """Dropping a gRPC stream cancels too, but can lock tritonserver 2.51 up while it writes to it."""
@@ -86,133 +123,60 @@ class TritonPythonModel:
             others = ", ".join(name for name in asked if name != "cancel")
             raise Refused(f"cancel stands alone, this request also has {others}; send two requests")
         self.outbox.cancel(asked["cancel"])
-        done = pb_utils.InferenceResponse([string_tensor("finish_reason", "cancelled")])
+        done = pb_utils.InferenceResponse([string_tensor("finish_reason", ["cancelled"])])
         sender.send(done, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def finalize(self) -> None:
+        self._serving.clear()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for clock in self._clocks:
+            clock.stop()
         self.llm.close()
         self.outbox.close()
+        if self._beat_file.name:
+            heartbeat.remove(self._beat_file)
 
 
-def end_with_parent() -> None:
-    """finalize never runs when the server is killed, and the backend's own watch for that can hang."""
+def end_with_parent(serving: threading.Event) -> None:
+    """finalize never runs when the server is killed, and the backend's own watch for that can hang.
+
+    So can this one: calls for metrics wait for the server and hold Python's lock. While it serves, a process
+    whose Python does not come by is ended by an alarm.
+    """
     parent = os.getppid()
     while os.getppid() == parent:
+        if serving.is_set():
+            signal.setitimer(signal.ITIMER_REAL, ALARM_S)
         time.sleep(PARENT_CHECK_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def read_options(parameters: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """The model's parameters as LLM's arguments: numbers by their JSON spelling, the rest as text."""
-    options: dict[str, Any] = {}
-    for name, value in parameters.items():
-        text = value["string_value"]
-        if text.startswith("${"):
-            raise Refused(
-                f"parameter {name} of config.pbtxt is still {text}; fill it in, or start with `hemiola serve`"
-            )
-        try:
-            options[name] = text if name == "engine_dir" else json.loads(text)
-        except json.JSONDecodeError:
-            options[name] = text
-    if "engine_dir" not in options:
-        raise Refused("config.pbtxt has no parameter engine_dir; add it, or start with `hemiola serve`")
-    return options
+class Branch:
+    """One of the n answers of a request: what the engine has said and nobody has sent yet."""
 
-
-class Ask(NamedTuple):
-    """A request as far as it can be checked without the engine."""
-
-    prompt: str | list[int]
-    flags: dict[str, bool]
-    params: SamplingParams
-
-
-def read_request(request: Any) -> dict[str, Any]:
-    """What the request says, in tensors and request parameters alike."""
-    asked = {tensor.name(): read_tensor(tensor) for tensor in request.inputs()}
-    for name, value in json.loads(request.parameters() or "{}").items():
-        if name == "id":  # HTTP's generate repeats the request's id here
-            continue
-        if name not in KEYS:
-            raise Refused(f"unknown key {name!r}; the keys are {', '.join(KEYS)}")
-        if name in asked:
-            raise Refused(f"{name} is both a tensor and a request parameter; give it once")
-        asked[name] = [value] if name in LISTS else value
-    if request.timeout():
-        raise Refused(f"timeout is {request.timeout()} us, but none is served; cancel the stream instead")
-    return asked
-
-
-def read_ask(asked: dict[str, Any]) -> Ask:
-    flags = {name: read_flag(name, asked.pop(name, False)) for name in FLAGS}
-    asked.update({name: read_json(name, asked[name]) for name in JSON if name in asked})
-    return Ask(read_prompt(asked, flags["chat"]), flags, SamplingParams(**asked))
-
-
-def read_tensor(tensor: Any) -> Any:
-    """A list or a single value, in Python's types."""
-    name, values = tensor.name(), tensor.as_numpy().reshape(-1)
-    if values.dtype == np.object_:
-        content = [read_text(name, value) for value in values]
-    elif values.dtype == np.float32:
-        content = [float(str(value)) for value in values]  # 0.7 as the caller wrote it, not 0.699999988
-    else:
-        content = values.tolist()
-    return content if name in LISTS else content[0]
-
-
-def read_text(name: str, value: bytes) -> str:
-    try:
-        return value.decode()
-    except UnicodeDecodeError as error:
-        raise Refused(
-            f"{name} is not UTF-8 ({error.reason} at byte {error.start}); send UTF-8 or input_ids"
-        ) from None
-
-
-def read_json(name: str, text: object) -> object:
-    """JSON has text for keys only, and token ids are keys of logit_bias."""
-    try:
-        value = json.loads(text) if isinstance(text, str) else None
-        if name == "logit_bias" and isinstance(value, dict):
-            value = {int(key): bias for key, bias in value.items()}
-    except (ValueError, RecursionError):
-        value = None
-    if value is None:
-        raise Refused(f"{name} is {str(text)[:80]!r}; give a text that is JSON, such as {JSON[name]}")
-    return value
-
-
-def read_flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise Refused(f"{name} is {value!r}; give true or false")
-    return value
-
-
-def read_prompt(asked: dict[str, Any], chat: bool) -> str | list[int]:
-    """Takes text_input or input_ids out of `asked`."""
-    text, ids = asked.pop("text_input", None), asked.pop("input_ids", None)
-    if (text is None) == (ids is None):
-        given = "neither" if text is None else "both"
-        raise Refused(f"a request has either text_input or input_ids, this one has {given}; give one of them")
-    if chat and text is None:
-        raise Refused("chat makes text_input a user's message, this request has input_ids; give text_input")
-    return ids if text is None else text
+    def __init__(self, stream: "Stream") -> None:
+        self.stream = stream
+        self.request_id: int | None = None  # known once submit has returned
+        self.said: deque[Piece] = deque()
+        self.last_said = 0.0
+        self.num_tokens = 0
+        self.cum_logprob = 0.0
 
 
 class Stream:
-    """One request on its way out: what the engine has said and nobody has sent yet."""
+    """One request on its way out."""
 
-    def __init__(self, name: str, sender: Any, flags: dict[str, bool], input_ids: list[int]) -> None:
+    def __init__(self, name: str, sender: Any, ask: Ask, input_ids: list[int]) -> None:
         self.name = name  # the caller's id, "" if none
         self.sender = sender
-        self.flags = flags
+        self.flags = ask.flags
         self.input_ids = input_ids
-        self.request_id: int | None = None  # known once submit has returned
-        self.said: deque[Piece] = deque()
-        self.num_output_tokens = 0
-        self.aborted = False
+        self.echo = "" if ask.flags["exclude_input_in_output"] else str(ask.prompt)
+        self.branches = [Branch(self) for _ in range(ask.n)]
+        self.num_running = ask.n
+        self.arrival = time.perf_counter()
+        self.deadline = self.arrival + ask.timeout_s if ask.timeout_s else math.inf
+        self.aborted = self.timed_out = False
 
 
 class Replies:
@@ -222,30 +186,70 @@ class Replies:
     not a slower engine. The same thread looks for callers that went away.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, meter: Meter, log_requests: bool = False) -> None:
         self._llm = llm
+        self._meter = meter
+        self._log_requests = log_requests
         self._ready: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._open: dict[int, Stream] = {}  # by Python's id
+        self._ends: deque[float] = deque(maxlen=32)  # when the last answers ended
+        self._sending = math.inf  # since when
         self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
         self._thread.start()
+
+    @property
+    def num_open(self) -> int:
+        return sum(len(stream.branches) for stream in list(self._open.values()))
+
+    @property
+    def stalled_s(self) -> float:
+        """For so long the server has not taken an answer."""
+        return max(0.0, time.monotonic() - self._sending)
+
+    @property
+    def seconds_per_answer(self) -> float:
+        ends = list(self._ends)
+        return (time.monotonic() - ends[0]) / len(ends) if ends else 1.0
 
     def add(self, stream: Stream) -> None:
         self._open[id(stream)] = stream
 
     def drop(self, stream: Stream) -> None:
+        """Nobody waits for it any more."""
         self._open.pop(id(stream), None)
+        self.abort(stream)
 
-    def post(self, stream: Stream, piece: Piece) -> None:
+    def listener(self, branch: Branch) -> Any:
+        """An on_piece."""
+        return lambda piece: self.post(branch, piece)
+
+    def post(self, branch: Branch, piece: Piece) -> None:
         """Called by the engine's thread for every piece; never waits."""
-        stream.said.append(piece)
-        if stream.flags["stream"] or piece.finish_reason:
+        stream = branch.stream
+        if piece.token_ids:
+            now = time.perf_counter()
+            if branch.last_said:
+                self._meter.later(now - branch.last_said, len(piece.token_ids))
+            else:
+                self._meter.first(now - stream.arrival)
+            branch.last_said = now
+        branch.said.append(piece)
+        stream.num_running -= piece.finish_reason is not None
+        if stream.flags["stream"] or not stream.num_running:
             self._ready.put(stream)
 
     def cancel(self, names: list[str]) -> None:
         """End requests by their callers' ids; those that have ended already are left alone."""
         for stream in list(self._open.values()):
             if stream.name in names and stream.name:
-                self._abort(stream)
+                self.abort(stream)
+
+    def abort(self, stream: Stream) -> None:
+        """The engine answers with last pieces, which end the stream. No id yet: _enqueue aborts it."""
+        stream.aborted = True
+        for branch in stream.branches:
+            if branch.request_id is not None:
+                self._llm.abort(branch.request_id)
 
     def close(self) -> None:
         """Sends what has been said and ends the thread."""
@@ -253,50 +257,61 @@ class Replies:
         self._thread.join()
 
     def _run(self) -> None:
-        next_check = time.monotonic() + CANCEL_CHECK_S
+        next_check = time.monotonic() + CHECK_S
         while True:
             try:
                 stream = self._ready.get(timeout=max(0.0, next_check - time.monotonic()))
                 if stream is None:
                     return
+                self._sending = time.monotonic()
                 self._send(stream)
             except queue.Empty:
                 pass
             if time.monotonic() >= next_check:
-                self._check_cancelled()
-                next_check = time.monotonic() + CANCEL_CHECK_S
+                self._sending = time.monotonic()
+                self._check()
+                next_check = time.monotonic() + CHECK_S
+            self._sending = math.inf
 
     def _send(self, stream: Stream) -> None:
-        pieces = [stream.said.popleft() for _ in range(len(stream.said))]
-        if not pieces:
+        said = [[b.said.popleft() for _ in range(len(b.said))] for b in stream.branches]
+        if not any(said) or id(stream) not in self._open:
             return  # an earlier turn took this piece along
-        last = pieces[-1]
-        stream.num_output_tokens += sum(len(piece.token_ids) for piece in pieces)
-        if last.finish_reason:
-            self.drop(stream)
+        over = all(pieces and pieces[-1].finish_reason for pieces in said)
+        if over:
+            self._end(stream, [pieces[-1] for pieces in said])
         try:
-            if last.finish_reason == "cancelled":
-                send_error(stream.sender, "CANCELLED", "the request was cancelled")
-            elif last.finish_reason == "error":
-                send_error(stream.sender, "INTERNAL", last.error or "the engine failed")
+            if over and (failure := error_of(stream, [pieces[-1] for pieces in said])):
+                send_error(stream.sender, *failure)
             else:
-                flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last.finish_reason else 0
-                stream.sender.send(pb_utils.InferenceResponse(tensors(stream, pieces)), flags=flags)
+                flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if over else 0
+                stream.sender.send(pb_utils.InferenceResponse(tensors(stream, said, over)), flags=flags)
         except Exception as error:  # one stream's trouble: the thread serves the others
-            log_error(f"request {stream.request_id}", error)
-            if not last.finish_reason:
-                self._abort(stream)
+            log_error(f"request {stream.branches[0].request_id}", error)
+            if not over:
+                self.abort(stream)
 
-    def _check_cancelled(self) -> None:
+    def _end(self, stream: Stream, lasts: list[Piece]) -> None:
+        self._open.pop(id(stream), None)
+        self._ends.append(time.monotonic())
+        failure = error_of(stream, lasts)
+        outcome = outcome_of(stream, failure)
+        self._meter.ended(outcome)
+        for last in lasts:
+            if last.metrics is not None:
+                self._meter.measured(last.metrics, whole=outcome == "success")
+        if self._log_requests:
+            print(line_of(stream, lasts, outcome), file=sys.stderr, flush=True)
+
+    def _check(self) -> None:
+        """Callers that went away, and requests whose time is over."""
+        now = time.perf_counter()
         for stream in list(self._open.values()):
-            if stream.request_id is not None and not stream.aborted and is_cancelled(stream):
-                self._abort(stream)
-
-    def _abort(self, stream: Stream) -> None:
-        """The engine answers with a last piece, which ends the stream. No id yet: _enqueue aborts it."""
-        stream.aborted = True
-        if stream.request_id is not None:
-            self._llm.abort(stream.request_id)
+            if stream.branches[-1].request_id is None or stream.aborted:
+                continue
+            stream.timed_out = now > stream.deadline
+            if stream.timed_out or is_cancelled(stream):
+                self.abort(stream)
 
 
 def is_cancelled(stream: Stream) -> bool:
@@ -304,44 +319,99 @@ def is_cancelled(stream: Stream) -> bool:
     try:
         return stream.sender.is_cancelled()
     except Exception as error:
-        log_error(f"request {stream.request_id}", error)
+        log_error(f"request {stream.branches[0].request_id}", error)
         return True
 
 
-def tensors(stream: Stream, pieces: list[Piece]) -> list[Any]:
-    """One response that says all of these pieces."""
-    last = pieces[-1]
-    out = [
-        string_tensor("text_output", "".join(piece.text for piece in pieces)),
-        int_tensor("output_ids", [token_id for piece in pieces for token_id in piece.token_ids]),
-    ]
-    logprobs: list[Logprob] = [logprob for piece in pieces for logprob in piece.logprobs or ()]
-    if logprobs:
-        out.append(string_tensor("logprobs", json.dumps([logprob._asdict() for logprob in logprobs])))
-    if last.finish_reason:
+def error_of(stream: Stream, lasts: list[Piece]) -> tuple[str, str] | None:
+    """Code and message, if a request ends as an error."""
+    reasons = [last.finish_reason for last in lasts]
+    if "error" in reasons:
+        return "INTERNAL", lasts[reasons.index("error")].error or "the engine failed"
+    if "cancelled" in reasons and not stream.timed_out:
+        return "CANCELLED", "the request was cancelled"
+    return None
+
+
+def outcome_of(stream: Stream, failure: tuple[str, str] | None) -> Outcome:
+    if failure is not None:
+        return "cancelled" if failure[0] == "CANCELLED" else "error"
+    return "timeout" if stream.timed_out else "success"
+
+
+def line_of(stream: Stream, lasts: list[Piece], outcome: str) -> str:
+    """For operators; nothing of what was said."""
+    said = f"request {stream.name!r}: {outcome}, {len(stream.input_ids)} tokens in"
+    for last in lasts:
+        metrics = last.metrics
+        if metrics is not None:
+            queued = max(0.0, metrics.first_scheduled - metrics.arrival)
+            said += (
+                f"; {metrics.num_output_tokens} out ({last.finish_reason}), {metrics.cached_tokens} cached,"
+                f" queued {queued:.3f} s, first {max(0.0, metrics.time_to_first_token):.3f} s"
+            )
+    return f"{said}; total {time.perf_counter() - stream.arrival:.3f} s"
+
+
+def tensors(stream: Stream, said: list[list[Piece]], over: bool) -> list[Any]:
+    """One response that says all of these pieces, those of each branch."""
+    texts = ["".join(piece.text for piece in pieces) for pieces in said]
+    texts, stream.echo = [stream.echo + text for text in texts], ""
+    ids = [[token_id for piece in pieces for token_id in piece.token_ids] for pieces in said]
+    for branch, own in zip(stream.branches, ids, strict=True):
+        branch.num_tokens += len(own)
+    out = [string_tensor("text_output", texts), int_tensor("output_ids", list(chain(*ids)))]
+    logprobs = [[logprob for piece in pieces for logprob in piece.logprobs or ()] for pieces in said]
+    out += logprob_tensors(stream, logprobs, over)
+    if over:
+        lasts = [pieces[-1] for pieces in said]
+        reasons = [
+            "timeout" if last.finish_reason == "cancelled" else str(last.finish_reason) for last in lasts
+        ]
         out += [
-            string_tensor("finish_reason", last.finish_reason),
+            string_tensor("finish_reason", reasons),
             int_tensor("num_input_tokens", [len(stream.input_ids)]),
-            int_tensor("num_output_tokens", [stream.num_output_tokens]),
+            int_tensor("num_output_tokens", [branch.num_tokens for branch in stream.branches]),
         ]
         if stream.flags["return_input_ids"]:
             out.append(int_tensor("input_ids", stream.input_ids))
-        if stream.flags["return_metrics"] and last.metrics is not None:
-            out.append(string_tensor("metrics", json.dumps(asdict(last.metrics))))
+        if stream.flags["return_metrics"]:
+            found = [json.dumps(asdict(last.metrics)) for last in lasts if last.metrics is not None]
+            out.append(string_tensor("metrics", found))
     return out
 
 
-def string_tensor(name: str, text: str) -> Any:
-    return pb_utils.Tensor(name, np.array([text.encode()], dtype=np.object_))
+def logprob_tensors(stream: Stream, logprobs: list[list[Logprob]], over: bool) -> list[Any]:
+    """Ours, and TensorRT-LLM's."""
+    if not any(logprobs) and not (over and stream.flags["return_log_probs"]):
+        return []
+    if not stream.flags["return_log_probs"]:
+        found = [json.dumps([logprob._asdict() for logprob in own]) for own in logprobs]
+        return [string_tensor("logprobs", found)]
+    for branch, own in zip(stream.branches, logprobs, strict=True):
+        branch.cum_logprob += sum(logprob.logprob for logprob in own)
+    out = [float_tensor("output_log_probs", [logprob.logprob for own in logprobs for logprob in own])]
+    if over:
+        out.append(float_tensor("cum_log_probs", [branch.cum_logprob for branch in stream.branches]))
+    return out
+
+
+def string_tensor(name: str, texts: list[str]) -> Any:
+    return pb_utils.Tensor(name, np.array([text.encode() for text in texts], dtype=np.object_))
 
 
 def int_tensor(name: str, values: list[int]) -> Any:
     return pb_utils.Tensor(name, np.array(values, dtype=np.int32))
 
 
+def float_tensor(name: str, values: list[float]) -> Any:
+    return pb_utils.Tensor(name, np.array(values, dtype=np.float32))
+
+
 def send_error(sender: Any, code: str, message: str) -> None:
     """HTTP answers 400 to every code and gRPC hides it, so the message carries it."""
-    error = pb_utils.TritonError(f"[{code}] {message}", getattr(pb_utils.TritonError, code))
+    kind = "UNAVAILABLE" if code == "OVERLOADED" else code
+    error = pb_utils.TritonError(f"[{code}] {message}", getattr(pb_utils.TritonError, kind))
     sender.send(pb_utils.InferenceResponse(error=error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.errors import Busy, Failed, Lost, Refused
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_AFTER_S = 1
@@ -18,16 +18,23 @@ class ApiError(Exception):
     """An answer that is an error; `type` follows from the status."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = RETRY_AFTER_S,
     ) -> None:
         super().__init__(message)
+        self._retry_after_s = retry_after_s
         self.status = status
         self.param = param
         self.code = code
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        return {"Retry-After": str(self._retry_after_s)} if self.status in (429, 503) else {}
 
     def body(self) -> dict[str, Any]:
         server = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -47,6 +54,10 @@ def api_error(error: Exception) -> ApiError:
             word = message.split(" ", 1)[0]
             param = word if word in SamplingParams.model_fields else None
             return ApiError(400, message, param=param, code="invalid_value" if param else None)
+        case Busy():
+            return ApiError(429, str(error), code="overloaded", retry_after_s=error.retry_after_s)
+        case Lost():
+            return ApiError(503, str(error), code="server_lost")
         case Failed():
             return ApiError(503, str(error), code="engine_failed")
         case _:

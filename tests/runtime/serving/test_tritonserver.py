@@ -1,5 +1,6 @@
 """Everything that would let tritonserver crash or hang is refused before it starts."""
 
+import json
 import os
 import shutil
 import socket
@@ -112,22 +113,23 @@ def test_ports_are_free_and_different() -> None:
 
 
 def test_the_repository_holds_each_engine_under_its_name(home: Path, tmp_path: Path) -> None:
-    engines = {"a": tmp_path / 'quote" and \\ é', "b": tmp_path}
+    models = {
+        "a": {"engine_dir": 'quote" and \\ é', "max_len": "auto"},
+        "b": {"engine_dir": "b", "max_rows": 4},
+    }
     out = tmp_path / "out"
-    write_repository(out, find_triton(home / "bin/tritonserver"), engines, {"max_rows": 4, "max_len": "auto"})
-    for name, engine_dir in engines.items():
-        text = (out / "models" / name / "config.pbtxt").read_text()
-        escaped = str(engine_dir).replace("\\", "\\\\").replace('"', '\\"')
-        assert f'key: "engine_dir" value {{ string_value: "{escaped}" }}' in text
-        assert "${" not in text
-        assert 'parameters { key: "max_rows" value { string_value: "4" } }' in text
-        assert (out / "models" / name / "1/model.py").samefile(find_model() / "1/model.py")
+    write_repository(out, find_triton(home / "bin/tritonserver"), models)
+    for name, settings in models.items():
+        folder = out / "models" / name
+        assert json.loads((folder / "1/model.json").read_text()) == settings
+        assert (folder / "1/model.py").samefile(find_model() / "1/model.py")
+        assert (folder / "config.pbtxt").samefile(find_model() / "config.pbtxt")
     assert (out / "backends/python/libtriton_python.so").is_symlink(), "its RPATH starts from its real place"
 
 
 def test_the_backends_python_imports_this_hemiola(home: Path, tmp_path: Path) -> None:
     """It runs isolated, without PYTHONPATH, in the folder where the server was started."""
-    write_repository(tmp_path / "out", find_triton(home / "bin/tritonserver"), {}, {})
+    write_repository(tmp_path / "out", find_triton(home / "bin/tritonserver"), {})
     code = "import sys; sys.path.insert(0, ''); import hemiola.runtime.errors as e; print(e.__file__)"
     command = [sys.executable, "-I", "-c", code]
     found = subprocess.run(command, cwd=tmp_path / "out/python", capture_output=True, text=True, check=True)

@@ -1,0 +1,184 @@
+"""What a Triton request asks for, as far as it can be said without an engine: keys, other names, types."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.errors import Refused
+
+MAX_N = 64
+PROMPTS = ("text_input", "input_ids", "messages")
+FLAGS = {  # and what they are if nothing is said
+    "chat": False,
+    "stream": False,
+    "return_input_ids": False,
+    "return_metrics": False,
+    "return_log_probs": False,
+    "exclude_input_in_output": True,
+}
+SAMPLING = tuple(SamplingParams.model_fields)
+ALIASES = {  # TensorRT-LLM's name -> ours
+    "streaming": "stream",
+    "stop_words": "stop",
+    "end_id": "stop_token_ids",
+    "random_seed": "seed",
+    "request_output_len": "max_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+}
+FIXED = {  # taken for TensorRT-LLM's sake, with the one value that is true here
+    "beam_width": 1,
+    "return_finish_reason": True,
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+}
+KEYS = (*PROMPTS, *FLAGS, "n", "timeout", *SAMPLING, "cancel", *ALIASES, *FIXED)
+LISTS = {"input_ids", "stop", "stop_token_ids", "bad_words", "cancel"}
+JSON = {  # keys that are JSON texts, such as these
+    "logit_bias": '{"5": -100}',
+    "bad_words_ids": "[[5, 6]]",
+    "structured_outputs": '{"regex": "[0-9]+"}',
+    "messages": '[{"role": "user", "content": "hello"}]',
+}
+
+
+class Ask(NamedTuple):
+    """A request as far as it can be checked without the engine."""
+
+    prompt: str | list[int]
+    messages: Sequence[Mapping[str, object]] | None  # instead of a prompt
+    flags: dict[str, bool]
+    n: int
+    timeout_s: float  # 0: none
+    params: SamplingParams
+
+    def branches(self) -> list[SamplingParams]:
+        """One for each of the n answers: with a seed, seed + i."""
+        if self.n == 1 or self.params.seed is None:
+            return [self.params] * self.n
+        seeds = [(self.params.seed + i) % 2**64 for i in range(self.n)]
+        return [self.params.model_copy(update={"seed": seed}) for seed in seeds]
+
+
+def read_request(request: Any) -> dict[str, Any]:
+    """What the request says, in tensors and request parameters alike, by our names."""
+    asked: dict[str, Any] = {}
+    for tensor in request.inputs():
+        _put(asked, tensor.name(), read_tensor(tensor))
+    for name, value in json.loads(request.parameters() or "{}").items():
+        if name == "id":  # HTTP's generate repeats the request's id here
+            continue
+        if name not in KEYS:
+            raise Refused(f"unknown key {name!r}; the keys are {', '.join(KEYS)}")
+        _put(asked, name, [value] if ALIASES.get(name, name) in LISTS else value)
+    if request.timeout():
+        asked["timeout"] = request.timeout()
+    return asked
+
+
+def _put(asked: dict[str, Any], name: str, value: Any) -> None:
+    if name in FIXED:
+        if value != FIXED[name]:
+            raise Refused(f"{name} is {value!r}, only {FIXED[name]!r} is served; leave it out")
+        return
+    ours = ALIASES.get(name, name)
+    if ours in asked:
+        raise Refused(
+            f"{ours} is given twice, as a tensor or a request parameter, perhaps by its other name;"
+            f" give it once"
+        )
+    asked[ours] = value
+
+
+def read_ask(asked: dict[str, Any]) -> Ask:
+    flags = {name: read_flag(name, asked.pop(name, default)) for name, default in FLAGS.items()}
+    n = read_count("n", asked.pop("n", 1), 1, MAX_N)
+    timeout_s = read_count("timeout", asked.pop("timeout", 0), 0, 2**63) / 1e6
+    if n > 1 and flags["stream"]:
+        raise Refused(f"n is {n} in a stream, which has one answer; send {n} requests, or leave stream out")
+    asked.update({name: read_json(name, asked[name]) for name in JSON if name in asked})
+    messages = asked.pop("messages", None)
+    prompt = "" if messages is not None else read_prompt(asked)
+    if messages is not None:
+        _check_messages(asked, messages)
+    elif flags["chat"]:
+        if not isinstance(prompt, str):
+            raise Refused(
+                "chat makes text_input a user's message, this request has input_ids; give text_input"
+            )
+        messages = [{"role": "user", "content": prompt}]
+    if not flags["exclude_input_in_output"] and (messages is not None or not isinstance(prompt, str)):
+        raise Refused("exclude_input_in_output is false, which repeats text_input; give text_input, no chat")
+    if flags["return_log_probs"]:
+        asked.setdefault("logprobs", 0)
+    return Ask(prompt, messages, flags, n, timeout_s, SamplingParams(**asked))
+
+
+def read_tensor(tensor: Any) -> Any:
+    """A list or a single value, in Python's types."""
+    name, values = tensor.name(), tensor.as_numpy().reshape(-1)
+    if values.dtype == np.object_:
+        content = [read_text(name, value) for value in values]
+    elif values.dtype == np.float32:
+        content = [float(str(value)) for value in values]  # 0.7 as the caller wrote it, not 0.699999988
+    else:
+        content = values.tolist()
+    if ALIASES.get(name, name) in LISTS:
+        return content
+    if len(content) != 1:
+        raise Refused(f"{name} has {len(content)} values; give one")
+    return content[0]
+
+
+def read_text(name: str, value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise Refused(
+            f"{name} is not UTF-8 ({error.reason} at byte {error.start}); send UTF-8 or input_ids"
+        ) from None
+
+
+def read_json(name: str, text: object) -> object:
+    """JSON has text for keys only, and token ids are keys of logit_bias."""
+    try:
+        value = json.loads(text) if isinstance(text, str) else None
+        if name == "logit_bias" and isinstance(value, dict):
+            value = {int(key): bias for key, bias in value.items()}
+    except (ValueError, RecursionError):
+        value = None
+    if value is None:
+        raise Refused(f"{name} is {str(text)[:80]!r}; give a text that is JSON, such as {JSON[name]}")
+    return value
+
+
+def read_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise Refused(f"{name} is {value!r}; give true or false")
+    return value
+
+
+def read_count(name: str, value: object, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise Refused(f"{name} is {value!r}; give a whole number of {least} to {most}")
+    return value
+
+
+def read_prompt(asked: dict[str, Any]) -> str | list[int]:
+    """Takes text_input or input_ids out of `asked`."""
+    text, ids = asked.pop("text_input", None), asked.pop("input_ids", None)
+    if (text is None) == (ids is None):
+        given = "neither" if text is None else "both"
+        raise Refused(f"a request has either text_input or input_ids, this one has {given}; give one of them")
+    return ids if text is None else text
+
+
+def _check_messages(asked: dict[str, Any], messages: object) -> None:
+    beside = [name for name in ("text_input", "input_ids") if name in asked]
+    if beside:
+        raise Refused(f"a request with messages has no {beside[0]}; give one of them")
+    if not isinstance(messages, list) or not messages:
+        raise Refused(f"messages is {str(messages)[:80]}; give a JSON list, such as {JSON['messages']}")

@@ -1,0 +1,223 @@
+"""What a served engine tells Prometheus: the names, and the numbers behind them.
+
+Latencies are counted here and told in bulk, as counters that are named like a histogram's (_bucket, _sum,
+_count): an observation is a call to the server's process, and there is one per token.
+"""
+
+import bisect
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, Protocol
+
+from hemiola.runtime.api import Counters, Load, Metrics
+
+Outcome = Literal["success", "cancelled", "timeout", "invalid", "rejected", "error"]
+OUTCOMES: tuple[Outcome, ...] = ("success", "cancelled", "timeout", "invalid", "rejected", "error")
+EDGES_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Family(NamedTuple):
+    kind: Literal["counter", "gauge"]
+    help: str
+
+
+FAMILIES = {
+    "hemiola_requests_total": Family("counter", "requests that ended, by outcome"),
+    "hemiola_requests_running": Family("gauge", "requests that have a slot"),
+    "hemiola_requests_waiting": Family("gauge", "requests that wait for a slot"),
+    "hemiola_prompt_tokens_total": Family("counter", "tokens of prompts that were taken"),
+    "hemiola_generation_tokens_total": Family("counter", "tokens generated"),
+    "hemiola_computed_tokens_total": Family("counter", "tokens computed, drafts and recomputation included"),
+    "hemiola_preemptions_total": Family("counter", "requests that had to give their slot back"),
+    "hemiola_prefix_query_tokens_total": Family("counter", "tokens looked up in the prefix cache"),
+    "hemiola_prefix_hit_tokens_total": Family(
+        "counter", "of those, tokens that had pages; and that had pages and a state, which were not computed"
+    ),
+    "hemiola_draft_tokens_total": Family("counter", "drafts judged, by place in the window; from 0"),
+    "hemiola_accepted_tokens_total": Family("counter", "drafts that stayed, by place in the window"),
+    "hemiola_pages": Family("gauge", "pages: free, cached (kept for later prompts, can be evicted), used"),
+    "hemiola_slots": Family("gauge", "slots: free, running (requests), snapshots (kept states)"),
+    "hemiola_snapshots_total": Family("counter", "states taken, and not taken as all others were worth more"),
+    "hemiola_evictions_total": Family("counter", "pages and snapshots given up"),
+    "hemiola_steps_total": Family("counter", "steps: all rows decode, all read prompts, or mixed"),
+    "hemiola_step_seconds_total": Family("counter", "time in steps"),
+    "hemiola_engine_seconds_total": Family("counter", "of that, time in the engine itself"),
+    "hemiola_heartbeat_timestamp_seconds": Family("gauge", "when the engine was last known to move"),
+    "hemiola_healthy": Family("gauge", "1: takes requests; 0: the engine is lost"),
+    "hemiola_restarts_total": Family("counter", "times that `hemiola serve` has started a lost server again"),
+}
+HISTOGRAMS = {
+    "hemiola_time_to_first_token_seconds": "from a request's arrival to its first token",
+    "hemiola_inter_token_latency_seconds": "between two tokens of a request",
+    "hemiola_e2e_request_latency_seconds": "from a request's arrival to its last token",
+    "hemiola_request_queue_time_seconds": "from a request's arrival to its first step",
+}
+for _name, _help in HISTOGRAMS.items():
+    FAMILIES |= {f"{_name}{part}": Family("counter", _help) for part in ("_bucket", "_sum", "_count")}
+
+
+class Series(NamedTuple):
+    """A line of the page: a family's name and its labels."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+class Engine(Protocol):
+    """An LLM."""
+
+    @property
+    def counters(self) -> Counters: ...
+    @property
+    def reuse(self) -> Any: ...  # cache.prefix.Statistics
+    def load(self) -> Load: ...
+
+
+class Histogram:
+    """Counts of values up to each edge."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(EDGES_S) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        self.counts[bisect.bisect_left(EDGES_S, seconds)] += times
+        self.sum += seconds * times
+
+    def lines(self, name: str) -> Iterator[tuple[Series, float]]:
+        total = 0
+        for edge, count in zip((*map(str, EDGES_S), "+Inf"), self.counts, strict=True):
+            total += count
+            yield Series(f"{name}_bucket", (("le", edge),)), total
+        yield Series(f"{name}_sum"), self.sum
+        yield Series(f"{name}_count"), total
+
+
+class Meter:
+    """Counts what requests do; other threads may call it, none waits for long."""
+
+    def __init__(self, num_positions: int, num_restarts: int = 0) -> None:
+        self._num_restarts = num_restarts
+        self._lock = threading.Lock()
+        self._outcomes: Counter[str] = Counter()
+        self._num_prompt_tokens = 0
+        self._drafted = [0] * num_positions
+        self._accepted = [0] * num_positions
+        self._histograms = {name: Histogram() for name in HISTOGRAMS}
+        self._ttft, self._itl, self._e2e, self._queue = self._histograms.values()
+
+    def taken(self, num_prompt_tokens: int) -> None:
+        with self._lock:
+            self._num_prompt_tokens += num_prompt_tokens
+
+    def first(self, seconds: float) -> None:
+        with self._lock:
+            self._ttft.add(seconds)
+
+    def later(self, seconds: float, num_tokens: int) -> None:
+        """So many tokens that came together, so long after the last ones."""
+        with self._lock:
+            self._itl.add(seconds / num_tokens, num_tokens)
+
+    def ended(self, outcome: Outcome) -> None:
+        with self._lock:
+            self._outcomes[outcome] += 1
+
+    def measured(self, metrics: Metrics, whole: bool) -> None:
+        """One of a request's answers; whole: it ended by itself."""
+        with self._lock:
+            if metrics.first_scheduled:
+                self._queue.add(metrics.first_scheduled - metrics.arrival)
+            if metrics.last_token and whole:
+                self._e2e.add(metrics.last_token - metrics.arrival)
+            for place, (drafted, accepted) in enumerate(zip(metrics.drafted, metrics.accepted, strict=True)):
+                self._drafted[place] += drafted
+                self._accepted[place] += accepted
+
+    def read(self, engine: Engine) -> dict[Series, float]:
+        """Every line of the page but the model's name."""
+        with self._lock:
+            own = dict(self._own())
+        return own | dict(_sums(engine)) | dict(_levels(engine.load()))
+
+    def _own(self) -> Iterator[tuple[Series, float]]:
+        for outcome in OUTCOMES:
+            yield Series("hemiola_requests_total", (("outcome", outcome),)), self._outcomes[outcome]
+        yield Series("hemiola_prompt_tokens_total"), self._num_prompt_tokens
+        yield Series("hemiola_restarts_total"), self._num_restarts
+        for name, counts in (("draft", self._drafted), ("accepted", self._accepted)):
+            for place, count in enumerate(counts):
+                yield Series(f"hemiola_{name}_tokens_total", (("position", str(place)),)), count
+        for name, histogram in self._histograms.items():
+            yield from histogram.lines(name)
+
+
+def _sums(engine: Engine) -> Iterator[tuple[Series, float]]:
+    counters, reuse = engine.counters, engine.reuse
+    yield Series("hemiola_generation_tokens_total"), counters.num_output_tokens
+    yield Series("hemiola_computed_tokens_total"), counters.num_computed_tokens
+    yield Series("hemiola_preemptions_total"), counters.num_preemptions
+    yield Series("hemiola_step_seconds_total"), counters.step_seconds
+    yield Series("hemiola_engine_seconds_total"), counters.engine_seconds
+    yield Series("hemiola_prefix_query_tokens_total"), reuse.query_tokens
+    for name, label, counts in (
+        ("steps", "kind", {
+            "prompt": counters.num_prompt_steps, "mixed": counters.num_mixed_steps,
+            "decode": counters.num_steps - counters.num_prompt_steps - counters.num_mixed_steps,
+        }),
+        ("prefix_hit_tokens", "kind", {"pages": reuse.page_hit_tokens, "states": reuse.hit_tokens}),
+        ("snapshots", "outcome", {"taken": reuse.num_snapshots, "refused": reuse.refused_snapshots}),
+        ("evictions", "kind", {
+            "page": reuse.evicted_pages, "snapshot": reuse.evicted_snapshots + reuse.stranded_snapshots,
+        }),
+    ):  # fmt: skip
+        for value, count in counts.items():
+            yield Series(f"hemiola_{name}_total", ((label, value),)), count
+
+
+def _levels(load: Load) -> Iterator[tuple[Series, float]]:
+    yield Series("hemiola_requests_running"), load.num_running
+    yield Series("hemiola_requests_waiting"), load.num_waiting
+    yield Series("hemiola_healthy"), not load.failure
+    yield Series("hemiola_heartbeat_timestamp_seconds"), time.time() - load.stalled_s
+    used = load.num_pages - load.num_free_pages - load.num_idle_pages
+    snapshots = load.num_slots - load.num_free_slots - load.num_running
+    for name, counts in (
+        ("pages", {"free": load.num_free_pages, "cached": load.num_idle_pages, "used": used}),
+        ("slots", {"free": load.num_free_slots, "running": load.num_running, "snapshots": snapshots}),
+    ):
+        for state, count in counts.items():
+            yield Series(f"hemiola_{name}", (("state", state),)), max(0, count)
+
+
+class Board:
+    """The model's metrics in tritonserver's page. A line that has not changed costs nothing."""
+
+    def __init__(self, family: Any, labels: dict[str, str]) -> None:
+        self._family = family  # pb_utils.MetricFamily
+        self._labels = labels
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[Series, Any] = {}
+        self._posted: dict[Series, float] = {}
+
+    def post(self, values: dict[Series, float]) -> None:
+        for series, value in values.items():
+            posted = self._posted.get(series, 0)
+            if series not in self._metrics:
+                self._metrics[series] = self._make(series)
+            if value == posted:
+                continue
+            self._posted[series] = value
+            if FAMILIES[series.name].kind == "gauge":
+                self._metrics[series].set(float(value))
+            else:
+                self._metrics[series].increment(float(value - posted))
+
+    def _make(self, series: Series) -> Any:
+        kind, text = FAMILIES[series.name]
+        if series.name not in self._families:
+            value = getattr(self._family, kind.upper())
+            self._families[series.name] = self._family(name=series.name, description=text, kind=value)
+        return self._families[series.name].Metric(labels=self._labels | dict(series.labels))

@@ -1,0 +1,70 @@
+"""A served model's settings: 1/model.json in its folder, overridden by the parameters of its config.pbtxt."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from hemiola.runtime.api import Strict
+from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.errors import Refused
+
+FILE = "model.json"
+
+
+class ModelSettings(Strict):
+    """What a model has beside its LLM's options."""
+
+    engine_dir: str = Field(description="made by build-engine")
+    max_queue: int = Field(
+        default=256, ge=0, description="requests that may wait for a row; more are refused"
+    )
+    log_requests: bool = Field(default=False, description="a line per request on stderr, without its text")
+    heartbeat_file: str = Field(default="", description="shows `hemiola serve` that the engine moves")
+    num_restarts: int = Field(default=0, ge=0, description="times that this server was started again")
+
+
+OWN = tuple(name for name in ModelSettings.model_fields)
+
+
+def read(folder: Path, parameters: Mapping[str, Mapping[str, str]]) -> tuple[ModelSettings, dict[str, Any]]:
+    """The settings, and the options of LLM. folder: that of model.py."""
+    found = _from_file(folder / FILE)
+    for name, value in parameters.items():
+        text = value["string_value"]
+        try:
+            found[name] = text if name == "engine_dir" else json.loads(text)
+        except json.JSONDecodeError:
+            found[name] = text
+    for name, value in found.items():
+        if isinstance(value, str) and value.startswith("${"):
+            raise Refused(f"{name} is still {value}; fill {FILE} in, or start with `hemiola serve`")
+    if "engine_dir" not in found:
+        raise Refused(f"{folder / FILE} has no engine_dir; add it, or start with `hemiola serve`")
+    return split(found)
+
+
+def split(found: Mapping[str, Any]) -> tuple[ModelSettings, dict[str, Any]]:
+    """Checked: no key is unknown."""
+    known = (*OWN, *ServeConfig.model_fields)
+    for name in found:
+        if name not in known:
+            raise Refused(f"unknown setting {name!r}; the settings are {', '.join(known)}")
+    own = ModelSettings(**{name: value for name, value in found.items() if name in OWN})
+    options = {name: value for name, value in found.items() if name not in OWN}
+    ServeConfig(**options)
+    return own, options
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise Refused(f"{path} is not JSON ({error}); correct it") from None
+    if not isinstance(found, dict):
+        raise Refused(f"{path} holds a {type(found).__name__}; write an object of settings")
+    return found
