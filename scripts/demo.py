@@ -1,7 +1,9 @@
-"""What `make demo` shows: engines of the bundled checkpoints, one tritonserver, one streamed prompt each."""
+"""What `make demo` shows: engines of the bundled checkpoints, a tritonserver, streams, a tool call."""
 
+import json
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 from rich.console import Console
@@ -10,11 +12,26 @@ from hemiola import Client, Refused, SamplingParams
 from hemiola.builder.build import Options, build
 from hemiola.runtime import manifest
 from hemiola.runtime.serving.launcher import Server
+from hemiola.runtime.serving.openai.front import Front
+from hemiola.runtime.serving.openai.model import read_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = {
     "nemotron-h-code": "def read_lines(path):\n",
     "qwen3.5-code": "class Stack:\n    def __init__(self):\n",
+}
+QUESTION = "Show me the documentation of os.path."
+TOOL = {
+    "name": "show_documentation",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "module": {"enum": ["os", "os.path", "pathlib", "shutil"]},
+            "num_lines": {"type": "integer", "minimum": 1, "maximum": 99},
+        },
+        "required": ["module", "num_lines"],
+        "additionalProperties": False,
+    },
 }
 console = Console(highlight=False)
 
@@ -50,6 +67,31 @@ def stream(url: str, model: str, prompt: str) -> None:
     )
 
 
+def call(url: str, model: str) -> None:
+    """A tool call, streamed by the OpenAI-compatible front; a grammar keeps it to the tool's schema."""
+    console.rule(f"{model}, a tool call, over {url}")
+    console.print(QUESTION, style="bold", markup=False)
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "tools": [{"type": "function", "function": TOOL}],
+        "tool_choice": {"type": "function", "function": {"name": TOOL["name"]}},
+        "max_tokens": 96,
+        "temperature": 0,
+        "stream": True,
+    }
+    request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            (choice,) = json.loads(line.removeprefix(b"data: "))["choices"]
+            for part in choice["delta"].get("tool_calls", ()):
+                console.print(part["function"].get("name", ""), part["function"]["arguments"], end="", sep="")
+            if choice["finish_reason"]:
+                console.print(f"\nfinish reason: {choice['finish_reason']}", style="dim")
+
+
 def main() -> None:
     engines = {name: engine(name) for name in PROMPTS}
     start = time.perf_counter()
@@ -60,6 +102,10 @@ def main() -> None:
         )
         for name, prompt in PROMPTS.items():
             stream(server.grpc_url, name, prompt)
+        front = Front({name: read_model(name, engine_dir) for name, engine_dir in engines.items()})
+        front.start(server.grpc_url, server.metrics_url)
+        call(front.url, "qwen3.5-code")
+        front.stop()
     console.print("tritonserver stopped", style="dim")
 
 

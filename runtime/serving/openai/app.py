@@ -16,6 +16,7 @@ from aiohttp import web
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.errors import ApiError, api_error
+from hemiola.runtime.serving.openai.guide import guide
 from hemiola.runtime.serving.openai.model import Model
 from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, TextChoice
 from hemiola.runtime.serving.openai.schema import (
@@ -163,11 +164,11 @@ class App:
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         request = parse(ChatRequest, await read_body(http))
         model = self._model(request.model)
-        refuse_guided(request)
         prompt, expected = render(model, request)
+        structured = guide(request, expected)
         ids = await encode(model, prompt)
         most = request.most_tokens or max(model.max_len - len(ids), 1)
-        params = request.params(most, request.num_logprobs)
+        params = request.params(most, request.num_logprobs, structured)
         tokens = model.tokens if request.logprobs else None
         with_ids = bool(request.return_token_ids)
         choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
@@ -204,15 +205,6 @@ class App:
             yield
         finally:
             self._num_open -= num_requests
-
-
-def refuse_guided(request: ChatRequest) -> None:
-    if request.forced:
-        raise ApiError(400, "tool_choice must be auto or none: calls cannot be forced", param="tool_choice")
-    if request.response_format is not None and request.response_format.type != "text":
-        raise ApiError(
-            400, f"response_format {request.response_format.type} is not served", param="response_format"
-        )
 
 
 async def read_body(http: web.Request) -> bytes:

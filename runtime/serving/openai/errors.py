@@ -51,7 +51,7 @@ def api_error(error: Exception) -> ApiError:
             message = str(error)
             if TOO_LONG.search(message):
                 return ApiError(400, message, param="prompt", code="context_length_exceeded")
-            word = message.split(" ", 1)[0]
+            word = message.split(" ", 1)[0].removesuffix(":")
             param = word if word in SamplingParams.model_fields else None
             return ApiError(400, message, param=param, code="invalid_value" if param else None)
         case Busy():

@@ -68,12 +68,16 @@ class Request(Body):
     def num_choices(self) -> int:
         return self.n or 1
 
-    def params(self, max_tokens: int, logprobs: int | None, **more: object) -> list[SamplingParams]:
+    def params(
+        self, max_tokens: int, logprobs: int | None, structured: dict[str, Any] | None = None
+    ) -> list[SamplingParams]:
         """One for each of n choices: with a seed, seed + i."""
         given: dict[str, Any] = {
             name: value for name, value in (self.model_extra or {}).items() if value is not None
         }
-        given = {"temperature": 1.0, **given, "max_tokens": max_tokens, "logprobs": logprobs, **more}
+        given = {"temperature": 1.0, **given, "max_tokens": max_tokens, "logprobs": logprobs}
+        if structured is not None:
+            given["structured_outputs"] = structured
         if isinstance(given.get("logit_bias"), dict):
             given["logit_bias"] = _biases(given["logit_bias"])
         _check_stops(given.get("stop"))

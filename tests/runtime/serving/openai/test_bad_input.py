@@ -113,6 +113,18 @@ BAD = {
         CHAT, M | {"chat_template_kwargs": {"chat_template": "{{ x }}"}}, 400, "chat_template_kwargs",
         "take it out",
     ),
+    "regex_within_a_thought": (
+        CHAT, M | {"structured_outputs": {"regex": "a"}}, 400, "structured_outputs",
+        '{"enable_thinking": false}',
+    ),
+    "regex_and_format": (
+        CHAT, M | {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, 400,
+        "structured_outputs", "give one of them",
+    ),
+    "two_grammars": (
+        TEXT, P | {"structured_outputs": {"regex": "a", "choice": ["a"]}}, 400, "structured_outputs",
+        "regex and choice given",
+    ),
     "store": (CHAT, M | {"store": True}, 400, "store", "store is True"),
     "chat_without_tokenizer": (CHAT, {"model": "ids"} | M, 400, None, "messages are text, model ids has no"),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """`hemiola serve --openai-port`: what leaves it is what the LLM in this process says."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -191,6 +192,68 @@ def test_n_answers_are_those_of_their_seeds(client: OpenAI, llm: LLM) -> None:
         for i in range(3)
     ]
     assert [choice.text for choice in answer.choices] == wanted
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "now"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "maximum": 9}},
+                "required": ["city", "days"],
+                "additionalProperties": False,
+                "$defs": {"city": {"enum": ["Kyōto", 'a "b" </tool_call>']}},
+            },
+        },
+    },
+]
+ONE = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", ONE])
+def test_a_forced_call_is_whole_and_fits(client: OpenAI, choice: object) -> None:
+    """From a model that says nothing else of use; with drafts; the same, streamed or not."""
+    asked = {
+        "model": "hemiola", "messages": USER, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200,
+        "temperature": 0, "parallel_tool_calls": False,
+    }  # fmt: skip
+    (whole,) = client.chat.completions.create(**asked).choices
+    assert whole.finish_reason == "tool_calls"
+    assert not whole.message.content
+    (call,) = whole.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "now":
+        assert arguments == {}
+    else:
+        assert arguments.keys() == {"city", "days"} and arguments["days"] <= 9
+        assert arguments["city"] in ("Kyōto", 'a "b" </tool_call>')
+    if choice is ONE:
+        assert call.function.name == "weather"
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    calls = [one for delta in deltas for one in delta.tool_calls or ()]
+    assert [one.function.name for one in calls if one.id] == [call.function.name]
+    assert "".join(one.function.arguments for one in calls) == call.function.arguments
+
+
+def test_an_answer_fits_its_schema(client: OpenAI, llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "é"]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
+    asked = {"model": "hemiola", "messages": USER, "temperature": 0, "max_tokens": 60}
+    answer = client.chat.completions.create(**asked, response_format=wanted)
+    found = json.loads(answer.choices[0].message.content)
+    assert found["a"] <= 99 and found["b"] in ("x", "é")
+    assert answer.choices[0].finish_reason == "stop"
+    for wrong in ({"type": "nonsense"}, {"$ref": "#/nowhere"}, {"type": "string", "pattern": "("}):
+        wanted["json_schema"]["schema"] = wrong
+        with pytest.raises(BadRequestError, match="structured_outputs"):
+            client.chat.completions.create(**asked, response_format=wanted)
 
 
 def test_a_prompt_beyond_the_context_is_named(client: OpenAI) -> None:
