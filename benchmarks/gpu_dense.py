@@ -62,12 +62,13 @@ def load_without_registering() -> None:
         module = types.ModuleType(name)
         module.__path__ = [str(path)]
         sys.modules[name] = module
+    importlib.import_module("hemiola.plugins.gpu.compile").on_demand()
 
 
 def candidates(num_tokens: int) -> list:
     """Tiles that could serve so many tokens."""
     tiles = importlib.import_module("hemiola.plugins.gpu.tiles")
-    tile, wide = tiles.Tile, [wide.tile for wide in tiles.SM90_WIDE]
+    tile, wide = tiles.Tile, [many.tile for many in tiles.table_of(90).many]
     if num_tokens <= 16:
         few = [(16, 256, 4, 4), (32, 128, 4, 5), (64, 128, 4, 4), (64, 64, 4, 6)]
         persistent = [(64, 128, 4, 6), (64, 256, 4, 4), (128, 128, 4, 5), (32, 256, 4, 5), (32, 512, 4, 3),

@@ -29,6 +29,9 @@ def import_kernels_only() -> None:
     import hemiola  # noqa: F401
 
     sys.modules["hemiola.plugins"] = package
+    from hemiola.plugins.gpu.compile import on_demand
+
+    on_demand()
 
 
 def tests_of(op: str) -> types.ModuleType:

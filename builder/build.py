@@ -19,6 +19,7 @@ from hemiola.builder.checkpoint import DTYPES, Checkpoint, Files, Lazy, read_jso
 from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.options import Options
 from hemiola.builder.random_weights import RandomTensors, drawn
+from hemiola.builder.targets.kernels import compile_kernels
 from hemiola.builder.targets.torch import Compiled, Job, Report
 from hemiola.plugins import OPS
 from hemiola.runtime import manifest
@@ -35,7 +36,7 @@ def build(
     path: Path, engine_dir: Path, options: Options, report: Report = lambda stage, done, total: None
 ) -> Manifest:
     """Write an engine. It appears complete or not at all; an engine that stood there before is replaced."""
-    target, archs = targets.pick(options.target, options.arch)
+    target, archs = targets.pick(options.target, ",".join(options.arch))
     arch = ARCHS[archs[0]]
     _refuse_pages(options)
     _refuse_occupied(engine_dir)
@@ -66,6 +67,10 @@ def build(
             graphs.append(graph)
             segments.append(_segment(compiled, graph))
             weights = compiled.weights | weights
+        kernels: tuple[manifest.Kernels, ...] = ()
+        if arch.device == "cuda":
+            ops = {node.op for segment in segments for node in segment.nodes}
+            kernels = compile_kernels(graphs, ops, job)
         absent = drawn(weights)
         write_weights({n: w for n, w in weights.items() if n not in absent}, folder / WEIGHTS, report)
         carried = (_hidden(model, limits, arch),) if drafts == "mtp" else ()
@@ -88,6 +93,7 @@ def build(
             drawn=absent,
             states=tuple(state for graph in graphs for state in graph.states) + carried,
             segments=tuple(segments),
+            kernels=kernels,
             ops={node.op: OPS[node.op].schema() for segment in segments for node in segment.nodes},
             sha256={
                 str(file.relative_to(folder)): _sha256(file)

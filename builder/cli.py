@@ -44,7 +44,8 @@ def build_engine(
         task = progress.add_task("starting", total=None, amount="")
 
         def report(stage: str, done: int, total: int) -> None:
-            amount = f"{_mib(done)} of {_mib(total)}" if total else ""
+            shown = str if stage.startswith("kernels") else _mib
+            amount = f"{shown(done)} of {shown(total)}" if total else ""
             progress.update(task, description=stage, completed=done, total=total or None, amount=amount)
 
         manifest = build(checkpoint, engine_dir, chosen, report)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hemiola.runtime.api import Strict
 
@@ -13,8 +13,9 @@ class Options(Strict):
     target: str = Field(
         default="torch", description="what runs the engine: torch, tensorrt-rtx, or onnxruntime on a CPU"
     )
-    arch: str = Field(
-        default="cpu", description="the device it runs on; several for tensorrt-rtx: sm_89,sm_120"
+    arch: tuple[str, ...] = Field(
+        default=("cpu",),
+        description="what it runs on: cpu (if none is named), or kinds of GPUs: sm_89,sm_120",
     )
     max_len: int | None = Field(
         default=None,
@@ -35,3 +36,12 @@ class Options(Strict):
         description="random numbers for CHECKPOINT/config.json: an engine of its dimensions, to measure",
     )
     chunk_len: int = Field(default=16, ge=1, description="tokens between two edges of the recurrence grid")
+
+    @field_validator("arch", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        """`sm_90,sm_120` as on the command line, in any order, each once."""
+        parts = [value] if isinstance(value, str) else value
+        if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
+            return value
+        return tuple(dict.fromkeys(" ".join(parts).replace(",", " ").split()))

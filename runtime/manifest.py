@@ -11,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import hemiola
 from hemiola.plugins import OPS
+from hemiola.plugins.gpu.binaries import Binary, sources
 from hemiola.runtime.errors import Refused
 
-FORMAT = 4
+FORMAT = 5
 FILE = "manifest.json"
 PARTS = "parts"  # the folder of compiled parts
 Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]
@@ -100,6 +101,22 @@ class Segment(Part):
         return [*parts] or [self.file]
 
 
+class KernelFile(Part):
+    """One compiled kernel."""
+
+    file: str
+    binary: Binary
+
+
+class Kernels(Part):
+    """All kernels that an engine can come to launch on GPUs of one architecture."""
+
+    arch: str
+    cuda: str  # version of the assembler: a driver must know its major
+    sources: str  # plugins/gpu/binaries.py
+    binaries: tuple[KernelFile, ...]
+
+
 class Manifest(Part):
     """Everything the runtime knows of an engine."""
 
@@ -120,6 +137,7 @@ class Manifest(Part):
     drawn: dict[str, Drawn]  # weights that are random numbers and stand in no file, by name
     states: tuple[State, ...]
     segments: tuple[Segment, ...]
+    kernels: tuple[Kernels, ...]  # one for each architecture of a GPU
     ops: dict[str, str]  # schemas of the ops that the segments call, by name
     sha256: dict[str, str]  # every other file of the engine, by its path inside the directory
     identity: str = ""  # sha256 of this manifest without this field
@@ -211,6 +229,8 @@ def _check_ops(path: Path, manifest: Manifest) -> None:
             f"{path} was built for other forms of the ops {', '.join(other)} than this hemiola has;"
             f" run build-engine again"
         )
+    if any(kernels.sources != sources() for kernels in manifest.kernels):
+        raise Refused(f"{path} was built from other kernels than this hemiola has; run build-engine again")
 
 
 def _check_file(path: Path, expected: str) -> None:

@@ -5,12 +5,14 @@ import functools
 import logging
 import secrets
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from kit import checkpoints
+from kit.kernels import uncompiled
 
 from hemiola.builder.build import Options, build
 from hemiola.runtime.device import session as sessions
@@ -69,7 +71,8 @@ def tiny_engine(
         key = (family, *sorted(options.items()))
         if key not in built:
             built[key] = tmp_path_factory.mktemp("engine") / family
-            build(tiny_checkpoint(family), built[key], Options(**SMALL | options))
+            with uncompiled() if options.get("arch", "cpu") != "cpu" else nullcontext():
+                build(tiny_checkpoint(family), built[key], Options(**SMALL | options))
         return built[key]
 
     return get

@@ -17,7 +17,6 @@ class Target(NamedTuple):
     archs: tuple[str, ...]
     module: str  # of this package; its `compile` puts a segment into the engine directory
     promise: Literal["bits", "tokens"] = "bits"  # tokens: parts may round by the number of tokens beside one
-    is_portable: bool = False  # one engine for several architectures
 
     @property
     def compile(self) -> Callable[[Graph, dict[str, Lazy], Job], Compiled]:
@@ -30,7 +29,7 @@ TARGETS: dict[str, Target] = {
     for target in (
         Target("torch", tuple(known.ARCHS), "torch"),
         Target("onnxruntime", ("cpu",), "onnxruntime", "tokens"),
-        Target("tensorrt-rtx", RTX, "rtx", "tokens", is_portable=True),
+        Target("tensorrt-rtx", RTX, "rtx", "tokens"),
     )
 }
 
@@ -42,14 +41,17 @@ def pick(target: str, arch: str) -> tuple[Target, tuple[str, ...]]:
             f"--target {target} is not supported by this version, only {', '.join(TARGETS)}; use one of these"
         )
     found, archs = TARGETS[target], tuple(dict.fromkeys(known.split(arch)))
-    if len(archs) > 1 and not found.is_portable:
-        raise Refused(f"--arch {arch}: an engine is for one architecture; build one for each")
     for name in archs or [arch]:
         if name not in found.archs:
             raise Refused(
                 f"--arch {name} is not supported by --target {target}, only {', '.join(found.archs)};"
                 " use one of these"
             )
+    if len({known.ARCHS[name].device for name in archs}) > 1:
+        raise Refused(
+            f"--arch {arch}: an engine for the CPU computes in other numbers than one for GPUs;"
+            f" build one for each"
+        )
     try:
         import_module(f"hemiola.builder.targets.{found.module}")
     except ModuleNotFoundError as error:

@@ -7,6 +7,7 @@ queries of a key head that fit a tile share what is read. Row sums are products 
 on how warps share a row. Multiply-adds are never contracted.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 
 from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
+from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
 
 _write = Kernel("attention", "_write")
 _attend = Kernel("attention", "_attend")
@@ -148,6 +150,14 @@ def attention(
             **options,
         )
     return o
+
+
+def variants(most: Size, *arguments: torch.Tensor | float) -> Iterator[Variant]:
+    """Tables of rows have powers of two, query tiles the height of an average row."""
+    for rows in around(powers(most.rows), most.rows):
+        for tokens in around((rows * each for each in powers(64)), most.tokens):
+            for pages in (1, most.pages):
+                yield Variant(Size(tokens, rows, pages))
 
 
 @lru_cache(maxsize=16)

@@ -16,7 +16,7 @@ from hemiola.plugins.gpu.rows import CLEAR_TOKENS, clear_dead_tokens
 _NOTHING = tl.constexpr(-1e30)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_len"])
 def _write(
     k,
     v,
@@ -106,7 +106,7 @@ def _of(values, n, row):
     return tl.sum(tl.where(n == row, values, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity"])
+@triton.jit(do_not_specialize=["num_rows", "table_len", "capacity"])
 def _attend(
     q,
     k_pages,

@@ -4,9 +4,11 @@ import torch
 
 from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.launch import Kernel, cdiv, pow2
+from hemiola.plugins.gpu.sizes import every_number_of_rows
 
 _conv = Kernel("conv", "_conv")
 _keep_long = Kernel("conv", "_keep_long")
+variants = every_number_of_rows
 
 TOKENS, CHANNELS = 16, 256  # of a program
 

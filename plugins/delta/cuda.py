@@ -17,9 +17,11 @@ import torch
 
 from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
+from hemiola.plugins.gpu.sizes import every_number_of_rows
 
 _step = Kernel("delta", "_step")
 _scan = Kernel("delta", "_scan")
+variants = every_number_of_rows
 
 
 class TilePlan(NamedTuple):

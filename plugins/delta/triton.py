@@ -88,7 +88,7 @@ def _step(
                     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _scan(
     q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o, tickets,
     num_rows,

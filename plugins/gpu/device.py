@@ -1,5 +1,7 @@
 """What tile tables need to know of a GPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,12 +16,28 @@ class Gpu(NamedTuple):
 
 
 H200 = Gpu(90, 132)
+_built_for = H200
+
+
+@contextmanager
+def built_for(gpu: Gpu) -> Iterator[None]:
+    """Inside, tensors without memory pass for tensors of this GPU."""
+    global _built_for
+    before, _built_for = _built_for, gpu
+    try:
+        yield
+    finally:
+        _built_for = before
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """A CPU, under Triton's interpreter, passes for an H200."""
+    if device.type == "meta":
+        return _built_for
+    return _gpu_of(device) if device.type == "cuda" else H200
 
 
 @lru_cache
-def gpu_of(device: torch.device) -> Gpu:
-    """A CPU, under Triton's interpreter, passes for an H200."""
-    if device.type != "cuda":
-        return H200
+def _gpu_of(device: torch.device) -> Gpu:
     major, minor = torch.cuda.get_device_capability(device)
     return Gpu(10 * major + minor, torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,32 +1,32 @@
-"""Kernels by Triton's own launcher: compiled at their first call, or interpreted under TRITON_INTERPRET=1."""
+"""Kernels by Triton's own launcher: under TRITON_INTERPRET=1 without a GPU, or to compare with it."""
 
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hemiola.plugins.gpu.launch import Block, Kernel
-
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-def launch(
-    kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any]
-) -> None:
-    source(kernel)[grid](*map(_argument, arguments), **{name: constant(v) for name, v in constants.items()})
+from hemiola.plugins.gpu.compile import DTYPES, source
+from hemiola.plugins.gpu.launch import WORDS, Block, Kernel, Values, launches
 
 
-def source(kernel: Kernel) -> Any:
-    """Triton's function."""
-    return getattr(import_module(f"hemiola.plugins.{kernel.op}.triton"), kernel.name)
+@contextmanager
+def launched_by_triton() -> Iterator[None]:
+    """Inside, Triton launches all kernels itself."""
+    with launches(_launch):
+        yield
 
 
-def _argument(value: Any) -> Any:
+def _launch(kernel: Kernel, grid: tuple[int, ...], values: Values, constants: Mapping[str, Any]) -> None:
+    source(kernel.name)[grid](
+        *map(_value, values), **{name: _constant(value) for name, value in constants.items()}
+    )
+
+
+def _value(value: Any) -> Any:
     return TensorDescriptor.from_tensor(value.tensor, list(value.box)) if isinstance(value, Block) else value
 
 
-def constant(value: Any) -> Any:
-    return DTYPES[value] if isinstance(value, torch.dtype) else value
+def _constant(value: Any) -> Any:
+    return DTYPES[WORDS[value]] if isinstance(value, torch.dtype) else value

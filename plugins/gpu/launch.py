@@ -1,12 +1,28 @@
-"""How launchers call kernels: no Triton here, so that an engine runs without a compiler."""
+"""How launchers call kernels. No Triton here: an engine runs without a compiler.
 
-from collections.abc import Sequence
-from importlib import import_module
+A kernel is compiled for the kinds of its arguments and for its constants: a `Call`. Binaries are made when an
+engine is built (plugins/gpu/compile.py), for all calls that it can come to make (plugins/gpu/cover.py).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 CLEAR_TOKENS = 16  # tokens whose row one program looks for
+ALIGNMENT = 16  # bytes of an address, and what an int may be a multiple of: a kernel is told
+WORDS = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
+    torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+ONE = "1"  # the kind of an int that is 1, which a kernel is told, too
+ANY = "?"  # ends the kind of what a kernel is told nothing of
+
+Constant = bool | int | str
+Values = Sequence[Any]  # tensors, blocks, ints and floats, as a kernel takes them
 
 
 def pow2(size: int) -> int:
@@ -23,18 +39,125 @@ class Block(NamedTuple):
     """A tensor that a kernel reads or writes in boxes, through a descriptor (TMA)."""
 
     tensor: torch.Tensor
-    box: Sequence[int]
+    box: tuple[int, ...]
+
+
+class NotCompiled(RuntimeError):
+    """A kernel was called in a way for which there is no binary; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a kernel is compiled for."""
+
+    kernel: str  # delta._scan
+    kinds: tuple[str, ...]  # of its arguments
+    constants: tuple[tuple[str, Constant], ...]  # by name; num_warps and the like among them
+
+    def fits(self, values: Values, constants: Mapping[str, Any]) -> bool:
+        same = self.constants == constants_of(constants) and len(self.kinds) == len(values)
+        return same and all(
+            kind == kind_of(value, kind.endswith(ANY)) for kind, value in zip(self.kinds, values, strict=True)
+        )
+
+
+def kind_of(value: Any, varies: bool = False) -> str:
+    """`*bf16:16` or `*bf16`, `i32:16`, `i32` or `1`, `fp32`, `<bf16 64 128>`.
+
+    varies: the kernel is told neither address nor value.
+    """
+    if isinstance(value, torch.Tensor):
+        told = ANY if varies else "" if value.data_ptr() % ALIGNMENT else f":{ALIGNMENT}"
+        return f"*{WORDS[value.dtype]}{told}"
+    if isinstance(value, Block):
+        return f"<{WORDS[value.tensor.dtype]} {' '.join(map(str, value.box))}>"
+    if isinstance(value, float):
+        return "fp32"
+    if varies:
+        return f"i32{ANY}"
+    word = "i64" if value >> 31 > 0 else "i32"
+    return ONE if value == 1 else f"{word}:{ALIGNMENT}" if value % ALIGNMENT == 0 else word
+
+
+def constants_of(constants: Mapping[str, Any]) -> tuple[tuple[str, Constant], ...]:
+    """Sorted, dtypes as words."""
+    return tuple(
+        (name, WORDS[value] if isinstance(value, torch.dtype) else value)
+        for name, value in sorted(constants.items())
+    )
+
+
+Launch = Callable[[tuple[int, ...], list[Any]], None]  # tensors as addresses
+Instead = Callable[["Kernel", tuple[int, ...], Values, Mapping[str, Any]], None]
+_instead: Instead | None = None
+
+
+@contextmanager
+def launches(instead: Instead) -> Iterator[None]:
+    """Inside, all launches are handed to this function: to be interpreted, or looked at."""
+    global _instead
+    before, _instead = _instead, instead
+    try:
+        yield
+    finally:
+        _instead = before
 
 
 class Kernel:
-    """An entry point of `plugins/<op>/triton.py`, called as `kernel[grid](*arguments, CONSTANT=...)`."""
+    """An entry point of `plugins/<op>/triton.py`, called as `kernel[grid](*values, CONSTANT=...)`."""
+
+    # makes what no engine has brought, where somebody asked for that (plugins/gpu/compile.py, on_demand)
+    compile: Callable[["Kernel", Values, Mapping[str, Any]], None] | None = None
 
     def __init__(self, op: str, name: str) -> None:
-        self.op, self.name = op, name
+        self.op, self.entry, self.name = op, name, f"{op}.{name}"
+        self.binaries: dict[Call, Launch] = {}
+        self._found: dict[tuple[Any, ...], Launch] = {}
 
-    def __repr__(self) -> str:
-        return f"{self.op}{self.name}"
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        jit = import_module("hemiola.plugins.gpu.jit")
-        return lambda *arguments, **constants: jit.launch(self, grid, arguments, constants)
+    def _launch(self, grid: tuple[int, ...], *values: Any, **constants: Any) -> None:
+        if _instead is not None:
+            _instead(self, grid, values, constants)
+            return
+        look = [*constants, *constants.values()]  # all that decides of kinds
+        flat, addresses = [], 0
+        for value in values:
+            kind = type(value)
+            if kind is int:
+                look.append(ONE if value == 1 else value % ALIGNMENT == 0)
+                flat.append(value)
+            elif kind is Block:
+                look += (value.tensor.dtype, value.box)
+                flat.append(value)
+            elif kind is float:
+                flat.append(value)
+            else:
+                address = value.data_ptr()
+                addresses |= address
+                look.append(value.dtype)
+                flat.append(address)
+        if addresses % ALIGNMENT:  # rarely: somebody starts elsewhere
+            look += [value.data_ptr() % ALIGNMENT == 0 for value in values if isinstance(value, torch.Tensor)]
+        key = tuple(look)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._find(values, constants)
+        found(grid, flat)
+
+    def _find(self, values: Values, constants: Mapping[str, Any]) -> Launch:
+        """The binary for such a call; raises NotCompiled where there is none."""
+        for _ in range(2):
+            for call, launch in self.binaries.items():
+                if call.fits(values, constants):
+                    return launch
+            if Kernel.compile is None:
+                break
+            Kernel.compile(self, values, constants)
+        wanted = ", ".join(f"{name}={value}" for name, value in constants_of(constants))
+        raise NotCompiled(
+            f"there is no binary of {self.name} for ({', '.join(map(kind_of, values))}; {wanted}) among the"
+            f" {len(self.binaries)} loaded; run build-engine again, or without an engine call"
+            f" hemiola.plugins.gpu.compile.on_demand()"
+        )

@@ -1,12 +1,15 @@
 """The dense layer on CUDA: one chain of sums per output, in tiles of any shape, and what may end it."""
 
+from collections.abc import Iterator
+
 import torch
 
 from hemiola.plugins.gpu.checks import absent, check, is_described
 from hemiola.plugins.gpu.device import gpu_of
 from hemiola.plugins.gpu.dtypes import FLOATS
 from hemiola.plugins.gpu.launch import Block, Kernel, cdiv
-from hemiola.plugins.gpu.tiles import FALLBACK, Tile, tile_of
+from hemiola.plugins.gpu.sizes import Size, Variant
+from hemiola.plugins.gpu.tiles import FALLBACK, Tile, tile_of, tiles_for
 
 _best_part = Kernel("linear", "_best_part")
 _persistent = Kernel("linear", "_persistent")
@@ -19,9 +22,10 @@ def linear(
     x: torch.Tensor,  # [T, F]
     weight: torch.Tensor,  # [O, F]
     bias: torch.Tensor,  # [O], or zero-length: none
+    tile: Tile | None = None,
 ) -> torch.Tensor:  # [T, O]
     """See reference.py. A row's bits do not depend on T, its place or other rows."""
-    return fused(x, weight, bias)
+    return fused(x, weight, bias, tile=tile)
 
 
 def fused(
@@ -54,6 +58,13 @@ def fused(
     return y
 
 
+def variants(most: Size, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Iterator[Variant]:
+    """Every tile that may be chosen; how many tokens there are tells a kernel nothing."""
+    y = x.new_empty(len(x), len(weight))
+    for tile in {_fitting(tile, [x, weight, y]) for tile in tiles_for(len(weight), gpu_of(x.device), False)}:
+        yield Variant(most, {"tile": tile})
+
+
 def linear_argmax(
     x: torch.Tensor,  # [T, F]
     weight: torch.Tensor,  # [O, F]
@@ -81,7 +92,12 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _tile_of(described: list[torch.Tensor], num_tokens: int, num_outputs: int, activation: str) -> Tile:
-    tile = tile_of(num_tokens, num_outputs, gpu_of(described[0].device), activation == "swiglu")
+    gpu = gpu_of(described[0].device)
+    return _fitting(tile_of(num_tokens, num_outputs, gpu, activation == "swiglu"), described)
+
+
+def _fitting(tile: Tile, described: list[torch.Tensor]) -> Tile:
+    """The tile, if these tensors can be read in such."""
     if described[0].dtype is torch.float32:
         return FALLBACK
     return tile if not tile.is_persistent or all(map(is_described, described)) else FALLBACK
@@ -107,9 +123,9 @@ def _launch(
     token_tiles, output_tiles = cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)
     bias, best = y if bias is None else bias, y if best is None else best
     if tile.is_persistent:
-        box = [tile.tokens, tile.outputs // tile.parts() // (2 if activation == "swiglu" else 1)]
+        box = (tile.tokens, tile.outputs // tile.parts() // (2 if activation == "swiglu" else 1))
         _persistent[(min(gpu_of(x.device).multiprocessors, token_tiles * output_tiles),)](
-            Block(x, [tile.tokens, tile.inner]), _rows(weight, tile, activation), bias,
+            Block(x, (tile.tokens, tile.inner)), _rows(weight, tile, activation), bias,
             y if residual is None else Block(residual, box), best,
             y if activation == "argmax" else Block(y, box), *sizes,
             GROUP=tile.group, PARTS=tile.parts(), **how,
@@ -125,5 +141,5 @@ def _launch(
 def _rows(weight: torch.Tensor, tile: Tile, activation: str) -> Block:
     """Blocks of the weight's rows; with swiglu half a block of gates and the values that belong to them."""
     if activation != "swiglu":
-        return Block(weight, [tile.outputs, tile.inner])
-    return Block(weight.unflatten(0, (2, -1)), [2, tile.outputs // 2, tile.inner])
+        return Block(weight, (tile.outputs, tile.inner))
+    return Block(weight.unflatten(0, (2, -1)), (2, tile.outputs // 2, tile.inner))

@@ -16,10 +16,12 @@ import torch
 
 from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
+from hemiola.plugins.gpu.sizes import every_number_of_rows
 
 _step = Kernel("mamba2", "_step")
 _pass = Kernel("mamba2", "_pass")
 _scan = Kernel("mamba2", "_scan")
+variants = every_number_of_rows
 
 SHORT = 16  # tokens of a row that is not long
 

@@ -82,7 +82,7 @@ def _step(
                              mask=stored[:, None])  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _pass(
     x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y, tickets, num_rows,
     ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max, state_again, x_again, dt_again,
@@ -169,7 +169,7 @@ def _pass_row(
                   ring_len, B_len, dt_len, dt_min, dt_max, H // HB, H, G, N, CHUNK, HB)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _scan(
     x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y, tickets, num_rows,
     ring_len, x_len, B_len, C_len, dt_len, dt_min, dt_max,

@@ -4,13 +4,16 @@ Pairs are sorted by expert on the device, and every group is cut into tiles; pro
 needed end at once, so that nothing waits for a count. In which tile a pair lies never changes its bits.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from hemiola.plugins.gpu.checks import check, is_described
 from hemiola.plugins.gpu.device import gpu_of
 from hemiola.plugins.gpu.dtypes import FLOATS
 from hemiola.plugins.gpu.launch import Block, Kernel, cdiv, pow2
-from hemiola.plugins.gpu.tiles import FALLBACK, Tile, expert_tile_of
+from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
+from hemiola.plugins.gpu.tiles import FALLBACK, Tile, crowds, expert_tile_of
 
 _combine = Kernel("moe", "_combine")
 _sort = Kernel("moe", "_sort")
@@ -75,6 +78,21 @@ def moe(
     return y
 
 
+def variants(
+    most: Size,
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    up: torch.Tensor,
+    *rest: torch.Tensor | str,
+) -> Iterator[Variant]:
+    """Tiles go by pairs per expert, the sort's blocks by pairs."""
+    num_slots = expert_ids.shape[1]
+    borders = [pairs * len(up) for pairs in crowds(gpu_of(x.device))] + powers(SORT_BLOCK)
+    for tokens in around((pairs / num_slots for pairs in borders), most.tokens):
+        yield Variant(most._replace(tokens=tokens))
+
+
 def _tile_of(num_pairs: int, up: torch.Tensor, down: torch.Tensor) -> Tile:
     if up.dtype is torch.float32:
         return FALLBACK
@@ -118,10 +136,10 @@ def _multiply(
     num_tiles, output_tiles = len(tiles) - 1, cdiv(num_outputs, tile.outputs)
     if tile.is_persistent:
         halves = 2 if activation == "swiglu" else 1
-        box = [halves, tile.outputs // halves, tile.inner]
+        box = (halves, tile.outputs // halves, tile.inner)
         lines = _gather(x, pairs, expert_weights.shape[1]) if is_up else x
         _experts_persistent[(min(gpu_of(x.device).multiprocessors, num_tiles * output_tiles),)](
-            Block(lines, [tile.tokens, tile.inner]),
+            Block(lines, (tile.tokens, tile.inner)),
             Block(weight.view(-1, num_outputs // halves, num_inputs), box),
             y, pairs, tiles, expert_weights, *sizes, num_tiles, y.stride(0),
             GROUP=tile.group, HALVES=halves, **how,

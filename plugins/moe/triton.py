@@ -116,7 +116,7 @@ def _leave(total, y, expert_weights, place, pair, inside, first_output, num_outp
     tl.store(lines[:, None] + column[None, :], total.to(DTYPE), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _copy_lines(x, pairs, lines, num_tokens, width, x_len, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     # Grid: pairs x blocks of channels.
     # Tile: BLOCK channels of one pair's token.

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch.fx import GraphModule
 
 from hemiola.plugins import OPS
+from hemiola.runtime.device.kernels import load_kernels
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.segments.pieces import Pieces
 from hemiola.runtime.errors import Refused
@@ -68,6 +69,8 @@ class Session:
             from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
 
             jit.prepare()  # the kernels of the forms that the programs are bound to
+        else:
+            load_kernels(engine_dir, manifest, storage.device)
 
     def run(self, batch: object) -> Computed:
         """Logits and hidden states of a step; the trunk's inputs are attributes of `batch`."""

@@ -10,6 +10,7 @@ from hemiola.plugins.rows import next_edge
 from hemiola.runtime import manifest
 from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.device.find import find_device
+from hemiola.runtime.device.kernels import load_kernels
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Program, load_weights
 
@@ -38,6 +39,8 @@ class Harness:
         segments = self.manifest.segments
         names = {name for segment in segments for name in segment.weights}
         self.weights = weights = load_weights(engine_dir, self.manifest, names, self.device)
+        if self.device.type == "cuda":
+            load_kernels(engine_dir, self.manifest, self.device)
         self.programs = {s.name: Program(engine_dir, s, weights, storage) for s in segments}
         self.requests: list[Request] = []
 

@@ -1,9 +1,12 @@
-"""Conditions under which an op must give the same bits."""
+"""Conditions under which an op must give the same bits, and kernels without an engine."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from hemiola.plugins.gpu.launch import Kernel
 
 
 @pytest.fixture(params=[1, 2, 3, 4], ids="threads={}".format)
@@ -22,3 +25,20 @@ def poisoned_empty() -> Iterator[None]:
     assert torch.empty(1).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def kernels_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compiled at their first call where there is a GPU, interpreted where Triton was told to."""
+    monkeypatch.setattr(Kernel, "compile", None)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from hemiola.plugins.gpu.jit import launched_by_triton
+
+        with launched_by_triton():
+            yield
+        return
+    if torch.cuda.is_available():
+        from hemiola.plugins.gpu.compile import on_demand
+
+        on_demand()
+    yield

@@ -12,9 +12,9 @@ GIB = 2**30
 def manifest(**changes: object) -> Manifest:
     limits = Limits(max_len=100, max_rows=4, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16)
     values: dict[str, object] = dict(
-        format=3, ops={}, builder_version="", torch_version="", architecture="X", layers=(), vocab_size=9,
-        hidden_size=8, target="torch", promise="bits", arch="cpu", drafts="none", eos_ids=(), limits=limits,
-        weights_file="", drawn={}, segments=(), sha256={},
+        format=5, ops={}, kernels=(), builder_version="", torch_version="", architecture="X", layers=(),
+        vocab_size=9, hidden_size=8, target="torch", promise="bits", arch="cpu", drafts="none",
+        eos_ids=(), limits=limits, weights_file="", drawn={}, segments=(), sha256={},
         states=(
             State(name="k", kind="page", shape=(32, 8), dtype="float32"),
             State(name="s", kind="slot", shape=(10,), dtype="float32"),

@@ -4,15 +4,19 @@ Here bf16 changes no greedy token of these short texts; where it does, another t
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from oracle import Oracle
+from torch.fx import GraphModule
 
 from hemiola.plugins.spec import Op
 from hemiola.runtime import llm
 from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.device import lower, session
+from hemiola.runtime.manifest import Segment
 
 PROMPTS = [list(range(3, 40)), [7, 8, 9] * 5]
 NUM_TOKENS = 12
@@ -22,6 +26,14 @@ NUM_TOKENS = 12
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm, "find_device", lambda engine_dir, arch: torch.device("cpu"))
     monkeypatch.setattr(Op, "bind", lambda op, form, sizes: op.reference)
+
+    def as_it_is(
+        program: GraphModule, segment: Segment, bound: list[torch.Tensor], poisoned: bool
+    ) -> partial:
+        session.bind_forms(program, segment)
+        return partial(program, *bound)
+
+    monkeypatch.setattr(lower, "Lowered", as_it_is)
 
 
 @pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_5"])

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hemiola.plugins.gpu.tiles import FALLBACK, SM90, SM90_PAIRS, SM90_WIDE, Tile
+from hemiola.plugins.gpu.tiles import FALLBACK, Tile, table_of
 from hemiola.plugins.linear.cuda import fused, linear, linear_argmax
 from tests.gpu.laws import (
     DEVICE,
@@ -29,7 +29,7 @@ SHAPES = (
 )
 # fewer warps and other inner lengths than any table has, for the law that they do not matter
 ODD_TILES = (Tile(16, 16, 256, 4, 4, True), Tile(16, 16, 64, 1, 2, True), Tile(32, 32, 32, 2, 3, False))
-TILES = {c.tile for c in SM90 + SM90_PAIRS} | {w.tile for w in SM90_WIDE} | {FALLBACK} | set(ODD_TILES)
+TILES = table_of(90).tiles() | table_of(0).tiles() | {FALLBACK} | set(ODD_TILES)
 TILES = sorted(TILES)[:: 5 if INTERPRETED else 1]
 ACTIVATIONS = pytest.mark.parametrize("activation", ["none", "relu2", "swiglu"])
 

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hemiola.plugins.gpu.tiles import SM90_EXPERTS, Tile
+from hemiola.plugins.gpu.tiles import Tile, table_of
 from hemiola.plugins.moe.cuda import moe
 from tests.gpu.laws import (
     DEVICE,
@@ -26,7 +26,7 @@ pytestmark = on_gpu
 
 ACTIVATIONS = pytest.mark.parametrize("activation", ["relu2", "swiglu"])
 E, K, F, I = (5, 2, 40, 24) if INTERPRETED else (32, 6, 1024, 464)  # noqa: E741
-TILES = [crowd.tile for crowd in SM90_EXPERTS] + [
+TILES = [crowd.tile for crowd in table_of(90).experts] + [
     Tile(16, 16, 64, 1, 2, True),
     Tile(32, 32, 32, 2, 3, False),
 ]

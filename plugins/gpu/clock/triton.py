@@ -1,13 +1,7 @@
-"""The GPU's clock, read where the work is done: inside a graph no event can be asked for its time."""
+"""The GPU's clock."""
 
-import torch
 import triton
 import triton.language as tl
-
-
-def write_time(times: torch.Tensor, at: int) -> None:
-    """times[at] = nanoseconds of the GPU's clock, when everything before this is done."""
-    _write_time[(1,)](times[at:], num_warps=1)
 
 
 @triton.jit(do_not_specialize_on_alignment=["times"])

@@ -1,0 +1,129 @@
+"""Every kernel that an engine can come to launch, compiled for its architectures; no GPU is needed."""
+
+import hashlib
+import os
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from hemiola.builder.graph import Graph
+from hemiola.builder.targets.torch import Job, op_of
+from hemiola.plugins.gpu.binaries import sources
+from hemiola.plugins.gpu.clock.cuda import write_time
+from hemiola.plugins.gpu.device import Gpu
+from hemiola.plugins.gpu.sizes import Size
+from hemiola.runtime.abi import INPUTS, widths
+from hemiola.runtime.arch import ARCHS
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import KernelFile, Kernels, Limits
+
+FOLDER = "kernels"
+UNNAMED_GPU = 132  # multiprocessors: they choose among tiles that all are compiled
+
+
+def compile_kernels(graphs: Sequence[Graph], ops: Collection[str], job: Job) -> tuple[Kernels, ...]:
+    """Binaries of these ops in the engine directory, an architecture after the other."""
+    if find_spec("triton") is None:
+        raise Refused(
+            f"--arch {','.join(job.archs)}: kernels are compiled by Triton, which is not here;"
+            f" run pip install 'hemiola[cuda]'"
+        )
+    nodes = {node for graph in graphs for node in nodes_of(graph) if node.op in ops}
+    return tuple(_compile(nodes, arch, job) for arch in job.archs)
+
+
+def _compile(nodes: "set[Node]", arch: str, job: Job) -> Kernels:
+    """All of one architecture."""
+    from hemiola.plugins.gpu.compile import TooLarge, compile_call, cuda_version
+    from hemiola.plugins.gpu.cover import calls_at, calls_of
+
+    major, minor = ARCHS[arch].capability or (0, 0)
+    gpu = Gpu(10 * major + minor, UNNAMED_GPU)
+    calls = calls_at(write_time, gpu, torch.empty(2, dtype=torch.int64, device="meta"), 1)
+    for node in nodes:
+        calls |= calls_of(node.op, node.arguments, node.most(job.limits), gpu)
+    (job.folder / FOLDER / arch).mkdir(parents=True)
+    files = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compilation waits for an assembler of its own
+        try:
+            for compiled in pool.map(
+                lambda call: compile_call(call, gpu.capability), sorted(calls, key=repr)
+            ):
+                name = hashlib.sha256(repr(compiled.binary.call).encode()).hexdigest()[:12]
+                file = f"{FOLDER}/{arch}/{compiled.binary.call.kernel}-{name}.cubin"
+                (job.folder / file).write_bytes(compiled.cubin)
+                files.append(KernelFile(file=file, binary=compiled.binary))
+                job.report(f"kernels for {arch}", len(files), len(calls))
+        except TooLarge as error:
+            pool.shutdown(cancel_futures=True)
+            raise Refused(f"--arch {arch}: {error}; leave this architecture out") from None
+    return Kernels(arch=arch, cuda=cuda_version(gpu.capability), sources=sources(), binaries=tuple(files))
+
+
+class _Tensor(NamedTuple):
+    """A traced tensor. Letters of the ABI stand for its free sizes."""
+
+    shape: tuple[int | str, ...]
+    strides: tuple[int | str, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def make(self, letters: dict[str, int]) -> torch.Tensor:
+        shape, strides = (
+            [letters[size] if isinstance(size, str) else size for size in part]
+            for part in (self.shape, self.strides)
+        )
+        extent = self.offset + 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        whole = torch.empty(max(extent, 0), dtype=self.dtype, device="meta")
+        return whole.as_strided(shape, strides, self.offset)
+
+
+class Node(NamedTuple):
+    """A call of an op of ours; equal for all layers that call it alike."""
+
+    op: str
+    segment: str
+    values: tuple[Any, ...]  # tensors and constants, and the sizes that its form gets
+
+    def arguments(self, size: Size) -> list[Any]:
+        letters = {"T": size.tokens, "L": size.tokens, "N": size.rows, "W": size.pages, "P": 3, "S": 3}
+        return [value.make(letters) if isinstance(value, _Tensor) else value for value in self.values]
+
+    def most(self, limits: Limits) -> Size:
+        sizes = widths(limits, self.segment)
+        return Size(max(sizes["T"], sizes["L"]), sizes["N"], sizes["W"])
+
+
+def nodes_of(graph: Graph) -> Iterator[Node]:
+    """The calls of our ops in a graph."""
+    names = _letters(graph)
+    for node in graph.program.graph.nodes:
+        op = op_of(node)
+        if op is None:
+            continue
+        values = [_traced(v.meta["val"], names) if isinstance(v, fx.Node) else v for v in node.args]
+        yield Node(op.name, graph.name, tuple(values))
+
+
+def _traced(value: torch.Tensor, names: dict[str, str]) -> _Tensor:
+    def known(sizes: Sequence[Any]) -> tuple[int | str, ...]:
+        return tuple(size if isinstance(size, int) else names[str(size)] for size in sizes)
+
+    return _Tensor(known(value.shape), known(value.stride()), int(value.storage_offset()), value.dtype)
+
+
+def _letters(graph: Graph) -> dict[str, str]:
+    """The letter of each free size, by the name that torch gave it."""
+    found: dict[str, str] = {}
+    places = [node for node in graph.program.graph.nodes if node.op == "placeholder"][len(graph.weights) :]
+    shapes = [("P" if state.kind == "page" else "S") for state in graph.states]
+    shapes += [INPUTS[graph.name][name] for name in graph.inputs]
+    for node, letters in zip(places, shapes, strict=True):
+        for size, letter in zip(node.meta["val"].shape, letters, strict=False):
+            if isinstance(size, torch.SymInt):
+                found[str(size)] = letter
+    return found

@@ -1,0 +1,41 @@
+"""All calls that an op can come to make: its launcher is run on tensors without memory, and looked at."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from hemiola.plugins.gpu.compile import call_of
+from hemiola.plugins.gpu.device import Gpu, built_for
+from hemiola.plugins.gpu.launch import Call, Kernel, Values, launches
+from hemiola.plugins.gpu.sizes import Size, ends
+
+Arguments = Callable[[Size], list[Any]]  # of a node in a step of this size, its tensors on the device meta
+
+
+def calls_of(op: str, arguments: Arguments, most: Size, gpu: Gpu) -> set[Call]:
+    """What must be compiled for a node of steps up to `most`.
+
+    Plans and tiles are chosen by the numbers of tokens and rows. A launcher whose choices depend on them has
+    `variants` beside it, with the sizes and options that reach each; others run at the ends.
+    """
+    module = import_module(f"hemiola.plugins.{op}.cuda")
+    launcher, variants = getattr(module, op), getattr(module, "variants", ends)
+    found: set[Call] = set()
+    with built_for(gpu):
+        for size, options in variants(most, *arguments(most)):
+            found |= calls_at(launcher, gpu, *arguments(size), **options)
+    return found
+
+
+def calls_at(launcher: Callable[..., Any], gpu: Gpu, *arguments: Any, **options: Any) -> set[Call]:
+    """What one call of a launcher launches."""
+    found: set[Call] = set()
+
+    def look(kernel: Kernel, grid: tuple[int, ...], values: Values, constants: Mapping[str, Any]) -> None:
+        found.add(call_of(kernel, values, constants))
+
+    with built_for(gpu), launches(look), torch.inference_mode():
+        launcher(*arguments, **options)
+    return found

@@ -1,0 +1,43 @@
+"""Sizes of steps that reach every choice of plans and tiles; what launchers' `variants` are made of."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+
+class Size(NamedTuple):
+    """What a step has of tokens, rows and pages per row; as a limit, the most of each."""
+
+    tokens: int
+    rows: int
+    pages: int
+
+
+class Variant(NamedTuple):
+    """One way to call a launcher."""
+
+    size: Size
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+def ends(most: Size, *arguments: Any) -> Iterator[Variant]:
+    """One token, and the largest step."""
+    yield Variant(Size(1, 1, 1))
+    yield Variant(most)
+
+
+def every_number_of_rows(most: Size, *arguments: Any) -> Iterator[Variant]:
+    """With a token each, and with as many tokens as there can be."""
+    for rows in range(1, most.rows + 1):
+        yield Variant(Size(rows, rows, most.pages))
+        yield Variant(Size(most.tokens, rows, most.pages))
+
+
+def around(borders: Iterable[float], most: int) -> list[int]:
+    """The numbers up to `most` on both sides of each border, and the ends."""
+    near = {int(border) + step for border in borders for step in (0, 1)}
+    return sorted({1, most} | {number for number in near if 1 <= number <= most})
+
+
+def powers(most: int) -> list[int]:
+    """Powers of two up to the first that is not below `most`."""
+    return [1 << i for i in range(max(most - 1, 0).bit_length() + 1)]
