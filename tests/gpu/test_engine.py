@@ -3,102 +3,27 @@
 The bundled checkpoints, for their sizes are such as kernels take, and their drafts are often right.
 """
 
-import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from kit.engine_hand import EngineHand, windows
+from kit.gpu_engines import DEMO, FAMILIES, MARKS, PAGE, SAMPLED
 from kit.harness import Harness
-from kit.plain import Plain
 from oracle import Oracle
 
-from hemiola.builder.build import build
-from hemiola.builder.options import Options
 from hemiola.runtime import manifest
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.text import Text
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-DEMO = Path(__file__).resolve().parents[2] / "demo"
-FAMILIES = pytest.mark.parametrize("family", ["nemotron-h-code", "qwen3.5-code"])
+pytestmark = MARKS
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
 GRAPHS = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-SIZES = {"max_len": 512, "max_rows": 8, "max_step_tokens": 256, "page_len": 64, "chunk_len": 16}
-PAGE, NUM_DRAFTS = SIZES["page_len"], 3
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50}
-START = "import os\n\n\nclass Stack:\n    "
 TOLERANCE = 0.05  # of the largest logit: bf16 keeps 8 bits, and ten layers round some 50 times
 
 
-@pytest.fixture(scope="session")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    built: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in built:
-            built[family] = tmp_path_factory.mktemp("engine") / family
-            major, minor = torch.cuda.get_device_capability(0)
-            build(DEMO / family, built[family], Options(arch=f"sm_{major}{minor}", **SIZES))
-        return built[family]
-
-    return get
-
-
-@pytest.fixture(scope="session")
-def plain(engine: Callable[[str], Path]) -> Callable[[str], Plain]:
-    known: dict[str, Plain] = {}
-
-    def get(family: str) -> Plain:
-        return known.setdefault(family, known.get(family) or Plain(engine(family)))
-
-    return get
-
-
-@pytest.fixture(scope="session")
-def story(engine: Callable[[str], Path], plain: Callable[[str], Plain]) -> Callable[[str], list[int]]:
-    """family -> a greedy text, a token at a time; any part of it, as a prompt, is continued by the rest."""
-    known: dict[str, list[int]] = {}
-
-    def get(family: str) -> list[int]:
-        if family not in known:
-            harness = plain(family).harness
-            harness.forget()
-            request, text = harness.request(), Text(engine(family) / "tokenizer").encode(START)
-            (logits,) = harness.step([(request, text, 0)])
-            while len(text) < 300:
-                text.append(int(logits[-1].argmax()))
-                (logits,) = harness.step([(request, text[-1:], 0)])
-            known[family] = text
-        return known[family]
-
-    return get
-
-
-@pytest.fixture
-def make_hand(
-    engine: Callable[[str], Path], plain: Callable[[str], Plain], story: Callable[[str], list[int]]
-) -> Callable[..., EngineHand]:
-    def make(family: str, kind: str, **options: object) -> EngineHand:
-        if kind == "scripted":
-            text, dice = story(family), random.Random(5)
-            options["proposer"] = windows(
-                lambda ids, num: text[len(ids) : len(ids) + num],
-                lambda request: dice.randrange(NUM_DRAFTS + 1),
-            )
-        return EngineHand(engine(family), plain(family), kind, **options)
-
-    return make
-
-
 @pytest.mark.parametrize("kind", ["plain", "ngram", "mtp", "scripted"])
-@FAMILIES
+@FAMILY
 @GRAPHS
 def test_steps_shared_with_anybody_give_the_plain_runs_bits(
     make_hand: Callable, story: Callable, family: str, kind: str, graphs: bool
@@ -118,7 +43,7 @@ def test_steps_shared_with_anybody_give_the_plain_runs_bits(
 
 
 @pytest.mark.parametrize("kind", ["plain", "mtp"])
-@FAMILIES
+@FAMILY
 @GRAPHS
 def test_preempted_requests_go_on_with_the_same_bits(
     make_hand: Callable, story: Callable, family: str, kind: str, graphs: bool
@@ -132,7 +57,7 @@ def test_preempted_requests_go_on_with_the_same_bits(
     assert all(hand.last(request_id).finish_reason == "length" for request_id in ids)
 
 
-@FAMILIES
+@FAMILY
 @GRAPHS
 def test_sampled_tokens_are_those_of_a_lone_request(
     make_hand: Callable, story: Callable, family: str, graphs: bool
@@ -153,7 +78,7 @@ def test_sampled_tokens_are_those_of_a_lone_request(
             assert hand.token_ids(request_id) == alone[seed]
 
 
-@FAMILIES
+@FAMILY
 def test_logits_are_the_oracles_within_bf16(engine: Callable, story: Callable, family: str) -> None:
     text = story(family)[:150]
     found, wanted = Harness(engine(family)).run(text).cpu(), Oracle(DEMO / family).logits(text)
@@ -166,7 +91,7 @@ def test_logits_are_the_oracles_within_bf16(engine: Callable, story: Callable, f
 
 
 @pytest.mark.parametrize("kind", ["ngram", "mtp"])
-@FAMILIES
+@FAMILY
 @GRAPHS
 def test_no_launch_waits_for_the_gpu(
     make_hand: Callable, story: Callable, family: str, kind: str, graphs: bool
@@ -197,7 +122,7 @@ def test_no_launch_waits_for_the_gpu(
     assert all(hand.last(request.id).finish_reason == "length" for request in hand.requests)
 
 
-@FAMILIES
+@FAMILY
 def test_llm_answers_by_itself(engine: Callable, story: Callable, family: str) -> None:
     """The thread, the auto sizes, the text; depth 1 unless asked otherwise."""
     text, start = story(family), time.perf_counter()

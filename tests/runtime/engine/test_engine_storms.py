@@ -11,7 +11,8 @@ import random
 from collections.abc import Callable
 
 import pytest
-from kit.engine_hand import VOCAB, EngineHand, Wanted
+from kit.engine_hand import EngineHand, Wanted
+from kit.engine_storms import storm
 
 STORMS = int(os.environ.get("ENGINE_STORMS", "20"))
 SEED = int(os.environ.get("SEED", "0"))
@@ -51,53 +52,7 @@ def test_a_storm(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: 
     print("seed", seed)
     dice = random.Random(seed)
     hand, family = a_hand(engine_hands, dice, seed), FAMILIES[seed % 4]
-    prefix, page_len = hand.loop.scheduler.prefix, hand.config.page_len
     if seed % 2:  # as an adaptive pace does: stretches without drafts, whose pairs the head reads later
         idle = random.Random(seed)
         hand.loop.scheduler.pace.choose = lambda requests, most: [idle.choice([0, 0, 0, m]) for m in most]
-    known: dict[int, list[int]] = {}  # requests whose oracle we have
-    aborted: set[int] = set()
-
-    def arrive() -> None:
-        text = wanted.story(family, dice.randrange(3), 100)
-        length = dice.randint(3, 80)
-        num_tokens = dice.randint(1, 16)
-        prompt = text[:length]
-        tail = dice.choices(range(VOCAB), k=dice.choice([0, 0, 1, page_len]))
-        tail = tail[: hand.config.max_len - 1 - length]
-        salt = dice.choice(["", "", "other"])
-        options = {"priority": dice.choice([0, 0, 1, -1]), "num_drafts": dice.choice([None, None, 0])}
-        request_id = hand.submit(prompt + tail, max_tokens=num_tokens, cache_salt=salt, **options)
-        if not tail:
-            known[request_id] = text[length : length + num_tokens]
-
-    for _ in range(NUM_TURNS):
-        if dice.random() < 0.25:
-            arrive()
-        if hand.requests and dice.random() < 0.04:
-            going = [r.id for r in hand.requests if not hand.ended(r.id)]
-            request_id = dice.choice(going or [1])
-            aborted.add(request_id)
-            hand.loop.abort(request_id)
-        running = hand.loop.scheduler.running
-        if running and dice.random() < 0.08:
-            hand.preempt(dice.choice(running))
-        if dice.random() < 0.02:
-            prefix.flush()
-        hand.turn()
-        if dice.random() < 0.1:
-            hand.check_contents()
-    hand.run()
-    hand.check_logits()
-    hand.check_contents()
-    for request in hand.requests:
-        last = hand.last(request.id)
-        assert last.finish_reason == "length" or request.id in aborted, last
-        if request.id in known:
-            (hand.check_start if last.finish_reason == "cancelled" else hand.check)(
-                request.id, known[request.id]
-            )
-    prefix.flush()
-    hand.audit()
-    assert prefix.pages.num_free == prefix.pages.num_pages - 1, "pages are lost"
-    assert prefix.slots.num_free == prefix.slots.num_slots - 1, "slots are lost"
+    storm(hand, dice, lambda number: wanted.story(family, number, 100), NUM_TURNS)

@@ -1,0 +1,159 @@
+"""Decode steps as CUDA graphs: every bucket, and the reports against vLLM that began with graphs.
+
+    GPU_STORMS=1000 SEED=0 pytest tests/gpu/test_graphs.py -k storm
+
+test_engine.py runs its cases with graphs and without; here is what only graphs can break.
+"""
+
+import itertools
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+from kit.engine_hand import EngineHand, windows
+from kit.engine_storms import storm
+from kit.gpu_engines import FAMILIES, MARKS, PAGE, SAMPLED, SIZES
+from kit.proposers import Scripted
+
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.engine.bucket import Bucket
+from hemiola.runtime.engine.decode import Decoder
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM
+
+pytestmark = MARKS
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
+STORMS = int(os.environ.get("GPU_STORMS", "12"))
+SEED = int(os.environ.get("SEED", "0"))
+EDITED = {"repetition_penalty": 1.1, "logit_bias": {9: 1.0}, "min_tokens": 3, "logprobs": 2}
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("kind", ["plain", "ngram", "mtp"])
+@FAMILY
+def test_every_bucket_gives_the_plain_runs_bits(
+    make_hand: Callable[..., EngineHand], story: Callable, family: str, kind: str
+) -> None:
+    """Any number of rows, so padding, too; greedy, sampled and edited ones beside each other."""
+    hand, text = make_hand(family, kind, cuda_graphs=True, pipeline_depth=1), story(family)
+    decoder, used = hand.loop.decoder, set()
+    run = decoder.run
+    decoder.run = lambda bucket: used.add(bucket) or run(bucket)
+    idle = random.Random(3)  # stretches without drafts, whose pairs the head reads later
+    hand.loop.scheduler.pace.choose = lambda requests, most: (
+        list(most) if idle.random() < 0.6 else [0] * len(most)
+    )
+    for num, kinds in itertools.product((1, 2, 3, 5, 8), ([{}], [{}, SAMPLED], [EDITED, SAMPLED, {}])):
+        for at in range(num):
+            hand.submit(text[: 17 + 9 * at], max_tokens=24, seed=at, **kinds[at % len(kinds)])
+        hand.run()
+    hand.end()
+    assert {b[:2] for b in used} == {b[:2] for b in decoder.buckets}
+    assert {(b.is_dense, b.passes, b.pairs > 0) for b in used} == {
+        (b.is_dense, b.passes, b.pairs > 0) for b in decoder.buckets
+    }
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + STORMS))
+def test_a_storm(make_hand: Callable[..., EngineHand], story: Callable, seed: int) -> None:
+    print("seed", seed)
+    dice, family = random.Random(seed), FAMILIES[seed % 2]
+    kind = ["mtp", "ngram", "mtp", "scripted", "plain"][seed // 2 % 5]
+    max_rows, max_len = dice.choice([1, 3, 8]), 6 * PAGE
+    hand = make_hand(
+        family,
+        kind,
+        cuda_graphs=True,
+        max_rows=max_rows,
+        max_len=max_len,
+        max_step_tokens=dice.choice([max_rows, PAGE - 1, 3 * PAGE + 1]),
+        num_pages=dice.choice([9, 14, 60]),
+        num_snapshots=dice.choice([1, 2, 20]),
+        snapshot_interval=dice.choice([0, PAGE]),
+        pipeline_depth=seed % 3,
+        shuffle=dice,
+    )
+    storm(hand, dice, lambda number: story(family)[:200], 60)
+
+
+@FAMILY
+def test_000_many_rows_with_hits_and_drafts_outgrow_a_graphs_buffers(
+    engine: Callable, story: Callable, family: str
+) -> None:
+    """1,024 rows, prefix cache and MTP."""
+    built = {"max_rows": 1024, "max_step_tokens": 2048, "max_len": 3 * PAGE}
+    text = story(family)
+    with LLM(engine(family, **built), adaptive_drafts=False, cache_bytes=60 * 2**30) as llm:
+        starts = [5 + n % (2 * PAGE - 6) for n in range(1100)]
+        for num in (1100, 515):
+            outputs = llm.generate(
+                [text[:start] for start in starts[:num]], SamplingParams(max_tokens=12, **GREEDY)
+            )
+            assert all(
+                out.token_ids == text[start : start + 12] for out, start in zip(outputs, starts, strict=False)
+            )
+        assert sum(out.metrics.cached_tokens > 0 for out in outputs) > 200
+        assert llm._loop.decoder.num_steps > 5
+
+
+@pytest.mark.parametrize("drafts", ["ngram", "mtp"])
+@FAMILY
+def test_001_a_needle_and_a_tool_call_survive_graphs_and_drafts(
+    engine: Callable, family: str, drafts: str
+) -> None:
+    needle, call = 'needle = "silver platypus 22"\n', '{"name": "find", "arguments": {"what": "needle"}}\n'
+    prompts = [needle + "x = 1\n" * n + needle + "y = 2\n" * n + 'needle = "silver' for n in (1, 5, 20)]
+    prompts += [call * n + '{"name": "find", "' for n in (2, 4)]
+    params = SamplingParams(max_tokens=40, **GREEDY)
+    with LLM(engine(family), drafts="none", cuda_graphs=False, prefix_cache=False) as llm:
+        wanted = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
+    with LLM(engine(family), drafts=drafts) as llm:
+        for _ in range(2):
+            assert [out.token_ids for out in llm.generate(prompts, params)] == wanted
+        assert llm._loop.decoder.num_steps > 20
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@FAMILY
+def test_003_and_004_long_windows_beside_none_cross_edges(
+    make_hand: Callable[..., EngineHand], story: Callable, family: str, depth: int
+) -> None:
+    """K = 64 mixed with 0: windows pass several chunk edges and a page's, and none follows any of them."""
+    text = story(family)
+    lengths = {n: itertools.cycle(c) for n, c in enumerate(([64, 0, 0, 17, 1], [0, 33, 0], [0, 0, 64]))}
+    right = windows(lambda ids, num: text[len(ids) : len(ids) + num], lambda request: 40).script
+    proposer = Scripted(lambda request, room: right(request, room)[: next(lengths[request.id % 3])])
+    hand = make_hand(
+        family,
+        "scripted",
+        {"num_drafts": 64, "drafts": "ngram", "max_step_tokens": 512},
+        proposer=proposer,
+        cuda_graphs=True,
+        pipeline_depth=depth,
+    )
+    for length in (3, 15, 60, 64, 70):
+        hand.submit(text[:length], max_tokens=120)
+    hand.end()
+    for request in hand.requests:
+        hand.check(request.id, text[request.prompt_len : request.prompt_len + 120])
+    assert hand.loop.decoder.num_steps > hand.loop.counters.num_steps / 2
+
+
+def test_a_step_that_cannot_be_captured_is_refused_with_a_way_out(
+    engine: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Decoder.step
+
+    def waits(decoder: Decoder, bucket: Bucket) -> object:
+        done = step(decoder, bucket)
+        done.told[0].item()
+        return done
+
+    with monkeypatch.context() as changed:
+        changed.setattr(Decoder, "step", waits)
+        with pytest.raises(Refused, match=r"cannot be captured.*cuda_graphs=False"):
+            LLM(engine(FAMILIES[1]))
+    with LLM(engine(FAMILIES[1]), max_rows=2) as llm:
+        assert llm.config.cuda_graphs and llm._loop.decoder.buckets[0].rows == 2
+        assert SIZES["max_rows"] > 2 and len(llm.generate([[5, 6, 7]])[0].token_ids) == 16
