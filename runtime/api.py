@@ -265,6 +265,7 @@ class Counters:
     num_prompt_steps: int = 0  # of num_steps: all rows read prompts
     num_mixed_steps: int = 0  # some do
     engine_seconds: float = 0.0  # inside session.run
+    device_seconds: float = 0.0  # from the first to the last of what a step does on the device
     step_seconds: float = 0.0  # whole steps
 
 

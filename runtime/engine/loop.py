@@ -157,6 +157,7 @@ class Loop:
     def _clock(self, plan: Plan, watch: Watch | Marks) -> None:
         running, drafting = watch.seconds(0), watch.seconds(2)
         self.counters.engine_seconds += running
+        self.counters.device_seconds += running + watch.seconds(1) + drafting
         if self.scheduler.pace.adaptive and all(row.num_tokens == 1 + row.num_drafts for row in plan.rows):
             num_drafts = sum(row.num_drafts for row in plan.rows)
             num_passes = max(row.room for row in plan.rows)

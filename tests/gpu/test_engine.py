@@ -100,8 +100,13 @@ def test_no_launch_waits_for_the_gpu(
     sizes = {"max_step_tokens": 90, "pipeline_depth": 1}
     hand, text = make_hand(family, kind, cuda_graphs=graphs, **sizes), story(family)
     hand.storage.poison = False
-    for part in (hand.loop.drafts, hand.loop.decoder) if graphs else (hand.loop.drafts,):
-        vars(part).pop("propose" if part is hand.loop.drafts else "launch")  # the hand's own, which looks
+    for part, name in (
+        (hand.loop.drafts, "propose"),
+        (hand.loop.feed, "fill"),
+        (hand.loop.decoder, "launch"),
+    ):
+        if part is not None:
+            vars(part).pop(name)  # the hand's own, which looks
     launch = hand.loop._launch
 
     def strict(plan: object) -> object:

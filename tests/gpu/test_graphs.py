@@ -74,7 +74,7 @@ def test_a_storm(make_hand: Callable[..., EngineHand], story: Callable, seed: in
         pipeline_depth=seed % 3,
         shuffle=dice,
     )
-    storm(hand, dice, lambda number: story(family)[:200], 60)
+    storm(hand, dice, lambda number: story(family)[:200], 60, shortest=16)
 
 
 @FAMILY
@@ -82,7 +82,7 @@ def test_000_many_rows_with_hits_and_drafts_outgrow_a_graphs_buffers(
     engine: Callable, story: Callable, family: str
 ) -> None:
     """1,024 rows, prefix cache and MTP."""
-    built = {"max_rows": 1024, "max_step_tokens": 2048, "max_len": 3 * PAGE}
+    built = {"max_rows": 1024, "max_step_tokens": 4096, "max_len": 3 * PAGE}
     text = story(family)
     with LLM(engine(family, **built), adaptive_drafts=False, cache_bytes=60 * 2**30) as llm:
         starts = [5 + n % (2 * PAGE - 6) for n in range(1100)]
@@ -127,12 +127,12 @@ def test_003_and_004_long_windows_beside_none_cross_edges(
     hand = make_hand(
         family,
         "scripted",
-        {"num_drafts": 64, "drafts": "ngram", "max_step_tokens": 512},
+        {"num_drafts": 64, "drafts": "ngram", "max_step_tokens": 520},
         proposer=proposer,
         cuda_graphs=True,
         pipeline_depth=depth,
     )
-    for length in (3, 15, 60, 64, 70):
+    for length in (16, 17, 60, 64, 70):
         hand.submit(text[:length], max_tokens=120)
     hand.end()
     for request in hand.requests:

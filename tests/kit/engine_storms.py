@@ -6,10 +6,16 @@ from collections.abc import Callable
 from kit.engine_hand import VOCAB, EngineHand
 
 
-def storm(hand: EngineHand, dice: random.Random, story: Callable[[int], list[int]], num_turns: int) -> None:
+def storm(
+    hand: EngineHand,
+    dice: random.Random,
+    story: Callable[[int], list[int]],
+    num_turns: int,
+    shortest: int = 3,
+) -> None:
     """Arrivals (prompts that begin, continue or leave greedy texts), aborts, preemptions, flushes.
 
-    story: one of three greedy texts of at least 100 tokens.
+    story: one of three texts of at least 100 tokens, greedy from the shortest prompt on.
     """
     prefix, page_len = hand.loop.scheduler.prefix, hand.config.page_len
     known: dict[int, list[int]] = {}  # requests whose oracle we have
@@ -17,7 +23,7 @@ def storm(hand: EngineHand, dice: random.Random, story: Callable[[int], list[int
 
     def arrive() -> None:
         text = story(dice.randrange(3))
-        length = dice.randint(3, 80)
+        length = dice.randint(shortest, 80)
         num_tokens = dice.randint(1, 16)
         prompt = text[:length]
         tail = dice.choices(range(VOCAB), k=dice.choice([0, 0, 1, page_len]))

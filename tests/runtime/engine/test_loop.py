@@ -199,7 +199,8 @@ def test_counters(running: Running) -> None:
     running.loop.close(drain=True)
     counters = running.loop.counters
     assert (counters.num_steps, counters.num_computed_tokens, counters.num_output_tokens) == (6, 44, 5)
-    assert counters.num_finished == 1 and 0 < counters.engine_seconds < counters.step_seconds
+    assert counters.num_finished == 1 and counters.engine_seconds > 0
+    assert counters.engine_seconds < counters.device_seconds < counters.step_seconds
 
 
 def test_stop_strings_across_steps(make_hand: Callable, letters: Text) -> None:
