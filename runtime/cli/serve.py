@@ -3,6 +3,7 @@
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -54,7 +55,9 @@ def serve(
     """Serve engines with a real tritonserver until SIGINT or SIGTERM."""
     engines, settings_of = read_models(models, engine_dir or [], model_name or [])
     limits = Limits(openai_max_requests, openai_max_body, tuple(openai_api_key or ()))
-    front = FrontOptions(openai_port, limits, given(ServeConfig, options).get("max_len"), exit_timeout)
+    max_len = given(ServeConfig, options).get("max_len")
+    max_lens = {name: settings_of.get(name, {}).get("max_len", max_len) for name in engines}
+    front = FrontOptions(openai_port, limits, max_lens, exit_timeout)
     server = Server(
         engines,
         host=host,
@@ -83,14 +86,14 @@ class FrontOptions(NamedTuple):
 
     port: int | None  # None: there is none
     limits: Limits
-    max_len: int | str | None
+    max_lens: Mapping[str, int | str | None]  # by model; no number: as its engine was built
     exit_timeout_s: float
 
     def front(self, server: Server) -> Front | None:
         if self.port is None:
             return None
-        max_len = self.max_len if isinstance(self.max_len, int) else None
-        models = {name: read_model(name, path, max_len) for name, path in server.engines.items()}
+        wanted = {name: most for name, most in self.max_lens.items() if isinstance(most, int)}
+        models = {name: read_model(name, path, wanted.get(name)) for name, path in server.engines.items()}
         settings = {"limits": self.limits, "exit_timeout_s": self.exit_timeout_s}
         return Front(models, host=server.host, port=self.port, **settings)
 

@@ -20,14 +20,14 @@ pb2: Any = service_pb2
 class ScriptedTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Every request is answered by `script`; an Exception in it becomes the error of its text."""
 
-    def __init__(self, workers: int = 64) -> None:
+    def __init__(self, workers: int = 64, address: str = "127.0.0.1:0") -> None:
         self.script: Sequence[Piece | Exception] = ()
         self.pause_s = 0.0  # before each piece
         self.requests: list[Any] = []
         self.cancelled: list[str] = []  # ids of requests
         self._server = grpc.server(ThreadPoolExecutor(workers))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        self.url = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.url = f"127.0.0.1:{self._server.add_insecure_port(address)}"
 
     def __enter__(self) -> "ScriptedTriton":
         self._server.start()

@@ -7,10 +7,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.errors import Busy, Failed, Lost, Refused
+from hemiola.runtime.errors import Busy, Cancelled, Failed, Lost, Refused
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-RETRY_AFTER_S = 1
+RETRY_AFTER_S = 1  # where nobody knows better
 TOO_LONG = re.compile(r"prompt is \d+ tokens, max_len")
 
 
@@ -56,10 +56,12 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(400, message, param=param, code="invalid_value" if param else None)
         case Busy():
             return ApiError(429, str(error), code="overloaded", retry_after_s=error.retry_after_s)
-        case Lost():
-            return ApiError(503, str(error), code="server_lost")
         case Failed():
             return ApiError(503, str(error), code="engine_failed")
+        case Lost():
+            return ApiError(503, str(error), code="server_lost")
+        case Cancelled():
+            return ApiError(503, str(error), code="cancelled")
         case _:
             return ApiError(500, str(error) or type(error).__name__, code="internal_error")
 

@@ -10,11 +10,16 @@ from grpc import aio
 from tritonclient.grpc import service_pb2_grpc
 
 from hemiola.runtime.api import Piece, SamplingParams
-from hemiola.runtime.errors import Failed
+from hemiola.runtime.errors import Lost
 from hemiola.runtime.serving.client import CANCEL, CANCEL_TIMEOUT_S, pack, pb2, read_piece, refusal, unpack
 
 log = logging.getLogger("hemiola.openai")
 READY_TIMEOUT_S = 2.0
+CHANNEL = {
+    "grpc.max_receive_message_length": -1,
+    "grpc.initial_reconnect_backoff_ms": 100,  # a server that was started again is found soon
+    "grpc.max_reconnect_backoff_ms": 1000,
+}
 EOF: Any = getattr(aio, "EOF")  # noqa: B009  # missing in its types
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
@@ -31,7 +36,7 @@ class Wire:
     """A running tritonserver. To be made, used and closed within one event loop."""
 
     def __init__(self, url: str) -> None:
-        self._channel = aio.insecure_channel(url, options=[("grpc.max_receive_message_length", -1)])
+        self._channel = aio.insecure_channel(url, options=list(CHANNEL.items()))
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._exchanges: set[Exchange] = set()  # asyncio keeps no task alive by itself
 
@@ -90,9 +95,9 @@ class Exchange:
             await self._read()
         except aio.AioRpcError as error:
             text = f"the server: {error.code().name}: {error.details()}"
-            self._tell(error=Failed(text) if error.code() in GONE else RuntimeError(text))
+            self._tell(error=Lost(text) if error.code() in GONE else RuntimeError(text))
         except asyncio.CancelledError:
-            self._tell(error=Failed("the server does not answer"))
+            self._tell(error=Lost("the server does not answer"))
         except Exception as error:
             log.exception("request %s", self._request.id)
             self._tell(error=error)
@@ -114,7 +119,7 @@ class Exchange:
                 ended = True
                 await self._send(last=True)
         if not ended:
-            self._tell(error=Failed("the server ended the stream before the request was finished"))
+            self._tell(error=Lost("the server ended the stream before the request was finished"))
 
     async def _send(self, request: Any = None, last: bool = False) -> None:
         async with self._writing:

@@ -14,7 +14,7 @@ from hemiola.runtime.config import ServeConfig
 def test_every_option_of_an_engine_is_an_option_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setattr(serve, "Server", lambda engines, **settings: made.append((engines, settings)))
-    monkeypatch.setattr(serve, "_serve", lambda server, front: None)
+    monkeypatch.setattr(serve, "_serve", lambda *_: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     command = typer.Typer()
     command.command()(serve.serve)

@@ -224,7 +224,8 @@ def test_events_are_ascii_and_end_with_done(start: Callable[..., Front], triton:
         ("[INVALID_ARG] seed is bad", 400, "invalid_value"),
         ("[UNAVAILABLE] the engine failed", 503, None),
         ("[INTERNAL] boom", 500, "internal_error"),
-        ("[CANCELLED] the request was cancelled", 500, None),
+        ("[OVERLOADED] 8 run and 256 wait; try again in 7 s", 429, "overloaded"),
+        ("[CANCELLED] the request was cancelled", 503, "cancelled"),
     ],
 )
 def test_what_the_model_refuses_has_its_status(
@@ -237,6 +238,8 @@ def test_what_the_model_refuses_has_its_status(
         assert caught.value.status_code == status
         assert code in (None, caught.value.code)
         assert message.split("] ")[1] in caught.value.message
+        after = caught.value.response.headers.get("Retry-After")
+        assert after == {429: "7", 503: "1"}.get(status)
     triton.script = script("fine")
     assert client.completions.create(model="tiny", prompt="x").choices[0].text == "fine"
 
@@ -348,6 +351,19 @@ def test_health_follows_tritonserver(start: Callable[..., Front], triton: Script
     answer = requests.post(f"{root}/v1/completions", json={"model": "tiny", "prompt": "x"}, timeout=15)
     assert answer.status_code == 503
     assert answer.headers["Retry-After"]
+
+
+def test_a_tritonserver_that_comes_back_is_found_again(client: OpenAI, triton: ScriptedTriton) -> None:
+    triton.script = script("one")
+    assert client.completions.create(model="tiny", prompt="x").choices[0].text == "one"
+    triton.__exit__()
+    with pytest.raises(APIStatusError) as caught:
+        client.completions.create(model="tiny", prompt="x")
+    assert (caught.value.status_code, caught.value.code) == (503, "server_lost")
+    with ScriptedTriton(address=triton.url) as again:
+        again.script = script("two")
+        patient = client.with_options(max_retries=8)
+        assert patient.completions.create(model="tiny", prompt="x").choices[0].text == "two"
 
 
 def test_metrics_are_tritons(start: Callable[..., Front]) -> None:
