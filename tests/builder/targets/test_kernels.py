@@ -1,0 +1,147 @@
+"""Kernels of engines for GPUs, compiled without one."""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from kit.kernels import uncompiled
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from hemiola.builder import models
+from hemiola.builder.build import build
+from hemiola.builder.checkpoint import Checkpoint
+from hemiola.builder.graph import export
+from hemiola.builder.options import Options
+from hemiola.builder.targets import kernels
+from hemiola.plugins import OPS
+from hemiola.plugins.gpu import compile
+from hemiola.plugins.gpu.cover import calls_at, calls_of
+from hemiola.plugins.gpu.device import Gpu
+from hemiola.plugins.gpu.launch import Call
+from hemiola.plugins.gpu.sizes import Size
+from hemiola.plugins.linear.cuda import fused, linear_argmax
+from hemiola.runtime import manifest
+from hemiola.runtime.arch import ARCHS
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import Limits
+
+Get = Callable[..., Path]
+GPUS = [name for name, arch in ARCHS.items() if arch.device == "cuda"]
+FAMILIES = ("nemotron_h_moe", "qwen3_next")  # together they have every op
+LIMITS = Limits(max_len=4096, max_rows=40, max_step_tokens=700, num_drafts=3, page_len=32, chunk_len=16)
+
+
+@pytest.fixture(scope="session")
+def nodes(tiny_checkpoint: Get) -> list[kernels.Node]:
+    """Every call of our ops in the two families."""
+    found: set[kernels.Node] = set()
+    for family in FAMILIES:
+        checkpoint = Checkpoint(tiny_checkpoint(family))
+        model = models.load(
+            checkpoint, torch.ops.hemiola, chunk_len=16, max_len=LIMITS.max_len, dtype=torch.bfloat16
+        )
+        for name in ("trunk", "draft"):
+            found |= set(kernels.nodes_of(export(model, name, LIMITS)))
+    assert {node.op for node in found} == set(OPS)
+    return sorted(found, key=repr)
+
+
+@cache
+def covered(node: kernels.Node, capability: int) -> set[Call]:
+    return calls_of(node.op, node.arguments, node.most(LIMITS), Gpu(capability, 132))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("op", OPS)
+def test_whatever_a_step_is_like_its_kernels_are_among_those_compiled(
+    op: str, capability: int, nodes: list[kernels.Node]
+) -> None:
+    """Of any size, on any GPU of the architecture."""
+    rng = random.Random(op)
+    launcher = getattr(import_module(f"hemiola.plugins.{op}.cuda"), op)
+    for node in (node for node in nodes if node.op == op):
+        most = node.most(LIMITS)
+        for _ in range(40):
+            size = Size(*(min(int(2 ** rng.uniform(0, 11)), limit) for limit in most))
+            made = calls_at(launcher, Gpu(capability, rng.randrange(20, 200)), *node.arguments(size))
+            assert made <= covered(node, capability), size
+
+
+def entries(nodes: list[kernels.Node], capability: int) -> list[Call]:
+    """One call of every kernel, those that no engine uses yet included."""
+    x, weight = (torch.empty(size, 64, dtype=torch.bfloat16, device="meta") for size in (5, 96))
+    gpu = Gpu(capability, 132)
+    calls = calls_at(kernels.write_time, gpu, torch.empty(2, dtype=torch.int64, device="meta"), 1)
+    calls |= calls_at(linear_argmax, gpu, x, weight)
+    calls |= calls_at(fused, gpu, x, weight, None, x[:, :48], "swiglu")
+    for node in nodes:
+        calls |= covered(node, capability)
+    found: dict[str, Call] = {}
+    for call in sorted(calls, key=lambda call: (len(repr(call)), repr(call))):
+        found.setdefault(call.kernel, call)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_every_kernel_is_compiled_for_every_architecture(arch: str, nodes: list[kernels.Node]) -> None:
+    major, minor = ARCHS[arch].capability or (0, 0)
+    capability = 10 * major + minor
+    calls = entries(nodes, capability)
+    assert len({call.kernel.rpartition(".")[0] for call in calls}) == len(OPS) + 1
+    with ThreadPoolExecutor(2) as pool:
+        for compiled in pool.map(lambda call: compile.compile_call(call, capability), calls):
+            assert compiled.cubin[:4] == b"\x7fELF" and compiled.binary.symbol.encode() in compiled.cubin
+            assert f".target sm_{capability}" in compiled.ptx
+            assert len(compiled.binary.maps) == sum(k.startswith("<") for k in compiled.binary.call.kinds)
+
+
+def test_an_engine_holds_the_kernels_of_all_its_architectures(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    with uncompiled():
+        options = Options(arch=["sm_90,sm_80", "sm_90"], max_len=64, max_rows=2, max_step_tokens=32)
+        build(tiny_checkpoint("qwen3_5"), tmp_path, options)
+    found = manifest.load(tmp_path)
+    assert found.arch == "sm_90,sm_80" and [kernels.arch for kernels in found.kernels] == ["sm_90", "sm_80"]
+    for own in found.kernels:
+        files = [entry.file for entry in own.binaries]
+        assert len(set(files)) == len(files) > 10 and set(files) <= set(found.sha256)
+        assert all(file.startswith(f"kernels/{own.arch}/") for file in files)
+    some = tmp_path / found.kernels[1].binaries[0].file
+    some.write_bytes(some.read_bytes()[:-1])
+    with pytest.raises(Refused, match=r"\.cubin was changed after the build .*; run build-engine again"):
+        manifest.load(tmp_path)
+
+
+def test_an_engine_of_other_kernels_than_ours_is_refused(
+    tiny_engine: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine_dir = tiny_engine("qwen3_5", arch="sm_90")
+    monkeypatch.setattr(manifest, "sources", lambda: "other")
+    with pytest.raises(
+        Refused, match="built from other kernels than this hemiola has; run build-engine again"
+    ):
+        manifest.load(engine_dir)
+
+
+def test_what_cannot_be_compiled_is_refused_by_name(
+    tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(call: Call, capability: int) -> compile.Compiled:
+        raise compile.TooLarge(f"{call.kernel} needs 9 bytes, sm_{capability} has 8")
+
+    monkeypatch.setattr(compile, "compile_call", too_large)
+    with pytest.raises(
+        Refused, match=r"--arch sm_86: .* needs 9 bytes, sm_86 has 8; leave this architecture"
+    ):
+        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(arch="sm_86", max_len=64))
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    with pytest.raises(
+        Refused, match=r"compiled by Triton, which is not here; run pip install 'hemiola\[cuda\]'"
+    ):
+        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(arch="sm_86", max_len=64))
+    assert not (tmp_path / "engine").exists()

@@ -1,0 +1,100 @@
+"""Loading an engine's kernels: what does not fit is refused in one line. The driver is a double."""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from hemiola.plugins import OPS, gpu
+from hemiola.plugins.gpu.binaries import Binary
+from hemiola.plugins.gpu.launch import Kernel, Launch
+from hemiola.plugins.norm import cuda as norm
+from hemiola.runtime import manifest
+from hemiola.runtime.device import kernels
+from hemiola.runtime.errors import Refused
+
+Get = Callable[..., Path]
+DEVICE = torch.device("cuda", 0)
+
+
+class FakeDriver(ModuleType):
+    """A driver of CUDA `known` that loads what has not lost its end."""
+
+    class DriverError(RuntimeError):
+        pass
+
+    def __init__(self, known: tuple[int, int] = (13, 0)) -> None:
+        super().__init__("driver")
+        self.known, self.loaded = known, []
+
+    def version(self) -> tuple[int, int]:
+        return self.known
+
+    def load(self, binary: Binary, cubin: bytes, device: torch.device) -> Launch:
+        if not cubin:
+            raise self.DriverError(
+                "cuLibraryLoadData: CUDA_ERROR_INVALID_IMAGE (device kernel image is invalid)"
+            )
+        self.loaded.append(binary.call)
+        return lambda grid, values: None
+
+
+def every_kernel() -> list[Kernel]:
+    modules = [import_module(f"hemiola.plugins.{name}.cuda") for name in (*OPS, "gpu.clock")]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, Kernel)]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, tiny_engine: Get) -> Callable[[ModuleType | None], Path]:
+    """Loads the kernels of an engine for two architectures on the second of them."""
+
+    def run(driver: ModuleType | None) -> Path:
+        engine_dir = tiny_engine("qwen3_5", arch="sm_80,sm_90")
+        monkeypatch.setattr(kernels, "arch_here", lambda: "sm_90")
+        monkeypatch.setitem(sys.modules, "hemiola.plugins.gpu.driver", driver)
+        monkeypatch.setattr(gpu, "driver", driver, raising=False)
+        if driver is None:
+            monkeypatch.delattr(gpu, "driver")
+        for kernel in every_kernel():
+            monkeypatch.setattr(kernel, "binaries", {})
+        kernels.load_kernels(engine_dir, manifest.load(engine_dir), DEVICE)
+        return engine_dir
+
+    return run
+
+
+def test_all_kernels_of_the_gpu_that_is_here_and_no_others_are_loaded(load: Callable) -> None:
+    driver = FakeDriver()
+    found = manifest.load(load(driver))
+    (mine,) = [own for own in found.kernels if own.arch == "sm_90"]
+    assert driver.loaded == [entry.binary.call for entry in mine.binaries]
+    assert list(norm._norm.binaries) == [call for call in driver.loaded if call.kernel == "norm._norm"]
+
+
+def test_a_driver_older_than_the_engines_kernels_is_refused(load: Callable) -> None:
+    with pytest.raises(
+        Refused, match=r"has kernels of CUDA 12\.\d, the driver here knows 11\.8; install a newer driver"
+    ):
+        load(FakeDriver((11, 8)))
+
+
+def test_without_cuda_python_an_engine_for_a_gpu_is_refused(load: Callable) -> None:
+    with pytest.raises(
+        Refused, match=r"through cuda-bindings, which is not here .*pip install 'hemiola\[cuda\]'"
+    ):
+        load(None)
+
+
+def test_a_binary_that_the_driver_does_not_take_is_refused(
+    load: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"")
+    with pytest.raises(
+        Refused,
+        match=r"kernels/sm_90/.*\.cubin cannot be loaded \(cuLibraryLoadData: .*\); run build-engine again",
+    ):
+        load(FakeDriver())
