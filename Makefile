@@ -38,4 +38,5 @@ $(VENV)/serve.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	-$(BIN)/python scripts/tensorrt_wheels.py  # without them, and without gcc, some tests skip
 	@touch $@

@@ -1,7 +1,6 @@
 """The straight line from a checkpoint to an engine directory."""
 
 import hashlib
-import json
 import shutil
 import sys
 import tempfile
@@ -15,12 +14,13 @@ from tokenizers import Tokenizer
 
 import hemiola
 from hemiola.builder import models, targets
-from hemiola.builder.checkpoint import DTYPES, Checkpoint, Files, Lazy, read_json
+from hemiola.builder.checkpoint import Checkpoint, Files, Lazy, read_json
 from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.options import Options
 from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.kernels import compile_kernels
 from hemiola.builder.targets.torch import Compiled, Job, Report
+from hemiola.builder.weights import write_weights
 from hemiola.plugins import OPS
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, Arch
@@ -28,8 +28,6 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, Manifest, Segment, State
 
 WEIGHTS = "weights.safetensors"
-ALIGNMENT = 64  # bytes
-STORED = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def build(
@@ -103,35 +101,10 @@ def build(
         ).write(folder)
 
 
-def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:
-    """A safetensors file, one tensor in memory at a time; whole cache lines first, which keep alignment."""
-    ordered = sorted(weights.items(), key=lambda item: item[1].nbytes % ALIGNMENT != 0)
-    header, offset = {}, 0
-    for name, lazy in ordered:
-        end = offset + lazy.nbytes
-        header[name] = {
-            "dtype": STORED[lazy.dtype],
-            "shape": lazy.shape,
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    done = 0
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, lazy in ordered:
-            tensor = lazy.read().contiguous()
-            assert tuple(tensor.shape) == lazy.shape and tensor.dtype == lazy.dtype
-            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-            done += lazy.nbytes
-            report("writing weights", done, offset)
-
-
 def _segment(compiled: Compiled, graph: Graph) -> Segment:
     return Segment(
         name=graph.name,
-        weights=graph.weights,
+        weights=tuple(name for name in graph.weights if name in compiled.weights),
         states=tuple(state.name for state in graph.states),
         inputs=graph.inputs,
         **{key: value for key, value in compiled._asdict().items() if key != "weights"},

@@ -11,7 +11,7 @@ class Options(Strict):
     """None is decided from the checkpoint. Lengths are in tokens."""
 
     target: str = Field(
-        default="torch", description="what runs the engine: torch, tensorrt-rtx, or onnxruntime on a CPU"
+        default="torch", description="what runs the engine: torch, tensorrt, tensorrt-rtx, onnxruntime"
     )
     arch: tuple[str, ...] = Field(
         default=("cpu",),

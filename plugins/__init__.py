@@ -19,4 +19,7 @@ OPS: dict[str, Op] = {
     op.name: op.register()
     for op in (ATTENTION, CONV, DELTA, EMBED, GATE, LINEAR, MAMBA2, MOE, NORM, ROPE, ROUTE)
 }
+# Ops that other compilers have, too: plugins/onnx.py holds their bodies. The others hold states, look at
+# other tokens, or choose.
+DENSE = frozenset({"embed", "gate", "linear", "norm", "rope"})
 references = SimpleNamespace(**{name: op.reference for name, op in OPS.items()})  # the truth, same arguments

@@ -15,7 +15,7 @@ import torch
 from onnx import TensorProto
 from onnx.defs import OpSchema
 
-from hemiola.plugins import OPS
+from hemiola.plugins import DENSE, OPS
 from hemiola.plugins.spec import Call, Op
 
 OPSET = 23  # the first with RMSNormalization
@@ -48,7 +48,7 @@ class Emit(Protocol):
 
 
 def is_plugin(op: Op) -> bool:
-    return op.name not in BODIES
+    return op.name not in DENSE
 
 
 @cache

@@ -29,6 +29,7 @@ TARGETS: dict[str, Target] = {
     for target in (
         Target("torch", tuple(known.ARCHS), "torch"),
         Target("onnxruntime", ("cpu",), "onnxruntime", "tokens"),
+        Target("tensorrt", tuple(name for name in known.ARCHS if name != "cpu"), "tensorrt", "tokens"),
         Target("tensorrt-rtx", RTX, "rtx", "tokens"),
     )
 }

@@ -12,6 +12,8 @@ from hemiola.runtime.abi import widths
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, Profile
 
+MOST = 2**20  # pages or slots
+
 
 @cache
 def log_of(trt: Any) -> Any:
@@ -29,14 +31,26 @@ def log_of(trt: Any) -> Any:
     return Log()
 
 
-def make_profiles(limits: Limits, graph: Graph) -> tuple[Profile, ...]:
-    """One for steps that only decode and verify, one for prompts. A step may want no logits at all."""
+def make_profiles(limits: Limits, graph: Graph, letters: str = "TL") -> tuple[Profile, ...]:
+    """One for steps that only decode and verify, one for prompts; of the sizes with these letters.
+
+    A step may want no logits at all. How many pages and slots there are, is decided where the engine runs.
+    """
     widest = widths(limits, graph.name)
     decode = min(limits.max_rows * (1 + limits.num_drafts), widest["T"])
-    logits = (0, min(decode, widest["L"]), widest["L"])
+    sizes = {
+        "L": (0, min(decode, widest["L"]), widest["L"]),
+        "N": (1, widest["N"], widest["N"]),
+        "W": (1, widest["W"], widest["W"]),
+        "P": (1, widest["N"] * widest["W"], MOST),
+        "S": (1, widest["N"] + 1, MOST),
+    }
     most = {"decode": decode, "prefill": widest["T"]}
     return tuple(
-        Profile(name=name, sizes={DIMS["T"]: (1, tokens, tokens), DIMS["L"]: logits})
+        Profile(
+            name=name,
+            sizes={DIMS[letter]: (sizes | {"T": (1, tokens, tokens)})[letter] for letter in letters},
+        )
         for name, tokens in most.items()
     )
 
@@ -61,7 +75,7 @@ def build(
     config = builder.create_builder_config()
     config.clear_flag(trt.BuilderFlag.TF32)
     configure(config)
-    for sizes in (profile.sizes for profile in profiles):
+    for sizes in (taken.sizes for taken in profiles):
         profile = builder.create_optimization_profile()
         for value in inputs:
             dims = value.type.tensor_type.shape.dim

@@ -10,9 +10,9 @@ from kit import checkpoints
 from kit.onnx_steps import Steps, evaluator
 
 from hemiola.builder import graph, models
-from hemiola.builder.build import write_weights
 from hemiola.builder.checkpoint import Checkpoint, Lazy
 from hemiola.builder.onnx import to_onnx, with_weights
+from hemiola.builder.weights import write_weights
 from hemiola.plugins import OPS
 from hemiola.plugins.onnx import BODIES, DOMAIN
 from hemiola.runtime.errors import Refused

@@ -32,6 +32,10 @@ def opener(compiler: str) -> Callable[[Path], "Part"]:
             f"this engine's parts were built by {compiler}, here is {trt.__version__};"
             f" run build-engine again, or pip install {name}-cu13=={version}"
         )
+    if name == "tensorrt":
+        from hemiola.plugins.tensorrt import register
+
+        register()
     runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
 
     def open_part(path: Path) -> Part:
@@ -100,11 +104,11 @@ class Part:
 def _context(trt: Any, engine: Any, profile: int) -> Any:
     if hasattr(trt, "DynamicShapesKernelSpecializationStrategy"):
         # TensorRT-RTX would else compile kernels for sizes that it has seen, and change bits while it runs
-        config = engine.create_runtime_config()
-        config.dynamic_shapes_kernel_specialization_strategy = (
+        options = engine.create_runtime_config()
+        options.dynamic_shapes_kernel_specialization_strategy = (
             trt.DynamicShapesKernelSpecializationStrategy.NONE
         )
-        context = engine.create_execution_context(config)
+        context = engine.create_execution_context(options)
     else:
         context = engine.create_execution_context()
     stream = torch.cuda.current_stream()

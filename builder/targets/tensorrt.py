@@ -1,0 +1,128 @@
+"""TensorRT: a segment is one engine with its weights, our ops inside it as plugins (plugins/tensorrt.py).
+
+It times its kernels on the GPU that the engine is for, so it compiles only there.
+"""
+
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hemiola.builder.checkpoint import Lazy
+from hemiola.builder.graph import Graph
+from hemiola.builder.onnx import outputs, to_onnx, with_weights
+from hemiola.builder.targets.engines import build, log_of, make_profiles
+from hemiola.builder.targets.torch import Compiled, Job, Report, choose_forms
+from hemiola.builder.weights import write_weights
+from hemiola.plugins.cpu.jit import cache_dir
+from hemiola.plugins.onnx import is_plugin
+from hemiola.plugins.tensorrt import register
+from hemiola.runtime.arch import ARCHS
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import PARTS, Piece
+
+trt: Any = import_module("tensorrt")
+
+
+def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
+    """The engine, and beside it what TensorRT's inspector says of it."""
+    _refuse_other_gpus(job.archs)
+    register()
+    nodes, packed = choose_forms(graph, weights, job.device, is_plugin)
+    profiles = make_profiles(job.limits, graph, "TLNWPS")
+    folder = job.folder / PARTS
+    folder.mkdir(exist_ok=True)
+    timings = cache_dir() / f"tensorrt-{trt.__version__}-{job.archs[0]}.timings"
+    with tempfile.TemporaryDirectory(dir=job.folder) as beside:
+        file = Path(beside) / "weights.safetensors"
+        write_weights(packed, file, job.report)
+        model = with_weights(to_onnx(graph), file)
+        setup = _Setup(graph.name, job.report, timings)
+        content = model.SerializeToString()
+        engine = build(
+            trt, content, model.graph.input, profiles, setup, str(file.with_name(f"{graph.name}.onnx"))
+        )
+    setup.keep_timings()
+    (folder / graph.name).write_bytes(engine)
+    (folder / f"{graph.name}.json").write_text(_inspected(engine))
+    inputs = tuple(value.name for value in model.graph.input)
+    names = tuple(outputs(graph))
+    return Compiled(
+        nodes,
+        weights={},  # they are in the engine
+        pieces=(Piece(kind="part", name=graph.name, inputs=inputs, outputs=names),),
+        outputs=names,
+        compiler=f"tensorrt {trt.__version__}",
+        profiles=profiles,
+    )
+
+
+class _Setup:
+    """What the builder is told, and what it has timed for the next build."""
+
+    def __init__(self, name: str, report: Report, timings: Path) -> None:
+        self._monitor, self._file = _monitor(name, report), timings
+        self._timings: Any = None
+
+    def __call__(self, config: Any) -> None:
+        config.progress_monitor = self._monitor
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for the inspector
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+        # an engine is for all GPUs of its compute capability, not just for the model that built it
+        config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.SAME_COMPUTE_CAPABILITY
+        self._timings = config.create_timing_cache(self._file.read_bytes() if self._file.is_file() else b"")
+        config.set_timing_cache(self._timings, ignore_mismatch=False)
+
+    def keep_timings(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_bytes(bytes(self._timings.serialize()))
+
+
+def _monitor(segment: str, report: Report) -> Any:
+    """TensorRT's phases, as the stages of a build."""
+
+    class Monitor(trt.IProgressMonitor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps: dict[str, int] = {}
+
+        def phase_start(self, name: str, parent: str | None, num_steps: int) -> None:
+            self.steps[name] = num_steps
+            report(f"{segment}: {name}", 0, 0)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            report(f"{segment}: {name}, {step + 1} of {self.steps[name]}", 0, 0)
+            return True
+
+        def phase_finish(self, name: str) -> None:
+            report(segment, 0, 0)
+
+    return Monitor()
+
+
+def _inspected(content: bytes) -> str:
+    engine = trt.Runtime(log_of(trt)).deserialize_cuda_engine(content)
+    inspector = engine.create_engine_inspector()
+    return inspector.get_engine_information(trt.LayerInformationFormat.JSON)
+
+
+def _refuse_other_gpus(archs: tuple[str, ...]) -> None:
+    if len(archs) > 1:
+        raise Refused(
+            f"--arch {','.join(archs)}: --target tensorrt compiles for one; build an engine for each"
+        )
+    (arch,) = archs
+    needed = ".".join(map(str, ARCHS[arch].capability or ()))
+    law = (
+        f"--target tensorrt compiles on the GPU that the engine is for ({arch}, compute capability {needed})"
+    )
+    if not torch.cuda.is_available():
+        raise Refused(
+            f"{law}, and torch finds no CUDA device here; use --target tensorrt-rtx or torch, which need none"
+        )
+    found = ".".join(map(str, torch.cuda.get_device_capability(0)))
+    if found != needed:
+        name = torch.cuda.get_device_name(0)
+        raise Refused(f"{law}, but {name} has {found}; use --arch sm_{found.replace('.', '')}")

@@ -1,0 +1,169 @@
+"""What the builder asks of TensorRT, seen by a double; and that every version has what is asked.
+
+No engine was built: TensorRT's libraries are not here, and its builder wants a GPU.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from kit import tensorrt_bindings
+from kit.kernels import uncompiled
+
+from hemiola.builder import targets
+from hemiola.builder.build import Options, build
+from hemiola.runtime import manifest
+from hemiola.runtime.errors import Refused
+
+Get = Callable[..., Path]
+ROOT = Path(__file__).resolve().parents[3]
+FILES = (
+    "builder/targets/engines.py",
+    "builder/targets/tensorrt.py",
+    "plugins/tensorrt.py",
+    "runtime/device/segments/tensorrt.py",
+)
+CLASSES = {  # of what our code holds, by the name that it has there
+    "builder": "Builder", "network": "INetworkDefinition", "parser": "OnnxParser", "error": "ParserError",
+    "config": "IBuilderConfig", "profile": "IOptimizationProfile", "engine": "ICudaEngine",
+    "context": "IExecutionContext", "runtime": "Runtime",
+    "inspector": "EngineInspector", "_timings": "ITimingCache",
+}  # fmt: skip
+RTX_ONLY = {
+    "ICudaEngine.create_runtime_config",  # asked for where kernels are specialised at run time
+    "DynamicShapesKernelSpecializationStrategy.NONE",
+    "DynamicShapesKernelSpecializationStrategy",
+}
+VERSIONS = sorted(path.name for path in tensorrt_bindings.ROOT.glob("*") if (path / "done").is_file())
+
+
+def asked() -> set[str]:
+    """Names of TensorRT that our code uses: `trt.A.B`, `trtp.A`, and methods of the objects in CLASSES."""
+    found: set[str] = set()
+    for file in FILES:
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            parts: list[str] = []
+            while isinstance(node, ast.Attribute):
+                parts.insert(0, node.attr)
+                node = node.value
+            if not isinstance(node, ast.Name) or not parts:
+                continue
+            if node.id == "self" and parts[0] in CLASSES and len(parts) > 1:
+                found.add(f"{CLASSES[parts[0]]}.{parts[1]}")
+            elif node.id == "trt":
+                found.add(".".join(parts[:2]))
+            elif node.id == "trtp":
+                found.add(f"plugin.{parts[0]}")
+            elif node.id in CLASSES:
+                found.add(f"{CLASSES[node.id]}.{parts[0]}")
+    return found - {"__name__", "ParserError.errors"}
+
+
+@pytest.mark.skipif(not VERSIONS, reason=tensorrt_bindings.MISSING)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_version_has_every_name_that_is_used(version: str) -> None:
+    names = sorted(asked() - RTX_ONLY)
+    assert len(names) > 40 and "IBuilderConfig.progress_monitor" in names and "plugin.register" in names
+    script = str(ROOT / "tests" / "kit" / "tensorrt_bindings.py")
+    command = [sys.executable, script, version, *names]
+    made = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert made.stdout.endswith("missing:\n"), made.stdout
+
+
+def test_tensorrt_rtx_has_every_name_that_is_used() -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    own = {name for name in asked() if not name.startswith("plugin.")}
+    missing = [name for name in sorted(own) if not tensorrt_bindings.has(trt, name)]
+    assert missing == []
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MagicMock:
+    """A TensorRT on an H100 that takes everything and makes engines of a few bytes."""
+    import_module("torch._dynamo")  # looks for a GPU
+    trt = MagicMock(__version__="11.4.0")
+    trt.ILogger = trt.IProgressMonitor = object
+    trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED = 1
+    trt.Builder().build_serialized_network.return_value = b"engine"
+    trt.Builder().create_builder_config().create_timing_cache().serialize.return_value = b"times"
+    inspector = trt.Runtime().deserialize_cuda_engine().create_engine_inspector()
+    inspector.get_engine_information.return_value = "{}"
+    monkeypatch.setitem(sys.modules, "tensorrt", trt)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
+    monkeypatch.delitem(sys.modules, "hemiola.builder.targets.tensorrt", raising=False)
+    module: Any = import_module("hemiola.builder.targets.tensorrt")
+    monkeypatch.setattr(module, "register", lambda: None)
+    monkeypatch.setattr(module, "cache_dir", lambda: tmp_path / "cache")
+    yield trt  # pyright: ignore[reportReturnType]
+    sys.modules.pop("hemiola.builder.targets.tensorrt")
+
+
+def test_one_engine_per_segment_with_profiles_states_in_place_and_what_the_inspector_says(
+    tiny_checkpoint: Get, tmp_path: Path, fake: MagicMock
+) -> None:
+    stages: list[str] = []
+    options = Options(target="tensorrt", arch="sm_90", max_len=128, max_rows=4, max_step_tokens=64)
+    with uncompiled():
+        built = build(
+            tiny_checkpoint("nemotron_h_moe"), tmp_path / "e", options, lambda stage, *_: stages.append(stage)
+        )
+    files = {name for name in built.sha256 if name.startswith(manifest.PARTS)}
+    assert files == {f"parts/{name}{end}" for name in ("trunk", "draft") for end in ("", ".json")}
+    config = fake.Builder().create_builder_config()
+    config.set_preview_feature.assert_called_with(fake.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    level = fake.HardwareCompatibilityLevel.SAME_COMPUTE_CAPABILITY
+    assert config.hardware_compatibility_level is level
+    assert (tmp_path / "cache" / "tensorrt-11.4.0-sm_90.timings").read_bytes() == b"times"
+    ranges = {
+        call.args[0]: call.args[1:]
+        for call in fake.Builder().create_optimization_profile().set_shape.mock_calls
+    }
+    assert ranges["rows"] == ((1, 8), (4, 8), (4, 8)) and ranges["page_table"][2] == (4, 2)
+    assert ranges["token_ids"] == ((1,), (64 + 4 * 15,), (64 + 4 * 15,))  # the head's, the last one
+    assert not any(name.endswith(".weight") for name in ranges), "weights are in the engine"
+    trunk = built.segment("trunk")
+    states = [state.name for state in built.states if not state.name.startswith("mtp.")]
+    (piece,) = trunk.pieces
+    assert (
+        piece.inputs == (*states, *trunk.inputs)
+        and trunk.weights == ()
+        and trunk.compiler == "tensorrt 11.4.0"
+    )
+    content, path = fake.OnnxParser().parse.call_args.args
+    assert b"weights.safetensors" in content and path.endswith("draft.onnx")
+    assert not [file for file in (tmp_path / "e").iterdir() if file.name.startswith("tmp")]
+    config.progress_monitor.phase_start("Timing", None, 7)
+    assert config.progress_monitor.step_complete("Timing", 2) and stages[-1] == "draft: Timing, 3 of 7"
+
+
+def test_what_is_missing_is_said(
+    tiny_checkpoint: Get, tmp_path: Path, fake: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = tiny_checkpoint("qwen3_5"), {"target": "tensorrt", "max_len": 64, "max_rows": 2}
+    with pytest.raises(
+        Refused, match=r"\(sm_80, compute capability 8.0\), but H100 has 9.0; use --arch sm_90"
+    ):
+        build(source, tmp_path / "e", Options(**options, arch="sm_80"))
+    with pytest.raises(Refused, match=r"--arch sm_90,sm_80: --target tensorrt compiles for one; build an"):
+        build(source, tmp_path / "e", Options(**options, arch="sm_90,sm_80"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        Refused, match=r"compiles on the GPU .* no CUDA device here; use --target tensorrt-rtx"
+    ):
+        build(source, tmp_path / "e", Options(**options, arch="sm_90"))
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    sys.modules.pop("hemiola.builder.targets.tensorrt")
+    with pytest.raises(Refused, match=r"--target tensorrt needs tensorrt; pip install 'hemiola\[tensorrt\]'"):
+        targets.pick("tensorrt", "sm_90")
+    sys.modules["hemiola.builder.targets.tensorrt"] = SimpleNamespace()  # pyright: ignore[reportArgumentType]
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith((".e", "e"))]
