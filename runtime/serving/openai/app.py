@@ -147,46 +147,47 @@ class App:
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         request = parse(CompletionRequest, await read_body(http))
         model = self._model(request.model)
-        prompts = [await encode(model, prompt) for prompt in request.prompt]
-        params = request.params(request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs)
-        tokens = model.tokens if request.logprobs is not None else None
-        asked = [(prompt, each) for prompt in prompts for each in params]
-        choices: list[Choice] = []
-        for index, (ids, _) in enumerate(asked):
-            echo = ""
-            if request.echo:
-                given = request.prompt[index // len(params)]
-                echo = given if isinstance(given, str) else model.need_text("echo is").decode(given)
-            choices.append(TextChoice(index, ids, tokens, bool(request.return_token_ids), echo))
-        reply = Reply("text_completion", model, choices, len(params))
-        return await self._answer(http, request, Work(asked, choices, reply))
+        with self._admit(len(request.prompt) * request.num_choices):
+            prompts = [await encode(model, prompt) for prompt in request.prompt]
+            params = request.params(request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs)
+            tokens = model.tokens if request.logprobs is not None else None
+            asked = [(ids, each) for ids in prompts for each in params]
+            choices: list[Choice] = []
+            for index, (ids, _) in enumerate(asked):
+                echo = ""
+                if request.echo:
+                    given = request.prompt[index // len(params)]
+                    echo = given if isinstance(given, str) else model.need_text("echo is").decode(given)
+                choices.append(TextChoice(index, ids, tokens, bool(request.return_token_ids), echo))
+            reply = Reply("text_completion", model, choices, len(params))
+            return await self._answer(http, request, Work(asked, choices, reply))
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         request = parse(ChatRequest, await read_body(http))
         model = self._model(request.model)
-        prompt, expected = render(model, request)
-        structured = guide(request, expected)
-        ids = await encode(model, prompt)
-        most = request.most_tokens or max(model.max_len - len(ids), 1)
-        params = request.params(most, request.num_logprobs, structured)
-        tokens = model.tokens if request.logprobs else None
-        with_ids = bool(request.return_token_ids)
-        choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
-        reply = Reply("chat.completion", model, choices, len(params))
-        return await self._answer(http, request, Work([(ids, each) for each in params], choices, reply))
+        with self._admit(request.num_choices):
+            prompt, expected = render(model, request)
+            structured = guide(request, expected)
+            ids = await encode(model, prompt)
+            most = request.most_tokens or max(model.max_len - len(ids), 1)
+            params = request.params(most, request.num_logprobs, structured)
+            tokens = model.tokens if request.logprobs else None
+            with_ids = bool(request.return_token_ids)
+            choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
+            reply = Reply("chat.completion", model, choices, len(params))
+            return await self._answer(http, request, Work([(ids, each) for each in params], choices, reply))
 
     async def _answer(self, http: web.Request, request: Request, work: Work) -> web.StreamResponse:
-        with self._admit(len(work.asked)):
-            answers = self._wire.ask(request.model, work.asked)
-            try:
-                if request.stream:
-                    return await stream(http, work, answers, request.stream_options or StreamOptions())
-                while found := await answers.next():
-                    for index, piece in found:
-                        work.choices[index].take(piece)
-                return web.json_response(work.reply.whole(), headers={"X-Request-Id": work.reply.id})
-            finally:
-                answers.close()
+        answers = self._wire.ask(request.model, work.asked)
+        try:
+            if request.stream:
+                return await stream(http, work, answers, request.stream_options or StreamOptions())
+            while found := await answers.next():
+                for index, piece in found:
+                    work.choices[index].take(piece)
+            return web.json_response(work.reply.whole(), headers={"X-Request-Id": work.reply.id})
+        finally:
+            answers.close()
 
     @contextlib.contextmanager
     def _admit(self, num_requests: int) -> Iterator[None]:

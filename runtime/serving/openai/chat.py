@@ -9,7 +9,7 @@ from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.model import Model
 from hemiola.runtime.serving.openai.schema import ChatRequest, Message, Tool
 
-RESERVED = ("messages", "tools", "chat_template")
+RESERVED = ("self", "messages", "tools", "chat_template")
 
 
 def render(model: Model, request: ChatRequest) -> tuple[str, Expected]:

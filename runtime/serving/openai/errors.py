@@ -11,6 +11,7 @@ from hemiola.runtime.errors import Busy, Cancelled, Failed, Lost, Refused
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_AFTER_S = 1  # where nobody knows better
+NOT_LOADED = re.compile(r"Request for unknown model: .* has no available versions")  # tritonserver's words
 TOO_LONG = re.compile(r"prompt is \d+ tokens, max_len")
 
 
@@ -62,6 +63,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="server_lost")
         case Cancelled():
             return ApiError(503, str(error), code="cancelled")
+        case RuntimeError() if NOT_LOADED.search(str(error)):
+            return ApiError(503, "the model is not loaded now; try again in a moment", code="model_not_ready")
         case _:
             return ApiError(500, str(error) or type(error).__name__, code="internal_error")
 

@@ -125,6 +125,9 @@ BAD = {
         TEXT, P | {"structured_outputs": {"regex": "a", "choice": ["a"]}}, 400, "structured_outputs",
         "regex and choice given",
     ),
+    "template_self": (
+        CHAT, M | {"chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs", "take it out",
+    ),
     "store": (CHAT, M | {"store": True}, 400, "store", "store is True"),
     "chat_without_tokenizer": (CHAT, {"model": "ids"} | M, 400, None, "messages are text, model ids has no"),
 }  # fmt: skip
