@@ -1,10 +1,13 @@
 """What TensorRT and TensorRT-RTX share: an ONNX graph in, a serialized engine out. `trt` is either module."""
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 from onnx import ValueInfoProto
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map
 
 from hemiola.builder.graph import Graph
 from hemiola.builder.onnx import DIMS
@@ -29,6 +32,22 @@ def log_of(trt: Any) -> Any:
                 self.errors.append(" ".join(message.split()))
 
     return Log()
+
+
+def lay_out(graph: Graph, views: Sequence[str] = ()) -> None:
+    """Trace tensors as they lie when parts make them: each in memory of its own, but for these views.
+
+    Kernels are compiled for what is known of the addresses and strides that they get.
+    """
+    kept = {name.rsplit(".", 2)[0] for name in views}  # ONNX values are named after torch's nodes
+    for node in graph.program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        maker = node.args[0] if node.target is operator.getitem else node
+        if maker.name in kept:
+            node.meta["val"] = node.target(*map_arg(node.args, lambda arg: arg.meta["val"]))
+        else:
+            node.meta["val"] = tree_map(lambda value: value.new_empty(value.shape), node.meta["val"])
 
 
 def make_profiles(limits: Limits, graph: Graph, letters: str = "TL") -> tuple[Profile, ...]:

@@ -15,7 +15,7 @@ from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
 from hemiola.builder.onnx import outputs, to_onnx
 from hemiola.builder.partition import cut
-from hemiola.builder.targets.engines import build, make_profiles
+from hemiola.builder.targets.engines import build, lay_out, make_profiles
 from hemiola.builder.targets.torch import Compiled, Job, choose_forms
 from hemiola.plugins.onnx import is_plugin
 from hemiola.runtime.manifest import PARTS, Profile
@@ -27,6 +27,7 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
     """Build every part that no other segment has built."""
     nodes, packed = choose_forms(graph, weights, job.device, is_plugin)
     pieces, parts = cut(to_onnx(graph), graph.weights)
+    lay_out(graph, [output for piece in pieces if piece.kind == "view" for output in piece.outputs])
     profiles = make_profiles(job.limits, graph)
     folder = job.folder / PARTS
     folder.mkdir(exist_ok=True)

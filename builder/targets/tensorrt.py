@@ -13,7 +13,7 @@ import torch
 from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
 from hemiola.builder.onnx import outputs, to_onnx, with_weights
-from hemiola.builder.targets.engines import build, log_of, make_profiles
+from hemiola.builder.targets.engines import build, lay_out, log_of, make_profiles
 from hemiola.builder.targets.torch import Compiled, Job, Report, choose_forms
 from hemiola.builder.weights import write_weights
 from hemiola.plugins.cpu.jit import cache_dir
@@ -31,6 +31,7 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
     _refuse_other_gpus(job.archs)
     register()
     nodes, packed = choose_forms(graph, weights, job.device, is_plugin)
+    lay_out(graph)
     profiles = make_profiles(job.limits, graph, "TLNWPS")
     folder = job.folder / PARTS
     folder.mkdir(exist_ok=True)
@@ -109,11 +110,11 @@ def _inspected(content: bytes) -> str:
 
 
 def _refuse_other_gpus(archs: tuple[str, ...]) -> None:
-    if len(archs) > 1:
+    arch, *more = archs
+    if more:
         raise Refused(
             f"--arch {','.join(archs)}: --target tensorrt compiles for one; build an engine for each"
         )
-    (arch,) = archs
     needed = ".".join(map(str, ARCHS[arch].capability or ()))
     law = (
         f"--target tensorrt compiles on the GPU that the engine is for ({arch}, compute capability {needed})"

@@ -1,20 +1,32 @@
 """Engines of TensorRT-RTX, built by the real builder on a machine without a GPU, where none can run."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
+import torch
 from kit import checkpoints
 from kit.kernels import uncompiled
+from safetensors import safe_open
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is for Linux on x86-64")
 
 from hemiola.builder import targets
 from hemiola.builder.build import Options, build
+from hemiola.builder.checkpoint import DTYPES
 from hemiola.builder.targets import rtx
+from hemiola.plugins import onnx as plugin_nodes
+from hemiola.plugins.gpu.cover import calls_at
+from hemiola.plugins.gpu.device import Gpu
+from hemiola.plugins.spec import Op
 from hemiola.runtime import manifest
+from hemiola.runtime.abi import INPUTS
+from hemiola.runtime.device.segments import tensorrt
+from hemiola.runtime.device.segments.pieces import Pieces
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 
@@ -65,6 +77,69 @@ def test_profiles_hold_every_step_that_the_limits_allow(tiny_engine: Get) -> Non
     assert prefill.sizes["tokens"][2] == limits.max_step_tokens and prefill.sizes["logits"][0] == 0
     head = found.segment("draft").profiles[1].sizes
     assert head["tokens"][2] == limits.max_step_tokens + rows * 15 and head["logits"][2] == rows
+
+
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_5_moe"])
+def test_kernels_are_compiled_for_tensors_as_parts_and_views_make_them(
+    family: str, tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for the strides of the whole program: a part's outputs lie in memory of their own."""
+    monkeypatch.setattr(rtx, "engine", lambda model, *_: model.SerializeToString())
+    sizes = {"max_len": 128, "max_rows": 4, "max_step_tokens": 128}
+    with uncompiled():
+        built = build(
+            tiny_checkpoint(family), tmp_path / "e", Options(target="tensorrt-rtx", arch="sm_89", **sizes)
+        )
+    compiled = {file.binary.call for file in built.kernels[0].binaries}
+    found = set()
+
+    def bind(op: Op, form: str, sizes: object) -> Callable:
+        def run(*values: Any) -> Any:
+            launcher = getattr(import_module(f"hemiola.plugins.{op.name}.cuda"), op.name)
+            found.update(calls_at(launcher, Gpu(89, 128), *values))
+            return op._fake(*values)
+
+        return run
+
+    monkeypatch.setattr(Op, "bind", bind)
+    monkeypatch.setattr(tensorrt, "opener", lambda compiler: traced)
+    weights = safe_open(tmp_path / "e" / built.weights_file, framework="pt").get_slice
+    for segment in built.segments:
+        for tokens in (1, 7, 16, 100):
+            flat = [meta(weights(n).get_shape(), DTYPES[weights(n).get_dtype()]) for n in segment.weights]
+            states = {state.name: state for state in built.states}
+            flat += [meta((5, *states[n].shape), getattr(torch, states[n].dtype)) for n in segment.states]
+            letters = {"T": tokens, "N": 3, "W": 2, "L": 3, "F": built.hidden_size, "8": 8}
+            for name, shape in INPUTS[segment.name].items():
+                dtype = torch.bfloat16 if name == "hidden" else torch.int32
+                flat.append(meta([letters[letter] for letter in shape], dtype))
+            Pieces(tmp_path / "e", segment)(*flat)
+    assert found and found <= compiled
+
+
+def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(list(shape), dtype=dtype, device="meta")
+
+
+def traced(path: Path) -> Callable:
+    """A part that makes tensors of the right shapes."""
+    part = onnx.load(path).graph
+    dtypes = {number: dtype for dtype, number in plugin_nodes.DTYPES.items()}
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        sizes = {}
+        for value, tensor in zip(part.input, inputs, strict=True):
+            dims = value.type.tensor_type.shape.dim
+            sizes |= {dim.dim_param: size for dim, size in zip(dims, tensor.shape, strict=True)}
+        return [
+            meta(
+                [dim.dim_value or sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim],
+                dtypes[value.type.tensor_type.elem_type],
+            )
+            for value in part.output
+        ]
+
+    return run
 
 
 def test_it_opens_on_its_architectures_only(tiny_engine: Get) -> None:
