@@ -218,9 +218,8 @@ class Guide:
     def _look_ahead(self, drafts: Sequence[int]) -> None:
         matcher, output = self._matcher.deep_copy(), list(self._output)
         for draft in drafts:
-            if draft in self._end_ids or not _holds(self.masks[-1], draft):
+            if draft in self._end_ids or not matcher.consume_token(draft):
                 return
-            matcher.consume_token(draft)
             output.append(draft)
             try:
                 self.masks.append(self._mask(matcher, output))
