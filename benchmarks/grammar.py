@@ -147,7 +147,6 @@ def main() -> None:
                     f"| {name} | {compiled:.1f} | {num_rows} | {num_drafts} | {steps.mean():.0f}"
                     f" | {np.quantile(steps, 0.99):.0f} | {per_mask:.0f} |"
                 )
-    grammars.close()
 
 
 if __name__ == "__main__":

@@ -254,8 +254,6 @@ class LLM:
 
     def close(self, drain: bool = False) -> None:
         """Cancel (or with drain: finish) what runs and end the thread. Safe to call twice."""
-        if self._grammars is not None:
-            self._grammars.close()
         self._loop.close(drain)
 
     def __enter__(self) -> "LLM":

@@ -9,6 +9,7 @@ Compiling happens in threads of its own, at submit, and is bounded in size and t
 parsing, token by token, without tables of the whole grammar; its own limits bound a step.
 """
 
+import functools
 import json
 import re
 from collections import OrderedDict
@@ -73,9 +74,8 @@ class Grammars:
     """Compiles grammars for one engine, each content once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._vocabulary: Vocabulary | None = None  # made when it is first needed: it takes up to a second
+        self._make_vocabulary = functools.partial(_vocabulary, tokenizer, vocab_size)
+        self._vocabulary: Future[Vocabulary] | None = None  # when it is needed: it takes a second or two
         self._lock = Lock()
         self._kept: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "hemiola-grammar")
@@ -83,9 +83,12 @@ class Grammars:
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
         """Wait for it, MOST_SECONDS at most. Raises Refused if it is wrong, too large, or cannot be met."""
         with self._lock:
+            self._vocabulary = self._vocabulary or self._threads.submit(self._make_vocabulary)
+        vocabulary = self._vocabulary.result()
+        with self._lock:
             future = self._kept.get(asked)
             if future is None:
-                future = self._kept[asked] = self._threads.submit(self._compile, asked)
+                future = self._kept[asked] = self._threads.submit(_compile, vocabulary, asked)
             self._kept.move_to_end(asked)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
@@ -97,28 +100,22 @@ class Grammars:
             reason = str(error)
         raise Refused(f"structured_outputs: {reason}")
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, asked: StructuredOutputsParams) -> Grammar:
-        size = len(asked.model_dump_json(exclude_defaults=True))
-        if size > MOST_CHARACTERS:
-            raise Refused(f"{size} characters are too many, the limit is {MOST_CHARACTERS}; shorten it")
-        source = to_lark(asked)
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size)
-            vocabulary = self._vocabulary
-        matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=LIMITS)
-        if matcher.is_error():
-            reason = _reason(matcher)
-            where = "" if asked.grammar is not None else PLACE  # in what we have made of the others
-            raise Refused(f"{reason.removeprefix(where)}; correct it")
-        try:
-            allowed(vocabulary, matcher, frozenset([0]))
-        except Stuck as stuck:
-            raise Refused(f"no text fits it ({stuck}); correct it") from None
-        return Grammar(vocabulary, matcher)
+def _compile(vocabulary: Vocabulary, asked: StructuredOutputsParams) -> Grammar:
+    size = len(asked.model_dump_json(exclude_defaults=True))
+    if size > MOST_CHARACTERS:
+        raise Refused(f"{size} characters are too many, the limit is {MOST_CHARACTERS}; shorten it")
+    source = to_lark(asked)
+    matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        reason = _reason(matcher)
+        where = "" if asked.grammar is not None else PLACE  # in what we have made of the others
+        raise Refused(f"{reason.removeprefix(where)}; correct it")
+    try:
+        allowed(vocabulary, matcher, frozenset([0]))
+    except Stuck as stuck:
+        raise Refused(f"no text fits it ({stuck}); correct it") from None
+    return Grammar(vocabulary, matcher)
 
 
 def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
@@ -126,7 +123,13 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     longer: Tokenizer = Tokenizer.from_str(tokenizer.to_str())
     end_id = longer.get_vocab_size(with_added_tokens=True)
     longer.add_special_tokens([AddedToken(END, normalized=False)])
-    made = LLTokenizer(longer.to_str(), eos_token=end_id, n_vocab=end_id + 1)
+    try:
+        made = LLTokenizer(longer.to_str(), eos_token=end_id, n_vocab=end_id + 1)
+    except ValueError as error:
+        raise Refused(
+            f"structured_outputs: grammars read tokenizers of bytes only, not this engine's"
+            f" ({_one_line(str(error))}); leave it out"
+        ) from None
     bits = np.zeros(-(-max(vocab_size, made.vocab_size) // 32) * 32, np.uint8)
     bits[: min(vocab_size, end_id)] = 1
     return Vocabulary(made, np.packbits(bits, bitorder="little").view(np.uint32))

@@ -131,9 +131,11 @@ class FakeLlm:
             raise Failed("the engine failed (x)")
         if prompt == [7]:
             raise ValueError("trouble")
-        self.requests.append(SimpleNamespace(prompt=prompt, params=params, say=on_piece))
-        self.before_submit_returns(self.requests[-1])
-        return len(self.requests)
+        request = SimpleNamespace(prompt=prompt, params=params, say=on_piece)
+        self.requests.append(request)
+        number = len(self.requests)
+        self.before_submit_returns(request)
+        return number
 
     def abort(self, request_id: int) -> None:
         self.aborted.append(request_id)
@@ -298,12 +300,38 @@ def test_json_texts_become_what_they_say(model: Any) -> None:
         ("bad_words_ids", "[" * 100_000, "give a text that is JSON, such as [[5, 6]]"),
         ("bad_words_ids", "[[]]", "an empty bad word would forbid every token"),
         ("bad_words_ids", '["a"]', "bad_words_ids is 'a': "),
+        ("structured_outputs", "[0-9]+", """give a text that is JSON, such as {"regex": "[0-9]+"}"""),
+        ("structured_outputs", '{"5": "a"}', "structured_outputs: unknown option '5'; the options are json,"),
+        ("structured_outputs", '{"regex": "a", "choice": ["a"]}', "regex and choice given; give exactly one"),
     ],
 )
 def test_bad_json_is_refused_in_one_line(model: Any, name: str, text: object, reason: str) -> None:
     ((said, flags),) = ask(model, {name: text}).sent
     assert str(said).startswith("[INVALID_ARG] ") and reason in str(said) and flags == FINAL
     assert "\n" not in str(said) and len(str(said)) < 300
+
+
+def test_a_grammar_that_is_compiled_holds_nobody_up_but_its_own_request(model: Any) -> None:
+    compiled = threading.Event()
+
+    def compile_it(request: SimpleNamespace) -> None:
+        if request.params.structured_outputs is not None:
+            assert compiled.wait(9)
+
+    model.llm.before_submit_returns = compile_it
+    slow = ask(model, {"structured_outputs": '{"regex": "a"}'}, name="slow")
+    refused = ask(model, {"structured_outputs": '{"regex": "a"}'}, prompt=[0])
+    quick = ask(model)
+    until(lambda: len(model.llm.requests) == 2 and refused.sent)
+    assert refused.sent == [("[INVALID_ARG] prompt is zero", FINAL)]
+    by_params = {request.params.structured_outputs is None: request for request in model.llm.requests}
+    by_params[True].say(last("stop"))
+    until(lambda: quick.sent)
+    model.outbox.cancel(["slow"])
+    compiled.set()
+    until(lambda: slow.sent)
+    assert slow.sent == [("[CANCELLED] the request was cancelled", FINAL)]
+    assert not model.outbox._open
 
 
 def test_every_sampling_option_is_an_input_and_in_the_manual() -> None:

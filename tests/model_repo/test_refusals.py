@@ -58,6 +58,22 @@ BAD = {
         "stop has 5000 entries, at most 1024 are served",
     ),
     "top_p": ({"text_input": "a", "top_p": 1.5}, "top_p is 1.5"),
+    "regex": ({"text_input": "a", "structured_outputs": '{"regex": "["}'}, "unclosed character class"),
+    "schema": ({"text_input": "a", "structured_outputs": '{"json": {"type": "x"}}'}, "Invalid type: x"),
+    "never": ({"text_input": "a", "structured_outputs": '{"json": false}'}, "schema is false"),
+    "grammar": ({"text_input": "a", "structured_outputs": '{"grammar": "a"}'}, "grammar is no GBNF"),
+    "two": (
+        {"text_input": "a", "structured_outputs": '{"regex": "a", "choice": ["a"]}'},
+        "exactly one of json",
+    ),
+    "endless": (
+        {"text_input": "a", "structured_outputs": '{"regex": "a"}', "ignore_eos": True},
+        "structured_outputs must be able to end",
+    ),
+    "too_short": (
+        {"text_input": "a", "structured_outputs": '{"choice": [""]}', "min_tokens": 2},
+        "min_tokens and bad words leave no token that the grammar allows",
+    ),
     "top_k": ({"text_input": "a", "top_k": -1}, "top_k is -1"),
     "min_p": ({"text_input": "a", "min_p": 2}, "min_p is 2"),
     "logprobs": ({"text_input": "a", "logprobs": 21}, "logprobs is 21"),

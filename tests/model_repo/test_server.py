@@ -1,5 +1,7 @@
 """What a real tritonserver answers, against the LLM in this process."""
 
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 from kit.triton_calls import events, ids, infer_tensors, joined, post
 
 from hemiola.runtime.api import Output, SamplingParams
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving.client import Client
 from hemiola.runtime.serving.launcher import Server
@@ -80,6 +83,29 @@ def test_every_sampling_option_reaches_the_engine_over_each_protocol(
             server, {"text_input": "def ", "max_tokens": 20, "ignore_eos": True, **(body or asked)}
         ).json()
         assert answer["output_ids"] == one.token_ids, asked
+
+
+def test_structured_outputs_over_each_protocol(server: Server, client: Client, llm: LLM) -> None:
+    for asked, is_right in (
+        (
+            {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}},
+            json.loads,
+        ),
+        ({"regex": "[a-c]{3}[0-9]"}, re.compile("[a-c]{3}[0-9]").fullmatch),
+        ({"choice": ["é😀 yes", "é no"]}, {"é😀 yes", "é no"}.__contains__),
+        ({"grammar": 'root ::= "(" root? ")"'}, re.compile(r"\(+\)+").match),
+    ):
+        params = SamplingParams(max_tokens=60, seed=5, temperature=2.0, structured_outputs=asked)
+        one = llm.generate(["def "], params)[0]
+        assert one.finish_reason == "length" or is_right(one.text), one.text
+        same(client.generate(["def "], params)[0], one)
+        body = {"text_input": "def ", "max_tokens": 60, "seed": 5, "temperature": 2.0}
+        assert (
+            post(server, body | {"structured_outputs": json.dumps(asked)}).json()["output_ids"]
+            == one.token_ids
+        )
+    with pytest.raises(Refused, match="structured_outputs: invalid regex"):
+        client.generate(["def "], SamplingParams(structured_outputs={"regex": "["}))
 
 
 def test_stop_strings_and_ids_reach_the_engine(client: Client, llm: LLM) -> None:

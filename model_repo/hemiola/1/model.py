@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -29,6 +31,7 @@ CHECK_S = 0.1  # between looks for callers that left and requests whose time is 
 METRICS_S = 1.0
 PARENT_CHECK_S = 1.0
 ALARM_S = 20
+NUM_COMPILING = 8  # requests whose grammars are compiled; others with a grammar wait for them
 MOST_RETRY_S = 60
 
 
@@ -49,6 +52,7 @@ class TritonPythonModel:
         self._max_queue = own.max_queue
         self.meter = Meter(self.llm.config.num_drafts, own.num_restarts)
         self.outbox = Replies(self.llm, self.meter, own.log_requests)
+        self._compiling = ThreadPoolExecutor(NUM_COMPILING, "compiling")
         labels = {"model": args["model_name"], "version": args["model_version"]}
         board = Board(pb_utils.MetricFamily, labels)
         self._clocks = [Clock("metrics", METRICS_S, lambda: board.post(self.meter.read(self.llm)), log_error)]
@@ -72,12 +76,12 @@ class TritonPythonModel:
 
     def _take(self, request: Any) -> None:
         sender = request.get_response_sender()
+        self._answer(sender, lambda: self._read(request, sender))
+
+    def _answer(self, sender: Any, work: Callable[[], None]) -> None:
+        """If it cannot be done, the caller hears why."""
         try:
-            asked = read_request(request)
-            if "cancel" in asked:
-                self._cancel(asked, sender)
-            else:
-                self._enqueue(request.request_id(), read_ask(asked), sender)
+            work()
         except Refused as error:
             self._refuse(sender, "invalid", "INVALID_ARG", str(error))
         except Busy as error:
@@ -86,6 +90,13 @@ class TritonPythonModel:
             self._refuse(sender, "error", "UNAVAILABLE", str(error))
         except Exception as error:
             self._refuse(sender, "error", "INTERNAL", f"{type(error).__name__}: {error}")
+
+    def _read(self, request: Any, sender: Any) -> None:
+        asked = read_request(request)
+        if "cancel" in asked:
+            self._cancel(asked, sender)
+        else:
+            self._enqueue(request.request_id(), read_ask(asked), sender)
 
     def _refuse(self, sender: Any, outcome: Outcome, code: str, message: str) -> None:
         self.meter.ended(outcome)
@@ -96,6 +107,12 @@ class TritonPythonModel:
         prompt = ask.prompt if ask.messages is None else self.llm.chat_text(ask.messages)
         stream = Stream(name, sender, ask, self.llm.encode(prompt))
         self.outbox.add(stream)
+        if ask.params.structured_outputs is None:
+            self._submit(stream, ask)
+        else:  # which waits until the grammar is compiled: the next request shall not
+            self._compiling.submit(self._answer, sender, lambda: self._submit(stream, ask))
+
+    def _submit(self, stream: "Stream", ask: Ask) -> None:
         try:
             for branch, params in zip(stream.branches, ask.branches(), strict=True):
                 branch.request_id = self.llm.submit(stream.input_ids, params, self.outbox.listener(branch))
@@ -245,7 +262,7 @@ class Replies:
                 self.abort(stream)
 
     def abort(self, stream: Stream) -> None:
-        """The engine answers with last pieces, which end the stream. No id yet: _enqueue aborts it."""
+        """The engine answers with last pieces, which end the stream. No id yet: _submit aborts it."""
         stream.aborted = True
         for branch in stream.branches:
             if branch.request_id is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kit.fake_session import VOCAB
 from kit.guided import ASKED, EOS, TEXTS, allowed, compiled, grammars, text_of, tokenizer
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from hemiola.runtime.api import SamplingParams, StructuredOutputsParams
 from hemiola.runtime.engine import grammar as module
@@ -263,7 +263,13 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_are_not(monkeypatch
         slow.compile(StructuredOutputsParams(regex="slow"))
     monkeypatch.setattr(module, "MOST_SECONDS", 9.0)
     assert slow.compile(StructuredOutputsParams(regex="fast"))
-    slow.close()
+
+
+def test_a_tokenizer_that_is_not_of_bytes_is_refused() -> None:
+    words = Grammars(Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b")), 2)
+    for _ in range(2):
+        with pytest.raises(Refused, match="grammars read tokenizers of bytes only, not this engine's"):
+            words.compile(StructuredOutputsParams(regex="a"))
 
 
 def test_a_grammar_is_compiled_once_and_old_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

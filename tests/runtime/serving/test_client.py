@@ -176,6 +176,7 @@ def test_what_json_says_travels_as_a_text(client: Client, triton: Triton) -> Non
     params = SamplingParams(
         repetition_penalty=1.1, logit_bias={5: 0.1, 2: -3}, bad_words=["a", "b"], bad_words_ids=[[1, 2], [3]],
         min_tokens=2, num_drafts=0, priority=-4, cache_salt="é",
+        structured_outputs={"json": {"type": "null"}},
     )  # fmt: skip
     list(client.stream("x", params))
     (request,) = triton.requests
@@ -195,6 +196,7 @@ def test_what_json_says_travels_as_a_text(client: Client, triton: Triton) -> Non
         "bad_words": ([2], b"a\x01\0\0\0b"),
         "bad_words_ids": ([1], b"[[1, 2], [3]]"),
         "cache_salt": ([1], "é".encode()),
+        "structured_outputs": ([1], rb'{"json": "{\"type\": \"null\"}"}'),
     }.items():
         kind, found, raw = tensors.pop(name)
         assert (kind, found, raw[4:]) == ("BYTES", shape, content), name
