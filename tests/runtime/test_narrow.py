@@ -1,19 +1,23 @@
-"""Engines for a GPU on a CPU, with references in place of kernels: what the runtime does with bf16 states.
+"""Engines for a GPU on a CPU, with references in place of kernels: what the runtime does with bf16
+states, and that whatever it launches was compiled.
 
 Here bf16 changes no greedy token of these short texts; where it does, another text will do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from oracle import Oracle
 from torch.fx import GraphModule
 
+from hemiola.plugins.gpu.launch import Call, Kernel, Values, kind_of, launches
 from hemiola.plugins.spec import Op
-from hemiola.runtime import llm
+from hemiola.runtime import llm, manifest
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.device import lower, session
 from hemiola.runtime.manifest import Segment
@@ -23,9 +27,23 @@ NUM_TOKENS = 12
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "find_device", lambda engine_dir, arch: torch.device("cpu"))
-    monkeypatch.setattr(Op, "bind", lambda op, form, sizes: op.reference)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> set[Call]:
+    """Every launch is looked up among these calls, then computed by the reference."""
+    compiled: set[Call] = set()
+
+    def look(kernel: Kernel, grid: tuple[int, ...], values: Values, constants: Mapping[str, Any]) -> None:
+        mine = [call for call in compiled if call.kernel == kernel.name]
+        assert any(call.fits(values, constants) for call in mine), [kernel, *map(kind_of, values), constants]
+
+    def bind(op: Op, form: str, sizes: Sequence[int]) -> Callable[..., Any]:
+        launcher = getattr(import_module(f"hemiola.plugins.{op.name}.{form}"), op.name)
+
+        def run(*values: Any) -> Any:
+            with launches(look):
+                launcher(*values)
+            return op.reference(*values)
+
+        return run
 
     def as_it_is(
         program: GraphModule, segment: Segment, bound: list[torch.Tensor], poisoned: bool
@@ -33,18 +51,29 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         session.bind_forms(program, segment)
         return partial(program, *bound)
 
+    mapped = session.load_weights  # on a GPU every weight has memory of its own
+
+    def load_weights(*arguments: Any) -> dict[str, torch.Tensor]:
+        return {name: weight.clone() for name, weight in mapped(*arguments).items()}
+
+    monkeypatch.setattr(session, "load_weights", load_weights)
+    monkeypatch.setattr(llm, "find_device", lambda engine_dir, arch: torch.device("cpu"))
+    monkeypatch.setattr(Op, "bind", bind)
     monkeypatch.setattr(lower, "Lowered", as_it_is)
+    return compiled
 
 
 @pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_5"])
 def test_greedy_tokens_are_the_oracles(
-    family: str, on_cpu: None, tiny_checkpoint: Callable[..., Path], tiny_engine: Callable[..., Path]
+    family: str, on_cpu: set[Call], tiny_checkpoint: Callable[..., Path], tiny_engine: Callable[..., Path]
 ) -> None:
     oracle = Oracle(tiny_checkpoint(family))
     wanted = [oracle.generate(prompt, NUM_TOKENS).token_ids for prompt in PROMPTS]
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    engine_dir = tiny_engine(family, arch="sm_90")
+    on_cpu |= {entry.binary.call for entry in manifest.load(engine_dir).kernels[0].binaries}
     for drafts in ("none", "mtp", "ngram"):
-        with llm.LLM(tiny_engine(family, arch="sm_90"), drafts=drafts, num_pages=64) as engine:
+        with llm.LLM(engine_dir, drafts=drafts, num_pages=64) as engine:
             assert engine.config.pipeline_depth == 1
             again = engine.generate(PROMPTS + PROMPTS[:1], params)
         assert [output.token_ids for output in again] == [*wanted, wanted[0]]
