@@ -1,9 +1,12 @@
 """Reasoning, content and tool calls of what models write, however the text is cut."""
 
+import itertools
 import json
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hemiola.runtime.serving.openai.answer import Answer, Expected, Part
 
@@ -211,3 +214,29 @@ def test_content_is_not_held_back_without_need() -> None:
     assert reader.push("one") == [Part("content", "one")]
     assert reader.push(" <") == []
     assert reader.push(" two") == [Part("content", " < two")]
+
+
+SOUP = (
+    "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<function=weather>", "<function=now>",
+    "</function>", "<parameter=city>", "<parameter=days>", "</parameter>", "<think>", "</think>", "{", "}",
+    "[", '{"name": "now"', ', "arguments": ', '"arguments"', '"name"', "]", '"', "\\", ",", ":", "\n", " ",
+    "<", ">", "1", "é", "😀", "a", "null",
+)  # fmt: skip
+
+
+@settings(max_examples=400)
+@given(
+    st.sampled_from([PLAIN, TOOL, THOUGHT, THOUGHT_TOOL]),
+    st.lists(st.sampled_from(SOUP), max_size=25).map("".join),
+    st.randoms(),
+    st.booleans(),
+)
+def test_any_soup_of_marks_is_read_the_same_however_it_comes(
+    expected: Expected, text: str, rng: random.Random, cut: bool
+) -> None:
+    whole = answer(expected, [text], cut)
+    assert answer(expected, list(text), cut) == whole
+    if not cut and "{" not in text:  # then all calls are spelled with tags
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole[2])
+    edges = sorted(rng.choices(range(len(text) + 1), k=4))
+    assert answer(expected, [text[a:b] for a, b in itertools.pairwise([0, *edges, len(text)])], cut) == whole
