@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import APIError, AsyncOpenAI, BadRequestError, OpenAI
 
 from hemiola.runtime.api import Output, SamplingParams
 from hemiola.runtime.llm import LLM
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parents[4]
 OPTIONS = {"drafts": "mtp", "num_drafts": 2}
-SERVE = "serve --http-port=0 --grpc-port=0 --metrics-port=0 --openai-port=0 --drafts=mtp --num-drafts=2"
+PORTS = "--http-port=0 --grpc-port=0 --metrics-port=0 --openai-port=0"
+SERVE = f"serve {PORTS} --drafts=mtp --num-drafts=2 --restart=1"
 SHARED = "import os\n" * 8
 PROMPTS: list[str | list[int]] = [
     prompt
@@ -55,6 +56,7 @@ def engine_dir(tiny_engine: Callable[..., Path]) -> Path:
 class Urls(NamedTuple):
     openai: str
     grpc: str
+    pid: int
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,8 @@ def urls(engine_dir: Path) -> Iterator[Urls]:
             line = process.stdout.readline()
             assert line, said
             said += line
-        yield Urls(*(re.search(rf"^{name} +(\S+)$", said, re.M).group(1) for name in ("OpenAI", "gRPC")))
+        found = (re.search(rf"^{name} +(\S+)$", said, re.M).group(1) for name in ("OpenAI", "gRPC"))
+        yield Urls(*found, process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=60)[0].splitlines()[-1] == "stopped"
         assert process.returncode == 0
@@ -286,3 +289,17 @@ def test_what_the_manual_shows_works(urls: Urls, capfd: pytest.CaptureFixture[st
         num_run += 1
     assert num_run == 3
     assert capfd.readouterr().out
+
+
+def test_a_killed_tritonserver_ends_its_streams_and_comes_back(urls: Urls, client: OpenAI) -> None:
+    """The last test: it costs a restart."""
+    asked = {"model": "hemiola", "prompt": "def ", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    before = client.completions.create(**asked, max_tokens=8).choices[0].text
+    stream = client.completions.create(**asked, max_tokens=500, stream=True)
+    next(stream)
+    (child, *_) = Path(f"/proc/{urls.pid}/task/{urls.pid}/children").read_text().split()
+    os.kill(int(child), signal.SIGKILL)
+    with pytest.raises(APIError, match="the server"):
+        list(stream)
+    patient = client.with_options(max_retries=30)
+    assert patient.completions.create(**asked, max_tokens=8).choices[0].text == before
