@@ -12,7 +12,7 @@ from kit.harness import Harness
 
 from hemiola.builder import models
 from hemiola.builder.build import Options, build
-from hemiola.builder.checkpoint import Checkpoint, Config
+from hemiola.builder.checkpoint import Checkpoint, Config, Files
 from hemiola.builder.models import nemotron_h, qwen
 from hemiola.builder.models.layers import Kit, Rope
 from hemiola.plugins import references
@@ -90,7 +90,7 @@ def test_loading_reads_no_weights(family: str, tiny_checkpoint: Get, monkeypatch
     def read(*_: object) -> torch.Tensor:
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(Checkpoint, "_read", read)
+    monkeypatch.setattr(Files, "_read", read)
     model = models.load(Checkpoint(tiny_checkpoint(family)), references, chunk_len=16, max_len=64)
     assert model.draft is not None and all(p.is_meta for p in model.trunk.parameters())
     names = [*model.weights(model.trunk)]

@@ -276,7 +276,7 @@ def test_an_engine_that_calls_other_ops_is_one_line_and_no_page_of_warnings(
 
 def sealed(copy: Path) -> None:
     """Make the manifest agree with the files again: what remains wrong must be found by who reads it."""
-    found = manifest._parse(copy / manifest.FILE)
+    found = manifest.parse(copy / manifest.FILE)
     hashes = {
         name: __import__("hashlib").sha256((copy / name).read_bytes()).hexdigest() for name in found.sha256
     }
