@@ -82,6 +82,7 @@ class Resolved(Strict):
     snapshot_interval: int
     pipeline_depth: int
     cuda_graphs: bool
+    vocab_size: int
 
 
 def state_bytes(states: Sequence[State], kind: str) -> int:
@@ -121,6 +122,7 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
         snapshot_interval=config.snapshot_interval,
         pipeline_depth=_pipeline_depth(config, manifest),
         cuda_graphs=_cuda_graphs(config, manifest),
+        vocab_size=manifest.vocab_size,
     )
 
 

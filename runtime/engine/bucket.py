@@ -19,7 +19,7 @@ from hemiola.runtime.engine.step import Plan, Row
 
 A = TypeVar("A")
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-GREEDY, DRAWN, ANY = range(3)  # rules of a bucket; ANY: logprobs, too
+GREEDY, DRAWN, ANY = range(3)  # rules of a bucket; ANY: logprobs and grammars, too
 
 
 class Bucket(NamedTuple):
@@ -55,6 +55,10 @@ class Fed(NamedTuple, Generic[A]):
     pair_slot: A  # [P] 0: nobody's pair
     head_rows: A  # [N, 8] int32
     last: A  # [N] the pair behind a row's first token
+    mask: A  # [T] line of `bits` that says what a token's logits may choose, where there are grammars
+    bits: (
+        A  # [1 + T, words] int32; the first: everything. Only those that are used go over, so it is the last
+    )
 
 
 def num_changes(rows: int) -> int:
@@ -62,8 +66,14 @@ def num_changes(rows: int) -> int:
     return 2 * rows + 8
 
 
-def shapes_of(bucket: Bucket) -> Fed[tuple[tuple[int, ...], type]]:
+def num_words(vocab_size: int) -> int:
+    """Of 32 tokens each."""
+    return -(-vocab_size // 32)
+
+
+def shapes_of(bucket: Bucket, vocab_size: int) -> Fed[tuple[tuple[int, ...], type]]:
     """Shapes and dtypes of what is fed."""
+    masked = bucket.tokens if bucket.rules == ANY else 0
     n, t, p = (bucket.rows,), (bucket.tokens,), (bucket.pairs,)
     whole = {name: (shape, np.int64) for name, shape in (
         *zip(("slot", "num_drafts", "room", "last"), [n] * 4, strict=True),
@@ -71,7 +81,14 @@ def shapes_of(bucket: Bucket) -> Fed[tuple[tuple[int, ...], type]]:
         *zip(("pair_row", "pair_offset", "pair_slot"), [p] * 3, strict=True),
     )}  # fmt: skip
     table = ((bucket.rows, len(COLUMNS)), np.int32)
-    return Fed(rows=table, head_rows=table, changes=((num_changes(bucket.rows), 2), np.int64), **whole)
+    return Fed(
+        rows=table,
+        head_rows=table,
+        changes=((num_changes(bucket.rows), 2), np.int64),
+        mask=((masked,), np.int64),
+        bits=((1 + masked, num_words(vocab_size) if masked else 0), np.int32),
+        **whole,
+    )
 
 
 def buckets_of(config: Resolved) -> list[Bucket]:
@@ -115,7 +132,7 @@ class Fit:
         }
 
     def __call__(self, plan: Plan) -> Bucket | None:
-        """The smallest that holds it; None: it has prompts, grammars, or rules that no table holds."""
+        """The smallest that holds it; None: it has prompts, or rules that no table holds."""
         rows = plan.rows
         if not all(row.chooses and row.num_tokens == 1 + row.num_drafts for row in rows):
             return None
@@ -134,9 +151,7 @@ def _rules_of(rows: list[Row]) -> int:
     found = GREEDY
     for row in rows:
         rule = row.request.rule
-        if row.request.guide is not None:
-            return -1
-        if rule.edits_logits or rule.params.logprobs is not None:
+        if rule.edits_logits or rule.params.logprobs is not None or row.request.guide is not None:
             if not RuleTable.holds(rule):
                 return -1
             found = ANY
@@ -145,10 +160,11 @@ def _rules_of(rows: list[Row]) -> int:
     return found
 
 
-def pack(plan: Plan, bucket: Bucket, width: int, changes: dict[int, int]) -> Fed[np.ndarray]:
+def pack(plan: Plan, bucket: Bucket, width: int, vocab_size: int, changes: dict[int, int]) -> Fed[np.ndarray]:
     """A plan in a bucket. width: most tokens of a row; changes of the page table, at most num_changes."""
     rows, num = plan.rows, len(plan.rows)
-    fed = Fed(*(np.zeros(shape, dtype) for shape, dtype in shapes_of(bucket)))
+    *shapes, (_, word) = shapes_of(bucket, vocab_size)
+    fed = Fed._make([np.zeros(shape, dtype) for shape, dtype in shapes] + [np.zeros((1, 0), word)])
     fed.rows[:num] = known_of(rows)
     num_tokens = fed.rows[:num, 1].astype(np.int64)
     fed.slot[:num], fed.num_drafts[:num] = fed.rows[:num, 3], fed.rows[:num, 2]
@@ -166,7 +182,18 @@ def pack(plan: Plan, bucket: Bucket, width: int, changes: dict[int, int]) -> Fed
         fed.changes[place] = change
     if bucket.pairs:
         _pack_pairs(rows, fed)
-    return fed
+    return fed._replace(bits=_pack_masks(rows, fed, num_words(vocab_size))) if bucket.rules == ANY else fed
+
+
+def _pack_masks(rows: list[Row], fed: Fed[np.ndarray], words: int) -> np.ndarray:
+    """What grammars allow."""
+    bits, end = [np.full(words, 2**32 - 1, np.uint32)], 0
+    for row in rows:
+        start, end = end, end + row.num_tokens
+        if row.request.guide is not None:
+            fed.mask[start:end] = range(len(bits), len(bits) + row.num_tokens)
+            bits += [mask[:words] for mask in row.request.guide.masks[: row.num_tokens]]
+    return np.stack(bits).view(np.int32)
 
 
 def _pack_pairs(rows: list[Row], fed: Fed[np.ndarray]) -> None:

@@ -6,6 +6,7 @@ in one. Between them is `step`, which a graph can hold: everything else lies on 
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -33,11 +34,11 @@ from hemiola.runtime.engine.judge import judge
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.rules import RuleTable
-from hemiola.runtime.engine.step import Batch, Choices, Plan, Verdict
+from hemiola.runtime.engine.step import Batch, Choices, Masks, Plan, Verdict
 
 log = logging.getLogger("hemiola")
 MARKS = 4  # nanoseconds: begin, behind the trunk, behind the choice, end
-TOLD = 4  # of each row, behind its tokens: accepted, judged, broken, drafts of the next step
+TOLD = 4  # of each row, behind its tokens: accepted, judged, broken, drafts of the next step (then these)
 MOST_TOP = 20  # logprobs of a position
 
 
@@ -52,6 +53,27 @@ class Done(NamedTuple):
 
     told: torch.Tensor  # MARKS and [N, width + TOLD] flat, int64
     logprobs: tuple[torch.Tensor, ...]  # of every line, where the bucket has any
+
+
+class Marks:
+    """Seconds of the device between the marks of a step; to be read behind a fence."""
+
+    def __init__(self, told: torch.Tensor) -> None:
+        self._told = told
+
+    def seconds(self, mark: int) -> float:
+        """From this mark to the next."""
+        start, end = self._told[mark : mark + 2].tolist()
+        return (end - start) / 1e9
+
+
+class Told(NamedTuple):
+    """What the host learns of a step."""
+
+    verdict: Verdict
+    num_drafts: torch.Tensor  # [R] proposed for the next step
+    drafts: torch.Tensor | None  # [R, K] and these, if a row follows a grammar
+    marks: Marks
 
 
 class Decoder:
@@ -74,7 +96,7 @@ class Decoder:
         self.num_steps = 0
         pages.changes = {}
         self._table = torch.zeros(pages.table.shape, dtype=torch.int32, device=ledger.device)
-        self._stage = Stage([shapes_of(bucket) for bucket in self.buckets], ledger.device)
+        self._stage = Stage([self.shapes(bucket) for bucket in self.buckets], ledger.device)
 
     def open(self, slot_id: int, rule: Rule) -> None:
         """A request takes the slot."""
@@ -85,13 +107,18 @@ class Decoder:
             )
         self.rules.open(slot_id, rule)
 
+    def shapes(self, bucket: Bucket) -> Fed[tuple[tuple[int, ...], type]]:
+        """Of what is fed."""
+        return shapes_of(bucket, self.config.vocab_size)
+
     def width(self, bucket: Bucket) -> int:
         """Most tokens of a row."""
         return 1 if bucket.is_dense else 1 + self.config.num_drafts
 
-    def launch(self, plan: Plan, bucket: Bucket) -> tuple[Verdict, torch.Tensor, "Marks"]:
+    def launch(self, plan: Plan, bucket: Bucket) -> Told:
         """Start a step; what it finds can be read when a fence behind it has been passed."""
-        self._stage.send(pack(plan, bucket, self.width(bucket), self._changes(num_changes(bucket.rows))))
+        changes = self._changes(num_changes(bucket.rows))
+        self._stage.send(pack(plan, bucket, self.width(bucket), self.config.vocab_size, changes))
         done = self.run(bucket)
         self.num_steps += 1
         return self._told(plan, bucket, done)
@@ -111,9 +138,10 @@ class Decoder:
 
     def step(self, bucket: Bucket) -> Done:
         """The step whose numbers lie on the stage."""
-        ledger, width = self.ledger, self.width(bucket)
-        fed: Fed[torch.Tensor] = Fed(*self._stage.views(shapes_of(bucket)))
-        told = torch.zeros(MARKS + bucket.rows * (width + TOLD), dtype=torch.int64, device=ledger.device)
+        ledger = self.ledger
+        fed: Fed[torch.Tensor] = Fed(*self._stage.views(self.shapes(bucket)))
+        most = self._num_told(bucket)
+        told = torch.zeros(MARKS + bucket.rows * most, dtype=torch.int64, device=ledger.device)
         mark(told, 0)
         self._change(fed.changes)
         batch = self._fill(bucket, fed)
@@ -125,7 +153,9 @@ class Decoder:
         self.drafts.propose_fed(bucket, fed, batch, out.hidden, rules)
         lines = (verdict.num_accepted, verdict.num_judged, verdict.broken, ledger.num_drafts[fed.slot])
         columns = [verdict.token_ids, *(line.unsqueeze(1).to(torch.int64) for line in lines)]
-        told[MARKS:].view(bucket.rows, -1).copy_(torch.cat(columns, 1))
+        if bucket.rules == ANY:
+            columns.append(ledger.drafts(fed.slot, self.config.num_drafts).to(torch.int64))
+        told[MARKS:].view(bucket.rows, most).copy_(torch.cat(columns, 1))
         ledger.empty_dump()
         mark(told, 3)
         return Done(told, verdict.logprobs.get(0, ()))
@@ -145,15 +175,21 @@ class Decoder:
             rules=rules,
             asked=[(0, slice(None), MOST_TOP)] if bucket.rules == ANY else [],
         )
+        masks = Masks(None, fed.bits[fed.mask]) if bucket.rules == ANY else None
         logits_ids = torch.arange(bucket.tokens, dtype=torch.int32, device=self.ledger.device)
         table = self._table[fed.slot]
-        return joined(self.ledger, fed.rows, fed.slot, fed.row, fed.offset, 1, table, logits_ids, choices)
+        batch = joined(self.ledger, fed.rows, fed.slot, fed.row, fed.offset, 1, table, logits_ids, choices)
+        return replace(batch, masks=masks)
 
-    def _told(self, plan: Plan, bucket: Bucket, done: Done) -> tuple[Verdict, torch.Tensor, "Marks"]:
+    def _num_told(self, bucket: Bucket) -> int:
+        """Numbers that the host is told of a row."""
+        return self.width(bucket) + TOLD + (self.config.num_drafts if bucket.rules == ANY else 0)
+
+    def _told(self, plan: Plan, bucket: Bucket, done: Done) -> Told:
         """On its way to the host."""
         (told,) = fetch([done.told])
         num, width = len(plan.rows), self.width(bucket)
-        lines = told[MARKS:].view(bucket.rows, width + TOLD)[:num]
+        lines = told[MARKS:].view(bucket.rows, self._num_told(bucket))[:num]
         found, end = {}, 0
         for n, row in enumerate(plan.rows):
             own = slice(end, end := end + row.num_tokens)
@@ -169,16 +205,6 @@ class Decoder:
             broken=lines[:, width + 2],
             logprobs=found,
         )
-        return verdict, lines[:, width + 3], Marks(told)
-
-
-class Marks:
-    """Seconds of the device between the marks of a step; to be read behind a fence."""
-
-    def __init__(self, told: torch.Tensor) -> None:
-        self._told = told
-
-    def seconds(self, mark: int) -> float:
-        """From this mark to the next."""
-        start, end = self._told[mark : mark + 2].tolist()
-        return (end - start) / 1e9
+        is_guided = any(row.request.guide is not None for row in plan.rows)
+        drafts = lines[:, width + TOLD :] if is_guided else None
+        return Told(verdict, lines[:, width + 3], drafts, Marks(told))

@@ -48,6 +48,8 @@ def _masked(logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:
         return logits
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     may = ((masks.bits.unsqueeze(2) >> places) & 1).flatten(1)[:, : logits.shape[1]].to(torch.bool)
+    if masks.lines is None:
+        return logits.masked_fill(~may, -torch.inf)
     return logits.index_copy(0, masks.lines, logits[masks.lines].masked_fill_(~may, -torch.inf))
 
 

@@ -137,8 +137,7 @@ class Loop:
                 self.decoder.open(opening.slot_id, opening.rule)
         bucket = self.decoder.fit(plan) if self.decoder is not None else None
         if self.decoder is not None and bucket is not None:
-            verdict, num_drafts, marks = self.decoder.launch(plan, bucket)
-            return _Flight(plan, verdict, num_drafts, None, marks, fence(self.ledger.device))
+            return _Flight(plan, *self.decoder.launch(plan, bucket), fence(self.ledger.device))
         batch = self.feed.fill(plan)
         watch = Watch(self.ledger.device)
         watch.mark()

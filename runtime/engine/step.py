@@ -71,7 +71,7 @@ class Choices:
 class Masks:
     """What grammars allow, for G of the L logits."""
 
-    lines: torch.Tensor  # [G] int64
+    lines: torch.Tensor | None  # [G] int64; None: all
     bits: torch.Tensor  # [G, words] int32, of the tokens that may be chosen
 
     @staticmethod

@@ -22,8 +22,8 @@ from hemiola.runtime.config import Resolved, ServeConfig, resolve
 from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
-from hemiola.runtime.engine.bucket import Bucket, Fed, shapes_of
-from hemiola.runtime.engine.decode import MARKS, Decoder, Done
+from hemiola.runtime.engine.bucket import Bucket, Fed
+from hemiola.runtime.engine.decode import MARKS, TOLD, Decoder, Done
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.request import Bounds, Request, Rule
 from hemiola.runtime.engine.sampling import logprobs, to_logprobs
@@ -189,7 +189,7 @@ class EngineHand(Hand):
                     ledger.num_drafts[slots] = 0
                 (drafts if isinstance(drafts, Scripted) else drafts.script).propose(plans[-1], None, None)
                 lines = done.told[MARKS:].view(bucket.rows, -1)
-                lines[: len(slots), -1] = ledger.num_drafts[slots]
+                lines[: len(slots), decoder.width(bucket) + TOLD - 1] = ledger.num_drafts[slots]
             return done
 
         def launch_and_keep(plan: Plan, bucket: Bucket) -> object:
@@ -199,7 +199,7 @@ class EngineHand(Hand):
             for row in plan.rows:
                 own = slice(held.capacity[row.slot_id] // held.page_len)
                 assert decoder._table[row.slot_id, own].tolist() == held.table[row.slot_id, own].tolist()
-            fed = Fed(*decoder._stage.views(shapes_of(bucket)))
+            fed = Fed(*decoder._stage.views(decoder.shapes(bucket)))
             self.note(plan, fed.rows.cpu())
             if not isinstance(self.loop.drafts, (Scripted, Prompted)):
                 self._keep_drafts(plan)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.fake_session import resolved
+from kit.fake_session import VOCAB, resolved
 
 from hemiola.runtime.abi import widths
 from hemiola.runtime.api import SamplingParams
@@ -69,8 +69,8 @@ def test_every_step_that_decodes_has_a_bucket_within_the_engines_widths(config: 
         assert found is not None and found in buckets_of(config)
         assert len(plan.rows) <= found.rows and plan.num_tokens <= found.tokens
         assert max(row.room for row in plan.rows) <= found.passes
-        fed = pack(plan, found, 1 + config.num_drafts, {7: 9})
-        for array, (shape, dtype) in zip(fed, shapes_of(found), strict=True):
+        fed = pack(plan, found, 1 + config.num_drafts, VOCAB, {7: 9})
+        for array, (shape, dtype) in zip(fed, shapes_of(found, VOCAB), strict=True):
             assert array.shape == shape and array.dtype == dtype
         _check_padding(plan, found, fed)
 

@@ -12,6 +12,7 @@ from kit.fake_session import oracle
 from kit.guided import EOS, compiled, guided_oracle
 from kit.plain import Plain
 
+from hemiola.runtime import config
 from hemiola.runtime.api import Output, SamplingParams
 from hemiola.runtime.llm import LLM
 
@@ -44,6 +45,8 @@ COMPANY = {
     "ahead": {"drafts": "none", "pipeline_depth": 2, "max_step_tokens": 40},
     "ngram": {"drafts": "ngram", "ngram_min": 1, "pipeline_depth": 0, "max_step_tokens": 24},
     "mtp": {"drafts": "mtp", "pipeline_depth": 1},
+    "mtp, steps of fixed sizes": {"drafts": "mtp", "pipeline_depth": 1},
+    "ngram, steps of fixed sizes": {"drafts": "ngram", "ngram_min": 1, "pipeline_depth": 2},
     "mtp, few pages": {"drafts": "mtp", "pipeline_depth": 2, "num_pages": 11, "max_len": 256, "max_rows": 8},
 }
 
@@ -69,13 +72,21 @@ def alone(tiny_engine: Callable[..., Path]) -> Callable[[str], list[Output]]:
 @pytest.mark.parametrize("company", COMPANY)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_are_those_of_the_plain_run(
-    tiny_engine: Callable[..., Path], alone: Callable[[str], list[Output]], family: str, company: str
+    tiny_engine: Callable[..., Path],
+    alone: Callable[[str], list[Output]],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    company: str,
 ) -> None:
     options = {"max_rows": 4, "adaptive_drafts": False} | COMPANY[company]
+    wanted, is_fixed = said(alone(family)), "fixed" in company
+    monkeypatch.setattr(config, "_cuda_graphs", lambda *engine: is_fixed)
     with LLM(tiny_engine(family), **options) as llm:
         for _ in range(2):  # the second time with prefix hits
             outputs = llm.generate(PROMPTS, GUIDED)
-            assert said(outputs) == said(alone(family))
+            assert said(outputs) == wanted
+        if is_fixed:
+            assert llm._loop.decoder.num_steps > llm.counters.num_steps / 2
         if company != "mtp, few pages":
             assert any(out.metrics.cached_tokens for out in outputs)
         if company == "ngram":
