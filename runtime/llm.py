@@ -66,7 +66,7 @@ def make_loop(
     if config.cuda_graphs:
         decoder = Decoder(config, ledger, pages, session, drafts)
         if device.type == "cuda":
-            decoder.run = Graphs(decoder.step, decoder.buckets, device).replay
+            decoder.run = Graphs(decoder.step, decoder.buckets, decoder.warm, device).replay
     outbox = Outbox(text)
     return Loop(config, scheduler, ledger, Feed(pages, ledger), storage, session, drafts, outbox, decoder)
 
@@ -87,6 +87,16 @@ def make_proposer(
 def prefix_cost(manifest: manifests.Manifest) -> Cost:
     """Bytes of what the prefix cache keeps. Every token counts as the same work, whatever its position."""
     return Cost(state_bytes(manifest.states, "page"), state_bytes(manifest.states, "slot"))
+
+
+def shown_sizes(config: Resolved, manifest: manifests.Manifest, free: int) -> str:
+    """What an engine will take of the free memory."""
+    taken = config.num_pages * state_bytes(manifest.states, "page")
+    taken += config.num_slots * state_bytes(manifest.states, "slot")
+    return (
+        f"{config.num_pages} pages of {config.page_len} tokens and {config.num_slots} slots take"
+        f" {taken / 2**30:.2f} GiB of {free / 2**30:.2f} free beside the weights"
+    )
 
 
 class LLM:
@@ -110,6 +120,7 @@ class LLM:
         self._text = Text(engine_dir / "tokenizer") if self.manifest.has_tokenizer else None
         self._grammars = self._text and Grammars(self._text.tokenizer, self.manifest.vocab_size)
         sizes = self.config.num_pages, self.config.num_slots
+        log.info("%s", shown_sizes(self.config, self.manifest, free))
         storage = Storage(self.manifest.states, *sizes, device=device)
         session = Session(engine_dir, self.manifest, storage, self.config.drafts)
         cost = prefix_cost(self.manifest)

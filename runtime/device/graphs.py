@@ -6,7 +6,8 @@ one pool of memory, for no two of them run at once.
 """
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -69,30 +70,26 @@ class Graphs(Generic[Bucket, Made]):
     """A function of a bucket, replayed: it works on the same tensors every time."""
 
     def __init__(
-        self, step: Callable[[Bucket], Made], buckets: Sequence[Bucket], device: torch.device
+        self,
+        step: Callable[[Bucket], Made],
+        buckets: Sequence[Bucket],
+        warm: Sequence[Bucket],
+        device: torch.device,
     ) -> None:
-        """Capture all buckets. A kernel is run once before, for compiling cannot be captured."""
+        """Capture all buckets; before, run some that have all kernels: none can be compiled meanwhile."""
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Made]] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        free, _ = torch.cuda.mem_get_info(device)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        for bucket in buckets:
-            try:
-                with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
+            for bucket in warm:
+                with _refusing(bucket, device):
                     step(bucket)
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # graphs have memory of their own
+            for bucket in buckets:
+                with _refusing(bucket, device):
                     self._graphs[bucket] = self._capture(step, bucket)
-            except torch.OutOfMemoryError as error:
-                raise Refused(
-                    f"there is no memory for a step of {bucket}: {free} bytes were free beside weights, pages"
-                    f" and slots; lower max_rows, max_step_tokens, memory_fraction or cache_bytes"
-                ) from error
-            except RuntimeError as error:
-                raise Refused(
-                    f"the step of {bucket} cannot be captured as a CUDA graph ({_first_line(error)});"
-                    f" report it, and start with cuda_graphs=False (--cuda-graphs false) meanwhile"
-                ) from error
-        torch.cuda.synchronize(device)
 
     def _capture(self, step: Callable[[Bucket], Made], bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, Made]:
         graph = torch.cuda.CUDAGraph()
@@ -110,5 +107,20 @@ class Graphs(Generic[Bucket, Made]):
         return made
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+@contextmanager
+def _refusing(bucket: object, device: torch.device) -> Iterator[None]:
+    """Says what to do where a step finds no memory, or cannot be captured."""
+    free, total = torch.cuda.mem_get_info(device)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise Refused(
+            f"there is no memory for a step of {bucket}: weights, pages and slots leave {free} of {total}"
+            f" bytes; lower max_rows, max_step_tokens, memory_fraction or cache_bytes"
+        ) from error
+    except RuntimeError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise Refused(
+            f"the step of {bucket} cannot be captured as a CUDA graph ({reason}); report it, and start with"
+            f" cuda_graphs=False (--cuda-graphs false) meanwhile"
+        ) from error

@@ -107,6 +107,12 @@ class Decoder:
             )
         self.rules.open(slot_id, rule)
 
+    @property
+    def warm(self) -> list[Bucket]:
+        """Steps that between them run every kernel of all: of each size the one with all rules."""
+        smallest = self.buckets[-1][1:]
+        return [bucket for bucket in self.buckets if bucket.rules == ANY or bucket[1:] == smallest]
+
     def shapes(self, bucket: Bucket) -> Fed[tuple[tuple[int, ...], type]]:
         """Of what is fed."""
         return shapes_of(bucket, self.config.vocab_size)

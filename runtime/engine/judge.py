@@ -11,7 +11,7 @@ import torch
 
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.rules import Group
-from hemiola.runtime.engine.sampling import broken, choose, logprobs
+from hemiola.runtime.engine.sampling import broken, choose, logprobs, spans
 from hemiola.runtime.engine.step import Batch, Choices, Masks, Verdict
 
 
@@ -46,11 +46,19 @@ def _masked(logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:
     """What may be chosen from: -inf for tokens that a row's grammar forbids."""
     if masks is None:
         return logits
-    places = torch.arange(32, dtype=torch.int32, device=logits.device)
-    may = ((masks.bits.unsqueeze(2) >> places) & 1).flatten(1)[:, : logits.shape[1]].to(torch.bool)
-    if masks.lines is None:
-        return logits.masked_fill(~may, -torch.inf)
-    return logits.index_copy(0, masks.lines, logits[masks.lines].masked_fill_(~may, -torch.inf))
+    if masks.lines is not None:
+        scores = logits[masks.lines]
+        return logits.index_copy(0, masks.lines, _forbid(scores, masks.bits))
+    return _forbid(logits.clone(), masks.bits)
+
+
+def _forbid(scores: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """-inf into `scores` [G, V] where bits [G, words] are not set."""
+    places = torch.arange(32, dtype=torch.int32, device=scores.device)
+    for span in spans(*scores.shape):
+        may = ((bits[span].unsqueeze(2) >> places) & 1).flatten(1)[:, : scores.shape[1]].to(torch.bool)
+        scores[span].masked_fill_(~may, -torch.inf)
+    return scores
 
 
 def _broken(choices: Choices, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -26,15 +26,19 @@ def choose(
 ) -> torch.Tensor:
     """The token of each line [L] int64, with history ids[slot, :position]. The lowest id of equals wins."""
     chosen = scores.argmax(-1)  # the first NaN where there is one
-    num_lines = max(1, AT_ONCE // max(scores.shape[1], ids.shape[1]))
     for group in as_groups(rules, scores.device):
         count = len(scores) if group.lines is None else len(group.lines)
-        for first in range(0, count, num_lines):
-            span = slice(first, first + num_lines)
+        for span in spans(count, max(scores.shape[1], ids.shape[1])):
             part = group.part(span)
             at = span if part.lines is None else part.lines
             chosen[at] = _choose(scores[at], part, slot[at], position[at], ids)
     return chosen
+
+
+def spans(count: int, width: int) -> list[slice]:
+    """So many lines of this width, in parts that are not too large; one, if there are none."""
+    num_lines = max(1, AT_ONCE // width)
+    return [slice(first, first + num_lines) for first in range(0, max(count, 1), num_lines)]
 
 
 def as_groups(rules: Sequence[Rule] | Sequence[Group], device: torch.device) -> list[Group]:
@@ -203,6 +207,18 @@ def logprobs(
     scores: torch.Tensor, token_ids: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Raw log-softmax, fp64: of token_ids [L]; then ids and values of the best [L, num_top]."""
+    parts = [
+        _logprobs(scores[span], token_ids[span], num_top) for span in spans(len(scores), scores.shape[1])
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    chosen, top_ids, top = (torch.cat(part) for part in zip(*parts, strict=True))
+    return chosen, top_ids, top
+
+
+def _logprobs(
+    scores: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide = scores.to(torch.float64)
     wide -= wide.amax(-1, keepdim=True)
     wide -= _sum(wide.exp()).log()
