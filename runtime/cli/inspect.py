@@ -1,0 +1,195 @@
+"""`hemiola inspect`"""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hemiola.runtime import manifest
+from hemiola.runtime.bench.plot import refuse_without_matplotlib
+from hemiola.runtime.cli.graph_plot import draw
+from hemiola.runtime.cli.options import given, options_of, takes
+from hemiola.runtime.config import ServeConfig, resolve, state_bytes
+from hemiola.runtime.manifest import Manifest, Segment
+
+PROMISES = {
+    "bits": "every logit is the plain run's, bit for bit",
+    "tokens": "tokens of the plain run, where no two are closer than rounding (docs/engines.md)",
+}
+ENDLESS = 2**60  # bytes
+
+
+@takes(options_of(ServeConfig))
+def inspect(
+    engine_dir: Annotated[Path, typer.Option(help="made by build-engine")],
+    plot: Annotated[
+        Path | None, typer.Option(help="draw the graph into this file (.png, .svg, .pdf)")
+    ] = None,
+    **options: Any,
+) -> None:
+    """Show what an engine is, after checking that it is whole, and the memory that it takes when it is opened
+    with these options."""
+    if plot is not None:
+        refuse_without_matplotlib()
+    config = ServeConfig(**given(ServeConfig, options))
+    found = manifest.load(engine_dir)
+    plan = memory(engine_dir, found, config)
+    console = Console()
+    console.print(facts(engine_dir, found))
+    console.print(states(found))
+    console.print(segments(engine_dir, found))
+    if any(segment.profiles for segment in found.segments):
+        console.print(profiles(found))
+    console.print(forms(found))
+    if found.kernels:
+        console.print(kernels(engine_dir, found))
+    console.print(plan)
+    if plot is not None:
+        draw(plot, found)
+        console.print(f"drawn: {plot}")
+
+
+def facts(engine_dir: Path, found: Manifest) -> Table:
+    """One line each."""
+    table = Table(title=str(engine_dir), show_header=False)
+    kinds = ", ".join(f"{found.layers.count(kind)} {kind}" for kind in dict.fromkeys(found.layers))
+    weights = engine_dir / found.weights_file
+    for name, value in {
+        "architecture": found.architecture,
+        "layers": f"{len(found.layers)}: {kinds}",
+        "vocabulary, hidden": f"{found.vocab_size}, {found.hidden_size}",
+        "target, architecture": f"{found.target}, {found.arch}",
+        "promise": PROMISES[found.promise],
+        "drafts": found.drafts,
+        "tokenizer": "tokenizer.json" if found.has_tokenizer else "none: takes and gives token ids",
+        "end tokens": ", ".join(map(str, found.eos_ids)),
+        **{name: str(value) for name, value in found.limits.model_dump().items()},
+        "weights": size(weights.stat().st_size),
+        **({"random weights": f"{size(found.drawn_bytes)}, drawn when opened"} if found.drawn else {}),
+        "built by": f"hemiola {found.builder_version}, torch {found.torch_version}",
+        "identity": found.identity[:16],
+    }.items():
+        table.add_row(name, value)
+    return table
+
+
+def states(found: Manifest) -> Table:
+    """Equal states of equal layers in one line."""
+    slot, page = (state_bytes(found.states, kind) for kind in ("slot", "page"))
+    table = Table(
+        title=f"states: {size(slot)} per slot, {size(page)} per page of {found.limits.page_len} tokens"
+    )
+    for column in ("state", "layers", "kind", "shape of one", "dtype", "bytes of one"):
+        table.add_column(column, justify="right" if column.startswith("bytes") else "left")
+    groups: dict[tuple, list[int]] = defaultdict(list)
+    for state in found.states:
+        number = re.search(r"layers\.(\d+)\.", state.name)
+        name = re.sub(r"layers\.\d+\.", "", state.name)
+        one = state_bytes([state], state.kind)
+        key = name, state.kind, "x".join(map(str, state.shape)), state.dtype, f"{one:,}"
+        groups[key] += [int(number[1])] if number else []
+    for (name, *rest), layers in groups.items():
+        table.add_row(name, spans(layers), *rest)
+    return table
+
+
+def spans(numbers: list[int]) -> str:
+    """0-2, 4, 6-8"""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def segments(engine_dir: Path, found: Manifest) -> Table:
+    """What each is called with, and its files."""
+    table = Table(title="segments")
+    for column in ("segment", "runs", "size", "weights", "states", "inputs"):
+        table.add_column(column)
+    for segment in found.segments:
+        total = size(sum((engine_dir / file).stat().st_size for file in segment.files))
+        counts = str(len(segment.weights)), str(len(segment.states))
+        table.add_row(segment.name, _runs(segment), total, *counts, " ".join(segment.inputs))
+    return table
+
+
+def _runs(segment: Segment) -> str:
+    if not segment.pieces:
+        return segment.file
+    calls = sum(piece.kind == "part" for piece in segment.pieces)
+    return f"{calls} parts, {len(segment.files)} of them different, by {segment.compiler}"
+
+
+def profiles(found: Manifest) -> Table:
+    """The sizes that compiled parts take."""
+    table = Table(title="profiles of compiled parts: least, usual and most")
+    for column in ("segment", "profile", "sizes"):
+        table.add_column(column)
+    for segment in found.segments:
+        for profile in segment.profiles:
+            ranges = (f"{name} {a}/{b}/{c}" for name, (a, b, c) in profile.sizes.items())
+            table.add_row(segment.name, profile.name, ", ".join(ranges))
+    return table
+
+
+def forms(found: Manifest) -> Table:
+    """How often each op runs in each form."""
+    table = Table(title="ops, the form that each runs in, and why better ones refused")
+    for column in ("segment", "op", "form", "calls", "refused"):
+        table.add_column(column, justify="right" if column == "calls" else "left")
+    for segment in found.segments:
+        kinds = [
+            (node.op, node.form, "; ".join(f"{form}: {why}" for form, why in node.refused.items()))
+            for node in segment.nodes
+        ]
+        for op, form, refused in sorted(set(kinds)):
+            table.add_row(segment.name, op, form, str(kinds.count((op, form, refused))), refused)
+    return table
+
+
+def kernels(engine_dir: Path, found: Manifest) -> Table:
+    """Binaries of our ops by architecture."""
+    table = Table(title="kernels")
+    for column in ("architecture", "binaries", "size", "CUDA"):
+        table.add_column(column)
+    for group in found.kernels:
+        total = sum((engine_dir / binary.file).stat().st_size for binary in group.binaries)
+        table.add_row(group.arch, str(len(group.binaries)), size(total), str(group.cuda))
+    return table
+
+
+def memory(engine_dir: Path, found: Manifest, config: ServeConfig) -> Table:
+    """What opening the engine like this takes; where the cache has no bound, all that it could use."""
+    sizes = resolve(config, found, ENDLESS)
+    slot, page = (state_bytes(found.states, kind) for kind in ("slot", "page"))
+    weights = (engine_dir / found.weights_file).stat().st_size + found.drawn_bytes
+    title = f"memory for {sizes.max_rows} rows of {sizes.max_len} tokens, drafts: {sizes.drafts}"
+    table = Table(title=title)
+    for column in ("what", "number", "each", "together"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    rows = sizes.max_rows + 1
+    lines = [
+        ("weights", 1, weights),
+        ("pages", sizes.num_pages, page),
+        ("slots of rows, and one of padding", rows, slot),
+        ("snapshots", sizes.num_slots - rows, slot),
+    ]
+    for what, number, each in lines:
+        table.add_row(what, f"{number:,}", size(each), size(number * each))
+    table.add_row("", "", "", size(sum(number * each for _, number, each in lines)))
+    return table
+
+
+def size(num_bytes: int) -> str:
+    """For people."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} B"

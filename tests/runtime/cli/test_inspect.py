@@ -1,0 +1,87 @@
+"""`hemiola inspect`: what it says of engines of every kind, and the picture."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+from hemiola.runtime import manifest
+from hemiola.runtime.cli import inspect
+from hemiola.runtime.cli.graph_plot import Block, draw, folded, steps_of
+from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.errors import Refused
+
+Get = Callable[..., Path]
+
+
+def lines(table: Table) -> list[list[str]]:
+    """The cells of a table."""
+    return [list(row) for row in zip(*(column.cells for column in table.columns), strict=True)]
+
+
+def test_equal_states_of_equal_layers_share_a_line(tiny_engine: Get) -> None:
+    found = manifest.load(tiny_engine("qwen3_5"))
+    table = lines(inspect.states(found))
+    named = {(line[0], line[1]): line for line in table}
+    assert ("state", "0-1, 3") in named and ("k_pages", "2") in named
+    assert ["mtp.k_pages", "0"] in [line[:2] for line in table], "the head's are not the trunk's"
+    assert ["mtp.hidden", ""] in [line[:2] for line in table]
+    assert len(table) == 11 < len(found.states)
+
+
+def test_spans_of_layers() -> None:
+    assert inspect.spans([5, 0, 1, 2, 7, 8]) == "0-2, 5, 7-8" and inspect.spans([]) == ""
+
+
+def test_the_memory_plan_is_what_the_runtime_would_take(tiny_engine: Get) -> None:
+    engine_dir = tiny_engine("qwen3_5")
+    found = manifest.load(engine_dir)
+    plan = lines(inspect.memory(engine_dir, found, ServeConfig(max_rows=2, max_len=64)))
+    assert [line[1] for line in plan] == ["1", "9", "3", "8", ""]  # 2 x 2 rows of 2 pages, 4 snapshots a row
+    wide = inspect.memory(engine_dir, found, ServeConfig(num_snapshots=0, prefix_cache=False))
+    assert wide.title == "memory for 8 rows of 512 tokens, drafts: mtp"
+    with pytest.raises(Refused, match="max_rows is 9, the engine was built for 8"):
+        inspect.memory(engine_dir, found, ServeConfig(max_rows=9))
+
+
+def test_a_cut_engine_says_what_it_promises_and_who_compiled_it(
+    tiny_engine: Get, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine_dir = tiny_engine("nemotron_h_moe", target="onnxruntime")
+    inspect.inspect(engine_dir)
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("onnxruntime, cpu", "tokens of the plain run", "parts,", "them different,"):
+        assert words in shown, words
+    table = dict(lines(inspect.facts(engine_dir, manifest.load(engine_dir))))
+    assert table["promise"] == inspect.PROMISES["tokens"]
+
+
+def test_profiles_and_kernels_of_an_engine_for_gpus_are_listed(tiny_engine: Get) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    engine_dir = tiny_engine("qwen3_5", target="tensorrt-rtx", arch="sm_89,sm_120")
+    found = manifest.load(engine_dir)
+    assert lines(inspect.profiles(found))[0] == ["trunk", "decode", "tokens 1/32/32, logits 0/32/32"]
+    assert [line[0] for line in lines(inspect.kernels(engine_dir, found))] == ["sm_89", "sm_120"]
+    assert "by tensorrt-rtx 1." in lines(inspect.segments(engine_dir, found))[0][1]
+
+
+def test_layers_that_repeat_are_drawn_once() -> None:
+    steps = ["embed", *["a", "b", "a", "b", "c"] * 3, "end", "end"]
+    assert folded(steps) == [Block(("embed",), 1), Block(("a", "b", "a", "b", "c"), 3), Block(("end",), 2)]
+    assert folded(["x", "y", "z"]) == [Block(("x", "y", "z"), 1)] and folded([]) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"target": "onnxruntime"}], ids=["whole", "cut"])
+def test_a_picture_is_drawn(tiny_engine: Get, tmp_path: Path, options: dict) -> None:
+    pytest.importorskip("matplotlib")
+    found = manifest.load(tiny_engine("nemotron_h_dense", **options))
+    steps = steps_of(found.segment("trunk"))
+    assert [step for step in steps if step == "mamba2"] == ["mamba2"] * 3
+    assert any(step.startswith("part ") for step in steps) == bool(options)
+    blocks = folded(steps)
+    assert [step for block in blocks for step in block.steps * block.times] == steps
+    draw(tmp_path / "graph.png", found)
+    assert (tmp_path / "graph.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(Refused, match=r"graph.nothing cannot be written .*; give a path that ends in .png"):
+        draw(tmp_path / "graph.nothing", found)
