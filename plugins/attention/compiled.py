@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from hemiola.plugins.cpu.code import Case, Operand, code_of, lines, numbers, numel
-from hemiola.plugins.cpu.jit import Kernel, helper
+from hemiola.plugins.cpu.jit import helper
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.rows import owned
 from hemiola.plugins.cpu.simd import (
     LANES,

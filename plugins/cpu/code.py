@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hemiola.plugins.cpu.jit import Kernel
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.sizes import Number, Size
 
 FAULT_WORDS = 10  # which case, and nine numbers

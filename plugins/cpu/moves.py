@@ -1,7 +1,8 @@
 """What torch computes between our ops, as kernels: it moves numbers, or rounds each once."""
 
 from hemiola.plugins.cpu.code import Case, Operand, code_of, numel
-from hemiola.plugins.cpu.jit import Kernel, helper
+from hemiola.plugins.cpu.jit import helper
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import (
     LANES,
     add,

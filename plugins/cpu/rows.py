@@ -5,7 +5,8 @@ from math import prod
 import torch
 
 from hemiola.plugins.cpu.code import Case, Operand, code_of
-from hemiola.plugins.cpu.jit import Kernel, helper
+from hemiola.plugins.cpu.jit import helper
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import f32, get_int, get_long, put, put_long
 from hemiola.plugins.cpu.sizes import Number
 from hemiola.plugins.rows import COLUMNS, RowFields

@@ -109,16 +109,6 @@ put_long = _writer("put_long", LONG, 8, types.int64, _same, "Put an int64 number
 
 
 @intrinsic
-def next_of(typing: Any, counter: Any) -> Any:
-    """The int64 number at an address, which becomes one more; no two threads get the same."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _place(builder, args[0], LONG(0), LONG), LONG(1), "monotonic")
-
-    return types.int64(types.int64), build
-
-
-@intrinsic
 def invoke(typing: Any, function: Any, item: Any, scratch: Any, arguments: Any) -> Any:
     """function(item, scratch, *arguments): an address, two numbers, and the address of MOST_ARGUMENTS more.
 

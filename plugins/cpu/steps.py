@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from hemiola.plugins.cpu.code import Buffer, Call, Fault, Recorder, View
-from hemiola.plugins.cpu.jit import Entry, bits
+from hemiola.plugins.cpu.jit import Entry
+from hemiola.plugins.cpu.kernel import bits
 from hemiola.plugins.cpu.moves import poison
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long, put_long
 from hemiola.plugins.cpu.sizes import (
@@ -34,12 +35,11 @@ from hemiola.plugins.cpu.team import (
     COST,
     FAULT,
     ITEMS,
-    Team,
     alone,
     call_up,
+    crew,
     dismiss,
     share,
-    team,
 )
 
 LINE = 64  # bytes of a cache line
@@ -84,23 +84,17 @@ class Step:
         addresses = [array.ctypes.data for array in self._tables]
         rest = [self.inputs.index("threads"), WORTH_A_TEAM, 0]
         self._header = np.array([*addresses, *lengths, *rest], np.int64)
+        self._header_address = self._header.ctypes.data
 
     def run(self, given: dict[str, int]) -> None:
         """With these sizes and addresses. Raises what a kernel found wrong with what it was given."""
         num_bytes = evaluate(self._arena_bytes, given)
         if num_bytes > self._arena.numel() - LINE:
             self._arena = torch.empty(num_bytes + LINE, dtype=torch.uint8)
-        crew, num_threads = team(), torch.get_num_threads()
-        if not crew.lock.acquire(blocking=False):  # another engine's step has it
-            crew, num_threads = Team.of_one(), 1
-            crew.lock.acquire()
-        try:
-            crew.prepare(num_threads, self._scratch)
+        with crew(torch.get_num_threads(), self._scratch) as (team, num_threads):
             address = self._arena.data_ptr()
             self._given[:] = [*given.values(), num_threads, address + -address % LINE]
-            _replay.ctypes(self._header.ctypes.data, crew.address)
-        finally:
-            crew.lock.release()
+            _replay.ctypes(self._header_address, team.address)
         if found := int(self._header[FOUND]):
             self._faults[found].check()
 

@@ -12,6 +12,11 @@ import atexit
 import ctypes
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from math import ceil
+from pathlib import Path
 
 import torch
 
@@ -166,13 +171,6 @@ class Team:
         self._room = -1  # bytes of each
         self._helpers: list[threading.Thread] = []
 
-    @classmethod
-    def of_one(cls) -> "Team":
-        """The calling thread's own, without helpers."""
-        if not hasattr(_LOCAL, "team"):
-            _LOCAL.team = cls()
-        return _LOCAL.team
-
     def prepare(self, num_threads: int, scratch: int) -> None:
         """By the master, between steps: at least so many threads, each with so many bytes."""
         if scratch > self._room or num_threads > len(self._rooms):
@@ -184,7 +182,7 @@ class Team:
         while len(self._helpers) < num_threads - 1:
             number = len(self._helpers) + 1
             thread = threading.Thread(
-                target=_help.ctypes, args=(self.address, number), name=f"hemiola-{number}", daemon=True
+                target=_help.ctypes, args=(self.address, number), name=f"hemiola-helper-{number}", daemon=True
             )
             self._helpers.append(thread)
             thread.start()
@@ -199,13 +197,48 @@ class Team:
             self._helpers = []
 
 
-def team() -> Team:
-    """The one of this process; a forked child, which has no helpers, makes its own."""
+@contextmanager
+def crew(num_threads: int, scratch: int) -> Iterator[tuple[Team, int]]:
+    """A team whose master the caller is meanwhile, and how many threads it has.
+
+    The process has one team with helpers. Whoever comes while it is busy, as a second engine does, works
+    alone: the cores are busy then. A forked child, which has no helpers, makes its own.
+    """
     global _TEAM
-    if _TEAM is None:
-        _TEAM = Team()
-        atexit.register(_TEAM.end)
-    return _TEAM
+    if num_threads > 1:
+        if _TEAM is None:
+            _TEAM = Team()
+            atexit.register(_TEAM.end)
+        if _TEAM.lock.acquire(blocking=False):
+            try:
+                num_threads = min(num_threads, quota())
+                _TEAM.prepare(num_threads, scratch)
+                yield _TEAM, num_threads
+            finally:
+                _TEAM.lock.release()
+            return
+    if _LOCAL.team is None:
+        _LOCAL.team = Team()
+    _LOCAL.team.prepare(1, scratch)
+    yield _LOCAL.team, 1
+
+
+@lru_cache
+def quota(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """As many threads as our control group (version 2 or 1) gives time for, rounded up."""
+    shares = [float(MOST_THREADS)]
+    own = [line.split("::")[1] for line in Path("/proc/self/cgroup").read_text().splitlines() if "::" in line]
+    for folder in {root, *(root / path.strip("/") for path in own)}:
+        with suppress(OSError, ValueError):
+            part, whole = (folder / "cpu.max").read_text().split()
+            shares.append(float(part) / float(whole))  # "max" is no number
+    with suppress(OSError, ValueError):
+        part, whole = (
+            float((root / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period")
+        )
+        if part > 0:
+            shares.append(part / whole)
+    return max(1, ceil(min(shares)))
 
 
 def _forked() -> None:
@@ -213,7 +246,11 @@ def _forked() -> None:
     _TEAM = None
 
 
-_LOCAL = threading.local()
+class _Local(threading.local):
+    team: Team | None = None  # of a thread that works alone
+
+
+_LOCAL = _Local()
 _KEPT: list[torch.Tensor] = []
 _TEAM: Team | None = None
 os.register_at_fork(after_in_child=_forked)

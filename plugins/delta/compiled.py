@@ -6,7 +6,8 @@ row, and stays in the first-level cache while the row's tokens pass.
 """
 
 from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
-from hemiola.plugins.cpu.jit import Kernel, helper
+from hemiola.plugins.cpu.jit import helper
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.rows import live_tokens, owned, read_row
 from hemiola.plugins.cpu.simd import (
     LANES,

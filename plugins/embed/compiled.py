@@ -3,7 +3,7 @@
 import torch
 
 from hemiola.plugins.cpu.code import Case, Operand, code_of, numbers, numel
-from hemiola.plugins.cpu.jit import Kernel
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import LANES, get, get_half, get_int, put, put_long
 from hemiola.plugins.cpu.sizes import ceil_div
 

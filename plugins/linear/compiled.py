@@ -7,7 +7,8 @@ memory. Tokens are taken in blocks, inputs in stretches of DEPTH; y holds the su
 import torch
 
 from hemiola.plugins.cpu.code import Code, Operand, code_of, lines, numel
-from hemiola.plugins.cpu.jit import Kernel, helper
+from hemiola.plugins.cpu.jit import helper
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import LANES, add, get, get_long, load, put, store
 from hemiola.plugins.cpu.sizes import Number, ceil_div, least, most
 from hemiola.plugins.cpu.tiles import (

@@ -7,7 +7,7 @@ in their order. So a token's bits depend on it, its experts and its weights alon
 import torch
 
 from hemiola.plugins.cpu.code import Case, Operand, code_of, lines, numbers, numel
-from hemiola.plugins.cpu.jit import Kernel
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import (
     LANES,
     f32,

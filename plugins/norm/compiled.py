@@ -3,7 +3,7 @@
 import numpy as np
 
 from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
-from hemiola.plugins.cpu.jit import Kernel
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import LANES, f32, fma, from_bits, load, mul, silu, splat, store, total
 from hemiola.plugins.cpu.sizes import ceil_div
 

@@ -1,7 +1,7 @@
 """Rotary positions, compiled: each product is rounded, then their sum, in vectors and single lanes alike."""
 
 from hemiola.plugins.cpu.code import Case, Operand, code_of, lines, numbers, numel
-from hemiola.plugins.cpu.jit import Kernel
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import LANES, add, get, get_int, load, mul, put, put_long, store, sub
 from hemiola.plugins.cpu.sizes import ceil_div
 

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
-from hemiola.plugins.cpu.jit import Kernel, helper
+from hemiola.plugins.cpu.jit import helper
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import (
     LANES,
     add,

@@ -359,16 +359,3 @@ def test_a_function_gets_its_arguments_and_no_others() -> None:
     assert out.tolist() == [0, 0, 87, 0]
     pass_on(numba.cfunc(numba.types.void(long, long))(told_nothing).address, 3, out, arguments)
     assert out.tolist() == [0, 0, 87, 3]
-
-
-@native
-def count_up(counter, out):
-    for i in range(3):
-        simd.put_long(out, i, simd.next_of(counter))
-
-
-def test_next_of_counts() -> None:
-    """test_jit.py has many threads that take from one counter."""
-    counter, out = np.array([2**40, 5], np.int64), np.zeros(3, np.int64)
-    count_up(counter, out)
-    assert out.tolist() == [2**40, 2**40 + 1, 2**40 + 2] and counter.tolist() == [2**40 + 3, 5]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hemiola.plugins.cpu.code import Case, Recorder, View, code_of, lines
-from hemiola.plugins.cpu.jit import Kernel
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.moves import SUM, combine, concatenate, gather
 from hemiola.plugins.cpu.simd import get_int, put_int, put_long
 from hemiola.plugins.cpu.sizes import Number, Size, ceil_div, evaluate, least, most

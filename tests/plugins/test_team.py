@@ -1,0 +1,166 @@
+"""The threads of a step: asleep between steps, never waited for when they come late, remade after a fork."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hemiola.plugins.cpu import team as teams
+from hemiola.plugins.cpu.kernel import Kernel
+from hemiola.plugins.cpu.simd import get_long, put_long
+from hemiola.plugins.cpu.team import crew, quota
+
+ROOT = Path(__file__).parents[2]
+START = """
+import os, signal, sys, threading, time, torch
+from hemiola.plugins.cpu import jit, kernel
+from hemiola.plugins.norm.compiled import norm
+torch.set_num_threads(2)
+kernel.WORTH_A_THREAD = -1
+x = torch.arange(16_000.0).view(-1, 16)  # few enough for torch to compute without threads of its own
+def run():
+    return norm(x, torch.empty(0), torch.ones(16), 1e-5, 16, False)
+expected = run()
+same = lambda: torch.equal(run(), expected)
+"""
+
+
+@Kernel
+def _busy(item, scratch, rounds, out):
+    """Some work whose result is the item."""
+    sum_ = 0
+    for i in range(rounds):
+        sum_ += get_long(out, item) + i % 2
+    put_long(out, item, item if sum_ >= 0 else -1)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def helpers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("hemiola-helper")]
+
+
+def work(num_items: int = 64, rounds: int = 2000) -> bool:
+    out = torch.zeros(num_items, dtype=torch.int64)
+    _busy(num_items, 1e9, rounds, out)
+    return out.tolist() == list(range(num_items))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_helpers_are_made_once_and_sleep_between_steps() -> None:
+    assert work()
+    made = helpers()
+    assert made and work() and helpers() == made
+    time.sleep(0.05)  # they have looked around long enough
+    spent = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - spent < 0.1
+    assert all(work() for _ in range(200))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_thread_that_comes_while_the_team_is_busy_works_alone() -> None:
+    """As a second engine of the process does."""
+    failed: list[int] = []
+
+    def many(number: int) -> None:
+        for _ in range(300):
+            if not work(16, 500):
+                failed.append(number)
+
+    both = [threading.Thread(target=many, args=(number,)) for number in range(3)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert not failed
+    with crew(2, 0) as (first, one), crew(2, 0) as (second, other):
+        assert first is not second and (one, other) == (2, 1)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_helper_that_a_busy_machine_keeps_away_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it never comes: its life ended before the step."""
+    monkeypatch.setattr(teams, "_TEAM", None)
+    assert work()
+    alone = teams._TEAM
+    assert alone is not None
+    alone.end()
+    assert not any(thread.is_alive() for thread in alone._helpers)
+    alone._helpers = [threading.Thread()]  # whom nobody starts
+    assert work()
+    alone._helpers = []
+
+
+def python(script: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", START + script], env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    try:
+        assert process.wait(timeout=300) == 0
+    finally:
+        process.kill()
+
+
+def test_a_forked_child_makes_its_own_team() -> None:
+    """It has no thread of its parent's, and here locks that other threads held."""
+    python("""
+from hemiola.plugins.cpu.team import crew
+from hemiola.plugins.gate.compiled import gate  # which is first called in the child
+def hold():
+    with jit._LOCK, crew(2, 0):
+        time.sleep(60)
+threading.Thread(target=hold, daemon=True).start()
+time.sleep(0.2)
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    good = same() and torch.equal(gate(x, x[:, :1] * 0, "sigmoid"), x / 2)
+    with crew(2, 0) as (team, num_threads):
+        good = good and num_threads == 2 and len(team._helpers) == 1
+    os._exit(0 if good else 1)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+""")
+
+
+def test_a_process_ends_while_a_thread_of_it_computes() -> None:
+    python("""
+def forever():
+    while True:
+        run()
+threading.Thread(target=forever, daemon=True).start()
+time.sleep(0.2)
+signal.alarm(60)
+""")
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "max 100000"}, teams.MOST_THREADS),
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "10000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, teams.MOST_THREADS),
+        ({}, teams.MOST_THREADS),
+    ],
+)
+def test_no_more_threads_than_the_control_group_gives_time_for(
+    files: dict[str, str], cores: int, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content + "\n")
+    assert quota(tmp_path) == cores
