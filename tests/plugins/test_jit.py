@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hemiola.plugins.cpu import jit
+from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import f32, get, put
 
 
@@ -122,15 +123,15 @@ def count(item, scratch, counts, step):
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], jit.Kernel]:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], Kernel]:
     """Makes kernels that are compiled into a cache of their own, and are not among the engine's."""
     monkeypatch.setattr(jit, "KERNELS", [])
     monkeypatch.setattr(jit, "_CACHE_DIR", tmp_path)
-    return jit.Kernel
+    return Kernel
 
 
 def test_a_kernel_is_compiled_once_and_loaded_by_the_next_process(
-    own: Callable[[Callable], jit.Kernel],
+    own: Callable[[Callable], Kernel],
 ) -> None:
     before, entries = jit.config.CACHE_DIR, []
     for _ in range(2):
