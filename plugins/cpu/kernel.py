@@ -12,7 +12,7 @@ import torch
 
 from hemiola.plugins.cpu.jit import Entry
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long
-from hemiola.plugins.cpu.team import ARGUMENTS, ITEMS, alone, call_up, crew, dismiss, share
+from hemiola.plugins.cpu.team import ARGUMENTS, ITEMS, Crew, alone, call_up, dismiss, share
 
 WORTH_A_THREAD = 10_000  # nanoseconds of work, for a call by itself: a helper may have to be woken
 
@@ -51,11 +51,18 @@ class Kernel(Entry):
     ) -> None:
         """`nanoseconds` of work, roughly, for one thread; `scratch` bytes for each thread."""
         self.check_count(arguments)
-        values = [value if value.__class__ is int else word(value) for value in arguments]
+        values = [
+            value
+            if value.__class__ is int
+            else value.data_ptr()
+            if value.__class__ is torch.Tensor
+            else word(value)
+            for value in arguments
+        ]
         num_threads = min(torch.get_num_threads(), num_items) if nanoseconds > WORTH_A_THREAD else 1
-        with crew(num_threads, scratch) as (team, num_threads):
-            self._pack(_LOCAL.call, 0, self.address, num_items, 0, 0, *values)
-            _run.ctypes(team.address, _LOCAL.address, num_threads)
+        self._pack(_LOCAL.call, 0, self.address, num_items, 0, 0, *values)
+        with Crew(num_threads, scratch) as crew:
+            _run.ctypes(crew.team.address, _LOCAL.address, crew.num_threads)
 
     def check_count(self, arguments: tuple[Any, ...]) -> None:
         if len(arguments) != len(self.given):

@@ -90,6 +90,15 @@ class Builder:
         return Formulas(self.inputs, values, np.array(self._operations, np.int64).reshape(-1, 4))
 
 
+def names_of(number: Number) -> tuple[str, ...]:
+    """The inputs that it depends on."""
+    if isinstance(number, int):
+        return ()
+    if number.name:
+        return (number.name,)
+    return tuple(dict.fromkeys(names_of(number.a) + names_of(number.b)))
+
+
 def evaluate(number: Number, inputs: dict[str, int]) -> int:
     """The same in Python."""
     if isinstance(number, int):

@@ -29,15 +29,16 @@ from hemiola.plugins.cpu.sizes import (
     Number,
     Size,
     evaluate,
+    names_of,
 )
 from hemiola.plugins.cpu.team import (
     ARGUMENTS,
     COST,
     FAULT,
     ITEMS,
+    Crew,
     alone,
     call_up,
-    crew,
     dismiss,
     share,
 )
@@ -77,6 +78,9 @@ class Step:
         self._faults = {fault.words.data_ptr(): fault for call in calls for fault in _faults(call)}
         self._scratch = max((call.scratch for call in calls), default=0)
         self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena_address = 0
+        self._sizes = names_of(self._arena_bytes)
+        self._fitting: set[tuple[int | None, ...]] = set()  # sizes of steps that have fitted into the arena
         self._values = formulas.values
         self._given = (ctypes.c_int64 * len(self.inputs)).from_address(self._values.ctypes.data)
         self._tables = (self._values, formulas.operations, np.array(patches, np.int64).reshape(-1, 2), table)
@@ -88,15 +92,21 @@ class Step:
 
     def run(self, given: dict[str, int]) -> None:
         """With these sizes and addresses. Raises what a kernel found wrong with what it was given."""
-        num_bytes = evaluate(self._arena_bytes, given)
-        if num_bytes > self._arena.numel() - LINE:
-            self._arena = torch.empty(num_bytes + LINE, dtype=torch.uint8)
-        with crew(torch.get_num_threads(), self._scratch) as (team, num_threads):
-            address = self._arena.data_ptr()
-            self._given[:] = [*given.values(), num_threads, address + -address % LINE]
-            _replay.ctypes(self._header_address, team.address)
+        sizes = tuple(map(given.get, self._sizes))
+        if sizes not in self._fitting:
+            self._make_room(evaluate(self._arena_bytes, given))
+            self._fitting.add(sizes)
+        with Crew(torch.get_num_threads(), self._scratch) as crew:
+            self._given[:] = [*given.values(), crew.num_threads, self._arena_address]
+            _replay.ctypes(self._header_address, crew.team.address)
         if found := int(self._header[FOUND]):
             self._faults[found].check()
+
+    def _make_room(self, num_bytes: int) -> None:
+        if num_bytes > self._arena.numel() - LINE:
+            self._arena = torch.empty(num_bytes + LINE, dtype=torch.uint8)
+        address = self._arena.data_ptr()
+        self._arena_address = address + -address % LINE
 
 
 def _words(call: Call, places: Mapping[Buffer, Number]) -> list[Number]:

@@ -12,8 +12,7 @@ import atexit
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
@@ -197,30 +196,36 @@ class Team:
             self._helpers = []
 
 
-@contextmanager
-def crew(num_threads: int, scratch: int) -> Iterator[tuple[Team, int]]:
+class Crew:
     """A team whose master the caller is meanwhile, and how many threads it has.
 
     The process has one team with helpers. Whoever comes while it is busy, as a second engine does, works
     alone: the cores are busy then. A forked child, which has no helpers, makes its own.
     """
-    global _TEAM
-    if num_threads > 1:
-        if _TEAM is None:
-            _TEAM = Team()
-            atexit.register(_TEAM.end)
-        if _TEAM.lock.acquire(blocking=False):
-            try:
-                num_threads = min(num_threads, quota())
-                _TEAM.prepare(num_threads, scratch)
-                yield _TEAM, num_threads
-            finally:
-                _TEAM.lock.release()
-            return
-    if _LOCAL.team is None:
-        _LOCAL.team = Team()
-    _LOCAL.team.prepare(1, scratch)
-    yield _LOCAL.team, 1
+
+    def __init__(self, num_threads: int, scratch: int) -> None:
+        self.num_threads, self._scratch = num_threads, scratch
+
+    def __enter__(self) -> "Crew":
+        global _TEAM
+        if self.num_threads > 1:
+            if _TEAM is None:
+                _TEAM = Team()
+                atexit.register(_TEAM.end)
+            if _TEAM.lock.acquire(blocking=False):
+                self.team, self.num_threads = _TEAM, min(self.num_threads, quota())
+                _TEAM.prepare(self.num_threads, self._scratch)
+                return self
+            self.num_threads = 1
+        if _LOCAL.team is None:
+            _LOCAL.team = Team()
+        self.team = _LOCAL.team
+        self.team.prepare(1, self._scratch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.team is not _LOCAL.team:
+            self.team.lock.release()
 
 
 @lru_cache

@@ -1,9 +1,7 @@
-"""What a step on a CPU needs around the engine, compiled: one call fills a batch, one judges it, and so on.
+"""What a step on a CPU needs around the engine, compiled: a call for each of feed, judge and prompt lookup.
 
-The same functions as in feed.py, judge.py and drafts/, from tensors to tensors, number for number.
+They compute the same numbers as feed.py, judge.py and drafts/ngram.py.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,90 +25,113 @@ from hemiola.plugins.cpu.simd import (
     total,
 )
 from hemiola.plugins.rows import COLUMNS
+from hemiola.runtime.engine import sampling
+from hemiola.runtime.engine.feed import asked_of
 from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.engine.request import Rule
+from hemiola.runtime.engine.rules import Group
+from hemiola.runtime.engine.sampling import logprobs
+from hemiola.runtime.engine.step import Batch, Choices, Plan, Verdict
 
-COMMITTED, EDGE = COLUMNS.index("committed"), COLUMNS.index("edge")
-
-
-class Filled(NamedTuple):
-    """What follows from the columns of a plan and the ledger, for T tokens, N rows, R that choose, L logits."""
-
-    token_ids: torch.Tensor  # [T] int32
-    positions: torch.Tensor  # [T] int32
-    logits_ids: torch.Tensor  # [L] int32
-    slots: torch.Tensor  # [N] int64
-    final_len: torch.Tensor  # [N] int64
-    slot_id: torch.Tensor  # [R] int64
-    num_drafts: torch.Tensor  # [R] int64
-    row: torch.Tensor  # [L] int64
-    offset: torch.Tensor  # [L] int64
+SLOT, COMMITTED, EDGE = (COLUMNS.index(name) for name in ("slot", "committed", "edge"))
+TOLD = 3  # of each row that chose, behind its tokens: accepted, judged, broken
+NOTHING = (torch.empty(0, dtype=torch.int64),) * 2
 
 
-def fill(ledger: Ledger, rows: torch.Tensor, chooses: torch.Tensor, sizes: tuple[int, int, int]) -> Filled:
-    """`rows` [N, 8] int32 get their columns committed and edge; sizes are T, R and L."""
-    num_rows, (num_tokens, num_choosing, num_logits) = len(rows), sizes
-    ints = torch.empty(2 * num_tokens + num_logits, dtype=torch.int32)
-    longs = torch.empty(2 * (num_rows + num_choosing + num_logits), dtype=torch.int64)
-    filled = Filled(
-        *ints.split([num_tokens, num_tokens, num_logits]),
-        *longs.split([num_rows] * 2 + [num_choosing] * 2 + [num_logits] * 2),
+def fill(plan: Plan, table: np.ndarray, ledger: Ledger) -> Batch:
+    """Feed.fill; `table` is the page table by slot."""
+    rows, num_lines, columns, chooses = [], [], [], []
+    rules: list[Rule] = []
+    num_tokens = 0
+    for n, row in enumerate(plan.rows):
+        num_tokens += row.num_tokens
+        columns.append(
+            (0, row.num_tokens, row.num_drafts, row.slot_id, 0, 0, row.snapshot_slot, row.snapshot_edge)
+        )
+        chooses.append(row.chooses)
+        if row.chooses:
+            rows.append(n)
+            num_lines.append(1 + row.num_drafts)
+            rules += [row.request.rule] * (1 + row.num_drafts)
+    known = np.array(columns, np.int32)
+    num_rows, num_choosing, num_logits = len(columns), len(rows), len(rules)
+    token_ids, positions, logits_ids = torch.empty(2 * num_tokens + num_logits, dtype=torch.int32).split(
+        [num_tokens, num_tokens, num_logits]
     )
-    known = (ledger.ids, ledger.ids.shape[1], ledger.committed_len, ledger.edge)
-    _fill(1, 0.0, num_rows, rows, chooses, *known, *filled)
-    return filled
+    longs = torch.empty(2 * (num_rows + num_choosing + num_logits), dtype=torch.int64).split(
+        [num_rows, num_rows, num_choosing, num_choosing, num_logits, num_logits]
+    )
+    fed = torch.from_numpy(known)
+    of_ledger = (ledger.ids, ledger.ids.shape[1], ledger.committed_len, ledger.edge)
+    made = (token_ids, positions, logits_ids, *longs)
+    _fill(1, 0.0, num_rows, fed, torch.tensor(chooses, dtype=torch.int64), *of_ledger, *made)
+    slots, final_len, slot_id, num_drafts, row_of, offset = longs
+    width = max(num_lines, default=1)
+    return Batch(
+        rows=fed,
+        logits_ids=logits_ids,
+        page_table=torch.from_numpy(table[known[:, SLOT]]),
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        final_len=final_len,
+        choices=Choices(
+            rows=rows,
+            width=width,
+            dense=num_logits == num_choosing * width,
+            slot_id=slot_id,
+            num_drafts=num_drafts,
+            row=row_of,
+            offset=offset,
+            rules=rules,
+            asked=asked_of(rows, num_lines, rules),
+        ),
+    )
 
 
-def choose(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best token of each line [L, V], int64, and whether it is broken: see sampling.choose and .broken."""
-    chosen = torch.empty(2, len(logits), dtype=torch.int64)
-    logits = logits.contiguous()
+def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) -> Verdict:
+    """judge.judge, for a batch whose rows have their logits side by side and nothing between them."""
+    choices, width = batch.choices, batch.choices.width
+    chosen, bad = choose(logits, choices, ledger)
+    found = torch.zeros(len(choices.rows), width + TOLD, dtype=torch.int64)
+    sizes = (len(batch.slots), len(choices.rows), width, chunk_len)
+    of_batch = (batch.slots, batch.final_len, choices.slot_id, choices.num_drafts, chosen, bad)
+    lengths = (ledger.total_len, ledger.committed_len, ledger.edge, ledger.num_drafts)
+    _accept(1, 0.0, *sizes, *of_batch, ledger.ids, ledger.ids.shape[1], *lengths, found)
+    num_accepted, num_judged, broken = found[:, width:].T
+    return Verdict(
+        rows=choices.rows,
+        token_ids=found[:, :width],
+        num_accepted=num_accepted,
+        num_judged=num_judged,
+        broken=broken,
+        logprobs={row: logprobs(logits[own], chosen[own], num) for row, own, num in choices.asked},
+    )
+
+
+def choose(logits: torch.Tensor, choices: Choices, ledger: Ledger) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token of each line, and whether the line is broken, both [L] int64."""
+    if any(isinstance(rule, Group) or rule.edits_logits or not rule.greedy for rule in choices.rules):
+        line_slot = choices.slot_id[choices.row]
+        position = ledger.total_len[line_slot] + choices.offset
+        chosen = sampling.choose(logits, choices.rules, line_slot, position, ledger.ids)
+        return chosen, sampling.broken(logits).to(torch.int64)
+    return best(logits)
+
+
+def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first of the best tokens of each line [L, V], or the first NaN; and whether it is not finite."""
     num_lines, vocab_size = logits.shape
-    _choose(num_lines, 0.15 * num_lines * vocab_size, vocab_size, logits, chosen[0], chosen[1])
-    return chosen[0], chosen[1]
+    chosen, bad = torch.empty(2 * num_lines, dtype=torch.int64).split(num_lines) if num_lines else NOTHING
+    _choose(num_lines, 0.15 * num_lines * vocab_size, vocab_size, logits.contiguous(), chosen, bad)
+    return chosen, bad
 
 
-class Accepted(NamedTuple):
-    """Of R rows, as in step.Verdict."""
-
-    token_ids: torch.Tensor  # [R, width]
-    num_accepted: torch.Tensor
-    num_judged: torch.Tensor
-    broken: torch.Tensor
-
-
-def accept(
-    ledger: Ledger,
-    chunk_len: int,
-    slots: torch.Tensor,  # [N]
-    final_len: torch.Tensor,  # [N]
-    slot_id: torch.Tensor,  # [R]
-    num_drafts: torch.Tensor,  # [R]; a row has one logit more
-    width: int,
-    chosen: torch.Tensor,  # [L]
-    bad: torch.Tensor,  # [L] int64
-) -> Accepted:
-    """Which drafts stay, and what the ledger knows then."""
-    num_rows = len(slot_id)
-    found = torch.zeros(num_rows, width + 3, dtype=torch.int64)
-    of_ledger = (
-        ledger.ids,
-        ledger.ids.shape[1],
-        ledger.total_len,
-        ledger.committed_len,
-        ledger.edge,
-        ledger.num_drafts,
-    )
-    sizes = (len(slots), num_rows, width, chunk_len, slots, final_len, slot_id, num_drafts, chosen, bad)
-    _accept(1, 0.0, *sizes, *of_ledger, found)
-    counts = found[:, width:]
-    return Accepted(found[:, :width], counts[:, 0], counts[:, 1], counts[:, 2])
-
-
-def look_up(ledger: Ledger, slots: np.ndarray, room: np.ndarray, min_n: int, max_n: int) -> None:
-    """Drafts by prompt lookup (drafts/ngram.py) for these slots [R] int64, at most room[R] each."""
+def look_up(ledger: Ledger, asked: np.ndarray, min_n: int, max_n: int) -> None:
+    """Drafts by prompt lookup for lines (slot, how many at most) of asked [R, 2] int64."""
     of_ledger = (ledger.ids, ledger.ids.shape[1], ledger.total_len, ledger.num_drafts)
-    where = (torch.from_numpy(slots), torch.from_numpy(room))
-    _look_up(len(slots), 2.0 * ledger.ids.shape[1] * len(slots), min_n, max_n, *where, *of_ledger)
+    cost = 2.0 * len(asked) * ledger.ids.shape[1]
+    _look_up(len(asked), cost, min_n, max_n, torch.from_numpy(asked), *of_ledger)
 
 
 @Kernel
@@ -155,13 +176,12 @@ def _choose(line, scratch, vocab_size, logits, chosen, bad):
         value = load(at, i)
         highest = largest(value, highest)
         zeros = add(zeros, mul(value, splat(f32(0.0))))  # NaN, if one is not finite
-    best, top = 0, peak(highest)
+    best, top, rest = 0, peak(highest), f32(0.0)
     for i in range(whole, vocab_size):
-        top = max(top, get(at, i))
-    if total(zeros) == f32(0.0):
-        while get(at, best) != top and best < vocab_size - 1:
+        top, rest = max(top, get(at, i)), rest + get(at, i) * f32(0.0)
+    if total(zeros) + rest == f32(0.0):
+        while get(at, best) != top:
             best += 1
-        best = best if get(at, best) == top else _slowly(at, vocab_size)
     else:
         best = _slowly(at, vocab_size)
     value = get(at, best)
@@ -182,8 +202,8 @@ def _slowly(at, vocab_size):
 
 @Kernel
 def _accept(
-    item, scratch, num_rows, num_choosing, width, chunk_len, slots, final_len, slot_id, num_drafts, chosen, bad,
-    ids, ids_len, total_len, committed_len, edges, ledger_drafts, found,
+    item, scratch, num_rows, num_choosing, width, chunk_len, slots, final_len, slot_id, num_drafts, chosen,
+    bad, ids, ids_len, total_len, committed_len, edges, ledger_drafts, found,
 ):  # fmt: skip
     """One item: all rows. See judge.py for the law."""
     for n in range(num_rows):
@@ -192,7 +212,7 @@ def _accept(
         put_long(edges, slot, final - final % chunk_len)
     line = 0
     for r in range(num_choosing):
-        slot, drafts, at = get_long(slot_id, r), get_long(num_drafts, r), r * (width + 3)
+        slot, drafts, at = get_long(slot_id, r), get_long(num_drafts, r), r * (width + TOLD)
         text = get_long(total_len, slot)
         judged, accepted = min(drafts, get_long(ledger_drafts, slot)), 0
         for i in range(drafts + 1):
@@ -214,9 +234,9 @@ def _accept(
 
 
 @Kernel
-def _look_up(item, scratch, min_n, max_n, slots, rooms, ids, ids_len, total_len, num_drafts):
+def _look_up(item, scratch, min_n, max_n, asked, ids, ids_len, total_len, num_drafts):
     """An item is a row: what followed the latest earlier occurrence of the longest suffix."""
-    slot, room = get_long(slots, item), get_long(rooms, item)
+    slot, room = get_long(asked, 2 * item), get_long(asked, 2 * item + 1)
     text, end = ids + 4 * slot * ids_len, get_long(total_len, slot)
     last, best, longest = end - 1, -1, min_n - 1
     for place in range(last - 1, -1, -1):

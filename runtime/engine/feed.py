@@ -26,6 +26,14 @@ class Feed:
 
     def fill(self, plan: Plan) -> Batch:
         """The batch of a plan."""
+        if self.ledger.device.type == "cpu":
+            from hemiola.runtime.engine import compiled  # numba is not needed elsewhere
+
+            return compiled.fill(plan, self.pages.table, self.ledger)
+        return self.fill_anywhere(plan)
+
+    def fill_anywhere(self, plan: Plan) -> Batch:
+        """The same on any device."""
         known = known_of(plan.rows)
         num_tokens, num_drafts, slots = known[:, 1:4].astype(np.int64).T
         ends = np.cumsum(num_tokens)
@@ -106,11 +114,7 @@ class _Choosing(NamedTuple):
     def on_device(
         self, slot_id: torch.Tensor, num_drafts: torch.Tensor, row: torch.Tensor, offset: torch.Tensor
     ) -> Choices:
-        width, ends = max(self.num_lines, default=1), itertools.accumulate(self.num_lines)
-        asked = [
-            (row, slice(end - num, end), self.rules[end - 1].params.logprobs)
-            for row, num, end in zip(self.rows, self.num_lines, ends, strict=True)
-        ]
+        width = max(self.num_lines, default=1)
         return Choices(
             rows=self.rows,
             width=width,
@@ -120,5 +124,15 @@ class _Choosing(NamedTuple):
             row=row,
             offset=offset,
             rules=self.rules,
-            asked=[(row, own, num) for row, own, num in asked if num is not None],
+            asked=asked_of(self.rows, self.num_lines, self.rules),
         )
+
+
+def asked_of(rows: list[int], num_lines: list[int], rules: list[Rule]) -> list[tuple[int, slice, int]]:
+    """Rows that want logprobs, their logits, and of how many best tokens."""
+    asked = []
+    for row, num, end in zip(rows, num_lines, itertools.accumulate(num_lines), strict=True):
+        num_top = rules[end - 1].params.logprobs
+        if num_top is not None:
+            asked.append((row, slice(end - num, end), num_top))
+    return asked

@@ -103,6 +103,11 @@ class Loop:
         self.drafts = drafts
         self.outbox = outbox
         self.decoder = decoder  # of steps in which all rows decode, if they are to be of fixed sizes
+        self._judge = judge
+        if ledger.device.type == "cpu":
+            from hemiola.runtime.engine import compiled  # numba is not needed elsewhere
+
+            self._judge = compiled.judge
         self.counters = Counters()
         self._flights: deque[_Flight] = deque()
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
@@ -143,7 +148,7 @@ class Loop:
         watch.mark()
         out = self.session.run(batch)
         watch.mark()
-        verdict = judge(batch, out.logits, self.ledger, self.config.chunk_len)
+        verdict = self._judge(batch, out.logits, self.ledger, self.config.chunk_len)
         watch.mark()
         self.drafts.propose(plan, batch, out.hidden)
         watch.mark()

@@ -14,7 +14,7 @@ import torch
 from hemiola.plugins.cpu import team as teams
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import get_long, put_long
-from hemiola.plugins.cpu.team import crew, quota
+from hemiola.plugins.cpu.team import Crew, quota
 
 ROOT = Path(__file__).parents[2]
 START = """
@@ -86,8 +86,8 @@ def test_a_thread_that_comes_while_the_team_is_busy_works_alone() -> None:
     for thread in both:
         thread.join()
     assert not failed
-    with crew(2, 0) as (first, one), crew(2, 0) as (second, other):
-        assert first is not second and (one, other) == (2, 1)
+    with Crew(2, 0) as first, Crew(2, 0) as second:
+        assert first.team is not second.team and (first.num_threads, second.num_threads) == (2, 1)
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -117,10 +117,10 @@ def python(script: str) -> None:
 def test_a_forked_child_makes_its_own_team() -> None:
     """It has no thread of its parent's, and here locks that other threads held."""
     python("""
-from hemiola.plugins.cpu.team import crew
+from hemiola.plugins.cpu.team import Crew
 from hemiola.plugins.gate.compiled import gate  # which is first called in the child
 def hold():
-    with jit._LOCK, crew(2, 0):
+    with jit._LOCK, Crew(2, 0):
         time.sleep(60)
 threading.Thread(target=hold, daemon=True).start()
 time.sleep(0.2)
@@ -128,8 +128,8 @@ child = os.fork()
 if not child:
     signal.alarm(60)
     good = same() and torch.equal(gate(x, x[:, :1] * 0, "sigmoid"), x / 2)
-    with crew(2, 0) as (team, num_threads):
-        good = good and num_threads == 2 and len(team._helpers) == 1
+    with Crew(2, 0) as mine:
+        good = good and mine.num_threads == 2 and len(mine.team._helpers) == 1
     os._exit(0 if good else 1)
 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """)

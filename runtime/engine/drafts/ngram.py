@@ -47,6 +47,12 @@ class NgramProposer:
         rows = [row for row in plan.rows if row.room > 0]
         if not rows:
             return
+        if self.ledger.device.type == "cpu":
+            from hemiola.runtime.engine import compiled  # numba is not needed elsewhere
+
+            asked = np.array([(row.slot_id, row.room) for row in rows], np.int64)
+            compiled.look_up(self.ledger, asked, self.min_n, self.max_n)
+            return
         most_room = max(row.room for row in rows)
         fixed = np.array([(row.slot_id, row.room) for row in rows], np.int64).T
         slot_ids, room = upload(self.ledger.device, fixed)[0]
