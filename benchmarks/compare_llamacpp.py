@@ -4,10 +4,10 @@ PYTHONPATH=. python benchmarks/compare_llamacpp.py [--llama DIR] [--models qwen3
     [--counts 1,8] [--drafts none,mtp,ngram] [--threads 2] [--repeats 4] [--no-transformers]
 
 512 -> 128 greedy tokens, prefix cache off, everyone in turn, best of the repeats. DIR holds llama.cpp's
-library, a program `same` (ids in, ids and seconds out) and `gguf/MODEL-{f32,bf16}.gguf`; without it llama.cpp is
-left out. Ours runs from bf16 weights, as the checkpoints are, and from the same numbers as fp32. `kernels` and
-`outside`: wall milliseconds of a decode step in compiled code and in all else. Answers are compared with the
-first row's.
+library, a program `same` (ids in, ids and seconds out) and `gguf/MODEL-{f32,bf16}.gguf`; without it
+llama.cpp is left out. Ours runs from bf16 weights, as the checkpoints are, and from the same numbers as fp32.
+`kernels` and `outside`: wall milliseconds of a decode step in compiled code and in all else. Answers are
+compared with those of the first row.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import re
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -73,7 +74,7 @@ class Transformers:
     name = "transformers fp32"
 
     def __init__(self, checkpoint: Path) -> None:
-        self._generate = transformers_generate(checkpoint)
+        self._generate: Callable[[Ids], Ids] = transformers_generate(checkpoint)
 
     def run(self, ids: Ids) -> Timed:
         wall, cpu = time.perf_counter(), time.process_time()

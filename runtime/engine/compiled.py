@@ -166,38 +166,45 @@ def _fill(
         choosing += 1
 
 
-@Kernel
-def _choose(line, scratch, vocab_size, logits, chosen, bad):
-    """An item is a line: the first of the best, or the first that is NaN."""
-    at = logits + 4 * line * vocab_size
-    highest, zeros = splat(f32(-np.inf)), splat(f32(0.0))
-    whole = vocab_size // LANES * LANES
-    for i in range(0, whole, LANES):
-        value = load(at, i)
-        highest = largest(value, highest)
-        zeros = add(zeros, mul(value, splat(f32(0.0))))  # NaN, if one is not finite
-    best, top, rest = 0, peak(highest), f32(0.0)
-    for i in range(whole, vocab_size):
-        top, rest = max(top, get(at, i)), rest + get(at, i) * f32(0.0)
-    if total(zeros) + rest == f32(0.0):
-        while get(at, best) != top:
-            best += 1
-    else:
-        best = _slowly(at, vocab_size)
-    value = get(at, best)
-    put_long(chosen, line, best)
-    put_long(bad, line, 0 if value - value == f32(0.0) else 1)
-
-
 @helper
 def _slowly(at, vocab_size):
-    """The same for lines with NaN or infinities."""
+    """best_of, for numbers that are not all finite."""
     best = 0
     for i in range(1, vocab_size):
         value, known = get(at, i), get(at, best)
         if known == known and (value > known or value != value):
             best = i
     return best
+
+
+@helper
+def best_of(at, vocab_size):
+    """The first of the best numbers, or the first that is NaN."""
+    highest, zeros = splat(f32(-np.inf)), splat(f32(0.0))
+    whole = vocab_size // LANES * LANES
+    for i in range(0, whole, LANES):
+        value = load(at, i)
+        highest = largest(value, highest)
+        zeros = add(zeros, mul(value, splat(f32(0.0))))  # NaN, if one is not finite
+    top, rest = peak(highest), f32(0.0)
+    for i in range(whole, vocab_size):
+        top, rest = max(top, get(at, i)), rest + get(at, i) * f32(0.0)
+    if total(zeros) + rest != f32(0.0):  # also if it is NaN
+        return _slowly(at, vocab_size)
+    best = 0
+    while get(at, best) != top:
+        best += 1
+    return best
+
+
+@Kernel
+def _choose(line, scratch, vocab_size, logits, chosen, bad):
+    """An item is a line."""
+    at = logits + 4 * line * vocab_size
+    token = best_of(at, vocab_size)
+    value = get(at, token)
+    put_long(chosen, line, token)
+    put_long(bad, line, 0 if value - value == f32(0.0) else 1)
 
 
 @Kernel

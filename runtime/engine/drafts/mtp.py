@@ -38,8 +38,20 @@ class MtpProposer:
         self._ring = hidden_ring  # [S, R, F]
         self._pages = pages
         self._ledger = ledger
+        self._passes = None
+        if ledger.device.type == "cpu":
+            from hemiola.runtime.engine.drafts.mtp_compiled import Passes  # numba is not needed elsewhere
+
+            self._passes = Passes(session, hidden_ring, pages, ledger)
 
     def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        if self._passes is not None:
+            self._passes.propose(plan, batch, hidden)
+        else:
+            self.propose_anywhere(plan, batch, hidden)
+
+    def propose_anywhere(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+        """The same on any device."""
         asked = [n for n, row in enumerate(plan.rows) if row.snapshot_slot]
         reading = [n for n, row in enumerate(plan.rows) if row.reads]
         rows = [plan.rows[n] for n in reading]
