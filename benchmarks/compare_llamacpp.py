@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from generate_cpu import NEW_LEN, PROMPT_LEN, prompts, transformers_generate
 
-from hemiola import LLM, SamplingParams
 from hemiola.builder.build import Options, build
 from hemiola.plugins.cpu import kernel, steps
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.llm import LLM
 
 ROOT = Path(__file__).parent.parent
 Ids = list[list[int]]

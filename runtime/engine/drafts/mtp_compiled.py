@@ -1,4 +1,4 @@
-"""What an MTP head needs around its passes on a CPU, compiled: a call or two for each, with mtp.py's numbers."""
+"""What an MTP head needs around its passes on a CPU, compiled: a call or two each, with mtp.py's numbers."""
 
 from collections.abc import Sequence
 
