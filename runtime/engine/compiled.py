@@ -26,12 +26,11 @@ from hemiola.plugins.cpu.simd import (
 )
 from hemiola.plugins.rows import COLUMNS
 from hemiola.runtime.engine import sampling
-from hemiola.runtime.engine.feed import asked_of
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.rules import Group
 from hemiola.runtime.engine.sampling import logprobs
-from hemiola.runtime.engine.step import Batch, Choices, Plan, Verdict
+from hemiola.runtime.engine.step import Batch, Choices, Plan, Verdict, asked_of
 
 SLOT, COMMITTED, EDGE = (COLUMNS.index(name) for name in ("slot", "committed", "edge"))
 TOLD = 3  # of each row that chose, behind its tokens: accepted, judged, broken

@@ -1,6 +1,5 @@
 """A step as the engine reads it: what the host planned, joined with what only the ledger knows."""
 
-import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -126,13 +125,3 @@ class _Choosing(NamedTuple):
             rules=self.rules,
             asked=asked_of(self.rows, self.num_lines, self.rules),
         )
-
-
-def asked_of(rows: list[int], num_lines: list[int], rules: list[Rule]) -> list[tuple[int, slice, int]]:
-    """Rows that want logprobs, their logits, and of how many best tokens."""
-    asked = []
-    for row, num, end in zip(rows, num_lines, itertools.accumulate(num_lines), strict=True):
-        num_top = rules[end - 1].params.logprobs
-        if num_top is not None:
-            asked.append((row, slice(end - num, end), num_top))
-    return asked

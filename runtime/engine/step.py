@@ -1,5 +1,6 @@
 """What a step is on its way: a Plan, a Batch for the device, a Verdict there, an Outcome for the host."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,6 +89,16 @@ class Masks:
         if not lines:
             return None
         return Masks(*upload(device, np.array(lines, np.int64), np.stack(bits).view(np.int32)))
+
+
+def asked_of(rows: list[int], num_lines: list[int], rules: list[Rule]) -> list[tuple[int, slice, int]]:
+    """Rows that want logprobs, their logits, and of how many best tokens."""
+    asked = []
+    for row, num, end in zip(rows, num_lines, itertools.accumulate(num_lines), strict=True):
+        num_top = rules[end - 1].params.logprobs
+        if num_top is not None:
+            asked.append((row, slice(end - num, end), num_top))
+    return asked
 
 
 @dataclass(frozen=True, slots=True)
