@@ -11,7 +11,7 @@ from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.device.transfer import upload
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.step import Batch, Choices, Masks, Plan, Row
+from hemiola.runtime.engine.step import Batch, Choices, Masks, Plan, Row, asked_of
 
 COMMITTED, EDGE = COLUMNS.index("committed"), COLUMNS.index("edge")
 
