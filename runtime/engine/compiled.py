@@ -26,11 +26,12 @@ from hemiola.plugins.cpu.simd import (
 )
 from hemiola.plugins.rows import COLUMNS
 from hemiola.runtime.engine import sampling
+from hemiola.runtime.engine.judge import masked
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.rules import Group
 from hemiola.runtime.engine.sampling import logprobs
-from hemiola.runtime.engine.step import Batch, Choices, Plan, Verdict, asked_of
+from hemiola.runtime.engine.step import Batch, Choices, Masks, Plan, Verdict, asked_of
 
 SLOT, COMMITTED, EDGE = (COLUMNS.index(name) for name in ("slot", "committed", "edge"))
 TOLD = 3  # of each row that chose, behind its tokens: accepted, judged, broken
@@ -85,13 +86,14 @@ def fill(plan: Plan, table: np.ndarray, ledger: Ledger) -> Batch:
             rules=rules,
             asked=asked_of(rows, num_lines, rules),
         ),
+        masks=Masks.of(plan, ledger.device),
     )
 
 
 def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) -> Verdict:
     """judge.judge, for a batch whose rows have their logits side by side and nothing between them."""
     choices, width = batch.choices, batch.choices.width
-    chosen, bad = choose(logits, choices, ledger)
+    chosen, bad = choose(masked(logits, batch.masks), choices, ledger)
     found = torch.zeros(len(choices.rows), width + TOLD, dtype=torch.int64)
     sizes = (len(batch.slots), len(choices.rows), width, chunk_len)
     of_batch = (batch.slots, batch.final_len, choices.slot_id, choices.num_drafts, chosen, bad)

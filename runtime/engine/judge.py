@@ -24,7 +24,7 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
     ledger.edge[slot_id] = final_len - final_len % chunk_len
     line_slot = choices.slot_id[choices.row]
     position = ledger.total_len[line_slot] + choices.offset
-    scores = _masked(logits, batch.masks)
+    scores = masked(logits, batch.masks)
     chosen = choose(scores, choices.rules, line_slot, position, ledger.ids)
     num_judged = torch.minimum(choices.num_drafts, ledger.num_drafts[choices.slot_id])
     bad = _broken(choices, scores, chosen)
@@ -42,7 +42,7 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
     )
 
 
-def _masked(logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:
+def masked(logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:
     """What may be chosen from: -inf for tokens that a row's grammar forbids."""
     if masks is None:
         return logits

@@ -57,7 +57,8 @@ def plan(rng: torch.Generator, known: Ledger, params: SamplingParams) -> Plan:
         known.committed_len[slot + 1] = total - left
         known.edge[slot + 1] = (total - left) // CHUNK * CHUNK
         num_tokens = (left if kind else 2) + drafts
-        request: Any = SimpleNamespace(rule=Rule(params, 7, 3, frozenset()))
+        guide = SimpleNamespace(masks=[np.array([0b10101, 0b111], np.uint32)] * 4) if kind == 2 else None
+        request: Any = SimpleNamespace(rule=Rule(params, 7, 3, frozenset()), guide=guide)
         rows.append(Row(request, slot + 1, num_tokens, drafts, bool(kind), 0, (0, 0)))
     return Plan(rows)
 

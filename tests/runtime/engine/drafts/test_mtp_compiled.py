@@ -57,7 +57,7 @@ class World:
         self.ledger.total_len[slot] = committed + (20 if kind == 0 else 1)
         self.ledger.num_drafts[slot] = drafts
         params = SamplingParams(temperature=0.8 if kind == 3 else 0.0)
-        request: Any = SimpleNamespace(rule=Rule(params, slot, 3, frozenset()))
+        request: Any = SimpleNamespace(rule=Rule(params, slot, 3, frozenset()), guide=None)
         return Row(
             request, slot, num_tokens, drafts, kind > 0, int(kind == 2), (0, 0), reads=kind != 1 or room > 1,
             room=room * (kind > 0) * (kind != 1 or room > 1),
