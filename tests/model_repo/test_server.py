@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -104,6 +105,9 @@ def test_structured_outputs_over_each_protocol(server: Server, client: Client, l
             post(server, body | {"structured_outputs": json.dumps(asked)}).json()["output_ids"]
             == one.token_ids
         )
+    manual = (Path(__file__).parents[2] / "docs/guided.md").read_text()
+    (line,) = [line for line in manual.splitlines() if line.startswith("curl ")]
+    assert post(server, json.loads(shlex.split(line)[-1])).json()["text_output"] in ("yes", "no")
     with pytest.raises(Refused, match="structured_outputs: invalid regex"):
         client.generate(["def "], SamplingParams(structured_outputs={"regex": "["}))
 

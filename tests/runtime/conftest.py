@@ -9,12 +9,15 @@ from kit.fake_session import VOCAB, FakeSession, resolved
 from kit.hand import Hand
 from kit.plain import Plain
 
+from hemiola.builder.build import Options, build
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Bounds
 from hemiola.runtime.llm import make_loop
 from hemiola.runtime.text import Text
+
+DEMO = Path(__file__).parents[2] / "demo"
 
 
 @pytest.fixture
@@ -94,3 +97,17 @@ def small_hand(engine_hands: Callable[..., EngineHand]) -> Callable[..., EngineH
 def answers(wanted: Wanted) -> Callable[[str], Callable[[Sequence[int], int], list[int]]]:
     """family -> what the oracle says to a prompt."""
     return lambda family: lambda ids, num: wanted(family, ids, num)
+
+
+@pytest.fixture(scope="session")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A checkpoint of demo/ -> its engine."""
+    built: dict[str, Path] = {}
+
+    def get(model: str) -> Path:
+        if model not in built:
+            built[model] = tmp_path_factory.mktemp("bundled") / model
+            build(DEMO / model, built[model], Options(max_len=512, max_rows=4, max_step_tokens=256))
+        return built[model]
+
+    return get

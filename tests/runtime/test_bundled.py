@@ -16,7 +16,6 @@ import torch
 from oracle import Oracle
 from tokenizers import Tokenizer
 
-from hemiola.builder.build import Options, build
 from hemiola.runtime.api import Output, SamplingParams
 from hemiola.runtime.llm import LLM
 
@@ -25,19 +24,6 @@ MODELS = ["nemotron-h-code", "qwen3.5-code"]
 TURNS = [(150, 24), (40, 20), (30, 16)]  # tokens of the file that a user adds, tokens of the answer
 MODES = [("none", 0), ("mtp", 0), ("mtp", 2), ("ngram", 0), ("ngram", 2)]  # drafts, pipeline_depth
 MARGIN = 1e-4  # of logits
-
-
-@pytest.fixture(scope="session")
-def bundled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    built: dict[str, Path] = {}
-
-    def get(model: str) -> Path:
-        if model not in built:
-            built[model] = tmp_path_factory.mktemp("bundled") / model
-            build(DEMO / model, built[model], Options(max_len=512, max_rows=4, max_step_tokens=256))
-        return built[model]
-
-    return get
 
 
 def converse(llm: LLM, files: list[list[int]]) -> tuple[list[list[int]], list[list[Output]]]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kit.fake_session import VOCAB, resolved
+from kit.guided import EOS, compiled
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -15,7 +16,7 @@ from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.device.graphs import Stage
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.engine import decode, feed, ledger, loop, rules
+from hemiola.runtime.engine import decode, feed, ledger, loop, rules, step
 from hemiola.runtime.engine.drafts import mtp, ngram
 from hemiola.runtime.engine.request import Bounds, new_request
 from hemiola.runtime.engine.step import Batch, Outcome, Plan
@@ -90,7 +91,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         dtypes = [torch.from_numpy(array).dtype for array in arrays]
         return [torch.empty(a.shape, dtype=d, device=device) for a, d in zip(arrays, dtypes, strict=True)]
 
-    for module in (feed, ledger, mtp, ngram, rules, decode):
+    for module in (feed, ledger, mtp, ngram, rules, decode, step):
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(
         mtp, "upload_ints", lambda device, values: upload(device, np.array(values, np.int64))[0]
@@ -139,6 +140,27 @@ def test_a_launch_mixes_no_devices_and_waits_for_nothing(
             num_steps += 1
     assert num_steps > 6 and empty.copies > 0
     assert not graphs or made.decoder.num_steps > 3
+
+
+@pytest.mark.parametrize("drafts", ["none", "ngram", "mtp"])
+def test_a_launch_with_a_grammar_in_it_mixes_no_devices(drafts: str, without_gpu: None) -> None:
+    num_drafts = 0 if drafts == "none" else 3
+    config = resolved(drafts=drafts, num_drafts=num_drafts, cuda_graphs=True)
+    with OneDevice():
+        empty = Empty(config.num_slots)
+        made = make_loop(config, empty, empty, None, Cost(10, 40), device=GPU)
+        bounds = Bounds(config.max_len, config.max_len, VOCAB, eos_ids=(EOS,), num_drafts=num_drafts)
+        for at, grammar in enumerate([None, compiled("a*b"), compiled("a*b")]):
+            params = SamplingParams(max_tokens=6, logprobs=at)
+            request = new_request(at + 1, [5, 6, 7], params, bounds, grammar=grammar)
+            if request.guide is not None:
+                request.guide.masks *= 1 + num_drafts  # as if they were those behind drafts
+            made.scheduler.add(request)
+        for _ in range(4):
+            plan = made.scheduler.plan()
+            flight = made._launch(plan)
+            assert flight.drafts is not None and flight.drafts.device == GPU
+            made.scheduler.commit(plan, outcome(plan))
 
 
 def test_the_test_can_fail() -> None:
