@@ -1,6 +1,6 @@
 """What the OpenAI front adds to the first token, and what it costs per request and per event.
 
-    PYTHONPATH=.:tests python benchmarks/openai_overhead.py [--streams 8] [--rounds 40]
+    PYTHONPATH=.:tests python benchmarks/openai_overhead.py [--streams 8] [--rounds 40] [--tokens 40]
 
 A scripted tritonserver (tests/kit/scripted_triton.py) answers every request with a token each 5 ms, in a
 process of its own; the front runs in another. As many streams as asked for run at any time, over gRPC and,
@@ -30,9 +30,8 @@ from hemiola.runtime.serving.openai.model import Model
 from hemiola.runtime.serving.openai.wire import Wire
 from hemiola.runtime.text import Text
 
-STEP_S, NUM_TOKENS, PER_STREAM = 0.005, 40, 3
+STEP_S, PER_STREAM = 0.005, 3
 MESSAGES = [{"role": "user", "content": "import os\n" * 40}]
-WORDS = [f" w{i}" for i in range(NUM_TOKENS)]
 
 
 def load_text() -> Text:
@@ -41,9 +40,13 @@ def load_text() -> Text:
     return Text(folder)
 
 
-def run_triton(pipe: Connection) -> None:
+def words_of(num_tokens: int) -> list[str]:
+    return [f" w{i}" for i in range(num_tokens)]
+
+
+def run_triton(pipe: Connection, num_tokens: int) -> None:
     with ScriptedTriton() as triton:
-        triton.script, triton.pause_s = script(*WORDS), STEP_S
+        triton.script, triton.pause_s = script(*words_of(num_tokens)), STEP_S
         pipe.send(triton.url)
         pipe.recv()
 
@@ -61,18 +64,18 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def ask_grpc(wire: Wire, encoder: Text) -> tuple[float, str]:
+async def ask_grpc(wire: Wire, encoder: Text, num_tokens: int) -> tuple[float, str]:
     start, first, text = time.perf_counter(), 0.0, ""
     ids = encoder.encode(encoder.chat(MESSAGES))
-    answers = wire.ask("tiny", [(ids, SamplingParams(max_tokens=NUM_TOKENS))])
+    answers = wire.ask("tiny", [(ids, SamplingParams(max_tokens=num_tokens))])
     while found := await answers.next():
         first = first or time.perf_counter()
         text += "".join(piece.text for _, piece in found)
     return first - start, text
 
 
-async def ask_front(session: aiohttp.ClientSession, url: str) -> tuple[float, str]:
-    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": NUM_TOKENS, "stream": True}
+async def ask_front(session: aiohttp.ClientSession, url: str, num_tokens: int) -> tuple[float, str]:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": num_tokens, "stream": True}
     start, first, text = time.perf_counter(), 0.0, ""
     async with session.post(f"{url}/chat/completions", json=body) as answer:
         async for line in answer.content:
@@ -82,25 +85,30 @@ async def ask_front(session: aiohttp.ClientSession, url: str) -> tuple[float, st
     return first - start, text
 
 
-async def burst(streams: int, ask: Callable[[], Awaitable[tuple[float, str]]]) -> list[float]:
+async def burst(
+    streams: int, num_tokens: int, ask: Callable[[], Awaitable[tuple[float, str]]]
+) -> list[float]:
     """Times to the first token of PER_STREAM requests of each stream."""
 
     async def one(index: int) -> list[float]:
-        await asyncio.sleep(index * STEP_S * NUM_TOKENS / streams)
+        await asyncio.sleep(index * STEP_S * num_tokens / streams)
         found = [await ask() for _ in range(PER_STREAM)]
-        assert all(said == "".join(WORDS) for _, said in found)
+        assert all(said == "".join(words_of(num_tokens)) for _, said in found)
         return [first for first, _ in found]
 
     return [first for each in await asyncio.gather(*map(one, range(streams))) for first in each]
 
 
-async def measure(grpc_url: str, front_url: str, streams: int, rounds: int) -> list[tuple[list[float], ...]]:
+async def measure(
+    grpc_url: str, front_url: str, streams: int, rounds: int, num_tokens: int
+) -> list[tuple[list[float], ...]]:
     wire, encoder = Wire(grpc_url), load_text()
     found = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         for _ in range(rounds + 1):
-            direct = await burst(streams, lambda: ask_grpc(wire, encoder))
-            found.append((direct, await burst(streams, lambda: ask_front(session, front_url))))
+            direct = await burst(streams, num_tokens, lambda: ask_grpc(wire, encoder, num_tokens))
+            fronted = await burst(streams, num_tokens, lambda: ask_front(session, front_url, num_tokens))
+            found.append((direct, fronted))
     await wire.close()
     return found[1:]  # the first one warms up
 
@@ -113,18 +121,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=40, help="1: what a first token costs the front")
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     triton_pipe, triton_end = spawn.Pipe()
     front_pipe, front_end = spawn.Pipe()
-    triton = spawn.Process(target=run_triton, args=(triton_end,), daemon=True)
+    triton = spawn.Process(target=run_triton, args=(triton_end, options.tokens), daemon=True)
     triton.start()
     grpc_url = triton_pipe.recv()
     front = spawn.Process(target=run_front, args=(front_end, grpc_url), daemon=True)
     front.start()
     front_url = front_pipe.recv()
     before = cpu_s(front.pid or 0)
-    rounds = asyncio.run(measure(grpc_url, front_url, options.streams, options.rounds))
+    rounds = asyncio.run(measure(grpc_url, front_url, *vars(options).values()))
     spent = cpu_s(front.pid or 0) - before
     requests = options.streams * (options.rounds + 1) * PER_STREAM
     for name, chosen in (
@@ -136,7 +145,7 @@ def main() -> None:
             grpc, fronted = (percentile(way, share) for way in ways)
             added = f"front {fronted:6.2f} ms, adds {fronted - grpc:5.2f} ms"
             print(f"{name:14} {label}: gRPC {grpc:6.2f} ms, {added}")
-    print(f"front's CPU: {spent / requests * 1e3:.2f} ms per request of {NUM_TOKENS} events")
+    print(f"front's CPU: {spent / requests * 1e3:.2f} ms per request of {options.tokens} tokens")
     print(f"load average: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     for pipe, process in ((front_pipe, front), (triton_pipe, triton)):
         pipe.send("end")
