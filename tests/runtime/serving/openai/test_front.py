@@ -133,6 +133,17 @@ def test_history_with_calls_is_rendered_by_the_template(
     )
 
 
+def test_an_answer_may_be_sent_back_as_it_came(client: OpenAI, triton: ScriptedTriton, models: dict) -> None:
+    triton.script = script(CALL)
+    message = client.chat.completions.create(model="tiny", messages=USER, tools=TOOLS).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sun"}
+    for sent in (message, message.model_dump()):
+        client.chat.completions.create(model="tiny", messages=[*USER, sent, result], tools=TOOLS)
+        prompt = models["tiny"].text.decode(triton.inputs()["input_ids"])
+        assert "<think>\nhm, 日本\n</think>\nI ask.\n<tool_call>" in prompt
+        assert CALL[CALL.index("<function") :] in prompt
+
+
 def test_settings_reach_the_model(client: OpenAI, triton: ScriptedTriton) -> None:
     triton.script = script("ok")
     extra = {"top_k": 5, "cache_salt": "me", "priority": -1, "min_p": 0.1, "ignore_eos": True}

@@ -10,10 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError, OpenAI
+from pydantic import BaseModel, Field
 
 from hemiola.runtime.api import Output, SamplingParams
 from hemiola.runtime.llm import LLM
@@ -241,19 +242,18 @@ def test_a_forced_call_is_whole_and_fits(client: OpenAI, choice: object) -> None
     assert "".join(one.function.arguments for one in calls) == call.function.arguments
 
 
-def test_an_answer_fits_its_schema(client: OpenAI, llm: LLM) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "é"]}},
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    }
-    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
+def test_an_answer_fits_its_schema(client: OpenAI) -> None:
+    class Found(BaseModel):
+        a: Annotated[int, Field(ge=0, le=99)]
+        b: Literal["x", "é"]
+
     asked = {"model": "hemiola", "messages": USER, "temperature": 0, "max_tokens": 60}
-    answer = client.chat.completions.create(**asked, response_format=wanted)
-    found = json.loads(answer.choices[0].message.content)
-    assert found["a"] <= 99 and found["b"] in ("x", "é")
-    assert answer.choices[0].finish_reason == "stop"
+    (choice,) = client.chat.completions.parse(**asked, response_format=Found).choices
+    assert choice.finish_reason == "stop"
+    assert isinstance(choice.message.parsed, Found)
+    with client.chat.completions.stream(**asked, response_format=Found) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == choice.message.parsed
+    wanted = {"type": "json_schema", "json_schema": {"name": "s"}}
     for wrong in ({"type": "nonsense"}, {"$ref": "#/nowhere"}, {"type": "string", "pattern": "("}):
         wanted["json_schema"]["schema"] = wrong
         with pytest.raises(BadRequestError, match="structured_outputs"):
