@@ -106,7 +106,7 @@ def _of(values, n, row):
     return tl.sum(tl.where(n == row, values, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_len", "capacity"])
+@triton.jit(do_not_specialize=["first", "num_rows", "table_len", "capacity"])
 def _attend(
     q,
     k_pages,

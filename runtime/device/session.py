@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch.fx import GraphModule
 
 from hemiola.plugins import OPS
+from hemiola.plugins.gpu.checks import spared
 from hemiola.runtime.device.kernels import load_kernels
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.segments.pieces import Pieces
@@ -48,7 +49,7 @@ class Program:
             self._call = Lowered(program, segment, bound, poisoned=storage.poison)
         else:
             bind_forms(program, segment)
-            self._call = partial(program, *bound)
+            self._call = spared()(partial(program, *bound))
 
     def __call__(self, inputs: Iterable[torch.Tensor]) -> Computed:
         with torch.inference_mode():
