@@ -3,6 +3,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 JOBS ?= 2
+KERNELS := $(wildcard tests/plugins/*/test_triton.py) tests/plugins/gpu/test_interpreted.py
 BIN := $(VENV)/bin
 
 .PHONY: demo test check lint storm clean
@@ -10,8 +11,9 @@ BIN := $(VENV)/bin
 demo: $(VENV)/serve.stamp  ## engines from the two bundled checkpoints, a real tritonserver, one streamed prompt each
 	$(BIN)/python scripts/demo.py
 
-test: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included, in JOBS processes
+test: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included, in JOBS processes; then GPUs' kernels, interpreted
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(KERNELS)
 
 STORMS ?= 1000
 SEED ?= 0
