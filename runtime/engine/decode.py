@@ -96,6 +96,8 @@ class Decoder:
         self.num_steps = 0
         pages.changes = {}
         self._table = torch.zeros(pages.table.shape, dtype=torch.int32, device=ledger.device)
+        most = max(bucket.tokens for bucket in self.buckets)
+        self._lines = torch.arange(most, dtype=torch.int32, device=ledger.device)  # each token's logits
         self._stage = Stage([self.shapes(bucket) for bucket in self.buckets], ledger.device)
 
     def open(self, slot_id: int, rule: Rule) -> None:
@@ -147,7 +149,7 @@ class Decoder:
         ledger = self.ledger
         fed: Fed[torch.Tensor] = Fed(*self._stage.views(self.shapes(bucket)))
         most = self._num_told(bucket)
-        told = torch.zeros(MARKS + bucket.rows * most, dtype=torch.int64, device=ledger.device)
+        told = torch.empty(MARKS + bucket.rows * most, dtype=torch.int64, device=ledger.device)
         mark(told, 0)
         self._change(fed.changes)
         batch = self._fill(bucket, fed)
@@ -182,9 +184,8 @@ class Decoder:
             asked=[(0, slice(None), MOST_TOP)] if bucket.rules == ANY else [],
         )
         masks = Masks(None, fed.bits[fed.mask]) if bucket.rules == ANY else None
-        logits_ids = torch.arange(bucket.tokens, dtype=torch.int32, device=self.ledger.device)
-        table = self._table[fed.slot]
-        batch = joined(self.ledger, fed.rows, fed.slot, fed.row, fed.offset, 1, table, logits_ids, choices)
+        lines, table = self._lines[: bucket.tokens], self._table[fed.slot]
+        batch = joined(self.ledger, fed.rows, fed.slot, fed.row, fed.offset, 1, table, lines, choices)
         return replace(batch, masks=masks)
 
     def _num_told(self, bucket: Bucket) -> int:

@@ -114,6 +114,30 @@ def test_001_a_needle_and_a_tool_call_survive_graphs_and_drafts(
         assert llm._loop.decoder.num_steps > 20
 
 
+@FAMILY
+def test_a_grammar_in_a_graph_allows_what_it_allows_without(
+    engine: Callable, story: Callable, family: str
+) -> None:
+    """Beside free requests, drafted, greedy and drawn; a grammar's masks go over with the step."""
+    guided = [
+        {"regex": "[a-d]{6,20}[0-9]{2}"},
+        {"choice": ["def first", "def second"]},
+        {"regex": "(ab|c )*"},
+    ]
+    params = [
+        SamplingParams(max_tokens=24, temperature=temperature, seed=5, structured_outputs=own)
+        for own, temperature in itertools.product(guided, (0.0, 0.8))
+    ] + [SamplingParams(max_tokens=24, **GREEDY)] * 2
+    prompts = [story(family)[: 20 + 9 * n] for n in range(len(params))]
+    with LLM(engine(family), drafts="none", cuda_graphs=False, prefix_cache=False) as llm:
+        wanted = [
+            llm.generate([prompt], own)[0].token_ids for prompt, own in zip(prompts, params, strict=True)
+        ]
+    with LLM(engine(family), drafts="mtp", adaptive_drafts=False) as llm:
+        assert [out.token_ids for out in llm.generate(prompts, params)] == wanted
+        assert llm._loop.decoder.num_steps > llm.counters.num_steps / 3
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 @FAMILY
 def test_003_and_004_long_windows_beside_none_cross_edges(

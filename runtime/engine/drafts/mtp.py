@@ -136,14 +136,14 @@ class MtpProposer:
         logits, states = self._read(fed.head_rows, table, fed.pair_slot, places, before, last)
         ledger.num_drafts[fed.slot] = fed.room
         lines = torch.arange(bucket.rows, device=ledger.device)
+        fed_rows = torch.zeros_like(batch.rows)
+        fed_rows[:, FIRST] = lines
+        fed_rows[:, NUM_TOKENS].fill_(1)
         for at in range(bucket.passes):
             if at > 0:
                 active = fed.room > at
                 slot_id = torch.where(active, fed.slot, 0)
                 places = torch.where(active, ledger.total_len[fed.slot] + at - 1, 0)
-                fed_rows = torch.zeros_like(batch.rows)
-                fed_rows[:, FIRST] = lines
-                fed_rows[:, NUM_TOKENS].fill_(1)
                 fed_rows[:, SLOT] = slot_id
                 logits, states = self._read(fed_rows, table, slot_id, places, states, lines)
             self._write(fed.slot, at, logits, rules)
