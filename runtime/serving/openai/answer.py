@@ -33,7 +33,8 @@ class Expected:
 class Answer:
     """Takes the text in any pieces; the parts, joined, depend on the text alone.
 
-    Line breaks around a thought and white space before a call are no part of either, as in chat templates.
+    A thought is given out as it is, line breaks at its end included: a template that puts it back then writes
+    what was said, and the prefix cache finds it. Those behind it, and white space before a call, are dropped.
     """
 
     def __init__(self, expected: Expected) -> None:
@@ -92,7 +93,7 @@ class Answer:
         if found:
             at, mark = min(found)
             text, self._text = self._text[:at], self._text[at + len(mark) :]
-            kept = text.rstrip("\n") if mark == THINK_END else text.rstrip()
+            kept = text if mark == THINK_END else text.rstrip()
             yield Part(kind, kept)
             self._leave_for(mark, text[len(kept) :])
         else:
@@ -149,7 +150,7 @@ class Answer:
             if not self._call.is_call:
                 yield Part("content", self._opened + self._call.said)
         elif self._where == "reasoning":
-            yield Part("reasoning", self._text if cut else self._text.rstrip("\n"))
+            yield Part("reasoning", self._text)
         elif self._where == "calls":
             yield Part("content", self._opened)
         elif self._text.strip() or not self.num_calls:

@@ -20,8 +20,8 @@ TEMPLATE = r"""
 {% endif %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.reasoning_content %}<think>
-{{ message.reasoning_content }}
-</think>
+{{ message.reasoning_content }}</think>
+
 {% endif %}{{ message.content }}
 {%- for call in message.tool_calls %}{{ "\n<tool_call>\n<function=" + call.function.name + ">" }}
 {%- for key, value in call.function.arguments | items %}

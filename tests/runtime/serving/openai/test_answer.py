@@ -47,7 +47,7 @@ CASES = {
     "content": (PLAIN, "\n\n two  lines\n\n", "", "\n\n two  lines\n\n", []),
     "empty": (PLAIN, "", "", "", []),
     "almost_a_thought": (PLAIN, " <thin ice", "", " <thin ice", []),
-    "thought_of_its_own": (PLAIN, "\n<think>\nhm\n\n</think>\n\nyes\n", "hm", "yes\n", []),
+    "thought_of_its_own": (PLAIN, "\n<think>\nhm\n\n</think>\n\nyes\n", "hm\n\n", "yes\n", []),
     "thought_of_the_prompt": (THOUGHT, "hm\n </think>\nno </think>", "hm\n ", "no </think>", []),
     "thought_without_end": (THOUGHT, "hm </thin", "hm </thin", "", []),
     "thought_not_at_the_beginning": (PLAIN, "a <think>b</think>", "", "a <think>b</think>", []),
@@ -114,7 +114,7 @@ CASES = {
     ),
     "call_within_a_thought": (THOUGHT_TOOL, "hm\n" + xml(name="now"), "hm", "", [call(name="now")]),
     "thought_content_call": (
-        THOUGHT_TOOL, "hm\n</think>\n\nI ask.\n\n" + xml(name="now"), "hm", "I ask.", [call(name="now")],
+        THOUGHT_TOOL, "hm\n</think>\n\nI ask.\n\n" + xml(name="now"), "hm\n", "I ask.", [call(name="now")],
     ),
     "hermes": (
         TOOL,

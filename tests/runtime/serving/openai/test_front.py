@@ -49,7 +49,7 @@ def test_chat_with_a_thought_and_a_call(client: OpenAI, triton: ScriptedTriton) 
     triton.script = script(*cut(CALL, 7), cached_tokens=2, drafted=[4, 2], accepted=[3, 1])
     answer = client.chat.completions.create(model="tiny", messages=USER, tools=TOOLS)
     (choice,) = answer.choices
-    assert choice.message.reasoning_content == "hm, 日本"
+    assert choice.message.reasoning_content == "hm, 日本\n"
     assert choice.message.content == "I ask."
     (call,) = choice.message.tool_calls
     assert (call.type, call.function.name) == ("function", "weather")
@@ -79,7 +79,7 @@ def test_streamed_chat_says_the_same_at_any_width(client: OpenAI, triton: Script
     )
     deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
     assert deltas[0].role == "assistant"
-    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "hm, 日本"
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "hm, 日本\n"
     assert "".join(delta.content or "" for delta in deltas) == "I ask."
     calls = [call for delta in deltas for call in delta.tool_calls or ()]
     assert [(call.index, call.function.name) for call in calls if call.id] == [(0, "weather")]
@@ -118,7 +118,7 @@ def test_history_with_calls_is_rendered_by_the_template(
         {
             "role": "assistant",
             "content": None,
-            "reasoning_content": "hm",
+            "reasoning_content": "hm\n",
             "refusal": None,
             "tool_calls": [{"id": "1", "type": "function", "function": call}],
         },
@@ -127,7 +127,7 @@ def test_history_with_calls_is_rendered_by_the_template(
     client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, tool_choice="none")
     assert models["tiny"].text.tokenizer.decode(triton.inputs()["input_ids"], skip_special_tokens=False) == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nab<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\nhm\n</think>\n\n<tool_call>\n<function=weather>\n"
+        "<|im_start|>assistant\n<think>\nhm\n</think>\n\n\n<tool_call>\n<function=weather>\n"
         "<parameter=city>\nx\n</parameter>\n<parameter=days>\n[1]\n</parameter>\n</function>\n</tool_call>"
         "<|im_end|>\n<|im_start|>tool\nsun<|im_end|>\n<|im_start|>assistant\n<think>\n"
     )
@@ -140,7 +140,7 @@ def test_an_answer_may_be_sent_back_as_it_came(client: OpenAI, triton: ScriptedT
     for sent in (message, message.model_dump()):
         client.chat.completions.create(model="tiny", messages=[*USER, sent, result], tools=TOOLS)
         prompt = models["tiny"].text.decode(triton.inputs()["input_ids"])
-        assert "<think>\nhm, 日本\n</think>\nI ask.\n<tool_call>" in prompt
+        assert "<think>\nhm, 日本\n</think>\n\nI ask.\n<tool_call>" in prompt
         assert CALL[CALL.index("<function") :] in prompt
 
 
