@@ -5,12 +5,12 @@ A chunk with edge state S0 and G = cumsum(g) (arXiv 2412.06464, 2510.26692), abs
     P_ts = sum_c q_tc k_sc exp(G_tc - G_sc), s <= t;         M = P T
     o    = (q exp(G) - M (k exp(G))) S0 + M v
     S1   = exp(G_C) S0 + (k exp(G_C - G))' U,   U = T v - T (k exp(G)) S0
-An output reads the state once, through one vector per token: decode needs neither U nor a product with all
-keys. (I + A)^-1 grows from blocks of 1 to C, [[X, 0], [E, Y]]^-1 = [[X^-1, 0], [-Y^-1 E X^-1, Y^-1]], so a
-row depends on earlier rows only, and bits depend on no layout. Multiply-adds are never contracted.
+What needs no state is computed first, by many small programs (`_weigh`, weights.py). Then an output reads the
+state once, through one vector per token (`_step`), also where a row of few tokens passes an edge (`_pass`); a
+row of many tokens goes on with its state in registers (`_scan`). Row t of T depends on rows up to t only, and
+bits depend on no layout. Multiply-adds are contracted only where the source says so.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,8 +19,13 @@ from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import every_number_of_rows
 
-_step = Kernel("delta", "_step")
+_weigh = Kernel("delta", "_weigh")
+_weigh_passing = Kernel("delta", "_weigh_passing")
+_pass = Kernel("delta", "_pass")
 _scan = Kernel("delta", "_scan")
+_step = Kernel("delta", "_step")
+
+SHORT = 16  # tokens of a row that is not long
 variants = every_number_of_rows
 
 
@@ -32,17 +37,19 @@ class TilePlan(NamedTuple):
     stages: int  # tiles of state on their way
     warps: int
     scan_channels: int
-    programs: int  # of `_scan`
+    scan_warps: int
+    programs: int  # of `_pass` and `_scan`
+    weigh_warps: int
 
 
-def choose(num_rows: int, heads: int, groups: int, width: int) -> TilePlan:
+def choose(num_rows: int, heads: int, width: int, decays: int) -> TilePlan:
     """Few tiles a program while there are few rows."""
-    channels = min(pow2(width), 64)
-    tiles = heads // groups * cdiv(width, channels)
-    together = 1
-    while tiles % (together * 2) == 0 and num_rows * groups * tiles // (together * 2) >= 528:
+    channels = min(max(pow2(width), 16), 64)
+    tiles, together = heads * cdiv(width, channels), 1
+    while tiles % (together * 2) == 0 and together < 4 and num_rows * tiles // (together * 2) >= 528:
         together *= 2
-    return TilePlan(channels, together, 3, 4, min(channels, 32), 528)
+    weigh_warps = 2 if decays == 1 and num_rows * heads >= 528 else 4  # 4 are sooner done, 2 do more a second
+    return TilePlan(channels, together, 2, 4, channels, 4, 264, weigh_warps)
 
 
 def delta(
@@ -84,27 +91,39 @@ def delta(
         raise ValueError(f"delta: chunk_len {chunk_len}, depth {depth}, {heads} heads of {groups} groups")
     if decays not in (1, depth):
         raise ValueError(f"delta: {decays} decays per head, expected 1 or {depth}")
-    o = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=v.device)
     num_rows = rows.shape[0]
-    plan = plan or choose(num_rows, heads, groups, width)
-    tensors = (q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o)
+    plan = plan or choose(num_rows, heads, width, decays)
+    o = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=device)
+    query = torch.empty((num_tokens, heads, 2, depth), dtype=q.dtype, device=device)  # in two halves
+    mixed = torch.empty((num_tokens, heads, width), dtype=torch.float32, device=device)
+    lines = num_tokens + num_rows * ring_len  # new tokens, then the rows' records
+    keys = torch.empty((lines, heads, 2, depth), dtype=k.dtype, device=device)
+    gains = torch.empty((lines, heads, width), dtype=torch.float32, device=device)
+    totals = torch.empty((lines if decays == 1 else 0, heads), dtype=torch.float32, device=device)
+    tokens, records = (q, k, v, a, b, dt_bias, A), (k_records, v_records, g_records, beta_records)
+    weights, counts = (query, mixed, keys, gains, totals), (num_rows, num_tokens)
     strides = (ring_len, q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0))
     sizes = dict(H=heads, G=groups, K=depth, V=width, J=decays, CHUNK=chunk_len, enable_fp_fusion=False)
-    clears = cdiv(num_tokens, CLEAR_TOKENS)
-    tiles = heads * cdiv(width, plan.channels)
-    _step[(clears + num_rows * tiles // plan.tiles,)](
-        *tensors, clears, num_rows, num_tokens, *strides, state, **sizes,
+    weighing = dict(num_warps=plan.weigh_warps, num_stages=1)
+    clears, tiles = cdiv(num_tokens, CLEAR_TOKENS), heads * cdiv(width, plan.channels)
+    _weigh[(clears + num_rows * heads,)](
+        *tokens, *records, rows, o, query, mixed, clears, *counts, *strides, **sizes, **weighing
+    )
+    _weigh_passing[(min(num_tokens * heads, plan.programs * 8),)](
+        *tokens, *records, rows, *weights, *counts, *strides, **sizes, **weighing
+    )
+    moving = (k, a, dt_bias, A, state, k_records, g_records, rows, o, *weights, *counts)
+    moving = (*moving, ring_len, k.stride(0), a.stride(0))
+    _pass[(min(num_rows * tiles, plan.programs),)](
+        *moving, **sizes, BV=plan.channels, num_warps=plan.warps, num_stages=1
+    )
+    if num_tokens > SHORT or ring_len + num_tokens >= 2 * chunk_len:  # else no row is long
+        items = num_rows * heads * cdiv(width, plan.scan_channels)
+        _scan[(min(items, plan.programs),)](
+            *moving, **sizes, BV=plan.scan_channels, num_warps=plan.scan_warps, num_stages=1
+        )
+    _step[(num_rows * tiles // plan.tiles,)](  # last: it keeps records, now that the old ones were read
+        *tokens[1:], state, *records, rows, o, query, mixed, ring_len, *strides[2:], state, **sizes,
         BV=plan.channels, TILES=plan.tiles, STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
-    items = num_rows * heads * cdiv(width, plan.scan_channels)
-    _scan[(min(items, plan.programs),)](
-        *tensors, _tickets(state.device, state.data_ptr(), slots), num_rows, *strides, **sizes,
-        BV=plan.scan_channels, num_warps=4, num_stages=1,
-    )  # fmt: skip
     return o
-
-
-@lru_cache(maxsize=4096)
-def _tickets(device: torch.device, state: int, slots: int) -> torch.Tensor:
-    """Counters by slot, zero between launches; a layer's first call must come before a graph's capture."""
-    return torch.zeros(slots, dtype=torch.int32, device=device)

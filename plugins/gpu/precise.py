@@ -28,9 +28,20 @@ def add_dot(sums, a, b):
 
 
 @triton.jit
+def _rounded(a):
+    """`a` in bf16, two numbers an instruction; where they are widened again the compiler takes one each."""
+    if _INTERPRETED:
+        return a.to(tl.bfloat16)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [a], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
 def halves(a):
     """`a` as high + low, both bf16."""
-    high = a.to(tl.bfloat16)
+    high = _rounded(a)
     return high, (a - high.to(tl.float32)).to(tl.bfloat16)
 
 

@@ -112,9 +112,15 @@ def test_errs_no_more_than_bf16_outputs(sizes: dict) -> None:
     assert error(run.states[192], state) < 2e-4
 
 
-@pytest.mark.parametrize(
-    "plan", [(16, 1, 1, 4, 16, 3), (32, 4, 3, 2, 64, 500), (64, 2, 2, 8, 32, 1), (128, 2, 2, 4, 16, 7)]
-)
+PLANS = [
+    (16, 1, 1, 1, 16, 1, 3, 1),
+    (32, 4, 3, 2, 64, 4, 500, 2),
+    (64, 2, 2, 4, 32, 2, 1, 4),
+    (128, 2, 2, 4, 64, 4, 7, 2),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
 def test_tiles_leave_the_bits_alone(plan: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     tokens = subject().make_tokens(100)

@@ -1,0 +1,51 @@
+"""What kernels of recurrences on the absolute grid share: a chunk's lines, and which chunks there are."""
+
+import triton
+import triton.language as tl
+
+from hemiola.plugins.gpu.rows import kind_of
+
+
+@triton.jit
+def ages(position, committed, end):
+    """Which tokens are records, which new."""
+    return position < committed, (position >= committed) & (position < end)
+
+
+@triton.jit
+def take(records, tokens, place, column, old, new, real, record_len: tl.constexpr, token_len):
+    """The chunk's lines: records, then new tokens, zeros where there is neither."""
+    c = tl.arange(0, place.shape[0])
+    held = records + (place[:, None] * record_len + column[None, :])
+    brought = tokens + (c[:, None] * token_len + column[None, :])
+    return tl.load(
+        tl.where(old[:, None], held, brought), mask=(old | new)[:, None] & real[None, :], other=0.0
+    )
+
+
+@triton.jit
+def places(start, ring_len, LEN: tl.constexpr):
+    """Where LEN tokens from `start` on stand in the ring, which is no shorter."""
+    place = start % ring_len + tl.arange(0, LEN)
+    return tl.where(place < ring_len, place, place - ring_len)
+
+
+@triton.jit
+def chunks_of_kind(rows_ptr, base, num_rows, lowest, highest, CHUNK: tl.constexpr):
+    """Of 64 rows from `base` on: how many chunks each has, if it is of these kinds, and their running sum."""
+    row = base + tl.arange(0, 64)
+    at, here = rows_ptr + row * 8, row < num_rows
+    num, drafts = tl.load(at + 1, mask=here, other=0), tl.load(at + 2, mask=here, other=0)
+    slot, committed = tl.load(at + 3, mask=here, other=0), tl.load(at + 4, mask=here, other=0)
+    edge = tl.load(at + 5, mask=here, other=0)
+    kind = kind_of(num, drafts, committed, edge, CHUNK)
+    mine = (num > 0) & (slot != 0) & (kind >= lowest) & (kind <= highest)
+    chunks = tl.where(mine, (committed + num - edge + CHUNK - 1) // CHUNK, 0)
+    return chunks, tl.cumsum(chunks, 0)
+
+
+@triton.jit
+def chunk_of(chunks, ends, index):
+    """The row, of 64, that has this chunk of all of theirs, and which of its chunks it is."""
+    row = tl.sum((ends <= index).to(tl.int32), 0)
+    return row, index - tl.sum(tl.where(tl.arange(0, 64) == row, ends - chunks, 0), 0)
