@@ -1,0 +1,64 @@
+"""Dense parts of engines of real dimensions, compiled by TensorRT-RTX for five architectures, without a GPU.
+
+    python benchmarks/rtx_parts.py benchmarks/configs/qwen3.5-9b ...
+
+Nothing is run. Weights are inputs of a part: only a config is read. Prints a Markdown table.
+"""
+
+import resource
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from hemiola.builder import graph, models
+from hemiola.builder.checkpoint import Checkpoint
+from hemiola.builder.onnx import to_onnx
+from hemiola.builder.partition import cut
+from hemiola.builder.random_weights import RandomTensors
+from hemiola.builder.targets import RTX, rtx
+from hemiola.builder.targets.engines import make_profiles
+from hemiola.runtime.manifest import Limits
+
+LIMITS = Limits(max_len=8192, max_rows=64, max_step_tokens=2048, num_drafts=3, page_len=64, chunk_len=16)
+
+
+def main() -> None:
+    print(f"TensorRT-RTX {rtx.trt.__version__}, one engine for {', '.join(RTX)}, {LIMITS!r}\n")
+    print(
+        "| config | segment | part | called | inputs | seconds of CPU | MiB |\n|---|---|---|---|---|---|---|"
+    )
+    for folder in map(Path, sys.argv[1:]):
+        checkpoint = Checkpoint(folder, RandomTensors)
+        model = models.load(
+            checkpoint, torch.ops.hemiola, chunk_len=16, max_len=LIMITS.max_len, dtype=torch.bfloat16
+        )
+        for name in ("trunk", "draft") if model.draft else ("trunk",):
+            measure(folder.name, graph.export(model, name, LIMITS))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"\nAt most {peak:.1f} GiB of memory.")
+
+
+def measure(name: str, exported: graph.Graph) -> None:
+    pieces, parts = cut(to_onnx(exported), exported.weights)
+    calls = Counter(piece.name for piece in pieces if piece.kind == "part")
+    for digest, part in parts.items():
+        start = time.process_time()
+        engine = rtx.engine(part, make_profiles(LIMITS, exported), RTX)
+        seconds, size = time.process_time() - start, len(engine) / 2**20
+        row = (
+            name,
+            exported.name,
+            digest[:6],
+            calls[digest],
+            len(part.graph.input),
+            f"{seconds:.2f}",
+            f"{size:.2f}",
+        )
+        print("|", " | ".join(map(str, row)), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
