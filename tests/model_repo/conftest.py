@@ -9,12 +9,14 @@ from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving.client import Client
 from hemiola.runtime.serving.launcher import Server
 
+MAX_LEN = 1024
 ENGINES = {"hemiola": "qwen3_5", "second": "nemotron_h_dense"}
 
 
 @pytest.fixture(scope="session")
 def engine_dirs(tiny_engine: Callable[..., Path]) -> dict[str, Path]:
-    return {name: tiny_engine(family) for name, family in ENGINES.items()}
+    """Long enough for streams that are still there when somebody else has left."""
+    return {name: tiny_engine(family, max_len=MAX_LEN) for name, family in ENGINES.items()}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,7 +23,7 @@ BAD = {
     "neither": ({"max_tokens": 2}, "a request has either text_input or input_ids, this one has neither"),
     "both": ({"text_input": "a", "input_ids": [5]}, "this one has both"),
     "unknown_key": ({"text_input": "a", "max_tokns": 2}, "unknown key 'max_tokns'; the keys are text_input"),
-    "prompt_too_long": ({"input_ids": [5] * 600}, "prompt is 600 tokens, max_len=512"),
+    "prompt_too_long": ({"input_ids": [5] * 1100}, "prompt is 1100 tokens, max_len=1024"),
     "empty_text": ({"text_input": ""}, "prompt is empty"),
     "empty_ids": ({"input_ids": []}, "prompt is empty"),
     "max_tokens_0": ({"text_input": "a", "max_tokens": 0}, "max_tokens is 0"),
@@ -159,12 +159,12 @@ def test_bad_types_over_grpc_are_named(server: Server, neighbour: None) -> None:
 
 
 def test_client_raises_what_the_llm_raises(server: Server, client: Client, llm: LLM, neighbour: None) -> None:
-    for prompt in ("", [], [5] * 600, [320], [1.5], 5, b"bytes", "a\ud800"):
+    for prompt in ("", [], [5] * 1100, [320], [1.5], 5, b"bytes", "a\ud800"):
         with pytest.raises(Refused) as here:
             next(iter(llm.stream(prompt)))
         with pytest.raises(Refused) as there:
             next(iter(client.stream(prompt)))
-        if prompt in ("", [], [5] * 600, [320]):
+        if prompt in ("", [], [5] * 1100, [320]):
             assert str(there.value) == str(here.value)
     with pytest.raises(Refused, match="prompt is empty"):
         client.generate(["a", "", "b"], LONG)
