@@ -1,0 +1,100 @@
+"""Graphs without a GPU: what is captured and when, what is refused, and what lies on a stage.
+
+That replays compute what steps do is asked on a GPU (tests/gpu/test_graphs.py).
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hemiola.runtime.device import graphs
+from hemiola.runtime.device.graphs import Graphs, Stage, mark
+from hemiola.runtime.errors import Refused
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a GPU would be told."""
+    told: list[str] = []
+
+    class FakeGraph:
+        def capture_begin(self, **options: object) -> None:
+            assert options == {"pool": "pool", "capture_error_mode": "thread_local"}
+            told.append("begin")
+
+        def capture_end(self) -> None:
+            told.append("end")
+
+        def replay(self) -> None:
+            told.append("replay")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fake = SimpleNamespace(
+        CUDAGraph=FakeGraph,
+        OutOfMemoryError=torch.OutOfMemoryError,
+        graph_pool_handle=lambda: "pool",
+        Stream=lambda device: stream,
+        current_stream=lambda device: stream,
+        stream=lambda stream: nullcontext(),
+        synchronize=lambda device: told.append("wait"),
+        empty_cache=lambda: told.append("free"),
+        mem_get_info=lambda device: (5, 80),
+    )
+    monkeypatch.setattr(graphs.torch, "cuda", fake)
+    return told
+
+
+def test_kernels_are_run_before_anything_is_captured(log: list[str]) -> None:
+    def step(bucket: str) -> str:
+        log.append(bucket)
+        return bucket * 2
+
+    made = Graphs(step, ["a", "b", "c"], ["c", "a"], CPU)
+    assert log == ["c", "a", "wait", "free", *(x for b in "abc" for x in ("begin", b, "end"))]
+    log.clear()
+    assert made.replay("b") == "bb" and log == ["replay"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("no"), "no memory for a step of b: .* leave 5 of 80 bytes; lower max_rows"),
+        (RuntimeError("it waits\nand more"), r"b cannot be captured .*\(it waits\); .*--cuda-graphs false"),
+    ],
+    ids=["memory", "a wait"],
+)
+@pytest.mark.parametrize("warm", [[], ["b"]], ids=["captured", "run before"])
+def test_a_step_that_has_no_graph_is_refused(
+    log: list[str], error: Exception, message: str, warm: list[str]
+) -> None:
+    def step(bucket: str) -> None:
+        if bucket == "b":
+            raise error
+
+    with pytest.raises(Refused, match=message):
+        Graphs(step, ["a", "b"], warm, CPU)
+    assert log.count("begin") == log.count("end") == (0 if warm else 2)
+
+
+def test_a_stage_holds_what_was_sent_last_at_the_same_place() -> None:
+    shapes = [((2, 3), np.int32), ((0,), np.int64), ((5,), np.int64), ((4, 2), np.int32)]
+    stage = Stage([shapes, [((1,), np.int64)]], CPU)
+    views = stage.views(shapes)
+    for start in (0, 100):
+        arrays = [np.arange(start, start + np.prod(shape), dtype=d).reshape(shape) for shape, d in shapes]
+        stage.send([*arrays[:3], arrays[3][:2]])  # of the last, less than there is room for
+        for view, array in zip(views[:3], arrays, strict=False):
+            assert np.array_equal(view.numpy(), array) and view.dtype == torch.from_numpy(array).dtype
+        assert np.array_equal(views[3][:2].numpy(), arrays[3][:2])
+
+
+def test_marks_rise() -> None:
+    times = torch.zeros(3, dtype=torch.int64)
+    for at in range(3):
+        mark(times, at)
+    assert 0 < times[0] <= times[1] <= times[2]
