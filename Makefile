@@ -6,7 +6,7 @@ JOBS ?= 2
 KERNELS := $(wildcard tests/plugins/*/test_triton.py) tests/plugins/gpu/test_interpreted.py
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint storm clean
+.PHONY: demo test check lint storm soak clean
 
 demo: $(VENV)/serve.stamp  ## engines from the two bundled checkpoints, a real tritonserver, one streamed prompt each
 	$(BIN)/python scripts/demo.py
@@ -19,6 +19,13 @@ STORMS ?= 1000
 SEED ?= 0
 storm: $(VENV)/dev.stamp  ## random arrivals, drafts, aborts, preemptions: STORMS of 200 steps each, from SEED on
 	STORMS=$(STORMS) SEED=$(SEED) $(BIN)/python -m pytest -q -n $(JOBS) -k "test_a_storm[" tests/runtime/engine/test_storms.py
+
+REQUESTS ?= 5000
+soak: $(VENV)/dev.stamp engines/qwen3.5-code/manifest.json  ## callers who leave, stall and err; kills and reloads; then all is as before
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py engines/qwen3.5-code --requests $(REQUESTS) --kills 3 --reloads 3
+
+engines/%/manifest.json: $(VENV)/dev.stamp
+	$(BIN)/build-engine demo/$* --engine-dir engines/$*
 
 check: lint test
 

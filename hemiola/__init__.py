@@ -13,8 +13,12 @@ _homes = {
     "LLM": "llm",
     "SamplingParams": "api",
     "Client": "serving.client",
+    "AsyncClient": "serving.aclient",
     "Refused": "errors",
     "Failed": "errors",
+    "Busy": "errors",
+    "Cancelled": "errors",
+    "Lost": "errors",
 }
 
 

@@ -92,7 +92,7 @@ def test_no_modules_of_runtime_import_each_other() -> None:
 def test_the_client_comes_without_torch_and_the_engine() -> None:
     code = """
 import sys
-from hemiola import Client, Failed, Refused, SamplingParams
+from hemiola import AsyncClient, Client, Failed, Lost, Refused, SamplingParams
 heavy = ("torch", "numba", "safetensors", "tokenizers", "hemiola.plugins", "hemiola.runtime.engine")
 assert not set(heavy) & set(sys.modules), set(heavy) & set(sys.modules)
 """

@@ -1,46 +1,48 @@
-"""The LLM's calls over Triton gRPC, with the same types."""
+"""The LLM's calls over Triton gRPC, with the same types; `aclient.py` has them for asyncio."""
 
-import json
-import struct
 import threading
-import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
+from hemiola.runtime.api import Output, Piece, Prompt, SamplingParams
+from hemiola.runtime.errors import Busy, Lost, Refused
+from hemiola.runtime.serving.packing import (
+    CANCEL,
+    CANCEL_TIMEOUT_S,
+    MAX_IN_FLIGHT,
+    READY_TIMEOUT_S,
+    Chat,
+    Message,
+    cancellation,
+    pack,
+    pairs,
+    pb2,
+    read_output,
+    read_piece,
+    refusal,
+    unpack,
+)
 
-from hemiola.runtime.api import Logprob, Metrics, Output, Piece, Prompt, SamplingParams
-from hemiola.runtime.errors import Busy, Cancelled, Failed, Refused
+import grpc  # isort: skip  # after packing, which says how to install it
+from tritonclient.grpc import service_pb2_grpc  # isort: skip
 
-try:
-    import grpc
-    from tritonclient.grpc import service_pb2, service_pb2_grpc
-except ImportError as error:
-    raise ImportError("hemiola.Client needs tritonclient; pip install 'hemiola[client]'") from error
-
-pb2: Any = service_pb2  # its classes are made when it is imported
-MAX_IN_FLIGHT = 256  # of one generate call
-READY_TIMEOUT_S = 10.0
-CANCEL_TIMEOUT_S = 10.0
-KINDS: dict[str, type[Exception]] = {
-    "[INVALID_ARG]": Refused,
-    "[UNAVAILABLE]": Failed,
-    "[OVERLOADED]": Busy,
-    "[CANCELLED]": Cancelled,
-}
-CANCEL = "cancel"  # the id of every request that cancels another
-Message = dict[str, Any]  # output name -> str, or list of int
+RETRY_S = 0.5  # before the first retry after a lost connection; then twice as long each time
 
 
 class Client:
-    """A model on a running `hemiola serve`. One connection; every request is a gRPC stream of its own."""
+    """A model on a running `hemiola serve`. One connection; every request is a gRPC stream of its own.
 
-    def __init__(self, url: str = "127.0.0.1:8001", model: str = "hemiola") -> None:
+    A request of which nothing was given out yet is sent again up to `retries` times if the server is busy, or
+    the connection was lost: nothing has happened, or nobody has seen it.
+    """
+
+    def __init__(self, url: str = "127.0.0.1:8001", model: str = "hemiola", *, retries: int = 2) -> None:
         self.url = url
         self.model = model
+        self.retries = retries
         self._channel = grpc.insecure_channel(url, options=[("grpc.max_receive_message_length", -1)])
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._calls: WeakSet[Exchange] = WeakSet()  # for close
@@ -55,51 +57,79 @@ class Client:
             asked = pb2.ModelReadyRequest(name=self.model)
             if self._stub.ModelReady(asked, timeout=READY_TIMEOUT_S).ready:
                 return
-            index = self._stub.RepositoryIndex(pb2.RepositoryIndexRequest(), timeout=READY_TIMEOUT_S)
         except grpc.RpcError as error:
             raise Refused(
                 f"no server answers at {self.url} ({error.details()});"
                 f" start `hemiola serve`, or pass the gRPC address that it printed"
             ) from None
-        names = ", ".join(model.name for model in index.models) or "none"
         raise Refused(
-            f"the server at {self.url} has no model {self.model!r} that is ready (it has {names});"
+            f"the server at {self.url} has no model {self.model!r} that is ready{self._others()};"
             f" pass one of its models"
         )
 
+    def _others(self) -> str:
+        try:
+            index = self._stub.RepositoryIndex(pb2.RepositoryIndexRequest(), timeout=READY_TIMEOUT_S)
+        except grpc.RpcError:  # a server with a control key keeps it to itself
+            return ""
+        return f" (it has {', '.join(model.name for model in index.models) or 'none'})"
+
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> list[Output]:
         """All outputs, in the order of the prompts. One that fails raises; the others are cancelled."""
-        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
-            raise Refused(f"prompts is {type(prompts).__name__}; pass a list of prompts")
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise Refused(
-                f"{len(prompts)} prompts and {len(params)} SamplingParams; pass one each, or one for all"
-            )
-        requests = [pack(self.model, *pair, stream=False) for pair in zip(prompts, params, strict=True)]
+        requests = [
+            pack(self.model, *pair, stream=False, timeout_s=timeout_s) for pair in pairs(prompts, params)
+        ]
         outputs: list[Output] = []
         calls: deque[Exchange] = deque()
         try:
             for request in requests:
                 if len(calls) == MAX_IN_FLIGHT:
-                    outputs.append(read_output(calls[0]))
+                    outputs.append(_output(calls[0]))
                     calls.popleft()
                 calls.append(self._call(request))
-            outputs += map(read_output, calls)
+            outputs += map(_output, calls)
         finally:
             end(calls)
         return outputs
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(
+        self,
+        prompt: Prompt | Chat,
+        params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+    ) -> "Pieces":
         """Pieces as they come. The request starts now; a caller that stops reading cancels it."""
-        request = pack(self.model, prompt, params or SamplingParams(), stream=True)
+        params = params or SamplingParams()
+        request = pack(self.model, prompt, params, stream=True, timeout_s=timeout_s, request_id=request_id)
         return Pieces(self._call(request))
 
+    def chat(
+        self, messages: Chat, params: SamplingParams | None = None, *, timeout_s: float | None = None
+    ) -> Output:
+        """The answer to a conversation, by the checkpoint's chat template; `stream` takes messages, too."""
+        request = pack(self.model, messages, params or SamplingParams(), stream=False, timeout_s=timeout_s)
+        call = self._call(request)
+        try:
+            return _output(call)
+        finally:
+            end([call])
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, whoever sent it; one that has ended is left alone."""
+        call = self._call(cancellation(self.model, request_id))
+        call.finish()
+        call.drain()
+
     def _call(self, request: Any) -> "Exchange":
-        call = Exchange(self._stub, self.url, request)
+        call = Exchange(self._stub, self.url, request, self.retries)
         self._calls.add(call)
         return call
 
@@ -122,17 +152,41 @@ class Exchange:
     alive for ever when that write is the last. So a request is cancelled by a second one on the same stream.
     """
 
-    def __init__(self, stub: Any, url: str, request: Any) -> None:
+    def __init__(self, stub: Any, url: str, request: Any, retries: int) -> None:
+        self._stub = stub
         self._url = url
         self._request = request
-        self._outgoing: SimpleQueue[Any] = SimpleQueue()  # None ends our half of the stream
-        self._outgoing.put(request)
-        self._incoming = stub.ModelStreamInfer(iter(self._outgoing.get, None))
+        self._retries = retries
         self._lock = threading.Lock()  # `read` may be called by the reader and by `Client.close`
+        self._cancelled = threading.Event()
+        self._open()
+
+    def _open(self) -> None:
+        self._outgoing: SimpleQueue[Any] = SimpleQueue()  # None ends our half of the stream
+        self._outgoing.put(self._request)
+        self._incoming = self._stub.ModelStreamInfer(iter(self._outgoing.get, None))
         self.ended = False
 
     def messages(self) -> Iterator[Message]:
         """The responses. The last is given out when the stream has ended."""
+        given, tried = False, 0
+        while True:
+            try:
+                for message in self._attempt():
+                    given = True
+                    yield message
+                return
+            except (Busy, Lost) as error:
+                if given or tried == self._retries or self._cancelled.is_set():
+                    raise
+                tried += 1
+                seconds = error.retry_after_s if isinstance(error, Busy) else RETRY_S * 2 ** (tried - 1)
+                if self._cancelled.wait(seconds):
+                    raise
+            with self._lock:
+                self._open()
+
+    def _attempt(self) -> Iterator[Message]:
         last: Message | None = None
         failure = ""
         while (response := self.read()) is not None:
@@ -142,13 +196,13 @@ class Exchange:
             failure = failure or response.error_message
             if failure or "finish_reason" in message:
                 last = message
-                self._outgoing.put(None)
+                self.finish()
             else:
                 yield message
         if failure:
             raise refusal(failure)
         if last is None:
-            raise RuntimeError(f"the server at {self._url} ended the stream before the request was finished")
+            raise Lost(f"the server at {self._url} ended the stream before the request was finished")
         yield last
 
     def read(self) -> Any:
@@ -163,19 +217,20 @@ class Exchange:
                 return None
             except grpc.RpcError as error:
                 self.ended = True
-                raise RuntimeError(
-                    f"the server at {self._url}: {error.code().name}: {error.details()}"
-                ) from None
+                raise Lost(f"the server at {self._url}: {error.code().name}: {error.details()}") from None
             finally:
                 if self.ended:
                     self._outgoing.put(None)
 
+    def finish(self) -> None:
+        """We send no more."""
+        self._outgoing.put(None)
+
     def cancel(self) -> None:
         """Ask the server to end the request; the stream then ends soon."""
-        request = pb2.ModelInferRequest(model_name=self._request.model_name, id=CANCEL)
-        request.parameters["cancel"].string_param = self._request.id
-        self._outgoing.put(request)
-        self._outgoing.put(None)
+        self._cancelled.set()
+        self._outgoing.put(cancellation(self._request.model_name, self._request.id))
+        self.finish()
 
     def drain(self) -> None:
         """Read to the end; a server that does not answer is left alone."""
@@ -184,7 +239,7 @@ class Exchange:
         try:
             while self.read() is not None:
                 pass
-        except RuntimeError:
+        except Lost:
             pass
         finally:
             give_up.cancel()
@@ -216,105 +271,6 @@ class Pieces(Iterator[Piece]):
         self.close()
 
 
-def read_output(call: Exchange) -> Output:
+def _output(call: Exchange) -> Output:
     (message,) = call.messages()
-    piece = read_piece(message)
-    assert piece.finish_reason is not None and piece.metrics is not None
-    return Output(
-        prompt_token_ids=message["input_ids"],
-        token_ids=piece.token_ids,
-        text=piece.text,
-        finish_reason=piece.finish_reason,
-        logprobs=piece.logprobs,
-        metrics=piece.metrics,
-    )
-
-
-def refusal(message: str) -> Exception:
-    """A server's message as the error that LLM would have raised."""
-    code, _, text = message.partition("] ")
-    kind = KINDS.get(f"{code}]")
-    return kind(text) if kind else RuntimeError(message)
-
-
-def pack(model: str, prompt: Prompt, params: SamplingParams, *, stream: bool) -> Any:
-    """Lists travel as tensors, the rest as request parameters: those keep all 64 bits of a float."""
-    if not isinstance(params, SamplingParams):
-        raise Refused(f"params is {type(params).__name__}; pass a SamplingParams")
-    request = pb2.ModelInferRequest(model_name=model, id=uuid.uuid4().hex)
-    for flag, value in {"stream": stream, "return_input_ids": not stream, "return_metrics": True}.items():
-        request.parameters[flag].bool_param = value
-    if isinstance(prompt, str):
-        add_strings(request, "text_input", [prompt])
-    elif isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
-        raise Refused(f"prompt is {type(prompt).__name__}; pass text (str) or a list of token ids")
-    else:
-        add_ints(request, "input_ids", prompt)
-    for name, value in params.model_dump(exclude_unset=True, by_alias=True).items():
-        match value:
-            case _ if value in (None, (), "", {}):
-                continue
-            case dict() | ((tuple(), *_)):
-                add_strings(request, name, [json.dumps(value)])
-            case (str(), *_):
-                add_strings(request, name, value)
-            case tuple():
-                add_ints(request, name, value)
-            case str():
-                add_strings(request, name, [value])
-            case bool():
-                request.parameters[name].bool_param = value
-            case int() if value >= 2**63:  # a seed
-                request.inputs.add(name=name, datatype="UINT64", shape=[1])
-                request.raw_input_contents.append(struct.pack("<Q", value))
-            case int():
-                request.parameters[name].int64_param = value
-            case float():
-                request.parameters[name].double_param = value
-    return request
-
-
-def add_strings(request: Any, name: str, texts: Sequence[str]) -> None:
-    try:
-        encoded = [text.encode() for text in texts]
-    except UnicodeEncodeError as error:
-        raise Refused(
-            f"{name} is not valid Unicode at character {error.start} (a lone surrogate); remove it"
-        ) from None
-    request.inputs.add(name=name, datatype="BYTES", shape=[len(encoded)])
-    request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
-
-
-def add_ints(request: Any, name: str, values: Sequence[int]) -> None:
-    try:
-        content = struct.pack(f"<{len(values)}i", *values)
-    except struct.error as error:
-        raise Refused(f"{name} cannot be sent ({error}); pass token ids of the vocabulary") from None
-    request.inputs.add(name=name, datatype="INT32", shape=[len(values)])
-    request.raw_input_contents.append(content)
-
-
-def unpack(response: Any) -> Message:
-    """A response's tensors by name."""
-    message: Message = {}
-    for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
-        if output.datatype == "BYTES":
-            message[output.name] = content[4:].decode()
-        else:
-            message[output.name] = np.frombuffer(content, "<i4").tolist()
-    return message
-
-
-def read_piece(message: Message) -> Piece:
-    logprobs, metrics = message.get("logprobs"), message.get("metrics")
-    return Piece(
-        text=message["text_output"],
-        token_ids=message["output_ids"],
-        logprobs=None if logprobs is None else [read_logprob(**entry) for entry in json.loads(logprobs)],
-        finish_reason=message.get("finish_reason"),
-        metrics=None if metrics is None else Metrics(**json.loads(metrics)),
-    )
-
-
-def read_logprob(token_id: int, logprob: float, top: list[list[Any]]) -> Logprob:
-    return Logprob(token_id, logprob, tuple((best, value) for best, value in top))
+    return read_output(read_piece(message), message["input_ids"])

@@ -163,6 +163,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(loaded)
     loaded.LLM = FakeLlm
     MetricFamily.page.clear()
+    loaded.close_inherited_sockets = lambda: None  # this process needs its own
     return loaded
 
 

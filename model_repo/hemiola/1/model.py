@@ -1,5 +1,6 @@
 """Hemiola in Triton's Python backend: request tensors to LLM.submit, pieces to response tensors; no more."""
 
+import contextlib
 import json
 import math
 import os
@@ -39,6 +40,7 @@ class TritonPythonModel:
     """One engine. `execute` validates and enqueues, the LLM's thread computes, another one replies."""
 
     def initialize(self, args: dict[str, str]) -> None:
+        close_inherited_sockets()
         self._serving = threading.Event()
         watch = threading.Thread(target=end_with_parent, args=[self._serving], name="watch", daemon=True)
         watch.start()
@@ -152,6 +154,14 @@ class TritonPythonModel:
         self.outbox.close()
         if self._beat_file.name:
             heartbeat.remove(self._beat_file)
+
+
+def close_inherited_sockets() -> None:
+    """An engine that is loaded later is forked with the server's connections, and would keep them open."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if fd > 2 and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                os.close(fd)
 
 
 def end_with_parent(serving: threading.Event) -> None:

@@ -59,12 +59,12 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(429, str(error), code="overloaded", retry_after_s=error.retry_after_s)
         case Failed():
             return ApiError(503, str(error), code="engine_failed")
+        case RuntimeError() if NOT_LOADED.search(str(error)):
+            return ApiError(503, "the model is not loaded now; try again in a moment", code="model_not_ready")
         case Lost():
             return ApiError(503, str(error), code="server_lost")
         case Cancelled():
             return ApiError(503, str(error), code="cancelled")
-        case RuntimeError() if NOT_LOADED.search(str(error)):
-            return ApiError(503, "the model is not loaded now; try again in a moment", code="model_not_ready")
         case _:
             return ApiError(500, str(error) or type(error).__name__, code="internal_error")
 

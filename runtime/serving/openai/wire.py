@@ -11,7 +11,16 @@ from tritonclient.grpc import service_pb2_grpc
 
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.errors import Lost
-from hemiola.runtime.serving.client import CANCEL, CANCEL_TIMEOUT_S, pack, pb2, read_piece, refusal, unpack
+from hemiola.runtime.serving.packing import (
+    CANCEL,
+    CANCEL_TIMEOUT_S,
+    cancellation,
+    pack,
+    pb2,
+    read_piece,
+    refusal,
+    unpack,
+)
 
 log = logging.getLogger("hemiola.openai")
 READY_TIMEOUT_S = 2.0
@@ -30,6 +39,7 @@ class Said(NamedTuple):
     number: int  # of the exchange
     piece: Piece | None
     error: Exception | None = None
+    input_ids: list[int] | None = None  # the prompt's, if they were asked for
 
 
 class Wire:
@@ -114,7 +124,7 @@ class Exchange:
             if response.error_message:
                 self._tell(error=refusal(response.error_message))
             else:
-                self._tell(read_piece(message))
+                self._tell(read_piece(message), input_ids=message.get("input_ids"))
             if response.error_message or "finish_reason" in message:
                 ended = True
                 await self._send(last=True)
@@ -133,16 +143,20 @@ class Exchange:
 
     async def _leave(self) -> None:
         """A dropped stream can lock tritonserver 2.51 up, so the request is cancelled by a second one."""
-        request = pb2.ModelInferRequest(model_name=self._request.model_name, id=CANCEL)
-        request.parameters["cancel"].string_param = self._request.id
+        request = cancellation(self._request.model_name, self._request.id)
         asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self.task.cancel)
         try:
             await self._send(request, last=True)
         except (aio.AioRpcError, asyncio.InvalidStateError):
             return  # the server is gone, which the reader tells
 
-    def _tell(self, piece: Piece | None = None, error: Exception | None = None) -> None:
-        self._said.put_nowait(Said(self._index, piece, error))
+    def _tell(
+        self,
+        piece: Piece | None = None,
+        error: Exception | None = None,
+        input_ids: list[int] | None = None,
+    ) -> None:
+        self._said.put_nowait(Said(self._index, piece, error, input_ids))
 
 
 class Answers:
@@ -161,7 +175,7 @@ class Answers:
         while not self._said.empty():
             said.append(self._said.get_nowait())
         found = []
-        for index, piece, error in said:
+        for index, piece, error, _ in said:
             if error is not None:
                 raise error
             assert piece is not None

@@ -1,0 +1,176 @@
+"""Requests as gRPC messages, and responses as pieces: what every client of the Triton model shares."""
+
+import json
+import struct
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hemiola.runtime.api import Logprob, Metrics, Output, Piece, Prompt, SamplingParams
+from hemiola.runtime.errors import Busy, Cancelled, Failed, Lost, Refused
+
+try:
+    from tritonclient.grpc import service_pb2
+except ImportError as error:
+    raise ImportError("hemiola.Client needs tritonclient; pip install 'hemiola[client]'") from error
+
+pb2: Any = service_pb2  # its classes are made when it is imported
+KINDS: dict[str, type[Exception]] = {
+    "[INVALID_ARG]": Refused,
+    "[UNAVAILABLE]": Failed,
+    "[OVERLOADED]": Busy,
+    "[CANCELLED]": Cancelled,
+}
+GONE = (
+    "is not healthy",
+    "has no available versions",
+)  # what tritonserver says of a model that died or is reloaded
+CANCEL = "cancel"  # the id of every request that cancels another
+CANCEL_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 10.0
+MAX_IN_FLIGHT = 256  # of one generate call
+Message = dict[str, Any]  # output name -> str, or list of int
+Chat = Sequence[Mapping[str, object]]  # messages, as OpenAI has them
+
+
+def pairs(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """What `generate` was asked, one by one."""
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+        raise Refused(f"prompts is {type(prompts).__name__}; pass a list of prompts")
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise Refused(
+            f"{len(prompts)} prompts and {len(params)} SamplingParams; pass one each, or one for all"
+        )
+    return list(zip(prompts, params, strict=True))
+
+
+def cancellation(model: str, request_id: str) -> Any:
+    """A request that ends another."""
+    request = pb2.ModelInferRequest(model_name=model, id=CANCEL)
+    request.parameters["cancel"].string_param = request_id
+    return request
+
+
+def read_output(piece: Piece, input_ids: list[int]) -> Output:
+    """Of a request that was answered once."""
+    assert piece.finish_reason is not None and piece.metrics is not None
+    return Output(
+        prompt_token_ids=input_ids,
+        token_ids=piece.token_ids,
+        text=piece.text,
+        finish_reason=piece.finish_reason,
+        logprobs=piece.logprobs,
+        metrics=piece.metrics,
+    )
+
+
+def refusal(message: str) -> Exception:
+    """A server's message as the error that LLM would have raised."""
+    if any(words in message for words in GONE):
+        return Lost(message)
+    code, _, text = message.partition("] ")
+    kind = KINDS.get(f"{code}]")
+    return kind(text) if kind else RuntimeError(message)
+
+
+def pack(
+    model: str,
+    prompt: Prompt | Chat,
+    params: SamplingParams,
+    *,
+    stream: bool,
+    timeout_s: float | None = None,
+    request_id: str | None = None,
+) -> Any:
+    """Lists travel as tensors, the rest as request parameters: those keep all 64 bits of a float."""
+    if not isinstance(params, SamplingParams):
+        raise Refused(f"params is {type(params).__name__}; pass a SamplingParams")
+    request = pb2.ModelInferRequest(model_name=model, id=request_id or uuid.uuid4().hex)
+    if timeout_s is not None:
+        if not 0 < timeout_s < 2**40:
+            raise Refused(f"timeout_s is {timeout_s}; give seconds, more than 0")
+        request.parameters["timeout"].int64_param = max(1, round(timeout_s * 1e6))
+    for flag, value in {"stream": stream, "return_input_ids": not stream, "return_metrics": True}.items():
+        request.parameters[flag].bool_param = value
+    if isinstance(prompt, str):
+        add_strings(request, "text_input", [prompt])
+    elif isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
+        raise Refused(f"prompt is {type(prompt).__name__}; pass text (str) or a list of token ids")
+    elif len(prompt) and all(isinstance(message, Mapping) for message in prompt):
+        add_strings(request, "messages", [json.dumps(prompt)])
+    else:
+        add_ints(request, "input_ids", prompt)  # pyright: ignore[reportArgumentType]
+    for name, value in params.model_dump(exclude_unset=True, by_alias=True).items():
+        match value:
+            case _ if value in (None, (), "", {}):
+                continue
+            case dict() | ((tuple(), *_)):
+                add_strings(request, name, [json.dumps(value)])
+            case (str(), *_):
+                add_strings(request, name, value)
+            case tuple():
+                add_ints(request, name, value)
+            case str():
+                add_strings(request, name, [value])
+            case bool():
+                request.parameters[name].bool_param = value
+            case int() if value >= 2**63:  # a seed
+                request.inputs.add(name=name, datatype="UINT64", shape=[1])
+                request.raw_input_contents.append(struct.pack("<Q", value))
+            case int():
+                request.parameters[name].int64_param = value
+            case float():
+                request.parameters[name].double_param = value
+    return request
+
+
+def add_strings(request: Any, name: str, texts: Sequence[str]) -> None:
+    try:
+        encoded = [text.encode() for text in texts]
+    except UnicodeEncodeError as error:
+        raise Refused(
+            f"{name} is not valid Unicode at character {error.start} (a lone surrogate); remove it"
+        ) from None
+    request.inputs.add(name=name, datatype="BYTES", shape=[len(encoded)])
+    request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
+
+
+def add_ints(request: Any, name: str, values: Sequence[int]) -> None:
+    try:
+        content = struct.pack(f"<{len(values)}i", *values)
+    except struct.error as error:
+        raise Refused(f"{name} cannot be sent ({error}); pass token ids of the vocabulary") from None
+    request.inputs.add(name=name, datatype="INT32", shape=[len(values)])
+    request.raw_input_contents.append(content)
+
+
+def unpack(response: Any) -> Message:
+    """A response's tensors by name."""
+    message: Message = {}
+    for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
+        if output.datatype == "BYTES":
+            message[output.name] = content[4:].decode()
+        else:
+            message[output.name] = np.frombuffer(content, "<i4").tolist()
+    return message
+
+
+def read_piece(message: Message) -> Piece:
+    logprobs, metrics = message.get("logprobs"), message.get("metrics")
+    return Piece(
+        text=message["text_output"],
+        token_ids=message["output_ids"],
+        logprobs=None if logprobs is None else [read_logprob(**entry) for entry in json.loads(logprobs)],
+        finish_reason=message.get("finish_reason"),
+        metrics=None if metrics is None else Metrics(**json.loads(metrics)),
+    )
+
+
+def read_logprob(token_id: int, logprob: float, top: list[list[Any]]) -> Logprob:
+    return Logprob(token_id, logprob, tuple((best, value) for best, value in top))

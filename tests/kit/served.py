@@ -1,0 +1,86 @@
+"""A `hemiola serve` as a process, and what belongs to it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+SERVE = [
+    sys.executable,
+    "-m",
+    "hemiola.runtime",
+    "serve",
+    "--http-port=0",
+    "--grpc-port=0",
+    "--metrics-port=0",
+]
+
+
+class Served:
+    """Ready when made; `said` is what it wrote to stderr."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [*SERVE, *arguments],
+            env=ENVIRONMENT,
+            cwd="/",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said = ""
+        self.printed = ""
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+        while not re.search(r"^ready after", self.printed, re.MULTILINE):
+            line = self.process.stdout.readline()
+            assert line, self.said
+            self.printed += line
+        self.http_url = re.search(r"^HTTP +(http://[^/]+)", self.printed, re.MULTILINE).group(1)
+        self.grpc_url = re.search(r"^gRPC +(\S+)$", self.printed, re.MULTILINE).group(1)
+        self.metrics_url = re.search(r"^metrics +(\S+)$", self.printed, re.MULTILINE).group(1)
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.said += line
+
+    def pid(self, word: str) -> int:
+        """Of a process by a word of its command: bin/tritonserver, or models/NAME/ for an engine."""
+        (found,) = [
+            pid
+            for pid in descendants(self.process.pid)
+            if word in Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("--model-repository=", "")
+        ]
+        return found
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(120)
+            self._reader.join(10)
+            return status
+        finally:
+            self.process.kill()
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """pid -> name, of children and theirs."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        for child in (int(word) for word in (task / "children").read_text().split()):
+            found |= {child: Path(f"/proc/{child}/comm").read_text().strip()} | descendants(child)
+    return found
+
+
+def until(done: Callable[[], object], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)

@@ -1,0 +1,69 @@
+"""What others read: Triton in NVIDIA's container, docker compose, haproxy, Prometheus; none is run."""
+
+import json
+import re
+from pathlib import Path
+
+import yaml
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+from typer.testing import CliRunner
+
+from hemiola.runtime.cli.main import app
+from hemiola.runtime.serving.ask import ALIASES, FIXED, FLAGS, KEYS, LISTS, MAX_N
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL, DEPLOY = ROOT / "model_repo/hemiola", ROOT / "docs/deploy"
+PARAMETER_ONLY = {"timeout"}  # Triton has its own place for it
+
+
+def config() -> model_config_pb2.ModelConfig:
+    return text_format.Parse((MODEL / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+
+
+def test_the_repository_is_what_triton_loads() -> None:
+    found = config()
+    assert (found.backend, found.max_batch_size, found.name) == ("python", 0, "")
+    assert found.model_transaction_policy.decoupled
+    (group,) = found.instance_group
+    assert (group.kind, group.count) == (model_config_pb2.ModelInstanceGroup.KIND_MODEL, 1)
+    assert sorted(path.name for path in (MODEL / "1").glob("*.*")) == ["model.json", "model.py"]
+    assert json.loads((MODEL / "1/model.json").read_text()) == {"engine_dir": "${engine_dir}"}
+
+
+def test_every_key_is_an_input_of_its_type_and_in_the_manual() -> None:
+    inputs = {tensor.name: tensor for tensor in config().input}
+    manual = (ROOT / "docs/serving.md").read_text()
+    assert set(inputs) == set(KEYS) - PARAMETER_ONLY
+    for name, tensor in inputs.items():
+        assert tensor.optional and list(tensor.dims) == [-1 if ALIASES.get(name, name) in LISTS else 1], name
+        if name in FLAGS or FIXED.get(name) is True:
+            assert tensor.data_type == model_config_pb2.TYPE_BOOL, name
+    for name, ours in ALIASES.items():
+        assert inputs[name].data_type == inputs[ours].data_type, name
+    for name in (*KEYS, *(tensor.name for tensor in config().output)):
+        assert f"`{name}`" in manual, name
+    assert f"(1 to {MAX_N})" in manual
+
+
+def test_replicas_have_options_and_ports_that_there_are() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    help_text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "300"}).output
+    replicas = {name for name in services if name.startswith("replica-")}
+    assert len(replicas) >= 2
+    for name in replicas:
+        command = services[name]["command"]
+        assert command[:2] == ["hemiola", "serve"]
+        for option in (word for word in command if word.startswith("--")):
+            assert option in help_text, option
+        assert (DEPLOY / services[name]["build"]["context"] / services[name]["build"]["dockerfile"]).is_file()
+        grace = int(services[name]["stop_grace_period"].removesuffix("s"))
+        assert grace > 30, "streams get 30 s, and must not be cut by docker"
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]
+    assert set(scraped["static_configs"][0]["targets"]) == {f"{name}:8002" for name in replicas}
+    proxy = (DEPLOY / "haproxy.cfg").read_text()
+    servers = set(re.findall(r"^ +server (\S+) (\S+)", proxy, re.MULTILINE))
+    assert servers == {(name, f"{name}:{port}") for name in replicas for port in (8000, 8001)}
+    for volume in (v for service in services.values() for v in service.get("volumes", [])):
+        source = volume.split(":")[0]
+        assert source.startswith("${ENGINE_DIR") or (DEPLOY / source).is_file(), volume

@@ -1,0 +1,235 @@
+"""What breaks, and what comes of it: docs/serving.md has the table."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import requests
+from kit.served import ENVIRONMENT, SERVE, Served, until
+from kit.triton_calls import joined, post, scrape
+
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.errors import Busy, Lost
+from hemiola.runtime.llm import LLM
+from hemiola.runtime.serving.client import Client
+
+pytestmark = pytest.mark.server
+
+LONG = SamplingParams(max_tokens=480, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
+KEY = {"hemiola-key": "secret"}
+
+
+@pytest.fixture(scope="module")
+def served(engine_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two engines with limits of their own, that come back."""
+    file = tmp_path_factory.mktemp("models") / "models.json"
+    own = {"hemiola": {"max_queue": 3, "max_rows": 2, "log_requests": True}, "second": {"max_rows": 4}}
+    file.write_text(json.dumps({n: {"engine_dir": str(engine_dirs[n])} | o for n, o in own.items()}))
+    running = Served(
+        f"--models={file}", "--restart=9", "--hang-timeout=4", "--control-key=secret", "--exit-timeout=10"
+    )
+    yield running
+    assert running.end() == 0, running.said
+
+
+def lost_stream(served: Served, hurt: object) -> float:
+    """Seconds from the harm until a stream in flight has ended with an error."""
+    with Client(served.grpc_url) as client:
+        stream = client.stream("in flight", LONG)
+        next(stream)
+        hurt()
+        start = time.monotonic()
+        with pytest.raises(Lost, match=f"the server at {served.grpc_url}: "):
+            list(stream)
+        return time.monotonic() - start
+
+
+def works_again(served: Served, llm: LLM) -> None:
+    expected = llm.generate(["def "], SHORT)[0].token_ids
+
+    def answers() -> bool:
+        try:
+            with Client(served.grpc_url) as client:
+                return client.generate(["def "], SHORT)[0].token_ids == expected
+        except (Lost, ValueError):
+            return False
+
+    until(answers)
+
+
+@pytest.mark.parametrize(
+    ("signal_", "whom", "message"),
+    [
+        (signal.SIGKILL, "models/hemiola/", r"lost: hemiola: its process \d+ has ended"),
+        (signal.SIGSTOP, "models/hemiola/", r"lost: hemiola: its process \d+ does nothing for \d s"),
+        (signal.SIGKILL, "bin/tritonserver", "lost: tritonserver ended by itself with -9"),
+        (
+            signal.SIGSTOP,
+            "bin/tritonserver",
+            "lost: (hemiola: its tritonserver takes no answer|tritonserver answers)",
+        ),
+    ],
+    ids=["engine-killed", "engine-hangs", "server-killed", "server-hangs"],
+)
+def test_streams_of_what_is_lost_end_and_it_comes_back(
+    served: Served, llm: LLM, signal_: int, whom: str, message: str
+) -> None:
+    said = len(served.said)
+    pid = served.pid(whom)
+    assert lost_stream(served, lambda: os.kill(pid, signal_)) < 60
+    works_again(served, llm)
+    assert re.search(message, served.said[said:]), served.said[said:]
+    assert "starting again in" in served.said[said:] and "ready again" in served.said[said:]
+    page = {}
+    until(lambda: page.update(scrape(served)) or any(n == "hemiola_restarts_total" for n, _ in page))
+    assert max(value for (name, _), value in page.items() if name == "hemiola_restarts_total") >= 1
+
+
+def test_without_restart_a_dead_engine_ends_the_command(engine_dirs: dict[str, Path]) -> None:
+    alone = Served(f"--engine-dir={engine_dirs['hemiola']}")
+    try:
+        lost_stream(alone, lambda: os.kill(alone.pid("models/hemiola/"), signal.SIGKILL))
+        assert alone.process.wait(60) == 1
+    finally:
+        alone.process.kill()
+    until(lambda: "its process" in alone.said)
+    assert alone.said.startswith("error: hemiola: its process ") and alone.said.count("\n") == 1
+
+
+def test_a_full_queue_refuses_says_when_to_come_back_and_takes_requests_again(
+    served: Served, llm: LLM
+) -> None:
+    with Client(served.grpc_url, retries=0) as client:
+        streams = [client.stream("full", LONG) for _ in range(5)]  # 2 rows and 3 places
+        next(streams[0])
+        until(lambda: scrape(served).get(key("hemiola_requests_waiting"), 0) == 3)
+        with pytest.raises(
+            Busy, match=r"5 answers are under way in 2 rows.* max_queue=3 may wait; try again in \d+ s"
+        ):
+            client.generate(["one too many"], SHORT)
+        answer = requests.post(
+            f"{served.http_url}/v2/models/hemiola/generate", json={"text_input": "a"}, timeout=60
+        )
+        assert answer.status_code == 400 and answer.json()["error"].startswith("[OVERLOADED] ")
+        with Client(served.grpc_url, "second") as other:
+            other.generate(["room for me"], SHORT)  # limits are each engine's own
+        streams.clear()
+    works_again(served, llm)
+    until(lambda: scrape(served)[key("hemiola_requests_total", outcome="rejected")] == 2)
+
+
+def key(name: str, **labels: str) -> tuple[str, frozenset]:
+    return name, frozenset(({"model": "hemiola", "version": "1"} | labels).items())
+
+
+def control(served: Served, act: str, headers: dict[str, str] = KEY) -> requests.Response:
+    url = f"{served.http_url}/v2/repository/models/hemiola/{act}"
+    return requests.post(url, json={}, headers=headers, timeout=120)
+
+
+def test_an_engine_is_reloaded_under_a_stream_of_another(served: Served, llm: LLM) -> None:
+    assert control(served, "unload", {}).status_code == 403
+    with Client(served.grpc_url, "second") as other:
+        stream = other.stream("neighbour", LONG)
+        next(stream)
+        with Client(served.grpc_url) as client:
+            in_flight = client.stream("def ", SHORT)
+            next(in_flight)
+            assert control(served, "unload").status_code == 200
+            assert list(in_flight)[-1].finish_reason == "length", "what runs may finish"
+        until(lambda: post(served, {"text_input": "a"}).status_code == 404)
+        assert control(served, "load").status_code == 200
+        works_again(served, llm)
+        assert [piece.finish_reason for piece in stream][-1] == "length"
+        held = [os.readlink(fd) for fd in Path(f"/proc/{served.pid('models/hemiola/')}/fd").iterdir()]
+        assert not [link for link in held if link.startswith("socket:")], "it keeps callers' connections open"
+    assert "lost" not in served.said.rpartition("ready again")[2]
+
+
+def test_a_timeout_ends_with_what_there_is_and_n_answers_are_those_of_n_seeds(
+    served: Served, llm: LLM
+) -> None:
+    slow = {"text_input": "def ", "max_tokens": 480, "ignore_eos": True, "timeout": 300_000}
+    answer = post(served, slow).json()
+    assert answer["finish_reason"] == "timeout" and answer["num_output_tokens"] < 480
+    told = llm.generate(["def "], SamplingParams(max_tokens=480, ignore_eos=True))[0].token_ids
+    ids = answer["output_ids"]
+    assert ids == told[: len(ids)]
+    body = {"text_input": "def ", "max_tokens": 6, "ignore_eos": True, "temperature": 0.9, "seed": 7, "n": 3}
+    answer = post(served, body | {"return_log_probs": True, "exclude_input_in_output": False}).json()
+    params = [
+        SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.9, seed=7 + i, logprobs=0)
+        for i in range(3)
+    ]
+    outs = llm.generate(["def "] * 3, params)
+    assert answer["output_ids"] == [i for out in outs for i in out.token_ids]
+    assert answer["text_output"] == ["def " + out.text for out in outs]
+    assert (answer["num_output_tokens"], answer["finish_reason"]) == ([6] * 3, ["length"] * 3)
+    expected = [entry.logprob for out in outs for entry in out.logprobs]
+    assert answer["output_log_probs"] == pytest.approx(expected, rel=1e-6)
+    assert answer["cum_log_probs"] == pytest.approx([sum(expected[i : i + 6]) for i in (0, 6, 12)], rel=1e-6)
+
+
+def test_a_log_line_per_request_holds_no_text(served: Served) -> None:
+    post(served, {"text_input": "top secret", "max_tokens": 3, "ignore_eos": True, "id": "mine"})
+    until(lambda: "request 'mine': success, " in served.said)
+    assert "3 out (length)" in served.said and "secret" not in served.said.replace("hemiola-key", "")
+
+
+def test_half_open_connections_and_floods_stop_nobody_else(served: Served, llm: LLM) -> None:
+    host, port = served.http_url.removeprefix("http://").split(":")
+    grpc_port = served.grpc_url.split(":")[1]
+    half_open = [socket.create_connection((host, p)) for p in (port, grpc_port) for _ in range(60)]
+    for connection in half_open[:30]:
+        connection.sendall(b"POST /v2/models/hemiola/generate HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
+    flood = socket.create_connection((host, port))
+    flood.settimeout(10)
+    try:
+        flood.sendall(b"GET / HTTP/1.1\r\n")
+        for i in range(20_000):
+            flood.sendall(b"x-header-%d: %s\r\n" % (i, b"y" * 100))
+    except OSError:
+        pass  # closed on us
+    works_again(served, llm)
+    big = requests.post(f"{served.http_url}/v2/models/hemiola/generate", data=b" " * (80 << 20), timeout=120)
+    assert big.status_code >= 400
+    works_again(served, llm)
+    for connection in [*half_open, flood]:
+        connection.close()
+
+
+def test_a_slow_reader_holds_nobody_up_and_misses_nothing(served: Served, llm: LLM) -> None:
+    with Client(served.grpc_url) as client:
+        slow = client.stream("def ", LONG)
+        first = next(slow)
+        time.sleep(2)  # reads nothing while the engine writes
+        works_again(served, llm)
+        assert joined([first, *slow])[0] == llm.generate(["def "], LONG)[0].token_ids
+
+
+def test_a_second_server_on_the_same_ports_is_refused_and_the_first_serves_on(
+    served: Served, llm: LLM, engine_dirs: dict[str, Path]
+) -> None:
+    port = served.http_url.rpartition(":")[2]
+    command = [*SERVE, f"--engine-dir={engine_dirs['hemiola']}", f"--http-port={port}"]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and f"http port {port} on 127.0.0.1 cannot be used" in ended.stderr
+    works_again(served, llm)
+
+
+def test_many_callers_at_a_full_queue_all_get_their_answers_by_trying_again(served: Served, llm: LLM) -> None:
+    expected = llm.generate(["def "], SHORT)[0].token_ids
+    with Client(served.grpc_url, retries=20) as client, ThreadPoolExecutor(16) as threads:
+        outs = list(threads.map(lambda _: client.generate(["def "], SHORT)[0].token_ids, range(32)))
+    assert outs == [expected] * 32
+    assert threading.active_count() < 60

@@ -1,0 +1,148 @@
+"""The client for asyncio against the gRPC server of test_client, and what both do when they try again."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from kit.fake_triton import METRICS, Triton, all_ended, final, pb2, response
+
+from hemiola.runtime.errors import Busy, Cancelled, Failed, Lost, Refused
+from hemiola.runtime.serving import aclient
+from hemiola.runtime.serving import client as clients
+from hemiola.runtime.serving.aclient import AsyncClient
+from hemiola.runtime.serving.client import Client
+
+BUSY = "[OVERLOADED] 5 answers are under way; try again in 1 s"
+CHAT = [{"role": "user", "content": "é"}]
+WHOLE = {"input_ids": [9, 9], "text_output": "é", "output_ids": [5]}
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def error(message: str) -> Any:
+    return pb2.ModelStreamInferResponse(error_message=message)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (clients, aclient):
+        monkeypatch.setattr(module, "RETRY_S", 0.01)
+    monkeypatch.setattr(Busy, "retry_after_s", 0.01)
+
+
+def test_generate_stream_and_chat(url: str, triton: Triton) -> None:
+    async def calls() -> None:
+        async with AsyncClient(url) as client:
+            triton.answers = [final(**WHOLE)]
+            outs = await client.generate(["a", [1, 2]])
+            assert [(out.prompt_token_ids, out.text, out.metrics) for out in outs] == [
+                ([9, 9], "é", METRICS)
+            ] * 2
+            assert (await client.chat(CHAT)).token_ids == [5]
+            triton.answers = [response(text_output="a", output_ids=[1]), final(output_ids=[2])]
+            pieces = [piece async for piece in client.stream(CHAT, timeout_s=1.5, request_id="mine")]
+            assert [piece.token_ids for piece in pieces] == [[1], [2]]
+
+    run(calls())
+    last = triton.requests[-1]
+    assert last.id == "mine" and last.parameters["timeout"].int64_param == 1_500_000
+    assert last.inputs[0].name == "messages" and '"content"' in last.raw_input_contents[0][4:].decode()
+    all_ended(triton, "read to its end")
+
+
+def test_leaving_a_stream_cancels_it_and_reads_on(url: str, triton: Triton) -> None:
+    triton.answers = [response(text_output="a", output_ids=[1])]
+
+    async def leave() -> None:
+        async with AsyncClient(url) as client:
+            async for _ in client.stream("x"):
+                break
+            task = asyncio.create_task(client.generate(["a", "b"]))
+            while len(triton.requests) < 3:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    run(leave())
+    all_ended(triton, "read to its end")
+    assert len(triton.cancelled) == 3
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "num_sent"),
+    [
+        (BUSY, Busy, 3),
+        ("[INVALID_ARG] x", Refused, 1),
+        ("[UNAVAILABLE] x", Failed, 1),
+        ("[CANCELLED] x", Cancelled, 1),
+        ("[INTERNAL] x", RuntimeError, 1),
+        ("Stub process 'hemiola_0_0' is not healthy.", Lost, 3),
+        ("Request for unknown model: 'hemiola' has no available versions", Lost, 3),
+    ],
+)
+def test_only_a_server_that_did_nothing_is_asked_again(
+    url: str, triton: Triton, client: Client, message: str, kind: type[Exception], num_sent: int
+) -> None:
+    triton.answers = [error(message)]
+    with pytest.raises(kind):
+        client.generate(["a"])
+    assert len(triton.requests) == num_sent
+
+    async def ask() -> None:
+        async with AsyncClient(url) as asking:
+            with pytest.raises(kind):
+                await asking.chat(CHAT)
+
+    run(ask())
+    assert len(triton.requests) == 2 * num_sent
+
+
+def test_a_request_of_which_a_piece_was_given_out_is_never_sent_again(
+    url: str, triton: Triton, client: Client
+) -> None:
+    triton.answers, triton.dies = [response(text_output="a", output_ids=[1])], True
+    with pytest.raises(Lost):
+        list(client.stream("x"))
+    assert len(triton.requests) == 1
+
+    async def ask() -> None:
+        async with AsyncClient(url) as asking:
+            with pytest.raises(Lost):
+                [piece async for piece in asking.stream("x")]
+
+    run(ask())
+    assert len(triton.requests) == 2
+
+
+def test_a_lost_connection_before_the_first_piece_is_made_again(
+    url: str, triton: Triton, client: Client
+) -> None:
+    class Twice(list):
+        """Nothing the first time, and the connection dies; then the answer."""
+
+        def __iter__(self) -> Any:
+            triton.dies = len(triton.requests) % 2 == 1
+            return iter([] if triton.dies else [final(**WHOLE)])
+
+    triton.answers = Twice()
+    assert client.generate(["a"])[0].text == "é"
+
+    async def ask() -> None:
+        async with AsyncClient(url) as asking:
+            assert (await asking.generate(["a"]))[0].text == "é"
+
+    run(ask())
+    assert len(triton.requests) == 4
+
+
+def test_no_server_is_refused() -> None:
+    async def ask() -> None:
+        async with AsyncClient("127.0.0.1:1"):
+            pass
+
+    with pytest.raises(Refused, match=r"no server answers at 127\.0\.0\.1:1"):
+        run(ask())
