@@ -34,7 +34,6 @@ BODY_TIMEOUT_S = 60.0  # for a body to arrive
 WRITE_TIMEOUT_S = 60.0  # for a client to read what fills its socket
 METRICS_TIMEOUT_S = 5.0
 LONG_TEXT = 4096  # characters; longer ones are encoded beside the loop, which other streams wait for
-SMALL = 2**14  # bytes; from four times as many on, a socket makes its writer wait
 ENCODER = json.JSONEncoder(separators=(",", ":"))
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -257,16 +256,12 @@ async def write(http: web.Request, response: web.StreamResponse, events: list[di
         return
     texts = [event if isinstance(event, str) else ENCODER.encode(event) for event in events]
     data = "".join(f"data: {text}\n\n" for text in texts).encode()
-    transport = http.transport
-    if transport is not None and transport.get_write_buffer_size() + len(data) < SMALL:
-        await response.write(data)  # it does not wait
-        return
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await response.write(data)
     except TimeoutError:
-        if transport is not None:
-            transport.abort()
+        if http.transport is not None:
+            http.transport.abort()
         raise ConnectionResetError(f"the client read nothing for {WRITE_TIMEOUT_S:g} s") from None
 
 
