@@ -137,7 +137,7 @@ def _pipeline_depth(config: ServeConfig, manifest: Manifest) -> int:
 
 def _cuda_graphs(config: ServeConfig, manifest: Manifest) -> bool:
     """A host launches a step's kernels one by one more slowly than a GPU runs them."""
-    on_gpu = ARCHS[manifest.arch].device == "cuda"
+    on_gpu = ARCHS[split(manifest.arch)[0]].device == "cuda"
     if config.cuda_graphs is True and not on_gpu:
         raise Refused(f"cuda_graphs is on, but the engine was built for {manifest.arch}; leave it out")
     return on_gpu if config.cuda_graphs == "auto" else config.cuda_graphs

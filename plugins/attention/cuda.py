@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from hemiola.plugins.gpu.checks import check
+from hemiola.plugins.gpu.device import gpu_of
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
 
@@ -23,6 +24,7 @@ _join_splits = Kernel("attention", "_join_splits")
 
 SPLIT = 512  # keys; part of the numerics, like TILE
 TILE = 64
+WIDE_SHARED = 110_000  # bytes: 64 queries of 256 fit
 _LOG2_E = 1.4426950408889634
 _PARTIAL_NUMBERS = 2**25  # of fp32 that unjoined splits may take; rows beyond walk their splits
 
@@ -36,8 +38,8 @@ class TilePlan(NamedTuple):
     programs: int  # per multiprocessor
 
 
-def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: bool) -> TilePlan:
-    """Query tiles as high as an average row.
+def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: bool, shared: int) -> TilePlan:
+    """Query tiles as high as an average row, if a block has shared memory for them.
 
     With pages of 8 bits a layer's tiles stay on one side of the 64 rows from which wgmma takes over: it adds
     widened numbers in another order.
@@ -45,6 +47,8 @@ def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: b
     queries = min(max(pow2(-(-num_tokens // max(num_rows, 1)) * per_group), 16), 64)
     if narrow:
         queries = 64 if per_group >= 16 else min(queries, 32)
+    elif depth > 128 and shared < WIDE_SHARED:
+        queries = min(queries, 32)
     return TilePlan(queries, 4 if depth <= 128 else 3, 4, 2)
 
 
@@ -80,7 +84,8 @@ def attention(
         raise ValueError(f"attention: heads of {depth}, {heads} of {groups} groups, pages of {page_len}")
     if k_pages.dtype != torch.bfloat16 and (k_scale is None or v_scale is None):
         raise ValueError("attention: pages of float8 need k_scale and v_scale")
-    plan = plan or choose(num_tokens, num_rows, heads // groups, depth, k_pages.dtype != torch.bfloat16)
+    narrow = k_pages.dtype != torch.bfloat16
+    plan = plan or choose(num_tokens, num_rows, heads // groups, depth, narrow, gpu_of(device).shared)
     o = torch.empty((num_tokens, heads, depth), dtype=q.dtype, device=q.device)
     scales = (
         k_scale if k_scale is not None else _one(q.device),

@@ -18,7 +18,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from hemiola.plugins.gpu.binaries import Binary, TensorMap
-from hemiola.plugins.gpu.device import gpu_of
+from hemiola.plugins.gpu.device import SHARED, gpu_of
 from hemiola.plugins.gpu.launch import (
     ALIGNMENT,
     ANY,
@@ -33,8 +33,6 @@ from hemiola.plugins.gpu.launch import (
 
 DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 ITEMS = {8: 10, 9: 8, 10: 9}  # where PTX numbers the items of tensor maps otherwise than the driver
-# bytes of shared memory that a block may have (CUDA programming guide: technical specifications)
-SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}
 
 
 class Compiled(NamedTuple):

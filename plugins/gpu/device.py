@@ -14,7 +14,14 @@ class Gpu(NamedTuple):
     capability: int
     multiprocessors: int
 
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a block may have."""
+        return SHARED[self.capability]
 
+
+# CUDA programming guide, technical specifications per compute capability
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}
 H200 = Gpu(90, 132)
 _built_for = H200
 

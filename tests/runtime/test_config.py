@@ -34,6 +34,12 @@ def test_auto_is_what_the_engine_was_built_for() -> None:
     assert (found.page_len, found.chunk_len, found.num_drafts) == (32, 16, 0)
 
 
+def test_an_engine_for_several_gpus_starts_as_one_for_a_gpu() -> None:
+    for arch in ("sm_90", "sm_80,sm_90"):
+        found = resolve(ServeConfig(), manifest(arch=arch), GIB)
+        assert found.cuda_graphs and found.pipeline_depth == 1
+
+
 def test_bytes_of_states() -> None:
     assert state_bytes(manifest().states, "page") == 1024 and state_bytes(manifest().states, "slot") == 40
 
