@@ -108,6 +108,9 @@ def test_structured_outputs_over_each_protocol(server: Server, client: Client, l
     manual = (Path(__file__).parents[2] / "docs/guided.md").read_text()
     (line,) = [line for line in manual.splitlines() if line.startswith("curl ")]
     assert post(server, json.loads(shlex.split(line)[-1])).json()["text_output"] in ("yes", "no")
+    three = {"text_input": "def ", "n": 3, "seed": 1, "temperature": 3.0, "max_tokens": 9}
+    said = post(server, three | {"structured_outputs": '{"regex": "[a-c]{4}"}'}).json()["text_output"]
+    assert len(said) == 3 and all(re.fullmatch("[a-c]{4}", text) for text in said) and len(set(said)) > 1
     with pytest.raises(Refused, match="structured_outputs: invalid regex"):
         client.generate(["def "], SamplingParams(structured_outputs={"regex": "["}))
 
