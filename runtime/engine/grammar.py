@@ -64,10 +64,20 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar; every request starts a copy of `matcher`."""
+    """A compiled grammar; every request starts a copy of `matcher`.
+
+    Copies share the library's lexer: what one has found out the others know, and its limit is one for all.
+    """
 
     vocabulary: Vocabulary
+    source: str
     matcher: LLMatcher
+
+    def again(self, output: Sequence[int]) -> LLMatcher:
+        """One that shares nothing, behind an output."""
+        matcher = _matcher(self.vocabulary, self.source)
+        matcher.consume_tokens(list(output))
+        return matcher
 
 
 class Grammars:
@@ -106,7 +116,7 @@ def _compile(vocabulary: Vocabulary, asked: StructuredOutputsParams) -> Grammar:
     if size > MOST_CHARACTERS:
         raise Refused(f"{size} characters are too many, the limit is {MOST_CHARACTERS}; shorten it")
     source = to_lark(asked)
-    matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=LIMITS)
+    matcher = _matcher(vocabulary, source)
     if matcher.is_error():
         reason = _reason(matcher)
         where = "" if asked.grammar is not None else PLACE  # in what we have made of the others
@@ -115,7 +125,11 @@ def _compile(vocabulary: Vocabulary, asked: StructuredOutputsParams) -> Grammar:
         allowed(vocabulary, matcher, frozenset([0]))
     except Stuck as stuck:
         raise Refused(f"no text fits it ({stuck}); correct it") from None
-    return Grammar(vocabulary, matcher)
+    return Grammar(vocabulary, source, matcher)
+
+
+def _matcher(vocabulary: Vocabulary, source: str) -> LLMatcher:
+    return LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=LIMITS)
 
 
 def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
@@ -193,7 +207,7 @@ class Guide:
         end_ids: frozenset[int],
         forbids: Callable[[Sequence[int]], Collection[int]],  # what other options forbid behind an output
     ) -> None:
-        self._vocabulary = grammar.vocabulary
+        self._grammar = grammar
         self._matcher = grammar.matcher.deep_copy()
         self._prompt_len, self._end_ids, self._forbids = prompt_len, end_ids, forbids
         self._output: list[int] = []  # what the grammar has read
@@ -210,10 +224,15 @@ class Guide:
         for token_id, bits in zip(new, self.masks, strict=False):
             if not _holds(bits, token_id):
                 raise Stuck(f"token {token_id} does not fit: other options left no token that does")
-            if not self._matcher.consume_token(token_id):
-                raise Stuck(_reason(self._matcher))
             self._output.append(token_id)
-        self.masks = [self._mask(self._matcher, self._output)]
+        self._matcher.consume_tokens(new)
+        try:
+            self.masks = [self._mask(self._matcher, self._output)]
+        except Stuck:
+            if not self._matcher.is_error():
+                raise
+            self._matcher = self._grammar.again(self._output)  # others may have used up what they share
+            self.masks = [self._mask(self._matcher, self._output)]
         if drafts:
             self._look_ahead(drafts)
         return len(self.masks) - 1
@@ -230,7 +249,7 @@ class Guide:
                 return
 
     def _mask(self, matcher: LLMatcher, output: Sequence[int]) -> np.ndarray:
-        bits = allowed(self._vocabulary, matcher, self._end_ids)
+        bits = allowed(self._grammar.vocabulary, matcher, self._end_ids)
         for token_id in self._forbids(output):
             bits[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
         if not bits.any():

@@ -222,6 +222,26 @@ def test_what_explodes_later_says_so() -> None:
     assert other is not None and follow(other, [0]) == 0, "requests of one grammar share nothing"
 
 
+def test_a_request_that_uses_up_the_lexer_costs_no_other_request_of_the_same_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = module.LLParserLimits(max_lexer_states=500, verbose_errors=False)
+    monkeypatch.setattr(module, "LIMITS", limits)
+    made = Grammars(tokenizer(), VOCAB).compile(StructuredOutputsParams(regex="[ab]*a[ab]{16}"))
+    dice, bounds = random.Random(1), BOUNDS._replace(max_len=5000)
+
+    def read(output: list[int]) -> None:
+        request = new_request(1, PROMPT, SamplingParams(max_tokens=4000), bounds, grammar=made)
+        assert request.guide is not None
+        for length in range(len(output) + 1):
+            follow(request.guide, output[:length])
+
+    with pytest.raises(Stuck, match="too many states"):
+        read(dice.choices(range(2), k=3000))
+    read(dice.choices(range(2), k=100))
+    read([0] * 100)
+
+
 def test_a_draft_behind_which_nothing_goes_on_is_dropped() -> None:
     made = grammars().compile(StructuredOutputsParams(grammar='start: "a" x | "a" "b" "c"\nx: x "d"'))
     guide = new_request(1, PROMPT, SamplingParams(bad_words_ids=[[2]]), BOUNDS, grammar=made).guide
