@@ -20,6 +20,7 @@ from hemiola.builder.build import build
 from hemiola.builder.options import Options
 from hemiola.runtime import manifest
 from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.device.session import load_weights
 from hemiola.runtime.llm import LLM
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -56,6 +57,13 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
+def bytes_of_weights(engine_dir: Path) -> int:
+    """Of the trunk, which may exist as a recipe for random numbers only."""
+    found = manifest.load(engine_dir)
+    names = set(found.segment("trunk").weights)
+    return sum(w.nbytes for w in load_weights(engine_dir, found, names, torch.device("cpu")).values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="qwen3.5-0.8b", choices=sorted(p.name for p in CONFIGS.iterdir()))
@@ -68,8 +76,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine_dir = Path(folder) / "engine"
         build(CONFIGS / args.model, engine_dir, Options(random_weights=True, max_len=1024, drafts="none"))
-        found = manifest.load(engine_dir)
-        weights = sum((engine_dir / name).stat().st_size for name in found.sha256 if "weights" in name)
+        weights = bytes_of_weights(engine_dir)
         before = status("VmRSS")
         with LLM(engine_dir, max_rows=1, cache_bytes=2**28, prefix_cache=False) as llm:
 

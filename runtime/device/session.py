@@ -40,7 +40,7 @@ class Program:
         bound = [weights[name] for name in segment.weights]
         bound += [storage.tensors[name] for name in segment.states]
         if segment.pieces:
-            self._call = partial(Pieces(engine_dir, segment), *bound)
+            self._call = torch.inference_mode()(partial(Pieces(engine_dir, segment), *bound))
             return
         program = load_program(engine_dir / segment.file)
         if storage.device.type == "cpu":
@@ -49,11 +49,10 @@ class Program:
             self._call = Lowered(program, segment, bound, poisoned=storage.poison)
         else:
             bind_forms(program, segment)
-            self._call = spared()(partial(program, *bound))
+            self._call = torch.inference_mode()(spared()(partial(program, *bound)))
 
     def __call__(self, inputs: Iterable[torch.Tensor]) -> Computed:
-        with torch.inference_mode():
-            return Computed(*self._call(*inputs))
+        return Computed(*self._call(*inputs))
 
 
 class Session:

@@ -35,7 +35,6 @@ from hemiola.runtime.engine.step import Batch, Choices, Masks, Plan, Verdict, as
 
 SLOT, COMMITTED, EDGE = (COLUMNS.index(name) for name in ("slot", "committed", "edge"))
 TOLD = 3  # of each row that chose, behind its tokens: accepted, judged, broken
-NOTHING = (torch.empty(0, dtype=torch.int64),) * 2
 
 
 def fill(plan: Plan, table: np.ndarray, ledger: Ledger) -> Batch:
@@ -55,10 +54,10 @@ def fill(plan: Plan, table: np.ndarray, ledger: Ledger) -> Batch:
             rules += [row.request.rule] * (1 + row.num_drafts)
     known = np.array(columns, np.int32)
     num_rows, num_choosing, num_logits = len(columns), len(rows), len(rules)
-    token_ids, positions, logits_ids = torch.empty(2 * num_tokens + num_logits, dtype=torch.int32).split(
-        [num_tokens, num_tokens, num_logits]
-    )
-    longs = torch.empty(2 * (num_rows + num_choosing + num_logits), dtype=torch.int64).split(
+    token_ids, positions, logits_ids = torch.empty(
+        2 * num_tokens + num_logits, dtype=torch.int32
+    ).split_with_sizes([num_tokens, num_tokens, num_logits])
+    longs = torch.empty(2 * (num_rows + num_choosing + num_logits), dtype=torch.int64).split_with_sizes(
         [num_rows, num_rows, num_choosing, num_choosing, num_logits, num_logits]
     )
     fed = torch.from_numpy(known)
@@ -99,7 +98,7 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
     of_batch = (batch.slots, batch.final_len, choices.slot_id, choices.num_drafts, chosen, bad)
     lengths = (ledger.total_len, ledger.committed_len, ledger.edge, ledger.num_drafts)
     _accept(1, 0.0, *sizes, *of_batch, ledger.ids, ledger.ids.shape[1], *lengths, found)
-    num_accepted, num_judged, broken = found[:, width:].T
+    num_accepted, num_judged, broken = found[:, width:].unbind(1)
     return Verdict(
         rows=choices.rows,
         token_ids=found[:, :width],
@@ -123,7 +122,7 @@ def choose(logits: torch.Tensor, choices: Choices, ledger: Ledger) -> tuple[torc
 def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first of the best tokens of each line [L, V], or the first NaN; and whether it is not finite."""
     num_lines, vocab_size = logits.shape
-    chosen, bad = torch.empty(2 * num_lines, dtype=torch.int64).split(num_lines) if num_lines else NOTHING
+    chosen, bad = torch.empty(2, num_lines, dtype=torch.int64).unbind()
     _choose(num_lines, 0.15 * num_lines * vocab_size, vocab_size, logits.contiguous(), chosen, bad)
     return chosen, bad
 

@@ -98,7 +98,7 @@ class _Inputs:
     """What the head is called with for P pairs of N rows."""
 
     def __init__(self, width: int, num_pairs: int, slots: list[int], pages: PagePool) -> None:
-        self.token_ids, self.positions = torch.empty(2 * num_pairs, dtype=torch.int32).split(num_pairs)
+        self.token_ids, self.positions = torch.empty(2, num_pairs, dtype=torch.int32).unbind()
         self.before = torch.empty(num_pairs, width)
         self.rows = torch.zeros(len(slots), WIDTH, dtype=torch.int32)
         self.page_table = torch.from_numpy(pages.table[np.array(slots)])
