@@ -20,6 +20,10 @@ from hemiola.plugins.spec import Op
 from hemiola.runtime import llm, manifest
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.device import lower, session
+from hemiola.runtime.engine import compiled as compiled_steps
+from hemiola.runtime.engine.drafts.mtp import MtpProposer
+from hemiola.runtime.engine.feed import Feed
+from hemiola.runtime.engine.judge import judge
 from hemiola.runtime.manifest import Segment
 
 PROMPTS = [list(range(3, 40)), [7, 8, 9] * 5]
@@ -60,6 +64,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> set[Call]:
     monkeypatch.setattr(llm, "find_device", lambda engine_dir, arch: torch.device("cpu"))
     monkeypatch.setattr(Op, "bind", bind)
     monkeypatch.setattr(lower, "Lowered", as_it_is)
+    # what a CPU has of its own for fp32 engines
+    monkeypatch.setattr(Feed, "fill", Feed.fill_anywhere)
+    monkeypatch.setattr(MtpProposer, "propose", MtpProposer.propose_anywhere)
+    monkeypatch.setattr(compiled_steps, "judge", judge)
     return compiled
 
 
