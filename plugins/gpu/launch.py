@@ -62,12 +62,18 @@ class Call:
 
 
 def kind_of(value: Any, varies: bool = False) -> str:
-    """`*bf16:16` or `*bf16`, `i32:16`, `i32` or `1`, `fp32`, `<bf16 64 128>`.
+    """`*bf16:16` or `*bf16`, `*i32?`, `i32:16`, `i32` or `1`, `fp32`, `<bf16 64 128>`.
 
-    varies: the kernel is told neither address nor value.
+    varies: the kernel is told neither address nor value; nor where rows, positions and ids start, ever.
     """
     if isinstance(value, torch.Tensor):
-        told = ANY if varies else "" if value.data_ptr() % ALIGNMENT else f":{ALIGNMENT}"
+        told = (
+            ANY
+            if varies or not value.is_floating_point()
+            else ""
+            if value.data_ptr() % ALIGNMENT
+            else f":{ALIGNMENT}"
+        )
         return f"*{WORDS[value.dtype]}{told}"
     if isinstance(value, Block):
         return f"<{WORDS[value.tensor.dtype]} {' '.join(map(str, value.box))}>"

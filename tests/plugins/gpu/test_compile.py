@@ -12,15 +12,13 @@ from triton.backends.compiler import BaseBackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hemiola.plugins.gpu import compile
-from hemiola.plugins.gpu.launch import ALIGNMENT, ONE, Block, Call, kind_of
+from hemiola.plugins.gpu.launch import ALIGNMENT, ANY, ONE, Block, Call, kind_of
 
 HALF = torch.zeros(8, 64, dtype=torch.bfloat16)
 VALUES = (
     HALF,
     HALF[:, 1:],
     HALF.float(),
-    HALF.int(),
-    HALF.long(),
     0,
     1,
     5,
@@ -40,6 +38,12 @@ def test_an_argument_is_told_what_triton_would_tell(value: Any) -> None:
     ours = kind_of(value)
     assert compile._signature(ours) == kind
     assert (told == "D") == ours.endswith(f":{ALIGNMENT}") and (kind == "constexpr") == (ours == ONE)
+
+
+@pytest.mark.parametrize("value", [HALF.int(), HALF.long()[1:]], ids=["int32", "int64"])
+def test_of_integers_a_kernel_is_told_no_address(value: torch.Tensor) -> None:
+    kind, _ = native_specialize_impl(BaseBackend, value, False, True, True)
+    assert kind_of(value) == f"{kind}{ANY}" and compile._signature(kind_of(value)) == kind
 
 
 def test_more_shared_memory_than_a_gpu_has_is_refused_with_both_numbers() -> None:

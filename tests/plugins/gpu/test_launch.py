@@ -35,7 +35,7 @@ def call(*kinds: str, **constants: Any) -> Call:
     [
         (HALF, "*bf16:16", "*bf16?"),
         (HALF[1:], "*bf16", "*bf16?"),
-        (HALF.int()[8:], "*i32:16", "*i32?"),
+        (HALF.int()[8:], "*i32?", "*i32?"),
         (Block(HALF, (16, 64)), "<bf16 16 64>", "<bf16 16 64>"),
         (1, "1", "i32?"),
         (0, "i32:16", "i32?"),
