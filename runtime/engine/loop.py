@@ -54,6 +54,7 @@ class _Flight:
     drafts: torch.Tensor | None  # [R, K] and these, if a row follows a grammar
     watch: Watch | Marks
     wait: Callable[[], None]  # until the rest can be read
+    launch_seconds: float  # of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ class Loop:
 
     def _launch(self, plan: Plan) -> _Flight:
         """What the device does, in order; nothing here waits for it."""
+        start = time.perf_counter()
         for opening in plan.openings:
             if opening.restore_from:
                 self.storage.copy_slot(opening.restore_from, opening.slot_id)
@@ -142,7 +144,8 @@ class Loop:
                 self.decoder.open(opening.slot_id, opening.rule)
         bucket = self.decoder.fit(plan) if self.decoder is not None else None
         if self.decoder is not None and bucket is not None:
-            return _Flight(plan, *self.decoder.launch(plan, bucket), fence(self.ledger.device))
+            launched, passed = self.decoder.launch(plan, bucket), fence(self.ledger.device)
+            return _Flight(plan, *launched, passed, time.perf_counter() - start)
         batch = self.feed.fill(plan)
         watch = Watch(self.ledger.device)
         watch.mark()
@@ -156,22 +159,27 @@ class Loop:
         (num_drafts,) = fetch([self.ledger.num_drafts[slot_id]])
         if batch.masks is not None:
             (drafts,) = fetch([self.ledger.drafts(slot_id, self.config.num_drafts)])
-        return _Flight(plan, verdict.fetched(), num_drafts, drafts, watch, fence(self.ledger.device))
+        fetched, passed = verdict.fetched(), fence(self.ledger.device)
+        return _Flight(plan, fetched, num_drafts, drafts, watch, passed, time.perf_counter() - start)
 
-    def _clock(self, plan: Plan, watch: Watch | Marks) -> None:
-        running, drafting = watch.seconds(0), watch.seconds(2)
+    def _clock(self, flight: _Flight) -> None:
+        plan = flight.plan
+        running, judging, drafting = (flight.watch.seconds(mark) for mark in range(3))
         self.counters.engine_seconds += running
-        self.counters.device_seconds += running + watch.seconds(1) + drafting
+        self.counters.device_seconds += running + judging + drafting
         if self.scheduler.pace.adaptive and all(row.num_tokens == 1 + row.num_drafts for row in plan.rows):
             num_drafts = sum(row.num_drafts for row in plan.rows)
             num_passes = max(row.room for row in plan.rows)
-            self.scheduler.pace.timed(len(plan.rows), num_drafts, num_passes, running, drafting)
+            # a CPU is busy with all of a step; a GPU works on one while the host prepares the next
+            on_cpu = self.ledger.device.type == "cpu"
+            step = flight.launch_seconds - drafting if on_cpu else running + judging
+            self.scheduler.pace.timed(len(plan.rows), num_drafts, num_passes, step, drafting)
 
     def _land(self, flight: _Flight) -> list[Event]:
         """What the host learns from a step, and does about it."""
         plan = flight.plan
         flight.wait()
-        self._clock(plan, flight.watch)
+        self._clock(flight)
         outcome = flight.verdict.read(flight.num_drafts, flight.drafts)
         self.scheduler.commit(plan, outcome)
         self._follow(plan, outcome)

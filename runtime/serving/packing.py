@@ -120,9 +120,11 @@ def pack(
                 add_strings(request, name, [value])
             case bool():
                 request.parameters[name].bool_param = value
-            case int() if value >= 2**63:  # a seed
+            case int() if name == "seed" and 2**63 <= value < 2**64:
                 request.inputs.add(name=name, datatype="UINT64", shape=[1])
                 request.raw_input_contents.append(struct.pack("<Q", value))
+            case int() if not -(2**63) <= value < 2**63:
+                raise Refused(f"{name} is {value}, which needs more than 64 bits; give a smaller number")
             case int():
                 request.parameters[name].int64_param = value
             case float():

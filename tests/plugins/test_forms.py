@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit.ops import ALL, Subject, Tensors, form, rel_error, same_bits
 
-from hemiola.plugins.cpu import jit
+from hemiola.plugins.cpu import jit, kernel
 from hemiola.plugins.norm.compiled import _norm
 
 READY = [subject for subject in ALL if subject.op.forms[0].name == "compiled"]
@@ -99,7 +99,7 @@ def test_threads_change_no_bit(subject: Subject, threads: int, monkeypatch: pyte
     torch.set_num_threads(1)
     expected = run(subject, arguments)
     torch.set_num_threads(threads)
-    monkeypatch.setattr(jit, "WORTH_A_THREAD", -1)
+    monkeypatch.setattr(kernel, "WORTH_A_THREAD", -1)
     assert all(same_bits(a, b) for a, b in zip(run(subject, arguments), expected, strict=True))
 
 
@@ -139,7 +139,7 @@ def save(path: str) -> None:
 
 def assembly() -> str:
     """Code that was loaded cannot be read, so one kernel is compiled again."""
-    signature = numba.types.void(*[numba.types.int64] * (2 + len(_norm.arguments)))
+    signature = numba.types.void(*[numba.types.int64] * len(_norm.arguments))
     code: Any = numba.cfunc(signature, error_model="numpy")(_norm._function)
     return code._library.get_asm_str()
 

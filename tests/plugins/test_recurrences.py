@@ -29,7 +29,7 @@ from kit.grid import (
 )
 from kit.ops import Subject, formed, rel_error, row
 
-from hemiola.plugins.cpu import jit
+from hemiola.plugins.cpu import kernel
 
 FIT = (MAMBA_80, GDN_64, KDA_16, CONV_48)
 LAWS = formed(compiled=FIT)
@@ -189,7 +189,7 @@ def test_threads_and_neighbours_change_no_bit(
     subject: Subject, form: str, threads: int, poisoned_empty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plain run is made with one thread."""
-    monkeypatch.setattr(jit, "WORTH_A_THREAD", -1)
+    monkeypatch.setattr(kernel, "WORTH_A_THREAD", -1)
     chunk_len, num_drafts = 16, 3
     torch.set_num_threads(1)
     plains = [Plain(subject, form, chunk_len, subject.tokens(num, seed=num)) for num in (113, 40, 7)]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kit.ops import form, int32, rel_error, row, same_bits
 
 from hemiola.plugins import OPS
-from hemiola.plugins.cpu import jit
+from hemiola.plugins.cpu import kernel
 
 FORMS = pytest.mark.parametrize("name", ["reference", "compiled"])
 STALE = 10**6  # in the page table behind a row's pages: no page
@@ -222,7 +222,7 @@ def test_bits_depend_on_the_own_prefix_only(shape: Shape) -> None:
 
 @pytest.mark.parametrize("shape", [Shape(), Shape(10, 2, 80)], ids=str)
 def test_bits_do_not_depend_on_threads(shape: Shape, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "WORTH_A_THREAD", -1)
+    monkeypatch.setattr(kernel, "WORTH_A_THREAD", -1)
     check_plans(shape, seeds=[threads], threads=threads)
 
 

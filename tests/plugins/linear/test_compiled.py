@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from hemiola.plugins.cpu import jit
+from hemiola.plugins.cpu import kernel
 from hemiola.plugins.cpu.tiles import STRIP
 from hemiola.plugins.linear.compiled import BLOCK, linear, pack
 from tests.plugins.linear.chains import NUM_TOKENS, SIZES, chain, digest, make
@@ -82,7 +82,7 @@ def test_row_bits_depend_on_the_row_alone(
         return linear(rows, packed, bias, num_outputs)
 
     alone = torch.cat([run(row) for row in x.split(1)])
-    monkeypatch.setattr(jit, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(kernel, "WORTH_A_THREAD", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hemiola.plugins.cpu import jit
+from hemiola.plugins.cpu import kernel
 from hemiola.plugins.linear.compiled import BLOCK, pack
 from hemiola.plugins.moe.compiled import moe
 from hemiola.plugins.moe.reference import activate
@@ -88,7 +88,7 @@ def test_token_bits_depend_on_the_token_alone(
 ) -> None:
     layer, inputs = make(48, 40, activation), tokens(MANY, 48)
     alone = torch.cat([layer(*one) for one in zip(*(part.split(1) for part in inputs), strict=True)])
-    monkeypatch.setattr(jit, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(kernel, "WORTH_A_THREAD", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -39,6 +39,7 @@ BAD = {
     "text_without_tokenizer": (TEXT, {"model": "ids"} | P, 400, None, "model ids has no tokenizer"),
     "unknown_option": (TEXT, P | {"max_tokns": 5}, 400, "max_tokns", "unknown option 'max_tokns'"),
     "max_tokens_0": (TEXT, P | {"max_tokens": 0}, 400, "max_tokens", "max_tokens is 0"),
+    "max_tokens_of_70_bits": (TEXT, P | {"max_tokens": 2**70}, 400, "max_tokens", "needs more than 64 bits"),
     "max_tokens_text": (TEXT, P | {"max_tokens": "5"}, 400, "max_tokens", "max_tokens is '5'"),
     "max_tokens_float": (TEXT, P | {"max_tokens": 5.5}, 400, "max_tokens", "max_tokens is 5.5"),
     "temperature_text": (TEXT, P | {"temperature": "hot"}, 400, "temperature", "temperature is 'hot'"),
