@@ -4,7 +4,7 @@ import hashlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -189,6 +189,22 @@ def _refuse_occupied(engine_dir: Path) -> None:
         raise Refused(
             f"--engine-dir {engine_dir} has files but no engine in it; choose an empty or a new directory"
         )
+    if (engine_dir / manifest.FILE).is_file():
+        own = {manifest.FILE, *_files_of(engine_dir / manifest.FILE)}
+        files = {str(path.relative_to(engine_dir)) for path in engine_dir.rglob("*") if path.is_file()}
+        if strays := sorted(files - own):
+            raise Refused(
+                f"--engine-dir {engine_dir} has an engine and beside it {strays[0]}, which a new engine would"
+                " remove; move it, or choose another directory"
+            )
+
+
+def _files_of(path: Path) -> Iterable[str]:
+    """What a manifest of any version names; a damaged one names nothing."""
+    try:
+        return read_json(path).get("sha256", {})
+    except Refused:
+        return ()
 
 
 @contextmanager

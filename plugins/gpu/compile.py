@@ -5,6 +5,7 @@ the PTX, and how it is launched.
 """
 
 import re
+import threading
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 from hemiola.plugins.gpu.binaries import Binary, TensorMap
 from hemiola.plugins.gpu.device import SHARED, gpu_of
@@ -33,6 +35,18 @@ from hemiola.plugins.gpu.launch import (
 
 DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 ITEMS = {8: 10, 9: 8, 10: 9}  # where PTX numbers the items of tensor maps otherwise than the driver
+
+
+_PARSING, _parse = threading.Lock(), JITFunction.parse
+
+
+def _parse_alone(self: JITFunction) -> Any:
+    """Two threads in Python 3.11's ast.parse fail: "AST constructor recursion depth mismatch"."""
+    with _PARSING:
+        return _parse(self)
+
+
+JITFunction.parse = _parse_alone
 
 
 class Compiled(NamedTuple):

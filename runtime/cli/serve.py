@@ -11,6 +11,7 @@ import typer
 
 from hemiola.runtime.cli.options import given, options_of, takes
 from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.launcher import Server, read_models
 from hemiola.runtime.serving.openai.app import Limits
 from hemiola.runtime.serving.openai.front import Front
@@ -57,6 +58,8 @@ def serve(
     limits = Limits(openai_max_requests, openai_max_body, tuple(openai_api_key or ()))
     max_len = given(ServeConfig, options).get("max_len")
     max_lens = {name: settings_of.get(name, {}).get("max_len", max_len) for name in engines}
+    if openai_port and openai_port in (http_port, grpc_port, metrics_port):
+        raise Refused(f"--openai-port {openai_port} is the server's own; choose another, or 0 for a free one")
     front = FrontOptions(openai_port, limits, max_lens, exit_timeout)
     server = Server(
         engines,

@@ -415,3 +415,14 @@ def test_an_occupied_place_is_refused_and_left_alone(
     assert {p.name for p in tmp_path.iterdir()} == {"full", "file"}
     code, _, err = run(tiny_checkpoint(QWEN))
     assert code == 2 and "--engine-dir" in err and err.count("\n") == 1
+
+
+def test_a_file_beside_an_older_engine_is_not_removed(
+    tiny_checkpoint: Get, run: Callable, tmp_path: Path
+) -> None:
+    build_it = (tiny_checkpoint(QWEN), "--engine-dir", tmp_path / "engine", "--drafts", "none", *SMALL)
+    assert run(*build_it)[0] == run(*build_it)[0] == 0
+    (tmp_path / "engine/notes.txt").write_text("mine")
+    code, _, err = run(*build_it)
+    assert code == 2 and "beside it notes.txt, which a new engine would remove" in err
+    assert (tmp_path / "engine/notes.txt").read_text() == "mine"

@@ -161,7 +161,7 @@ def test_an_engine_is_reloaded_under_a_stream_of_another(served: Served, llm: LL
 def test_a_timeout_ends_with_what_there_is_and_n_answers_are_those_of_n_seeds(
     served: Served, llm: LLM
 ) -> None:
-    slow = {"text_input": "def ", "max_tokens": 480, "ignore_eos": True, "timeout": 300_000}
+    slow = {"text_input": "def ", "max_tokens": 480, "ignore_eos": True, "timeout": 1}
     answer = post(served, slow).json()
     assert answer["finish_reason"] == "timeout" and answer["num_output_tokens"] < 480
     told = llm.generate(["def "], SamplingParams(max_tokens=480, ignore_eos=True))[0].token_ids

@@ -156,7 +156,7 @@ def test_http_stream_sends_deltas_and_only_the_last_has_a_finish_reason(server: 
     answer = post(server, body, endpoint="generate_stream")
     assert answer.headers["content-type"].startswith("text/event-stream")
     found = list(events(answer))
-    assert len(found) > 5
+    assert len(found) > 2
     assert "".join(event["text_output"] for event in found) == one.text
     assert [t for event in found for t in ids(event)] == one.token_ids
     assert [event.get("finish_reason") for event in found] == [None] * (len(found) - 1) + ["length"]

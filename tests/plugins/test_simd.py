@@ -6,7 +6,7 @@ import numba
 import numpy as np
 import pytest
 
-from hemiola.plugins.cpu import jit, simd
+from hemiola.plugins.cpu import kernel, simd
 from hemiola.plugins.cpu.simd import LANES
 
 F32 = np.float32
@@ -333,7 +333,7 @@ def number(bits, out):
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-5, -1.5, 0.08838834764831845, 3e38, -np.inf])
 def test_a_number_passes_as_its_bits(value: float) -> None:
     out = np.empty(1, F32)
-    number(jit.bits(value), out)
+    number(kernel.bits(value), out)
     assert out.tobytes() == F32(value).tobytes()
 
 

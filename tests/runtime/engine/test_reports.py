@@ -1,7 +1,8 @@
 """The five reports against vLLM that the project comes from, each as the behaviour that was wrong.
 
-Every test has been seen red with the mistake of its docstring put back. There are no graphs yet: what they
-broke (widths of fixed buffers, rows taken for another kind of row) is tested on the batches they will read.
+Every test has been seen red with the mistake of its docstring put back. What
+graphs broke (widths of fixed buffers, rows taken for another kind of row) is tested on the batches that they
+read; tests/gpu/test_graphs.py has the reports with graphs on a GPU.
 """
 
 import itertools

@@ -45,7 +45,7 @@ def test_values_are_given_back_when_nobody_reads_them_any_more(
     tiny_engine: Get, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = Harness(tiny_engine("qwen3_5", target="onnxruntime"))
-    program = harness.programs["trunk"]._call.func
+    program = harness.programs["trunk"]._call.__wrapped__.func
     assert isinstance(program, Pieces)
     alive: list[weakref.ref] = []
     most = 0
