@@ -50,7 +50,7 @@ def measure(num_inputs: int, num_outputs: int, num_tokens: list[int], threads: i
     clock = time.thread_time if threads == 1 else time.perf_counter
     for dtype in (torch.float32, torch.bfloat16):
         wide = weight.to(dtype).float()
-        packed = pack(wide)
+        packed = pack(weight.to(dtype))
         assert packed.dtype is dtype
         for tokens in num_tokens:
             x = torch.randn(tokens, num_inputs)
