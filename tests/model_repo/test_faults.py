@@ -145,12 +145,15 @@ def test_an_engine_is_reloaded_under_a_stream_of_another(served: Served, llm: LL
         stream = other.stream("neighbour", LONG)
         next(stream)
         with Client(served.grpc_url) as client:
-            in_flight = client.stream("def ", SHORT)
-            next(in_flight)
-            assert control(served, "unload").status_code == 200
-            assert list(in_flight)[-1].finish_reason == "length", "what runs may finish"
-        until(lambda: post(served, {"text_input": "a"}).status_code == 404)
-        assert control(served, "load").status_code == 200
+            in_flight = client.stream("def ", LONG)
+            pieces = [next(in_flight)]
+            try:
+                assert control(served, "unload").status_code == 200
+                pieces += in_flight
+                assert pieces[-1].finish_reason == "length", "what runs may finish"
+                until(lambda: post(served, {"text_input": "a"}).status_code == 404)
+            finally:
+                assert control(served, "load").status_code == 200
         works_again(served, llm)
         assert [piece.finish_reason for piece in stream][-1] == "length"
         held = [os.readlink(fd) for fd in Path(f"/proc/{served.pid('models/hemiola/')}/fd").iterdir()]
