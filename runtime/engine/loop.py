@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import torch
@@ -20,6 +19,7 @@ from hemiola.runtime.engine.decode import Decoder, Marks
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.grammar import Stuck
+from hemiola.runtime.engine.inbox import Abort, Close, Flush, Inbox, Message, Submit
 from hemiola.runtime.engine.judge import judge
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.outbox import Event, Outbox
@@ -57,29 +57,6 @@ class _Flight:
     launch_seconds: float  # of the host
 
 
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    request: Request
-    on_piece: OnPiece
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_id: int
-
-
-class _Flush:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Close:
-    drain: bool
-
-
-_Message = _Submit | _Abort | _Flush | _Close
-
-
 class Loop:
     """`step` is the engine's heartbeat; `start` lets a thread of its own call it while there is work."""
 
@@ -111,13 +88,10 @@ class Loop:
             self._judge = compiled.judge
         self.counters = Counters()
         self._flights: deque[_Flight] = deque()
-        self._inbox: SimpleQueue[_Message] = SimpleQueue()
-        self._gate = threading.Lock()  # nobody enters while the refusal changes
-        self._refusal: Exception | None = None
+        self._inbox = Inbox()
         self._closing = False
-        self._turned = (
-            math.inf
-        )  # when the thread last began a turn, by time.monotonic; inf: it waits for work
+        # when the thread last began a turn, by time.monotonic; inf: it waits for work
+        self._turned = math.inf
         self._thread = threading.Thread(target=self._run, name="hemiola-loop", daemon=True)
 
     def step(self) -> list[Event]:
@@ -220,40 +194,36 @@ class Loop:
 
     def submit(self, request: Request, on_piece: OnPiece) -> None:
         """Queue a request; on_piece is called in the loop's thread. Raises Failed when the engine is lost."""
-        with self._gate:
-            if self._refusal is not None:
-                raise self._refusal
-            self._inbox.put(_Submit(request, on_piece))
+        self._inbox.submit(request, on_piece)
 
     def abort(self, request_id: int) -> None:
         """End a request soon, with finish_reason "cancelled"; one that has ended already is left alone."""
-        self._inbox.put(_Abort(request_id))
+        self._inbox.put(Abort(request_id))
 
     def flush(self) -> None:
         """Forget what the prefix cache has, before the next step; what runs goes on."""
-        self._inbox.put(_Flush())
+        self._inbox.put(Flush())
 
     def load(self) -> Load:
         """What the engine holds, and whether it moves. Never waits for it."""
         pages, slots = self.scheduler.prefix.pages, self.scheduler.slots
         return Load(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting) + self._inbox.qsize(),
+            num_waiting=len(self.scheduler.waiting) + len(self._inbox),
             num_pages=pages.num_pages - 1,
             num_free_pages=pages.num_free,
             num_idle_pages=pages.num_idle,
             num_slots=self.config.num_slots - 1,
             num_free_slots=slots.num_free,
             stalled_s=max(0.0, time.monotonic() - self._turned),
-            failure=str(self._refusal) if isinstance(self._refusal, Failed) else "",
+            failure=self._inbox.failure,
         )
 
     def close(self, drain: bool = False) -> None:
         """Take no more requests, finish (drain) or cancel those there are, and end the thread."""
-        with self._gate:
-            self._refusal = self._refusal or Refused("the engine is closed; open it again")
+        self._inbox.refuse(Refused("the engine is closed; open it again"))
         if self._thread.is_alive():
-            self._inbox.put(_Close(drain))
+            self._inbox.put(Close(drain))
             if self._thread is not threading.current_thread():  # it may be an on_piece that closes
                 self._thread.join()
 
@@ -284,31 +254,24 @@ class Loop:
         """All messages there are; waits for one if nothing can run."""
         if not self._busy:
             self._turned = math.inf
-            message = self._wait()
+            message = self._inbox.wait(IDLE_SECONDS, self.scheduler.audit)
             self._turned = time.monotonic()
             self._read(message)
-        while not self._inbox.empty():
-            self._read(self._inbox.get())
+        for message in self._inbox.take():
+            self._read(message)
 
-    def _wait(self) -> _Message:
-        try:
-            return self._inbox.get(timeout=IDLE_SECONDS)
-        except Empty:
-            self.scheduler.audit()
-            return self._inbox.get()
-
-    def _read(self, message: _Message) -> None:
+    def _read(self, message: Message) -> None:
         match message:
-            case _Submit(request, on_piece):
+            case Submit(request, on_piece):
                 self.outbox.open(request, on_piece)
                 self.scheduler.add(request)
-            case _Abort(request_id):
+            case Abort(request_id):
                 request = self.outbox.get(request_id)
                 if request is not None:
                     self._cancel(request)
-            case _Flush():
+            case Flush():
                 self.scheduler.prefix.flush()
-            case _Close(drain):
+            case Close(drain):
                 self._closing = True
                 for request in [] if drain else self.outbox.all():
                     self._cancel(request)
@@ -330,12 +293,10 @@ class Loop:
 
     def _fail(self, reason: str) -> None:
         """The engine is lost: end every request, those still in the inbox included."""
-        with self._gate:
-            self._refusal = Failed(f"the engine failed ({reason}) and takes no more requests; open it again")
-        while not self._inbox.empty():
-            match self._inbox.get():
-                case _Submit(request, on_piece):
-                    self.outbox.open(request, on_piece)
+        self._inbox.refuse(Failed(f"the engine failed ({reason}) and takes no more requests; open it again"))
+        for message in self._inbox.take():
+            if isinstance(message, Submit):
+                self.outbox.open(message.request, message.on_piece)
         for request in self.outbox.all():
             request.fail(f"the engine failed: {reason}")
             event = self.outbox.end(request)

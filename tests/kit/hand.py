@@ -96,7 +96,7 @@ class Hand:
 
     @property
     def idle(self) -> bool:
-        return not self.loop._busy and self.loop._inbox.empty()
+        return not self.loop._busy and len(self.loop._inbox) == 0
 
     def turn(self) -> None:
         if not self.idle:  # there the loop would wait for a message

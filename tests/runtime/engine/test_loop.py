@@ -158,7 +158,7 @@ def test_close_cancels_what_runs_and_refuses_what_comes() -> None:
     gate = threading.Event()
 
     def until_it_closes(batch: Batch) -> None:
-        while running.loop._refusal is None:
+        while running.loop._inbox._refusal is None:
             gate.wait(0.001)
 
     running.session.before_run = until_it_closes
