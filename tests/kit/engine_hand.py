@@ -31,7 +31,6 @@ from hemiola.runtime.engine.step import Batch, Outcome, Plan
 from hemiola.runtime.llm import make_loop, prefix_cost
 
 VOCAB = 320
-NUM_TOKENS = 40
 KINDS = {
     "plain": {"drafts": "none"},
     "mtp": {"drafts": "mtp"},
@@ -42,11 +41,6 @@ PAGE, CHUNK, NUM_DRAFTS = 16, 8, 3
 SMALL = {"page_len": PAGE, "chunk_len": CHUNK, "num_drafts": 19}  # windows cross two pages
 
 
-def prompt(length: int) -> list[int]:
-    """One random text per length."""
-    return random.Random(length).choices(range(3, VOCAB), k=length)
-
-
 class Wanted:
     """The oracle's tokens, computed once: what follows the beginning of a greedy text is known by then."""
 
@@ -55,7 +49,7 @@ class Wanted:
         self._oracles: dict[str, Oracle] = {}
         self._texts: dict[str, list[tuple[int, list[int]]]] = {}  # prompt_len, prompt and output
 
-    def __call__(self, family: str, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    def __call__(self, family: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
         start, known = list(prompt), self._texts.setdefault(family, [])
         end = len(start) + num_tokens
         for prompt_len, text in known:

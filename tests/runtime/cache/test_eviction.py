@@ -155,15 +155,6 @@ def test_oldest_finds_the_least_recently_used(seed: int) -> None:
     assert len(oldest._heap) <= 2 * len(oldest._turns) + 65, "the heap grows with every use"
 
 
-def test_the_heap_does_not_grow_with_every_use() -> None:
-    oldest, entry = Oldest(), node(None, 0)
-    for used in range(10_000):
-        oldest.remove(entry)
-        entry.used = used
-        oldest.add(entry)
-    assert len(oldest._heap) < 200
-
-
 # Evictor.
 
 

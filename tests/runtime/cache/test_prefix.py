@@ -25,31 +25,6 @@ def text(length: int, seed: int = 0) -> list[int]:
 # How long a hit is.
 
 
-@pytest.mark.parametrize(
-    ("known_len", "cached_len", "edges", "expected"),
-    [
-        (1, 4, [4], 0),
-        (4, 4, [4], 0),  # one token must be computed
-        (5, 4, [4], 4),
-        (8, 8, [4, 8], 4),
-        (9, 8, [4, 8], 8),
-        (9, 8, [4], 4),
-        (9, 8, [8], 8),
-        (9, 8, [], 0),
-        (9, 4, [8], 0),  # a snapshot behind a missing page
-        (9, 4, [4, 8], 4),
-        (100, 12, [4, 8, 16], 8),
-        (100, 16, [4, 16], 16),
-        (9, 8, None, 8),
-        (8, 8, None, 4),
-        (100, 12, None, 12),
-        (9, 0, None, 0),
-    ],
-)
-def test_hit_len(known_len: int, cached_len: int, edges: list[int] | None, expected: int) -> None:
-    assert hit_len(known_len, P, cached_len, edges) == expected
-
-
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 12), st.none() | st.sets(st.integers(1, 12)))
 def test_hit_len_is_the_longest_that_has_everything(
     known_len: int, page_len: int, num_cached: int, edges: set[int] | None
@@ -62,17 +37,6 @@ def test_hit_len_is_the_longest_that_has_everything(
         if on_edge and length <= num_cached * page_len and (snapshots is None or length in snapshots):
             fitting.append(length)
     assert hit_len(known_len, page_len, num_cached * page_len, snapshots) == max(fitting)
-
-
-@pytest.mark.parametrize("length", range(1, 4 * P + 2))
-@pytest.mark.parametrize("hybrid", [True, False])
-def test_the_same_prompt_again(hybrid: bool, length: int) -> None:
-    house = House(hybrid=hybrid)
-    prompt = text(length)
-    assert house.hit(prompt) == 0
-    assert house.hit(prompt) == reusable_len(length, P)
-    if length > 1:
-        assert house.hit([*prompt, 5]) >= house.hit(prompt)
 
 
 @pytest.mark.parametrize("length", range(1, 5 * P + 3))
@@ -91,16 +55,6 @@ def test_without_recurrences_every_prefix_finds_its_pages(length: int) -> None:
     prompt = text(5 * P + 2)
     house.serve(prompt)
     assert house.hit(prompt[:length]) == reusable_len(length, P)
-
-
-@pytest.mark.parametrize("position", range(2 * P, 4 * P + 1))
-@pytest.mark.parametrize("hybrid", [True, False])
-def test_a_prompt_that_diverges_at_any_position(hybrid: bool, position: int) -> None:
-    house = House(hybrid=hybrid, interval=P)
-    prompt = text(4 * P + 1)
-    house.serve(prompt)
-    other = [*prompt[:position], 5, *prompt[position + 1 :]]
-    assert house.hit(other) == position // P * P
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -422,15 +376,6 @@ def test_a_preempted_request_resumes_from_its_own_pages(donate: bool) -> None:
 # Who is evicted.
 
 
-def test_a_page_in_use_is_never_evicted_however_tight() -> None:
-    house = House(num_pages=13, max_len=24)
-    for seed in range(6):
-        house.ask(text(2 * P, seed), 3 * P)
-    house.run()
-    assert house.prefix.statistics.evicted_pages > 0
-    assert all(request.finish_reason for request in house.requests)
-
-
 def test_pages_behind_the_last_snapshot_go_first() -> None:
     """They save nothing. The other path is older, and would go first by age."""
     house = House(num_pages=13, donate=False)
@@ -531,14 +476,6 @@ def test_a_snapshot_is_not_given_away_in_the_step_that_restores_it() -> None:
     house.turn()
     assert third.slot_id, "a step later the snapshot must give way"
     house.run()
-
-
-def test_a_full_cache_of_one_request_turns_over() -> None:
-    """Exactly one request of max_len fits: it must be admitted whatever is cached."""
-    for hybrid in (True, False):
-        house = House(num_pages=7, num_slots=3, max_len=24, max_rows=1, hybrid=hybrid)
-        for seed in range(8):
-            house.serve(text(9 + seed, seed % 3), 15 - seed)
 
 
 # Flush.

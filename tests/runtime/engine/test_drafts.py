@@ -1,8 +1,5 @@
 """Whatever is drafted, the output is the oracle's; and windows are counted and cut as they must be."""
 
-import itertools
-import random
-
 import pytest
 from kit.fake_session import VOCAB, hashed, oracle
 from kit.proposers import Scripted, always_right, always_wrong, shuffled
@@ -29,33 +26,6 @@ def test_no_draft_changes_a_token(make_hand, name: str, num_drafts: int) -> None
     asked = [h.submit(prompt, max_tokens=24) for prompt in prompts]
     h.run()
     assert [h.token_ids(r) for r in asked] == [oracle(prompt, 24) for prompt in prompts]
-
-
-@pytest.mark.parametrize("accepts", list(itertools.product(range(4), repeat=3)), ids=str)
-def test_every_sequence_of_accepted_counts(make_hand, accepts: tuple[int, ...]) -> None:
-    """M2 of the matrix: the state after any history of acceptance is the state of the text."""
-    turns = itertools.cycle(accepts)
-    right = always_right(hashed)
-
-    def script(request, room):
-        good = next(turns)
-        ids = right.script(request, room)
-        return [*ids[:good], *((t + 1) % VOCAB for t in ids[good:])]
-
-    h = hand(make_hand, Scripted(script))
-    asked = h.submit([5, 6, 7], max_tokens=30)
-    h.run()
-    assert h.token_ids(asked) == oracle([5, 6, 7], 30)
-
-
-def test_a_step_without_drafts_after_accepted_drafts_reads_the_right_state(make_hand) -> None:
-    """Report 004: windows [3, 0, 0, 2, 1, 0, 3] beside a row with others, all of them accepted."""
-    lengths = {1: itertools.cycle([3, 0, 0, 2, 1, 0, 3]), 2: itertools.cycle([0, 3, 3, 0])}
-    right = always_right(hashed)
-    h = hand(make_hand, Scripted(lambda r, room: right.script(r, room)[: next(lengths[r.id])]))
-    asked = [h.submit(prompt, max_tokens=40) for prompt in ([1, 2, 3], [9] * 6)]
-    h.run()
-    assert [h.token_ids(r) for r in asked] == [oracle([1, 2, 3], 40), oracle([9] * 6, 40)]
 
 
 def test_windows_are_counted_by_position(make_hand) -> None:
@@ -98,33 +68,3 @@ def test_nothing_behind_a_stop_token_is_kept(make_hand, at: int) -> None:
     assert h.last(asked).finish_reason == "stop"
     logprobs = [line for piece in h.pieces[asked] for line in piece.logprobs or []]
     assert [line.token_id for line in logprobs] == expected[: first + 1]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_storms_of_drafts_preemptions_and_aborts(make_hand, seed: int) -> None:
-    """Small pools, random arrivals, lengths, windows and aborts; audited after every turn."""
-    rng = random.Random(seed)
-    print("seed", seed)
-    h = hand(
-        make_hand,
-        shuffled(seed, hashed, VOCAB),
-        num_drafts=rng.choice([1, 3, 9]),
-        max_rows=rng.randint(1, 5),
-        max_step_tokens=rng.choice([8, 13, 32]),
-        num_pages=rng.randint(9, 20),
-    )
-    wanted = {}
-    for _ in range(60):
-        if rng.random() < 0.3:
-            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 50))]
-            length = rng.randint(1, 20)
-            wanted[h.submit(prompt, max_tokens=length)] = oracle(prompt, min(length, 64 - len(prompt)))
-        if wanted and rng.random() < 0.05:
-            h.loop.abort(rng.choice(list(wanted)))
-        h.turn()
-    h.run()
-    for asked, expected in wanted.items():
-        got = h.token_ids(asked)
-        if h.last(asked).finish_reason == "cancelled":
-            expected = expected[: len(got)]
-        assert got == expected, f"seed {seed}, request {asked}"

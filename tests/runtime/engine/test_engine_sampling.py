@@ -69,16 +69,3 @@ def test_words_and_stops_that_would_have_come_do_not(llm: LLM, oracle: Oracle) -
         (found,) = llm.generate([output.prompt_token_ids], params)
         check(oracle, found, params, (a,))
         assert len(found.token_ids) > 9 and a not in found.token_ids[:9]
-
-
-def test_seeded_draws_are_the_same_with_and_without_drafts(
-    llm: LLM, tiny_engine: Callable[..., Path]
-) -> None:
-    params = [
-        SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9, top_p=0.95, seed=n, **asked)
-        for n, asked in enumerate(ASKED)
-    ]
-    outputs = llm.generate(PROMPTS, params)
-    with LLM(tiny_engine("qwen3_5"), max_rows=1, drafts="none") as alone:
-        wanted = alone.generate(PROMPTS, params)
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]

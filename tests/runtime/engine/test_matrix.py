@@ -9,7 +9,8 @@ whatever was reused. Axis G (graphs) does not exist yet: nothing here runs on a 
 
     row      here, and where else
     M1       test_m01   tests/builder/test_graph.py (pieces of every size)
-    M2 M3    test_m02, test_m03   test_drafts.py (fake session: every sequence of accepted counts)
+    M2       test_m02
+    M3       test_reports.py (004)   test_matrix_pairs.py (windows of random lengths beside each other)
     M4-M6 M8 test_matrix_cache.py   ../cache/test_prefix.py (the index alone)
     M7       test_m07   ../cache/test_prefix.py
     M9       test_m09   test_drafts.py, ../test_llm.py (stop strings)
@@ -85,24 +86,6 @@ def de_bruijn(num: int, length: int) -> list[int]:
             return made
         made.append(fresh[0])
         seen.add(tuple(made[-length:]))
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_m03_windows_of_all_lengths_beside_each_other(
-    small_hand: Callable, wanted: Wanted, answers: Callable, family: str, depth: int
-) -> None:
-    """Report 004: a step without drafts, or with fewer, after a step with accepted ones."""
-    lengths = {1: itertools.cycle([3, 0, 0, 2, 1, 0, 3]), 2: itertools.cycle([0, 3, 3, 0])}
-    right = windows(answers(family), lambda request: K).script
-    proposer = Scripted(lambda request, room: right(request, room)[: next(lengths[request.id])])
-    hand = small_hand(family, "scripted", proposer=proposer, pipeline_depth=depth)
-    text = wanted.story(family)
-    ids = {hand.submit(text[:n], max_tokens=40): n for n in (3, 13)}
-    hand.end()
-    for request_id, n in ids.items():
-        hand.check(request_id, text[n : n + 40])
-        assert sum(hand.last(request_id).metrics.accepted) > 5
 
 
 @pytest.mark.parametrize("chunk", [1, K + 1, B - 1, B, B + 1, 3 * B])

@@ -138,17 +138,6 @@ def test_an_equal_priority_takes_nobodys_place(make_hand: Callable) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_tenants_do_not_meet(make_hand: Callable, depth: int) -> None:
-    hand = make_hand(prefix_cache=True, pipeline_depth=depth)
-    cached = []
-    for salt in ("", "", "a", "a", "b"):
-        hand.submit(prompt(33), max_tokens=4, cache_salt=salt)
-        hand.run()
-        cached.append(hand.requests[-1].metrics.cached_tokens)
-    assert cached == [0, 32, 0, 32, 0]
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("num_drafts", [0, 3, 9])
 def test_a_second_turn_begins_at_the_last_page_of_the_first(
     make_hand: Callable, depth: int, num_drafts: int
@@ -178,19 +167,3 @@ def test_a_request_may_draft_less_or_nothing(make_hand: Callable) -> None:
     hand.run()
     assert [len(hand.last(i).metrics.drafted) for i in ids] == [5, 2, 0]
     assert [hand.token_ids(i) for i in ids] == [oracle(prompt(5, n), 30) for n in range(3)]
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_reset_forgets_and_what_runs_goes_on(make_hand: Callable, depth: int) -> None:
-    hand = make_hand(prefix_cache=True, pipeline_depth=depth)
-    hand.submit(prompt(33), max_tokens=4)
-    hand.run()
-    again = hand.submit(prompt(33), max_tokens=20)
-    for _ in range(4):
-        hand.turn()
-    hand.loop.flush()
-    hand.run()
-    last = hand.submit(prompt(33), max_tokens=4)
-    hand.run()
-    assert [r.metrics.cached_tokens for r in hand.requests] == [0, 32, 0]
-    assert hand.token_ids(again) == oracle(prompt(33), 20) and hand.token_ids(last) == oracle(prompt(33), 4)

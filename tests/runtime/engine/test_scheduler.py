@@ -23,22 +23,6 @@ def test_alone_with_any_budget(make_hand: Callable, length: int, max_step_tokens
     assert hand.last(request_id).finish_reason == "length"
 
 
-@pytest.mark.parametrize("max_step_tokens", [4, 5, 13, 100])
-def test_mixed_batches_in_any_order(make_hand: Callable, max_step_tokens: int) -> None:
-    lengths = [1, 2, 3, 7, 8, 9, 15, 16, 17, 40]
-    for seed in range(4):
-        hand = make_hand(max_step_tokens=max_step_tokens)
-        order = random.Random(seed).sample(lengths, len(lengths))
-        ids = {}
-        for length in order:
-            ids[length] = hand.submit(prompt(length), max_tokens=20)
-            if length % 2:
-                hand.turn()
-        hand.run()
-        for length in lengths:
-            assert hand.token_ids(ids[length]) == oracle(prompt(length), 20), f"seed {seed}, prompt {length}"
-
-
 def test_decode_rows_come_first_then_prompts_then_new_requests(make_hand: Callable) -> None:
     hand = make_hand(max_step_tokens=16)
     first, second, third = hand.submit(prompt(4)), hand.submit(prompt(30)), hand.submit(prompt(3))
@@ -107,40 +91,6 @@ def test_preemption_changes_no_token(make_hand: Callable, num_pages: int) -> Non
     assert hand.last(ids[0]).metrics.num_preemptions == 0, "the oldest gives way to nobody"
 
 
-def test_preemption_at_every_step_changes_no_token(make_hand: Callable) -> None:
-    wanted = {seed: oracle(prompt(9, seed), 12) for seed in range(3)}
-    for step in range(20):
-        hand = make_hand(max_step_tokens=8)
-        ids = [hand.submit(prompt(9, seed), max_tokens=12) for seed in range(3)]
-        for _ in range(step):
-            hand.turn()
-        scheduler = hand.loop.scheduler
-        while scheduler.running:
-            scheduler._preempt(scheduler.running[-1])
-            scheduler.audit()
-        hand.run()
-        assert [hand.token_ids(i) for i in ids] == list(wanted.values()), f"preempted after {step} turns"
-
-
-def test_abort_at_every_step_leaves_the_others_alone(make_hand: Callable) -> None:
-    for step in range(16):
-        hand = make_hand(max_step_tokens=8, max_rows=2)
-        ids = [hand.submit(prompt(9, seed), max_tokens=10) for seed in range(4)]
-        for _ in range(step):
-            hand.turn()
-        hand.loop.abort(ids[1])
-        hand.loop.abort(ids[3])
-        hand.run()
-        for seed in (0, 2):
-            assert hand.token_ids(ids[seed]) == oracle(prompt(9, seed), 10)
-        for seed in (1, 3):
-            whole = oracle(prompt(9, seed), 10)
-            got = hand.token_ids(ids[seed])
-            assert got == whole[: len(got)]
-            assert hand.last(ids[seed]).finish_reason == ("cancelled" if len(got) < 10 else "length")
-            assert sum(piece.finish_reason is not None for piece in hand.pieces[ids[seed]]) == 1
-
-
 def test_up_to_max_len_and_not_beyond(make_hand: Callable) -> None:
     hand = make_hand()
     ids = {length: hand.submit(prompt(length), max_tokens=100) for length in (1, 30, 62, 63)}
@@ -169,37 +119,3 @@ def test_stop_ids_end_a_request(make_hand: Callable) -> None:
 
 def test_an_idle_plan_is_empty(make_hand: Callable) -> None:
     assert make_hand().loop.scheduler.plan() == Plan()
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_storm(make_hand: Callable, seed: int) -> None:
-    """Random sizes, arrivals, aborts, preemptions."""
-    dice = random.Random(seed)
-    max_rows = dice.choice([1, 2, 4, 9])
-    hand = make_hand(
-        max_rows=max_rows,
-        max_step_tokens=dice.choice([max_rows, max_rows + 3, 17, 64]),
-        num_pages=dice.choice([17, 18, 23, 60]),
-        page_len=dice.choice([4, 8]),
-    )
-    wanted: dict[int, list[int]] = {}
-    aborted: set[int] = set()
-    for _ in range(120):
-        if len(wanted) < 25 and dice.random() < 0.4:
-            ids = prompt(dice.randint(1, 40), dice.randint(0, 99))
-            max_tokens, priority = dice.randint(1, 24), dice.choice([0, 0, 1, -1])
-            wanted[hand.submit(ids, max_tokens=max_tokens, priority=priority)] = oracle(ids, max_tokens)
-        if wanted and dice.random() < 0.1:
-            request_id = dice.choice([i for i in wanted if not hand.ended(i)] or list(wanted))
-            aborted.add(request_id)
-            hand.loop.abort(request_id)
-        running = hand.loop.scheduler.running
-        if running and dice.random() < 0.1:
-            hand.preempt(dice.choice(running))
-        hand.turn()
-    hand.run()
-    for request_id, token_ids in wanted.items():
-        got = hand.token_ids(request_id)
-        assert got == token_ids[: len(got)], f"seed {seed}, request {request_id}"
-        assert len(got) == len(token_ids) or hand.last(request_id).finish_reason == "cancelled"
-        assert hand.last(request_id).finish_reason != "cancelled" or request_id in aborted
