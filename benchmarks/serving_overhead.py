@@ -73,8 +73,8 @@ print(read(os.environ["URL"], int(os.environ["STREAMS"]), int(os.environ["TOKENS
 def read(url: str, num_streams: int, num_tokens: int) -> str:
     """Seconds from the first token to the last, of streams of one connection."""
     answers: SimpleQueue[Any] = SimpleQueue()
-    ids = grpcclient.InferInput("input_ids", [1], "INT32")
-    ids.set_data_from_numpy(np.array([1], np.int32))
+    ids = grpcclient.InferInput("input_ids", [1], "INT64")
+    ids.set_data_from_numpy(np.array([1], np.int64))
     found: dict[str, list[int]] = {}
     with grpcclient.InferenceServerClient(url) as client:
         client.start_stream(lambda result, error: answers.put((time.monotonic(), result, error)))

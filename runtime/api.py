@@ -129,7 +129,10 @@ class SamplingParams(Strict):
         default=0.0, ge=0, le=1, description="draw from tokens this likely, relative to the best"
     )
     seed: int | None = Field(
-        default=None, ge=0, lt=2**64, description="same seed, same text; default: a new one"
+        default=None,
+        ge=-(2**63),
+        lt=2**64,
+        description="same seed, same text; default: a new one. -1 is 2**64 - 1",
     )
     stop: tuple[str, ...] = Field(default=(), description="the text ends before the first of these")
     stop_token_ids: tuple[int, ...] = Field(
@@ -206,6 +209,11 @@ class SamplingParams(Strict):
     def _is_unicode(cls, value: tuple[str, ...] | str) -> tuple[str, ...] | str:
         _check_unicode(value)
         return value
+
+    @field_validator("seed")
+    @classmethod
+    def _of_64_bits(cls, value: int | None) -> int | None:
+        return None if value is None else value % 2**64
 
     @field_validator("min_tokens")
     @classmethod

@@ -120,11 +120,12 @@ def pack(
                 add_strings(request, name, [value])
             case bool():
                 request.parameters[name].bool_param = value
-            case int() if name == "seed" and 2**63 <= value < 2**64:
-                request.inputs.add(name=name, datatype="UINT64", shape=[1])
-                request.raw_input_contents.append(struct.pack("<Q", value))
+            case int() if name == "seed":  # its 64 bits, signed
+                request.parameters[name].int64_param = value - (value >> 63 << 64)
             case int() if not -(2**63) <= value < 2**63:
                 raise Refused(f"{name} is {value}, which needs more than 64 bits; give a smaller number")
+            case int() if name == "priority":  # a parameter of that name is Triton's own
+                add_ints(request, name, [value])
             case int():
                 request.parameters[name].int64_param = value
             case float():
@@ -145,10 +146,10 @@ def add_strings(request: Any, name: str, texts: Sequence[str]) -> None:
 
 def add_ints(request: Any, name: str, values: Sequence[int]) -> None:
     try:
-        content = struct.pack(f"<{len(values)}i", *values)
+        content = struct.pack(f"<{len(values)}q", *values)
     except struct.error as error:
         raise Refused(f"{name} cannot be sent ({error}); pass token ids of the vocabulary") from None
-    request.inputs.add(name=name, datatype="INT32", shape=[len(values)])
+    request.inputs.add(name=name, datatype="INT64", shape=[len(values)])
     request.raw_input_contents.append(content)
 
 

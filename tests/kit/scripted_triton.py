@@ -66,7 +66,7 @@ class ScriptedTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             if tensor.datatype == "BYTES":
                 found[tensor.name] = content[4:].decode()
             else:
-                found[tensor.name] = list(struct.unpack(f"<{len(content) // 4}i", content))
+                found[tensor.name] = list(struct.unpack(f"<{len(content) // 8}q", content))
         for name, value in request.parameters.items():
             found[name] = getattr(value, value.WhichOneof("parameter_choice"))
         return found

@@ -36,7 +36,7 @@ def joined(pieces: list[Piece]) -> tuple[list[int], str]:
 
 def infer_tensors(server: Server, tensors: dict[str, np.ndarray], **options: object) -> list:
     """NVIDIA's client, as somebody else would use it: every setting as a tensor."""
-    kinds = {"O": "BYTES", "i4": "INT32", "f4": "FP32", "b1": "BOOL", "u8": "UINT64"}
+    kinds = {"O": "BYTES", "i8": "INT64", "f4": "FP32", "b1": "BOOL"}
     answers: SimpleQueue = SimpleQueue()
     inputs = []
     for name, values in tensors.items():

@@ -187,7 +187,7 @@ def triton_request(
     prompt: Sequence[int] = (1, 2, 3),
     name: str = "",
 ) -> SimpleNamespace:
-    tensors = [Tensor("input_ids", np.array(prompt, np.int32))] if prompt else []
+    tensors = [Tensor("input_ids", np.array(prompt, np.int64))] if prompt else []
     return SimpleNamespace(
         inputs=lambda: tensors,
         parameters=lambda: json.dumps(parameters or {}),

@@ -147,7 +147,7 @@ def test_bad_types_over_grpc_are_named(server: Server, neighbour: None) -> None:
         (text, {"parameters": {"max_tokens": "two"}}, "[INVALID_ARG] max_tokens is 'two'"),
         (text, {"parameters": {"stream": 1}}, "[INVALID_ARG] stream is 1; give true or false"),
         (
-            text | {"top_k": np.array([2], np.int32)},
+            text | {"top_k": np.array([2], np.int64)},
             {"parameters": {"top_k": 2}},
             "top_k is given twice, as a tensor",
         ),

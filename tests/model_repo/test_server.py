@@ -199,11 +199,11 @@ def test_nvidias_client_with_every_setting_as_a_tensor(server: Server, llm: LLM)
     }
     tensors |= {
         "bad_words_ids": np.array([b"[[17, 18], [19]]"], object),
-        "stop_token_ids": np.array([9], np.int32),
+        "stop_token_ids": np.array([9], np.int64),
     }
-    tensors |= {"seed": np.array([7], np.uint64), "ignore_eos": np.array([True]), "stream": np.array([True])}
+    tensors |= {"seed": np.array([7], np.int64), "ignore_eos": np.array([True]), "stream": np.array([True])}
     for name, value in settings.items():
-        tensors[name] = np.array([value], np.float32 if isinstance(value, float) else np.int32)
+        tensors[name] = np.array([value], np.float32 if isinstance(value, float) else np.int64)
     results = infer_tensors(server, tensors, enable_empty_final_response=True)
     assert all(error is None for _, error in results)
     found = [result for result, _ in results]

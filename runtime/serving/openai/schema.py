@@ -84,9 +84,9 @@ class Request(Body):
         seed = given.get("seed")
         if type(seed) is not int:
             return [SamplingParams(**given)] * self.num_choices
-        if not -(2**63) <= seed < 2**64:
-            raise ApiError(400, f"seed is {seed}; give 64 bits", param="seed", code="invalid_value")
-        return [SamplingParams(**{**given, "seed": (seed + i) % 2**64}) for i in range(self.num_choices)]
+        first = SamplingParams(**given)
+        seeds = [(seed + i) % 2**64 for i in range(self.num_choices)]
+        return [first.model_copy(update={"seed": one}) for one in seeds]
 
 
 def _biases(given: dict[str, Any]) -> dict[int, Any]:

@@ -88,7 +88,7 @@ BAD_PARAMS = [
     ({"top_p": 1.1}, "top_p is 1.1: it should be less than or equal to 1"),
     ({"top_k": -2}, "top_k is -2: "),
     ({"min_p": 2}, "min_p is 2: "),
-    ({"seed": -1}, "seed is -1: "),
+    ({"seed": -(2**63) - 1}, f"seed is {-(2**63) - 1}: "),
     ({"seed": 2**64}, f"seed is {2**64}: "),
     ({"stop": [""]}, "stop is ['']: an empty stop string"),
     ({"stop": [3]}, "stop is 3: "),

@@ -50,16 +50,16 @@ def test_what_was_set_travels_exactly_and_nothing_else(client: Client, triton: T
         "max_tokens": 5,
         "temperature": 0.1,
         "ignore_eos": True,
+        "seed": -1,
     }
     tensors = {
         tensor.name: (tensor.datatype, list(tensor.shape), content)
         for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True)
     }
     assert tensors == {
-        "input_ids": ("INT32", [2], struct.pack("<2i", 1, 2)),
-        "seed": ("UINT64", [1], b"\xff" * 8),
+        "input_ids": ("INT64", [2], struct.pack("<2q", 1, 2)),
         "stop": ("BYTES", [2], b"\x01\0\0\0a\x02\0\0\0" + "é".encode()),
-        "stop_token_ids": ("INT32", [2], struct.pack("<2i", 3, 4)),
+        "stop_token_ids": ("INT64", [2], struct.pack("<2q", 3, 4)),
     }
 
 
@@ -76,13 +76,14 @@ def test_what_json_says_travels_as_a_text(client: Client, triton: Triton) -> Non
         name: getattr(value, value.WhichOneof("parameter_choice"))
         for name, value in request.parameters.items()
     }
-    wanted = {"repetition_penalty": 1.1, "min_tokens": 2, "num_drafts": 0, "priority": -4}
+    wanted = {"repetition_penalty": 1.1, "min_tokens": 2, "num_drafts": 0}
     assert {name: sent[name] for name in wanted} == wanted and "cache_salt" not in sent
     tensors = {
         tensor.name: (tensor.datatype, list(tensor.shape), content)
         for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True)
     }
     del tensors["text_input"]
+    assert tensors.pop("priority") == ("INT64", [1], struct.pack("<q", -4))
     for name, (shape, content) in {
         "logit_bias": ([1], b'{"5": 0.1, "2": -3.0}'),
         "bad_words": ([2], b"a\x01\0\0\0b"),
@@ -150,7 +151,7 @@ def test_generate_keeps_the_order_and_a_bound_on_what_is_in_flight(
     assert (outputs[0].finish_reason, outputs[0].metrics, outputs[0].logprobs) == ("stop", METRICS, None)
     assert 2 <= triton.most_open <= 4
     sent = {
-        struct.unpack("<i", r.raw_input_contents[0])[0]: r.parameters["max_tokens"].int64_param
+        struct.unpack("<q", r.raw_input_contents[0])[0]: r.parameters["max_tokens"].int64_param
         for r in triton.requests
     }
     assert sent == {i: i + 1 for i in range(30)}
@@ -213,7 +214,7 @@ def test_no_server_and_no_model_are_refused_with_a_way_out(url: str) -> None:
         ([b"a"], None, "prompt is bytes; pass text"),
         ([5], None, "prompt is int; pass text"),
         ([[1.5]], None, "input_ids cannot be sent"),
-        ([[2**31]], None, "input_ids cannot be sent"),
+        ([[2**63]], None, "input_ids cannot be sent"),
         (["\ud800"], None, "text_input is not valid Unicode at character 0"),
     ],
 )
