@@ -19,6 +19,8 @@ from typing import Annotated, Any
 
 import requests
 import typer
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
 
 from hemiola import LLM, Busy, Client, Lost, Refused, SamplingParams
 
@@ -294,12 +296,12 @@ def hurt(server: Served, act: str) -> bool:
         if act == "kill":
             os.kill(server.pids()[-1], signal.SIGKILL)
             return True
-        for step in ("unload", "load"):
-            url = f"{server.http_url}/v2/repository/models/hemiola/{step}"
-            headers = {"hemiola-key": KEY}
-            requests.post(url, json={}, headers=headers, timeout=RETRY_S).raise_for_status()
+        key = {"triton-grpc-protocol-hemiola-key": KEY}
+        with InferenceServerClient(server.grpc_url) as control:
+            control.unload_model("hemiola", headers=key, client_timeout=RETRY_S)
+            control.load_model("hemiola", headers=key, client_timeout=RETRY_S)
         return True
-    except (OSError, IndexError, requests.RequestException):
+    except (OSError, IndexError, InferenceServerException):
         return False
 
 

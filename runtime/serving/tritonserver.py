@@ -87,10 +87,19 @@ def check_python(triton: Triton, environment: Mapping[str, str]) -> None:
 
 
 def locked(control_key: str) -> list[str]:
-    """Options: nobody reaches into the server's memory and files, and only the key's owner loads models."""
-    names = "shared-memory,trace,logging" + (",model-repository" if control_key else "")
-    rule = f"{names}:{KEY_HEADER}={control_key or secrets.token_hex(16)}"
-    return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
+    """Options: nobody reaches into the server's memory and files, and only the key's owner loads models.
+
+    Over gRPC: a load that came over HTTP holds one of its threads, and loses what that thread's event streams
+    have to say meanwhile, their ends included.
+    """
+    names, nobody = "shared-memory,trace,logging", f"{KEY_HEADER}={secrets.token_hex(16)}"
+    if not control_key:
+        return [f"--http-restricted-api={names}:{nobody}", f"--grpc-restricted-protocol={names}:{nobody}"]
+    return [
+        f"--http-restricted-api={names},model-repository:{nobody}",
+        f"--grpc-restricted-protocol={names}:{nobody}",
+        f"--grpc-restricted-protocol=model-repository:{KEY_HEADER}={control_key}",
+    ]
 
 
 def server_environment() -> dict[str, str]:

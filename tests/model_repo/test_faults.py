@@ -16,6 +16,8 @@ import pytest
 import requests
 from kit.served import ENVIRONMENT, SERVE, Served, until
 from kit.triton_calls import joined, post, scrape
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Busy, Lost
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.server
 
 LONG = SamplingParams(max_tokens=480, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
-KEY = {"hemiola-key": "secret"}
+KEY = {"triton-grpc-protocol-hemiola-key": "secret"}
 
 
 @pytest.fixture(scope="module")
@@ -134,26 +136,29 @@ def key(name: str, **labels: str) -> tuple[str, frozenset]:
     return name, frozenset(({"model": "hemiola", "version": "1"} | labels).items())
 
 
-def control(served: Served, act: str, headers: dict[str, str] = KEY) -> requests.Response:
-    url = f"{served.http_url}/v2/repository/models/hemiola/{act}"
-    return requests.post(url, json={}, headers=headers, timeout=120)
+def test_models_are_controlled_over_grpc_only(served: Served) -> None:
+    """Over HTTP, a load loses events of other streams."""
+    for act in ("unload", "load"):
+        url = f"{served.http_url}/v2/repository/models/hemiola/{act}"
+        assert requests.post(url, json={}, headers={"hemiola-key": "secret"}, timeout=120).status_code == 403
+    with InferenceServerClient(served.grpc_url) as nobody, pytest.raises(InferenceServerException):
+        nobody.unload_model("hemiola")
 
 
 def test_an_engine_is_reloaded_under_a_stream_of_another(served: Served, llm: LLM) -> None:
-    assert control(served, "unload", {}).status_code == 403
-    with Client(served.grpc_url, "second") as other:
+    with Client(served.grpc_url, "second") as other, InferenceServerClient(served.grpc_url) as control:
         stream = other.stream("neighbour", LONG)
         next(stream)
         with Client(served.grpc_url) as client:
             in_flight = client.stream("def ", LONG)
             pieces = [next(in_flight)]
             try:
-                assert control(served, "unload").status_code == 200
+                control.unload_model("hemiola", headers=KEY)
                 pieces += in_flight
                 assert pieces[-1].finish_reason == "length", "what runs may finish"
                 until(lambda: post(served, {"text_input": "a"}).status_code == 404)
             finally:
-                assert control(served, "load").status_code == 200
+                control.load_model("hemiola", headers=KEY)
         works_again(served, llm)
         assert [piece.finish_reason for piece in stream][-1] == "length"
         held = [os.readlink(fd) for fd in Path(f"/proc/{served.pid('models/hemiola/')}/fd").iterdir()]
