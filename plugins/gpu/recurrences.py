@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hemiola.plugins.gpu.rows import kind_of
+from hemiola.plugins.gpu.rows import live_rows
 
 
 @triton.jit
@@ -33,13 +33,7 @@ def places(start, ring_len, LEN: tl.constexpr):
 @triton.jit
 def chunks_of_kind(rows_ptr, base, num_rows, lowest, highest, CHUNK: tl.constexpr):
     """Of 64 rows from `base` on: how many chunks each has, if it is of these kinds, and their running sum."""
-    row = base + tl.arange(0, 64)
-    at, here = rows_ptr + row * 8, row < num_rows
-    num, drafts = tl.load(at + 1, mask=here, other=0), tl.load(at + 2, mask=here, other=0)
-    slot, committed = tl.load(at + 3, mask=here, other=0), tl.load(at + 4, mask=here, other=0)
-    edge = tl.load(at + 5, mask=here, other=0)
-    kind = kind_of(num, drafts, committed, edge, CHUNK)
-    mine = (num > 0) & (slot != 0) & (kind >= lowest) & (kind <= highest)
+    mine, num, committed, edge = live_rows(rows_ptr, base, num_rows, lowest, highest, CHUNK)
     chunks = tl.where(mine, (committed + num - edge + CHUNK - 1) // CHUNK, 0)
     return chunks, tl.cumsum(chunks, 0)
 

@@ -58,13 +58,20 @@ def kind_of(num, drafts, committed, edge, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def rows_of_kind(rows_ptr, base, num_rows, lowest, highest, CHUNK: tl.constexpr):
-    """Of 64 rows from `base` on: their numbers, which are live and of these kinds, their ranks, how many."""
+def live_rows(rows_ptr, base, num_rows, lowest, highest, CHUNK: tl.constexpr):
+    """Of 64 rows from `base` on: which are live and of these kinds, and their tokens, committed and edge."""
     row = base + tl.arange(0, 64)
     at, here = rows_ptr + row * 8, row < num_rows
     num, drafts = tl.load(at + 1, mask=here, other=0), tl.load(at + 2, mask=here, other=0)
     slot, committed = tl.load(at + 3, mask=here, other=0), tl.load(at + 4, mask=here, other=0)
     edge = tl.load(at + 5, mask=here, other=0)
     kind = kind_of(num, drafts, committed, edge, CHUNK)
-    mine = (num > 0) & (slot != 0) & (kind >= lowest) & (kind <= highest)
-    return row, mine, tl.cumsum(mine.to(tl.int32), 0) - 1, tl.sum(mine.to(tl.int32), 0)
+    return (num > 0) & (slot != 0) & (kind >= lowest) & (kind <= highest), num, committed, edge
+
+
+@triton.jit
+def rows_of_kind(rows_ptr, base, num_rows, lowest, highest, CHUNK: tl.constexpr):
+    """Of 64 rows from `base` on: their numbers, which are live and of these kinds, their ranks, how many."""
+    mine, _, _, _ = live_rows(rows_ptr, base, num_rows, lowest, highest, CHUNK)
+    rank = tl.cumsum(mine.to(tl.int32), 0) - 1
+    return base + tl.arange(0, 64), mine, rank, tl.sum(mine.to(tl.int32), 0)

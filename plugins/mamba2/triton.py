@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from hemiola.plugins.gpu.precise import dot, dot_wide_left, dot_wide_right, softplus
+from hemiola.plugins.gpu.recurrences import ages, take
 from hemiola.plugins.gpu.rows import LONG, PASSES, STAYS, clear_dead_tokens, kind_of, load_row, rows_of_kind
 
 
@@ -45,7 +46,7 @@ def _step(
                 dt_records + base * H,
             )
             token = (first + edge - committed).to(tl.int64)
-            old, new = _ages(edge + c, committed, end)
+            old, new = ages(edge + c, committed, end)
             place = (edge + c) % ring_len
             kept = new & (kind == STAYS)  # `_pass` still reads the records of a row that passes an edge
             q = committed - edge + tl.arange(0, 16)
@@ -53,7 +54,7 @@ def _step(
             C_q = tl.load(
                 C + g * N + token * C_len + q[:, None] * C_len + n[None, :], mask=live[:, None], other=0.0
             )
-            B_c = _take(Br, B + g * N + token * B_len, place, n, old, new, n < N, G * N, B_len)
+            B_c = take(Br, B + g * N + token * B_len, place, n, old, new, n < N, G * N, B_len)
             if h0 % (H // G) == 0:
                 tl.store(Br + (place[:, None] * (G * N) + n[None, :]), B_c, mask=kept[:, None])
             scores = dot(B_c, tl.trans(C_q))
@@ -65,7 +66,7 @@ def _step(
                 h, p0 = h0 + i // blocks, i % blocks * BP
                 at, stored = h * P + p0, p < P - p0
                 s = tl.load(state + (slot_state + at * N) + inner, mask=stored[:, None] & held, other=0.0)
-                x_c = _take(xr + at, x + token * x_len + at, place, p, old, new, stored, H * P, x_len)
+                x_c = take(xr + at, x + token * x_len + at, place, p, old, new, stored, H * P, x_len)
                 dt_new = _step_sizes(
                     dt + token * dt_len + h, tl.load(dt_bias + h), dt_min, dt_max, c, new, dt_len
                 )
@@ -124,16 +125,16 @@ def _pass_row(
     held = (edge > 0) & (committed > 0)
     xr, Br, dtr = x_records + base * (H * P), B_records + base * (G * N) + g * N, dt_records + base * H
     token, token_2 = (first + edge - committed).to(tl.int64), (first + edge - committed).to(tl.int64) + CHUNK
-    old, new = _ages(edge + c, committed, end)
-    old_2, new_2 = _ages(edge + CHUNK + c, committed, end)
+    old, new = ages(edge + c, committed, end)
+    old_2, new_2 = ages(edge + CHUNK + c, committed, end)
     place, place_2 = (edge + c) % ring_len, (edge + CHUNK + c) % ring_len
     q = tl.maximum(committed - edge - CHUNK, 0) + tl.arange(0, 16)
     live = (q < CHUNK) & (edge + CHUNK + q < end)
     C_q = tl.load(
         C + g * N + token_2 * C_len + q[:, None] * C_len + n[None, :], mask=live[:, None], other=0.0
     )
-    B_c = _take(Br, B + g * N + token * B_len, place, n, old, new, n < N, G * N, B_len)
-    B_2 = _take(Br, B + g * N + token_2 * B_len, place_2, n, old_2, new_2, n < N, G * N, B_len)
+    B_c = take(Br, B + g * N + token * B_len, place, n, old, new, n < N, G * N, B_len)
+    B_2 = take(Br, B + g * N + token_2 * B_len, place_2, n, old_2, new_2, n < N, G * N, B_len)
     scores = dot(B_2, tl.trans(C_q))
     inner, to = p[:, None] * N + n[None, :], q[None, :] * (H * P) + p[:, None]
     dt_place, x_place = place * H, place[:, None] * (H * P) + p[None, :]
@@ -144,8 +145,8 @@ def _pass_row(
         at, stored = h * P + p0, p < P - p0
         s = tl.load(state + (slot_state + at * N) + inner, mask=stored[:, None] & held, other=0.0)
         a, bias, skip = tl.load(A + h), tl.load(dt_bias + h), tl.load(D + h)
-        x_c = _take(xr + at, x + token * x_len + at, place, p, old, new, stored, H * P, x_len)
-        x_2 = _take(xr + at, x + token_2 * x_len + at, place_2, p, old_2, new_2, stored, H * P, x_len)
+        x_c = take(xr + at, x + token * x_len + at, place, p, old, new, stored, H * P, x_len)
+        x_2 = take(xr + at, x + token_2 * x_len + at, place_2, p, old_2, new_2, stored, H * P, x_len)
         dt_c = _step_sizes(dt + token * dt_len + h, bias, dt_min, dt_max, c, new, dt_len)
         dt_c += tl.load(dtr + h + dt_place, mask=old, other=0.0)
         dt_2 = _step_sizes(dt + token_2 * dt_len + h, bias, dt_min, dt_max, c, new_2, dt_len)
@@ -221,12 +222,12 @@ def _scan_row(
         tl.store(own + inner, s, mask=stored)
     for start in tl.range(edge, end, CHUNK, num_stages=STAGES):
         token = (first + start - committed).to(tl.int64)
-        old, new = _ages(start + c, committed, end)
+        old, new = ages(start + c, committed, end)
         place = (start + c) % ring_len
         dt_c = _step_sizes(dt + token * dt_len + h, bias, dt_min, dt_max, c, new, dt_len)
         dt_c += tl.load(dtr + place * H, mask=old, other=0.0)
-        x_c = _take(xr, x + token * x_len + at, place, p, old, new, p < P - p0, H * P, x_len)
-        B_c = _take(Br, B + token * B_len + g * N, place, n, old, new, n < N, G * N, B_len)
+        x_c = take(xr, x + token * x_len + at, place, p, old, new, p < P - p0, H * P, x_len)
+        B_c = take(Br, B + token * B_len + g * N, place, n, old, new, n < N, G * N, B_len)
         C_c = tl.load(
             C + g * N + token * C_len + c[:, None] * C_len + n[None, :], mask=new[:, None], other=0.0
         )
@@ -259,12 +260,6 @@ def _scan_row(
 
 
 @triton.jit
-def _ages(position, committed, end):
-    """Which tokens are records, which new."""
-    return position < committed, (position >= committed) & (position < end)
-
-
-@triton.jit
 def _outputs(s, x_c, scores, C_q, dt_c, total, q, skip):
     """[BP, 16] of the places q from the edge's state and the chunk's tokens up to each."""
     c = tl.arange(0, dt_c.shape[0])
@@ -292,17 +287,6 @@ def _save(own, other, inner, s, stored, edge, new_edge, snapshot, snapshot_edge)
         tl.store(own + inner, s, mask=stored)
     if (snapshot != 0) & (edge == snapshot_edge) & (edge <= new_edge):
         tl.store(other + inner, s, mask=stored)
-
-
-@triton.jit
-def _take(records, tokens, place, column, old, new, real, record_len: tl.constexpr, token_len):
-    """The chunk's lines: records, then new tokens, zeros where there is neither."""
-    c = tl.arange(0, place.shape[0])
-    held = records + (place[:, None] * record_len + column[None, :])
-    brought = tokens + (c[:, None] * token_len + column[None, :])
-    return tl.load(
-        tl.where(old[:, None], held, brought), mask=(old | new)[:, None] & real[None, :], other=0.0
-    )
 
 
 @triton.jit

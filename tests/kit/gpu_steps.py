@@ -2,24 +2,66 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 
 import torch
 
+from hemiola.plugins import OPS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTHS = (150, 97, 64, 33, 7)  # of sequences in a storm
 Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An op under test, its constants bound."""
+    """An op on the absolute grid as an engine for a GPU has it, its constants bound."""
 
     name: str
+    sizes: dict[str, int]  # of its letters
     chunk_len: int
-    make_tokens: Callable[[int], Tensors]  # inputs of that many tokens, T first
-    make_slots: Callable[[int], Tensors]  # what that many slots hold, NaN everywhere; the state first
-    call: Callable[[Tensors, Tensors, torch.Tensor], torch.Tensor]
+    make_tokens: Callable[[int], Tensors]  # inputs of that many tokens
+    constants: Tensors
+    attrs: tuple[float, ...] = ()  # behind chunk_len
     num_drafts: int = 4
-    same_slots: bool = True  # the first tensor of a slot is a function of its tokens; else only outputs tell
+    plan: tuple[int, ...] | None = None  # of tiles, on which no bit depends
+
+    @property
+    def same_slots(self) -> bool:
+        """The first tensor of a slot is a function of its tokens; else only outputs tell."""
+        return self.name != "conv"
+
+    def make_slots(self, num: int) -> Tensors:
+        """What that many slots hold, NaN everywhere; the state first."""
+        ring_len = self.chunk_len + self.num_drafts + self.sizes.get("W", 1) - 1
+        sizes = self.sizes | {"S": num, "R": ring_len}
+        return [
+            torch.full([sizes[letter] for letter in arg.shape], torch.nan, device=DEVICE).to(
+                torch.bfloat16 if torch.bfloat16 in arg.dtypes else torch.float32
+            )
+            for arg in OPS[self.name].args
+            if arg.mutated
+        ]
+
+    def call(self, tokens: Tensors, slots: Tensors, rows: torch.Tensor) -> torch.Tensor:
+        module = import_module(f"hemiola.plugins.{self.name}.cuda")
+        plan = {"plan": module.TilePlan(*self.plan)} if self.plan else {}
+        given = (*tokens, *self.constants, *slots, rows, self.chunk_len, *self.attrs)
+        return getattr(module, self.name)(*given, **plan)
+
+    def truth(self, tokens: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs, and the state at the end: the reference in fp64."""
+        wide, slots = ([t.double().cpu() for t in given] for given in (tokens, self.make_slots(2)))
+        rows = rows_of((0, len(wide[0]), 0, 1, 0, 0, 0, 0), device="cpu")
+        constants = [constant.double().cpu() for constant in self.constants]
+        y = OPS[self.name].reference(*wide, *constants, *slots, rows, self.chunk_len, *self.attrs)
+        return y, slots[0][1]
+
+
+def halves(num: int, width: int) -> torch.Tensor:
+    """Columns of a wider tensor, as a layer cuts them out of a projection."""
+    return torch.randn(num, width + 64, device=DEVICE).bfloat16()[:, :width]
 
 
 @dataclass(eq=False)
@@ -62,7 +104,7 @@ def plain_run(subject: Subject, tokens: Tensors) -> Plain:
     return Plain(outputs, states)
 
 
-def storm(subject: Subject, lengths: Sequence[int], seed: int, longest: int) -> int:
+def storm(subject: Subject, lengths: Sequence[int] = LENGTHS, seed: int = 3, longest: int = 90) -> int:
     """Random steps of several sequences; raises where a bit differs from the plain runs; how many steps."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -146,4 +188,34 @@ def same_bits(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
     """Relative error in norm."""
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+    a, b = a.double().cpu(), b.double().cpu()
+    return ((a - b).norm() / b.norm()).item()
+
+
+def check_errors(subject: Subject, outputs: float = 2.5e-3, state: float | None = None) -> None:
+    torch.manual_seed(0)
+    tokens = subject.make_tokens(192)
+    wanted, last = subject.truth(tokens)
+    run = plain_run(subject, tokens)
+    assert error(run.outputs, wanted) < outputs
+    assert state is None or error(run.states[192], last) < state
+
+
+def check_tiles(subject: Subject, plan: tuple[int, ...]) -> None:
+    """They leave the bits alone."""
+    torch.manual_seed(0)
+    tokens, other = subject.make_tokens(100), replace(subject, plan=plan)
+    plain, tiled = plain_run(subject, tokens), plain_run(other, tokens)
+    same_bits(tiled.outputs, plain.outputs, "outputs")
+    same_bits(tiled.states[96], plain.states[96], "state")
+    storm(other, (150, 33), seed=4, longest=20)
+
+
+def check_last_slot(subject: Subject, numbers: int) -> None:
+    """Of so many that the state of the last begins behind 2 to the 31 numbers."""
+    num = 2**31 // numbers + 3
+    tokens = subject.make_tokens(40)
+    plain, slots = plain_run(subject, tokens), subject.make_slots(num)
+    y = subject.call(tokens, slots, rows_of((0, 40, 0, num - 1, 0, 0, 0, 0), device=DEVICE))
+    same_bits(y, plain.outputs, "outputs")
+    same_bits(slots[0][num - 1], plain.states[32], "state")

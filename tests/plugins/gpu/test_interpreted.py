@@ -22,10 +22,6 @@ SUBJECTS = [
     subject("delta", G=1, K=16, H=1, V=16, J=16),
     subject("mamba2", 0.0, 1.0, H=2, P=16, G=1, D=16),
 ]
-WIDE = {
-    "delta": {"dt_bias", "A", "state", "g_records", "beta_records"},
-    "mamba2": {"dt_bias", "A", "D", "state", "dt_records"},
-}
 # of 20 tokens: a prompt beyond an edge and one token; then the prompt's next 14 beyond another, one a draft
 FIRST = [row(num_tokens=19), row(first=19, num_tokens=1, slot=2)]
 SECOND = [
@@ -49,7 +45,7 @@ def arguments(subject: Subject, step: int, states: list[torch.Tensor]) -> list[A
             given[index] = int32(*positions)
         elif arg.name == "page_table":
             given[index] = page_table
-        if given[index].is_floating_point() and arg.name not in WIDE.get(subject.name, ()):
+        if given[index].is_floating_point() and torch.bfloat16 in arg.dtypes:
             given[index] = given[index].bfloat16()
     return given
 
