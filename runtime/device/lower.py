@@ -18,6 +18,7 @@ from hemiola.plugins.cpu.sizes import Size
 from hemiola.plugins.cpu.steps import Step
 from hemiola.plugins.linear.compiled import linear
 from hemiola.runtime.abi import INPUTS, OUTPUTS
+from hemiola.runtime.device.wanted import only_wanted
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import OpNode, Segment
 
@@ -28,9 +29,18 @@ class Lowered:
     """A segment as a step, with the signature of the program that it was."""
 
     def __init__(
-        self, program: GraphModule, segment: Segment, bound: Sequence[torch.Tensor], poisoned: bool = False
+        self,
+        program: GraphModule,
+        segment: Segment,
+        bound: Sequence[torch.Tensor],
+        poisoned: bool = False,
+        every_line: bool = True,
     ) -> None:
-        """`bound`: the tensors of its weights, then of its states; see Step for `poisoned`."""
+        """`bound`: the tensors of its weights, then of its states; see Step for `poisoned`. Not every line:
+        hidden states are those of the lines that have logits."""
+        if not every_line:
+            only_wanted(program, len(bound))
+        self._letters = ("L", "T" if every_line else "L")
         self._shapes = {name: INPUTS[segment.name][name] for name in segment.inputs}
         outputs = _Lowering(segment, bound).run(program)
         self._widths = [view.shape[1] for view in outputs]
@@ -41,7 +51,7 @@ class Lowered:
         self._step = Step(outputs[0].code, list(self._given), poisoned)
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Logits [L, V] and hidden states [T, F]."""
+        """Logits [L, V] and hidden states [T, F], or [L, F]."""
         given, kept = self._given.copy(), []
         for (name, shape), tensor in zip(self._shapes.items(), inputs, strict=True):
             kept.append(dense := tensor.contiguous())
@@ -50,7 +60,7 @@ class Lowered:
                 if letter in given:
                     given[letter] = size
         results = []
-        for name, letter, width in zip(OUTPUTS, "LT", self._widths, strict=True):
+        for name, letter, width in zip(OUTPUTS, self._letters, self._widths, strict=True):
             results.append(result := torch.empty(given[letter], width))
             given[f"result.{name}"] = result.data_ptr()
         self._step.run(given)

@@ -21,7 +21,7 @@ from hemiola.runtime.manifest import Drawn, Manifest, Segment
 
 class Computed(NamedTuple):
     logits: torch.Tensor  # [L, V] fp32
-    hidden: torch.Tensor  # [T, F] after the final norm
+    hidden: torch.Tensor  # after the final norm: the trunk's [T, F], the head's [L, F]
 
 
 class Drafter(Protocol):
@@ -34,9 +34,17 @@ class Program:
     """One segment, bound to its forms, weights and states."""
 
     def __init__(
-        self, engine_dir: Path, segment: Segment, weights: dict[str, torch.Tensor], storage: Storage
+        self,
+        engine_dir: Path,
+        segment: Segment,
+        weights: dict[str, torch.Tensor],
+        storage: Storage,
+        every_line: bool = True,
     ) -> None:
+        """Not every line: hidden states are wanted of the tokens that have logits, [L, F]; on a CPU others are
+        not computed."""
         self.inputs = segment.inputs
+        self._selects = segment.name == "draft" and not every_line
         bound = [weights[name] for name in segment.weights]
         bound += [storage.tensors[name] for name in segment.states]
         if segment.pieces:
@@ -46,13 +54,16 @@ class Program:
         if storage.device.type == "cpu":
             from hemiola.runtime.device.lower import Lowered  # numba is not needed elsewhere
 
-            self._call = Lowered(program, segment, bound, poisoned=storage.poison)
+            self._selects = False
+            self._call = Lowered(program, segment, bound, storage.poison, every_line)
         else:
             bind_forms(program, segment)
             self._call = torch.inference_mode()(spared()(partial(program, *bound)))
 
     def __call__(self, inputs: Iterable[torch.Tensor]) -> Computed:
-        return Computed(*self._call(*inputs))
+        given = dict(zip(self.inputs, inputs, strict=True))
+        logits, hidden = self._call(*given.values())
+        return Computed(logits, hidden.index_select(0, given["logits_ids"]) if self._selects else hidden)
 
 
 class Session:
@@ -63,7 +74,10 @@ class Session:
         segments = [manifest.segment(name) for name in names]
         names = {name for segment in segments for name in segment.weights}
         weights = load_weights(engine_dir, manifest, names, storage.device)
-        programs = [Program(engine_dir, segment, weights, storage) for segment in segments]
+        programs = [
+            Program(engine_dir, segment, weights, storage, drafts == "mtp" and segment.name == "trunk")
+            for segment in segments
+        ]
         self._trunk, self._draft = programs[0], programs[-1]
         if storage.device.type == "cpu":
             from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
@@ -77,7 +91,7 @@ class Session:
         return self._trunk(getattr(batch, name) for name in self._trunk.inputs)
 
     def draft(self, **inputs: torch.Tensor) -> Computed:
-        """Logits and hidden states [T, F] of pairs of a token and the hidden state before it."""
+        """Pairs of a token and the hidden state before it; logits and hidden states of those in logits_ids."""
         return self._draft(inputs[name] for name in self._draft.inputs)
 
 

@@ -85,8 +85,9 @@ class Harness:
         rows: list[tuple[Request, list[int], int]],
         starts: list[int],
         hidden: torch.Tensor | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> Computed:
-        """A segment with rows whose first tokens stand at `starts`."""
+        """A segment with rows whose first tokens stand at `starts`; tokens `wanted`, or all, have logits."""
         lengths = [len(tokens) for _, tokens, _ in rows]
         edges = [request.edge if name == "trunk" else 0 for request, _, _ in rows]
         spans = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
@@ -98,7 +99,7 @@ class Harness:
                 for n, (request, _, drafts) in enumerate(rows)
             ],
             "page_table": [request.pages for request, _, _ in rows],
-            "logits_ids": [*range(sum(lengths))],
+            "logits_ids": [*range(sum(lengths))] if wanted is None else wanted,
         }
         inputs = {
             key: torch.tensor(value, dtype=torch.int32, device=self.device) for key, value in made.items()

@@ -16,7 +16,7 @@ import torch
 
 from hemiola.plugins.rows import COLUMNS
 from hemiola.runtime.cache.pages import PagePool
-from hemiola.runtime.device.session import Drafter
+from hemiola.runtime.device.session import Computed, Drafter
 from hemiola.runtime.device.transfer import upload, upload_ints
 from hemiola.runtime.engine.bucket import Bucket, Fed, counts_of, head_rows
 from hemiola.runtime.engine.feed import ragged
@@ -182,10 +182,10 @@ class MtpProposer:
         places: torch.Tensor,  # [P]
         before: torch.Tensor,  # [P, F]
         last: torch.Tensor,  # pairs whose outcome is wanted
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Computed:
         """Run the head over pairs; logits and hidden states of the last ones."""
         rows[:, COMMITTED] = places.index_select(0, rows[:, FIRST])
-        logits, states = self._session.draft(
+        return self._session.draft(
             token_ids=self._ledger.ids[slot_id, places],
             hidden=before,
             positions=places.to(torch.int32),
@@ -193,4 +193,3 @@ class MtpProposer:
             page_table=page_table,
             logits_ids=last.to(torch.int32),
         )
-        return logits, states[last]

@@ -63,7 +63,7 @@ class Passes:
             if at > 0:
                 going_on = [n for n, row in enumerate(rows) if row.room > at]
                 rows = [rows[n] for n in going_on]
-                which, slots = lines[going_on], slots[going_on]
+                which, slots = torch.tensor(going_on, dtype=torch.int32), slots[going_on]
                 inputs = _Inputs(self._width, len(rows), [row.slot_id for row in rows], self._pages)
                 _again(1, 0.0, len(rows), at, which, slots, states, self._width, *known, *inputs.written)
                 lines = torch.arange(len(rows), dtype=torch.int32)

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import harness as harnesses
 from kit.checkpoints import FAMILIES
 from kit.harness import Harness
 from torch.fx import GraphModule
 
+from hemiola.plugins.cpu.sizes import evaluate
+from hemiola.plugins.rows import next_edge
 from hemiola.runtime import manifest
 from hemiola.runtime.device import lower
-from hemiola.runtime.device.session import bind_forms, load_program
+from hemiola.runtime.device.session import Program, bind_forms, load_program
 from hemiola.runtime.errors import Refused
 
 Get = Callable[..., Path]
@@ -30,7 +33,7 @@ STEPS = (
 class NodeByNode:
     """The same program through torch, every op of ours as a call of its own."""
 
-    def __init__(self, program: GraphModule, segment: manifest.Segment, bound: list, poisoned: bool) -> None:
+    def __init__(self, program: GraphModule, segment: manifest.Segment, bound: list, *_: bool) -> None:
         bind_forms(program, segment)
         self._call = partial(program, *bound)
 
@@ -83,6 +86,43 @@ def test_a_steps_bits_do_not_depend_on_its_threads(
     monkeypatch.setattr("hemiola.plugins.cpu.steps.WORTH_A_TEAM", -1)
     for mine, wanted in zip(story(Harness(tiny_engine(family))), shared, strict=True):
         assert torch.equal(mine.nan_to_num(nan=7e30), wanted.nan_to_num(nan=7e30))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lines_that_nobody_wants_are_not_computed_and_no_other_bit_changes(
+    family: str, tiny_engine: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages and slots hold the same behind both; a line has its bits, whatever others are wanted."""
+    engine_dir, found, costs = tiny_engine(family), [], []
+    for every_line in (True, False):
+        monkeypatch.setattr(harnesses, "Program", partial(Program, every_line=every_line))
+        harness = Harness(engine_dir)
+        request, parts = harness.request(), []
+        for size, wanted in ((37, [36]), (5, [4, 0, 2]), (3, [])):
+            tokens = torch.arange(5, 5 + size).tolist()
+            rows, start = [(request, tokens, 0)], [request.committed]
+            made = [harness.call("trunk", rows, start, wanted=wanted)]
+            request.committed += size
+            request.edge = next_edge(request.committed, 0, 0, harness.manifest.limits.chunk_len)
+            if "draft" in harness.programs:
+                given = torch.randn(size, made[0].hidden.shape[1], generator=torch.Generator().manual_seed(3))
+                made.append(harness.call("draft", rows, start, given, wanted))
+            for logits, hidden in made:
+                parts += [logits, hidden[wanted] if every_line else hidden]
+        found.append(parts + list(harness.states.values()))
+        costs.append(_line_costs(harness.programs))
+    for mine, expected in zip(*reversed(found), strict=True):
+        assert torch.equal(mine.nan_to_num(nan=7e30), expected.nan_to_num(nan=7e30))
+    assert all(some < every for every, some in zip(*costs, strict=True)), "less is computed per token"
+
+
+def _line_costs(programs: dict[str, Program]) -> list[int]:
+    """What each program's calls are said to cost for 1,000 tokens of which one has logits."""
+    sizes = {"T": 1000, "N": 1, "W": 70, "L": 1}
+    return [
+        sum(evaluate(call.nanoseconds, sizes) for call in program._call._step._calls)
+        for program in programs.values()
+    ]
 
 
 def test_results_of_a_step_are_not_overwritten_by_the_next(tiny_engine: Get) -> None:

@@ -59,11 +59,11 @@ class Empty:
 
     def draft(self, **inputs: torch.Tensor) -> Computed:
         assert all(value.device == GPU for value in inputs.values())
-        return self._computed(len(inputs["logits_ids"]), len(inputs["token_ids"]))
+        return self._computed(len(inputs["logits_ids"]), len(inputs["logits_ids"]))
 
-    def _computed(self, num_logits: int, num_tokens: int) -> Computed:
+    def _computed(self, num_logits: int, num_states: int) -> Computed:
         return Computed(
-            torch.empty(num_logits, VOCAB, device=GPU), torch.empty(num_tokens, HIDDEN, device=GPU)
+            torch.empty(num_logits, VOCAB, device=GPU), torch.empty(num_states, HIDDEN, device=GPU)
         )
 
     def copy_slot(self, source: int, target: int) -> None:

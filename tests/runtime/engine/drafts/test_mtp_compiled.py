@@ -27,8 +27,8 @@ class Head:
     def draft(self, **inputs: torch.Tensor) -> Computed:
         self.asked.append({name: value.clone() for name, value in inputs.items()})
         states = inputs["hidden"] * 0.5 + inputs["token_ids"].unsqueeze(1)
-        last = states[inputs["logits_ids"].long()].sum(1, keepdim=True)
-        return Computed(torch.sin(last * torch.arange(1.0, VOCAB + 1)), states)
+        states = states[inputs["logits_ids"].long()]
+        return Computed(torch.sin(states.sum(1, keepdim=True) * torch.arange(1.0, VOCAB + 1)), states)
 
 
 class World:
