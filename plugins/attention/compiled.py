@@ -59,8 +59,12 @@ def attention(
     positions: Operand,  # [T] int32
     scale: float,
     first: int,
+    wanted: Operand | None = None,  # [L] int32
 ) -> Operand:  # [T, H, D]
-    """See reference.py. Raises IndexError for tokens, places and pages that are not there."""
+    """See reference.py. Raises IndexError for tokens, places and pages that are not there.
+
+    With `wanted`, other tokens are written to their pages, but need not attend: their outputs are anything.
+    """
     code, q, k, v = code_of(q), lines(q), lines(k), lines(v)
     (num_tokens, num_heads, _), (groups, depth), page_len = q.shape, k.shape[1:], k_pages.shape[1]
     tiles, live = _tiles_of(rows, num_tokens)
@@ -82,6 +86,10 @@ def attention(
         8 * TILE * copies * (depth + 1),
     )
     heads = (q, q.stride(0), copies, scale, first, out)
+    if wanted is not None:
+        some = code.empty(num_tiles, 3, dtype=torch.int64)
+        code.call(_narrow, num_tiles, wanted.shape[0] * 1.0, tiles, wanted.shape[0], wanted, some)
+        cost, table = wanted.shape[0] * table_len * (0.04 * num_heads * depth * page_len), (some, *table[1:])
     code.call(_attend, num_tiles * groups, cost, *table, *heads, scratch=room + ROOM)
     return out
 
@@ -123,6 +131,20 @@ def _cut(item, scratch, num_rows, num_tokens, most, rows, tiles, live, fault):
     for i in range(3 * found, 3 * most):
         put_long(tiles, i, 0)
     put_long(live, 0, total)
+
+
+@Kernel
+def _narrow(tile, scratch, tiles, num_wanted, wanted, some):
+    """A tile without what stands before its first wanted token or behind its last."""
+    start, end = get_long(tiles, 3 * tile + 1), get_long(tiles, 3 * tile + 1) + get_long(tiles, 3 * tile + 2)
+    low, high = end, start - 1
+    for n in range(num_wanted):
+        t = get_int(wanted, n)
+        if start <= t and t < end:
+            low, high = min(low, t), max(high, t)
+    put_long(some, 3 * tile, get_long(tiles, 3 * tile))
+    put_long(some, 3 * tile + 1, low)
+    put_long(some, 3 * tile + 2, max(high + 1 - low, 0))
 
 
 @Kernel

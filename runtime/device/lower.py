@@ -117,7 +117,8 @@ class _Lowering:
         """Our op, in the form that was chosen when the engine was built."""
         chosen = self._chosen[node]
         function = OPS[chosen.op].bind(chosen.form, chosen.sizes)
-        return function(*(_mapped(value, self._values) for value in node.args))
+        named = {name: _mapped(value, self._values) for name, value in node.kwargs.items()}
+        return function(*(_mapped(value, self._values) for value in node.args), **named)
 
     def _function(self, node: Node) -> Any:
         args = [_mapped(value, self._values) for value in node.args]

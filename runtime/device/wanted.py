@@ -1,7 +1,8 @@
 """Lines of a program that nobody wants are not computed.
 
 Behind the last op that looks at more than one token, every token is by itself; only some have logits. So
-these tokens are selected there, and not from the last result. The bits of a line do not depend on its
+these tokens are selected there, and not from the last result; if that op is attention, its other tokens only
+give their keys and values. The bits of a line do not depend on its
 neighbours, hence nobody sees the difference, but in time: a prompt's last MLP, and most of a drafting head
 that reads pairs without drafting.
 """
@@ -42,11 +43,21 @@ def only_wanted(program: GraphModule, num_bound: int) -> None:
                     args = (source, 0, ids)
                     selected[source] = program.graph.call_function(aten.index_select.default, args)
             node.replace_input_with(source, selected[source])
+    for source in selected:
+        _attend_for(source, ids)
     if late:
         select.replace_all_uses_with(hidden)
         program.graph.erase_node(select)
     else:
         nodes[-1].replace_input_with(hidden, select)
+
+
+def _attend_for(node: Node, ids: Node) -> None:
+    """Attention of which nothing else is used is not computed for other tokens."""
+    if node.target is aten.view.default and len(node.users) == 1:
+        _attend_for(node.args[0], ids)  # type: ignore[arg-type]
+    elif node.target is OPS["attention"].torch_op and len(node.users) == 1:
+        node.kwargs = {"wanted": ids}
 
 
 def _late(nodes: list[Node], ends: set[Node], bound: set[Node]) -> set[Node]:
