@@ -41,8 +41,8 @@ class Program:
         storage: Storage,
         every_line: bool = True,
     ) -> None:
-        """Not every line: hidden states are wanted of the tokens that have logits, [L, F]; on a CPU others are
-        not computed."""
+        """Not every line: hidden states are wanted of the tokens that have logits, [L, F]; a CPU computes no
+        others."""
         self.inputs = segment.inputs
         self._selects = segment.name == "draft" and not every_line
         bound = [weights[name] for name in segment.weights]
@@ -91,7 +91,7 @@ class Session:
         return self._trunk(getattr(batch, name) for name in self._trunk.inputs)
 
     def draft(self, **inputs: torch.Tensor) -> Computed:
-        """Pairs of a token and the hidden state before it; logits and hidden states of those in logits_ids."""
+        """Of a token and the hidden state before it: logits and hidden states of those in logits_ids."""
         return self._draft(inputs[name] for name in self._draft.inputs)
 
 
