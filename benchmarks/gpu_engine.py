@@ -90,8 +90,11 @@ def report(checkpoint: Path, engine_dir: Path) -> None:
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("gpu_engine.py: torch finds no CUDA device here")
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}")
     print("| checkpoint | drafts | | ready, s | requests | tokens/s | steps | ms | kernels | ms | idle | |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for name in sys.argv[1:] or [DEMO / "qwen3.5-code", DEMO / "nemotron-h-code"]:
         with tempfile.TemporaryDirectory() as folder:
             report(Path(name), Path(folder) / "engine")

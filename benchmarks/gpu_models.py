@@ -1,16 +1,24 @@
 """Decode steps of models of real dimensions on a GPU (random weights), beside their floors and vLLM's steps.
 
     PYTHONPATH=. python benchmarks/gpu_models.py [--models 9b,0.8b,nano,30b] [--rows 1,64,256]
-        [--drafts none,mtp] [--context 2048] [--seconds 500]
+        [--drafts none,mtp] [--context 2048] [--prompts] [--engines FOLDER] [--build]
 
-Of each model it makes an engine in a temporary folder. A line per kind of drafts and number of rows: the
+Of each model it makes an engine, in --engines if that is named and has none yet; with --build it does no
+more, and needs no GPU. A line per kind of drafts and number of rows: the
 milliseconds of a step while all rows decode, over the floor (bytes that a step must move at 4.3 TB/s,
 DESIGN.md 10) and beside vLLM 0.26's step on an H200; whether the tokens of two rows are their plain run's.
 Random heads guess nothing, so drafts are verified and rejected; tokens/s with drafts are those of 3.05 tokens
 a step, the acceptance (.85, .68, .52) that vLLM's numbers were taken with.
+
+--prompts: seconds of 8,192 tokens against 790 TFLOP/s, and to the first token of 10,100: cold, the same
+prompt again, and behind a prefix of 10,000 tokens that another request had; a hit's token is the cold run's.
 """
 
 import argparse
+import math
+import re
+import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -42,6 +50,10 @@ KNOWN = {
     ("0.8b", "mtp"): {1: (0.75, 5.05), 8: (0.88, 5.6), 64: (2.04, 6.96), 256: (7.16, 17.4)},
     ("nano", "none"): {1: (3.94, 5.36), 8: (4.46, 6.27), 64: (8.63, 12.2), 256: (24.5, 35.7)},
 }
+PROMPT_LEN, SHARED_LEN, TAIL_LEN, PROMPT_ROWS = 8192, 10_000, 100, 8
+VLLMS_MS = {"9b": (213, 261, 32.3, 66.5)}  # of the four lines about prompts
+THEIRS = "vLLM's ms"
+PEAK = 790e12  # operations a second, bf16
 
 
 class Decoding(NamedTuple):
@@ -77,9 +89,8 @@ def decode(llm: LLM, prompts: list[list[int]], num_steps: int) -> Decoding:
     return Decoding(1e3 * (end - start) / max(after - before, 1), after - before, token_ids)
 
 
-def lines(
-    model: str, engine_dir: Path, rows: list[int], kinds: list[str], context: int, until: float
-) -> None:
+def lines(model: str, engine_dir: Path, rows: list[int], kinds: list[str], context: int) -> None:
+    """A line per kind of drafts and number of rows."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 100_000, (max(rows), context)).tolist()
     plain: list[list[int]] = []
@@ -89,9 +100,6 @@ def lines(
         with LLM(engine_dir, drafts=drafts, prefix_cache=False, **options) as llm:
             print(f"{model}, drafts {drafts}: ready after {time.perf_counter() - start:.1f} s", flush=True)
             for num in rows:
-                if time.perf_counter() > until:
-                    print("  out of time")
-                    return
                 if not plain:
                     plain = [decode(llm, [prompt], 40).token_ids[0] for prompt in prompts[:2]]
                 decode(llm, prompts[:num], 8)  # compiles and captures what is not there yet
@@ -107,28 +115,110 @@ def lines(
                 )
 
 
+def first_token(llm: LLM, prompt: list[int]) -> tuple[float, int, int]:
+    """Milliseconds until it comes, the token, and how much of the prompt was a hit."""
+    start = time.perf_counter()
+    (output,) = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    return 1e3 * (time.perf_counter() - start), output.token_ids[0], output.metrics.cached_tokens
+
+
+def prompt_lines(model: str, engine_dir: Path) -> None:
+    """What prompts cost."""
+    rng = np.random.default_rng(1)
+    with LLM(engine_dir, drafts="none", num_snapshots=64) as llm:
+        weights = sum(math.prod(drawn.shape) for name, drawn in llm.manifest.drawn.items() if is_dense(name))
+
+        def fresh(length: int) -> list[int]:
+            return rng.integers(0, 100_000, length).tolist()
+
+        for _ in range(2):  # everything is loaded then
+            first_token(llm, fresh(SHARED_LEN))
+        eight = statistics.median(first_token(llm, fresh(PROMPT_LEN))[0] for _ in range(3))
+        times: list[tuple[float, float, float]] = []
+        is_same = True
+        for _ in range(3):
+            prompt = fresh(SHARED_LEN + TAIL_LEN)
+            cold, token, _ = first_token(llm, prompt)
+            again, same_token, num_again = first_token(llm, prompt)
+            start = fresh(SHARED_LEN)
+            first_token(llm, start)
+            behind = start + fresh(TAIL_LEN)
+            shared, shared_token, num_shared = first_token(llm, behind)
+            llm.reset_prefix_cache()
+            is_same &= token == same_token and shared_token == first_token(llm, behind)[1]
+            is_same &= num_shared > 0 and num_again > 0
+            times.append((cold, again, shared))
+    cold, again, shared = (statistics.median(part) for part in zip(*times, strict=True))
+    floor = 2 * weights * PROMPT_LEN / PEAK * 1e3
+    theirs = VLLMS_MS.get(model, (float("nan"),) * 4)
+    length = SHARED_LEN + TAIL_LEN
+    names = (
+        f"{PROMPT_LEN} tokens",
+        f"{length} tokens, cold",
+        f"again ({num_again} cached)",
+        f"behind a prefix ({num_shared} cached)",
+    )
+    for name, milliseconds, known in zip(names, (eight, cold, again, shared), theirs, strict=True):
+        share = f"{floor / milliseconds:.0%} of {PEAK / 1e12:.0f} TFLOP/s" if milliseconds is eight else ""
+        print(
+            f"| {model} | {name} | {milliseconds:.1f} | {share} | {known} | {known / milliseconds:.2f} |"
+            f" {'equal' if is_same else 'OTHER TOKENS'} |",
+            flush=True,
+        )
+
+
+def is_dense(name: str) -> bool:
+    """A weight that every token of a prompt is multiplied with."""
+    return not re.search(r"embed|lm_head|^mtp|draft", name)
+
+
+def made(model: str, folder: Path, max_rows: int, max_len: int) -> Path:
+    """The engine of a model in a folder."""
+    engine_dir = folder / f"{model}-{max_rows}-{max_len}"
+    if not (engine_dir / "manifest.json").is_file():
+        arch = arch_here() if torch.cuda.is_available() else "sm_90"
+        sizes = {"max_len": max_len, "max_rows": max_rows, "max_step_tokens": 8192}
+        build(CONFIGS / NAMES[model], engine_dir, Options(arch=arch, random_weights=True, **sizes))
+    return engine_dir
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--models", default="9b")
     parser.add_argument("--rows", default="1,64,256")
     parser.add_argument("--drafts", default="none,mtp")
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--seconds", type=float, default=500, help="begin no line after these")
+    parser.add_argument("--prompts", action="store_true", help="what prompts cost, too")
+    parser.add_argument("--engines", type=Path, help="where engines are kept; default: a temporary folder")
+    parser.add_argument("--build", action="store_true", help="build the engines, and no more")
     asked = parser.parse_args()
-    until = time.perf_counter() + asked.seconds
-    rows = [int(num) for num in asked.rows.split(",")]
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+    if not (asked.build or torch.cuda.is_available()):
+        sys.exit("gpu_models.py: torch finds no CUDA device here; --build needs none")
+    with tempfile.TemporaryDirectory() as folder:
+        run(asked, asked.engines or Path(folder))
+
+
+def run(asked: argparse.Namespace, folder: Path) -> None:
+    """All lines, or only engines."""
+    rows = [int(num) for num in asked.rows.split(",") if num]
+    models = asked.models.split(",")
+    if asked.build:
+        for model in models:
+            made(model, folder, max(rows), asked.context + 1024)
+        return
+    gpu = torch.cuda.get_device_name(0)
     print(f"{gpu}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {asked.context} tokens of context")
-    print(
-        "| model | drafts | rows | ms per step | over floor | vLLM's ms | of ours | tokens/s | steps | same |"
-    )
-    for model in asked.models.split(","):
+    if rows:
+        print(f"| model | drafts | rows | ms | over floor | {THEIRS} | of ours | tokens/s | steps | same |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
+    for model in models if rows else ():
         kinds = [kind for kind in asked.drafts.split(",") if kind == "none" or model != "nano"]
-        with tempfile.TemporaryDirectory() as folder:
-            limits = {"max_len": asked.context + 1024, "max_rows": max(rows), "max_step_tokens": 8192}
-            options = Options(arch=arch_here(), random_weights=True, **limits)
-            build(CONFIGS / NAMES[model], Path(folder, "engine"), options)
-            lines(model, Path(folder, "engine"), rows, kinds, asked.context, until)
+        lines(model, made(model, folder, max(rows), asked.context + 1024), rows, kinds, asked.context)
+    if asked.prompts:
+        print(f"| model | prompt | ms to the first token | | {THEIRS} | of ours | same |")
+        print("|---|---|---|---|---|---|---|")
+    for model in models if asked.prompts else ():
+        prompt_lines(model, made(model, folder, PROMPT_ROWS, SHARED_LEN + 1024))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from kit import checkpoints
+from kit import checkpoints, gpu_engines
+from kit.engine_hand import DEVICE
 from kit.kernels import uncompiled
 
 from hemiola.builder.build import Options, build
@@ -35,6 +36,8 @@ settings.load_profile("hemiola")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        pytest.exit("TEST_DEVICE=cuda: torch finds no CUDA device here", returncode=1)
     if config.option.hypothesis_seed is None:  # workers of xdist get that of their parent
         config.option.hypothesis_seed = str(secrets.randbits(32))
 
@@ -69,6 +72,9 @@ def tiny_engine(
 
     def get(family: str, **options: object) -> Path:
         key = (family, *sorted(options.items()))
+        if key not in built and DEVICE == "cuda":
+            shared = gpu_engines.Engines(gpu_engines.shared_folder(tmp_path_factory))
+            built[key] = shared.engine(tiny_checkpoint(family), **SMALL | options)
         if key not in built:
             built[key] = tmp_path_factory.mktemp("engine") / family
             with uncompiled() if options.get("arch", "cpu") != "cpu" else nullcontext():

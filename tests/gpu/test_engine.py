@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kit.gpu_engines import DEMO, FAMILIES, MARKS, PAGE, SAMPLED
+from kit.gpu_engines import DEMO, FAMILIES, MARKS, NO_REHEARSAL, PAGE, SAMPLED
 from kit.harness import Harness
 from oracle import Oracle
 
@@ -90,6 +90,7 @@ def test_logits_are_the_oracles_within_bf16(engine: Callable, story: Callable, f
     assert error < TOLERANCE and same > 0.9
 
 
+@NO_REHEARSAL
 @pytest.mark.parametrize("kind", ["ngram", "mtp"])
 @FAMILY
 @GRAPHS
@@ -127,6 +128,7 @@ def test_no_launch_waits_for_the_gpu(
     assert all(hand.last(request.id).finish_reason == "length" for request in hand.requests)
 
 
+@NO_REHEARSAL
 @FAMILY
 def test_llm_answers_by_itself(engine: Callable, story: Callable, family: str) -> None:
     """The thread, the auto sizes, the text; depth 1 unless asked otherwise."""

@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 import pytest
 from kit.engine_hand import EngineHand, windows
-from kit.engine_storms import storm
-from kit.gpu_engines import FAMILIES, MARKS, PAGE, SAMPLED, SIZES
+from kit.gpu_engines import FAMILIES, MARKS, NO_REHEARSAL, PAGE, SAMPLED, SIZES, Engines
 from kit.proposers import Scripted
 
 from hemiola.runtime.api import SamplingParams
@@ -56,27 +55,12 @@ def test_every_bucket_gives_the_plain_runs_bits(
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + STORMS))
-def test_a_storm(make_hand: Callable[..., EngineHand], story: Callable, seed: int) -> None:
+def test_a_storm(engines: Engines, seed: int) -> None:
     print("seed", seed)
-    dice, family = random.Random(seed), FAMILIES[seed % 2]
-    kind = ["mtp", "ngram", "mtp", "scripted", "plain"][seed // 2 % 5]
-    max_rows, max_len = dice.choice([1, 3, 8]), 6 * PAGE
-    hand = make_hand(
-        family,
-        kind,
-        cuda_graphs=True,
-        max_rows=max_rows,
-        max_len=max_len,
-        max_step_tokens=dice.choice([max_rows, PAGE - 1, 3 * PAGE + 1]),
-        num_pages=dice.choice([9, 14, 60]),
-        num_snapshots=dice.choice([1, 2, 20]),
-        snapshot_interval=dice.choice([0, PAGE]),
-        pipeline_depth=seed % 3,
-        shuffle=dice,
-    )
-    storm(hand, dice, lambda number: story(family)[:200], 60, shortest=16)
+    engines.storm(seed, num_turns=60)
 
 
+@NO_REHEARSAL
 @FAMILY
 def test_000_many_rows_with_hits_and_drafts_outgrow_a_graphs_buffers(
     engine: Callable, story: Callable, family: str
@@ -97,6 +81,7 @@ def test_000_many_rows_with_hits_and_drafts_outgrow_a_graphs_buffers(
         assert llm._loop.decoder.num_steps > 5
 
 
+@NO_REHEARSAL
 @pytest.mark.parametrize("drafts", ["ngram", "mtp"])
 @FAMILY
 def test_001_a_needle_and_a_tool_call_survive_graphs_and_drafts(
@@ -114,6 +99,7 @@ def test_001_a_needle_and_a_tool_call_survive_graphs_and_drafts(
         assert llm._loop.decoder.num_steps > 20
 
 
+@NO_REHEARSAL
 @FAMILY
 def test_a_grammar_in_a_graph_allows_what_it_allows_without(
     engine: Callable, story: Callable, family: str
@@ -164,6 +150,7 @@ def test_003_and_004_long_windows_beside_none_cross_edges(
     assert hand.loop.decoder.num_steps > hand.loop.counters.num_steps / 2
 
 
+@NO_REHEARSAL
 def test_a_step_that_cannot_be_captured_is_refused_with_a_way_out(
     engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

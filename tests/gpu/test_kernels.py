@@ -9,20 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.gpu_engines import FAMILIES, MARKS, NO_REHEARSAL
 from kit.harness import Harness
 
-from hemiola.builder.build import build
-from hemiola.builder.options import Options
 from hemiola.runtime import manifest
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [*MARKS, NO_REHEARSAL]
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = pytest.mark.parametrize("family", ["nemotron-h-code", "qwen3.5-code"])
-SIZES = {"max_len": 1024, "max_rows": 8, "max_step_tokens": 256, "page_len": 64, "chunk_len": 16}
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
 ALONE = """
 import subprocess, sys, time
 
@@ -49,21 +44,7 @@ print(f"imports {imported - begin:.1f} s, ready after {ready - imported:.2f} s m
 """
 
 
-@pytest.fixture(scope="session")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    built: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in built:
-            built[family] = tmp_path_factory.mktemp("engine") / family
-            major, minor = torch.cuda.get_device_capability(0)
-            build(ROOT / "demo" / family, built[family], Options(arch=f"sm_{major}{minor}", **SIZES))
-        return built[family]
-
-    return get
-
-
-@FAMILIES
+@FAMILY
 def test_nothing_compiles_when_an_engine_opens_and_answers(engine: Callable, family: str) -> None:
     """A process without Triton that may start no other."""
     folders = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
@@ -73,7 +54,7 @@ def test_nothing_compiles_when_an_engine_opens_and_answers(engine: Callable, fam
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@FAMILIES
+@FAMILY
 def test_bits_are_those_of_kernels_that_triton_compiles_and_launches_itself(
     engine: Callable, family: str
 ) -> None:
@@ -108,7 +89,7 @@ def test_bits_are_those_of_kernels_that_triton_compiles_and_launches_itself(
         assert not mine.isnan().any() and torch.equal(mine, wanted)
 
 
-@FAMILIES
+@FAMILY
 def test_a_damaged_binary_is_refused_in_one_line(engine: Callable, family: str) -> None:
     from hemiola.plugins.gpu import driver
 

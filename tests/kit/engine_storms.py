@@ -20,6 +20,7 @@ def storm(
     prefix, page_len = hand.loop.scheduler.prefix, hand.config.page_len
     known: dict[int, list[int]] = {}  # requests whose oracle we have
     aborted: set[int] = set()
+    before = len(hand.requests)  # of an earlier storm
 
     def arrive() -> None:
         text = story(dice.randrange(3))
@@ -53,7 +54,7 @@ def storm(
     hand.run()
     hand.check_logits()
     hand.check_contents()
-    for request in hand.requests:
+    for request in hand.requests[before:]:
         last = hand.last(request.id)
         assert last.finish_reason == "length" or request.id in aborted, last
         if request.id in known:

@@ -60,6 +60,17 @@ class Plain:
                 return run.logits[: len(token_ids)]
         return self.after(token_ids).logits
 
+    def greedy(self, token_ids: Sequence[int], length: int) -> list[int]:
+        """The text and how it goes on, a token at a time, up to this length."""
+        harness, text, self._head = self.harness, list(token_ids), None
+        harness.forget()
+        request = harness.request()
+        (logits,) = harness.step([(request, text, 0)])
+        while len(text) < length:
+            text.append(int(logits[-1].argmax()))
+            (logits,) = harness.step([(request, text[-1:], 0)])
+        return text
+
     def drafts(self, token_ids: Sequence[int], num: int, rule: Rule) -> list[int]:
         """What the MTP head says behind a text: of each token and the state before it, its own in the end.
 

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from kit.engine_hand import NUM_DRAFTS, SMALL, EngineHand, Wanted, right_and_wrong
+from kit.engine_hand import DEVICE, NUM_DRAFTS, SMALL, EngineHand, Wanted, right_and_wrong
 from kit.fake_session import VOCAB, FakeSession, resolved
 from kit.hand import Hand
 from kit.plain import Plain
+from oracle import Oracle
 
 from hemiola.builder.build import Options, build
 from hemiola.runtime.cache.eviction import Cost
@@ -38,9 +39,25 @@ def make_hand() -> Callable[..., Hand]:
 
 
 @pytest.fixture(scope="session")
-def wanted(tiny_checkpoint: Callable[[str], Path]) -> Wanted:
-    """(family, prompt, num_tokens) -> the oracle's tokens."""
-    return Wanted(tiny_checkpoint)
+def wanted(
+    tiny_checkpoint: Callable[[str], Path],
+    tiny_engine: Callable[..., Path],
+    plain_runs: Callable[[Path], Plain],
+) -> Wanted:
+    """(family, prompt, num_tokens) -> the oracle's tokens; on a GPU the plain run's."""
+    oracles: dict[str, Oracle] = {}
+
+    def oracles_answer(family: str, prompt: list[int], num_tokens: int) -> list[int]:
+        if family not in oracles:
+            oracles[family] = Oracle(tiny_checkpoint(family))
+        return oracles[family].generate(prompt, num_tokens).token_ids
+
+    def own_answer(family: str, prompt: list[int], num_tokens: int) -> list[int]:
+        built = SMALL | {"num_drafts": 0, "drafts": "none", "max_len": 1024}
+        plain = plain_runs(tiny_engine(family, **built))
+        return plain.greedy(prompt, len(prompt) + num_tokens)[len(prompt) :]
+
+    return Wanted(oracles_answer if DEVICE == "cpu" else own_answer)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from kit.engine_hand import EngineHand, Wanted
+from kit.engine_hand import SMALL, EngineHand, Wanted
 from kit.engine_storms import storm
 
 STORMS = int(os.environ.get("ENGINE_STORMS", "20"))
@@ -20,7 +20,7 @@ NUM_TURNS = 60
 FAMILIES = ["nemotron_h_moe", "qwen3_5", "three_convs", "attention_only"]
 ENGINES = [
     {"page_len": 32, "chunk_len": 16, "num_drafts": 5},
-    {"page_len": 16, "chunk_len": 8, "num_drafts": 19},
+    SMALL,
 ]
 
 

@@ -8,13 +8,13 @@ import random
 from collections.abc import Callable
 
 import pytest
-from kit.engine_hand import VOCAB, EngineHand, Wanted, right_and_wrong
+from kit.engine_hand import SMALL, VOCAB, EngineHand, Wanted, right_and_wrong
 from kit.proposers import Scripted
 
 AXES: dict[str, list] = {
     "family": ["nemotron_h_moe", "qwen3_5", "three_convs", "attention_only"],
     "drafts": ["off", "ngram", "mtp 1", "mtp 3", "scripted 3", "scripted all", "random"],
-    "engine": ["wide", "small"],  # page 32, chunk 16, K 5; page 16, chunk 8, K 19
+    "engine": ["wide", "small"],  # K 5; small pages and chunks, K 19
     "cache": ["off", "auto", "two snapshots", "every page"],
     "batch": [1, 3, 6],
     "chunk": ["one shot", "less than a chunk", "a page and one"],
@@ -26,7 +26,7 @@ AXES: dict[str, list] = {
 }
 ENGINES = {
     "wide": {"page_len": 32, "chunk_len": 16, "num_drafts": 5},
-    "small": {"page_len": 16, "chunk_len": 8, "num_drafts": 19},
+    "small": SMALL,
 }
 Case = dict[str, object]
 

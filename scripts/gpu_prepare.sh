@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# What a GPU machine without a network needs for scripts/gpu_session.py, into .lease/ (which git ignores):
+#   scripts/gpu_prepare.sh [VLLM_PEER_FOLDER]
+# base/: wheels that its Python 3.12 lacks (6 MB) and the commit's name. With a folder that holds vLLM's make_bundle.sh
+# (10 minutes): vllm1/ and vllm2/, 22 MB each, one for each of two calls, since a call carries 64 MiB.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+rm -rf .lease/base && mkdir -p .lease/base/whl
+wheels=$(grep -iE '^(pydantic|pydantic_core|annotated-types|typing-inspection|llguidance)==' constraints.txt)
+platforms=$(for n in 2_31 2_28 2_17; do echo "--platform manylinux_${n}_x86_64"; done)
+# shellcheck disable=SC2086
+python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $platforms \
+    --platform manylinux2014_x86_64 -d .lease/base/whl $wheels
+git describe --always --dirty > .lease/base/commit
+if [ $# -gt 0 ]; then
+    rm -rf .lease/vllm .lease/vllm1 .lease/vllm2
+    bash "$1/make_bundle.sh" .lease/vllm
+    mkdir .lease/vllm2
+    split -n 2 -d .lease/vllm/site.tar.xz .lease/vllm/site.tar.xz.
+    rm .lease/vllm/site.tar.xz
+    mv .lease/vllm/site.tar.xz.01 .lease/vllm2/
+    mv .lease/vllm .lease/vllm1
+fi
+du -sm .lease/*

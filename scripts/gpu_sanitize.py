@@ -1,0 +1,88 @@
+"""compute-sanitizer over the smallest tests of every kernel: memory, races and reads of what nobody wrote.
+
+PYTHONPATH=.:tests python3 scripts/gpu_sanitize.py [--seconds 180] [--ops linear,delta] [--processes 14]
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = {"memcheck": (), "racecheck": (), "initcheck": ("--track-unused-memory", "no")}
+# One storm or product of each kind: a launch takes a hundred times as long here.
+TESTS = (
+    "test_every_cut_has_the_plain_bits or test_argmax_is_that_of_the_stored_outputs or test_rows_of_the_table"
+    " or test_all_tokens_choose_the_same_expert or test_an_id_that_is_no_expert or test_gates_far_out"
+    " or test_ties_go_to or test_what_is_not_a_number or test_a_place_that_the_table or test_lines_that_start"
+    " or test_a_sequence_goes_on"
+)
+
+
+class Found(NamedTuple):
+    op: str
+    tool: str
+    errors: str
+    tests: str
+    seconds: float
+    first: str  # what the tool says first
+
+
+def check(op: str, tool: str, until: float) -> Found:
+    """The tests of an op under a tool."""
+    start = time.monotonic()
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    tests = [*pytest, "-k", TESTS, f"tests/plugins/{op}/test_triton.py"]
+    tools = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], "--launch-timeout", "60"]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else a block hides its borders
+    try:
+        done = subprocess.run(
+            [*tools, *tests], cwd=ROOT, env=environment, capture_output=True, text=True,
+            timeout=max(until - time.monotonic(), 1),
+        )  # fmt: skip
+        said = done.stdout + done.stderr
+    except subprocess.TimeoutExpired as error:
+        parts = (error.stdout or b"", error.stderr or b"")
+        said = "".join(part.decode() if isinstance(part, bytes) else part for part in parts) + "\nout of time"
+    errors = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", said)
+    tests_said = re.findall(r"\d+ (?:passed|failed|error).*", said)
+    first = re.findall(r"^========= (?!COMPUTE|ERROR SUMMARY|RACECHECK SUMMARY)\S.*", said, re.MULTILINE)
+    return Found(
+        op, tool, errors[-1] if errors else "?", tests_said[-1] if tests_said else said.strip()[-80:],
+        time.monotonic() - start, first[0][10:100] if first else "",
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=180)
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--ops", default="")
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("gpu_sanitize.py: torch finds no CUDA device here")
+    if shutil.which("compute-sanitizer") is None:
+        sys.exit("gpu_sanitize.py: there is no compute-sanitizer on the PATH")
+    all_ops = [path.parent.name for path in sorted((ROOT / "tests/plugins").glob("*/test_triton.py"))]
+    ops = asked.ops.split(",") if asked.ops else all_ops
+    until = time.monotonic() + asked.seconds
+    print("| op | tool | errors | tests | seconds | first |")
+    print("|---|---|---|---|---|---|")
+    is_clean = True
+    with ThreadPoolExecutor(asked.processes) as pool:
+        for found in pool.map(lambda pair: check(*pair, until), [(op, tool) for tool in TOOLS for op in ops]):
+            print(f"| {' | '.join(map(str, found[:4]))} | {found.seconds:.0f} | {found.first} |", flush=True)
+            is_clean &= found.errors == "0"
+    sys.exit(not is_clean)
+
+
+if __name__ == "__main__":
+    main()
