@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hemiola.plugins.cpu.tiles import WIDE
+from hemiola.plugins.cpu.registers import REGISTERS
 from hemiola.plugins.linear.compiled import linear, pack
 
 SHAPES = ("256x1288", "256x4096", "768x256", "1024x3584", "4096x12288")  # inputs x outputs
@@ -79,7 +79,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    print(f"tiles for {'AVX-512' if WIDE else 'AVX2'}; ratio: MKL's time over ours\n")
+    print(f"{REGISTERS.number} registers of {REGISTERS.lanes}; ratio: MKL's time over ours\n")
     print("| shape | tokens | weights | threads | us | us MKL | ratio | GFLOP/s | weights GB/s | bits |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for shape in options.shapes:

@@ -8,6 +8,7 @@ work is one key head of up to TILE tokens of one row.
 import numpy as np
 import torch
 
+from hemiola.plugins.cpu.activations import exp
 from hemiola.plugins.cpu.code import Case, Operand, code_of, lines, numbers, numel
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
@@ -18,7 +19,6 @@ from hemiola.plugins.cpu.simd import (
     clear,
     copy,
     div,
-    exp,
     f32,
     first_lanes,
     fma,
@@ -32,12 +32,13 @@ from hemiola.plugins.cpu.simd import (
     peak,
     put,
     put_long,
+    settle,
     splat,
     store,
     sub,
     sums_of,
     total,
-)  # fmt: skip
+)
 from hemiola.plugins.cpu.simd import (
     first as lane,
 )
@@ -254,6 +255,7 @@ def _visit(
                 )
                 sum_ = fma(load(k_pages, at + 32), q2, fma(load(k_pages, at + 16), q1, sum_))
                 store(products, i * LANES, fma(load(k_pages, at + 48), q3, sum_))
+            settle()
         for d in range(wide, depth, LANES):
             q0 = load(queries, query_at + d)
             for i in range(LANES):
@@ -263,6 +265,7 @@ def _visit(
                     i * LANES,
                     mul(value, q0) if d == 0 else fma(value, q0, load(products, i * LANES)),
                 )
+            settle()
         score = first_lanes(sums_of(products, 0), num_keys - j, nothing)
         score = first_lanes(nothing, num_hidden - j, score)
         highest = largest(score, highest)

@@ -1,10 +1,11 @@
 """The causal depthwise convolution, compiled: taps are added in one order, wherever columns come from."""
 
+from hemiola.plugins.cpu.activations import silu
 from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.rows import live_tokens, owned, read_row
-from hemiola.plugins.cpu.simd import LANES, clear, copy, fma, load, silu, store
+from hemiola.plugins.cpu.simd import LANES, clear, copy, fma, load, store
 from hemiola.plugins.cpu.sizes import ceil_div, least
 
 BLOCK = 16  # tokens of an item of work

@@ -5,7 +5,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from hemiola.plugins.cpu.simd import CPU, I32, LONG, intrinsic
+from hemiola.plugins.cpu.registers import CPU
+from hemiola.plugins.cpu.simd import I32, LONG, intrinsic
 
 # By architecture, the intrinsic that tells a core that it waits, and what it is given.
 HINTS = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [1])}

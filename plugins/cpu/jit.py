@@ -17,7 +17,7 @@ from typing import Any
 import numba
 import numba.core.config as _config
 
-from hemiola.plugins.cpu.simd import CPU
+from hemiola.plugins.cpu.registers import CPU
 
 log = logging.getLogger("hemiola")
 _LOCK = threading.RLock()  # of numba's settings, and of what is compiled

@@ -11,15 +11,15 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
+from llvmlite.ir.instructions import LoadInstr
 from numba import extending
 from numba.core import cgutils, types
-from numba.core.registry import cpu_target
 from numba.extending import models, register_model
 
-LANES = 16
+from hemiola.plugins.cpu.registers import LANES, REGISTERS
+
 MOST_ARGUMENTS = 30  # of a kernel
-_target: Any = cpu_target.target_context
-CPU: tuple[str, str, str] = _target.codegen().magic_tuple()  # triple, name and features of what code is for
+CROWDED = REGISTERS.vectors < 2 * LANES  # registers do not hold 16 vectors and what is done with them
 intrinsic: Any = extending.intrinsic  # of a function that builds code: calls of it look different
 F32, I32 = ir.FloatType(), ir.IntType(32)
 LONG, HALF = ir.IntType(64), ir.IntType(16)
@@ -159,6 +159,47 @@ def splat(typing: Any, value: Any) -> Any:
     return vector(number), build
 
 
+class _AlwaysLoad(LoadInstr):
+    """A load that LLVM leaves where it is."""
+
+    def descr(self, buf: list[str]) -> None:
+        parts: list[str] = []
+        super().descr(parts)
+        buf.append("".join(parts).replace("load", "load volatile", 1))
+
+
+@intrinsic
+def constant(typing: Any, value: Any) -> Any:
+    """The same number in every lane, known when this is compiled.
+
+    Where a loop has more of them than there are registers, LLVM would keep the rest on the stack.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number_ = float(np.float32(args[0].constant))
+        if not CROWDED:
+            return ir.Constant(VECTOR, [number_] * LANES)
+        kind = ir.VectorType(F32, REGISTERS.lanes)
+        place = cgutils.global_constant(builder, "constant", ir.Constant(kind, [number_] * REGISTERS.lanes))
+        builder._insert(loaded := _AlwaysLoad(builder.block, place))
+        lanes = ir.Constant(INTS, [lane % REGISTERS.lanes for lane in range(LANES)])
+        return builder.shuffle_vector(loaded, ir.Constant(kind, ir.Undefined), lanes)
+
+    return vector(types.float64), build
+
+
+@intrinsic
+def settle(typing: Any) -> Any:
+    """What was stored before is loaded from memory after this, where registers would not hold all of it."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if CROWDED:
+            builder.fence("seq_cst", "singlethread")  # binds LLVM, costs nothing
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
@@ -291,54 +332,12 @@ compiled: Any = numba.njit(error_model="numpy")
 
 
 @inlined
-def exp(x):
-    """e^x within two units in the last place from -87 to 88, below and above soon 0 and inf; Cephes' expf."""
-    x = smallest(largest(x, splat(f32(-88.0))), splat(f32(89.0)))  # where 2^-127 is 0 and 2^128 inf
-    power = floor(fma(x, splat(f32(1.44269504088896341)), splat(f32(0.5))))
-    rest = fma(power, splat(f32(-0.693359375)), x)
-    rest = fma(power, splat(f32(2.12194440e-4)), rest)
-    y = fma(splat(f32(1.9875691500e-4)), rest, splat(f32(1.3981999507e-3)))
-    y = fma(y, rest, splat(f32(8.3334519073e-3)))
-    y = fma(y, rest, splat(f32(4.1665795894e-2)))
-    y = fma(y, rest, splat(f32(1.6666665459e-1)))
-    y = fma(y, rest, splat(f32(5.0000001201e-1)))
-    y = fma(y, mul(rest, rest), add(rest, splat(f32(1.0))))
-    return mul(y, power_of_two(power))
-
-
-@inlined
-def sigmoid(x):
-    """1 / (1 + e^-x)"""
-    return div(splat(f32(1.0)), add(splat(f32(1.0)), exp(sub(splat(f32(0.0)), x))))
-
-
-@inlined
-def silu(x):
-    """x * sigmoid(x)"""
-    return div(x, add(splat(f32(1.0)), exp(sub(splat(f32(0.0)), x))))
-
-
-@inlined
-def softplus(x):
-    """log(1 + e^x) within three units in the last place: max(x, 0) + 2 atanh(y / (2 + y)), y = e^-|x|"""
-    zero = splat(f32(0.0))
-    y = exp(smallest(x, sub(zero, x)))
-    s = div(y, add(splat(f32(2.0)), y))
-    square = mul(s, s)  # at most 1 / 9
-    sums = fma(splat(f32(1 / 15)), square, splat(f32(1 / 13)))
-    sums = fma(sums, square, splat(f32(1 / 11)))
-    sums = fma(sums, square, splat(f32(1 / 9)))
-    sums = fma(sums, square, splat(f32(1 / 7)))
-    sums = fma(sums, square, splat(f32(1 / 5)))
-    sums = fma(sums, square, splat(f32(1 / 3)))
-    atanh = fma(mul(sums, square), s, s)
-    return add(largest(x, zero), add(atanh, atanh))
-
-
-@inlined
 def sums_of(array, at):
     """The vector of the sums of 16 vectors that lie one behind the other."""
-    return pairs(_eight(array, at), _eight(array, at + 8 * LANES))
+    settle()
+    a = _eight(array, at)
+    settle()
+    return pairs(a, _eight(array, at + 8 * LANES))
 
 
 @inlined
@@ -401,9 +400,11 @@ def dots(weight, weight_at, num_outputs, num_inputs, x, x_at, out, out_at, produ
                 sum_ = fma(load(weight, at + 16), x1, fma(load(weight, at), x0, load(products, i * LANES)))
                 sum_ = fma(load(weight, at + 48), x3, fma(load(weight, at + 32), x2, sum_))
                 store(products, i * LANES, sum_)
+            settle()
         for d in range(wide, num_inputs, LANES):
             x0 = load(x, x_at + d)
             for i in range(LANES):
                 at = weight_at + (j + i) * num_inputs + d
                 store(products, i * LANES, fma(load(weight, at), x0, load(products, i * LANES)))
+            settle()
         store(out, out_at + j, sums_of(products, 0))

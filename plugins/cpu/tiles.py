@@ -9,17 +9,32 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from hemiola.plugins.cpu.simd import CPU, F32, I32, INTS, LANES, VECTOR, intrinsic
+from hemiola.plugins.cpu.registers import REGISTERS
+from hemiola.plugins.cpu.simd import F32, I32, INTS, LANES, VECTOR, intrinsic
 
 STRIP = 2 * LANES  # outputs whose weights lie together
 DEPTH = 256  # numbers from one row of x to the next, and the most that a tile takes of them
-WIDE = "+avx512f" in CPU[2]  # 32 registers of 16, or 16 of 8
-HEIGHT = 12 if WIDE else 6  # most rows of a tile
-ABREAST = (
-    (4, 2, 2) if WIDE else (2, 1)
-)  # strips of a tile of 1, 2, .. rows: chains that hide a step's latency
-VECTORS = 2 if WIDE else 1  # outputs of a tile of more rows, in vectors
-FEW = 12 if WIDE else 2  # rows up to which bfloat16 weights are widened on their way, not beforehand
+CHAINS = 8  # registers of sums that hide how long a multiply-add takes: two begin at a time, each takes four
+VECTORS = 2 if REGISTERS.vectors >= 2 * CHAINS else 1  # outputs of a tile, in vectors
+HEIGHT = (
+    REGISTERS.vectors * 3 // 4 // VECTORS
+)  # most rows of a tile: three quarters of the registers have sums
+
+
+def _abreast() -> tuple[int, ...]:
+    """Strips side by side in a tile of 1, 2, .. rows: enough chains, while a tile of VECTORS has too few."""
+    strip, found = 2 * REGISTERS.parts, [-(-CHAINS // (2 * REGISTERS.parts))]
+    for rows in range(2, HEIGHT):
+        if rows * VECTORS * REGISTERS.parts >= CHAINS or (rows + 1) * strip >= REGISTERS.number:
+            break
+        found.append(-(-CHAINS // (rows * strip)))
+    return tuple(found)
+
+
+ABREAST = _abreast()
+FEW = (
+    HEIGHT if VECTORS == 2 else len(ABREAST)
+)  # rows for which bfloat16 is widened on its way, not beforehand
 SHAPES = [(rows, 2 * n) for rows, most in enumerate(ABREAST, 1) for n in {1, most}]
 SHAPES += [(rows, VECTORS) for rows in range(len(ABREAST) + 1, HEIGHT + 1)]
 LONG, HALF = ir.IntType(64), ir.IntType(16)

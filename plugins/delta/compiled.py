@@ -5,6 +5,7 @@ sequence is split. Columns of a state do not meet: an item of work is a block of
 row, and stays in the first-level cache while the row's tokens pass.
 """
 
+from hemiola.plugins.cpu.activations import exp, sigmoid, softplus
 from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
@@ -14,7 +15,6 @@ from hemiola.plugins.cpu.simd import (
     add,
     clear,
     copy,
-    exp,
     f32,
     fma,
     get,
@@ -22,8 +22,6 @@ from hemiola.plugins.cpu.simd import (
     load_some,
     mul,
     put,
-    sigmoid,
-    softplus,
     splat,
     store,
     store_some,

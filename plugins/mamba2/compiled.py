@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from hemiola.plugins.cpu.activations import softplus
 from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
@@ -28,7 +29,6 @@ from hemiola.plugins.cpu.simd import (
     load_some,
     put,
     smallest,
-    softplus,
     splat,
     store,
     store_some,

@@ -6,6 +6,7 @@ in their order. So a token's bits depend on it, its experts and its weights alon
 
 import torch
 
+from hemiola.plugins.cpu.activations import silu
 from hemiola.plugins.cpu.code import Case, Operand, code_of, lines, numbers, numel
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import (
@@ -19,7 +20,6 @@ from hemiola.plugins.cpu.simd import (
     load_some,
     mul,
     put_long,
-    silu,
     splat,
     store_some,
 )

@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from hemiola.plugins.cpu.activations import silu
 from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
 from hemiola.plugins.cpu.kernel import Kernel
-from hemiola.plugins.cpu.simd import LANES, f32, fma, from_bits, load, mul, silu, splat, store, total
+from hemiola.plugins.cpu.simd import LANES, f32, fma, from_bits, load, mul, splat, store, total
 from hemiola.plugins.cpu.sizes import ceil_div
 
 BLOCK = 16  # tokens of an item of work

@@ -3,13 +3,13 @@
 import numpy as np
 import torch
 
+from hemiola.plugins.cpu.activations import exp, sigmoid
 from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import (
     LANES,
     add,
-    exp,
     f32,
     from_bits,
     get,
@@ -17,7 +17,6 @@ from hemiola.plugins.cpu.simd import (
     load_some,
     put,
     put_int,
-    sigmoid,
     splat,
     store_some,
     sub,

@@ -1,12 +1,17 @@
 """The compiled kernels' vector functions against numpy, through small functions compiled here."""
 
+import hashlib
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numba
 import numpy as np
 import pytest
 
-from hemiola.plugins.cpu import kernel, simd
+from hemiola.plugins.cpu import activations, kernel, simd
 from hemiola.plugins.cpu.simd import LANES
 
 F32 = np.float32
@@ -21,7 +26,7 @@ def native(function: Function) -> Function:
 
 def mapped(name: str) -> Callable[..., np.ndarray]:
     """A function of one or two vectors, over arrays of any length."""
-    function = getattr(simd, name)
+    function = getattr(activations if name in SMOOTH else simd, name)
 
     @native
     def one(size, a, out):
@@ -95,6 +100,22 @@ def test_beyond_the_range_it_goes_on_rising(name: str) -> None:
     for between in (np.linspace(-89, -87, 10_001), np.linspace(87, 89.5, 10_001)):
         y = RUN[name](between.astype(F32))
         assert (y >= 0).all() and (y[1:] >= y[:-1]).all()
+
+
+def digest() -> str:
+    x = np.linspace(-90, 90, 10_000).astype(F32)
+    return hashlib.sha256(b"".join(run(x).tobytes() for run in RUN.values())).hexdigest()
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="forces features of x86 CPUs")
+def test_narrow_registers_make_the_same_bits() -> None:
+    """Constants come from memory there."""
+    code = "from tests.plugins.test_simd import digest, simd; print(simd.CROWDED, digest())"
+    narrow = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "PYTHONPATH": "."}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | narrow, capture_output=True, check=True
+    )
+    assert done.stdout.decode().split() == ["True", digest()]
 
 
 @pytest.mark.parametrize("name", SMOOTH)

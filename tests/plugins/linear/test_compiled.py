@@ -133,8 +133,8 @@ def test_narrow_registers_make_the_same_bits() -> None:
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         pytest.skip("not an x86 CPU with AVX2")
     code = (
-        "from hemiola.plugins.cpu.tiles import WIDE; from tests.plugins.linear.chains import digest;"
-        "print(WIDE, digest())"
+        "from hemiola.plugins.cpu.registers import REGISTERS; from tests.plugins.linear.chains import digest;"
+        "print(REGISTERS.lanes, digest())"
     )
     narrow = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}
     done = subprocess.run(
@@ -144,4 +144,4 @@ def test_narrow_registers_make_the_same_bits() -> None:
         text=True,
         check=True,
     )
-    assert done.stdout.split()[-2:] == ["False", digest()]
+    assert done.stdout.split()[-2:] == ["8", digest()]
