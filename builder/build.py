@@ -3,9 +3,7 @@
 import hashlib
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +15,7 @@ from hemiola.builder import models, targets
 from hemiola.builder.checkpoint import Checkpoint, Files, Lazy, read_json
 from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.options import Options
+from hemiola.builder.place import fresh, refuse_occupied
 from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.kernels import compile_kernels
 from hemiola.builder.targets.torch import Compiled, Job, Report
@@ -37,7 +36,7 @@ def build(
     target, archs = targets.pick(options.target, ",".join(options.arch))
     arch = ARCHS[archs[0]]
     _refuse_pages(options)
-    _refuse_occupied(engine_dir)
+    refuse_occupied(engine_dir)
     report("checking", 0, 0)
     checkpoint = Checkpoint(path, RandomTensors if options.random_weights else Files)
     max_len = _max_len(checkpoint, options)
@@ -48,23 +47,12 @@ def build(
     if model.draft is None and options.drafts is None:
         _warn_of_a_missing_head(model)
     has_tokenizer = _check_tokenizer(path / "tokenizer.json", model.vocab_size)
-    with _fresh(engine_dir) as folder:
+    with fresh(engine_dir) as folder:
         if has_tokenizer:
             _copy_tokenizer(path, folder / "tokenizer")
-        names: list[Name] = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
-        graphs: list[Graph] = []
-        segments: list[Segment] = []
-        weights: dict[str, Lazy] = {}
         job = Job(folder, arch.device, archs, limits, report)
-        for name in names:
-            report(f"exporting {name}", 0, 0)
-            graph = export(model, name, limits)
-            segment = model.trunk if name == "trunk" else model.draft
-            assert segment is not None
-            compiled = target.compile(graph, model.weights(segment), job)
-            graphs.append(graph)
-            segments.append(_segment(compiled, graph))
-            weights = compiled.weights | weights
+        names: list[Name] = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
+        graphs, segments, weights = _compile(model, names, target, job)
         kernels: tuple[manifest.Kernels, ...] = ()
         if arch.device == "cuda":
             ops = {node.op for segment in segments for node in segment.nodes}
@@ -99,6 +87,24 @@ def build(
                 if file.is_file()
             },
         ).write(folder)
+
+
+def _compile(
+    model: models.Model, names: Sequence[Name], target: targets.Target, job: Job
+) -> tuple[list[Graph], list[Segment], dict[str, Lazy]]:
+    """Graphs and segments of these names, and the weights of all of them."""
+    graphs: list[Graph] = []
+    segments: list[Segment] = []
+    weights: dict[str, Lazy] = {}
+    for name in names:
+        job.report(f"exporting {name}", 0, 0)
+        graphs.append(export(model, name, job.limits))
+        segment = model.trunk if name == "trunk" else model.draft
+        assert segment is not None
+        compiled = target.compile(graphs[-1], model.weights(segment), job)
+        segments.append(_segment(compiled, graphs[-1]))
+        weights = compiled.weights | weights
+    return graphs, segments, weights
 
 
 def _segment(compiled: Compiled, graph: Graph) -> Segment:
@@ -180,61 +186,6 @@ def _refuse_pages(options: Options) -> None:
             f"--page-len {options.page_len} is not a multiple of --chunk-len {options.chunk_len}; "
             "choose them so that pages end on chunk edges"
         )
-
-
-def _refuse_occupied(engine_dir: Path) -> None:
-    if engine_dir.exists() and not engine_dir.is_dir():
-        raise Refused(f"--engine-dir {engine_dir} is a file; choose a directory")
-    if engine_dir.is_dir() and any(engine_dir.iterdir()) and not (engine_dir / manifest.FILE).is_file():
-        raise Refused(
-            f"--engine-dir {engine_dir} has files but no engine in it; choose an empty or a new directory"
-        )
-    if (engine_dir / manifest.FILE).is_file():
-        own = {manifest.FILE, *_files_of(engine_dir / manifest.FILE)}
-        files = {str(path.relative_to(engine_dir)) for path in engine_dir.rglob("*") if path.is_file()}
-        if strays := sorted(files - own):
-            raise Refused(
-                f"--engine-dir {engine_dir} has an engine and beside it {strays[0]}, which a new engine would"
-                " remove; move it, or choose another directory"
-            )
-
-
-def _files_of(path: Path) -> Iterable[str]:
-    """What a manifest of any version names; a damaged one names nothing."""
-    try:
-        return read_json(path).get("sha256", {})
-    except Refused:
-        return ()
-
-
-@contextmanager
-def _fresh(engine_dir: Path) -> Iterator[Path]:
-    """A folder beside `engine_dir` that takes its place at the end, or vanishes."""
-    engine_dir = engine_dir.resolve()
-    try:
-        engine_dir.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{engine_dir.name}-", dir=engine_dir.parent))
-    except OSError as error:
-        raise Refused(
-            f"--engine-dir {engine_dir} cannot be written ({error.strerror}); choose another directory"
-        ) from None
-    old = folder.with_name(folder.name + "-old")
-    try:
-        yield folder
-        folder.chmod(0o755)
-        if engine_dir.exists():
-            engine_dir.rename(old)
-        folder.rename(engine_dir)
-    except OSError as error:
-        raise Refused(
-            f"--engine-dir {engine_dir} cannot be written ({error.strerror}); "
-            "free space or choose another directory"
-        ) from None
-    finally:
-        if old.exists() and not engine_dir.exists():
-            old.rename(engine_dir)
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_tokenizer(path: Path, vocab_size: int) -> bool:

@@ -54,6 +54,7 @@ def build_engine(
 
 def summary(manifest: "Manifest", engine_dir: Path) -> Table:
     """What was built, for people."""
+    from hemiola.runtime.cli.inspect import PROMISES
     from hemiola.runtime.config import state_bytes
 
     limits = manifest.limits
@@ -71,7 +72,7 @@ def summary(manifest: "Manifest", engine_dir: Path) -> Table:
                 f"{calls}, {len(segment.files)} of them different, {_mib(size)}, by {segment.compiler}",
             )
     if manifest.promise == "tokens":
-        table.add_row("promise", "tokens of the plain run, not its bits: docs/engines.md")
+        table.add_row("promise", PROMISES[manifest.promise])
     table.add_row(
         "drafts", f"{manifest.drafts}, {limits.num_drafts} at most" if limits.num_drafts else "none"
     )

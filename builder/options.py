@@ -44,4 +44,7 @@ class Options(Strict):
         parts = [value] if isinstance(value, str) else value
         if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
             return value
-        return tuple(dict.fromkeys(" ".join(parts).replace(",", " ").split()))
+        names = [name for part in parts for word in part.split(",") for name in word.split() or [""]]
+        if not all(names):
+            raise ValueError("a name is empty; give cpu, or kinds of GPUs such as sm_89,sm_120")
+        return tuple(dict.fromkeys(names))

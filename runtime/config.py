@@ -13,6 +13,7 @@ from hemiola.runtime.manifest import Manifest, State
 
 Auto = Literal["auto"]
 Drafts = Literal["none", "ngram", "mtp"]
+ENDLESS = 2**60  # bytes: as if memory were no limit
 
 
 class ServeConfig(Strict):

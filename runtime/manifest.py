@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -247,9 +248,16 @@ def _check_file(path: Path, expected: str) -> None:
 
 def _check_strays(engine_dir: Path, manifest: Manifest) -> None:
     """Beside a tokenizer's files another one, such as a chat template, would be read."""
-    for folder in sorted({Path(name).parent for name in manifest.sha256} - {Path()}):
-        for path in sorted((engine_dir / folder).iterdir()):
-            if str(path.relative_to(engine_dir)) not in manifest.sha256 and path.is_file():
-                raise Refused(
-                    f"{path} was not there when the engine was built; remove it, or run build-engine again"
-                )
+    folders = {Path(name).parent for name in manifest.sha256} - {Path()}
+    for name in strays(engine_dir, manifest.sha256):
+        if Path(name).parent in folders:
+            raise Refused(
+                f"{engine_dir / name} was not there when the engine was built; remove it, or run build-engine"
+                " again"
+            )
+
+
+def strays(engine_dir: Path, own: Iterable[str]) -> list[str]:
+    """Files in an engine's directory that are not its own."""
+    files = {str(path.relative_to(engine_dir)) for path in engine_dir.rglob("*") if path.is_file()}
+    return sorted(files - {FILE, *own})

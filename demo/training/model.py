@@ -99,9 +99,6 @@ def remove_step_floor(model: nn.Module) -> None:
             module.time_step_limit = (0.0, float("inf"))
 
 
-Past = list[tuple[Tensor, Tensor]]  # keys and values of each draft step so far
-
-
 class NemotronMtp(nn.Module):
     """Pattern `*E`. Fuse, attention, MoE; the output of final_layernorm feeds lm_head and the next step."""
 

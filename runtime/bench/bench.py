@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hemiola
+from hemiola.runtime import manifest
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.bench import equality, workloads
 from hemiola.runtime.bench.dataset import read_sessions
@@ -21,7 +22,7 @@ from hemiola.runtime.bench.plot import Curve, plot, refuse_without_matplotlib
 from hemiola.runtime.bench.report import Column, table
 from hemiola.runtime.bench.statistics import Summary, summarize
 from hemiola.runtime.bench.workloads import Source, Turns
-from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 
@@ -68,6 +69,7 @@ Progress = Callable[[], None]  # one more is done
 def run(job: Job) -> int:
     """Prints the table; the exit status says whether all requests completed and all tokens were equal."""
     variants = _variants(job)
+    _refuse_unfit(job, variants)
     _refuse_outputs(job)
     bench = _Bench(job)
     findings, refusal = bench.measure_all(variants)
@@ -103,6 +105,16 @@ def _variants(job: Job) -> list[Variant]:
     for variant in variants:
         ServeConfig(**variant.options)
     return variants
+
+
+def _refuse_unfit(job: Job, variants: Sequence[Variant]) -> None:
+    """What the engine was not built for, before any variant is measured. Memory is counted at its opening."""
+    found = manifest.parse(job.engine_dir / manifest.FILE)
+    for number, variant in enumerate(variants):
+        try:
+            resolve(ServeConfig(**variant.options), found, ENDLESS)
+        except Refused as refusal:
+            raise Refused(f"--compare {variant.name}: {refusal}") if number else refusal from None
 
 
 def _name(options: Mapping[str, Any]) -> str:

@@ -31,78 +31,17 @@ Decisions:
 * A page goes only after those behind it, and takes its snapshot along: no snapshot is ever out of reach.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
+from hemiola.runtime.cache.edges import hit_len, reusable_len, wanted_edges
 from hemiola.runtime.cache.eviction import Evictor, above
+from hemiola.runtime.cache.lease import Lease, Start, Take
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.cache.tree import Chain, Entry, Tree
-
-
-def reusable_len(known_len: int, page_len: int) -> int:
-    """The last page edge that leaves a token to compute, without which there are no logits."""
-    return (known_len - 1) // page_len * page_len
-
-
-def hit_len(known_len: int, page_len: int, cached_len: int, edges: Iterable[int] | None) -> int:
-    """Tokens that need not be computed, if the first cached_len have pages and `edges` have snapshots.
-
-    None: the engine needs no snapshots.
-    """
-    most = min(reusable_len(known_len, page_len), cached_len // page_len * page_len)
-    if edges is None:
-        return most
-    return max((edge for edge in edges if edge <= most), default=0)
-
-
-def wanted_edges(
-    start: int, stop: int, prompt_len: int, page_len: int, junction: int = 0, interval: int = 0
-) -> list[int]:
-    """Page edges in (start, stop] at which a snapshot should be taken, in order.
-
-    The last reusable edge of the prompt; the junction, where it leaves a cached path; every interval; and
-    behind the prompt the newest.
-    """
-    last = reusable_len(prompt_len, page_len)
-    newest = stop // page_len * page_len
-    wanted = {last, junction}
-    if newest > last:
-        wanted.add(newest)
-    if interval:
-        wanted.update(range(start // interval * interval + interval, stop + 1, interval))
-    return sorted(edge for edge in wanted if start < edge <= stop)
-
-
-class Start(NamedTuple):
-    """Where an admitted request begins."""
-
-    slot_id: int
-    hit_len: int
-    restore_from: int  # the slot to copy to slot_id before the step; 0: none
-
-
-class Take(NamedTuple):
-    """A snapshot that a step is to store."""
-
-    slot_id: int
-    edge: int
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """What the cache remembers of a running request."""
-
-    chain: Chain
-    prompt_len: int  # tokens known when it was admitted
-    junction: int  # where it leaves a cached path that has no snapshot there; 0: nowhere
-    path: list[Entry]  # its cached pages, from the first on
-    taken: list[Take] = field(default_factory=list)  # asked for, and not known to be stored
-    newest: Entry | None = None  # has its last decode snapshot
-    stale: bool = False  # publishes nothing more
 
 
 @dataclass(slots=True)

@@ -13,14 +13,13 @@ from hemiola.runtime import manifest
 from hemiola.runtime.bench.plot import refuse_without_matplotlib
 from hemiola.runtime.cli.graph_plot import draw
 from hemiola.runtime.cli.options import given, options_of, takes
-from hemiola.runtime.config import ServeConfig, resolve, state_bytes
+from hemiola.runtime.config import ENDLESS, ServeConfig, resolve, state_bytes
 from hemiola.runtime.manifest import Manifest, Segment
 
 PROMISES = {
     "bits": "every logit is the plain run's, bit for bit",
     "tokens": "tokens of the plain run, where no two are closer than rounding (docs/engines.md)",
 }
-ENDLESS = 2**60  # bytes
 
 
 @takes(options_of(ServeConfig))

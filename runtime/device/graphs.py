@@ -8,52 +8,33 @@ one pool of memory, for no two of them run at once.
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
-from hemiola.runtime.device.transfer import ALIGNMENT
+from hemiola.runtime.device.transfer import Shapes, pack, spans, unpack
 from hemiola.runtime.errors import Refused
 
 Bucket = TypeVar("Bucket", bound=Hashable)
 Made = TypeVar("Made")
-Shapes = Sequence[tuple[tuple[int, ...], Any]]
 
 
 class Stage:
     """A place on the device to which a step's arrays go in one copy, always the same one."""
 
     def __init__(self, shapes: Sequence[Shapes], device: torch.device) -> None:
-        num_bytes = max(_spans(arrays)[-1].stop for arrays in shapes)
+        num_bytes = max(spans(arrays)[-1].stop for arrays in shapes)
         self._there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
         """Begin to copy; the host goes on."""
-        spans = _spans([(array.shape, array.dtype) for array in arrays])
-        packed = torch.empty(spans[-1].stop, dtype=torch.uint8, pin_memory=self._there.is_cuda)
-        there = packed.numpy()
-        for span, array in zip(spans, arrays, strict=True):
-            there[span] = array.reshape(-1).view(np.uint8)
+        packed = pack(arrays, pinned=self._there.is_cuda)
         self._there[: len(packed)].copy_(packed, non_blocking=True)
 
     def views(self, shapes: Shapes) -> list[torch.Tensor]:
         """What was sent, as tensors."""
-        views = []
-        for span, (shape, dtype) in zip(_spans(shapes), shapes, strict=True):
-            kind = torch.from_numpy(np.empty(0, dtype)).dtype
-            views.append(self._there[span].view(kind).view(shape))
-        return views
-
-
-def _spans(shapes: Shapes) -> list[slice]:
-    """Where each array's bytes lie."""
-    spans, start = [], 0
-    for shape, dtype in shapes:
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        spans.append(slice(start, start + num_bytes))
-        start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-    return spans
+        return unpack(self._there, shapes)
 
 
 def mark(times: torch.Tensor, at: int) -> None:

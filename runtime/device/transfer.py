@@ -1,5 +1,6 @@
 """Between host and device: numbers go over without a wait, and time is measured where the work is done."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,22 +9,44 @@ import numpy as np
 import torch
 
 ALIGNMENT = 16  # bytes
+Shapes = Sequence[tuple[tuple[int, ...], Any]]  # and dtypes of numpy, of arrays
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     """These arrays on the device, in one copy that the host does not wait for."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    starts = np.cumsum([0] + [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
-    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
-    spans = [slice(start, start + array.nbytes) for start, array in zip(starts, arrays, strict=False)]
-    for span, array in zip(spans, arrays, strict=True):
-        packed.numpy()[span] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = packed.to(device, non_blocking=True)
+    there = pack(arrays, pinned=True).to(device, non_blocking=True)
+    return unpack(there, [(array.shape, array.dtype) for array in arrays])
+
+
+def pack(arrays: Sequence[np.ndarray], pinned: bool) -> torch.Tensor:
+    """Their bytes, one array behind the other."""
+    where = spans([(array.shape, array.dtype) for array in arrays])
+    packed = torch.empty(where[-1].stop, dtype=torch.uint8, pin_memory=pinned)
+    numbers = packed.numpy()
+    for span, array in zip(where, arrays, strict=True):
+        numbers[span] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return packed
+
+
+def unpack(packed: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
+    """Views of arrays that were packed."""
+    kinds = [torch.from_numpy(np.empty(0, dtype)).dtype for _, dtype in shapes]
     return [
-        there[span].view(torch.from_numpy(array).dtype).view(array.shape)
-        for span, array in zip(spans, arrays, strict=True)
+        packed[span].view(kind).view(shape)
+        for span, kind, (shape, _) in zip(spans(shapes), kinds, shapes, strict=True)
     ]
+
+
+def spans(shapes: Shapes) -> list[slice]:
+    """Where the bytes of each array lie."""
+    found, start = [], 0
+    for shape, dtype in shapes:
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        found.append(slice(start, start + num_bytes))
+        start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return found
 
 
 def upload_ints(device: torch.device, values: Sequence[int]) -> torch.Tensor:

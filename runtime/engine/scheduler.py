@@ -23,7 +23,8 @@ import itertools
 import time
 
 from hemiola.runtime.api import FinishReason
-from hemiola.runtime.cache.prefix import PrefixCache, Start
+from hemiola.runtime.cache.lease import Start
+from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.engine.pace import Pace
 from hemiola.runtime.engine.request import Request

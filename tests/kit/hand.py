@@ -7,7 +7,8 @@ from kit.fake_session import FakeSession
 
 from hemiola.plugins.rows import live_rows
 from hemiola.runtime.api import Piece, SamplingParams
-from hemiola.runtime.cache.prefix import Start, hit_len
+from hemiola.runtime.cache.edges import hit_len
+from hemiola.runtime.cache.lease import Start
 from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.engine.grammar import Grammar
 from hemiola.runtime.engine.loop import Loop

@@ -86,6 +86,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     }
     fake = type("Fresh", (FakeLLM,), fresh)
     monkeypatch.setattr(bench, "LLM", fake)
+    monkeypatch.setattr(bench, "_refuse_unfit", lambda job, variants: None)  # there is no manifest
     return fake
 
 
@@ -378,6 +379,17 @@ def test_a_variant_that_is_refused_does_not_cost_what_was_measured_before_it(
     assert ended.err.splitlines()[-1].startswith(
         "error: --compare max_len=16: the longest session is 28 tokens"
     )
+
+
+def test_a_variant_that_the_engine_was_not_built_for_is_refused_before_any_is_measured(
+    engine_dir: Path, hemiola: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "LLM", None)
+    ended = hemiola(
+        *SMALL, "--compare", "num_drafts=1", "--compare", "max_rows=9", engine_dir=str(engine_dir)
+    )
+    assert ended.status == 2 and not ended.out
+    assert ended.err.startswith("error: --compare max_rows=9: max_rows is 9, the engine was built for 8")
 
 
 def test_text_is_where_prompts_come_from(

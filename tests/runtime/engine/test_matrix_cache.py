@@ -10,7 +10,7 @@ from kit.engine_hand import NUM_DRAFTS as K
 from kit.engine_hand import PAGE as B
 from kit.engine_hand import VOCAB, EngineHand, Wanted, windows
 
-from hemiola.runtime.cache.prefix import hit_len, reusable_len
+from hemiola.runtime.cache.edges import hit_len, reusable_len
 
 RECURRENT = ["nemotron_h_moe", "qwen3_5", "three_convs"]
 

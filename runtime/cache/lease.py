@@ -1,0 +1,34 @@
+"""What the cache tells a request, and what it remembers of one that runs."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hemiola.runtime.cache.tree import Chain, Entry
+
+
+class Start(NamedTuple):
+    """Where an admitted request begins."""
+
+    slot_id: int
+    hit_len: int
+    restore_from: int  # the slot to copy to slot_id before the step; 0: none
+
+
+class Take(NamedTuple):
+    """A snapshot that a step is to store."""
+
+    slot_id: int
+    edge: int
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """What the cache remembers of a running request."""
+
+    chain: Chain
+    prompt_len: int  # tokens known when it was admitted
+    junction: int  # where it leaves a cached path that has no snapshot there; 0: nowhere
+    path: list[Entry]  # its cached pages, from the first on
+    taken: list[Take] = field(default_factory=list)  # asked for, and not known to be stored
+    newest: Entry | None = None  # has its last decode snapshot
+    stale: bool = False  # publishes nothing more
