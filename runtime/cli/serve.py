@@ -1,5 +1,6 @@
 """`hemiola serve`"""
 
+import logging
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from hemiola.runtime.cli.options import given, options_of, takes
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.launcher import Server, read_models
+from hemiola.runtime.serving.log import STDERR, Handler, say
 from hemiola.runtime.serving.openai.app import Limits
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import read_model
@@ -80,7 +82,7 @@ def serve(
     except KeyboardInterrupt:  # before it was ready, or for the second time
         sys.exit(130)
     except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", STDERR)
         sys.exit(1)
 
 
@@ -103,24 +105,25 @@ class FrontOptions(NamedTuple):
 
 def _serve(server: Server, front_options: FrontOptions, restarts: int) -> None:
     start = time.monotonic()
+    logging.basicConfig(handlers=[Handler(server.printer)], format="%(message)s")
     server.check()
     front = front_options.front(server)
     engines = ", ".join(f"{name} ({engine_dir})" for name, engine_dir in server.engines.items())
-    print(f"starting tritonserver with {engines}", flush=True)
+    say(f"starting tritonserver with {engines}")
     with server:
         for name in server.engines:
-            print(f"HTTP     {server.http_url}/v2/models/{name}/generate_stream")
-        print(f"gRPC     {server.grpc_url}")
-        print(f"metrics  {server.metrics_url}")
+            say(f"HTTP     {server.http_url}/v2/models/{name}/generate_stream")
+        say(f"gRPC     {server.grpc_url}")
+        say(f"metrics  {server.metrics_url}")
         if front is not None:
             front.start(server.grpc_url, server.metrics_url)
-            print(f"OpenAI   {front.url}")
-        print(f"ready after {time.monotonic() - start:.1f} s; Ctrl-C ends it", flush=True)
+            say(f"OpenAI   {front.url}")
+        say(f"ready after {time.monotonic() - start:.1f} s; Ctrl-C ends it")
         try:
             server.serve(restarts)
         except KeyboardInterrupt:
-            print("waiting for streams in flight", flush=True)
+            say("waiting for streams in flight")
         finally:
             if front is not None:
                 front.stop()
-    print("stopped")
+    say("stopped")

@@ -4,16 +4,12 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,8 @@ from typing import Any
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving import heartbeat, settings
+from hemiola.runtime.serving.home import Home
+from hemiola.runtime.serving.log import Log, Printer
 from hemiola.runtime.serving.tritonserver import (
     ANY_PORTS,
     Ports,
@@ -125,7 +123,8 @@ class Server:
         self._exit_timeout_s = exit_timeout_s
         self._triton: Triton | None = None  # of a check that was done
         self._process: subprocess.Popen[str] | None = None
-        self._home: Path | None = None
+        self._home: Home | None = None
+        self.printer = Printer()
 
     @property
     def http_url(self) -> str:
@@ -151,8 +150,11 @@ class Server:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None:
+            self.stop()
+        else:
+            self.kill()
 
     def check(self) -> Triton:
         """Refuses what cannot start, before anything does."""
@@ -167,39 +169,38 @@ class Server:
     def start(self) -> None:
         """Returns when every model answers; raises Refused with the reason when one will not."""
         triton = self._triton or self.check()
-        self._home = Path(tempfile.mkdtemp(prefix="hemiola-serve-"))
-        (self._home / "beats").mkdir()
+        self._home = Home()
         write_repository(
-            self._home,
+            self._home.path,
             triton,
             {
                 name: {
                     **found,
-                    "heartbeat_file": str(self._home / "beats" / name),
+                    "heartbeat_file": str(self._home.beats / name),
                     "num_restarts": self.num_restarts,
                 }
                 for name, found in self._settings.items()
             },
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(os.getpid()), *self._command(triton)],
+            [sys.executable, "-c", LAUNCH, str(os.getpid()), *self._command(triton, self._home)],
             env=self._environment,
-            cwd=self._home / "python",
+            cwd=self._home.path / "python",
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             start_new_session=True,  # Ctrl-C is for us; we forward it once
         )
-        self._log = Log(self._process, self._log_verbose)
+        self._log = Log(self._process, self.printer, self._log_verbose)
         self._await_ready()
 
-    def _command(self, triton: Triton) -> list[str]:
+    def _command(self, triton: Triton, home: Home) -> list[str]:
         return [
             str(triton.server),
-            f"--model-repository={self._home}/models",
-            f"--backend-directory={self._home}/backends",
-            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            f"--model-repository={home.path}/models",
+            f"--backend-directory={home.path}/backends",
+            f"--backend-config=python,shm-region-prefix-name={home.shm_prefix}",
             "--disable-auto-complete-config",
             *locked(self._control_key),
             *(["--model-control-mode=explicit"] if self._control_key else []),
@@ -213,10 +214,6 @@ class Server:
             f"--exit-timeout-secs={self._exit_timeout_s}",
             f"--log-verbose={int(self._log_verbose)}",
         ]
-
-    @property
-    def _shm_prefix(self) -> str:
-        return f"{self._home.name}-" if self._home else ""
 
     def _await_ready(self) -> None:
         assert self._process is not None
@@ -257,7 +254,7 @@ class Server:
         if left == 0:
             raise RuntimeError(f"{reason}; {restarts} restarts (--restart) did not help")
         seconds = min(2 ** (restarts - left), MOST_WAIT_S)
-        sys.stderr.write(
+        self.printer.say(
             f"lost: {reason}\nstarting again in {seconds} s ({restarts - left + 1} of {restarts})\n"
         )
         time.sleep(seconds)
@@ -265,9 +262,12 @@ class Server:
         try:
             self.start()
         except Refused as error:
-            sys.stderr.write(f"lost again: {error}\n")
+            self.printer.say(f"lost again: {error}\n")
             return False
-        sys.stderr.write("ready again\n")
+        except KeyboardInterrupt:
+            self.kill()  # nothing is in flight
+            raise
+        self.printer.say("ready again\n")
         return True
 
     def wait(self) -> str:
@@ -299,6 +299,7 @@ class Server:
     def stop(self) -> None:
         """Requests in flight may finish for exit_timeout_s; RuntimeError if some did not."""
         if self._process is None:
+            self.kill()
             return
         before = self._process.poll()
         try:
@@ -309,15 +310,13 @@ class Server:
         if before is not None:
             raise RuntimeError(f"tritonserver ended by itself with {before}: {self._log.reason()}")
         if lost:
-            raise RuntimeError(
-                f"{lost} in flight did not end within {self._exit_timeout_s} s (--exit-timeout) and are lost"
-            )
+            raise RuntimeError(lost)
 
     def _drain(self) -> str:
         """Until the server has ended, or has nothing to say any more; what is lost.
 
-        Tritonserver also waits for idle connections, as clients keep them, and for requests of callers that
-        left in the wrong moment: it is not left to decide.
+        Tritonserver also waits for idle connections, as clients keep them, for requests of callers that
+        left in the wrong moment, and for engines that have died: it is not left to decide.
         """
         assert self._process is not None
         end = time.monotonic() + self._exit_timeout_s
@@ -325,18 +324,32 @@ class Server:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(0.1)
-                return "" if status == 0 else f"requests (tritonserver ended with {status})"
-            num_open = sum(beat.num_open for beat in map(heartbeat.read, self._beats()) if beat)
+                return "" if status == 0 else f"requests in flight are lost: tritonserver ended with {status}"
+            num_open, num_lost, reason = self._in_flight()
             now = time.monotonic()
             if num_open:
                 quiet = now
             if now - quiet > DRAINED_S:
-                return ""
+                return f"{num_lost} requests in flight are lost: {reason}" if num_lost else ""
             if now > end:
-                return f"{num_open} requests"
+                return (
+                    f"{num_open + num_lost} requests in flight did not end within {self._exit_timeout_s} s"
+                    f" (--exit-timeout) and are lost"
+                )
+
+    def _in_flight(self) -> tuple[int, int, str]:
+        """Requests that may still end, those that cannot, and why."""
+        num_open, num_lost, reason = 0, 0, ""
+        for path in self._beats():
+            beat = heartbeat.read(path)
+            if beat is not None and (trouble := heartbeat.trouble(path, self._hang_timeout_s)):
+                num_lost, reason = num_lost + beat.num_open, trouble
+            elif beat is not None:
+                num_open += beat.num_open
+        return num_open, num_lost, reason
 
     def _beats(self) -> list[Path]:
-        return [self._home / "beats" / name for name in self.engines] if self._home else []
+        return [self._home.beats / name for name in self.engines] if self._home else []
 
     def kill(self) -> None:
         """At once, whatever is in flight; leaves no process, shared memory or files behind."""
@@ -346,34 +359,6 @@ class Server:
             self._process.wait()
             self._process = None
         if self._home is not None:
-            for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
-                region.unlink(missing_ok=True)
-            shutil.rmtree(self._home, ignore_errors=True)
+            self._home.remove()
             self._home = None
-
-
-class Log:
-    """The server's output, read in a thread: errors are passed on once it is ready, all of it if verbose."""
-
-    def __init__(self, process: "subprocess.Popen[str]", verbose: bool, ready: bool = False) -> None:
-        self.ready = ready
-        self._lines: deque[str] = deque(maxlen=200)
-        self._process = process
-        self._verbose = verbose
-        self.thread = threading.Thread(target=self._read, daemon=True)
-        self.thread.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.append(line)
-            if self._verbose or (self.ready and not re.match(r"[IW]\d{4} |Signal \(", line)):
-                sys.stderr.write(line)
-
-    def reason(self) -> str:
-        """Why it did not start: what a model said, else the last error, else the last line."""
-        text = "".join(self._lines)
-        model = r"failed to load '(.*?)' version 1: (?:Internal: TritonModelException: )?(.*?)(?:\\n|\"?\n)"
-        found = [": ".join(parts) for parts in re.findall(model, text)]
-        found = found or re.findall(r"\nE\d{4} [^\n]*?\] ([^\n]*)", text) or re.findall(r"[^\n]+", text)
-        return found[-1] if found else "it said nothing"
+        self.printer.flush()

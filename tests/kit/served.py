@@ -24,15 +24,15 @@ SERVE = [
 
 
 class Served:
-    """Ready when made; `said` is what it wrote to stderr."""
+    """Ready when made; `said` is what it wrote to stderr, unless that is a file of the caller's."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, log: int | None = None) -> None:
         self.process = subprocess.Popen(
             [*SERVE, *arguments],
             env=ENVIRONMENT,
             cwd="/",
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.PIPE if log is None else log,
             text=True,
         )
         self.said = ""
@@ -48,7 +48,7 @@ class Served:
         self.metrics_url = re.search(r"^metrics +(\S+)$", self.printed, re.MULTILINE).group(1)
 
     def _read(self) -> None:
-        for line in self.process.stderr:
+        for line in self.process.stderr or ():
             self.said += line
 
     def pid(self, word: str) -> int:

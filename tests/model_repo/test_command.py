@@ -1,36 +1,27 @@
 """`hemiola serve` from start to end, as a process."""
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import requests
+from kit.served import ENVIRONMENT, SERVE, descendants, until
 from kit.triton_calls import joined
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving.client import Client
+from hemiola.runtime.serving.home import remove_stale
 
 pytestmark = pytest.mark.server
-
-SERVE = [
-    sys.executable,
-    "-m",
-    "hemiola.runtime",
-    "serve",
-    "--http-port=0",
-    "--grpc-port=0",
-    "--metrics-port=0",
-]
-ROOT = Path(__file__).resolve().parent.parent.parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def home_of(process: subprocess.Popen[str]) -> Path:
@@ -44,9 +35,8 @@ def leftovers(home: Path) -> list[Path]:
     return [*Path("/dev/shm").glob(f"{home.name}*"), *home.parent.glob(home.name)]
 
 
-def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """A ready `hemiola serve` and its gRPC address."""
-    process = subprocess.Popen(
+def begin(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [*SERVE, *arguments],
         env=ENVIRONMENT,
         cwd="/",
@@ -54,20 +44,18 @@ def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def start(*arguments: str) -> tuple[subprocess.Popen[str], str, str]:
+    """A ready `hemiola serve`, its gRPC address and OpenAI's URL, if it has one."""
+    process = begin(*arguments)
     said = ""
     while not re.search(r"^ready after", said, re.MULTILINE):
         line = process.stdout.readline()
         assert line, process.communicate()
         said += line
-    return process, re.search(r"^gRPC +(\S+)$", said, re.MULTILINE).group(1)
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """pid -> name, of children and theirs."""
-    found = {}
-    for child in (int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-        found |= {child: Path(f"/proc/{child}/comm").read_text().strip()} | descendants(child)
-    return found
+    grpc, *openai = re.findall(r"^(?:gRPC|OpenAI) +(\S+)$", said, re.MULTILINE)
+    return process, grpc, "".join(openai)
 
 
 def alive(pid: int) -> bool:
@@ -81,9 +69,9 @@ def test_sigterm_lets_a_stream_finish_and_leaves_nothing_behind(
     engine_dirs: dict[str, Path], llm: LLM
 ) -> None:
     params = SamplingParams(max_tokens=150, ignore_eos=True)
-    process, address = start(f"--engine-dir={engine_dirs['hemiola']}", "--model-name=mine", "--max-rows=2")
+    process, address, _ = start(f"--engine-dir={engine_dirs['hemiola']}", "--model-name=mine", "--max-rows=2")
     home = home_of(process)
-    assert len(leftovers(home)) == 2
+    assert len(leftovers(home)) == 3, "its region, its beats, itself"
     try:
         with Client(address, "mine") as client:
             stream = client.stream("def ", params)
@@ -102,7 +90,7 @@ def test_sigterm_lets_a_stream_finish_and_leaves_nothing_behind(
 
 
 def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs: dict[str, Path]) -> None:
-    process, _ = start(f"--engine-dir={engine_dirs['hemiola']}")
+    process, *_ = start(f"--engine-dir={engine_dirs['hemiola']}")
     home = home_of(process)
     try:
         (server, *others) = descendants(process.pid)
@@ -118,7 +106,7 @@ def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs
 
 
 def test_killed_command_takes_tritonserver_and_the_engine_with_it(engine_dirs: dict[str, Path]) -> None:
-    process, address = start(f"--engine-dir={engine_dirs['hemiola']}")
+    process, address, _ = start(f"--engine-dir={engine_dirs['hemiola']}")
     family, home = descendants(process.pid), home_of(process)
     assert len(family) == 2, family
     with Client(address) as client:
@@ -128,12 +116,71 @@ def test_killed_command_takes_tritonserver_and_the_engine_with_it(engine_dirs: d
         with pytest.raises(RuntimeError, match=f"the server at {address}: "):
             list(stream)
     process.communicate()
-    deadline = time.monotonic() + 60
-    while any(map(alive, family)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until(lambda: not any(map(alive, family)))
+    assert leftovers(home), "nobody was left to do it"
+    remove_stale()  # as the next one that starts does
+    assert not leftovers(home)
+
+
+@pytest.mark.parametrize(("signal_", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 130)])
+def test_a_command_that_ends_while_it_loads_takes_all_with_it(
+    engine_dirs: dict[str, Path], signal_: int, status: int
+) -> None:
+    process = begin(f"--engine-dir={engine_dirs['hemiola']}")
+    try:
+        until(lambda: len(descendants(process.pid)) == 2)
+        family, home = descendants(process.pid), home_of(process)
+        process.send_signal(signal_)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (status, "") and "ready" not in out
+    until(lambda: not any(map(alive, family)))
+    remove_stale()
+    assert not leftovers(home)
+
+
+def test_a_second_sigterm_ends_everything_at_once(engine_dirs: dict[str, Path]) -> None:
+    process, _, openai = start(
+        f"--engine-dir={engine_dirs['hemiola']}", "--openai-port=0", "--exit-timeout=200"
+    )
+    family, home = descendants(process.pid), home_of(process)
+    body = {"model": "hemiola", "prompt": "in flight", "max_tokens": 990, "stream": True}
+    try:
+        with requests.post(f"{openai}/completions", json=body, stream=True, timeout=60) as stream:
+            next(stream.iter_content(1))
+            os.kill(max(family), signal.SIGSTOP)  # it will not finish
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline() == "waiting for streams in flight\n"
+            time.sleep(0.5)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 130
+            with contextlib.suppress(requests.RequestException):
+                assert b"[DONE]" not in stream.content
+    finally:
+        process.kill()
+    assert process.stderr.read() == ""
+    assert not any(map(alive, family)) and not leftovers(home)
+
+
+@pytest.mark.parametrize("moment", ["it waits", "it loads"])
+def test_sigterm_during_a_restart_ends_it(engine_dirs: dict[str, Path], moment: str) -> None:
+    process, *_ = start(f"--engine-dir={engine_dirs['hemiola']}", "--restart=3")
+    try:
+        os.kill(max(descendants(process.pid)), signal.SIGKILL)
+        said = [process.stderr.readline() for _ in range(2)]
+        assert said[1] == "starting again in 1 s (1 of 3)\n", said
+        if moment == "it loads":
+            until(lambda: len(descendants(process.pid)) == 2)
+        family = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (0, "")
+    assert out.splitlines() == ["waiting for streams in flight", "stopped"]
     assert not any(map(alive, family))
-    for path in leftovers(home):  # nobody was left to do it
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def refused(*arguments: str) -> str:

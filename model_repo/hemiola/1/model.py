@@ -6,7 +6,6 @@ import math
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving import heartbeat, settings
 from hemiola.runtime.serving.ask import Ask, read_ask, read_request
 from hemiola.runtime.serving.heartbeat import Clock
+from hemiola.runtime.serving.log import Printer
 from hemiola.runtime.serving.metrics import Board, Meter, Outcome
 
 CHECK_S = 0.1  # between looks for callers that left and requests whose time is over
@@ -217,6 +217,7 @@ class Replies:
         self._llm = llm
         self._meter = meter
         self._log_requests = log_requests
+        self._printer = Printer()
         self._ready: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._open: dict[int, Stream] = {}  # by Python's id
         self._ends: deque[float] = deque(maxlen=32)  # when the last answers ended
@@ -282,6 +283,7 @@ class Replies:
         """Sends what has been said and ends the thread."""
         self._ready.put(None)
         self._thread.join()
+        self._printer.flush()
 
     def _run(self) -> None:
         next_check = time.monotonic() + CHECK_S
@@ -328,7 +330,7 @@ class Replies:
             if last.metrics is not None:
                 self._meter.measured(last.metrics, whole=outcome == "success")
         if self._log_requests:
-            print(line_of(stream, lasts, outcome), file=sys.stderr, flush=True)
+            self._printer.say(f"{line_of(stream, lasts, outcome)}\n")
 
     def _check(self) -> None:
         """Callers that went away, and requests whose time is over."""

@@ -2,7 +2,7 @@
 
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +10,9 @@ import pytest
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving import heartbeat
-from hemiola.runtime.serving.launcher import Log, Server, name_engines
+from hemiola.runtime.serving.heartbeat import Beat
+from hemiola.runtime.serving.home import Home
+from hemiola.runtime.serving.launcher import Server, name_engines
 
 A, B = Path("a"), Path("b")
 
@@ -68,9 +70,8 @@ def family(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_server_that_hangs_is_killed_with_its_engine(family: subprocess.Popen[str], tmp_path: Path) -> None:
     server = Server({"m": tmp_path}, exit_timeout_s=1)
-    server._process, server._home = family, tmp_path / "home"
-    (server._home / "beats").mkdir(parents=True)
-    heartbeat.write(server._home / "beats/m", heartbeat.now(0, 0, 3, ""))
+    server._process, server._home = family, Home()
+    heartbeat.write(server._home.beats / "m", heartbeat.now(0, 0, 3, ""))
     with pytest.raises(RuntimeError, match=r"^3 requests in flight did not end within 1 s .* are lost"):
         server.stop()
     child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
@@ -78,40 +79,33 @@ def test_a_server_that_hangs_is_killed_with_its_engine(family: subprocess.Popen[
     server.stop()  # nothing is left to stop
 
 
+def test_who_interrupts_a_server_that_drains_does_not_wait_for_it(
+    family: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    server = Server({"m": tmp_path}, exit_timeout_s=10**9)
+    server._process, server._home = family, Home()
+    heartbeat.write(server._home.beats / "m", heartbeat.now(0, 0, 3, ""))
+    server.__exit__(KeyboardInterrupt)
+    assert server._process is None and server._home is None
+
+
+def test_requests_of_an_engine_that_died_are_not_waited_for(
+    family: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    server = Server({"m": tmp_path, "other": tmp_path}, exit_timeout_s=60)
+    server._process, server._home = family, Home()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    heartbeat.write(server._home.beats / "m", Beat(gone.pid, time.monotonic(), 0, 0, 2))
+    heartbeat.write(server._home.beats / "other", heartbeat.now(0, 0, 0, ""))
+    with pytest.raises(
+        RuntimeError, match=rf"^2 requests in flight are lost: m: its process {gone.pid} has e"
+    ):
+        server.stop()
+
+
 def until(happened: Callable[[], bool]) -> None:
     end = time.monotonic() + 10
     while not happened():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
-
-
-def log_of(lines: Iterable[str]) -> Log:
-    log = Log(SimpleNamespace(stdout=[line + "\n" for line in lines]), verbose=False)
-    log.thread.join()
-    return log
-
-
-def test_the_reason_is_what_the_model_said() -> None:
-    noise = 'E1121 02:03:22.692375 6899 server.cc:241] "CudaDriverHelper has not been initialized."'
-    said = (
-        "E1121 02:03:23.041137 6899 model_lifecycle.cc:642] \"failed to load 'b' version 1: Internal: "
-        'TritonModelException: max_rows is 9; rebuild\\n\\nAt:\\n  /tmp/model.py(45): initialize\\n"'
-    )
-    other = (
-        "E1121 02:03:23.04 6899 x.cc:1] \"failed to load 'b' version 1: Internal: ImportError: no y\\n\\nAt\""
-    )
-    assert log_of([noise, said, "error: creating server: failed"]).reason() == "b: max_rows is 9; rebuild"
-    assert log_of([other]).reason() == "b: Internal: ImportError: no y"
-    assert log_of(["I1121 x", noise]).reason() == '"CudaDriverHelper has not been initialized."'
-    assert log_of(["one", "two"]).reason() == "two"
-    assert log_of([]).reason() == "it said nothing"
-
-
-def test_only_errors_are_shown_and_only_once_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
-    log_of(["E1121 02:03:22.692375 1 a.cc:1] early"])
-    process = SimpleNamespace(
-        stdout=["W1121 x\n", "I1121 x\n", "Signal (15) received.\n", "E1121 late\n", "Traceback\n"]
-    )
-    log = Log(process, verbose=False, ready=True)
-    log.thread.join()
-    assert capsys.readouterr().err == "E1121 late\nTraceback\n"

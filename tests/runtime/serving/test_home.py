@@ -1,0 +1,73 @@
+"""Folders of servers: one's own is safe, those of the dead go."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hemiola.runtime.serving import home as homes
+from hemiola.runtime.serving.home import Home, remove_stale
+
+HOLD = "from hemiola.runtime.serving.home import Home; h = Home(); print(h.path, flush=True); input()"
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody else's folders."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(homes, "SHARED_MEMORY", tmp_path / "shm")
+    yield
+
+
+def test_a_home_goes_with_all_it_has(tmp_path: Path) -> None:
+    home = Home()
+    (home.path / "models").mkdir()
+    (tmp_path / f"shm/{home.shm_prefix}region").touch()
+    assert home.beats.is_dir()
+    home.remove()
+    assert os.listdir(tmp_path) == ["shm"] and not os.listdir(tmp_path / "shm")
+
+
+def test_only_homes_of_the_dead_are_removed() -> None:
+    mine = Home()
+    owner = subprocess.Popen([sys.executable, "-c", HOLD], stdin=-1, stdout=-1, text=True)
+    theirs = Path(owner.stdout.readline().strip())
+    strange = Path(tempfile.mkdtemp(prefix=homes.PREFIX))  # no owner's file: who knows
+    remove_stale()
+    assert mine.path.is_dir() and theirs.is_dir() and strange.is_dir()
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    following = Home()
+    assert not theirs.exists() and mine.path.is_dir() and strange.is_dir()
+    for home in (mine, following):
+        home.remove()
+    strange.rmdir()
+
+
+def test_a_home_that_was_taken_for_a_dead_one_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between being made and being locked."""
+    make, made = tempfile.mkdtemp, []
+
+    def meddle(prefix: str) -> str:
+        made.append(make(prefix=prefix))
+        return made[-1]
+
+    touch = Path.touch
+
+    def touch_and_lose(path: Path) -> None:
+        touch(path)
+        if len(made) == 1:
+            remove_stale()
+
+    monkeypatch.setattr(tempfile, "mkdtemp", meddle)
+    monkeypatch.setattr(Path, "touch", touch_and_lose)
+    home = Home()
+    assert len(made) == 2 and str(home.path) == made[1] and home.path.is_dir() and not os.path.exists(made[0])
+    home.remove()

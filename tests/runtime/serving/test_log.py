@@ -1,0 +1,88 @@
+"""Lines for operators: they cost nobody else anything."""
+
+import logging
+import os
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+import pytest
+
+from hemiola.runtime.serving import log as logs
+from hemiola.runtime.serving.log import Handler, Log, Printer, say
+
+
+def test_a_full_disk_costs_the_lines_and_nobody_waits(capfd: pytest.CaptureFixture[str]) -> None:
+    say("before")
+    kept = os.dup(1)
+    with open("/dev/full", "w") as full:
+        os.dup2(full.fileno(), 1)
+        say("lost")
+        printer = Printer(full.fileno())
+        printer.say("lost")
+        printer.flush()
+        os.dup2(kept, full.fileno())  # there is room again
+        os.dup2(kept, 1)
+        os.close(kept)
+        printer.say("after\n")
+        printer.flush()
+    assert capfd.readouterr().out == "before\n1 lines of this log are lost\nafter\n"
+
+
+def test_a_reader_that_stalls_costs_what_is_too_much_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "MOST_LINES", 5)
+    monkeypatch.setattr(logs, "FLUSH_S", 0.01)
+    read, write = os.pipe()
+    printer = Printer(write)
+    for i in range(200):
+        printer.say(f"{i:04}" + 100_000 * "x" + "\n")
+    printer.flush()
+    written = lost = 0
+    with os.fdopen(read) as reader:
+        while written + lost < 200:
+            words = reader.readline().split()
+            written += len(words) == 1
+            lost += int(words[0]) if words[1:] == ["lines", "of", "this", "log", "are", "lost"] else 0
+    assert written + lost == 200 and lost > 100
+
+
+def test_pythons_own_log_goes_the_same_way(capfd: pytest.CaptureFixture[str]) -> None:
+    printer, log = Printer(), logging.Logger("x")
+    log.addHandler(Handler(printer))
+    log.warning("a %s", 1)
+    printer.flush()
+    assert capfd.readouterr().err == "a 1\n"
+
+
+def log_of(lines: Iterable[str]) -> Log:
+    log = Log(SimpleNamespace(stdout=[line + "\n" for line in lines]), Printer(), verbose=False)
+    log.thread.join()
+    return log
+
+
+def test_the_reason_is_what_the_model_said() -> None:
+    noise = 'E1121 02:03:22.692375 6899 server.cc:241] "CudaDriverHelper has not been initialized."'
+    said = (
+        "E1121 02:03:23.041137 6899 model_lifecycle.cc:642] \"failed to load 'b' version 1: Internal: "
+        'TritonModelException: max_rows is 9; rebuild\\n\\nAt:\\n  /tmp/model.py(45): initialize\\n"'
+    )
+    other = (
+        "E1121 02:03:23.04 6899 x.cc:1] \"failed to load 'b' version 1: Internal: ImportError: no y\\n\\nAt\""
+    )
+    assert log_of([noise, said, "error: creating server: failed"]).reason() == "b: max_rows is 9; rebuild"
+    assert log_of([other]).reason() == "b: Internal: ImportError: no y"
+    assert log_of(["I1121 x", noise]).reason() == '"CudaDriverHelper has not been initialized."'
+    assert log_of(["one", "two"]).reason() == "two"
+    assert log_of([]).reason() == "it said nothing"
+
+
+def test_only_errors_are_shown_and_only_once_it_is_ready(capfd: pytest.CaptureFixture[str]) -> None:
+    log_of(["E1121 02:03:22.692375 1 a.cc:1] early"])
+    process = SimpleNamespace(
+        stdout=["W1121 x\n", "I1121 x\n", "Signal (15) received.\n", "E1121 late\n", "Traceback\n"]
+    )
+    printer = Printer()
+    Log(process, printer, verbose=False, ready=True).thread.join()
+    printer.flush()
+    assert capfd.readouterr().err == "E1121 late\nTraceback\n"
