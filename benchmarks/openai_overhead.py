@@ -1,12 +1,15 @@
-"""What the OpenAI front adds to the first token, and what it costs per request and per event.
+"""What the OpenAI front adds to the first token, and what it costs per request and per token.
 
     PYTHONPATH=.:tests python benchmarks/openai_overhead.py [--streams 8] [--rounds 40] [--tokens 40]
+
+Prints a row for benchmarks/openai_front.md; 40 rounds take a minute and a half.
 
 A scripted tritonserver (tests/kit/scripted_triton.py) answers every request with a token each 5 ms, in a
 process of its own; the front runs in another. As many streams as asked for run at any time, over gRPC and,
 turn by turn, over the front's chats; they begin one after the other, as users' do. Who asks gRPC renders and
 encodes the chat itself, as the front does. Goal: <= 1 ms more at the first tokens' median, <= 5 ms more at
-the 99th percentile. On a busy machine the quietest rounds say most. CPU time is counted by the kernel.
+the 99th percentile. On a busy machine the quietest rounds say most, and CPU time, the front's process and all
+its threads: of the same rounds and of as many with one token per request.
 """
 
 import argparse
@@ -27,7 +30,7 @@ from kit.scripted_triton import ScriptedTriton, script
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import Model
-from hemiola.runtime.serving.openai.wire import Wire
+from hemiola.runtime.serving.openai.wire import Found, Wire
 from hemiola.runtime.text import Text
 
 STEP_S, PER_STREAM = 0.005, 3
@@ -48,7 +51,9 @@ def run_triton(pipe: Connection, num_tokens: int) -> None:
     with ScriptedTriton() as triton:
         triton.script, triton.pause_s = script(*words_of(num_tokens)), STEP_S
         pipe.send(triton.url)
-        pipe.recv()
+        while num_tokens := pipe.recv():
+            triton.script = script(*words_of(num_tokens))
+            pipe.send(num_tokens)
 
 
 def run_front(pipe: Connection, url: str) -> None:
@@ -60,17 +65,20 @@ def run_front(pipe: Connection, url: str) -> None:
 
 
 def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Of all threads; the number is Linux' for a process' CPU clock."""
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 async def ask_grpc(wire: Wire, encoder: Text, num_tokens: int) -> tuple[float, str]:
     start, first, text = time.perf_counter(), 0.0, ""
-    ids = encoder.encode(encoder.chat(MESSAGES))
-    answers = wire.ask("tiny", [(ids, SamplingParams(max_tokens=num_tokens))])
-    while found := await answers.next():
+
+    async def take(found: Found) -> None:
+        nonlocal first, text
         first = first or time.perf_counter()
         text += "".join(piece.text for _, piece in found)
+
+    ids = encoder.encode(encoder.chat(MESSAGES))
+    await wire.ask("tiny", [(ids, SamplingParams(max_tokens=num_tokens))]).each(take)
     return first - start, text
 
 
@@ -100,28 +108,44 @@ async def burst(
 
 
 async def measure(
-    grpc_url: str, front_url: str, streams: int, rounds: int, num_tokens: int
-) -> list[tuple[list[float], ...]]:
+    grpc_url: str, front_url: str, front_pid: int, streams: int, rounds: int, num_tokens: int
+) -> tuple[list[tuple[list[float], ...]], float]:
+    """First tokens of each round by gRPC and by the front, and the front's seconds of CPU per request."""
     wire, encoder = Wire(grpc_url), load_text()
-    found = []
+    found, spent = [], 0.0
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        for _ in range(rounds + 1):
+        for number in range(rounds + 1):
             direct = await burst(streams, num_tokens, lambda: ask_grpc(wire, encoder, num_tokens))
+            before = cpu_s(front_pid)
             fronted = await burst(streams, num_tokens, lambda: ask_front(session, front_url, num_tokens))
-            found.append((direct, fronted))
+            if number:  # the first one warms up
+                spent += cpu_s(front_pid) - before
+                found.append((direct, fronted))
     await wire.close()
-    return found[1:]  # the first one warms up
+    return found, spent / (streams * rounds * PER_STREAM)
 
 
 def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(len(values) * share), len(values) - 1)] * 1e3
 
 
+def row(rounds: list[tuple[list[float], ...]], per_request: float, per_token: float) -> str:
+    quiet = sorted(rounds, key=lambda both: sum(map(sum, both)))[: max(len(rounds) // 2, 1)]
+    cells = [f"{os.getloadavg()[0]:.1f}"]
+    for chosen in (rounds, quiet):
+        ways = [[first for both in chosen for first in both[way]] for way in (0, 1)]
+        for share in (0.5, 0.99):
+            grpc, fronted = (percentile(way, share) for way in ways)
+            cells.append(f"{grpc:.2f} -> {fronted:.2f}, **{fronted - grpc:+.2f}**")
+    cells += [f"{per_request * 1e3:.2f} ms", f"{per_token * 1e3:.3f} ms"]
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=40, help="1: what a first token costs the front")
+    parser.add_argument("--tokens", type=int, default=40)
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     triton_pipe, triton_end = spawn.Pipe()
@@ -131,24 +155,19 @@ def main() -> None:
     grpc_url = triton_pipe.recv()
     front = spawn.Process(target=run_front, args=(front_end, grpc_url), daemon=True)
     front.start()
-    front_url = front_pipe.recv()
-    before = cpu_s(front.pid or 0)
-    rounds = asyncio.run(measure(grpc_url, front_url, *vars(options).values()))
-    spent = cpu_s(front.pid or 0) - before
-    requests = options.streams * (options.rounds + 1) * PER_STREAM
-    for name, chosen in (
-        ("all rounds", rounds),
-        ("quietest half", sorted(rounds, key=lambda both: sum(map(sum, both)))[: len(rounds) // 2]),
-    ):
-        ways = [[first for both in chosen for first in both[way]] for way in (0, 1)]
-        for label, share in (("p50", 0.5), ("p99", 0.99)):
-            grpc, fronted = (percentile(way, share) for way in ways)
-            added = f"front {fronted:6.2f} ms, adds {fronted - grpc:5.2f} ms"
-            print(f"{name:14} {label}: gRPC {grpc:6.2f} ms, {added}")
-    print(f"front's CPU: {spent / requests * 1e3:.2f} ms per request of {options.tokens} tokens")
-    print(f"load average: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    given = (grpc_url, front_pipe.recv(), front.pid or 0, *vars(options).values())
+    rounds, whole = asyncio.run(measure(*given))
+    triton_pipe.send(1)
+    triton_pipe.recv()
+    _, per_request = asyncio.run(measure(*given[:-1], 1))
+    print(
+        "| load | p50, ms: gRPC -> front, adds | p99 | p50 of the quietest half | p99"
+        " | CPU per request | per token |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    print(row(rounds, per_request, (whole - per_request) / (options.tokens - 1)))
     for pipe, process in ((front_pipe, front), (triton_pipe, triton)):
-        pipe.send("end")
+        pipe.send(0)
         process.join(10)
 
 

@@ -132,7 +132,7 @@ class AsyncClient:
     async def _attempt(self, request: Any) -> AsyncGenerator[Said, None]:
         """The exchange reads on by itself when nobody listens any more."""
         queue: asyncio.Queue[Said] = asyncio.Queue()
-        exchange = Exchange(self._stub, request, 0, queue)
+        exchange = Exchange(self._stub, request, 0, queue.put)
         self._exchanges.add(exchange)
         exchange.task.add_done_callback(lambda _: self._exchanges.discard(exchange))
         try:

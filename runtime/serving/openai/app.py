@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.errors import ApiError, api_error
 from hemiola.runtime.serving.openai.guide import guide
 from hemiola.runtime.serving.openai.model import Model
-from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, TextChoice
+from hemiola.runtime.serving.openai.reply import ENCODER, ChatChoice, Choice, Reply, TextChoice, event
 from hemiola.runtime.serving.openai.schema import (
     DEFAULT_MAX_TOKENS,
     ChatRequest,
@@ -27,14 +26,14 @@ from hemiola.runtime.serving.openai.schema import (
     StreamOptions,
     parse,
 )
-from hemiola.runtime.serving.openai.wire import Answers, Wire
+from hemiola.runtime.serving.openai.wire import Answers, Found, Wire
 
 log = logging.getLogger("hemiola.openai")
 BODY_TIMEOUT_S = 60.0  # for a body to arrive
 WRITE_TIMEOUT_S = 60.0  # for a client to read what fills its socket
+NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
 METRICS_TIMEOUT_S = 5.0
 LONG_TEXT = 4096  # characters; longer ones are encoded beside the loop, which other streams wait for
-ENCODER = json.JSONEncoder(separators=(",", ":"))
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -53,6 +52,10 @@ class Work(NamedTuple):
     asked: list[tuple[list[int], SamplingParams]]
     choices: Sequence[Choice]
     reply: Reply
+
+    async def take(self, found: Found) -> None:
+        for index, piece in found:
+            self.choices[index].take(piece)
 
 
 class App:
@@ -181,9 +184,7 @@ class App:
         try:
             if request.stream:
                 return await stream(http, work, answers, request.stream_options or StreamOptions())
-            while found := await answers.next():
-                for index, piece in found:
-                    work.choices[index].take(piece)
+            await answers.each(work.take)
             return web.json_response(work.reply.whole(), headers={"X-Request-Id": work.reply.id})
         finally:
             answers.close()
@@ -226,43 +227,64 @@ async def stream(
     http: web.Request, work: Work, answers: Answers, options: StreamOptions
 ) -> web.StreamResponse:
     """Events; they begin with the first token, so that what is refused still has its status."""
-    found = await answers.next()
+    await answers.begin()
     headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers={**headers, "X-Request-Id": work.reply.id})
-    usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
     await response.prepare(http)
+    events = Events(http, response, work, options)
     try:
-        while found:
-            made = [chunk for index, piece in found for chunk in work.choices[index].chunks(piece)]
-            if options.continuous_usage_stats:
-                usage = {"usage": work.reply.usage()}
-            await write(http, response, [work.reply.chunk([chunk]) | usage for chunk in made])
-            found = await answers.next()
-        if options.include_usage:
-            await write(http, response, [work.reply.chunk([]) | work.reply.totals()])
-        await write(http, response, ["[DONE]"])
+        await answers.each(events.take)
+        await events.finish()
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception as error:  # its status has been sent: clients look into the events
         log.warning("%s after its first token: %s", work.reply.id, error)
-        await write(http, response, [api_error(error).body()])
-    await response.write_eof()
+        await events.send(event(ENCODER.encode(api_error(error).body())), last=True)
     return response
 
 
-async def write(http: web.Request, response: web.StreamResponse, events: list[dict[str, Any] | str]) -> None:
-    """Server-sent events, in one write. ASCII: some clients break lines at U+2028."""
-    if not events:
-        return
-    texts = [event if isinstance(event, str) else ENCODER.encode(event) for event in events]
-    data = "".join(f"data: {text}\n\n" for text in texts).encode()
-    try:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await response.write(data)
-    except TimeoutError:
-        if http.transport is not None:
-            http.transport.abort()
-        raise ConnectionResetError(f"the client read nothing for {WRITE_TIMEOUT_S:g} s") from None
+class Events:
+    """An answer as server-sent events: each piece is one write, and the last one the end's, too."""
+
+    def __init__(
+        self, http: web.Request, response: web.StreamResponse, work: Work, options: StreamOptions
+    ) -> None:
+        self._http, self._response, self._work, self._options = http, response, work, options
+        self._num_open = len(work.choices)
+        self._usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        self._last = ""
+
+    async def take(self, found: Found) -> None:
+        choices, reply = self._work.choices, self._work.reply
+        made = [chunk for index, piece in found for chunk in choices[index].chunks(piece)]
+        if self._options.continuous_usage_stats:
+            self._usage = {"usage": reply.usage()}
+        text = "".join([reply.event([chunk], self._usage) for chunk in made])
+        self._num_open -= sum(piece.finish_reason is not None for _, piece in found)
+        if self._num_open:
+            await self.send(text)
+        else:
+            self._last = text
+
+    async def finish(self) -> None:
+        reply = self._work.reply
+        totals = reply.event([], reply.totals()) if self._options.include_usage else ""
+        await self.send(self._last + totals + event("[DONE]"), last=True)
+
+    async def send(self, text: str, last: bool = False) -> None:
+        data, transport = text.encode(), self._http.transport
+        write = self._response.write_eof if last else self._response.write
+        if not (data or last):
+            return
+        if transport is None or transport.get_write_buffer_size() + len(data) < NEVER_WAITS:
+            await write(data)
+            return
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await write(data)
+        except TimeoutError:
+            transport.abort()
+            raise ConnectionResetError(f"the client read nothing for {WRITE_TIMEOUT_S:g} s") from None
 
 
 def describe(model: Model) -> dict[str, Any]:

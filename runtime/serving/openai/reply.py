@@ -1,5 +1,6 @@
 """Answers in OpenAI's form: one object at the end, or chunks as they come."""
 
+import json
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,7 @@ from hemiola.runtime.serving.openai.answer import Answer, Expected, Part
 from hemiola.runtime.serving.openai.model import Model, Tokens
 
 Json = dict[str, Any]
+ENCODER = json.JSONEncoder(separators=(",", ":"))  # ASCII: some clients break lines at U+2028
 
 
 class Choice:
@@ -189,10 +191,12 @@ class Reply:
             "system_fingerprint": f"fp_{model.identity[:10]}",
         }
         self._firsts = choices[::num_each]  # one for each prompt, however many choices it has
+        chunk = "chat.completion.chunk" if kind == "chat.completion" else kind
+        self._opening = ENCODER.encode({"id": self.id, "object": chunk, **self._head})[:-1]  # of a chunk
 
-    def chunk(self, choices: list[Json]) -> Json:
-        kind = "chat.completion.chunk" if self._kind == "chat.completion" else self._kind
-        return {"id": self.id, "object": kind, **self._head, "choices": choices}
+    def event(self, choices: list[Json], more: Json) -> str:
+        """A chunk, as a server-sent event."""
+        return event(f"{self._opening},{ENCODER.encode({'choices': choices, **more})[1:]}")
 
     def whole(self) -> Json:
         choices = [choice.whole() for choice in self.choices]
@@ -217,6 +221,10 @@ class Reply:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+def event(text: str) -> str:
+    return f"data: {text}\n\n"
 
 
 def speculation(found: Iterable[Metrics]) -> Json:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 import grpc
@@ -42,6 +42,11 @@ class Said(NamedTuple):
     input_ids: list[int] | None = None  # the prompt's, if they were asked for
 
 
+Found = list[tuple[int, Piece]]  # pieces, each with the number of its exchange
+Tell = Callable[[Said], Awaitable[None]]
+Listener = Callable[[Found], Awaitable[None]]
+
+
 class Wire:
     """A running tritonserver. To be made, used and closed within one event loop."""
 
@@ -62,13 +67,14 @@ class Wire:
 
     def ask(self, model: str, asked: list[tuple[list[int], SamplingParams]]) -> "Answers":
         """Starts a request for each of these."""
-        said: asyncio.Queue[Said] = asyncio.Queue()
         requests = [pack(model, ids, params, stream=True) for ids, params in asked]
-        exchanges = [Exchange(self._stub, request, i, said) for i, request in enumerate(requests)]
+        answers = Answers(len(requests))
+        exchanges = [Exchange(self._stub, request, i, answers.tell) for i, request in enumerate(requests)]
         self._exchanges.update(exchanges)
         for exchange in exchanges:
             exchange.task.add_done_callback(lambda _, done=exchange: self._exchanges.discard(done))
-        return Answers(exchanges, said)
+        answers.exchanges = exchanges
+        return answers
 
     async def close(self) -> None:
         """Cancels what is in flight and ends the connection."""
@@ -81,14 +87,15 @@ class Wire:
 class Exchange:
     """One request on a gRPC stream of its own, which is always read to its end; client.Exchange says why.
 
-    Its task reads on when those who listen have left by `cancel`.
+    Its task tells each response in the moment in which it came, and reads on when those who listen have left
+    by `cancel`.
     """
 
-    def __init__(self, stub: Any, request: Any, index: int, said: asyncio.Queue[Said]) -> None:
+    def __init__(self, stub: Any, request: Any, index: int, tell: Tell) -> None:
         self._stub = stub
         self._request = request
         self._index = index
-        self._said = said
+        self._tell_it = tell
         self._call = stub.ModelStreamInfer()
         self._writing = asyncio.Lock()
         self._closed = False  # our half of the stream
@@ -105,12 +112,12 @@ class Exchange:
             await self._read()
         except aio.AioRpcError as error:
             text = f"the server: {error.code().name}: {error.details()}"
-            self._tell(error=Lost(text) if error.code() in GONE else RuntimeError(text))
+            await self._tell(error=Lost(text) if error.code() in GONE else RuntimeError(text))
         except asyncio.CancelledError:
-            self._tell(error=Lost("the server does not answer"))
+            await self._tell(error=Lost("the server does not answer"))
         except Exception as error:
             log.exception("request %s", self._request.id)
-            self._tell(error=error)
+            await self._tell(error=error)
         finally:
             self._closed = True
 
@@ -122,14 +129,14 @@ class Exchange:
                 continue
             message = unpack(response.infer_response)
             if response.error_message:
-                self._tell(error=refusal(response.error_message))
+                await self._tell(error=refusal(response.error_message))
             else:
-                self._tell(read_piece(message), input_ids=message.get("input_ids"))
+                await self._tell(read_piece(message), input_ids=message.get("input_ids"))
             if response.error_message or "finish_reason" in message:
                 ended = True
                 await self._send(last=True)
         if not ended:
-            self._tell(error=Lost("the server ended the stream before the request was finished"))
+            await self._tell(error=Lost("the server ended the stream before the request was finished"))
 
     async def _send(self, request: Any = None, last: bool = False) -> None:
         async with self._writing:
@@ -150,40 +157,70 @@ class Exchange:
         except (aio.AioRpcError, asyncio.InvalidStateError):
             return  # the server is gone, which the reader tells
 
-    def _tell(
+    async def _tell(
         self,
         piece: Piece | None = None,
         error: Exception | None = None,
         input_ids: list[int] | None = None,
     ) -> None:
-        self._said.put_nowait(Said(self._index, piece, error, input_ids))
+        await self._tell_it(Said(self._index, piece, error, input_ids))
 
 
 class Answers:
     """What the exchanges of one request say, as it comes. Leaving early cancels those that still run."""
 
-    def __init__(self, exchanges: list[Exchange], said: asyncio.Queue[Said]) -> None:
-        self._exchanges = exchanges
-        self._said = said
-        self._num_open = len(exchanges)
+    def __init__(self, num_open: int) -> None:
+        self.exchanges: list[Exchange] = []
+        self._num_open = num_open
+        self._early: Found = []  # from before anybody listened
+        self._listener: Listener | None = None
+        self._error: Exception | None = None
+        self._begun, self._over = asyncio.Event(), asyncio.Event()
 
-    async def next(self) -> list[tuple[int, Piece]]:
-        """At least one piece, and all that there are by now; empty at the end. An error raises."""
+    async def begin(self) -> None:
+        """Wait for the first piece. If an error comes instead, it raises."""
+        await self._begun.wait()
+        if self._error is not None and not self._early:
+            raise self._error
+
+    async def each(self, listener: Listener) -> None:
+        """Hand every piece over, within the task that read it; return behind the last. An error raises."""
+        self._listener, early = listener, self._early
+        if early:
+            await self._hear(early)
+        await self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def tell(self, said: Said) -> None:
+        """What an exchange says."""
+        if self._over.is_set():
+            return  # nobody listens any more
+        if said.error is not None:
+            self._end(said.error)
+        elif said.piece is not None and self._listener is None:
+            self._early.append((said.number, said.piece))
+            self._begun.set()
+        elif said.piece is not None:
+            try:
+                await self._hear([(said.number, said.piece)])
+            except Exception as error:  # the listener's: the exchange itself goes on
+                self._end(error)
+
+    async def _hear(self, found: Found) -> None:
+        assert self._listener is not None
+        await self._listener(found)
+        self._num_open -= sum(piece.finish_reason is not None for _, piece in found)
         if not self._num_open:
-            return []
-        said = [await self._said.get()]
-        while not self._said.empty():
-            said.append(self._said.get_nowait())
-        found = []
-        for index, piece, error, _ in said:
-            if error is not None:
-                raise error
-            assert piece is not None
-            found.append((index, piece))
-            self._num_open -= piece.finish_reason is not None
-        return found
+            self._end()
+
+    def _end(self, error: Exception | None = None) -> None:
+        self._error = self._error or error
+        self._over.set()
+        self._begun.set()
 
     def close(self) -> None:
-        for exchange in self._exchanges:
+        self._over.set()
+        for exchange in self.exchanges:
             if not exchange.task.done():
                 exchange.cancel()
