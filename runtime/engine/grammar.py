@@ -35,6 +35,10 @@ QUOTED = re.compile(r"\s*(\d+ \||\^|<non-verbose/>)")
 END = "<|end of the grammar|>"  # our own token, behind the tokenizer's
 PLACE = "at 1(8): "  # behind "start: "
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'  # any token that fits, not only the tokenizer's favourite
+# Regexes whose tokens are allowed as a whole where a grammar allows all that they match. The library's own
+# know strings of up to 10 and 30 characters; with more, a mask within a string with maxLength takes a sixth.
+STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{STRING}{{1,{n}}}" for n in (2, 4, 6, 8, 10, 14, 20, 30)), f"{STRING}+"]
 LIMITS = LLParserLimits(
     max_items_in_row=1000,
     initial_lexer_fuel=1_000_000,
@@ -55,11 +59,8 @@ class Vocabulary:
     """An engine's tokens, as grammars see them."""
 
     tokenizer: LLTokenizer
-    real: np.ndarray  # [words] uint32, bits of the ids that an engine may choose
-
-    @property
-    def num_words(self) -> int:
-        return len(self.real)
+    num_words: int  # of a mask
+    num_real: int  # ids that an engine may choose: those below
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,15 +139,13 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     end_id = longer.get_vocab_size(with_added_tokens=True)
     longer.add_special_tokens([AddedToken(END, normalized=False)])
     try:
-        made = LLTokenizer(longer.to_str(), eos_token=end_id, n_vocab=end_id + 1)
+        made = LLTokenizer(longer.to_str(), eos_token=end_id, n_vocab=end_id + 1, slices=SLICES)
     except ValueError as error:
         raise Refused(
             f"structured_outputs: grammars read tokenizers of bytes only, not this engine's"
             f" ({_one_line(str(error))}); leave it out"
         ) from None
-    bits = np.zeros(-(-max(vocab_size, made.vocab_size) // 32) * 32, np.uint8)
-    bits[: min(vocab_size, end_id)] = 1
-    return Vocabulary(made, np.packbits(bits, bitorder="little").view(np.uint32))
+    return Vocabulary(made, -(-max(vocab_size, made.vocab_size) // 32), min(vocab_size, end_id))
 
 
 def to_lark(asked: StructuredOutputsParams) -> str:
@@ -182,13 +181,15 @@ def _one_line(error: str) -> str:
 
 def allowed(vocabulary: Vocabulary, matcher: LLMatcher, end_ids: frozenset[int]) -> np.ndarray:
     """Bits [words] uint32 of the tokens that may come next. Raises Stuck if there are none."""
-    bits = np.zeros(vocabulary.num_words, np.uint32)
+    bits = np.empty(vocabulary.num_words, np.uint32)
     num_bytes = -(-vocabulary.tokenizer.vocab_size // 32) * 4
     matcher.unsafe_compute_mask_ptr(bits.ctypes.data, num_bytes)
     if matcher.is_error():
         dead_end = matcher.stop_reason() == "NoExtensionBias"
         raise Stuck("no token goes on from here" if dead_end else _reason(matcher))
-    bits &= vocabulary.real
+    word, place = divmod(vocabulary.num_real, 32)
+    bits[word] &= np.uint32((1 << place) - 1)
+    bits[word + 1 :] = 0
     if matcher.is_accepting():
         for token_id in end_ids:
             bits[token_id >> 5] |= np.uint32(1 << (token_id & 31))
@@ -250,9 +251,10 @@ class Guide:
 
     def _mask(self, matcher: LLMatcher, output: Sequence[int]) -> np.ndarray:
         bits = allowed(self._grammar.vocabulary, matcher, self._end_ids)
-        for token_id in self._forbids(output):
+        forbidden = self._forbids(output)
+        for token_id in forbidden:
             bits[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
-        if not bits.any():
+        if forbidden and not bits.any():
             raise Stuck("min_tokens and bad words leave no token that the grammar allows")
         return bits
 

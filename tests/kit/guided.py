@@ -19,6 +19,7 @@ RULES = 'root ::= item ("," item)*\nitem ::= [a-z]+ "=" [0-9]  # one of them\n'
 ASKED = {  # by what the whole output must match
     r"(ab|cd)+[0-9]{2,9}": {"regex": "(ab|cd)+[0-9]{2,9}"},
     r"[a-f]{2,}x?": {"regex": "[a-f]{2,}x?"},
+    r'"[^"\\\x00-\x1F\x7F]{0,5}"': {"regex": r'"[^"\\\x00-\x1F\x7F]{0,5}"'},  # cut into SLICES
     r"a*b": {"regex": "(a|aa|aaa)*b"},
     r"[a-z]+=[0-9](,[a-z]+=[0-9])*": {"grammar": RULES},
     r"yes|no|maybe|yesterday": {"choice": ["yes", "no", "maybe", "yesterday"]},
