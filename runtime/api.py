@@ -287,7 +287,7 @@ class Load(NamedTuple):
     num_idle_pages: int  # kept for later prompts, and held by no request
     num_slots: int
     num_free_slots: int
-    stalled_s: float  # since the loop last came by; 0 while it waits for work
+    stalled_s: float  # since the loop last came by, or a kernel of its step began; 0 while it waits for work
     failure: str  # why the engine is lost; "" while it is not
 
 

@@ -48,6 +48,13 @@ CALL_WORDS = ARGUMENTS + MOST_ARGUMENTS
 WORTH_A_TEAM = 3_000  # nanoseconds of a call
 ARENA = "arena"  # the input that is its address
 FOUND = 9  # the word of the header where the replay leaves the fault that ended it
+MOVED = 10  # and the address of this process' count of calls
+_MOVED = np.zeros(1, np.int64)
+
+
+def num_calls() -> int:
+    """That steps of this process have begun: a step that takes long moves as long as this does."""
+    return int(_MOVED[0])
 
 
 class _Life(NamedTuple):
@@ -86,7 +93,7 @@ class Step:
         self._tables = (self._values, formulas.operations, np.array(patches, np.int64).reshape(-1, 2), table)
         lengths = [len(self._tables[n]) for n in (1, 2, 3)]
         addresses = [array.ctypes.data for array in self._tables]
-        rest = [self.inputs.index("threads"), WORTH_A_TEAM, 0]
+        rest = [self.inputs.index("threads"), WORTH_A_TEAM, 0, _MOVED.ctypes.data]
         self._header = np.array([*addresses, *lengths, *rest], np.int64)
         self._header_address = self._header.ctypes.data
 
@@ -200,7 +207,7 @@ def _poisoned(calls: list[Call]) -> list[Call]:
 @Entry
 def _replay(header, team):
     """header: values, operations, patches, calls; how many of the last three; where the number of threads
-    is among the values; the nanoseconds from which on a call is shared; and FOUND."""
+    is among the values; the nanoseconds from which on a call is shared; FOUND and MOVED."""
     put_long(header, FOUND, 0)
     values, operations, patches, calls = (
         get_long(header, 0),
@@ -230,7 +237,9 @@ def _replay(header, team):
     num_threads, worth = get_long(values, get_long(header, 7)), get_long(header, 8)
     if num_threads > 1:
         call_up(team, num_threads)
+    moved = get_long(header, MOVED)
     for n in range(get_long(header, 6)):
+        put_long(moved, 0, get_long(moved, 0) + 1)
         call = calls + 8 * CALL_WORDS * n
         num_items, fault = get_long(call, ITEMS), get_long(call, FAULT)
         if num_threads > 1 and num_items > 1 and get_long(call, COST) > worth:

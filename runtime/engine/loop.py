@@ -82,16 +82,19 @@ class Loop:
         self.outbox = outbox
         self.decoder = decoder  # of steps in which all rows decode, if they are to be of fixed sizes
         self._judge = judge
+        self._num_calls: Callable[[], int] = lambda: 0  # of kernels, also within a step
         if ledger.device.type == "cpu":
-            from hemiola.runtime.engine import compiled  # numba is not needed elsewhere
+            from hemiola.plugins.cpu.steps import num_calls  # numba is not needed elsewhere
+            from hemiola.runtime.engine import compiled
 
-            self._judge = compiled.judge
+            self._judge, self._num_calls = compiled.judge, num_calls
         self.counters = Counters()
         self._flights: deque[_Flight] = deque()
         self._inbox = Inbox()
         self._closing = False
         # when the thread last began a turn, by time.monotonic; inf: it waits for work
         self._turned = math.inf
+        self._moved = (0, -math.inf)  # the last number of calls that was seen, and when it was new
         self._thread = threading.Thread(target=self._run, name="hemiola-loop", daemon=True)
 
     def step(self) -> list[Event]:
@@ -215,9 +218,16 @@ class Loop:
             num_idle_pages=pages.num_idle,
             num_slots=self.config.num_slots - 1,
             num_free_slots=slots.num_free,
-            stalled_s=max(0.0, time.monotonic() - self._turned),
+            stalled_s=self._stalled_s(),
             failure=self._inbox.failure,
         )
+
+    def _stalled_s(self) -> float:
+        """A long step is no stall while its kernels are called, as far as a device lets us see them."""
+        now, num_calls = time.monotonic(), self._num_calls()
+        if num_calls != self._moved[0]:
+            self._moved = (num_calls, now)
+        return max(0.0, now - max(self._turned, self._moved[1]))
 
     def close(self, drain: bool = False) -> None:
         """Take no more requests, finish (drain) or cancel those there are, and end the thread."""

@@ -13,7 +13,7 @@ from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.moves import SUM, combine, concatenate, gather
 from hemiola.plugins.cpu.simd import get_int, put_int, put_long
 from hemiola.plugins.cpu.sizes import Number, Size, ceil_div, evaluate, least, most
-from hemiola.plugins.cpu.steps import Step, _lives, _plan, _room
+from hemiola.plugins.cpu.steps import Step, _lives, _plan, _room, num_calls
 
 T, N = Size("T"), Size("N")
 
@@ -78,6 +78,12 @@ def chain(length: int, poisoned: bool = False) -> Chain:
         value = following
     recorder.call(_next, T, 0, value, recorder.given(out))
     return Chain(Step(recorder, ["T"], poisoned), out)
+
+
+def test_every_call_is_seen_to_move() -> None:
+    before = num_calls()
+    chain(9).step.run({"T": 3})
+    assert num_calls() == before + 11
 
 
 @pytest.mark.parametrize("poisoned", [False, True])

@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -150,6 +151,23 @@ def test_an_engine_failure_ends_every_request_with_the_reason(running: Running) 
         assert ids_of(pieces) == oracle([1, 2, 3], len(ids_of(pieces)))
     with pytest.raises(Failed, match=r"the engine failed \(RuntimeError: out of cheese\) and takes no more"):
         running.submit([1])
+
+
+def test_a_long_step_is_no_stall_while_its_kernels_move(running: Running) -> None:
+    gate, inside = threading.Event(), threading.Event()
+    running.session.before_run = lambda batch: (inside.set(), gate.wait(60))
+    running.loop._num_calls = lambda: num_calls
+    num_calls = 1
+    assert running.loop.load().stalled_s == 0, "it waits for work"
+    _, _, ended = running.submit([1], max_tokens=1)
+    assert inside.wait(60)
+    time.sleep(0.1)
+    num_calls = 2
+    assert running.loop.load().stalled_s == 0
+    time.sleep(0.1)
+    assert running.loop.load().stalled_s >= 0.1, "nothing moves"
+    gate.set()
+    assert ended.wait(60)
 
 
 def test_close_cancels_what_runs_and_refuses_what_comes() -> None:
