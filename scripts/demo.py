@@ -98,7 +98,9 @@ def main() -> None:
     with Server(engines) as server:
         ready = time.perf_counter() - start
         console.print(
-            f"tritonserver serves {', '.join(engines)} at {server.grpc_url} after {ready:.1f} s", style="dim"
+            f"tritonserver serves {', '.join(engines)} at {server.grpc_url} after {ready:.1f} s",
+            style="dim",
+            soft_wrap=True,
         )
         for name, prompt in PROMPTS.items():
             stream(server.grpc_url, name, prompt)

@@ -26,11 +26,11 @@ SERVE = [
 class Served:
     """Ready when made; `said` is what it wrote to stderr, unless that is a file of the caller's."""
 
-    def __init__(self, *arguments: str, log: int | None = None) -> None:
+    def __init__(self, *arguments: str, cwd: Path = Path("/"), log: int | None = None) -> None:
         self.process = subprocess.Popen(
             [*SERVE, *arguments],
             env=ENVIRONMENT,
-            cwd="/",
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if log is None else log,
             text=True,
@@ -46,6 +46,14 @@ class Served:
         self.http_url = re.search(r"^HTTP +(http://[^/]+)", self.printed, re.MULTILINE).group(1)
         self.grpc_url = re.search(r"^gRPC +(\S+)$", self.printed, re.MULTILINE).group(1)
         self.metrics_url = re.search(r"^metrics +(\S+)$", self.printed, re.MULTILINE).group(1)
+
+    def addressed(self, text: str) -> str:
+        """What a page says of the usual ports, for ours."""
+        found = {8000: self.http_url, 8001: f"//{self.grpc_url}", 8002: self.metrics_url}
+        if openai := re.search(r"^OpenAI +(\S+)$", self.printed, re.MULTILINE):
+            found[9000] = openai.group(1)
+        ports = {usual: re.search(r"//[^:]+:(\d+)", url).group(1) for usual, url in found.items()}
+        return re.sub(r"((?:localhost|127\.0\.0\.1):)(\d+)", lambda m: m[1] + ports[int(m[2])], text)
 
     def _read(self) -> None:
         for line in self.process.stderr or ():

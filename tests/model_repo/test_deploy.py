@@ -1,16 +1,28 @@
-"""What others read: Triton in NVIDIA's container, docker compose, haproxy, Prometheus; none is run."""
+"""What others read: Triton in NVIDIA's container, docker compose, haproxy, Prometheus; only Triton is run."""
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
+import pytest
+import requests
 import yaml
 from google.protobuf import text_format
+from kit.manual import blocks
+from kit.served import until
 from tritonclient.grpc import model_config_pb2
 from typer.testing import CliRunner
 
 from hemiola.runtime.cli.main import app
 from hemiola.runtime.serving.ask import ALIASES, FIXED, FLAGS, KEYS, LISTS, MAX_N
+from hemiola.runtime.serving.tritonserver import (
+    ANY_PORTS,
+    choose_ports,
+    find_triton,
+    server_environment,
+    write_repository,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, DEPLOY = ROOT / "model_repo/hemiola", ROOT / "docs/deploy"
@@ -29,6 +41,41 @@ def test_the_repository_is_what_triton_loads() -> None:
     assert (group.kind, group.count) == (model_config_pb2.ModelInstanceGroup.KIND_MODEL, 1)
     assert sorted(path.name for path in (MODEL / "1").glob("*.*")) == ["model.json", "model.py"]
     assert json.loads((MODEL / "1/model.json").read_text()) == {"engine_dir": "${engine_dir}"}
+
+
+@pytest.mark.server
+def test_the_repository_loads_without_hemiola_serve(engine_dirs: dict[str, Path], tmp_path: Path) -> None:
+    """By the page's commands, in the wheel's tritonserver, which must be told where its backend is."""
+    (tmp_path / "model_repo").symlink_to(ROOT / "model_repo")
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines/qwen").symlink_to(engine_dirs["hemiola"])
+    (script,) = [block.text for block in blocks("docs/serving.md") if "\ntritonserver " in block.text]
+    prepare, command = script.split("\ntritonserver ")
+    subprocess.run(["bash", "-ec", prepare], cwd=tmp_path, check=True)
+    triton, ports = find_triton(), choose_ports("127.0.0.1", ANY_PORTS)
+    write_repository(tmp_path / "here", triton, {})
+    options = ["--exit-timeout-secs=5", *(f"--{name}-port={port}" for name, port in ports._asdict().items())]
+    models = command.replace(" triton_models", f"={tmp_path}/triton_models").split()
+    process = subprocess.Popen(
+        [triton.server, *models, f"--backend-directory={tmp_path}/here/backends", *options],
+        env=server_environment(), cwd=tmp_path / "here/python", stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{ports.http}/v2"
+        until(lambda: process.poll() is not None or answers(f"{url}/health/ready"))
+        body = {"text_input": "def ", "max_tokens": 3}
+        answer = requests.post(f"{url}/models/hemiola/generate", json=body, timeout=60)
+        assert answer.json()["num_output_tokens"] == 3
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def answers(url: str) -> bool:
+    try:
+        return requests.get(url, timeout=5).ok
+    except requests.ConnectionError:
+        return False
 
 
 def test_every_key_is_an_input_of_its_type_and_in_the_manual() -> None:

@@ -1,21 +1,10 @@
-"""Structured outputs as their users see them: options, and the page that explains them."""
-
-import io
-import re
-import shlex
-import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
-from pathlib import Path
+"""Structured outputs as their users see them: options. docs/guided.md is run by tests/test_docs.py."""
 
 import pytest
 
 from hemiola.runtime.api import SamplingParams, StructuredOutputsParams
-from hemiola.runtime.cli.main import main
 from hemiola.runtime.errors import Refused
 
-MANUAL = (Path(__file__).parents[2] / "docs/guided.md").read_text()
-CODE, COMMANDS = re.findall(r"^```[a-z]*\n(.*?)^```", MANUAL, re.MULTILINE | re.DOTALL)
 ONE = "give exactly one of json, json_object, regex, grammar, choice"
 
 
@@ -58,30 +47,3 @@ def test_a_schema_is_the_same_as_its_text() -> None:
     made = [StructuredOutputsParams(json=schema) for schema in ({"type": "null"}, '{"type":"null"}')]
     assert made[0] == made[1] and hash(made[0]) == hash(made[1])
     assert SamplingParams(structured_outputs={"json": {"type": "null"}}).structured_outputs == made[0]
-
-
-@pytest.fixture
-def engines(bundled: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "engines").mkdir()
-    (tmp_path / "engines/qwen").symlink_to(bundled("qwen3.5-code"))
-    monkeypatch.chdir(tmp_path)
-
-
-def test_the_manuals_example_runs_and_says_what_was_asked_for(engines: None) -> None:
-    said = io.StringIO()
-    with redirect_stdout(said):
-        exec(compile(CODE, "docs/guided.md", "exec"), {})
-    reasons, texts = zip(*(line.split(" ", 1) for line in said.getvalue().splitlines()), strict=True)
-    patterns = [r"\{.*\}", r"\{.*", "[a-z]{3,9}_[0-9]{2}", "yes|no|perhaps", r"[0-9(][0-9(+)]*"]
-    assert set(reasons) <= {"stop", "length"} and len(texts) == len(patterns)
-    for reason, text, pattern in zip(reasons, texts, patterns, strict=True):
-        assert re.fullmatch(pattern, text) or reason == "length", text
-
-
-def test_the_manuals_command_runs(
-    engines: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (command,) = [shlex.split(line) for line in COMMANDS.splitlines() if line.startswith("hemiola generate")]
-    monkeypatch.setattr(sys, "argv", command)
-    main()
-    assert re.fullmatch("[0-9]{3}\n", capfd.readouterr().out)

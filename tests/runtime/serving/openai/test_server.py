@@ -1,7 +1,6 @@
 """`hemiola serve --openai-port`: what leaves it is what the LLM in this process says."""
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -270,25 +269,6 @@ def test_a_prompt_beyond_the_context_is_named(client: OpenAI) -> None:
         with pytest.raises(BadRequestError, match=r"prompt is \d+ tokens, max_len=512") as caught:
             ask()
         assert caught.value.code == "context_length_exceeded"
-
-
-def test_what_the_manual_shows_works(urls: Urls, capfd: pytest.CaptureFixture[str]) -> None:
-    manual = (ROOT / "docs/openai.md").read_text().replace("http://127.0.0.1:9000/v1", urls.openai)
-    manual = manual.replace("localhost:9000/v1", urls.openai)
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", manual, re.M | re.S)
-    num_run = 0
-    for (kind, block), (_, said) in itertools.pairwise([*blocks, ("", "")]):
-        if kind == "python":
-            exec(block, {})
-        elif block.startswith("curl "):
-            answer = subprocess.run(block, shell=True, capture_output=True, text=True, check=True).stdout
-            found = json.loads(answer)
-            assert found == json.loads(said) if "error" in found else found["choices"]
-        else:
-            continue
-        num_run += 1
-    assert num_run == 3
-    assert capfd.readouterr().out
 
 
 def test_a_killed_tritonserver_ends_its_streams_and_comes_back(urls: Urls, client: OpenAI) -> None:
