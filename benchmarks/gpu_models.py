@@ -1,6 +1,6 @@
 """Decode steps of models of real dimensions on a GPU (random weights), beside their floors and vLLM's steps.
 
-    PYTHONPATH=. python benchmarks/gpu_models.py [--models 9b,0.8b,nano,30b] [--rows 1,64,256]
+    PYTHONPATH=. python benchmarks/gpu_models.py [--models 9b,9b/32k,0.8b,nano,30b] [--rows 1,64,256]
         [--drafts none,mtp] [--context 2048] [--prompts] [--engines FOLDER] [--build]
 
 Of each model it makes an engine, in --engines if that is named and has none yet; with --build it does no
@@ -41,6 +41,7 @@ NAMES = {
     "nano": "nemotron-nano-9b-v2",
     "30b": "nemotron-3.5-30b-a3b",
 }
+FEW = "/32k"  # behind a model's name: drafts are chosen among the 32,768 lowest ids
 NUM_DRAFTS, TOKENS_A_STEP = 3, 3.05
 # milliseconds at 2k tokens of context: (floor, vLLM 0.26 on an H200 on 2026-11-20)
 KNOWN = {
@@ -105,7 +106,7 @@ def lines(model: str, engine_dir: Path, rows: list[int], kinds: list[str], conte
                 decode(llm, prompts[:num], 8)  # compiles and captures what is not there yet
                 found = decode(llm, prompts[:num], 40)
                 same = all(a[:40] == b[:40] for a, b in zip(found.token_ids, plain, strict=False))
-                floor, theirs = KNOWN.get((model, drafts), {}).get(num, (float("nan"),) * 2)
+                floor, theirs = KNOWN.get((model.removesuffix(FEW), drafts), {}).get(num, (float("nan"),) * 2)
                 speed = num * (1 if drafts == "none" else TOKENS_A_STEP) / found.step_ms * 1e3
                 print(
                     f"| {model} | {drafts} | {num} | {found.step_ms:.2f} | {found.step_ms / floor:.2f} |"
@@ -174,11 +175,13 @@ def is_dense(name: str) -> bool:
 
 def made(model: str, folder: Path, max_rows: int, max_len: int) -> Path:
     """The engine of a model in a folder."""
-    engine_dir = folder / f"{model}-{max_rows}-{max_len}"
+    engine_dir = folder / f"{model.replace('/', '-')}-{max_rows}-{max_len}"
     if not (engine_dir / "manifest.json").is_file():
         arch = arch_here() if torch.cuda.is_available() else "sm_90"
         sizes = {"max_len": max_len, "max_rows": max_rows, "max_step_tokens": 8192}
-        build(CONFIGS / NAMES[model], engine_dir, Options(arch=arch, random_weights=True, **sizes))
+        few = 32_768 if model.endswith(FEW) else None
+        options = Options(arch=arch, random_weights=True, draft_vocab=few, **sizes)
+        build(CONFIGS / NAMES[model.removesuffix(FEW)], engine_dir, options)
     return engine_dir
 
 

@@ -41,9 +41,15 @@ def build(
     checkpoint = Checkpoint(path, RandomTensors if options.random_weights else Files)
     max_len = _max_len(checkpoint, options)
     model = models.load(
-        checkpoint, torch.ops.hemiola, chunk_len=options.chunk_len, max_len=max_len, dtype=arch.dtype
+        checkpoint,
+        torch.ops.hemiola,
+        chunk_len=options.chunk_len,
+        max_len=max_len,
+        dtype=arch.dtype,
+        draft_vocab=options.draft_vocab,
     )
     drafts, limits = _limits(model, options, max_len)
+    _refuse_draft_vocab(model, drafts, options)
     if model.draft is None and options.drafts is None:
         _warn_of_a_missing_head(model)
     has_tokenizer = _check_tokenizer(path / "tokenizer.json", model.vocab_size)
@@ -73,6 +79,7 @@ def build(
             promise=target.promise,
             arch=",".join(archs),
             drafts=drafts,
+            draft_vocab=options.draft_vocab,
             eos_ids=checkpoint.eos_ids(model.config),
             limits=limits,
             weights_file=WEIGHTS,
@@ -165,6 +172,19 @@ def _limits(
             f"with {num_drafts} drafts each; use at least {limits.max_rows * (num_drafts + 1)}"
         )
     return drafts, limits
+
+
+def _refuse_draft_vocab(model: models.Model, drafts: str, options: Options) -> None:
+    """A head to reduce, and fewer rows than it has."""
+    if options.draft_vocab is not None and drafts != "mtp":
+        raise Refused(
+            f"--draft-vocab {options.draft_vocab} is about an MTP head, but drafts are {drafts}; leave it out"
+        )
+    if options.draft_vocab is not None and options.draft_vocab >= model.vocab_size:
+        raise Refused(
+            f"--draft-vocab {options.draft_vocab} is no part of a vocabulary of {model.vocab_size};"
+            f" use fewer, or leave it out"
+        )
 
 
 def _warn_of_a_missing_head(model: models.Model) -> None:

@@ -30,6 +30,11 @@ class Options(Strict):
     num_drafts: int | None = Field(
         default=None, ge=0, description="most drafts of one request in one step; default: 3, or 0 without"
     )
+    draft_vocab: int | None = Field(
+        default=None,
+        ge=1,
+        description="MTP drafts are chosen among so many of the lowest token ids; default: among all",
+    )
     page_len: int = Field(default=64, ge=1, description="tokens in a page of keys and values")
     random_weights: bool = Field(
         default=False,

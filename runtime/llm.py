@@ -81,7 +81,7 @@ def make_proposer(
         case "ngram":
             return NgramProposer(ledger, config.ngram_min, config.ngram_max)
         case "mtp":
-            return MtpProposer(session, storage.tensors[HIDDEN], pages, ledger)
+            return MtpProposer(session, storage.tensors[HIDDEN], pages, ledger, config.vocab_size)
 
 
 def prefix_cost(manifest: manifests.Manifest) -> Cost:

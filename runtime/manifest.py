@@ -132,6 +132,7 @@ class Manifest(Part):
     promise: Literal["bits", "tokens"]  # what every run has in common with the plain run
     arch: str  # of runtime/arch.py; several, if parts were compiled for several: sm_89,sm_120
     drafts: Literal["none", "ngram", "mtp"]
+    draft_vocab: int | None = None  # an MTP head has logits of so many of the lowest ids; None: of all
     eos_ids: tuple[int, ...]
     limits: Limits
     weights_file: str

@@ -45,7 +45,8 @@ STAGES = (
     Stage("engines", 200, f"{PYTEST} tests/gpu"),
     Stage("models", 200, f"{MODELS} --models 9b,0.8b --rows 1,64", True),
     Stage("matrix", 240, f"TEST_DEVICE=cuda {PYTEST} tests/runtime/engine/test_matrix*.py"
-          " tests/runtime/engine/test_reports.py tests/runtime/engine/test_engine_storms.py"),
+          " tests/runtime/engine/test_reports.py tests/runtime/engine/test_engine_storms.py"
+          " tests/runtime/engine/drafts/test_reduced_head.py"),
     Stage("numbers", 90, "python3 benchmarks/gpu_numbers.py", True),
     Stage("prompts", 90, f"{MODELS} --models 9b --rows '' --prompts", True),
     Stage("recurrences", 120, "python3 benchmarks/gpu_recurrences.py --bench --ops mamba2 delta conv"
@@ -54,6 +55,7 @@ STAGES = (
     Stage("vllm", 300, f"PYTHONPATH={VLLM}/site PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work python3"
           f" {VLLM}/bench/bench.py --budget 290 --configs 9b-off,9b-mtp3,0.8b-mtp3", True),
     Stage("sanitizer", 200, "python3 scripts/gpu_sanitize.py --seconds 180"),
+    Stage("fewer ids", 150, f"{MODELS} --models 9b/32k,0.8b/32k --rows 1,64 --drafts none,mtp", True),
     Stage("more models", 240, f"{MODELS} --models nano,30b --rows 1,8,64", True),
     Stage("many rows", 200, f"{MODELS} --models 9b,0.8b --rows 8,256", True),
     Stage("demos", 120, "python3 benchmarks/gpu_engine.py", True),

@@ -50,9 +50,16 @@ class Model:
 
 
 def load(
-    checkpoint: Checkpoint, ops: Any, *, chunk_len: int, max_len: int, dtype: torch.dtype = torch.float32
+    checkpoint: Checkpoint,
+    ops: Any,
+    *,
+    chunk_len: int,
+    max_len: int,
+    dtype: torch.dtype = torch.float32,
+    draft_vocab: int | None = None,
 ) -> Model:
-    """Refuses what it cannot compute before any weight is read. `max_len`: tokens of the longest request."""
+    """Refuses what it cannot compute before any weight is read. `max_len`: tokens of the longest request;
+    `draft_vocab`: rows of the output head that an MTP head chooses from, if not all."""
     architecture = checkpoint.architecture
     if architecture not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -61,4 +68,6 @@ def load(
         )
     kit = Kit(checkpoint, ops, chunk_len, max_len, dtype)
     parts = FAMILIES[architecture].load(kit)
+    if draft_vocab is not None and parts.draft is not None:
+        parts.draft.choose_among(parts.trunk.head.lowest(kit, draft_vocab))
     return Model(architecture, parts.config, parts.layers, parts.trunk, parts.draft, kit.sources)

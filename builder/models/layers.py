@@ -71,6 +71,12 @@ class Linear(nn.Module):
         self.weight = kit.weight(weight)
         self.bias = kit.absent if bias is None else kit.weight(bias)
 
+    def lowest(self, kit: Kit, num: int) -> "Linear":
+        """Its first outputs, with a copy of their weights."""
+        biased = self.bias.numel() > 0
+        parts = [kit.sources[part].map(lambda w: w[:num]) for part in (self.weight, self.bias)]
+        return Linear(kit, parts[0], parts[1] if biased else None)
+
     @classmethod
     def sharing(cls, kit: Kit, weight: nn.Parameter) -> "Linear":
         """With a weight [O, F] that another module has already."""
@@ -275,12 +281,19 @@ class Mtp(nn.Module):
 
 
 class Draft(nn.Module):
-    """x_p and h_{p-1} at place p to logits of x_{p+1}, and to the h of the next draft."""
+    """x_p and h_{p-1} at place p to logits of x_{p+1} (all, or those of the lowest ids), and to the h of the
+    next draft."""
 
     def __init__(self, trunk: Trunk, mtp: Mtp) -> None:
         super().__init__()
-        self.embed, self.absent, self.head = trunk.embed, trunk.absent, trunk.head
+        self.embed, self.absent = trunk.embed, trunk.absent
+        self.head: Linear | None = trunk.head
+        self.lowest: Linear | None = None  # in the place of `head`: its first rows
         self.mtp = mtp
+
+    def choose_among(self, lowest: Linear) -> None:
+        """Draft only tokens that these rows of the head stand for."""
+        self.head, self.lowest = None, lowest
 
     def forward(self, states: Tensors, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [L, V] and hidden [T, F]."""
@@ -288,7 +301,9 @@ class Draft(nn.Module):
         token = mtp.token_norm(self.embed(batch["token_ids"]))
         x = mtp.enter(torch.cat((token, mtp.hidden_norm(batch["hidden"])), dim=1))
         hidden = mtp.norm(run(mtp.layers, x, states, batch))
-        return chosen_logits(self.head, hidden, batch), hidden
+        head = self.lowest or self.head
+        assert head is not None
+        return chosen_logits(head, hidden, batch), hidden
 
 
 class Parts(NamedTuple):

@@ -63,7 +63,8 @@ def facts(engine_dir: Path, found: Manifest) -> Table:
         "vocabulary, hidden": f"{found.vocab_size}, {found.hidden_size}",
         "target, architecture": f"{found.target}, {found.arch}",
         "promise": PROMISES[found.promise],
-        "drafts": found.drafts,
+        "drafts": found.drafts
+        + (f", chosen among the {found.draft_vocab} lowest ids" if found.draft_vocab else ""),
         "tokenizer": "tokenizer.json" if found.has_tokenizer else "none: takes and gives token ids",
         "end tokens": ", ".join(map(str, found.eos_ids)),
         **{name: str(value) for name, value in found.limits.model_dump().items()},

@@ -10,8 +10,7 @@ number.
 import torch
 
 from hemiola.runtime.engine.ledger import Ledger
-from hemiola.runtime.engine.rules import Group
-from hemiola.runtime.engine.sampling import broken, choose, logprobs, spans
+from hemiola.runtime.engine.sampling import broken, choose, logprobs, spans, takes_more_than_best
 from hemiola.runtime.engine.step import Batch, Choices, Masks, Verdict
 
 
@@ -63,7 +62,7 @@ def _forbid(scores: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 def _broken(choices: Choices, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Scores without a best number. Where the argmax was taken, its own number shows that."""
-    if any(isinstance(rule, Group) or rule.edits_logits or not rule.greedy for rule in choices.rules):
+    if takes_more_than_best(choices.rules):
         return broken(scores)
     return ~scores.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
 

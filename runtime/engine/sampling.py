@@ -8,6 +8,7 @@ are of integers, where order does not matter. Drafter and trunk choose by the sa
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from hemiola.runtime.api import Logprob
 from hemiola.runtime.engine.request import Rule
@@ -33,6 +34,16 @@ def choose(
             at = span if part.lines is None else part.lines
             chosen[at] = _choose(scores[at], part, slot[at], position[at], ids)
     return chosen
+
+
+def takes_more_than_best(rules: Sequence[Rule] | Sequence[Group]) -> bool:
+    """Whether some line takes more than the argmax of its scores."""
+    return any(isinstance(rule, Group) or rule.edits_logits or not rule.greedy for rule in rules)
+
+
+def widened(scores: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Scores of the lowest ids as scores of all: the others cannot be chosen."""
+    return F.pad(scores, (0, vocab_size - scores.shape[1]), value=-torch.inf)
 
 
 def spans(count: int, width: int) -> list[slice]:

@@ -12,7 +12,7 @@ import torch
 from kit.harness import Harness, Request
 
 from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.sampling import choose
+from hemiola.runtime.engine.sampling import choose, takes_more_than_best, widened
 from hemiola.runtime.manifest import State
 
 Tensors = dict[str, torch.Tensor]
@@ -91,6 +91,8 @@ class Plain:
         hidden, slot = hidden[place - 1 : place], torch.tensor([0], device=harness.device)
         for at in range(place, place + num):
             logits, hidden = harness.draft(request, ids[0, at : at + 1].tolist(), hidden, first=at)
+            if takes_more_than_best([rule]):
+                logits = widened(logits, self.manifest.vocab_size)
             ids[0, at + 1] = choose(logits, [rule], slot, slot + at + 1, ids)[0]
         return ids[0, len(token_ids) :].tolist()
 

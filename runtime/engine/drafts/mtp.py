@@ -23,7 +23,7 @@ from hemiola.runtime.engine.feed import ragged
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.rules import Group
-from hemiola.runtime.engine.sampling import choose
+from hemiola.runtime.engine.sampling import choose, takes_more_than_best, widened
 from hemiola.runtime.engine.step import Batch, Plan, Row
 
 HIDDEN = "mtp.hidden"  # the slot state [R, F]
@@ -33,8 +33,16 @@ FIRST, NUM_TOKENS, _, SLOT, COMMITTED, *_ = range(len(COLUMNS))
 class MtpProposer:
     """Greedy requests get the head's best tokens, others are drawn with the noise that the trunk will use."""
 
-    def __init__(self, session: Drafter, hidden_ring: torch.Tensor, pages: PagePool, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        session: Drafter,
+        hidden_ring: torch.Tensor,
+        pages: PagePool,
+        ledger: Ledger,
+        vocab_size: int,
+    ) -> None:
         self._session = session
+        self._vocab_size = vocab_size
         self._ring = hidden_ring  # [S, R, F]
         self._pages = pages
         self._ledger = ledger
@@ -42,7 +50,7 @@ class MtpProposer:
         if ledger.device.type == "cpu":
             from hemiola.runtime.engine.drafts.mtp_compiled import Passes  # numba is not needed elsewhere
 
-            self._passes = Passes(session, hidden_ring, pages, ledger)
+            self._passes = Passes(session, hidden_ring, pages, ledger, vocab_size)
 
     def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
         if self._passes is not None:
@@ -116,6 +124,8 @@ class MtpProposer:
     ) -> None:
         """Draft number `at` of these slots."""
         places = self._ledger.total_len[slot_id] + at
+        if takes_more_than_best(rules):
+            logits = widened(logits, self._vocab_size)
         chosen = choose(logits, rules, slot_id, places, self._ledger.ids)
         self._ledger.ids[slot_id, places] = chosen.to(torch.int32)
 

@@ -14,7 +14,7 @@ from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.device.session import Computed, Drafter
 from hemiola.runtime.engine.compiled import best_of
 from hemiola.runtime.engine.ledger import Ledger
-from hemiola.runtime.engine.sampling import choose
+from hemiola.runtime.engine.sampling import choose, takes_more_than_best, widened
 from hemiola.runtime.engine.step import Batch, Plan, Row
 
 WIDTH = len(COLUMNS)
@@ -24,7 +24,10 @@ FIRST, NUM_TOKENS, _, SLOT, COMMITTED, EDGE, SNAPSHOT_SLOT, SNAPSHOT_EDGE = rang
 class Passes:
     """The head's passes of a step."""
 
-    def __init__(self, session: Drafter, ring: torch.Tensor, pages: PagePool, ledger: Ledger) -> None:
+    def __init__(
+        self, session: Drafter, ring: torch.Tensor, pages: PagePool, ledger: Ledger, vocab_size: int
+    ) -> None:
+        self._vocab_size = vocab_size
         self._session, self._ring, self._pages, self._ledger = session, ring, pages, ledger
         self._ring_len, self._width = ring.shape[1:]
 
@@ -86,12 +89,13 @@ class Passes:
     ) -> None:
         """Draft number `at` of these slots; with the first, how many there will be."""
         ledger, rules = self._ledger, [row.request.rule for row in rows]
-        vocab_size, chosen = logits.shape[1], torch.empty(0, dtype=torch.int64)
-        if any(rule.edits_logits or not rule.greedy for rule in rules):
+        num, chosen = logits.shape[1], torch.empty(0, dtype=torch.int64)
+        if takes_more_than_best(rules):
+            logits = widened(logits, self._vocab_size)
             chosen = choose(logits, rules, slots, ledger.total_len[slots] + at, ledger.ids)
         where = (slots, room, ledger.ids, ledger.ids.shape[1], ledger.total_len, ledger.num_drafts)
         cost = 0.15 * logits.numel()
-        _write(len(rows), cost, at, vocab_size, logits.contiguous(), chosen, len(chosen), *where)
+        _write(len(rows), cost, at, num, logits.contiguous(), chosen, len(chosen), *where)
 
 
 class _Inputs:

@@ -46,7 +46,7 @@ class World:
         self.hidden = torch.randn(len(self.batch.token_ids), FEATURES, generator=rng)
         logits = torch.randn(len(self.batch.logits_ids), VOCAB, generator=rng)
         compiled.judge(self.batch, logits, self.ledger, CHUNK)
-        self.proposer = MtpProposer(self.head, self.ring, self.pages, self.ledger)
+        self.proposer = MtpProposer(self.head, self.ring, self.pages, self.ledger, VOCAB)
 
     def _row(self, slot: int, rng: torch.Generator) -> Row:
         kind, committed, drafts, room = (int(torch.randint(n, (), generator=rng)) for n in (4, 20, 4, 4))
