@@ -38,7 +38,7 @@ def compile_kernels(graphs: Sequence[Graph], ops: Collection[str], job: Job) -> 
 
 def _compile(nodes: "set[Node]", arch: str, job: Job) -> Kernels:
     """All of one architecture."""
-    from hemiola.plugins.gpu.compile import TooLarge, compile_call, cuda_version
+    from hemiola.plugins.gpu.compile import TooLarge, compile_call, cuda_version, without_lines
     from hemiola.plugins.gpu.cover import calls_at, calls_of
 
     major, minor = ARCHS[arch].capability or (0, 0)
@@ -48,7 +48,8 @@ def _compile(nodes: "set[Node]", arch: str, job: Job) -> Kernels:
         calls |= calls_of(node.op, node.arguments, node.most(job.limits), gpu)
     (job.folder / FOLDER / arch).mkdir(parents=True)
     files = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compilation waits for an assembler of its own
+    # threads, since a compilation waits for an assembler of its own
+    with without_lines(), ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             for compiled in pool.map(
                 lambda call: compile_call(call, gpu.capability), sorted(calls, key=repr)

@@ -69,14 +69,14 @@ def attention(
 ) -> torch.Tensor:
     """o[T, H, D]; writes k and v to their pages first; see reference.py."""
     (num_tokens, heads, depth), groups = q.shape, k.shape[1]
-    (pages, page_len), num_rows = k_pages.shape[:2], rows.shape[0]
+    (num_pages, page_len), num_rows = k_pages.shape[:2], rows.shape[0]
     kinds = (torch.bfloat16, torch.float8_e4m3fn)
     device = q.device
     check("attention", "q", q, (num_tokens, heads, depth), torch.bfloat16, device, apart=1)
     check("attention", "k", k, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
     check("attention", "v", v, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
-    check("attention", "k_pages", k_pages, (pages, page_len, groups, depth), kinds, device)
-    check("attention", "v_pages", v_pages, (pages, page_len, groups, depth), k_pages.dtype, device)
+    check("attention", "k_pages", k_pages, (num_pages, page_len, groups, depth), kinds, device)
+    check("attention", "v_pages", v_pages, (num_pages, page_len, groups, depth), k_pages.dtype, device)
     check("attention", "page_table", page_table, (num_rows, page_table.shape[1]), torch.int32, device)
     check("attention", "rows", rows, (num_rows, 8), torch.int32, device)
     check("attention", "positions", positions, (num_tokens,), torch.int32, device)
@@ -86,73 +86,27 @@ def attention(
         raise ValueError("attention: pages of float8 need k_scale and v_scale")
     narrow = k_pages.dtype != torch.bfloat16
     plan = plan or choose(num_tokens, num_rows, heads // groups, depth, narrow, gpu_of(device).shared)
-    o = torch.empty((num_tokens, heads, depth), dtype=q.dtype, device=q.device)
-    scales = (
-        k_scale if k_scale is not None else _one(q.device),
-        v_scale if v_scale is not None else _one(q.device),
-    )
+    o = torch.empty((num_tokens, heads, depth), dtype=q.dtype, device=device)
+    scales = tuple(_one(device) if given is None else given for given in (k_scale, v_scale))
     sizes = dict(G=groups, R=heads // groups, D=depth, L=page_len, N_ROWS=max(16, pow2(num_rows)))
-    table_len, options = page_table.shape[1], dict(enable_fp_fusion=False)
-    blocks = cdiv(num_tokens, CLEAR_TOKENS)
-    _write[(blocks * 2,)](
-        k,
-        v,
-        k_pages,
-        v_pages,
-        page_table,
-        rows,
-        positions,
-        o,
-        *scales,
-        num_rows,
-        num_tokens,
-        table_len,
-        k.stride(0),
-        v.stride(0),
-        **sizes,
-        num_warps=4,
-        **options,
-    )
+    sizes |= dict(enable_fp_fusion=False)
+    pages, table_len = (k_pages, v_pages, page_table), page_table.shape[1]
+    _write[(cdiv(num_tokens, CLEAR_TOKENS) * 2,)](
+        k, v, *pages, rows, positions, o, *scales, num_rows, num_tokens, table_len, k.stride(0), v.stride(0),
+        **sizes, num_warps=4,
+    )  # fmt: skip
     most_splits = num_rows * cdiv(table_len * page_len, SPLIT)
     capacity = min(most_splits, _PARTIAL_NUMBERS // (groups * plan.queries * depth))
     partial = q.new_empty(capacity * groups * plan.queries * (depth + 2), dtype=torch.float32)
     items = groups * (most_splits + cdiv(num_tokens * heads // groups, plan.queries) + num_rows)
-    _attend[(min(items, plan.programs * _multiprocessors(q.device)),)](
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        rows,
-        o,
-        partial,
-        *scales,
-        scale * _LOG2_E,
-        first,
-        num_rows,
-        table_len,
-        capacity,
-        q.stride(0),
-        **sizes,
-        BM=plan.queries,
-        SPLIT=SPLIT,
-        TILE=TILE,
-        num_warps=plan.warps,
-        num_stages=plan.stages,
-        **options,
-    )
+    tiles = dict(BM=plan.queries, SPLIT=SPLIT)
+    _attend[(min(items, plan.programs * _multiprocessors(device)),)](
+        q, *pages, rows, o, partial, *scales, scale * _LOG2_E, first, num_rows, table_len, capacity,
+        q.stride(0), **sizes, **tiles, TILE=TILE, num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
     if capacity > 1 and most_splits > num_rows:
         _join_splits[(num_tokens * groups,)](
-            rows,
-            o,
-            partial,
-            scales[1],
-            num_rows,
-            capacity,
-            **sizes,
-            BM=plan.queries,
-            SPLIT=SPLIT,
-            num_warps=4,
-            **options,
+            rows, o, partial, scales[1], num_rows, capacity, **sizes, **tiles, num_warps=4
         )
     return o
 

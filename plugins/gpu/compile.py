@@ -6,7 +6,8 @@ the PTX, and how it is launched.
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -77,6 +78,14 @@ def call_of(kernel: Kernel, values: Values, constants: Mapping[str, Any]) -> Cal
     return Call(kernel.name, tuple(kinds), constants_of(constants))
 
 
+@contextmanager
+def without_lines() -> Iterator[None]:
+    """No numbers of lines, half of a cubin, in what all threads compile until this ends."""
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True
+        yield
+
+
 def compile_call(call: Call, capability: int) -> Compiled:
     """capability: 90 for sm_90. Raises TooLarge."""
     function = source(call.kernel)
@@ -91,11 +100,9 @@ def compile_call(call: Call, capability: int) -> Compiled:
         if kind.endswith(f":{ALIGNMENT}")
     }
     options = {name: value for name, value in given.items() if name not in names}
-    with knobs.compilation.scope():
-        knobs.compilation.disable_line_info = True  # half of a cubin
-        made = triton.compile(
-            ASTSource(function, signature, fixed, aligned), GPUTarget("cuda", capability, 32), options
-        )
+    made = triton.compile(
+        ASTSource(function, signature, fixed, aligned), GPUTarget("cuda", capability, 32), options
+    )
     about = made.metadata
     if about.shared > SHARED[capability]:
         raise TooLarge(
@@ -128,7 +135,8 @@ def on_demand() -> None:
 
     def make(kernel: Kernel, values: Values, constants: Mapping[str, Any]) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        compiled = compile_call(call_of(kernel, values, constants), gpu_of(device).capability)
+        with without_lines():
+            compiled = compile_call(call_of(kernel, values, constants), gpu_of(device).capability)
         kernel.binaries[compiled.binary.call] = driver.load(compiled.binary, compiled.cubin, device)
 
     Kernel.compile = make

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from kit import checkpoints, composed
-from kit.harness import Harness, Request
+from kit.harness import Harness
 from oracle import Oracle
 
 FAMILIES = list(checkpoints.FAMILIES)
-EVERY_LAYER = ["nemotron_h_dense", "nemotron_h_moe", "qwen3_next", "qwen3_5"]
 TOLERANCE = 1e-4  # fp32: transformers scans in chunks of 64 or 128 and multiplies matrices of other shapes
 Get = Callable[..., Path]
 
@@ -115,16 +114,6 @@ def test_any_sizes_may_be_one_or_rows_empty(family: str, tiny_engine: Get) -> No
     assert torch.equal(a[0], whole[20]) and torch.equal(c, whole[:3])
 
 
-@pytest.mark.parametrize("family", EVERY_LAYER)
-def test_logits_do_not_depend_on_how_tokens_came(family: str, tiny_engine: Get) -> None:
-    tokens, others = text(120), text(60, seed=1)
-    harness = Harness(tiny_engine(family))
-    whole = harness.run(tokens)
-    assert torch.equal(harness.run(tokens, 1, 14, 1, 1, 15, 32, 33), whole)
-    assert torch.equal(harness.run(tokens, 63, *[1] * 40), whole)
-    assert torch.equal(beside(harness, tokens, others), whole)
-
-
 @pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_next"])
 def test_logits_do_not_depend_on_threads(family: str, tiny_engine: Get) -> None:
     """Work is shared above some size, which 500 tokens have; a share must not change a bit."""
@@ -139,32 +128,3 @@ def test_logits_do_not_depend_on_threads(family: str, tiny_engine: Get) -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(parts[1], parts[0]) and torch.equal(parts[2], parts[0])
-
-
-@pytest.mark.parametrize("family", ["nemotron_h_dense", "qwen3_5"])
-def test_rejected_drafts_leave_no_trace(family: str, tiny_engine: Get) -> None:
-    tokens, wrong = text(60), text(60, seed=2)
-    harness = Harness(tiny_engine(family))
-    whole, request, parts = harness.run(tokens), harness.request(), []
-    parts += harness.step([(request, tokens[:13], 0)])
-    while request.committed < 50:  # crosses edges with 0 to 3 drafts, all rejected
-        drafts = request.committed % 4
-        at = request.committed
-        (logits,) = harness.step([(request, tokens[at : at + 1] + wrong[:drafts], drafts)])
-        parts.append(logits[:1])
-    assert torch.equal(torch.cat(parts), whole[: request.committed])
-
-
-def beside(harness: Harness, tokens: list[int], others: list[int]) -> torch.Tensor:
-    """The tokens in uneven pieces, in steps that two other requests share, one of them with drafts."""
-    one, two, three = (harness.request() for _ in range(3))
-    parts: list[torch.Tensor] = []
-    for i, size in enumerate((5, 40, 1, 1, 1, 30, 42)):
-        at = one.committed
-        rows: list[tuple[Request, list[int], int]] = [
-            (two, others[i : i + 3], 2 if i else 0),
-            (one, tokens[at : at + size], 0),
-            (three, others[: i + 1], 0),
-        ]
-        parts.append(harness.step(rows)[1])
-    return torch.cat(parts)

@@ -50,16 +50,6 @@ def test_every_split_in_two_is_the_whole(subject: Subject, form: str) -> None:
         host.step([Part(sequence, final=sequence.left) for sequence in sequences])
 
 
-@pytest.mark.parametrize("chunk_len", [8, 12, 16, 32])
-@formed(compiled=FITTING)
-def test_token_by_token_is_one_shot(subject: Subject, form: str, chunk_len: int) -> None:
-    plain = Plain(subject, form, chunk_len, subject.tokens(3 * chunk_len + 1, seed=1))
-    host = Host(subject, form, chunk_len, 0, num_slots=3, seed=0)
-    sequence = host.start(plain)
-    while sequence.left:
-        host.step([Part(sequence, final=1)])
-
-
 @pytest.mark.parametrize("num_drafts", [1, 3, 20])
 @LAWS
 def test_a_rejected_draft_was_never_there(subject: Subject, num_drafts: int, form: str) -> None:

@@ -151,17 +151,6 @@ def test_a_bad_word_is_not_written(llm: LLM) -> None:
         assert token_id not in found.token_ids
 
 
-def test_a_request_may_have_fewer_drafts_but_no_more(tiny_engine: Callable[..., Path]) -> None:
-    with LLM(tiny_engine("qwen3_5"), max_rows=4, num_drafts=3, adaptive_drafts=False) as llm:
-        each = [params(max_tokens=20, num_drafts=n) for n in (None, 3, 1, 0)]
-        outs = llm.generate(["def "] * 4, each)
-        assert len({tuple(out.token_ids) for out in outs}) == 1
-        assert len(outs[2].metrics.drafted) == 1 and outs[3].metrics.drafted == []
-        assert len(outs[0].metrics.drafted) == 3
-        with pytest.raises(Refused, match="num_drafts is 4, the engine runs with num_drafts=3; lower it"):
-            llm.generate(["def "], params(num_drafts=4))
-
-
 def test_chat(llm: LLM) -> None:
     assert llm.chat_text([{"role": "user", "content": "hi"}]) == (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

@@ -145,3 +145,20 @@ def test_what_cannot_be_compiled_is_refused_by_name(
     ):
         build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(arch="sm_86", max_len=64))
     assert not (tmp_path / "engine").exists()
+
+
+def test_no_thread_gives_the_others_their_line_numbers_back(
+    tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each switched them off and on again for all: a kernel here and there was three times as large."""
+    seen = []
+    with uncompiled():
+        named = compile.compile_call
+
+        def look(call: Call, capability: int) -> object:
+            seen.append(compile.knobs.compilation.disable_line_info)
+            return named(call, capability)
+
+        monkeypatch.setattr(compile, "compile_call", look)
+        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(arch="sm_90", max_len=64))
+    assert all(seen) and len(seen) > 20 and not compile.knobs.compilation.disable_line_info

@@ -1,4 +1,4 @@
-"""Pages that the prefix cache holds and slots share; the rest of the pool is in test_pools.py."""
+"""Pages of slots, and those that the prefix cache holds and slots share."""
 
 import pytest
 
@@ -9,7 +9,38 @@ freed: list[int] = []
 
 def make_pages(num_pages: int = 8) -> PagePool:
     freed.clear()
-    return PagePool(num_pages, page_len=4, num_slots=5, table_width=6, on_free=freed.extend)
+    return PagePool(num_pages, page_len=4, num_slots=5, table_width=8, on_free=freed.extend)
+
+
+def test_pages_grow_by_position_and_come_back() -> None:
+    pages = make_pages(6)
+    assert pages.grow(1, 5) and pages.capacity[1] == 8
+    first = pages.table[1, :2].tolist()
+    assert pages.grow(2, 1) and pages.grow(1, 9)
+    assert pages.table[1, :2].tolist() == first and pages.table[1, 3] == 0
+    pages.audit({1, 2})
+    pages.release(1)
+    assert pages.num_free == 4 and not pages.table[1].any()
+    pages.audit({2})
+
+
+def test_the_dump_page_is_never_given_away() -> None:
+    pages = make_pages(6)
+    assert pages.grow(1, 20)
+    assert 0 not in pages.table[1, :5]
+
+
+def test_growing_is_all_or_nothing() -> None:
+    pages = make_pages(6)
+    assert pages.grow(1, 12)
+    before = pages.table.copy()
+    assert not pages.grow(2, 9)
+    assert (pages.table == before).all() and pages.num_free == 2 and pages.capacity[2] == 0
+
+
+def test_growing_to_less_takes_nothing() -> None:
+    pages = make_pages(6)
+    assert pages.grow(1, 9) and pages.grow(1, 2) and pages.capacity[1] == 12 and pages.num_free == 2
 
 
 def cached_path(pages: PagePool, slot_id: int, num_pages: int) -> list[int]:
@@ -107,6 +138,22 @@ def test_what_makes_no_sense_is_not_done(act: object) -> None:
         act(pages, page_id)
 
 
+def leak(pages: PagePool) -> None:
+    pages._free.pop()
+
+
+def double(pages: PagePool) -> None:
+    pages.table[2, 0], pages.capacity[2] = pages.table[1, 0], 4
+
+
+def stale(pages: PagePool) -> None:
+    pages.table[1, 7] = 3
+
+
+def orphan(pages: PagePool) -> None:
+    pages.grow(3, 1)
+
+
 def miscounted(pages: PagePool) -> None:
     pages.refs[int(pages.table[1, 0])] += 1
 
@@ -127,7 +174,9 @@ def unheld(pages: PagePool) -> None:
     pages.refs[page_id] = 0
 
 
-@pytest.mark.parametrize("harm", [miscounted, forgotten, idle_miscounted, unheld])
+@pytest.mark.parametrize(
+    "harm", [leak, double, stale, orphan, miscounted, forgotten, idle_miscounted, unheld]
+)
 def test_the_audit_finds(harm: object) -> None:
     pages = make_pages()
     cached_path(pages, 1, 2)

@@ -79,11 +79,7 @@ class Drafting(ServeConfig):
 
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
-    fresh = {
-        "opened": [],
-        "wrong": lambda options, length: False,
-        "before_run": lambda session: None,
-    }
+    fresh = {"opened": [], "wrong": lambda options, length: False, "before_run": lambda session: None}
     fake = type("Fresh", (FakeLLM,), fresh)
     monkeypatch.setattr(bench, "LLM", fake)
     monkeypatch.setattr(bench, "_refuse_unfit", lambda job, variants: None)  # there is no manifest
@@ -96,7 +92,8 @@ def hemiola(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def run(*args: object, engine_dir: str | None = "engine") -> Ended:
         engine = () if engine_dir is None else ("--engine-dir", engine_dir)
-        monkeypatch.setattr(sys, "argv", ["hemiola", "bench", *engine, *map(str, args)])
+        words = [word for arg in args for word in str(arg).split(" ")]
+        monkeypatch.setattr(sys, "argv", ["hemiola", "bench", *engine, *words])
         status = 0
         try:
             cli.main()
@@ -114,7 +111,7 @@ class Ended(SimpleNamespace):
     err: str
 
 
-SMALL = ("--num-requests", 6, "--input-len", 20, "--output-len", 8)
+SMALL = "--num-requests 6 --input-len 20 --output-len 8"
 
 
 def value(out: str, label: str) -> list[str]:
@@ -123,7 +120,7 @@ def value(out: str, label: str) -> list[str]:
 
 
 def test_table_json_and_check(llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path) -> None:
-    ended = hemiola(*SMALL, "--check", "--concurrency", 2, "--seed", 3, "--json", tmp_path / "out.json")
+    ended = hemiola(SMALL, "--check", "--concurrency", 2, "--seed", 3, "--json", tmp_path / "out.json")
     assert ended.status == 0, ended
     assert ended.out.startswith("============ Serving Benchmark Result ============\nSuccessful requests:  ")
     assert ended.out.endswith(f"{'=' * 50}\ntokens equal to the plain run: 6 of 6\n")
@@ -151,7 +148,7 @@ def test_table_json_and_check(llm: type[FakeLLM], hemiola: Callable[..., Ended],
 def test_the_plain_run_gets_no_options_that_the_engine_does_not_know(
     llm: type[FakeLLM], hemiola: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = (*SMALL, "--check", "--max-rows", 3, "--max-len=100", "--num-warmups", 0)
+    arguments = (SMALL, "--check", "--max-rows", 3, "--max-len=100", "--num-warmups", 0)
     monkeypatch.setattr(
         bench, "ServeConfig", type("Old", (), {"model_fields": ("max_len", "max_rows"), "__init__": _any})
     )
@@ -169,7 +166,7 @@ def _any(self: object, **options: object) -> None:
 
 def test_unequal_tokens_are_status_1_and_shown(llm: type[FakeLLM], hemiola: Callable[..., Ended]) -> None:
     llm.wrong = lambda options, length: length == 24 and not options
-    ended = hemiola(*SMALL, "--check")
+    ended = hemiola(SMALL, "--check")
     assert (
         ended.status == 1
         and "tokens equal to the plain run: 0 of 6\n  first difference: request 0: " in ended.out
@@ -183,31 +180,9 @@ def test_variants_are_measured_in_turn_and_stand_side_by_side(
     monkeypatch.setattr(bench, "ServeConfig", Drafting)
     monkeypatch.setattr(command, "ServeConfig", Drafting)
     off = "drafts=none,prefix-cache=false"
-    arguments = (
-        "--workload",
-        "multi-turn",
-        "--num-requests",
-        9,
-        "--turns",
-        3,
-        "--input-len",
-        6,
-        "--output-len",
-        4,
-    )
-    arguments += (
-        "--system-len",
-        10,
-        "--drafts",
-        "ngram",
-        "--prefix-cache",
-        "true",
-        "--compare",
-        off,
-        "--compare",
-        "max_rows=1",
-    )
-    ended = hemiola(*arguments, "--check", "--json", tmp_path / "out.json")
+    asked = "--workload multi-turn --num-requests 9 --turns 3 --input-len 6 --output-len 4 --system-len 10"
+    asked += f" --drafts ngram --prefix-cache true --compare {off} --compare max_rows=1"
+    ended = hemiola(asked, "--check", "--json", tmp_path / "out.json")
     assert ended.status == 0, ended
     on = {"drafts": "ngram", "prefix_cache": True}
     plain = {"drafts": "none", "prefix_cache": False, "max_rows": 1}
@@ -233,7 +208,7 @@ def test_variants_are_measured_in_turn_and_stand_side_by_side(
 
 def test_a_variant_with_other_tokens_is_status_1(llm: type[FakeLLM], hemiola: Callable[..., Ended]) -> None:
     llm.wrong = lambda options, length: options.get("max_rows") == 2 and length == 24
-    ended = hemiola(*SMALL, "--compare", "max_rows=2")
+    ended = hemiola(SMALL, "--compare", "max_rows=2")
     assert ended.status == 1
     assert "tokens equal across 2 variants: 0 of 6\n  first difference: request 0: " in ended.out
 
@@ -267,7 +242,7 @@ def test_an_engine_that_breaks_fails_its_requests(llm: type[FakeLLM], hemiola: C
             raise RuntimeError("out of memory")
 
     llm.before_run = breaks
-    ended = hemiola(*SMALL, "--concurrency", 1, "--num-warmups", 0)
+    ended = hemiola(SMALL, "--concurrency", 1, "--num-warmups", 0)
     assert ended.status == 1 and value(ended.out, "Successful requests:") == ["1"]
     assert value(ended.out, "Failed requests:") == ["5"] and "out of memory" in ended.err
 
@@ -285,7 +260,7 @@ def test_ctrl_c_prints_what_finished(
                 time.sleep(0.001)
 
     llm.before_run = press
-    arguments = (*SMALL, "--concurrency", 1, "--num-warmups", 0, "--check", "--compare", "max_rows=2")
+    arguments = (SMALL, "--concurrency", 1, "--num-warmups", 0, "--check", "--compare", "max_rows=2")
     ended = hemiola(*arguments, "--json", tmp_path / "out.json")
     assert ended.status == 130 and len(llm.opened) == 1
     assert value(ended.out, "Successful requests:") == ["1"] and value(ended.out, "Unfinished requests:") == [
@@ -298,7 +273,7 @@ def test_ctrl_c_prints_what_finished(
 
 
 def test_a_rate_keeps_its_schedule(llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path) -> None:
-    arguments = (*SMALL, "--request-rate", 100, "--burstiness", "inf", "--json", tmp_path / "out.json")
+    arguments = (SMALL, "--request-rate", 100, "--burstiness", "inf", "--json", tmp_path / "out.json")
     ended = hemiola(*arguments)
     assert ended.status == 0 and value(ended.out, "Request rate configured (RPS):") == ["100.00"]
     found = json.loads((tmp_path / "out.json").read_text())
@@ -311,7 +286,7 @@ def test_a_rate_keeps_its_schedule(llm: type[FakeLLM], hemiola: Callable[..., En
 
 def test_a_picture(llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert hemiola(*SMALL, "--plot", tmp_path / "a.png", "--compare", "max_rows=1").status == 0
+    assert hemiola(SMALL, "--plot", tmp_path / "a.png", "--compare", "max_rows=1").status == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -319,7 +294,7 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
     llm: type[FakeLLM], hemiola: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(plot.util, "find_spec", lambda name: None)
-    ended = hemiola(*SMALL, "--plot", tmp_path / "a.png")
+    ended = hemiola(SMALL, "--plot", tmp_path / "a.png")
     assert ended.status == 2 and not llm.opened
     assert ended.err == (
         "error: --plot needs matplotlib, which is missing; pip install 'hemiola[bench]' or leave --plot out\n"
@@ -372,7 +347,7 @@ def test_workloads_that_cannot_be_are_refused(
 def test_a_variant_that_is_refused_does_not_cost_what_was_measured_before_it(
     llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path
 ) -> None:
-    arguments = (*SMALL, "--compare", "max_rows=1", "--compare", "max_len=16", "--compare", "max_rows=2")
+    arguments = (SMALL, "--compare", "max_rows=1", "--compare", "max_len=16", "--compare", "max_rows=2")
     ended = hemiola(*arguments, "--json", tmp_path / "out.json")
     assert ended.status == 2 and value(ended.out, "Successful requests:") == ["6", "6"]
     assert "tokens equal across 2 variants: 6 of 6" in ended.out and (tmp_path / "out.json").is_file()
@@ -385,9 +360,7 @@ def test_a_variant_that_the_engine_was_not_built_for_is_refused_before_any_is_me
     engine_dir: Path, hemiola: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "LLM", None)
-    ended = hemiola(
-        *SMALL, "--compare", "num_drafts=1", "--compare", "max_rows=9", engine_dir=str(engine_dir)
-    )
+    ended = hemiola(SMALL, "--compare", "num_drafts=1", "--compare", "max_rows=9", engine_dir=str(engine_dir))
     assert ended.status == 2 and not ended.out
     assert ended.err.startswith("error: --compare max_rows=9: max_rows is 9, the engine was built for 8")
 
@@ -397,31 +370,20 @@ def test_text_is_where_prompts_come_from(
 ) -> None:
     (tmp_path / "a.txt").write_text("abc" * 50)
     submitted = _submitted(llm)
-    ended = hemiola(*SMALL, "--text", tmp_path / "a.txt", "--num-warmups", 0)
+    ended = hemiola(SMALL, "--text", tmp_path / "a.txt", "--num-warmups", 0)
     assert ended.status == 0 and "warning" not in ended.err
     prompts = [prompt for prompt, _ in submitted]
     assert len(prompts) == 6 and set(chain(*prompts)) == {ord(c) % VOCAB for c in "abc"}
     (tmp_path / "a.txt").write_text("")
-    assert "is empty" in hemiola(*SMALL, "--text", tmp_path / "a.txt").err
+    assert "is empty" in hemiola(SMALL, "--text", tmp_path / "a.txt").err
 
 
 def test_multi_turn_has_text_without_being_given_one(
     llm: type[FakeLLM], hemiola: Callable[..., Ended]
 ) -> None:
     submitted = _submitted(llm)
-    arguments = (
-        "--workload",
-        "multi-turn",
-        "--num-requests",
-        2,
-        "--turns",
-        2,
-        "--input-len",
-        30,
-        "--output-len",
-        4,
-    )
-    assert hemiola(*arguments, "--system-len", 20, "--num-warmups", 0).status == 0
+    asked = "--workload multi-turn --num-requests 2 --turns 2 --input-len 30 --output-len 4 --system-len 20"
+    assert hemiola(asked, "--num-warmups 0").status == 0
     first, second = [prompt for prompt, _ in submitted]
     assert len(first) == 50 and len(second) == 50 + 4 + 30 and second[:50] == first
     assert len(set(first)) < 45, "text repeats itself"
@@ -509,7 +471,7 @@ def test_an_engine_of_a_config_is_made_measured_and_removed(
 ) -> None:
     shutil.copy(tiny_checkpoint("qwen3_5") / "config.json", tmp_path)
     made = ("--random-weights", tmp_path, "--max-len", 64, "--max-rows", 2, "--max-step-tokens", 32)
-    ended = hemiola(*made, *SMALL, "--drafts", "none", "--check", engine_dir=None)
+    ended = hemiola(*made, SMALL, "--drafts", "none", "--check", engine_dir=None)
     assert ended.status == 0 and value(ended.out, "Successful requests:") == ["6"], ended
     assert "tokens equal to the plain run: 6 of 6" in ended.out
     for arguments, words in (
