@@ -1,8 +1,7 @@
 """The prefix cache: where a request may start, and which pages and snapshots are kept for later ones.
 
-A page is cached under the tokens up to its end, the engine and the tenant. A snapshot is a slot whose state
-stands at a page's edge. A request starts at the last edge that has all pages before it and, in an engine with
-recurrences, a snapshot.
+A page is cached under the tokens up to its end, the engine and the tenant; a snapshot is a slot whose state
+stands at a page's edge. A request starts at the last edge with all pages and, for recurrences, a snapshot.
 
 The scheduler's calls, in order. `slot_id` is the request's own slot, which stands for the request here.
 
