@@ -40,19 +40,6 @@ def test_without_recurrences_every_prefix_finds_its_pages(length: int) -> None:
     assert house.hit(prompt[:length]) == reusable_len(length, P)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("num_new", range(1, 4 * P))
-def test_the_next_turn_finds_the_last_answer(num_new: int, donate: bool, drafts: int) -> None:
-    """Its last token was not computed, and a state is stored by the step after the one that fills a page."""
-    house = House(num_drafts=drafts, donate=donate)
-    first = house.serve(text(P + 1), num_new)
-    computed = known(first, first.total_len - 1)
-    found = house.hit([*known(first), *text(3, 1)])
-    assert found in (len(computed) // P * P, (len(computed) - drafts) // P * P)
-    assert found >= P
-
-
 # Whose it is.
 
 

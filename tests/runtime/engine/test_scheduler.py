@@ -100,22 +100,5 @@ def test_up_to_max_len_and_not_beyond(make_hand: Callable) -> None:
         assert hand.last(request_id).finish_reason == "length"
 
 
-def test_stop_ids_end_a_request(make_hand: Callable) -> None:
-    hand = make_hand()
-    hand.bounds = hand.bounds._replace(eos_ids=(oracle(prompt(5), 9)[6],))
-    whole = oracle(prompt(5), 12)
-    eos = hand.submit(prompt(5), max_tokens=12)
-    ignored = hand.submit(prompt(5), max_tokens=12, ignore_eos=True)
-    own = hand.submit(prompt(5), max_tokens=12, stop_token_ids=[whole[3]], ignore_eos=True)
-    hand.run()
-    assert (
-        hand.token_ids(eos) == whole[: whole.index(whole[6]) + 1] and hand.last(eos).finish_reason == "stop"
-    )
-    assert hand.token_ids(ignored) == whole and hand.last(ignored).finish_reason == "length"
-    assert (
-        hand.token_ids(own) == whole[: whole.index(whole[3]) + 1] and hand.last(own).finish_reason == "stop"
-    )
-
-
 def test_an_idle_plan_is_empty(make_hand: Callable) -> None:
     assert make_hand().loop.scheduler.plan() == Plan()
