@@ -47,11 +47,14 @@ class Served:
         self.grpc_url = re.search(r"^gRPC +(\S+)$", self.printed, re.MULTILINE).group(1)
         self.metrics_url = re.search(r"^metrics +(\S+)$", self.printed, re.MULTILINE).group(1)
 
+        openai = re.search(r"^OpenAI +(\S+)$", self.printed, re.MULTILINE)
+        self.openai_url = openai.group(1) if openai else ""
+
     def addressed(self, text: str) -> str:
         """What a page says of the usual ports, for ours."""
         found = {8000: self.http_url, 8001: f"//{self.grpc_url}", 8002: self.metrics_url}
-        if openai := re.search(r"^OpenAI +(\S+)$", self.printed, re.MULTILINE):
-            found[9000] = openai.group(1)
+        if self.openai_url:
+            found[9000] = self.openai_url
         ports = {usual: re.search(r"//[^:]+:(\d+)", url).group(1) for usual, url in found.items()}
         return re.sub(r"((?:localhost|127\.0\.0\.1):)(\d+)", lambda m: m[1] + ports[int(m[2])], text)
 

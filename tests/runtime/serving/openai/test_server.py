@@ -1,6 +1,5 @@
-"""`hemiola serve --openai-port`: what leaves it is what the LLM in this process says."""
+"""`hemiola serve --openai-port`: what leaves it is what the LLM in this process says; so ../test_doors.py."""
 
-import asyncio
 import json
 import os
 import re
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import pytest
-from openai import APIError, AsyncOpenAI, BadRequestError, OpenAI
+from openai import APIError, BadRequestError, OpenAI
 from pydantic import BaseModel, Field
 
 from hemiola.runtime.api import Output, SamplingParams
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.serving.client import Client
 
 pytestmark = pytest.mark.server
 
@@ -25,27 +23,7 @@ ROOT = Path(__file__).resolve().parents[4]
 OPTIONS = {"drafts": "mtp", "num_drafts": 2}
 PORTS = "--http-port=0 --grpc-port=0 --metrics-port=0 --openai-port=0"
 SERVE = f"serve {PORTS} --drafts=mtp --num-drafts=2 --restart=1"
-SHARED = "import os\n" * 8
-PROMPTS: list[str | list[int]] = [
-    prompt
-    for i in range(16)
-    for prompt in (f"def f{i}(", SHARED + f"x{i}", list(range(3 + i, 60)), f"é😀 naïve 日本 {i}")
-]
 USER = [{"role": "user", "content": "héllo"}]
-
-
-def params_of(number: int) -> dict:
-    """Greedy and sampled, short and long, with penalties, stops and log-probabilities."""
-    return {
-        "max_tokens": 4 + number % 23,
-        "temperature": 0.8 * (number % 2),
-        "seed": number,
-        "top_p": 0.9,
-        "frequency_penalty": 0.5 * (number % 3 == 0),
-        "stop": ["zz", "é"],
-        "logprobs": number % 3,
-        "logit_bias": {"7": -2.0} if number % 5 == 0 else {},
-    }
 
 
 @pytest.fixture(scope="module")
@@ -95,56 +73,8 @@ def llm(engine_dir: Path) -> Iterator[LLM]:
         yield opened
 
 
-def llm_params(number: int) -> SamplingParams:
-    asked = params_of(number)
-    return SamplingParams(**asked | {"logit_bias": {int(k): v for k, v in asked["logit_bias"].items()}})
-
-
 def logprobs_of(output: Output) -> list[float]:
     return [one.logprob for one in output.logprobs or ()]
-
-
-def test_every_door_says_the_same(urls: Urls, llm: LLM) -> None:
-    """64 mixed prompts, 32 at once, half of them streamed; ids, text and log-probabilities, bit for bit."""
-    expected = llm.generate(PROMPTS, [llm_params(i) for i in range(64)])
-    with Client(urls.grpc) as client:
-        for output, one in zip(
-            client.generate(PROMPTS, [llm_params(i) for i in range(64)]), expected, strict=True
-        ):
-            assert (output.token_ids, output.text, logprobs_of(output)) == (
-                one.token_ids,
-                one.text,
-                logprobs_of(one),
-            )
-
-    async def ask(client: AsyncOpenAI, gate: asyncio.Semaphore, number: int) -> tuple:
-        body = {"model": "hemiola", "prompt": PROMPTS[number], "extra_body": {"return_token_ids": True}}
-        async with gate:
-            made = await client.completions.create(**params_of(number), **body, stream=number % 2 == 0)
-            chunks = [chunk async for chunk in made] if number % 2 == 0 else [made]
-        choices = [chunk.choices[0] for chunk in chunks]
-        return (
-            choices[0].prompt_token_ids,
-            [t for choice in choices for t in choice.token_ids],
-            "".join(choice.text for choice in choices),
-            choices[-1].finish_reason,
-            [v for choice in choices if choice.logprobs for v in choice.logprobs.token_logprobs],
-        )
-
-    async def ask_all() -> list[tuple]:
-        gate = asyncio.Semaphore(32)
-        async with AsyncOpenAI(base_url=urls.openai, api_key="any", max_retries=0) as client:
-            return await asyncio.gather(*(ask(client, gate, i) for i in range(64)))
-
-    for _ in range(2):  # the second time, prefixes are kept
-        for found, one in zip(asyncio.run(ask_all()), expected, strict=True):
-            assert found == (
-                one.prompt_token_ids,
-                one.token_ids,
-                one.text,
-                one.finish_reason,
-                logprobs_of(one),
-            )
 
 
 def test_a_chat_is_the_llms(client: OpenAI, llm: LLM) -> None:
