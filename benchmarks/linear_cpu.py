@@ -1,23 +1,31 @@
 """The compiled dense layer beside MKL: one row per case, equality of bits checked in the same run.
 
-    PYTHONPATH=. python benchmarks/linear_cpu.py [--threads 2] [--shapes 256x1288 ...] [--tokens 1 8 ...]
+    PYTHONPATH=. python benchmarks/linear_cpu.py [--threads 2] [--shapes 256x1288 ...] [--tokens 1 8] [--step]
 
 Times are the fastest of many calls, ours and MKL's in turn, so each finds a cache that the other has
 used. With one thread they are the thread's CPU time, which other work on the machine disturbs least; with
 more, time by the clock. MKL multiplies fp32 weights; for bf16 ones, the same widened beforehand. `bits` says
-whether rows of a prompt equal the same rows alone. For narrower registers, on a machine with AVX-512:
+whether rows of a prompt equal the same rows alone. With --step both are called from compiled code, as a step
+calls its kernels: no call of torch or Python counts. For narrower registers, on a machine with AVX-512:
 
     MKL_ENABLE_INSTRUCTIONS=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma PYTHONPATH=. python ...
 """
 
 import argparse
+import ctypes
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import numba
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from hemiola.plugins.cpu.code import Recorder
 from hemiola.plugins.cpu.registers import REGISTERS
+from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, invoke
+from hemiola.plugins.cpu.steps import Step
 from hemiola.plugins.linear.compiled import linear, pack
 
 SHAPES = ("256x1288", "256x4096", "768x256", "1024x3584", "4096x12288")  # inputs x outputs
@@ -68,6 +76,58 @@ def measure(num_inputs: int, num_outputs: int, num_tokens: list[int], threads: i
             )
 
 
+def in_a_step(num_inputs: int, num_outputs: int, num_tokens: list[int], seconds: float) -> None:
+    """Both as compiled code calls them, with one matrix again and again (warm) or 60 MB of them in turn."""
+    size = 4 * num_inputs * num_outputs
+    for tokens in num_tokens:
+        x = torch.randn(tokens, num_inputs)
+        for many in (1, max(1, 60_000_000 // size)):
+            weights, times = [torch.randn(num_outputs, num_inputs) for _ in range(many)], max(1, 16 // many)
+            packed = [list(map(pack, weights)), [pack(weight.bfloat16()) for weight in weights]]
+            calls = [replay(x, times * kind, num_outputs) for kind in packed]
+            calls.append(mkl(x, times * weights))
+            found = [1e6 * best / many / times for best in fastest(calls, seconds, time.thread_time)]
+            cells = [f"{us:.1f}" for us in found] + [f"{found[2] / us:.2f}" for us in found[:2]]
+            name = "warm" if many == 1 else "cold"
+            print(f"| {num_inputs} x {num_outputs} | {tokens} | {name} |", " | ".join(cells), "|", flush=True)
+
+
+def replay(x: torch.Tensor, packed: list[torch.Tensor], num_outputs: int) -> Callable[[], object]:
+    """One step with a layer for each weight."""
+    recorder = Recorder()
+    for weight in packed:
+        linear(recorder.given(x), recorder.given(weight), recorder.given(NONE), num_outputs)
+    step = Step(recorder, [])
+    return lambda: step.run({})
+
+
+def mkl(x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], object]:
+    """One compiled function that calls torch's sgemv, or sgemm for more tokens, for each weight."""
+    (tokens, num_inputs), num_outputs = x.shape, len(weights[0])
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    function = ctypes.cast(library.sgemv_ if tokens == 1 else library.sgemm_, ctypes.c_void_p).value
+    y, letters = torch.empty(tokens, num_outputs), np.frombuffer(b"TN", np.uint8).copy()
+    whole, real = np.array([num_inputs, num_outputs, tokens, 1], np.int32), np.array([1, 0], np.float32)
+    inputs, outputs, rows, one = (whole[n:].ctypes.data for n in range(4))
+    alpha, beta, turned = real.ctypes.data, real[1:].ctypes.data, letters.ctypes.data
+    table = np.zeros((len(weights), MOST_ARGUMENTS), np.int64)
+    for line, weight in zip(table, weights, strict=True):
+        matrix = (alpha, weight.data_ptr(), inputs, x.data_ptr())
+        if tokens == 1:  # y = weight x, of the matrix [F, O] of Fortran
+            given = (outputs, *matrix, one, beta, y.data_ptr(), one)
+        else:
+            given = (outputs, rows, inputs, *matrix, inputs, beta, y.data_ptr(), outputs)
+        line[: len(given)] = given
+    first = (turned, inputs) if tokens == 1 else (turned, letters[1:].ctypes.data)
+    return lambda: (_repeat(function, *first, table.ctypes.data, len(table)), letters, whole, real, y)
+
+
+@numba.njit
+def _repeat(function, first, second, table, num_calls):
+    for n in range(num_calls):
+        invoke(function, first, second, table + 8 * MOST_ARGUMENTS * n)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -75,11 +135,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--step", action="store_true", help="both from compiled code, with one thread")
     parser.add_argument("--seconds", type=float, default=0.5, help="per case")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     print(f"{REGISTERS.number} registers of {REGISTERS.lanes}; ratio: MKL's time over ours\n")
+    if options.step:
+        print("| shape | tokens | weights | us fp32 | us bf16 | us MKL | ratio fp32 | ratio bf16 |")
+        print("|---|---|---|---|---|---|---|---|")
+        for shape in options.shapes:
+            in_a_step(*map(int, shape.split("x")), options.tokens, options.seconds)
+        return
     print("| shape | tokens | weights | threads | us | us MKL | ratio | GFLOP/s | weights GB/s | bits |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for shape in options.shapes:

@@ -38,6 +38,7 @@ FEW = (
 SHAPES = [(rows, 2 * n) for rows, most in enumerate(ABREAST, 1) for n in {1, most}]
 SHAPES += [(rows, VECTORS) for rows in range(len(ABREAST) + 1, HEIGHT + 1)]
 LONG, HALF = ir.IntType(64), ir.IntType(16)
+AHEAD = 1536  # bytes of a strip that are on their way while a tile of few rows multiplies
 READ, WRITE, SECOND, NEAREST = 0, 1, 2, 3  # what LLVM's prefetch is told: why, and to which cache
 
 
@@ -56,7 +57,7 @@ class _Code(NamedTuple):
     soon_step: Any
     y_soon: Any
 
-    def emit(self, rows: int, vectors: int, halves: bool, fetch: bool) -> None:
+    def emit(self, rows: int, vectors: int, halves: bool) -> None:
         """sums = y if going_on else 0; for k in range(count): sums += x[:, k] * weight[k]; y = sums"""
         b = self.builder
         fma = self.function("llvm.fma.v16f32", VECTOR, VECTOR, VECTOR, VECTOR)
@@ -74,8 +75,7 @@ class _Code(NamedTuple):
                 for v in range(vectors):
                     self.prefetch(b.ptrtoint(self.output(self.y_soon, row, v), LONG), WRITE, NEAREST)
         with cgutils.for_range(b, self.count) as loop:
-            if fetch:
-                self.fetch(loop.index, -(-vectors // 2), halves)
+            self.fetch(loop.index, rows, -(-vectors // 2), halves)
             weights = self.weights(loop.index, vectors, halves)
             for row in range(rows):
                 x = self.splat(b.add(loop.index, LONG(row * DEPTH)))
@@ -116,14 +116,18 @@ class _Code(NamedTuple):
         low, high = b.shl(pairs, INTS([16] * LANES)), b.and_(pairs, INTS([0xFFFF0000] * LANES))
         return [b.bitcast(low, VECTOR), b.bitcast(high, VECTOR)]
 
-    def fetch(self, k: Any, strips: int, halves: bool) -> None:
-        """Bring the k-th weights of the next strips to the second-level cache."""
-        b = self.builder
+    def fetch(self, k: Any, rows: int, strips: int, halves: bool) -> None:
+        """Bring weights nearer: few rows want some soon, more rows the k-th of the next strips later."""
+        b, size = self.builder, 2 if halves else 4
         for strip in range(strips):
-            strip_at = b.mul(self.strip_len, LONG((2 if halves else 4) * strip))
-            at = b.add(b.add(self.soon, strip_at), b.mul(k, self.soon_step))
+            strip_at = b.mul(self.strip_len, LONG(size * strip))
+            if rows <= len(ABREAST):
+                start, step, cache = b.add(self.weight, LONG(AHEAD)), LONG(size * STRIP), NEAREST
+            else:
+                start, step, cache = self.soon, self.soon_step, SECOND
+            at = b.add(b.add(start, strip_at), b.mul(k, step))
             for line in (0,) if halves else (0, 64):
-                self.prefetch(b.add(at, LONG(line)), READ, SECOND)
+                self.prefetch(b.add(at, LONG(line)), READ, cache)
 
     def prefetch(self, address: Any, purpose: int, cache: int) -> None:
         pointer = ir.IntType(8).as_pointer()
@@ -148,7 +152,7 @@ def _tile(halves: bool) -> Any:
         y: Any,  # address of the first row's first sum
         y_len: Any,  # numbers from row to row
         going_on: Any,  # whether y has sums already
-        soon: Any,  # address of the weights that are wanted next; may be 0 where ABREAST has the rows
+        soon: Any,  # address of the weights that are wanted next; unused where ABREAST has the rows
         soon_step: Any,  # bytes from one inner number's to the next one's
         y_soon: Any,  # address of the first sum of the next tile
     ) -> Any:
@@ -157,21 +161,17 @@ def _tile(halves: bool) -> Any:
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             rows, vectors, *rest = args
             code = _Code(builder, *rest)
-            fetches = builder.zext(builder.icmp_signed("!=", code.soon, LONG(0)), LONG)
-            shape = builder.add(
-                builder.add(builder.shl(vectors, LONG(8)), builder.shl(rows, LONG(1))), fetches
-            )
+            shape = builder.add(builder.shl(vectors, LONG(8)), rows)
             end = builder.append_basic_block("end")
             switch = builder.switch(shape, end)
             for num_rows, num_vectors in SHAPES:
                 if halves and num_rows > FEW:
                     continue
-                for fetch in (False, True) if num_rows <= len(ABREAST) else (True,):
-                    case = builder.append_basic_block(f"tile.{num_rows}.{num_vectors}")
-                    switch.add_case(LONG((num_vectors << 8) + (num_rows << 1) + fetch), case)
-                    builder.position_at_end(case)
-                    code.emit(num_rows, num_vectors, halves, fetch)
-                    builder.branch(end)
+                case = builder.append_basic_block(f"tile.{num_rows}.{num_vectors}")
+                switch.add_case(LONG((num_vectors << 8) + num_rows), case)
+                builder.position_at_end(case)
+                code.emit(num_rows, num_vectors, halves)
+                builder.branch(end)
             builder.position_at_end(end)
             return context.get_dummy_value()
 

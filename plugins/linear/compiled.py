@@ -27,7 +27,6 @@ BLOCK = 24 * HEIGHT  # most rows of an item: a strip's weights are read once for
 GROUP = 32  # strips of an item, about: with more, their sums and the rows leave the second-level cache
 UNIT = ABREAST[0]  # strips that stay in one item
 ITEMS = 4  # for each thread, or the last one to end keeps the others waiting
-NEAR = 2**21  # bytes of a matrix from which on fetching its next strips pays even for the fewest rows
 SCRATCH = 4 * (BLOCK * DEPTH + DEPTH * STRIP + BLOCK * STRIP)
 
 
@@ -112,7 +111,6 @@ def multiply(
     begin, end = _share((num_strips + UNIT - 1) // UNIT, num_groups, group)
     size = num_inputs * STRIP * (2 if halves else 4)
     matrix = packed + expert * num_strips * size
-    near = num_strips * size < NEAR
     panel, out = scratch, y + 4 * first * num_outputs
     for at in range(0, num_inputs, DEPTH):
         count = min(DEPTH, num_inputs - at)
@@ -120,7 +118,7 @@ def multiply(
             row = n if rows == 0 else get_long(rows, n)
             _copy(x + 4 * (row * x_len + at), panel + 4 * (n - first) * DEPTH, count)
         _stretch(
-            scratch, last - first, matrix, halves, near, num_inputs, at, count,
+            scratch, last - first, matrix, halves, num_inputs, at, count,
             begin * UNIT, min(end * UNIT, num_strips), num_outputs, out
         )  # fmt: skip
     added = residual + 4 * first * residual_len if residual != 0 else 0
@@ -146,7 +144,7 @@ def _copy(source, target, count):
 
 
 @helper
-def _stretch(scratch, num_rows, matrix, halves, near, num_inputs, at, count, begin, end, num_outputs, y):
+def _stretch(scratch, num_rows, matrix, halves, num_inputs, at, count, begin, end, num_outputs, y):
     """Inputs at .. at + count of the rows in scratch times strips begin .. end, added to y.
 
     The sums of a last strip that goes beyond the outputs lie in scratch.
@@ -164,8 +162,6 @@ def _stretch(scratch, num_rows, matrix, halves, near, num_inputs, at, count, beg
             soon = weight + size * abreast * strip_len
         else:
             soon = matrix + size * (begin * strip_len + (at + DEPTH) * STRIP)
-        if near and num_rows <= len(ABREAST):
-            soon = 0
         out, out_len = y + 4 * strip * STRIP, num_outputs
         if strip >= full:
             out, out_len = beyond, STRIP
@@ -199,8 +195,7 @@ def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, 
                 last - first, vectors, panel + 4 * first * DEPTH, weight + 4 * LANES * v, strip_len, count,
                 out, y_len, going_on, soon, step, out_soon
             )  # fmt: skip
-            if soon != 0:  # once is enough
-                soon, step = weight, 0
+            soon, step = weight, 0  # once is enough
 
 
 @helper
