@@ -8,23 +8,9 @@ from hemiola.plugins.gpu.rows import load_row
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _conv(
-    x,
-    weight,
-    bias,
-    columns,
-    rows,
-    y,
-    num_rows,
-    num_tokens,
-    ring_len,
-    x_len,
-    E: tl.constexpr,
-    W: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BT: tl.constexpr,
-):
+    x, weight, bias, columns, rows, y, num_rows, num_tokens, ring_len, x_len, E: tl.constexpr,
+    W: tl.constexpr, CHUNK: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
     # Grid: one program per 16 tokens, whatever rows they belong to, and BE channels.
     # Tile: [16, BE] of one tap after the other.
     # Traffic: x once (its taps again from cache), the W - 1 columns before a row, y; new columns to the ring.
@@ -93,15 +79,7 @@ def _snapshot(
 
 @triton.jit
 def _keep_long(
-    x,
-    columns,
-    rows,
-    ring_len,
-    x_len,
-    E: tl.constexpr,
-    W: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BE: tl.constexpr,
+    x, columns, rows, ring_len, x_len, E: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, BE: tl.constexpr
 ):
     # Grid: one program per row and BE channels; a row whose new columns overwrite none still read is done.
     # Tile: [16, BE] columns.

@@ -40,11 +40,8 @@ def _step(
             g, end, base = h0 // (H // G), committed + num, slot.to(tl.int64) * ring_len
             p, n, c = tl.arange(0, BP), tl.arange(0, N), tl.arange(0, CHUNK)
             held = (edge > 0) & (committed > 0)
-            xr, Br, dtr = (
-                x_records + base * (H * P),
-                B_records + base * (G * N) + g * N,
-                dt_records + base * H,
-            )
+            xr, dtr = x_records + base * (H * P), dt_records + base * H
+            Br = B_records + base * (G * N) + g * N
             token = (first + edge - committed).to(tl.int64)
             old, new = ages(edge + c, committed, end)
             place = (edge + c) % ring_len
