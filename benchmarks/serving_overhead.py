@@ -1,9 +1,11 @@
 """What tritonserver and the Triton model cost: an engine whose steps only sleep; how many tokens arrive.
 
-python benchmarks/serving_overhead.py [--streams 64 --step-ms 5 --tokens 400]
+python benchmarks/serving_overhead.py [--streams 64 --step-ms 5 --tokens 400 --repeats 3]
 
 The model is the product's, the LLM behind it is not: a thread says one token per stream and step. A client
-in a process of its own reads all streams over one connection; each stream's ids are checked.
+in a process of its own reads all streams over one connection; each stream's ids are checked. CPU time is that
+of all threads of the model's process, the LLM's included (a tenth), and of tritonserver, per token. Prints
+rows for benchmarks/serving_overhead.md; half a minute.
 """
 
 import argparse
@@ -119,36 +121,67 @@ class NullServer(Server):
         super().start()
 
 
+def cpu_s(pid: int) -> float:
+    """Of all threads; the number is Linux' for a process' CPU clock."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def processes(server: Server) -> list[int]:
+    """tritonserver, and the model's process."""
+    assert server._process is not None
+    pid = server._process.pid
+    (stub,) = (
+        int(child)
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if "python_backend_stub" in Path(f"/proc/{child}/cmdline").read_text()
+    )
+    return [pid, stub]
+
+
+def row(server: Server, asked: argparse.Namespace) -> str:
+    here = Path(__file__).resolve().parent
+    settings = {"URL": server.grpc_url, "STREAMS": str(asked.streams), "TOKENS": str(asked.tokens)}
+    paths = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | settings | {"PYTHONPATH": os.pathsep.join(paths)}
+    pids = processes(server)
+    before = [cpu_s(pid) for pid in pids]
+    ran = subprocess.run([sys.executable, "-c", CLIENT], env=environment, capture_output=True, text=True)
+    triton, model = (
+        (cpu_s(pid) - was) / asked.streams / asked.tokens for pid, was in zip(pids, before, strict=True)
+    )
+    if ran.returncode:
+        raise SystemExit(ran.stderr)
+    first, last, num_responses = json.loads(ran.stdout)
+    wanted, took = (asked.tokens - 1) * asked.step_ms / 1e3, last - first
+    cells = [
+        f"{os.getloadavg()[0]:.1f}",
+        f"{asked.streams}",
+        f"{asked.step_ms:g}",
+        f"{asked.streams * asked.tokens / took:.0f}",
+        f"{num_responses / took:.0f}",
+        f"{took / (asked.tokens - 1) * 1e3:.2f}",
+        f"{wanted / took:.1%}",
+        f"{model * 1e6:.0f} us",
+        f"{triton * 1e6:.0f} us",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=3)
     asked = parser.parse_args()
     llm = NULL.replace("STEP_S", str(asked.step_ms / 1e3)).replace("STREAMS", str(asked.streams))
+    heads = "load, streams, step ms, tokens/s, responses/s, ms per step, delivered"
+    heads += ", model's CPU per token, tritonserver's"
     with NullServer(llm) as server:
-        here = Path(__file__).resolve().parent
-        environment = {
-            **os.environ,
-            "URL": server.grpc_url,
-            "STREAMS": str(asked.streams),
-            "TOKENS": str(asked.tokens),
-        }
-        paths = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-        ran = subprocess.run([sys.executable, "-c", CLIENT], env=environment, capture_output=True, text=True)
-        if ran.returncode:
-            raise SystemExit(ran.stderr)
-        first, last, num_responses = json.loads(ran.stdout)
-    wanted = (asked.tokens - 1) * asked.step_ms / 1e3
-    took = last - first
-    print("| streams | step, ms | tokens/s | responses/s | ms per step | delivered |")
-    print("|---|---|---|---|---|---|")
-    rate = asked.streams * asked.tokens / took
-    print(
-        f"| {asked.streams} | {asked.step_ms:g} | {rate:.0f} | {num_responses / took:.0f}"
-        f" | {took / (asked.tokens - 1) * 1e3:.2f} | {wanted / took:.1%} |"
-    )
+        print(f"| {heads.replace(', ', ' | ')} |")
+        print("|" + "---|" * len(heads.split(", ")))
+        for _ in range(asked.repeats):
+            print(row(server, asked), flush=True)
 
 
 if __name__ == "__main__":

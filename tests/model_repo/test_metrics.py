@@ -1,21 +1,31 @@
 """The page that Prometheus reads, of a real tritonserver."""
 
+import bisect
 import json
 import re
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import requests
 from kit.triton_calls import events, post, scrape
 
+from hemiola.runtime.api import Metrics, Piece, SamplingParams
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.client import Client
 from hemiola.runtime.serving.launcher import Server
-from hemiola.runtime.serving.metrics import FAMILIES
+from hemiola.runtime.serving.metrics import EDGES_S, FAMILIES
 
 pytestmark = pytest.mark.server
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs/deploy/grafana.json"
 MODEL = {"model": "hemiola", "version": "1"}
+SECOND = MODEL | {"model": "second"}
+RARE = {"hemiola_evictions_total", "hemiola_preemptions_total", "hemiola_restarts_total"}
+SELECTOR = re.compile(r"(hemiola_\w+)\{([^}]*)\}(\[)?")
 
 
 def settled(server: Server, name: str, value: float, **labels: str) -> dict:
@@ -75,8 +85,112 @@ def test_every_name_is_on_the_page_from_the_start(server: Server) -> None:
     assert names >= set(FAMILIES), set(FAMILIES) - names
 
 
-def test_every_query_of_the_dashboard_names_lines_that_are_there(server: Server) -> None:
-    page = scrape(server)
+@dataclass(frozen=True)
+class Seen:
+    """A request, as its client saw it; seconds from when it was sent."""
+
+    num_tokens: int
+    first: float
+    last: float
+    metrics: Metrics  # what the engine says of it
+
+
+@dataclass(frozen=True)
+class Traffic:
+    before: dict
+    after: dict
+    seen: list[Seen]
+
+    def rise(self, name: str, **labels: str) -> float:
+        key = (f"hemiola_{name}", frozenset((SECOND | labels).items()))
+        return self.after[key] - self.before.get(key, 0)
+
+
+@pytest.fixture(scope="module")
+def traffic(server: Server) -> Traffic:
+    """Free and guided requests with drafts, four at a time, some that share a prefix, and refused ones."""
+    time.sleep(1.5)  # what other tests did
+    before = scrape(server)
+    free = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias={7: 90})  # again and again: drafts stay
+    guided = SamplingParams(max_tokens=12, structured_outputs={"regex": "[a-z]{40,50}"})
+    asked = [(list(range(3, 60 + i % 3)), (free, guided)[i % 2]) for i in range(12)]
+    with Client(server.grpc_url, "second") as client, ThreadPoolExecutor(4) as pool:
+        seen = list(pool.map(lambda each: see(client, *each), asked))
+        for bad in (
+            SamplingParams(stop_token_ids=[10**6]),
+            SamplingParams(structured_outputs={"json": False}),
+        ):
+            with pytest.raises(Refused):
+                client.generate([[5]], bad)
+    done = before["hemiola_requests_total", frozenset((SECOND | {"outcome": "success"}).items())] + len(asked)
+    settled(server, "hemiola_requests_total", done, model="second", outcome="success")
+    time.sleep(1.5)  # the lines of a post come one by one
+    return Traffic(before, scrape(server), seen)
+
+
+def see(client: Client, prompt: list[int], params: SamplingParams) -> Seen:
+    start = time.perf_counter()
+    found: list[tuple[float, Piece]] = []
+    for piece in client.stream(prompt, params):
+        found.append((time.perf_counter() - start, piece))
+    times = [at for at, piece in found if piece.token_ids]
+    metrics = found[-1][1].metrics
+    assert metrics is not None
+    return Seen(sum(len(piece.token_ids) for _, piece in found), times[0], times[-1], metrics)
+
+
+def test_the_page_counts_what_clients_count(traffic: Traffic) -> None:
+    seen = traffic.seen
+    tokens = sum(each.num_tokens for each in seen)
+    assert traffic.rise("generation_tokens_total") == tokens == 6 * 24 + 6 * 12
+    assert traffic.rise("inter_token_latency_seconds_count") == tokens - len(seen)
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert traffic.rise(f"{name}_seconds_count") == len(seen)
+    assert traffic.rise("requests_total", outcome="invalid") == 2
+    for name in ("drafted", "accepted"):
+        lists = [getattr(each.metrics, name) for each in seen]
+        for place in range(max(map(len, lists))):
+            own = sum(counts[place] for counts in lists if place < len(counts))
+            word = {"drafted": "draft", "accepted": "accepted"}[name]
+            assert traffic.rise(f"{word}_tokens_total", position=str(place)) == own
+    assert sum(sum(each.metrics.accepted) for each in seen) > 0
+
+
+def test_the_page_measures_what_clients_measure(traffic: Traffic) -> None:
+    """A client's time holds the server's, and that holds the engine's; no clock is compared with another."""
+    seen = traffic.seen
+
+    def total(seconds: Callable[[Seen], float]) -> float:
+        return sum(map(seconds, seen))
+
+    def up_to(edge: float, seconds: Callable[[Seen], float]) -> int:
+        return bisect.bisect_right(sorted(map(seconds, seen)), edge)
+
+    def queued(each: Seen) -> float:
+        return each.metrics.first_scheduled - each.metrics.arrival
+
+    def whole(each: Seen) -> float:
+        return each.metrics.last_token - each.metrics.arrival
+
+    first, between = (
+        traffic.rise(f"{name}_seconds_sum") for name in ("time_to_first_token", "inter_token_latency")
+    )
+    assert total(lambda each: each.metrics.time_to_first_token) <= first <= total(lambda each: each.first)
+    assert total(whole) <= first + between <= total(lambda each: each.last)
+    assert traffic.rise("request_queue_time_seconds_sum") == pytest.approx(total(queued), abs=1e-6)
+    assert traffic.rise("e2e_request_latency_seconds_sum") == pytest.approx(total(whole), abs=1e-6)
+    for edge in EDGES_S:
+        le = str(edge)
+        assert traffic.rise("request_queue_time_seconds_bucket", le=le) == up_to(edge, queued)
+        assert traffic.rise("e2e_request_latency_seconds_bucket", le=le) == up_to(edge, whole)
+        soonest = up_to(edge, lambda each: each.metrics.time_to_first_token)
+        counted = traffic.rise("time_to_first_token_seconds_bucket", le=le)
+        assert up_to(edge, lambda each: each.first) <= counted <= soonest
+
+
+def test_every_query_of_the_dashboard_finds_data(traffic: Traffic) -> None:
+    """Lines of its names and labels; where it asks for a rate, some that rose, but for what is rare."""
+    page = traffic.after
     names = {name for name, _ in page}
     labels = {label for _, pairs in page for label, _ in pairs}
     panels = json.loads(DASHBOARD.read_text())["panels"]
@@ -87,6 +201,12 @@ def test_every_query_of_the_dashboard_names_lines_that_are_there(server: Server)
         assert asked and asked <= names, (query, asked - names)
         used = re.findall(r"(\w+)\s*(?:=~|!=|=)\s*\"", query) + re.findall(r"by \(([^)]*)\)", query)
         assert {word.strip() for text in used for word in text.split(",")} <= labels | {"instance"}, query
+        for name, matchers, is_rate in SELECTOR.findall(query):
+            equal = set(re.findall(r'(\w+)="([^"]*)"', matchers)) | {("model", "second")}
+            lines = [key for key in page if key[0] == name and equal <= key[1]]
+            assert lines, query
+            if is_rate and name not in RARE:
+                assert any(page[key] > traffic.before.get(key, 0) for key in lines), (query, name)
 
 
 def test_scrapes_do_not_wait_for_a_busy_engine(server: Server) -> None:
