@@ -14,12 +14,12 @@ import numpy as np
 from hemiola.plugins.rows import COLUMNS
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.engine.feed import known_of, ragged
-from hemiola.runtime.engine.rules import RuleTable
+from hemiola.runtime.engine.rules import RuleTable, sorts
 from hemiola.runtime.engine.step import Plan, Row
 
 A = TypeVar("A")
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-GREEDY, DRAWN, ANY = range(3)  # rules of a bucket; ANY: logprobs and grammars, too
+GREEDY, DRAWN, SORTED, ANY = range(4)  # rules of a bucket; ANY: logprobs and grammars, too
 
 
 class Bucket(NamedTuple):
@@ -96,7 +96,7 @@ def buckets_of(config: Resolved) -> list[Bucket]:
     sizes = [n for n in ROWS if n < config.max_rows] + [config.max_rows]
     found = {
         Bucket(rules, rows, *rest)
-        for rules, rows in itertools.product((GREEDY, DRAWN, ANY), sizes)
+        for rules, rows in itertools.product((GREEDY, DRAWN, SORTED, ANY), sizes)
         for rest in _kinds(config, rows)
     }
     return sorted(found, key=lambda bucket: bucket[1:] + bucket[:1], reverse=True)
@@ -128,7 +128,8 @@ class Fit:
         by_size = sorted(buckets_of(config), key=lambda b: (b.rows, b.tokens, b.passes, b.pairs))
         self._is_head = config.drafts == "mtp"
         self._by_rules = {
-            rules: [bucket for bucket in by_size if bucket.rules == rules] for rules in (GREEDY, DRAWN, ANY)
+            rules: [bucket for bucket in by_size if bucket.rules == rules]
+            for rules in (GREEDY, DRAWN, SORTED, ANY)
         }
 
     def __call__(self, plan: Plan) -> Bucket | None:
@@ -156,7 +157,7 @@ def _rules_of(rows: list[Row]) -> int:
                 return -1
             found = ANY
         elif not rule.greedy:
-            found = max(found, DRAWN)
+            found = max(found, SORTED if sorts(rule) else DRAWN)
     return found
 
 

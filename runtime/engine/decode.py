@@ -19,6 +19,7 @@ from hemiola.runtime.device.session import Computed
 from hemiola.runtime.device.transfer import fetch, upload
 from hemiola.runtime.engine.bucket import (
     ANY,
+    DRAWN,
     GREEDY,
     Bucket,
     Fed,
@@ -33,7 +34,7 @@ from hemiola.runtime.engine.feed import joined
 from hemiola.runtime.engine.judge import judge
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.rules import RuleTable
+from hemiola.runtime.engine.rules import ALL, FEW_BEST, Group, RuleTable
 from hemiola.runtime.engine.step import Batch, Choices, Masks, Plan, Verdict
 
 log = logging.getLogger("hemiola")
@@ -157,7 +158,7 @@ class Decoder:
         mark(told, 1)
         verdict = judge(batch, out.logits, ledger, self.config.chunk_len)
         mark(told, 2)
-        rules = [] if bucket.rules == GREEDY else [self.rules.group(fed.slot, bucket.rules == ANY)]
+        rules = [] if bucket.rules == GREEDY else [self._group(bucket, fed.slot)]
         self.drafts.propose_fed(bucket, fed, batch, out.hidden, rules)
         lines = (verdict.num_accepted, verdict.num_judged, verdict.broken, ledger.num_drafts[fed.slot])
         columns = [verdict.token_ids, *(line.unsqueeze(1).to(torch.int64) for line in lines)]
@@ -171,7 +172,7 @@ class Decoder:
     def _fill(self, bucket: Bucket, fed: Fed[torch.Tensor]) -> Batch:
         rules = []
         if bucket.rules != GREEDY:
-            rules = [self.rules.group(fed.slot[fed.line_row], bucket.rules == ANY)]
+            rules = [self._group(bucket, fed.slot[fed.line_row])]
         choices = Choices(
             rows=list(range(bucket.rows)),
             width=self.width(bucket),
@@ -187,6 +188,10 @@ class Decoder:
         lines, table = self._lines[: bucket.tokens], self._table[fed.slot]
         batch = joined(self.ledger, fed.rows, fed.slot, fed.row, fed.offset, 1, table, lines, choices)
         return replace(batch, masks=masks)
+
+    def _group(self, bucket: Bucket, slot: torch.Tensor) -> Group:
+        """How lines of these slots are chosen."""
+        return self.rules.group(slot, bucket.rules == ANY, FEW_BEST if bucket.rules == DRAWN else ALL)
 
     def _num_told(self, bucket: Bucket) -> int:
         """Numbers that the host is told of a row."""

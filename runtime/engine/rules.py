@@ -17,6 +17,8 @@ WORD = 2**32 - 1
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
 NO_TOP_P = 2.0  # more than all tokens together
+ALL = 2**31  # a top_k that leaves all tokens
+FEW_BEST = 1024  # of so many a top_k is found without sorting a vocabulary
 
 
 class Draws(NamedTuple):
@@ -25,11 +27,11 @@ class Draws(NamedTuple):
     temperature: torch.Tensor  # [L, 1] fp64
     min_p: torch.Tensor  # [L, 1] fp64
     top_p: torch.Tensor  # [L, 1] fp64
-    top_k: torch.Tensor  # [L, 1] int64; all tokens: the vocabulary or more
+    top_k: torch.Tensor  # [L, 1] int64; ALL, or the vocabulary or more: all tokens
     seed: torch.Tensor  # [L, 2] int64: low word, high word
     greedy: torch.Tensor  # [L] bool
     has_min_p: bool
-    most: int  # the greatest top_k; 0: neither top_k nor top_p filters anything
+    most: int  # the greatest top_k but for lines that nothing filters; 0: nothing filters any
 
     def part(self, span: slice) -> "Draws":
         """Some of the lines."""
@@ -70,6 +72,12 @@ def kinds_of(rule: Rule) -> int:
     return rule.edits_logits + (not rule.greedy) * (2 + 2 * filters)
 
 
+def sorts(rule: Rule) -> bool:
+    """Whether its filters take more than the FEW_BEST tokens."""
+    params = rule.params
+    return not rule.greedy and not 0 < params.top_k <= FEW_BEST and (params.top_k > 0 or params.top_p < 1)
+
+
 def groups_of(rules: Sequence[Rule], device: torch.device) -> list[Group]:
     """Lines with these rules, those of a kind together."""
     found: dict[int, list[int]] = {}
@@ -91,7 +99,7 @@ def groups_of(rules: Sequence[Rule], device: torch.device) -> list[Group]:
 def draws_of(rules: Sequence[Rule], device: torch.device) -> Draws:
     """Draws of lines with these rules."""
     floats, whole = np.array([_floats(r) for r in rules]), np.array([_draw_ints(r) for r in rules], np.int64)
-    most = max((r.params.top_k or 2**31 for r in rules if kinds_of(r) & 4), default=0)
+    most = max((r.params.top_k or ALL for r in rules if kinds_of(r) & 4), default=0)
     made = upload(device, floats, whole)
     return _draws(made[0], made[1], any(r.params.min_p for r in rules), most)
 
@@ -150,7 +158,7 @@ class RuleTable:
         """A request takes the slot; None: nobody, which is greedy."""
         if rule is not None and not self.holds(rule):
             rule = None  # it cannot be in a step that reads here
-        whole = (*_draw_ints(rule), *_edit_ints(rule)) if rule else (2**31, 0, 0, 0, 0)
+        whole = (*_draw_ints(rule), *_edit_ints(rule)) if rule else (ALL, 0, 0, 0, 0)
         floats = _floats(rule) if rule else (1.0, 0.0, NO_TOP_P)
         penalties = _penalties(rule) if rule else (1.0, 0.0, 0.0)
         lists = _lists(rule, self.HELD)
@@ -159,10 +167,10 @@ class RuleTable:
         for table, line in zip(tables, upload(self.device, *made), strict=True):
             table[slot_id].copy_(line)
 
-    def group(self, slot: torch.Tensor, edits: bool) -> Group:
-        """For lines of these slots [L]: all that may be drawn, and edited."""
+    def group(self, slot: torch.Tensor, edits: bool, most: int) -> Group:
+        """For lines of these slots [L]: all that may be drawn, and edited. most: as in Draws."""
         whole, floats = self._whole[slot], self._floats[slot]
-        draws = _draws(floats, whole[:, :3], True, 2**31)
+        draws = _draws(floats, whole[:, :3], True, most)
         if not edits:
             return Group(None, None, draws)
         return Group(None, _edits(whole[:, 3:], self._lists[slot], self._penalties[slot], self.HELD), draws)
@@ -177,7 +185,7 @@ def _floats(rule: Rule) -> tuple[float, float, float]:
 
 def _draw_ints(rule: Rule) -> tuple[int, int, int]:
     """top_k, and the seed's words; of a greedy rule top_k is -1, which no other has."""
-    top_k = -1 if rule.greedy else rule.params.top_k or 2**31
+    top_k = -1 if rule.greedy else rule.params.top_k or ALL
     return top_k, rule.seed & WORD, rule.seed >> 32
 
 
@@ -222,7 +230,7 @@ def _draws(floats: torch.Tensor, whole: torch.Tensor, has_min_p: bool, most: int
         temperature=floats[:, :1],
         min_p=floats[:, 1:2],
         top_p=floats[:, 2:],
-        top_k=torch.where(top_k < 0, 2**31, top_k),
+        top_k=torch.where(top_k < 0, ALL, top_k),
         seed=whole[:, 1:],
         greedy=top_k.squeeze(1) < 0,
         has_min_p=has_min_p,

@@ -12,7 +12,17 @@ import torch.nn.functional as F
 
 from hemiola.runtime.api import Logprob
 from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.rules import LARGEST, WORD, Draws, Edits, Group, groups_of
+from hemiola.runtime.engine.rules import (
+    ALL,
+    FEW_BEST,
+    LARGEST,
+    NO_TOP_P,
+    WORD,
+    Draws,
+    Edits,
+    Group,
+    groups_of,
+)
 
 AT_ONCE = 2**25  # numbers that are widened to 64 bits in one go
 SUM_BITS = 62  # of a line's weights
@@ -158,26 +168,44 @@ def weigh(scores: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def _filter(weights: torch.Tensor, scores: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """top_k, then top_p."""
-    order = _best(scores, draws.most)
+    """top_k, then top_p. A CPU looks whether a few tokens are enough, and sorts the vocabulary if not."""
+    if scores.device.type == "cpu" and draws.most > FEW_BEST < scores.shape[1]:
+        kept, is_enough = _filter_best(weights, scores, draws, FEW_BEST)
+        if is_enough.all():
+            return kept
+    return _filter_best(weights, scores, draws, draws.most)[0]
+
+
+def _filter_best(
+    weights: torch.Tensor, scores: torch.Tensor, draws: Draws, num: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the filters leave of the `num` best tokens, and of which lines [L, 1] that is all they leave."""
+    order = _best(scores, num)
     ranked = weights.gather(1, order)
     ranks = torch.arange(order.shape[1], device=scores.device)
     ranked.masked_fill_(ranks >= draws.top_k, 0)
     sums = ranked.cumsum(1)
-    enough = sums[:, -1:].to(torch.float64) * draws.top_p
+    is_whole = draws.top_k >= ALL
+    total = torch.where(is_whole, weights.sum(1, keepdim=True), sums[:, -1:])
+    enough = total.to(torch.float64) * draws.top_p
     ranked.masked_fill_(
         (sums - ranked).to(torch.float64) >= enough, 0
     )  # a token stays while what is ahead is less
-    return torch.zeros_like(weights).scatter_(1, order, ranked)
+    kept = torch.zeros_like(weights).scatter_(1, order, ranked)
+    is_free = is_whole & (draws.top_p >= NO_TOP_P)  # beside others that filter
+    ends = is_free | (is_whole & (sums[:, -1:].to(torch.float64) >= enough)) | (draws.top_k <= num)
+    return torch.where(is_free, weights, kept), ends
 
 
 def _best(scores: torch.Tensor, num: int) -> torch.Tensor:
     """Ids [L, num] of the best, best first, the lowest id of equals first; all of them if there are fewer."""
     vocab_size = scores.shape[1]
     bits = (scores + 0.0).view(torch.int32)  # + 0.0: no -0.0
-    rising = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-    keys = rising * 2**32 - torch.arange(vocab_size, device=scores.device)  # no two are equal
-    return keys.argsort(-1, descending=True) if num >= vocab_size else keys.topk(num).indices
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if num >= vocab_size:
+        return rising.sort(dim=-1, descending=True, stable=True).indices
+    keys = rising.to(torch.int64) * 2**32 - torch.arange(vocab_size, device=scores.device)  # none are equal
+    return keys.topk(num).indices
 
 
 def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -102,8 +102,15 @@ def test_a_step_is_in_the_smallest_bucket_that_holds_it() -> None:
     assert fit(Plan(rows)) == Bucket(0, 16, 16, 0, 0)
     assert fit(Plan([a_row(1, 10, room=1), *rows])) == Bucket(0, 16, 32, 1, 32)
     assert fit(Plan([a_row(0, 10, owed=15), *rows])) == Bucket(0, 16, 16, 0, 256)
-    assert fit(Plan([a_row(values={"temperature": 1.0}, reads=False), *rows])) == Bucket(1, 16, 16, 0, 0)
-    assert fit(Plan([a_row(values={"logprobs": 0}, reads=False), *rows])) == Bucket(2, 16, 16, 0, 0)
+    for values, rules in (
+        ({"temperature": 1.0, "min_p": 0.1}, buckets.DRAWN),
+        ({"temperature": 1.0, "top_p": 0.9, "top_k": 1024}, buckets.DRAWN),
+        ({"temperature": 1.0, "top_p": 0.9}, buckets.SORTED),
+        ({"temperature": 1.0, "top_k": 1025}, buckets.SORTED),
+        ({"temperature": 0.0, "top_p": 0.9}, buckets.GREEDY),
+        ({"logprobs": 0}, buckets.ANY),
+    ):
+        assert fit(Plan([a_row(values=values, reads=False), *rows])) == Bucket(rules, 16, 16, 0, 0), values
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 from hemiola.runtime.api import Logprob, SamplingParams
 from hemiola.runtime.engine import sampling
 from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.rules import RuleTable, draws_of, edits_of
+from hemiola.runtime.engine.rules import ALL, RuleTable, draws_of, edits_of, sorts
 from hemiola.runtime.engine.sampling import (
     broken,
     choose,
@@ -216,6 +216,35 @@ def test_a_filter_is_its_definition(options: dict, seed: int) -> None:
     assert (found > 0).tolist() == (wanted > 0).tolist()
 
 
+@pytest.mark.parametrize("size", [1500, 5003])
+def test_a_few_best_are_looked_at_first_and_decide_where_they_can(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever needs more sorts: flat lines, whose top_p reaches beyond, and a top_k of more."""
+    flat, steep = line(size, 1) / 20, line(size, 2) * 3
+    options = [
+        {"top_p": 0.9}, {"top_p": 0.9, "min_p": 0.01}, {"top_k": 1024, "top_p": 0.99}, {"top_p": 1e-9},
+        {"top_k": 9}, {"top_k": 1300, "top_p": 0.9}, {"top_p": 0.9999999},
+    ]  # fmt: skip
+    lines = [(scores, rule(temperature=1.0, **own)) for own in options for scores in (steep, flat)]
+    scores, rules = torch.stack([scores for scores, _ in lines]), [own for _, own in lines]
+    found, sort, sorted_lines = [], torch.Tensor.sort, []
+
+    def counted(keys: torch.Tensor, **options: object) -> object:
+        sorted_lines.append(len(keys))
+        return sort(keys, **options)
+
+    monkeypatch.setattr(torch.Tensor, "sort", counted)
+    for few in (1024, size):  # size: the sorted vocabulary only
+        monkeypatch.setattr(sampling, "FEW_BEST", few)
+        found.append([weighed(scores[n : n + 1], rules[n : n + 1])[0] for n in range(len(rules))])
+        found.append([*weighed(scores, rules)])
+        if few == 1024:
+            assert 2 + 1 < len(sorted_lines) < len(rules) + 1
+    for each in zip(*found, strict=True):
+        assert all(torch.equal(one, each[0]) for one in each)
+
+
 def test_a_tiny_temperature_is_greedy() -> None:
     for temperature in (1e-300, 5e-324):
         probs = distribution(line(), temperature=temperature)
@@ -342,7 +371,7 @@ def test_a_line_does_not_depend_on_its_neighbours_bitwise(size: int, monkeypatch
         assert all(torch.equal(all_of[n], one[0]) for all_of, one in zip(several, alone, strict=True))
 
 
-def test_rules_in_a_table_choose_the_same_tokens() -> None:
+def test_rules_in_a_table_choose_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a graph reads them: every line through everything, whether its rule asks for that or not."""
     rules = [rule(seed=2**63 + 9, temperature=0.5, stop_ids=(3,)), *some_rules()]
     scores = torch.stack([line(V, seed) for seed in range(len(rules))])
@@ -356,10 +385,15 @@ def test_rules_in_a_table_choose_the_same_tokens() -> None:
     for slot_id, own in zip(slot.tolist(), rules, strict=True):
         table.open(slot_id, own)
     wanted = choose(scores, rules, slot, position, ids)
-    assert torch.equal(choose(scores, [table.group(slot, edits=True)], slot, position, ids), wanted)
+    assert torch.equal(choose(scores, [table.group(slot, True, ALL)], slot, position, ids), wanted)
     unedited = torch.tensor([not own.edits_logits for own in rules])
-    found = choose(scores, [table.group(slot, edits=False)], slot, position, ids)
+    found = choose(scores, [table.group(slot, False, ALL)], slot, position, ids)
     assert torch.equal(found[unedited], wanted[unedited]) and unedited.sum() > 5
+    few = torch.tensor([not own.edits_logits and not sorts(own) and own.params.top_k < V for own in rules])
+    most = max(own.params.top_k for own, is_few in zip(rules, few, strict=True) if is_few)
+    monkeypatch.setattr(torch.Tensor, "sort", None)  # no vocabulary is sorted for these
+    found = choose(scores[few], [table.group(slot[few], False, most)], slot[few], position[few], ids)
+    assert torch.equal(found, wanted[few]) and few.sum() > 4 and 1 < most < V
     assert RuleTable.holds(rules[-1])
     assert not RuleTable.holds(rule(logit_bias={n: 1.0 for n in range(321)}))
     assert not RuleTable.holds(rule(words=((1,) * 9,)))
