@@ -5,7 +5,6 @@ Here bf16 changes no greedy token of these short texts; where it does, another t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -50,10 +49,16 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> set[Call]:
         return run
 
     def as_it_is(
-        program: GraphModule, segment: Segment, bound: list[torch.Tensor], poisoned: bool
-    ) -> partial:
+        program: GraphModule, segment: Segment, bound: list[torch.Tensor], poisoned: bool, every_line: bool
+    ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         session.bind_forms(program, segment)
-        return partial(program, *bound)
+
+        def call(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits, hidden = program(*bound, *inputs)
+            wanted = inputs[segment.inputs.index("logits_ids")]
+            return logits, hidden if every_line or segment.name == "trunk" else hidden[wanted]
+
+        return call
 
     mapped = session.load_weights  # on a GPU every weight has memory of its own
 
