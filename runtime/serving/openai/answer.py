@@ -28,6 +28,7 @@ class Expected:
     thinking: bool = False  # the prompt ends within a thought
     may_think: bool = True  # a thought at the beginning is reasoning
     tools: Mapping[str, Schema] | None = None  # parameters by name; None: a call is content
+    one_call: bool = False  # later ones are dropped
 
 
 class Answer:
@@ -46,6 +47,8 @@ class Answer:
         self._trims = expected.thinking  # line breaks before the next character are dropped
         self._opened = self._closing = ""  # around calls; the first only until a call was read
         self._call: XmlCall | JsonCall | None = None
+        self._one_call = expected.one_call
+        self._drops = False  # the call that is being read
         self.num_calls = 0
         named = [f"<function={name}>" for name in expected.tools or ()]  # Qwen3-Coder may forget the frame
         self._openings = [*OPENINGS, *named] if expected.tools is not None else []
@@ -135,8 +138,11 @@ class Answer:
 
     def _numbered(self, calls: list[Call]) -> Iterator[Part]:
         for call in calls:
-            self.num_calls += bool(call.name)
-            yield Part("call", call.arguments, self.num_calls - 1, call.name)
+            if call.name:
+                self._drops = self._one_call and self.num_calls > 0
+                self.num_calls += not self._drops
+            if not self._drops:
+                yield Part("call", call.arguments, self.num_calls - 1, call.name)
 
     def _end_call(self, call: XmlCall | JsonCall) -> Iterator[Part]:
         if not call.is_call:

@@ -33,6 +33,7 @@ def render(model: Model, request: ChatRequest) -> tuple[str, Expected]:
         thinking=prompt.rstrip().endswith(THINK),
         may_think=THINK in template,
         tools={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
+        one_call=request.parallel_tool_calls is False,
     )
     return prompt, expected
 

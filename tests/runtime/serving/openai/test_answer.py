@@ -23,6 +23,7 @@ WEATHER = {
     },
 }
 TOOLS = {"weather": WEATHER, "now": {}}
+ONE_CALL = Expected(tools=TOOLS, one_call=True)
 PLAIN, TOOL = Expected(), Expected(tools=TOOLS)
 THOUGHT, THOUGHT_TOOL = Expected(thinking=True), Expected(thinking=True, tools=TOOLS)
 
@@ -111,6 +112,10 @@ CASES = {
         "",
         "Both:",
         [call(("city", "A")), call(("city", "B"))],
+    ),
+    "one_call_of_three": (
+        ONE_CALL, "a " + xml(("city", "A")) + hermes(name="now") + xml(name="now") + " b", "", "a b",
+        [call(("city", "A"))],
     ),
     "call_within_a_thought": (THOUGHT_TOOL, "hm\n" + xml(name="now"), "hm", "", [call(name="now")]),
     "thought_content_call": (
