@@ -6,7 +6,7 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -75,6 +75,16 @@ class Text:
             raise Refused(f"the chat template refuses these messages: {error}; change them") from None
         except (TypeError, KeyError, AttributeError) as error:
             raise Refused(f"the chat template does not fit these messages ({error}); change them") from None
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What the chat template reads; it would ignore anything else."""
+        environment = _environment()
+        try:
+            read = meta.find_undeclared_variables(environment.parse(self.template or ""))
+        except TemplateError:
+            return frozenset()  # chat says what is wrong with it
+        return frozenset(read) - environment.globals.keys()
 
     @cached_property
     def _compiled(self) -> Template:

@@ -210,6 +210,13 @@ def test_chat_template_as_hugging_face_renders_it(tmp_path: Path) -> None:
     assert text.chat(MESSAGES) == wanted[0]
 
 
+def test_variables_of_a_template_are_what_it_reads(tmp_path: Path) -> None:
+    template = """{% set on = on if on is defined else true %}{% macro f(x, y=z) %}{{ x }}{% endmacro %}
+        {%- for m in messages %}{% set own = namespace(a=1) %}{{ own.a }}{{ loop.index }}{% endfor %}
+        {%- if off is defined and off is false %}{{ raise_exception(strftime_now("%Y")) }}{% endif %}"""
+    assert with_template(tmp_path, template).variables == {"messages", "on", "off", "z"}
+
+
 def test_bad_chats_are_refused(tmp_path: Path) -> None:
     text = with_template(tmp_path, "{{ raise_exception('no ' + messages[0].role) }}")
     with pytest.raises(Refused, match="refuses these messages: no user"):

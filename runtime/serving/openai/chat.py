@@ -1,6 +1,7 @@
 """A conversation as a prompt, by the checkpoint's chat template, and what its answer may hold."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from hemiola.runtime.errors import Refused
@@ -17,16 +18,18 @@ def render(model: Model, request: ChatRequest) -> tuple[str, Expected]:
     text = model.need_text("messages are")
     template = text.template or ""
     variables = request.chat_template_kwargs or {}
-    for name in RESERVED:
-        if name in variables:
-            raise ApiError(
-                400, f"chat_template_kwargs holds {name!r}, which is none of its own; take it out",
-                param="chat_template_kwargs",
-            )  # fmt: skip
     tools = request.tools if request.tool_choice != "none" else None
+    if template:
+        _check_variables(variables, text.variables)
+    shown = [_tool(tool) for tool in tools or ()] or None
+    if shown and "tools" not in text.variables and template and not request.forced:
+        raise ApiError(
+            400, "this checkpoint's chat template shows no tools to the model; force one by tool_choice",
+            param="tools",
+        )  # fmt: skip
     messages = [_message(message, i, "developer" in template) for i, message in enumerate(request.messages)]
     try:
-        prompt = text.chat(messages, tools=[_tool(tool) for tool in tools or ()] or None, **variables)
+        prompt = text.chat(messages, tools=shown, **variables)
     except Refused as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from None
     expected = Expected(
@@ -36,6 +39,18 @@ def render(model: Model, request: ChatRequest) -> tuple[str, Expected]:
         one_call=request.parallel_tool_calls is False,
     )
     return prompt, expected
+
+
+def _check_variables(given: Mapping[str, Any], read: frozenset[str]) -> None:
+    for name in given:
+        if name in RESERVED:
+            reason = "which is none of its own; take it out"
+        elif name not in read:
+            own = ", ".join(sorted(read - set(RESERVED))) or "none"
+            reason = f"which the checkpoint's chat template does not read (it reads {own}); take it out"
+        else:
+            continue
+        raise ApiError(400, f"chat_template_kwargs holds {name!r}, {reason}", param="chat_template_kwargs")
 
 
 def _message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:

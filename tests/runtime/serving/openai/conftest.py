@@ -47,10 +47,19 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 
 
 @pytest.fixture(scope="session")
-def models(text: Text) -> dict[str, Model]:
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    folder = tmp_path_factory.mktemp("bare")
+    checkpoints.write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    return Text(folder)
+
+
+@pytest.fixture(scope="session")
+def models(text: Text, bare: Text) -> dict[str, Model]:
     return {
         "tiny": Model("tiny", MAX_LEN, "0123456789abcdef", text, 1),
         "ids": Model("ids", MAX_LEN, "0123456789abcdef", None, 1),
+        "bare": Model("bare", MAX_LEN, "0123456789abcdef", bare, 1),  # whose template knows no tools
     }
 
 

@@ -27,7 +27,7 @@ def tool(**changes: object) -> dict:
 # name: (route, what the body has beside the model, status, param, a part of the message)
 BAD = {
     "no_model": (TEXT, {"model": None} | P, 400, "model", "model is None: it should be a valid string"),
-    "unknown_model": (TEXT, {"model": "gpt"} | P, 404, "model", "no model 'gpt', there is tiny, ids"),
+    "unknown_model": (TEXT, {"model": "gpt"} | P, 404, "model", "no model 'gpt', there is tiny, ids, bare"),
     "no_prompt": (TEXT, {}, 400, "prompt", "prompt is missing"),
     "empty_prompt": (TEXT, {"prompt": ""}, 400, "prompt", "a prompt is empty"),
     "empty_ids": (TEXT, {"prompt": []}, 400, "prompt", "a prompt is empty"),
@@ -125,6 +125,14 @@ BAD = {
     "two_grammars": (
         TEXT, P | {"structured_outputs": {"regex": "a", "choice": ["a"]}}, 400, "structured_outputs",
         "regex and choice given",
+    ),
+    "template_variable": (
+        CHAT, M | {"chat_template_kwargs": {"enable_thinkin": False}}, 400, "chat_template_kwargs",
+        "holds 'enable_thinkin', which the checkpoint's chat template does not read (it reads"
+        " add_generation_prompt, enable_thinking); take it out",
+    ),
+    "tools_that_no_template_shows": (
+        CHAT, tool() | {"model": "bare"}, 400, "tools", "shows no tools to the model; force one",
     ),
     "template_self": (
         CHAT, M | {"chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs", "take it out",
