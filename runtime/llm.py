@@ -154,7 +154,7 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as `submit` would use them."""
         if isinstance(prompt, str):
-            return self._tokenizer("prompt is", "token ids").encode(prompt)
+            return self._tokenizer("prompt is", "token ids").encode(prompt, self.config.max_len)
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
             kind = type(prompt).__name__
             raise Refused(f"prompt is {kind}; pass text (str) or a list of token ids")

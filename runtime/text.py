@@ -16,6 +16,7 @@ from hemiola.runtime.errors import Refused
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
 MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"}
+LONG_TEXT = 4096  # characters; shorter ones are encoded before another thread could wake
 LOOK_BACK = 6  # tokens before the text, so that a decoder sees where a word begins
 
 
@@ -35,15 +36,30 @@ class Text:
         self.special = {name: text for name, text in map(_special, self.config.items()) if text is not None}
         self.template = _chat_template(folder, self.config)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, special tokens included; a text that begins with a BOS gets no second one."""
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, max_len: int | None = None) -> list[int]:
+        """Ids of a text, special tokens included; a text that begins with a BOS gets no second one.
+
+        What cannot fit into max_len tokens is refused unread: to read 60 MB takes minutes and gigabytes.
+        """
+        if max_len is not None and len(text) > max_len and len(text) > max_len * self._longest_token:
+            raise Refused(
+                f"prompt is {len(text)} characters, and max_len={max_len} tokens have at most"
+                f" {self._longest_token} each; shorten it"
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise Refused(
                 f"prompt is not valid Unicode at character {error.start} (a lone surrogate); remove it"
             ) from None
-        ids: list[int] = self.tokenizer.encode(text).ids
+        if len(text) < LONG_TEXT:
+            ids: list[int] = self.tokenizer.encode(text).ids
+        else:  # while which other threads run
+            ids = self.tokenizer.encode_batch_fast([text])[0].ids
         bos = self.special.get("bos_token")
         if bos is not None and ids[:2] == [self.tokenizer.token_to_id(bos)] * 2 and text.startswith(bos):
             return ids[1:]

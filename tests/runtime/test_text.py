@@ -1,8 +1,10 @@
 """Text that grows token by token equals text decoded at once, and stop strings never leak."""
 
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -159,6 +161,35 @@ def test_stop_strings_cut_the_text_and_never_leak(
 
 def test_held_text_is_let_go_as_soon_as_no_stop_can_come(text: Text) -> None:
     assert grow(text, [], text.encode("ab ax"), ["abc"]) == ["", "", "ab ", "", "ax", ""]
+
+
+def test_a_long_text_is_read_while_other_threads_run(text: Text) -> None:
+    """Held up for longer, an engine would be taken for dead."""
+    words, ticks, over = "def return " * 50_000, 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not over.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    ids = text.encode(words)
+    seen = ticks
+    over.set()
+    thread.join()
+    assert ids == text.tokenizer.encode(words).ids
+    assert seen > 10, "half a second of reading"
+
+
+def test_what_cannot_fit_is_refused_unread(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = max(text.tokenizer.get_vocab(), key=len)
+    assert text.encode("x" * 50 * len(longest), 50), "it might have fitted"
+    monkeypatch.setattr(text, "tokenizer", SimpleNamespace(get_vocab=text.tokenizer.get_vocab))
+    with pytest.raises(
+        Refused, match=r"^prompt is 1\d+ characters, and max_len=50 tokens have at most \d+ each"
+    ):
+        text.encode("x" * (50 * len(longest) + 1000), 50)
 
 
 def test_lone_surrogates_are_refused(text: Text) -> None:

@@ -27,13 +27,13 @@ from hemiola.runtime.serving.openai.schema import (
     parse,
 )
 from hemiola.runtime.serving.openai.wire import Answers, Found, Wire
+from hemiola.runtime.text import LONG_TEXT
 
 log = logging.getLogger("hemiola.openai")
 BODY_TIMEOUT_S = 60.0  # for a body to arrive
 WRITE_TIMEOUT_S = 60.0  # for a client to read what fills its socket
 NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
 METRICS_TIMEOUT_S = 5.0
-LONG_TEXT = 4096  # characters; longer ones are encoded beside the loop, which other streams wait for
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -220,7 +220,9 @@ async def encode(model: Model, prompt: str | list[int]) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     text = model.need_text("the prompt is")
-    return text.encode(prompt) if len(prompt) < LONG_TEXT else await asyncio.to_thread(text.encode, prompt)
+    if len(prompt) < LONG_TEXT:
+        return text.encode(prompt, model.max_len)
+    return await asyncio.to_thread(text.encode, prompt, model.max_len)
 
 
 async def stream(
