@@ -6,29 +6,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Thread
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-SERVE = [
-    sys.executable,
-    "-m",
-    "hemiola.runtime",
-    "serve",
-    "--http-port=0",
-    "--grpc-port=0",
-    "--metrics-port=0",
-]
+HEMIOLA = (sys.executable, "-m", "hemiola.runtime")
+PORTS = ("serve", "--http-port=0", "--grpc-port=0", "--metrics-port=0")
+SERVE = [*HEMIOLA, *PORTS]
 
 
 class Served:
     """Ready when made; `said` is what it wrote to stderr, unless that is a file of the caller's."""
 
-    def __init__(self, *arguments: str, cwd: Path = Path("/"), log: int | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path = Path("/"),
+        log: int | None = None,
+        hemiola: Sequence[str] = HEMIOLA,
+    ) -> None:
         self.process = subprocess.Popen(
-            [*SERVE, *arguments],
+            [*hemiola, *PORTS, *arguments],
             env=ENVIRONMENT,
             cwd=cwd,
             stdout=subprocess.PIPE,
@@ -45,6 +45,7 @@ class Served:
             self.printed += line
         self.http_url = re.search(r"^HTTP +(http://[^/]+)", self.printed, re.MULTILINE).group(1)
         self.grpc_url = re.search(r"^gRPC +(\S+)$", self.printed, re.MULTILINE).group(1)
+        self.openai_url = "".join(re.findall(r"^OpenAI +(\S+)$", self.printed, re.MULTILINE))
         self.metrics_url = re.search(r"^metrics +(\S+)$", self.printed, re.MULTILINE).group(1)
 
         openai = re.search(r"^OpenAI +(\S+)$", self.printed, re.MULTILINE)

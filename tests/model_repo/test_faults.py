@@ -1,5 +1,6 @@
 """What breaks, and what comes of it: docs/serving.md has the table."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,19 +9,22 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
+import numpy as np
 import pytest
 import requests
+from kit.sabotage import POISON, sabotaged
 from kit.served import ENVIRONMENT, SERVE, Served, until
 from kit.triton_calls import joined, post, scrape
-from tritonclient.grpc import InferenceServerClient
+from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.errors import Busy, Lost
+from hemiola.runtime.errors import Busy, Failed, Lost
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving.client import Client
 
@@ -28,6 +32,7 @@ pytestmark = pytest.mark.server
 
 LONG = SamplingParams(max_tokens=480, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 KEY = {"triton-grpc-protocol-hemiola-key": "secret"}
 
 
@@ -38,7 +43,12 @@ def served(engine_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     own = {"hemiola": {"max_queue": 3, "max_rows": 2, "log_requests": True}, "second": {"max_rows": 4}}
     file.write_text(json.dumps({n: {"engine_dir": str(engine_dirs[n])} | o for n, o in own.items()}))
     running = Served(
-        f"--models={file}", "--restart=9", "--hang-timeout=4", "--control-key=secret", "--exit-timeout=10"
+        f"--models={file}",
+        "--restart=9",
+        "--hang-timeout=4",
+        "--control-key=secret",
+        "--exit-timeout=10",
+        "--openai-port=0",
     )
     yield running
     assert running.end() == 0, running.said
@@ -63,7 +73,7 @@ def works_again(served: Served, llm: LLM) -> None:
         try:
             with Client(served.grpc_url) as client:
                 return client.generate(["def "], SHORT)[0].token_ids == expected
-        except (Lost, ValueError):
+        except (Lost, Failed, ValueError):
             return False
 
     until(answers)
@@ -107,6 +117,32 @@ def test_without_restart_a_dead_engine_ends_the_command(engine_dirs: dict[str, P
         alone.process.kill()
     until(lambda: "its process" in alone.said)
     assert alone.said.startswith("error: hemiola: its process ") and alone.said.count("\n") == 1
+
+
+def test_clocks_that_jump_change_nothing_and_a_step_that_raises_ends_its_requests_only(
+    engine_dirs: dict[str, Path], llm: LLM, tmp_path: Path
+) -> None:
+    arguments = (f"--engine-dir={engine_dirs['hemiola']}", "--restart=3", "--hang-timeout=20")
+    served = Served(*arguments, hemiola=sabotaged(tmp_path))
+    try:
+        with Client(served.grpc_url, retries=0) as client:
+            (whole,) = client.generate(["def "], LONG, timeout_s=600)
+            expected = llm.generate(["def "], LONG)[0]
+            assert (whole.token_ids, whole.finish_reason) == (expected.token_ids, "length")
+            assert 0 < whole.metrics.time_to_first_token < 600
+            (cut,) = client.generate(["def "], LONG, timeout_s=1e-6)
+            assert cut.finish_reason == "timeout"
+            assert served.said == "", "a jump was taken for a hang"
+            reason = r"^\[INTERNAL\] the engine failed: ValueError: kernel on fire$"
+            for stream in [client.stream(prompt, LONG) for prompt in (POISON, "in flight")]:
+                with pytest.raises(RuntimeError, match=reason):
+                    list(stream)
+        works_again(served, llm)
+        assert re.search(r"lost: hemiola: the engine failed \(ValueError: kernel on fire\)", served.said)
+        assert served.said.count("starting again in") == 1
+        assert served.end() == 0
+    finally:
+        served.process.kill()
 
 
 def test_a_full_queue_refuses_says_when_to_come_back_and_takes_requests_again(
@@ -225,25 +261,56 @@ def test_a_log_that_cannot_be_written_stops_nobody(
             os.close(pipe)
 
 
-def test_half_open_connections_and_floods_stop_nobody_else(served: Served, llm: LLM) -> None:
-    host, port = served.http_url.removeprefix("http://").split(":")
-    grpc_port = served.grpc_url.split(":")[1]
-    half_open = [socket.create_connection((host, p)) for p in (port, grpc_port) for _ in range(60)]
-    for connection in half_open[:30]:
-        connection.sendall(b"POST /v2/models/hemiola/generate HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
-    flood = socket.create_connection((host, port))
-    flood.settimeout(10)
-    try:
-        flood.sendall(b"GET / HTTP/1.1\r\n")
-        for i in range(20_000):
-            flood.sendall(b"x-header-%d: %s\r\n" % (i, b"y" * 100))
-    except OSError:
-        pass  # closed on us
+def sent(address: tuple[str, int], head: bytes, chunk: bytes, num_chunks: int, tail: bytes = b"") -> bytes:
+    """Sends so much, unless the connection is closed, and returns the first line of the answer."""
+    with socket.create_connection(address, timeout=5) as connection, contextlib.suppress(OSError):
+        connection.sendall(head)
+        with contextlib.suppress(OSError):
+            for _ in range(num_chunks):
+                connection.sendall(chunk)
+            connection.sendall(tail)
+        return connection.recv(1000).partition(b"\r\n")[0]
+    return b""
+
+
+def grpc_flood(served: Served, headers: Mapping[str, str], text: str) -> str:
+    request = InferInput("text_input", [1], "BYTES")
+    request.set_data_from_numpy(np.array([text.encode()], object))
+    answers: SimpleQueue = SimpleQueue()
+    with InferenceServerClient(served.grpc_url) as theirs:
+        theirs.start_stream(lambda result, error: answers.put(error), headers=dict(headers))
+        with contextlib.suppress(InferenceServerException):  # the callback hears of it, too
+            theirs.async_stream_infer("hemiola", [request])
+        error = answers.get(timeout=120)
+    return str(error)
+
+
+@pytest.mark.parametrize("door", ["http", "grpc", "metrics", "openai"])
+def test_half_open_connections_and_floods_stop_nobody_else(served: Served, llm: LLM, door: str) -> None:
+    host, port = getattr(served, f"{door}_url").removeprefix("http://").partition("/")[0].split(":")
+    address = host, int(port)
+    path = {"openai": b"/v1/completions", "metrics": b"/metrics"}.get(door, b"/v2/models/hemiola/generate")
+    opening = b"POST %s HTTP/1.1\r\nHost: a\r\n" % path
+    half_open = [socket.create_connection(address) for _ in range(60)]
+    for i, begun in enumerate((opening, opening + b"Content-Length: 100\r\n\r\n{", PREFACE)):
+        for connection in half_open[i::4]:  # the fourth says nothing
+            connection.sendall(begun)
+    said = sent(address, opening, b"x-header: %s\r\n" % (b"y" * 1000), 20_000)
+    assert b" 200 " not in said
+    if door == "grpc":
+        assert "metadata" in grpc_flood(served, {"x-header": "y" * 1_000_000}, "a")
+        assert "prompt is" in grpc_flood(served, {}, "a" * (80 << 20))
+        sent(address, PREFACE, b"\xff" * 1000, 20_000)
+    else:
+        body = b'{"model": "hemiola", "prompt": "', b'"}'
+        if door == "http":
+            body = b'{"text_input": "', b'"}'
+        opening += b"Content-Length: %d\r\n\r\n%s" % ((80 << 20) + sum(map(len, body)), body[0])
+        said = sent(address, opening, b"a" * (1 << 20), 80, body[1])
+        assert re.match(rb"HTTP/1\.1 4\d\d |$", said), said
     works_again(served, llm)
-    big = requests.post(f"{served.http_url}/v2/models/hemiola/generate", data=b" " * (80 << 20), timeout=120)
-    assert big.status_code >= 400
-    works_again(served, llm)
-    for connection in [*half_open, flood]:
+    assert scrape(served) and requests.get(f"{served.openai_url}/models", timeout=30).status_code == 200
+    for connection in half_open:
         connection.close()
 
 
