@@ -34,7 +34,7 @@ def spilled(modules: list[str], environment: dict[str, str], *rest: str) -> tupl
 def test_nothing_is_spilled(registers: Registers) -> None:
     wanted = {Registers(32, 16): AVX512, Registers(16, 8): AVX2}[registers]
     loops, num_loops = spilled([*KERNELS, "cpu.moves"], {} if registers == REGISTERS else wanted)
-    assert not loops and num_loops > 100
+    assert not loops and num_loops > 60
 
 
 @X86
@@ -42,11 +42,11 @@ def test_nothing_is_spilled_on_neon(tmp_path: Path) -> None:
     """What LLVM makes for AArch64 of the tiles for its registers; no such machine has run it."""
     modules = ["linear.compiled", "delta.compiled", "attention.compiled"]
     loops, num_loops = spilled(modules, AVX2 | {"XDG_CACHE_HOME": str(tmp_path)}, "32x4", "aarch64-linux-gnu")
-    assert not loops and num_loops > 50
+    assert not loops and num_loops > 30
 
 
 @X86
-def test_tiles_for_moreregisters_of_than_there_are_are_seen(tmp_path: Path) -> None:
+def test_tiles_for_more_registers_than_there_are_are_seen(tmp_path: Path) -> None:
     loops, _ = spilled(["linear.compiled"], AVX2 | {"XDG_CACHE_HOME": str(tmp_path)}, "24x8")
     assert any("tiles" in loop for loop in loops)
 
@@ -61,5 +61,5 @@ def test_tiles_for_moreregisters_of_than_there_are_are_seen(tmp_path: Path) -> N
         ("arm64-apple-darwin", "", Registers(32, 4)),
     ],
 )
-def testregisters_of_of_a_cpu(triple: str, features: str, expected: Registers) -> None:
+def test_registers_of_a_cpu(triple: str, features: str, expected: Registers) -> None:
     assert registers_of(triple, features) == expected
