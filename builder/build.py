@@ -88,11 +88,7 @@ def build(
             segments=tuple(segments),
             kernels=kernels,
             ops={node.op: OPS[node.op].schema() for segment in segments for node in segment.nodes},
-            sha256={
-                str(file.relative_to(folder)): _sha256(file)
-                for file in sorted(folder.rglob("*"))
-                if file.is_file()
-            },
+            sha256=_hashes(folder),
         ).write(folder)
 
 
@@ -239,6 +235,11 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
         template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
     if isinstance(template, str) and not (folder / "chat_template.jinja").exists():
         (folder / "chat_template.jinja").write_text(template)
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): _sha256(path) for path in files}
 
 
 def _sha256(path: Path) -> str:

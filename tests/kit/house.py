@@ -1,5 +1,6 @@
 """A loop by hand with small pages and few words, so that texts meet in the prefix cache by themselves."""
 
+import random
 import zlib
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from hemiola.runtime.engine.request import Bounds, Request
 from hemiola.runtime.llm import make_loop
 
 NUM_WORDS = 4
+P = 4  # tokens in a page, unless a test says otherwise
 
 
 def next_token(context: Sequence[int]) -> int:
@@ -32,7 +34,7 @@ class House(Hand):
         num_drafts: int = 0,
         **sizes: int,
     ) -> None:
-        small = {"num_pages": 65, "num_slots": 17, "page_len": 4, "chunk_len": 2, "max_len": 48}
+        small = {"num_pages": 65, "num_slots": 17, "page_len": P, "chunk_len": 2, "max_len": 48}
         config = resolved(
             **small | {"max_rows": 8, "prefix_cache": True} | sizes,
             max_step_tokens=budget,
@@ -73,3 +75,12 @@ class House(Hand):
 
 def known(request: Request, num_tokens: int | None = None) -> list[int]:
     return request.ids[: request.total_len if num_tokens is None else num_tokens].tolist()
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    """Tokens that next_token never yields."""
+    return random.Random(seed * 1000 + 7).choices(range(10, 97), k=length)
+
+
+def serve_all(house: House, prompts: Sequence[Sequence[int]]) -> list[int]:
+    return [house.hit(prompt) for prompt in prompts]

@@ -11,7 +11,7 @@ whatever was reused. Axis G (graphs) does not exist yet: nothing here runs on a 
     M1       test_m01   tests/builder/test_graph.py (pieces of every size)
     M2       test_m02
     M3       test_reports.py (004)   test_matrix_pairs.py (windows of random lengths beside each other)
-    M4-M6 M8 test_matrix_cache.py   ../cache/test_prefix.py (the index alone)
+    M4-M6 M8 test_matrix_cache.py   ../cache/test_prefix.py, test_prefix_loss.py (the index alone)
     M7       test_m07   ../cache/test_prefix.py
     M9       test_m09   test_drafts.py, ../test_llm.py (stop strings)
     M10      test_m10; graph sizes: none yet
