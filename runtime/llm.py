@@ -23,7 +23,7 @@ from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.graphs import Graphs
 from hemiola.runtime.device.memory import CPU, Storage, free_bytes
 from hemiola.runtime.device.session import Session
-from hemiola.runtime.engine.decode import Decoder
+from hemiola.runtime.engine.decode import Decoder, Steps
 from hemiola.runtime.engine.drafts import NoDrafts, Proposer
 from hemiola.runtime.engine.drafts.mtp import HIDDEN, MtpProposer
 from hemiola.runtime.engine.drafts.ngram import NgramProposer
@@ -62,11 +62,13 @@ def make_loop(
     ledger = Ledger(config, device)
     drafts = proposer(ledger) if proposer else make_proposer(config, storage, session, pages, ledger)
     scheduler = Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts))
-    decoder = None
+    decoder: Steps | None = None
     if config.cuda_graphs:
-        decoder = Decoder(config, ledger, pages, session, drafts)
+        decoder = graphs = Decoder(config, ledger, pages, session, drafts)
         if device.type == "cuda":
-            decoder.run = Graphs(decoder.step, decoder.buckets, decoder.warm, device).replay
+            graphs.run = Graphs(graphs.step, graphs.buckets, graphs.warm, device).replay
+    elif isinstance(session, Session) and proposer is None:
+        decoder = recorded_steps(config, storage, session, pages, ledger)
     outbox = Outbox(text)
     return Loop(config, scheduler, ledger, Feed(pages, ledger), storage, session, drafts, outbox, decoder)
 
@@ -82,6 +84,19 @@ def make_proposer(
             return NgramProposer(ledger, config.ngram_min, config.ngram_max)
         case "mtp":
             return MtpProposer(session, storage.tensors[HIDDEN], pages, ledger, config.vocab_size)
+
+
+def recorded_steps(
+    config: Resolved, storage: Storage, session: Session, pages: PagePool, ledger: Ledger
+) -> Steps | None:
+    """Steps as one call each, if the session's programs are compiled for a CPU."""
+    records = session.records
+    if not records:
+        return None
+    from hemiola.runtime.engine.recorded import Recorded  # numba is not needed elsewhere
+
+    ring = storage.tensors[HIDDEN] if config.drafts == "mtp" else torch.empty(0)
+    return Recorded(config, ledger, pages, records, ring, storage.poison)
 
 
 def prefix_cost(manifest: manifests.Manifest) -> Cost:

@@ -107,7 +107,7 @@ def _tiles_of(rows: Operand, num_tokens: Number) -> tuple[Operand, Operand]:
         code.call(_cut, 1, num_rows * 5.0, num_rows, num_tokens, most, rows, tiles, live, fault)
         return tiles, live
 
-    return code.once(("tiles",), cut)
+    return code.once(("tiles", rows), cut)
 
 
 @Kernel

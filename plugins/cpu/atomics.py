@@ -1,4 +1,5 @@
-"""What threads tell each other by: numbers that are read and written as one, in an order that all see."""
+"""What threads tell each other by: numbers that are read and written as one, in an order that all see; and
+what they ask the system."""
 
 from typing import Any
 
@@ -60,7 +61,7 @@ def exchange(typing: Any, address: Any, offset: Any, expected: Any, value: Any) 
 
 
 def _c_function(name: str, *given: Any) -> Any:
-    """A function of the C library that takes at most an address and returns an int."""
+    """A function of the C library that takes at most two numbers or addresses and returns an int."""
 
     def function(typing: Any, *kinds: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -70,6 +71,12 @@ def _c_function(name: str, *given: Any) -> Any:
 
         return types.int64(*given), build
 
+    if len(given) == 2:
+
+        def with_two(typing: Any, a: Any, b: Any) -> Any:
+            return function(typing, a, b)
+
+        return intrinsic(with_two)
     if given:
 
         def with_address(typing: Any, address: Any) -> Any:
@@ -86,6 +93,7 @@ def _c_function(name: str, *given: Any) -> Any:
 sched_yield = _c_function("sched_yield")
 sem_wait = _c_function("sem_wait", types.int64)
 sem_post = _c_function("sem_post", types.int64)
+clock_gettime = _c_function("clock_gettime", types.int64, types.int64)
 
 
 @intrinsic

@@ -108,6 +108,10 @@ class Code(Protocol):
 
     def empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Operand: ...
 
+    def given(self, tensor: torch.Tensor) -> Operand:
+        """A tensor that stays where it is."""
+        ...
+
     def fault(self, *cases: Case) -> Fault: ...
 
     def call(
@@ -120,7 +124,7 @@ class Code(Protocol):
     ) -> None: ...
 
     def once(self, key: tuple, make: Callable[[], Any]) -> Any:
-        """What `make` returns; calls with the same key share it, if what they read stays."""
+        """What `make` returns; calls with the same key, operands included, share it."""
         ...
 
 
@@ -133,6 +137,9 @@ class Eager:
 
     def empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
+
+    def given(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     def fault(self, *cases: Case) -> Fault:
         return Fault(*cases)
@@ -179,7 +186,6 @@ class Recorder:
         return View(self, buffer, shape, (prod(inner), *_dense(inner)), dtype)
 
     def given(self, tensor: torch.Tensor) -> View:
-        """A tensor that stays where it is."""
         return View(self, Buffer(tensor=tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def input(self, name: str, shape: tuple[Number, ...], dtype: torch.dtype) -> View:

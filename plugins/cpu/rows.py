@@ -33,7 +33,7 @@ def live_tokens(rows: Operand, num_tokens: Number, chunk_len: int, ring_len: int
         code.call(_check, 1, rows.shape[0] * 5.0, *sizes, rows, live, code.fault(*CASES))
         return live
 
-    return code.once(("rows", chunk_len, ring_len, num_slots), check)
+    return code.once(("rows", rows, chunk_len, ring_len, num_slots), check)
 
 
 def owned(live: Operand, *shape: Number) -> Operand:

@@ -6,15 +6,15 @@ writes it to the last one that reads it. A call's numbers that depend on the ste
 (sizes.py), which the replay computes first.
 """
 
-import ctypes
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hemiola.plugins.cpu.code import Buffer, Call, Fault, Recorder, View
-from hemiola.plugins.cpu.jit import Entry
+from hemiola.plugins.cpu.jit import Entry, helper
 from hemiola.plugins.cpu.kernel import bits
 from hemiola.plugins.cpu.moves import poison
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long, put_long
@@ -46,9 +46,9 @@ from hemiola.plugins.cpu.team import (
 LINE = 64  # bytes of a cache line
 CALL_WORDS = ARGUMENTS + MOST_ARGUMENTS
 WORTH_A_TEAM = 3_000  # nanoseconds of a call
+MOST_KNOWN = 4096  # sizes that are remembered
 ARENA = "arena"  # the input that is its address
-FOUND = 9  # the word of the header where the replay leaves the fault that ended it
-MOVED = 10  # and the address of this process' count of calls
+WORTH, FOUND, INPUTS, MOVED = 7, 8, 9, 10  # words of the header, see _fill_in
 _MOVED = np.zeros(1, np.int64)
 
 
@@ -89,23 +89,26 @@ class Step:
         self._sizes = names_of(self._arena_bytes)
         self._fitting: set[tuple[int | None, ...]] = set()  # sizes of steps that have fitted into the arena
         self._values = formulas.values
-        self._given = (ctypes.c_int64 * len(self.inputs)).from_address(self._values.ctypes.data)
         self._tables = (self._values, formulas.operations, np.array(patches, np.int64).reshape(-1, 2), table)
         lengths = [len(self._tables[n]) for n in (1, 2, 3)]
-        addresses = [array.ctypes.data for array in self._tables]
-        rest = [self.inputs.index("threads"), WORTH_A_TEAM, 0, _MOVED.ctypes.data]
+        addresses = [table.ctypes.data for table in self._tables]
+        rest = [WORTH_A_TEAM, 0, len(self.inputs), _MOVED.ctypes.data]
         self._header = np.array([*addresses, *lengths, *rest], np.int64)
         self._header_address = self._header.ctypes.data
 
     def run(self, given: dict[str, int]) -> None:
         """With these sizes and addresses. Raises what a kernel found wrong with what it was given."""
+        run_all([(self, given)])
+
+    def _prepare(self, given: dict[str, int]) -> None:
         sizes = tuple(map(given.get, self._sizes))
         if sizes not in self._fitting:
+            if len(self._fitting) == MOST_KNOWN:
+                self._fitting.clear()
             self._make_room(evaluate(self._arena_bytes, given))
             self._fitting.add(sizes)
-        with Crew(torch.get_num_threads(), self._scratch) as crew:
-            self._given[:] = [*given.values(), crew.num_threads, self._arena_address]
-            _replay.ctypes(self._header_address, crew.team.address)
+
+    def _check(self) -> None:
         if found := int(self._header[FOUND]):
             self._faults[found].check()
 
@@ -114,6 +117,25 @@ class Step:
             self._arena = torch.empty(num_bytes + LINE, dtype=torch.uint8)
         address = self._arena.data_ptr()
         self._arena_address = address + -address % LINE
+
+
+def run_all(steps: Sequence[tuple[Step, dict[str, int]]]) -> None:
+    """Steps one after the other in one call, each with its sizes and addresses in the order of its inputs."""
+    words, places, scratch = array("q"), [], 0
+    for step, given in steps:
+        step._prepare(given)
+        scratch = max(scratch, step._scratch)
+    with Crew(torch.get_num_threads(), scratch) as crew:
+        for step, given in steps:
+            places.append(len(words))
+            words.extend([*given.values(), crew.num_threads, step._arena_address])
+        start, _ = words.buffer_info()
+        queue = array("q")
+        for (step, _), place in zip(steps, places, strict=True):
+            queue.extend([step._header_address, start + 8 * place])
+        _replay.ctypes(queue.buffer_info()[0], len(steps), crew.team.address, crew.num_threads)
+    for step, _ in steps:
+        step._check()
 
 
 def _words(call: Call, places: Mapping[Buffer, Number]) -> list[Number]:
@@ -205,16 +227,32 @@ def _poisoned(calls: list[Call]) -> list[Call]:
 
 
 @Entry
-def _replay(header, team):
-    """header: values, operations, patches, calls; how many of the last three; where the number of threads
-    is among the values; the nanoseconds from which on a call is shared; FOUND and MOVED."""
-    put_long(header, FOUND, 0)
+def _replay(queue, count, team, num_threads):
+    """queue: of each step its header and its inputs. The first fault ends them all."""
+    if num_threads > 1:
+        call_up(team, num_threads)
+    for n in range(count):
+        header = get_long(queue, 2 * n)
+        _fill_in(header, get_long(queue, 2 * n + 1))
+        if not _run(header, team, num_threads):
+            break
+    if num_threads > 1:
+        dismiss(team)
+
+
+@helper
+def _fill_in(header, given):
+    """header: values, operations, patches, calls; how many of the last three; from how many nanoseconds on a
+    call is shared; the fault that ended the step; how many numbers it is given; and where this process counts
+    its calls."""
     values, operations, patches, calls = (
         get_long(header, 0),
         get_long(header, 1),
         get_long(header, 2),
         get_long(header, 3),
     )
+    for n in range(get_long(header, INPUTS)):
+        put_long(values, n, get_long(given, n))
     for n in range(get_long(header, 4)):
         kind = get_long(operations, 4 * n)
         a = get_long(values, get_long(operations, 4 * n + 1))
@@ -234,10 +272,13 @@ def _replay(header, team):
         put_long(values, get_long(operations, 4 * n + 3), a)
     for n in range(get_long(header, 5)):
         put_long(calls, get_long(patches, 2 * n), get_long(values, get_long(patches, 2 * n + 1)))
-    num_threads, worth = get_long(values, get_long(header, 7)), get_long(header, 8)
-    if num_threads > 1:
-        call_up(team, num_threads)
-    moved = get_long(header, MOVED)
+
+
+@helper
+def _run(header, team, num_threads):
+    """All calls of a step whose numbers are filled in, or those up to a fault; whether there was none."""
+    put_long(header, FOUND, 0)
+    calls, worth, moved = get_long(header, 3), get_long(header, WORTH), get_long(header, MOVED)
     for n in range(get_long(header, 6)):
         put_long(moved, 0, get_long(moved, 0) + 1)
         call = calls + 8 * CALL_WORDS * n
@@ -248,6 +289,5 @@ def _replay(header, team):
             alone(team, call, num_items)
         if fault != 0 and get_long(fault, 0) != 0:
             put_long(header, FOUND, fault)
-            break
-    if num_threads > 1:
-        dismiss(team)
+            return False
+    return True

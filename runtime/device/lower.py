@@ -5,7 +5,7 @@ views or kernels here. What is neither is refused by name.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,15 +40,31 @@ class Lowered:
         hidden states are those of the lines that have logits."""
         if not every_line:
             only_wanted(program, len(bound))
+        self._program, self._segment, self._bound = program, segment, bound
         self._letters = ("L", "T" if every_line else "L")
         self._shapes = {name: INPUTS[segment.name][name] for name in segment.inputs}
-        outputs = _Lowering(segment, bound).run(program)
+        code = Recorder()
+        outputs = self.record(code, self._inputs(code))
         self._widths = [view.shape[1] for view in outputs]
         results = [f"result.{name}" for name in OUTPUTS]
         for name, view in zip(results, outputs, strict=True):
             view.buffer.input = name
         self._given = dict.fromkeys([*SIZES, *segment.inputs, *results], 0)
-        self._step = Step(outputs[0].code, list(self._given), poisoned)
+        self._step = Step(code, list(self._given), poisoned)
+
+    def record(self, code: Recorder, inputs: Mapping[str, View]) -> list[View]:
+        """The program as a part of a step: logits and hidden states."""
+        return _Lowering(self._segment, self._bound, code, inputs).run(self._program)
+
+    def _inputs(self, code: Recorder) -> dict[str, View]:
+        """At addresses that the step is given."""
+        made = {}
+        nodes = list(self._program.graph.nodes)[len(self._bound) :]
+        for (name, letters), node in zip(self._shapes.items(), nodes, strict=False):
+            value = node.meta["val"]
+            shape = [Size(a) if a in SIZES else int(b) for a, b in zip(letters, value.shape, strict=True)]
+            made[name] = code.input(name, tuple(shape), value.dtype)
+        return made
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Logits [L, V] and hidden states [T, F], or [L, F]."""
@@ -70,13 +86,13 @@ class Lowered:
 class _Lowering:
     """Walks a program once; `values` holds what its nodes are here: views, or lists of them."""
 
-    def __init__(self, segment: Segment, bound: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, segment: Segment, bound: Sequence[torch.Tensor], code: Recorder, inputs: Mapping[str, View]
+    ) -> None:
         self._segment = segment
-        self._bound = iter(bound)
-        self._inputs = iter(segment.inputs)
+        self._given = iter([*map(code.given, bound), *(inputs[name] for name in segment.inputs)])
         self._ops = iter(segment.nodes)
         self._chosen: dict[Node, OpNode] = {}
-        self._recorder = Recorder()
         self._values: dict[Node, Any] = {}
 
     def run(self, program: GraphModule) -> list[View]:
@@ -85,7 +101,7 @@ class _Lowering:
         for node in program.graph.nodes:
             match node.op:
                 case "placeholder":
-                    self._values[node] = self._given(node)
+                    self._values[node] = next(self._given)
                 case "output":
                     return [self._result(value) for value in node.args[0]]
                 case _ if node.target in ours:
@@ -95,15 +111,6 @@ class _Lowering:
                 case _:
                     self._values[node] = self._function(node)
         raise AssertionError("a program ends with its output")
-
-    def _given(self, node: Node) -> View:
-        tensor = next(self._bound, None)
-        if tensor is not None:
-            return self._recorder.given(tensor)
-        name, value = next(self._inputs), node.meta["val"]
-        letters = INPUTS[self._segment.name][name]
-        shape = [Size(a) if a in SIZES else int(b) for a, b in zip(letters, value.shape, strict=True)]
-        return self._recorder.input(name, tuple(shape), value.dtype)
 
     def _result(self, node: Node) -> View:
         view = self._values[node]

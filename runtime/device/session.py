@@ -1,10 +1,10 @@
 """An engine's program with its weights and states: a batch in, logits and hidden out. Sees no request."""
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
@@ -17,6 +17,11 @@ from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.segments.pieces import Pieces
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Drawn, Manifest, Segment
+
+if TYPE_CHECKING:
+    from hemiola.plugins.cpu.code import Recorder, View  # numba is not needed elsewhere
+
+    Record = Callable[[Recorder, Mapping[str, View]], list[View]]
 
 
 class Computed(NamedTuple):
@@ -60,6 +65,11 @@ class Program:
             bind_forms(program, segment)
             self._call = torch.inference_mode()(spared()(partial(program, *bound)))
 
+    @property
+    def record(self) -> "Record | None":
+        """The program as a part of a CPU's step; None: it is none of compiled kernels."""
+        return getattr(self._call, "record", None)
+
     def __call__(self, inputs: Iterable[torch.Tensor]) -> Computed:
         given = dict(zip(self.inputs, inputs, strict=True))
         logits, hidden = self._call(*given.values())
@@ -89,6 +99,12 @@ class Session:
     def run(self, batch: object) -> Computed:
         """Logits and hidden states of a step; the trunk's inputs are attributes of `batch`."""
         return self._trunk(getattr(batch, name) for name in self._trunk.inputs)
+
+    @property
+    def records(self) -> "list[Record]":
+        """Trunk and head as parts of a CPU's step: from their inputs to logits and hidden states. Or none."""
+        found = [program.record for program in (self._trunk, self._draft)]
+        return [record for record in found if record is not None]
 
     def draft(self, **inputs: torch.Tensor) -> Computed:
         """Of a token and the hidden state before it: logits and hidden states of those in logits_ids."""

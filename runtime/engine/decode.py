@@ -5,9 +5,10 @@ in one. Between them is `step`, which a graph can hold: everything else lies on 
 """
 
 import logging
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from hemiola.runtime.engine.judge import judge
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.rules import ALL, FEW_BEST, Group, RuleTable
-from hemiola.runtime.engine.step import Batch, Choices, Masks, Plan, Verdict
+from hemiola.runtime.engine.step import Answer, Batch, Choices, Masks, Plan, Verdict
 
 log = logging.getLogger("hemiola")
 MARKS = 4  # nanoseconds: begin, behind the trunk, behind the choice, end
@@ -59,7 +60,7 @@ class Done(NamedTuple):
 class Marks:
     """Seconds of the device between the marks of a step; to be read behind a fence."""
 
-    def __init__(self, told: torch.Tensor) -> None:
+    def __init__(self, told: "torch.Tensor | array[int]") -> None:
         self._told = told
 
     def seconds(self, mark: int) -> float:
@@ -68,10 +69,26 @@ class Marks:
         return (end - start) / 1e9
 
 
+class Steps(Protocol):
+    """Steps as one launch: a Decoder's of fixed sizes for a GPU, or a CPU's (recorded.py)."""
+
+    def open(self, slot_id: int, rule: Rule) -> None:
+        """A request takes the slot."""
+        ...
+
+    def fit(self, plan: Plan) -> Any:
+        """What `launch` needs of a plan; None: its parts must be run one by one."""
+        ...
+
+    def launch(self, plan: Plan, fitted: Any, /) -> "Told":
+        """Start a step; what it finds can be read when a fence behind it has been passed."""
+        ...
+
+
 class Told(NamedTuple):
     """What the host learns of a step."""
 
-    verdict: Verdict
+    verdict: Answer
     num_drafts: torch.Tensor  # [R] proposed for the next step
     drafts: torch.Tensor | None  # [R, K] and these, if a row follows a grammar
     marks: Marks

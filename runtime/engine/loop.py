@@ -15,7 +15,7 @@ from hemiola.runtime.api import Counters, Load, OnPiece
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.session import Computed, Drafter
 from hemiola.runtime.device.transfer import Watch, fence, fetch
-from hemiola.runtime.engine.decode import Decoder, Marks
+from hemiola.runtime.engine.decode import Marks, Steps
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.grammar import Stuck
@@ -25,7 +25,7 @@ from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.outbox import Event, Outbox
 from hemiola.runtime.engine.request import Request
 from hemiola.runtime.engine.scheduler import Scheduler
-from hemiola.runtime.engine.step import Batch, Outcome, Plan, Verdict
+from hemiola.runtime.engine.step import Answer, Batch, Outcome, Plan
 from hemiola.runtime.errors import Failed, Refused
 
 IDLE_SECONDS = 1.0  # without work before the caches are audited
@@ -49,7 +49,7 @@ class _Flight:
     """A step under way: what the host needs to end it."""
 
     plan: Plan
-    verdict: Verdict
+    verdict: Answer
     num_drafts: torch.Tensor  # [R] proposed for the next step
     drafts: torch.Tensor | None  # [R, K] and these, if a row follows a grammar
     watch: Watch | Marks
@@ -70,7 +70,7 @@ class Loop:
         session: Engine,
         drafts: Proposer,
         outbox: Outbox,
-        decoder: Decoder | None = None,
+        decoder: Steps | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -80,7 +80,7 @@ class Loop:
         self.session = session
         self.drafts = drafts
         self.outbox = outbox
-        self.decoder = decoder  # of steps in which all rows decode, if they are to be of fixed sizes
+        self.decoder = decoder  # of steps that can be done as one
         self._judge = judge
         self._num_calls: Callable[[], int] = lambda: 0  # of kernels, also within a step
         if ledger.device.type == "cpu":
@@ -119,9 +119,9 @@ class Loop:
             self.ledger.open(opening.slot_id, opening.ids, opening.start)
             if self.decoder is not None:
                 self.decoder.open(opening.slot_id, opening.rule)
-        bucket = self.decoder.fit(plan) if self.decoder is not None else None
-        if self.decoder is not None and bucket is not None:
-            launched, passed = self.decoder.launch(plan, bucket), fence(self.ledger.device)
+        fitted = self.decoder.fit(plan) if self.decoder is not None else None
+        if self.decoder is not None and fitted is not None:
+            launched, passed = self.decoder.launch(plan, fitted), fence(self.ledger.device)
             return _Flight(plan, *launched, passed, time.perf_counter() - start)
         batch = self.feed.fill(plan)
         watch = Watch(self.ledger.device)

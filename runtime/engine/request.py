@@ -28,6 +28,7 @@ class Rule:
     bad_words: Words = ()
     greedy: bool = field(init=False)
     edits_logits: bool = field(init=False)  # the logits are changed before a token is chosen
+    plain: bool = field(init=False)  # the best token, and nothing else is asked
 
     def __post_init__(self) -> None:
         params = self.params
@@ -35,6 +36,8 @@ class Rule:
         edits = any(penalties) or bool(params.logit_bias or self.bad_words)
         object.__setattr__(self, "greedy", params.temperature == 0)
         object.__setattr__(self, "edits_logits", edits or (params.min_tokens > 0 and bool(self.stop_ids)))
+        plain = self.greedy and not self.edits_logits and params.logprobs is None
+        object.__setattr__(self, "plain", plain)
 
     def forbids(self, output: Sequence[int]) -> set[int]:
         """Tokens that bad words and min_tokens forbid behind an output; the device's word is sampling.py."""

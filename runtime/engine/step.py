@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -130,6 +131,14 @@ class Outcome:
     drafts: dict[int, list[int]] = field(default_factory=dict)  # proposed, if a row follows a grammar
 
 
+class Answer(Protocol):
+    """What a step has found."""
+
+    def read(self, num_drafts: torch.Tensor, drafts: torch.Tensor | None) -> Outcome:
+        """As the host understands it; num_drafts [R], drafts [R, K]: proposed for the rows' next step."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A step's outcome; R rows chose."""
@@ -152,7 +161,7 @@ class Verdict:
         return Verdict(self.rows, token_ids, num_accepted, num_judged, broken, logprobs)
 
     def read(self, num_drafts: torch.Tensor, drafts: torch.Tensor | None) -> Outcome:
-        """As the host understands it; num_drafts [R], drafts [R, K]: proposed for the rows' next step."""
+        """See Answer."""
         broken = self.broken.to(torch.bool)
         counts = (self.num_accepted + ~broken).tolist()
         token_ids = [line[:n] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]

@@ -23,12 +23,13 @@ from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.engine.bucket import Bucket, Fed
-from hemiola.runtime.engine.decode import MARKS, TOLD, Decoder, Done
+from hemiola.runtime.engine.decode import MARKS, TOLD, Decoder, Done, Told
 from hemiola.runtime.engine.drafts import Proposer
+from hemiola.runtime.engine.recorded import Fitted, Recorded
 from hemiola.runtime.engine.request import Bounds, Request, Rule
 from hemiola.runtime.engine.sampling import logprobs, to_logprobs
 from hemiola.runtime.engine.step import Batch, Outcome, Plan
-from hemiola.runtime.llm import make_loop, prefix_cost
+from hemiola.runtime.llm import make_loop, prefix_cost, recorded_steps
 
 VOCAB = 320
 KINDS = {
@@ -132,6 +133,9 @@ class EngineHand(Hand):
         loop = make_loop(
             config, self.storage, recorder, None, prefix_cost(found), proposer=scripted, device=device
         )
+        if loop.decoder is None and proposer is None:
+            pages = loop.scheduler.prefix.pages
+            loop.decoder = recorded_steps(config, self.storage, recorder.session, pages, loop.ledger)
         if proposer is not None and kind == "mtp":
             loop.drafts = Prompted(loop.drafts, proposer(loop.ledger))
         sizes = config.max_len, found.limits.max_len, found.vocab_size
@@ -166,8 +170,25 @@ class EngineHand(Hand):
                 self._keep_drafts(plan)
 
             self.loop.drafts.propose = propose_and_keep
-        if self.loop.decoder is not None:
+        if isinstance(self.loop.decoder, Decoder):
             self._watch_decoder(self.loop.decoder)
+        elif isinstance(self.loop.decoder, Recorded):
+            self._watch_recorded(self.loop.decoder)
+
+    def _watch_recorded(self, decoder: Recorded) -> None:
+        """A step as one call: what it is fed is looked at, and its logits are kept."""
+        launch = decoder.launch
+
+        def launch_and_keep(plan: Plan, fitted: Fitted) -> Told:
+            batch = self.loop.feed.fill(plan)  # noted, and read by nobody else
+            check_inputs(self.config, "trunk", {name: getattr(batch, name) for name in INPUTS["trunk"]})
+            told = launch(plan, fitted)
+            self.loop.session.logits.append(decoder.logits[: len(batch.logits_ids)].clone())
+            if self.config.drafts != "none":
+                self._keep_drafts(plan)
+            return told
+
+        decoder.launch = launch_and_keep
 
     def _watch_decoder(self, decoder: Decoder) -> None:
         """A step in a bucket: logits are kept, and scripted drafts take the place of its own."""

@@ -13,7 +13,7 @@ from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.moves import SUM, combine, concatenate, gather
 from hemiola.plugins.cpu.simd import get_int, put_int, put_long
 from hemiola.plugins.cpu.sizes import Number, Size, ceil_div, evaluate, least, most
-from hemiola.plugins.cpu.steps import Step, _lives, _plan, _room, num_calls
+from hemiola.plugins.cpu.steps import Step, _lives, _plan, _room, num_calls, run_all
 
 T, N = Size("T"), Size("N")
 
@@ -131,6 +131,29 @@ def test_a_fault_ends_the_step_with_its_message_and_no_other_call_runs(threads: 
             else:
                 step.run({"value": value})
             assert out.tolist() == [expected] * 4
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_steps_run_one_after_the_other_until_one_finds_a_fault(threads: int) -> None:
+    """Any of them more than once, each time with its own sizes."""
+    first, second = Recorder(), Recorder()
+    out, value = torch.zeros(9, dtype=torch.int32), Size("value")
+    first.call(_write, T, 1e9, value, first.given(out), first.fault(Case(ValueError, "seven is {0}")))
+    source = second.empty(T, dtype=torch.int32)
+    second.call(_next, T, 1e9, second.given(out), source)
+    second.call(_next, T, 1e9, source, second.given(out))
+    write, twice, before = Step(first, ["value", "T"]), Step(second, ["T"]), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run_all([(write, {"value": 5, "T": 9}), (twice, {"T": 3}), (twice, {"T": 7}), (twice, {"T": 1})])
+        assert out.tolist() == [11, 9, 9, 7, 7, 7, 7, 5, 5]
+        with pytest.raises(ValueError, match="seven is 7"):
+            run_all([(twice, {"T": 2}), (write, {"value": 0, "T": 1}), (twice, {"T": 9})])
+        assert out.tolist() == [0, 11, 9, 7, 7, 7, 7, 5, 5]
+        run_all([(twice, {"T": 9})])
+        assert out.tolist() == [2, 13, 11, 9, 9, 9, 9, 7, 7]
     finally:
         torch.set_num_threads(before)
 

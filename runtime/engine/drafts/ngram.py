@@ -48,10 +48,12 @@ class NgramProposer:
         if not rows:
             return
         if self.ledger.device.type == "cpu":
-            from hemiola.runtime.engine import compiled  # numba is not needed elsewhere
+            from hemiola.plugins.cpu import code  # numba is not needed elsewhere
+            from hemiola.runtime.engine import compiled
 
-            asked = np.array([(row.slot_id, row.room) for row in rows], np.int64)
-            compiled.look_up(self.ledger, asked, self.min_n, self.max_n)
+            asked = compiled.all_asked(rows)
+            columns = compiled.Columns.of(code.EAGER, self.ledger)
+            compiled.look_up(asked, columns, self.min_n, self.max_n)
             return
         most_room = max(row.room for row in rows)
         fixed = np.array([(row.slot_id, row.room) for row in rows], np.int64).T

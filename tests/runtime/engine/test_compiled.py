@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hemiola.plugins.cpu.code import EAGER
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.engine import compiled
 from hemiola.runtime.engine.drafts.ngram import lookup
@@ -125,7 +126,9 @@ def test_prompt_lookup_finds_what_it_finds_on_any_device(
         known.total_len[slot] = len(text)
     slots = torch.arange(1, len(texts) + 1)
     drafts, found = lookup(known.ids[slots], known.total_len[slots], min_n, min_n + more, room)
-    compiled.look_up(known, np.array([(n, room) for n in slots.tolist()], np.int64), min_n, min_n + more)
+    asked = torch.zeros(len(texts), compiled.ASKED, dtype=torch.int64)
+    asked[:, compiled.OWN], asked[:, compiled.ROOM] = slots, room
+    compiled.look_up(asked, compiled.Columns.of(EAGER, known), min_n, min_n + more)
     for n, text in enumerate(texts):
         num = int(known.num_drafts[n + 1])
         assert num == room * found[n]

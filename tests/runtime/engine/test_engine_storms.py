@@ -14,6 +14,8 @@ import pytest
 from kit.engine_hand import SMALL, EngineHand, Wanted
 from kit.engine_storms import storm
 
+from hemiola.runtime.engine.recorded import Recorded
+
 STORMS = int(os.environ.get("ENGINE_STORMS", "20"))
 SEED = int(os.environ.get("SEED", "0"))
 NUM_TURNS = 60
@@ -56,3 +58,5 @@ def test_a_storm(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: 
         idle = random.Random(seed)
         hand.loop.scheduler.pace.choose = lambda requests, most: [idle.choice([0, 0, 0, m]) for m in most]
     storm(hand, dice, lambda number: wanted.story(family, number, 100), NUM_TURNS)
+    if isinstance(hand.loop.decoder, Recorded):
+        assert hand.loop.decoder.num_steps == hand.loop.counters.num_steps, "all of them are one call"
