@@ -10,6 +10,8 @@ trial may lose is saved up first, as a small share of all time: trials are rare 
 frequent where they are cheap. No window is more than twice as long as one that was tried.
 """
 
+import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,27 +37,49 @@ class Fit:
     """
 
     def __init__(self, guess: Sequence[float]) -> None:
-        self._found = np.array(guess)  # at first as shares of a first observation
-        self._known = 0.05 * np.eye(len(guess))
+        self._found = list(guess)  # at first as shares of a first observation
+        self._known = [[0.05 * (i == j) for j in range(len(guess))] for i in range(len(guess))]
         self.scale = 0.0
 
-    def observe(self, features: Sequence[float], seconds: float) -> None:
-        seen = np.array(features, float)
+    def observe(self, seen: Sequence[float], seconds: float) -> None:
+        usual = sum(map(operator.mul, self._found, seen))
         if self.scale == 0.0:
-            self.scale = seconds / max(float(self._found @ seen), 1e-9)
-            self._found = self._found * self.scale
-        usual = float(self._found @ seen)
+            self.scale = seconds / max(usual, 1e-9)
+            self._found = [share * self.scale for share in self._found]
+            usual *= self.scale
         if usual > 0:
             seconds = min(seconds, 2 * usual)  # the machine was busy with something else
-        kept = np.where(seen > 0, KEPT**0.5, 1.0)
-        self._known = self._known * np.outer(kept, kept) + np.outer(seen, seen)
-        floor = np.diag(1e-6 * np.diag(self._known))
-        self._found = self._found + np.linalg.solve(self._known + floor, seen * (seconds - usual))
+        for i, line in enumerate(self._known):
+            for j in range(len(line)):
+                kept = (KEPT**0.5 if seen[i] > 0 else 1.0) * (KEPT**0.5 if seen[j] > 0 else 1.0)
+                line[j] = line[j] * kept + seen[i] * seen[j]
+        moved = _solved(self._known, [x * (seconds - usual) for x in seen])
+        self._found = [a + b for a, b in zip(self._found, moved, strict=True)]
 
     @property
-    def coefficients(self) -> np.ndarray:
+    def coefficients(self) -> list[float]:
         """What each feature costs in seconds; never negative."""
-        return np.maximum(self._found, 0.0) if self.scale else np.zeros(len(self._found))
+        return [max(found, 0.0) * (self.scale > 0) for found in self._found]
+
+
+def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """x of matrix x = right: two or three equations, for which numpy takes longer than Python.
+
+    The matrix is symmetric, and its diagonal is made larger by a millionth, lest it is singular."""
+    size = len(right)
+    lines = [[*line, known] for line, known in zip(matrix, right, strict=True)]
+    for i in range(size):
+        lines[i][i] += 1e-6 * lines[i][i]
+    for i in range(size):
+        for j in range(i + 1, size):
+            share = lines[j][i] / lines[i][i]
+            for k in range(i, size + 1):
+                lines[j][k] -= share * lines[i][k]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        rest = sum(lines[i][j] * found[j] for j in range(i + 1, size))
+        found[i] = (lines[i][size] - rest) / lines[i][i]
+    return found
 
 
 class Pace:
@@ -63,7 +87,7 @@ class Pace:
 
     def __init__(self, most: int, adaptive: bool) -> None:
         self.adaptive = adaptive and most > 0  # else there is nothing to learn
-        self._windows = np.array([k for k in WINDOWS if k < most] + [most])
+        self._windows = [k for k in WINDOWS if k < most] + [most]
         self._steps = Fit([0.7, 0.1, 0.05])  # 1, rows, drafts
         self._passes = Fit([0.1, 0.1])  # 1, passes
         self._hits = self._trials = 1.0  # of all requests: hopeful
@@ -71,7 +95,7 @@ class Pace:
         self._longest = 0  # window that was tried
         self._speed = 0.0  # tokens per second, with the best window
         self._credit = 0.0  # seconds that trials may lose
-        self._regrets = np.zeros(len(self._windows))  # what a step with each window loses, in seconds
+        self._regrets = [0.0] * len(self._windows)  # what a step with each window loses, in seconds
 
     def judged(self, request: Request, num_planned: int, num_accepted: int) -> None:
         """A window of so many drafts was verified; drafts that were not there count as wrong."""
@@ -94,38 +118,40 @@ class Pace:
         if not self.adaptive or not any(most):
             return list(most)
         self._turn += 1
-        room = np.array(most)
         if self._steps.scale == 0.0:  # nothing was timed yet
-            return np.minimum(room, self._turn % 2).tolist()
+            return [min(room, self._turn % 2) for room in most]
         rates = self._rates(requests)
-        cost = self._costs(len(room))
+        cost = self._costs(len(most))
         if self._turn % REPLAN == 1 or self._turn < 2 * REPLAN:
-            self._replan(rates, room, cost)
+            self._replan(np.array(rates), np.array(most), cost)
         at, is_trial = self._try()
+        window = self._windows[at]
+        self._longest = max(self._longest, window)
+        if window == 0:
+            return [0] * len(most)
         # the last draft of a row must be worth the time that it takes
-        worth = min(self._speed * cost.last_draft, 1.0)
-        own = np.floor(np.log(max(worth, 1e-6)) / np.log(rates))
-        own = np.where(own < 1, int(is_trial), own)
-        self._longest = max(self._longest, int(self._windows[at]))
-        return np.minimum(np.minimum(room, self._windows[at]), own).astype(int).tolist()
+        worth = math.log(min(max(self._speed * cost.last_draft, 1e-6), 1.0))
+        own = [int(worth / math.log(rate)) or int(is_trial) for rate in rates]
+        return [min(room, window, best) for room, best in zip(most, own, strict=True)]
 
     def _costs(self, num_rows: int) -> "_Cost":
-        start, per_row, per_draft = self._steps.coefficients.tolist()
-        drafting, per_pass = self._passes.coefficients.tolist()
+        start, per_row, per_draft = self._steps.coefficients
+        drafting, per_pass = self._passes.coefficients
         return _Cost(
             start + per_row * num_rows + drafting, per_draft, per_pass, per_draft + per_pass / num_rows
         )
 
     def _replan(self, rates: np.ndarray, room: np.ndarray, cost: "_Cost") -> None:
         """The window that gives most tokens per second, among those not too far from what was tried."""
-        windows = np.minimum(room, self._windows[:, None])  # [windows, rows]
+        longest = np.array(self._windows)
+        windows = np.minimum(room, longest[:, None])  # [windows, rows]
         tokens = len(room) + _gain(rates, windows).sum(1)
         seconds = cost.plain + cost.per_draft * windows.sum(1) + cost.per_pass * windows.max(1)
         speeds = tokens / np.maximum(seconds, 1e-9)
-        speeds = np.where(self._windows <= max(2 * self._longest, 1), speeds, 0.0)
+        speeds = np.where(longest <= max(2 * self._longest, 1), speeds, 0.0)
         self._best = int(np.argmax(speeds >= MARGIN * speeds.max()))
         self._speed = float(speeds[self._best])
-        self._regrets = np.maximum(seconds - tokens / self._speed, 0.0)
+        self._regrets = np.maximum(seconds - tokens / self._speed, 0.0).tolist()
 
     def _try(self) -> tuple[int, bool]:
         """The best window; or another, if it is time and what that may lose has been saved."""
@@ -137,15 +163,15 @@ class Pace:
             at = self._best - 1
         if self._regrets[at] > self._credit:
             return self._best, False
-        self._credit -= float(self._regrets[at])
+        self._credit -= self._regrets[at]
         self._last_trial = self._turn
         return at, True
 
-    def _rates(self, requests: Sequence[Request]) -> np.ndarray:
+    def _rates(self, requests: Sequence[Request]) -> list[float]:
         """The chance that a request's draft stays, if all before it did."""
-        usual = self._hits / self._trials
-        counts = np.array([(r.draft_hits, r.draft_trials) for r in requests])
-        return np.clip((counts[:, 0] + DOUBT * usual) / (counts[:, 1] + DOUBT), 0.01, 0.99)
+        usual = DOUBT * self._hits / self._trials
+        chances = [(r.draft_hits + usual) / (r.draft_trials + DOUBT) for r in requests]
+        return [min(max(chance, 0.01), 0.99) for chance in chances]
 
 
 class _Cost(NamedTuple):
