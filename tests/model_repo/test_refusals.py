@@ -19,6 +19,12 @@ from hemiola.runtime.serving.launcher import Server
 pytestmark = pytest.mark.server
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+def guided(**asked: object) -> dict:
+    return {"text_input": "a", "structured_outputs": json.dumps(asked)}
+
+
 BAD = {
     "neither": ({"max_tokens": 2}, "a request has either text_input or input_ids, this one has neither"),
     "both": ({"text_input": "a", "input_ids": [5]}, "this one has both"),
@@ -62,6 +68,15 @@ BAD = {
     "schema": ({"text_input": "a", "structured_outputs": '{"json": {"type": "x"}}'}, "Invalid type: x"),
     "never": ({"text_input": "a", "structured_outputs": '{"json": false}'}, "schema is false"),
     "grammar": ({"text_input": "a", "structured_outputs": '{"grammar": "a"}'}, "grammar is no GBNF"),
+    "deep_regex": (guided(regex="(" * 3000 + ")" * 3000), "structured_outputs: invalid regex"),
+    "deep_schema": (guided(json='{"items":' * 200 + "{}" + "}" * 200), "recursion limit exceeded"),
+    "deep_grammar": (guided(grammar=f"root ::= {'(' * 2000}'a'{')' * 2000}"), "nested too deeply"),
+    "huge_choice": (guided(choice=["x" * 20] * 20_000), "characters are too many, the limit is 262144"),
+    "grammar_that_never_ends": (guided(grammar="root ::= root"), "no text fits it"),
+    "schema_that_none_meets": (
+        guided(json={"type": "object", "minProperties": 5, "maxProperties": 2}),
+        "Unsatisfiable schema",
+    ),
     "two": (
         {"text_input": "a", "structured_outputs": '{"regex": "a", "choice": ["a"]}'},
         "exactly one of json",
@@ -89,7 +104,12 @@ BAD_TYPES = {
     "number_for_text": {"text_input": 5},
     "number_for_flag": {"text_input": "a", "stream": 1},
     "two_prompts": {"text_input": ["a", "b"]},
-    "not_utf8": {"text_input": "a\ud800"},
+    "lone_surrogate": {"text_input": "a\ud800"},
+    "not_utf8": b'{"text_input": "a\xff"}',
+    "no_json": b'{"text_input": "a"',
+    "deep": b'{"text_input": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+    "objects": {"text_input": "a", "logit_bias": {"5": 1}},
+    "not_a_number": b'{"text_input": "a", "temperature": NaN}',
 }
 
 
@@ -133,9 +153,8 @@ def test_bad_request_is_answered_by_name(server: Server, neighbour: None, case: 
 @pytest.mark.parametrize("case", BAD_TYPES)
 def test_bad_type_is_an_error(server: Server, neighbour: None, case: str) -> None:
     """Triton answers these itself, before the model sees them."""
-    answer = requests.post(
-        f"{server.http_url}/v2/models/hemiola/generate", data=json.dumps(BAD_TYPES[case]), timeout=60
-    )
+    body = BAD_TYPES[case] if isinstance(BAD_TYPES[case], bytes) else json.dumps(BAD_TYPES[case])
+    answer = requests.post(f"{server.http_url}/v2/models/hemiola/generate", data=body, timeout=60)
     assert answer.status_code in (400, 500)
     assert answer.json()["error"]
 
