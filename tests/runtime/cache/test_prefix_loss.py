@@ -204,15 +204,9 @@ def lost_take(house: House) -> None:
 
 
 HARMS = [
-    wrong_tokens,
-    lost_page,
-    lost_snapshot,
-    moved_snapshot,
-    orphan,
-    forgotten_leaf,
-    other_page,
+    wrong_tokens, lost_page, lost_snapshot, moved_snapshot, orphan, forgotten_leaf, other_page, wrong_above,
     lost_take,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("harm", HARMS)
