@@ -202,6 +202,7 @@ def subjects() -> dict[str, list[Subject]]:
             subject("linear", F=48, O=80),
             subject("linear", F=33, O=100, absent="bias"),
             subject("linear", F=600, O=200),
+            subject("linear", F=257, O=33),
         ],
         "mamba2": [
             subject("mamba2", 0.02, 0.3, H=3, P=32, G=1, D=80),

@@ -1,11 +1,7 @@
 """One fp32 chain per output, rounded as IEEE's fused multiply-add; and sizes at which kernels may slip."""
 
-import hashlib
-
 import numpy as np
 import torch
-
-from hemiola.plugins.linear.compiled import linear, pack
 
 SIZES = [  # outputs, inputs: strips and stretches that are full, begun, and one too long
     (1, 1), (17, 5), (31, 250), (32, 256), (33, 257), (64, 16), (100, 513), (129, 40), (290, 300),
@@ -44,15 +40,3 @@ def chain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = Non
     for i in range(columns.shape[1]):
         y = fma(columns[:, i, None], rows[None, :, i], y)
     return torch.from_numpy(y if bias is None else y + bias.numpy())
-
-
-def digest() -> str:
-    """Of the results for all sizes, dtypes and numbers of tokens."""
-    found = hashlib.sha256()
-    for num_outputs, num_inputs in SIZES:
-        for halves in (False, True):
-            x, weight, bias = make(max(NUM_TOKENS), num_outputs, num_inputs, halves)
-            packed = pack(weight)
-            for num_tokens in NUM_TOKENS:
-                found.update(linear(x[:num_tokens], packed, bias, num_outputs).numpy().tobytes())
-    return found.hexdigest()
