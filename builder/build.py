@@ -61,7 +61,7 @@ def build(
         graphs, segments, weights = _compile(model, names, target, job)
         kernels: tuple[manifest.Kernels, ...] = ()
         if arch.device == "cuda":
-            ops = {node.op for segment in segments for node in segment.nodes}
+            ops = {node.op for segment in segments for node in segment.nodes if node.form != manifest.PTX}
             kernels = compile_kernels(graphs, ops, job)
         absent = drawn(weights)
         write_weights({n: w for n, w in weights.items() if n not in absent}, folder / WEIGHTS, report)

@@ -71,6 +71,8 @@ def summary(manifest: "Manifest", engine_dir: Path) -> Table:
                 f"{segment.name}'s parts",
                 f"{calls}, {len(segment.files)} of them different, {_mib(size)}, by {segment.compiler}",
             )
+    for op, why in manifest.callbacks.items():
+        table.add_row("", f"{op}: python callback ({why})")
     if manifest.promise == "tokens":
         table.add_row("promise", PROMISES[manifest.promise])
     table.add_row(

@@ -1,21 +1,25 @@
-"""Our ops as plugins of TensorRT 10.9 and newer, one quickly deployable plugin made of each declaration.
+"""Our ops as quickly deployable plugins of TensorRT 10.9 and newer.
 
-A plugin runs the form that a torch engine runs, on TensorRT's stream and memory. Its states come in and out
-at one address. It calls back into Python, so an engine opens in a process that has called `register`; a step
-that was captured in a CUDA graph does not call back. Kernels cannot be handed over ahead of time: then a
-plugin is one kernel without floats and without memory of its own, and most of our ops are several.
+Ahead of time: a plugin for each kernel that an op launches (plugins/gpu/ptx.py). TensorRT keeps its PTX in
+the engine and launches it by itself. What an op cannot be told beforehand is a callback into Python: one
+plugin made of its declaration, which runs the form that a torch engine runs, on TensorRT's stream and memory,
+in a process that has called `register`. Either way states come in and out at one address.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hemiola.plugins import DENSE, OPS
 from hemiola.plugins.spec import Op
+
+if TYPE_CHECKING:  # Triton compiles them; who runs an engine needs none
+    from hemiola.plugins.gpu.ahead import Memory
+    from hemiola.plugins.gpu.ptx import Entry
 
 DOMAIN = "hemiola"
 DTYPES = {
@@ -38,12 +42,88 @@ def register() -> None:
             trtp.impl(plugin_id)(_run(op, trtp))
 
 
-def _signature(op: Op, tensor: Any, results: Any, *more: tuple[str, Any]) -> inspect.Signature:
-    """What TensorRT reads of a function: tensors, attributes, then `more`."""
-    named = [(arg.name, tensor) for arg in op.args] + [(attr.name, attr.type) for attr in op.attrs]
+_registered: set[str] = set()
+
+
+def register_kernels(entries: "Sequence[Entry]", memory: "Mapping[str, Memory]") -> None:
+    """Tell TensorRT's registry of an op's kernels; `memory` is that of the op's plan."""
+    trt: Any = import_module("tensorrt")
+    trtp: Any = import_module("tensorrt.plugin")
+    for entry in entries:
+        if entry.name not in _registered:
+            plugin_id = f"{DOMAIN}::{entry.name}"
+            trtp.register(plugin_id)(_describe_kernel(entry, memory, trt, trtp))
+            trtp.aot_impl(plugin_id)(_launch_kernel(entry, memory, trtp))
+            _registered.add(entry.name)
+
+
+def _describe_kernel(
+    entry: "Entry", memory: "Mapping[str, Memory]", trt: Any, trtp: Any
+) -> Callable[..., Any]:
+    """Shapes and dtypes of what it makes, then the tensors that come out where they come in."""
+    names = {dtype: getattr(trt.DataType, name) for name, dtype in DTYPES.items()}
+
+    def describe(*tensors: Any) -> tuple[Any, ...]:
+        number = _numbers(entry, memory, tensors, trtp)
+        made = []
+        for name in entry.made():
+            shape = trtp.ShapeExprs.from_tuple([number(size) for size in memory[name].shape])
+            made.append(trtp.from_shape_expr(shape, names[memory[name].dtype]))
+        kept = entry.outputs[len(made) :]
+        return (*made, *(tensors[entry.inputs.index(name)].aliased() for name in kept))
+
+    results = tuple.__class_getitem__((trtp.TensorDesc,) * len(entry.outputs))
+    describe.__signature__ = _signed(_tensors(entry, trtp), results)  # pyright: ignore[reportFunctionMemberAccess]
+    return describe
+
+
+def _launch_kernel(entry: "Entry", memory: "Mapping[str, Memory]", trtp: Any) -> Callable[..., Any]:
+    """The kernel, its grid, and its ints between the pointers of inputs and outputs."""
+
+    def launch(*values: Any) -> tuple[Any, ...]:
+        *tensors, _, _ = values  # outputs, tactic
+        number = _numbers(entry, memory, tensors, trtp)
+        params = trtp.KernelLaunchParams(
+            *map(number, entry.grid), block_x=entry.threads, shared_mem=entry.shared
+        )
+        ints = trtp.SymIntExprs.from_tuple([number(value) for value in entry.ints])
+        return entry.name, entry.ptx, params, ints
+
+    results = tuple.__class_getitem__((str, str, trtp.KernelLaunchParams, trtp.SymIntExprs))
+    more = [("outputs", tuple.__class_getitem__((trtp.TensorDesc,))), ("tactic", int)]
+    launch.__signature__ = _signed([*_tensors(entry, trtp), *more], results)  # pyright: ignore[reportFunctionMemberAccess]
+    return launch
+
+
+def _numbers(
+    entry: "Entry", memory: "Mapping[str, Memory]", tensors: Sequence[Any], trtp: Any
+) -> Callable[[Any], Any]:
+    """A function from numbers of the plan to expressions of TensorRT's."""
+    from hemiola.plugins.gpu.terms import evaluate, places_of
+
+    sizes = {
+        letter: tensor.shape_expr[place]
+        for name, tensor in zip(entry.inputs, tensors, strict=True)
+        for letter, place in places_of(memory[name].shape).items()
+    }
+    return lambda value: evaluate(value, sizes, trtp.ShapeExpr, trtp.cdiv)
+
+
+def _tensors(entry: "Entry", trtp: Any) -> list[tuple[str, Any]]:
+    return [(f"in_{i}", trtp.TensorDesc) for i in range(len(entry.inputs))]
+
+
+def _signed(named: Sequence[tuple[str, Any]], results: Any) -> inspect.Signature:
+    """What TensorRT reads of a function."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind, annotation=note) for name, note in (*named, *more)]
+    parameters = [inspect.Parameter(name, kind, annotation=note) for name, note in named]
     return inspect.Signature(parameters, return_annotation=results)
+
+
+def _signature(op: Op, tensor: Any, results: Any, *more: tuple[str, Any]) -> inspect.Signature:
+    """Tensors, attributes, then `more`."""
+    named = [(arg.name, tensor) for arg in op.args] + [(attr.name, attr.type) for attr in op.attrs]
+    return _signed([*named, *more], results)
 
 
 def _describe(op: Op, trt: Any, trtp: Any) -> Callable[..., Any]:

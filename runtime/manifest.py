@@ -18,6 +18,7 @@ from hemiola.runtime.errors import Refused
 FORMAT = 5
 FILE = "manifest.json"
 PARTS = "parts"  # the folder of compiled parts
+PTX = "ptx"  # the form of an op whose kernels TensorRT has in its own engine
 Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]
 
 
@@ -62,6 +63,11 @@ class OpNode(Part):
     form: str
     refused: dict[str, str]  # by better form, why it is not that
     sizes: tuple[int, ...]  # that the form gets behind the op's arguments
+
+    @property
+    def is_callback(self) -> bool:
+        """TensorRT calls it in Python; why it cannot launch it by itself, stands in `refused`."""
+        return PTX in self.refused
 
 
 class Piece(Part):
@@ -166,6 +172,12 @@ class Manifest(Part):
         """Memory of the weights that stand in no file."""
         sizes = (math.prod(d.shape) * getattr(torch, d.dtype).itemsize for d in self.drawn.values())
         return sum(sizes)
+
+    @property
+    def callbacks(self) -> dict[str, str]:
+        """Ops that TensorRT calls in Python, and why."""
+        nodes = (node for segment in self.segments for node in segment.nodes)
+        return {node.op: node.refused[PTX] for node in nodes if node.is_callback}
 
     def segment(self, name: str) -> Segment:
         return next(s for s in self.segments if s.name == name)

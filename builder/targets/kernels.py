@@ -65,7 +65,7 @@ def _compile(nodes: "set[Node]", arch: str, job: Job) -> Kernels:
     return Kernels(arch=arch, cuda=cuda_version(gpu.capability), sources=sources(), binaries=tuple(files))
 
 
-class _Tensor(NamedTuple):
+class Tensor(NamedTuple):
     """A traced tensor. Letters of the ABI stand for its free sizes."""
 
     shape: tuple[int | str, ...]
@@ -92,7 +92,7 @@ class Node(NamedTuple):
 
     def arguments(self, size: Size) -> list[Any]:
         letters = {"T": size.tokens, "L": size.tokens, "N": size.rows, "W": size.pages, "P": 3, "S": 3}
-        return [value.make(letters) if isinstance(value, _Tensor) else value for value in self.values]
+        return [value.make(letters) if isinstance(value, Tensor) else value for value in self.values]
 
     def most(self, limits: Limits) -> Size:
         sizes = widths(limits, self.segment)
@@ -110,11 +110,11 @@ def nodes_of(graph: Graph) -> Iterator[Node]:
         yield Node(op.name, graph.name, tuple(values))
 
 
-def _traced(value: torch.Tensor, names: dict[str, str]) -> _Tensor:
+def _traced(value: torch.Tensor, names: dict[str, str]) -> Tensor:
     def known(sizes: Sequence[Any]) -> tuple[int | str, ...]:
         return tuple(size if isinstance(size, int) else names[str(size)] for size in sizes)
 
-    return _Tensor(known(value.shape), known(value.stride()), int(value.storage_offset()), value.dtype)
+    return Tensor(known(value.shape), known(value.stride()), int(value.storage_offset()), value.dtype)
 
 
 def _letters(graph: Graph) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""TensorRT: a segment is one engine with its weights, our ops inside it as plugins (plugins/tensorrt.py).
+"""TensorRT: a segment is one engine with its weights, our ops' kernels inside it as plugins.
 
 It times its kernels on the GPU that the engine is for, so it compiles only there.
 """
@@ -14,11 +14,12 @@ from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
 from hemiola.builder.onnx import outputs, to_onnx, with_weights
 from hemiola.builder.targets.engines import build, lay_out, log_of, make_profiles
+from hemiola.builder.targets.plugins import told_beforehand, with_forms, with_kernels
 from hemiola.builder.targets.torch import Compiled, Job, Report, choose_forms
 from hemiola.builder.weights import write_weights
 from hemiola.plugins.cpu.jit import cache_dir
 from hemiola.plugins.onnx import is_plugin
-from hemiola.plugins.tensorrt import register
+from hemiola.plugins.tensorrt import register, register_kernels
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import PARTS, Piece
@@ -32,6 +33,10 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
     register()
     nodes, packed = choose_forms(graph, weights, job.device, is_plugin)
     lay_out(graph)
+    found = told_beforehand(graph, job)
+    for own in found:
+        if not isinstance(own, str):
+            register_kernels(own.entries, own.plan.memory)
     profiles = make_profiles(job.limits, graph, "TLNWPS")
     folder = job.folder / PARTS
     folder.mkdir(exist_ok=True)
@@ -39,7 +44,7 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
     with tempfile.TemporaryDirectory(dir=job.folder) as beside:
         file = Path(beside) / "weights.safetensors"
         write_weights(packed, file, job.report)
-        model = with_weights(to_onnx(graph), file)
+        model = with_weights(with_kernels(to_onnx(graph), found), file)
         setup = _Setup(graph.name, job.report, timings)
         content = model.SerializeToString()
         engine = build(
@@ -51,7 +56,7 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
     inputs = tuple(value.name for value in model.graph.input)
     names = tuple(outputs(graph))
     return Compiled(
-        nodes,
+        with_forms(nodes, found),
         weights={},  # they are in the engine
         pieces=(Piece(kind="part", name=graph.name, inputs=inputs, outputs=names),),
         outputs=names,

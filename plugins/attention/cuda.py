@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from hemiola.plugins.gpu.checks import check
-from hemiola.plugins.gpu.device import gpu_of
+from hemiola.plugins.gpu.device import Gpu, gpu_of
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
 
@@ -119,6 +119,18 @@ def variants(most: Size, *arguments: torch.Tensor | float) -> Iterator[Variant]:
                 yield Variant(Size(tokens, rows, pages))
 
 
+def ahead(
+    gpu: Gpu, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor,
+    v_pages: torch.Tensor, page_table: torch.Tensor, rows: torch.Tensor, *rest: torch.Tensor | float,
+) -> Iterator[dict[str, TilePlan]]:  # fmt: skip
+    """The plan of the largest step, then lower tiles, which need less shared memory."""
+    (num_tokens, heads, depth), groups = q.shape, k.shape[1]
+    plan = choose(num_tokens, len(rows), heads // groups, depth, False, gpu.shared)
+    for queries in (64, 32, 16):
+        if queries <= plan.queries:
+            yield {"plan": plan._replace(queries=queries)}
+
+
 @lru_cache(maxsize=16)
 def _one(device: torch.device) -> torch.Tensor:
     return torch.ones(1, dtype=torch.float32, device=device)
@@ -126,4 +138,4 @@ def _one(device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return 2 if device.type == "cpu" else gpu_of(device).multiprocessors  # 2: interpreted

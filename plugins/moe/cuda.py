@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import torch
 
 from hemiola.plugins.gpu.checks import check, is_described
-from hemiola.plugins.gpu.device import gpu_of
+from hemiola.plugins.gpu.device import Gpu, gpu_of
 from hemiola.plugins.gpu.dtypes import FLOATS
 from hemiola.plugins.gpu.launch import Block, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
-from hemiola.plugins.gpu.tiles import FALLBACK, Tile, crowds, expert_tile_of
+from hemiola.plugins.gpu.tiles import FALLBACK, Tile, crowds, expert_tile_of, table_of
 
 _combine = Kernel("moe", "_combine")
 _sort = Kernel("moe", "_sort")
@@ -93,6 +93,12 @@ def variants(
         yield Variant(most._replace(tokens=tokens))
 
 
+def ahead(gpu: Gpu, *arguments: torch.Tensor | str) -> Iterator[dict[str, Tile]]:
+    """The highest tile that needs no descriptors, for steps of any size."""
+    tiles = [crowd.tile for crowd in table_of(gpu.capability).experts if not crowd.tile.is_persistent]
+    yield {"tile": max(tiles, key=lambda tile: tile.tokens)}
+
+
 def _tile_of(num_pairs: int, up: torch.Tensor, down: torch.Tensor) -> Tile:
     if up.dtype is torch.float32:
         return FALLBACK
@@ -133,7 +139,7 @@ def _multiply(
     how = {"SLOTS": expert_weights.shape[1], "IS_UP": is_up, "DTYPE": x.dtype, "TOKENS": tile.tokens,
            "OUTPUTS": tile.outputs, "INNER": tile.inner, "ACTIVATION": activation, "num_warps": tile.warps,
            "num_stages": tile.stages, "enable_fp_fusion": False}  # fmt: skip
-    num_tiles, output_tiles = len(tiles) - 1, cdiv(num_outputs, tile.outputs)
+    num_tiles, output_tiles = tiles.shape[0] - 1, cdiv(num_outputs, tile.outputs)
     if tile.is_persistent:
         halves = 2 if activation == "swiglu" else 1
         box = (halves, tile.outputs // halves, tile.inner)
@@ -153,10 +159,10 @@ def _multiply(
 
 def _gather(x: torch.Tensor, pairs: torch.Tensor, num_slots: int) -> torch.Tensor:
     """Lines of x in the order of pairs, [P, F]."""
-    width = x.shape[1]
-    lines = torch.empty(len(pairs), width, dtype=x.dtype, device=x.device)
+    num_pairs, (num_tokens, width) = pairs.shape[0], x.shape
+    lines = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
     block = min(2048, pow2(width))
-    _copy_lines[len(pairs), cdiv(width, block)](
-        x, pairs, lines, len(x), width, x.stride(0), SLOTS=num_slots, BLOCK=block, num_warps=4
+    _copy_lines[num_pairs, cdiv(width, block)](
+        x, pairs, lines, num_tokens, width, x.stride(0), SLOTS=num_slots, BLOCK=block, num_warps=4
     )
     return lines

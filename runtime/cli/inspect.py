@@ -20,6 +20,7 @@ PROMISES = {
     "bits": "every logit is the plain run's, bit for bit",
     "tokens": "tokens of the plain run, where no two are closer than rounding (docs/engines.md)",
 }
+CALLBACK = "python callback"
 
 
 @takes(options_of(ServeConfig))
@@ -146,7 +147,11 @@ def forms(found: Manifest) -> Table:
         table.add_column(column, justify="right" if column == "calls" else "left")
     for segment in found.segments:
         kinds = [
-            (node.op, node.form, "; ".join(f"{form}: {why}" for form, why in node.refused.items()))
+            (
+                node.op,
+                CALLBACK if node.is_callback else node.form,
+                "; ".join(f"{form}: {why}" for form, why in node.refused.items()),
+            )
             for node in segment.nodes
         ]
         for op, form, refused in sorted(set(kinds)):

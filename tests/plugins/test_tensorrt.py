@@ -1,19 +1,24 @@
-"""Our ops as plugins, before the real plugin registry and module of TensorRT 11.4 (its lean runtime).
+"""Our ops and their kernels as plugins, before the real plugin registry and module of TensorRT 11.4 (its lean
+runtime).
 
 TensorRT itself has not run them: its libraries are not here.
 """
 
 import ctypes
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from kit import tensorrt_bindings
+from kit.ops import subject
 from torch.fx import Node
 
 from hemiola.builder import graph, models
@@ -38,6 +43,7 @@ def trt() -> Iterator[Any]:
     before = sys.path.copy()
     loaded = tensorrt_bindings.load(NEWEST)
     plugins.register()
+    sys.modules[loaded.plugin.SymInt32.__module__].SymExprImpl.expr = None  # its own wants a capsule
     yield loaded
     sys.path[:] = before
     del sys.modules["tensorrt"], sys.modules["tensorrt.plugin"]
@@ -68,12 +74,15 @@ class Expression:
 class Expressions:
     """Their builder. TensorRT's module copies a size by adding zero."""
 
+    KINDS: ClassVar = {
+        "SUM": operator.add, "SUB": operator.sub, "PROD": operator.mul, "FLOOR_DIV": operator.floordiv,
+        "CEIL_DIV": lambda a, b: -(-a // b),
+    }  # fmt: skip
     constant = staticmethod(Expression)
 
-    @staticmethod
-    def operation(kind: Any, one: Expression, other: Expression) -> Expression:
-        assert kind.name == "SUM"
-        return Expression(one.size + other.size)
+    @classmethod
+    def operation(cls, kind: Any, one: Expression, other: Expression) -> Expression:
+        return Expression(cls.KINDS[kind.name](one.size, other.size))
 
 
 def made(trt: Any, node: Node) -> Any:
@@ -207,4 +216,86 @@ def described(trt: Any, value: torch.Tensor) -> Any:
     desc = trt.PluginTensorDesc()
     (desc.type,) = dtypes(trt, [value])
     desc.dims, desc.format = trt.Dims(list(value.shape)), trt.TensorFormat.LINEAR
+    return desc
+
+
+class Told(list):
+    """Takes the ints of a launch."""
+
+    nbSymExprs: int  # noqa: N815
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        assert index == len(self) < self.nbSymExprs
+        self.append(value)
+
+
+LAUNCHED = {
+    "attention": subject("attention", 0.2, 0, H=4, D=64, G=2, Z=160, L=16, W=64),
+    "conv": subject("conv", E=48, W=4),
+    "delta": subject("delta", G=1, K=32, H=2, V=32, J=1),
+    "mamba2": subject("mamba2", 0.0, 1.0, H=2, P=16, G=1, D=16),
+    "moe": subject("moe", "swiglu", E=6, K=2, F=32, J=64, I=32),
+    "route": subject("route", "sigmoid", 3, 1, 1, True, 1.0, E=8),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_kernel_is_told_ahead_of_time_as_it_is_launched(
+    name: str, trt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Creator without fields, dtypes, shapes, what comes out where it came in, tactic, grid, ints and PTX."""
+    pytest.importorskip("triton", reason="needs Triton")
+    kit, ptx = import_module("kit.ahead"), import_module("hemiola.plugins.gpu.ptx")
+    monkeypatch.setattr(trt, "IDimensionExpr", Expression)
+    monkeypatch.setattr(trt, "DimsExprs", lambda length: [None] * length)
+    own = LAUNCHED[name]
+    values = kit.as_on_a_gpu(own.op, own.arguments(20))
+    given, sizes = kit.sized(own.op, values), kit.sizes_of(own.op, values)
+    told = ptx.ahead(own.op, given, values[len(own.op.args) :], kit.Gpu(90, 132))
+    plugins.register_kernels(told.entries, told.plan.memory)
+    launches, _ = kit.played(own.op, told, values)
+    for entry, launch in zip(told.entries, launches, strict=True):
+        creator = trt.get_plugin_registry().get_creator(entry.name, "1", "hemiola")
+        assert creator is not None and len(creator.field_names) == 0
+        memory = [told.plan.memory[own] for own in (*entry.inputs, *entry.outputs)]
+        types = dtypes(trt, memory)
+        shapes = [[kit.evaluate(size, sizes) for size in own.shape] for own in memory]
+        count = len(entry.inputs)
+        plugin = creator.create_plugin(
+            entry.name, "hemiola", trt.PluginFieldCollection([]), trt.TensorRTPhase.BUILD,
+            trt.QuickPluginCreationRequest.STRICT_AOT,
+        )  # fmt: skip
+        assert plugin.get_num_outputs() == len(entry.outputs)
+        found = plugin.get_output_data_types(types[:count], [len(shape) for shape in shapes[:count]])
+        assert list(found) == types[count:]
+        aliases = [plugin.get_aliased_input(i) for i in range(len(entry.outputs))]
+        assert aliases == [entry.inputs.index(own) if own in entry.inputs else -1 for own in entry.outputs]
+        inputs = [[Expression(size) for size in shape] for shape in shapes[:count]]
+        outputs = plugin.get_output_shapes(inputs, [], Expressions)
+        assert [[size.size for size in shape] for shape in outputs] == shapes[count:]
+        both = [dynamic(trt, kind, shape) for kind, shape in zip(types, shapes, strict=True)]
+        plugin.configure_plugin(both[:count], both[count:])
+        combinations = plugin.get_supported_format_combinations(both, count)
+        assert [desc.type for desc in combinations] == types
+        assert {desc.format for desc in combinations} == {trt.TensorFormat.LINEAR}
+        plugin.configure_plugin(both[:count], both[count:])
+        assert plugin.get_valid_tactics() == []  # one plan for steps of any size
+        plugin.set_tactic(0)
+        params, ints = SimpleNamespace(), Told()
+        plugin.get_launch_params(inputs, both, count, params, ints, Expressions)
+        grid = tuple(getattr(params, f"grid_{axis}").expr.size for axis in "xyz")
+        block = [getattr(params, f"block_{axis}").expr.size for axis in "xyz"]
+        assert grid == launch.grid and block == [entry.threads, 1, 1]
+        assert params.shared_mem.expr.size == entry.shared
+        assert [value.expr.size for value in ints] == list(launch.values[count : count + len(entry.ints)])
+        symbol, ptx = plugin.get_kernel([b.desc for b in both[:count]], [b.desc for b in both[count:]])
+        assert symbol == entry.name and ptx == entry.ptx.encode()
+        assert len(launch.values) == count + ints.nbSymExprs + len(entry.outputs)
+
+
+def dynamic(trt: Any, kind: Any, shape: list[int]) -> Any:
+    desc = trt.DynamicPluginTensorDesc()
+    own = trt.PluginTensorDesc()
+    own.type, own.dims, own.format = kind, trt.Dims(shape), trt.TensorFormat.LINEAR
+    desc.desc, desc.min, desc.max, desc.opt = own, trt.Dims(shape), trt.Dims(shape), trt.Dims(shape)
     return desc

@@ -4,6 +4,8 @@ No engine was built: TensorRT's libraries are not here, and its builder wants a 
 """
 
 import ast
+import io
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,15 +15,31 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import onnx
 import pytest
 import torch
 from kit import tensorrt_bindings
 from kit.kernels import uncompiled
+from rich.console import Console
 
-from hemiola.builder import targets
+from hemiola.builder import models, targets
 from hemiola.builder.build import Options, build
+from hemiola.builder.checkpoint import Checkpoint
+from hemiola.builder.cli import summary
+from hemiola.builder.graph import export
+from hemiola.builder.onnx import to_onnx
+from hemiola.builder.targets.engines import lay_out
+from hemiola.builder.targets.plugins import KERNELS, told_beforehand, with_kernels
+from hemiola.builder.targets.torch import Job
+from hemiola.plugins import tensorrt as plugins
+from hemiola.plugins.gpu import ptx
+from hemiola.plugins.gpu.ahead import NotAhead
+from hemiola.plugins.onnx import PLUGIN
+from hemiola.plugins.spec import Op
 from hemiola.runtime import manifest
+from hemiola.runtime.cli.inspect import forms as inspected
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import Limits
 
 Get = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,6 +115,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MagicMock:
     inspector = trt.Runtime().deserialize_cuda_engine().create_engine_inspector()
     inspector.get_engine_information.return_value = "{}"
     monkeypatch.setitem(sys.modules, "tensorrt", trt)
+    monkeypatch.setitem(sys.modules, "tensorrt.plugin", trt.plugin)
+    monkeypatch.setattr(plugins, "_registered", set())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
@@ -141,9 +161,66 @@ def test_one_engine_per_segment_with_profiles_states_in_place_and_what_the_inspe
     )
     content, path = fake.OnnxParser().parse.call_args.args
     assert b"weights.safetensors" in content and path.endswith("draft.onnx")
+    registered = {call.args[0] for call in fake.plugin.aot_impl.mock_calls if call.args}
+    kernels = {node.op_type for node in onnx.ModelProto.FromString(content).graph.node if node.domain}
+    assert kernels and {f"hemiola::{kernel}" for kernel in kernels} <= registered
+    assert {node.form for segment in built.segments for node in segment.nodes} == {"ptx"}
+    assert (
+        built.kernels[0].binaries[0].binary.call.kernel == "gpu.clock._write_time"
+        and len(built.kernels[0].binaries) == 1
+    )
     assert not [file for file in (tmp_path / "e").iterdir() if file.name.startswith("tmp")]
     config.progress_monitor.phase_start("Timing", None, 7)
     assert config.progress_monitor.step_complete("Timing", 2) and stages[-1] == "draft: Timing, 3 of 7"
+
+
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_5"])
+def test_kernels_stand_where_their_ops_stood(family: str, tiny_checkpoint: Get, tmp_path: Path) -> None:
+    """In an order in which each has what it needs; results and states keep their names."""
+    checkpoint = Checkpoint(tiny_checkpoint(family))
+    limits = Limits(max_len=128, max_rows=4, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16)
+    model = models.load(checkpoint, torch.ops.hemiola, chunk_len=16, max_len=128, dtype=torch.bfloat16)
+    graph = export(model, "trunk", limits)
+    lay_out(graph)
+    found = told_beforehand(graph, Job(tmp_path, "cuda", ("sm_90",), limits))
+    assert not [own for own in found if isinstance(own, str)]
+    whole = to_onnx(graph)
+    made = with_kernels(whole, found)
+    onnx.checker.check_model(made)  # every value is made before it is read, and once
+    assert made.graph.output == whole.graph.output and made.graph.input == whole.graph.input
+    kernels = [node for node in made.graph.node if node.domain]
+    assert {node.domain for node in kernels} == {KERNELS} and len(kernels) > len(found)
+    assert {attribute.name for node in kernels for attribute in node.attribute} == PLUGIN.keys()
+    kept = [node for node in made.graph.node if not node.domain]
+    assert [n for n in kept if n in whole.graph.node] == [n for n in whole.graph.node if not n.domain]
+    assert with_kernels(whole, ["why not"] * len(found)).graph == whole.graph
+
+
+def test_what_cannot_be_told_ahead_calls_back_and_says_why(
+    tiny_checkpoint: Get, tmp_path: Path, fake: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(op: Op, *rest: Any) -> ptx.Ahead:
+        if op.name == "delta":
+            raise NotAhead("delta._step needs 60000 bytes of shared memory, TensorRT gives 49152")
+        return ptx.ahead(op, *rest)
+
+    monkeypatch.setattr(import_module("hemiola.builder.targets.plugins"), "ahead", told)
+    options = Options(
+        target="tensorrt", arch="sm_90", max_len=128, max_rows=4, max_step_tokens=64, drafts="none"
+    )
+    with uncompiled():
+        built = build(tiny_checkpoint("qwen3_5"), tmp_path / "e", options)
+    forms = {node.op: (node.form, node.refused) for node in built.segments[0].nodes}
+    assert forms["conv"] == ("ptx", {}) and forms["delta"][0] == "cuda"
+    assert {entry.binary.call.kernel.split(".")[0] for entry in built.kernels[0].binaries} == {"delta", "gpu"}
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(summary(built, tmp_path / "e"))
+    assert "delta: python callback (delta._step needs" in (text := console.export_text())
+    assert "conv: python callback" not in text
+    console.print(inspected(built))
+    text = console.export_text()
+    assert re.search(r"delta +│ python callback │ +\d+ │ ptx: delta._step needs", text)
+    assert re.search(r"conv +│ ptx ", text)
 
 
 def test_what_is_missing_is_said(

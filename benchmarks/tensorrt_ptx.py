@@ -1,0 +1,75 @@
+"""Our kernels for TensorRT, told ahead of time, for real dimensions and any architecture, without a GPU.
+
+    python benchmarks/tensorrt_ptx.py sm_80,sm_90 benchmarks/configs/qwen3.5-9b demo/qwen3.5-code ...
+
+Every kernel's PTX is assembled with the parameters that TensorRT passes. Prints a Markdown table.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from triton.backends.nvidia.compiler import get_ptxas
+
+from hemiola.builder import graph, models
+from hemiola.builder.checkpoint import Checkpoint, Files
+from hemiola.builder.random_weights import RandomTensors
+from hemiola.builder.targets.engines import lay_out
+from hemiola.builder.targets.kernels import nodes_of
+from hemiola.builder.targets.plugins import told_beforehand
+from hemiola.builder.targets.torch import Job
+from hemiola.plugins import DENSE
+from hemiola.plugins.gpu.ptx import Ahead
+from hemiola.runtime.arch import ARCHS
+from hemiola.runtime.manifest import Limits
+
+LIMITS = Limits(max_len=8192, max_rows=64, max_step_tokens=2048, num_drafts=3, page_len=64, chunk_len=16)
+
+
+def main() -> None:
+    print("| config | arch | op | plugins | most shared memory | KiB of PTX | seconds of CPU |")
+    print("|---|---|---|---|---|---|---|")
+    for folder in map(Path, sys.argv[2:]):
+        has_weights = any(folder.glob("*.safetensors"))
+        checkpoint = Checkpoint(folder, Files if has_weights else RandomTensors)
+        model = models.load(
+            checkpoint, torch.ops.hemiola, chunk_len=16, max_len=LIMITS.max_len, dtype=torch.bfloat16
+        )
+        exported = graph.export(model, "trunk", LIMITS)
+        lay_out(exported)
+        for arch in sys.argv[1].split(","):
+            measure(folder.name, arch, exported)
+
+
+def measure(name: str, arch: str, exported: graph.Graph) -> None:
+    begin = time.process_time()
+    found = told_beforehand(exported, Job(Path(), "cuda", (arch,), LIMITS))
+    ops = [node.op for node in nodes_of(exported) if node.op not in DENSE]
+    seconds = time.process_time() - begin
+    for op, own in dict(zip(ops, found, strict=True)).items():
+        if isinstance(own, Ahead):
+            for entry in own.entries:
+                assemble(entry.ptx, arch)
+            shared = max(entry.shared for entry in own.entries)
+            size = sum(len(entry.ptx) for entry in own.entries) / 1024
+            row = (len(own.entries), shared, f"{size:.0f}", f"{seconds:.0f} for all")
+        else:
+            row = (f"python callback: {own}", "", "", "")
+        print("|", " | ".join(map(str, (name, arch, op, *row))), "|", flush=True)
+
+
+def assemble(ptx: str, arch: str) -> None:
+    """Raises CalledProcessError where the assembler does not take it."""
+    major, minor = ARCHS[arch].capability or (0, 0)
+    target = next(line.split()[1] for line in ptx.splitlines() if line.startswith(".target"))
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder) / "a.ptx").write_text(ptx)
+        command = [get_ptxas(10 * major + minor).path, f"-arch={target}", str(file), "-o", f"{file}.cubin"]
+        subprocess.run(command, check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    main()
