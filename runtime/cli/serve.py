@@ -1,5 +1,6 @@
 """`hemiola serve`"""
 
+import gc
 import logging
 import signal
 import sys
@@ -118,6 +119,8 @@ def _serve(server: Server, front_options: FrontOptions, restarts: int) -> None:
         if front is not None:
             front.start(server.grpc_url, server.metrics_url)
             say(f"OpenAI   {front.url}")
+        gc.collect()
+        gc.freeze()  # what stands is left alone: looking at all of it stopped the front for 0.07 s
         say(f"ready after {time.monotonic() - start:.1f} s; Ctrl-C ends it")
         try:
             server.serve(restarts)

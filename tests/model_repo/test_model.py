@@ -1,6 +1,7 @@
 """What needs no server: how pieces become responses, and what happens when an engine or a send fails."""
 
 import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -218,6 +219,12 @@ def test_options_are_the_parameters_by_their_json_spelling(model: Any) -> None:
 def test_a_placeholder_left_in_the_config_is_refused(module: ModuleType) -> None:
     with pytest.raises(Exception, match=r"engine_dir is still \$\{engine_dir\}; fill model.json in"):
         module.TritonPythonModel().initialize(config(engine_dir="${engine_dir}"))
+
+
+def test_a_full_collection_does_not_look_at_what_stands(model: Any) -> None:
+    assert gc.get_freeze_count() > 10_000 > len(gc.get_objects())
+    model.finalize()
+    assert gc.get_freeze_count() == 0
 
 
 def test_pieces_said_while_a_send_is_slow_leave_as_one_response(model: Any) -> None:
