@@ -1,5 +1,6 @@
 """A `hemiola serve` as a process, and what belongs to it."""
 
+import contextlib
 import os
 import re
 import signal
@@ -85,9 +86,11 @@ class Served:
 def descendants(pid: int) -> dict[int, str]:
     """pid -> name, of children and theirs."""
     found = {}
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        for child in (int(word) for word in (task / "children").read_text().split()):
-            found |= {child: Path(f"/proc/{child}/comm").read_text().strip()} | descendants(child)
+    with contextlib.suppress(OSError):  # one that ends while we look is none
+        for task in Path(f"/proc/{pid}/task").glob("*"):
+            for child in (int(word) for word in (task / "children").read_text().split()):
+                with contextlib.suppress(OSError):
+                    found |= {child: Path(f"/proc/{child}/comm").read_text().strip()} | descendants(child)
     return found
 
 

@@ -19,6 +19,7 @@ from hemiola.runtime.serving.launcher import Server
 pytestmark = pytest.mark.server
 
 LONG = SamplingParams(max_tokens=1000, ignore_eos=True)
+STAYS = SamplingParams(max_tokens=1000, ignore_eos=True, num_drafts=0)  # so it runs longest
 LEAVING = 7  # of the 8 rows that the tiny engines have
 
 
@@ -76,7 +77,7 @@ def test_rows_of_callers_that_left_are_free(server: Server, leave: Callable) -> 
             num_tokens += len(piece.token_ids)
 
     with Client(server.grpc_url) as client:
-        stays = client.stream("stays", LONG)
+        stays = client.stream("stays", STAYS)
         clock = Thread(target=read)
         clock.start()
         go = leave(server)

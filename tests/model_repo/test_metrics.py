@@ -45,7 +45,7 @@ def test_the_page_counts_what_was_done(server: Server) -> None:
     body = {"input_ids": prompt, "max_tokens": 20, "ignore_eos": True}
     post(server, body)
     list(events(post(server, {**body, "stream": True}, endpoint="generate_stream")))
-    post(server, {"text_input": "a", "max_tokens": 400, "ignore_eos": True, "timeout": 1})
+    post(server, {"text_input": "a", "max_tokens": 900, "ignore_eos": True, "num_drafts": 0, "timeout": 1})
     post(server, {"text_input": "a", "max_tokens": 0})
 
     def rise(name: str, **labels: str) -> float:
