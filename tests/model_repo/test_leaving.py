@@ -42,9 +42,14 @@ def close_client(server: Server) -> Callable[[], None]:
 def close_sockets(server: Server) -> Callable[[], None]:
     body = {"text_input": "leave", "max_tokens": LONG.max_tokens, "ignore_eos": True, "stream": True}
     url = f"{server.http_url}/v2/models/hemiola/generate_stream"
-    answers = [requests.post(url, json=body, stream=True, timeout=60) for _ in range(LEAVING)]
-    for answer in answers:
+
+    def begin(_: int) -> requests.Response:
+        answer = requests.post(url, json=body, stream=True, timeout=60)
         next(answer.iter_content(1))
+        return answer
+
+    with ThreadPoolExecutor(LEAVING) as threads:  # one after the other, the stream that stays might end
+        answers = list(threads.map(begin, range(LEAVING)))
     return lambda: [answer.close() for answer in answers].clear()
 
 

@@ -324,7 +324,7 @@ def test_a_grammar_that_is_compiled_holds_nobody_up_but_its_own_request(model: A
 
     def compile_it(request: SimpleNamespace) -> None:
         if request.params.structured_outputs is not None:
-            assert compiled.wait(9)
+            assert compiled.wait(60)
 
     model.llm.before_submit_returns = compile_it
     slow = ask(model, {"structured_outputs": '{"regex": "a"}'}, name="slow")
