@@ -294,6 +294,7 @@ def disturb(
 def hurt(server: Served, act: str) -> bool:
     try:
         if act == "kill":
+            requests.get(f"{server.http_url}/v2/health/ready", timeout=RETRY_S).raise_for_status()
             os.kill(server.pids()[-1], signal.SIGKILL)
             return True
         key = {"triton-grpc-protocol-hemiola-key": KEY}
@@ -301,7 +302,7 @@ def hurt(server: Served, act: str) -> bool:
             control.unload_model("hemiola", headers=key, client_timeout=RETRY_S)
             control.load_model("hemiola", headers=key, client_timeout=RETRY_S)
         return True
-    except (OSError, IndexError, InferenceServerException):
+    except (OSError, IndexError, requests.RequestException, InferenceServerException):
         return False
 
 
