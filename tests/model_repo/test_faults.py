@@ -23,7 +23,7 @@ from kit.triton_calls import joined, post, scrape
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
-from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.errors import Busy, Failed, Lost
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving.client import Client
@@ -152,20 +152,24 @@ def test_a_full_queue_refuses_says_when_to_come_back_and_takes_requests_again(
     def rejected() -> float:
         return scrape(served).get(key("hemiola_requests_total", outcome="rejected"), 0)
 
+    def begin(stream: Iterator[Piece]) -> None:
+        try:
+            next(stream)
+        except Busy as error:
+            busy.append(str(error))
+
     url, body = f"{served.http_url}/v2/models/hemiola/generate", {"text_input": "a"}
     before = rejected()
-    busy = []
-    with Client(served.grpc_url, retries=0) as client:
+    busy: list[str] = []
+    with Client(served.grpc_url, retries=0) as client, ThreadPoolExecutor(8) as threads:
         streams = [client.stream("full", LONG) for _ in range(8)]  # 2 rows and 3 places
-        until(lambda: rejected() >= before + 3)
+        begun = [threads.submit(begin, stream) for stream in streams]
+        until(lambda: len(busy) == 3)
         answer = requests.post(url, json=body, timeout=60)
         with Client(served.grpc_url, "second") as other:
             other.generate(["room for me"], SHORT)  # limits are each engine's own
-        for stream in streams:
-            try:
-                next(stream)
-            except Busy as error:
-                busy.append(str(error))
+        for one in begun:
+            one.result()
     message = r"^5 answers are under way in 2 rows.* max_queue=3 may wait; try again in \d+ s$"
     assert len(busy) == 3 and all(re.match(message, said) for said in busy), busy
     assert answer.status_code == 400 and answer.json()["error"].startswith("[OVERLOADED] ")
