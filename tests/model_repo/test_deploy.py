@@ -2,7 +2,9 @@
 
 import json
 import re
+import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -108,9 +110,61 @@ def test_replicas_have_options_and_ports_that_there_are() -> None:
         assert grace > 30, "streams get 30 s, and must not be cut by docker"
     scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]
     assert set(scraped["static_configs"][0]["targets"]) == {f"{name}:8002" for name in replicas}
-    proxy = (DEPLOY / "haproxy.cfg").read_text()
-    servers = set(re.findall(r"^ +server (\S+) (\S+)", proxy, re.MULTILINE))
-    assert servers == {(name, f"{name}:{port}") for name in replicas for port in (8000, 8001)}
     for volume in (v for service in services.values() for v in service.get("volumes", [])):
         source = volume.split(":")[0]
         assert source.startswith("${ENGINE_DIR") or (DEPLOY / source).is_file(), volume
+
+
+def test_the_image_is_made_of_files_and_extras_that_there_are() -> None:
+    lines = [line.split(maxsplit=1) for line in (DEPLOY / "Dockerfile").read_text().splitlines()]
+    assert [word for word, _ in lines] == ["FROM", "WORKDIR", "COPY", "RUN", "WORKDIR", "EXPOSE"]
+    said = dict(lines)
+    assert said["COPY"] == ". .", "the context is the checkout"
+    install = shlex.split(said["RUN"])
+    assert (ROOT / install[install.index("-c") + 1]).is_file()
+    (extra,) = re.findall(r"^\.\[(\w+)\]$", install[-1])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extra in project["optional-dependencies"]
+    assert said["EXPOSE"].split() == ["8000", "8001", "8002", "9000"]
+    assert {".venv", "engines", ".git"} <= set((ROOT / ".dockerignore").read_text().split())
+
+
+def test_the_proxy_leads_each_published_port_to_every_replica() -> None:
+    sections: dict[str, list[list[str]]] = {}
+    for line in (DEPLOY / "haproxy.cfg").read_text().splitlines():
+        words = line.split("#")[0].split()
+        if words and not line.startswith(" "):
+            own = sections.setdefault(" ".join(words), [])
+        elif words:
+            own.append(words)
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    replicas = {name for name in services if name.startswith("replica-")}
+    bound = {}
+    for name, lines in sections.items():
+        if name.startswith("frontend "):
+            found = {words[0]: words for words in lines}
+            bound[found["bind"][1].removeprefix(":")] = sections[f"backend {found['default_backend'][1]}"]
+        for words in lines:
+            if "resolvers" in words:
+                assert f"resolvers {words[words.index('resolvers') + 1]}" in sections
+    assert services["address"]["ports"] == [f"{port}:{port}" for port in bound]
+    for port, lines in bound.items():
+        servers = {tuple(words[1:3]) for words in lines if words[0] == "server"}
+        assert servers == {(name, f"{name}:{port}") for name in replicas}
+        assert ["balance", "hdr(x-session-id)"] in lines and ["hash-type", "consistent"] in lines
+
+
+def test_grafana_finds_its_source_and_the_dashboard() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    grafana, configs = compose["services"]["grafana"], compose["configs"]
+    mounted = {one["target"]: yaml.safe_load(configs[one["source"]]["content"]) for one in grafana["configs"]}
+    (sources, dashboards) = (
+        next(found for target, found in mounted.items() if f"/provisioning/{kind}/" in target)
+        for kind in ("datasources", "dashboards")
+    )
+    (source,) = sources["datasources"]
+    variable = json.loads((DEPLOY / "grafana.json").read_text())["templating"]["list"][0]
+    assert source["type"] == variable["query"] == "prometheus"
+    assert source["url"] == "http://prometheus:9090" and "prometheus" in compose["services"]
+    (provider,) = dashboards["providers"]
+    assert grafana["volumes"] == [f"./grafana.json:{provider['options']['path']}/hemiola.json:ro"]
