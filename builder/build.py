@@ -38,7 +38,7 @@ def build(
     _refuse_pages(options)
     refuse_occupied(engine_dir)
     report("checking", 0, 0)
-    checkpoint = Checkpoint(path, RandomTensors if options.random_weights else Files)
+    checkpoint = Checkpoint(path, RandomTensors if options.random_weights else Files, archs)
     max_len = _max_len(checkpoint, options)
     model = models.load(
         checkpoint,

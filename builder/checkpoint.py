@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -11,6 +11,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
+from hemiola.builder.quantised import MODELOPT, refuse_quantised
 from hemiola.runtime.errors import Refused
 
 T = TypeVar("T")
@@ -117,14 +118,21 @@ class Tensors(Protocol):
 class Checkpoint:
     """An open folder. What is wrong with names and shapes shows before any content is read."""
 
-    def __init__(self, path: Path, source: "Callable[[Checkpoint], Tensors] | None" = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        source: "Callable[[Checkpoint], Tensors] | None" = None,
+        archs: Sequence[str] = (),  # that an engine is wanted for: named where they lack something
+    ) -> None:
         self.path = path
         if not path.is_dir():
             raise Refused(f"{path} is not a directory; pass a Hugging Face checkpoint folder")
         if not (path / "config.json").is_file():
             raise Refused(f"{path} has no config.json; pass a Hugging Face checkpoint folder")
         self.config = Config(read_json(path / "config.json"), str(path / "config.json"))
-        self._refuse_quantised()
+        beside = path / MODELOPT
+        modelopt = read_json(beside) if beside.is_file() else None
+        refuse_quantised(self.config.where, self.config.values, modelopt, archs)
         self._tensors = (source or Files)(self)
 
     @property
@@ -169,20 +177,6 @@ class Checkpoint:
                 ids = config.read("eos_token_id", int | list[int])  # type: ignore[arg-type]
                 return tuple(ids) if isinstance(ids, list) else (ids,)
         return ()
-
-    def _refuse_quantised(self) -> None:
-        if (self.path / "hf_quant_config.json").is_file():
-            raise Refused(
-                f"{self.path} is quantised (hf_quant_config.json), which is not supported; use the bf16 one"
-            )
-        text = self.config.values.get("text_config")
-        for config in (self.config.values, text if isinstance(text, dict) else {}):
-            if quantised := config.get("quantization_config"):
-                method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
-                raise Refused(
-                    f"{self.config.where}: quantization_config (quant_method {method}) is not supported; "
-                    "use the bf16 checkpoint"
-                )
 
 
 class Files:

@@ -20,8 +20,8 @@ from hemiola.runtime.manifest import Limits
 
 Get = Callable[[str], Path]
 LIMITS = Limits(max_len=96, max_rows=2, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16)
-# Of the whole: numpy sums in another order, and products of fp16 in fp16.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+# Of all steps together: numpy sums in another order.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3}
 EVERY_OP = ["nemotron_h_moe", "qwen3_5_moe"]  # between them
 HALF = ["nemotron_h_dense", "qwen3_5_tied"]  # no experts: whoever is chosen on a tie changes all
 
@@ -53,12 +53,14 @@ def test_the_evaluator_gives_the_logits_of_the_torch_model(
     model = to_onnx(made)
     onnx.checker.check_model(model, full_check=True)
     call, other = evaluator(model), Steps(made, steps.model, steps.weights)
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # logits and hidden, step by step
     for inputs in steps.inputs():
-        found = other.onnx(call, inputs)
-        for value, expected in zip(found.values(), steps.torch(inputs), strict=True):
-            assert (value - expected).norm() < TOLERANCE[dtype] * expected.norm()
-            if dtype is torch.float32:
-                assert torch.equal(value.argmax(1), expected.argmax(1))
+        pairs += zip(other.onnx(call, inputs).values(), steps.torch(inputs), strict=True)
+    for same in (pairs[::2], pairs[1::2]):
+        value, expected = (torch.cat(part).float() for part in zip(*same, strict=True))
+        assert (value - expected).norm() < TOLERANCE[dtype] * expected.norm()
+        if dtype is torch.float32:
+            assert torch.equal(value.argmax(1), expected.argmax(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

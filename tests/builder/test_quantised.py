@@ -1,0 +1,91 @@
+"""Quantised checkpoints are refused by name; configs as published ones have them, their lists cut short."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hemiola.builder.build import build
+from hemiola.builder.options import Options
+from hemiola.runtime.errors import Refused
+
+QWEN_FP8 = {  # Qwen/Qwen3-Next-80B-A3B-Instruct-FP8
+    "activation_scheme": "dynamic", "fmt": "e4m3", "modules_to_not_convert": ["lm_head"],
+    "quant_method": "fp8", "weight_block_size": [128, 128],
+}  # fmt: skip
+MODELOPT_FP8 = {  # nvidia's Nemotron-3-Nano FP8: config.json
+    "ignore": ["lm_head"], "quant_algo": "FP8", "producer": {"name": "modelopt", "version": "0.40.0"},
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, "quant_method": "modelopt",
+}  # fmt: skip
+FOUR = {"dynamic": False, "group_size": 16, "num_bits": 4, "type": "float"}
+GROUPS = {"group_0": {"input_activations": FOUR, "weights": FOUR, "targets": ["Linear"]}}
+NVFP4 = {"config_groups": GROUPS, "ignore": ["lm_head"], "quant_algo": "NVFP4", "quant_method": "modelopt"}
+COMPRESSED = {"config_groups": GROUPS, "format": "nvfp4-pack-quantized", "quant_method": "compressed-tensors"}
+MIXED = {  # Nemotron-3-Super: hf_quant_config.json
+    "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8",
+    "quantized_layers": {"a": {"quant_algo": "NVFP4", "group_size": 16}, "b": {"quant_algo": "FP8"}},
+}  # fmt: skip
+AWQ = {"bits": 4, "group_size": 128, "quant_method": "awq", "zero_point": True}
+NO_FP8 = "sm_80, sm_86 cannot multiply FP8, sm_89 and newer can; use the bf16"
+
+
+@pytest.mark.parametrize(
+    ("config", "beside", "archs", "expected"),
+    [
+        (
+            QWEN_FP8,
+            None,
+            "cpu",
+            "config.json: weights are FP8 (quantization_config, quant_method fp8), and this",
+        ),
+        (QWEN_FP8, None, "sm_80,sm_86,sm_89", NO_FP8),
+        (
+            MODELOPT_FP8,
+            None,
+            "sm_89",
+            "are FP8 (quantization_config, quant_method modelopt), and this version",
+        ),
+        (
+            NVFP4,
+            None,
+            "sm_89,sm_120",
+            "fp32; sm_89 cannot multiply NVFP4, sm_100 and newer can; use the bf16",
+        ),
+        (
+            NVFP4,
+            None,
+            "sm_120",
+            "weights are NVFP4 (quantization_config, quant_method modelopt), and this version",
+        ),
+        (COMPRESSED, None, "sm_90", "sm_90 cannot multiply NVFP4"),
+        (
+            None,
+            MIXED,
+            "sm_80",
+            "weights are FP8 and NVFP4 (hf_quant_config.json), and this version reads bf16",
+        ),
+        (AWQ, None, "sm_90", "weights are INT4 (quantization_config, quant_method awq)"),
+    ],
+)
+def test_it_is_refused_with_what_the_architectures_lack_and_the_way_out(
+    config: Any,
+    beside: Any,
+    archs: str,
+    expected: str,
+    tiny_checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    folder = shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "checkpoint")
+    content = json.loads((folder / "config.json").read_text())
+    if config:
+        content["quantization_config"] = config
+    (folder / "config.json").write_text(json.dumps(content))
+    if beside:
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": beside}))
+    with pytest.raises(Refused) as refused:
+        build(folder, tmp_path / "engine", Options(arch=[archs]))
+    assert expected in str(refused.value) and str(refused.value).endswith("use the bf16 checkpoint")
+    assert "\n" not in str(refused.value) and not (tmp_path / "engine").exists()
