@@ -25,7 +25,7 @@ from tritonclient.utils import InferenceServerException
 from hemiola import LLM, Busy, Client, Lost, Refused, SamplingParams
 
 KEY = "soak"
-RETRY_S = 60.0  # for a server that is being killed or reloaded
+RETRY_S = 300.0  # for a server that is being killed or reloaded
 BAD: tuple[dict[str, object], ...] = (
     {"text_input": "a", "max_tokens": 0},
     {"text_input": "a", "max_tokns": 3},

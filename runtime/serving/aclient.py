@@ -8,6 +8,7 @@ from typing import Any
 from hemiola.runtime.api import Output, Piece, Prompt, SamplingParams
 from hemiola.runtime.errors import Busy, Lost, Refused
 from hemiola.runtime.serving.packing import (
+    CHANNEL,
     MAX_IN_FLIGHT,
     READY_TIMEOUT_S,
     Chat,
@@ -33,7 +34,7 @@ class AsyncClient:
         self.url = url
         self.model = model
         self.retries = retries
-        self._channel = aio.insecure_channel(url, options=[("grpc.max_receive_message_length", -1)])
+        self._channel = aio.insecure_channel(url, options=CHANNEL)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._exchanges: set[Exchange] = set()  # asyncio keeps no task alive by itself
 

@@ -12,6 +12,7 @@ from hemiola.runtime.errors import Busy, Lost, Refused
 from hemiola.runtime.serving.packing import (
     CANCEL,
     CANCEL_TIMEOUT_S,
+    CHANNEL,
     MAX_IN_FLIGHT,
     READY_TIMEOUT_S,
     Chat,
@@ -43,7 +44,7 @@ class Client:
         self.url = url
         self.model = model
         self.retries = retries
-        self._channel = grpc.insecure_channel(url, options=[("grpc.max_receive_message_length", -1)])
+        self._channel = grpc.insecure_channel(url, options=CHANNEL)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._calls: WeakSet[Exchange] = WeakSet()  # for close
         try:

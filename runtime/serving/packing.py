@@ -27,6 +27,12 @@ GONE = (
     "is not healthy",
     "has no available versions",
 )  # what tritonserver says of a model that died or is reloaded
+# Of a channel. A server that was started again is found soon: grpc's own wait grows to two minutes.
+CHANNEL = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
 CANCEL = "cancel"  # the id of every request that cancels another
 CANCEL_TIMEOUT_S = 10.0
 READY_TIMEOUT_S = 10.0

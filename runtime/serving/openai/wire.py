@@ -14,6 +14,7 @@ from hemiola.runtime.errors import Lost
 from hemiola.runtime.serving.packing import (
     CANCEL,
     CANCEL_TIMEOUT_S,
+    CHANNEL,
     cancellation,
     pack,
     pb2,
@@ -24,11 +25,6 @@ from hemiola.runtime.serving.packing import (
 
 log = logging.getLogger("hemiola.openai")
 READY_TIMEOUT_S = 2.0
-CHANNEL = {
-    "grpc.max_receive_message_length": -1,
-    "grpc.initial_reconnect_backoff_ms": 100,  # a server that was started again is found soon
-    "grpc.max_reconnect_backoff_ms": 1000,
-}
 EOF: Any = getattr(aio, "EOF")  # noqa: B009  # missing in its types
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
@@ -51,7 +47,7 @@ class Wire:
     """A running tritonserver. To be made, used and closed within one event loop."""
 
     def __init__(self, url: str) -> None:
-        self._channel = aio.insecure_channel(url, options=list(CHANNEL.items()))
+        self._channel = aio.insecure_channel(url, options=CHANNEL)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._exchanges: set[Exchange] = set()  # asyncio keeps no task alive by itself
 

@@ -4,6 +4,7 @@ import gc
 import json
 import struct
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tritonclient.grpc import service_pb2 as pb2
 from hemiola.runtime.api import Logprob, SamplingParams
 from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.serving import client as module
+from hemiola.runtime.serving.aclient import AsyncClient
 from hemiola.runtime.serving.client import Client
 
 
@@ -194,6 +196,23 @@ def test_a_server_that_dies_in_a_stream_is_an_error_with_its_address(
     triton.answers, triton.dies = [response(text_output="a", output_ids=[1])], True
     with pytest.raises(RuntimeError, match=f"the server at {url}: UNAVAILABLE: Socket closed"):
         list(client.stream("x"))
+
+
+@pytest.mark.parametrize("where", ["client.grpc.insecure_channel", "aclient.aio.insecure_channel"])
+def test_a_server_that_was_away_is_looked_for_every_second(
+    url: str, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """grpc's own wait grows to two minutes, and fails every request meanwhile."""
+    asked: dict[str, int] = {}
+
+    def connect(_: str, options: Iterable[tuple[str, int]]) -> None:
+        asked.update(options)
+        raise ConnectionError
+
+    monkeypatch.setattr(f"hemiola.runtime.serving.{where}", connect)
+    with pytest.raises(ConnectionError):
+        AsyncClient(url) if where.startswith("a") else Client(url)
+    assert asked["grpc.max_reconnect_backoff_ms"] <= 1000
 
 
 def test_no_server_and_no_model_are_refused_with_a_way_out(url: str) -> None:
