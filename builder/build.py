@@ -19,6 +19,7 @@ from hemiola.builder.place import fresh, refuse_occupied
 from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.kernels import compile_kernels
 from hemiola.builder.targets.torch import Compiled, Job, Report
+from hemiola.builder.targets.work import work_bytes
 from hemiola.builder.weights import write_weights
 from hemiola.plugins import OPS
 from hemiola.runtime import manifest
@@ -105,14 +106,17 @@ def _compile(
         segment = model.trunk if name == "trunk" else model.draft
         assert segment is not None
         compiled = target.compile(graphs[-1], model.weights(segment), job)
-        segments.append(_segment(compiled, graphs[-1]))
+        measured = job.device == "cuda" and target.name == "torch"
+        work = work_bytes(graphs[-1], compiled.nodes, job.limits) if measured else 0
+        segments.append(_segment(compiled, graphs[-1], work))
         weights = compiled.weights | weights
     return graphs, segments, weights
 
 
-def _segment(compiled: Compiled, graph: Graph) -> Segment:
+def _segment(compiled: Compiled, graph: Graph, work: int) -> Segment:
     return Segment(
         name=graph.name,
+        work_bytes=work,
         weights=tuple(name for name in graph.weights if name in compiled.weights),
         states=tuple(state.name for state in graph.states),
         inputs=graph.inputs,

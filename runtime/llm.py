@@ -110,7 +110,7 @@ def shown_sizes(config: Resolved, manifest: manifests.Manifest, free: int) -> st
     taken += config.num_slots * state_bytes(manifest.states, "slot")
     return (
         f"{config.num_pages} pages of {config.page_len} tokens and {config.num_slots} slots take"
-        f" {taken / 2**30:.2f} GiB of {free / 2**30:.2f} free beside the weights"
+        f" {taken / 2**30:.2f} GiB of {free / 2**30:.2f} free beside the weights and what a step takes"
     )
 
 
@@ -124,7 +124,8 @@ class LLM:
         engine_dir = Path(engine_dir)
         self.manifest = manifests.load(engine_dir)
         device = find_device(engine_dir, self.manifest.arch)
-        free = free_bytes(device, engine_dir / self.manifest.weights_file, self.manifest.drawn_bytes)
+        weights, own = engine_dir / self.manifest.weights_file, self.manifest
+        free = free_bytes(device, weights, own.drawn_bytes, own.work_bytes)
         self.config = resolve(serve_config, self.manifest, free)
         if serve_config.prefix_cache == "auto" and not self.config.prefix_cache:
             log.warning(

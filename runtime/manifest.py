@@ -100,6 +100,7 @@ class Segment(Part):
     outputs: tuple[str, ...] = ()  # logits and hidden among the values of the pieces
     compiler: str = ""  # of the parts: the target and its version
     profiles: tuple[Profile, ...] = ()  # of the parts, the one for the fewest tokens first
+    work_bytes: int = 0  # that its largest step takes on a GPU, beside weights, pages and slots
 
     @property
     def files(self) -> list[str]:
@@ -178,6 +179,11 @@ class Manifest(Part):
         """Ops that TensorRT calls in Python, and why."""
         nodes = (node for segment in self.segments for node in segment.nodes)
         return {node.op: node.refused[PTX] for node in nodes if node.is_callback}
+
+    @property
+    def work_bytes(self) -> int:
+        """Memory of the largest step: segments run one after the other."""
+        return max(segment.work_bytes for segment in self.segments)
 
     def segment(self, name: str) -> Segment:
         return next(s for s in self.segments if s.name == name)

@@ -2,7 +2,7 @@
 # What a GPU machine without a network needs for scripts/gpu_session.py, into .lease/ (which git ignores):
 #   scripts/gpu_prepare.sh [VLLM_PEER_FOLDER]
 # base/: wheels that its Python 3.12 lacks (6 MB) and the commit's name. With a folder that holds vLLM's make_bundle.sh
-# (10 minutes): vllm1/ and vllm2/, 22 MB each, one for each of two calls, since a call carries 64 MiB.
+# (10 minutes): vllm1/ and vllm2/, 20 MB each, one for each of two calls, since a call carries 64 MiB.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf .lease/base && mkdir -p .lease/base/whl

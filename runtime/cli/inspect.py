@@ -186,6 +186,8 @@ def memory(engine_dir: Path, found: Manifest, config: ServeConfig) -> Table:
         ("slots of rows, and one of padding", rows, slot),
         ("snapshots", sizes.num_slots - rows, slot),
     ]
+    if found.work_bytes:
+        lines.append(("the largest step", 1, found.work_bytes))
     for what, number, each in lines:
         table.add_row(what, f"{number:,}", size(each), size(number * each))
     table.add_row("", "", "", size(sum(number * each for _, number, each in lines)))

@@ -63,18 +63,20 @@ def _fill(tensors: list[torch.Tensor], ids: list[int]) -> None:
         tensor[ids] = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
 
 
-def free_bytes(device: torch.device, weights: Path, drawn_bytes: int = 0) -> int:
-    """Memory for pages, slots and the work of a step, beside the weights in this file and those drawn."""
+def free_bytes(device: torch.device, weights: Path, drawn_bytes: int = 0, work_bytes: int = 0) -> int:
+    """Memory for pages and slots, and to choose tokens, beside the weights in this file and those drawn, and
+    what a step of a program takes."""
     if device.type == "cpu":
         return max(_free_bytes_of_host() - drawn_bytes, 0)  # the file is mapped
     free, total = torch.cuda.mem_get_info(device)
     needed = weights.stat().st_size + drawn_bytes
-    if free <= needed:
+    if free <= needed + work_bytes:
         raise Refused(
-            f"{weights} has {needed} bytes of weights, but of the GPU's {total} bytes {free} are free;"
-            f" stop what else runs there, or use a larger GPU"
+            f"{weights} has {needed} bytes of weights and a step takes up to {work_bytes}, but of the GPU's"
+            f" {total} bytes {free} are free; stop what else runs there, use a larger GPU, or build the"
+            f" engine with a smaller --max-step-tokens or --max-rows"
         )
-    return free - needed
+    return free - needed - work_bytes
 
 
 def _free_bytes_of_host() -> int:

@@ -1,0 +1,88 @@
+"""The memory that an engine's largest step takes on a GPU, found without one.
+
+The program and its launchers run on tensors without content; what these hold at a time is summed.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hemiola.builder.graph import Graph
+from hemiola.builder.targets.torch import op_of
+from hemiola.plugins.gpu.launch import launches
+from hemiola.runtime.abi import INPUTS, widths
+from hemiola.runtime.manifest import Limits, OpNode
+
+
+def work_bytes(graph: Graph, nodes: Sequence[OpNode], limits: Limits) -> int:
+    """Of intermediate tensors, outputs and what launchers take for themselves."""
+    given = list(_given(graph, widths(limits, graph.name)))
+    with launches(lambda *launch: None), torch.inference_mode(), Peak() as peak:
+        _Run(graph.program.graph_module, nodes).run(*given)
+    return peak.most
+
+
+def _given(graph: Graph, most: dict[str, int]) -> list[torch.Tensor]:
+    """Weights, states and inputs of the largest step, as the program takes them."""
+    places = [node for node in graph.program.graph.nodes if node.op == "placeholder"]
+    first = len(places) - len(graph.inputs)
+    given = []
+    for at, node in enumerate(places):
+        traced = node.meta["val"]
+        shape = [size if isinstance(size, int) else 3 for size in traced.shape]  # pages or slots
+        if at >= first:
+            letters = INPUTS[graph.name][graph.inputs[at - first]]
+            shape = [most.get(letter, size) for letter, size in zip(letters, shape, strict=True)]
+        given.append(torch.empty(shape, dtype=traced.dtype, device="meta"))
+    return given
+
+
+class _Run(fx.Interpreter):
+    """The program with its forms; a value is dropped behind its last use, as in a run, or at once."""
+
+    def __init__(self, program: fx.GraphModule, nodes: Sequence[OpNode]) -> None:
+        super().__init__(program)
+        self._forms = iter(nodes)
+
+    def run_node(self, n: fx.Node) -> Any:
+        op = op_of(n)
+        if op is None:
+            made = super().run_node(n)
+            return made if n.users or n.op == "output" else None
+        chosen = next(self._forms)
+        arguments, _ = self.fetch_args_kwargs_from_env(n)
+        return op.bind(chosen.form, chosen.sizes)(*arguments)
+
+
+class Peak(TorchDispatchMode):
+    """Inside: the most bytes that tensors which were made here held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._live: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {value.untyped_storage()._cdata for value in tree_leaves((args, kwargs)) if _is_tensor(value)}
+        for value in filter(_is_tensor, tree_leaves(out)):
+            memory = value.untyped_storage()
+            if memory._cdata not in given | self._live:
+                self._live.add(memory._cdata)
+                self.now += memory.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(memory, self._gone, memory._cdata, memory.nbytes())
+        return out
+
+    def _gone(self, memory: int, num_bytes: int) -> None:
+        self._live.discard(memory)
+        self.now -= num_bytes
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)

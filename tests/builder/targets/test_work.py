@@ -1,0 +1,59 @@
+"""What a step takes on a GPU, counted without one."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hemiola.builder.targets.work import Peak
+from hemiola.runtime import manifest
+from hemiola.runtime.cli import inspect
+from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.device import memory
+from hemiola.runtime.errors import Refused
+
+
+def test_memory_counts_once_and_until_nobody_holds_it() -> None:
+    given = torch.empty(10**6, device="meta")
+    with Peak() as peak:
+        first = torch.empty(1000, device="meta")
+        part = first.view(10, 100)[1]
+        given.view(10, -1)
+        del first
+        assert peak.now == peak.most == 4000
+        again = part + 1
+        del part
+        assert (peak.now, peak.most) == (400, 4400)
+        again += 1
+    assert (peak.now, peak.most) == (400, 4400)
+
+
+def test_the_delta_rules_scratch_is_part_of_a_step(tiny_engine: Callable[..., Path]) -> None:
+    """It was not known to memory_fraction: a step of 8,192 tokens found no memory behind full pages."""
+    sizes = {"max_rows": 8, "num_drafts": 3}
+    found = {
+        tokens: manifest.load(tiny_engine("qwen3_5", arch="sm_90", max_step_tokens=tokens, **sizes))
+        for tokens in (256, 1024)
+    }
+    small, large = (own.segment("trunk").work_bytes for own in found.values())
+    k_records = next(state for state in found[256].states if state.name.endswith("k_records"))
+    heads, depth, lines = *k_records.shape[1:], 1024 + 8 * k_records.shape[0]
+    query, mixed, keys, gains = 1024 * 4, 1024 * 4, lines * 4, lines * 4
+    scratch = heads * depth * (query + mixed + keys + gains)
+    assert scratch < large < 3 * scratch and 3 < large / small < 4
+    assert found[1024].work_bytes == max(segment.work_bytes for segment in found[1024].segments)
+    plan = inspect.memory(tiny_engine("qwen3_5", arch="sm_90", **sizes), found[256], ServeConfig())
+    assert "the largest step" in list(plan.columns[0].cells)
+    assert manifest.load(tiny_engine("qwen3_5")).work_bytes == 0
+
+
+def test_a_step_that_leaves_nothing_for_pages_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights").write_bytes(b"1234")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 200))
+    cuda = torch.device("cuda", 0)
+    assert memory.free_bytes(cuda, tmp_path / "weights", 6, 50) == 40
+    with pytest.raises(Refused, match=r"10 bytes of weights and a step takes up to 90, but of the GPU's 200"):
+        memory.free_bytes(cuda, tmp_path / "weights", 6, 90)
