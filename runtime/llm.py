@@ -167,10 +167,11 @@ class LLM:
         """What the engine holds now."""
         return self._loop.load()
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, as `submit` would use them."""
+    def encode(self, prompt: Prompt, *, must_fit: bool = True) -> list[int]:
+        """The token ids of a prompt, as `submit` would use them; must_fit: one far too long is not read."""
         if isinstance(prompt, str):
-            return self._tokenizer("prompt is", "token ids").encode(prompt, self.config.max_len)
+            max_len = self.config.max_len if must_fit else None
+            return self._tokenizer("prompt is", "token ids").encode(prompt, max_len)
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
             kind = type(prompt).__name__
             raise Refused(f"prompt is {kind}; pass text (str) or a list of token ids")

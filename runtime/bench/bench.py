@@ -250,7 +250,7 @@ def _text_source(path: Path | None, llm: LLM) -> Source:
         except OSError as error:
             raise Refused(f"--text {path} cannot be read ({error.strerror}); give a text file") from None
     try:
-        ids = llm.encode(text[:TEXT_LEN])
+        ids = llm.encode(text[:TEXT_LEN], must_fit=False)  # prompts are slices of it
     except Refused as error:
         asked = MULTI_TURN if path is None else f"--text {path}"
         raise Refused(f"{asked} draws its prompts from text: {error}; or use --workload random") from None

@@ -58,12 +58,15 @@ class FakeLLM(LLM):
         def next_token(context: list[int]) -> int:
             return (hashed(context) + type(self).wrong(options, len(context))) % VOCAB
 
+        def encode(text: str, max_len: int | None = None) -> list[int]:
+            if max_len is not None and len(text) > 9 * max_len:
+                raise Refused(f"prompt is {len(text)} characters")  # a text to draw prompts from is no prompt
+            return [ord(c) % VOCAB for c in text]
+
         session = FakeSession(self.config, next_token)
         session.before_run = lambda batch: type(self).before_run(session)
         self.manifest = SimpleNamespace(architecture="FakeForCausalLM", vocab_size=VOCAB)
-        self._text = SimpleNamespace(
-            encode=lambda text: [ord(c) % VOCAB for c in text], encode_words=lambda text: []
-        )
+        self._text = SimpleNamespace(encode=encode, encode_words=lambda text: [])
         self._loop = make_loop(self.config, session, session, None, Cost(10, 40))
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(self.config.max_len, self.config.max_len, VOCAB, eos_ids=())
