@@ -6,10 +6,13 @@ import inspect
 import logging
 import os
 import pickle
+import re
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ import numba.core.config as _config
 
 from hemiola.plugins.cpu.registers import CPU
 
+FOLDER = re.compile("[0-9a-f]{16}")
+KEPT_SECONDS = 30 * 86400  # since a folder was last used
 log = logging.getLogger("hemiola")
 _LOCK = threading.RLock()  # of numba's settings, and of what is compiled
 config: Any = _config  # numba makes its settings at run time
@@ -34,12 +39,22 @@ def cache_dir() -> Path:
         folder = root / "hemiola" / "kernels" / digest.hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
+            _tidy(folder)
             return folder
     except (OSError, RuntimeError):  # no home, or one that cannot be written
         pass
     folder = Path(tempfile.mkdtemp(prefix="hemiola-kernels-"))  # compiled once per process
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _tidy(folder: Path) -> None:
+    """Somebody uses this folder now. Others, of other sources or CPUs, go when nobody has for long."""
+    os.utime(folder)
+    for other in folder.parent.iterdir():
+        with suppress(OSError):  # another process removes it, too
+            if FOLDER.fullmatch(other.name) and time.time() - other.stat().st_mtime > KEPT_SECONDS:
+                shutil.rmtree(other)
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -103,8 +103,8 @@ class Session:
     @property
     def records(self) -> "list[Record]":
         """Trunk and head as parts of a CPU's step: from their inputs to logits and hidden states. Or none."""
-        found = [program.record for program in (self._trunk, self._draft)]
-        return [record for record in found if record is not None]
+        found = [p.record for p in (self._trunk, self._draft) if p.record is not None]
+        return found if len(found) == 2 else []
 
     def draft(self, **inputs: torch.Tensor) -> Computed:
         """Of a token and the hidden state before it: logits and hidden states of those in logits_ids."""

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +97,21 @@ def test_cache_dir_changes_with_a_source(sources: Path, file: str) -> None:
     assert jit.cache_dir() != before
     (sources / file).write_bytes(text)
     assert jit.cache_dir() == before
+
+
+def test_folders_that_nobody_has_used_for_long_are_removed(sources: Path) -> None:
+    """Not the own one, whose files are as old; and nothing that is not ours."""
+    own = jit.cache_dir()
+    names = {"0123456789abcdef": 31, "fedcba9876543210": 29, "somebody's": 400, own.name: 31}
+    for name, days in names.items():
+        (own.parent / name).mkdir(exist_ok=True)
+        (own.parent / name / "kernel.nbc").touch()
+        os.utime(own.parent / name, (time.time() - 86400 * days,) * 2)
+    for _ in range(2):  # the second time as another process would
+        assert jit.cache_dir() == own
+        left = sorted(folder.name for folder in own.parent.iterdir() if (folder / "kernel.nbc").exists())
+        assert left == sorted(set(names) - {"0123456789abcdef"})
+    assert time.time() - own.stat().st_mtime < 60, "it is used now"
 
 
 def test_cache_dir_is_in_the_home_without_xdg(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
