@@ -37,6 +37,7 @@ class Stage(NamedTuple):
     seconds: int  # at most
     command: str
     is_timed: bool = False  # nothing else may run meanwhile
+    needs: Path | None = None  # what must be there: it came along, or is made beside the stages
 
 
 STAGES = (
@@ -53,7 +54,8 @@ STAGES = (
           " --chunks 16", True),
     Stage("storms", 200, "python3 scripts/gpu_storms.py --seconds 180 --processes 14"),
     Stage("vllm", 300, f"PYTHONPATH={VLLM}/site PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work python3"
-          f" {VLLM}/bench/bench.py --budget 290 --configs 9b-off,9b-mtp3,0.8b-mtp3", True),
+          f" {VLLM}/bench/bench.py --budget 290 --configs 9b-off,9b-mtp3,0.8b-mtp3", True,
+          VLLM / "site/.peer_sum"),
     Stage("sanitizer", 200, "python3 scripts/gpu_sanitize.py --seconds 180"),
     Stage("fewer ids", 150, f"{MODELS} --models 9b/32k,0.8b/32k --rows 1,64 --drafts none,mtp", True),
     Stage("more models", 240, f"{MODELS} --models nano,30b --rows 1,8,64", True),
@@ -98,6 +100,8 @@ def main() -> None:
     try:
         for stage in STAGES:
             left = until - time.monotonic()
+            if stage.needs and not stage.needs.exists():
+                continue
             if not (stage.name in named if named else is_open(stage)) or left < ENOUGH * stage.seconds:
                 continue
             done = run(stage, min(stage.seconds, left), beside, environment)

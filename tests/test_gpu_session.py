@@ -61,6 +61,7 @@ def test_no_stage_stops_the_next_and_a_later_call_goes_on(
         ("hangs", 1, "sleep 60 & echo begun; wait", False),
         ("times", 5, f"{timed}; echo 'a warning'", True),
         ("long", 600, "echo never", False),
+        ("bundled", 1, "echo never", False, tmp_path / "absent"),
     )
     monkeypatch.setattr(session, "STAGES", made)
     summary = run(session, tmp_path / "out", "--minutes", "0.3")
@@ -71,6 +72,7 @@ def test_no_stage_stops_the_next_and_a_later_call_goes_on(
         "| hangs | cut off | 1 | begun |",
         "| times | passed |",
         "| long | not run |",
+        "| bundled | not run |",
         "* tests: FAILED tests/a.py::two - AssertionError",
     ):
         assert line in summary
