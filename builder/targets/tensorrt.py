@@ -3,6 +3,7 @@
 It times its kernels on the GPU that the engine is for, so it compiles only there.
 """
 
+import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -82,8 +83,14 @@ class _Setup:
         config.set_timing_cache(self._timings, ignore_mismatch=False)
 
     def keep_timings(self) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_bytes(bytes(self._timings.serialize()))
+        """Whole or not at all. Without them the engine is what it is, and the next build takes longer."""
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._file.parent, delete=False) as file:
+                file.write(bytes(self._timings.serialize()))
+            Path(file.name).replace(self._file)
+        except OSError as error:
+            print(f"warning: {self._file} cannot be written ({error.strerror})", file=sys.stderr)
 
 
 def _monitor(segment: str, report: Report) -> Any:

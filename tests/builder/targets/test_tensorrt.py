@@ -196,6 +196,18 @@ def test_kernels_stand_where_their_ops_stood(family: str, tiny_checkpoint: Get, 
     assert with_kernels(whole, ["why not"] * len(found)).graph == whole.graph
 
 
+def test_a_cache_that_cannot_be_written_costs_no_engine(
+    fake: MagicMock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module: Any = sys.modules["hemiola.builder.targets.tensorrt"]
+    (tmp_path / "file").touch()
+    setup = module._Setup("trunk", lambda *_: None, tmp_path / "file" / "times")
+    setup(fake.Builder().create_builder_config())
+    setup.keep_timings()
+    assert re.match(r"warning: .*file/times cannot be written \(.+\)\n", capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_what_cannot_be_told_ahead_calls_back_and_says_why(
     tiny_checkpoint: Get, tmp_path: Path, fake: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ whatever was reused. Axis G (graphs) does not exist yet: nothing here runs on a 
     M19      tests/plugins/attention
     M20      ../test_config.py, tests/builder/test_build.py
     pairs    test_matrix_pairs.py: all pairs of values of all axes
+
+M1, M2, hits, chunks and neighbours on engines that were cut, by tokens: test_cut_engines.py.
 """
 
 import itertools
