@@ -89,8 +89,8 @@ class _Setup:
             with tempfile.NamedTemporaryFile(dir=self._file.parent, delete=False) as file:
                 file.write(bytes(self._timings.serialize()))
             Path(file.name).replace(self._file)
-        except OSError as error:
-            print(f"warning: {self._file} cannot be written ({error.strerror})", file=sys.stderr)
+        except OSError as failure:
+            print(f"warning: {self._file} cannot be written ({failure.strerror})", file=sys.stderr)
 
 
 def _monitor(segment: str, report: Report) -> Any:
