@@ -30,7 +30,7 @@ def one_thread_for_each_engine() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def server(engine_dirs: dict[str, Path]) -> Iterator[Server]:
     ngram = {"second": {"drafts": "ngram"}}  # a random head's drafts never stay
-    with Server(engine_dirs, start_timeout_s=120, settings_of=ngram) as running:
+    with Server(engine_dirs, start_timeout_s=600, settings_of=ngram) as running:
         yield running
 
 
