@@ -25,4 +25,10 @@ _homes = {
 def __getattr__(name: str) -> object:
     if name not in _homes:
         raise AttributeError(f"module 'hemiola' has no attribute {name!r}")
-    return getattr(import_module(f"hemiola.runtime.{_homes[name]}"), name)
+    from hemiola.runtime.extra import lacking
+
+    try:
+        home = import_module(f"hemiola.runtime.{_homes[name]}")
+    except ModuleNotFoundError as error:
+        raise ImportError(lacking(f"hemiola.{name}", error), name=error.name) from None
+    return getattr(home, name)

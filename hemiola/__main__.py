@@ -1,5 +1,5 @@
 """python -m hemiola"""
 
-from hemiola.runtime.cli.main import main
+from hemiola.runtime.__main__ import main
 
 main()

@@ -1,5 +1,14 @@
-"""python -m hemiola.runtime"""
+"""The command `hemiola`; python -m hemiola.runtime"""
 
-from hemiola.runtime.cli.main import main
+from hemiola.runtime.extra import or_exit
 
-main()
+
+def main() -> None:
+    with or_exit("hemiola"):
+        from hemiola.runtime.cli.main import main as run
+
+        run()
+
+
+if __name__ == "__main__":
+    main()

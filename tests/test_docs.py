@@ -18,8 +18,7 @@ KINDS = {"", "text", "python"}
 NOT_RUN = {  # and why
     ". .venv/bin/activate": "this Python is used instead",
     "pip install -c constraints.txt -e '.[serve]'": "it would change the environment of this test",
-    "python scripts/build_client.py": "tests/runtime/serving/test_client_alone.py does, offline",
-    "pip install dist/hemiola_client-*.whl": "the same test, in an empty environment",
+    "pip install '.[client]'": "tests/runtime/serving/test_client_alone.py does, offline",
     "ENGINE_DIR=$PWD/engines/qwen docker compose -f docs/deploy/compose.yaml up --build": "no docker in CI;"
     " tests/model_repo/test_deploy.py reads what it starts",
     "build-engine demo/qwen3.5-code --engine-dir engines/qwen-rtx --target tensorrt-rtx"

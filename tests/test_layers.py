@@ -30,7 +30,7 @@ ROOMS = {
     "serving": {GROUND},
     "bench": {GROUND, "llm"},
     "cli": {GROUND, "llm", "serving", "bench"},
-    "__main__": {"cli"},
+    "__main__": {GROUND, "cli"},
 }
 
 
