@@ -29,6 +29,7 @@ class Expected:
     may_think: bool = True  # a thought at the beginning is reasoning
     tools: Mapping[str, Schema] | None = None  # parameters by name; None: a call is content
     one_call: bool = False  # later ones are dropped
+    forced: bool = False  # behind its thought it is calls, by a grammar, and nothing else
 
 
 class Answer:
@@ -48,6 +49,7 @@ class Answer:
         self._opened = self._closing = ""  # around calls; the first only until a call was read
         self._call: XmlCall | JsonCall | None = None
         self._one_call = expected.one_call
+        self._forced = expected.forced
         self._drops = False  # the call that is being read
         self.num_calls = 0
         named = [f"<function={name}>" for name in expected.tools or ()]  # Qwen3-Coder may forget the frame
@@ -57,11 +59,15 @@ class Answer:
         if self._where == "content" and not (self._openings or self._trims):  # nothing to look for
             return [Part("content", text)] if text else []
         self._text += text
-        return _joined(self._read())
+        return self._given(self._read())
 
     def finish(self, cut: bool) -> list[Part]:
         """No more text comes. cut: because of its length."""
-        return _joined(self._finish(cut))
+        return self._given(self._finish(cut))
+
+    def _given(self, parts: Iterator[Part]) -> list[Part]:
+        """Where calls are forced, what is no call is how one is spelled: a cut may leave its beginning."""
+        return _joined(part for part in parts if part.kind != "content" or not self._forced)
 
     def _read(self) -> Iterator[Part]:
         while True:
@@ -70,7 +76,8 @@ class Answer:
                 case "start":
                     self._start()
                 case "reasoning":
-                    yield from self._until("reasoning", [THINK_END, *self._openings])
+                    marks = [] if self._forced else self._openings  # by its grammar, it has to end
+                    yield from self._until("reasoning", [THINK_END, *marks])
                 case "content":
                     yield from self._until("content", self._openings)
                 case "calls":
@@ -153,12 +160,12 @@ class Answer:
     def _finish(self, cut: bool) -> Iterator[Part]:
         if self._call is not None:
             yield from self._numbered(self._call.finish(cut))
-            if not self._call.is_call:
+            if not (self._call.is_call or cut):  # a cut one may have become a call
                 yield Part("content", self._opened + self._call.said)
         elif self._where == "reasoning":
             yield Part("reasoning", self._text)
         elif self._where == "calls":
-            yield Part("content", self._opened)
+            yield Part("content", "" if cut else self._opened)
         elif self._text.strip() or not self.num_calls:
             yield Part("content", self._text)
         self._text = ""

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Schema = Mapping[str, Any]
-HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+NAME = r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")'
+NAMED = re.compile(NAME)
+HEAD = re.compile(NAME + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 JSON_TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
     "boolean": (bool,),
@@ -167,7 +169,11 @@ class JsonCall:
         return calls
 
     def finish(self, cut: bool) -> list[Call]:
-        return []
+        """cut: in the middle; if its name is there, it is a call whose arguments are open."""
+        found = NAMED.match(self.said) if cut and not self.is_call else None
+        name = found and unquoted(found[1])
+        self.is_call = self.is_call or bool(name)
+        return [Call(name, "")] if name else []
 
     def _scan(self, char: str) -> None:
         if self._in_string:

@@ -37,6 +37,7 @@ def render(model: Model, request: ChatRequest) -> tuple[str, Expected]:
         may_think=THINK in template,
         tools={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
         one_call=request.parallel_tool_calls is False,
+        forced=request.forced,
     )
     return prompt, expected
 

@@ -205,6 +205,33 @@ def test_answer_cut_anywhere_is_the_same_however_it_comes(case: str) -> None:
         assert answer(expected, list(text[:end]), cut=True) == answer(expected, [text[:end]], cut=True)
 
 
+FORCED = {  # thought, and texts of calls: pieces up to where each name is known
+    "qwen3.5": ("", ["<tool_call>\n<function=weather>", "\n<parameter=city>\nx\n</parameter>\n</function>"]),
+    "nemotron-3": ("hm <tool_call> {\n</think>\n", ["<tool_call><function=now>", "\n</function>"]),
+    "hermes": ("", ['<tool_call>\n{"name": "now"', ', "arguments": {"a": {}}}']),
+}
+END = "\n</tool_call>"
+
+
+@pytest.mark.parametrize("forced", [True, False])
+@pytest.mark.parametrize("case", FORCED)
+def test_a_cut_call_is_no_content(case: str, forced: bool) -> None:
+    """Nor is the beginning of the next; where calls are forced, a part of a mark neither."""
+    thought, (head, rest) = FORCED[case]
+    if thought and not forced:
+        thought = "hm\n</think>\n"
+    expected = Expected(thinking=bool(thought), tools=TOOLS, forced=forced)
+    text = thought + (head + rest + END) * 2
+    named = [at + len(head) for at in (len(thought), len(text) - len(head + rest + END))]
+    for end in range(1, len(text)):
+        reasoning, content, calls = whole = answer(expected, [text[:end]], cut=True)
+        assert answer(expected, list(text[:end]), cut=True) == whole
+        assert content == "" or (not forced and "<tool_call>".startswith(content)), text[:end]
+        assert len(calls) == sum(end >= at for at in named), text[:end]
+        assert thought.startswith(reasoning)
+    assert content == "" and calls[0][1] and (not thought or reasoning == thought.partition("</think>")[0])
+
+
 def test_a_string_argument_streams_and_others_come_whole() -> None:
     reader = Answer(TOOL)
     reader.push("<tool_call>\n<function=weather>\n<parameter=city>\nPar")

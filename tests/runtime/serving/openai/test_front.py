@@ -38,6 +38,7 @@ CALL = (
     "<parameter=city>\nKyōto 👩‍👩‍👧\n</parameter>\n"
     "<parameter=days>\n12\n</parameter>\n</function>\n</tool_call>"
 )
+FORCED_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
 ARGUMENTS = {"city": "Kyōto 👩‍👩‍👧", "days": 12}
 
 
@@ -90,6 +91,26 @@ def test_streamed_chat_says_the_same_at_any_width(client: OpenAI, triton: Script
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == len(triton.script)
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("end", "calls"),
+    [(5, []), (40, ["weather"]), (len(FORCED_CALL), ["weather"]), (len(FORCED_CALL) + 4, ["weather"])],
+)
+def test_a_forced_call_that_max_tokens_cuts_is_no_content(
+    client: OpenAI, triton: ScriptedTriton, stream: bool, end: int, calls: list[str]
+) -> None:
+    triton.script = script(*f"{FORCED_CALL}\n{FORCED_CALL}"[:end], reason="length")
+    answer = client.chat.completions.create(
+        model="bare", messages=USER, tools=TOOLS, tool_choice="required", stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    said = [choice.delta if stream else choice.message for choice in choices]
+    assert not any(message.content for message in said)
+    found = [call.function.name for message in said for call in message.tool_calls or ()]
+    assert [name for name in found if name] == calls
+    assert choices[-1].finish_reason == "length"
 
 
 def test_usage_of_every_chunk(client: OpenAI, triton: ScriptedTriton) -> None:
