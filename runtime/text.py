@@ -1,7 +1,8 @@
 """Text to ids and back: tokenizer, chat template, and text that grows token by token."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,8 @@ from hemiola.runtime.errors import Refused
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
 MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"}
+ROLES = {"system", "user", "assistant"}  # those that every template shows
+LABELS = {"role", "content", "name", "tool_call_id", "reasoning_content"}  # good templates drop some of them
 LONG_TEXT = 4096  # characters; shorter ones are encoded before another thread could wake
 LOOK_BACK = 6  # tokens before the text, so that a decoder sees where a word begins
 
@@ -73,7 +76,7 @@ class Text:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def chat(self, messages: Sequence[Mapping[str, object]], **variables: object) -> str:
-        """The prompt for a conversation, up to where the assistant speaks."""
+        """The prompt for a conversation, up to where the assistant speaks; nothing it says vanishes."""
         if self.template is None:
             raise Refused(
                 "the engine has no chat template; pass a prompt, or build from a checkpoint that has one"
@@ -85,6 +88,48 @@ class Text:
                 "messages must have a role and a content each; pass [{'role': 'user', 'content': TEXT}]"
             )
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special, **variables}
+        prompt = self._render(messages, given)
+        for index, name in self._doubtful(messages):
+            if prompt == self._without(messages, index, name, given):
+                raise Refused(
+                    f"messages[{index}].{name} changes nothing: the chat template does not show that of a"
+                    f" message by {messages[index]['role']}; take it out"
+                )
+        return prompt
+
+    def _doubtful(self, messages: Sequence[Mapping[str, object]]) -> Iterator[tuple[int, str]]:
+        """Parts of messages that the template may not read, by index and name; each once for each role."""
+        seen: set[tuple[object, str]] = set()
+        for index, message in enumerate(messages):
+            role = message["role"]
+            for name, value in message.items():
+                if (role, name) in seen or value in (None, "", [], {}):
+                    continue
+                seen.add((role, name))
+                if name == "content":
+                    doubtful = role not in ROLES and not self._mentions(str(role))
+                else:
+                    misplaced = name == "tool_calls" and role != "assistant"
+                    doubtful = name not in LABELS and (misplaced or not self._mentions(name))
+                if doubtful:
+                    yield index, name
+
+    def _mentions(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", self.template or "") is not None
+
+    def _without(
+        self, messages: Sequence[Mapping[str, object]], index: int, name: str, given: Mapping[str, object]
+    ) -> str | None:
+        """The prompt without this part; None: the template cannot do without it."""
+        less = {key: value for key, value in messages[index].items() if key != name}
+        if name == "content":
+            less["content"] = ""
+        try:
+            return self._render([*messages[:index], less, *messages[index + 1 :]], given)
+        except Refused:
+            return None
+
+    def _render(self, messages: Sequence[Mapping[str, object]], given: Mapping[str, object]) -> str:
         try:
             return self._compiled.render(messages=messages, **given)
         except TemplateError as error:

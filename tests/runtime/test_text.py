@@ -257,6 +257,40 @@ def test_bad_chats_are_refused(tmp_path: Path) -> None:
             text.chat(bad)
 
 
+GENERIC = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+TALK = (
+    "{% for m in messages %}{% if m.role != 'tool' or x %}{{ m.role + m.content }}"
+    "{% for c in m.tool_calls if m.role == 'assistant' %}{{ c.function.name }}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+CALLS = {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "lost"),
+    [
+        (GENERIC, {"role": "assistant"} | CALLS, "tool_calls"),
+        (TALK, {"role": "user"} | CALLS, "tool_calls"),
+        (TALK, {"role": "assistant"} | CALLS, None),
+        (GENERIC, {"role": "tool", "content": "sun", "tool_call_id": "1", "name": "f"}, None),
+        ("{{ messages[0].content }}", {"role": "tool", "content": "sun"}, "content"),
+        (GENERIC, {"role": "user", "content": "a", "colour": "red"}, "colour"),
+        (GENERIC, {"role": "user", "content": "a", "colour": None}, None),
+        ("{{ messages | tojson }}", {"role": "user", "content": "a", "colour": "red"}, None),
+        (GENERIC, {"role": "assistant", "content": "a", "reasoning_content": "hm"}, None),
+    ],
+)
+def test_no_part_of_a_message_vanishes(
+    tmp_path: Path, template: str, message: dict, lost: str | None
+) -> None:
+    text = with_template(tmp_path, template)
+    if lost is None:
+        assert text.chat([*MESSAGES, message])
+        return
+    with pytest.raises(Refused, match=rf"messages\[2\].{lost} changes nothing: .* {message['role']}; take"):
+        text.chat([*MESSAGES, message, message])
+
+
 def test_templates_cannot_reach_out(tmp_path: Path) -> None:
     text = with_template(tmp_path, "{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(Refused, match="refuses"):

@@ -89,6 +89,12 @@ BAD = {
         CHAT, says(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), 400,
         "messages[0].tool_calls[0]", "arguments is not a JSON object",
     ),
+    "call_that_no_template_shows": (
+        CHAT,
+        {"model": "bare"}
+        | says(role="assistant", content=None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]),
+        400, "messages", "messages[0].tool_calls changes nothing",
+    ),
     "tool_type": (CHAT, M | {"tools": [{"type": "web"}]}, 400, "tools[0].type", "tools[0].type is 'web'"),
     "tool_name": (CHAT, tool(name="a b"), 400, "tools[0].function.name", "is 'a b'"),
     "tool_parameters": (CHAT, tool(parameters=[]), 400, "tools[0].function.parameters", "an object"),
