@@ -65,13 +65,7 @@ class Served:
             self.said += line
 
     def pid(self, word: str) -> int:
-        """Of a process by a word of its command: bin/tritonserver, or models/NAME/ for an engine."""
-        (found,) = [
-            pid
-            for pid in descendants(self.process.pid)
-            if word in Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("--model-repository=", "")
-        ]
-        return found
+        return pid_of(self.process, word)
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -81,6 +75,16 @@ class Served:
             return status
         finally:
             self.process.kill()
+
+
+def pid_of(serve: subprocess.Popen[str], word: str = "models/hemiola/") -> int:
+    """By a word of its command: bin/tritonserver, or models/NAME/ for an engine."""
+    (found,) = [
+        pid
+        for pid in descendants(serve.pid)
+        if word in Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("--model-repository=", "")
+    ]
+    return found
 
 
 def descendants(pid: int) -> dict[int, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from kit.served import ENVIRONMENT, SERVE, descendants, until
+from kit.served import ENVIRONMENT, SERVE, descendants, pid_of, until
 from kit.triton_calls import joined
 
 from hemiola.runtime.api import SamplingParams
@@ -105,13 +105,21 @@ def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs
     assert not leftovers(home)
 
 
-def test_killed_command_takes_tritonserver_and_the_engine_with_it(engine_dirs: dict[str, Path]) -> None:
+@pytest.mark.parametrize("engine", ["serves", "is stopped", "finalizes"])
+def test_killed_command_takes_tritonserver_and_the_engine_with_it(
+    engine_dirs: dict[str, Path], engine: str
+) -> None:
     process, address, _ = start(f"--engine-dir={engine_dirs['hemiola']}")
     family, home = descendants(process.pid), home_of(process)
-    assert len(family) == 2, family
+    assert len(family) == 3, family
     with Client(address) as client:
         stream = client.stream("in flight", SamplingParams(max_tokens=900, ignore_eos=True, num_drafts=0))
         next(stream)
+        if engine == "is stopped":
+            os.kill(pid_of(process), signal.SIGSTOP)
+        if engine == "finalizes":
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
         process.kill()
         with pytest.raises(RuntimeError, match=f"the server at {address}: "):
             list(stream)
@@ -149,7 +157,7 @@ def test_a_second_sigterm_ends_everything_at_once(engine_dirs: dict[str, Path]) 
     try:
         with requests.post(f"{openai}/completions", json=body, stream=True, timeout=60) as stream:
             next(stream.iter_content(1))
-            os.kill(max(family), signal.SIGSTOP)  # it will not finish
+            os.kill(pid_of(process), signal.SIGSTOP)  # it will not finish
             process.send_signal(signal.SIGTERM)
             assert process.stdout.readline() == "waiting for streams in flight\n"
             time.sleep(0.5)
@@ -168,7 +176,7 @@ def test_a_second_sigterm_ends_everything_at_once(engine_dirs: dict[str, Path]) 
 def test_sigterm_during_a_restart_ends_it(engine_dirs: dict[str, Path], moment: str) -> None:
     process, *_ = start(f"--engine-dir={engine_dirs['hemiola']}", "--restart=3")
     try:
-        os.kill(max(descendants(process.pid)), signal.SIGKILL)
+        os.kill(pid_of(process), signal.SIGKILL)
         said = [process.stderr.readline() for _ in range(2)]
         assert said[1] == "starting again in 1 s (1 of 3)\n", said
         if moment == "it loads":

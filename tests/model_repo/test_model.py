@@ -1,12 +1,9 @@
 """What needs no server: how pieces become responses, and what happens when an engine or a send fails."""
 
-import ctypes
 import gc
 import importlib.util
 import json
-import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -164,7 +161,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(loaded)
     loaded.LLM = FakeLlm
     MetricFamily.page.clear()
-    loaded.close_inherited_sockets = lambda: None  # this process needs its own
+    loaded.close_inherited_sockets = loaded.end_with_server = lambda: None  # this process is no engine
     return loaded
 
 
@@ -423,42 +420,6 @@ def test_cancel_ends_the_requests_it_names_and_no_other(model: Any) -> None:
     assert model.llm.aborted == [1]
     assert ask(model, {"cancel": ""}, prompt=[]).sent, "no request is called nothing"
     assert model.llm.aborted == [1]
-
-
-@pytest.mark.parametrize("how", ["server gone", "Python's lock held"])
-def test_an_engine_ends_when_nobody_would_end_it(module: ModuleType, how: str) -> None:
-    """As a call for metrics does, PyDLL's sleep holds Python's lock."""
-    module.PARENT_CHECK_S, module.ALARM_S = 0.01, 0.5
-    read, write = os.pipe()
-    stay, go = os.pipe()
-    server = os.fork()
-    if server == 0:
-        engine = os.fork()
-        if engine == 0:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it is pytest's
-            serving = threading.Event()
-            serving.set()
-            watch = threading.Thread(target=module.end_with_parent, args=[serving])
-            watch.start()
-            watch.join(0.1)  # it knows its parent by now
-            os.write(write, str(os.getpid()).encode())
-            (ctypes.PyDLL(None).sleep if how == "Python's lock held" else time.sleep)(60)
-            os._exit(0)
-        os.close(go)
-        os.read(stay, 1)
-        os._exit(0)
-    engine = int(os.read(read, 20))
-    assert Path(f"/proc/{engine}").exists()
-    if how == "server gone":
-        os.write(go, b"x")
-    state = Path(f"/proc/{engine}/stat")
-    try:
-        until(lambda: not state.exists() or " Z " in state.read_text())
-    finally:
-        os.kill(engine, signal.SIGKILL) if state.exists() else None
-        for end in (read, write, stay, go):
-            os.close(end)
-        os.waitpid(server, 0)
 
 
 def test_a_temperature_sent_as_fp32_is_the_one_that_was_written(module: ModuleType) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import queue
-import signal
 import threading
 import time
 from collections import deque
@@ -26,13 +25,12 @@ from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving import heartbeat, settings
 from hemiola.runtime.serving.ask import Ask, read_ask, read_request
 from hemiola.runtime.serving.heartbeat import Clock
+from hemiola.runtime.serving.leash import end_with_server
 from hemiola.runtime.serving.log import Printer
 from hemiola.runtime.serving.metrics import Board, Meter, Outcome
 
 CHECK_S = 0.1  # between looks for callers that left and requests whose time is over
 METRICS_S = 1.0
-PARENT_CHECK_S = 1.0
-ALARM_S = 20
 NUM_COMPILING = 8  # requests whose grammars are compiled; others with a grammar wait for them
 MOST_RETRY_S = 60
 
@@ -42,9 +40,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         close_inherited_sockets()
-        self._serving = threading.Event()
-        watch = threading.Thread(target=end_with_parent, args=[self._serving], name="watch", daemon=True)
-        watch.start()
+        end_with_server()
         folder = Path(args["model_repository"], args["model_version"])
         try:
             own, options = settings.read(folder, json.loads(args["model_config"])["parameters"])
@@ -64,7 +60,6 @@ class TritonPythonModel:
             self._clocks.append(Clock("heartbeat", heartbeat.BEAT_S, self._beat, log_error))
         gc.collect()
         gc.freeze()  # what stands is left alone: looking at all of it stopped every stream for 0.2 s
-        self._serving.set()
 
     def _beat(self) -> None:
         load = self.llm.load()
@@ -149,9 +144,7 @@ class TritonPythonModel:
         sender.send(done, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def finalize(self) -> None:
-        self._serving.clear()
         gc.unfreeze()
-        signal.setitimer(signal.ITIMER_REAL, 0)
         for clock in self._clocks:
             clock.stop()
         self.llm.close()
@@ -166,20 +159,6 @@ def close_inherited_sockets() -> None:
         with contextlib.suppress(OSError):
             if fd > 2 and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
                 os.close(fd)
-
-
-def end_with_parent(serving: threading.Event) -> None:
-    """finalize never runs when the server is killed, and the backend's own watch for that can hang.
-
-    So can this one: calls for metrics wait for the server and hold Python's lock. While it serves, a process
-    whose Python does not come by is ended by an alarm.
-    """
-    parent = os.getppid()
-    while os.getppid() == parent:
-        if serving.is_set():
-            signal.setitimer(signal.ITIMER_REAL, ALARM_S)
-        time.sleep(PARENT_CHECK_S)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Branch:
