@@ -2,10 +2,11 @@
 
 import gc
 import logging
+import math
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -22,6 +23,7 @@ from hemiola.runtime.serving.openai.model import read_model
 from hemiola.runtime.serving.settings import ModelSettings
 from hemiola.runtime.serving.tritonserver import Ports
 
+SAME_S = 0.2  # `timeout` and terminals tell a process and then its group, which it is in: one wish, twice
 OURS = ("engine_dir", "heartbeat_file", "num_restarts")  # of ModelSettings, the launcher's to say
 
 
@@ -77,7 +79,9 @@ def serve(
         start_timeout_s=start_timeout,
         exit_timeout_s=exit_timeout,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals raise KeyboardInterrupt
+    interrupt = once(SAME_S)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a script's background job starts with SIGINT ignored
+        signal.signal(number, interrupt)
     try:
         _serve(server, front, restart)
     except KeyboardInterrupt:  # before it was ready, or for the second time
@@ -85,6 +89,19 @@ def serve(
     except RuntimeError as error:
         say(f"error: {error}", STDERR)
         sys.exit(1)
+
+
+def once(seconds: float) -> Callable[[int, object], None]:
+    """A handler that raises KeyboardInterrupt; signals so soon after one are that one again."""
+    last = -math.inf
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        if last - before > seconds:
+            raise KeyboardInterrupt
+
+    return interrupt
 
 
 class FrontOptions(NamedTuple):

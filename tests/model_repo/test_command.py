@@ -35,9 +35,10 @@ def leftovers(home: Path) -> list[Path]:
     return [*Path("/dev/shm").glob(f"{home.name}*"), *home.parent.glob(home.name)]
 
 
-def begin(*arguments: str) -> subprocess.Popen[str]:
+def begin(*arguments: str, background: bool = False) -> subprocess.Popen[str]:
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"] if background else []  # as sh starts a job with &
     return subprocess.Popen(
-        [*SERVE, *arguments],
+        [*ignoring, *SERVE, *arguments],
         env=ENVIRONMENT,
         cwd="/",
         stdout=subprocess.PIPE,
@@ -46,9 +47,9 @@ def begin(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def start(*arguments: str) -> tuple[subprocess.Popen[str], str, str]:
+def start(*arguments: str, background: bool = False) -> tuple[subprocess.Popen[str], str, str]:
     """A ready `hemiola serve`, its gRPC address and OpenAI's URL, if it has one."""
-    process = begin(*arguments)
+    process = begin(*arguments, background=background)
     said = ""
     while not re.search(r"^ready after", said, re.MULTILINE):
         line = process.stdout.readline()
@@ -87,6 +88,25 @@ def test_sigterm_lets_a_stream_finish_and_leaves_nothing_behind(
     assert not leftovers(home)
     with pytest.raises(Refused, match=f"no server answers at {address} .*; start `hemiola serve`"):
         Client(address, "mine")
+
+
+def test_sigint_in_the_background_is_ignored_and_one_that_comes_twice_ends_streams(
+    engine_dirs: dict[str, Path],
+) -> None:
+    process, address, _ = start(f"--engine-dir={engine_dirs['hemiola']}", background=True)
+    try:
+        with Client(address) as client:
+            stream = client.stream("def ", SamplingParams(max_tokens=150, ignore_eos=True))
+            next(stream)
+            for _ in range(3):  # as `timeout` does
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.01)
+            assert [*stream][-1].finish_reason == "length"
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (0, "")
+    assert out.splitlines() == ["waiting for streams in flight", "stopped"]
 
 
 def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs: dict[str, Path]) -> None:
