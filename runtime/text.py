@@ -1,17 +1,20 @@
 """Text to ids and back: tokenizer, chat template, and text that grows token by token."""
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from hemiola.runtime.errors import Refused
 
@@ -20,6 +23,7 @@ MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</
 ROLES = {"system", "user", "assistant"}  # those that every template shows
 LABELS = {"role", "content", "name", "tool_call_id", "reasoning_content"}  # good templates drop some of them
 LONG_TEXT = 4096  # characters; shorter ones are encoded before another thread could wake
+SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}  # characters that may become one
 LOOK_BACK = 6  # tokens before the text, so that a decoder sees where a word begins
 
 
@@ -40,19 +44,21 @@ class Text:
         self.template = _chat_template(folder, self.config)
 
     @cached_property
-    def _longest_token(self) -> int:
-        return max(map(len, self.tokenizer.get_vocab()), default=1)
+    def _most_characters(self) -> int | None:
+        return most_characters(json.loads(self.tokenizer.to_str()))
 
     def encode(self, text: str, max_len: int | None = None) -> list[int]:
         """Ids of a text, special tokens included; a text that begins with a BOS gets no second one.
 
         What cannot fit into max_len tokens is refused unread: to read 60 MB takes minutes and gigabytes.
         """
-        if max_len is not None and len(text) > max_len and len(text) > max_len * self._longest_token:
-            raise Refused(
-                f"prompt is {len(text)} characters, and max_len={max_len} tokens have at most"
-                f" {self._longest_token} each; shorten it"
-            )
+        if max_len is not None and len(text) > max(max_len, LONG_TEXT):
+            most = self._most_characters
+            if most is not None and len(text) > (max_len + 1) * most:  # one: a second BOS
+                raise Refused(
+                    f"prompt is {len(text)} characters, and max_len={max_len} tokens have at most"
+                    f" {most} each; shorten it"
+                )
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -150,6 +156,42 @@ class Text:
     @cached_property
     def _compiled(self) -> Template:
         return _environment().from_string(self.template or "")
+
+
+def most_characters(content: Mapping[str, Any]) -> int | None:
+    """That one token can stand for; None where a tokenizer may leave some of a text out.
+
+    Known for bytes in a BPE (Qwen, Nemotron): each character of a text becomes one or more of its tokens'.
+    NFC and NFKC make one of at most four: none that they write decomposes further.
+    """
+    model, vocab = content["model"], content["model"].get("vocab", {})
+    before = _parts(content["normalizer"], "normalizers")
+    cuts = _parts(content["pre_tokenizer"], "pretokenizers")
+    whole = (
+        model["type"] == "BPE"
+        and not model.get("continuing_subword_prefix")
+        and not model.get("end_of_word_suffix")
+        and any(cut["type"] == "ByteLevel" for cut in cuts)
+        and all(cut["type"] == "ByteLevel" or _keeps(cut) for cut in cuts)
+        and vocab.keys() >= set(ByteLevel.alphabet())
+        and all(form["type"] in SHRINKS for form in before)
+        and not any(token["lstrip"] or token["rstrip"] for token in content["added_tokens"])
+        and content["truncation"] is None
+    )
+    if not whole:
+        return None
+    longest = max(map(len, [*vocab, *(token["content"] for token in content["added_tokens"])]))
+    return longest * math.prod(SHRINKS[form["type"]] for form in before)
+
+
+def _parts(entry: Mapping[str, Any] | None, several: str) -> list[Mapping[str, Any]]:
+    if entry is None:
+        return []
+    return entry[several] if entry["type"] == "Sequence" else [entry]
+
+
+def _keeps(cut: Mapping[str, Any]) -> bool:
+    return cut["type"] == "Digits" or (cut["type"] == "Split" and cut["behavior"] != "Removed")
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

@@ -1,7 +1,9 @@
 """Text that grows token by token equals text decoded at once, and stop strings never leak."""
 
 import random
+import sys
 import threading
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,13 +185,44 @@ def test_a_long_text_is_read_while_other_threads_run(text: Text) -> None:
 
 
 def test_what_cannot_fit_is_refused_unread(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
-    longest = max(text.tokenizer.get_vocab(), key=len)
-    assert text.encode("x" * 50 * len(longest), 50), "it might have fitted"
-    monkeypatch.setattr(text, "tokenizer", SimpleNamespace(get_vocab=text.tokenizer.get_vocab))
+    longest = max(map(len, text.tokenizer.get_vocab()))
+    assert text.encode("x" * 1001 * longest, 1000), "it might have fitted"
+    monkeypatch.setattr(text, "tokenizer", SimpleNamespace(to_str=text.tokenizer.to_str))
     with pytest.raises(
-        Refused, match=r"^prompt is 1\d+ characters, and max_len=50 tokens have at most \d+ each"
+        Refused, match=r"^prompt is \d+ characters, and max_len=1000 tokens have at most \d+ each"
     ):
-        text.encode("x" * (50 * len(longest) + 1000), 50)
+        text.encode("x" * (1001 * longest + 1), 1000)
+
+
+SHRINKING = {
+    "strip": (lambda t: setattr(t, "normalizer", normalizers.Strip()), " "),
+    "replace": (lambda t: setattr(t, "normalizer", normalizers.Replace("x", "")), "x"),
+    "compose": (lambda t: setattr(t, "normalizer", normalizers.NFC()), "\u0391\u0314\u0342\u0345"),
+    "cut": (lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), t.pre_tokenizer])), " "),
+    "added": (lambda t: t.add_special_tokens([AddedToken("<m>", lstrip=True)]), " "),
+    "truncate": (lambda t: t.enable_truncation(9), "x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SHRINKING)
+def test_what_a_tokenizer_shortens_is_refused_by_its_length(tmp_path: Path, how: str) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["\u1f8f" * 20])  # eighty characters, decomposed
+    change, word = SHRINKING[how]
+    change(tokenizer)
+    text = save(tmp_path, tokenizer)
+    long = word * 20_000 + "<m>"
+    ids = text.tokenizer.encode(long).ids
+    assert len(long) > 20 * (len(ids) + 1), "no token is longer"
+    assert text.encode(long, len(ids)) == ids
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFKC"])
+def test_a_composed_character_is_at_most_four(form: str) -> None:
+    whole = {unicodedata.normalize(form, chr(code)) for code in range(sys.maxunicode + 1)}
+    kept = [c for c in whole if len(c) == 1]
+    assert max(len(unicodedata.normalize("NFD", c)) for c in kept) == 4
 
 
 def test_lone_surrogates_are_refused(text: Text) -> None:
