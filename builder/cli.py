@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hemiola.builder.options import Options
 from hemiola.runtime.cli.command import run_command
-from hemiola.runtime.cli.options import given, options_of, takes
+from hemiola.runtime.cli.options import made, options_of, takes
 
 if TYPE_CHECKING:  # torch takes seconds; --help should not
     from hemiola.runtime.manifest import Manifest
@@ -31,7 +31,7 @@ def build_engine(
     """Compile a checkpoint into an engine directory."""
     from hemiola.builder.build import build
 
-    chosen = Options(**given(Options, options))
+    chosen = made(Options, options)
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),

@@ -13,7 +13,7 @@ import typer
 from hemiola.runtime.arch import arch_here
 from hemiola.runtime.bench.bench import Job, run
 from hemiola.runtime.bench.options import BenchOptions
-from hemiola.runtime.cli.options import given, options_of, read, takes
+from hemiola.runtime.cli.options import given, made, options_of, read, takes
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 
@@ -44,7 +44,7 @@ def bench(
 
     Exit status 1: a request failed, or tokens differed.
     """
-    asked = BenchOptions(**given(BenchOptions, options))
+    asked = made(BenchOptions, options)
     variants = [parse_variant(changes) for changes in compare or []]
     engine_options = given(ServeConfig, options)
     with _engine(engine_dir, random_weights, engine_options) as engine:

@@ -12,7 +12,7 @@ from rich.table import Table
 from hemiola.runtime import manifest
 from hemiola.runtime.bench.plot import refuse_without_matplotlib
 from hemiola.runtime.cli.graph_plot import draw
-from hemiola.runtime.cli.options import given, options_of, takes
+from hemiola.runtime.cli.options import made, options_of, takes
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve, state_bytes
 from hemiola.runtime.manifest import Manifest, Segment
 
@@ -35,7 +35,7 @@ def inspect(
     with these options."""
     if plot is not None:
         refuse_without_matplotlib()
-    config = ServeConfig(**given(ServeConfig, options))
+    config = made(ServeConfig, options)
     found = manifest.load(engine_dir)
     plan = memory(engine_dir, found, config)
     console = Console()

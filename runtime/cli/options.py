@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 from pydantic import TypeAdapter, ValidationError
@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from hemiola.runtime.api import Strict
 from hemiola.runtime.errors import Refused
 
+Made = TypeVar("Made", bound=Strict)
 WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true|false"}
 
 
@@ -46,6 +47,15 @@ def given(model: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in options.items()
         if name in model.model_fields and value is not None
     }
+
+
+def made(model: type[Made], options: Mapping[str, Any]) -> Made:
+    """The model of those that were given; what it refuses is named as on the command line."""
+    try:
+        return model(**given(model, options))
+    except Refused as error:
+        name, _, reason = str(error).partition(" ")
+        raise Refused(f"{_flag(name)} {reason}" if name in model.model_fields else str(error)) from None
 
 
 def read(model: type[Strict], name: str, text: str | list[str]) -> object:

@@ -154,6 +154,12 @@ def add_ints(request: Any, name: str, values: Sequence[int]) -> None:
     try:
         content = struct.pack(f"<{len(values)}q", *values)
     except struct.error as error:
+        large = [at for at, value in enumerate(values) if type(value) is int and abs(value) >= 2**63]
+        if large and name == "input_ids":  # in the engine's words
+            at = large[0]
+            raise Refused(
+                f"token id {values[at]} at position {at} of the prompt is not in the vocabulary"
+            ) from None
         raise Refused(f"{name} cannot be sent ({error}); pass token ids of the vocabulary") from None
     request.inputs.add(name=name, datatype="INT64", shape=[len(values)])
     request.raw_input_contents.append(content)

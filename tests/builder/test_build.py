@@ -342,16 +342,17 @@ OPTIONS = {
     "less than a page": ("--max-len 20", "--max-len 20 is less than one page of --page-len 64"),
     "drafts without count": ("--drafts mtp --num-drafts 0", "--num-drafts 0 with --drafts mtp"),
     "count without drafts": ("--drafts none --num-drafts 2", "--num-drafts 2 with --drafts none"),
-    "negative drafts": ("--num-drafts -1", "num_drafts is -1"),
-    "no rows": ("--max-rows 0", "max_rows is 0"),
+    "negative drafts": ("--num-drafts -1", "--num-drafts is -1"),
+    "no rows": ("--max-rows 0", "--max-rows is 0"),
+    "no draft vocabulary": ("--draft-vocab 0", "--draft-vocab is 0"),
     "tiny steps": ("--max-step-tokens 9", "--max-step-tokens 9 cannot hold --max-rows 64", "256"),
     "target": ("--target openvino", "--target openvino is not supported", "torch, onnxruntime, tensorrt"),
     "target for GPUs": ("--target tensorrt", "--arch cpu is not supported by --target tensorrt, only sm_80"),
     "arch": ("--arch sm_70", "--arch sm_70 is not supported by --target torch, only cpu, sm_80"),
     "no arch": ("--arch ,", "a name is empty; give cpu, or kinds of GPUs such as sm_89,sm_120"),
-    "half an arch": ("--arch sm_90,", "arch is ('sm_90,',): a name is empty"),
+    "half an arch": ("--arch sm_90,", "--arch is ('sm_90,',): a name is empty"),
     "unknown option": ("--beam 4", "--beam", "--help"),
-    "not a number": ("--max-len long", "max_len is 'long'", "integer"),
+    "not a number": ("--max-len long", "--max-len is 'long'", "integer"),
 }
 
 

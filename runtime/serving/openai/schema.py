@@ -1,6 +1,7 @@
 """Bodies of requests: OpenAI's names, and every name of SamplingParams beside them."""
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+import json
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -91,7 +92,7 @@ class Request(Body):
 
 def _biases(given: dict[str, Any]) -> dict[int, Any]:
     try:
-        return {int(token): bias for token, bias in given.items()}
+        biases = {int(token): bias for token, bias in given.items()}
     except ValueError as error:
         raise ApiError(
             400,
@@ -99,6 +100,12 @@ def _biases(given: dict[str, Any]) -> dict[int, Any]:
             param="logit_bias",
             code="invalid_value",
         ) from None
+    if len(biases) < len(given):
+        raise ApiError(
+            400, "logit_bias has two keys for one token id; give one", param="logit_bias",
+            code="invalid_value",
+        )  # fmt: skip
+    return biases
 
 
 def _check_stops(stop: object) -> None:
@@ -220,7 +227,7 @@ class ResponseFormat(Body):
 
 
 class ChatRequest(Request):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: list[Message]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -230,6 +237,13 @@ class ChatRequest(Request):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _not_empty(cls, messages: list[Message]) -> list[Message]:
+        if not messages:
+            raise ValueError("nothing is asked; give at least one message")
+        return messages
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -273,8 +287,21 @@ Kind = TypeVar("Kind", bound=Request)
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
     try:
-        return kind.model_validate_json(body)
+        request = kind.model_validate_json(body)
     except ValidationError as error:
         raise schema_error(error, list(kind.model_fields)) from None
     except Refused as error:
         raise ApiError(400, str(error)) from None
+    json.loads(body, object_pairs_hook=_check_keys, parse_int=str)  # str: of any length
+    return request
+
+
+def _check_keys(pairs: list[tuple[str, object]]) -> None:
+    """Pydantic would keep the last of two."""
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise ApiError(
+                400, f"{name[:80]!r} stands twice in one object; give it once", code="invalid_value"
+            )
+        seen.add(name)

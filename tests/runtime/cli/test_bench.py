@@ -315,8 +315,8 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
         (["--num-request", "3"], "No such option: --num-request"),
         (["extra"], "unexpected extra argument"),
         (["--max-rows"], "'--max-rows' requires an argument"),
-        (["--request-rate", "nan"], "request_rate is nan"),
-        (["--concurrency", "0"], "concurrency is 0"),
+        (["--request-rate", "nan"], "--request-rate is nan"),
+        (["--concurrency", "0"], "--concurrency is 0"),
     ],
 )
 def test_mistakes_are_refused_before_an_engine_is_opened(

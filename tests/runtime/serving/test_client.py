@@ -233,7 +233,7 @@ def test_no_server_and_no_model_are_refused_with_a_way_out(url: str) -> None:
         ([b"a"], None, "prompt is bytes; pass text"),
         ([5], None, "prompt is int; pass text"),
         ([[1.5]], None, "input_ids cannot be sent"),
-        ([[2**63]], None, "input_ids cannot be sent"),
+        ([[2**63]], None, "position 0 of the prompt is not in the vocabulary"),
         (["\ud800"], None, "text_input is not valid Unicode at character 0"),
     ],
 )
