@@ -149,7 +149,6 @@ class LLM:
             self.manifest.limits.max_len,
             self.manifest.vocab_size,
             self.manifest.eos_ids,
-            self.config.num_drafts,
         )
         self._loop.start()
         weakref.finalize(self, self._loop.close)  # when forgotten, and at exit

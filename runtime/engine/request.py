@@ -128,7 +128,6 @@ class Bounds(NamedTuple):
     built_max_len: int
     vocab_size: int
     eos_ids: tuple[int, ...]
-    num_drafts: int = 0
 
 
 def new_request(
@@ -151,11 +150,6 @@ def new_request(
     _check_ids("logit_bias", params.logit_bias, bounds)
     for word in params.bad_words_ids:
         _check_ids("bad_words_ids", word, bounds)
-    if params.num_drafts is not None and params.num_drafts > bounds.num_drafts:
-        raise Refused(
-            f"num_drafts is {params.num_drafts}, the engine runs with num_drafts={bounds.num_drafts};"
-            f" lower it or leave it out"
-        )
     stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else bounds.eos_ids)
     bad_words = _bad_words(params, encode)
     forbidden = {word[0] for word in bad_words if len(word) == 1} | (stop_ids if params.min_tokens else set())

@@ -94,7 +94,7 @@ BAD = {
     "logprobs": ({"text_input": "a", "logprobs": 21}, "logprobs is 21"),
     "penalty": ({"text_input": "a", "presence_penalty": 3}, "presence_penalty is 3"),
     "repetition": ({"text_input": "a", "repetition_penalty": 0}, "repetition_penalty is 0"),
-    "drafts": ({"text_input": "a", "num_drafts": 99}, "num_drafts is 99"),
+    "drafts": ({"text_input": "a", "num_drafts": -1}, "num_drafts is -1"),
     "stop_empty": ({"text_input": "a", "stop": ""}, "an empty stop string would end every text at once"),
     "stop_id": ({"text_input": "a", "stop_token_ids": [320]}, "stop_token_ids holds 320"),
     "cancel_and_more": ({"text_input": "a", "cancel": "x"}, "cancel stands alone"),

@@ -126,7 +126,7 @@ def test_a_launch_mixes_no_devices_and_waits_for_nothing(
     with OneDevice():
         empty = Empty(config.num_slots)
         made = make_loop(config, empty, empty, None, Cost(10, 40), device=GPU)
-        bounds = Bounds(config.max_len, config.max_len, VOCAB, eos_ids=(), num_drafts=config.num_drafts)
+        bounds = Bounds(config.max_len, config.max_len, VOCAB, eos_ids=())
         for at, rule in enumerate([*RULES, *RULES]):  # the later ones hit what the first have left
             params = SamplingParams(max_tokens=6, **rule)
             made.scheduler.add(new_request(at + 1, [*range(3, 30)], params, bounds))
@@ -149,7 +149,7 @@ def test_a_launch_with_a_grammar_in_it_mixes_no_devices(drafts: str, without_gpu
     with OneDevice():
         empty = Empty(config.num_slots)
         made = make_loop(config, empty, empty, None, Cost(10, 40), device=GPU)
-        bounds = Bounds(config.max_len, config.max_len, VOCAB, eos_ids=(EOS,), num_drafts=num_drafts)
+        bounds = Bounds(config.max_len, config.max_len, VOCAB, eos_ids=(EOS,))
         for at, grammar in enumerate([None, compiled("a*b"), compiled("a*b")]):
             params = SamplingParams(max_tokens=6, logprobs=at)
             request = new_request(at + 1, [5, 6, 7], params, bounds, grammar=grammar)

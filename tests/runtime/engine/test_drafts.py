@@ -28,6 +28,15 @@ def test_no_draft_changes_a_token(make_hand, name: str, num_drafts: int) -> None
     assert [h.token_ids(r) for r in asked] == [oracle(prompt, 24) for prompt in prompts]
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_at_most_more_drafts_than_the_engine_makes_is_refused(make_hand, num_drafts: int) -> None:
+    h = hand(make_hand, always_right(hashed), num_drafts=num_drafts)
+    asked = [h.submit([1, 2], max_tokens=9, num_drafts=most) for most in (num_drafts + 1, 2**63)]
+    h.run()
+    assert [h.token_ids(r) for r in asked] == [oracle([1, 2], 9)] * 2
+    assert all(len(h.last(r).metrics.drafted) <= num_drafts for r in asked)
+
+
 def test_windows_are_counted_by_position(make_hand) -> None:
     right = always_right(hashed)
     h = hand(make_hand, Scripted(lambda r, room: [*right.script(r, room)[:1], VOCAB - 1, VOCAB - 1][:room]))

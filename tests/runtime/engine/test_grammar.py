@@ -18,7 +18,7 @@ from hemiola.runtime.engine.grammar import Grammars, Guide, Stuck
 from hemiola.runtime.engine.request import Bounds, new_request
 from hemiola.runtime.errors import Refused
 
-BOUNDS = Bounds(100, 100, VOCAB, eos_ids=(EOS,), num_drafts=9)
+BOUNDS = Bounds(100, 100, VOCAB, eos_ids=(EOS,))
 PROMPT = [5, 6, 7]
 
 

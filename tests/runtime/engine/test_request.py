@@ -141,7 +141,6 @@ def test_a_stop_id_outside_the_vocabulary_is_refused() -> None:
         ({"logit_bias": {50: 1.0}}, "logit_bias holds 50, the vocabulary is 0..49; remove it"),
         ({"bad_words_ids": [[1, -1]]}, "bad_words_ids holds -1, the vocabulary is 0..49; remove it"),
         ({"bad_words": "x"}, "bad_words is text, the engine has no tokenizer; pass bad_words_ids"),
-        ({"num_drafts": 1}, "num_drafts is 1, the engine runs with num_drafts=0; lower it or leave it out"),
     ],
 )
 def test_what_does_not_fit_the_engine_is_refused(params: dict, reason: str) -> None:
@@ -188,13 +187,6 @@ def test_a_bad_word_is_spelt_at_the_beginning_and_after_a_space() -> None:
     assert spelt == ["ab", " ab", "ab", " ab", " "]
     with pytest.raises(Refused, match="bad_words holds 'nothing', which has no tokens"):
         new_request(1, [1], SamplingParams(bad_words="nothing"), BOUNDS, encode)
-
-
-def test_num_drafts_up_to_the_engines_is_taken() -> None:
-    bounds = BOUNDS._replace(num_drafts=3)
-    assert new_request(1, [1], SamplingParams(num_drafts=3), bounds).params.num_drafts == 3
-    with pytest.raises(Refused, match="num_drafts is 4, the engine runs with num_drafts=3"):
-        new_request(1, [1], SamplingParams(num_drafts=4), bounds)
 
 
 def test_lists_and_single_strings_become_tuples() -> None:
