@@ -139,7 +139,7 @@ class EngineHand(Hand):
         if proposer is not None and kind == "mtp":
             loop.drafts = Prompted(loop.drafts, proposer(loop.ledger))
         sizes = config.max_len, found.limits.max_len, found.vocab_size
-        super().__init__(loop, Bounds(*sizes, eos_ids=(), num_drafts=config.num_drafts))
+        super().__init__(loop, Bounds(*sizes, eos_ids=()))
         self.config, self.plain, self.manifest = config, plain, found
         self.mtp = config.drafts == "mtp"
         self.recorded: dict[tuple[int, ...], list[torch.Tensor]] = {}  # logits behind a text, every copy
