@@ -162,7 +162,6 @@ def test_a_second_turn_begins_at_the_last_page_of_the_first(
 
 def test_a_request_may_draft_less_or_nothing(make_hand: Callable) -> None:
     hand = make_hand(proposer=always_right(hashed), num_drafts=5, max_rows=3)
-    hand.bounds = hand.bounds._replace(num_drafts=5)
     ids = [hand.submit(prompt(5, n), max_tokens=30, num_drafts=k) for n, k in enumerate((None, 2, 0))]
     hand.run()
     assert [len(hand.last(i).metrics.drafted) for i in ids] == [5, 2, 0]
