@@ -46,9 +46,7 @@ class Served:
             self.printed += line
         self.http_url = re.search(r"^HTTP +(http://[^/]+)", self.printed, re.MULTILINE).group(1)
         self.grpc_url = re.search(r"^gRPC +(\S+)$", self.printed, re.MULTILINE).group(1)
-        self.openai_url = "".join(re.findall(r"^OpenAI +(\S+)$", self.printed, re.MULTILINE))
         self.metrics_url = re.search(r"^metrics +(\S+)$", self.printed, re.MULTILINE).group(1)
-
         openai = re.search(r"^OpenAI +(\S+)$", self.printed, re.MULTILINE)
         self.openai_url = openai.group(1) if openai else ""
 
@@ -64,6 +62,10 @@ class Served:
         for line in self.process.stderr or ():
             self.said += line
 
+    def read_all(self) -> None:
+        """What it said before it ended."""
+        self._reader.join(60)
+
     def pid(self, word: str) -> int:
         return pid_of(self.process, word)
 
@@ -71,7 +73,7 @@ class Served:
         self.process.send_signal(signal.SIGTERM)
         try:
             status = self.process.wait(120)
-            self._reader.join(10)
+            self.read_all()
             return status
         finally:
             self.process.kill()

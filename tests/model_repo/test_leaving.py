@@ -74,6 +74,16 @@ def drop_grpc(server: Server) -> Callable[[], None]:
 )
 def test_rows_of_callers_that_left_are_free(server: Server, leave: Callable) -> None:
     """All rows are taken. A stream that stays is the clock: the next request is served before it ends."""
+    for _ in range(5):  # on a busy machine the clock may run out before all have begun
+        left, served = run_out(server, leave)
+        if left < LONG.max_tokens:
+            break
+    assert left < LONG.max_tokens, "too slow to see anything"
+    assert served < LONG.max_tokens, "the streams ran on"
+
+
+def run_out(server: Server, leave: Callable) -> tuple[int, int]:
+    """What the clock says when they leave, and when the next request is served."""
     num_tokens = 0
 
     def read() -> None:
@@ -94,9 +104,8 @@ def test_rows_of_callers_that_left_are_free(server: Server, leave: Callable) -> 
         assert [piece.finish_reason for piece in following][-1] == "length"
         served = num_tokens
         clock.join()
-    assert left < LONG.max_tokens, "too slow to see anything"
-    assert served < LONG.max_tokens, "the streams ran on"
     assert num_tokens == LONG.max_tokens
+    return left, served
 
 
 def test_cancel_by_id_over_http_ends_a_generate(server: Server) -> None:

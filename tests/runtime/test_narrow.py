@@ -14,7 +14,7 @@ import torch
 from oracle import Oracle
 from torch.fx import GraphModule
 
-from hemiola.plugins.gpu.launch import Call, Kernel, Values, kind_of, launches
+from hemiola.plugins.gpu.launch import Kernel, Values, kind_of, launches
 from hemiola.plugins.spec import Op
 from hemiola.runtime import llm, manifest
 from hemiola.runtime.api import SamplingParams
@@ -29,10 +29,20 @@ PROMPTS = [list(range(3, 40)), [7, 8, 9] * 5]
 NUM_TOKENS = 12
 
 
+@pytest.fixture(params=["nemotron_h_moe", "qwen3_5"])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> set[Call]:
-    """Every launch is looked up among these calls, then computed by the reference."""
-    compiled: set[Call] = set()
+def engine_dir(family: str, tiny_engine: Callable[..., Path]) -> Path:
+    return tiny_engine(family, arch="sm_90")
+
+
+@pytest.fixture
+def on_cpu(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch is looked up among the engine's calls, then computed by the reference."""
+    compiled = {entry.binary.call for entry in manifest.load(engine_dir).kernels[0].binaries}
 
     def look(kernel: Kernel, grid: tuple[int, ...], values: Values, constants: Mapping[str, Any]) -> None:
         mine = [call for call in compiled if call.kernel == kernel.name]
@@ -73,18 +83,15 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> set[Call]:
     monkeypatch.setattr(Feed, "fill", Feed.fill_anywhere)
     monkeypatch.setattr(MtpProposer, "propose", MtpProposer.propose_anywhere)
     monkeypatch.setattr(compiled_steps, "judge", judge)
-    return compiled
 
 
-@pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_5"])
+@pytest.mark.usefixtures("on_cpu")
 def test_greedy_tokens_are_the_oracles(
-    family: str, on_cpu: set[Call], tiny_checkpoint: Callable[..., Path], tiny_engine: Callable[..., Path]
+    family: str, engine_dir: Path, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     oracle = Oracle(tiny_checkpoint(family))
     wanted = [oracle.generate(prompt, NUM_TOKENS).token_ids for prompt in PROMPTS]
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    engine_dir = tiny_engine(family, arch="sm_90")
-    on_cpu |= {entry.binary.call for entry in manifest.load(engine_dir).kernels[0].binaries}
     for drafts in ("none", "mtp", "ngram"):
         with llm.LLM(engine_dir, drafts=drafts, num_pages=64) as engine:
             assert engine.config.pipeline_depth == 1
