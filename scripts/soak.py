@@ -221,14 +221,20 @@ def resources(pids: list[int]) -> dict[str, int]:
     """Of some processes together."""
     total: Counter[str] = Counter()
     for pid in pids:
-        status = Path(f"/proc/{pid}/status").read_text()
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+            links = [
+                os.readlink(path)
+                for path in Path(f"/proc/{pid}/fd").iterdir()
+                if path.exists() or path.is_symlink()
+            ]
+        except OSError:
+            continue  # it has ended since it was counted
+        resident = re.findall(r"VmRSS:\s+(\d+)", status)
+        if not resident:
+            continue  # it has ended, and nobody has asked how
         total["threads"] += int(re.findall(r"Threads:\s+(\d+)", status)[0])
-        total["memory, MiB"] += int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) // 1024
-        links = [
-            os.readlink(path)
-            for path in Path(f"/proc/{pid}/fd").iterdir()
-            if path.exists() or path.is_symlink()
-        ]
+        total["memory, MiB"] += int(resident[0]) // 1024
         total["sockets"] += sum(link.startswith("socket:") for link in links)
     return dict(total)
 

@@ -12,7 +12,7 @@ GIB = 2**30
 def manifest(**changes: object) -> Manifest:
     limits = Limits(max_len=100, max_rows=4, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16)
     values: dict[str, object] = dict(
-        format=5, ops={}, kernels=(), builder_version="", torch_version="", architecture="X", layers=(),
+        format=6, ops={}, kernels=(), builder_version="", torch_version="", architecture="X", layers=(),
         vocab_size=9, hidden_size=8, target="torch", promise="bits", arch="cpu", drafts="none",
         eos_ids=(), limits=limits, weights_file="", drawn={}, segments=(), sha256={},
         states=(
