@@ -57,8 +57,16 @@ class Served:
         self.grpc_url, self.metrics_url = found["gRPC"], found["metrics"]
 
     def pids(self) -> list[int]:
-        """Of tritonserver, then of the engine."""
         return children(self.process.pid)
+
+    def engine(self) -> int:
+        """Not the small process beside it that ends it with its server."""
+        (found,) = [
+            pid
+            for pid in self.pids()
+            if "triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
+        return found
 
 
 class Soak:
@@ -301,14 +309,14 @@ def hurt(server: Served, act: str) -> bool:
     try:
         if act == "kill":
             requests.get(f"{server.http_url}/v2/health/ready", timeout=RETRY_S).raise_for_status()
-            os.kill(server.pids()[-1], signal.SIGKILL)
+            os.kill(server.engine(), signal.SIGKILL)
             return True
         key = {"triton-grpc-protocol-hemiola-key": KEY}
         with InferenceServerClient(server.grpc_url) as control:
             control.unload_model("hemiola", headers=key, client_timeout=RETRY_S)
             control.load_model("hemiola", headers=key, client_timeout=RETRY_S)
         return True
-    except (OSError, IndexError, requests.RequestException, InferenceServerException):
+    except (OSError, ValueError, requests.RequestException, InferenceServerException):
         return False
 
 
