@@ -5,7 +5,7 @@ import contextlib
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,6 +89,9 @@ class App:
         try:
             self._check_key(request)
             response = await handler(request)
+            async with writing(request):
+                await response.prepare(request)
+                await response.write_eof()
             status = str(response.status)
             return response
         except (ConnectionError, asyncio.CancelledError):
@@ -281,12 +284,20 @@ class Events:
         if transport is None or transport.get_write_buffer_size() + len(data) < NEVER_WAITS:
             await write(data)
             return
-        try:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await write(data)
-        except TimeoutError:
-            transport.abort()
-            raise ConnectionResetError(f"the client read nothing for {WRITE_TIMEOUT_S:g} s") from None
+        async with writing(self._http):
+            await write(data)
+
+
+@contextlib.asynccontextmanager
+async def writing(http: web.Request) -> AsyncIterator[None]:
+    """Waits for a client to read, but not for ever."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            yield
+    except TimeoutError:
+        if http.transport is not None:
+            http.transport.abort()
+        raise ConnectionResetError(f"the client read nothing for {WRITE_TIMEOUT_S:g} s") from None
 
 
 def describe(model: Model) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from hemiola.runtime.serving.openai.wire import Wire
 
 log = logging.getLogger("hemiola.openai")
 BACKLOG = 1024
+IDLE_TIMEOUT_S = 75.0  # for a request's headers to arrive; more than the 60 s of usual proxies
 
 
 class Front:
@@ -69,6 +70,7 @@ class Front:
             app.routes(),
             handler_cancellation=True,  # a client that leaves ends its requests
             access_log=None,
+            keepalive_timeout=IDLE_TIMEOUT_S,  # counted from the connection or its last answer
             shutdown_timeout=self._exit_timeout_s,
         )
         await runner.setup()

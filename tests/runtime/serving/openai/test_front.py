@@ -1,9 +1,11 @@
 """The front before a scripted tritonserver, by the official client where it can say it."""
 
 import asyncio
+import contextlib
 import http.server
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -12,6 +14,7 @@ from collections.abc import Callable
 import pytest
 import requests
 from kit.scripted_triton import ScriptedTriton, script
+from kit.served import until
 from openai import APIError, APIStatusError, AsyncOpenAI, AuthenticationError, OpenAI, RateLimitError
 
 from hemiola.runtime.api import Logprob, Piece
@@ -311,29 +314,80 @@ def test_one_failed_choice_cancels_the_others(client: OpenAI, triton: ScriptedTr
         client.completions.create(model="tiny", prompt=["x", "y"])
 
 
+@pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_reads_nothing_is_dropped(
-    start: Callable[..., Front], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
 ) -> None:
+    caplog.set_level(logging.DEBUG, "hemiola.openai")
     monkeypatch.setattr(app, "WRITE_TIMEOUT_S", 0.3)
-    triton.script, triton.pause_s = script(*["x" * 100_000] * 400), 0.001
+    triton.script, triton.pause_s = script(*["x" * 100_000] * 200), 0.001
     front = start()
-    body = json.dumps({"model": "tiny", "prompt": "x", "stream": True})
+    body = json.dumps({"model": "tiny", "prompt": "x", "stream": stream})
     with socket.create_connection(("127.0.0.1", front.port)) as idle:
         idle.sendall(
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
         )
-        triton.await_cancelled(1)
-        while idle.recv(1 << 20):
-            pass
+        until(lambda: "/v1/completions left" in caplog.text, 20)
+        assert len(triton.cancelled) == stream
+        with contextlib.suppress(ConnectionError):
+            while idle.recv(1 << 20):
+                pass
 
 
-def test_a_body_that_never_comes_is_not_waited_for(
-    start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+WHOLE = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+BODY = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("drip", [b"", b"x"], ids=["silent", "trickle"])
+@pytest.mark.parametrize(
+    ("begun", "answers"),
+    [
+        (b"", []),
+        (b"GET /v1/mod", []),
+        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n", []),
+        (WHOLE, [b"200"]),
+        (WHOLE + WHOLE[:30], [b"200"]),
+        (BODY + b"Content-Length: 1000\r\n\r\n{", [b"408"]),
+        (BODY + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", [b"408"]),
+    ],
+    ids=["nothing", "line", "header", "kept-alive", "second", "body", "chunk"],
+)
+def test_a_connection_that_stalls_is_held_for_ever(
+    start: Callable[..., Front],
+    monkeypatch: pytest.MonkeyPatch,
+    begun: bytes,
+    answers: list[bytes],
+    drip: bytes,
 ) -> None:
-    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.2)
-    with socket.create_connection(("127.0.0.1", start().port)) as slow:
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(f"{Front.__module__}.IDLE_TIMEOUT_S", 0.3)
+    with socket.create_connection(("127.0.0.1", start().port), timeout=0.05) as slow:
+        slow.sendall(begun)
+        said, end = b"", time.monotonic() + 20
+        with contextlib.suppress(ConnectionError):
+            while b" 408 " not in said and time.monotonic() < end:  # behind it aiohttp lingers for 10 s
+                with contextlib.suppress(TimeoutError):
+                    if not (found := slow.recv(1 << 16)):
+                        break
+                    said += found
+                slow.sendall(drip)
+        assert time.monotonic() < end, "it is still open"
+    assert re.findall(rb"^HTTP/1.1 (\d+)", said, re.MULTILINE)[: len(answers)] == answers
+
+
+def test_a_stream_that_outlasts_the_idle_timeout_is_whole(
+    start: Callable[..., Front], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{Front.__module__}.IDLE_TIMEOUT_S", 0.1)
+    triton.script, triton.pause_s = script(*"abcd"), 0.15
+    with OpenAI(base_url=start().url, api_key="any", max_retries=0) as client:
+        for stream in (False, True):
+            asked = client.completions.create(model="tiny", prompt="x", stream=stream)
+            assert "".join(c.choices[0].text for c in (asked if stream else [asked])) == "abcd"
 
 
 def test_keys_are_asked_for(start: Callable[..., Front], triton: ScriptedTriton) -> None:
