@@ -20,6 +20,9 @@ PROMPTS = {
     "nemotron-h-code": "def read_lines(path):\n",
     "qwen3.5-code": "class Stack:\n    def __init__(self):\n",
 }
+TOGETHER = [
+    f"def {verb}_{noun}(" for verb in ("read", "write") for noun in ("line", "header", "config", "value")
+]
 QUESTION = "Show me the documentation of os.path."
 TOOL = {
     "name": "show_documentation",
@@ -67,6 +70,20 @@ def stream(url: str, model: str, prompt: str) -> None:
     )
 
 
+def together(url: str, model: str) -> None:
+    """Requests share steps: what the model gives to all of them."""
+    params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)
+    with Client(url, model) as client:
+        start = time.perf_counter()
+        count = sum(len(out.token_ids) for out in client.generate(TOGETHER, params))
+        seconds = time.perf_counter() - start
+    console.print(
+        f"{len(TOGETHER)} requests at once: {count} tokens in {seconds * 1e3:.0f} ms,"
+        f" {count / seconds:.0f} tokens/s",
+        style="dim",
+    )
+
+
 def call(url: str, model: str) -> None:
     """A tool call, streamed by the OpenAI-compatible front; a grammar keeps it to the tool's schema."""
     console.rule(f"{model}, a tool call, over {url}")
@@ -104,6 +121,7 @@ def main() -> None:
         )
         for name, prompt in PROMPTS.items():
             stream(server.grpc_url, name, prompt)
+            together(server.grpc_url, name)
         front = Front({name: read_model(name, engine_dir) for name, engine_dir in engines.items()})
         front.start(server.grpc_url, server.metrics_url)
         call(front.url, "qwen3.5-code")
