@@ -22,22 +22,34 @@ if engine not in dict(poll.poll()):
 """
 
 
-def end_with_server() -> None:
-    """From now on this process is killed when its server ends.
+class Leash:
+    """While there is one, this process is killed when its server ends.
 
     That is its parent, which told it its id on the command line: if it has another, the server is gone.
     """
-    told = Path("/proc/self/cmdline").read_text().split("\0")
-    ends = os.pidfd_open(os.getppid()), os.pidfd_open(os.getpid())
-    if str(os.getppid()) not in told:
-        os.kill(os.getpid(), signal.SIGKILL)
-    subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", HOLD, *map(str, ends)],
-        pass_fds=ends,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # no Ctrl-C of ours is for it
-    )
-    for end in ends:
-        os.close(end)
+
+    def __init__(self) -> None:
+        told = Path("/proc/self/cmdline").read_text().split("\0")
+        self._ends = os.pidfd_open(os.getppid()), os.pidfd_open(os.getpid())
+        if str(os.getppid()) not in told:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.num_lost = 0
+        self._process = self._hold()
+
+    def _hold(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", HOLD, *map(str, self._ends)],
+            pass_fds=self._ends,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # no Ctrl-C of ours is for it
+        )
+
+    def renew(self) -> bool:
+        """Whether the process beside us was gone; then another has taken its place."""
+        if self._process.poll() is None:
+            return False
+        self._process = self._hold()
+        self.num_lost += 1
+        return True

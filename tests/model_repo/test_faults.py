@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import requests
 from kit.sabotage import POISON, sabotaged
-from kit.served import ENVIRONMENT, SERVE, Served, until
+from kit.served import ENVIRONMENT, SERVE, Served, descendants, until
 from kit.triton_calls import joined, post, scrape
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
@@ -107,6 +107,15 @@ def test_streams_of_what_is_lost_end_and_it_comes_back(
     page = {}
     until(lambda: page.update(scrape(served)) or any(n == "hemiola_restarts_total" for n, _ in page))
     assert max(value for (name, _), value in page.items() if name == "hemiola_restarts_total") >= 1
+
+
+def test_an_engine_whose_guard_was_killed_is_unguarded(served: Served) -> None:
+    engine = served.pid("models/second/")
+    for count in (1, 2):
+        (guard,) = descendants(engine)
+        os.kill(guard, signal.SIGKILL)
+        until(lambda old=guard: (new := set(descendants(engine))) and old not in new)
+        until(lambda count=count: f"was ended ({count} so far); another is there" in served.said)
 
 
 def test_without_restart_a_dead_engine_ends_the_command(engine_dirs: dict[str, Path]) -> None:

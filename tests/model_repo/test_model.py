@@ -161,7 +161,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(loaded)
     loaded.LLM = FakeLlm
     MetricFamily.page.clear()
-    loaded.close_inherited_sockets = loaded.end_with_server = lambda: None  # this process is no engine
+    loaded.close_inherited_sockets = lambda: None  # this process is no engine
+    loaded.Leash = lambda: SimpleNamespace(renew=lambda: False)
     return loaded
 
 

@@ -25,12 +25,13 @@ from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving import heartbeat, settings
 from hemiola.runtime.serving.ask import Ask, read_ask, read_request
 from hemiola.runtime.serving.heartbeat import Clock
-from hemiola.runtime.serving.leash import end_with_server
+from hemiola.runtime.serving.leash import Leash
 from hemiola.runtime.serving.log import Printer
 from hemiola.runtime.serving.metrics import Board, Meter, Outcome
 
 CHECK_S = 0.1  # between looks for callers that left and requests whose time is over
 METRICS_S = 1.0
+LEASH_S = 1.0  # between looks for the process that ends this one with its server
 NUM_COMPILING = 8  # requests whose grammars are compiled; others with a grammar wait for them
 MOST_RETRY_S = 60
 
@@ -40,7 +41,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         close_inherited_sockets()
-        end_with_server()
+        self._leash = Leash()
         folder = Path(args["model_repository"], args["model_version"])
         try:
             own, options = settings.read(folder, json.loads(args["model_config"])["parameters"])
@@ -54,12 +55,22 @@ class TritonPythonModel:
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, "compiling")
         labels = {"model": args["model_name"], "version": args["model_version"]}
         board = Board(pb_utils.MetricFamily, labels)
-        self._clocks = [Clock("metrics", METRICS_S, lambda: board.post(self.meter.read(self.llm)), log_error)]
+        self._clocks = [
+            Clock("metrics", METRICS_S, lambda: board.post(self.meter.read(self.llm)), log_error),
+            Clock("leash", LEASH_S, self._renew_leash, log_error),
+        ]
         self._beat_file = Path(own.heartbeat_file)
         if own.heartbeat_file:
             self._clocks.append(Clock("heartbeat", heartbeat.BEAT_S, self._beat, log_error))
         gc.collect()
         gc.freeze()  # what stands is left alone: looking at all of it stopped every stream for 0.2 s
+
+    def _renew_leash(self) -> None:
+        if self._leash.renew():
+            lost = (
+                f"the process that ends this engine with its server was ended ({self._leash.num_lost} so far)"
+            )
+            pb_utils.Logger.log_error(f"{lost}; another is there")
 
     def _beat(self) -> None:
         load = self.llm.load()

@@ -10,11 +10,19 @@ import pytest
 from kit.served import until
 
 ENGINE = """
-import ctypes, os, sys, threading, time
-from hemiola.runtime.serving.leash import end_with_server
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
+from hemiola.runtime.serving.leash import Leash
 if sys.argv[1] == "late":
     sys.stdin.read()
-end_with_server()
+leash = Leash()
+assert not leash.renew()
+if sys.argv[1] == "cut":
+    for held in Path("/proc/self/task").glob("*/children"):
+        os.kill(int(held.read_text()), signal.SIGKILL)
+    while not leash.renew():
+        time.sleep(0.01)
+    assert leash.num_lost == 1 and not leash.renew()
 print("tied", flush=True)
 (ctypes.PyDLL(None) if sys.argv[1] == "lock" else time).sleep(60)
 """
@@ -38,9 +46,10 @@ def ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("how", ["idle", "lock", "stopped", "late"])
+@pytest.mark.parametrize("how", ["idle", "lock", "stopped", "late", "cut"])
 def test_an_engine_outlives_its_server(how: str) -> None:
-    """lock: as a call for metrics does, PyDLL's sleep holds Python's lock. late: the server died before."""
+    """lock: as a call for metrics does, PyDLL's sleep holds Python's lock. late: the server died before.
+    cut: the process that guards it is killed first."""
     pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", SERVER, ENGINE, how], text=True, **pipe) as server:
         engine = int(server.stdout.readline())
