@@ -1,58 +1,89 @@
 """The promise on engines that were cut, whose parts may round by what runs beside: tokens are the oracle's.
 
-Logits are not the plain run's, bit for bit: onnxruntime's depend on the number of rows.
+Rows of the matrix (test_matrix.py), on the families with heads. Logits, states and pages are near the plain
+run's instead of its bits: onnxruntime's products depend on the number of rows.
 """
 
-import random
+import inspect
 from collections.abc import Callable
 
 import pytest
-from kit.engine_hand import NUM_DRAFTS, PAGE, SMALL, Wanted, windows
+import torch
+from kit.engine_hand import CHUNK, NUM_DRAFTS, PAGE, SMALL, EngineHand, Wanted
+from kit.harness import Harness
 
-CUT = SMALL | {"target": "onnxruntime"}
-FAMILIES = ["nemotron_h_moe", "qwen3_5"]
+from tests.runtime.engine import test_engine_storms as storms
+from tests.runtime.engine import test_matrix as matrix
+from tests.runtime.engine import test_matrix_cache as cache
+from tests.runtime.engine import test_matrix_pairs as pairs
+
+TARGET = {"target": "onnxruntime"}
+MTP = {"kind": "mtp", "num_drafts": NUM_DRAFTS}
+NEMOTRON, QWEN = "nemotron_h_moe", "qwen3_5"
+BOTH = (NEMOTRON, QWEN)
+ROWS: list[tuple[Callable[..., None], tuple[str, ...], dict[str, object]]] = [
+    (matrix.test_m01_prompts_of_every_length, (QWEN,), {"kind": "mtp"}),
+    (matrix.test_m02_every_three_accepted_counts_in_a_row, BOTH, {}),
+    (
+        matrix.test_m07_chunks_of_any_size_beside_windows_in_any_order,
+        BOTH,
+        {"kind": "mtp", "chunk": PAGE + 1},
+    ),
+    (matrix.test_m09_ends_at_every_index_of_a_window, BOTH, {"depth": 1}),
+    (matrix.test_m10_batches_of_every_size, BOTH, {"num_drafts": NUM_DRAFTS}),
+    (matrix.test_m11_up_to_max_len, BOTH, {"kind": "ngram"}),
+    (matrix.test_m12_drafts_of_every_quality, BOTH, {}),
+    (matrix.test_m16_a_seeded_sample_does_not_depend_on_drafts_hits_or_preemption, (NEMOTRON,), {}),
+    (matrix.test_m17_penalties_biases_and_bad_words_see_accepted_drafts, (QWEN,), {}),
+    (cache.test_m04_a_prompt_again_and_longer_and_with_another_token_anywhere, (NEMOTRON,), MTP),
+    (cache.test_m05_a_page_edge_inside_a_window, BOTH, {"kind": "scripted", "depth": 2}),
+    (cache.test_m05_two_page_edges_inside_a_window, (QWEN,), {"kind": "scripted"}),
+    (cache.test_m06_siblings_behind_one_system_prompt, (NEMOTRON,), {"depth": 1, "staggered": True}),
+    (cache.test_m08_preemption_at_every_step, (QWEN,), {"kind": "mtp", "prefix_cache": True, "depth": 1}),
+    (cache.test_m18_a_conversation, BOTH, {}),
+]
+CASES = [
+    pytest.param(row, {"family": family} | values, id=f"{row.__name__}-{family}")
+    for row, families, values in ROWS
+    for family in families
+]
 
 
-@pytest.mark.parametrize("kind", ["plain", "ngram", "mtp", "scripted"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_hits_chunks_and_neighbours_leave_the_tokens_of_the_oracle(
-    engine_hands: Callable, wanted: Wanted, family: str, kind: str
+@pytest.fixture
+def engine_hands(engine_hands: Callable[..., EngineHand]) -> Callable[..., EngineHand]:
+    """Those of other tests, for this target."""
+
+    def make(family: str, kind: str = "plain", built: dict | None = None, **options: object) -> EngineHand:
+        return engine_hands(family, kind, (built or {}) | TARGET, **options)
+
+    return make
+
+
+@pytest.mark.parametrize(("row", "given"), CASES)
+def test_a_row_of_the_matrix(
+    request: pytest.FixtureRequest, row: Callable[..., None], given: dict[str, object]
 ) -> None:
-    hand = engine_hands(family, kind, CUT, max_rows=3, max_step_tokens=64, pipeline_depth=1)
-    text = wanted.story(family)
-    ids = {}
-    for n in (100, 7, 100, 37, 130, 68):
-        ids[hand.submit(text[:n], max_tokens=30)] = n
-        hand.turn()
-    hand.run()
-    for request_id, n in ids.items():
-        hand.check(request_id, text[n : n + 30])
-    assert sum(hand.last(request_id).metrics.cached_tokens for request_id in ids) >= 100
-    if kind == "scripted":
-        assert sum(sum(hand.last(request_id).metrics.accepted) for request_id in ids) > 20
+    others = inspect.signature(row).parameters.keys() - given.keys()
+    row(**given, **{name: request.getfixturevalue(name) for name in others})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_of_every_length(engine_hands: Callable, wanted: Wanted, family: str) -> None:
-    """M1 of the matrix (test_matrix.py), with the head's drafts."""
-    hand, text = engine_hands(family, "mtp", CUT, prefix_cache=False), wanted.story(family)
-    lengths = range(3, 3 * PAGE + NUM_DRAFTS + 3, 5)
-    for length in random.Random(0).sample(lengths, len(lengths)):
-        hand.submit(text[:length], max_tokens=5)
-    hand.run()
-    for request in hand.requests:
-        hand.check(request.id, text[request.prompt_len : request.prompt_len + 5])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_windows_of_every_length_accepted_to_any_length(
-    engine_hands: Callable, wanted: Wanted, answers: Callable, family: str
+@pytest.mark.parametrize("family", BOTH)
+def test_m14_any_split_gives_nearly_the_same_logits(
+    tiny_engine: Callable, wanted: Wanted, family: str
 ) -> None:
-    """M2, with accepted counts by chance."""
-    dice, text = random.Random(2), wanted.story(family)
-    proposer = windows(answers(family), lambda request: dice.randrange(NUM_DRAFTS + 1))
-    hand = engine_hands(family, "scripted", CUT, proposer=proposer)
-    hand.submit(text[:3], max_tokens=120)
-    hand.run()
-    hand.check(1, text[3:123])
-    assert sum(hand.last(1).metrics.accepted) > 40
+    text = wanted.story(family)[: 5 * PAGE + 3]
+    engine = Harness(tiny_engine(family, **SMALL, **TARGET, max_step_tokens=512))
+    whole = engine.run(text)
+    for cuts in ([1] * (len(text) - 1), [CHUNK, PAGE, PAGE - 1, 1, 4]):
+        engine.forget()
+        torch.testing.assert_close(engine.run(text, *cuts), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [case for case in pairs.CASES if case["family"] in BOTH], ids=pairs.name_of)
+def test_a_pair_of_everything(engine_hands: Callable, wanted: Wanted, case: pairs.Case) -> None:
+    pairs.test_a_pair_of_everything(engine_hands, wanted, case)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4, 5])
+def test_a_storm(engine_hands: Callable, wanted: Wanted, seed: int) -> None:
+    storms.test_a_storm(engine_hands, wanted, seed)

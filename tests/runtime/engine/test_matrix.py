@@ -25,7 +25,7 @@ whatever was reused. Axis G (graphs) does not exist yet: nothing here runs on a 
     M20      ../test_config.py, tests/builder/test_build.py
     pairs    test_matrix_pairs.py: all pairs of values of all axes
 
-M1, M2, hits, chunks and neighbours on engines that were cut, by tokens: test_cut_engines.py.
+Nearly all rows, pairs and some storms on engines that were cut, by tokens: test_cut_engines.py.
 """
 
 import itertools

@@ -57,13 +57,17 @@ def _pairs(case: Case) -> set[tuple]:
 CASES = all_pairs(AXES)
 
 
+def name_of(case: Case) -> str:
+    return "-".join(map(str, case.values()))
+
+
 def test_the_cases_are_few_and_hold_all_pairs() -> None:
     assert len(CASES) <= 45
     for a, b in itertools.combinations(AXES, 2):
         assert {(case[a], case[b]) for case in CASES} == {*itertools.product(AXES[a], AXES[b])}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_pair_of_everything(engine_hands: Callable[..., EngineHand], wanted: Wanted, case: Case) -> None:
     dice = random.Random(str(case))
     hand = make(engine_hands, wanted, case, dice)
