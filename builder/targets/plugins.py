@@ -15,6 +15,7 @@ from hemiola.builder.targets.kernels import UNNAMED_GPU, Node, Tensor, nodes_of
 from hemiola.builder.targets.torch import Job
 from hemiola.plugins import DENSE, OPS
 from hemiola.plugins.gpu.ahead import NotAhead, Plan, Sized
+from hemiola.plugins.gpu.compile import without_lines
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.ptx import Ahead, ahead
 from hemiola.plugins.gpu.terms import Dim
@@ -39,7 +40,8 @@ def told_beforehand(graph: Graph, job: Job) -> list[Ahead | str]:
             tensors = zip(op.args, node.values, strict=False)
             given = {arg.name: _sized(value, sizes) for arg, value in tensors}
             try:
-                known[node] = ahead(op, given, node.values[len(op.args) :], gpu)
+                with without_lines():  # they name files of this machine, and kernels are named by content
+                    known[node] = ahead(op, given, node.values[len(op.args) :], gpu)
             except NotAhead as error:
                 known[node] = str(error)
             job.report(f"{graph.name}: kernels", len(known), len(set(nodes)))

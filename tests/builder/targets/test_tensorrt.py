@@ -184,6 +184,10 @@ def test_kernels_stand_where_their_ops_stood(family: str, tiny_checkpoint: Get, 
     lay_out(graph)
     found = told_beforehand(graph, Job(tmp_path, "cuda", ("sm_90",), limits))
     assert not [own for own in found if isinstance(own, str)]
+    told = "".join(entry.ptx for own in found if not isinstance(own, str) for entry in own.entries)
+    assert ".entry" in told and ".file" not in told and ".loc" not in told, (
+        "names depend on where it was built"
+    )
     whole = to_onnx(graph)
     made = with_kernels(whole, found)
     onnx.checker.check_model(made)  # every value is made before it is read, and once
