@@ -53,7 +53,8 @@ def takes_more_than_best(rules: Sequence[Rule] | Sequence[Group]) -> bool:
 
 def widened(scores: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Scores of the lowest ids as scores of all: the others cannot be chosen."""
-    return F.pad(scores, (0, vocab_size - scores.shape[1]), value=-torch.inf)
+    missing = vocab_size - scores.shape[1]
+    return F.pad(scores, (0, missing), value=-torch.inf) if missing else scores  # pad always copies
 
 
 def spans(count: int, width: int) -> list[slice]:

@@ -443,6 +443,12 @@ def test_the_scores_of_the_caller_stay_as_they_are() -> None:
     assert torch.equal(scores, before)
 
 
+def test_scores_of_all_tokens_are_not_copied_to_be_widened() -> None:
+    scores = torch.randn(2, 5)
+    assert sampling.widened(scores, 5) is scores
+    assert torch.equal(sampling.widened(scores, 7), torch.cat([scores, torch.full((2, 2), -torch.inf)], 1))
+
+
 def test_no_lines() -> None:
     none = torch.empty(0, dtype=torch.int64)
     assert choose(torch.empty(0, V), [], none, none, torch.zeros(2, 3, dtype=torch.int32)).tolist() == []
