@@ -154,7 +154,7 @@ def begin(command: str, log: Path, environment: dict[str, str]) -> subprocess.Po
 
 
 def run(stage: Stage, seconds: float, beside: subprocess.Popen, environment: dict[str, str]) -> Done:
-    log = KEPT / "logs" / f"{stage.name.replace(' ', '_')}.log"
+    log = log_file(stage.name)
     log.unlink(missing_ok=True)
     print(f"{stage.name}: at most {seconds:.0f} s", flush=True)
     start = time.monotonic()
@@ -225,8 +225,12 @@ def write(out: Path) -> None:
         archive.add(KEPT / "logs", "logs")
 
 
+def log_file(name: str) -> Path:
+    return KEPT / "logs" / f"{name.replace(' ', '_')}.log"
+
+
 def log_of(name: str) -> str:
-    path = KEPT / "logs" / f"{name.replace(' ', '_')}.log"
+    path = log_file(name)
     return path.read_text(errors="replace") if path.exists() else ""
 
 
@@ -245,11 +249,8 @@ def table_of(name: str) -> str:
 
 def where() -> str:
     """Device, commit, date."""
-    commit = (
-        (LEASE / "base/commit").read_text().strip()
-        if (LEASE / "base/commit").exists()
-        else "an unnamed commit"
-    )
+    named = LEASE / "base/commit"
+    commit = named.read_text().strip() if named.exists() else "an unnamed commit"
     device = next((line for line in log_of("look").splitlines() if line.startswith("NVIDIA")), "no GPU")
     return f"{device}; {commit}; {time.strftime('%Y-%m-%d %H:%M')}"
 

@@ -19,7 +19,7 @@ from hemiola.runtime.engine.step import Plan, Row
 
 A = TypeVar("A")
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-GREEDY, DRAWN, SORTED, ANY = range(4)  # rules of a bucket; ANY: logprobs and grammars, too
+RULES = GREEDY, DRAWN, SORTED, ANY = range(4)  # of a bucket; ANY: logprobs and grammars, too
 
 
 class Bucket(NamedTuple):
@@ -96,7 +96,7 @@ def buckets_of(config: Resolved) -> list[Bucket]:
     sizes = [n for n in ROWS if n < config.max_rows] + [config.max_rows]
     found = {
         Bucket(rules, rows, *rest)
-        for rules, rows in itertools.product((GREEDY, DRAWN, SORTED, ANY), sizes)
+        for rules, rows in itertools.product(RULES, sizes)
         for rest in _kinds(config, rows)
     }
     return sorted(found, key=lambda bucket: bucket[1:] + bucket[:1], reverse=True)
@@ -127,10 +127,7 @@ class Fit:
     def __init__(self, config: Resolved) -> None:
         by_size = sorted(buckets_of(config), key=lambda b: (b.rows, b.tokens, b.passes, b.pairs))
         self._is_head = config.drafts == "mtp"
-        self._by_rules = {
-            rules: [bucket for bucket in by_size if bucket.rules == rules]
-            for rules in (GREEDY, DRAWN, SORTED, ANY)
-        }
+        self._by_rules = {rules: [bucket for bucket in by_size if bucket.rules == rules] for rules in RULES}
 
     def __call__(self, plan: Plan) -> Bucket | None:
         """The smallest that holds it; None: it has prompts, or rules that no table holds."""
