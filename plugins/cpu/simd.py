@@ -23,7 +23,7 @@ CROWDED = REGISTERS.vectors < 2 * LANES  # registers do not hold 16 vectors and 
 intrinsic: Any = extending.intrinsic  # of a function that builds code: calls of it look different
 F32, I32 = ir.FloatType(), ir.IntType(32)
 LONG, HALF = ir.IntType(64), ir.IntType(16)
-VECTOR, INTS, HALVES = (ir.VectorType(kind, LANES) for kind in (F32, I32, HALF))
+VECTOR, INTS = (ir.VectorType(kind, LANES) for kind in (F32, I32))
 
 
 class Vector(types.Type):
@@ -82,10 +82,9 @@ def _same(builder: Any, value: Any) -> Any:
     return value
 
 
-def _widened(ints: Any, floats: Any) -> Any:
+def _widened(builder: Any, value: Any) -> Any:
     """bfloat16 is the upper half of fp32."""
-    sixteen = ir.Constant(ints, [16] * LANES if isinstance(ints, ir.VectorType) else 16)
-    return lambda builder, value: builder.bitcast(builder.shl(builder.zext(value, ints), sixteen), floats)
+    return builder.bitcast(builder.shl(builder.zext(value, I32), I32(16)), F32)
 
 
 def _extended(builder: Any, value: Any) -> Any:
@@ -100,8 +99,7 @@ load = _reader("load", VECTOR, 4, vector, _same, "The 16 numbers behind an addre
 store = _writer("store", VECTOR, 4, vector, _same, "Put a vector there.")
 get = _reader("get", F32, 4, number, _same, "The number there.")
 put = _writer("put", F32, 4, number, _same, "Put a number there.")
-load_bfloat16 = _reader("load_bfloat16", HALVES, 2, vector, _widened(INTS, VECTOR), "16 of them, widened.")
-get_half = _reader("get_half", HALF, 2, number, _widened(I32, F32), "A bfloat16 number, widened.")
+get_half = _reader("get_half", HALF, 2, number, _widened, "A bfloat16 number, widened.")
 get_int = _reader("get_int", I32, 4, types.int64, _extended, "An int32 number.")
 put_int = _writer("put_int", I32, 4, types.int64, _cut, "Put an int32 number.")
 get_long = _reader("get_long", LONG, 8, types.int64, _same, "An int64 number.")
@@ -328,7 +326,6 @@ def peak(typing: Any, a: Any) -> Any:
 
 f32 = np.float32
 inlined: Any = numba.njit(inline="always")
-compiled: Any = numba.njit(error_model="numpy")
 
 
 @inlined
@@ -383,28 +380,3 @@ def clear(base, at, size):
     """`size` zeros, a multiple of 16."""
     for i in range(0, size, LANES):
         store(base, at + i, splat(f32(0.0)))
-
-
-@compiled
-def dots(weight, weight_at, num_outputs, num_inputs, x, x_at, out, out_at, products):
-    """out = weight [outputs, inputs] times x, 16 outputs a round; `products` has room for 256 numbers."""
-    wide = num_inputs // (4 * LANES) * (4 * LANES)
-    for j in range(0, num_outputs, LANES):
-        for i in range(LANES):
-            store(products, i * LANES, splat(f32(0.0)))
-        for d in range(0, wide, 4 * LANES):
-            at = x_at + d
-            x0, x1, x2, x3 = load(x, at), load(x, at + 16), load(x, at + 32), load(x, at + 48)
-            for i in range(LANES):
-                at = weight_at + (j + i) * num_inputs + d
-                sum_ = fma(load(weight, at + 16), x1, fma(load(weight, at), x0, load(products, i * LANES)))
-                sum_ = fma(load(weight, at + 48), x3, fma(load(weight, at + 32), x2, sum_))
-                store(products, i * LANES, sum_)
-            settle()
-        for d in range(wide, num_inputs, LANES):
-            x0 = load(x, x_at + d)
-            for i in range(LANES):
-                at = weight_at + (j + i) * num_inputs + d
-                store(products, i * LANES, fma(load(weight, at), x0, load(products, i * LANES)))
-            settle()
-        store(out, out_at + j, sums_of(products, 0))

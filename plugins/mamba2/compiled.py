@@ -19,7 +19,6 @@ from hemiola.plugins.cpu.simd import (
     add,
     clear,
     copy,
-    dots,
     f32,
     fma,
     from_bits,
@@ -28,10 +27,12 @@ from hemiola.plugins.cpu.simd import (
     load,
     load_some,
     put,
+    settle,
     smallest,
     splat,
     store,
     store_some,
+    sums_of,
 )
 from hemiola.plugins.cpu.sizes import ceil_div
 
@@ -150,6 +151,31 @@ def _read(h, width, depth, sums, C, C_at, D, x, x_at, y, y_at):
     dots(h, 0, width, depth, C, C_at, y, y_at, sums)
     for p in range(0, width, LANES):
         store(y, y_at + p, fma(splat(D), load(x, x_at + p), load(y, y_at + p)))
+
+
+@helper
+def dots(weight, weight_at, num_outputs, num_inputs, x, x_at, out, out_at, products):
+    """out = weight [outputs, inputs] times x, 16 outputs a round; `products` has room for 256 numbers."""
+    wide = num_inputs // WIDE * WIDE
+    for j in range(0, num_outputs, LANES):
+        for i in range(LANES):
+            store(products, i * LANES, splat(f32(0.0)))
+        for d in range(0, wide, WIDE):
+            at = x_at + d
+            x0, x1, x2, x3 = load(x, at), load(x, at + 16), load(x, at + 32), load(x, at + 48)
+            for i in range(LANES):
+                at = weight_at + (j + i) * num_inputs + d
+                sum_ = fma(load(weight, at + 16), x1, fma(load(weight, at), x0, load(products, i * LANES)))
+                sum_ = fma(load(weight, at + 48), x3, fma(load(weight, at + 32), x2, sum_))
+                store(products, i * LANES, sum_)
+            settle()
+        for d in range(wide, num_inputs, LANES):
+            x0 = load(x, x_at + d)
+            for i in range(LANES):
+                at = weight_at + (j + i) * num_inputs + d
+                store(products, i * LANES, fma(load(weight, at), x0, load(products, i * LANES)))
+            settle()
+        store(out, out_at + j, sums_of(products, 0))
 
 
 @Kernel

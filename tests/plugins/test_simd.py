@@ -298,17 +298,16 @@ def test_integers_keep_their_sign_and_wrap() -> None:
 
 @native
 def widen(halves, out):
-    simd.store(out, 0, simd.load_bfloat16(halves, 3))
     for i in range(LANES):
-        simd.put(out, LANES + i, simd.get_half(halves, 3 + i))
+        simd.put(out, i, simd.get_half(halves, 3 + i))
 
 
 def test_bfloat16_is_widened() -> None:
     """Every kind of number, NaN, infinities and subnormals too."""
     bits = np.array([0, 0x8000, 0x3F80, 0xC2F7, 0x7F80, 0xFF80, 0x7FC0, 1, 0x807F, 0x7F7F], np.uint16)
-    halves, out = np.resize(bits, 3 + LANES), np.empty(2 * LANES, F32)
+    halves, out = np.resize(bits, 3 + LANES), np.empty(LANES, F32)
     widen(halves, out)
-    assert (out.view(np.uint32) == np.tile(halves[3:].astype(np.uint32) << 16, 2)).all()
+    assert (out.view(np.uint32) == halves[3:].astype(np.uint32) << 16).all()
 
 
 @native
@@ -329,21 +328,6 @@ def test_some_lanes_are_loaded_and_stored(count: int) -> None:
     some(source, target, 5, count, room, out)
     assert (target == expected).all()
     assert (out[:num] == source[5 : 5 + num]).all() and (out[num:] == 0).all()
-
-
-@native
-def multiply(weight, num_outputs, num_inputs, x, out, products):
-    simd.dots(weight, 7, num_outputs, num_inputs, x, 3, out, 5, products)
-
-
-@pytest.mark.parametrize("num_outputs,num_inputs", [(16, 16), (48, 64), (16, 80), (32, 208)])
-def test_dots(num_outputs: int, num_inputs: int) -> None:
-    rng = np.random.default_rng(4)
-    weight = rng.standard_normal(7 + num_outputs * num_inputs).astype(F32)
-    x, out = rng.standard_normal(3 + num_inputs).astype(F32), np.full(5 + num_outputs + 1, 9, F32)
-    multiply(weight, num_outputs, num_inputs, x, out, np.full(LANES * LANES, np.nan, F32))
-    exact = weight[7:].reshape(num_outputs, num_inputs).astype(np.float64) @ x[3:]
-    assert np.abs(out[5:-1] - exact).max() < 1e-5 and out[-1] == out[4] == 9
 
 
 @native

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from kit.grid import LIMITS, MAMBA, MAMBA_16, MAMBA_80
@@ -11,6 +12,9 @@ from transformers.models.nemotron_h.modeling_nemotron_h import (
     mamba2_chunk_scan,
     mamba2_selective_state_update,
 )
+
+from hemiola.plugins.cpu.simd import LANES
+from hemiola.plugins.mamba2.compiled import dots
 
 # fp32 on both sides: another order of the same sums
 TOLERANCE = 2e-6
@@ -77,3 +81,15 @@ def test_a_step_without_bound_forgets_and_does_not_overflow(subject: Subject, fo
     states = wide.states(2, 16, 0)
     y = wide.run(form, tokens, states, [row(num_tokens=40)], 16)
     assert y.isfinite().all() and states[0][1].isfinite().all()
+
+
+@pytest.mark.parametrize("num_outputs,num_inputs", [(16, 16), (48, 64), (16, 80), (32, 208)])
+def test_dots(num_outputs: int, num_inputs: int) -> None:
+    rng = np.random.default_rng(4)
+    weight = rng.standard_normal(7 + num_outputs * num_inputs).astype(np.float32)
+    x = rng.standard_normal(3 + num_inputs).astype(np.float32)
+    out, products = np.full(5 + num_outputs + 1, 9, np.float32), np.full(LANES * LANES, np.nan, np.float32)
+    at = [array.ctypes.data for array in (weight, x, out, products)]
+    dots(at[0], 7, num_outputs, num_inputs, at[1], 3, at[2], 5, at[3])
+    exact = weight[7:].reshape(num_outputs, num_inputs).astype(np.float64) @ x[3:]
+    assert np.abs(out[5:-1] - exact).max() < 1e-5 and out[-1] == out[4] == 9
