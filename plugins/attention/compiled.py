@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hemiola.plugins.cpu.activations import exp
-from hemiola.plugins.cpu.code import Case, Operand, code_of, lines, numbers, numel
+from hemiola.plugins.cpu.code import Case, Operand, code_of, complain, lines, numbers, numel
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.rows import owned
@@ -26,6 +26,7 @@ from hemiola.plugins.cpu.simd import (
     get,
     get_int,
     get_long,
+    inlined,
     largest,
     load,
     mul,
@@ -110,6 +111,19 @@ def _tiles_of(rows: Operand, num_tokens: Number) -> tuple[Operand, Operand]:
     return code.once(("tiles", rows), cut)
 
 
+@helper
+def _tile_of(tiles, n):
+    """Its row, its first token and how many it has."""
+    return get_long(tiles, 3 * n), get_long(tiles, 3 * n + 1), get_long(tiles, 3 * n + 2)
+
+
+@helper
+def _put_tile(tiles, n, row, start, num):
+    put_long(tiles, 3 * n, row)
+    put_long(tiles, 3 * n + 1, start)
+    put_long(tiles, 3 * n + 2, num)
+
+
 @Kernel
 def _cut(item, scratch, num_rows, num_tokens, most, rows, tiles, live, fault):
     """One item: see _tiles_of."""
@@ -120,14 +134,10 @@ def _cut(item, scratch, num_rows, num_tokens, most, rows, tiles, live, fault):
             continue
         total += num
         if first < 0 or first + num > num_tokens or total > num_tokens:
-            put_long(fault, 1, first if first < 0 else max(first + num, total))
-            put_long(fault, 2, num_tokens)
-            put_long(fault, 0, 1)
+            complain(fault, 1, first if first < 0 else max(first + num, total), num_tokens)
             return
         for start in range(first, first + num, TILE):
-            put_long(tiles, 3 * found, n)
-            put_long(tiles, 3 * found + 1, start)
-            put_long(tiles, 3 * found + 2, min(TILE, first + num - start))
+            _put_tile(tiles, found, n, start, min(TILE, first + num - start))
             found += 1
     for i in range(3 * found, 3 * most):
         put_long(tiles, i, 0)
@@ -137,15 +147,13 @@ def _cut(item, scratch, num_rows, num_tokens, most, rows, tiles, live, fault):
 @Kernel
 def _narrow(tile, scratch, tiles, num_wanted, wanted, some):
     """A tile without what stands before its first wanted token or behind its last."""
-    start, end = get_long(tiles, 3 * tile + 1), get_long(tiles, 3 * tile + 1) + get_long(tiles, 3 * tile + 2)
-    low, high = end, start - 1
+    row, start, num = _tile_of(tiles, tile)
+    low, high = start + num, start - 1
     for n in range(num_wanted):
         t = get_int(wanted, n)
-        if start <= t and t < end:
+        if start <= t and t < start + num:
             low, high = min(low, t), max(high, t)
-    put_long(some, 3 * tile, get_long(tiles, 3 * tile))
-    put_long(some, 3 * tile + 1, low)
-    put_long(some, 3 * tile + 2, max(high + 1 - low, 0))
+    _put_tile(some, tile, row, low, max(high + 1 - low, 0))
 
 
 @Kernel
@@ -155,7 +163,7 @@ def _write(
 ):  # fmt: skip
     """New keys and values of a tile go to their pages. k_len is from token to token."""
     width = groups * depth
-    row, start, num = get_long(tiles, 3 * tile), get_long(tiles, 3 * tile + 1), get_long(tiles, 3 * tile + 2)
+    row, start, num = _tile_of(tiles, tile)
     lowest, highest = 0, -1
     for t in range(start, start + num):
         lowest, highest = min(lowest, get_int(positions, t)), max(highest, get_int(positions, t))
@@ -164,9 +172,7 @@ def _write(
         page = get_int(page_table, row * table_len + n)
         good = good and page >= 0 and page < num_pages
     if not good:
-        put_long(fault, 1, table_len)
-        put_long(fault, 2, num_pages)
-        put_long(fault, 0, 1)
+        complain(fault, 1, table_len, num_pages)
         return
     for t in range(start, start + num):
         place = get_int(positions, t)
@@ -191,7 +197,7 @@ def _attend(
     scores = products + 4 * LANES * LANES
     places = scores + 4 * SPAN  # of the keys of a span
     tile, group = item // groups, item % groups
-    row, start, num = get_long(tiles, 3 * tile), get_long(tiles, 3 * tile + 1), get_long(tiles, 3 * tile + 2)
+    row, start, num = _tile_of(tiles, tile)
     if num == 0:
         return
     last = 0
@@ -236,36 +242,8 @@ def _visit(
         return high, weight
     nothing = splat(f32(-np.inf))
     highest = nothing
-    wide = depth // SPAN * SPAN
     for j in range(0, num_keys, LANES):
-        for d in range(0, wide, SPAN):
-            at = query_at + d
-            q0, q1, q2, q3 = (
-                load(queries, at),
-                load(queries, at + 16),
-                load(queries, at + 32),
-                load(queries, at + 48),
-            )
-            for i in range(LANES):
-                at = get_long(places, j + i) + d
-                sum_ = (
-                    mul(load(k_pages, at), q0)
-                    if d == 0
-                    else fma(load(k_pages, at), q0, load(products, i * LANES))
-                )
-                sum_ = fma(load(k_pages, at + 32), q2, fma(load(k_pages, at + 16), q1, sum_))
-                store(products, i * LANES, fma(load(k_pages, at + 48), q3, sum_))
-            settle()
-        for d in range(wide, depth, LANES):
-            q0 = load(queries, query_at + d)
-            for i in range(LANES):
-                value = load(k_pages, get_long(places, j + i) + d)
-                store(
-                    products,
-                    i * LANES,
-                    mul(value, q0) if d == 0 else fma(value, q0, load(products, i * LANES)),
-                )
-            settle()
+        _multiply(k_pages, places, j, depth, queries, query_at, products)
         score = first_lanes(sums_of(products, 0), num_keys - j, nothing)
         score = first_lanes(nothing, num_hidden - j, score)
         highest = largest(score, highest)
@@ -279,13 +257,43 @@ def _visit(
         share = exp(sub(load(scores, j), splat(top)))
         shares = add(shares, share)
         store(scores, j, share)
-    begin = max(num_hidden, 0)
+    _blend(v_pages, places, max(num_hidden, 0), num_keys, depth, scores, splat(kept), sums, query_at)
+    return top, weight * kept + total(shares)
+
+
+@inlined
+def _multiply(k_pages, places, j, depth, queries, query_at, products):
+    """A vector for each of 16 keys from j on: its products with the query, whose sum is the score."""
+    wide = depth // SPAN * SPAN
     for d in range(0, wide, SPAN):
         at = query_at + d
-        a, b = mul(load(sums, at), splat(kept)), mul(load(sums, at + 16), splat(kept))
-        c, e = mul(load(sums, at + 32), splat(kept)), mul(load(sums, at + 48), splat(kept))
-        for j in range(begin, num_keys):
-            share, place = splat(get(scores, j)), get_long(places, j) + d
+        q0, q1 = load(queries, at), load(queries, at + 16)
+        q2, q3 = load(queries, at + 32), load(queries, at + 48)
+        for i in range(LANES):
+            at, to = get_long(places, j + i) + d, i * LANES
+            value = load(k_pages, at)
+            sum_ = mul(value, q0) if d == 0 else fma(value, q0, load(products, to))
+            sum_ = fma(load(k_pages, at + 32), q2, fma(load(k_pages, at + 16), q1, sum_))
+            store(products, to, fma(load(k_pages, at + 48), q3, sum_))
+        settle()
+    for d in range(wide, depth, LANES):
+        q0 = load(queries, query_at + d)
+        for i in range(LANES):
+            value, to = load(k_pages, get_long(places, j + i) + d), i * LANES
+            store(products, to, mul(value, q0) if d == 0 else fma(value, q0, load(products, to)))
+        settle()
+
+
+@inlined
+def _blend(v_pages, places, begin, end, depth, shares, kept, sums, query_at):
+    """What is kept of the output so far, and the shares of values begin .. end of a span."""
+    wide = depth // SPAN * SPAN
+    for d in range(0, wide, SPAN):
+        at = query_at + d
+        a, b = mul(load(sums, at), kept), mul(load(sums, at + 16), kept)
+        c, e = mul(load(sums, at + 32), kept), mul(load(sums, at + 48), kept)
+        for j in range(begin, end):
+            share, place = splat(get(shares, j)), get_long(places, j) + d
             a, b = fma(share, load(v_pages, place), a), fma(share, load(v_pages, place + 16), b)
             c, e = fma(share, load(v_pages, place + 32), c), fma(share, load(v_pages, place + 48), e)
         store(sums, at, a)
@@ -293,8 +301,7 @@ def _visit(
         store(sums, at + 32, c)
         store(sums, at + 48, e)
     for d in range(wide, depth, LANES):
-        a = mul(load(sums, query_at + d), splat(kept))
-        for j in range(begin, num_keys):
-            a = fma(splat(get(scores, j)), load(v_pages, get_long(places, j) + d), a)
+        a = mul(load(sums, query_at + d), kept)
+        for j in range(begin, end):
+            a = fma(splat(get(shares, j)), load(v_pages, get_long(places, j) + d), a)
         store(sums, query_at + d, a)
-    return top, weight * kept + total(shares)

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
+from hemiola.plugins.cpu.simd import put_long
 from hemiola.plugins.cpu.sizes import Number, Size
 
 FAULT_WORDS = 10  # which case, and nine numbers
@@ -38,6 +40,14 @@ class Fault:
             self.words.zero_()
             error, message = self.cases[case - 1]
             raise error(message.format(*numbers))
+
+
+@helper
+def complain(fault, case, a, b):
+    """In a kernel: it found this case, whose message names two numbers."""
+    put_long(fault, 1, a)
+    put_long(fault, 2, b)
+    put_long(fault, 0, case)
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """What torch computes between our ops, as kernels: it moves numbers, or rounds each once."""
 
-from hemiola.plugins.cpu.code import Case, Operand, code_of, numel
+from hemiola.plugins.cpu.code import Case, Operand, code_of, complain, numel
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import (
@@ -14,7 +14,6 @@ from hemiola.plugins.cpu.simd import (
     load_some,
     mul,
     put,
-    put_long,
     splat,
     store,
     store_some,
@@ -78,9 +77,7 @@ def _gather(item, scratch, num_ids, num_lines, width, ids, x, x_len, y, fault):
     for n in range(item * BLOCK, min(num_ids, (item + 1) * BLOCK)):
         line = get_int(ids, n)
         if line < 0 or line >= num_lines:
-            put_long(fault, 1, line)
-            put_long(fault, 2, num_lines)
-            put_long(fault, 0, 1)
+            complain(fault, 1, line, num_lines)
             return
         move(x, line * x_len, y, n * width, width)
 

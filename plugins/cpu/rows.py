@@ -4,7 +4,7 @@ from math import prod
 
 import torch
 
-from hemiola.plugins.cpu.code import Case, Operand, code_of
+from hemiola.plugins.cpu.code import Case, Operand, code_of, complain
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import f32, get_int, get_long, put, put_long
@@ -88,9 +88,7 @@ def _check(item, scratch, num_rows, num_tokens, chunk_len, ring_len, num_slots, 
             put_long(fault, 0, NO_SLOT)
             return
         if held > ring_len:
-            put_long(fault, 1, held)
-            put_long(fault, 2, ring_len)
-            put_long(fault, 0, NO_ROOM)
+            complain(fault, NO_ROOM, held, ring_len)
             return
         total += row.num_tokens
     put_long(live, 0, total)

@@ -2,9 +2,9 @@
 
 import torch
 
-from hemiola.plugins.cpu.code import Case, Operand, code_of, numbers, numel
+from hemiola.plugins.cpu.code import Case, Operand, code_of, complain, numbers, numel
 from hemiola.plugins.cpu.kernel import Kernel
-from hemiola.plugins.cpu.simd import LANES, get, get_half, get_int, put, put_long
+from hemiola.plugins.cpu.simd import LANES, get, get_half, get_int, put
 from hemiola.plugins.cpu.sizes import ceil_div
 
 BLOCK = 4  # tokens of an item of work
@@ -31,9 +31,7 @@ def _embed(item, scratch, num_tokens, width, lanes, narrow, vocab_size, weight, 
     for t in range(item * BLOCK, min(num_tokens, (item + 1) * BLOCK)):
         token = get_int(token_ids, t)
         if token < 0 or token >= vocab_size:
-            put_long(fault, 1, token)
-            put_long(fault, 2, vocab_size)
-            put_long(fault, 0, 1)
+            complain(fault, 1, token, vocab_size)
             return
         lane = token % lanes
         if narrow == 1:  # lanes j and 16 + j lie side by side

@@ -1,8 +1,8 @@
 """Rotary positions, compiled: each product is rounded, then their sum, in vectors and single lanes alike."""
 
-from hemiola.plugins.cpu.code import Case, Operand, code_of, lines, numbers, numel
+from hemiola.plugins.cpu.code import Case, Operand, code_of, complain, lines, numbers, numel
 from hemiola.plugins.cpu.kernel import Kernel
-from hemiola.plugins.cpu.simd import LANES, add, get, get_int, load, mul, put, put_long, store, sub
+from hemiola.plugins.cpu.simd import LANES, add, get, get_int, load, mul, put, store, sub
 from hemiola.plugins.cpu.sizes import ceil_div
 
 BLOCK = 16  # tokens of an item of work
@@ -30,9 +30,7 @@ def _rope(item, scratch, num_tokens, heads, depth, pairs, end, x, x_len, positio
     for t in range(item * BLOCK, min(num_tokens, (item + 1) * BLOCK)):
         position = get_int(positions, t)
         if position < 0 or position >= end:
-            put_long(fault, 1, position)
-            put_long(fault, 2, end)
-            put_long(fault, 0, 1)
+            complain(fault, 1, position, end)
             return
         cos = position * 2 * pairs
         sin = cos + pairs
