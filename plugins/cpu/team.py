@@ -13,7 +13,6 @@ import ctypes
 import os
 import threading
 from contextlib import suppress
-from functools import lru_cache
 from math import ceil
 from pathlib import Path
 
@@ -152,9 +151,13 @@ def _wake(team, num_threads):
 
 
 class Team:
-    """Memory of its own, never freed, since a helper may look at it at any time; and helpers."""
+    """Memory of its own, never freed, since a helper may look at it at any time; and helpers.
 
-    def __init__(self) -> None:
+    `most`: threads that it ever has.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
         self.lock = threading.Lock()  # of whoever is the master
         size = 8 * (MEMBERS + MOST_THREADS * MEMBER_WORDS)
         self._memory = torch.zeros(size + 64, dtype=torch.uint8)
@@ -210,15 +213,15 @@ class Crew:
         global _TEAM
         if self.num_threads > 1:
             if _TEAM is None:
-                _TEAM = Team()
+                _TEAM = Team(quota())
                 atexit.register(_TEAM.end)
             if _TEAM.lock.acquire(blocking=False):
-                self.team, self.num_threads = _TEAM, min(self.num_threads, quota())
+                self.team, self.num_threads = _TEAM, min(self.num_threads, _TEAM.most)
                 _TEAM.prepare(self.num_threads, self._scratch)
                 return self
             self.num_threads = 1
         if _LOCAL.team is None:
-            _LOCAL.team = Team()
+            _LOCAL.team = Team(1)
         self.team = _LOCAL.team
         self.team.prepare(1, self._scratch)
         return self
@@ -228,22 +231,31 @@ class Crew:
             self.team.lock.release()
 
 
-@lru_cache
-def quota(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """As many threads as our control group (version 2 or 1) gives time for, rounded up."""
-    shares = [float(MOST_THREADS)]
-    own = [line.split("::")[1] for line in Path("/proc/self/cgroup").read_text().splitlines() if "::" in line]
-    for folder in {root, *(root / path.strip("/") for path in own)}:
+def quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """As many threads as we may have cores, by affinity and by the time of our control groups, rounded up."""
+    shares = [float(MOST_THREADS), float(len(os.sched_getaffinity(0)))]
+    for folder in _groups(root, own):
         with suppress(OSError, ValueError):
             part, whole = (folder / "cpu.max").read_text().split()
             shares.append(float(part) / float(whole))  # "max" is no number
-    with suppress(OSError, ValueError):
-        part, whole = (
-            float((root / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period")
-        )
-        if part > 0:
-            shares.append(part / whole)
+        with suppress(OSError, ValueError):
+            part, whole = (float((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+            if part > 0:
+                shares.append(part / whole)
     return max(1, ceil(min(shares)))
+
+
+def _groups(root: Path, own: Path) -> set[Path]:
+    """Our control groups and all above them: of version 2, and of version 1 those that share out time."""
+    found = {root, root / "cpu"}
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "cpu" in controllers.split(",") or not controllers:
+                top = root / "cpu" if controllers else root
+                group = top / path.strip("/")
+                found |= {group, *(folder for folder in group.parents if folder.is_relative_to(top))}
+    return found
 
 
 def _forked() -> None:

@@ -21,6 +21,7 @@ START = """
 import os, signal, sys, threading, time, torch
 from hemiola.plugins.cpu import jit, kernel
 from hemiola.plugins.norm.compiled import norm
+cores = os.sched_getaffinity(0)
 torch.set_num_threads(2)
 kernel.WORTH_A_THREAD = -1
 x = torch.arange(16_000.0).view(-1, 16)  # few enough for torch to compute without threads of its own
@@ -142,21 +143,56 @@ assert all(same() for _ in range(50))
 """)
 
 
+def test_no_more_threads_than_cores_that_the_process_may_run_on() -> None:
+    """A child that is given a core of its own asks again."""
+    python("""
+def crew(core):
+    os.sched_setaffinity(0, {core})
+    with teams.Crew(2, 0) as mine:
+        return mine.num_threads
+from hemiola.plugins.cpu import team as teams
+assert same() and (len(cores) < 2 or teams._TEAM.most > 1)
+child = os.fork()
+if not child:
+    os._exit(0 if crew(min(cores)) == 1 and same() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+teams._forked()
+assert crew(max(cores)) == 1 and same() and not teams._TEAM._helpers
+""")
+
+
+TWO, ONE = "0::/a/b\n", "4:memory:/x\n3:cpu,cpuacct:/a/b\n1:cpuset:/y\n"
+
+
+def v1(folder: str, quota_us: int) -> dict[str, str]:
+    return {f"{folder}/cpu.cfs_quota_us": str(quota_us), f"{folder}/cpu.cfs_period_us": "100000"}
+
+
 @pytest.mark.parametrize(
-    ("files", "cores"),
+    ("own", "files", "threads"),
     [
-        ({"cpu.max": "max 100000"}, teams.MOST_THREADS),
-        ({"cpu.max": "150000 100000"}, 2),
-        ({"cpu.max": "10000 100000"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, teams.MOST_THREADS),
-        ({}, teams.MOST_THREADS),
+        (TWO, {"cpu.max": "max 100000"}, teams.MOST_THREADS),
+        (TWO, {"cpu.max": "150000 100000"}, 2),
+        (TWO, {"cpu.max": "10000 100000"}, 1),
+        (TWO, {"a/b/cpu.max": "300000 100000", "a/cpu.max": "max 100000"}, 3),
+        (TWO, {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000"}, 4),
+        (TWO, {"a/c/cpu.max": "100000 100000"}, teams.MOST_THREADS),
+        ("0::/../b\n", {"cpu.max": "200000 100000"}, 2),
+        (ONE, v1("cpu", 400000), 4),
+        (ONE, v1("cpu", -1), teams.MOST_THREADS),
+        (ONE, v1("cpu/a/b", 250000) | v1("cpu/a", -1), 3),
+        (ONE, v1("cpu/a/b", -1) | v1("cpu/a", 500000), 5),
+        (ONE, v1("cpu/x", 100000), teams.MOST_THREADS),
+        ("", {}, teams.MOST_THREADS),
     ],
 )
-def test_no_more_threads_than_the_control_group_gives_time_for(
-    files: dict[str, str], cores: int, tmp_path: Path
+def test_no_more_threads_than_the_control_groups_give_time_for(
+    own: str, files: dict[str, str], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(1000))
     for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content + "\n")
-    assert quota(tmp_path) == cores
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(content + "\n")
+    (tmp_path / "own").write_text(own)
+    assert quota(tmp_path / "groups", tmp_path / "own") == threads
+    assert quota(tmp_path / "groups", tmp_path / "none") >= threads

@@ -4,16 +4,28 @@ import multiprocessing
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.llm import LLM
 
 PROMPTS = [[5, 6, 7, 80, 9], list(range(3, 90))]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def all_kernels_are_shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """By two threads; tiny models' are not worth it."""
+    monkeypatch.setattr("hemiola.plugins.cpu.steps.WORTH_A_TEAM", -1)
+    monkeypatch.setattr("hemiola.plugins.cpu.kernel.WORTH_A_THREAD", -1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def tokens(engine_dir: Path) -> list[list[int]]:
