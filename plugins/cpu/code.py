@@ -15,6 +15,7 @@ from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import put_long
 from hemiola.plugins.cpu.sizes import Number, Size
+from hemiola.plugins.cpu.team import usual_threads
 
 FAULT_WORDS = 10  # which case, and nine numbers
 
@@ -143,7 +144,7 @@ class Eager:
 
     @property
     def threads(self) -> int:
-        return torch.get_num_threads()
+        return usual_threads()
 
     def empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)

@@ -12,7 +12,7 @@ import torch
 
 from hemiola.plugins.cpu.jit import Entry
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long
-from hemiola.plugins.cpu.team import ARGUMENTS, ITEMS, Crew, alone, call_up, dismiss, share
+from hemiola.plugins.cpu.team import ARGUMENTS, ITEMS, Crew, alone, call_up, dismiss, share, usual_threads
 
 WORTH_A_THREAD = 10_000  # nanoseconds of work, for a call by itself: a helper may have to be woken
 
@@ -59,7 +59,7 @@ class Kernel(Entry):
             else word(value)
             for value in arguments
         ]
-        num_threads = min(torch.get_num_threads(), num_items) if nanoseconds > WORTH_A_THREAD else 1
+        num_threads = min(usual_threads(), num_items) if nanoseconds > WORTH_A_THREAD else 1
         self._pack(_LOCAL.call, 0, self.address, num_items, 0, 0, *values)
         with Crew(num_threads, scratch) as crew:
             _run.ctypes(crew.team.address, _LOCAL.address, crew.num_threads)

@@ -41,6 +41,7 @@ from hemiola.plugins.cpu.team import (
     call_up,
     dismiss,
     share,
+    usual_threads,
 )
 
 LINE = 64  # bytes of a cache line
@@ -125,7 +126,7 @@ def run_all(steps: Sequence[tuple[Step, dict[str, int]]]) -> None:
     for step, given in steps:
         step._prepare(given)
         scratch = max(scratch, step._scratch)
-    with Crew(torch.get_num_threads(), scratch) as crew:
+    with Crew(usual_threads(), scratch) as crew:
         for step, given in steps:
             places.append(len(words))
             words.extend([*given.values(), crew.num_threads, step._arena_address])

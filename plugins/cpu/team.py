@@ -258,9 +258,16 @@ def _groups(root: Path, own: Path) -> set[Path]:
     return found
 
 
+def usual_threads() -> int:
+    """As many as torch has; in a forked child, as it had before."""
+    return max(torch.get_num_threads(), _INHERITED)
+
+
 def _forked() -> None:
-    global _TEAM
-    _TEAM = None
+    """torch's own threads are lost, and its next loop over many elements would wait for them for ever."""
+    global _TEAM, _INHERITED
+    _TEAM, _INHERITED = None, usual_threads()
+    torch.set_num_threads(1)
 
 
 class _Local(threading.local):
@@ -270,4 +277,5 @@ class _Local(threading.local):
 _LOCAL = _Local()
 _KEPT: list[torch.Tensor] = []
 _TEAM: Team | None = None
+_INHERITED = 1
 os.register_at_fork(after_in_child=_forked)

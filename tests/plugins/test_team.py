@@ -118,7 +118,7 @@ def python(script: str) -> None:
 def test_a_forked_child_makes_its_own_team() -> None:
     """It has no thread of its parent's, and here locks that other threads held."""
     python("""
-from hemiola.plugins.cpu.team import Crew
+from hemiola.plugins.cpu.team import Crew, usual_threads
 from hemiola.plugins.gate.compiled import gate  # which is first called in the child
 def hold():
     with jit._LOCK, Crew(2, 0):
@@ -131,6 +131,7 @@ if not child:
     good = same() and torch.equal(gate(x, x[:, :1] * 0, "sigmoid"), x / 2)
     with Crew(2, 0) as mine:
         good = good and mine.num_threads == 2 and len(mine.team._helpers) == 1
+    good = good and usual_threads() == 2 and torch.get_num_threads() == 1
     os._exit(0 if good else 1)
 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """)
