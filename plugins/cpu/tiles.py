@@ -38,6 +38,8 @@ FEW = (
 SHAPES = [(rows, 2 * n) for rows, most in enumerate(ABREAST, 1) for n in {1, most}]
 SHAPES += [(rows, VECTORS) for rows in range(len(ABREAST) + 1, HEIGHT + 1)]
 LONG, HALF = ir.IntType(64), ir.IntType(16)
+LINE = 64  # bytes of a cache line
+PAUSE = 16  # inner numbers between two fetches of a row's sums, and at most between two of weights
 AHEAD = 1536  # bytes of a strip that are on their way while a tile of few rows multiplies
 READ, WRITE, SECOND, NEAREST = 0, 1, 2, 3  # what LLVM's prefetch is told: why, and to which cache
 
@@ -55,6 +57,7 @@ class _Code(NamedTuple):
     going_on: Any
     soon: Any
     soon_step: Any
+    pause: Any
     y_soon: Any
 
     def emit(self, rows: int, vectors: int, halves: bool) -> None:
@@ -70,12 +73,8 @@ class _Code(NamedTuple):
             with begun:
                 for sum_ in sums:
                     b.store(ir.Constant(VECTOR, [0.0] * LANES), sum_)
-        if rows > len(ABREAST):
-            for row in range(rows):
-                for v in range(vectors):
-                    self.prefetch(b.ptrtoint(self.output(self.y_soon, row, v), LONG), WRITE, NEAREST)
         with cgutils.for_range(b, self.count) as loop:
-            self.fetch(loop.index, rows, -(-vectors // 2), halves)
+            self.fetch(loop.index, rows, vectors, halves)
             weights = self.weights(loop.index, vectors, halves)
             for row in range(rows):
                 x = self.splat(b.add(loop.index, LONG(row * DEPTH)))
@@ -116,18 +115,31 @@ class _Code(NamedTuple):
         low, high = b.shl(pairs, INTS([16] * LANES)), b.and_(pairs, INTS([0xFFFF0000] * LANES))
         return [b.bitcast(low, VECTOR), b.bitcast(high, VECTOR)]
 
-    def fetch(self, k: Any, rows: int, strips: int, halves: bool) -> None:
-        """Bring weights nearer: few rows want some soon, more rows the k-th of the next strips later."""
+    def fetch(self, k: Any, rows: int, vectors: int, halves: bool) -> None:
+        """Bring nearer what is wanted soon, bit by bit: what is on its way keeps other loads waiting."""
+        b, strips = self.builder, -(-vectors // 2)
+        if rows <= len(ABREAST):
+            step = LONG((2 if halves else 4) * STRIP)
+            self.fetch_weights(b.add(self.weight, LONG(AHEAD)), b.mul(k, step), strips, halves, NEAREST)
+            return
+        with b.if_then(self.each(k, self.pause)):
+            self.fetch_weights(self.soon, b.mul(k, self.soon_step), strips, halves, SECOND)
+        with b.if_then(self.each(k, LONG(PAUSE))):
+            row = b.mul(b.sdiv(k, LONG(PAUSE)), b.mul(self.y_len, LONG(4)))
+            for byte in (*range(0, 4 * LANES * vectors, LINE), 4 * LANES * vectors - 1):
+                self.prefetch(b.add(b.add(self.y_soon, row), LONG(byte)), WRITE, NEAREST)
+
+    def each(self, k: Any, pause: Any) -> Any:
+        """Whether this is one of every `pause` inner numbers."""
+        b = self.builder
+        return b.icmp_signed("==", b.and_(k, b.sub(pause, LONG(1))), LONG(0))
+
+    def fetch_weights(self, start: Any, offset: Any, strips: int, halves: bool, cache: int) -> None:
         b, size = self.builder, 2 if halves else 4
         for strip in range(strips):
-            strip_at = b.mul(self.strip_len, LONG(size * strip))
-            if rows <= len(ABREAST):
-                start, step, cache = b.add(self.weight, LONG(AHEAD)), LONG(size * STRIP), NEAREST
-            else:
-                start, step, cache = self.soon, self.soon_step, SECOND
-            at = b.add(b.add(start, strip_at), b.mul(k, step))
-            for line in (0,) if halves else (0, 64):
-                self.prefetch(b.add(at, LONG(line)), READ, cache)
+            at = b.add(b.add(start, b.mul(self.strip_len, LONG(size * strip))), offset)
+            for byte in range(0, size * STRIP, LINE):
+                self.prefetch(b.add(at, LONG(byte)), READ, cache)
 
     def prefetch(self, address: Any, purpose: int, cache: int) -> None:
         pointer = ir.IntType(8).as_pointer()
@@ -154,6 +166,7 @@ def _tile(halves: bool) -> Any:
         going_on: Any,  # whether y has sums already
         soon: Any,  # address of the weights that are wanted next; unused where ABREAST has the rows
         soon_step: Any,  # bytes from one inner number's to the next one's
+        pause: Any,  # inner numbers, a power of two, from one for which they are fetched to the next
         y_soon: Any,  # address of the first sum of the next tile
     ) -> Any:
         """y[rows, 16 * vectors] = or += x times weight, for one of SHAPES; nothing for others."""
@@ -175,7 +188,7 @@ def _tile(halves: bool) -> Any:
             builder.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 12), build
+        return types.void(*[types.int64] * 13), build
 
     return intrinsic(tile)
 
@@ -190,7 +203,7 @@ def widen(typing: Any, source: Any, offset: Any, target: Any) -> Any:
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, offset, target = args
-        code = _Code(builder, *[None] * 10)
+        code = _Code(builder, *[None] * 11)
         for n, value in enumerate(code.halves(source, offset)):
             builder.store(value, code.place(target, builder.add(offset, LONG(LANES * n)), VECTOR), align=4)
         return context.get_dummy_value()

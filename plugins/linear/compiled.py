@@ -16,6 +16,7 @@ from hemiola.plugins.cpu.tiles import (
     DEPTH,
     FEW,
     HEIGHT,
+    PAUSE,
     STRIP,
     VECTORS,
     tile_of_floats,
@@ -24,7 +25,6 @@ from hemiola.plugins.cpu.tiles import (
 )
 
 BLOCK = 24 * HEIGHT  # most rows of an item: a strip's weights are read once for all of them
-GROUP = 32  # strips of an item, about: with more, their sums and the rows leave the second-level cache
 UNIT = ABREAST[0]  # strips that stay in one item
 ITEMS = 4  # for each thread, or the last one to end keeps the others waiting
 SCRATCH = 4 * (BLOCK * DEPTH + DEPTH * STRIP + BLOCK * STRIP)
@@ -68,10 +68,8 @@ def linear(
 
 
 def split(code: Code, num_strips: int, num_blocks: Number) -> Number:
-    """Into how many groups the strips go, for items that fit the cache and keep all threads at work."""
-    num_units = ceil_div(num_strips, UNIT)
-    wanted = ceil_div(code.threads * ITEMS, most(num_blocks, 1))
-    return least(num_units, most(wanted, ceil_div(num_strips, GROUP)))
+    """Into how few groups the strips go to keep all threads at work: each copies a block's rows again."""
+    return least(ceil_div(num_strips, UNIT), ceil_div(code.threads * ITEMS, most(num_blocks, 1)))
 
 
 def work(size: int, itemsize: int, num_rows: Number) -> Number | float:
@@ -176,7 +174,7 @@ def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, 
     if halves and num_rows <= FEW:
         tile_of_halves(
             num_rows, 2 * abreast, panel, weight, strip_len, count, y, y_len, going_on,
-            soon, step, y + 4 * STRIP
+            soon, step, 1, y + 4 * STRIP
         )  # fmt: skip
         return
     if halves:
@@ -185,6 +183,10 @@ def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, 
         weight = room
     vectors = VECTORS if num_rows > len(ABREAST) else 2 * abreast
     num_tiles = (num_rows + HEIGHT - 1) // HEIGHT
+    num_parts = 1  # of the next strip, which so many tiles bring
+    while 2 * num_parts <= min(num_tiles, PAUSE):
+        num_parts *= 2
+    step, pause = step // num_parts, num_parts
     for v in range(0, 2 * abreast, vectors):
         for n in range(num_tiles):
             first, last = _share(num_rows, num_tiles, n)
@@ -193,9 +195,11 @@ def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, 
                 out_soon = y + 4 * LANES * (v + vectors)
             tile_of_floats(
                 last - first, vectors, panel + 4 * first * DEPTH, weight + 4 * LANES * v, strip_len, count,
-                out, y_len, going_on, soon, step, out_soon
+                out, y_len, going_on, soon, step, pause, out_soon
             )  # fmt: skip
-            soon, step = weight, 0  # once is enough
+            soon += count * step
+            if v == 0 and n + 1 == num_parts:  # once is enough
+                soon, step, pause = weight, 0, DEPTH
 
 
 @helper
