@@ -8,6 +8,7 @@ import numpy as np
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.json_size import check_size
 
 MAX_N = 64
 PROMPTS = ("text_input", "input_ids", "messages")
@@ -144,6 +145,8 @@ def read_text(name: str, value: bytes) -> str:
 
 def read_json(name: str, text: object) -> object:
     """JSON has text for keys only, and token ids are keys of logit_bias."""
+    if isinstance(text, str):
+        check_size(name, text.encode())
     try:
         value = json.loads(text) if isinstance(text, str) else None
         if name == "logit_bias" and isinstance(value, dict):

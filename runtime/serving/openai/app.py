@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.errors import ApiError, api_error
 from hemiola.runtime.serving.openai.guide import guide
@@ -109,8 +111,10 @@ class App:
     def _check_key(self, request: web.Request) -> None:
         if not self._limits.api_keys or not request.path.startswith("/v1/"):
             return
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        if not any([hmac.compare_digest(given, key.encode()) for key in self._limits.api_keys]):
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        sent = given.strip().encode(errors="surrogateescape")
+        known = [hmac.compare_digest(sent, key.encode()) for key in self._limits.api_keys]
+        if scheme.lower() != "bearer" or not any(known):
             raise ApiError(
                 401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"
             )
@@ -180,7 +184,9 @@ class App:
             with_ids = bool(request.return_token_ids)
             choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
             reply = Reply("chat.completion", model, choices, len(params))
-            return await self._answer(http, request, Work([(ids, each) for each in params], choices, reply))
+            work = Work([(ids, each) for each in params], choices, reply)
+            with contextlib.nullcontext() if structured is None else said_as(request):
+                return await self._answer(http, request, work)
 
     async def _answer(self, http: web.Request, request: Request, work: Work) -> web.StreamResponse:
         answers = self._wire.ask(request.model, work.asked)
@@ -211,12 +217,32 @@ class App:
             self._num_open -= num_requests
 
 
+@contextlib.contextmanager
+def said_as(request: ChatRequest) -> Iterator[None]:
+    """A grammar that we have made is refused by the name under which it was asked for."""
+    try:
+        yield
+    except Refused as error:
+        ours, name = "structured_outputs", "tools" if request.forced else "response_format"
+        if not str(error).startswith(ours):
+            raise
+        message = name + str(error).removeprefix(ours)
+        raise ApiError(400, message, param=name, code="invalid_value") from None
+
+
 async def read_body(http: web.Request) -> bytes:
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await http.read()
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again") from None
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        raise ApiError(400, f"the body cannot be read: {reason_of(error)}; send it plain, or gzip") from None
+
+
+def reason_of(error: Exception) -> str:
+    """aiohttp's, in one line."""
+    return str(error).removeprefix("400, message:").strip().partition("\n")[0]
 
 
 async def encode(model: Model, prompt: str | list[int]) -> list[int]:

@@ -89,7 +89,7 @@ def schema_error(error: ValidationError, names: Sequence[str]) -> ApiError:
         )
     if first["type"] == "missing":
         return ApiError(400, f"{place} is missing; give it", param=place, code="missing_required_parameter")
-    reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    reason = re.sub("^(Input|String) should", "it should", first["msg"].removeprefix("Value error, "))
     given = repr(first["input"])
     if len(given) > 80:
         given = given[:80] + "..."

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai.app import App, Limits
@@ -17,6 +18,21 @@ from hemiola.runtime.serving.openai.wire import Wire
 log = logging.getLogger("hemiola.openai")
 BACKLOG = 1024
 IDLE_TIMEOUT_S = 75.0  # for a request's headers to arrive; more than the 60 s of usual proxies
+
+
+class NoHttp(logging.Filter):
+    """What is no HTTP is its sender's affair; it may hold a key, or be what was meant as a prompt."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        log.debug("a request that is no HTTP: %s", type(error).__name__)
+        return False
+
+
+wire_log = logging.getLogger("hemiola.openai.http")
+wire_log.addFilter(NoHttp())
 
 
 class Front:
@@ -70,6 +86,7 @@ class Front:
             app.routes(),
             handler_cancellation=True,  # a client that leaves ends its requests
             access_log=None,
+            logger=wire_log,
             keepalive_timeout=IDLE_TIMEOUT_S,  # counted from the connection or its last answer
             shutdown_timeout=self._exit_timeout_s,
         )

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.json_size import check_size
 from hemiola.runtime.serving.openai.errors import ApiError, schema_error
 
 MAX_N = 128
@@ -287,6 +288,7 @@ Kind = TypeVar("Kind", bound=Request)
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
     try:
+        check_size("the body", body)
         request = kind.model_validate_json(body)
     except ValidationError as error:
         raise schema_error(error, list(kind.model_fields)) from None

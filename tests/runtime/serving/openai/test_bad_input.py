@@ -99,7 +99,7 @@ BAD = {
         400, "messages", "messages[0].tool_calls changes nothing",
     ),
     "tool_type": (CHAT, M | {"tools": [{"type": "web"}]}, 400, "tools[0].type", "tools[0].type is 'web'"),
-    "tool_name": (CHAT, tool(name="a b"), 400, "tools[0].function.name", "is 'a b'"),
+    "tool_name": (CHAT, tool(name="a b"), 400, "tools[0].function.name", "is 'a b': it should match"),
     "tool_parameters": (CHAT, tool(parameters=[]), 400, "tools[0].function.parameters", "an object"),
     "two_of_a_name": (CHAT, M | {"tools": [TOOL, TOOL]}, 400, "tools", "two tools have one name"),
     "choice_without_tools": (CHAT, M | {"tool_choice": "required"}, 400, "tool_choice", "without tools"),
@@ -219,5 +219,10 @@ def test_other_paths_and_methods_have_the_shape_too(post: object, start: Callabl
     check(requests.get(f"{url}/embeddings", timeout=5), 404, "no /v1/embeddings here")
     check(requests.get(f"{url}/completions", timeout=5), 405, "/v1/completions does not take GET")
     check(requests.get(f"{url}/models/gpt", timeout=5), 404, "no model 'gpt'")
+    for encoding in ("gzip", "deflate", "br"):
+        body, head = json.dumps({"model": "tiny"} | P), {"Content-Encoding": encoding}
+        check(
+            requests.post(f"{url}/{TEXT}", data=body, headers=head, timeout=5), 400, "the body cannot be read"
+        )
     huge = requests.get(f"{url}/models", headers={"X-Flood": "x" * 100_000}, timeout=5)
     assert huge.status_code == 400

@@ -280,6 +280,24 @@ def test_what_the_model_refuses_has_its_status(
     assert client.completions.create(model="tiny", prompt="x").choices[0].text == "fine"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tools"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
+    ],
+)
+def test_a_grammar_is_refused_by_a_name_that_nobody_gave(
+    client: OpenAI, triton: ScriptedTriton, asked: dict, param: str, stream: bool
+) -> None:
+    triton.script = [RuntimeError("[INVALID_ARG] structured_outputs: no format 'x'; correct it")]
+    with pytest.raises(APIStatusError, match=f"{param}: no format 'x'; correct it") as caught:
+        client.chat.completions.create(model="bare", messages=USER, stream=stream, **asked)
+    assert (caught.value.status_code, caught.value.param) == (400, param)
+
+
 def test_an_error_after_the_first_token_is_an_event(client: OpenAI, triton: ScriptedTriton) -> None:
     triton.script = [Piece("a", [7]), RuntimeError("[INTERNAL] boom")]
     stream = client.completions.create(model="tiny", prompt="x", stream=True)
@@ -395,12 +413,15 @@ def test_keys_are_asked_for(start: Callable[..., Front], triton: ScriptedTriton)
     front = start(api_keys=("one", "two"))
     for key in ("one", "two"):
         assert OpenAI(base_url=front.url, api_key=key).completions.create(model="tiny", prompt="x").choices
-    for key in ("three", "on", "é"):
-        answer = requests.get(
-            f"{front.url}/models", headers={"Authorization": f"Bearer {key}".encode()}, timeout=5
-        )
-        assert answer.status_code == 401
-        assert answer.json()["error"]["code"] == "invalid_api_key"
+    for said in ("bearer one", "BEARER  two"):  # RFC 9110: the scheme's case is nobody's
+        head = {"Authorization": said}
+        assert requests.get(f"{front.url}/models", headers=head, timeout=5).status_code == 200
+    for said in ("Bearer three", "Bearer on", "Bearer é", "Bearer", "one", "Basic one", "Bearer Bearer one"):
+        for encoding in ("utf-8", "latin-1"):
+            head = {"Authorization": said.encode(encoding)}
+            answer = requests.get(f"{front.url}/models", headers=head, timeout=5)
+            assert answer.status_code == 401, said
+            assert answer.json()["error"]["code"] == "invalid_api_key"
     with pytest.raises(AuthenticationError):
         OpenAI(base_url=front.url, api_key="three", max_retries=0).models.list()
     root = front.url.removesuffix("/v1")
@@ -514,11 +535,17 @@ def test_the_log_has_no_prompt(
 ) -> None:
     caplog.set_level(logging.DEBUG, "hemiola.openai")
     triton.script = script("answer")
+    front = start()
     for body in ({"model": "tiny", "prompt": "secret"}, {"model": "tiny", "prompt": "secret", "n": 0}):
-        requests.post(f"{start().url}/completions", json=body, timeout=5)
+        requests.post(f"{front.url}/completions", json=body, timeout=5)
+    for broken in (b"Authorization: secret\0\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\nsecret\r\n"):
+        with socket.create_connection(("127.0.0.1", front.port), timeout=5) as connection:
+            connection.sendall(BODY + broken)
+            assert connection.recv(100).startswith(b"HTTP/1.0 400 ")
     lines = [record.getMessage() for record in caplog.records if record.name == "hemiola.openai"]
     assert [line.split(" ")[:3] for line in lines] == [
         ["POST", "/v1/completions", "200"],
         ["POST", "/v1/completions", "400"],
+        *[["a", "request", "that"]] * 2,
     ]
-    assert "secret" not in str(lines) and "answer" not in str(lines)
+    assert "secret" not in caplog.text and "answer" not in caplog.text

@@ -190,7 +190,7 @@ def test_an_answer_fits_its_schema(client: OpenAI) -> None:
         {"type": "object", "minProperties": 5, "maxProperties": 2},
     ):
         wanted["json_schema"]["schema"] = wrong
-        with pytest.raises(BadRequestError, match="structured_outputs"):
+        with pytest.raises(BadRequestError, match="response_format"):
             client.chat.completions.create(**asked, response_format=wanted)
 
 

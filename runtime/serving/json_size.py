@@ -1,0 +1,31 @@
+"""How much a JSON text holds, before anybody reads it.
+
+Whoever reads it holds every stream up meanwhile: 16 MB of empty objects took pydantic a minute.
+"""
+
+import re
+
+from hemiola.runtime.errors import Refused
+
+MOST_VALUES = 2**20  # ids of a prompt among them; about 0.5 us each
+MOST_NAMES = 2**16  # and objects and lists; about 10 us each
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+
+
+def check_size(what: str, text: bytes) -> None:
+    if len(text) < MOST_NAMES or max(_count(text)) < MOST_NAMES:
+        return
+    num_strings = (text.count(b'"') - text.count(b'\\"')) // 2  # few enough to be cut out in a moment
+    num_values, num_names = (num_strings, 0)
+    if num_strings <= MOST_VALUES + MOST_NAMES:
+        num_values, num_names = _count(STRING.sub(b"", text))
+    for count, most, kind in (
+        (num_values, MOST_VALUES, "values"),
+        (num_names, MOST_NAMES, "objects, lists and names"),
+    ):
+        if count > most:
+            raise Refused(f"{what} holds {count} {kind}, the limit is {most}; send less")
+
+
+def _count(text: bytes) -> tuple[int, int]:
+    return text.count(b",") + 1, text.count(b"{") + text.count(b"[") + text.count(b":")
