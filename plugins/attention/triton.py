@@ -18,27 +18,9 @@ _NOTHING = tl.constexpr(-1e30)
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_len"])
 def _write(
-    k,
-    v,
-    k_pages,
-    v_pages,
-    page_table,
-    rows,
-    positions,
-    o,
-    k_scale,
-    v_scale,
-    num_rows,
-    num_tokens,
-    table_len,
-    k_len,
-    v_len,
-    G: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    L: tl.constexpr,
-    N_ROWS: tl.constexpr,
-):
+    k, v, k_pages, v_pages, page_table, rows, positions, o, k_scale, v_scale, num_rows, num_tokens, table_len,
+    k_len, v_len, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, L: tl.constexpr, N_ROWS: tl.constexpr,
+):  # fmt: skip
     # Grid: one program per 16 tokens that stores their k and v, one that clears dead tokens' outputs.
     # Tile: [16 tokens, D] of one key head after the other.
     # Traffic: k and v of live tokens once in and once out.
@@ -108,30 +90,10 @@ def _of(values, n, row):
 
 @triton.jit(do_not_specialize=["first", "num_rows", "table_len", "capacity"])
 def _attend(
-    q,
-    k_pages,
-    v_pages,
-    page_table,
-    rows,
-    o,
-    partial,
-    k_scale,
-    v_scale,
-    scale,
-    first,
-    num_rows,
-    table_len,
-    capacity,
-    q_len,
-    G: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    L: tl.constexpr,
-    N_ROWS: tl.constexpr,
-    BM: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    q, k_pages, v_pages, page_table, rows, o, partial, k_scale, v_scale, scale, first, num_rows, table_len,
+    capacity, q_len, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, L: tl.constexpr,
+    N_ROWS: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     # Grid: programs that share out items: a split of a row of few queries, or all splits of BM queries.
     # Tile: BM rows (token, head of the group) against TILE keys of one key head.
     # Traffic: keys and values once per BM queries of a row; a split's numbers once where others join them.
@@ -158,22 +120,9 @@ def _attend(
         table = page_table + row * table_len
         if row_splits > 0:
             best, weight, total = _split(
-                q_m,
-                k_pages + g * D,
-                v_pages + g * D,
-                table,
-                inside,
-                last,
-                position,
-                first,
-                scale,
-                G,
-                D,
-                L,
-                BM,
-                SPLIT,
-                TILE,
-            )
+                q_m, k_pages + g * D, v_pages + g * D, table, inside, last, position, first, scale,
+                G, D, L, BM, SPLIT, TILE,
+            )  # fmt: skip
             at = ((_of(start, n, row) + inside) * G + g) * BM
             numbers = partial + at.to(tl.int64) * D + (tl.arange(0, BM)[:, None] * D + d[None, :])
             tl.store(numbers, total, mask=live[:, None])
@@ -185,22 +134,9 @@ def _attend(
             weight, total = tl.zeros((BM,), tl.float32), tl.zeros((BM, D), tl.float32)
             for split in range(0, last // SPLIT + 1):
                 b, w, s = _split(
-                    q_m,
-                    k_pages + g * D,
-                    v_pages + g * D,
-                    table,
-                    split,
-                    last,
-                    position,
-                    first,
-                    scale,
-                    G,
-                    D,
-                    L,
-                    BM,
-                    SPLIT,
-                    TILE,
-                )
+                    q_m, k_pages + g * D, v_pages + g * D, table, split, last, position, first, scale,
+                    G, D, L, BM, SPLIT, TILE,
+                )  # fmt: skip
                 best, weight, total = _joined(best, weight, total, b, w, s)
             out = _finished(best, weight, total, unit_v).to(o.dtype.element_ty)
             to = o + row_begin.to(tl.int64) * (G * R * D) + ((t * (G * R) + head)[:, None] * D + d[None, :])
@@ -209,22 +145,9 @@ def _attend(
 
 @triton.jit
 def _split(
-    q_m,
-    k_pages,
-    v_pages,
-    table,
-    split,
-    last,
-    position,
-    first,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    L: tl.constexpr,
-    BM: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    q_m, k_pages, v_pages, table, split, last, position, first, scale, G: tl.constexpr, D: tl.constexpr,
+    L: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """The online softmax over one split: largest score, sum of weights, weighted sum of values."""
     best = tl.full((BM,), _NOTHING, tl.float32)
     weight, total = tl.zeros((BM,), tl.float32), tl.zeros((BM, D), tl.float32)
@@ -268,20 +191,9 @@ def _finished(best, weight, total, unit_v):
 
 @triton.jit(do_not_specialize=["num_rows", "capacity"])
 def _join_splits(
-    rows,
-    o,
-    partial,
-    v_scale,
-    num_rows,
-    capacity,
-    G: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    L: tl.constexpr,
-    N_ROWS: tl.constexpr,
-    BM: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    rows, o, partial, v_scale, num_rows, capacity, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    L: tl.constexpr, N_ROWS: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     # Grid: one program per token and key head; those whose row walked its splits itself have nothing to do.
     # Tile: [heads of the group, D] of one split after the other.
     # Traffic: every number of a split once in, outputs once out.

@@ -11,6 +11,7 @@ row of many tokens goes on with its state in registers (`_scan`). Row t of T dep
 bits depend on no layout. Multiply-adds are contracted only where the source says so.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,27 +72,9 @@ def delta(
 ) -> torch.Tensor:
     """o[T, H, V]; see reference.py."""
     (num_tokens, groups, depth), (heads, width), decays = k.shape, v.shape[1:], a.shape[2]
-    slots, ring_len = k_records.shape[:2]
-    raw = (torch.float32, torch.bfloat16)
-    device = k.device
-    check("delta", "q", q, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
-    check("delta", "k", k, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
-    check("delta", "v", v, (num_tokens, heads, width), torch.bfloat16, device, apart=1)
-    check("delta", "a", a, (num_tokens, heads, decays), raw, device, apart=1)
-    check("delta", "b", b, (num_tokens, heads), raw, device, apart=1)
-    check("delta", "dt_bias", dt_bias, (heads, decays), torch.float32, device)
-    check("delta", "A", A, (heads,), torch.float32, device)
-    check("delta", "state", state, (slots, heads, depth, width), torch.float32, device)
-    check("delta", "k_records", k_records, (slots, ring_len, groups, depth), torch.bfloat16, device)
-    check("delta", "v_records", v_records, (slots, ring_len, heads, width), torch.bfloat16, device)
-    check("delta", "g_records", g_records, (slots, ring_len, heads, decays), torch.float32, device)
-    check("delta", "beta_records", beta_records, (slots, ring_len, heads), torch.float32, device)
-    check("delta", "rows", rows, (rows.shape[0], 8), torch.int32, device)
-    if chunk_len not in (16, 32) or depth != pow2(depth) or depth < 16 or heads % groups:
-        raise ValueError(f"delta: chunk_len {chunk_len}, depth {depth}, {heads} heads of {groups} groups")
-    if decays not in (1, depth):
-        raise ValueError(f"delta: {decays} decays per head, expected 1 or {depth}")
-    num_rows = rows.shape[0]
+    device, ring_len, num_rows = k.device, k_records.shape[1], rows.shape[0]
+    tokens, records = (q, k, v, a, b, dt_bias, A), (k_records, v_records, g_records, beta_records)
+    _check(tokens, state, records, rows, chunk_len)
     plan = plan or choose(num_rows, heads, width, decays)
     o = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=device)
     query = torch.empty((num_tokens, heads, 2, depth), dtype=q.dtype, device=device)  # in two halves
@@ -100,7 +83,6 @@ def delta(
     keys = torch.empty((lines, heads, 2, depth), dtype=k.dtype, device=device)
     gains = torch.empty((lines, heads, width), dtype=torch.float32, device=device)
     totals = torch.empty((lines if decays == 1 else 0, heads), dtype=torch.float32, device=device)
-    tokens, records = (q, k, v, a, b, dt_bias, A), (k_records, v_records, g_records, beta_records)
     weights, counts = (query, mixed, keys, gains, totals), (num_rows, num_tokens)
     strides = (ring_len, q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0))
     sizes = dict(H=heads, G=groups, K=depth, V=width, J=decays, CHUNK=chunk_len, enable_fp_fusion=False)
@@ -127,3 +109,36 @@ def delta(
         BV=plan.channels, TILES=plan.tiles, STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
     return o
+
+
+def _check(
+    tokens: Sequence[torch.Tensor],
+    state: torch.Tensor,
+    records: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    chunk_len: int,
+) -> None:
+    """Raises ValueError where sizes contradict, or are none that the kernels take."""
+    q, k, v, a, b, dt_bias, A = tokens
+    k_records, v_records, g_records, beta_records = records
+    (num_tokens, groups, depth), (heads, width), decays = k.shape, v.shape[1:], a.shape[2]
+    slots, ring_len = k_records.shape[:2]
+    raw = (torch.float32, torch.bfloat16)
+    device = k.device
+    check("delta", "q", q, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
+    check("delta", "k", k, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
+    check("delta", "v", v, (num_tokens, heads, width), torch.bfloat16, device, apart=1)
+    check("delta", "a", a, (num_tokens, heads, decays), raw, device, apart=1)
+    check("delta", "b", b, (num_tokens, heads), raw, device, apart=1)
+    check("delta", "dt_bias", dt_bias, (heads, decays), torch.float32, device)
+    check("delta", "A", A, (heads,), torch.float32, device)
+    check("delta", "state", state, (slots, heads, depth, width), torch.float32, device)
+    check("delta", "k_records", k_records, (slots, ring_len, groups, depth), torch.bfloat16, device)
+    check("delta", "v_records", v_records, (slots, ring_len, heads, width), torch.bfloat16, device)
+    check("delta", "g_records", g_records, (slots, ring_len, heads, decays), torch.float32, device)
+    check("delta", "beta_records", beta_records, (slots, ring_len, heads), torch.float32, device)
+    check("delta", "rows", rows, (rows.shape[0], 8), torch.int32, device)
+    if chunk_len not in (16, 32) or depth != pow2(depth) or depth < 16 or heads % groups:
+        raise ValueError(f"delta: chunk_len {chunk_len}, depth {depth}, {heads} heads of {groups} groups")
+    if decays not in (1, depth):
+        raise ValueError(f"delta: {decays} decays per head, expected 1 or {depth}")

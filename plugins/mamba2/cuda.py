@@ -70,8 +70,7 @@ def mamba2(
 ) -> torch.Tensor:
     """y[T, H, P], the D * x term included; see reference.py."""
     (num_tokens, heads, width), (groups, depth) = x.shape, B.shape[1:]
-    slots, ring_len = x_records.shape[:2]
-    device = x.device
+    (slots, ring_len), num_rows, device = x_records.shape[:2], rows.shape[0], x.device
     check("mamba2", "x", x, (num_tokens, heads, width), torch.bfloat16, device, apart=1)
     check("mamba2", "B", B, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
     check("mamba2", "C", C, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
@@ -82,16 +81,15 @@ def mamba2(
     check("mamba2", "x_records", x_records, (slots, ring_len, heads, width), torch.bfloat16, device)
     check("mamba2", "B_records", B_records, (slots, ring_len, groups, depth), torch.bfloat16, device)
     check("mamba2", "dt_records", dt_records, (slots, ring_len, heads), torch.float32, device)
-    check("mamba2", "rows", rows, (rows.shape[0], 8), torch.int32, device)
+    check("mamba2", "rows", rows, (num_rows, 8), torch.int32, device)
     if chunk_len not in (16, 32) or depth != pow2(depth) or depth < 16 or heads % groups:
         raise ValueError(f"mamba2: chunk_len {chunk_len}, depth {depth}, {heads} heads of {groups} groups")
-    y = torch.empty((num_tokens, heads, width), dtype=x.dtype, device=x.device)
-    plan = plan or choose(rows.shape[0], heads, width, groups)
+    y = torch.empty((num_tokens, heads, width), dtype=x.dtype, device=device)
+    plan = plan or choose(num_rows, heads, width, groups)
     if plan.warps > 4:  # two warpgroups on a tile of 64 channels read illegal addresses under Triton 3.6
         raise ValueError(f"mamba2: a plan of {plan.warps} warps, expected at most 4")
-    num_rows = rows.shape[0]
     tensors = (x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y)
-    tickets = _tickets(state.device, state.data_ptr(), slots)
+    tickets = _tickets(device, state.data_ptr(), slots)
     strides = (ring_len, x.stride(0), B.stride(0), C.stride(0), dt.stride(0), dt_min, dt_max)
     sizes = dict(
         H=heads, P=width, G=groups, N=depth, CHUNK=chunk_len, num_warps=plan.warps, enable_fp_fusion=False
