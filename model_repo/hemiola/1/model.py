@@ -28,6 +28,7 @@ from hemiola.runtime.serving.heartbeat import Clock
 from hemiola.runtime.serving.leash import Leash
 from hemiola.runtime.serving.log import Printer
 from hemiola.runtime.serving.metrics import Board, Meter, Outcome
+from hemiola.runtime.serving.stream import Branch, Failure, Stream, error_of, line_of, outcome_of
 
 CHECK_S = 0.1  # between looks for callers that left and requests whose time is over
 METRICS_S = 1.0
@@ -172,34 +173,6 @@ def close_inherited_sockets() -> None:
                 os.close(fd)
 
 
-class Branch:
-    """One of the n answers of a request: what the engine has said and nobody has sent yet."""
-
-    def __init__(self, stream: "Stream") -> None:
-        self.stream = stream
-        self.request_id: int | None = None  # known once submit has returned
-        self.said: deque[Piece] = deque()
-        self.last_said = 0.0
-        self.num_tokens = 0
-        self.cum_logprob = 0.0
-
-
-class Stream:
-    """One request on its way out."""
-
-    def __init__(self, name: str, sender: Any, ask: Ask, input_ids: list[int]) -> None:
-        self.name = name  # the caller's id, "" if none
-        self.sender = sender
-        self.flags = ask.flags
-        self.input_ids = input_ids
-        self.echo = "" if ask.flags["exclude_input_in_output"] else str(ask.prompt)
-        self.branches = [Branch(self) for _ in range(ask.n)]
-        self.num_running = ask.n
-        self.arrival = time.perf_counter()
-        self.deadline = self.arrival + ask.timeout_s if ask.timeout_s else math.inf
-        self.aborted = self.timed_out = False
-
-
 class Replies:
     """Sends from a thread of its own, since one send is a round trip of 0.2 ms to the server's process.
 
@@ -301,10 +274,9 @@ class Replies:
         if not any(said) or id(stream) not in self._open:
             return  # an earlier turn took this piece along
         over = all(pieces and pieces[-1].finish_reason for pieces in said)
-        if over:
-            self._end(stream, [pieces[-1] for pieces in said])
+        failure = self._end(stream, [pieces[-1] for pieces in said]) if over else None
         try:
-            if over and (failure := error_of(stream, [pieces[-1] for pieces in said])):
+            if failure is not None:
                 send_error(stream.sender, *failure)
             else:
                 flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if over else 0
@@ -314,7 +286,7 @@ class Replies:
             if not over:
                 self.abort(stream)
 
-    def _end(self, stream: Stream, lasts: list[Piece]) -> None:
+    def _end(self, stream: Stream, lasts: list[Piece]) -> Failure | None:
         self._open.pop(id(stream), None)
         self._ends.append(time.monotonic())
         failure = error_of(stream, lasts)
@@ -325,6 +297,7 @@ class Replies:
                 self._meter.measured(last.metrics, whole=outcome == "success")
         if self._log_requests:
             self._printer.say(f"{line_of(stream, lasts, outcome)}\n")
+        return failure
 
     def _check(self) -> None:
         """Callers that went away, and requests whose time is over."""
@@ -344,36 +317,6 @@ def is_cancelled(stream: Stream) -> bool:
     except Exception as error:
         log_error(f"request {stream.branches[0].request_id}", error)
         return True
-
-
-def error_of(stream: Stream, lasts: list[Piece]) -> tuple[str, str] | None:
-    """Code and message, if a request ends as an error."""
-    reasons = [last.finish_reason for last in lasts]
-    if "error" in reasons:
-        return "INTERNAL", lasts[reasons.index("error")].error or "the engine failed"
-    if "cancelled" in reasons and not stream.timed_out:
-        return "CANCELLED", "the request was cancelled"
-    return None
-
-
-def outcome_of(stream: Stream, failure: tuple[str, str] | None) -> Outcome:
-    if failure is not None:
-        return "cancelled" if failure[0] == "CANCELLED" else "error"
-    return "timeout" if stream.timed_out else "success"
-
-
-def line_of(stream: Stream, lasts: list[Piece], outcome: str) -> str:
-    """For operators; nothing of what was said."""
-    said = f"request {stream.name!r}: {outcome}, {len(stream.input_ids)} tokens in"
-    for last in lasts:
-        metrics = last.metrics
-        if metrics is not None:
-            queued = max(0.0, metrics.first_scheduled - metrics.arrival)
-            said += (
-                f"; {metrics.num_output_tokens} out ({last.finish_reason}), {metrics.cached_tokens} cached,"
-                f" queued {queued:.3f} s, first {max(0.0, metrics.time_to_first_token):.3f} s"
-            )
-    return f"{said}; total {time.perf_counter() - stream.arrival:.3f} s"
 
 
 def tensors(stream: Stream, said: list[list[Piece]], over: bool) -> list[Any]:
