@@ -60,10 +60,7 @@ def build(
         job = Job(folder, arch.device, archs, limits, report)
         names: list[Name] = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         graphs, segments, weights = _compile(model, names, target, job)
-        kernels: tuple[manifest.Kernels, ...] = ()
-        if arch.device == "cuda":
-            ops = {node.op for segment in segments for node in segment.nodes if node.form != manifest.PTX}
-            kernels = compile_kernels(graphs, ops, job)
+        kernels = _kernels(graphs, segments, job)
         absent = drawn(weights)
         write_weights({n: w for n, w in weights.items() if n not in absent}, folder / WEIGHTS, report)
         carried = (_hidden(model, limits, arch),) if drafts == "mtp" else ()
@@ -111,6 +108,16 @@ def _compile(
         segments.append(_segment(compiled, graphs[-1], work))
         weights = compiled.weights | weights
     return graphs, segments, weights
+
+
+def _kernels(
+    graphs: Sequence[Graph], segments: Sequence[Segment], job: Job
+) -> tuple[manifest.Kernels, ...]:
+    """What a GPU's process launches itself; TensorRT has the others' PTX in its engines."""
+    if job.device == "cpu":
+        return ()
+    ops = {node.op for segment in segments for node in segment.nodes if node.form != manifest.PTX}
+    return compile_kernels(graphs, ops, job)
 
 
 def _segment(compiled: Compiled, graph: Graph, work: int) -> Segment:
