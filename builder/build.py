@@ -110,9 +110,7 @@ def _compile(
     return graphs, segments, weights
 
 
-def _kernels(
-    graphs: Sequence[Graph], segments: Sequence[Segment], job: Job
-) -> tuple[manifest.Kernels, ...]:
+def _kernels(graphs: Sequence[Graph], segments: Sequence[Segment], job: Job) -> tuple[manifest.Kernels, ...]:
     """What a GPU's process launches itself; TensorRT has the others' PTX in its engines."""
     if job.device == "cpu":
         return ()

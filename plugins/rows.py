@@ -33,11 +33,6 @@ class RowFields(NamedTuple):
 COLUMNS = RowFields._fields[:8]
 
 
-def next_edge(committed: int, num_tokens: int, num_drafts: int, chunk_len: int) -> int:
-    """The last chunk edge that final tokens have passed: where a slot's state stands after a step."""
-    return (committed + num_tokens - num_drafts) // chunk_len * chunk_len
-
-
 def live_rows(rows: torch.Tensor, chunk_len: int) -> list[RowFields]:
     """The rows that do something. Raises ValueError where lengths, edges and chunk_len contradict."""
     return [RowFields(*line) for line in _live(rows.numpy().tobytes(), chunk_len).tolist()]

@@ -4,9 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from kit.ops import Subject, Tensors, row, same_bits, subject
-
-from hemiola.plugins.rows import next_edge
+from kit.ops import Subject, Tensors, next_edge, row, same_bits, subject
 
 LIMITS = (0.02, 0.3)  # of Mamba2's steps; some random ones pass each
 # For the reference alone: sizes that no compiled kernel takes.

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from kit.ops import next_edge
 
-from hemiola.plugins.rows import next_edge
 from hemiola.runtime import manifest
 from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.device.find import find_device

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from kit.ops import next_edge
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
@@ -14,7 +15,6 @@ from hemiola.builder.models import Model
 from hemiola.builder.onnx import NEXT
 from hemiola.plugins import OPS
 from hemiola.plugins.onnx import DOMAIN, is_plugin
-from hemiola.plugins.rows import next_edge
 from hemiola.plugins.spec import Op
 
 Tensors = dict[str, torch.Tensor]

@@ -50,6 +50,11 @@ def row(**columns: int) -> tuple[int, ...]:
     return tuple((FRESH | columns)[name] for name in COLUMNS)
 
 
+def next_edge(committed: int, num_tokens: int, num_drafts: int, chunk_len: int) -> int:
+    """The last chunk edge that final tokens have passed: where a slot's state stands after a step."""
+    return (committed + num_tokens - num_drafts) // chunk_len * chunk_len
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal, NaN and the sign of zero included."""
     kind = {4: torch.int32, 8: torch.int64, 2: torch.int16}[a.element_size()]

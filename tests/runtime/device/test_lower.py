@@ -9,10 +9,10 @@ import torch
 from kit import harness as harnesses
 from kit.checkpoints import FAMILIES
 from kit.harness import Harness
+from kit.ops import next_edge
 from torch.fx import GraphModule
 
 from hemiola.plugins.cpu.sizes import evaluate
-from hemiola.plugins.rows import next_edge
 from hemiola.runtime import manifest
 from hemiola.runtime.device import lower
 from hemiola.runtime.device.session import Program, bind_forms, load_program
