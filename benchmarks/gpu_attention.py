@@ -8,12 +8,11 @@ import argparse
 import json
 import sys
 from functools import partial
-from pathlib import Path
 
 import torch
+from gpu_recurrences import copy_bandwidth, tests_of, timed
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpu_recurrences import copy_bandwidth, import_kernels_only, tests_of, timed
+from hemiola.plugins.gpu.compile import on_demand
 
 MODELS = {  # query heads, key heads, head size
     "9B": (16, 4, 256),
@@ -91,25 +90,32 @@ class Decode:
 
 
 def decode(models: list[str], plans: list, copy: float, kinds: list[bool]) -> None:
+    print(
+        f"| model | rows | keys | pages | tokens | us | TB/s | of {copy:.2f} TB/s | over one token | bits |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for model in models:
         for num_rows, num_keys in LOADS:
             for fp8 in kinds:
                 pages = "fp8" if fp8 else "bf16"
                 for plan in plans:
                     times = {}
-                    label = f"{model} {MODELS[model]} rows {num_rows:3d} keys {num_keys:5d} {pages}"
+                    label = f"{model} {MODELS[model]} {plan or ''} | {num_rows} | {num_keys} | {pages}"
                     for num in (1, 4):
                         load = Decode(model, num_rows, num_keys, num, fp8, plan)
-                        same = load.one_by_one(num) if num > 1 else True
+                        same = "equal" if load.one_by_one(num) else "OTHER BITS"
                         times[num] = timed(load.run, load.num_sets)
                         rate = load.bytes / times[num] / 1e6
-                        more = f", T4 / T1 = {times[num] / times[1]:.2f}, same bits {same}" if num > 1 else ""
-                        speed = f"{times[num]:.1f} us {rate:.2f} TB/s = {rate / copy:.0%} of copy"
-                        print(f"{label} {plan or ''} T{num}: {speed}{more}", flush=True)
+                        speed = f"{times[num]:.1f} | {rate:.2f} | {rate / copy:.0%}"
+                        print(
+                            f"| {label} | {num} | {speed} | {times[num] / times[1]:.2f} | {same} |",
+                            flush=True,
+                        )
                         del load
 
 
 def prefill(num_tokens: int, plans: list) -> None:
+    print("| model | tokens of a prompt | us | TFLOP/s |\n|---|---|---|---|")
     for model, (heads, groups, depth) in MODELS.items():
         for plan in plans:
             case = tests_of("attention").Case(heads=heads, groups=groups, depth=depth, plan=plan)
@@ -122,10 +128,7 @@ def prefill(num_tokens: int, plans: list) -> None:
             call = partial(kernels.attention, *tokens, *pools, table, rows, at, depth**-0.5, 0, plan=cut)
             us = timed(lambda _, call=call: call(), 1)
             work = 2 * num_tokens**2 * heads * depth
-            print(
-                f"{model} {plan or ''} prompt of {num_tokens}: {us:.0f} us, {work / us / 1e6:.0f} TFLOP/s",
-                flush=True,
-            )
+            print(f"| {model} {plan or ''} | {num_tokens} | {us:.0f} | {work / us / 1e6:.0f} |", flush=True)
 
 
 def main() -> None:
@@ -136,9 +139,11 @@ def main() -> None:
     parser.add_argument("--no-fp8", action="store_true")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     options = parser.parse_args()
-    import_kernels_only()
+    if not torch.cuda.is_available():
+        sys.exit("gpu_attention.py: torch finds no CUDA device here")
+    on_demand()
     copy = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()} {torch.__version__}, copy {copy:.2f} TB/s")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     decode(options.models, json.loads(options.plans), copy, [False] if options.no_fp8 else [False, True])
     if options.prefill:
         prefill(options.prefill, json.loads(options.prefill_plans))

@@ -1,23 +1,30 @@
 """Dense layers on a GPU against cuBLAS: time, share of the floor, and bits of every tile, in one run.
 
-python benchmarks/gpu_dense.py MODES [--tokens 1,16] [--shapes "9b out"] [--out FILE], modes by commas.
+PYTHONPATH=. python benchmarks/gpu_dense.py [MODES] [--tokens 1,16] [--shapes "9b out"], modes by commas.
 sweep: every tile that could be chosen; swiglu: the same with a gate; table: those that plugins/gpu/tiles.py
 chooses; fused: layers with what ends them; experts: a mixture of experts; small: what is no product.
 """
 
 import argparse
-import importlib
 import multiprocessing
 import statistics
 import sys
-import types
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from hemiola.plugins.embed.cuda import embed
+from hemiola.plugins.gate.cuda import gate
+from hemiola.plugins.gpu.compile import on_demand
+from hemiola.plugins.gpu.tiles import Tile, table_of
+from hemiola.plugins.linear.cuda import fused as product
+from hemiola.plugins.linear.cuda import linear_argmax
+from hemiola.plugins.moe.cuda import moe
+from hemiola.plugins.norm.cuda import norm
+from hemiola.plugins.rope.cuda import rope
+from hemiola.plugins.route.cuda import route
+
 L2_BYTES = 300 << 20  # weights that take turns, so that none comes from the cache
 SHAPES = {  # outputs, inputs
     "9b qkvz": (12352, 4096),
@@ -49,26 +56,25 @@ EXPERT_TILES = (
     (256, 128, 64, 8, 4, False, True), (128, 128, 64, 4, 5, False, True),
     (256, 64, 64, 8, 4, False, True), (256, 64, 64, 4, 4, False, True), (128, 64, 64, 4, 6, False, True),
 )  # fmt: skip
-WORDS = {True: "same", False: "DIFFER"}
-Log = Callable[[str], None]
+WORDS = {True: "equal", False: "OTHER BITS"}
 TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
 
-def load_without_registering() -> None:
-    """hemiola.plugins without its __init__, which registers CPU forms that this machine may not have."""
-    folders = [p for p in (ROOT / "plugins").iterdir() if (p / "__init__.py").exists()]
-    paths = {"hemiola": ROOT, "hemiola.plugins": ROOT / "plugins"}
-    for name, path in (paths | {f"hemiola.plugins.{p.name}": p for p in folders}).items():
-        module = types.ModuleType(name)
-        module.__path__ = [str(path)]
-        sys.modules[name] = module
-    importlib.import_module("hemiola.plugins.gpu.compile").on_demand()
+def say(*cells: object) -> None:
+    """A line of a table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def begin(*names: str) -> None:
+    """A table."""
+    print()
+    say(*names)
+    say(*["---"] * len(names))
 
 
 def candidates(num_tokens: int) -> list:
     """Tiles that could serve so many tokens."""
-    tiles = importlib.import_module("hemiola.plugins.gpu.tiles")
-    tile, wide = tiles.Tile, [many.tile for many in tiles.table_of(90).many]
+    tile, wide = Tile, [many.tile for many in table_of(90).many]
     if num_tokens <= 16:
         few = [(16, 256, 4, 4), (32, 128, 4, 5), (64, 128, 4, 4), (64, 64, 4, 6)]
         persistent = [(64, 128, 4, 6), (64, 256, 4, 4), (128, 128, 4, 5), (32, 256, 4, 5), (32, 512, 4, 3),
@@ -88,12 +94,11 @@ def candidates(num_tokens: int) -> list:
 
 def compile_one(job: tuple) -> None:
     """Fills the disk cache with one tile's kernel, in a process of its own."""
-    load_without_registering()
-    fused = importlib.import_module("hemiola.plugins.linear.cuda").fused
+    on_demand()
     tile, activation = job
     x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
     try:
-        fused(x, torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16), None, None, activation, tile)
+        product(x, torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16), None, None, activation, tile)
     except Exception as error:
         print("cannot be compiled", job, str(error)[:200], flush=True)
 
@@ -141,11 +146,10 @@ def rotated(weight: torch.Tensor) -> list[torch.Tensor]:
 
 
 def measure(
-    name: str, tokens: tuple[int, ...], bandwidth: float, is_sweep: bool, log: Log, activation: str = "none"
+    name: str, tokens: tuple[int, ...], bandwidth: float, is_sweep: bool, activation: str = "none"
 ) -> None:
     """One layer: cuBLAS, the floor, our tiles, and whether they give a row the bits it has alone."""
-    plain = importlib.import_module("hemiola.plugins.linear.cuda").fused
-    fused = partial(plain, activation=activation)
+    fused = partial(product, activation=activation)
     num_outputs, num_inputs = SHAPES[name]
     weight = torch.randn(num_outputs, num_inputs, device="cuda", dtype=torch.bfloat16) * num_inputs**-0.5
     rows = torch.randn(max(tokens), num_inputs, device="cuda", dtype=torch.bfloat16)
@@ -162,25 +166,23 @@ def measure(
                 y = fused(x, weight, tile=tile)
                 library, took = contest(by_library, [partial(fused, x, w, tile=tile) for w in turns])
             except Exception as error:
-                log(f"    {tuple(tile or ())}: {type(error).__name__} {str(error)[:60]}")
+                say(name, num_tokens, tuple(tile or ()), type(error).__name__, str(error)[:60])
                 continue
             same = all(torch.equal(y[r : r + 1], lone[r]) for r in (0, num_tokens // 2))
-            found.append((took / library, took, tile, same))
+            found.append((took / library, took, library, tile, same))
         exact = x[:64].double() @ weight.double().t()
-        error = ((plain(x, weight)[:64].double() - exact).norm() / exact.norm()).item()
-        log(f"{name} {num_outputs}x{num_inputs} T {num_tokens}: cuBLAS {library * 1e6:.1f} us,"
-            f" floor {floor * 1e6:.1f} us ({floor / library:.0%}), error {error:.1e}")  # fmt: skip
-        for ratio, took, tile, same in sorted(found, key=lambda f: f[0])[:6]:
-            log(f"    {took * 1e6:8.1f} us  x{ratio:.3f}  floor {floor / took:.0%}"
-                f"  bits {WORDS[same]}  {tuple(tile) if tile else ''}")  # fmt: skip
-        if not all(same for *_, same in found):
-            log(f"    DIFFER: {[tuple(tile or ()) for *_, tile, same in found if not same]}")
+        error = ((product(x, weight)[:64].double() - exact).norm() / exact.norm()).item()
+        best, others = sorted(found, key=lambda f: f[0])[:6], [f for f in found if not f[-1]]
+        for ratio, took, library, tile, same in dict.fromkeys([*best, *others]):
+            say(f"{name} {num_outputs}x{num_inputs}", num_tokens,
+                f"{library * 1e6:.1f}", f"{floor * 1e6:.1f}",
+                f"{took * 1e6:.1f}", f"{ratio:.3f}", f"{floor / took:.0%}", f"{error:.1e}", WORDS[same],
+                tuple(tile or ()))  # fmt: skip
 
 
-def measure_fused(bandwidth: float, log: Log) -> None:
+def measure_fused(bandwidth: float) -> None:
     """Layers with what ends them, against the product alone."""
-    module = importlib.import_module("hemiola.plugins.linear.cuda")
-    fused, best = module.fused, module.linear_argmax
+    begin("layer", "end", "tokens", "cuBLAS alone, us", "ours", "ended", "over cuBLAS", "bits")
     for name, end in ENDS.items():
         num_outputs, num_inputs = SHAPES[name]
         weight = torch.randn(num_outputs, num_inputs, device="cuda", dtype=torch.bfloat16) * num_inputs**-0.5
@@ -189,32 +191,31 @@ def measure_fused(bandwidth: float, log: Log) -> None:
             x = torch.randn(num_tokens, num_inputs, device="cuda", dtype=torch.bfloat16)
             residual = torch.randn(num_tokens, num_outputs, device="cuda", dtype=torch.bfloat16)
             run = {
-                "swiglu": partial(fused, x, activation="swiglu"),
-                "residual": partial(fused, x, residual=residual),
-                "relu2": partial(fused, x, activation="relu2"),
-                "argmax": partial(best, x),
+                "swiglu": partial(product, x, activation="swiglu"),
+                "residual": partial(product, x, residual=residual),
+                "relu2": partial(product, x, activation="relu2"),
+                "argmax": partial(linear_argmax, x),
             }[end]
 
-            def product(w: torch.Tensor, x: torch.Tensor = x) -> torch.Tensor:
+            def by_library(w: torch.Tensor, x: torch.Tensor = x) -> torch.Tensor:
                 return torch.mm(x, w.t())
 
             library, plain, took = contest(
-                *([partial(f, w) for w in copies] for f in (product, partial(fused, x), run))
+                *([partial(f, w) for w in copies] for f in (by_library, partial(product, x), run))
             )
             lone = {
-                "residual": partial(fused, x[:1], residual=residual[:1]),
-                "argmax": partial(best, x[:1]),
-            }.get(end, partial(fused, x[:1], activation=end if end in ("swiglu", "relu2") else "none"))
+                "residual": partial(product, x[:1], residual=residual[:1]),
+                "argmax": partial(linear_argmax, x[:1]),
+            }.get(end, partial(product, x[:1], activation=end if end in ("swiglu", "relu2") else "none"))
             same = torch.equal(run(weight)[:1], lone(weight))
-            log(f"{name} {end} T {num_tokens}: cuBLAS alone {library * 1e6:.1f} us, ours {plain * 1e6:.1f},"
-                f" ended {took * 1e6:.1f} us x{took / library:.3f}, bits {WORDS[same]}")  # fmt: skip
+            say(name, end, num_tokens, f"{library * 1e6:.1f}", f"{plain * 1e6:.1f}", f"{took * 1e6:.1f}",
+                f"{took / library:.3f}", WORDS[same])  # fmt: skip
         del weight, copies
 
 
-def measure_experts(bandwidth: float, log: Log) -> None:
+def measure_experts(bandwidth: float) -> None:
     """Experts against the bytes of those that were chosen, and the products."""
-    moe = importlib.import_module("hemiola.plugins.moe.cuda").moe
-    tiles = importlib.import_module("hemiola.plugins.gpu.tiles")
+    begin("experts", "tokens", "experts chosen", "us", "floor", "of it", "bits", "tile")
     for name, (experts, slots, width, inner, activation) in EXPERTS.items():
         rows = (2 if activation == "swiglu" else 1) * inner
         up = torch.randn(experts, rows, width, device="cuda", dtype=torch.bfloat16) * width**-0.5
@@ -231,27 +232,23 @@ def measure_experts(bandwidth: float, log: Log) -> None:
             lone = moe(x[:1], *(part[:1] for part in turns[0][1:3]), *turns[0][3:])
             same, found = torch.equal(moe(*turns[0])[:1], lone), []
             crowd = num_tokens * slots / experts
-            for tile in (tiles.Tile(*shape) for shape in EXPERT_TILES):
+            for tile in (Tile(*shape) for shape in EXPERT_TILES):
                 if tile.tokens > max(16, 4 * crowd) or tile.tokens * 16 < crowd:
                     continue
                 try:
                     found.append((seconds([partial(moe, *turn, tile=tile) for turn in turns]), tile))
                     same = same and torch.equal(moe(*turns[0], tile=tile)[:1], lone)
                 except Exception as error:
-                    log(f"    {tuple(tile)}: {type(error).__name__} {str(error)[:60]}")
-            took = seconds([partial(moe, *turn) for turn in turns])
-            log(f"{name} T {num_tokens}: {distinct:.0f} experts, {took * 1e6:.1f} us, floor {floor * 1e6:.1f}"
-                f" = {floor / took:.0%}, bits {WORDS[same]}")  # fmt: skip
-            for took, tile in sorted(found)[:3]:
-                log(f"    {took * 1e6:8.1f} us  floor {floor / took:.0%}  {tuple(tile)}")
+                    say(name, num_tokens, tuple(tile), type(error).__name__, str(error)[:60])
+            chosen = seconds([partial(moe, *turn) for turn in turns])
+            for took, tile in ((chosen, "the table's"), *((s, tuple(t)) for s, t in sorted(found)[:3])):
+                say(name, num_tokens, f"{distinct:.0f}", f"{took * 1e6:.1f}", f"{floor * 1e6:.1f}",
+                    f"{floor / took:.0%}", WORDS[same], tile)  # fmt: skip
 
 
-def measure_small(bandwidth: float, log: Log) -> None:
+def measure_small(bandwidth: float) -> None:
     """What only moves bytes."""
-    norm, gate, rope, embed, route = (
-        getattr(importlib.import_module(f"hemiola.plugins.{op}.cuda"), op)
-        for op in ("norm", "gate", "rope", "embed", "route")
-    )
+    begin("op", "tokens", "us", "floor", "of it")
     absent = torch.empty(0, device="cuda", dtype=torch.bfloat16)
     table = torch.randn(4096, 2, 32, device="cuda")
     weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
@@ -274,24 +271,19 @@ def measure_small(bandwidth: float, log: Log) -> None:
         }
         for name, (share, run) in cases.items():
             took, floor = seconds([run] * 20), share * x.nbytes / bandwidth
-            log(f"{name} T {num_tokens}: {took * 1e6:.2f} us, floor {floor * 1e6:.2f} = {floor / took:.0%}")
+            say(name, num_tokens, f"{took * 1e6:.2f}", f"{floor * 1e6:.2f}", f"{floor / took:.0%}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("modes")
-    parser.add_argument("--out", default="")
+    parser.add_argument("modes", nargs="?", default="table,fused,experts,small")
     parser.add_argument("--shapes", default=",".join(name for name in SHAPES if "head" not in name))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     args = parser.parse_args()
-    load_without_registering()
-    out = open(args.out, "a") if args.out else None  # noqa: SIM115
+    if not torch.cuda.is_available():
+        sys.exit("gpu_dense.py: torch finds no CUDA device here")
+    on_demand()
     tokens = tuple(map(int, args.tokens.split(",")))
-
-    def log(line: str) -> None:
-        print(line, flush=True)
-        if out:
-            print(line, file=out, flush=True)
 
     if "sweep" in args.modes:
         ends = ["none", "swiglu"] if "swiglu" in args.modes else ["none"]
@@ -299,15 +291,25 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(14) as pool:
             pool.map(compile_one, jobs, chunksize=2)
     bandwidth = copy_bandwidth()
-    log(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
     for mode in args.modes.split(","):
-        if mode == "swiglu":
-            measure("9b gate_up", tokens, bandwidth, True, log, mode)
-        elif mode in ("sweep", "table"):
-            for name in args.shapes.split(","):
-                measure(name, tokens, bandwidth, mode == "sweep", log)
+        if mode in ("sweep", "swiglu", "table"):
+            begin(
+                "layer",
+                "tokens",
+                "cuBLAS, us",
+                "floor",
+                "ours",
+                "over cuBLAS",
+                "of the floor",
+                "error",
+                "bits",
+                "tile",
+            )
+            for name in ["9b gate_up"] if mode == "swiglu" else args.shapes.split(","):
+                measure(name, tokens, bandwidth, mode != "table", mode if mode == "swiglu" else "none")
         else:
-            {"fused": measure_fused, "experts": measure_experts, "small": measure_small}[mode](bandwidth, log)
+            {"fused": measure_fused, "experts": measure_experts, "small": measure_small}[mode](bandwidth)
 
 
 if __name__ == "__main__":

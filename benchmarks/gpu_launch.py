@@ -5,6 +5,7 @@
 Per op of small layers: microseconds of the op's function, and of its kernels' launches in it.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -63,6 +64,8 @@ def launched(run: Callable[[], object]) -> int:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("gpu_launch.py: torch finds no CUDA device here")
     on_demand()
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}")
     print("Microseconds of host time.\n")

@@ -1,37 +1,27 @@
-"""Recurrent steps on a GPU: bits against the plain runs, then time against the bytes that must move.
+"""Recurrent steps on a GPU: time against the bytes that must move.
 
-PYTHONPATH=.:tests python3 benchmarks/gpu_recurrences.py --ops mamba2 delta conv [--check] [--bench] [--plans]
+PYTHONPATH=.:tests python3 benchmarks/gpu_recurrences.py [--ops mamba2 delta] [--bench] [--prefill 8192]
+
+The column bits is a hash of the first call's outputs, to compare two forms of a kernel.
 """
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import random
-import re
 import sys
-import traceback
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import triton.testing
 
+from hemiola.plugins.gpu.compile import on_demand
+
 ROOT = Path(__file__).resolve().parent.parent
-CHECK_LENGTHS = (150, 97, 64, 33, 7)
-
-
-def import_kernels_only() -> None:
-    """Make hemiola.plugins importable without its CPU forms, which this machine may not be able to load."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    package = types.ModuleType("hemiola.plugins")
-    package.__path__ = [str(ROOT / "plugins")]
-    import hemiola  # noqa: F401
-
-    sys.modules["hemiola.plugins"] = package
-    from hemiola.plugins.gpu.compile import on_demand
-
-    on_demand()
 
 
 def tests_of(op: str) -> types.ModuleType:
@@ -42,40 +32,6 @@ def tests_of(op: str) -> types.ModuleType:
     sys.modules[spec.name] = module  # dataclasses look it up
     spec.loader.exec_module(module)
     return module
-
-
-def check(op: str, only: str) -> None:
-    """The op's tests whose name and case match, without pytest's fixtures."""
-    tests = tests_of(op)
-    torch.use_deterministic_algorithms(True)  # what is not written is NaN
-    passed, failed = 0, []
-    for name, test in vars(tests).items():
-        if not name.startswith("test_"):
-            continue
-        for case, arguments in cases(test):
-            if not re.search(only, f"{name}[{case}]"):
-                continue
-            try:
-                test(**arguments)
-                passed += 1
-            except Exception as problem:  # a report of all of them is worth more than the first
-                failed.append(f"{name}[{case}]: {type(problem).__name__} {str(problem)[:300]}")
-                if not isinstance(problem, AssertionError):
-                    traceback.print_exc(limit=-3)
-    torch.use_deterministic_algorithms(False)
-    print(f"{op}: {passed} tests passed, {len(failed)} failed", *failed, sep="\n  ", flush=True)
-
-
-def cases(test: Callable[..., None]) -> list[tuple[str, dict]]:
-    """What pytest would call the test with."""
-    names = test.__code__.co_varnames[: test.__code__.co_argcount]
-    rest = {name: None for name in names if name in ("poisoned_empty", "monkeypatch")}
-    for mark in getattr(test, "pytestmark", []):
-        if mark.name == "parametrize":
-            ids = mark.kwargs.get("ids", str)
-            ids = [ids(value) for value in mark.args[1]] if callable(ids) else ids
-            return [(str(i), {mark.args[0]: v} | rest) for i, v in zip(ids, mark.args[1], strict=True)]
-    return [("", rest)]
 
 
 def steady_rows(num: int, chunk_len: int, tokens: int, seed: int = 0) -> torch.Tensor:
@@ -135,7 +91,8 @@ class Layer:
     """One op at the sizes of a model: buffers enough to leave the cache cold."""
 
     def __init__(self, op: str, sizes: dict, num_rows: int, tokens: int, plan: object) -> None:
-        self.it = tests_of(op).subject(**sizes, plan=plan)
+        torch.manual_seed(0)
+        self.it = replace(tests_of(op).subject(**sizes), plan=plan)
         self.rows = steady_rows(num_rows, self.it.chunk_len, tokens)
         slots = self.it.make_slots(num_rows + 1)
         self.state_bytes = slots[0].numel() * slots[0].element_size() // (num_rows + 1)
@@ -144,21 +101,18 @@ class Layer:
         self.sets = [[torch.zeros_like(t).normal_() if t.dtype != torch.int32 else t for t in slots]]
         self.sets += [[t.clone() for t in self.sets[0]] for _ in range(self.num_sets - 1)]
         self.tokens = self.it.make_tokens(num_rows * tokens)
-        self.device_rows = self.rows.cuda()
+        self.device_rows = self.rows.to(slots[0].device)
 
     def run(self, i: int) -> torch.Tensor:
         return self.it.call(self.tokens, self.sets[i], self.device_rows)
 
-    def report(self, label: str, copy: float) -> float:
+    def report(self, label: str, copy: float) -> None:
+        bits = hashlib.sha256(self.run(0).cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
         us = timed(self.run, self.num_sets)
         states, records = moved(self.rows, self.it.chunk_len)
         per_row = states + records * self.record_bytes / self.state_bytes
         rate = per_row * self.state_bytes * len(self.rows) / us / 1e6
-        print(
-            f"{label}: {us:8.1f} us  {per_row:.2f} states/row  {rate:.2f} TB/s = {rate / copy:.0%} of copy",
-            flush=True,
-        )
-        return us
+        print(f"| {label} | {us:.1f} | {per_row:.2f} | {rate:.2f} | {rate / copy:.0%} | {bits} |", flush=True)
 
 
 MODELS = {
@@ -172,16 +126,14 @@ def bench(op: str, plans: list, chunks: list[int], batches: list[int], copy: flo
         for chunk_len in chunks:
             for num_rows in batches:
                 for plan in plans:
-                    label = f"{op} {model} C{chunk_len} rows {num_rows:3d} {plan or ''}"
+                    label = f"{op} {model} {plan or ''} | {chunk_len} | {num_rows}"
                     try:
-                        times = []
                         for tokens in (1, 4):
                             layer = Layer(op, sizes | {"chunk_len": chunk_len}, num_rows, tokens, plan)
-                            times.append(layer.report(f"{label} T{tokens}", copy))
+                            layer.report(f"{label} | {tokens}", copy)
                             del layer
-                        print(f"{label}: T4 / T1 = {times[1] / times[0]:.2f}", flush=True)
                     except Exception as problem:
-                        print(f"{label}: {type(problem).__name__} {str(problem)[:120]}", flush=True)
+                        print(f"| {label} | {type(problem).__name__} {str(problem)[:120]} |", flush=True)
 
 
 def prefill(op: str, chunks: list[int], tokens: int) -> None:
@@ -191,32 +143,25 @@ def prefill(op: str, chunks: list[int], tokens: int) -> None:
             slots, new = it.make_slots(2), it.make_tokens(tokens)
             rows = torch.tensor([[0, tokens, 0, 1, 0, 0, 0, 0]], dtype=torch.int32, device="cuda")
             us = timed(lambda _, it=it, new=new, slots=slots, rows=rows: it.call(new, slots, rows), 1)
-            print(
-                f"{op} {model} C{chunk_len} prompt {tokens}: {us:.0f} us, {us / tokens * chunk_len:.2f} each",
-                flush=True,
-            )
+            print(f"| {op} {model}, a prompt | {chunk_len} | 1 | {tokens} | {us:.0f} | | | | |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ops", nargs="+", default=["mamba2", "delta"])
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--only", default="", help="a pattern of tests")
     parser.add_argument("--bench", action="store_true")
     parser.add_argument("--prefill", type=int, default=0)
     parser.add_argument("--plans", default="[null]")
     parser.add_argument("--chunks", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
     options = parser.parse_args()
-    import_kernels_only()
-    print(torch.cuda.get_device_name(), torch.__version__)
-    for op in options.ops:
-        if options.check:
-            check(op, options.only)
-    if not options.bench and not options.prefill:
-        return
+    if not torch.cuda.is_available():
+        sys.exit("gpu_recurrences.py: torch finds no CUDA device here")
+    on_demand()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     copy = copy_bandwidth()
-    print(f"copy {copy:.2f} TB/s")
+    print(f"| layer | chunk | rows | tokens | us | states a row | TB/s | of {copy:.2f} TB/s | bits |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for op in options.ops:
         if options.bench and op in MODELS:
             bench(

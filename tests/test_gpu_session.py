@@ -1,11 +1,13 @@
 """The script that spends a GPU's minutes, on stages that need none; its own stages say that there is none."""
 
+import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -128,3 +130,31 @@ def test_without_a_gpu_a_stage_says_so_in_a_line(command: str) -> None:
     )
     assert done.returncode == 1 and "torch finds no CUDA device here" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.fixture
+def kernels_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    pytest.importorskip("triton", reason="needs Triton")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return lambda name: importlib.import_module(f"gpu_{name}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["recurrences", "attention", "dense", "launch"])
+def test_without_a_gpu_kernels_are_not_timed(
+    kernels_benchmark: Callable[[str], ModuleType], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit, match=rf"gpu_{name}\.py: torch finds no CUDA device here"):
+        kernels_benchmark(name).main()
+
+
+@pytest.mark.parametrize("op", ["mamba2", "delta"])
+def test_a_layer_to_be_timed_is_what_the_kernels_tests_call(
+    kernels_benchmark: Callable[[str], ModuleType], op: str
+) -> None:
+    """It was made by a helper that had moved, with an argument that was gone: the stage ended at once."""
+    module = kernels_benchmark("recurrences")
+    (sizes,) = module.MODELS[op].values()
+    layer = module.Layer(op, sizes | {"heads": 2, "groups": 1, "chunk_len": 16}, 3, 4, None)
+    assert layer.device_rows.shape == (3, 8) and len(layer.tokens[0]) == 12

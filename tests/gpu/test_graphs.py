@@ -43,7 +43,8 @@ def test_every_bucket_gives_the_plain_runs_bits(
     hand.loop.scheduler.pace.choose = lambda requests, most: (
         list(most) if idle.random() < 0.6 else [0] * len(most)
     )
-    for num, kinds in itertools.product((1, 2, 3, 5, 8), ([{}], [{}, SAMPLED], [EDITED, SAMPLED, {}])):
+    mixes = ([{}], [SAMPLED, {}], [SAMPLED | {"top_k": 0}, {}], [EDITED, SAMPLED, {}])
+    for num, kinds in itertools.product((1, 2, 3, 5, 8), mixes):
         for at in range(num):
             hand.submit(text[: 17 + 9 * at], max_tokens=24, seed=at, **kinds[at % len(kinds)])
         hand.run()
