@@ -17,6 +17,8 @@ Outcome = Literal["success", "cancelled", "timeout", "invalid", "rejected", "err
 OUTCOMES: tuple[Outcome, ...] = ("success", "cancelled", "timeout", "invalid", "rejected", "error")
 EDGES_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
+HEARTBEAT = "hemiola_heartbeat_timestamp_seconds"
+
 
 class Family(NamedTuple):
     kind: Literal["counter", "gauge"]
@@ -44,7 +46,7 @@ FAMILIES = {
     "hemiola_steps_total": Family("counter", "steps: all rows decode, all read prompts, or mixed"),
     "hemiola_step_seconds_total": Family("counter", "time in steps"),
     "hemiola_engine_seconds_total": Family("counter", "of that, time in the engine itself"),
-    "hemiola_heartbeat_timestamp_seconds": Family("gauge", "when the engine was last known to move"),
+    HEARTBEAT: Family("gauge", "when the engine was last known to move"),
     "hemiola_healthy": Family("gauge", "1: takes requests; 0: the engine is lost"),
     "hemiola_restarts_total": Family("counter", "times that `hemiola serve` has started a lost server again"),
 }
@@ -181,7 +183,7 @@ def _levels(load: Load) -> Iterator[tuple[Series, float]]:
     yield Series("hemiola_requests_running"), load.num_running
     yield Series("hemiola_requests_waiting"), load.num_waiting
     yield Series("hemiola_healthy"), not load.failure
-    yield Series("hemiola_heartbeat_timestamp_seconds"), time.time() - load.stalled_s
+    yield Series(HEARTBEAT), time.time() - load.stalled_s
     used = load.num_pages - load.num_free_pages - load.num_idle_pages
     snapshots = load.num_slots - load.num_free_slots - load.num_running
     for name, counts in (
@@ -204,16 +206,22 @@ class Board:
 
     def post(self, values: dict[Series, float]) -> None:
         for series, value in values.items():
-            posted = self._posted.get(series, 0)
+            posted = self._posted.get(series)
             if series not in self._metrics:
                 self._metrics[series] = self._make(series)
             if value == posted:
                 continue
             self._posted[series] = value
             if FAMILIES[series.name].kind == "gauge":
-                self._metrics[series].set(float(value))
-            else:
-                self._metrics[series].increment(float(value - posted))
+                self._metrics[series].set(float(value))  # also 0: an engine before this one has left its own
+            elif value:
+                self._metrics[series].increment(float(value - (posted or 0)))
+
+    def close(self) -> None:
+        """The engine is unloaded, of which tritonserver would keep the last levels."""
+        for series, metric in self._metrics.items():
+            if FAMILIES[series.name].kind == "gauge" and series.name != HEARTBEAT:
+                metric.set(0.0)
 
     def _make(self, series: Series) -> Any:
         kind, text = FAMILIES[series.name]

@@ -21,6 +21,7 @@ from hemiola.runtime.cache.prefix import Statistics
 from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving.ask import read_tensor
+from hemiola.runtime.serving.metrics import Board, Series
 
 MODEL = Path(__file__).resolve().parents[2] / "model_repo/hemiola/1/model.py"
 FINAL = 1
@@ -87,8 +88,7 @@ class MetricFamily:
 
     def Metric(self, labels: dict[str, str]) -> SimpleNamespace:  # noqa: N802
         key = self.name, tuple(sorted(labels.items()))
-        assert key not in self.page
-        self.page[key] = 0.0
+        self.page.setdefault(key, 0.0)  # what an engine left that was unloaded stays
 
         def increment(by: float) -> None:
             assert self.kind == "counter" and by > 0
@@ -303,7 +303,8 @@ def test_json_texts_become_what_they_say(model: Any) -> None:
         ("logit_bias", 5, "logit_bias is '5'; give a text that is JSON"),
         ("logit_bias", '{"5": NaN}', "logit_bias is nan: it should be a finite number"),
         ("logit_bias", "[1]", "logit_bias is [1]: "),
-        ("bad_words_ids", "[" * 100_000, "give a text that is JSON, such as [[5, 6]]"),
+        ("bad_words_ids", "[" * 60_000, "give a text that is JSON, such as [[5, 6]]"),
+        ("bad_words_ids", "[" * 100_000, "holds 100000 objects, lists and names, the limit is 65536"),
         ("bad_words_ids", "[[]]", "an empty bad word would forbid every token"),
         ("bad_words_ids", '["a"]', "bad_words_ids is 'a': "),
         ("structured_outputs", "[0-9]+", """give a text that is JSON, such as {"regex": "[0-9]+"}"""),
@@ -425,6 +426,19 @@ def test_cancel_ends_the_requests_it_names_and_no_other(model: Any) -> None:
 
 def test_a_temperature_sent_as_fp32_is_the_one_that_was_written(module: ModuleType) -> None:
     assert read_tensor(Tensor("temperature", np.array([0.7], np.float32))) == 0.7
+
+
+def test_an_engine_that_is_loaded_again_shows_levels_of_the_one_before(module: ModuleType) -> None:
+    """Tritonserver keeps them; counters go on."""
+    names = ["pages", "healthy", "heartbeat_timestamp_seconds", "preemptions_total"]
+    names, page = [f"hemiola_{name}" for name in names], MetricFamily.page
+    for pages, total in ((46, 3), (0, 6)):
+        board = Board(MetricFamily, {})
+        for _ in range(2):
+            board.post(dict(zip(map(Series, names), (pages, 1, 99, 3), strict=True)))
+        assert [page[name, ()] for name in names] == [pages, 1, 99, total]
+    board.close()
+    assert [page[name, ()] for name in names] == [0, 0, 99, 6], "an unloaded engine looks healthy"
 
 
 def test_an_engine_without_a_tokenizer_serves_ids_and_refuses_text(

@@ -55,9 +55,9 @@ class TritonPythonModel:
         self.outbox = Replies(self.llm, self.meter, own.log_requests)
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, "compiling")
         labels = {"model": args["model_name"], "version": args["model_version"]}
-        board = Board(pb_utils.MetricFamily, labels)
+        self._board = Board(pb_utils.MetricFamily, labels)
         self._clocks = [
-            Clock("metrics", METRICS_S, lambda: board.post(self.meter.read(self.llm)), log_error),
+            Clock("metrics", METRICS_S, lambda: self._board.post(self.meter.read(self.llm)), log_error),
             Clock("leash", LEASH_S, self._renew_leash, log_error),
         ]
         self._beat_file = Path(own.heartbeat_file)
@@ -161,6 +161,7 @@ class TritonPythonModel:
             clock.stop()
         self.llm.close()
         self.outbox.close()
+        self._board.close()
         if self._beat_file.name:
             heartbeat.remove(self._beat_file)
 
