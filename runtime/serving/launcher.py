@@ -33,7 +33,8 @@ from hemiola.runtime.serving.tritonserver import (
 
 DRAINED_S = 1.5  # without a request in flight, then a server that was told to end is at its end
 WATCH_S = 0.5  # between looks at the engines
-FAREWELL_S = 1.0  # for what a lost engine still has to say
+FAREWELL_S = 1.0  # for what a lost engine has said to reach its callers
+MOST_FAREWELL_S = 5.0  # for an engine that has raised to say it to all
 RECOVERED_S = 600  # of service, after which restarts are counted from 0 again
 MOST_WAIT_S = 60
 # Asks the kernel to kill the server if we end without stopping it, and becomes the server.
@@ -219,8 +220,10 @@ class Server:
         assert self._process is not None
         deadline = time.monotonic() + self._start_timeout_s
         while not self._answers("ready"):
-            if self._process.poll() is not None:
-                raise Refused(f"tritonserver did not start: {self._log.reason()}")
+            status = self._process.poll()
+            if status is not None:
+                ended = "" if status == 1 else f" (it ended with {status})"  # 1: it says why
+                raise Refused(f"tritonserver did not start{ended}: {self._log.reason()}")
             if time.monotonic() > deadline:
                 raise Refused(
                     f"tritonserver was not ready after {self._start_timeout_s:g} s (--start-timeout):"
@@ -283,9 +286,18 @@ class Server:
                 answered = time.monotonic()
             reason = self._trouble(time.monotonic() - answered)
             if reason:
-                time.sleep(FAREWELL_S)
+                self._hear_out()
                 self.kill()  # nothing else ends streams whose engine is gone
                 return reason
+
+    def _hear_out(self) -> None:
+        """An engine that has raised ends its streams with an error; one that is dead or hangs, none."""
+        end = time.monotonic() + MOST_FAREWELL_S
+        while time.monotonic() < end and any(
+            beat.failure and beat.num_open for beat in map(heartbeat.read, self._beats()) if beat
+        ):
+            time.sleep(heartbeat.BEAT_S)
+        time.sleep(FAREWELL_S)
 
     def _trouble(self, silent_s: float) -> str:
         for path in self._beats():

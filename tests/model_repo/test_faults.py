@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -126,7 +126,8 @@ def test_without_restart_a_dead_engine_ends_the_command(engine_dirs: dict[str, P
     finally:
         alone.process.kill()
     alone.read_all()
-    assert re.fullmatch(r"error: hemiola: its process \d+ has ended\n", alone.said), alone.said
+    # tritonserver may abort by itself and say so before: the process may have held one of its locks
+    assert re.search(r"^error: hemiola: its process \d+ has ended\n\Z", alone.said, re.M), alone.said
 
 
 def test_clocks_that_jump_change_nothing_and_a_step_that_raises_ends_its_requests_only(
@@ -167,21 +168,28 @@ def test_a_full_queue_refuses_says_when_to_come_back_and_takes_requests_again(
         except Busy as error:
             busy.append(str(error))
 
-    url, body = f"{served.http_url}/v2/models/hemiola/generate", {"text_input": "a"}
+    def full() -> bool:
+        """With one stream more: rows may end while others begin."""
+        streams.append(client.stream("full", LONG))
+        begun.append(threads.submit(begin, streams[-1]))
+        if len(busy) < 3:
+            return False
+        answer = requests.post(url, json={"text_input": "a", "max_tokens": 1}, timeout=60)
+        return answer.status_code == 400 and answer.json()["error"].startswith("[OVERLOADED] ")
+
+    url = f"{served.http_url}/v2/models/hemiola/generate"
     before = rejected()
     busy: list[str] = []
-    with Client(served.grpc_url, retries=0) as client, ThreadPoolExecutor(8) as threads:
-        streams = [client.stream("full", LONG) for _ in range(8)]  # 2 rows and 3 places
-        begun = [threads.submit(begin, stream) for stream in streams]
-        until(lambda: len(busy) == 3)
-        answer = requests.post(url, json=body, timeout=60)
+    streams: list[Iterator[Piece]] = []
+    begun: list[Future[None]] = []
+    with Client(served.grpc_url, retries=0) as client, ThreadPoolExecutor(64) as threads:
+        until(full)
         with Client(served.grpc_url, "second") as other:
             other.generate(["room for me"], SHORT)  # limits are each engine's own
         for one in begun:
             one.result()
     message = r"^5 answers are under way in 2 rows.* max_queue=3 may wait; try again in \d+ s$"
-    assert len(busy) == 3 and all(re.match(message, said) for said in busy), busy
-    assert answer.status_code == 400 and answer.json()["error"].startswith("[OVERLOADED] ")
+    assert len(busy) >= 3 and all(re.match(message, said) for said in busy), busy
     works_again(served, llm)
     until(lambda: rejected() >= before + 4)
 

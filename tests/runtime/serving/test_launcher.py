@@ -3,16 +3,18 @@
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.serving import heartbeat
+from hemiola.runtime.serving import heartbeat, launcher
 from hemiola.runtime.serving.heartbeat import Beat
 from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.launcher import Server, name_engines
+from hemiola.runtime.serving.tritonserver import ANY_PORTS, choose_ports
 
 A, B = Path("a"), Path("b")
 
@@ -102,6 +104,23 @@ def test_requests_of_an_engine_that_died_are_not_waited_for(
         RuntimeError, match=rf"^2 requests in flight are lost: m: its process {gone.pid} has e"
     ):
         server.stop()
+
+
+def test_an_engine_that_raised_is_not_cut_off_while_it_tells_its_callers(
+    family: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "FAREWELL_S", 0.0)
+    monkeypatch.setattr(launcher, "MOST_FAREWELL_S", 1e9)
+    server = Server({"m": tmp_path})
+    server._process, server._home, server.ports = family, Home(), choose_ports(server.host, ANY_PORTS)
+    beat = server._home.beats / "m"
+    heartbeat.write(beat, heartbeat.now(0, 0, 2, "fire"))
+    with ThreadPoolExecutor(1) as threads:
+        reason = threads.submit(server.wait)
+        with pytest.raises(TimeoutError):
+            reason.result(3 * launcher.WATCH_S)
+        heartbeat.write(beat, heartbeat.now(0, 0, 0, "fire"))
+        assert reason.result(60) == "m: fire"
 
 
 def until(happened: Callable[[], bool]) -> None:
