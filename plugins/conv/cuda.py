@@ -20,7 +20,6 @@ def conv(
     columns: torch.Tensor,  # [S, R, E] bf16, updated
     rows: torch.Tensor,  # [N, 8] int32
     chunk_len: int,
-    max_tokens: int = 0,  # of a row; 0: as many as there are tokens
 ) -> torch.Tensor:
     """y[T, E], silu applied: a token reads its column and the W - 1 before; before position 0 are zeros."""
     (num_tokens, width), taps = x.shape, weight.shape[1]
@@ -42,20 +41,9 @@ def conv(
     sizes = dict(E=width, W=taps, CHUNK=chunk_len, BE=channels, num_warps=4, enable_fp_fusion=False)
     block_of_rows = min(max(pow2(num_rows), 16), 256)
     _conv[(cdiv(num_tokens, TOKENS), lines)](
-        x,
-        weight,
-        bias,
-        columns,
-        rows,
-        y,
-        num_rows,
-        num_tokens,
-        ring_len,
-        x.stride(0),
-        **sizes,
-        ROWS=block_of_rows,
-        BT=TOKENS,
-    )
-    if min(max_tokens or num_tokens, num_tokens) + taps - 1 > ring_len:
+        x, weight, bias, columns, rows, y, num_rows, num_tokens, ring_len, x.stride(0), **sizes,
+        ROWS=block_of_rows, BT=TOKENS,
+    )  # fmt: skip
+    if num_tokens + taps - 1 > ring_len:
         _keep_long[(num_rows, lines)](x, columns, rows, ring_len, x.stride(0), **sizes)
     return y

@@ -65,7 +65,6 @@ def mamba2(
     chunk_len: int,
     dt_min: float,
     dt_max: float,
-    max_tokens: int = 0,  # of a row; 0: as many as there are tokens
     plan: TilePlan | None = None,  # free: bits do not depend on it
 ) -> torch.Tensor:
     """y[T, H, P], the D * x term included; see reference.py."""
@@ -103,8 +102,7 @@ def mamba2(
         *tensors, tickets, num_rows, *strides, state, x_records, dt_records, **sizes,
         BP=plan.channels, HB=plan.pass_heads, STAGES=plan.pass_stages,
     )  # fmt: skip
-    longest = min(max_tokens or num_tokens, num_tokens)
-    if longest > SHORT or ring_len + longest >= 2 * chunk_len:
+    if num_tokens > SHORT or ring_len + num_tokens >= 2 * chunk_len:  # else no row is long
         _scan[(min(plan.programs, num_rows * heads * cdiv(width, plan.scan_channels)),)](
             *tensors, tickets, num_rows, *strides, **sizes, BP=plan.scan_channels, STAGES=plan.scan_stages
         )

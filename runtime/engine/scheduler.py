@@ -22,7 +22,6 @@ import heapq
 import itertools
 import time
 
-from hemiola.runtime.api import FinishReason
 from hemiola.runtime.cache.lease import Start
 from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.config import Resolved
@@ -302,9 +301,9 @@ class Scheduler:
             elif request.leaving:
                 self._preempt(request)
 
-    def abort(self, request: Request, reason: FinishReason = "cancelled") -> None:
+    def abort(self, request: Request) -> None:
         """End a request at any moment between two steps."""
-        request.finish_reason = reason
+        request.finish_reason = "cancelled"
         if request.slot_id == 0:
             self.waiting.remove(request)
         elif request.in_flight == 0:
