@@ -55,6 +55,18 @@ class _Flight:
     watch: Watch | Marks
     wait: Callable[[], None]  # until the rest can be read
     launch_seconds: float  # of the host
+    busy: float  # share of them in which it had a core
+
+
+class _Stopwatch:
+    """Seconds since it was made, and in which share of them this thread had a core."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter(), time.thread_time()
+
+    def seconds(self) -> tuple[float, float]:
+        wall, busy = time.perf_counter() - self._start[0], time.thread_time() - self._start[1]
+        return wall, min(busy / max(wall, 1e-9), 1.0)
 
 
 class Loop:
@@ -112,7 +124,7 @@ class Loop:
 
     def _launch(self, plan: Plan) -> _Flight:
         """What the device does, in order; nothing here waits for it."""
-        start = time.perf_counter()
+        took = _Stopwatch()
         for opening in plan.openings:
             if opening.restore_from:
                 self.storage.copy_slot(opening.restore_from, opening.slot_id)
@@ -122,7 +134,7 @@ class Loop:
         fitted = self.decoder.fit(plan) if self.decoder is not None else None
         if self.decoder is not None and fitted is not None:
             launched, passed = self.decoder.launch(plan, fitted), fence(self.ledger.device)
-            return _Flight(plan, *launched, passed, time.perf_counter() - start)
+            return _Flight(plan, *launched, passed, *took.seconds())
         batch = self.feed.fill(plan)
         watch = Watch(self.ledger.device)
         watch.mark()
@@ -137,7 +149,7 @@ class Loop:
         if batch.masks is not None:
             (drafts,) = fetch([self.ledger.drafts(slot_id, self.config.num_drafts)])
         fetched, passed = verdict.fetched(), fence(self.ledger.device)
-        return _Flight(plan, fetched, num_drafts, drafts, watch, passed, time.perf_counter() - start)
+        return _Flight(plan, fetched, num_drafts, drafts, watch, passed, *took.seconds())
 
     def _clock(self, flight: _Flight) -> None:
         plan = flight.plan
@@ -147,9 +159,9 @@ class Loop:
         if self.scheduler.pace.adaptive and all(row.num_tokens == 1 + row.num_drafts for row in plan.rows):
             num_drafts = sum(row.num_drafts for row in plan.rows)
             num_passes = max(row.room for row in plan.rows)
-            # a CPU is busy with all of a step; a GPU works on one while the host prepares the next
-            on_cpu = self.ledger.device.type == "cpu"
-            step = flight.launch_seconds - drafting if on_cpu else running + judging
+            step = running + judging
+            if self.ledger.device.type == "cpu":  # which is busy with all of a step, or with other processes
+                step, drafting = (flight.launch_seconds - drafting) * flight.busy, drafting * flight.busy
             self.scheduler.pace.timed(len(plan.rows), num_drafts, num_passes, step, drafting)
 
     def _land(self, flight: _Flight) -> list[Event]:

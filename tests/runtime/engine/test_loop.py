@@ -221,6 +221,19 @@ def test_counters(running: Running) -> None:
     assert counters.engine_seconds < counters.device_seconds < counters.step_seconds
 
 
+def test_the_pace_counts_no_time_in_which_other_processes_had_the_core(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a busy machine makes drafts look dear at random, and an engine may stop drafting for long."""
+    pace, run, timed = running.loop.scheduler.pace, running.session.run, []
+    monkeypatch.setattr(pace, "adaptive", True)
+    monkeypatch.setattr(pace, "timed", lambda *told: timed.append(told[-2:]))
+    monkeypatch.setattr(running.session, "run", lambda batch: time.sleep(0.2) or run(batch))
+    _, _, ended = running.submit([1, 2], max_tokens=4)
+    assert ended.wait(60)
+    assert len(timed) == 3 and all(0 < step < 0.1 and 0 <= drafting < 0.1 for step, drafting in timed)
+
+
 def test_stop_strings_across_steps(make_hand: Callable, letters: Text) -> None:
     whole = oracle([1, 2], 20)
     hand = make_hand(letters)

@@ -173,7 +173,7 @@ def test_it_hears_of_every_window_and_of_steps_that_only_decode(
     """Two of the first request's three drafts are right; the second has two drafts only, and both are."""
     now = [0.0]
     for module in (loop, transfer):
-        clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
+        clock = SimpleNamespace(**dict.fromkeys(("perf_counter", "thread_time", "monotonic"), lambda: now[0]))
         monkeypatch.setattr(module, "time", clock)
     right = always_right(hashed)
 
