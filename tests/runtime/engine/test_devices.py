@@ -50,7 +50,8 @@ class OneDevice(TorchDispatchMode):
 class Empty:
     """A session and a storage of tensors without content."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, vocab_size: int = VOCAB) -> None:
+        self.vocab_size = vocab_size
         self.tensors = {"mtp.hidden": torch.empty(num_slots, 9, HIDDEN, device=GPU)}
         self.copies = 0
 
@@ -62,9 +63,11 @@ class Empty:
         return self._computed(len(inputs["logits_ids"]), len(inputs["logits_ids"]))
 
     def _computed(self, num_logits: int, num_states: int) -> Computed:
-        return Computed(
-            torch.empty(num_logits, VOCAB, device=GPU), torch.empty(num_states, HIDDEN, device=GPU)
-        )
+        with torch.inference_mode():  # nobody may write into a program's results
+            return Computed(
+                torch.empty(num_logits, self.vocab_size, device=GPU),
+                torch.empty(num_states, HIDDEN, device=GPU),
+            )
 
     def copy_slot(self, source: int, target: int) -> None:
         self.copies += 1
@@ -161,6 +164,20 @@ def test_a_launch_with_a_grammar_in_it_mixes_no_devices(drafts: str, without_gpu
             flight = made._launch(plan)
             assert flight.drafts is not None and flight.drafts.device == GPU
             made.scheduler.commit(plan, outcome(plan))
+
+
+@pytest.mark.parametrize("drafts", ["none", "ngram", "mtp"])
+def test_no_bucket_mixes_devices_or_waits(drafts: str, without_gpu: None) -> None:
+    """Of a vocabulary that is too large to be sorted for a few."""
+    num_drafts, vocab_size = (0 if drafts == "none" else 3), 2 * rules.FEW_BEST
+    sizes = {"num_slots": 17, "vocab_size": vocab_size, "cuda_graphs": True}
+    config = resolved(drafts=drafts, num_drafts=num_drafts, **sizes)
+    with OneDevice():
+        empty = Empty(config.num_slots, vocab_size)
+        decoder = make_loop(config, empty, empty, None, Cost(10, 40), device=GPU).decoder
+        for bucket in decoder.buckets:
+            assert decoder.step(bucket).told.device == GPU
+    assert {bucket.rules for bucket in decoder.buckets} == set(range(4))
 
 
 def test_the_test_can_fail() -> None:
