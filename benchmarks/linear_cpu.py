@@ -77,18 +77,26 @@ def measure(num_inputs: int, num_outputs: int, num_tokens: list[int], threads: i
 
 
 def in_a_step(num_inputs: int, num_outputs: int, num_tokens: list[int], seconds: float) -> None:
-    """Both as compiled code calls them, with one matrix again and again (warm) or 60 MB of them in turn."""
+    """Both as compiled code calls them: one matrix again and again (warm); few tokens 60 MB in turn, too."""
     size = 4 * num_inputs * num_outputs
     for tokens in num_tokens:
         x = torch.randn(tokens, num_inputs)
-        for many in (1, max(1, 60_000_000 // size)):
-            weights, times = [torch.randn(num_outputs, num_inputs) for _ in range(many)], max(1, 16 // many)
+        few = tokens <= 8
+        for many in sorted({1, max(1, 60_000_000 // size)}) if few else (1,):
+            weights = [torch.randn(num_outputs, num_inputs) for _ in range(many)]
+            times = max(1, 16 // many) if few else 1
             packed = [list(map(pack, weights)), [pack(weight.bfloat16()) for weight in weights]]
             calls = [replay(x, times * kind, num_outputs) for kind in packed]
             calls.append(mkl(x, times * weights))
             found = [1e6 * best / many / times for best in fastest(calls, seconds, time.thread_time)]
             cells = [f"{us:.1f}" for us in found] + [f"{found[2] / us:.2f}" for us in found[:2]]
             name = "warm" if many == 1 else "cold"
+            wide = (weights[0], weights[0].bfloat16().float())
+            equal = all(
+                same_bits(weight, kind[0], x, linear(x, kind[0], NONE, num_outputs))
+                for weight, kind in zip(wide, packed, strict=True)
+            )
+            cells.append("equal" if equal else "DIFFERENT")
             print(f"| {num_inputs} x {num_outputs} | {tokens} | {name} |", " | ".join(cells), "|", flush=True)
 
 
@@ -142,8 +150,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(f"{REGISTERS.number} registers of {REGISTERS.lanes}; ratio: MKL's time over ours\n")
     if options.step:
-        print("| shape | tokens | weights | us fp32 | us bf16 | us MKL | ratio fp32 | ratio bf16 |")
-        print("|---|---|---|---|---|---|---|---|")
+        print("| shape | tokens | weights | us fp32 | us bf16 | us MKL | ratio fp32 | ratio bf16 | bits |")
+        print("|---|---|---|---|---|---|---|---|---|")
         for shape in options.shapes:
             in_a_step(*map(int, shape.split("x")), options.tokens, options.seconds)
         return

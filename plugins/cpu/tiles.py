@@ -118,9 +118,12 @@ class _Code(NamedTuple):
     def fetch(self, k: Any, rows: int, vectors: int, halves: bool) -> None:
         """Bring nearer what is wanted soon, bit by bit: what is on its way keeps other loads waiting."""
         b, strips = self.builder, -(-vectors // 2)
-        if rows <= len(ABREAST):
-            step = LONG((2 if halves else 4) * STRIP)
-            self.fetch_weights(b.add(self.weight, LONG(AHEAD)), b.mul(k, step), strips, halves, NEAREST)
+        if rows <= len(ABREAST):  # the same strips' weights, behind their last ones those of the next strips
+            size = (2 if halves else 4) * STRIP
+            later = b.add(k, LONG(AHEAD // size))
+            beyond = b.sub(self.soon, b.mul(self.count, LONG(size)))
+            start = b.select(b.icmp_signed("<", later, self.count), self.weight, beyond)
+            self.fetch_weights(start, b.mul(later, LONG(size)), strips, halves, NEAREST)
             return
         with b.if_then(self.each(k, self.pause)):
             self.fetch_weights(self.soon, b.mul(k, self.soon_step), strips, halves, SECOND)
@@ -164,9 +167,9 @@ def _tile(halves: bool) -> Any:
         y: Any,  # address of the first row's first sum
         y_len: Any,  # numbers from row to row
         going_on: Any,  # whether y has sums already
-        soon: Any,  # address of the weights that are wanted next; unused where ABREAST has the rows
+        soon: Any,  # address of the weights that are wanted next
         soon_step: Any,  # bytes from one inner number's to the next one's
-        pause: Any,  # inner numbers, a power of two, from one for which they are fetched to the next
+        pause: Any,  # inner numbers from one fetch to the next, a power of two; few rows go by AHEAD
         y_soon: Any,  # address of the first sum of the next tile
     ) -> Any:
         """y[rows, 16 * vectors] = or += x times weight, for one of SHAPES; nothing for others."""

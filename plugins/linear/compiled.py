@@ -24,7 +24,7 @@ from hemiola.plugins.cpu.tiles import (
     widen,
 )
 
-BLOCK = 24 * HEIGHT  # most rows of an item: a strip's weights are read once for all of them
+BLOCK = 288  # most rows of an item: a strip's weights are read once for all of them
 UNIT = ABREAST[0]  # strips that stay in one item
 ITEMS = 4  # for each thread, or the last one to end keeps the others waiting
 SCRATCH = 4 * (BLOCK * DEPTH + DEPTH * STRIP + BLOCK * STRIP)
