@@ -219,9 +219,11 @@ def test_an_engine_is_reloaded_under_a_stream_of_another(served: Served, llm: LL
                 pieces += in_flight
                 assert pieces[-1].finish_reason == "length", "what runs may finish"
                 until(lambda: post(served, {"text_input": "a"}).status_code == 404)
+                until(lambda: scrape(served)[key("hemiola_healthy")] == 0)
             finally:
                 control.load_model("hemiola", headers=KEY)
         works_again(served, llm)
+        until(lambda: scrape(served)[key("hemiola_healthy")] == 1)
         assert [piece.finish_reason for piece in stream][-1] == "length"
         held = [os.readlink(fd) for fd in Path(f"/proc/{served.pid('models/hemiola/')}/fd").iterdir()]
         assert not [link for link in held if link.startswith("socket:")], "it keeps callers' connections open"
