@@ -1,17 +1,13 @@
 """`hemiola serve --openai-port`: what leaves it is what the LLM in this process says; so ../test_doors.py."""
 
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import pytest
 import requests
+from kit.served import Served
 from openai import APIError, BadRequestError, OpenAI
 from pydantic import BaseModel, Field
 
@@ -20,10 +16,8 @@ from hemiola.runtime.llm import LLM
 
 pytestmark = pytest.mark.server
 
-ROOT = Path(__file__).resolve().parents[4]
 OPTIONS = {"drafts": "mtp", "num_drafts": 2}
-PORTS = "--http-port=0 --grpc-port=0 --metrics-port=0 --openai-port=0"
-SERVE = f"serve {PORTS} --drafts=mtp --num-drafts=2 --restart=1"
+SERVE = ("--openai-port=0", "--drafts=mtp", "--num-drafts=2", "--restart=1")
 USER = [{"role": "user", "content": "héllo"}]
 
 
@@ -32,38 +26,18 @@ def engine_dir(tiny_engine: Callable[..., Path]) -> Path:
     return tiny_engine("qwen3_5")
 
 
-class Urls(NamedTuple):
-    openai: str
-    http: str
-
-
 @pytest.fixture(scope="module")
-def urls(engine_dir: Path) -> Iterator[Urls]:
-    """Of a server that ends well when it is told to."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hemiola.runtime", *SERVE.split(), f"--engine-dir={engine_dir}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        said = ""
-        while "\nready after" not in said:
-            line = process.stdout.readline()
-            assert line, said
-            said += line
-        found = (re.search(rf"^{name} +(\S+)$", said, re.M).group(1) for name in ("OpenAI", "HTTP"))
-        yield Urls(*found)
-        process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=60)[0].splitlines()[-1] == "stopped"
-        assert process.returncode == 0
-    finally:
-        process.kill()
+def served(engine_dir: Path) -> Iterator[Served]:
+    """A server that ends well when it is told to."""
+    running = Served(f"--engine-dir={engine_dir}", *SERVE)
+    yield running
+    assert running.end() == 0
+    assert running.process.stdout.read().splitlines()[-1] == "stopped"
 
 
 @pytest.fixture
-def client(urls: Urls) -> Iterator[OpenAI]:
-    with OpenAI(base_url=urls.openai, api_key="any", max_retries=0) as connected:
+def client(served: Served) -> Iterator[OpenAI]:
+    with OpenAI(base_url=served.openai_url, api_key="any", max_retries=0) as connected:
         yield connected
 
 
@@ -206,15 +180,18 @@ def test_a_prompt_beyond_the_context_is_named(client: OpenAI) -> None:
         assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_body_that_kills_tritonserver_ends_streams_and_it_comes_back(urls: Urls, client: OpenAI) -> None:
+def test_a_body_that_kills_tritonserver_ends_streams_and_it_comes_back(
+    served: Served, client: OpenAI
+) -> None:
     """Its JSON parser recurses until the stack is full. The last test: it costs a restart."""
-    asked = {"model": "hemiola", "prompt": "def ", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    asked = {"model": "hemiola", "prompt": "def ", "temperature": 0}
+    asked["extra_body"] = {"ignore_eos": True, "num_drafts": 0}  # the stream must outlast what happens to it
     before = client.completions.create(**asked, max_tokens=8).choices[0].text
     stream = client.completions.create(**asked, max_tokens=500, stream=True)
     next(stream)
     body = b'{"text_input": ' + b"[" * 200_000
     with pytest.raises(requests.ConnectionError):
-        requests.post(urls.http.replace("generate_stream", "generate"), data=body, timeout=60)
+        requests.post(f"{served.http_url}/v2/models/hemiola/generate", data=body, timeout=60)
     with pytest.raises(APIError, match="the server"):
         list(stream)
     patient = client.with_options(max_retries=30)
