@@ -3,13 +3,13 @@
 import json
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import grpc
+from kit.served import until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hemiola.runtime.api import Metrics, Piece
@@ -23,6 +23,8 @@ class ScriptedTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, workers: int = 64, address: str = "127.0.0.1:0") -> None:
         self.script: Sequence[Piece | Exception] = ()
         self.pause_s = 0.0  # before each piece
+        self.gate = threading.Event()  # behind each piece; open unless a test closes it
+        self.gate.set()
         self.requests: list[Any] = []
         self.cancelled: list[str] = []  # ids of requests
         self._server = grpc.server(ThreadPoolExecutor(workers))
@@ -49,6 +51,7 @@ class ScriptedTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 yield pb2.ModelStreamInferResponse(error_message="[CANCELLED] the request was cancelled")
                 return
             yield response(piece)
+            self.gate.wait(60)
 
     def _listen(self, requests: Iterator[Any], left: threading.Event) -> None:
         try:
@@ -72,10 +75,7 @@ class ScriptedTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return found
 
     def await_cancelled(self, count: int) -> None:
-        end = time.monotonic() + 10
-        while len(self.cancelled) < count:
-            assert time.monotonic() < end, f"{len(self.cancelled)} of {count} were cancelled"
-            time.sleep(0.01)
+        until(lambda: len(self.cancelled) >= count)
 
 
 def response(piece: Piece | Exception) -> Any:

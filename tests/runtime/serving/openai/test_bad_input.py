@@ -179,8 +179,8 @@ def post(start: Callable[..., Front], triton: ScriptedTriton) -> Iterator[Callab
     triton.script = script("fine")
     url = start(max_body=20_000).url
     with requests.Session() as session:
-        yield lambda route, body: session.post(f"{url}/{route}", data=body, timeout=10)
-        good = session.post(f"{url}/{TEXT}", json={"model": "tiny", "prompt": "x"}, timeout=10)
+        yield lambda route, body: session.post(f"{url}/{route}", data=body, timeout=60)
+        good = session.post(f"{url}/{TEXT}", json={"model": "tiny", "prompt": "x"}, timeout=60)
         assert good.json()["choices"][0]["text"] == "fine"
         assert len(triton.requests) == 1, "no bad request may reach the engine"
 
@@ -209,20 +209,22 @@ def test_bad_body_is_answered_by_name(
     body, status, message = RAW[case]
     if status == 413:
         url = start(max_body=1000).url
-        check(requests.post(f"{url}/{TEXT}", data=body, timeout=10), status, message)
+        check(requests.post(f"{url}/{TEXT}", data=body, timeout=60), status, message)
     else:
         check(post(TEXT, body), status, message)
 
 
 def test_other_paths_and_methods_have_the_shape_too(post: object, start: Callable[..., Front]) -> None:
     url = start().url
-    check(requests.get(f"{url}/embeddings", timeout=5), 404, "no /v1/embeddings here")
-    check(requests.get(f"{url}/completions", timeout=5), 405, "/v1/completions does not take GET")
-    check(requests.get(f"{url}/models/gpt", timeout=5), 404, "no model 'gpt'")
+    check(requests.get(f"{url}/embeddings", timeout=60), 404, "no /v1/embeddings here")
+    check(requests.get(f"{url}/completions", timeout=60), 405, "/v1/completions does not take GET")
+    check(requests.get(f"{url}/models/gpt", timeout=60), 404, "no model 'gpt'")
     for encoding in ("gzip", "deflate", "br"):
         body, head = json.dumps({"model": "tiny"} | P), {"Content-Encoding": encoding}
         check(
-            requests.post(f"{url}/{TEXT}", data=body, headers=head, timeout=5), 400, "the body cannot be read"
+            requests.post(f"{url}/{TEXT}", data=body, headers=head, timeout=60),
+            400,
+            "the body cannot be read",
         )
-    huge = requests.get(f"{url}/models", headers={"X-Flood": "x" * 100_000}, timeout=5)
+    huge = requests.get(f"{url}/models", headers={"X-Flood": "x" * 100_000}, timeout=60)
     assert huge.status_code == 400

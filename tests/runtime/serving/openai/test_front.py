@@ -243,7 +243,7 @@ def test_events_are_ascii_and_end_with_done(start: Callable[..., Front], triton:
     """Some clients take U+2028 for the end of a line."""
     triton.script = script("é\u2028\x85", "😀")
     body = {"model": "tiny", "prompt": "x", "stream": True}
-    answer = requests.post(f"{start().url}/completions", json=body, timeout=10)
+    answer = requests.post(f"{start().url}/completions", json=body, timeout=60)
     assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
     assert answer.content.isascii()
     events = answer.content.removesuffix(b"\n\n").split(b"\n\n")
@@ -349,7 +349,7 @@ def test_a_client_that_reads_nothing_is_dropped(
         idle.sendall(
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
         )
-        until(lambda: "/v1/completions left" in caplog.text, 20)
+        until(lambda: "/v1/completions left" in caplog.text)
         assert len(triton.cancelled) == stream
         with contextlib.suppress(ConnectionError):
             while idle.recv(1 << 20):
@@ -400,8 +400,8 @@ def test_a_connection_that_stalls_is_held_for_ever(
 def test_a_stream_that_outlasts_the_idle_timeout_is_whole(
     start: Callable[..., Front], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{Front.__module__}.IDLE_TIMEOUT_S", 0.1)
-    triton.script, triton.pause_s = script(*"abcd"), 0.15
+    monkeypatch.setattr(f"{Front.__module__}.IDLE_TIMEOUT_S", 0.5)
+    triton.script, triton.pause_s = script(*"abcd"), 0.3
     with OpenAI(base_url=start().url, api_key="any", max_retries=0) as client:
         for stream in (False, True):
             asked = client.completions.create(model="tiny", prompt="x", stream=stream)
@@ -415,30 +415,32 @@ def test_keys_are_asked_for(start: Callable[..., Front], triton: ScriptedTriton)
         assert OpenAI(base_url=front.url, api_key=key).completions.create(model="tiny", prompt="x").choices
     for said in ("bearer one", "BEARER  two"):  # RFC 9110: the scheme's case is nobody's
         head = {"Authorization": said}
-        assert requests.get(f"{front.url}/models", headers=head, timeout=5).status_code == 200
+        assert requests.get(f"{front.url}/models", headers=head, timeout=60).status_code == 200
     for said in ("Bearer three", "Bearer on", "Bearer é", "Bearer", "one", "Basic one", "Bearer Bearer one"):
         for encoding in ("utf-8", "latin-1"):
             head = {"Authorization": said.encode(encoding)}
-            answer = requests.get(f"{front.url}/models", headers=head, timeout=5)
+            answer = requests.get(f"{front.url}/models", headers=head, timeout=60)
             assert answer.status_code == 401, said
             assert answer.json()["error"]["code"] == "invalid_api_key"
     with pytest.raises(AuthenticationError):
         OpenAI(base_url=front.url, api_key="three", max_retries=0).models.list()
     root = front.url.removesuffix("/v1")
-    assert requests.get(f"{root}/health", timeout=5).status_code == 200
+    assert requests.get(f"{root}/health", timeout=60).status_code == 200
 
 
 def test_too_many_requests_are_told_when_to_come_back(
     start: Callable[..., Front], triton: ScriptedTriton
 ) -> None:
     front = start(max_requests=2)
-    triton.script, triton.pause_s = script(*"abc"), 0.2
+    triton.script = script(*"abc")
+    triton.gate.clear()
     with OpenAI(base_url=front.url, api_key="any", max_retries=0) as client:
         first = client.completions.create(model="tiny", prompt=["x", "y"], stream=True)
         next(first)
         with pytest.raises(RateLimitError) as caught:
             client.completions.create(model="tiny", prompt="x")
         assert caught.value.response.headers["Retry-After"] == "1"
+        triton.gate.set()
         list(first)
         assert client.completions.create(model="tiny", prompt="x").choices[0].text == "abc"
         with pytest.raises(APIStatusError, match="prompts x n is 3, the server takes 2 at once") as caught:
@@ -453,10 +455,10 @@ def test_models_are_listed(client: OpenAI) -> None:
 
 def test_health_follows_tritonserver(start: Callable[..., Front], triton: ScriptedTriton) -> None:
     root = start().url.removesuffix("/v1")
-    assert requests.get(f"{root}/health", timeout=5).json() == {"ready": True}
+    assert requests.get(f"{root}/health", timeout=60).json() == {"ready": True}
     triton.__exit__()
-    assert requests.get(f"{root}/health", timeout=5).status_code == 503
-    answer = requests.post(f"{root}/v1/completions", json={"model": "tiny", "prompt": "x"}, timeout=15)
+    assert requests.get(f"{root}/health", timeout=60).status_code == 503
+    answer = requests.post(f"{root}/v1/completions", json={"model": "tiny", "prompt": "x"}, timeout=60)
     assert answer.status_code == 503
     assert answer.headers["Retry-After"]
 
@@ -488,8 +490,8 @@ def test_metrics_are_tritons(start: Callable[..., Front]) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Page) as page:
         threading.Thread(target=page.handle_request).start()
         root = start(f"http://127.0.0.1:{page.server_port}/metrics").url.removesuffix("/v1")
-        assert requests.get(f"{root}/metrics", timeout=5).text == "hemiola_x 1\n"
-    assert requests.get(f"{root}/metrics", timeout=5).status_code == 503
+        assert requests.get(f"{root}/metrics", timeout=60).text == "hemiola_x 1\n"
+    assert requests.get(f"{root}/metrics", timeout=60).status_code == 503
 
 
 def test_stopping_lets_answers_finish_and_takes_no_new_ones(
@@ -537,9 +539,9 @@ def test_the_log_has_no_prompt(
     triton.script = script("answer")
     front = start()
     for body in ({"model": "tiny", "prompt": "secret"}, {"model": "tiny", "prompt": "secret", "n": 0}):
-        requests.post(f"{front.url}/completions", json=body, timeout=5)
+        requests.post(f"{front.url}/completions", json=body, timeout=60)
     for broken in (b"Authorization: secret\0\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\nsecret\r\n"):
-        with socket.create_connection(("127.0.0.1", front.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", front.port), timeout=60) as connection:
             connection.sendall(BODY + broken)
             assert connection.recv(100).startswith(b"HTTP/1.0 400 ")
     lines = [record.getMessage() for record in caplog.records if record.name == "hemiola.openai"]
