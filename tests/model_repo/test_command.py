@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -57,6 +58,13 @@ def start(*arguments: str, background: bool = False) -> tuple[subprocess.Popen[s
         said += line
     grpc, *openai = re.findall(r"^(?:gRPC|OpenAI) +(\S+)$", said, re.MULTILINE)
     return process, grpc, "".join(openai)
+
+
+@pytest.fixture
+def own_homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a server that is killed leaves behind, no other one that starts meanwhile removes."""
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def alive(pid: int) -> bool:
@@ -125,6 +133,7 @@ def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs
     assert not leftovers(home)
 
 
+@pytest.mark.usefixtures("own_homes")
 @pytest.mark.parametrize("engine", ["serves", "is stopped", "finalizes"])
 def test_killed_command_takes_tritonserver_and_the_engine_with_it(
     engine_dirs: dict[str, Path], engine: str
