@@ -30,7 +30,8 @@ def one_thread_for_each_engine() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def server(engine_dirs: dict[str, Path]) -> Iterator[Server]:
     # a random head's drafts never stay, and the clock would soon say that none pay
-    settings = {"hemiola": {"adaptive_drafts": False}, "second": {"drafts": "ngram"}}
+    fixed = {"adaptive_drafts": False}
+    settings = {"hemiola": fixed, "second": {"drafts": "ngram"} | fixed}
     with Server(engine_dirs, start_timeout_s=600, settings_of=settings) as running:
         yield running
 
