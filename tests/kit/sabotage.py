@@ -17,7 +17,7 @@ _launch = loop.Loop._launch
 
 def launch(self, plan):
     if any(list(row.request.ids[:6]) == {POISON} for row in plan.rows):
-        while not len(self._inbox):  # somebody else shall be there
+        while len(plan.rows) == 1 and not len(self._inbox):  # somebody else shall be there
             time.sleep(0.01)
         raise ValueError("kernel on fire")
     return _launch(self, plan)
