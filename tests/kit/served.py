@@ -104,4 +104,4 @@ def until(done: Callable[[], object], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
+        time.sleep(0.01)

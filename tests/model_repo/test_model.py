@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from kit.served import until
 
 from hemiola.builder.build import Options, build
 from hemiola.runtime.api import Counters, Load, Logprob, Metrics, Piece, SamplingParams
@@ -201,13 +202,6 @@ def ask(model: Any, *request: object, **named: object) -> Sender:
     sender = Sender()
     model.execute([triton_request(sender, *request, **named)])
     return sender
-
-
-def until(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_options_are_the_parameters_by_their_json_spelling(model: Any) -> None:

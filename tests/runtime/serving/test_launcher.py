@@ -2,12 +2,13 @@
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kit.served import until
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving import heartbeat, launcher
@@ -64,8 +65,7 @@ def family(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     child = "echo $$ > pid; while true; do sleep 0.1; done"
     command = ["sh", "-c", f"trap '' TERM; (exec sh -c '{child}') & wait"]
     process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
-    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
-        time.sleep(0.01)
+    until(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())
     yield process
     process.kill()
 
@@ -121,10 +121,3 @@ def test_an_engine_that_raised_is_not_cut_off_while_it_tells_its_callers(
             reason.result(3 * launcher.WATCH_S)
         heartbeat.write(beat, heartbeat.now(0, 0, 0, "fire"))
         assert reason.result(60) == "m: fire"
-
-
-def until(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not happened():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
