@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,13 +31,20 @@ def main() -> None:
     print(
         "| config | segment | part | called | inputs | seconds of CPU | MiB |\n|---|---|---|---|---|---|---|"
     )
+    totals: list[Sequence[object]] = []
     for folder in map(Path, sys.argv[1:]):
         checkpoint = Checkpoint(folder, RandomTensors)
         model = models.load(
             checkpoint, torch.ops.hemiola, chunk_len=16, max_len=LIMITS.max_len, dtype=torch.bfloat16
         )
         for name in ("trunk", "draft") if model.draft else ("trunk",):
-            measure(folder.name, graph.export(model, name, LIMITS))
+            exported = graph.export(model, name, LIMITS)
+            measure(folder.name, exported)
+            totals += together(folder.name, exported)
+    print("\n| config | segment | for | calls | different parts | seconds of CPU | MiB |")
+    print("|---|---|---|---|---|---|---|")
+    for row in totals:
+        print("|", " | ".join(map(str, row)), "|")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"\nAt most {peak:.1f} GiB of memory.")
 
@@ -58,6 +66,18 @@ def measure(name: str, exported: graph.Graph) -> None:
             f"{size:.2f}",
         )
         print("|", " | ".join(map(str, row)), "|", flush=True)
+
+
+def together(name: str, exported: graph.Graph) -> Iterator[Sequence[object]]:
+    """All parts of a segment, for one architecture each and for all."""
+    pieces, parts = cut(to_onnx(exported), exported.weights)
+    calls = sum(piece.kind == "part" for piece in pieces)
+    for archs in (*((arch,) for arch in RTX), RTX):
+        start = time.process_time()
+        size = sum(len(rtx.engine(part, make_profiles(LIMITS, exported), archs)) for part in parts.values())
+        seconds = time.process_time() - start
+        where = "all" if archs == RTX else archs[0]
+        yield name, exported.name, where, calls, len(parts), f"{seconds:.2f}", f"{size / 2**20:.2f}"
 
 
 if __name__ == "__main__":
