@@ -45,11 +45,12 @@ class Stage(NamedTuple):
 STAGES = (
     Stage("look", 60, "python3 scripts/gpu_look.py", True),
     Stage("kernels", 150, f"{PYTEST} tests/plugins/*/test_triton.py"),
-    Stage("engines", 200, f"{PYTEST} tests/gpu"),
+    Stage("engines", 200, f"{PYTEST} tests/gpu --ignore tests/gpu/test_tensorrt.py"),
     Stage("models", 200, f"{MODELS} --models 9b,0.8b --rows 1,64", True),
     Stage("matrix", 240, f"TEST_DEVICE=cuda {PYTEST} tests/runtime/engine/test_matrix*.py"
           " tests/runtime/engine/test_reports.py tests/runtime/engine/test_engine_storms.py"
           " tests/runtime/engine/drafts/test_reduced_head.py"),
+    Stage("tensorrt", 150, f"{PYTEST} tests/gpu/test_tensorrt.py tests/plugins/gpu/test_ptx.py"),
     Stage("numbers", 90, "python3 benchmarks/gpu_numbers.py", True),
     Stage("prompts", 90, f"{MODELS} --models 9b --rows '' --prompts", True),
     Stage("recurrences", 120, RECURRENCES, True),
