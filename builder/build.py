@@ -15,7 +15,7 @@ from hemiola.builder import models, targets
 from hemiola.builder.checkpoint import Checkpoint, Files, Lazy, read_json
 from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.options import Options
-from hemiola.builder.place import fresh, refuse_occupied
+from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
 from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.kernels import compile_kernels
 from hemiola.builder.targets.torch import Compiled, Job, Report
@@ -30,6 +30,7 @@ from hemiola.runtime.manifest import Limits, Manifest, Segment, State
 WEIGHTS = "weights.safetensors"
 
 
+@memory_in_one_line()
 def build(
     path: Path, engine_dir: Path, options: Options, report: Report = lambda stage, done, total: None
 ) -> Manifest:

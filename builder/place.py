@@ -1,14 +1,29 @@
 """Where an engine goes: a directory that appears whole or not at all, and takes nobody's files away."""
 
+import errno
+import fcntl
+import glob
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hemiola.builder.checkpoint import read_json
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
+
+WORKSHOP = ".building-"  # behind an engine directory's name
+OLD = "old"  # an engine that stood there before, for a moment
+NO_MEMORY = (
+    "allocate memory",
+    "bad_alloc",
+    "out of memory",
+    "OutOfMemory",
+    "can't start new thread",
+    "Resource temporarily unavailable",  # a thread
+)
 
 
 def refuse_occupied(engine_dir: Path) -> None:
@@ -36,29 +51,103 @@ def _files_of(path: Path) -> Iterable[str]:
 
 @contextmanager
 def fresh(engine_dir: Path) -> Iterator[Path]:
-    """A folder beside `engine_dir` that takes its place at the end, or vanishes."""
+    """A folder that takes the place of `engine_dir` at the end, or vanishes.
+
+    It lies in a workshop beside it, which is locked while the build lives: what builds that were killed have
+    left goes before the next one.
+    """
     engine_dir = engine_dir.resolve()
     try:
         engine_dir.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{engine_dir.name}-", dir=engine_dir.parent))
+        _remove_abandoned(engine_dir)
+        workshop, lock = _open_workshop(engine_dir)
     except OSError as error:
         raise Refused(
             f"--engine-dir {engine_dir} cannot be written ({error.strerror}); choose another directory"
         ) from None
-    old = folder.with_name(folder.name + "-old")
+    folder, old = workshop / "new", workshop / OLD
     try:
+        folder.mkdir(0o755)
         yield folder
-        folder.chmod(0o755)
         if engine_dir.exists():
             engine_dir.rename(old)
         folder.rename(engine_dir)
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(error.strerror) from None
+        if error.errno is None:  # of no file: ctypes says so of libraries
+            raise
         raise Refused(
             f"--engine-dir {engine_dir} cannot be written ({error.strerror}); "
             "free space or choose another directory"
         ) from None
     finally:
-        if old.exists() and not engine_dir.exists():
-            old.rename(engine_dir)
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        _close_workshop(workshop, engine_dir)
+        os.close(lock)
+
+
+def _open_workshop(engine_dir: Path) -> tuple[Path, int]:
+    """And what holds its lock."""
+    while True:
+        workshop = Path(tempfile.mkdtemp(prefix=f".{engine_dir.name}{WORKSHOP}", dir=engine_dir.parent))
+        try:
+            lock = _lock(workshop)
+        except OSError:  # a file system without locks, where nobody takes it for abandoned
+            return workshop, os.open(workshop, os.O_RDONLY)
+        if lock is not None:
+            return workshop, lock  # else another build took it for abandoned just now
+
+
+def _close_workshop(workshop: Path, engine_dir: Path) -> None:
+    """With all that is in it; an engine that was moved away for one that did not come returns."""
+    if (workshop / OLD).exists() and not engine_dir.exists():
+        (workshop / OLD).rename(engine_dir)
+    shutil.rmtree(workshop, ignore_errors=True)
+
+
+def _remove_abandoned(engine_dir: Path) -> None:
+    for workshop in engine_dir.parent.glob(f".{glob.escape(engine_dir.name)}{WORKSHOP}*"):
+        with suppress(OSError):
+            lock = _lock(workshop)
+            if lock is not None:
+                _close_workshop(workshop, engine_dir)
+                os.close(lock)
+
+
+def _lock(workshop: Path) -> int | None:
+    """A descriptor; None while another build, or nobody any more, has it. Raises OSError: no locks here."""
+    try:
+        found = os.open(workshop, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = workshop.exists()
+    except OSError as error:
+        os.close(found)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    if not is_ours:
+        os.close(found)
+    return found if is_ours else None
+
+
+def says_lack_of_memory(words: str) -> bool:
+    """Of compilers and libraries, which have no error of their own for it."""
+    return any(sign in words for sign in NO_MEMORY)
+
+
+@contextmanager
+def memory_in_one_line() -> Iterator[None]:
+    """Whoever finds that memory has run out."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or "a Python object found no room"
+        if not isinstance(error, MemoryError) and not says_lack_of_memory(reason):
+            raise
+        raise Refused(
+            f"this machine has too little memory for the build ({reason}); free some, or build on a larger"
+            " one: an engine may be copied"
+        ) from None

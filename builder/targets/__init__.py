@@ -56,5 +56,13 @@ def pick(target: str, arch: str) -> tuple[Target, tuple[str, ...]]:
     try:
         import_module(f"hemiola.builder.targets.{found.module}")
     except ModuleNotFoundError as error:
-        raise Refused(f"--target {target} needs {error.name}; pip install 'hemiola[{target}]'") from None
+        where = " on the machine whose GPU the engine is for" if target == "tensorrt" else ""
+        raise Refused(
+            f"--target {target} needs {error.name}; pip install 'hemiola[{target}]'{where}"
+        ) from None
+    except ImportError as error:
+        raise Refused(
+            f"--target {target}: its compiler cannot be loaded ({error});"
+            f" pip install 'hemiola[{target}]' again"
+        ) from None
     return found, archs

@@ -1,7 +1,10 @@
 """What TensorRT and TensorRT-RTX share: an ONNX graph in, a serialized engine out. `trt` is either module."""
 
 import operator
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from hemiola.builder.graph import Graph
 from hemiola.builder.onnx import DIMS
+from hemiola.builder.place import says_lack_of_memory
 from hemiola.runtime.abi import widths
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, Profile
@@ -32,6 +36,26 @@ def log_of(trt: Any) -> Any:
                 self.errors.append(" ".join(message.split()))
 
     return Log()
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[list[int]]:
+    """Ctrl-C comes when a compiler has returned: raised in what it calls of Python, it would only be logged.
+
+    Gives what has come by now, so that a long build can be told to end.
+    """
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield came
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if came:
+            raise KeyboardInterrupt
 
 
 def lay_out(graph: Graph, views: Sequence[str] = ()) -> None:
@@ -108,8 +132,10 @@ def build(
     return bytes(engine)
 
 
-def refused(trt: Any, what: str, errors: Sequence[str]) -> Refused:
-    """The last of the errors is the most telling one."""
+def refused(trt: Any, what: str, errors: Sequence[str]) -> Exception:
+    """The last of the errors is the most telling one, but for a lack of memory, which brings others."""
     name = trt.__name__.replace("_", "-")
+    if lack := next(filter(says_lack_of_memory, errors), ""):
+        return MemoryError(f"{name} {trt.__version__}: {lack}")
     reason = errors[-1] if errors else "it gives no reason"
     return Refused(f"{name} {trt.__version__} cannot {what} the graph ({reason}); use --target torch")

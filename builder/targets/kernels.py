@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -38,8 +40,13 @@ def compile_kernels(graphs: Sequence[Graph], ops: Collection[str], job: Job) -> 
 
 def _compile(nodes: "set[Node]", arch: str, job: Job) -> Kernels:
     """All of one architecture."""
-    from hemiola.plugins.gpu.compile import TooLarge, compile_call, cuda_version, without_lines
+    from hemiola.plugins.gpu.compile import Compiled, TooLarge, compile_call, cuda_version, without_lines
     from hemiola.plugins.gpu.cover import calls_at, calls_of
+    from hemiola.plugins.gpu.launch import Call
+
+    def compiled_for(call: Call) -> Compiled:
+        with triton_in_one_line(arch):
+            return compile_call(call, gpu.capability)
 
     major, minor = ARCHS[arch].capability or (0, 0)
     gpu = Gpu(10 * major + minor, UNNAMED_GPU)
@@ -51,18 +58,33 @@ def _compile(nodes: "set[Node]", arch: str, job: Job) -> Kernels:
     # threads, since a compilation waits for an assembler of its own
     with without_lines(), ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            for compiled in pool.map(
-                lambda call: compile_call(call, gpu.capability), sorted(calls, key=repr)
-            ):
+            for compiled in pool.map(compiled_for, sorted(calls, key=repr)):
                 name = hashlib.sha256(repr(compiled.binary.call).encode()).hexdigest()[:12]
                 file = f"{FOLDER}/{arch}/{compiled.binary.call.kernel}-{name}.cubin"
                 (job.folder / file).write_bytes(compiled.cubin)
                 files.append(KernelFile(file=file, binary=compiled.binary))
                 job.report(f"kernels for {arch}", len(files), len(calls))
         except TooLarge as error:
-            pool.shutdown(cancel_futures=True)
             raise Refused(f"--arch {arch}: {error}; leave this architecture out") from None
+        finally:
+            pool.shutdown(cancel_futures=True)  # nobody waits for the rest
     return Kernels(arch=arch, cuda=cuda_version(gpu.capability), sources=sources(), binaries=tuple(files))
+
+
+@contextmanager
+def triton_in_one_line(arch: str) -> Iterator[None]:
+    """Where it has no room for its own files."""
+    from triton import knobs
+    from triton.runtime.errors import PTXASError
+
+    try:
+        yield
+    except (OSError, PTXASError) as error:
+        places = f"{tempfile.gettempdir()} and {knobs.cache.dir}"
+        raise Refused(
+            f"--arch {arch}: Triton cannot compile ({' '.join(str(error).split())});"
+            f" free space in {places}, its folders, and build again"
+        ) from None
 
 
 class Tensor(NamedTuple):

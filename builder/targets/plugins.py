@@ -11,7 +11,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from hemiola.builder.graph import Graph
 from hemiola.builder.onnx import NEXT
-from hemiola.builder.targets.kernels import UNNAMED_GPU, Node, Tensor, nodes_of
+from hemiola.builder.targets.kernels import UNNAMED_GPU, Node, Tensor, nodes_of, triton_in_one_line
 from hemiola.builder.targets.torch import Job
 from hemiola.plugins import DENSE, OPS
 from hemiola.plugins.gpu.ahead import NotAhead, Plan, Sized
@@ -40,7 +40,8 @@ def told_beforehand(graph: Graph, job: Job) -> list[Ahead | str]:
             tensors = zip(op.args, node.values, strict=False)
             given = {arg.name: _sized(value, sizes) for arg, value in tensors}
             try:
-                with without_lines():  # they name files of this machine, and kernels are named by content
+                # lines name files of this machine, and kernels are named by content
+                with triton_in_one_line(job.archs[0]), without_lines():
                     known[node] = ahead(op, given, node.values[len(op.args) :], gpu)
             except NotAhead as error:
                 known[node] = str(error)

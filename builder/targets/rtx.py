@@ -15,7 +15,7 @@ from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
 from hemiola.builder.onnx import outputs, to_onnx
 from hemiola.builder.partition import cut
-from hemiola.builder.targets.engines import build, lay_out, make_profiles
+from hemiola.builder.targets.engines import build, interrupts_wait, lay_out, make_profiles
 from hemiola.builder.targets.torch import Compiled, Job, choose_forms
 from hemiola.plugins.onnx import is_plugin
 from hemiola.runtime.manifest import PARTS, Profile
@@ -56,4 +56,5 @@ def engine(model: onnx.ModelProto, profiles: tuple[Profile, ...], archs: tuple[s
         for i, arch in enumerate(archs):
             config.set_compute_capability(getattr(trt.ComputeCapability, arch.replace("sm_", "SM")), i)
 
-    return build(trt, model.SerializeToString(), model.graph.input, profiles, configure)
+    with interrupts_wait():
+        return build(trt, model.SerializeToString(), model.graph.input, profiles, configure)

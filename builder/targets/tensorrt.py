@@ -5,6 +5,7 @@ It times its kernels on the GPU that the engine is for, so it compiles only ther
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
 from hemiola.builder.onnx import outputs, to_onnx, with_weights
-from hemiola.builder.targets.engines import build, lay_out, log_of, make_profiles
+from hemiola.builder.targets.engines import build, interrupts_wait, lay_out, log_of, make_profiles
 from hemiola.builder.targets.plugins import told_beforehand, with_forms, with_kernels
 from hemiola.builder.targets.torch import Compiled, Job, Report, choose_forms
 from hemiola.builder.weights import write_weights
@@ -46,11 +47,10 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
         file = Path(beside) / "weights.safetensors"
         write_weights(packed, file, job.report)
         model = with_weights(with_kernels(to_onnx(graph), found), file)
-        setup = _Setup(graph.name, job.report, timings)
-        content = model.SerializeToString()
-        engine = build(
-            trt, content, model.graph.input, profiles, setup, str(file.with_name(f"{graph.name}.onnx"))
-        )
+        content, path = model.SerializeToString(), str(file.with_name(f"{graph.name}.onnx"))
+        with interrupts_wait() as interrupts:
+            setup = _Setup(graph.name, job.report, timings, interrupts)
+            engine = build(trt, content, model.graph.input, profiles, setup, path)
     setup.keep_timings()
     (folder / graph.name).write_bytes(engine)
     (folder / f"{graph.name}.json").write_text(_inspected(engine))
@@ -69,8 +69,8 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
 class _Setup:
     """What the builder is told, and what it has timed for the next build."""
 
-    def __init__(self, name: str, report: Report, timings: Path) -> None:
-        self._monitor, self._file = _monitor(name, report), timings
+    def __init__(self, name: str, report: Report, timings: Path, interrupts: Sequence[int]) -> None:
+        self._monitor, self._file = _monitor(name, report, interrupts), timings
         self._timings: Any = None
 
     def __call__(self, config: Any) -> None:
@@ -86,15 +86,15 @@ class _Setup:
         """Whole or not at all. Without them the engine is what it is, and the next build takes longer."""
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._file.parent, delete=False) as file:
-                file.write(bytes(self._timings.serialize()))
-            Path(file.name).replace(self._file)
+            with tempfile.TemporaryDirectory(dir=self._file.parent) as beside:
+                (made := Path(beside) / self._file.name).write_bytes(bytes(self._timings.serialize()))
+                made.replace(self._file)
         except OSError as failure:
             print(f"warning: {self._file} cannot be written ({failure.strerror})", file=sys.stderr)
 
 
-def _monitor(segment: str, report: Report) -> Any:
-    """TensorRT's phases, as the stages of a build."""
+def _monitor(segment: str, report: Report, interrupts: Sequence[int]) -> Any:
+    """TensorRT's phases, as the stages of a build, which ends when it is interrupted."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
@@ -107,7 +107,7 @@ def _monitor(segment: str, report: Report) -> Any:
 
         def step_complete(self, name: str, step: int) -> bool:
             report(f"{segment}: {name}, {step + 1} of {self.steps[name]}", 0, 0)
-            return True
+            return not interrupts
 
         def phase_finish(self, name: str) -> None:
             report(segment, 0, 0)

@@ -1,5 +1,6 @@
 """The default target: a segment is the exported program itself; every node of ours runs in a chosen form."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +44,9 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
     """Choose a form for every node, pack what it asks for, and store the program without weights."""
     nodes, packed = choose_forms(graph, weights, job.device)
     file = f"{graph.name}.pt2"
-    torch.export.save(graph.program, job.folder / file)
+    program = io.BytesIO()  # torch's own writer ends the process where a disk is full
+    torch.export.save(graph.program, program)
+    (job.folder / file).write_bytes(program.getbuffer())
     return Compiled(nodes, packed, file)
 
 

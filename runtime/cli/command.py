@@ -32,7 +32,7 @@ def run_command(command: Callable[[], object]) -> None:
         sys.exit(1)  # as typer and rich do
     except OSError as error:
         _forget_output()
-        _end(f"{error.filename or 'output'}: {error.strerror or error}", 2)
+        _end(f"{error.filename or 'output'}: {error.strerror}" if error.strerror else str(error), 2)
     except typer.Abort:
         sys.exit(130)
 

@@ -15,7 +15,7 @@ from kit.harness import Harness
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from hemiola.builder import build, cli
+from hemiola.builder import build, cli, place
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
 
@@ -160,6 +160,21 @@ def test_an_old_engine_is_replaced_and_survives_a_failed_build(
             build.build(tiny_checkpoint("qwen3_5"), engine, options)
     assert manifest.load(engine).identity == second.identity
     assert [p.name for p in tmp_path.iterdir()] == ["engine"]
+
+
+def test_a_file_system_without_locks_takes_engines_and_keeps_what_others_may_be_building(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(found: int, how: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    with place.fresh(tmp_path / "engine") as other, place.fresh(tmp_path / "engine"):
+        assert other.is_dir(), "a build that lives is not abandoned"
+    monkeypatch.setattr(place.fcntl, "flock", refuses)
+    (tmp_path / ".engine.building-theirs").mkdir()
+    with place.fresh(tmp_path / "engine") as folder:
+        (folder / "file").touch()
+    assert (tmp_path / "engine" / "file").exists() and (tmp_path / ".engine.building-theirs").exists()
 
 
 @pytest.mark.parametrize(
@@ -407,13 +422,13 @@ def test_an_occupied_place_is_refused_and_left_alone(
     (full / "thesis.txt").write_text("mine")
     file = tmp_path / "file"
     file.write_text("mine")
-    for place, words in (
+    for taken, words in (
         (full, "has files but no engine"),
         (file, "is a file"),
         (file / "below", "cannot be written"),
     ):
-        code, out, err = run(tiny_checkpoint(QWEN), "--engine-dir", place, *SMALL)
-        assert (code, out, err.count("\n")) == (2, "", 1) and words in err and str(place) in err
+        code, out, err = run(tiny_checkpoint(QWEN), "--engine-dir", taken, *SMALL)
+        assert (code, out, err.count("\n")) == (2, "", 1) and words in err and str(taken) in err
     assert (full / "thesis.txt").read_text() == file.read_text() == "mine"
     assert {p.name for p in tmp_path.iterdir()} == {"full", "file"}
     code, _, err = run(tiny_checkpoint(QWEN))

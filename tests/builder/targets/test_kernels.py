@@ -147,6 +147,19 @@ def test_what_cannot_be_compiled_is_refused_by_name(
     assert not (tmp_path / "engine").exists()
 
 
+def test_triton_that_has_no_room_for_its_files_is_no_full_engine_directory(
+    tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(call: Call, capability: int) -> compile.Compiled:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compile, "compile_call", full)
+    options = Options(arch="sm_90", max_len=64, max_rows=2, drafts="none")
+    with pytest.raises(Refused, match=r"--arch sm_90: Triton cannot compile \(.*No space.*; free space in /"):
+        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", options)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_no_thread_gives_the_others_their_line_numbers_back(
     tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

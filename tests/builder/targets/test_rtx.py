@@ -1,5 +1,7 @@
 """Engines of TensorRT-RTX, built by the real builder on a machine without a GPU, where none can run."""
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -19,6 +21,7 @@ from hemiola.builder import targets
 from hemiola.builder.build import Options, build
 from hemiola.builder.checkpoint import DTYPES
 from hemiola.builder.targets import rtx
+from hemiola.builder.targets.engines import log_of, refused
 from hemiola.plugins import onnx as plugin_nodes
 from hemiola.plugins.gpu.cover import calls_at
 from hemiola.plugins.gpu.device import Gpu
@@ -179,27 +182,42 @@ def test_what_the_compiler_refuses_comes_out_as_one_line() -> None:
         rtx.engine(model, (), ("sm_89",))
 
 
-def test_an_interrupted_build_leaves_nothing(
-    tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After its first part; then a build goes through."""
-    calls = iter([b"part", OSError(28, "No space left on device"), b"part", KeyboardInterrupt()])
+def test_an_interrupt_within_the_compiler_is_only_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raised in what it calls of Python, it would be an error in its log, and the build would go on."""
+    log = type(log_of(rtx.trt))
+    said: list[str] = []
 
-    def engine(*_: object) -> bytes:
-        made = next(calls, b"part")
-        if isinstance(made, BaseException):
-            raise made
-        return made
+    def interrupted(self: object, severity: object, message: str) -> None:
+        if not said:
+            os.kill(os.getpid(), signal.SIGINT)
+        said.append(message)
 
-    monkeypatch.setattr(rtx, "engine", engine)
-    options = Options(**ALL, max_len=64, max_rows=4)
-    with pytest.raises(Refused, match=r"cannot be written \(No space left on device\); free space"):
-        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", options)
+    monkeypatch.setattr(log, "log", interrupted)
+    text = (
+        "<ir_version: 10, opset_import: ['' : 23]> part (float[4] x0) => (float[4] y0) { y0 = Sigmoid (x0) }"
+    )
+    model = onnx.parser.parse_model(text.replace("'", '"'))
     with pytest.raises(KeyboardInterrupt):
-        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", options)
-    assert not [*tmp_path.iterdir()]
-    build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", options)
-    assert manifest.load(tmp_path / "engine").target == "tensorrt-rtx"
+        rtx.engine(model, (), ("sm_89",))
+    assert said and rtx.engine(model, (), ("sm_89",))
+
+
+def test_too_little_memory_is_no_fault_of_the_graph() -> None:
+    """It logs that, and more."""
+    errors = ["Unexpected exception std::bad_alloc", "IBuilder::buildSerializedNetwork: Error Code 1"]
+    with pytest.raises(MemoryError, match=r"tensorrt-rtx 1[0-9.]+: Unexpected exception std::bad_alloc"):
+        raise refused(rtx.trt, "compile", errors)
+
+
+def test_a_compiler_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tensorrt_rtx.py").write_text("raise ImportError('libtensorrt_rtx.so.1: no such file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tensorrt_rtx")
+    monkeypatch.delitem(sys.modules, "hemiola.builder.targets.rtx")
+    with pytest.raises(
+        Refused, match=r"cannot be loaded \(libtensorrt_rtx.so.1: no such file\); pip install"
+    ):
+        targets.pick("tensorrt-rtx", "sm_89")
 
 
 def test_a_missing_compiler_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ No engine was built: TensorRT's libraries are not here, and its builder wants a 
 
 import ast
 import io
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -108,6 +110,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MagicMock:
     """A TensorRT on an H100 that takes everything and makes engines of a few bytes."""
     import_module("torch._dynamo")  # looks for a GPU
     trt = MagicMock(__version__="11.4.0")
+    trt.__name__ = "tensorrt"
     trt.ILogger = trt.IProgressMonitor = object
     trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED = 1
     trt.Builder().build_serialized_network.return_value = b"engine"
@@ -205,11 +208,52 @@ def test_a_cache_that_cannot_be_written_costs_no_engine(
 ) -> None:
     module: Any = sys.modules["hemiola.builder.targets.tensorrt"]
     (tmp_path / "file").touch()
-    setup = module._Setup("trunk", lambda *_: None, tmp_path / "file" / "times")
+    setup = module._Setup("trunk", lambda *_: None, tmp_path / "file" / "times", ())
     setup(fake.Builder().create_builder_config())
     setup.keep_timings()
     assert re.match(r"warning: .*file/times cannot be written \(.+\)\n", capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "reason"),
+    [
+        ("interrupt", KeyboardInterrupt, None),
+        ("memory", Refused, r"too little memory for the build \(tensorrt 11.4.0: \[x\] OutOfMemory"),
+        ("disk", Refused, r"cannot be written \(No space left on device\); free space"),
+    ],
+    ids=["interrupt", "memory", "disk"],
+)
+def test_a_build_that_fails_leaves_nothing_and_the_next_one_works(
+    tiny_checkpoint: Get,
+    tmp_path: Path,
+    fake: MagicMock,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: str,
+    error: type[BaseException],
+    reason: str | None,
+) -> None:
+    module: Any = sys.modules["hemiola.builder.targets.tensorrt"]
+
+    def fails(network: object, config: Any) -> None:
+        if failure == "interrupt":  # while the compiler works, which heeds its monitor's word
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not config.progress_monitor.step_complete("Timing", 0)
+        if failure == "disk":
+            raise OSError(28, "No space left on device")
+        module.log_of(fake).log(fake.ILogger.ERROR, "[x] OutOfMemory (Requested size was 8 bytes.)")
+
+    fake.ILogger = type("ILogger", (), {"INTERNAL_ERROR": 0, "ERROR": 1})
+    fake.Builder().build_serialized_network.side_effect = fails
+    folder, options = tmp_path / "here", Options(target="tensorrt", arch="sm_90", max_len=64, max_rows=2)
+    source = tiny_checkpoint("qwen3_5")
+    with uncompiled(), pytest.raises(error, match=reason):
+        build(source, folder / "e", options)
+    assert not [*folder.iterdir()]
+    fake.Builder().build_serialized_network.side_effect = None
+    with uncompiled():
+        build(source, folder / "e", options)
+    assert [path.name for path in folder.iterdir()] == ["e"]
 
 
 def test_what_cannot_be_told_ahead_calls_back_and_says_why(
