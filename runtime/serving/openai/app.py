@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.errors import ApiError, api_error
 from hemiola.runtime.serving.openai.guide import guide
@@ -32,7 +32,6 @@ from hemiola.runtime.serving.openai.wire import Answers, Found, Wire
 from hemiola.runtime.text import LONG_TEXT
 
 log = logging.getLogger("hemiola.openai")
-BODY_TIMEOUT_S = 60.0  # for a body to arrive
 WRITE_TIMEOUT_S = 60.0  # for a client to read what fills its socket
 NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
 METRICS_TIMEOUT_S = 5.0
@@ -68,10 +67,11 @@ class App:
         self._wire = wire
         self._metrics_url = metrics_url
         self._limits = limits
+        self._bodies = Bodies(limits.max_body)
         self._num_open = 0
 
     def routes(self) -> web.Application:
-        app = web.Application(middlewares=[self._guard], client_max_size=self._limits.max_body)
+        app = web.Application(middlewares=[self._guard])
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -154,7 +154,7 @@ class App:
     # ---- what is generated
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
-        request = parse(CompletionRequest, await read_body(http))
+        request = parse(CompletionRequest, await self._bodies.read(http))
         model = self._model(request.model)
         with self._admit(len(request.prompt) * request.num_choices):
             prompts = [await encode(model, prompt) for prompt in request.prompt]
@@ -172,7 +172,7 @@ class App:
             return await self._answer(http, request, Work(asked, choices, reply))
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
-        request = parse(ChatRequest, await read_body(http))
+        request = parse(ChatRequest, await self._bodies.read(http))
         model = self._model(request.model)
         with self._admit(request.num_choices):
             prompt, expected = render(model, request)
@@ -228,21 +228,6 @@ def said_as(request: ChatRequest) -> Iterator[None]:
             raise
         message = name + str(error).removeprefix(ours)
         raise ApiError(400, message, param=name, code="invalid_value") from None
-
-
-async def read_body(http: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await http.read()
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again") from None
-    except (web.RequestPayloadError, HttpProcessingError) as error:
-        raise ApiError(400, f"the body cannot be read: {reason_of(error)}; send it plain, or gzip") from None
-
-
-def reason_of(error: Exception) -> str:
-    """aiohttp's, in one line."""
-    return str(error).removeprefix("400, message:").strip().partition("\n")[0]
 
 
 async def encode(model: Model, prompt: str | list[int]) -> list[int]:
@@ -338,8 +323,6 @@ def http_error(request: web.Request, error: web.HTTPException) -> ApiError:
             return ApiError(404, f"no {request.path} here; docs/openai.md lists the routes", code="not_found")
         case 405:
             return ApiError(405, f"{request.path} does not take {request.method}", code="method_not_allowed")
-        case 413:
-            return ApiError(413, f"the body is too large: {error.text}; send less", code="body_too_large")
         case status:
             return ApiError(status, error.text or error.reason)
 

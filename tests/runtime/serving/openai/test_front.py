@@ -6,6 +6,7 @@ import http.server
 import json
 import logging
 import re
+import select
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI, AuthenticationError, O
 from hemiola.runtime.api import Logprob, Piece
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai import app
+from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
 
 USER = [{"role": "user", "content": "hi"}]
@@ -381,7 +383,7 @@ def test_a_connection_that_stalls_is_held_for_ever(
     answers: list[bytes],
     drip: bytes,
 ) -> None:
-    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(f"{Bodies.__module__}.BODY_TIMEOUT_S", 0.3)
     monkeypatch.setattr(f"{Front.__module__}.IDLE_TIMEOUT_S", 0.3)
     with socket.create_connection(("127.0.0.1", start().port), timeout=0.05) as slow:
         slow.sendall(begun)
@@ -395,6 +397,27 @@ def test_a_connection_that_stalls_is_held_for_ever(
                 slow.sendall(drip)
         assert time.monotonic() < end, "it is still open"
     assert re.findall(rb"^HTTP/1.1 (\d+)", said, re.MULTILINE)[: len(answers)] == answers
+
+
+SMALL = {"model": "tiny", "prompt": "x"}
+
+
+def test_bodies_on_their_way_fill_the_memory(start: Callable[..., Front], triton: ScriptedTriton) -> None:
+    triton.script = script("fine")
+    running = start(max_body=100_000)
+    sent = BODY + b"Content-Length: 100000\r\n\r\n" + b"x" * 99_999
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_connection(("127.0.0.1", running.port))) for _ in range(30)]
+        for connection in held:
+            connection.settimeout(5)
+            connection.sendall(sent)
+        until(lambda: select.select(held, [], [], 1)[0], 20)
+        assert requests.post(f"{running.url}/completions", json=SMALL, timeout=5).ok, "small ones have room"
+        until(lambda: len(select.select(held, [], [], 1)[0]) == 14, 20)
+        refused = select.select(held, [], [], 1)[0]
+        assert all(b" 429 " in (said := one.recv(1 << 16)) and b"Retry-After: 1" in said for one in refused)
+    large = SMALL | {"prompt": "x" * 90_000}  # it is read again, and refused for its tokens
+    until(lambda: requests.post(f"{running.url}/completions", json=large, timeout=5).status_code == 400, 20)
 
 
 def test_a_stream_that_outlasts_the_idle_timeout_is_whole(
