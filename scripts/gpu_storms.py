@@ -10,6 +10,7 @@ a seed use one engine, one after the other. A failure prints its seed:
 
 import argparse
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -47,7 +48,8 @@ def main() -> None:
         sys.exit("gpu_storms.py: torch finds no CUDA device here")
     print(torch.cuda.get_device_name(0))
     with tempfile.TemporaryDirectory() as folder:
-        storms, steps, failed = stormed(Path(folder), asked)
+        engines = Path(os.environ.get("GPU_ENGINES", folder))  # what tests have built is not built again
+        storms, steps, failed = stormed(engines, asked)
     print(f"| {storms} storms of {asked.turns} turns | {steps} steps | {failed} seeds failed |")
     sys.exit(failed > 0)
 

@@ -180,6 +180,39 @@ def test_no_bucket_mixes_devices_or_waits(drafts: str, without_gpu: None) -> Non
     assert {bucket.rules for bucket in decoder.buckets} == set(range(4))
 
 
+class Seen(TorchDispatchMode):
+    """The operations that were called, with the dtypes that met in them: a kernel each, but for sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[tuple] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        self.kinds.add((str(func), *sorted({str(tensor.dtype) for tensor in tensors})))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("drafts", ["none", "ngram", "mtp"])
+def test_no_kernel_runs_for_the_first_time_while_a_graph_is_captured(drafts: str, without_gpu: None) -> None:
+    """It would be loaded there. torch has several to select and to sort, by the number of lines."""
+    num_drafts = 0 if drafts == "none" else 3
+    sizes = {"num_slots": 17, "vocab_size": 2 * rules.FEW_BEST, "cuda_graphs": True}
+    config = resolved(drafts=drafts, num_drafts=num_drafts, **sizes)
+    empty = Empty(config.num_slots, config.vocab_size)
+    decoder = make_loop(config, empty, empty, None, Cost(10, 40), device=GPU).decoder
+    found: dict[tuple, set] = {}
+    for bucket in decoder.buckets:
+        with Seen() as seen:
+            decoder.step(bucket)
+        found[bucket] = seen.kinds
+    ran = set().union(*(found[bucket] for bucket in decoder.warm))
+    for bucket, kinds in found.items():
+        same_size = (found[warm] for warm in decoder.warm if warm[1:] == bucket[1:])
+        by_lines = {kind for kind in kinds if kind[0].startswith(("aten.topk", "aten.sort"))}
+        assert kinds <= ran and by_lines <= set().union(*same_size), bucket
+
+
 def test_the_test_can_fail() -> None:
     ids = torch.empty(3, dtype=torch.int64, device=GPU)
     for bad in (
