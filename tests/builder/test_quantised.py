@@ -29,37 +29,23 @@ MIXED = {  # Nemotron-3-Super: hf_quant_config.json
     "quantized_layers": {"a": {"quant_algo": "NVFP4", "group_size": 16}, "b": {"quant_algo": "FP8"}},
 }  # fmt: skip
 AWQ = {"bits": 4, "group_size": 128, "quant_method": "awq", "zero_point": True}
+BY = "(quantization_config, quant_method"
 NO_FP8 = "sm_80, sm_86 cannot multiply FP8, sm_89 and newer can; use the bf16"
 
 
 @pytest.mark.parametrize(
     ("config", "beside", "archs", "expected"),
     [
-        (
-            QWEN_FP8,
-            None,
-            "cpu",
-            "config.json: weights are FP8 (quantization_config, quant_method fp8), and this",
-        ),
+        (QWEN_FP8, None, "cpu", f"config.json: weights are FP8 {BY} fp8), and this"),
         (QWEN_FP8, None, "sm_80,sm_86,sm_89", NO_FP8),
-        (
-            MODELOPT_FP8,
-            None,
-            "sm_89",
-            "are FP8 (quantization_config, quant_method modelopt), and this version",
-        ),
+        (MODELOPT_FP8, None, "sm_89", f"are FP8 {BY} modelopt), and this version"),
         (
             NVFP4,
             None,
             "sm_89,sm_120",
             "fp32; sm_89 cannot multiply NVFP4, sm_100 and newer can; use the bf16",
         ),
-        (
-            NVFP4,
-            None,
-            "sm_120",
-            "weights are NVFP4 (quantization_config, quant_method modelopt), and this version",
-        ),
+        (NVFP4, None, "sm_120", f"weights are NVFP4 {BY} modelopt), and this version"),
         (COMPRESSED, None, "sm_90", "sm_90 cannot multiply NVFP4"),
         (
             None,
@@ -67,7 +53,7 @@ NO_FP8 = "sm_80, sm_86 cannot multiply FP8, sm_89 and newer can; use the bf16"
             "sm_80",
             "weights are FP8 and NVFP4 (hf_quant_config.json), and this version reads bf16",
         ),
-        (AWQ, None, "sm_90", "weights are INT4 (quantization_config, quant_method awq)"),
+        (AWQ, None, "sm_90", f"weights are INT4 {BY} awq)"),
     ],
 )
 def test_it_is_refused_with_what_the_architectures_lack_and_the_way_out(

@@ -238,3 +238,11 @@ def subjects() -> dict[str, list[Subject]]:
 
 SUBJECTS = subjects()
 ALL = [subject for same_op in SUBJECTS.values() for subject in same_op]
+AHEAD = {  # small ones of ops that TensorRT is told ahead of time
+    "attention": subject("attention", 0.2, 0, H=4, D=64, G=2, Z=160, L=16, W=64),
+    "conv": subject("conv", E=48, W=4),
+    "delta": subject("delta", G=1, K=32, H=2, V=32, J=1),
+    "mamba2": subject("mamba2", 0.0, 1.0, H=2, P=16, G=1, D=16),
+    "moe": subject("moe", "swiglu", E=6, K=2, F=32, J=64, I=32),
+    "route": subject("route", "sigmoid", 3, 1, 1, True, 1.0, E=8),
+}

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from kit import tensorrt_bindings
-from kit.ops import subject
+from kit.ops import AHEAD
 from torch.fx import Node
 
 from hemiola.builder import graph, models
@@ -229,16 +229,6 @@ class Told(list):
         self.append(value)
 
 
-LAUNCHED = {
-    "attention": subject("attention", 0.2, 0, H=4, D=64, G=2, Z=160, L=16, W=64),
-    "conv": subject("conv", E=48, W=4),
-    "delta": subject("delta", G=1, K=32, H=2, V=32, J=1),
-    "mamba2": subject("mamba2", 0.0, 1.0, H=2, P=16, G=1, D=16),
-    "moe": subject("moe", "swiglu", E=6, K=2, F=32, J=64, I=32),
-    "route": subject("route", "sigmoid", 3, 1, 1, True, 1.0, E=8),
-}
-
-
 @pytest.mark.parametrize("name", OURS)
 def test_a_kernel_is_told_ahead_of_time_as_it_is_launched(
     name: str, trt: Any, monkeypatch: pytest.MonkeyPatch
@@ -248,7 +238,7 @@ def test_a_kernel_is_told_ahead_of_time_as_it_is_launched(
     kit, ptx = import_module("kit.ahead"), import_module("hemiola.plugins.gpu.ptx")
     monkeypatch.setattr(trt, "IDimensionExpr", Expression)
     monkeypatch.setattr(trt, "DimsExprs", lambda length: [None] * length)
-    own = LAUNCHED[name]
+    own = AHEAD[name]
     values = kit.as_on_a_gpu(own.op, own.arguments(20))
     given, sizes = kit.sized(own.op, values), kit.sizes_of(own.op, values)
     told = ptx.ahead(own.op, given, values[len(own.op.args) :], kit.Gpu(90, 132))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kit import ahead as kit
-from kit.ops import Subject, subject
+from kit.ops import AHEAD, Subject
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -23,18 +23,10 @@ from hemiola.runtime.arch import ARCHS
 
 GPUS = [name for name, arch in ARCHS.items() if arch.device == "cuda"]
 QUICK = ("conv", "moe", "route")  # to compile; all ops for all architectures: benchmarks/tensorrt_ptx.py
-SUBJECTS = {
-    "attention": subject("attention", 0.2, 0, H=4, D=64, G=2, Z=160, L=16, W=64),
-    "conv": subject("conv", E=48, W=4),
-    "delta": subject("delta", G=1, K=32, H=2, V=32, J=1),
-    "mamba2": subject("mamba2", 0.0, 1.0, H=2, P=16, G=1, D=16),
-    "moe": subject("moe", "swiglu", E=6, K=2, F=32, J=64, I=32),
-    "route": subject("route", "sigmoid", 3, 1, 1, True, 1.0, E=8),
-}
 
 
 def found(name: str, capability: int = 90) -> tuple[Subject, list[Any], ptx.Ahead]:
-    own = SUBJECTS[name]
+    own = AHEAD[name]
     values = kit.as_on_a_gpu(own.op, own.arguments(20))
     attrs = values[len(own.op.args) :]
     return own, values, ptx.ahead(own.op, kit.sized(own.op, values), attrs, Gpu(capability, 132))
@@ -63,10 +55,10 @@ def test_every_architectures_assembler_takes_it_with_the_parameters_that_tensorr
             assert made.returncode == 0, f"{arch} {entry.name}: {made.stderr}"
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(assemble, SUBJECTS if capability == 90 else QUICK))
+        list(pool.map(assemble, AHEAD if capability == 90 else QUICK))
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", AHEAD)
 def test_a_written_tensor_goes_through_all_kernels_that_get_it(name: str) -> None:
     """So their order is that of the launcher, and no kernel reads what an earlier one has not made."""
     own, _, (own_plan, entries) = found(name)
@@ -127,7 +119,7 @@ def test_the_code_stays_and_its_parameters_move() -> None:
 def test_a_kernel_with_a_descriptor_is_refused_by_name() -> None:
     from hemiola.plugins.gpu.tiles import Tile
 
-    own = SUBJECTS["moe"]
+    own = AHEAD["moe"]
     values = kit.as_on_a_gpu(own.op, own.arguments(20))
     tile = Tile(64, 64, 64, 4, 2, False, is_persistent=True)
     with pytest.raises(NotAhead, match=r"moe\._experts_persistent reads boxes .* descriptor \(TMA\)"):
@@ -144,7 +136,7 @@ def test_a_kernel_that_needs_too_much_shared_memory_is_refused_with_both_numbers
         found("attention")
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", AHEAD)
 def test_a_launch_passes_inputs_ints_and_outputs_in_this_order(name: str) -> None:
     """As tests/gpu launch it, seen by a driver that only looks."""
     own, values, told = found(name)
