@@ -6,11 +6,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hemiola.plugins.cpu import team
 from hemiola.plugins.gpu.launch import Kernel
 
 
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A team has as many threads as are asked for, also where the process may run on one core only."""
+    monkeypatch.setattr(team, "_TEAM", None)
+    monkeypatch.setattr(team, "quota", lambda: team.MOST_THREADS)
+    yield
+    if team._TEAM is not None:
+        team._TEAM.end()
+
+
 @pytest.fixture(params=[1, 2, 3, 4], ids="threads={}".format)
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+def threads(request: pytest.FixtureRequest, many_cores: None) -> Iterator[int]:
     """Runs the test with this many threads in torch's loops and GEMMs."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
