@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from hemiola.plugins.cpu import cgroups
 from hemiola.plugins.cpu.atomics import (
     acquire,
     count_up,
@@ -231,10 +232,10 @@ class Crew:
             self.team.lock.release()
 
 
-def quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def quota(root: Path = cgroups.ROOT, own: Path = cgroups.OWN) -> int:
     """As many threads as we may have cores, by affinity and by the time of our control groups, rounded up."""
     shares = [float(MOST_THREADS), float(len(os.sched_getaffinity(0)))]
-    for folder in _groups(root, own):
+    for folder in cgroups.folders("cpu", root, own):
         with suppress(OSError, ValueError):
             part, whole = (folder / "cpu.max").read_text().split()
             shares.append(float(part) / float(whole))  # "max" is no number
@@ -243,19 +244,6 @@ def quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgro
             if part > 0:
                 shares.append(part / whole)
     return max(1, ceil(min(shares)))
-
-
-def _groups(root: Path, own: Path) -> set[Path]:
-    """Our control groups and all above them: of version 2, and of version 1 those that share out time."""
-    found = {root, root / "cpu"}
-    with suppress(OSError):
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if "cpu" in controllers.split(",") or not controllers:
-                top = root / "cpu" if controllers else root
-                group = top / path.strip("/")
-                found |= {group, *(folder for folder in group.parents if folder.is_relative_to(top))}
-    return found
 
 
 def usual_threads() -> int:

@@ -1,14 +1,21 @@
 """The memory behind pages and slots: the state tensors that an engine updates in place."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from hemiola.plugins.cpu import cgroups
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import State
 
 CPU = torch.device("cpu")
+# A control group's limit, what it has taken, and what of it the kernel gives back first: versions 2 and 1.
+_LIMITS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 class Storage:
@@ -67,7 +74,7 @@ def free_bytes(device: torch.device, weights: Path, drawn_bytes: int = 0, work_b
     """Memory for pages and slots, and to choose tokens, beside the weights in this file and those drawn, and
     what a step of a program takes."""
     if device.type == "cpu":
-        return max(_free_bytes_of_host() - drawn_bytes, 0)  # the file is mapped
+        return max(free_bytes_of_host() - drawn_bytes, 0)  # the file is mapped
     free, total = torch.cuda.mem_get_info(device)
     needed = weights.stat().st_size + drawn_bytes
     if free <= needed + work_bytes:
@@ -79,15 +86,17 @@ def free_bytes(device: torch.device, weights: Path, drawn_bytes: int = 0, work_b
     return free - needed - work_bytes
 
 
-def _free_bytes_of_host() -> int:
-    """Memory that can be taken without swapping, within the limit of our control group."""
-    free = int(_fields(Path("/proc/meminfo"))["MemAvailable:"]) * 1024
-    group = Path("/sys/fs/cgroup")
-    if (group / "memory.max").is_file() and (limit := (group / "memory.max").read_text().strip()) != "max":
-        kept = int((group / "memory.current").read_text()) - int(
-            _fields(group / "memory.stat")["inactive_file"]
-        )
-        free = min(free, int(limit) - kept)
+def free_bytes_of_host(
+    meminfo: Path = Path("/proc/meminfo"), root: Path = cgroups.ROOT, own: Path = cgroups.OWN
+) -> int:
+    """Memory that can be taken without swapping, within the limits of our control groups."""
+    free = int(_fields(meminfo)["MemAvailable:"]) * 1024
+    for group in cgroups.folders("memory", root, own):
+        for limit, usage, cached in _LIMITS:
+            with suppress(OSError, ValueError):  # "max" is no number
+                most = int((group / limit).read_text())
+                kept = int((group / usage).read_text()) - int(_fields(group / "memory.stat")[cached])
+                free = min(free, most - kept)
     return max(free, 0)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hemiola.runtime.device.memory import CPU, Storage, free_bytes
+from hemiola.runtime.device.memory import CPU, Storage, free_bytes, free_bytes_of_host
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import State
 
@@ -53,3 +53,30 @@ def test_free_bytes_is_what_this_machine_has() -> None:
 def test_more_pages_than_memory_is_a_refusal_not_a_traceback() -> None:
     with pytest.raises(Refused, match="no memory for 1000000000000 pages and 2 slots; lower num_pages"):
         Storage(STATES, 10**12, 2)
+
+
+GROUPS = {
+    "2": ("0::/a/b", "{}", "memory.max", "memory.current", "inactive_file"),
+    "1": (
+        "4:memory:/a/b",
+        "memory/{}",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
+
+
+@pytest.mark.parametrize("limited", ["a/b", "a", ""], ids=["own", "above", "root"])
+@pytest.mark.parametrize("version", GROUPS)
+def test_memory_is_what_every_control_group_above_leaves(tmp_path: Path, version: str, limited: str) -> None:
+    line, place, limit, usage, cached = GROUPS[version]
+    (tmp_path / "own").write_text(f"9:name=systemd:/\n{line}\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    for group in ("", "a", "a/b"):
+        folder = tmp_path / "groups" / place.format(group)
+        folder.mkdir(parents=True, exist_ok=True)
+        most = "3000000" if group == limited else "max" if version == "2" else "9223372036854771712"
+        for name, text in ((limit, most), (usage, "1000000"), ("memory.stat", f"anon 1\n{cached} 200000")):
+            (folder / name).write_text(f"{text}\n")
+    assert free_bytes_of_host(tmp_path / "meminfo", tmp_path / "groups", tmp_path / "own") == 2200000
