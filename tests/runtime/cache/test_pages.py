@@ -1,46 +1,20 @@
-"""Pages of slots, and those that the prefix cache holds and slots share."""
+"""What the pool refuses, and what its audit finds; all else: test_prefix.py, ../engine/test_storms.py."""
 
 import pytest
 
 from hemiola.runtime.cache.pages import PagePool
 
-freed: list[int] = []
 
-
-def make_pages(num_pages: int = 8) -> PagePool:
-    freed.clear()
-    return PagePool(num_pages, page_len=4, num_slots=5, table_width=8, on_free=freed.extend)
-
-
-def test_pages_grow_by_position_and_come_back() -> None:
-    pages = make_pages(6)
-    assert pages.grow(1, 5) and pages.capacity[1] == 8
-    first = pages.table[1, :2].tolist()
-    assert pages.grow(2, 1) and pages.grow(1, 9)
-    assert pages.table[1, :2].tolist() == first and pages.table[1, 3] == 0
-    pages.audit({1, 2})
-    pages.release(1)
-    assert pages.num_free == 4 and not pages.table[1].any()
-    pages.audit({2})
-
-
-def test_the_dump_page_is_never_given_away() -> None:
-    pages = make_pages(6)
-    assert pages.grow(1, 20)
-    assert 0 not in pages.table[1, :5]
+def make_pages() -> PagePool:
+    return PagePool(8, page_len=4, num_slots=5, table_width=8)
 
 
 def test_growing_is_all_or_nothing() -> None:
-    pages = make_pages(6)
-    assert pages.grow(1, 12)
+    pages = make_pages()
+    assert pages.grow(1, 20)
     before = pages.table.copy()
     assert not pages.grow(2, 9)
     assert (pages.table == before).all() and pages.num_free == 2 and pages.capacity[2] == 0
-
-
-def test_growing_to_less_takes_nothing() -> None:
-    pages = make_pages(6)
-    assert pages.grow(1, 9) and pages.grow(1, 2) and pages.capacity[1] == 12 and pages.num_free == 2
 
 
 def cached_path(pages: PagePool, slot_id: int, num_pages: int) -> list[int]:
@@ -50,73 +24,6 @@ def cached_path(pages: PagePool, slot_id: int, num_pages: int) -> list[int]:
     for page_id in page_ids:
         pages.keep(page_id)
     return page_ids
-
-
-def test_a_cached_page_outlives_its_slot() -> None:
-    pages = make_pages()
-    page_ids = cached_path(pages, 1, 2)
-    pages.grow(1, 9)
-    pages.audit({1})
-    pages.release(1)
-    pages.audit(set())
-    assert pages.num_idle == 2 and pages.num_free == 5
-    assert len(freed) == 1 and freed[0] not in page_ids
-
-
-def test_shared_pages_come_first_and_growth_follows() -> None:
-    pages = make_pages()
-    page_ids = cached_path(pages, 1, 2)
-    pages.share(2, page_ids)
-    assert pages.capacity[2] == 8 and pages.grow(2, 9)
-    assert pages.table[2, :2].tolist() == page_ids and pages.table[2, 2] not in page_ids
-    assert [pages.refs[page_id] for page_id in page_ids] == [2, 2]
-    pages.audit({1, 2})
-    pages.release(1)
-    assert pages.num_idle == 0, "the other slot still holds them"
-    pages.release(2)
-    assert pages.num_idle == 2
-    pages.audit(set())
-
-
-def test_an_idle_page_that_is_shared_is_not_idle() -> None:
-    pages = make_pages()
-    page_ids = cached_path(pages, 1, 2)
-    pages.release(1)
-    pages.share(3, page_ids[:1])
-    assert pages.num_idle == 1
-    pages.audit({3})
-
-
-def test_a_dropped_page_is_freed_by_its_last_holder() -> None:
-    pages = make_pages()
-    (page_id,) = cached_path(pages, 1, 1)
-    pages.share(2, [page_id])
-    pages.drop(page_id)
-    pages.audit({1, 2})
-    pages.release(1)
-    assert not freed
-    pages.release(2)
-    assert freed == [page_id] and pages.num_free == 7
-
-
-def test_an_idle_page_that_is_dropped_is_free_at_once() -> None:
-    pages = make_pages()
-    (page_id,) = cached_path(pages, 1, 1)
-    pages.release(1)
-    pages.drop(page_id)
-    assert freed == [page_id] and pages.num_idle == 0 and pages.num_free == 7
-    pages.audit(set())
-
-
-def test_a_swap_frees_the_own_copy_only() -> None:
-    pages = make_pages()
-    page_ids = cached_path(pages, 1, 2)
-    pages.grow(2, 12)
-    own = pages.table[2, :3].tolist()
-    pages.swap(2, 1, page_ids[1])
-    assert pages.table[2, :3].tolist() == [own[0], page_ids[1], own[2]] and freed == [own[1]]
-    assert pages.refs[page_ids[1]] == 2 and pages.refs[own[1]] == 0
-    pages.audit({1, 2})
 
 
 @pytest.mark.parametrize(
