@@ -13,7 +13,7 @@ import pytest
 import requests
 import tritonclient.grpc as grpcclient
 from kit.served import Served
-from kit.triton_calls import events, ids
+from kit.triton_calls import events, ids, joined
 from openai import AsyncOpenAI
 
 from hemiola.runtime.api import Output, SamplingParams
@@ -37,31 +37,43 @@ PROMPTS: list[str | list[int]] = [
 ]
 
 
+OWN = [  # each with other prompts, greedy and sampled
+    {},
+    {"repetition_penalty": 0.3, "top_k": 20},
+    {"frequency_penalty": -1.5, "presence_penalty": -0.5},
+    {"logit_bias": {"7": -2.0, "40": 3.5}, "min_p": 0.01},
+    {"bad_words_ids": [[17, 18], *([i] for i in range(0, 320, 3))], "bad_words": ["e", "é"]},
+    {"stop_token_ids": list(range(0, 320, 4)), "min_tokens": 3},
+    {"structured_outputs": {"regex": "[a-f日😀]{5,9}"}},
+    {"structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}}}},
+    {"structured_outputs": {"choice": ["日本 yes", "日本 no"]}},
+    {"structured_outputs": {"grammar": 'root ::= "(" root? ")"'}},
+    {"ignore_eos": True, "num_drafts": 0, "priority": -1, "cache_salt": "me"},  # no other tokens, perhaps
+]
+
+
 def asked(number: int) -> dict:
     """Greedy and sampled, short and long, with penalties, stops, grammars and log-probabilities."""
-    options = {
+    return shared(number) | OWN[number % len(OWN)]
+
+
+def shared(number: int) -> dict:
+    return {
         "max_tokens": 4 + number % 23,
         "temperature": 0.8 * (number % 2),
         "seed": number - 9,
         "top_p": 0.9,
-        "frequency_penalty": 0.5 * (number % 3 == 0),
         "stop": ["zz", "é"],
         "logprobs": number % 3,
     }
-    if number % 5 == 0:
-        options["logit_bias"] = {"7": -2.0}
-    if number % 16 == 6:
-        options["structured_outputs"] = {"regex": "[a-f日😀]{5,9}"}
-    return options
 
 
-def params(number: int) -> SamplingParams:
-    options = asked(number)
-    bias = {int(token): value for token, value in options.pop("logit_bias", {}).items()}
-    return SamplingParams(**options, logit_bias=bias)
+def params(options: dict) -> SamplingParams:
+    bias = {int(token): value for token, value in options.get("logit_bias", {}).items()}
+    return SamplingParams(**options | {"logit_bias": bias})
 
 
-PARAMS = [params(i) for i in range(len(PROMPTS))]
+PARAMS = [params(asked(i)) for i in range(len(PROMPTS))]
 
 
 class Said(NamedTuple):
@@ -78,6 +90,9 @@ def of_output(output: Output) -> Said:
 
 def of_messages(messages: list[dict]) -> Said:
     """Of Triton's responses, with names and values."""
+    assert [message["finish_reason"] for message in messages if "finish_reason" in message] == [
+        messages[-1]["finish_reason"]
+    ]
     values = [one["logprob"] for message in messages for one in json.loads(message.get("logprobs", "[]"))]
     found = [token for message in messages for token in ids(message)]
     text = "".join(message["text_output"] for message in messages)
@@ -85,14 +100,31 @@ def of_messages(messages: list[dict]) -> Said:
 
 
 def triton_body(number: int) -> dict:
-    """JSON texts where Triton takes no objects."""
-    body = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in asked(number).items()}
+    """JSON texts where Triton takes no objects and no lists of lists."""
+    body = asked(number)
+    for name in {"logit_bias", "structured_outputs", "bad_words_ids"} & body.keys():
+        body[name] = json.dumps(body[name])
     return body | {"text_input" if isinstance(PROMPTS[number], str) else "input_ids": PROMPTS[number]}
 
 
 def by_client(served: Served, model: str) -> list[Said]:
     with Client(served.grpc_url, model) as client:
         return [of_output(output) for output in client.generate(PROMPTS, PARAMS)]
+
+
+def by_client_in_streams(served: Served, model: str) -> list[Said]:
+    def one(prompt: str | list[int], own: SamplingParams) -> Said:
+        pieces = list(client.stream(prompt, own))
+        assert all(piece.finish_reason is None for piece in pieces[:-1])
+        values = [one.logprob for piece in pieces for one in piece.logprobs or ()]
+        counts.append(len(pieces))
+        return Said(*joined(pieces), pieces[-1].finish_reason, values)
+
+    counts: list[int] = []
+    with Client(served.grpc_url, model) as client, ThreadPoolExecutor(AT_ONCE) as threads:
+        found = list(threads.map(one, PROMPTS, PARAMS))
+    assert max(counts) > 2, "streams that come all at once are none"
+    return found
 
 
 def by_async_client(served: Served, model: str) -> list[Said]:
@@ -104,31 +136,44 @@ def by_async_client(served: Served, model: str) -> list[Said]:
 
 
 def by_grpc(served: Served, model: str) -> list[Said]:
-    """NVIDIA's client, all on one stream; numbers are parameters, the rest tensors."""
+    """NVIDIA's client, all on one stream; of every other request numbers are parameters, not tensors."""
     answers: SimpleQueue = SimpleQueue()
     found: list[list[dict]] = [[] for _ in PROMPTS]
+    ended = [False] * len(PROMPTS)
     with grpcclient.InferenceServerClient(served.grpc_url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         for number in range(len(PROMPTS)):
             inputs, numbers = [], {}
             for name, value in (triton_body(number) | {"stream": True}).items():
-                if isinstance(value, (int, float)):
+                if isinstance(value, (int, float)) and number % 2 and name != "priority":
                     numbers[name] = value
-                    continue
-                values = value if isinstance(value, list) else [value]
-                kind = "INT64" if name == "input_ids" else "BYTES"
-                inputs.append(grpcclient.InferInput(name, [len(values)], kind))
-                data = values if kind == "INT64" else [text.encode() for text in values]
-                inputs[-1].set_data_from_numpy(np.array(data, np.int64 if kind == "INT64" else object))
-            client.async_stream_infer(model, inputs, request_id=str(number), parameters=numbers)
+                else:
+                    inputs.append(tensor(name, value if isinstance(value, list) else [value]))
+            options = {"request_id": str(number), "parameters": numbers, "enable_empty_final_response": True}
+            client.async_stream_infer(model, inputs, **options)
         client.stop_stream()
     while not answers.empty():
         result, error = answers.get()
         assert error is None, error
-        outputs = {one.name: result.as_numpy(one.name) for one in result.get_response().outputs}
-        texts = {n: v[0].decode() if v.dtype == object else v.tolist() for n, v in outputs.items()}
-        found[int(result.get_response().id)].append(texts)
+        response = result.get_response()
+        number = int(response.id)
+        assert not ended[number], "an empty response after the last token"
+        ended[number] = response.parameters["triton_final_response"].bool_param
+        outputs = {one.name: result.as_numpy(one.name) for one in response.outputs}
+        found[number].append(
+            {n: v[0].decode() if v.dtype == object else v.tolist() for n, v in outputs.items()}
+        )
+    assert all(ended)
     return [of_messages(messages) for messages in found]
+
+
+def tensor(name: str, values: list) -> grpcclient.InferInput:
+    kind, dtype = {bool: ("BOOL", bool), int: ("INT64", np.int64), float: ("FP32", np.float32)}.get(
+        type(values[0]), ("BYTES", object)
+    )
+    made = grpcclient.InferInput(name, [len(values)], kind)
+    made.set_data_from_numpy(np.array([v.encode() if isinstance(v, str) else v for v in values], dtype))
+    return made
 
 
 def by_http(served: Served, model: str, endpoint: str) -> list[Said]:
@@ -146,11 +191,10 @@ def by_openai(served: Served, model: str) -> list[Said]:
     """Every other one is streamed."""
 
     async def one(client: AsyncOpenAI, gate: asyncio.Semaphore, number: int) -> Said:
-        options = asked(number)
-        own = {"return_token_ids": True, "structured_outputs": options.pop("structured_outputs", None)}
+        options = asked(number) | {"return_token_ids": True}
         async with gate:
             made = await client.completions.create(
-                model=model, prompt=PROMPTS[number], **options, extra_body=own, stream=number % 2 == 0
+                model=model, prompt=PROMPTS[number], extra_body=options, stream=number % 2 == 0
             )
             chunks = [chunk async for chunk in made] if number % 2 == 0 else [made]
         choices = [chunk.choices[0] for chunk in chunks]
@@ -171,6 +215,7 @@ def by_openai(served: Served, model: str) -> list[Said]:
 
 DOORS: dict[str, Callable[[Served, str], list[Said]]] = {
     "Client": by_client,
+    "Client.stream": by_client_in_streams,
     "AsyncClient": by_async_client,
     "gRPC": by_grpc,
     "generate": lambda served, model: by_http(served, model, "generate"),
@@ -188,7 +233,11 @@ def engine_dir(tiny_engine: Callable[..., Path]) -> Path:
 def expected(engine_dir: Path) -> list[Said]:
     """The plain run: one request after the other."""
     with LLM(engine_dir, **MODELS["slow"], max_rows=1) as llm:
-        return [of_output(output) for output in llm.generate(PROMPTS, PARAMS)]
+        found = [of_output(output) for output in llm.generate(PROMPTS, PARAMS)]
+        plain = llm.generate(PROMPTS, [params(shared(i)) for i in range(len(PROMPTS))])
+    changed = {i % len(OWN) for i, output in enumerate(plain) if output.token_ids != found[i].token_ids}
+    assert changed >= set(range(1, len(OWN) - 1)), "an option changes nothing here"
+    return found
 
 
 @pytest.fixture(scope="module")
