@@ -18,10 +18,8 @@ from kit.fake_session import VOCAB, FakeSession, hashed, resolved
 from hemiola.runtime.api import OnPiece, SamplingParams
 from hemiola.runtime.bench import bench, plot
 from hemiola.runtime.cache.eviction import Cost
-from hemiola.runtime.cli import bench as command
 from hemiola.runtime.cli import main as cli
 from hemiola.runtime.cli.bench import parse_variant
-from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.engine.request import Bounds
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM, make_loop
@@ -71,13 +69,6 @@ class FakeLLM(LLM):
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(self.config.max_len, self.config.max_len, VOCAB, eos_ids=())
         self._loop.start()
-
-
-class Drafting(ServeConfig):
-    """What ServeConfig is to become."""
-
-    drafts: str = "none"
-    prefix_cache: bool = False
 
 
 @pytest.fixture
@@ -148,40 +139,24 @@ def test_table_json_and_check(llm: type[FakeLLM], hemiola: Callable[..., Ended],
     assert found["engine_counters"]["num_steps"] > 8
 
 
-def test_the_plain_run_gets_no_options_that_the_engine_does_not_know(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("compared", "place", "whom"),
+    [((), 4, "to the plain run"), (("--compare", "max_rows=2"), 24, "across 2 variants")],
+)
+def test_unequal_tokens_are_status_1_and_shown(
+    llm: type[FakeLLM], hemiola: Callable[..., Ended], compared: tuple[str, ...], place: int, whom: str
 ) -> None:
-    arguments = (SMALL, "--check", "--max-rows", 3, "--max-len=100", "--num-warmups", 0)
-    monkeypatch.setattr(
-        bench, "ServeConfig", type("Old", (), {"model_fields": ("max_len", "max_rows"), "__init__": _any})
-    )
-    assert hemiola(*arguments).status == 0
-    monkeypatch.setattr(bench, "ServeConfig", Drafting)
-    assert hemiola(*arguments).status == 0
-    given = {"max_rows": 3, "max_len": 100}
-    assert llm.opened[:2] == [given, {"max_rows": 1, "max_len": 100}]
-    assert llm.opened[2:] == [given, {"max_rows": 1, "max_len": 100, "drafts": "none", "prefix_cache": False}]
-
-
-def _any(self: object, **options: object) -> None:
-    pass
-
-
-def test_unequal_tokens_are_status_1_and_shown(llm: type[FakeLLM], hemiola: Callable[..., Ended]) -> None:
-    llm.wrong = lambda options, length: length == 24 and not options
-    ended = hemiola(SMALL, "--check")
-    assert (
-        ended.status == 1
-        and "tokens equal to the plain run: 0 of 6\n  first difference: request 0: " in ended.out
-    )
-    assert " at position 4, the plain run has " in ended.out
+    llm.wrong = lambda options, length: length == 24 and options == ({"max_rows": 2} if compared else {})
+    ended = hemiola(SMALL, *(compared or ["--check"]))
+    assert ended.status == 1
+    assert f"tokens equal {whom}: 0 of 6\n  first difference: request 0: " in ended.out
+    other = "another variant" if compared else "the plain run"
+    assert f" at position {place}, {other} has " in ended.out
 
 
 def test_variants_are_measured_in_turn_and_stand_side_by_side(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(bench, "ServeConfig", Drafting)
-    monkeypatch.setattr(command, "ServeConfig", Drafting)
     off = "drafts=none,prefix-cache=false"
     asked = "--workload multi-turn --num-requests 9 --turns 3 --input-len 6 --output-len 4 --system-len 10"
     asked += f" --drafts ngram --prefix-cache true --compare {off} --compare max_rows=1"
@@ -207,13 +182,6 @@ def test_variants_are_measured_in_turn_and_stand_side_by_side(
         "max_rows=1",
     ]
     assert all(not set(SPREADS) - set(other) for other in found["compared"])
-
-
-def test_a_variant_with_other_tokens_is_status_1(llm: type[FakeLLM], hemiola: Callable[..., Ended]) -> None:
-    llm.wrong = lambda options, length: options.get("max_rows") == 2 and length == 24
-    ended = hemiola(SMALL, "--compare", "max_rows=2")
-    assert ended.status == 1
-    assert "tokens equal across 2 variants: 0 of 6\n  first difference: request 0: " in ended.out
 
 
 def test_failed_requests_are_in_the_table_and_status_1(
@@ -448,19 +416,13 @@ def engine_dir(tiny_engine: Callable[..., Path]) -> Iterator[Path]:
 
 
 def test_a_tiny_engine_from_end_to_end(
-    engine_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    engine_dir: Path, hemiola: Callable[..., Ended], tmp_path: Path
 ) -> None:
-    chat = {
-        "messages": [{"role": "user", "content": "def "}, {"role": "assistant", "content": "f(x): return x"}]
-    }
-    (tmp_path / "data.jsonl").write_text(
-        "\n".join(map(json.dumps, [{"prompt": "import os"}, chat, {"prompt": [4] * 70}]))
-    )
-    arguments = ["--workload", str(tmp_path / "data.jsonl"), "--output-len", "10", "--ignore-eos", "--check"]
-    arguments += ["--engine-dir", str(engine_dir), "--compare", "max_rows=2,max_step_tokens=16"]
-    monkeypatch.setattr(sys, "argv", ["hemiola", "bench", *arguments])
-    cli.main()
-    out = capsys.readouterr().out
+    chat = [{"role": "user", "content": "def "}, {"role": "assistant", "content": "f(x): return x"}]
+    lines = [{"prompt": "import os"}, {"messages": chat}, {"prompt": [4] * 70}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    asked = ("--workload", tmp_path / "data.jsonl", "--output-len", 10, "--ignore-eos", "--check")
+    out = hemiola(*asked, "--compare", "max_rows=2,max_step_tokens=16", engine_dir=str(engine_dir)).out
     assert value(out, "Successful requests:") == ["3", "3"]
     assert out.endswith(
         "tokens equal across 2 variants: 3 of 3\n"
