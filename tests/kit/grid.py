@@ -1,6 +1,7 @@
 """A small host for the recurrent ops: sequences in slots, random ragged steps, plain runs to compare with."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -151,7 +152,7 @@ class Host:
 
     def _junk(self, num: int) -> Tensors:
         """Tokens that nothing true may read."""
-        factor = self.rng.choice([1.0, torch.nan])
+        factor = self.rng.choice([1.0, self.subject.junk])
         return [token * factor for token in self.subject.tokens(num, next(self.seeds))]
 
     def _check_strangers(self, before: Tensors, parts: list[Part]) -> None:
@@ -180,18 +181,22 @@ class Host:
         assert same_bits(held, plain.at_edge(edge)), f"slot {slot} is not the plain run's at {edge}"
 
 
-def storm(subject: Subject, form: str, chunk_len: int, num_drafts: int, seed: int, num_steps: int) -> int:
+def storm(
+    subject: Subject,
+    form: str,
+    chunk_len: int,
+    num_drafts: int,
+    seed: int,
+    num_steps: int,
+    lengths: Iterable[int] = (),
+) -> int:
     """Random steps over a few sequences; returns the number of tokens that were checked."""
     rng = random.Random(seed)
     host = Host(subject, form, chunk_len, num_drafts, num_slots=9, seed=seed)
+    lengths = lengths or [rng.randrange(1, 3 * chunk_len + num_drafts + 2) for _ in range(4)]
     plains = [
-        Plain(
-            subject,
-            form,
-            chunk_len,
-            subject.tokens(rng.randrange(1, 3 * chunk_len + num_drafts + 2), seed * 100 + i),
-        )
-        for i in range(4)
+        Plain(subject, form, chunk_len, subject.tokens(length, seed * 100 + i))
+        for i, length in enumerate(lengths)
     ]
     running: list[Sequence] = []
     snapshots: list[tuple[Plain, int, int]] = []
@@ -223,7 +228,7 @@ def storm(subject: Subject, form: str, chunk_len: int, num_drafts: int, seed: in
 
 
 def random_part(rng: random.Random, sequence: Sequence, host: Host) -> Part:
-    limit = min(sequence.left, rng.choice([0, 1, 1, 2, host.chunk_len, 3 * host.chunk_len]))
+    limit = min(sequence.left, rng.choice([0, 1, 1, 2, *(n * host.chunk_len for n in (1, 3, 6))]))
     final = rng.randrange(limit + 1) if rng.random() < 0.5 else limit
     drafts = rng.randrange(host.num_drafts + 1) if final else 0
     accepted = min(rng.randrange(drafts + 1), sequence.left - final)

@@ -74,6 +74,7 @@ class Subject:
     attrs: tuple = ()
     absent: str = ""  # the optional argument that is not given
     decay: float = 1.0  # strength of A
+    junk: float = torch.nan  # what tokens may be, times a random number, that nothing true may read
 
     def __str__(self) -> str:
         return "-".join((self.name, *(f"{k}{v}" for k, v in self.sizes), *map(str, self.attrs)))

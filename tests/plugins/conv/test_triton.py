@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kit.gpu_engines import MARKS
-from kit.gpu_steps import DEVICE, Subject, check_errors, halves, plain_run, rows_of, same_bits, storm
+from kit.gpu_steps import DEVICE, Subject, check_errors, halves, storm
 
 pytestmark = MARKS
 
@@ -36,20 +36,3 @@ def test_every_cut_has_the_plain_bits(sizes: dict, poisoned_empty: None) -> None
 @EVERY
 def test_errs_no_more_than_bf16_outputs(sizes: dict) -> None:
     check_errors(subject(**sizes))
-
-
-@pytest.mark.parametrize("num", [30, 5], ids="{} tokens".format)
-def test_a_sequence_goes_on_from_a_snapshot(num: int) -> None:
-    torch.manual_seed(0)
-    it = subject()
-    tokens = it.make_tokens(60)
-    plain = plain_run(it, tokens)
-    slots = it.make_slots(3)
-    before = 30 - num
-    if before:
-        it.call([t[:before] for t in tokens], slots, rows_of((0, before, 0, 1, 0, 0, 0, 0), device=DEVICE))
-    edge = before // 16 * 16
-    snapshot = rows_of((0, num + 4, 0, 1, before, edge, 2, 32), device=DEVICE)
-    it.call([t[before:34] for t in tokens], slots, snapshot)
-    y = it.call([t[32:] for t in tokens], slots, rows_of((0, 28, 0, 2, 32, 32, 0, 0), device=DEVICE))
-    same_bits(y, plain.outputs[32:], "outputs behind the snapshot")
