@@ -165,13 +165,13 @@ def test_no_thread_gives_the_others_their_line_numbers_back(
 ) -> None:
     """Each switched them off and on again for all: a kernel here and there was three times as large."""
     seen = []
-    with uncompiled():
+    with uncompiled(), monkeypatch.context() as patch:  # undone before `uncompiled` is
         named = compile.compile_call
 
         def look(call: Call, capability: int) -> object:
             seen.append(compile.knobs.compilation.disable_line_info)
             return named(call, capability)
 
-        monkeypatch.setattr(compile, "compile_call", look)
+        patch.setattr(compile, "compile_call", look)
         build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(arch="sm_90", max_len=64))
     assert all(seen) and len(seen) > 20 and not compile.knobs.compilation.disable_line_info
