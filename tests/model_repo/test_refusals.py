@@ -25,6 +25,7 @@ def guided(**asked: object) -> dict:
     return {"text_input": "a", "structured_outputs": json.dumps(asked)}
 
 
+# Beside numbers (test_numbers.py) and all that grammars say (tests/runtime/engine/test_grammar.py).
 BAD = {
     "neither": ({"max_tokens": 2}, "a request has either text_input or input_ids, this one has neither"),
     "both": ({"text_input": "a", "input_ids": [5]}, "this one has both"),
@@ -32,14 +33,8 @@ BAD = {
     "prompt_too_long": ({"input_ids": [5] * 1100}, "prompt is 1100 tokens, max_len=1024"),
     "empty_text": ({"text_input": ""}, "prompt is empty"),
     "empty_ids": ({"input_ids": []}, "prompt is empty"),
-    "max_tokens_0": ({"text_input": "a", "max_tokens": 0}, "max_tokens is 0"),
-    "out_of_vocabulary": ({"input_ids": [5, 320]}, "token id 320 at position 1"),
-    "negative_id": ({"input_ids": [-1]}, "token id -1 at position 0"),
-    "temperature": ({"text_input": "a", "temperature": -1}, "temperature is -1"),
     "bad_json": ({"text_input": "a", "logit_bias": "5"}, "logit_bias is 5: "),
     "no_json": ({"text_input": "a", "bad_words_ids": "x"}, "give a text that is JSON, such as [[5, 6]]"),
-    "bias_outside": ({"text_input": "a", "logit_bias": '{"320": 1}'}, "logit_bias holds 320"),
-    "min_tokens": ({"text_input": "a", "min_tokens": 17}, "min_tokens is 17: max_tokens is 16"),
     "chat_of_ids": ({"input_ids": [5], "chat": True}, "chat makes text_input a user's message"),
     "timeout": ({"text_input": "a", "timeout": -5}, "timeout is -5; give a whole number of 0 to"),
     "timeout_text": ({"text_input": "a", "timeout": "5 s"}, "timeout is '5 s'; give a whole number"),
@@ -63,39 +58,19 @@ BAD = {
         {"text_input": "a", "stop": ["x"] * 5000},
         "stop has 5000 entries, at most 1024 are served",
     ),
-    "top_p": ({"text_input": "a", "top_p": 1.5}, "top_p is 1.5"),
     "regex": ({"text_input": "a", "structured_outputs": '{"regex": "["}'}, "unclosed character class"),
-    "schema": ({"text_input": "a", "structured_outputs": '{"json": {"type": "x"}}'}, "Invalid type: x"),
-    "never": ({"text_input": "a", "structured_outputs": '{"json": false}'}, "schema is false"),
-    "grammar": ({"text_input": "a", "structured_outputs": '{"grammar": "a"}'}, "grammar is no GBNF"),
     "deep_regex": (guided(regex="(" * 3000 + ")" * 3000), "structured_outputs: invalid regex"),
     "deep_schema": (guided(json='{"items":' * 200 + "{}" + "}" * 200), "recursion limit exceeded"),
     "deep_grammar": (guided(grammar=f"root ::= {'(' * 2000}'a'{')' * 2000}"), "nested too deeply"),
-    "huge_choice": (guided(choice=["x" * 20] * 20_000), "characters are too many, the limit is 262144"),
-    "grammar_that_never_ends": (guided(grammar="root ::= root"), "no text fits it"),
-    "schema_that_none_meets": (
-        guided(json={"type": "object", "minProperties": 5, "maxProperties": 2}),
-        "Unsatisfiable schema",
-    ),
     "two": (
         {"text_input": "a", "structured_outputs": '{"regex": "a", "choice": ["a"]}'},
         "exactly one of json",
-    ),
-    "endless": (
-        {"text_input": "a", "structured_outputs": '{"regex": "a"}', "ignore_eos": True},
-        "structured_outputs must be able to end",
     ),
     "too_short": (
         {"text_input": "a", "structured_outputs": '{"choice": [""]}', "min_tokens": 2},
         "min_tokens and bad words leave no token that the grammar allows",
     ),
-    "top_k": ({"text_input": "a", "top_k": -1}, "top_k is -1"),
-    "min_p": ({"text_input": "a", "min_p": 2}, "min_p is 2"),
     "logprobs": ({"text_input": "a", "logprobs": 21}, "logprobs is 21"),
-    "penalty": ({"text_input": "a", "presence_penalty": 3}, "presence_penalty is 3"),
-    "repetition": ({"text_input": "a", "repetition_penalty": 0}, "repetition_penalty is 0"),
-    "drafts": ({"text_input": "a", "num_drafts": -1}, "num_drafts is -1"),
-    "stop_empty": ({"text_input": "a", "stop": ""}, "an empty stop string would end every text at once"),
     "stop_id": ({"text_input": "a", "stop_token_ids": [320]}, "stop_token_ids holds 320"),
     "cancel_and_more": ({"text_input": "a", "cancel": "x"}, "cancel stands alone"),
 }

@@ -11,7 +11,7 @@ from hemiola.runtime.cache import eviction
 from hemiola.runtime.cache.eviction import Bag, Cost, Evictor, Oldest, Reuse, above
 from hemiola.runtime.cache.tree import Entry, Group
 
-CHAT, ONCE = Group("decode", 0, 0), Group("prompt", 1, 0)
+CHAT = Group("decode", 0, 0)
 
 
 def node(parent: Entry | None, edge: int, used: int = 0) -> Entry:
@@ -30,33 +30,6 @@ def test_without_experience_the_younger_is_worth_more() -> None:
     assert indices == sorted(indices, reverse=True) and indices[0] > 50 * indices[6] > 0
 
 
-def test_a_group_that_is_used_is_worth_more_than_one_that_is_not() -> None:
-    reuse = Reuse()
-    for _ in range(64):
-        reuse.record(CHAT, 0, 10, used=True)
-        reuse.record(ONCE, 0, 100, used=False)
-    assert reuse.index(CHAT, 0) > 10 * reuse.index(ONCE, 0)
-
-
-def test_before_its_time_it_is_kept_and_afterwards_not() -> None:
-    """All are used at age 40 or never: what is about to be used is worth more than what was just used."""
-    reuse = Reuse()
-    for number in range(128):
-        reuse.record(CHAT, 0, 40 if number % 2 else 500, used=bool(number % 2))
-    young, about, late = (reuse.index(CHAT, age) for age in (2, 33, 100))
-    assert about > young > 5 * late
-
-
-def test_time_before_it_joined_is_not_the_groups() -> None:
-    """Joined at age 90, gone at 100: it says nothing of ages below 64."""
-    reuse = Reuse()
-    for _ in range(128):
-        reuse.record(CHAT, 90, 100, used=False)
-    fresh = Reuse()
-    assert reuse._rates(CHAT)[:7] == fresh._rates(CHAT)[:7]
-    assert reuse._rates(CHAT)[7] < fresh._rates(CHAT)[7]
-
-
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.booleans()), max_size=40))
 def test_all_time_is_counted_once(spans: list[tuple[int, int, bool]]) -> None:
     reuse = Reuse()
@@ -66,17 +39,6 @@ def test_all_time_is_counted_once(spans: list[tuple[int, int, bool]]) -> None:
     assert sum(reuse._time.get(CHAT, [])) == pytest.approx(sum(abs(a - b) + 0.5 for a, b, _ in spans))
     assert sum(reuse._all_time) - before == pytest.approx(sum(reuse._time.get(CHAT, [])))
     assert sum(reuse._uses.get(CHAT, [])) == sum(used for *_, used in spans)
-
-
-@given(st.lists(st.tuples(st.integers(0, 10**7), st.booleans()), max_size=200), st.integers(0, 10**7))
-def test_an_index_lies_between_the_rates_that_remain(records: list[tuple[int, bool]], age: int) -> None:
-    reuse = Reuse()
-    for end, used in records:
-        reuse.record(CHAT, 0, end, used)
-    rates = reuse._rates(CHAT)[eviction._bin(age) :]
-    assert min(rates) * (1 - 1e-9) <= reuse.index(CHAT, age) <= max(rates) * (1 + 1e-9) or records
-    reuse._indices.clear()
-    assert min(rates) * (1 - 1e-9) <= reuse.index(CHAT, age) <= max(rates) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(10))

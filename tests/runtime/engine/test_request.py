@@ -130,14 +130,10 @@ def test_bad_sampling_params_are_refused(params: dict, reason: str) -> None:
     assert str(refused.value).startswith(reason) and "\n" not in str(refused.value)
 
 
-def test_a_stop_id_outside_the_vocabulary_is_refused() -> None:
-    with pytest.raises(Refused, match=r"stop_token_ids holds 50, the vocabulary is 0..49"):
-        request([1], stop_token_ids=[50])
-
-
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
+        ({"stop_token_ids": [50]}, "stop_token_ids holds 50, the vocabulary is 0..49; remove it"),
         ({"logit_bias": {50: 1.0}}, "logit_bias holds 50, the vocabulary is 0..49; remove it"),
         ({"bad_words_ids": [[1, -1]]}, "bad_words_ids holds -1, the vocabulary is 0..49; remove it"),
         ({"bad_words": "x"}, "bad_words is text, the engine has no tokenizer; pass bad_words_ids"),
