@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import grpc
+from kit import fake_triton
 from kit.served import until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -81,19 +82,13 @@ class ScriptedTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 def response(piece: Piece | Exception) -> Any:
     if isinstance(piece, Exception):
         return pb2.ModelStreamInferResponse(error_message=str(piece))
-    made = pb2.ModelInferResponse()
     texts: dict[str, str | None] = {"text_output": piece.text, "finish_reason": piece.finish_reason}
     if piece.logprobs is not None:
         texts["logprobs"] = json.dumps([logprob._asdict() for logprob in piece.logprobs])
     if piece.metrics is not None:
         texts["metrics"] = json.dumps(asdict(piece.metrics))
-    for name, text in texts.items():
-        if text is not None:
-            made.outputs.add(name=name, datatype="BYTES", shape=[1])
-            made.raw_output_contents.append(struct.pack("<I", len(text.encode())) + text.encode())
-    made.outputs.add(name="output_ids", datatype="INT32", shape=[len(piece.token_ids)])
-    made.raw_output_contents.append(struct.pack(f"<{len(piece.token_ids)}i", *piece.token_ids))
-    return pb2.ModelStreamInferResponse(infer_response=made)
+    given = {name: text for name, text in texts.items() if text is not None}
+    return fake_triton.response(**given, output_ids=piece.token_ids)
 
 
 def script(*texts: str, reason: str = "stop", **metrics: object) -> list[Piece]:

@@ -116,33 +116,46 @@ def times(measured: Measured, name: str) -> list[float]:
     return [getattr(result, name) - measured.start for result in measured.results]
 
 
-def test_open_loop_sends_on_time_and_counts_from_there_however_far_the_engine_lags() -> None:
-    engine = SlowEngine(Clock())  # 2 s a request, one at a time; one arrives every 0.25 s
-    measured = measure(engine, single(1, 1, 1, 1), [0.25, 0.5, 0.75, 1.0])
-    assert times(measured, "due") == times(measured, "sent") == [0.25, 0.5, 0.75, 1.0]
-    assert times(measured, "done") == [2.25, 4.25, 6.25, 8.25]
-    assert measured.end - measured.start == 8.25
+def thinker(seconds: float) -> Turns:
+    return [Turn([1], 1, 0.0, "a"), Turn([1], 1, seconds, "b")]
 
 
-def test_open_loop_latency_holds_the_wait_for_a_place() -> None:
-    """Coordinated omission: a client that waits must not hide the wait."""
-    engine = SlowEngine(Clock())
-    measured = measure(engine, single(1, 1, 1), [0.5, 0.5, 0.5], concurrency=1)
-    assert times(measured, "due") == [0.5, 0.5, 0.5]
-    assert times(measured, "sent") == [0.5, 2.5, 4.5]
-    assert [result.done - result.due for result in measured.results] == [2.0, 4.0, 6.0]
+# 2 s a request of three tokens and 1 s one of one token, one at a time: arrivals, places; due, sent, done.
+SCHEDULES = {
+    "sent on time and counted from there, however far the engine lags": (
+        single(1, 1, 1, 1), [0.25, 0.5, 0.75, 1.0], None,
+        [0.25, 0.5, 0.75, 1.0], [0.25, 0.5, 0.75, 1.0], [2.25, 4.25, 6.25, 8.25],
+    ),
+    "a client that waits for a place does not hide the wait": (
+        single(1, 1, 1), [0.5, 0.5, 0.5], 1, [0.5, 0.5, 0.5], [0.5, 2.5, 4.5], [2.5, 4.5, 6.5],
+    ),
+    "without arrivals due when a place is free": (
+        single(1, 1, 1, 1), None, 2, [0.0, 0.0, 2.0, 4.0], [0.0, 0.0, 2.0, 4.0], [2.0, 4.0, 6.0, 8.0],
+    ),
+    "without limits due at the start": (
+        single(1, 1, 1), None, None, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [2.0, 4.0, 6.0],
+    ),
+    "a place belongs to a session until its last turn": (
+        [thinker(10.0), *single(1, max_tokens=1)], None, 1,
+        [0.0, 11.0, 12.0], [0.0, 11.0, 12.0], [1.0, 12.0, 13.0],
+    ),
+    "sessions that think do not hold up arrivals": (
+        [thinker(10.0), *single(1, max_tokens=1)], [0.0, 5.0], None,
+        [0.0, 11.0, 5.0], [0.0, 11.0, 5.0], [1.0, 12.0, 6.0],
+    ),
+    "a later turn that is late counts from when it was due": (
+        [thinker(0.5), *single(1, 1)], [0.0, 0.0, 0.0], None,
+        [0.0, 1.5, 0.0, 0.0], [0.0, 1.5, 0.0, 0.0], [1.0, 6.0, 3.0, 5.0],
+    ),
+}  # fmt: skip
 
 
-def test_closed_loop_is_due_when_a_place_is_free() -> None:
-    engine = SlowEngine(Clock())
-    measured = measure(engine, single(1, 1, 1, 1), concurrency=2)
-    assert times(measured, "due") == [0.0, 0.0, 2.0, 4.0]
-    assert times(measured, "done") == [2.0, 4.0, 6.0, 8.0]
-
-
-def test_without_limits_everything_is_due_at_the_start() -> None:
-    measured = measure(SlowEngine(Clock()), single(1, 1, 1))
-    assert times(measured, "due") == [0.0, 0.0, 0.0] and times(measured, "done") == [2.0, 4.0, 6.0]
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_a_schedule_by_hand(case: str) -> None:
+    sessions, arrivals, concurrency, *expected = SCHEDULES[case]
+    measured = measure(SlowEngine(Clock()), sessions, arrivals, concurrency)
+    assert [times(measured, name) for name in ("due", "sent", "done")] == expected
+    assert measured.end - measured.start == max(expected[2])
 
 
 def test_pieces_are_noted_with_their_time_and_size() -> None:
@@ -163,27 +176,6 @@ def test_a_turn_asks_with_the_whole_history_and_after_the_think_time() -> None:
     assert all(sent.params.ignore_eos for sent in engine.sent)
     assert times(measured, "done") == [1.5, 7.5, 8.5] and times(measured, "due") == [0.0, 5.5, 7.5]
     assert [result.key for result in measured.results] == [(0, 0), (0, 1), (0, 2)]
-
-
-def test_a_later_turn_that_is_late_counts_from_when_it_was_due() -> None:
-    """The engine is busy with another session when the think time is over."""
-    engine = SlowEngine(Clock())
-    thinker = [Turn([1], 1, 0.0, "a"), Turn([1], 1, 0.5, "b")]
-    measured = measure(engine, [thinker, *single(1, 1)], [0.0, 0.0, 0.0])
-    late = measured.results[1]
-    assert late.key == (0, 1) and late.due - measured.start == 1.5 and late.done - measured.start == 6.0
-
-
-def test_a_place_belongs_to_a_session_until_its_last_turn() -> None:
-    sessions = [[Turn([1], 1, 0.0, "a"), Turn([1], 1, 10.0, "b")], *single(1, max_tokens=1)]
-    measured = measure(SlowEngine(Clock()), sessions, concurrency=1)
-    assert times(measured, "due") == [0.0, 11.0, 12.0]
-
-
-def test_thinking_sessions_do_not_hold_up_arrivals() -> None:
-    sessions = [[Turn([1], 1, 0.0, "a"), Turn([1], 1, 10.0, "b")], *single(1, max_tokens=1)]
-    measured = measure(SlowEngine(Clock()), sessions, [0.0, 5.0])
-    assert times(measured, "sent") == [0.0, 11.0, 5.0]
 
 
 def test_failed_requests_are_kept_and_the_rest_runs_on() -> None:

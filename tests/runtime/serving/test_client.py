@@ -34,18 +34,30 @@ def test_pieces_are_the_llms_and_the_stream_is_read_to_its_end(client: Client, t
     assert not triton.cancelled
 
 
-def test_what_was_set_travels_exactly_and_nothing_else(client: Client, triton: Triton) -> None:
-    triton.answers = [final()]
-    params = SamplingParams(
-        max_tokens=5, temperature=0.1, seed=2**64 - 1, stop=("a", "é"), stop_token_ids=(3, 4), ignore_eos=True
-    )
-    list(client.stream([1, 2], params))
-    (request,) = triton.requests
-    sent = {
+def sent(request: Any) -> tuple[dict[str, object], dict[str, tuple]]:
+    """Parameters and tensors of a request."""
+    parameters = {
         name: getattr(value, value.WhichOneof("parameter_choice"))
         for name, value in request.parameters.items()
     }
-    assert sent == {
+    tensors = {
+        tensor.name: (tensor.datatype, list(tensor.shape), content)
+        for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True)
+    }
+    return parameters, tensors
+
+
+def test_what_was_set_travels_exactly_and_nothing_else(client: Client, triton: Triton) -> None:
+    triton.answers = [final()]
+    params = SamplingParams(
+        max_tokens=5, min_tokens=2, temperature=0.1, seed=2**64 - 1, stop=("a", "é"), stop_token_ids=(3, 4),
+        repetition_penalty=1.1, logit_bias={5: 0.1, 2: -3}, bad_words=["a", "b"], bad_words_ids=[[1, 2], [3]],
+        ignore_eos=True, num_drafts=0, priority=-4, cache_salt="é",
+        structured_outputs={"json": {"type": "null"}},
+    )  # fmt: skip
+    list(client.stream([1, 2], params))
+    parameters, tensors = sent(triton.requests[0])
+    assert parameters == {
         "stream": True,
         "return_input_ids": False,
         "return_metrics": True,
@@ -53,49 +65,25 @@ def test_what_was_set_travels_exactly_and_nothing_else(client: Client, triton: T
         "temperature": 0.1,
         "ignore_eos": True,
         "seed": -1,
-    }
-    tensors = {
-        tensor.name: (tensor.datatype, list(tensor.shape), content)
-        for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True)
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+        "num_drafts": 0,
     }
     assert tensors == {
         "input_ids": ("INT64", [2], struct.pack("<2q", 1, 2)),
-        "stop": ("BYTES", [2], b"\x01\0\0\0a\x02\0\0\0" + "é".encode()),
         "stop_token_ids": ("INT64", [2], struct.pack("<2q", 3, 4)),
+        "priority": ("INT64", [1], struct.pack("<q", -4)),
+        "stop": ("BYTES", [2], texts("a", "é")),
+        "bad_words": ("BYTES", [2], texts("a", "b")),
+        "cache_salt": ("BYTES", [1], texts("é")),
+        "logit_bias": ("BYTES", [1], texts('{"5": 0.1, "2": -3.0}')),
+        "bad_words_ids": ("BYTES", [1], texts("[[1, 2], [3]]")),
+        "structured_outputs": ("BYTES", [1], texts(r'{"json": "{\"type\": \"null\"}"}')),
     }
 
 
-def test_what_json_says_travels_as_a_text(client: Client, triton: Triton) -> None:
-    triton.answers = [final()]
-    params = SamplingParams(
-        repetition_penalty=1.1, logit_bias={5: 0.1, 2: -3}, bad_words=["a", "b"], bad_words_ids=[[1, 2], [3]],
-        min_tokens=2, num_drafts=0, priority=-4, cache_salt="é",
-        structured_outputs={"json": {"type": "null"}},
-    )  # fmt: skip
-    list(client.stream("x", params))
-    (request,) = triton.requests
-    sent = {
-        name: getattr(value, value.WhichOneof("parameter_choice"))
-        for name, value in request.parameters.items()
-    }
-    wanted = {"repetition_penalty": 1.1, "min_tokens": 2, "num_drafts": 0}
-    assert {name: sent[name] for name in wanted} == wanted and "cache_salt" not in sent
-    tensors = {
-        tensor.name: (tensor.datatype, list(tensor.shape), content)
-        for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True)
-    }
-    del tensors["text_input"]
-    assert tensors.pop("priority") == ("INT64", [1], struct.pack("<q", -4))
-    for name, (shape, content) in {
-        "logit_bias": ([1], b'{"5": 0.1, "2": -3.0}'),
-        "bad_words": ([2], b"a\x01\0\0\0b"),
-        "bad_words_ids": ([1], b"[[1, 2], [3]]"),
-        "cache_salt": ([1], "é".encode()),
-        "structured_outputs": ([1], rb'{"json": "{\"type\": \"null\"}"}'),
-    }.items():
-        kind, found, raw = tensors.pop(name)
-        assert (kind, found, raw[4:]) == ("BYTES", shape, content), name
-    assert not tensors
+def texts(*values: str) -> bytes:
+    return b"".join(struct.pack("<I", len(value.encode())) + value.encode() for value in values)
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,17 @@ def family(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.kill()
 
 
-def test_a_server_that_hangs_is_killed_with_its_engine(family: subprocess.Popen[str], tmp_path: Path) -> None:
-    server = Server({"m": tmp_path}, exit_timeout_s=1)
+def serving(family: subprocess.Popen[str], *names: str, exit_timeout_s: float = 60) -> Server:
+    """A server that has started this family, and whose engines have three requests each."""
+    server = Server(dict.fromkeys(names, A), exit_timeout_s=exit_timeout_s)
     server._process, server._home = family, Home()
-    heartbeat.write(server._home.beats / "m", heartbeat.now(0, 0, 3, ""))
+    for name in names:
+        heartbeat.write(server._home.beats / name, heartbeat.now(0, 0, 3, ""))
+    return server
+
+
+def test_a_server_that_hangs_is_killed_with_its_engine(family: subprocess.Popen[str], tmp_path: Path) -> None:
+    server = serving(family, "m", exit_timeout_s=1)
     with pytest.raises(RuntimeError, match=r"^3 requests in flight did not end within 1 s .* are lost"):
         server.stop()
     child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
@@ -81,21 +88,14 @@ def test_a_server_that_hangs_is_killed_with_its_engine(family: subprocess.Popen[
     server.stop()  # nothing is left to stop
 
 
-def test_who_interrupts_a_server_that_drains_does_not_wait_for_it(
-    family: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    server = Server({"m": tmp_path}, exit_timeout_s=10**9)
-    server._process, server._home = family, Home()
-    heartbeat.write(server._home.beats / "m", heartbeat.now(0, 0, 3, ""))
+def test_who_interrupts_a_server_that_drains_does_not_wait_for_it(family: subprocess.Popen[str]) -> None:
+    server = serving(family, "m", exit_timeout_s=10**9)
     server.__exit__(KeyboardInterrupt)
     assert server._process is None and server._home is None
 
 
-def test_requests_of_an_engine_that_died_are_not_waited_for(
-    family: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    server = Server({"m": tmp_path, "other": tmp_path}, exit_timeout_s=60)
-    server._process, server._home = family, Home()
+def test_requests_of_an_engine_that_died_are_not_waited_for(family: subprocess.Popen[str]) -> None:
+    server = serving(family, "m", "other")
     gone = subprocess.Popen(["true"])
     gone.wait()
     heartbeat.write(server._home.beats / "m", Beat(gone.pid, time.monotonic(), 0, 0, 2))
@@ -107,12 +107,12 @@ def test_requests_of_an_engine_that_died_are_not_waited_for(
 
 
 def test_an_engine_that_raised_is_not_cut_off_while_it_tells_its_callers(
-    family: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher, "FAREWELL_S", 0.0)
     monkeypatch.setattr(launcher, "MOST_FAREWELL_S", 1e9)
-    server = Server({"m": tmp_path})
-    server._process, server._home, server.ports = family, Home(), choose_ports(server.host, ANY_PORTS)
+    server = serving(family, "m")
+    server.ports = choose_ports(server.host, ANY_PORTS)
     beat = server._home.beats / "m"
     heartbeat.write(beat, heartbeat.now(0, 0, 2, "fire"))
     with ThreadPoolExecutor(1) as threads:

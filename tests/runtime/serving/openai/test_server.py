@@ -83,25 +83,6 @@ def test_cached_tokens_are_counted_and_a_salt_keeps_them_apart(client: OpenAI) -
     assert [cached("a"), cached("a"), cached("b")] == [0, 96, 0]
 
 
-def test_n_answers_are_those_of_their_seeds(client: OpenAI, llm: LLM) -> None:
-    answer = client.completions.create(
-        model="hemiola",
-        prompt="def ",
-        max_tokens=8,
-        n=3,
-        seed=5,
-        temperature=1,
-        extra_body={"ignore_eos": True},
-    )
-    wanted = [
-        llm.generate(["def "], SamplingParams(max_tokens=8, seed=5 + i, temperature=1.0, ignore_eos=True))[
-            0
-        ].text
-        for i in range(3)
-    ]
-    assert [choice.text for choice in answer.choices] == wanted
-
-
 TOOLS = [
     {"type": "function", "function": {"name": "now"}},
     {
@@ -169,15 +150,9 @@ def test_an_answer_fits_its_schema(client: OpenAI) -> None:
 
 
 def test_a_prompt_beyond_the_context_is_named(client: OpenAI) -> None:
-    for ask in (
-        lambda: client.completions.create(model="hemiola", prompt=[5] * 600),
-        lambda: client.chat.completions.create(
-            model="hemiola", messages=[{"role": "user", "content": "ab " * 600}]
-        ),
-    ):
-        with pytest.raises(BadRequestError, match=r"prompt is \d+ tokens, max_len=512") as caught:
-            ask()
-        assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(BadRequestError, match=r"prompt is 600 tokens, max_len=512") as caught:
+        client.completions.create(model="hemiola", prompt=[5] * 600)
+    assert caught.value.code == "context_length_exceeded"
 
 
 def test_a_body_that_kills_tritonserver_ends_streams_and_it_comes_back(
