@@ -4,7 +4,7 @@ import copy
 import functools
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from kit.engine_hand import DEVICE
 from kit.kernels import uncompiled
 
 from hemiola.builder.build import Options, build
+from hemiola.plugins.cpu import team
 from hemiola.runtime.device import session as sessions
 
 torch.set_num_threads(1)  # the models are tiny, and threads that wait for a busy core cost minutes
@@ -94,3 +95,22 @@ def poison() -> Callable[..., torch.Tensor]:
         )
 
     return make
+
+
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A team has as many threads as are asked for, also where the process may run on one core only."""
+    monkeypatch.setattr(team, "_TEAM", None)
+    monkeypatch.setattr(team, "quota", lambda: team.MOST_THREADS)
+    yield
+    if team._TEAM is not None:
+        team._TEAM.end()
+
+
+@pytest.fixture(params=[1, 2, 3, 4], ids="threads={}".format)
+def threads(request: pytest.FixtureRequest, many_cores: None) -> Iterator[int]:
+    """Runs the test with this many threads in torch's loops and GEMMs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

@@ -112,19 +112,3 @@ def test_any_sizes_may_be_one_or_rows_empty(family: str, tiny_engine: Get) -> No
     a, b, c = harness.step([(narrow, tokens[20:21], 0), (idle, [], 0), (other, tokens[:3], 0)])
     assert len(b) == 0
     assert torch.equal(a[0], whole[20]) and torch.equal(c, whole[:3])
-
-
-@pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_next"])
-def test_logits_do_not_depend_on_threads(family: str, tiny_engine: Get) -> None:
-    """Work is shared above some size, which 500 tokens have; a share must not change a bit."""
-    tokens = text(500)
-    harness = Harness(tiny_engine(family))
-    threads, parts = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            parts.append(harness.run(tokens))
-        assert torch.equal(harness.run(tokens, 130, 65, 64), parts[0])
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(parts[1], parts[0]) and torch.equal(parts[2], parts[0])

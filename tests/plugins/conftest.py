@@ -1,32 +1,23 @@
 """Conditions under which an op must give the same bits, and kernels without an engine."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from hemiola.plugins.cpu import team
+from hemiola.plugins.cpu import jit
+from hemiola.plugins.cpu import kernel as cpu
 from hemiola.plugins.gpu.launch import Kernel
 
 
 @pytest.fixture
-def many_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A team has as many threads as are asked for, also where the process may run on one core only."""
-    monkeypatch.setattr(team, "_TEAM", None)
-    monkeypatch.setattr(team, "quota", lambda: team.MOST_THREADS)
-    yield
-    if team._TEAM is not None:
-        team._TEAM.end()
-
-
-@pytest.fixture(params=[1, 2, 3, 4], ids="threads={}".format)
-def threads(request: pytest.FixtureRequest, many_cores: None) -> Iterator[int]:
-    """Runs the test with this many threads in torch's loops and GEMMs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], cpu.Kernel]:
+    """Makes kernels that are compiled into a cache of their own, and are not among the engine's."""
+    monkeypatch.setattr(jit, "KERNELS", [])
+    monkeypatch.setattr(jit, "_CACHE_DIR", tmp_path)
+    return cpu.Kernel
 
 
 @pytest.fixture

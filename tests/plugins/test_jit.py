@@ -138,14 +138,6 @@ def count(item, scratch, counts, step):
     put(counts, item, get(counts, item) + f32(step))
 
 
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], Kernel]:
-    """Makes kernels that are compiled into a cache of their own, and are not among the engine's."""
-    monkeypatch.setattr(jit, "KERNELS", [])
-    monkeypatch.setattr(jit, "_CACHE_DIR", tmp_path)
-    return Kernel
-
-
 def test_a_kernel_is_compiled_once_and_loaded_by_the_next_process(
     own: Callable[[Callable], Kernel],
 ) -> None:

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from hemiola.plugins.cpu import jit
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, f32, get, get_long, put, put_long
 
@@ -41,14 +39,6 @@ def show(item, scratch, a, b, c, d, out):
 Own = Callable[[Callable], Kernel]
 
 
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Own:
-    """Makes kernels that are compiled into a cache of their own, and are not among the engine's."""
-    monkeypatch.setattr(jit, "KERNELS", [])
-    monkeypatch.setattr(jit, "_CACHE_DIR", tmp_path)
-    return Kernel
-
-
 def test_every_item_runs_exactly_once(own: Own, threads: int) -> None:
     counter, counts, guard = own(count), torch.zeros(200_001), 16
     expected = counts.clone()
@@ -59,9 +49,7 @@ def test_every_item_runs_exactly_once(own: Own, threads: int) -> None:
     assert torch.equal(counts, expected)
 
 
-def test_a_kernel_with_more_arguments_than_are_passed_is_refused(
-    own: Own,
-) -> None:
+def test_a_kernel_with_more_arguments_than_are_passed_is_refused(own: Own) -> None:
     names = ", ".join(f"a{n}" for n in range(MOST_ARGUMENTS + 1))
     with pytest.raises(TypeError, match="takes 31 arguments, more than 30"):
         own(eval(f"lambda item, scratch, {names}: None"))

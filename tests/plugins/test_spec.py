@@ -223,25 +223,19 @@ REFUSED_ON_CUDA: list[tuple[str, dict, dict, str]] = [
 ]
 
 
-@pytest.mark.parametrize("name,sizes,attrs,reason", REFUSED, ids=[f"{r[0]}-{r[3]}" for r in REFUSED])
-def test_a_call_that_no_form_takes_is_refused_with_the_reason(
-    name: str, sizes: dict, attrs: dict, reason: str
-) -> None:
-    op = OPS[name]
-    call = op.call(*BASES[name].arguments(6))
-    with pytest.raises(Unsupported, match=rf"^{name} cannot run on cpu \({op.forms[0].name}: {reason}"):
-        op.choose(call._replace(sizes=call.sizes | sizes, attrs=call.attrs | attrs), "cpu")
+WHERE = [("cpu", *case) for case in REFUSED] + [("cuda", *case) for case in REFUSED_ON_CUDA]
 
 
 @pytest.mark.parametrize(
-    "name,sizes,attrs,reason", REFUSED_ON_CUDA, ids=[f"{r[0]}-{r[3]}" for r in REFUSED_ON_CUDA]
+    "device,name,sizes,attrs,reason", WHERE, ids=[f"{w[0]}-{w[1]}-{w[4]}" for w in WHERE]
 )
-def test_sizes_that_no_kernel_takes_are_refused_with_the_reason(
-    name: str, sizes: dict, attrs: dict, reason: str
+def test_a_call_that_no_form_takes_is_refused_with_the_reason(
+    device: str, name: str, sizes: dict, attrs: dict, reason: str
 ) -> None:
-    call = OPS[name].call(*BASES[name].arguments(6))
-    with pytest.raises(Unsupported, match=rf"^{name} cannot run on cuda \(cuda: {reason}\)"):
-        OPS[name].choose(call._replace(sizes=call.sizes | sizes, attrs=call.attrs | attrs), "cuda")
+    op = OPS[name]
+    call, form = op.call(*BASES[name].arguments(6)), "cuda" if device == "cuda" else op.forms[0].name
+    with pytest.raises(Unsupported, match=rf"^{name} cannot run on {device} \({form}: {reason}\)"):
+        op.choose(call._replace(sizes=call.sizes | sizes, attrs=call.attrs | attrs), device)
 
 
 def test_the_first_form_that_takes_a_call_runs_with_the_reasons_of_those_before() -> None:

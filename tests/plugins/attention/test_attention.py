@@ -200,7 +200,10 @@ def random_plan(rng: random.Random, lengths: tuple[int, ...]) -> list[dict[int, 
     return plan
 
 
-def check_plans(shape: Shape, seeds: list[int], threads: int) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_depend_on_the_own_prefix_only(
+    shape: Shape, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random mixtures give every sequence the bits of its own prefill in one step on one thread."""
     generator = torch.Generator().manual_seed(1)
     heads = (shape.heads, shape.groups, shape.groups)
@@ -208,22 +211,11 @@ def check_plans(shape: Shape, seeds: list[int], threads: int) -> None:
     torch.set_num_threads(1)
     alone = [run_plan([s], shape, [{0: len(s[0])}], 16, random.Random(0))[0] for s in sequences]
     torch.set_num_threads(threads)
-    for seed in seeds:
-        rng, page_len = random.Random(seed), (16, 32, 48, 128)[seed % 4]
-        together = run_plan(sequences, shape, random_plan(rng, LENGTHS), page_len, rng)
-        for index, (o, expected) in enumerate(zip(together, alone, strict=True)):
-            assert same_bits(o, expected), f"sequence {index}, page_len {page_len}, seed {seed}"
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bits_depend_on_the_own_prefix_only(shape: Shape) -> None:
-    check_plans(shape, seeds=[0, 1, 2, 3], threads=1)
-
-
-@pytest.mark.parametrize("shape", [Shape(), Shape(10, 2, 80)], ids=str)
-def test_bits_do_not_depend_on_threads(shape: Shape, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "WORTH_A_THREAD", -1)
-    check_plans(shape, seeds=[threads], threads=threads)
+    rng, page_len = random.Random(threads), (16, 32, 48, 128)[threads % 4]
+    together = run_plan(sequences, shape, random_plan(rng, LENGTHS), page_len, rng)
+    for index, (o, expected) in enumerate(zip(together, alone, strict=True)):
+        assert same_bits(o, expected), f"sequence {index}, page_len {page_len}, seed {threads}"
 
 
 @pytest.mark.parametrize("page_len", [16, 48, 80, 256])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kit.ops import same_bits
 
 from hemiola.plugins.cpu.tiles import STRIP
 from hemiola.plugins.linear.compiled import linear, pack
@@ -9,12 +10,6 @@ from tests.plugins.linear.chains import NUM_TOKENS, SIZES, chain, make
 
 NONE = torch.empty(0)
 DTYPE = pytest.mark.parametrize("halves", [False, True], ids=["fp32", "bf16"])
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(
-        a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)
-    )
 
 
 @DTYPE

@@ -4,12 +4,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from kit.ops import same_bits
 
 from hemiola.plugins.linear.compiled import pack
 from hemiola.plugins.moe.compiled import moe
 from hemiola.plugins.moe.reference import activate
 from tests.plugins.linear.chains import chain, fma
-from tests.plugins.linear.test_compiled import DTYPE, same_bits
+from tests.plugins.linear.test_compiled import DTYPE
 
 NUM_EXPERTS, NUM_SLOTS = 6, 3
 SIZES = [(1, 1), (24, 40), (33, 17), (256, 96), (64, 300)]  # F, I

@@ -1,6 +1,6 @@
 """A lowered program: the bits of the program run node by node, and a refusal of what no kernel computes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -39,14 +39,6 @@ class NodeByNode:
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._call(*inputs)
-
-
-@pytest.fixture(params=[1, 2, 3], ids="threads={}".format)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def story(harness: Harness) -> list[torch.Tensor]:
