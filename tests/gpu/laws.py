@@ -27,10 +27,9 @@ MANY = 2200 if DEVICE == "cuda" else 20
 LENGTHS = (1, 2, 7, 16, 17, 64, 300, 2048) if DEVICE == "cuda" else (1, 2, 7, 17)
 
 
-def randn(*shape: int, dtype: torch.dtype = HALF, seed: int | None = None) -> torch.Tensor:
+def randn(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
     """Fresh random numbers on the device."""
-    rng = None if seed is None else torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(*shape, device=DEVICE, dtype=torch.float32, generator=rng).to(dtype)
+    return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
 def apart(x: torch.Tensor, gap: int = 8) -> torch.Tensor:
@@ -38,12 +37,6 @@ def apart(x: torch.Tensor, gap: int = 8) -> torch.Tensor:
     wide = torch.full((*x.shape[:-1], x.shape[-1] + gap), float("nan"), dtype=x.dtype, device=x.device)
     view = wide[..., : x.shape[-1]]
     return view.copy_(x)
-
-
-def error(y: torch.Tensor, truth: torch.Tensor) -> float:
-    """||y - truth|| / ||truth||, NaN where y has one."""
-    y, truth = y.double().cpu(), truth.double().cpu()
-    return ((y - truth).norm() / truth.norm()).item()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

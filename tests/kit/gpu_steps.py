@@ -6,12 +6,12 @@ from importlib import import_module
 
 import torch
 from kit import grid, ops
+from kit.ops import Tensors, rel_error
 
 from hemiola.plugins import OPS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (150, 97, 64, 33, 7)  # of sequences in a storm
-Tensors = ops.Tensors
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
         raise AssertionError(f"{what} differ in {wrong} of {a.numel()} numbers")
 
 
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative error in norm."""
-    a, b = a.double().cpu(), b.double().cpu()
-    return ((a - b).norm() / b.norm()).item()
-
-
 def check_errors(subject: Subject, outputs: float = 2.5e-3, state: float | None = None) -> None:
     torch.manual_seed(0)
     tokens = subject.make_tokens(192)
     wanted, last = subject.truth(tokens)
     run = plain_run(subject, tokens)
-    assert error(run.outputs, wanted) < outputs
-    assert state is None or error(run.at_edge(192), last) < state
+    assert rel_error(run.outputs, wanted) < outputs
+    assert state is None or rel_error(run.at_edge(192), last) < state
 
 
 def check_tiles(subject: Subject, plan: tuple[int, ...]) -> None:

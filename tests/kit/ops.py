@@ -62,7 +62,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def rel_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()
+    """||a - b|| / ||b||, NaN where one is in either."""
+    a, b = a.double().cpu(), b.double().cpu()
+    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
 
 
 @dataclass(frozen=True)

@@ -137,19 +137,6 @@ def test_only_the_step_that_passes_the_edge_stores_it(subject: Subject, form: st
 
 
 @formed(reference=SMALL, compiled=FIT)
-def test_padding_and_empty_rows_do_nothing(subject: Subject, form: str) -> None:
-    chunk_len = 8
-    plain = Plain(subject, form, chunk_len, subject.tokens(2 * chunk_len, seed=4))
-    host = Host(subject, form, chunk_len, 3, num_slots=4, seed=0)
-    busy, idle = host.start(plain), host.start(plain)
-    host.step([Part(busy, 5), Part(idle, 7, drafts=3, accepted=3)], padding=31)  # idle: records cross an edge
-    host.step(
-        [Part(idle, 0), Part(busy, 1), Part(idle, 0, snapshot_slot=idle.slot, snapshot_edge=8)], padding=40
-    )
-    host.step([Part(idle, 1), Part(busy, 1)])
-
-
-@formed(reference=SMALL, compiled=FIT)
 @pytest.mark.parametrize(
     "rows",
     [[], [row(slot=0, num_tokens=32)], [row(slot=0, num_tokens=9, committed=7, first=-3)], [row()]],

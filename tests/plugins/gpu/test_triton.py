@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.ops import Subject, Tensors, subject
+from kit.ops import Subject, Tensors, rel_error, subject
 
 pytest.importorskip("triton")
 
@@ -18,7 +18,6 @@ from tests.gpu.laws import (
     INTERPRETED,
     MANY,
     apart,
-    error,
     needs_memory,
     on_gpu,
     poisoned,
@@ -120,7 +119,7 @@ def test_against_fp64(own: Subject, dtype: torch.dtype) -> None:
         found = run(own, moved(own, values, 16))
     wanted = truth(own, values)
     limit = LIMITS[own.name] if dtype is torch.float32 or own.name == "embed" else 5e-3
-    assert found[0].dtype is dtype and error(found[0], wanted[0]) <= limit
+    assert found[0].dtype is dtype and rel_error(found[0], wanted[0]) <= limit
     assert all(same_bits(ids.cpu(), expected) for ids, expected in zip(found[1:], wanted[1:], strict=True))
 
 
@@ -160,7 +159,7 @@ def test_rows_behind_two_to_the_31(own: Subject) -> None:
     for index in per_row(own):
         values[index] = last[index].new_ones(540_000, *last[index].shape[1:])
         values[index][-1] = last[index][0]
-    assert error(run(own, values)[0][-1:], truth(own, last)[0]) < 5e-3
+    assert rel_error(run(own, values)[0][-1:], truth(own, last)[0]) < 5e-3
 
 
 @needs_memory
