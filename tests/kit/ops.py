@@ -185,6 +185,11 @@ def formed(reference: Iterable[Subject] = (), compiled: Iterable[Subject] = ()) 
     )
 
 
+def both_forms(name: str) -> Any:
+    """A fixture: the op's reference, then its compiled form."""
+    return pytest.fixture(params=["reference", "compiled"])(lambda request: form(OPS[name], request.param))
+
+
 def subjects() -> dict[str, list[Subject]]:
     """What compiled forms take, by op; the first is the base."""
     attention: Any = dict(Z=40, L=16, W=12)

@@ -4,14 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kit.ops import form, int32, same_bits
+from kit.ops import both_forms, form, int32, same_bits
 
 from hemiola.plugins import OPS
 
-
-@pytest.fixture(params=["reference", "compiled"])
-def embed(request: pytest.FixtureRequest) -> Callable[..., torch.Tensor]:
-    return form(OPS["embed"], request.param)
+embed = both_forms("embed")
 
 
 @pytest.mark.parametrize("width", [1, 7, 48])

@@ -5,19 +5,17 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from kit.ops import form
+from kit.ops import both_forms
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextMLP
 
-from hemiola.plugins import OPS, references
+from hemiola.plugins import references
 
 Gate = Callable[..., torch.Tensor]
 X, OPENING = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(0)) * 3
 
 
-@pytest.fixture(params=["reference", "compiled"])
-def gate(request: pytest.FixtureRequest) -> Gate:
-    return form(OPS["gate"], request.param)
+gate = both_forms("gate")
 
 
 def test_silu_is_the_middle_of_swiglu(gate: Gate) -> None:

@@ -3,16 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kit.ops import form, subject
-
-from hemiola.plugins import OPS
+from kit.ops import both_forms, subject
 
 NONE = torch.empty(0)
 
 
-@pytest.fixture(params=["reference", "compiled"])
-def norm(request: pytest.FixtureRequest):
-    return form(OPS["norm"], request.param)
+norm = both_forms("norm")
 
 
 def make(width: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kit.ops import form, int32, same_bits
+from kit.ops import both_forms, form, int32, same_bits
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding, apply_rotary_pos_emb
 
@@ -13,9 +13,7 @@ from hemiola.plugins import OPS
 Rope = Callable[..., torch.Tensor]
 
 
-@pytest.fixture(params=["reference", "compiled"])
-def rope(request: pytest.FixtureRequest) -> Rope:
-    return form(OPS["rope"], request.param)
+rope = both_forms("rope")
 
 
 def numbers(*shape: int) -> torch.Tensor:

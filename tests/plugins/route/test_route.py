@@ -5,21 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from kit.ops import form, rel_error
+from kit.ops import both_forms, rel_error
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
-from hemiola.plugins import OPS
-
 NONE = torch.empty(0)
 Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-@pytest.fixture(params=["reference", "compiled"])
-def route(request: pytest.FixtureRequest) -> Route:
-    return form(OPS["route"], request.param)
+route = both_forms("route")
 
 
 def scores(num_tokens: int, num_experts: int) -> torch.Tensor:
