@@ -66,8 +66,26 @@ class Served:
         """What it said before it ended."""
         self._reader.join(60)
 
-    def pid(self, word: str) -> int:
-        return pid_of(self.process, word)
+    def pid(self, word: str = "models/hemiola/") -> int:
+        """By a word of its command: bin/tritonserver, or models/NAME/ for an engine."""
+        (found,) = [
+            pid
+            for pid in descendants(self.process.pid)
+            if word in Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("--model-repository=", "")
+        ]
+        return found
+
+    def __enter__(self) -> "Served":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+
+    def ended(self) -> tuple[int, str, str]:
+        """Its status when it has ended, and what it wrote to stdout and stderr since it was ready."""
+        status = self.process.wait(60)
+        self.read_all()
+        return status, self.process.stdout.read(), self.said
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -77,16 +95,6 @@ class Served:
             return status
         finally:
             self.process.kill()
-
-
-def pid_of(serve: subprocess.Popen[str], word: str = "models/hemiola/") -> int:
-    """By a word of its command: bin/tritonserver, or models/NAME/ for an engine."""
-    (found,) = [
-        pid
-        for pid in descendants(serve.pid)
-        if word in Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("--model-repository=", "")
-    ]
-    return found
 
 
 def descendants(pid: int) -> dict[int, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from kit.served import ENVIRONMENT, SERVE, descendants, pid_of, until
+from kit.served import ENVIRONMENT, HEMIOLA, SERVE, Served, descendants, until
 from kit.triton_calls import joined
 
 from hemiola.runtime.api import SamplingParams
@@ -23,6 +23,8 @@ from hemiola.runtime.serving.client import Client
 from hemiola.runtime.serving.home import remove_stale
 
 pytestmark = pytest.mark.server
+
+DRAINED = "waiting for streams in flight\nstopped\n"
 
 
 def home_of(process: subprocess.Popen[str]) -> Path:
@@ -34,30 +36,6 @@ def home_of(process: subprocess.Popen[str]) -> Path:
 
 def leftovers(home: Path) -> list[Path]:
     return [*Path("/dev/shm").glob(f"{home.name}*"), *home.parent.glob(home.name)]
-
-
-def begin(*arguments: str, background: bool = False) -> subprocess.Popen[str]:
-    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"] if background else []  # as sh starts a job with &
-    return subprocess.Popen(
-        [*ignoring, *SERVE, *arguments],
-        env=ENVIRONMENT,
-        cwd="/",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def start(*arguments: str, background: bool = False) -> tuple[subprocess.Popen[str], str, str]:
-    """A ready `hemiola serve`, its gRPC address and OpenAI's URL, if it has one."""
-    process = begin(*arguments, background=background)
-    said = ""
-    while not re.search(r"^ready after", said, re.MULTILINE):
-        line = process.stdout.readline()
-        assert line, process.communicate()
-        said += line
-    grpc, *openai = re.findall(r"^(?:gRPC|OpenAI) +(\S+)$", said, re.MULTILINE)
-    return process, grpc, "".join(openai)
 
 
 @pytest.fixture
@@ -78,57 +56,45 @@ def test_sigterm_lets_a_stream_finish_and_leaves_nothing_behind(
     engine_dirs: dict[str, Path], llm: LLM
 ) -> None:
     params = SamplingParams(max_tokens=150, ignore_eos=True)
-    process, address, _ = start(f"--engine-dir={engine_dirs['hemiola']}", "--model-name=mine", "--max-rows=2")
-    home = home_of(process)
-    assert len(leftovers(home)) == 3, "its region, its beats, itself"
-    try:
-        with Client(address, "mine") as client:
+    arguments = (f"--engine-dir={engine_dirs['hemiola']}", "--model-name=mine", "--max-rows=2")
+    with Served(*arguments) as served:
+        home = home_of(served.process)
+        assert len(leftovers(home)) == 3, "its region, its beats, itself"
+        with Client(served.grpc_url, "mine") as client:
             stream = client.stream("def ", params)
             pieces = [next(stream)]
-            process.send_signal(signal.SIGTERM)
+            served.process.send_signal(signal.SIGTERM)
             pieces += stream
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
+        assert served.ended() == (0, DRAINED, "")
     assert joined(pieces)[0] == llm.generate(["def "], params)[0].token_ids
-    assert (process.returncode, err) == (0, "")
-    assert out.splitlines() == ["waiting for streams in flight", "stopped"]
     assert not leftovers(home)
-    with pytest.raises(Refused, match=f"no server answers at {address} .*; start `hemiola serve`"):
-        Client(address, "mine")
+    with pytest.raises(Refused, match=f"no server answers at {served.grpc_url} .*; start `hemiola serve`"):
+        Client(served.grpc_url, "mine")
 
 
 def test_sigint_in_the_background_is_ignored_and_one_that_comes_twice_ends_streams(
     engine_dirs: dict[str, Path],
 ) -> None:
-    process, address, _ = start(f"--engine-dir={engine_dirs['hemiola']}", background=True)
-    try:
-        with Client(address) as client:
+    as_a_job = ("sh", "-c", 'trap "" INT; exec "$@"', "sh", *HEMIOLA)  # as sh starts one with &
+    with Served(f"--engine-dir={engine_dirs['hemiola']}", hemiola=as_a_job) as served:
+        with Client(served.grpc_url) as client:
             stream = client.stream("def ", SamplingParams(max_tokens=150, ignore_eos=True))
             next(stream)
             for _ in range(3):  # as `timeout` does
-                process.send_signal(signal.SIGINT)
+                served.process.send_signal(signal.SIGINT)
                 time.sleep(0.01)
             assert [*stream][-1].finish_reason == "length"
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, err) == (0, "")
-    assert out.splitlines() == ["waiting for streams in flight", "stopped"]
+        assert served.ended() == (0, DRAINED, "")
 
 
 def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs: dict[str, Path]) -> None:
-    process, *_ = start(f"--engine-dir={engine_dirs['hemiola']}")
-    home = home_of(process)
-    try:
-        (server, *others) = descendants(process.pid)
+    with Served(f"--engine-dir={engine_dirs['hemiola']}") as served:
+        home = home_of(served.process)
+        (server, *others) = descendants(served.process.pid)
         assert others, "the engine runs in a process of its own"
         os.kill(server, signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 1
-    assert re.fullmatch(r"error: tritonserver ended by itself with -9: .*\n", err)
+        status, _, err = served.ended()
+    assert status == 1 and re.fullmatch(r"error: tritonserver ended by itself with -9: .*\n", err)
     assert not any(map(alive, others))
     assert not leftovers(home)
 
@@ -138,22 +104,22 @@ def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs
 def test_killed_command_takes_tritonserver_and_the_engine_with_it(
     engine_dirs: dict[str, Path], engine: str
 ) -> None:
-    process, address, _ = start(f"--engine-dir={engine_dirs['hemiola']}")
-    family, home = descendants(process.pid), home_of(process)
+    served = Served(f"--engine-dir={engine_dirs['hemiola']}")
+    process, family, home = served.process, descendants(served.process.pid), home_of(served.process)
     assert len(family) == 3, family
-    with Client(address) as client:
+    with Client(served.grpc_url) as client:
         params = SamplingParams(max_tokens=900, ignore_eos=True, num_drafts=0)
         stream, *_others = [client.stream("in flight", params) for _ in range(8)]  # they make it last
         next(stream)
         if engine == "is stopped":
-            os.kill(pid_of(process), signal.SIGSTOP)
+            os.kill(served.pid(), signal.SIGSTOP)
         if engine == "finalizes":
             process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
         process.kill()
-        with pytest.raises(RuntimeError, match=f"the server at {address}: "):
+        with pytest.raises(RuntimeError, match=f"the server at {served.grpc_url}: "):
             list(stream)
-    process.communicate()
+    served.ended()
     until(lambda: not any(map(alive, family)))
     assert leftovers(home), "nobody was left to do it"
     remove_stale()  # as the next one that starts does
@@ -164,14 +130,13 @@ def test_killed_command_takes_tritonserver_and_the_engine_with_it(
 def test_a_command_that_ends_while_it_loads_takes_all_with_it(
     engine_dirs: dict[str, Path], signal_: int, status: int
 ) -> None:
-    process = begin(f"--engine-dir={engine_dirs['hemiola']}")
-    try:
+    command = [*SERVE, f"--engine-dir={engine_dirs['hemiola']}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=ENVIRONMENT, cwd="/", **pipes) as process:
         until(lambda: "triton_python_b" in descendants(process.pid).values())
         family, home = descendants(process.pid), home_of(process)
         process.send_signal(signal_)
         out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
     assert (process.returncode, err) == (status, "") and "ready" not in out
     until(lambda: not any(map(alive, family)))
     remove_stale()
@@ -179,46 +144,37 @@ def test_a_command_that_ends_while_it_loads_takes_all_with_it(
 
 
 def test_a_second_sigterm_ends_everything_at_once(engine_dirs: dict[str, Path]) -> None:
-    process, _, openai = start(
-        f"--engine-dir={engine_dirs['hemiola']}", "--openai-port=0", "--exit-timeout=200"
-    )
-    family, home = descendants(process.pid), home_of(process)
+    arguments = (f"--engine-dir={engine_dirs['hemiola']}", "--openai-port=0", "--exit-timeout=200")
     body = {"model": "hemiola", "prompt": "in flight", "max_tokens": 990, "stream": True}
-    try:
-        with requests.post(f"{openai}/completions", json=body, stream=True, timeout=60) as stream:
+    with Served(*arguments) as served:
+        process, family, home = served.process, descendants(served.process.pid), home_of(served.process)
+        url = f"{served.openai_url}/completions"
+        with requests.post(url, json=body, stream=True, timeout=60) as stream:
             next(stream.iter_content(1))
-            os.kill(pid_of(process), signal.SIGSTOP)  # it will not finish
+            os.kill(served.pid(), signal.SIGSTOP)  # it will not finish
             process.send_signal(signal.SIGTERM)
             assert process.stdout.readline() == "waiting for streams in flight\n"
             time.sleep(0.5)
             assert process.poll() is None
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 130
+            assert served.ended() == (130, "", "")
             with contextlib.suppress(requests.RequestException):
                 assert b"[DONE]" not in stream.content
-    finally:
-        process.kill()
-    assert process.stderr.read() == ""
     assert not any(map(alive, family)) and not leftovers(home)
 
 
 @pytest.mark.parametrize("moment", ["it waits", "it loads"])
 def test_sigterm_during_a_restart_ends_it(engine_dirs: dict[str, Path], moment: str) -> None:
-    process, *_ = start(f"--engine-dir={engine_dirs['hemiola']}", "--restart=3")
-    try:
-        os.kill(pid_of(process), signal.SIGKILL)
-        said = [process.stderr.readline() for _ in range(2)]
-        assert said[1] == "starting again in 1 s (1 of 3)\n", said
+    with Served(f"--engine-dir={engine_dirs['hemiola']}", "--restart=3") as served:
+        pid = served.process.pid
+        os.kill(served.pid(), signal.SIGKILL)
+        until(lambda: "starting again in 1 s (1 of 3)\n" in served.said)
         if moment == "it loads":
-            until(lambda: "triton_python_b" in descendants(process.pid).values())
-        family = descendants(process.pid)
-        process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, err) == (0, "")
-    assert out.splitlines() == ["waiting for streams in flight", "stopped"]
-    assert not any(map(alive, family))
+            until(lambda: "triton_python_b" in descendants(pid).values())
+        family, said = descendants(pid), served.said
+        served.process.send_signal(signal.SIGTERM)
+        assert served.ended() == (0, DRAINED, said)
+    assert said.count("\n") == 2 and not any(map(alive, family))
 
 
 def refused(*arguments: str) -> str:

@@ -121,13 +121,10 @@ def test_an_engine_whose_guard_was_killed_is_unguarded(served: Served) -> None:
 
 
 def test_without_restart_a_dead_engine_ends_the_command(engine_dirs: dict[str, Path]) -> None:
-    alone = Served(f"--engine-dir={engine_dirs['hemiola']}")
-    try:
-        lost_stream(alone, lambda: os.kill(alone.pid("models/hemiola/"), signal.SIGKILL))
-        assert alone.process.wait(60) == 1
-    finally:
-        alone.process.kill()
-    alone.read_all()
+    with Served(f"--engine-dir={engine_dirs['hemiola']}") as alone:
+        lost_stream(alone, lambda: os.kill(alone.pid(), signal.SIGKILL))
+        status, _, _ = alone.ended()
+    assert status == 1
     assert re.search(f"^error: {LOST}[^\n]*\n\\Z", alone.said, re.M), alone.said
 
 
@@ -135,8 +132,7 @@ def test_clocks_that_jump_change_nothing_and_a_step_that_raises_ends_its_request
     engine_dirs: dict[str, Path], llm: LLM, tmp_path: Path
 ) -> None:
     arguments = (f"--engine-dir={engine_dirs['hemiola']}", "--restart=3", "--hang-timeout=20")
-    served = Served(*arguments, hemiola=sabotaged(tmp_path))
-    try:
+    with Served(*arguments, hemiola=sabotaged(tmp_path)) as served:
         with Client(served.grpc_url, retries=0) as client:
             (whole,) = client.generate(["def "], LONG, timeout_s=600)
             expected = llm.generate(["def "], LONG)[0]
@@ -153,8 +149,6 @@ def test_clocks_that_jump_change_nothing_and_a_step_that_raises_ends_its_request
         assert re.search(r"lost: hemiola: the engine failed \(ValueError: kernel on fire\)", served.said)
         assert served.said.count("starting again in") == 1
         assert served.end() == 0
-    finally:
-        served.process.kill()
 
 
 def test_a_full_queue_refuses_says_when_to_come_back_and_takes_requests_again(
@@ -226,7 +220,7 @@ def test_an_engine_is_reloaded_under_a_stream_of_another(served: Served, llm: LL
         works_again(served, llm)
         until(lambda: scrape(served)[key("hemiola_healthy")] == 1)
         assert [piece.finish_reason for piece in stream][-1] == "length"
-        held = [os.readlink(fd) for fd in Path(f"/proc/{served.pid('models/hemiola/')}/fd").iterdir()]
+        held = [os.readlink(fd) for fd in Path(f"/proc/{served.pid()}/fd").iterdir()]
         assert not [link for link in held if link.startswith("socket:")], "it keeps callers' connections open"
     assert "lost" not in served.said.rpartition("ready again")[2]
 
@@ -266,7 +260,7 @@ def test_a_log_whose_disk_is_full_stops_nobody(engine_dirs: dict[str, Path], llm
     arguments = (f"--engine-dir={engine_dirs['hemiola']}", "--log-verbose", "--log-requests")
     with open("/dev/full", "w") as full:
         served = Served(*arguments, log=full.fileno())
-    try:
+    with served:
         prompts = ["def "] * 80
         expected = llm.generate(prompts[:1], SHORT)[0].token_ids
         with Client(served.grpc_url) as client:
@@ -274,8 +268,6 @@ def test_a_log_whose_disk_is_full_stops_nobody(engine_dirs: dict[str, Path], llm
         assert [out.token_ids for out in outs] == [expected] * 80
         works_again(served, llm)
         assert served.end() == 0
-    finally:
-        served.process.kill()
 
 
 def sent(address: tuple[str, int], head: bytes, chunk: bytes, num_chunks: int, tail: bytes = b"") -> bytes:
