@@ -1,9 +1,10 @@
 """Runs a loop by hand: no thread, an audit after every turn."""
 
+import random
 from collections.abc import Sequence
 
 import torch
-from kit.fake_session import FakeSession
+from kit.fake_session import VOCAB, FakeSession
 
 from hemiola.plugins.rows import live_rows
 from hemiola.runtime.api import Piece, SamplingParams
@@ -14,6 +15,10 @@ from hemiola.runtime.engine.grammar import Grammar
 from hemiola.runtime.engine.loop import Loop
 from hemiola.runtime.engine.request import Bounds, Request, new_request
 from hemiola.runtime.engine.step import Batch, Plan
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 1000 + length).choices(range(VOCAB), k=length)
 
 
 class Hand:

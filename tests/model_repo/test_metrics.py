@@ -68,13 +68,6 @@ def test_the_page_counts_what_was_done(server: Server) -> None:
     assert rise("hemiola_requests_total", outcome="timeout") == 1
     assert rise("hemiola_requests_total", outcome="invalid") == 1
     assert rise("hemiola_prompt_tokens_total") >= 2 * len(prompt)
-    assert rise("hemiola_generation_tokens_total") >= 40
-    assert rise("hemiola_time_to_first_token_seconds_count") >= 2
-    assert rise("hemiola_e2e_request_latency_seconds_count") == 2
-    assert rise("hemiola_request_queue_time_seconds_bucket", le="+Inf") >= 2
-    assert (
-        30 <= rise("hemiola_inter_token_latency_seconds_count") <= rise("hemiola_generation_tokens_total") - 2
-    )
     assert rise("hemiola_prefix_hit_tokens_total", kind="states") >= 96, "the second prompt was the first"
     assert rise("hemiola_steps_total", kind="prompt") >= 2 and rise("hemiola_steps_total", kind="decode") > 0
     drafted, accepted = (rise(f"hemiola_{name}_tokens_total", position="0") for name in ("draft", "accepted"))

@@ -1,7 +1,9 @@
-"""Loops by hand, over the fake session and over real tiny engines."""
+"""Commands in this process; loops by hand, over the fake session and over real tiny engines."""
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from kit.engine_hand import DEVICE, NUM_DRAFTS, SMALL, EngineHand, Wanted, right_and_wrong
@@ -12,6 +14,7 @@ from oracle import Oracle
 
 from hemiola.builder.build import Options, build
 from hemiola.runtime.cache.eviction import Cost
+from hemiola.runtime.cli.main import main
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Bounds
@@ -19,6 +22,33 @@ from hemiola.runtime.llm import make_loop
 from hemiola.runtime.text import Text
 
 DEMO = Path(__file__).parents[2] / "demo"
+
+
+class Ended(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def hemiola(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """A command in this process, as a shell sees it."""
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["hemiola", *map(str, arguments)])
+        status = 0
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code
+        return Ended(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def engine_dir(tiny_engine: Callable[..., Path]) -> Path:
+    return tiny_engine("qwen3_5")
 
 
 @pytest.fixture

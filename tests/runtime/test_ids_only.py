@@ -1,7 +1,6 @@
 """The engine of a checkpoint without a tokenizer takes and gives token ids, and says so if asked for text."""
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from hemiola.runtime import manifest
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.bench.bench import make_sessions
 from hemiola.runtime.bench.options import BenchOptions
-from hemiola.runtime.cli.main import main
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 
@@ -95,19 +93,11 @@ def test_a_tokenizer_that_was_lost_is_no_engine_for_ids(
         LLM(copy)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["hemiola", *map(str, arguments)])
-    main()
-
-
-def test_generate_takes_and_gives_ids(
-    llm: LLM, engine_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_takes_and_gives_ids(llm: LLM, engine_dir: Path, hemiola: Callable) -> None:
     (wanted,) = llm.generate([PROMPT], NINE)
     asked = ("generate", "--engine-dir", engine_dir, "--max-tokens", 9, "--ignore-eos")
     for ids in ("5,6,7,80,9", "5 6 7 80 9", "5, 6, 7, 80, 9"):
-        run(monkeypatch, *asked, "--prompt-ids", ids)
-        assert capsys.readouterr().out == "".join(f"{i} " for i in wanted.token_ids) + "\n"
+        assert hemiola(*asked, "--prompt-ids", ids).out == "".join(f"{i} " for i in wanted.token_ids) + "\n"
     for arguments, reason in [
         (("--prompt", "x"), "prompt is text, the engine has no tokenizer; pass token ids"),
         (("--prompt-ids", "5,x"), "--prompt-ids is '5,x'; give token ids, such as 5,6,7"),
@@ -115,25 +105,18 @@ def test_generate_takes_and_gives_ids(
         (("--prompt-ids", "5", "--chat"), "--chat makes text a user's message"),
         (("--prompt-ids", "5", "--prompt", "x"), "give one of --prompt TEXT, --prompt-ids IDS and"),
     ]:
-        with pytest.raises(SystemExit) as ended:
-            run(monkeypatch, *asked, *arguments)
-        shown = capsys.readouterr()
-        assert ended.value.code == 2 and reason in shown.err and shown.err.count("\n") == 1, arguments
+        ended = hemiola(*asked, *arguments)
+        assert ended.status == 2 and reason in ended.err and ended.err.count("\n") == 1, arguments
 
 
 @pytest.mark.parametrize(
     ("family", "said"), [(None, "none: takes and gives token ids"), ("qwen3_5", "tokenizer.json")]
 )
 def test_inspect_says_what_the_engine_takes(
-    engine_dir: Path,
-    tiny_engine: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    family: str | None,
-    said: str,
+    engine_dir: Path, tiny_engine: Callable[..., Path], hemiola: Callable, family: str | None, said: str
 ) -> None:
-    run(monkeypatch, "inspect", "--engine-dir", tiny_engine(family) if family else engine_dir)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "tokenizer " in line]
+    shown = hemiola("inspect", "--engine-dir", tiny_engine(family) if family else engine_dir).out
+    (line,) = [line for line in shown.splitlines() if "tokenizer " in line]
     assert said in line
 
 

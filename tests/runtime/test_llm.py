@@ -21,11 +21,6 @@ from hemiola.runtime.llm import LLM
 
 
 @pytest.fixture(scope="module")
-def engine_dir(tiny_engine: Callable[..., Path]) -> Path:
-    return tiny_engine("qwen3_5")
-
-
-@pytest.fixture(scope="module")
 def llm(engine_dir: Path) -> Iterator[LLM]:
     with LLM(engine_dir, max_rows=4) as made:
         yield made

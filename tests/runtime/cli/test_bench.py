@@ -4,13 +4,13 @@ import itertools
 import json
 import shutil
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kit.fake_session import VOCAB, FakeSession, hashed, resolved
@@ -18,7 +18,6 @@ from kit.fake_session import VOCAB, FakeSession, hashed, resolved
 from hemiola.runtime.api import OnPiece, SamplingParams
 from hemiola.runtime.bench import bench, plot
 from hemiola.runtime.cache.eviction import Cost
-from hemiola.runtime.cli import main as cli
 from hemiola.runtime.cli.bench import parse_variant
 from hemiola.runtime.engine.request import Bounds
 from hemiola.runtime.errors import Refused
@@ -81,28 +80,14 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
 
 
 @pytest.fixture
-def hemiola(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., "Ended"]:
-    """`hemiola bench ARGUMENTS`, as a shell sees it."""
+def bench_of(hemiola: Callable[..., Any]) -> Callable[..., Any]:
+    """`hemiola bench ARGUMENTS`; arguments may be several words."""
 
-    def run(*args: object, engine_dir: str | None = "engine") -> Ended:
+    def run(*args: object, engine_dir: Path | str | None = "engine") -> Any:
         engine = () if engine_dir is None else ("--engine-dir", engine_dir)
-        words = [word for arg in args for word in str(arg).split(" ")]
-        monkeypatch.setattr(sys, "argv", ["hemiola", "bench", *engine, *words])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as exit:
-            status = exit.code
-        out, err = capsys.readouterr()
-        return Ended(status=status, out=out, err=err)
+        return hemiola("bench", *engine, *(word for arg in args for word in str(arg).split(" ")))
 
     return run
-
-
-class Ended(SimpleNamespace):
-    status: int
-    out: str
-    err: str
 
 
 SMALL = "--num-requests 6 --input-len 20 --output-len 8"
@@ -113,8 +98,8 @@ def value(out: str, label: str) -> list[str]:
     return line[40:].split()
 
 
-def test_table_json_and_check(llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path) -> None:
-    ended = hemiola(SMALL, "--check", "--concurrency", 2, "--seed", 3, "--json", tmp_path / "out.json")
+def test_table_json_and_check(llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path) -> None:
+    ended = bench_of(SMALL, "--check", "--concurrency", 2, "--seed", 3, "--json", tmp_path / "out.json")
     assert ended.status == 0, ended
     assert ended.out.startswith("============ Serving Benchmark Result ============\nSuccessful requests:  ")
     assert ended.out.endswith(f"{'=' * 50}\ntokens equal to the plain run: 6 of 6\n")
@@ -144,10 +129,10 @@ def test_table_json_and_check(llm: type[FakeLLM], hemiola: Callable[..., Ended],
     [((), 4, "to the plain run"), (("--compare", "max_rows=2"), 24, "across 2 variants")],
 )
 def test_unequal_tokens_are_status_1_and_shown(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended], compared: tuple[str, ...], place: int, whom: str
+    llm: type[FakeLLM], bench_of: Callable[..., Any], compared: tuple[str, ...], place: int, whom: str
 ) -> None:
     llm.wrong = lambda options, length: length == 24 and options == ({"max_rows": 2} if compared else {})
-    ended = hemiola(SMALL, *(compared or ["--check"]))
+    ended = bench_of(SMALL, *(compared or ["--check"]))
     assert ended.status == 1
     assert f"tokens equal {whom}: 0 of 6\n  first difference: request 0: " in ended.out
     other = "another variant" if compared else "the plain run"
@@ -155,12 +140,12 @@ def test_unequal_tokens_are_status_1_and_shown(
 
 
 def test_variants_are_measured_in_turn_and_stand_side_by_side(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path
+    llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     off = "drafts=none,prefix-cache=false"
     asked = "--workload multi-turn --num-requests 9 --turns 3 --input-len 6 --output-len 4 --system-len 10"
     asked += f" --drafts ngram --prefix-cache true --compare {off} --compare max_rows=1"
-    ended = hemiola(asked, "--check", "--json", tmp_path / "out.json")
+    ended = bench_of(asked, "--check", "--json", tmp_path / "out.json")
     assert ended.status == 0, ended
     on = {"drafts": "ngram", "prefix_cache": True}
     plain = {"drafts": "none", "prefix_cache": False, "max_rows": 1}
@@ -185,7 +170,7 @@ def test_variants_are_measured_in_turn_and_stand_side_by_side(
 
 
 def test_failed_requests_are_in_the_table_and_status_1(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path
+    llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     lines = [
         {"prompt": "good"},
@@ -195,7 +180,7 @@ def test_failed_requests_are_in_the_table_and_status_1(
     ]
     file = tmp_path / "data.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
-    ended = hemiola("--workload", file, "--output-len", 3, "--check")
+    ended = bench_of("--workload", file, "--output-len", 3, "--check")
     assert ended.status == 1
     assert value(ended.out, "Successful requests:") == ["2"] and value(ended.out, "Failed requests:") == ["2"]
     assert "tokens equal to the plain run: 2 of 2 (2 did not complete)" in ended.out
@@ -207,19 +192,19 @@ def test_failed_requests_are_in_the_table_and_status_1(
     )
 
 
-def test_an_engine_that_breaks_fails_its_requests(llm: type[FakeLLM], hemiola: Callable[..., Ended]) -> None:
+def test_an_engine_that_breaks_fails_its_requests(llm: type[FakeLLM], bench_of: Callable[..., Any]) -> None:
     def breaks(session: FakeSession) -> None:
         if len(session.shapes) == 12:
             raise RuntimeError("out of memory")
 
     llm.before_run = breaks
-    ended = hemiola(SMALL, "--concurrency", 1, "--num-warmups", 0)
+    ended = bench_of(SMALL, "--concurrency", 1, "--num-warmups", 0)
     assert ended.status == 1 and value(ended.out, "Successful requests:") == ["1"]
     assert value(ended.out, "Failed requests:") == ["5"] and "out of memory" in ended.err
 
 
 def test_ctrl_c_prints_what_finished(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path
+    llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
 
@@ -232,7 +217,7 @@ def test_ctrl_c_prints_what_finished(
 
     llm.before_run = press
     arguments = (SMALL, "--concurrency", 1, "--num-warmups", 0, "--check", "--compare", "max_rows=2")
-    ended = hemiola(*arguments, "--json", tmp_path / "out.json")
+    ended = bench_of(*arguments, "--json", tmp_path / "out.json")
     assert ended.status == 130 and len(llm.opened) == 1
     assert value(ended.out, "Successful requests:") == ["1"] and value(ended.out, "Unfinished requests:") == [
         "5"
@@ -243,9 +228,9 @@ def test_ctrl_c_prints_what_finished(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_rate_keeps_its_schedule(llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path) -> None:
+def test_a_rate_keeps_its_schedule(llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path) -> None:
     arguments = (SMALL, "--request-rate", 100, "--burstiness", "inf", "--json", tmp_path / "out.json")
-    ended = hemiola(*arguments)
+    ended = bench_of(*arguments)
     assert ended.status == 0 and value(ended.out, "Request rate configured (RPS):") == ["100.00"]
     found = json.loads((tmp_path / "out.json").read_text())
     assert (
@@ -255,17 +240,17 @@ def test_a_rate_keeps_its_schedule(llm: type[FakeLLM], hemiola: Callable[..., En
     assert all(queued >= 0 for queued in found["queue_times"])
 
 
-def test_a_picture(llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path) -> None:
+def test_a_picture(llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert hemiola(SMALL, "--plot", tmp_path / "a.png", "--compare", "max_rows=1").status == 0
+    assert bench_of(SMALL, "--plot", tmp_path / "a.png", "--compare", "max_rows=1").status == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_a_picture_is_refused_before_the_run(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    llm: type[FakeLLM], bench_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(plot.util, "find_spec", lambda name: None)
-    ended = hemiola(SMALL, "--plot", tmp_path / "a.png")
+    ended = bench_of(SMALL, "--plot", tmp_path / "a.png")
     assert ended.status == 2 and not llm.opened
     assert ended.err == (
         "error: --plot needs matplotlib, which is missing; pip install 'hemiola[bench]' or leave --plot out\n"
@@ -288,9 +273,9 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
     ],
 )
 def test_mistakes_are_refused_before_an_engine_is_opened(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended], arguments: list[str], words: str
+    llm: type[FakeLLM], bench_of: Callable[..., Any], arguments: list[str], words: str
 ) -> None:
-    ended = hemiola(*arguments)
+    ended = bench_of(*arguments)
     assert ended.status == 2 and not llm.opened and not ended.out
     assert ended.err.startswith("error: ") and words in ended.err and ended.err.count("\n") == 1
 
@@ -309,17 +294,17 @@ def test_mistakes_are_refused_before_an_engine_is_opened(
     ],
 )
 def test_workloads_that_cannot_be_are_refused(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended], arguments: list[str], words: str
+    llm: type[FakeLLM], bench_of: Callable[..., Any], arguments: list[str], words: str
 ) -> None:
-    ended = hemiola(*arguments)
+    ended = bench_of(*arguments)
     assert ended.status == 2 and words in ended.err.splitlines()[-1]
 
 
 def test_a_variant_that_is_refused_does_not_cost_what_was_measured_before_it(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path
+    llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     arguments = (SMALL, "--compare", "max_rows=1", "--compare", "max_len=16", "--compare", "max_rows=2")
-    ended = hemiola(*arguments, "--json", tmp_path / "out.json")
+    ended = bench_of(*arguments, "--json", tmp_path / "out.json")
     assert ended.status == 2 and value(ended.out, "Successful requests:") == ["6", "6"]
     assert "tokens equal across 2 variants: 6 of 6" in ended.out and (tmp_path / "out.json").is_file()
     assert ended.err.splitlines()[-1].startswith(
@@ -328,33 +313,33 @@ def test_a_variant_that_is_refused_does_not_cost_what_was_measured_before_it(
 
 
 def test_a_variant_that_the_engine_was_not_built_for_is_refused_before_any_is_measured(
-    engine_dir: Path, hemiola: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+    engine_dir: Path, bench_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "LLM", None)
-    ended = hemiola(SMALL, "--compare", "num_drafts=1", "--compare", "max_rows=9", engine_dir=str(engine_dir))
+    ended = bench_of(SMALL, "--compare", "num_drafts=1", "--compare", "max_rows=9", engine_dir=engine_dir)
     assert ended.status == 2 and not ended.out
     assert ended.err.startswith("error: --compare max_rows=9: max_rows is 9, the engine was built for 8")
 
 
 def test_text_is_where_prompts_come_from(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path
+    llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "a.txt").write_text("abc" * 50)
     submitted = _submitted(llm)
-    ended = hemiola(SMALL, "--text", tmp_path / "a.txt", "--num-warmups", 0)
+    ended = bench_of(SMALL, "--text", tmp_path / "a.txt", "--num-warmups", 0)
     assert ended.status == 0 and "warning" not in ended.err
     prompts = [prompt for prompt, _ in submitted]
     assert len(prompts) == 6 and set(chain(*prompts)) == {ord(c) % VOCAB for c in "abc"}
     (tmp_path / "a.txt").write_text("")
-    assert "is empty" in hemiola(SMALL, "--text", tmp_path / "a.txt").err
+    assert "is empty" in bench_of(SMALL, "--text", tmp_path / "a.txt").err
 
 
 def test_multi_turn_has_text_without_being_given_one(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended]
+    llm: type[FakeLLM], bench_of: Callable[..., Any]
 ) -> None:
     submitted = _submitted(llm)
     asked = "--workload multi-turn --num-requests 2 --turns 2 --input-len 30 --output-len 4 --system-len 20"
-    assert hemiola(asked, "--num-warmups 0").status == 0
+    assert bench_of(asked, "--num-warmups 0").status == 0
     first, second = [prompt for prompt, _ in submitted]
     assert len(first) == 50 and len(second) == 50 + 4 + 30 and second[:50] == first
     assert len(set(first)) < 45, "text repeats itself"
@@ -370,13 +355,13 @@ def test_multi_turn_has_text_without_being_given_one(
     ],
 )
 def test_files_end_at_the_end_token(
-    llm: type[FakeLLM], hemiola: Callable[..., Ended], tmp_path: Path, arguments: list[str], ignored: bool
+    llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path, arguments: list[str], ignored: bool
 ) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "abc"}')
     submitted = _submitted(llm)
     file = str(tmp_path / "data.jsonl")
     arguments = [argument.replace("FILE", file) for argument in arguments]
-    assert hemiola(*arguments, "--input-len", 4, "--output-len", 4, "--num-requests", 1).status == 0
+    assert bench_of(*arguments, "--input-len", 4, "--output-len", 4, "--num-requests", 1).status == 0
     assert [params.ignore_eos for _, params in submitted] == [ignored]
 
 
@@ -410,19 +395,14 @@ def test_variants_that_say_nothing_are_refused(text: str) -> None:
         parse_variant(text)
 
 
-@pytest.fixture(scope="module")
-def engine_dir(tiny_engine: Callable[..., Path]) -> Iterator[Path]:
-    yield tiny_engine("qwen3_5")
-
-
 def test_a_tiny_engine_from_end_to_end(
-    engine_dir: Path, hemiola: Callable[..., Ended], tmp_path: Path
+    engine_dir: Path, bench_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     chat = [{"role": "user", "content": "def "}, {"role": "assistant", "content": "f(x): return x"}]
     lines = [{"prompt": "import os"}, {"messages": chat}, {"prompt": [4] * 70}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     asked = ("--workload", tmp_path / "data.jsonl", "--output-len", 10, "--ignore-eos", "--check")
-    out = hemiola(*asked, "--compare", "max_rows=2,max_step_tokens=16", engine_dir=str(engine_dir)).out
+    out = bench_of(*asked, "--compare", "max_rows=2,max_step_tokens=16", engine_dir=engine_dir).out
     assert value(out, "Successful requests:") == ["3", "3"]
     assert out.endswith(
         "tokens equal across 2 variants: 3 of 3\n"
@@ -432,18 +412,18 @@ def test_a_tiny_engine_from_end_to_end(
 
 
 def test_an_engine_of_a_config_is_made_measured_and_removed(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, hemiola: Callable[..., Ended]
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, bench_of: Callable[..., Any]
 ) -> None:
     shutil.copy(tiny_checkpoint("qwen3_5") / "config.json", tmp_path)
     made = ("--random-weights", tmp_path, "--max-len", 64, "--max-rows", 2, "--max-step-tokens", 32)
-    ended = hemiola(*made, SMALL, "--drafts", "none", "--check", engine_dir=None)
+    ended = bench_of(*made, SMALL, "--drafts", "none", "--check", engine_dir=None)
     assert ended.status == 0 and value(ended.out, "Successful requests:") == ["6"], ended
     assert "tokens equal to the plain run: 6 of 6" in ended.out
     for arguments, words in (
         (made, "give one of --engine-dir DIR"),
         (("--random-weights", tmp_path), "one of"),
     ):
-        ended = hemiola(*arguments)
+        ended = bench_of(*arguments)
         assert ended.status == 2 and words in ended.err
-    ended = hemiola("--random-weights", tmp_path / "none", engine_dir=None)
+    ended = bench_of("--random-weights", tmp_path / "none", engine_dir=None)
     assert ended.status == 2 and ended.err.startswith(f"error: {tmp_path / 'none'} is not a directory")

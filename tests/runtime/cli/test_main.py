@@ -11,7 +11,6 @@ import pytest
 import typer
 
 from hemiola.runtime.api import Metrics, Piece, SamplingParams
-from hemiola.runtime.cli.main import main
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.llm import LLM
 
@@ -26,7 +25,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
-def hemiola(
+def in_a_shell(
     *arguments: str, stdin: str = "", stdout: Any = subprocess.PIPE
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -36,46 +35,33 @@ def hemiola(
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def engine_dir(tiny_engine: Callable[..., Path]) -> Path:
-    return tiny_engine("qwen3_5")
-
-
 def test_generate_streams_the_text_and_reports_on_stderr(engine_dir: Path, tmp_path: Path) -> None:
     with LLM(engine_dir, max_rows=1) as llm:
         (wanted,) = llm.generate(["def "], SamplingParams(max_tokens=9, ignore_eos=True))
         chat = llm.chat_text([{"role": "user", "content": "def "}])
         (wanted_chat,) = llm.generate([chat], SamplingParams(max_tokens=9, ignore_eos=True))
     common = ("generate", "--engine-dir", str(engine_dir), "--max-tokens", "9", "--ignore-eos")
-    done = hemiola(*common, "--prompt", "def ")
+    done = in_a_shell(*common, "--prompt", "def ")
     assert (done.returncode, done.stdout) == (0, wanted.text + "\n")
     assert "9 tokens" in done.stderr and "tokens/s, ended by length" in done.stderr
     (tmp_path / "prompt").write_text("def ")
     assert (
-        hemiola(*common, "--prompt-file", str(tmp_path / "prompt"), "--chat").stdout
+        in_a_shell(*common, "--prompt-file", str(tmp_path / "prompt"), "--chat").stdout
         == wanted_chat.text + "\n"
     )
-    assert hemiola(*common, "--prompt-file", "-", stdin="def ").stdout == wanted.text + "\n"
+    assert in_a_shell(*common, "--prompt-file", "-", stdin="def ").stdout == wanted.text + "\n"
 
 
-def test_every_option_of_an_engine_is_one_of_generate(
-    engine_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def say(*arguments: str) -> str:
-        common = ("generate", "--engine-dir", str(engine_dir), "--prompt", "def ", "--max-tokens", "9")
-        monkeypatch.setattr(sys, "argv", ["hemiola", *common, "--ignore-eos", *arguments])
-        main()
-        return capsys.readouterr().out
-
-    assert say("--drafts", "none") == say("--drafts", "ngram", "--num-drafts=1", "--max-len", "64") != ""
-    shown = hemiola("generate", "--help").stdout
+def test_every_option_of_an_engine_is_one_of_generate(engine_dir: Path, hemiola: Callable) -> None:
+    asked = ("generate", "--engine-dir", engine_dir, "--prompt", "def ", "--max-tokens", 9, "--ignore-eos")
+    plain = hemiola(*asked, "--drafts", "none").out
+    assert plain == hemiola(*asked, "--drafts", "ngram", "--num-drafts=1", "--max-len", "64").out != ""
+    shown = in_a_shell("generate", "--help").stdout
     for name in set(ServeConfig.model_fields) - {"max_rows"}:
         assert f"--{name.replace('_', '-')}" in shown
 
 
-def test_every_sampling_option_reaches_the_engine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_sampling_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch, hemiola: Callable) -> None:
     asked: list[SamplingParams] = []
 
     class FakeLlm:
@@ -99,11 +85,7 @@ def test_every_sampling_option_reaches_the_engine(
         " --frequency-penalty -0.3"
         " --logit-bias 5=-100 --logit-bias 6=0.5 --bad-words c --bad-words d --prefix-cache false"
     )
-    monkeypatch.setattr(
-        sys, "argv", ["hemiola", "generate", "--engine-dir", "e", "--prompt", "p", *arguments.split()]
-    )
-    with pytest.raises(SystemExit) as ended:
-        main()
+    ended = hemiola("generate", "--engine-dir", "e", "--prompt", "p", *arguments.split())
     assert asked == [
         SamplingParams(
             max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3,
@@ -112,15 +94,14 @@ def test_every_sampling_option_reaches_the_engine(
             bad_words=("c", "d"),
         )
     ]  # fmt: skip
-    assert ended.value.code == 1, "a request that failed is no traceback"
-    assert capsys.readouterr().err == "error: the engine failed: KeyError\n"
+    assert (ended.status, ended.err) == (1, "error: the engine failed: KeyError\n"), "no traceback"
 
 
 @pytest.mark.parametrize("words", ["--help", "inspect", "generate --prompt x --max-tokens 3"])
 def test_a_full_disk_is_one_line_and_no_traceback(engine_dir: Path, words: str) -> None:
     engine = () if words == "--help" else ("--engine-dir", str(engine_dir))
     with open("/dev/full", "w") as full:
-        done = hemiola(*words.split(), *engine, stdout=full)
+        done = in_a_shell(*words.split(), *engine, stdout=full)
     assert (done.returncode, done.stderr) == (2, "error: output: No space left on device\n")
 
 
@@ -128,21 +109,19 @@ def test_a_reader_that_went_away_gets_no_complaint(engine_dir: Path) -> None:
     for arguments in (("inspect",), ("generate", "--prompt", "def ", "--max-tokens", "3")):
         read, write = os.pipe()
         os.close(read)
-        done = hemiola(*arguments, "--engine-dir", str(engine_dir), stdout=write)
+        done = in_a_shell(*arguments, "--engine-dir", str(engine_dir), stdout=write)
         os.close(write)
         assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_inspect_shows_the_engine(engine_dir: Path) -> None:
-    done = hemiola("inspect", "--engine-dir", str(engine_dir))
+    done = in_a_shell("inspect", "--engine-dir", str(engine_dir))
     assert done.returncode == 0
     words = ("Qwen3_5ForCausalLM", "3 delta, 1 attention", "k_pages", "32x1x16", "trunk.pt2", "max_len")
     assert all(word in done.stdout for word in words), done.stdout
 
 
-def test_bad_input_is_one_line_and_status_2(
-    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_and_status_2(engine_dir: Path, tmp_path: Path, hemiola: Callable) -> None:
     (tmp_path / "latin").write_bytes(b"d\xe9f")
     engine, generate = ("--engine-dir", str(engine_dir)), "generate"
     for arguments, reason in [
@@ -180,13 +159,9 @@ def test_bad_input_is_one_line_and_status_2(
         (("explode",), "No such command 'explode'; see hemiola --help"),
         ((), "Missing command"),
     ]:
-        monkeypatch.setattr(sys, "argv", ["hemiola", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        shown = capsys.readouterr()
-        assert ended.value.code == 2, arguments
-        assert shown.out == "" and shown.err.startswith("error: ") and reason in shown.err, shown.err
-        assert shown.err.count("\n") == 1, shown.err
+        ended = hemiola(*arguments)
+        assert (ended.status, ended.out) == (2, ""), arguments
+        assert ended.err.startswith("error: ") and reason in ended.err and ended.err.count("\n") == 1, ended
 
 
 def test_a_checkout_that_is_not_installed_runs_as_the_readme_says(tmp_path: Path) -> None:
@@ -200,12 +175,9 @@ def test_a_checkout_that_is_not_installed_runs_as_the_readme_says(tmp_path: Path
         assert done.returncode == 0 and "--help" in done.stdout, done.stderr
 
 
-def test_ctrl_c_ends_a_command_with_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_command_with_status_130(monkeypatch: pytest.MonkeyPatch, hemiola: Callable) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hemiola.runtime.cli.generate.generate", interrupted)
-    monkeypatch.setattr(sys, "argv", ["hemiola", "generate"])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == 130
+    assert hemiola("generate").status == 130

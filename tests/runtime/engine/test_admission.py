@@ -6,16 +6,12 @@ from collections.abc import Callable
 
 import pytest
 from kit.fake_session import VOCAB, hashed, oracle
-from kit.hand import Hand
+from kit.hand import Hand, prompt
 from kit.proposers import always_right, shuffled
 
 from hemiola.runtime.engine.request import Request
 from hemiola.runtime.engine.scheduler import Scheduler
 from hemiola.runtime.engine.step import Plan
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed * 1000 + length).choices(range(VOCAB), k=length)
 
 
 def turns_until_it_runs(hand: Hand, request_id: int, most: int = 40) -> int:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 
 from hemiola.runtime.api import SamplingParams, StructuredOutputsParams
 from hemiola.runtime.engine import grammar as module
-from hemiola.runtime.engine.grammar import Grammars, Guide, Stuck
+from hemiola.runtime.engine.grammar import Grammar, Grammars, Guide, Stuck
 from hemiola.runtime.engine.request import Bounds, new_request
 from hemiola.runtime.errors import Refused
 
@@ -26,8 +26,11 @@ def ids_of(bits: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
 
 
-def a_guide(pattern: str, **params: object) -> Guide:
-    request = new_request(1, PROMPT, SamplingParams(**params), BOUNDS, grammar=compiled(pattern))
+def a_guide(grammar: str | Grammar, bounds: Bounds = BOUNDS, **params: object) -> Guide:
+    """By a pattern of ASKED, or any other."""
+    if isinstance(grammar, str):
+        grammar = compiled(grammar)
+    request = new_request(1, PROMPT, SamplingParams(**params), bounds, grammar=grammar)
     assert request.guide is not None
     return request.guide
 
@@ -109,8 +112,7 @@ def test_parts_of_characters_are_tokens_like_any_other(tiny_checkpoint: Callable
         made = Grammars(found, size).compile(StructuredOutputsParams(**own))
         for seed in range(4):
             dice, output, text = random.Random(seed), list[int](), b""
-            guide = new_request(1, PROMPT, SamplingParams(), bounds, grammar=made).guide
-            assert guide is not None
+            guide = a_guide(made, bounds)
             while output[-1:] != [0]:
                 follow(guide, output)
                 may = [i for i in ids_of(guide.masks[0]) if i != 0]
@@ -123,8 +125,7 @@ def test_parts_of_characters_are_tokens_like_any_other(tiny_checkpoint: Callable
 def test_a_grammar_may_call_itself() -> None:
     rules = 'root ::= "(" root* ")"'.replace("(", "{", 1).replace('")"', '"}"').replace('"("', '"{"')
     made = grammars().compile(StructuredOutputsParams(grammar=rules))
-    guide = new_request(1, PROMPT, SamplingParams(), BOUNDS, grammar=made).guide
-    assert guide is not None
+    guide = a_guide(made)
     output, depth = [], 0
     for seed in range(40):
         follow(guide, output)
@@ -213,13 +214,11 @@ def test_a_stop_id_of_the_request_ends_a_whole_text_and_the_end_token_no_longer_
 def test_what_explodes_later_says_so() -> None:
     rules = 'start: s\ns: s s s | s s | "a" |'
     made = grammars().compile(StructuredOutputsParams(grammar=rules))
-    guide = new_request(1, PROMPT, SamplingParams(), BOUNDS, grammar=made).guide
-    assert guide is not None
+    guide = a_guide(made)
     with pytest.raises(Stuck, match="max is"):
         for length in range(1000):
             follow(guide, [0] * length)
-    other = new_request(2, PROMPT, SamplingParams(), BOUNDS, grammar=made).guide
-    assert other is not None and follow(other, [0]) == 0, "requests of one grammar share nothing"
+    assert follow(a_guide(made), [0]) == 0, "requests of one grammar share nothing"
 
 
 def test_a_request_that_uses_up_the_lexer_costs_no_other_request_of_the_same_grammar(
@@ -231,10 +230,9 @@ def test_a_request_that_uses_up_the_lexer_costs_no_other_request_of_the_same_gra
     dice, bounds = random.Random(1), BOUNDS._replace(max_len=5000)
 
     def read(output: list[int]) -> None:
-        request = new_request(1, PROMPT, SamplingParams(max_tokens=4000), bounds, grammar=made)
-        assert request.guide is not None
+        guide = a_guide(made, bounds, max_tokens=4000)
         for length in range(len(output) + 1):
-            follow(request.guide, output[:length])
+            follow(guide, output[:length])
 
     with pytest.raises(Stuck, match="too many states"):
         read(dice.choices(range(2), k=3000))
@@ -244,8 +242,7 @@ def test_a_request_that_uses_up_the_lexer_costs_no_other_request_of_the_same_gra
 
 def test_a_draft_behind_which_nothing_goes_on_is_dropped() -> None:
     made = grammars().compile(StructuredOutputsParams(grammar='start: "a" x | "a" "b" "c"\nx: x "d"'))
-    guide = new_request(1, PROMPT, SamplingParams(bad_words_ids=[[2]]), BOUNDS, grammar=made).guide
-    assert guide is not None
+    guide = a_guide(made, bad_words_ids=[[2]])
     a, b, c = (TEXTS.index(text) for text in "abc")
     assert follow(guide, [], [a, b, c]) == 1, "behind b only c fits, a bad word"
     assert follow(guide, [a], [b]) == 0
@@ -264,9 +261,7 @@ def test_tokens_beyond_the_engines_logits_are_never_allowed() -> None:
     large = Grammars(tokenizer(), vocab_size=200)  # ids that pad a vocabulary
     for made, most in ((small, 40), (large, VOCAB)):
         grammar = made.compile(StructuredOutputsParams(regex="(?s).*"))
-        request = new_request(1, PROMPT, SamplingParams(), BOUNDS._replace(eos_ids=(3,)), grammar=grammar)
-        assert request.guide is not None
-        found = ids_of(request.guide.masks[0])
+        found = ids_of(a_guide(grammar, BOUNDS._replace(eos_ids=(3,))).masks[0])
         assert found == list(range(min(most, len(TEXTS))))
 
 

@@ -15,7 +15,7 @@ whatever was reused. Axis G (graphs) does not exist yet: nothing here runs on a 
     M7       test_m07   ../cache/test_prefix.py
     M9       test_m09   test_drafts.py, ../test_llm.py (stop strings)
     M10      test_m10; graph sizes: none yet
-    M11 M12  test_m11, test_m12   test_drafts.py
+    M11 M12  test_m11, test_m12   test_drafts.py (M11), test_storms.py (fake session)
     M13 M14  test_m13, test_m14   test_edge_states.py, tests/plugins/test_recurrences.py
     M15      test_engine_storms.py   test_storms.py (fake session)
     M16      test_m16   test_sampling.py (chi-square of the sampler and of acceptance)

@@ -1,17 +1,13 @@
 """Steps under way whose outcome the host does not know, and who goes before whom."""
 
-import random
 from collections.abc import Callable
 
 import pytest
 from kit.fake_session import VOCAB, FakeSession, hashed, oracle, resolved
+from kit.hand import prompt
 from kit.proposers import Scripted, always_right, shuffled
 
 DEPTHS = [0, 1, 2]
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed * 1000 + length).choices(range(VOCAB), k=length)
 
 
 @pytest.mark.parametrize(("num_drafts", "steps"), [(0, 25), (3, 9)])

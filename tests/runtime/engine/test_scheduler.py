@@ -1,16 +1,12 @@
 """The fake session checks every batch; here: who runs when, and that nothing of it changes a token."""
 
-import random
 from collections.abc import Callable
 
 import pytest
-from kit.fake_session import VOCAB, oracle
+from kit.fake_session import oracle
+from kit.hand import prompt
 
 from hemiola.runtime.engine.step import Plan
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed * 1000 + length).choices(range(VOCAB), k=length)
 
 
 def test_decode_rows_come_first_then_prompts_then_new_requests(make_hand: Callable) -> None:

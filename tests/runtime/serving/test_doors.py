@@ -225,11 +225,6 @@ DOORS: dict[str, Callable[[Served, str], list[Said]]] = {
 
 
 @pytest.fixture(scope="module")
-def engine_dir(tiny_engine: Callable[..., Path]) -> Path:
-    return tiny_engine("qwen3_5")
-
-
-@pytest.fixture(scope="module")
 def expected(engine_dir: Path) -> list[Said]:
     """The plain run: one request after the other."""
     with LLM(engine_dir, **MODELS["slow"], max_rows=1) as llm:

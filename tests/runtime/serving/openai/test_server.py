@@ -1,7 +1,7 @@
 """`hemiola serve --openai-port`: what leaves it is what the LLM in this process says; so ../test_doors.py."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,11 +19,6 @@ pytestmark = pytest.mark.server
 OPTIONS = {"drafts": "mtp", "num_drafts": 2}
 SERVE = ("--openai-port=0", "--drafts=mtp", "--num-drafts=2", "--restart=1")
 USER = [{"role": "user", "content": "héllo"}]
-
-
-@pytest.fixture(scope="module")
-def engine_dir(tiny_engine: Callable[..., Path]) -> Path:
-    return tiny_engine("qwen3_5")
 
 
 @pytest.fixture(scope="module")
