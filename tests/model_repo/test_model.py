@@ -271,13 +271,13 @@ def test_a_failed_engine_ends_every_stream_with_its_reason(model: Any) -> None:
         assert sender.sent == [("[INTERNAL] the engine failed: ValueError: x", FINAL)]
 
 
-def test_a_refused_request_is_answered_and_forgotten(model: Any) -> None:
-    assert ask(model, prompt=[0]).sent == [("[INVALID_ARG] prompt is zero", FINAL)]
-    assert not model.outbox._open
-
-
-def test_a_lost_engine_is_not_the_requests_fault(model: Any) -> None:
-    assert ask(model, prompt=[9]).sent == [("[UNAVAILABLE] the engine failed (x)", FINAL)]
+@pytest.mark.parametrize(
+    ("prompt", "said"), [([0], "[INVALID_ARG] prompt is zero"), ([9], "[UNAVAILABLE] the engine failed (x)")]
+)
+def test_what_the_engine_does_not_take_is_answered_and_forgotten(
+    model: Any, prompt: list[int], said: str
+) -> None:
+    assert ask(model, prompt=prompt).sent == [(said, FINAL)]
     assert not model.outbox._open
 
 
