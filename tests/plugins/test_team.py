@@ -1,8 +1,6 @@
 """The threads of a step: asleep between steps, never waited for when they come late, remade after a fork."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,18 +13,13 @@ from hemiola.plugins.cpu import team as teams
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import get_long, put_long
 from hemiola.plugins.cpu.team import Crew, quota
+from tests.plugins.test_jit import check, python
 
-ROOT = Path(__file__).parents[2]
 START = """
-import os, signal, sys, threading, time, torch
-from hemiola.plugins.cpu import jit, kernel
-from hemiola.plugins.norm.compiled import norm
+import signal, threading, time
+from hemiola.plugins.cpu import kernel
 cores = os.sched_getaffinity(0)
-torch.set_num_threads(2)
 kernel.WORTH_A_THREAD = -1
-x = torch.arange(16_000.0).view(-1, 16)  # few enough for torch to compute without threads of its own
-def run():
-    return norm(x, torch.empty(0), torch.ones(16), 1e-5, 16, False)
 expected = run()
 same = lambda: torch.equal(run(), expected)
 """
@@ -105,19 +98,13 @@ def test_a_helper_that_a_busy_machine_keeps_away_is_not_waited_for(monkeypatch: 
     alone._helpers = []
 
 
-def python(script: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", START + script], env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
-    try:
-        assert process.wait(timeout=300) == 0
-    finally:
-        process.kill()
+def succeeds(script: str) -> None:
+    check(python(START + script))
 
 
 def test_a_forked_child_makes_its_own_team() -> None:
     """It has no thread of its parent's, and here locks that other threads held."""
-    python("""
+    succeeds("""
 from hemiola.plugins.cpu import team
 from hemiola.plugins.cpu.team import Crew, usual_threads
 team.quota = lambda: 2  # cores that this machine may not have
@@ -140,7 +127,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_process_ends_while_its_helpers_are_awake() -> None:
-    python("""
+    succeeds("""
 signal.alarm(60)
 assert all(same() for _ in range(50))
 """)
@@ -148,7 +135,7 @@ assert all(same() for _ in range(50))
 
 def test_no_more_threads_than_cores_that_the_process_may_run_on() -> None:
     """A child that is given a core of its own asks again."""
-    python("""
+    succeeds("""
 def crew(core):
     os.sched_setaffinity(0, {core})
     with teams.Crew(2, 0) as mine:
