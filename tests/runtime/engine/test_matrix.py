@@ -13,7 +13,7 @@ whatever was reused. Axis G (graphs) does not exist yet: nothing here runs on a 
     M3       test_reports.py (004)   test_matrix_pairs.py (windows of random lengths beside each other)
     M4-M6 M8 test_matrix_cache.py   ../cache/test_prefix.py, test_prefix_loss.py (the index alone)
     M7       test_m07   ../cache/test_prefix.py
-    M9       test_m09   test_drafts.py, ../test_llm.py (stop strings)
+    M9       test_m09   test_drafts.py, test_loop.py (stop strings)
     M10      test_m10; graph sizes: none yet
     M11 M12  test_m11, test_m12   test_drafts.py (M11), test_storms.py (fake session)
     M13 M14  test_m13, test_m14   test_edge_states.py, tests/plugins/test_recurrences.py
