@@ -2,52 +2,44 @@
 
 The keys of a sequence come in spans of SPAN at absolute places, in order; each moves the maximum, the sum
 and the output of a query once (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). An item of
-work is one key head of up to TILE tokens of one row.
+work is one key head of a few tokens of one row.
 """
 
-import numpy as np
 import torch
 
-from hemiola.plugins.cpu.activations import exp
+from hemiola.plugins.attention.spans import (
+    LENS,
+    ROOM,
+    SPAN,
+    STATE,
+    WEIGHTS,
+    begin,
+    find,
+    lay_out,
+    visit,
+)
+from hemiola.plugins.attention.tiles import PANEL, PARTIALS
 from hemiola.plugins.cpu.code import Case, Operand, code_of, complain, lines, numbers, numel
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.rows import owned
 from hemiola.plugins.cpu.simd import (
     LANES,
-    add,
-    clear,
     copy,
     div,
     f32,
-    first_lanes,
-    fma,
     from_bits,
     get,
     get_int,
     get_long,
-    inlined,
-    largest,
     load,
-    mul,
-    peak,
-    put,
     put_long,
-    settle,
     splat,
     store,
-    sub,
-    sums_of,
-    total,
-)
-from hemiola.plugins.cpu.simd import (
-    first as lane,
 )
 from hemiola.plugins.cpu.sizes import Number
 
-SPAN = 4 * LANES
-TILE = 16
-ROOM = 4 * LANES * LANES + 4 * SPAN + 8 * SPAN  # bytes for products, scores and places
+QUERIES = 64  # of an item of work, unless a token alone has more
 
 
 def attention(
@@ -69,7 +61,9 @@ def attention(
     """
     code, q, k, v = code_of(q), lines(q), lines(k), lines(v)
     (num_tokens, num_heads, _), (groups, depth), page_len = q.shape, k.shape[1:], k_pages.shape[1]
-    tiles, live = _tiles_of(rows, num_tokens)
+    copies = num_heads // groups
+    tile_len = max(QUERIES // copies, 1)
+    tiles, live = _tiles_of(rows, num_tokens, tile_len)
     out, num_tiles = owned(live, *q.shape), tiles.shape[0]
     page_table, positions = numbers(page_table), numbers(positions)
     table_len = page_table.shape[1]
@@ -82,33 +76,30 @@ def attention(
     )
     lines_ = (k, k.stride(0), v, v.stride(0), k_pages.shape[0], fault)
     code.call(_write, num_tiles, numel(k) * 0.2, *table, *lines_)
-    copies = num_heads // groups
-    cost, room = (
-        num_tokens * table_len * (0.04 * num_heads * depth * page_len),
-        8 * TILE * copies * (depth + 1),
-    )
-    heads = (q, q.stride(0), copies, scale, first, out)
+    cost = num_tokens * table_len * (0.04 * num_heads * depth * page_len)
+    room = -(-tile_len * copies // LANES) * LANES + PANEL * LANES
+    heads = (q, q.stride(0), copies, room, scale, first, out)
     if wanted is not None:
         some = code.empty(num_tiles, 3, dtype=torch.int64)
         code.call(_narrow, num_tiles, wanted.shape[0] * 1.0, tiles, wanted.shape[0], wanted, some)
         cost, table = wanted.shape[0] * table_len * (0.04 * num_heads * depth * page_len), (some, *table[1:])
-    code.call(_attend, num_tiles * groups, cost, *table, *heads, scratch=room + ROOM)
+    code.call(_attend, num_tiles * groups, cost, *table, *heads, scratch=(8 * depth + STATE) * room + ROOM)
     return out
 
 
-def _tiles_of(rows: Operand, num_tokens: Number) -> tuple[Operand, Operand]:
-    """The live rows of a step in pieces of at most TILE tokens, [pieces, 3] row, first token and number of
-    tokens, 0 where there are fewer pieces; and how many tokens live rows bring."""
+def _tiles_of(rows: Operand, num_tokens: Number, tile_len: int) -> tuple[Operand, Operand]:
+    """The live rows of a step in pieces of at most tile_len tokens, [pieces, 3] row, first token and number
+    of tokens, 0 where there are fewer pieces; and how many tokens live rows bring."""
     code, num_rows = code_of(rows), rows.shape[0]
 
     def cut() -> tuple[Operand, Operand]:
-        most = num_tokens // TILE + num_rows
+        most = num_tokens // tile_len + num_rows
         tiles, live = code.empty(most, 3, dtype=torch.int64), code.empty(1, dtype=torch.int64)
         fault = code.fault(Case(IndexError, "attention: rows name token {0} of {1} tokens"))
-        code.call(_cut, 1, num_rows * 5.0, num_rows, num_tokens, most, rows, tiles, live, fault)
+        code.call(_cut, 1, num_rows * 5.0, num_rows, num_tokens, tile_len, most, rows, tiles, live, fault)
         return tiles, live
 
-    return code.once(("tiles", rows), cut)
+    return code.once(("tiles", rows, tile_len), cut)
 
 
 @helper
@@ -125,7 +116,7 @@ def _put_tile(tiles, n, row, start, num):
 
 
 @Kernel
-def _cut(item, scratch, num_rows, num_tokens, most, rows, tiles, live, fault):
+def _cut(item, scratch, num_rows, num_tokens, tile_len, most, rows, tiles, live, fault):
     """One item: see _tiles_of."""
     found, total = 0, 0
     for n in range(num_rows):
@@ -136,8 +127,8 @@ def _cut(item, scratch, num_rows, num_tokens, most, rows, tiles, live, fault):
         if first < 0 or first + num > num_tokens or total > num_tokens:
             complain(fault, 1, first if first < 0 else max(first + num, total), num_tokens)
             return
-        for start in range(first, first + num, TILE):
-            _put_tile(tiles, found, n, start, min(TILE, first + num - start))
+        for start in range(first, first + num, tile_len):
+            _put_tile(tiles, found, n, start, min(tile_len, first + num - start))
             found += 1
     for i in range(3 * found, 3 * most):
         put_long(tiles, i, 0)
@@ -185,123 +176,41 @@ def _write(
 @Kernel
 def _attend(
     item, scratch, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
-    q, q_len, copies, scale_bits, first, out,
+    q, q_len, copies, room, scale_bits, first, out,
 ):  # fmt: skip
-    """An item is one key head of one tile. q_len is from token to token of q."""
-    scale = splat(from_bits(scale_bits))
-    most = TILE * copies
-    queries, sums = scratch, scratch + 4 * most * depth
-    highs = sums + 4 * most * depth
-    weights = highs + 4 * most
-    products = weights + 4 * most
-    scores = products + 4 * LANES * LANES
-    places = scores + 4 * SPAN  # of the keys of a span
+    """An item is one key head of one tile. q_len is from token to token of q; room is for more queries
+    than an item has, by the lanes of a panel."""
     tile, group = item // groups, item % groups
     row, start, num = _tile_of(tiles, tile)
     if num == 0:
         return
+    count = num * copies
+    queries, sums = scratch, scratch + 4 * room * depth
+    state = sums + 4 * room * depth  # see HIGHS .. LENS
+    partials = state + STATE * room
+    shares = partials + 4 * PARTIALS  # numbers [SPAN, queries of a panel], or of few queries [queries, SPAN]
+    places = shares + 4 * SPAN * LANES * PANEL  # of the keys of a span
     last = 0
-    for n in range(num * copies):
-        t, head = start + n // copies, group * copies + n % copies
-        last = max(last, get_int(positions, t))
-        put(highs, n, f32(-np.inf))
-        put(weights, n, f32(0.0))
-        for i in range(0, depth, LANES):
-            store(queries, n * depth + i, mul(load(q, t * q_len + head * depth + i), scale))
-        clear(sums, n * depth, depth)
+    for n in range(count):
+        position = get_int(positions, start + n // copies)
+        last = max(last, position)
+        put_long(state + LENS * room, n, position + 1)
+    begin(state, count, room, sums, depth)
+    source = q + 4 * (start * q_len + group * copies * depth)
+    lay_out(source, q_len, copies, count, depth, from_bits(scale_bits), queries)
     for span in range(first // SPAN * SPAN, last + 1, SPAN):
-        for j in range(0, min(SPAN, last + 1 - span), LANES):
-            page = get_int(page_table, row * table_len + (span + j) // page_len)
-            place = page * page_len + (span + j) % page_len
-            for i in range(LANES):
-                put_long(places, j + i, ((place + i) * groups + group) * depth)
-        for n in range(num * copies):
-            num_keys = min(SPAN, get_int(positions, start + n // copies) + 1 - span)
-            if num_keys > 0:
-                high, weight = _visit(
-                    k_pages, v_pages, places, num_keys, first - span, depth,
-                    queries, sums, n * depth, products, scores, get(highs, n), get(weights, n),
-                )  # fmt: skip
-                put(highs, n, high)
-                put(weights, n, weight)
-    for n in range(num * copies):
-        at = ((start + n // copies) * groups * copies + group * copies + n % copies) * depth
-        weight = get(weights, n)
+        table, num_keys = page_table + 4 * row * table_len, min(SPAN, last + 1 - span)
+        find(table, page_len, span, num_keys, groups, group, depth, places)
+        at = 0
+        while at < count:
+            at += visit(
+                k_pages, v_pages, places, groups, depth, span, max(first - span, 0), at, count,
+                queries, sums, state, room, partials, shares,
+            )  # fmt: skip
+    target = out + 4 * (start * groups + group) * copies * depth
+    for n in range(count):
+        to = target + 4 * (n // copies * groups * copies + n % copies) * depth
+        weight = get(state + WEIGHTS * room, n)
         for i in range(0, depth, LANES):
             value = load(sums, n * depth + i)
-            store(out, at + i, div(value, splat(weight)) if weight > f32(0.0) else value)
-
-
-@helper
-def _visit(
-    k_pages, v_pages, places, num_keys, num_hidden, depth, queries, sums, query_at, products, scores,
-    high, weight,
-):  # fmt: skip
-    """One span of keys: scores, and with a perhaps higher maximum the weight and the output so far."""
-    if num_hidden >= num_keys:
-        return high, weight
-    nothing = splat(f32(-np.inf))
-    highest = nothing
-    for j in range(0, num_keys, LANES):
-        _multiply(k_pages, places, j, depth, queries, query_at, products)
-        score = first_lanes(sums_of(products, 0), num_keys - j, nothing)
-        score = first_lanes(nothing, num_hidden - j, score)
-        highest = largest(score, highest)
-        store(scores, j, score)
-    top = max(high, peak(highest))
-    kept = f32(0.0)
-    if high > f32(-np.inf):
-        kept = lane(exp(splat(high - top)))
-    shares = splat(f32(0.0))
-    for j in range(0, num_keys, LANES):
-        share = exp(sub(load(scores, j), splat(top)))
-        shares = add(shares, share)
-        store(scores, j, share)
-    _blend(v_pages, places, max(num_hidden, 0), num_keys, depth, scores, splat(kept), sums, query_at)
-    return top, weight * kept + total(shares)
-
-
-@inlined
-def _multiply(k_pages, places, j, depth, queries, query_at, products):
-    """A vector for each of 16 keys from j on: its products with the query, whose sum is the score."""
-    wide = depth // SPAN * SPAN
-    for d in range(0, wide, SPAN):
-        at = query_at + d
-        q0, q1 = load(queries, at), load(queries, at + 16)
-        q2, q3 = load(queries, at + 32), load(queries, at + 48)
-        for i in range(LANES):
-            at, to = get_long(places, j + i) + d, i * LANES
-            value = load(k_pages, at)
-            sum_ = mul(value, q0) if d == 0 else fma(value, q0, load(products, to))
-            sum_ = fma(load(k_pages, at + 32), q2, fma(load(k_pages, at + 16), q1, sum_))
-            store(products, to, fma(load(k_pages, at + 48), q3, sum_))
-        settle()
-    for d in range(wide, depth, LANES):
-        q0 = load(queries, query_at + d)
-        for i in range(LANES):
-            value, to = load(k_pages, get_long(places, j + i) + d), i * LANES
-            store(products, to, mul(value, q0) if d == 0 else fma(value, q0, load(products, to)))
-        settle()
-
-
-@inlined
-def _blend(v_pages, places, begin, end, depth, shares, kept, sums, query_at):
-    """What is kept of the output so far, and the shares of values begin .. end of a span."""
-    wide = depth // SPAN * SPAN
-    for d in range(0, wide, SPAN):
-        at = query_at + d
-        a, b = mul(load(sums, at), kept), mul(load(sums, at + 16), kept)
-        c, e = mul(load(sums, at + 32), kept), mul(load(sums, at + 48), kept)
-        for j in range(begin, end):
-            share, place = splat(get(shares, j)), get_long(places, j) + d
-            a, b = fma(share, load(v_pages, place), a), fma(share, load(v_pages, place + 16), b)
-            c, e = fma(share, load(v_pages, place + 32), c), fma(share, load(v_pages, place + 48), e)
-        store(sums, at, a)
-        store(sums, at + 16, b)
-        store(sums, at + 32, c)
-        store(sums, at + 48, e)
-    for d in range(wide, depth, LANES):
-        a = mul(load(sums, query_at + d), kept)
-        for j in range(begin, end):
-            a = fma(splat(get(shares, j)), load(v_pages, get_long(places, j) + d), a)
-        store(sums, query_at + d, a)
+            store(to, i, div(value, splat(weight)) if weight > f32(0.0) else value)

@@ -48,7 +48,7 @@ def _llvm(builder: Any, name: str, args: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
 
 
-def _place(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
+def place(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
     """A pointer to a number or a vector, `offset` numbers behind an address."""
     number_ = kind.element if isinstance(kind, ir.VectorType) else kind
     start = builder.gep(builder.inttoptr(address, number_.as_pointer()), [offset])
@@ -58,7 +58,7 @@ def _place(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
 def _reader(name: str, kind: Any, align: int, result: Any, finish: Any, meaning: str) -> Any:
     def function(typing: Any, address: Any, offset: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return finish(builder, builder.load(_place(builder, args[0], args[1], kind), align=align))
+            return finish(builder, builder.load(place(builder, args[0], args[1], kind), align=align))
 
         return result(types.int64, types.int64), build
 
@@ -69,7 +69,7 @@ def _reader(name: str, kind: Any, align: int, result: Any, finish: Any, meaning:
 def _writer(name: str, kind: Any, align: int, given: Any, begin: Any, meaning: str) -> Any:
     def function(typing: Any, address: Any, offset: Any, value: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            builder.store(begin(builder, args[2]), _place(builder, args[0], args[1], kind), align=align)
+            builder.store(begin(builder, args[2]), place(builder, args[0], args[1], kind), align=align)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, given), build
@@ -115,7 +115,7 @@ def invoke(typing: Any, function: Any, item: Any, scratch: Any, arguments: Any) 
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function, item, scratch, arguments = args
-        places = [_place(builder, arguments, LONG(n), LONG) for n in range(MOST_ARGUMENTS)]
+        places = [place(builder, arguments, LONG(n), LONG) for n in range(MOST_ARGUMENTS)]
         kind = ir.FunctionType(ir.VoidType(), [LONG] * (2 + MOST_ARGUMENTS))
         pointer = builder.inttoptr(function, kind.as_pointer())
         builder.call(pointer, [item, scratch, *(builder.load(place) for place in places)])
@@ -278,6 +278,16 @@ def first_lanes(typing: Any, value: Any, count: Any, other: Any) -> Any:
         return builder.select(inside, value, other)
 
     return vector(vector, types.int64, vector), build
+
+
+@intrinsic
+def where_less(typing: Any, a: Any, b: Any, value: Any, other: Any) -> Any:
+    """Lanes of value where a < b, of other where not."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), *args[2:])
+
+    return vector(vector, vector, vector, vector), build
 
 
 @intrinsic

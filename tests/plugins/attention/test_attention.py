@@ -152,12 +152,16 @@ class Shape:
     heads: int = 8
     groups: int = 2
     head_dim: int = 64
+    first: int = 0
 
     def __str__(self) -> str:
-        return f"heads={self.heads}/{self.groups}x{self.head_dim}"
+        return f"heads={self.heads}/{self.groups}x{self.head_dim}" + (
+            f" from {self.first}" if self.first else ""
+        )
 
 
 SHAPES = [Shape(), Shape(4, 4, 16), Shape(10, 2, 80), Shape(32, 1, 128), Shape(2, 2, 256)]
+SHAPES += [Shape(6, 2, 32, first=1), Shape(3, 3, 48, first=70)]
 LENGTHS = (1, 15, 64, 129, 70, 333)
 
 
@@ -182,7 +186,7 @@ def run_plan(
             first += step[index]
         chosen = rng.sample(range(len(order)), len(order))  # rows in any order
         lines, lists = int32(*(rows[n] for n in chosen)).view(-1, 8), table[[order[n] for n in chosen]]
-        o = attend("compiled", [q, k, v, *pages, lists, lines, positions, shape.head_dim**-0.5, 0])
+        o = attend("compiled", [q, k, v, *pages, lists, lines, positions, shape.head_dim**-0.5, shape.first])
         for index, line in zip(order, rows, strict=True):
             outputs[index].append(o[line[0] : line[0] + line[1]])
             done[index] = parts[index].stop
