@@ -252,8 +252,13 @@ def usual_threads() -> int:
 
 
 def _forked() -> None:
-    """torch's own threads are lost, and its next loop over many elements would wait for them for ever."""
+    """All other threads are lost. The team's lock stays held if one of them was its master.
+
+    torch's next loop over many elements would wait for its own for ever.
+    """
     global _TEAM, _INHERITED
+    if _TEAM is not None:
+        atexit.unregister(_TEAM.end)
     _TEAM, _INHERITED = None, usual_threads()
     torch.set_num_threads(1)
 

@@ -126,6 +126,27 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """)
 
 
+def test_a_forked_child_does_not_wait_at_its_end_for_a_step_of_its_parent() -> None:
+    """One that steps at the fork holds its team's lock, which nobody releases in the child."""
+    succeeds("""
+from hemiola.plugins.cpu.team import Crew
+begun, ended = threading.Event(), threading.Event()
+def step():
+    with Crew(2, 0):
+        begun.set()
+        ended.wait()
+threading.Thread(target=step).start()
+begun.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    assert same()
+    sys.exit()
+ended.set()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+""")
+
+
 def test_a_process_ends_while_its_helpers_are_awake() -> None:
     succeeds("""
 signal.alarm(60)
