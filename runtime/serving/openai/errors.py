@@ -12,7 +12,8 @@ from hemiola.runtime.errors import Busy, Cancelled, Failed, Lost, Refused
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_AFTER_S = 1  # where nobody knows better
 NOT_LOADED = re.compile(r"Request for unknown model: .* has no available versions")  # tritonserver's words
-TOO_LONG = re.compile(r"prompt is \d+ tokens, max_len")
+TOO_LONG = re.compile(r"prompt is \d+ (tokens|characters), (and )?max_len=")
+BAD_ID = re.compile(r"token id -?\d+ at position \d+ of the prompt")
 
 
 class ApiError(Exception):
@@ -52,6 +53,8 @@ def api_error(error: Exception) -> ApiError:
             message = str(error)
             if TOO_LONG.search(message):
                 return ApiError(400, message, param="prompt", code="context_length_exceeded")
+            if BAD_ID.search(message):
+                return ApiError(400, message, param="prompt", code="invalid_value")
             word = message.split(" ", 1)[0].removesuffix(":")
             param = word if word in SamplingParams.model_fields else None
             return ApiError(400, message, param=param, code="invalid_value" if param else None)

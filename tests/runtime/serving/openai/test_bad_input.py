@@ -35,7 +35,7 @@ BAD = {
     "number_for_prompt": (TEXT, {"prompt": 5}, "prompt", "give a text, a list of token ids"),
     "float_ids": (TEXT, {"prompt": [1.5]}, "prompt", "give a text, a list of token ids"),
     "boolean_ids": (TEXT, {"prompt": [True]}, "prompt", "give a text, a list of token ids"),
-    "huge_id": (TEXT, {"prompt": [5, 2**70]}, None, f"token id {2**70} at position 1"),
+    "huge_id": (TEXT, {"prompt": [5, 2**70]}, "prompt", f"token id {2**70} at position 1"),
     "text_without_tokenizer": (TEXT, {"model": "ids"} | P, None, "model ids has no tokenizer"),
     "unknown_option": (TEXT, P | {"max_tokns": 5}, "max_tokns", "unknown option 'max_tokns'"),
     "max_tokens_of_70_bits": (TEXT, P | {"max_tokens": 2**70}, "max_tokens", "needs more than 64 bits"),

@@ -258,6 +258,11 @@ def test_events_are_ascii_and_end_with_done(start: Callable[..., Front], triton:
     ("message", "status", "code"),
     [
         ("[INVALID_ARG] prompt is 600 tokens, max_len=512; shorten it", 400, "context_length_exceeded"),
+        (
+            "[INVALID_ARG] prompt is 99 characters, and max_len=4 tokens have at most 23 each; shorten it",
+            400,
+            "context_length_exceeded",
+        ),
         ("[INVALID_ARG] seed is bad", 400, "invalid_value"),
         ("[UNAVAILABLE] the engine failed", 503, None),
         ("[INTERNAL] boom", 500, "internal_error"),
