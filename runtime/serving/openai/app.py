@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import fcntl
 import hmac
 import logging
+import sys
+import termios
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +35,8 @@ from hemiola.runtime.serving.openai.wire import Answers, Found, Wire
 from hemiola.runtime.text import LONG_TEXT
 
 log = logging.getLogger("hemiola.openai")
-WRITE_TIMEOUT_S = 60.0  # for a client to read what fills its socket
+WRITE_TIMEOUT_S = 60.0  # for a client to read anything of what fills its socket
+LOOKS = 20  # within that time, at what it has read
 NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
 METRICS_TIMEOUT_S = 5.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -96,8 +100,13 @@ class App:
                 await response.write_eof()
             status = str(response.status)
             return response
-        except (ConnectionError, asyncio.CancelledError):
+        except asyncio.CancelledError:
             raise  # nobody is there to be told
+        except ConnectionError as error:
+            status = f"left ({error})"
+            if request.transport is not None:
+                request.transport.abort()  # what it has not read yet is held no longer
+            raise
         except Exception as error:
             found = http_error(request, error) if isinstance(error, web.HTTPException) else api_error(error)
             if found.status == 500:
@@ -301,14 +310,38 @@ class Events:
 
 @contextlib.asynccontextmanager
 async def writing(http: web.Request) -> AsyncIterator[None]:
-    """Waits for a client to read, but not for ever."""
+    """Waits for a client to read, slowly if it likes, but not for ever."""
+    watch = None
     try:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
+        async with asyncio.timeout(WRITE_TIMEOUT_S) as limit:
+            watch = asyncio.create_task(extend(limit, http))
             yield
     except TimeoutError:
-        if http.transport is not None:
-            http.transport.abort()
         raise ConnectionResetError(f"the client read nothing for {WRITE_TIMEOUT_S:g} s") from None
+    finally:
+        if watch is not None:
+            watch.cancel()
+
+
+async def extend(limit: asyncio.Timeout, http: web.Request) -> None:
+    """Moves the limit whenever the client has read something."""
+    before = unread(http)
+    while True:
+        await asyncio.sleep(WRITE_TIMEOUT_S / LOOKS)
+        if limit.expired():
+            return
+        if (now := unread(http)) != before:
+            before = now
+            limit.reschedule(asyncio.get_running_loop().time() + WRITE_TIMEOUT_S)
+
+
+def unread(http: web.Request) -> int:
+    """Bytes that the client's machine has not taken yet: those of asyncio, and those of the kernel."""
+    transport = http.transport
+    if transport is None or transport.is_closing():
+        return 0
+    queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    return transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
 
 def describe(model: Model) -> dict[str, Any]:

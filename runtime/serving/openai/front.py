@@ -21,10 +21,15 @@ IDLE_TIMEOUT_S = 75.0  # for a request's headers to arrive; more than the 60 s o
 
 
 class NoHttp(logging.Filter):
-    """What is no HTTP is its sender's affair; it may hold a key, or be what was meant as a prompt."""
+    """What is no HTTP is its sender's affair; it may hold a key, or be what was meant as a prompt.
+
+    Clients that left have their line by App.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ConnectionError):
+            return False
         if not isinstance(error, HttpProcessingError):
             return True
         log.debug("a request that is no HTTP: %s", type(error).__name__)

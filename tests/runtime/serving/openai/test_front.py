@@ -357,10 +357,28 @@ def test_a_client_that_reads_nothing_is_dropped(
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
         )
         until(lambda: "/v1/completions left" in caplog.text)
-        assert len(triton.cancelled) == stream
+        until(lambda: len(triton.cancelled) == stream)
         with contextlib.suppress(ConnectionError):
             while idle.recv(1 << 20):
                 pass
+    assert "the client read nothing for 0.3 s" in caplog.text and "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_reads_slowly_is_cut_off(
+    start: Callable[..., Front], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(app, "WRITE_TIMEOUT_S", 0.5)
+    triton.script = script("x" * 8_000_000)
+    body = json.dumps({"model": "tiny", "prompt": "x", "stream": stream})
+    said = bytearray()
+    with socket.create_connection(("127.0.0.1", start().port), timeout=20) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        slow.sendall(BODY + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        while found := slow.recv(1 << 18):
+            said += found
+            time.sleep(0.05)
+    assert said.count(b"x") > 8_000_000
 
 
 WHOLE = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
