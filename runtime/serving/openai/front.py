@@ -30,7 +30,7 @@ class NoHttp(logging.Filter):
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, ConnectionError):
             return False
-        if not isinstance(error, HttpProcessingError):
+        if not isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
             return True
         log.debug("a request that is no HTTP: %s", type(error).__name__)
         return False

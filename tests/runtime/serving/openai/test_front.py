@@ -597,3 +597,16 @@ def test_the_log_has_no_prompt(
         *[["a", "request", "that"]] * 2,
     ]
     assert "secret" not in caplog.text and "answer" not in caplog.text
+
+
+@pytest.mark.parametrize("key", ["one", "wrong"])
+def test_a_broken_gzip_body_is_a_traceback_in_the_log(
+    start: Callable[..., Front], caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    caplog.set_level(logging.DEBUG, "hemiola.openai")
+    front = start(api_keys=("one",))
+    head = {"Content-Encoding": "gzip", "Authorization": f"Bearer {key}"}
+    answer = requests.post(f"{front.url}/completions", data=json.dumps(SMALL), headers=head, timeout=60)
+    assert answer.status_code == (400 if key == "one" else 401)
+    until(lambda: "a request that is no HTTP: RequestPayloadError" in caplog.text)
+    assert "Traceback" not in caplog.text
