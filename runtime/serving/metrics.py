@@ -18,6 +18,7 @@ OUTCOMES: tuple[Outcome, ...] = ("success", "cancelled", "timeout", "invalid", "
 EDGES_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 HEARTBEAT = "hemiola_heartbeat_timestamp_seconds"
+RESTARTS = "hemiola_restarts_total"
 
 
 class Family(NamedTuple):
@@ -48,7 +49,7 @@ FAMILIES = {
     "hemiola_engine_seconds_total": Family("counter", "of that, time in the engine itself"),
     HEARTBEAT: Family("gauge", "when the engine was last known to move"),
     "hemiola_healthy": Family("gauge", "1: takes requests; 0: the engine is lost"),
-    "hemiola_restarts_total": Family("counter", "times that `hemiola serve` has started a lost server again"),
+    RESTARTS: Family("counter", "times that `hemiola serve` has started a lost server again"),
 }
 HISTOGRAMS = {
     "hemiola_time_to_first_token_seconds": "from a request's arrival to its first token",
@@ -148,7 +149,7 @@ class Meter:
         for outcome in OUTCOMES:
             yield Series("hemiola_requests_total", (("outcome", outcome),)), self._outcomes[outcome]
         yield Series("hemiola_prompt_tokens_total"), self._num_prompt_tokens
-        yield Series("hemiola_restarts_total"), self._num_restarts
+        yield Series(RESTARTS), self._num_restarts
         for name, counts in (("draft", self._drafted), ("accepted", self._accepted)):
             for place, count in enumerate(counts):
                 yield Series(f"hemiola_{name}_tokens_total", (("position", str(place)),)), count
@@ -206,9 +207,11 @@ class Board:
 
     def post(self, values: dict[Series, float]) -> None:
         for series, value in values.items():
-            posted = self._posted.get(series)
             if series not in self._metrics:
                 self._metrics[series] = self._make(series)
+                if series.name == RESTARTS:  # tritonserver's, not the engine's: one before has counted them
+                    self._posted[series] = self._metrics[series].value()
+            posted = self._posted.get(series)
             if value == posted:
                 continue
             self._posted[series] = value

@@ -205,6 +205,8 @@ def test_an_engine_is_reloaded_under_a_stream_of_another(served: Served, llm: LL
     with Client(served.grpc_url, "second") as other, InferenceServerClient(served.grpc_url) as control:
         stream = other.stream("neighbour", LONG)
         next(stream)
+        until(lambda: key("hemiola_healthy") in scrape(served))  # comes behind the count of restarts
+        num_restarts = scrape(served)[key("hemiola_restarts_total")]
         with Client(served.grpc_url) as client:
             in_flight = client.stream("def ", LONG)
             pieces = [next(in_flight)]
@@ -218,6 +220,7 @@ def test_an_engine_is_reloaded_under_a_stream_of_another(served: Served, llm: LL
                 control.load_model("hemiola", headers=KEY)
         works_again(served, llm)
         until(lambda: scrape(served)[key("hemiola_healthy")] == 1)
+        assert scrape(served)[key("hemiola_restarts_total")] == num_restarts, "a reload counts them again"
         assert [piece.finish_reason for piece in stream][-1] == "length"
         held = [os.readlink(fd) for fd in Path(f"/proc/{served.pid()}/fd").iterdir()]
         assert not [link for link in held if link.startswith("socket:")], "it keeps callers' connections open"

@@ -99,7 +99,7 @@ class MetricFamily:
             assert self.kind == "gauge"
             self.page[key] = value
 
-        return SimpleNamespace(increment=increment, set=put)
+        return SimpleNamespace(increment=increment, set=put, value=lambda: self.page[key])
 
 
 class FakeLlm:
@@ -423,16 +423,16 @@ def test_a_temperature_sent_as_fp32_is_the_one_that_was_written(module: ModuleTy
 
 
 def test_an_engine_that_is_loaded_again_shows_levels_of_the_one_before(module: ModuleType) -> None:
-    """Tritonserver keeps them; counters go on."""
-    names = ["pages", "healthy", "heartbeat_timestamp_seconds", "preemptions_total"]
+    """Tritonserver keeps them; counters go on, but for restarts of tritonserver itself."""
+    names = ["pages", "healthy", "heartbeat_timestamp_seconds", "preemptions_total", "restarts_total"]
     names, page = [f"hemiola_{name}" for name in names], MetricFamily.page
     for pages, total in ((46, 3), (0, 6)):
         board = Board(MetricFamily, {})
         for _ in range(2):
-            board.post(dict(zip(map(Series, names), (pages, 1, 99, 3), strict=True)))
-        assert [page[name, ()] for name in names] == [pages, 1, 99, total]
+            board.post(dict(zip(map(Series, names), (pages, 1, 99, 3, 2), strict=True)))
+        assert [page[name, ()] for name in names] == [pages, 1, 99, total, 2]
     board.close()
-    assert [page[name, ()] for name in names] == [0, 0, 99, 6], "an unloaded engine looks healthy"
+    assert [page[name, ()] for name in names] == [0, 0, 99, 6, 2], "an unloaded engine looks healthy"
 
 
 def test_an_engine_without_a_tokenizer_serves_ids_and_refuses_text(
