@@ -71,7 +71,7 @@ class StructuredOutputsParams(Strict):
     json_object: bool = Field(default=False, description="any JSON object")
     regex: str | None = Field(default=None, description="a text that this regular expression matches whole")
     grammar: str | None = Field(default=None, description="a text of this grammar, GBNF (EBNF) or Lark")
-    choice: tuple[str, ...] | None = Field(default=None, description="one of these texts")
+    choice: tuple[str, ...] | None = Field(default=None, fail_fast=True, description="one of these texts")
 
     @field_validator("json_schema", mode="before")
     @classmethod
@@ -151,7 +151,9 @@ class SamplingParams(Strict):
     )
     logit_bias: Mapping[int, float] = Field(default={}, description="token id and what is added to its logit")
     bad_words: tuple[str, ...] = Field(default=(), description="never written, at a word's beginning")
-    bad_words_ids: tuple[tuple[int, ...], ...] = Field(default=(), description="the same, as token ids")
+    bad_words_ids: tuple[tuple[int, ...], ...] = Field(
+        default=(), fail_fast=True, description="the same, as token ids"
+    )
     structured_outputs: StructuredOutputsParams | None = Field(
         default=None, description="what the whole output must be: JSON, a regex, a grammar, a choice"
     )
@@ -184,9 +186,15 @@ class SamplingParams(Strict):
     @field_validator("stop", "stop_token_ids", "bad_words", "bad_words_ids", "logit_bias", mode="before")
     @classmethod
     def _not_endless(cls, value: object, info: ValidationInfo) -> object:
-        if isinstance(value, (list, tuple, Mapping)) and len(value) > MAX_ENTRIES:
+        lists = [
+            each
+            for each in (value, *(value if isinstance(value, (list, tuple)) else ()))
+            if isinstance(each, (list, tuple, Mapping))
+        ]
+        most = max(map(len, lists), default=0)
+        if most > MAX_ENTRIES:
             raise ValueError(
-                f"{info.field_name} has {len(value)} entries, at most {MAX_ENTRIES} are served; give fewer"
+                f"{info.field_name} has {most} entries, at most {MAX_ENTRIES} are served; give fewer"
             )
         return value
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, get_args, get_origin
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai.schema import ChatRequest, CompletionRequest
 
 BAD = [None] * 1000  # fits no item
@@ -54,3 +56,19 @@ def test_a_list_of_bad_items_builds_no_error_for_each(at: str) -> None:
     with pytest.raises(ValidationError) as caught:
         kind.model_validate_json(json.dumps(body))
     assert caught.value.error_count() < MOST_ERRORS
+
+
+@pytest.mark.parametrize(
+    ("asked", "most"),
+    [({"bad_words_ids": [BAD] * 9}, len(BAD)), ({"structured_outputs": {"choice": BAD}}, 1)],
+    ids=["bad_words_ids", "choice"],
+)
+def test_nor_do_bad_items_of_our_own_parameters(asked: dict[str, object], most: int) -> None:
+    with pytest.raises(ValidationError) as caught:
+        SamplingParams.__pydantic_validator__.validate_python(asked)
+    assert caught.value.error_count() <= most
+
+
+def test_entries_of_entries_have_a_limit_too() -> None:
+    with pytest.raises(Refused, match="bad_words_ids has 1025 entries, at most 1024 are served"):
+        SamplingParams(bad_words_ids=((1,), (1,) * 1025))
