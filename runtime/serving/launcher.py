@@ -219,7 +219,7 @@ class Server:
     def _await_ready(self) -> None:
         assert self._process is not None
         deadline = time.monotonic() + self._start_timeout_s
-        while not self._answers("ready"):
+        while not (self._answers(f"{self.http_url}/v2/health/ready") and self._answers(self.metrics_url)):
             status = self._process.poll()
             if status is not None:
                 ended = "" if status == 1 else f" (it ended with {status})"  # 1: it says why
@@ -232,9 +232,9 @@ class Server:
             time.sleep(0.05)
         self._log.ready = True
 
-    def _answers(self, question: str) -> bool:
+    def _answers(self, url: str) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.http_url}/v2/health/{question}", timeout=1) as answer:
+            with urllib.request.urlopen(url, timeout=1) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
@@ -282,7 +282,7 @@ class Server:
                 status = self._process.wait(WATCH_S)
                 self.kill()
                 return f"tritonserver ended by itself with {status}: {self._log.reason()}"
-            if self._answers("live"):
+            if self._answers(f"{self.http_url}/v2/health/live"):
                 answered = time.monotonic()
             reason = self._trouble(time.monotonic() - answered)
             if reason:
