@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import hmac
 import logging
+import re
 import sys
 import termios
 import time
@@ -16,7 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Busy, Refused
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.errors import ApiError, api_error
@@ -39,6 +40,7 @@ WRITE_TIMEOUT_S = 60.0  # for a client to read anything of what fills its socket
 LOOKS = 20  # within that time, at what it has read
 NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
 METRICS_TIMEOUT_S = 5.0
+ROOM = re.compile(r"in (\d+) rows, and no more than max_queue=(\d+) may wait")  # model.py's words
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -204,6 +206,8 @@ class App:
                 return await stream(http, work, answers, request.stream_options or StreamOptions())
             await answers.each(work.take)
             return web.json_response(work.reply.whole(), headers={"X-Request-Id": work.reply.id})
+        except Busy as error:
+            raise too_many(error, len(work.asked)) from None
         finally:
             answers.close()
 
@@ -239,6 +243,20 @@ def said_as(request: ChatRequest) -> Iterator[None]:
         raise ApiError(400, message, param=name, code="invalid_value") from None
 
 
+def too_many(error: Exception, num_asked: int) -> Exception:
+    """A batch that the engine never has room for is no matter of coming back later."""
+    room = ROOM.search(str(error)) if isinstance(error, Busy) else None
+    if room is None or num_asked <= (most := sum(map(int, room.groups()))):
+        return error
+    rows, queue = room.groups()
+    return ApiError(
+        400,
+        f"prompts x n is {num_asked}, the engine takes {most} at once ({rows} rows, max_queue={queue});"
+        " send fewer",
+        param="n",
+    )
+
+
 async def encode(model: Model, prompt: str | list[int]) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
@@ -264,7 +282,9 @@ async def stream(
         raise
     except Exception as error:  # its status has been sent: clients look into the events
         log.warning("%s after its first token: %s", work.reply.id, error)
-        await events.send(event(ENCODER.encode(api_error(error).body())), last=True)
+        await events.send(
+            event(ENCODER.encode(api_error(too_many(error, len(work.asked))).body())), last=True
+        )
     return response
 
 

@@ -288,6 +288,25 @@ def test_what_the_model_refuses_has_its_status(
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("num_prompts", "status"), [(5, 429), (6, 400)])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_batch_that_never_has_room_is_told_to_come_back(
+    client: OpenAI, triton: ScriptedTriton, stream: bool, begun: bool, num_prompts: int, status: int
+) -> None:
+    room = "5 answers are under way in 2 rows, and no more than max_queue=3 may wait"
+    busy = f"[OVERLOADED] {room}; try again in 2 s"
+    triton.script = [Piece("a", [7])] * begun + [RuntimeError(busy)]
+    said = (
+        r"prompts x n is 6, the engine takes 5 at once \(2 rows, max_queue=3\)"
+        if status == 400
+        else "try again in 2 s"
+    )
+    with pytest.raises(APIError, match=said) as caught:
+        list(client.completions.create(model="tiny", prompt=["x"] * num_prompts, stream=stream))
+    assert getattr(caught.value, "status_code", status) == status
+
+
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
