@@ -229,6 +229,9 @@ class Replies:
             else:
                 self._meter.first(now - stream.arrival)
             branch.last_said = now
+            if now > stream.deadline and piece.finish_reason is None and not stream.aborted:
+                stream.timed_out = True
+                self.abort(stream)
         branch.said.append(piece)
         stream.num_running -= piece.finish_reason is not None
         if stream.flags["stream"] or not stream.num_running:
