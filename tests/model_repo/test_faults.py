@@ -234,7 +234,9 @@ def test_a_timeout_ends_with_what_there_is_and_n_answers_are_those_of_n_seeds(
     answer = post(served, slow).json()
     assert answer["finish_reason"] == "timeout" and answer["num_output_tokens"] < 900
     told = llm.generate(["def "], LONG)[0].token_ids
-    ids = answer["output_ids"]
+    ids = (
+        answer["output_ids"] if answer["num_output_tokens"] > 1 else [answer["output_ids"]]
+    )  # as Triton does
     assert ids == told[: len(ids)]
     body = {"text_input": "def ", "max_tokens": 6, "ignore_eos": True, "temperature": 0.9, "seed": 7, "n": 3}
     answer = post(served, body | {"return_log_probs": True, "exclude_input_in_output": False}).json()
