@@ -14,11 +14,12 @@ def main() -> None:
     import triton
     from triton.testing import do_bench
 
+    from plugins.gpu.driver import version
+
     device = torch.cuda.get_device_properties(0)
-    driver = torch._C._cuda_getDriverVersion()
     print(
         f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {device.multi_processor_count}"
-        f" multiprocessors, CUDA driver {driver // 1000}.{driver % 1000 // 10}, torch {torch.__version__},"
+        f" multiprocessors, CUDA driver {'.'.join(map(str, version()))}, torch {torch.__version__},"
         f" Triton {triton.__version__}, Python {sys.version.split()[0]}"
     )
     source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
