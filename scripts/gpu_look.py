@@ -14,7 +14,7 @@ def main() -> None:
     import triton
     from triton.testing import do_bench
 
-    from plugins.gpu.driver import version
+    from hemiola.plugins.gpu.driver import version
 
     device = torch.cuda.get_device_properties(0)
     print(
