@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a GPU machine without a network needs for scripts/gpu_session.py, into .lease/ (which git ignores):
 #   scripts/gpu_prepare.sh [VLLM_PEER_FOLDER]
-# base/: wheels that its Python 3.12 lacks, the tree with gpu_next.patch (10 MB) and the commit's name. With a folder that
+# base/: wheels that its Python 3.12 lacks, and the commit's name. With a folder that
 # holds vLLM's make_bundle.sh (10 minutes): vllm1/ and vllm2/, 20 MB each, one for each of two calls, since a call
 # carries 64 MiB.
 set -euo pipefail
@@ -12,11 +12,6 @@ platforms=$(for n in 2_31 2_28 2_17; do echo "--platform manylinux_${n}_x86_64";
 # shellcheck disable=SC2086
 python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $platforms \
     --platform manylinux2014_x86_64 -d .lease/base/whl $wheels
-if [ -f scripts/gpu_next.patch ]; then
-    mkdir .lease/base/next
-    git archive HEAD benchmarks builder hemiola plugins runtime tests pyproject.toml | tar -x -C .lease/base/next
-    git apply --directory .lease/base/next scripts/gpu_next.patch
-fi
 git describe --always --dirty > .lease/base/commit
 if [ $# -gt 0 ]; then
     rm -rf .lease/vllm .lease/vllm1 .lease/vllm2

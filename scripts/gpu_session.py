@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 LEASE = ROOT / ".lease"  # what scripts/gpu_prepare.sh made, and the calls carry
-NEXT = LEASE / "base/next"  # a tree with scripts/gpu_next.patch
 KEPT = Path("/tmp/gpu_session")  # of this machine, for later calls
 SITE, ENGINES, VLLM = KEPT / "site", KEPT / "engines", KEPT / "vllm"
 ENOUGH = 0.6  # of its time; with less left no stage begins, but one behind it may
@@ -54,9 +53,6 @@ STAGES = (
     Stage("numbers", 90, "python3 benchmarks/gpu_numbers.py", True),
     Stage("prompts", 90, f"{MODELS} --models 9b --rows '' --prompts", True),
     Stage("recurrences", 120, RECURRENCES, True),
-    Stage("next bits", 120, f"cd {NEXT} && PYTHONPATH=.:tests:{SITE} {PYTEST}"
-          " tests/plugins/delta/test_triton.py tests/plugins/mamba2/test_triton.py", needs=NEXT),
-    Stage("next recurrences", 120, f"cd {NEXT} && PYTHONPATH=.:tests:{SITE} {RECURRENCES}", True, NEXT),
     Stage("storms", 200, "python3 scripts/gpu_storms.py --seconds 180 --processes 14"),
     Stage("vllm", 300, f"PYTHONPATH={VLLM}/site PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work python3"
           f" {VLLM}/bench/bench.py --budget 290 --configs 9b-off,9b-mtp3,0.8b-mtp3", True,

@@ -6,9 +6,9 @@ A chunk with edge state S0 and G = cumsum(g) (arXiv 2412.06464, 2510.26692), abs
     o    = (q exp(G) - M (k exp(G))) S0 + M v
     S1   = exp(G_C) S0 + (k exp(G_C - G))' U,   U = T v - T (k exp(G)) S0
 What needs no state is computed first, by many small programs (`_weigh`, weights.py). Then an output reads the
-state once, through one vector per token (`_step`), also where a row of few tokens passes an edge (`_pass`); a
-row of many tokens goes on with its state in registers (`_scan`). Row t of T depends on rows up to t only, and
-bits depend on no layout. Multiply-adds are contracted only where the source says so.
+state once, through one vector per token (`_step`); a row of many tokens goes on with its state in registers
+(`_scan`). Row t of T depends on rows up to t only, and bits depend on no layout. Multiply-adds are contracted
+where the source says so, only.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,10 @@ from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import every_number_of_rows
 
 _weigh = Kernel("delta", "_weigh")
-_weigh_passing = Kernel("delta", "_weigh_passing")
-_pass = Kernel("delta", "_pass")
-_scan = Kernel("delta", "_scan")
 _step = Kernel("delta", "_step")
-
+_scan = Kernel("delta", "_scan")
 SHORT = 16  # tokens of a row that is not long
+
 variants = every_number_of_rows
 
 
@@ -39,8 +37,9 @@ class TilePlan(NamedTuple):
     warps: int
     scan_channels: int
     scan_warps: int
-    programs: int  # of `_pass` and `_scan`
+    programs: int  # of `_scan`
     weigh_warps: int
+    shares: int  # programs of `_weigh` for the rows whose edge does not stay
 
 
 def choose(num_rows: int, heads: int, width: int, decays: int) -> TilePlan:
@@ -49,8 +48,10 @@ def choose(num_rows: int, heads: int, width: int, decays: int) -> TilePlan:
     tiles, together = heads * cdiv(width, channels), 1
     while tiles % (together * 2) == 0 and together < 4 and num_rows * tiles // (together * 2) >= 528:
         together *= 2
-    weigh_warps = 2 if decays == 1 and num_rows * heads >= 528 else 4  # 4 are sooner done, 2 do more a second
-    return TilePlan(channels, together, 2, 4, channels, 4, 264, weigh_warps)
+    weigh_warps = (
+        1 if decays == 1 and num_rows * heads >= 528 else 4
+    )  # 4 are sooner done, 1 does more a second
+    return TilePlan(channels, together, 3, 4, channels, 4, 264, weigh_warps, 1056 // weigh_warps)
 
 
 def delta(
@@ -80,34 +81,30 @@ def delta(
     query = torch.empty((num_tokens, heads, 2, depth), dtype=q.dtype, device=device)  # in two halves
     mixed = torch.empty((num_tokens, heads, width), dtype=torch.float32, device=device)
     lines = num_tokens + num_rows * ring_len  # new tokens, then the rows' records
-    keys = torch.empty((lines, heads, 2, depth), dtype=k.dtype, device=device)
-    gains = torch.empty((lines, heads, width), dtype=torch.float32, device=device)
-    totals = torch.empty((lines if decays == 1 else 0, heads), dtype=torch.float32, device=device)
-    weights, counts = (query, mixed, keys, gains, totals), (num_rows, num_tokens)
-    strides = (ring_len, q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0))
+    keys = torch.empty((lines, groups, depth), dtype=k.dtype, device=device)
+    solved_keys = torch.empty((lines, heads, 2, depth), dtype=k.dtype, device=device)
+    solved_values = torch.empty((lines, heads, width), dtype=torch.float32, device=device)
+    totals = torch.empty((lines, heads, decays), dtype=torch.float32, device=device)
+    gates = (a, b, dt_bias, A)
+    weights = (query, mixed, keys, solved_keys, solved_values, totals)
+    strides = (k.stride(0), v.stride(0), a.stride(0), b.stride(0))
     sizes = dict(H=heads, G=groups, K=depth, V=width, J=decays, CHUNK=chunk_len, enable_fp_fusion=False)
-    weighing = dict(num_warps=plan.weigh_warps, num_stages=1)
     clears, tiles = cdiv(num_tokens, CLEAR_TOKENS), heads * cdiv(width, plan.channels)
-    _weigh[(clears + num_rows * heads,)](
-        *tokens, *records, rows, o, query, mixed, clears, *counts, *strides, **sizes, **weighing
-    )
-    _weigh_passing[(min(num_tokens * heads, plan.programs * 8),)](
-        *tokens, *records, rows, *weights, *counts, *strides, **sizes, **weighing
-    )
-    moving = (k, a, dt_bias, A, state, k_records, g_records, rows, o, *weights, *counts)
-    moving = (*moving, ring_len, k.stride(0), a.stride(0))
-    _pass[(min(num_rows * tiles, plan.programs),)](
-        *moving, **sizes, BV=plan.channels, num_warps=plan.warps, num_stages=1
-    )
+    shares = min(num_tokens * heads, plan.shares)
+    _weigh[(clears + shares + num_rows * heads,)](
+        q, k, v, *gates, *records, rows, o, *weights, clears, shares, num_rows, num_tokens,
+        ring_len, q.stride(0), *strides, **sizes, num_warps=plan.weigh_warps, num_stages=1,
+    )  # fmt: skip
+    _step[(num_rows * tiles // plan.tiles,)](
+        k, v, *gates, state, *records, rows, o, *weights, num_tokens, ring_len, *strides, state, **sizes,
+        BV=plan.channels, TILES=plan.tiles, STAGES=plan.stages, num_warps=plan.warps,
+    )  # fmt: skip
     if num_tokens > SHORT or ring_len + num_tokens >= 2 * chunk_len:  # else no row is long
         items = num_rows * heads * cdiv(width, plan.scan_channels)
         _scan[(min(items, plan.programs),)](
-            *moving, **sizes, BV=plan.scan_channels, num_warps=plan.scan_warps, num_stages=1
-        )
-    _step[(num_rows * tiles // plan.tiles,)](  # last: it keeps records, now that the old ones were read
-        *tokens[1:], state, *records, rows, o, query, mixed, ring_len, *strides[2:], state, **sizes,
-        BV=plan.channels, TILES=plan.tiles, STAGES=plan.stages, num_warps=plan.warps,
-    )  # fmt: skip
+            state, rows, o, *weights, num_rows, num_tokens, ring_len, **sizes,
+            BV=plan.scan_channels, num_warps=plan.scan_warps, num_stages=1,
+        )  # fmt: skip
     return o
 
 

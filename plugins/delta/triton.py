@@ -3,26 +3,36 @@
 import triton
 import triton.language as tl
 
-from hemiola.plugins.delta.weights import decay_of, gates, keep_gates, lines_of, solve
+from hemiola.plugins.delta.weights import gates, keep_gates, lines_of, solve, store_fold
 from hemiola.plugins.gpu.precise import add_dot, dot, dot_wide, dot_wide_left, halves
-from hemiola.plugins.gpu.recurrences import ages, chunk_of, chunks_of_kind, places, take
-from hemiola.plugins.gpu.rows import LONG, PASSES, STAYS, clear_dead_tokens, kind_of, load_row, rows_of_kind
+from hemiola.plugins.gpu.recurrences import ages, chunk_of, chunks_of_kind
+from hemiola.plugins.gpu.rows import (
+    LONG,
+    PASSES,
+    STAYS,
+    clear_dead_tokens,
+    kind_of,
+    load_row,
+    rows_of_kind,
+)
 
 
-@triton.jit(do_not_specialize=["clears", "num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["clears", "shares", "num_rows", "num_tokens"])
 def _weigh(
-    q, k, v, a, b, dt_bias, A, k_records, v_records, g_records, beta_records, rows, o, query, mixed,
-    clears, num_rows, num_tokens, ring_len, q_len, k_len, v_len, a_len, b_len,
+    q, k, v, a, b, dt_bias, A, k_records, v_records, g_records, beta_records, rows, o,
+    query, mixed, keys, solved_keys, solved_values, totals,
+    clears, shares, num_rows, num_tokens, ring_len, q_len, k_len, v_len, a_len, b_len,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    # Grid: first the programs that clear dead tokens, then one per row whose edge stays and head.
-    # Tile: k, q and v of the edge's chunk.
-    # Traffic: the records and new tokens once; a query and a mix of values per token, from and to L2.
-    pid = tl.program_id(0)
-    if pid < clears:
-        clear_dead_tokens(o, rows, num_rows, num_tokens, pid, H * V)
-    else:
-        row, h = (pid - clears) // H, (pid - clears) % H
+    # Grid: programs that clear dead tokens, `shares` programs that share out chunk and head of the rows whose
+    # edge does not stay, then one per head of each other row.
+    # Tile: k, q and v of one chunk.
+    # Traffic: records and new tokens once; to L2 a query and a mix of values per token, and what chunks fold.
+    pid = tl.program_id(0) - clears
+    if pid < 0:
+        clear_dead_tokens(o, rows, num_rows, num_tokens, pid + clears, H * V)
+    elif pid >= shares:
+        row, h = (pid - shares) // H, (pid - shares) % H
         first, num, drafts, slot, committed, edge, _, _ = load_row(rows, row)
         if (num > 0) & (kind_of(num, drafts, committed, edge, CHUNK) == STAYS):
             solve(
@@ -30,69 +40,51 @@ def _weigh(
                 h, edge, first, slot, committed, committed + num, ring_len, q_len, k_len, v_len, a_len, b_len,
                 H, G, K, V, J, CHUNK, True,
             )  # fmt: skip
+    else:
+        before = 0
+        for base in range(0, num_rows, 64):
+            chunks, ends = chunks_of_kind(rows, base, num_rows, PASSES, LONG, CHUNK)
+            turn, items = (before + shares - 1 - pid) // shares, tl.sum(chunks, 0) * H
+            for item in range(pid + turn * shares - before, items, shares):
+                row, chunk = chunk_of(chunks, ends, item // H)
+                h = item % H
+                first, num, _, slot, committed, edge, _, _ = load_row(rows, base + row)
+                start, end = edge + chunk * CHUNK, committed + num
+                k_c, v_c, total, inverse = solve(
+                    q, k, v, a, b, dt_bias, A, k_records, v_records, g_records, beta_records, query, mixed,
+                    h, start, first, slot, committed, end, ring_len, q_len, k_len, v_len, a_len, b_len,
+                    H, G, K, V, J, CHUNK, False,
+                )  # fmt: skip
+                if start + CHUNK <= end:
+                    line = lines_of(start, committed, first, base + row, num_tokens, ring_len, CHUNK)
+                    store_fold(keys, solved_keys, solved_values, totals, line, h, k_c, v_c, total, inverse,
+                               H, G, K, V, J)  # fmt: skip
+            before += items
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def _weigh_passing(
-    q, k, v, a, b, dt_bias, A, k_records, v_records, g_records, beta_records, rows,
-    query, mixed, keys, gains, totals,
-    num_rows, num_tokens, ring_len, q_len, k_len, v_len, a_len, b_len,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    # Grid: programs that share out chunk and head of the rows that pass an edge or have many tokens.
-    # Tile: as in `_weigh`. Traffic: what the chunk does to the state, too; `_step` keeps the records.
-    before, programs = 0, tl.num_programs(0)
-    for base in range(0, num_rows, 64):
-        chunks, ends = chunks_of_kind(rows, base, num_rows, PASSES, LONG, CHUNK)
-        turn, items = (before + programs - 1 - tl.program_id(0)) // programs, tl.sum(chunks, 0) * H
-        for item in range(tl.program_id(0) + turn * programs - before, items, programs):
-            row, chunk = chunk_of(chunks, ends, item // H)
-            h = item % H
-            first, num, _, slot, committed, edge, _, _ = load_row(rows, base + row)
-            start, end = edge + chunk * CHUNK, committed + num
-            old, k_c, v_c, total, inverse = solve(
-                q, k, v, a, b, dt_bias, A, k_records, v_records, g_records, beta_records, query, mixed,
-                h, start, first, slot, committed, end, ring_len, q_len, k_len, v_len, a_len, b_len,
-                H, G, K, V, J, CHUNK, False,
-            )  # fmt: skip
-            if start + CHUNK <= end:
-                place, token = places(start, ring_len, CHUNK), (first + start - committed).to(tl.int64)
-                line = lines_of(place, token, base + row, old, num_tokens, ring_len)
-                n, p = tl.arange(0, K), tl.arange(0, v_c.shape[1])
-                if J == 1:
-                    high, low = halves(dot_wide_left(inverse * tl.exp(total)[None, :], k_c))
-                    tl.store(totals + line * H + h, total)
-                else:
-                    high, low = halves(dot_wide(inverse, k_c.to(tl.float32) * tl.exp(total)))
-                to = keys + line[:, None] * (2 * H * K) + (h * (2 * K) + n[None, :])
-                tl.store(to, high)
-                tl.store(to + K, low)
-                to_gains = gains + line[:, None] * (H * V) + (h * V + p[None, :])
-                tl.store(to_gains, dot_wide_left(inverse, v_c), mask=(p < V)[None, :])
-        before += items
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _step(
-    k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o, query, mixed,
-    ring_len, k_len, v_len, a_len, b_len, state_again,
+    k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o,
+    query, mixed, keys, solved_keys, solved_values, totals,
+    num_tokens, ring_len, k_len, v_len, a_len, b_len, state_again,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
     BV: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Grid: one program per row and TILES tiles of its heads, row by row.
-    # Tile: state [BV, K] fp32, the next STAGES - 1 on their way; up to 16 new tokens; no state is stored.
-    # Traffic: the state once. Other rows keep their records: nobody reads the old ones any more.
+    # Tile: state [BV, K] fp32, the next STAGES - 1 on their way; up to 16 new tokens.
+    # Traffic: the state once, and the fold of a row that passes an edge.
     blocks: tl.constexpr = (V + BV - 1) // BV
     programs: tl.constexpr = H * blocks // TILES
     row, tile_0 = tl.program_id(0) // programs, tl.program_id(0) % programs * TILES
-    first, num, drafts, slot, committed, edge, _, _ = load_row(rows, row)
+    first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, row)
     if num > 0:
-        if kind_of(num, drafts, committed, edge, CHUNK) == STAYS:
+        kind = kind_of(num, drafts, committed, edge, CHUNK)
+        own, token = slot.to(tl.int64) * (H * K * V), first.to(tl.int64)
+        if kind == STAYS:
             n, p, t = tl.arange(0, K), tl.arange(0, BV), tl.arange(0, 16)
             held, live = (edge > 0) & (committed > 0), t < num
             inner, of_query = p[:, None] + n[None, :] * V, t[None, :] * (2 * H * K) + n[:, None]
             of_token = t[None, :] * (H * V) + p[:, None]
-            token, own = first.to(tl.int64), slot.to(tl.int64) * (H * K * V)
             for i in tl.range(TILES, num_stages=STAGES):
                 h, p0 = (tile_0 + i) // blocks, (tile_0 + i) % blocks * BV
                 stored = p < V - p0
@@ -107,9 +99,48 @@ def _step(
                     zero = tl.zeros((BV, K), tl.float32)
                     tl.store(state_again + (own + h * (K * V) + p0) + inner, zero, mask=stored[:, None])
         else:
+            if kind == PASSES:
+                for tile in tl.range(tile_0, tile_0 + TILES, num_stages=STAGES if STAGES < 2 else 2):
+                    _pass(
+                        state, state_again, o, query, mixed, keys, solved_keys, solved_values, totals,
+                        row, tile // blocks, tile % blocks * BV, first, num, drafts, slot, committed, edge,
+                        snapshot, snapshot_edge, num_tokens, ring_len, H, G, K, V, J, CHUNK, BV,
+                    )  # fmt: skip
             _keep(k, v, a, b, dt_bias, A, k_records, v_records, g_records, beta_records, tile_0, first,
                   drafts, slot, committed, committed + num, ring_len, k_len, v_len, a_len, b_len,
                   H, G, K, V, J, CHUNK, BV, TILES)  # fmt: skip
+
+
+@triton.jit
+def _pass(
+    state, state_again, o, query, mixed, keys, solved_keys, solved_values, totals,
+    row, h, p0, first, num, drafts, slot, committed, edge, snapshot, snapshot_edge, num_tokens, ring_len,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
+    BV: tl.constexpr,
+):  # fmt: skip
+    """One head's BV channels: outputs before and behind the next edge, and the state there."""
+    end, at, token = committed + num, h * V + p0, first.to(tl.int64)
+    n, p, t = tl.arange(0, K), tl.arange(0, BV), tl.arange(0, 16)
+    stored, inner, live = p < V - p0, p[:, None] + n[None, :] * V, t < num
+    own = slot.to(tl.int64) * (H * K * V) + h * (K * V) + p0
+    s = tl.load(state + own + inner, mask=stored[:, None] & (edge > 0) & (committed > 0), other=0.0)
+    asked = query + (token * H + h) * (2 * K) + (t[None, :] * (2 * H * K) + n[:, None])
+    high = tl.load(asked, mask=live[None, :], other=0.0)
+    low = tl.load(asked + K, mask=live[None, :], other=0.0)
+    to, real = token * (H * V) + at + (t[None, :] * (H * V) + p[:, None]), live[None, :] & stored[:, None]
+    m = tl.load(mixed + to, mask=real, other=0.0)
+    line = lines_of(edge, committed, first, row, num_tokens, ring_len, CHUNK)
+    before = _asked(s, high, low)
+    s = _fold(s, keys, solved_keys, solved_values, totals, line, h, p0, True, H, G, K, V, J, BV)
+    out = tl.where((committed + t < edge + CHUNK)[None, :], before, _asked(s, high, low)) + m
+    tl.store(o + to, out.to(o.dtype.element_ty), mask=real)
+    if end - drafts >= edge + CHUNK:
+        tl.store(state_again + own + inner, s, mask=stored[:, None])
+        if (snapshot != 0) & (snapshot_edge == edge + CHUNK):
+            other = snapshot.to(tl.int64) * (H * K * V) + h * (K * V) + p0
+            tl.store(state_again + other + inner, s, mask=stored[:, None])
+    elif committed == 0:
+        tl.store(state_again + own + inner, tl.zeros((BV, K), tl.float32), mask=stored[:, None])
 
 
 @triton.jit
@@ -119,83 +150,33 @@ def _asked(s, high, low):
     return add_dot(add_dot(dot(s_low, high), s_high, low), s_high, high)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def _pass(
-    k, a, dt_bias, A, state, k_records, g_records, rows, o, query, mixed, keys, gains, totals,
-    num_rows, num_tokens, ring_len, k_len, a_len,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
-    BV: tl.constexpr,
-):  # fmt: skip
-    # Grid: programs that share out row, head and BV channels of the rows of few tokens that pass an edge.
-    # Tile: state [BV, K] fp32 at the row's edge, then at the next; up to 16 new tokens.
-    # Traffic: the state once and its fold, if final; the edge's chunk of keys and gains.
-    blocks: tl.constexpr = (V + BV - 1) // BV
-    before, programs = 0, tl.num_programs(0)
-    for base in range(0, num_rows, 64):
-        row, mine, rank, count = rows_of_kind(rows, base, num_rows, PASSES, PASSES, CHUNK)
-        turn = (before + programs - 1 - tl.program_id(0)) // programs  # items go round all blocks of rows
-        for item in range(tl.program_id(0) + turn * programs, before + count * H * blocks, programs):
-            inside = item - before
-            found = tl.sum(tl.where(mine & (rank == inside // (H * blocks)), row, 0), 0)
-            _pass_row(
-                k, a, dt_bias, A, state, k_records, g_records, rows, o, query, mixed, keys, gains, totals,
-                found, inside // blocks % H, inside % blocks * BV, num_tokens, ring_len, k_len, a_len,
-                H, G, K, V, J, CHUNK, BV,
-            )  # fmt: skip
-        before += count * H * blocks
-
-
 @triton.jit
-def _pass_row(
-    k, a, dt_bias, A, state, k_records, g_records, rows, o, query, mixed, keys, gains, totals,
-    row, h, p0, num_tokens, ring_len, k_len, a_len,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
-    BV: tl.constexpr,
+def _fold(
+    s, keys, solved_keys, solved_values, totals, line, h, p0, folds,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """One head's BV channels: outputs before and behind the next edge, and the state there."""
-    first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, row)
-    g, at, end, base = h // (H // G), h * V + p0, committed + num, slot.to(tl.int64) * ring_len
-    n, p, c, t = tl.arange(0, K), tl.arange(0, BV), tl.arange(0, CHUNK), tl.arange(0, 16)
-    stored, inner, live = p < V - p0, p[:, None] + n[None, :] * V, t < num
-    own = state + (slot.to(tl.int64) * (H * K * V) + h * (K * V) + p0)
-    s = tl.load(own + inner, mask=stored[:, None] & (edge > 0) & (committed > 0), other=0.0)
-    chunk, token = (first + edge - committed).to(tl.int64), first.to(tl.int64)
-    old, new = ages(edge + c, committed, end)
-    place = places(edge, ring_len, CHUNK)
-    line = lines_of(place, chunk, row, old, num_tokens, ring_len)
-    met = keys + line[None, :] * (2 * H * K) + (h * (2 * K) + n[:, None])
-    key_high, key_low = tl.load(met), tl.load(met + K)
-    asked = query + (token * H + h) * (2 * K) + (t[None, :] * (2 * H * K) + n[:, None])
-    high = tl.load(asked, mask=live[None, :], other=0.0)
-    low = tl.load(asked + K, mask=live[None, :], other=0.0)
-    gain = tl.load(gains + line[None, :] * (H * V) + (at + p[:, None]), mask=stored[:, None], other=0.0)
-    k_c = take(k_records + base * (G * K) + g * K, k + g * K + chunk * k_len, place, n, old, new, n < K,
-               G * K, k_len)  # fmt: skip
+    """The state [BV, K] at the chunk's end; the same state unless `folds`."""
+    n, p, c = tl.arange(0, K), tl.arange(0, BV), tl.arange(0, line.shape[0])
+    asked = solved_keys + line[None, :] * (2 * H * K) + (h * (2 * K) + n[:, None])
+    high, low = tl.load(asked, mask=folds, other=0.0), tl.load(asked + K, mask=folds, other=0.0)
+    values = solved_values + line[None, :] * (H * V) + (h * V + p0 + p[:, None])
+    k_c = tl.load(keys + line[:, None] * (G * K) + (h // (H // G) * K + n[None, :]), mask=folds, other=0.0)
+    of_values = tl.load(values, mask=(p < V - p0)[:, None] & folds, other=0.0)
     if J == 1:
-        total = tl.load(totals + line * H + h)
+        total = tl.load(totals + line * H + h, mask=folds, other=0.0)
+        last = tl.sum(tl.where(c == line.shape[0] - 1, total, 0.0), 0)
+        update = (of_values - _asked(s, high, low)) * tl.exp(last - total)[None, :]
+        gained = dot_wide_left(update, k_c)
     else:
-        total = tl.cumsum(decay_of(a + chunk * a_len + h * J, dt_bias + h * J, tl.load(A + h),
-                                   g_records + (base * H + h) * J, place, old, new, a_len, H, K, J),
-                          0)  # fmt: skip
-    to, real = token * (H * V) + at + (t[None, :] * (H * V) + p[:, None]), live[None, :] & stored[:, None]
-    m = tl.load(mixed + to, mask=real, other=0.0)
-    before = _asked(s, high, low)
-    s = _fold(s, k_c, gain - _asked(s, key_high, key_low), total, J)
-    out = tl.where((committed + t < edge + CHUNK)[None, :], before, _asked(s, high, low)) + m
-    tl.store(o + to, out.to(o.dtype.element_ty), mask=real)
-    if end - drafts >= edge + CHUNK:
-        tl.store(own + inner, s, mask=stored[:, None])
-        if (snapshot != 0) & (snapshot_edge == edge + CHUNK):
-            other = state + (snapshot.to(tl.int64) * (H * K * V) + h * (K * V) + p0)
-            tl.store(other + inner, s, mask=stored[:, None])
-    elif committed == 0:
-        tl.store(own + inner, tl.zeros((BV, K), tl.float32), mask=stored[:, None])
+        total = tl.load(totals + line[:, None] * (H * K) + (h * K + n[None, :]), mask=folds, other=0.0)
+        last = tl.sum(tl.where((c == line.shape[0] - 1)[:, None], total, 0.0), 0)[None, :]
+        gained = dot_wide(of_values - _asked(s, high, low), k_c.to(tl.float32) * tl.exp(last - total))
+    return s * tl.exp(last) + gained
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _scan(
-    k, a, dt_bias, A, state, k_records, g_records, rows, o, query, mixed, keys, gains, totals,
-    num_rows, num_tokens, ring_len, k_len, a_len,
+    state, rows, o, query, mixed, keys, solved_keys, solved_values, totals, num_rows, num_tokens, ring_len,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
@@ -211,8 +192,8 @@ def _scan(
             inside = item - before
             found = tl.sum(tl.where(mine & (rank == inside // (H * blocks)), row, 0), 0)
             _scan_row(
-                k, a, dt_bias, A, state, k_records, g_records, rows, o, query, mixed, keys, gains, totals,
-                found, inside // blocks % H, inside % blocks * BV, num_tokens, ring_len, k_len, a_len,
+                state, rows, o, query, mixed, keys, solved_keys, solved_values, totals,
+                found, inside // blocks % H, inside % blocks * BV, num_tokens, ring_len,
                 H, G, K, V, J, CHUNK, BV,
             )  # fmt: skip
         before += count * H * blocks
@@ -220,15 +201,13 @@ def _scan(
 
 @triton.jit
 def _scan_row(
-    k, a, dt_bias, A, state, k_records, g_records, rows, o, query, mixed, keys, gains, totals,
-    row, h, p0, num_tokens, ring_len, k_len, a_len,
+    state, rows, o, query, mixed, keys, solved_keys, solved_values, totals, row, h, p0, num_tokens, ring_len,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
     """One head's BV channels from the row's edge to its last token, chunk after chunk."""
     first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, row)
-    g, at, end, base = h // (H // G), h * V + p0, committed + num, slot.to(tl.int64) * ring_len
-    new_edge = (end - drafts) // CHUNK * CHUNK
+    at, end, new_edge = h * V + p0, committed + num, (committed + num - drafts) // CHUNK * CHUNK
     n, p, c = tl.arange(0, K), tl.arange(0, BV), tl.arange(0, CHUNK)
     stored, inner = p < V - p0, p[:, None] + n[None, :] * V
     own = state + (slot.to(tl.int64) * (H * K * V) + h * (K * V) + p0)
@@ -238,47 +217,20 @@ def _scan_row(
         tl.store(own + inner, s, mask=stored[:, None])
     for start in range(edge, end, CHUNK):
         token = (first + start - committed).to(tl.int64)
-        old, new = ages(start + c, committed, end)
-        folds = (start + CHUNK <= new_edge) | (start + CHUNK < end)
+        _, new = ages(start + c, committed, end)
         asked = query + (token * H + h) * (2 * K) + (c[None, :] * (2 * H * K) + n[:, None])
         high = tl.load(asked, mask=new[None, :], other=0.0)
         low = tl.load(asked + K, mask=new[None, :], other=0.0)
         to, real = token * (H * V) + at + (c[None, :] * (H * V) + p[:, None]), new[None, :] & stored[:, None]
         m = tl.load(mixed + to, mask=real, other=0.0)
-        place = places(start, ring_len, CHUNK)
-        line = lines_of(place, token, row, old, num_tokens, ring_len)
-        met = keys + line[None, :] * (2 * H * K) + (h * (2 * K) + n[:, None])
-        key_high = tl.load(met, mask=folds, other=0.0)
-        key_low = tl.load(met + K, mask=folds, other=0.0)
-        gain = tl.load(gains + line[None, :] * (H * V) + (at + p[:, None]), mask=stored[:, None] & folds,
-                       other=0.0)  # fmt: skip
-        k_c = take(k_records + base * (G * K) + g * K, k + g * K + token * k_len, place, n, old & folds,
-                   new & folds, n < K, G * K, k_len)  # fmt: skip
-        if J == 1:
-            total = tl.load(totals + line * H + h, mask=(c >= 0) & folds, other=0.0)
-        else:
-            decays = g_records + (base * H + h) * J
-            total = tl.cumsum(decay_of(a + token * a_len + h * J, dt_bias + h * J, tl.load(A + h), decays,
-                                       place, old, new, a_len, H, K, J), 0)  # fmt: skip
+        line = lines_of(start, committed, first, row, num_tokens, ring_len, CHUNK)
+        folds = (start + CHUNK <= new_edge) | (start + CHUNK < end)
         tl.store(o + to, (_asked(s, high, low) + m).to(o.dtype.element_ty), mask=real)
-        s = _fold(s, k_c, gain - _asked(s, key_high, key_low), total, J)  # the same where nothing folds
+        s = _fold(s, keys, solved_keys, solved_values, totals, line, h, p0, folds, H, G, K, V, J, BV)
         if start + CHUNK == new_edge:
             tl.store(own + inner, s, mask=stored[:, None])
         if (snapshot != 0) & (start + CHUNK == snapshot_edge) & (snapshot_edge <= new_edge):
             tl.store(other + inner, s, mask=stored[:, None])
-
-
-@triton.jit
-def _fold(s, k_c, update, total, J: tl.constexpr):
-    """The state [BV, K] at the chunk's end."""
-    c = tl.arange(0, total.shape[0])
-    if J == 1:
-        last = tl.sum(tl.where(c == total.shape[0] - 1, total, 0.0), 0)
-        gained = dot_wide_left(update * tl.exp(last - total)[None, :], k_c)
-    else:
-        last = tl.sum(tl.where((c == total.shape[0] - 1)[:, None], total, 0.0), 0)[None, :]
-        gained = dot_wide(update, k_c.to(tl.float32) * tl.exp(last - total))
-    return s * tl.exp(last) + gained
 
 
 @triton.jit

@@ -55,14 +55,37 @@ def solve(
     to = query + (token * H + h) * (2 * K) + (c[:, None] * (2 * H * K) + n[None, :])
     tl.store(to, high, mask=new[:, None])
     tl.store(to + K, low, mask=new[:, None])
-    return old, k_c, v_c, total, inverse
+    return k_c, v_c, total, inverse
 
 
 @triton.jit
-def lines_of(place, token, row, old, num_tokens, ring_len):
-    """Where what a chunk does to the state stands: new tokens first, then the rows' records."""
-    c = tl.arange(0, place.shape[0])
-    return tl.where(old, num_tokens + row.to(tl.int64) * ring_len + place, token + c)
+def store_fold(
+    keys, solved_keys, solved_values, totals, line, h, k_c, v_c, total, inverse,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """What a whole chunk does to the state: k, T (k exp(G)), T v and G."""
+    n, p = tl.arange(0, K), tl.arange(0, v_c.shape[1])
+    if J == 1:
+        high, low = halves(dot_wide_left(inverse * tl.exp(total)[None, :], k_c))
+        tl.store(totals + line * H + h, total)
+    else:
+        high, low = halves(dot_wide(inverse, k_c.to(tl.float32) * tl.exp(total)))
+        tl.store(totals + line[:, None] * (H * K) + (h * K + n[None, :]), total)
+    to = solved_keys + line[:, None] * (2 * H * K) + (h * (2 * K) + n[None, :])
+    tl.store(to, high)
+    tl.store(to + K, low)
+    to_values = solved_values + line[:, None] * (H * V) + (h * V + p[None, :])
+    tl.store(to_values, dot_wide_left(inverse, v_c), mask=(p < V)[None, :])
+    if h % (H // G) == 0:
+        tl.store(keys + line[:, None] * (G * K) + (h // (H // G) * K + n[None, :]), k_c)
+
+
+@triton.jit
+def lines_of(start, committed, first, row, num_tokens, ring_len, CHUNK: tl.constexpr):
+    """Where what a chunk does stands: lines of new tokens by token, those of records by row and place."""
+    c, place = tl.arange(0, CHUNK), places(start, ring_len, CHUNK)
+    token, held = (first + start - committed).to(tl.int64) + c, row.to(tl.int64) * ring_len + place
+    return tl.where(start + c < committed, num_tokens + held, token)
 
 
 @triton.jit
@@ -76,25 +99,17 @@ def gates(
     beta = tl.where(
         new, 1.0 / (1.0 + tl.exp(-raw_beta)), tl.load(beta_records + place * H, mask=old, other=0.0)
     )
-    return decay_of(a, dt_bias, A, g_records, place, old, new, a_len, H, K, J), beta
-
-
-@triton.jit
-def decay_of(
-    a, dt_bias, A, g_records, place, old, new, a_len, H: tl.constexpr, K: tl.constexpr, J: tl.constexpr
-):
-    """Log decay [CHUNK] or [CHUNK, K] of records and new tokens, 0 elsewhere."""
-    c = tl.arange(0, place.shape[0])
     if J == 1:
         raw = tl.load(a + c * a_len, mask=new, other=0.0).to(tl.float32)
         decay = A * softplus(raw + tl.load(dt_bias))
-        return tl.where(new, decay, tl.load(g_records + place * H, mask=old, other=0.0))
+        decay = tl.where(new, decay, tl.load(g_records + place * H, mask=old, other=0.0))
     else:
         n = tl.arange(0, K)
         raw = tl.load(a + (c[:, None] * a_len + n[None, :]), mask=new[:, None], other=0.0).to(tl.float32)
         decay = A * softplus(raw + tl.load(dt_bias + n)[None, :])
         held = tl.load(g_records + (place[:, None] * (H * J) + n[None, :]), mask=old[:, None], other=0.0)
-        return tl.where(new[:, None], decay, held)
+        decay = tl.where(new[:, None], decay, held)
+    return decay, beta
 
 
 @triton.jit
