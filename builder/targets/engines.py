@@ -3,9 +3,8 @@
 import operator
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from onnx import ValueInfoProto
@@ -15,27 +14,12 @@ from torch.utils._pytree import tree_map
 from hemiola.builder.graph import Graph
 from hemiola.builder.onnx import DIMS
 from hemiola.builder.place import says_lack_of_memory
+from hemiola.builder.targets.network import NotBuilt, Shapes
 from hemiola.runtime.abi import widths
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, Profile
 
 MOST = 2**20  # pages or slots
-
-
-@cache
-def log_of(trt: Any) -> Any:
-    """The one logger of a process, TensorRT takes no second. It keeps errors, which the API only logs."""
-
-    class Log(trt.ILogger):
-        def __init__(self) -> None:
-            super().__init__()
-            self.errors: list[str] = []
-
-        def log(self, severity: object, message: str) -> None:
-            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
-                self.errors.append(" ".join(message.split()))
-
-    return Log()
 
 
 @contextmanager
@@ -98,44 +82,24 @@ def make_profiles(limits: Limits, graph: Graph, letters: str = "TL") -> tuple[Pr
     )
 
 
-def build(
-    trt: Any,
-    model: bytes,
-    inputs: Sequence[ValueInfoProto],
-    profiles: Sequence[Profile],
-    configure: Callable[[Any], None],
-    path: str = "",
-) -> bytes:
-    """One engine of a strongly typed network. `path`: beside the files of external weights."""
-    log = log_of(trt)
-    log.errors.clear()
-    builder = trt.Builder(log)
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, log)
-    if not parser.parse(model, path) if path else not parser.parse(model):
-        errors = [parser.get_error(i) for i in range(parser.num_errors)]
-        raise refused(trt, "read", [f"{error.node_operator()}: {error.desc()}" for error in errors])
-    config = builder.create_builder_config()
-    config.clear_flag(trt.BuilderFlag.TF32)
-    configure(config)
-    for sizes in (taken.sizes for taken in profiles):
-        profile = builder.create_optimization_profile()
-        for value in inputs:
-            dims = value.type.tensor_type.shape.dim
-            shapes = zip(*(sizes.get(d.dim_param, (d.dim_value,) * 3) for d in dims), strict=True)
-            if any(d.dim_param for d in dims):
-                profile.set_shape(value.name, *shapes)
-        config.add_optimization_profile(profile)
-    engine = builder.build_serialized_network(network, config)
-    if engine is None:
-        raise refused(trt, "compile", log.errors)
-    return bytes(engine)
+def shapes_of(inputs: Sequence[ValueInfoProto], profiles: Sequence[Profile]) -> list[Shapes]:
+    """Of each profile, the sizes of the inputs that have dynamic ones."""
+    dims = {value.name: value.type.tensor_type.shape.dim for value in inputs}
+    return [
+        {
+            name: tuple(zip(*(taken.sizes.get(d.dim_param, (d.dim_value,) * 3) for d in of), strict=True))
+            for name, of in dims.items()
+            if any(d.dim_param for d in of)
+        }
+        for taken in profiles
+    ]
 
 
-def refused(trt: Any, what: str, errors: Sequence[str]) -> Exception:
+def refused(trt: Any, failure: NotBuilt) -> Exception:
     """The last of the errors is the most telling one, but for a lack of memory, which brings others."""
+    errors = failure.errors
     name = trt.__name__.replace("_", "-")
     if lack := next(filter(says_lack_of_memory, errors), ""):
         return MemoryError(f"{name} {trt.__version__}: {lack}")
     reason = errors[-1] if errors else "it gives no reason"
-    return Refused(f"{name} {trt.__version__} cannot {what} the graph ({reason}); use --target torch")
+    return Refused(f"{name} {trt.__version__} cannot {failure.what} the graph ({reason}); use --target torch")

@@ -6,6 +6,8 @@ shapes share one engine, and weights lie once in the runtime's memory.
 
 import hashlib
 import json
+import sys
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +17,8 @@ from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
 from hemiola.builder.onnx import outputs, to_onnx
 from hemiola.builder.partition import cut
-from hemiola.builder.targets.engines import build, interrupts_wait, lay_out, make_profiles
+from hemiola.builder.targets.engines import lay_out, make_profiles, refused, shapes_of
+from hemiola.builder.targets.network import NotBuilt, alone
 from hemiola.builder.targets.torch import Compiled, Job, choose_forms
 from hemiola.plugins.onnx import is_plugin
 from hemiola.runtime.manifest import PARTS, Profile
@@ -51,10 +54,20 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
 def engine(model: onnx.ModelProto, profiles: tuple[Profile, ...], archs: tuple[str, ...]) -> bytes:
     """One part for all architectures."""
 
-    def configure(config: Any) -> None:
-        config.num_compute_capabilities = len(archs)
-        for i, arch in enumerate(archs):
-            config.set_compute_capability(getattr(trt.ComputeCapability, arch.replace("sm_", "SM")), i)
+    try:
+        found = alone(trt, model.SerializeToString(), shapes_of(model.graph.input, profiles), archs)
+    except NotBuilt as failure:
+        raise refused(trt, failure) from None
+    if not found.has_same_bytes:
+        _warn()
+    return found.engine
 
-    with interrupts_wait():
-        return build(trt, model.SerializeToString(), model.graph.input, profiles, configure)
+
+@cache
+def _warn() -> None:
+    """Once a process."""
+    print(
+        "warning: a process cannot have fixed addresses here (docker forbids personality(2) by default), so"
+        " another build of this engine will differ in some bytes; its answers will not",
+        file=sys.stderr,
+    )

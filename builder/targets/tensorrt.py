@@ -15,7 +15,8 @@ import torch
 from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
 from hemiola.builder.onnx import outputs, to_onnx, with_weights
-from hemiola.builder.targets.engines import build, interrupts_wait, lay_out, log_of, make_profiles
+from hemiola.builder.targets.engines import interrupts_wait, lay_out, make_profiles, refused, shapes_of
+from hemiola.builder.targets.network import NotBuilt, build, log_of
 from hemiola.builder.targets.plugins import told_beforehand, with_forms, with_kernels
 from hemiola.builder.targets.torch import Compiled, Job, Report, choose_forms
 from hemiola.builder.weights import write_weights
@@ -50,7 +51,10 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
         content, path = model.SerializeToString(), str(file.with_name(f"{graph.name}.onnx"))
         with interrupts_wait() as interrupts:
             setup = _Setup(graph.name, job.report, timings, interrupts)
-            engine = build(trt, content, model.graph.input, profiles, setup, path)
+            try:
+                engine = build(trt, content, shapes_of(model.graph.input, profiles), setup, path)
+            except NotBuilt as failure:
+                raise refused(trt, failure) from None
     setup.keep_timings()
     (folder / graph.name).write_bytes(engine)
     (folder / f"{graph.name}.json").write_text(_inspected(engine))

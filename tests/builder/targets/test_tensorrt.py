@@ -46,7 +46,7 @@ from hemiola.runtime.manifest import Limits
 Get = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[3]
 FILES = (
-    "builder/targets/engines.py",
+    "builder/targets/network.py",
     "builder/targets/tensorrt.py",
     "plugins/tensorrt.py",
     "runtime/device/segments/tensorrt.py",
