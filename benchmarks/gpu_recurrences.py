@@ -116,7 +116,11 @@ class Layer:
 
 
 MODELS = {
-    "mamba2": {"128x64x128": {"heads": 128, "width": 64, "groups": 8, "depth": 128}},
+    "mamba2": {
+        "128x64x128": {"heads": 128, "width": 64, "groups": 8, "depth": 128},
+        "128x80x128": {"heads": 128, "width": 80, "groups": 8, "depth": 128},  # Nemotron-Nano-9B-v2
+        "64x64x128": {"heads": 64, "width": 64, "groups": 8, "depth": 128},  # Nemotron-3-Nano-30B-A3B
+    },
     "delta": {"32x128x128": {"heads": 32, "width": 128, "groups": 16, "depth": 128}},
 }
 

@@ -44,7 +44,7 @@ def choose(num_rows: int, heads: int, width: int, groups: int) -> TilePlan:
     """Few heads a program while there are few rows."""
     channels = next(c for c in (64, 32, 16) if width % c == 0 or c == 16)
     together = 1
-    while together * 2 <= heads // groups and num_rows * heads // (together * 2) >= 528:
+    while heads // groups % (together * 2) == 0 and num_rows * heads // (together * 2) >= 528:
         together *= 2
     return TilePlan(channels, together, 3, min(together, 8), 2, 4, channels, 2, 264)
 
@@ -87,6 +87,9 @@ def mamba2(
     plan = plan or choose(num_rows, heads, width, groups)
     if plan.warps > 4:  # two warpgroups on a tile of 64 channels read illegal addresses under Triton 3.6
         raise ValueError(f"mamba2: a plan of {plan.warps} warps, expected at most 4")
+    for together in (plan.heads, plan.pass_heads):
+        if heads // groups % together:
+            raise ValueError(f"mamba2: {together} heads a program, groups of {heads // groups} heads")
     tensors = (x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y)
     tickets = _tickets(device, state.data_ptr(), slots)
     strides = (ring_len, x.stride(0), B.stride(0), C.stride(0), dt.stride(0), dt_min, dt_max)
