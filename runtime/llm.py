@@ -22,7 +22,7 @@ from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.graphs import Graphs
 from hemiola.runtime.device.memory import CPU, Storage, free_bytes
-from hemiola.runtime.device.session import Session
+from hemiola.runtime.device.session import Session, Trunk
 from hemiola.runtime.engine.decode import Decoder, Steps
 from hemiola.runtime.engine.drafts import NoDrafts, Proposer
 from hemiola.runtime.engine.drafts.mtp import HIDDEN, MtpProposer
@@ -33,6 +33,7 @@ from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.loop import Engine, Loop
 from hemiola.runtime.engine.outbox import Outbox
 from hemiola.runtime.engine.pace import Pace
+from hemiola.runtime.engine.padded import Padded
 from hemiola.runtime.engine.request import Bounds, Request, new_request
 from hemiola.runtime.engine.scheduler import Scheduler
 from hemiola.runtime.errors import Refused
@@ -63,14 +64,24 @@ def make_loop(
     drafts = proposer(ledger) if proposer else make_proposer(config, storage, session, pages, ledger)
     scheduler = Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts))
     decoder: Steps | None = None
+    trunk: Trunk = session
     if config.cuda_graphs:
-        decoder = graphs = Decoder(config, ledger, pages, session, drafts)
+        decoder, padded = Decoder(config, ledger, pages, session, drafts), Padded(config, session, device)
         if device.type == "cuda":
-            graphs.run = Graphs(graphs.step, graphs.buckets, graphs.warm, device).replay
+            capture(decoder, padded, device)
+        trunk = padded
     elif isinstance(session, Session) and proposer is None:
         decoder = recorded_steps(config, storage, session, pages, ledger)
     outbox = Outbox(text)
-    return Loop(config, scheduler, ledger, Feed(pages, ledger), storage, session, drafts, outbox, decoder)
+    return Loop(config, scheduler, ledger, Feed(pages, ledger), storage, trunk, drafts, outbox, decoder)
+
+
+def capture(decoder: Decoder, padded: Padded, device: torch.device) -> None:
+    """Graphs of all sizes, in one pool: a step begins when the results of the one before have been read."""
+    steps = Graphs(decoder.step, decoder.buckets, decoder.warm, device)
+    decoder.run = steps.replay
+    padded.drop_long_ones()
+    padded.replay = Graphs(padded.step, padded.sizes[::-1], padded.sizes, device, steps.pool).replay
 
 
 def make_proposer(

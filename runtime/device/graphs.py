@@ -8,7 +8,7 @@ one pool of memory, for no two of them run at once.
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -56,10 +56,12 @@ class Graphs(Generic[Bucket, Made]):
         buckets: Sequence[Bucket],
         warm: Sequence[Bucket],
         device: torch.device,
+        pool: Any = None,
     ) -> None:
-        """Capture all buckets; before, run some that have all kernels: none can be compiled meanwhile."""
+        """Capture all buckets; before, run some that have all kernels: none can be compiled meanwhile.
+        `pool`: of graphs that never run while what these gave is still wanted."""
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Made]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = pool or torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -74,14 +76,14 @@ class Graphs(Generic[Bucket, Made]):
 
     def _capture(self, step: Callable[[Bucket], Made], bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, Made]:
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             made = step(bucket)
         finally:
             graph.capture_end()
         return graph, made
 
-    def replay(self, bucket: Bucket) -> Made:
+    def replay(self, bucket: Bucket, /) -> Made:
         """Run it with what its inputs hold now; its results are overwritten by the next replay."""
         graph, made = self._graphs[bucket]
         graph.replay()

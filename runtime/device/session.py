@@ -29,6 +29,12 @@ class Computed(NamedTuple):
     hidden: torch.Tensor  # after the final norm: the trunk's [T, F], the head's [L, F]
 
 
+class Trunk(Protocol):
+    """A Session, or what stands before one; the trunk's inputs are attributes of `batch`."""
+
+    def run(self, batch: object) -> Computed: ...
+
+
 class Drafter(Protocol):
     """A Session with an MTP head, or in tests something that checks what it is given."""
 

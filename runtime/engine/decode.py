@@ -16,7 +16,7 @@ import torch
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.graphs import Stage, mark
-from hemiola.runtime.device.session import Computed
+from hemiola.runtime.device.session import Trunk
 from hemiola.runtime.device.transfer import fetch, upload
 from hemiola.runtime.engine.bucket import (
     ANY,
@@ -42,12 +42,6 @@ log = logging.getLogger("hemiola")
 MARKS = 4  # nanoseconds: begin, behind the trunk, behind the choice, end
 TOLD = 4  # of each row, behind its tokens: accepted, judged, broken, drafts of the next step (then these)
 MOST_TOP = 20  # logprobs of a position
-
-
-class Trunk(Protocol):
-    """The part of a Session that is needed here."""
-
-    def run(self, batch: Batch) -> Computed: ...
 
 
 class Done(NamedTuple):

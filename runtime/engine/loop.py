@@ -13,7 +13,7 @@ import torch
 
 from hemiola.runtime.api import Counters, Load, OnPiece
 from hemiola.runtime.config import Resolved
-from hemiola.runtime.device.session import Computed, Drafter
+from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.device.transfer import Watch, fence, fetch
 from hemiola.runtime.engine.decode import Marks, Steps
 from hemiola.runtime.engine.drafts import Proposer
@@ -25,17 +25,15 @@ from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.outbox import Event, Outbox
 from hemiola.runtime.engine.request import Request
 from hemiola.runtime.engine.scheduler import Scheduler
-from hemiola.runtime.engine.step import Answer, Batch, Outcome, Plan
+from hemiola.runtime.engine.step import Answer, Outcome, Plan
 from hemiola.runtime.errors import Failed, Refused
 
 IDLE_SECONDS = 1.0  # without work before the caches are audited
 log = logging.getLogger("hemiola")
 
 
-class Engine(Drafter, Protocol):
+class Engine(Trunk, Drafter, Protocol):
     """A Session, or in tests something that checks what a session is given."""
-
-    def run(self, batch: Batch) -> Computed: ...
 
 
 class Store(Protocol):
@@ -79,7 +77,7 @@ class Loop:
         ledger: Ledger,
         feed: Feed,
         storage: Store,
-        session: Engine,
+        session: Trunk,
         drafts: Proposer,
         outbox: Outbox,
         decoder: Steps | None = None,

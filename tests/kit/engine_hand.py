@@ -26,6 +26,7 @@ from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.engine.bucket import Bucket, Fed
 from hemiola.runtime.engine.decode import MARKS, TOLD, Decoder, Done, Told
 from hemiola.runtime.engine.drafts import Proposer
+from hemiola.runtime.engine.padded import Padded
 from hemiola.runtime.engine.recorded import Fitted, Recorded
 from hemiola.runtime.engine.request import Bounds, Request, Rule
 from hemiola.runtime.engine.sampling import logprobs, to_logprobs
@@ -95,6 +96,20 @@ class Recorder:
         (self.captured if is_capturing else self.logits).append(out.logits.clone())
         return out
 
+    def watch(self, padded: Padded) -> None:
+        """Keep logits without their padding, replayed ones, too."""
+        run = padded.run
+
+        def run_and_keep(batch: Batch) -> Computed:
+            num = len(self.logits)
+            out = run(batch)
+            if len(self.logits) > num:
+                self.logits.pop()
+            self.logits.append(out.logits.clone())
+            return out
+
+        padded.run = run_and_keep
+
 
 class Prompted:
     """An MTP head that does its work; then other drafts take the place of its own, which are never right."""
@@ -134,6 +149,9 @@ class EngineHand(Hand):
         loop = make_loop(
             config, self.storage, recorder, None, prefix_cost(found), proposer=scripted, device=device
         )
+        self.recorder = recorder
+        if isinstance(loop.session, Padded):
+            recorder.watch(loop.session)
         if loop.decoder is None and proposer is None:
             pages = loop.scheduler.prefix.pages
             loop.decoder = recorded_steps(config, self.storage, recorder.session, pages, loop.ledger)
@@ -185,7 +203,7 @@ class EngineHand(Hand):
             batch = self.loop.feed.fill(plan)  # noted, and read by nobody else
             check_inputs(self.config, "trunk", {name: getattr(batch, name) for name in INPUTS["trunk"]})
             told = launch(plan, fitted)
-            self.loop.session.logits.append(decoder.logits[: len(batch.logits_ids)].clone())
+            self.recorder.logits.append(decoder.logits[: len(batch.logits_ids)].clone())
             if self.config.drafts != "none":
                 self._keep_drafts(plan)
             return told
@@ -194,7 +212,7 @@ class EngineHand(Hand):
 
     def _watch_decoder(self, decoder: Decoder) -> None:
         """A step in a bucket: logits are kept, and scripted drafts take the place of its own."""
-        recorder, run, launch = self.loop.session, decoder.run, decoder.launch
+        recorder, run, launch = self.recorder, decoder.run, decoder.launch
         recorder.logits.clear()  # of warming up
         captured = dict(zip(decoder.buckets, recorder.captured, strict=False))
         plans: list[Plan] = []
@@ -239,7 +257,7 @@ class EngineHand(Hand):
                 )
 
     def _record(self, plan: Plan, outcome: Outcome) -> None:
-        logits, first = self.loop.session.logits.popleft(), 0
+        logits, first = self.recorder.logits.popleft(), 0
         for n, row in enumerate(plan.rows):
             request = row.request
             if row.chooses and request.finish_reason is None:
