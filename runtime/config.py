@@ -57,7 +57,7 @@ class ServeConfig(Strict):
         description="steps whose outcome the scheduler does not wait for, 0 to 2; auto: 1 on a GPU, else 0",
     )
     cuda_graphs: bool | Auto = Field(
-        "auto", description="replay steps that only decode as CUDA graphs; auto: on a GPU"
+        "auto", description="replay steps as CUDA graphs, all but those of long prompts; auto: on a GPU"
     )
     memory_fraction: float = Field(
         default=0.5, gt=0, le=1, description="share of the free memory that auto may take"
