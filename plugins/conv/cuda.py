@@ -42,7 +42,7 @@ def conv(
     block_of_rows = min(max(pow2(num_rows), 16), 256)
     _conv[(cdiv(num_tokens, TOKENS), lines)](
         x, weight, bias, columns, rows, y, num_rows, num_tokens, ring_len, x.stride(0), **sizes,
-        ROWS=block_of_rows, BT=TOKENS,
+        ROWS=block_of_rows, BT=TOKENS, LATE=ring_len >= 2 * chunk_len + taps,
     )  # fmt: skip
     if num_tokens + taps - 1 > ring_len:
         _keep_long[(num_rows, lines)](x, columns, rows, ring_len, x.stride(0), **sizes)

@@ -10,6 +10,7 @@ from hemiola.plugins.gpu.rows import load_row
 def _conv(
     x, weight, bias, columns, rows, y, num_rows, num_tokens, ring_len, x_len, E: tl.constexpr,
     W: tl.constexpr, CHUNK: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     # Grid: one program per 16 tokens, whatever rows they belong to, and BE channels.
     # Tile: [16, BE] of one tap after the other.
@@ -48,20 +49,34 @@ def _conv(
     kept = (
         live & (num + W - 1 <= ring_len) & (position >= (committed + num - drafts) // CHUNK * CHUNK - W + 1)
     )
+    place = (position % ring_len)[:, None] * E
+    if LATE:  # a column that goes here may take the place of one that the row's snapshot is still to get
+        edge, snapshot = tl.load(at + 5, mask=live, other=0), tl.load(at + 6, mask=live, other=0)
+        snapshot_edge, old = tl.load(at + 7, mask=live, other=0), position - ring_len
+        lost = kept & (snapshot != 0) & (edge < snapshot_edge) & (old >= 0) & (old < snapshot_edge)
+        lost &= (snapshot_edge <= (committed + num - drafts) // CHUNK * CHUNK) & (old >= snapshot_edge - W + 1)
+        column = tl.load(ring + place, mask=lost[:, None] & real, other=0.0)
+        other = columns + (snapshot.to(tl.int64) * ring_len * E)[:, None] + e[None, :]
+        tl.store(other + place, column, mask=lost[:, None] & real)
+        tl.debug_barrier()
     raw = tl.load(new, mask=kept[:, None] & real, other=0.0)
-    tl.store(ring + (position % ring_len)[:, None] * E, raw, mask=kept[:, None] & real)
+    tl.store(ring + place, raw, mask=kept[:, None] & real)
     for i in range(BT):
         starts = live & (token == first) & (token == tl.program_id(0) * BT + i) & (num + W - 1 <= ring_len)
         one = tl.max(tl.where(starts, row, -1), 0)
         if one >= 0:
-            _snapshot(x, columns, rows, one, ring_len, x_len, e, E, W, CHUNK)
+            _snapshot(x, columns, rows, one, ring_len, x_len, e, E, W, CHUNK, LATE)
 
 
 @triton.jit
 def _snapshot(
-    x, columns, rows, row, ring_len, x_len, e, E: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr
-):
-    """The W - 1 columns before the snapshot's edge to its slot, if the row passes that edge."""
+    x, columns, rows, row, ring_len, x_len, e, E: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr,
+    LATE: tl.constexpr,
+):  # fmt: skip
+    """The W - 1 columns before the snapshot's edge to its slot, if the row passes that edge.
+
+    LATE: but those whose place a new column takes: who puts it there has kept them.
+    """
     first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, row)
     new_edge = (committed + num - drafts) // CHUNK * CHUNK
     if (snapshot != 0) & (edge < snapshot_edge) & (snapshot_edge <= new_edge):
@@ -70,11 +85,12 @@ def _snapshot(
             place = position % ring_len
             held = columns + (slot.to(tl.int64) * ring_len + place) * E + e
             brought = x + (first + position - committed).to(tl.int64) * x_len + e
-            column = tl.load(
-                tl.where(position < committed, held, brought), mask=(e < E) & (position >= 0), other=0.0
-            )
+            mask, later = (e < E) & (position >= 0), position + ring_len
+            if LATE:
+                mask &= (later >= committed + num) | (later < new_edge - W + 1)
+            column = tl.load(tl.where(position < committed, held, brought), mask=mask, other=0.0)
             to = columns + (snapshot.to(tl.int64) * ring_len + place) * E + e
-            tl.store(to, column, mask=(e < E) & (position >= 0))
+            tl.store(to, column, mask=mask)
 
 
 @triton.jit
@@ -87,7 +103,7 @@ def _keep_long(
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     first, num, drafts, slot, committed, _, _, _ = load_row(rows, tl.program_id(0))
     if num + W - 1 > ring_len:
-        _snapshot(x, columns, rows, tl.program_id(0), ring_len, x_len, e, E, W, CHUNK)
+        _snapshot(x, columns, rows, tl.program_id(0), ring_len, x_len, e, E, W, CHUNK, False)
         tl.debug_barrier()
         end = committed + num
         low = tl.maximum(tl.maximum(committed, (end - drafts) // CHUNK * CHUNK - W + 1), end - ring_len)

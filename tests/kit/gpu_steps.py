@@ -88,6 +88,20 @@ def storm(subject: Subject, lengths: Sequence[int] = LENGTHS, seed: int = 3) -> 
     grid.storm(subject, "cuda", subject.chunk_len, subject.num_drafts, seed, num_steps=24, lengths=lengths)
 
 
+def check_late_snapshot(subject: Subject) -> None:
+    """Many drafts are accepted beyond an edge; the step behind them takes its snapshot, and brings as many."""
+    chunk_len, num_drafts = subject.chunk_len, subject.num_drafts
+    host = grid.Host(subject, "cuda", chunk_len, num_drafts, num_slots=14, seed=1)
+    plain = plain_run(subject, subject.tokens(6 * chunk_len + num_drafts, 1))
+    for accepted in (1, num_drafts // 2, num_drafts - 1, num_drafts):
+        sequence = host.start(plain)
+        host.step([grid.Part(sequence, 3 * chunk_len - 2)])
+        host.step([grid.Part(sequence, 1, num_drafts, accepted)])
+        part = grid.Part(sequence, 1, num_drafts, 0, host.acquire(), 3 * chunk_len)
+        host.step([part], padding=5)
+        assert part.stored
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
     """Raises unless a and b are equal and hold no NaN."""
     if not torch.equal(a, b):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kit.gpu_engines import MARKS
-from kit.gpu_steps import DEVICE, Subject, check_errors, halves, storm
+from kit.gpu_steps import DEVICE, Subject, check_errors, check_late_snapshot, halves, storm
 
 pytestmark = MARKS
 
@@ -36,3 +36,8 @@ def test_every_cut_has_the_plain_bits(sizes: dict, poisoned_empty: None) -> None
 @EVERY
 def test_errs_no_more_than_bf16_outputs(sizes: dict) -> None:
     check_errors(subject(**sizes))
+
+
+@pytest.mark.parametrize("drafts", [20, 64])
+def test_a_late_snapshot_has_nothing_of_the_tokens_behind_it(drafts: int, poisoned_empty: None) -> None:
+    check_late_snapshot(subject(drafts=drafts))

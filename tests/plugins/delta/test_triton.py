@@ -4,7 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kit.gpu_engines import MARKS
-from kit.gpu_steps import DEVICE, Subject, check_errors, check_last_slot, check_tiles, halves, storm
+from kit.gpu_steps import (
+    DEVICE,
+    Subject,
+    check_errors,
+    check_last_slot,
+    check_late_snapshot,
+    check_tiles,
+    halves,
+    storm,
+)
 
 pytestmark = MARKS
 
@@ -78,3 +87,8 @@ def test_tiles_leave_the_bits_alone(plan: tuple[int, ...]) -> None:
 
 def test_a_slot_beyond_2_to_the_31_numbers() -> None:
     check_last_slot(subject(heads=32, groups=16), 32 * 128 * 128)
+
+
+@pytest.mark.parametrize("drafts", [20, 64])
+def test_a_late_snapshot_has_nothing_of_the_tokens_behind_it(drafts: int, poisoned_empty: None) -> None:
+    check_late_snapshot(subject(drafts=drafts))

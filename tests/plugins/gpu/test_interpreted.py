@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from kit import ahead as steps
+from kit.gpu_steps import Subject as OnGrid
+from kit.gpu_steps import check_late_snapshot, halves
 from kit.ops import Subject, rel_error, subject
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
@@ -55,3 +57,26 @@ def test_it_is_the_reference(subject: Subject, how: str) -> None:
     for mine, wanted in zip(ours, theirs, strict=True):
         there = ~wanted.isnan()
         assert there.any() and rel_error(mine[there], wanted[there]) < 1e-2
+
+
+@pytest.fixture(params=["forwards", "backwards"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which a kernel's programs run: a GPU has none, so nobody may count on one."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    forwards = builder.set_grid_idx
+
+    def backwards(*place: int) -> None:
+        forwards(*(size - 1 - at for size, at in zip(builder.grid_dim, place, strict=True)))
+
+    if request.param == "backwards":
+        monkeypatch.setattr(builder, "set_grid_idx", backwards)
+
+
+@pytest.mark.parametrize("num_drafts", [17, 40])
+def test_convs_late_snapshot_has_no_columns_of_the_tokens_behind_it(num_drafts: int, order: None) -> None:
+    """They go to the same places of the ring, where there are more drafts than a chunk."""
+    taps = [torch.randn(shape).bfloat16() for shape in ((48, 4), 48)]
+    check_late_snapshot(
+        OnGrid("conv", {"E": 48, "W": 4}, 16, lambda num: [halves(num, 48)], taps, num_drafts=num_drafts)
+    )

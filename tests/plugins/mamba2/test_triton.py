@@ -3,7 +3,16 @@
 import pytest
 import torch
 from kit.gpu_engines import MARKS
-from kit.gpu_steps import DEVICE, Subject, check_errors, check_last_slot, check_tiles, halves, storm
+from kit.gpu_steps import (
+    DEVICE,
+    Subject,
+    check_errors,
+    check_last_slot,
+    check_late_snapshot,
+    check_tiles,
+    halves,
+    storm,
+)
 
 pytestmark = MARKS
 DT = (0.001, 4.0)
@@ -69,3 +78,8 @@ def test_tiles_leave_the_bits_alone(plan: tuple[int, ...]) -> None:
 
 def test_a_slot_beyond_2_to_the_31_bytes() -> None:
     check_last_slot(subject(heads=64, groups=8), 64 * 64 * 128)
+
+
+@pytest.mark.parametrize("drafts", [20, 64])
+def test_a_late_snapshot_has_nothing_of_the_tokens_behind_it(drafts: int, poisoned_empty: None) -> None:
+    check_late_snapshot(subject(chunk_len=16, drafts=drafts))
