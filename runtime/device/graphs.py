@@ -5,6 +5,7 @@ known before the first comes, and a kernel that cannot be captured is an error a
 one pool of memory, for no two of them run at once.
 """
 
+import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,10 +70,11 @@ class Graphs(Generic[Bucket, Made]):
                 with _refusing(bucket, device):
                     step(bucket)
             torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()  # graphs have memory of their own
-            for bucket in buckets:
-                with _refusing(bucket, device):
-                    self._graphs[bucket] = self._capture(step, bucket)
+            with _nothing_freed():
+                torch.cuda.empty_cache()  # graphs have memory of their own
+                for bucket in buckets:
+                    with _refusing(bucket, device):
+                        self._graphs[bucket] = self._capture(step, bucket)
 
     def _capture(self, step: Callable[[Bucket], Made], bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, Made]:
         graph = torch.cuda.CUDAGraph()
@@ -88,6 +90,20 @@ class Graphs(Generic[Bucket, Made]):
         graph, made = self._graphs[bucket]
         graph.replay()
         return made
+
+
+@contextmanager
+def _nothing_freed() -> Iterator[None]:
+    """Python's collector has run, and does not: graphs of an engine that is gone, freed while one is captured,
+    end the capture."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 That replays compute what steps do is asked on a GPU (tests/gpu/test_graphs.py).
 """
 
+import gc
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -58,6 +59,38 @@ def test_kernels_are_run_before_anything_is_captured(log: list[str]) -> None:
     assert log == ["c", "a", "wait", "free", *(x for b in "abc" for x in ("begin", b, "end"))]
     log.clear()
     assert made.replay("b") == "bb" and log == ["replay"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_graphs_of_an_engine_that_is_gone_are_not_freed_while_one_is_captured(
+    log: list[str], fails: bool
+) -> None:
+    """CUDA refuses that, and with it the capture: an engine could not be opened after another, now and then."""
+
+    class Gone:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            log.append("freed")
+
+    def step(bucket: str) -> None:
+        Gone()
+        log.append(bucket)
+        if fails and bucket == "b":
+            raise RuntimeError("no")
+
+    often = gc.get_threshold()
+    gc.set_threshold(1)
+    Gone()
+    try:
+        Graphs(step, ["a", "b"], ["a"], CPU)
+    except Refused:
+        assert fails
+    finally:
+        gc.set_threshold(*often)
+    assert gc.isenabled() and "freed" in log[: log.index("begin")]
+    assert "freed" not in log[log.index("begin") : len(log) - log[::-1].index("end")]
 
 
 @pytest.mark.parametrize(
