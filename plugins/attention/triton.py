@@ -155,7 +155,7 @@ def _split(
     ones = tl.full((TILE, 16), 1.0, tl.float32).to(tl.bfloat16)
     for low in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, last + 1), TILE):
         place = low + tl.arange(0, TILE)
-        real = place <= last
+        real = (place >= first) & (place <= last)  # memory that nobody wrote may hold NaN
         page = tl.load(table + place // L, mask=real, other=0).to(tl.int64)
         at = ((page * L + place % L) * (G * D))[:, None] + d[None, :]
         k_n = tl.load(k_pages + at, mask=real[:, None], other=0.0).to(tl.bfloat16)

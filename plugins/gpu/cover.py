@@ -1,6 +1,7 @@
 """All calls that an op can come to make: its launcher is run on tensors without memory, and looked at."""
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -25,8 +26,21 @@ def calls_of(op: str, arguments: Arguments, most: Size, gpu: Gpu) -> set[Call]:
     found: set[Call] = set()
     with built_for(gpu):
         for size, options in variants(most, *arguments(most)):
-            found |= calls_at(launcher, gpu, *arguments(size), **options)
+            for given in _as_seen(arguments(size)):
+                found |= calls_at(launcher, gpu, *given, **options)
     return found
+
+
+def _as_seen(values: Sequence[Any]) -> Iterable[Sequence[Any]]:
+    """Of one token, a view has forgotten how far the next would be: torch says that it would be next to it."""
+    ways = []
+    for value in values:
+        ways.append([value])
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and len(value) == 1:
+            strides = value.numel(), *value.stride()[1:]
+            if strides != value.stride():
+                ways[-1].append(value.as_strided(value.shape, strides, value.storage_offset()))
+    return itertools.product(*ways)
 
 
 def calls_at(launcher: Callable[..., Any], gpu: Gpu, *arguments: Any, **options: Any) -> set[Call]:

@@ -155,6 +155,16 @@ def test_tiles_leave_the_bits_alone(plan: tuple[int, int, int, int]) -> None:
     storm(Case(plan=plan), (1100, 30), seed=4, longest=300)
 
 
+@pytest.mark.parametrize("case", [Case(first=1), Case(first=1, fp8=True)], ids=["bf16", "fp8"])
+def test_what_nobody_wrote_before_the_first_place_makes_no_nan(case: Case) -> None:
+    """An MTP head has no entry at place 0: on fresh memory it computed NaN."""
+    tokens, table = case.tokens(700), torch.arange(1, 12, dtype=torch.int32, device=DEVICE).view(1, -1)
+    pools = [case.pool(12) for _ in range(2)]
+    later = [t[1:] for t in tokens]
+    o = case.call(later, pools, table, [(0, 699, 0, 1, 1, 0, 0, 0)], list(range(1, 700)))
+    same_bits(o, plain_run(case, tokens)[1:], "outputs")
+
+
 def test_rows_beyond_the_space_for_splits_walk_them() -> None:
     module = kernels()
     before = module._PARTIAL_NUMBERS

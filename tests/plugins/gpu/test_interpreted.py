@@ -14,7 +14,7 @@ import torch
 from kit import ahead as steps
 from kit.gpu_steps import Subject as OnGrid
 from kit.gpu_steps import check_late_snapshot, halves
-from kit.ops import Subject, rel_error, subject
+from kit.ops import Subject, int32, rel_error, row, subject
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
@@ -57,6 +57,17 @@ def test_it_is_the_reference(subject: Subject, how: str) -> None:
     for mine, wanted in zip(ours, theirs, strict=True):
         there = ~wanted.isnan()
         assert there.any() and rel_error(mine[there], wanted[there]) < 1e-2
+
+
+def test_what_nobody_wrote_before_the_first_place_makes_no_nan() -> None:
+    """An MTP head has no entry at place 0: on fresh memory it computed NaN."""
+    from hemiola.plugins.attention.cuda import attention
+
+    q, k, v = (torch.randn(20, heads, 16).bfloat16() for heads in (2, 1, 1))
+    pools = [torch.full((3, 16, 1, 16), torch.nan).bfloat16() for _ in range(2)]
+    where = int32([1, 2]), int32(row(num_tokens=20, committed=1)), torch.arange(1, 21, dtype=torch.int32)
+    o = attention(q, k, v, *pools, *where, 0.25, 1)
+    assert not o.isnan().any()
 
 
 @pytest.fixture(params=["forwards", "backwards"])

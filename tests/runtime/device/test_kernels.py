@@ -8,9 +8,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from kit import checkpoints
+from kit.kernels import Replay
 
 from hemiola.plugins import OPS, gpu
 from hemiola.plugins.gpu.binaries import Binary
+from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import Kernel, Launch
 from hemiola.plugins.norm import cuda as norm
 from hemiola.runtime import manifest
@@ -98,3 +101,12 @@ def test_a_binary_that_the_driver_does_not_take_is_refused(
         match=r"kernels/sm_90/.*\.cubin cannot be loaded \(cuLibraryLoadData: .*\); run build-engine again",
     ):
         load(FakeDriver())
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES | checkpoints.TEST_FAMILIES)
+def test_an_engine_has_every_kernel_that_its_steps_launch(tiny_engine: Get, family: str) -> None:
+    """A step of one token had none where a layer looks at a part of a projection in another shape: in such a
+    view of one token torch forgets how far the next would be, and kernels are told."""
+    replay = Replay(tiny_engine(family, arch="sm_90"), Gpu(90, 132))
+    for tokens, rows, logits in ((1, 1, 1), (2, 1, 1), (2, 2, 2), (5, 2, 5), (8, 8, 8), (256, 8, 8)):
+        assert not replay.missing(tokens, rows, logits), f"{tokens} tokens of {rows} rows"
