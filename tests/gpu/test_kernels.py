@@ -2,6 +2,7 @@
 launches."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from kit.gpu_engines import FAMILIES, MARKS, NO_REHEARSAL
 from kit.harness import Harness
 
 from hemiola.runtime import manifest
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM
 
 pytestmark = [*MARKS, NO_REHEARSAL]
 
@@ -90,12 +93,22 @@ def test_bits_are_those_of_kernels_that_triton_compiles_and_launches_itself(
 
 
 @FAMILY
-def test_a_damaged_binary_is_refused_in_one_line(engine: Callable, family: str) -> None:
-    from hemiola.plugins.gpu import driver
-
-    found = manifest.load(engine(family)).kernels[0].binaries[0]
-    cubin = (engine(family) / found.file).read_bytes()
+def test_a_damaged_binary_is_refused_in_one_line(engine: Callable, tmp_path: Path, family: str) -> None:
+    """Before the driver sees it, which a damaged one can make end the process."""
+    copy = Path(shutil.copytree(engine(family), tmp_path / "engine"))
+    file = copy / manifest.load(copy).kernels[0].binaries[0].file
+    cubin = file.read_bytes()
     for damaged in (cubin[: len(cubin) // 2], b"\0" * 64 + cubin[64:], b""):
-        with pytest.raises(driver.DriverError) as caught:
-            driver.load(found.binary, damaged, torch.device("cuda", 0))
-        assert "\n" not in str(caught.value)
+        file.write_bytes(damaged)
+        with pytest.raises(Refused, match=r"\.cubin was changed after the build .*; run build-engine again$"):
+            LLM(copy)
+
+
+def test_a_binary_for_another_architecture_is_refused_in_one_line(engine: Callable) -> None:
+    from hemiola.plugins.gpu import driver
+    from hemiola.plugins.gpu.compile import compile_call
+
+    call = manifest.load(engine(FAMILIES[0])).kernels[0].binaries[0].binary.call
+    other = compile_call(call, 80 if torch.cuda.get_device_capability() >= (9, 0) else 90)
+    with pytest.raises(driver.DriverError, match=r"^cu\w+: CUDA_ERROR_NO_BINARY_FOR_GPU [^\n]*$"):
+        driver.load(other.binary, other.cubin, torch.device("cuda", 0))

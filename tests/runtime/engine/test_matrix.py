@@ -67,7 +67,7 @@ def test_m02_every_three_accepted_counts_in_a_row(
     """Catches a state of the wrong draft, stale columns, and boundaries crossed at any index of a window."""
     counts = iter(de_bruijn(K + 1, 3))
     proposer = windows(answers(family), lambda request: next(counts, 0))
-    hand, text = small_hand(family, "scripted", proposer=proposer), wanted.story(family)
+    hand, text = small_hand(family, "scripted", proposer=proposer, pipeline_depth=0), wanted.story(family)
     hand.submit(text[:3], max_tokens=180)
     for turn in itertools.count():
         if not hand.goes_on():
@@ -203,7 +203,7 @@ def test_m13_pages_of_four_chunks(engine_hands: Callable, wanted: Wanted, family
     """Catches a state looked up by the page length of attention, or by that of another layer."""
     page = 4 * U
     built = {"page_len": page, "chunk_len": U, "num_drafts": K}
-    hand, text = engine_hands(family, "mtp", built), wanted.story(family)
+    hand, text = engine_hands(family, "mtp", built, pipeline_depth=0), wanted.story(family)
     for n in (page - 1, page + 1, 2 * page, 3 * page + U + 1, 3 * page + U + 1, 2 * page + 1):
         hand.submit(text[:n], max_tokens=U + 2)
         while hand.goes_on():
