@@ -4,37 +4,63 @@
 
 A storm (tests/kit/engine_storms.py) is so many turns of arrivals, drafts, aborts, preemptions and flushes on
 a bundled checkpoint's engine with graphs; every logit, token, page and snapshot is the plain run's. Storms of
-a seed use one engine, one after the other. A failure prints its seed:
-`--seed N --processes 1 --seconds 1` repeats it.
+a seed use one engine, one after the other. A failure prints its seed: `--seed N --processes 1` repeats it.
+What an interrupt, or the end of the time, finds half done is not counted; all else is.
 """
 
 import argparse
+import itertools
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 
 import torch
 
-AT_ONCE = 5  # storms on an engine, before another seed makes its own
+AT_ONCE = 8  # storms on an engine, before another seed makes its own
+LAST = 20  # seconds before the end in which no storm begins
 
 
 def work(folder: Path, first: int, step: int, turns: int, until: float, found: multiprocessing.Queue) -> None:
-    """Seeds first, first + step, ...: (seed, steps, what went wrong)."""
+    """Seeds first, first + step, ..., a storm after the other: (seed, steps, seconds, what went wrong)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent's
     torch.set_num_threads(1)
     from kit.gpu_engines import Engines
 
-    engines, seed = Engines(folder), first
-    while time.time() < until:
+    engines = Engines(folder)
+    for seed in itertools.count(first, step):
+        start = time.time()
         try:
-            found.put((seed, engines.storm(seed, turns, AT_ONCE), ""))
+            for steps in itertools.islice(engines.storms(seed, turns), AT_ONCE):
+                found.put((seed, steps, time.time() - start, ""))
+                start = time.time()
+                if start > until - LAST:
+                    return
         except Exception:
-            found.put((seed, 0, traceback.format_exc(limit=-6)))
-        seed += step
+            found.put((seed, 0, 0.0, traceback.format_exc(limit=-6)))
+        if time.time() > until - LAST:
+            return
+
+
+@dataclass
+class Done:
+    storms: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    failed: int = 0
+
+    def count(self, steps: int, seconds: float, is_wrong: bool) -> None:
+        self.storms += not is_wrong
+        self.steps += steps
+        self.seconds += seconds
+        self.failed += is_wrong
 
 
 def main() -> None:
@@ -47,15 +73,23 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_storms.py: torch finds no CUDA device here")
     print(torch.cuda.get_device_name(0))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    done = Done()
     with tempfile.TemporaryDirectory() as folder:
         engines = Path(os.environ.get("GPU_ENGINES", folder))  # what tests have built is not built again
-        storms, steps, failed = stormed(engines, asked)
-    print(f"| {storms} storms of {asked.turns} turns | {steps} steps | {failed} seeds failed |")
-    sys.exit(failed > 0)
+        with suppress(KeyboardInterrupt):
+            stormed(engines, asked, done)
+    mean = done.seconds / max(done.storms, 1)
+    print(
+        f"| {done.storms} storms of {asked.turns} turns | {done.steps} steps | {mean:.1f} s each,"
+        f" {asked.processes} at once | {done.failed} seeds failed |",
+        flush=True,
+    )
+    sys.exit(done.failed > 0 or done.storms == 0)
 
 
-def stormed(folder: Path, asked: argparse.Namespace) -> tuple[int, int, int]:
-    """Storms, their steps, and seeds that failed."""
+def stormed(folder: Path, asked: argparse.Namespace, done: Done) -> None:
+    """Until the time is up; half a storm is given up then."""
     context = multiprocessing.get_context("spawn")
     found, until = context.Queue(), time.time() + asked.seconds
     fixed = asked.processes, asked.turns, until, found
@@ -65,17 +99,17 @@ def stormed(folder: Path, asked: argparse.Namespace) -> tuple[int, int, int]:
     ]
     for process in processes:
         process.start()
-    storms = steps = failed = 0
-    while any(process.is_alive() for process in processes) or not found.empty():
-        try:
-            seed, num, wrong = found.get(timeout=1)
-        except Empty:
-            if time.time() > until + 60:
-                break  # somebody hangs, or a storm is very long
-            continue
-        storms, steps, failed = storms + AT_ONCE * (not wrong), steps + num, failed + bool(wrong)
-        print(f"seed {seed}: {wrong or f'{num} steps'}", flush=True)
-    return storms, steps, failed
+    try:
+        while time.time() < until and (any(p.is_alive() for p in processes) or not found.empty()):
+            try:
+                seed, steps, seconds, wrong = found.get(timeout=1)
+            except Empty:
+                continue
+            done.count(steps, seconds, bool(wrong))
+            print(f"seed {seed}: {wrong or f'{steps} steps in {seconds:.1f} s'}", flush=True)
+    finally:
+        for process in processes:
+            process.kill()
 
 
 if __name__ == "__main__":

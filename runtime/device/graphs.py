@@ -94,8 +94,8 @@ class Graphs(Generic[Bucket, Made]):
 
 @contextmanager
 def _nothing_freed() -> Iterator[None]:
-    """Python's collector has run, and does not: graphs of an engine that is gone, freed while one is captured,
-    end the capture."""
+    """Python's collector has run, and does not: graphs of an engine that is gone, freed meanwhile, would end
+    the capture."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()

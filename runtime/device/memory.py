@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from hemiola.plugins.cpu import cgroups
+from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import State
 
@@ -66,8 +67,11 @@ class Storage:
 
 
 def _fill(tensors: list[torch.Tensor], ids: list[int]) -> None:
+    if not tensors:
+        return
+    where = upload_ints(tensors[0].device, ids)
     for tensor in tensors:
-        tensor[ids] = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
+        tensor[where] = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
 
 
 def free_bytes(device: torch.device, weights: Path, drawn_bytes: int = 0, work_bytes: int = 0) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from kit.demands import Demands, here
 from kit.fake_session import check_inputs
 from kit.hand import Hand
 from kit.plain import Plain, places
@@ -23,6 +24,7 @@ from hemiola.runtime.config import Resolved, ServeConfig, resolve
 from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
+from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.engine.bucket import Bucket, Fed
 from hemiola.runtime.engine.decode import MARKS, TOLD, Decoder, Done, Told
 from hemiola.runtime.engine.drafts import Proposer
@@ -160,7 +162,7 @@ class EngineHand(Hand):
         sizes = config.max_len, found.limits.max_len, found.vocab_size
         super().__init__(loop, Bounds(*sizes, eos_ids=()))
         self.config, self.plain, self.manifest = config, plain, found
-        self.same = torch.equal if found.promise == "bits" else near
+        self.demands = Demands(found.promise == "bits")
         self.mtp = config.drafts == "mtp"
         self.recorded: dict[tuple[int, ...], list[torch.Tensor]] = {}  # logits behind a text, every copy
         self.proposed: dict[tuple[int, ...], list[tuple[list[int], Rule]]] = {}  # drafts of an MTP head
@@ -233,12 +235,12 @@ class EngineHand(Hand):
         def launch_and_keep(plan: Plan, bucket: Bucket) -> object:
             plans.append(plan)
             flight = launch(plan, bucket)
-            held = self.loop.scheduler.prefix.pages
+            held, fed = self.loop.scheduler.prefix.pages, Fed(*decoder._stage.views(decoder.shapes(bucket)))
+            table, rows = here(decoder._table, fed.rows)
             for row in plan.rows:
                 own = slice(held.capacity[row.slot_id] // held.page_len)
-                assert decoder._table[row.slot_id, own].tolist() == held.table[row.slot_id, own].tolist()
-            fed = Fed(*decoder._stage.views(decoder.shapes(bucket)))
-            self.note(plan, fed.rows.cpu())
+                assert table[row.slot_id, own].tolist() == held.table[row.slot_id, own].tolist()
+            self.note(plan, rows)
             if not isinstance(self.loop.drafts, (Scripted, Prompted)):
                 self._keep_drafts(plan)
             return flight
@@ -246,12 +248,13 @@ class EngineHand(Hand):
         decoder.run, decoder.launch = run_and_keep, launch_and_keep
 
     def _keep_drafts(self, plan: Plan) -> None:
-        ledger = self.loop.ledger
-        for row in plan.rows:
-            if row.room and self.mtp:
-                total_len, num = int(ledger.total_len[row.slot_id]), int(ledger.num_drafts[row.slot_id])
+        ledger, rows = self.loop.ledger, [row for row in plan.rows if row.room and self.mtp]
+        if rows:
+            total_lens, nums, all_ids = here(ledger.total_len, ledger.num_drafts, ledger.ids)
+            for row in rows:
+                total_len, num = int(total_lens[row.slot_id]), int(nums[row.slot_id])
                 assert num == row.room
-                ids = ledger.ids[row.slot_id, : total_len + num].tolist()
+                ids = all_ids[row.slot_id, : total_len + num].tolist()
                 self.proposed.setdefault(tuple(ids[:total_len]), []).append(
                     (ids[total_len:], row.request.rule)
                 )
@@ -291,15 +294,17 @@ class EngineHand(Hand):
                 continue
             logits = self.plain.logits(ids[:-1])
             for at in range(request.prompt_len, len(ids)):
-                copies = self.recorded[ids[:at]]
-                assert all(self.same(copy, logits[at - 1]) for copy in copies), f"{request.id}: position {at}"
+                for copy in self.recorded[ids[:at]]:
+                    self.demands.same(copy, logits[at - 1], f"{request.id}: position {at}")
                 checked.add(ids[:at])
                 if request.rule.greedy and not request.rule.edits_logits:
-                    assert int(logits[at - 1].argmax()) == ids[at], f"{request.id}: token {at}"
+                    self.demands.true(logits[at - 1].argmax() == ids[at], f"{request.id}: token {at}")
         for request in self.requests:
             self._check_logprobs(request)
         for ids in self.recorded.keys() - checked:  # of windows that ended early
-            assert all(self.same(copy, self.plain.logits(ids)[-1]) for copy in self.recorded[ids])
+            for copy in self.recorded[ids]:
+                self.demands.same(copy, self.plain.logits(ids)[-1], f"behind {len(ids)} tokens")
+        self.demands.settle()
 
     def _check_logprobs(self, request: Request) -> None:
         """They are those of the request's own tokens, from the logits of its own text."""
@@ -310,7 +315,8 @@ class EngineHand(Hand):
         logits = self.plain.logits(ids[:-1])[request.prompt_len - 1 :]
         token_ids = torch.tensor(ids[request.prompt_len :], device=logits.device)
         wanted = to_logprobs(token_ids.tolist(), *logprobs(logits, token_ids, num_top))
-        assert self.same(table(request.logprobs), table(wanted))
+        mine = table(request.logprobs)
+        self.demands.same(mine.to(logits.device), table(wanted).to(logits.device), f"{request.id}: logprobs")
 
     def check_drafts(self) -> None:
         """Every draft is the head's own continuation of a text: of its best tokens, or of its draws."""
@@ -334,12 +340,13 @@ class EngineHand(Hand):
                 first = 1 if name.startswith("mtp.") and entry.edge == self.config.page_len else 0
                 held = self.storage.tensors[name][entry.page_id]
                 where = f"{name}: page {entry.page_id} up to {entry.edge}"
-                assert self.same(held[first:], wanted[first:]), where
+                self.demands.same(held[first:], wanted[first:], where)
             if entry.slot_id:
-                self.check_slot(entry.slot_id, token_ids, entry.edge)
+                self._check_slot(entry.slot_id, token_ids, entry.edge)
         self._check_poison()
+        self.demands.settle()
 
-    def check_slot(self, slot_id: int, token_ids: Sequence[int], edge: int) -> None:
+    def _check_slot(self, slot_id: int, token_ids: Sequence[int], edge: int) -> None:
         """A slot that stands at an edge, with the records of the tokens behind it."""
         if not token_ids:
             return
@@ -351,10 +358,9 @@ class EngineHand(Hand):
             lines = places(state, edge, len(token_ids), limits.chunk_len + limits.num_drafts)
             if lines == [] or (lines is None and edge == 0):
                 continue  # a request that begins at 0 reads none
-            lines = slice(None) if lines is None else lines
-            assert self.same(held[lines], wanted[state.name][lines]), (
-                f"{state.name}: slot {slot_id} at {edge}"
-            )
+            lines = slice(None) if lines is None else upload_ints(held.device, lines)
+            where = f"{state.name}: slot {slot_id} at {edge}"
+            self.demands.same(held[lines], wanted[state.name][lines], where)
 
     def check_running(self) -> None:
         """With nothing under way: each running slot is the plain run's after its committed tokens."""
@@ -362,14 +368,16 @@ class EngineHand(Hand):
         for request in scheduler.running:
             assert request.in_flight == 0
             ids = request.ids[: request.committed_len].tolist()
-            self.check_slot(request.slot_id, ids, int(scheduler.slots.edge[request.slot_id]))
+            self._check_slot(request.slot_id, ids, int(scheduler.slots.edge[request.slot_id]))
+        self.demands.settle()
 
     def _check_poison(self) -> None:
-        prefix = self.loop.scheduler.prefix
+        prefix, device = self.loop.scheduler.prefix, self.storage.device
         free = {"page": prefix.pages._free, "slot": prefix.slots._free}
+        free = {kind: upload_ints(device, ids) for kind, ids in free.items()}
         for state in self.manifest.states:
             held = self.storage.tensors[state.name][free[state.kind]]
-            assert held.isnan().all(), f"{state.name}: somebody wrote what nobody owns"
+            self.demands.true(held.isnan().all(), f"{state.name}: somebody wrote what nobody owns")
 
     # Moves.
 
@@ -390,11 +398,6 @@ def table(said: Sequence[Logprob]) -> torch.Tensor:
     """A line for each token, in float64: ids and log-probabilities."""
     lines = [[own.token_id, own.logprob, *(part for pair in own.top for part in pair)] for own in said]
     return torch.tensor(lines, dtype=torch.float64)
-
-
-def near(held: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Of parts that round by the number of rows; a state, or a token, of another place is far off."""
-    return torch.allclose(held, wanted, rtol=1e-4, atol=1e-4)
 
 
 def windows(

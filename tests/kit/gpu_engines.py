@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,8 @@ class Engines:
         engine_dir = self.demo(family, **built or {})
         return EngineHand(engine_dir, self.plain(engine_dir), kind, **options)
 
-    def storm(self, seed: int, num_turns: int, most: int = 1) -> int:
-        """Storms of these turns, one after the other on one engine, from this seed on; how many steps."""
+    def storms(self, seed: int, num_turns: int) -> Iterator[int]:
+        """Storms of these turns, one after the other on one engine, from this seed on: steps of each."""
         dice, family = random.Random(seed), FAMILIES[seed % 2]
         max_rows = dice.choice([1, 3, 8])
         hand = self.hand(
@@ -97,9 +98,11 @@ class Engines:
             pipeline_depth=seed % 3,
             shuffle=dice,
         )
-        for _ in range(most):
+        done = 0
+        while True:
             storm(hand, dice, lambda number: self.story(family)[:200], num_turns, shortest=16)
-        return hand.loop.counters.num_steps
+            before, done = done, hand.loop.counters.num_steps
+            yield done - before
 
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -89,7 +89,7 @@ def storm(subject: Subject, lengths: Sequence[int] = LENGTHS, seed: int = 3) -> 
 
 
 def check_late_snapshot(subject: Subject) -> None:
-    """Many drafts are accepted beyond an edge; the step behind them takes its snapshot, and brings as many."""
+    """Many drafts are accepted beyond an edge; the next step takes its snapshot, and brings as many."""
     chunk_len, num_drafts = subject.chunk_len, subject.num_drafts
     host = grid.Host(subject, "cuda", chunk_len, num_drafts, num_slots=14, seed=1)
     plain = plain_run(subject, subject.tokens(6 * chunk_len + num_drafts, 1))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from kit.ops import next_edge
 
@@ -13,6 +14,7 @@ from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.kernels import load_kernels
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Program, load_weights
+from hemiola.runtime.device.transfer import upload
 
 
 @dataclass
@@ -101,7 +103,6 @@ class Harness:
             "page_table": [request.pages for request, _, _ in rows],
             "logits_ids": [*range(sum(lengths))] if wanted is None else wanted,
         }
-        inputs = {
-            key: torch.tensor(value, dtype=torch.int32, device=self.device) for key, value in made.items()
-        }
+        there = upload(self.device, *(np.array(value, np.int32) for value in made.values()))
+        inputs = dict(zip(made, there, strict=True))
         return self.programs[name]((inputs | {"hidden": hidden})[key] for key in INPUTS[name])

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from kit.harness import Harness, Request
 
+from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.sampling import choose, takes_more_than_best, widened
 from hemiola.runtime.manifest import State
@@ -104,14 +105,14 @@ class Plain:
         hidden = harness.hidden
         if self.manifest.drafts == "mtp" and len(token_ids) > 1:
             harness.draft(request, token_ids[1:], hidden[:-1], first=1)
-        pages, slot = {}, {}
+        pages, slot, own = {}, {}, upload_ints(harness.device, request.pages)
         for state in self.manifest.states:
             held = harness.states[state.name]
             if state.kind == "page":
-                pages[state.name] = held[request.pages].flatten(0, 1)[: len(token_ids)].clone()
+                pages[state.name] = held[own].flatten(0, 1)[: len(token_ids)]
             elif state.name == "mtp.hidden":
                 slot[state.name] = hidden.new_full(state.shape, torch.nan)
-                last = torch.arange(len(token_ids))[-state.shape[0] :]
+                last = torch.arange(len(token_ids), device=harness.device)[-state.shape[0] :]
                 slot[state.name][last % state.shape[0]] = hidden[last]
             else:
                 slot[state.name] = held[request.slot].clone()

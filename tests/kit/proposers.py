@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from kit.demands import here
 
+from hemiola.runtime.device.transfer import upload
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.step import Batch, Plan
 
@@ -34,19 +36,20 @@ class Scripted:
         return self
 
     def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
-        for row in plan.rows:
-            if row.room > 0:
-                request = row.request
-                total_len = int(self.ledger.total_len[row.slot_id])
-                assert self.ledger.num_drafts[row.slot_id] == 0, "drafts of an earlier step"
-                ids = self.ledger.ids[row.slot_id].cpu().numpy()
-                text = Text(request.id, ids, request.prompt_len, total_len, len(request.ids))
-                drafts = list(self.script(text, row.room))[: row.room]
-                places = (
-                    torch.tensor(x, device=self.ledger.device)
-                    for x in ([row.slot_id], [drafts], [len(drafts)])
-                )
-                self.ledger.set_drafts(*places)
+        rows, ledger = [row for row in plan.rows if row.room > 0], self.ledger
+        if not rows:
+            return
+        total_lens, nums, all_ids = here(ledger.total_len, ledger.num_drafts, ledger.ids)
+        drafts = np.zeros((len(rows), max(row.room for row in rows)), np.int64)
+        num_drafts = np.zeros(len(rows), np.int64)
+        for n, row in enumerate(rows):
+            request, ids = row.request, all_ids[row.slot_id].numpy()
+            assert nums[row.slot_id] == 0, "drafts of an earlier step"
+            text = Text(request.id, ids, request.prompt_len, int(total_lens[row.slot_id]), len(request.ids))
+            own = list(self.script(text, row.room))[: row.room]
+            drafts[n, : len(own)], num_drafts[n] = own, len(own)
+        slots = np.array([row.slot_id for row in rows], np.int64)
+        ledger.set_drafts(*upload(ledger.device, slots, drafts, num_drafts))
 
     def propose_fed(self, *step: object) -> None:
         """In a bucket who asks calls `propose` afterwards (EngineHand)."""

@@ -1,0 +1,35 @@
+"""Comparisons of tensors whose outcome the host learns all at once: a GPU is waited for once."""
+
+import torch
+
+from hemiola.runtime.device.transfer import fence, fetch
+
+
+class Demands:
+    """Asked one by one, then `settle` raises for the first that does not hold."""
+
+    def __init__(self, bits: bool) -> None:
+        """bits: else parts round by the number of rows; a state, or a token, of another place is far off."""
+        self._bits = bits
+        self._asked: list[tuple[torch.Tensor, str]] = []
+
+    def same(self, held: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
+        assert held.shape == wanted.shape and held.dtype == wanted.dtype, where
+        equal = held == wanted if self._bits else torch.isclose(held, wanted, rtol=1e-4, atol=1e-4)
+        self.true(equal.all(), where)
+
+    def true(self, outcome: torch.Tensor, where: str) -> None:
+        self._asked.append((outcome, where))
+
+    def settle(self) -> None:
+        asked, self._asked = self._asked, []
+        if asked:
+            outcomes = torch.stack([outcome for outcome, _ in asked]).tolist()
+            assert all(outcomes), asked[outcomes.index(False)][1]
+
+
+def here(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """On the host, after one wait. Not to be written."""
+    fetched, passed = fetch(tensors), fence(tensors[0].device)
+    passed()
+    return fetched
