@@ -53,8 +53,9 @@ def _conv(
     if LATE:  # a column that goes here may take the place of one that the row's snapshot is still to get
         edge, snapshot = tl.load(at + 5, mask=live, other=0), tl.load(at + 6, mask=live, other=0)
         snapshot_edge, old = tl.load(at + 7, mask=live, other=0), position - ring_len
-        lost = kept & (snapshot != 0) & (edge < snapshot_edge) & (old >= 0) & (old < snapshot_edge)
-        lost &= (snapshot_edge <= (committed + num - drafts) // CHUNK * CHUNK) & (old >= snapshot_edge - W + 1)
+        final = committed + num - drafts
+        lost = kept & (snapshot != 0) & (edge < snapshot_edge) & (snapshot_edge <= final // CHUNK * CHUNK)
+        lost &= (old >= 0) & (old >= snapshot_edge - W + 1) & (old < snapshot_edge)
         column = tl.load(ring + place, mask=lost[:, None] & real, other=0.0)
         other = columns + (snapshot.to(tl.int64) * ring_len * E)[:, None] + e[None, :]
         tl.store(other + place, column, mask=lost[:, None] & real)

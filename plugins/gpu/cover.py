@@ -32,7 +32,7 @@ def calls_of(op: str, arguments: Arguments, most: Size, gpu: Gpu) -> set[Call]:
 
 
 def _as_seen(values: Sequence[Any]) -> Iterable[Sequence[Any]]:
-    """Of one token, a view has forgotten how far the next would be: torch says that it would be next to it."""
+    """Of one token, a view has forgotten how far the next would be: torch says, next to it."""
     ways = []
     for value in values:
         ways.append([value])

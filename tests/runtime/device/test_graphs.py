@@ -65,7 +65,7 @@ def test_kernels_are_run_before_anything_is_captured(log: list[str]) -> None:
 def test_graphs_of_an_engine_that_is_gone_are_not_freed_while_one_is_captured(
     log: list[str], fails: bool
 ) -> None:
-    """CUDA refuses that, and with it the capture: now and then an engine could not be opened after another."""
+    """CUDA refuses that, and with it the capture: now and then a second engine could not be opened."""
 
     class Gone:
         def __init__(self) -> None:
