@@ -25,7 +25,8 @@ from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.arch import arch_here
 from hemiola.runtime.llm import LLM
 
-NUM_TOKENS = 200
+NUM_TOKENS = 80  # of a request; a step without a graph takes 10 ms, and the plain run has 8 requests of them
+EAGER, PROFILED = 20, 24  # tokens of a request where steps are eager, and where kernels are counted
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 PROMPTS = [
     "def ", "class Stack:\n    ", "import os\nimport ", "for i in range(", "# Returns the sum of\n",
@@ -41,7 +42,7 @@ def kernels(llm: LLM, prompts: list[str]) -> tuple[float, float]:
     """Kernels of a step, and their microseconds."""
     before = llm.counters.num_steps
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        llm.generate(prompts, greedy(40))
+        llm.generate(prompts, greedy(PROFILED))
         torch.cuda.synchronize()
     num_steps = llm.counters.num_steps - before
     events = [event for event in found.events() or () if event.device_type.name == "CUDA"]
@@ -73,7 +74,7 @@ def report(checkpoint: Path, engine_dir: Path) -> None:
         plain = [llm.generate([prompt], greedy(NUM_TOKENS))[0].token_ids for prompt in PROMPTS]
     for drafts, graphs in itertools.product(("none", "ngram", "mtp"), (True, False)):
         start = time.perf_counter()
-        how, num_tokens = ("graphs", NUM_TOKENS) if graphs else ("eager", NUM_TOKENS // 5)
+        how, num_tokens = ("graphs", NUM_TOKENS) if graphs else ("eager", EAGER)
         with LLM(engine_dir, drafts=drafts, prefix_cache=False, cuda_graphs=graphs) as llm:
             ready = time.perf_counter() - start
             for num in (1, 8):
