@@ -121,7 +121,9 @@ class Prompted:
 
     def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
         self._head.propose(plan, batch, hidden)
-        self.script.ledger.num_drafts[[row.slot_id for row in plan.rows if row.room > 0]] = 0
+        ledger = self.script.ledger
+        slots = [row.slot_id for row in plan.rows if row.room > 0]
+        ledger.num_drafts.index_fill_(0, upload_ints(ledger.device, slots), 0)
         self.script.propose(plan, batch, hidden)
 
 
@@ -224,9 +226,9 @@ class EngineHand(Hand):
             if captured:
                 recorder.logits.append(captured[bucket].clone())
             if isinstance(drafts, (Scripted, Prompted)):
-                slots = [row.slot_id for row in plans[-1].rows]
+                slots = upload_ints(ledger.device, [row.slot_id for row in plans[-1].rows])
                 if any(row.room for row in plans[-1].rows):
-                    ledger.num_drafts[slots] = 0
+                    ledger.num_drafts.index_fill_(0, slots, 0)
                 (drafts if isinstance(drafts, Scripted) else drafts.script).propose(plans[-1], None, None)
                 lines = done.told[MARKS:].view(bucket.rows, -1)
                 lines[: len(slots), decoder.width(bucket) + TOLD - 1] = ledger.num_drafts[slots]
