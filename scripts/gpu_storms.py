@@ -73,7 +73,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_storms.py: torch finds no CUDA device here")
     print(torch.cuda.get_device_name(0))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for word in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs begin deaf to the first
+        signal.signal(word, signal.default_int_handler)
     done = Done()
     with tempfile.TemporaryDirectory() as folder:
         engines = Path(os.environ.get("GPU_ENGINES", folder))  # what tests have built is not built again
