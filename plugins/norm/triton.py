@@ -17,6 +17,7 @@ def _norm(x, gate, weight, y, x_len, gate_len, width, eps, GROUP_LEN: tl.constex
     lane = tl.arange(0, LANES)[None, :]
     at = group * GROUP_LEN + lane
     inside = (lane < GROUP_LEN) & (at < width)
+    scale = tl.load(weight + at, mask=inside, other=0.0)  # asked for before the sum, which takes as long
     value = tl.load(x + token * x_len + at, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         opening = silu(tl.load(gate + token * gate_len + at, mask=inside, other=0.0).to(tl.float32))
@@ -24,7 +25,7 @@ def _norm(x, gate, weight, y, x_len, gate_len, width, eps, GROUP_LEN: tl.constex
             value = value * opening
     square = tl.sum(value * value, axis=1, keep_dims=True) / GROUP_LEN
     value = value * tl.div_rn(1.0, tl.sqrt_rn(square + eps))
-    value = value * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    value = value * scale.to(tl.float32)
     if GATED and not GATE_FIRST:
         value = value * opening
     tl.store(y + token * width + at, value.to(y.dtype.element_ty), mask=inside)
