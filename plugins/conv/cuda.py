@@ -1,16 +1,37 @@
 """The causal depthwise convolution with silu on CUDA, over the ring of raw columns and new tokens alike."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 
 from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.launch import Kernel, cdiv, pow2
-from hemiola.plugins.gpu.sizes import every_number_of_rows
+from hemiola.plugins.gpu.sizes import Size, Variant, around
 
 _conv = Kernel("conv", "_conv")
-_keep_long = Kernel("conv", "_keep_long")
-variants = every_number_of_rows
 
-TOKENS, CHANNELS = 16, 256  # of a program
+
+class TilePlan(NamedTuple):
+    """What a warp has; no bit depends on it."""
+
+    tokens: int
+    channels: int
+
+
+PLANS = {16: TilePlan(1, 128), 128: TilePlan(1, 256), 1024: TilePlan(2, 256)}  # up to so many tokens
+WIDEST = TilePlan(8, 128)
+
+
+def plan_of(num_tokens: int) -> TilePlan:
+    """As measured on an H200, benchmarks/gpu_dense.md."""
+    return next((plan for most, plan in PLANS.items() if num_tokens <= most), WIDEST)
+
+
+def variants(most: Size, *arguments: torch.Tensor) -> Iterator[Variant]:
+    """A step of every plan."""
+    for tokens in around(PLANS, most.tokens):
+        yield Variant(Size(tokens, 1, 1))
 
 
 def conv(
@@ -20,6 +41,7 @@ def conv(
     columns: torch.Tensor,  # [S, R, E] bf16, updated
     rows: torch.Tensor,  # [N, 8] int32
     chunk_len: int,
+    plan: TilePlan | None = None,
 ) -> torch.Tensor:
     """y[T, E], silu applied: a token reads its column and the W - 1 before; before position 0 are zeros."""
     (num_tokens, width), taps = x.shape, weight.shape[1]
@@ -36,14 +58,11 @@ def conv(
             f"conv: a ring of {ring_len} columns cannot hold a chunk of {chunk_len} and {taps - 1} more"
         )
     y = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    num_rows, channels = rows.shape[0], min(CHANNELS, pow2(width))
-    lines = cdiv(width, channels)
-    sizes = dict(E=width, W=taps, CHUNK=chunk_len, BE=channels, num_warps=4, enable_fp_fusion=False)
-    block_of_rows = min(max(pow2(num_rows), 16), 256)
-    _conv[(cdiv(num_tokens, TOKENS), lines)](
-        x, weight, bias, columns, rows, y, num_rows, num_tokens, ring_len, x.stride(0), **sizes,
-        ROWS=block_of_rows, BT=TOKENS, LATE=ring_len >= 2 * chunk_len + taps,
+    tokens, channels = plan or plan_of(num_tokens)
+    channels = min(channels, pow2(width))
+    _conv[(cdiv(width, channels), cdiv(num_tokens, tokens))](
+        x, weight, bias, columns, rows, y, rows.shape[0], num_tokens, x.stride(0),
+        E=width, W=taps, RING=ring_len, CHUNK=chunk_len, BE=channels, BT=tokens,
+        num_warps=cdiv(channels, 256), enable_fp_fusion=False,
     )  # fmt: skip
-    if num_tokens + taps - 1 > ring_len:
-        _keep_long[(num_rows, lines)](x, columns, rows, ring_len, x.stride(0), **sizes)
     return y

@@ -7,6 +7,7 @@ from hemiola.plugins.gpu import launch
 
 CLEAR_TOKENS = tl.constexpr(launch.CLEAR_TOKENS)
 _ROWS_AT_ONCE = tl.constexpr(64)
+_OWNERS_AT_ONCE = tl.constexpr(128)
 _WIDTH_AT_ONCE = tl.constexpr(128)
 
 
@@ -19,6 +20,28 @@ def load_row(rows_ptr, n):
     snapshot, snapshot_edge = tl.load(at + 6), tl.load(at + 7)
     num = tl.where(slot != 0, num, 0)
     return first, num, drafts, slot, committed, edge, snapshot, snapshot_edge
+
+
+@triton.jit
+def owner_of(rows_ptr, token, num_rows, num_tokens):
+    """The live row that has the token, or -1; and then the next token that a live row may have.
+
+    Where all rows have equally many tokens, the first look finds it.
+    """
+    row, behind = token * num_rows // num_tokens, num_tokens
+    at = rows_ptr + row * 8
+    age = token - tl.load(at)
+    if (age < 0) | (age >= tl.load(at + 1)) | (tl.load(at + 3) == 0):
+        row = -1
+        for base in range(0, num_rows, _OWNERS_AT_ONCE):
+            n = base + tl.arange(0, _OWNERS_AT_ONCE)
+            of, here = rows_ptr + n * 8, n < num_rows
+            first, num = tl.load(of, mask=here, other=0), tl.load(of + 1, mask=here, other=0)
+            live = tl.load(of + 3, mask=here, other=0) != 0
+            mine = live & (first <= token) & (token < first + num)
+            row = tl.maximum(row, tl.max(tl.where(mine, n, -1), 0))
+            behind = tl.minimum(behind, tl.min(tl.where(live & (first > token), first, num_tokens), 0))
+    return row, behind
 
 
 @triton.jit
