@@ -82,7 +82,7 @@ def step(rng: random.Random, chunk_len: int, drafts: int) -> tuple[list[tuple[in
         num, edge = rng.randint(1, drafts + 1), rng.randint(0, 3) * chunk_len
         committed, guessed = edge + rng.randint(0, chunk_len + drafts), rng.randint(0, num - 1)
         if rng.random() < 0.4:
-            num, guessed = rng.randint(1, 3 * chunk_len), 0
+            num, guessed = rng.randint(1, 4 * chunk_len), 0
         if rng.random() < 0.2:
             rows.append((t, num, 0, 0, 0, 0, 0, 0))
         else:
@@ -93,10 +93,14 @@ def step(rng: random.Random, chunk_len: int, drafts: int) -> tuple[list[tuple[in
     return rng.sample(rows, len(rows)), t + rng.choice((0, 0, 3))
 
 
-@pytest.mark.parametrize("seed", range(4 if INTERPRETED else 200))
+@pytest.mark.parametrize("seed", range(12 if INTERPRETED else 200))
 def test_every_plan_does_what_the_reference_does(seed: int, poisoned_empty: None) -> None:
     rng = random.Random(seed)
-    it = subject(taps=rng.choice((4, 4, 3, 2)), width=rng.choice((48, 384)), drafts=rng.choice((4, 20)))
+    it = subject(
+        taps=rng.choice((4, 4, 3, 2)),
+        width=48 if INTERPRETED else rng.choice((48, 384)),
+        drafts=rng.choice((4, 20)),
+    )
     rows, num_tokens = step(rng, it.chunk_len, it.num_drafts)
     (x,), (before,), on_device = it.tokens(num_tokens, seed), it.make_slots(12), rows_of(*rows, device=DEVICE)
     wanted, columns = by_reference(it, x, before.normal_(), on_device)
