@@ -78,10 +78,10 @@ def make_loop(
 
 def capture(decoder: Decoder, padded: Padded, device: torch.device) -> None:
     """Graphs of all sizes, in one pool: a step begins when the results of the one before have been read."""
-    steps = Graphs(decoder.step, decoder.buckets, decoder.warm, device)
-    decoder.run = steps.replay
     padded.drop_long_ones()
-    padded.replay = Graphs(padded.step, padded.sizes[::-1], padded.sizes, device, steps.pool).replay
+    prompts = Graphs(padded.step, padded.sizes[::-1], padded.sizes, device)  # the largest come first
+    steps = Graphs(decoder.step, decoder.buckets, decoder.warm, device, prompts.pool)
+    padded.replay, decoder.run = prompts.replay, steps.replay
 
 
 def make_proposer(

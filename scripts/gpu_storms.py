@@ -5,7 +5,8 @@
 A storm (tests/kit/engine_storms.py) is so many turns of arrivals, drafts, aborts, preemptions and flushes on
 a bundled checkpoint's engine with graphs; every logit, token, page and snapshot is the plain run's. Storms of
 a seed use one engine, one after the other. A failure prints its seed: `--seed N --processes 1` repeats it.
-What an interrupt, or the end of the time, finds half done is not counted; all else is.
+What an interrupt finds half done is not counted. A process that is still in a storm a minute behind the end
+hangs, and counts as failed.
 """
 
 import argparse
@@ -90,7 +91,7 @@ def main() -> None:
 
 
 def stormed(folder: Path, asked: argparse.Namespace, done: Done) -> None:
-    """Until the time is up; half a storm is given up then."""
+    """Until the time is up, and the last storms are done."""
     context = multiprocessing.get_context("spawn")
     found, until = context.Queue(), time.time() + asked.seconds
     fixed = asked.processes, asked.turns, until, found
@@ -101,13 +102,16 @@ def stormed(folder: Path, asked: argparse.Namespace, done: Done) -> None:
     for process in processes:
         process.start()
     try:
-        while time.time() < until and (any(p.is_alive() for p in processes) or not found.empty()):
+        while not found.empty() or (any(p.is_alive() for p in processes) and time.time() < until + 60):
             try:
                 seed, steps, seconds, wrong = found.get(timeout=1)
             except Empty:
                 continue
             done.count(steps, seconds, bool(wrong))
             print(f"seed {seed}: {wrong or f'{steps} steps in {seconds:.1f} s'}", flush=True)
+        for process in (p for p in processes if p.is_alive()):
+            done.count(0, 0.0, True)
+            print(f"{process.name} hangs", flush=True)
     finally:
         for process in processes:
             process.kill()

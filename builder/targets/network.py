@@ -84,6 +84,7 @@ def alone(trt: Any, model: bytes, profiles: Sequence[Shapes], archs: Sequence[st
     asked = json.dumps(told | {"profiles": profiles, "archs": archs}).encode()
     # fixed arguments and variables, too: they lie in its memory
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    kept["CUDA_VISIBLE_DEVICES"] = ""  # it needs none
     done = subprocess.run(
         [sys.executable, "-I", __file__], input=asked + b"\n" + model, env=kept, capture_output=True
     )
@@ -98,6 +99,8 @@ def alone(trt: Any, model: bytes, profiles: Sequence[Shapes], archs: Sequence[st
 
 def _last_words(done: subprocess.CompletedProcess[bytes]) -> str:
     end = f"died of signal {-done.returncode}" if done.returncode < 0 else f"ended with {done.returncode}"
+    if done.returncode == -signal.SIGKILL:
+        end += ", perhaps of too little memory"
     lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
     return f"it {end}: {' '.join(lines[-1].split())}" if lines else f"it {end}"
 
@@ -105,8 +108,8 @@ def _last_words(done: subprocess.CompletedProcess[bytes]) -> str:
 def main() -> None:
     """In a process of its own: what `alone` asks on standard input, on standard output."""
     personality = ctypes.CDLL(None).personality
-    if not personality(ASK) & SAME_ADDRESSES and personality(SAME_ADDRESSES) != -1:
-        os.execv(sys.executable, [sys.executable, "-I", __file__])  # it holds from the next start on
+    if len(sys.argv) == 1 and personality(SAME_ADDRESSES) != -1:
+        os.execv(sys.executable, [sys.executable, "-I", __file__, "again"])  # it holds from the next start on
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asked ends this
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints

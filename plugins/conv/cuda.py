@@ -63,6 +63,6 @@ def conv(
     _conv[(cdiv(width, channels), cdiv(num_tokens, tokens))](
         x, weight, bias, columns, rows, y, rows.shape[0], num_tokens, x.stride(0),
         E=width, W=taps, RING=ring_len, CHUNK=chunk_len, BE=channels, BT=tokens,
-        num_warps=cdiv(channels, 256), enable_fp_fusion=False,
+        num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return y

@@ -13,7 +13,7 @@ _WIDTH_AT_ONCE = tl.constexpr(128)
 
 @triton.jit
 def load_row(rows_ptr, n):
-    """First token, number of tokens, slot, committed, edge, end, new-edge base, snapshot slot and edge."""
+    """The eight columns of plugins/rows.py; no tokens in slot 0."""
     at = rows_ptr + n * 8
     first, num, drafts, slot = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     committed, edge = tl.load(at + 4), tl.load(at + 5)

@@ -6,6 +6,7 @@ one pool of memory, for no two of them run at once.
 """
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from hemiola.runtime.device.transfer import Shapes, pack, spans, unpack
 from hemiola.runtime.errors import Refused
 
+_CAPTURING = threading.Lock()
 Bucket = TypeVar("Bucket", bound=Hashable)
 Made = TypeVar("Made")
 
@@ -96,14 +98,15 @@ class Graphs(Generic[Bucket, Made]):
 def _nothing_freed() -> Iterator[None]:
     """Python's collector has run, and does not: graphs of an engine that is gone, freed meanwhile, would end
     the capture."""
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    with _CAPTURING:  # another engine, in another thread, would let it run again
+        was_on = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_on:
+                gc.enable()
 
 
 @contextmanager

@@ -1,11 +1,12 @@
 """Steps with prompts, padded to fixed sizes for which a GPU has graphs of the trunk.
 
 A host launches the trunk's kernels one by one, in 25 ms for a model of 32 layers; a short prompt runs in a
-quarter of that. Padding is tokens, rows and logits of nobody, which ops pass over: bits stay. Steps that keep
-a GPU busy for longer than they keep its host are not padded.
+quarter of that. Padding is tokens, rows and logits of nobody, which ops pass over: bits stay. Sizes whose
+dense layers keep a GPU busy for longer than they keep its host are left out.
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from operator import le
@@ -46,8 +47,8 @@ class Padded:
         self.session, self.device = session, device
         self.sizes = sizes_of(config)
         self.replay: Callable[[Size], Computed] = self.step
-        self.num_steps = 0
-        most = Size(*map(max, zip(*self.sizes, strict=True)))
+        self._most = most = Size(*map(max, zip(*self.sizes, strict=True)))
+        self._found: Computed | None = None  # what all sizes leave, or each graph would keep its own
         sizes = {"T": most.tokens, "N": most.rows, "L": most.lines, "W": widths(config, "trunk")["W"], "8": 8}
         shapes = [[sizes[letter] for letter in INPUTS["trunk"][name]] for name in Inputs._fields]
         self._there = Inputs(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
@@ -62,31 +63,52 @@ class Padded:
         for there, part in zip(self._views(size), given, strict=True):
             there[: len(part)].copy_(part)
             there[len(part) :].zero_()
-        self.num_steps += 1
         out = self.replay(size)
         return Computed(out.logits[: wanted.lines], out.hidden[: wanted.tokens])
 
     def step(self, size: Size) -> Computed:
-        """The step whose inputs lie where they always lie."""
-        return self.session.run(self._views(size))
+        """The step whose inputs lie where they always lie; so do its results."""
+        out = self.session.run(self._views(size))
+        if self._found is None:
+            lines = self._most.lines, max(self._most.tokens, self._most.lines)
+            self._found = Computed(*map(_room, out, lines))
+        found = Computed(*(there[: len(part)] for there, part in zip(self._found, out, strict=True)))
+        for there, part in zip(found, out, strict=True):
+            there.copy_(part)
+        return found
 
     def drop_long_ones(self) -> None:
-        """Keep the sizes whose steps a GPU has done soon after its host has launched them."""
+        """Keep the sizes that a GPU has memory for, and has done soon after its host has launched them.
+
+        Nobody's tokens are all that it is given: attention and recurrences are not in the time.
+        """
         for tokens in dict.fromkeys(size.tokens for size in self.sizes):
             smallest = next(size for size in self.sizes if size.tokens == tokens)
-            self.step(smallest)  # it may load kernels
-            torch.cuda.synchronize(self.device)
-            start = time.perf_counter()
-            self.step(smallest)
-            launched = time.perf_counter()
-            torch.cuda.synchronize(self.device)
-            if time.perf_counter() - launched > (launched - start) / 4:
+            try:
+                launching, running = self._seconds(smallest)
+            except torch.OutOfMemoryError:
+                launching, running = 0.0, math.inf
+            if running > launching / 4:
                 self.sizes = [size for size in self.sizes if size.tokens < tokens]
                 return
+
+    def _seconds(self, size: Size) -> tuple[float, float]:
+        """Until a step is launched, and from then on until it is done."""
+        self.step(size)  # it may load kernels
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        self.step(size)
+        launched = time.perf_counter()
+        torch.cuda.synchronize(self.device)
+        return launched - start, time.perf_counter() - launched
 
     def _views(self, size: Size) -> Inputs:
         sizes = (size.tokens, size.tokens, size.rows, size.rows, size.lines)
         return Inputs(*(there[:num] for there, num in zip(self._there, sizes, strict=True)))
+
+
+def _room(part: torch.Tensor, lines: int) -> torch.Tensor:
+    return torch.empty((lines, part.shape[1]), dtype=part.dtype, device=part.device)
 
 
 def sizes_of(config: Resolved) -> list[Size]:

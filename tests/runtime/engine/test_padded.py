@@ -76,7 +76,6 @@ def test_a_step_gets_the_smallest_size_and_its_own_results(step: tuple[int, int,
         assert torch.equal(there[: len(mine)], mine) and not there[len(mine) :].any()
     assert torch.equal(out.logits[:, 0], batch.logits_ids * 1.0)
     assert torch.equal(out.hidden[:, 0], batch.token_ids * 1.0)
-    assert prompts.num_steps == 2
 
 
 @pytest.mark.parametrize("step", [(301, 1, 1), (64, 21, 1), (300, 20, 81)], ids=str)
@@ -85,7 +84,31 @@ def test_a_step_that_fits_no_size_runs_as_it_is(step: tuple[int, int, int]) -> N
     prompts = Padded(resolved(**SIZES), trunk, CPU)
     batch = batch_of(*step, prompts._there.page_table.shape[1])
     prompts.run(batch)
-    assert torch.equal(trunk.given[0].token_ids, batch.token_ids) and prompts.num_steps == 0
+    assert torch.equal(trunk.given[0].token_ids, batch.token_ids)
+
+
+def test_all_sizes_leave_their_results_in_one_place() -> None:
+    """Each graph kept its own: gigabytes of logits that no memory plan knew of."""
+    prompts = Padded(resolved(**SIZES), Noting(), CPU)
+    left = [prompts.step(size) for size in prompts.sizes if size.lines]
+    for part in zip(*left, strict=True):
+        assert len({found.data_ptr() for found in part}) == 1
+
+
+def test_sizes_without_memory_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine opened with a traceback, or not at all; graphs of prompts are no need."""
+
+    class Small(Noting):
+        def run(self, batch: object) -> Computed:
+            if len(batch.token_ids) > 128:
+                raise torch.OutOfMemoryError("no")
+            return super().run(batch)
+
+    monkeypatch.setattr(padded.time, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(padded.torch.cuda, "synchronize", lambda device: None)
+    prompts = Padded(resolved(**SIZES), Small(), CPU)
+    prompts.drop_long_ones()
+    assert {size.tokens for size in prompts.sizes} == {64, 128}
 
 
 def test_sizes_that_keep_a_gpu_busy_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
