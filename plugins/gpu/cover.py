@@ -32,8 +32,8 @@ def calls_of(op: str, arguments: Arguments, most: Size, gpu: Gpu) -> set[Call]:
 
 
 def _as_seen(values: Sequence[Any]) -> Iterable[Sequence[Any]]:
-    """Of one token, a view of a projection may say that the next token lies next to it, or a projection further
-    on: kernels are told what strides are multiples of, so both are compiled, for each argument alone."""
+    """Of one token, a view of a projection may say that the next token lies next to it, or a projection on:
+    kernels are told what strides are multiples of, so both are compiled, for each argument alone."""
     ways = []
     for value in values:
         ways.append([value])

@@ -39,8 +39,8 @@ def test_the_delta_rules_scratch_is_part_of_a_step(tiny_engine: Callable[..., Pa
     small, large = (own.segment("trunk").work_bytes for own in found.values())
     k_records = next(state for state in found[256].states if state.name.endswith("k_records"))
     heads, depth, lines = *k_records.shape[1:], 1024 + 8 * k_records.shape[0]
-    query, mixed, keys, gains = 1024 * 4, 1024 * 4, lines * 4, lines * 4
-    scratch = heads * depth * (query + mixed + keys + gains)
+    query, mixed, keys, solved = 1024 * 4, 1024 * 4, lines * 2, lines * (4 + 4)  # bytes; totals are few
+    scratch = heads * depth * (query + mixed + keys + solved)
     assert scratch < large < 3 * scratch and 3 < large / small < 4
     assert found[1024].work_bytes == max(segment.work_bytes for segment in found[1024].segments)
     plan = inspect.memory(tiny_engine("qwen3_5", arch="sm_90", **sizes), found[256], ServeConfig())
