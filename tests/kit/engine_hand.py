@@ -218,7 +218,8 @@ class EngineHand(Hand):
         """A step in a bucket: logits are kept, and scripted drafts take the place of its own."""
         recorder, run, launch = self.recorder, decoder.run, decoder.launch
         recorder.logits.clear()  # of warming up
-        captured = dict(zip(decoder.buckets, recorder.captured, strict=False))
+        last = recorder.captured[-len(decoder.buckets) :]  # behind the graphs of prompts; on a CPU none
+        captured = dict(zip(decoder.buckets, last, strict=bool(last)))
         plans: list[Plan] = []
 
         def run_and_keep(bucket: Bucket) -> Done:
