@@ -53,7 +53,7 @@ STAGES = (
     Stage("numbers", 90, "python3 benchmarks/gpu_numbers.py", True),
     Stage("prompts", 90, f"{MODELS} --models 9b --rows '' --prompts", True),
     Stage("recurrences", 120, RECURRENCES, True),
-    Stage("storms", 200, "python3 scripts/gpu_storms.py --seconds 175 --processes 14"),
+    Stage("storms", 200, "python3 scripts/gpu_storms.py --seconds 130 --processes 14"),
     Stage("vllm", 300, f"PYTHONPATH={VLLM}/site PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work python3"
           f" {VLLM}/bench/bench.py --budget 290 --configs 9b-off,9b-mtp3,0.8b-mtp3", True,
           VLLM / "site/.peer_sum"),
