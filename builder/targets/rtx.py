@@ -53,7 +53,6 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
 
 def engine(model: onnx.ModelProto, profiles: tuple[Profile, ...], archs: tuple[str, ...]) -> bytes:
     """One part for all architectures."""
-
     try:
         found = alone(trt, model.SerializeToString(), shapes_of(model.graph.input, profiles), archs)
     except NotBuilt as failure:

@@ -8,7 +8,7 @@ A chunk with edge state S0 and G = cumsum(g) (arXiv 2412.06464, 2510.26692), abs
 What needs no state is computed first, by many small programs (`_weigh`, weights.py). Then an output reads the
 state once, through one vector per token (`_step`); a row of many tokens goes on with its state in registers
 (`_scan`). Row t of T depends on rows up to t only, and bits depend on no layout. Multiply-adds are contracted
-where the source says so, only.
+only where the source says so.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from hemiola.plugins.gpu.sizes import every_number_of_rows
 _weigh = Kernel("delta", "_weigh")
 _step = Kernel("delta", "_step")
 _scan = Kernel("delta", "_scan")
-SHORT = 16  # tokens of a row that is not long
 
+SHORT = 16  # tokens of a row that is not long
 variants = every_number_of_rows
 
 
@@ -48,9 +48,7 @@ def choose(num_rows: int, heads: int, width: int, decays: int) -> TilePlan:
     tiles, together = heads * cdiv(width, channels), 1
     while tiles % (together * 2) == 0 and together < 4 and num_rows * tiles // (together * 2) >= 528:
         together *= 2
-    weigh_warps = (
-        1 if decays == 1 and num_rows * heads >= 528 else 4
-    )  # 4 are sooner done, 1 does more a second
+    weigh_warps = 1 if decays == 1 and num_rows * heads >= 528 else 4  # 4 are sooner done, 1 does more
     return TilePlan(channels, together, 3, 4, channels, 4, 264, weigh_warps, 1056 // weigh_warps)
 
 
