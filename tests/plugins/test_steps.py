@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from hemiola.plugins.cpu.code import Case, Recorder, View, code_of, lines
@@ -51,14 +51,22 @@ def numbers() -> st.SearchStrategy[Number]:
     )
 
 
+def largest(number: Number, sizes: dict[str, int]) -> int:
+    """Of the number and all that it is computed from."""
+    inner = [] if isinstance(number, int) or number.name else [number.a, number.b]
+    return max([evaluate(number, sizes), *(largest(part, sizes) for part in inner)])
+
+
 @given(st.lists(numbers(), min_size=1, max_size=5), st.integers(0, 3000), st.integers(1, 64))
+@example([(T + T) * (T + T) * ((T + T) * (T + T))], 107, 1)  # just below 2^31
 def test_a_replay_computes_sizes_as_python_does(wanted: list[Number], t: int, n: int) -> None:
+    sizes = {"T": t, "N": n}
+    assume(max(largest(number, sizes) for number in wanted) < 2**31 - 1)  # they are read as int32
     recorder, found = Recorder(), torch.zeros(len(wanted), dtype=torch.int32)
     code, faults = recorder.given(found), recorder.fault()
     for place, number in enumerate(wanted):
         place_of = View(recorder, code.buffer, (1,), (1,), torch.int32, place)
         recorder.call(_write, 1, 0, number + 1, place_of, faults)
-    sizes = {"T": t, "N": n}
     Step(recorder, ["T", "N"]).run(sizes)
     assert found.tolist() == [evaluate(number, sizes) + 1 for number in wanted]
 
