@@ -2,7 +2,8 @@
 
 PYTHONPATH=. python benchmarks/gpu_dense.py [MODES] [--tokens 1,16] [--shapes "9b out"], modes by commas.
 sweep: every tile that could be chosen; swiglu: the same with a gate; table: those that plugins/gpu/tiles.py
-chooses; fused: layers with what ends them; experts: a mixture of experts; small: what is no product.
+chooses; fused: layers with what ends them; experts: a mixture of experts; small: what is no product;
+conv: the convolution before a recurrence.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from functools import partial
 
 import torch
 
+from hemiola.plugins.conv.cuda import conv
 from hemiola.plugins.embed.cuda import embed
 from hemiola.plugins.gate.cuda import gate
 from hemiola.plugins.gpu.compile import on_demand
@@ -246,6 +248,31 @@ def measure_experts(bandwidth: float) -> None:
                     f"{floor / took:.0%}", WORDS[same], tile)  # fmt: skip
 
 
+def conv_of_rows(num_rows: int, num_tokens: int) -> tuple[float, list[Callable[[], object]]]:
+    """Bytes that a step of the 9B's conv moves, and calls of it whose columns take turns."""
+    width, taps, chunk_len, ring_len = 8192, 4, 16, 22
+    x = torch.randn(num_rows * num_tokens, width + 4160, device="cuda", dtype=torch.bfloat16)[:, :width]
+    weight, bias = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((width, taps), (width,)))
+    slots = torch.randn(num_rows + 1, ring_len, width, device="cuda").bfloat16()
+    drafts = num_tokens - 1 if num_tokens < chunk_len else 0
+    rows = [
+        (n * num_tokens, num_tokens, drafts, n + 1, 160 + n % chunk_len, 160, 0, 0) for n in range(num_rows)
+    ]
+    step = torch.tensor(rows, dtype=torch.int32, device="cuda")
+    copies = [slots.clone() for _ in range(max(1, min(24, L2_BYTES // slots.nbytes)))]
+    lines = num_rows * (2 * num_tokens + taps - 1 + min(num_tokens, chunk_len))
+    return lines * 2 * width, [partial(conv, x, weight, bias, columns, step, chunk_len) for columns in copies]
+
+
+def measure_conv(bandwidth: float) -> None:
+    """The 9B's: rows of one token, of one and three drafts, a prompt."""
+    begin("conv of 8192 channels", "us", "floor", "of it")
+    for num_rows, num_tokens in ((1, 1), (1, 4), (64, 1), (64, 4), (256, 4), (1, 512), (1, 2048), (1, 8192)):
+        moved, calls = conv_of_rows(num_rows, num_tokens)
+        took, floor = seconds(calls), moved / bandwidth
+        say(f"{num_rows} x {num_tokens}", f"{took * 1e6:.2f}", f"{floor * 1e6:.2f}", f"{floor / took:.0%}")
+
+
 def measure_small(bandwidth: float) -> None:
     """What only moves bytes."""
     begin("op", "tokens", "us", "floor", "of it")
@@ -276,7 +303,7 @@ def measure_small(bandwidth: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("modes", nargs="?", default="table,fused,experts,small")
+    parser.add_argument("modes", nargs="?", default="table,fused,experts,small,conv")
     parser.add_argument("--shapes", default=",".join(name for name in SHAPES if "head" not in name))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     args = parser.parse_args()
@@ -309,7 +336,13 @@ def main() -> None:
             for name in ["9b gate_up"] if mode == "swiglu" else args.shapes.split(","):
                 measure(name, tokens, bandwidth, mode != "table", mode if mode == "swiglu" else "none")
         else:
-            {"fused": measure_fused, "experts": measure_experts, "small": measure_small}[mode](bandwidth)
+            measures = {
+                "fused": measure_fused,
+                "experts": measure_experts,
+                "small": measure_small,
+                "conv": measure_conv,
+            }
+            measures[mode](bandwidth)
 
 
 if __name__ == "__main__":
