@@ -15,7 +15,7 @@ from hemiola.plugins import OPS
 from hemiola.plugins.gpu.binaries import Binary, sources
 from hemiola.runtime.errors import Refused
 
-FORMAT = 6
+FORMAT = 7
 FILE = "manifest.json"
 PARTS = "parts"  # the folder of compiled parts
 PTX = "ptx"  # the form of an op whose kernels TensorRT has in its own engine

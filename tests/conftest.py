@@ -1,7 +1,5 @@
 """Tiny checkpoints and engines, made once per session; poison for memory that nobody may read."""
 
-import copy
-import functools
 import logging
 import secrets
 from collections.abc import Callable, Iterator
@@ -17,13 +15,10 @@ from kit.kernels import uncompiled
 
 from hemiola.builder.build import Options, build
 from hemiola.plugins.cpu import team
-from hemiola.runtime.device import session as sessions
 
 torch.set_num_threads(1)  # the models are tiny, and threads that wait for a busy core cost minutes
 logging.getLogger("torch.__trace").disabled = True  # pytest would make torch.export collect every trace
 
-loaded = functools.cache(sessions.load_program)  # from disk it takes most of a second
-sessions.load_program = lambda path: copy.deepcopy(loaded(path))
 # A busy machine fails no example, and every run tries others; its header has the seed that repeats them.
 settings.register_profile(
     "hemiola",

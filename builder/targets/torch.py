@@ -1,6 +1,5 @@
 """The default target: a segment is the exported program itself; every node of ours runs in a chosen form."""
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
 from hemiola.plugins import OPS
 from hemiola.plugins.spec import Op, Unsupported
+from hemiola.runtime.device.program import store
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, OpNode, Piece, Profile
 
@@ -43,10 +43,8 @@ class Compiled(NamedTuple):
 def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
     """Choose a form for every node, pack what it asks for, and store the program without weights."""
     nodes, packed = choose_forms(graph, weights, job.device)
-    file = f"{graph.name}.pt2"
-    program = io.BytesIO()  # torch's own writer ends the process where a disk is full
-    torch.export.save(graph.program, program)
-    (job.folder / file).write_bytes(program.getbuffer())
+    file = f"{graph.name}.jsonl"
+    store(graph.program.graph, job.folder / file)
     return Compiled(nodes, packed, file)
 
 

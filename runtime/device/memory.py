@@ -1,7 +1,9 @@
 """The memory behind pages and slots: the state tensors that an engine updates in place."""
 
+import mmap
 from collections.abc import Sequence
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 
 import torch
@@ -37,10 +39,9 @@ class Storage:
         counts = {"page": num_pages, "slot": num_slots}
         try:
             self.tensors = {
-                s.name: torch.zeros(counts[s.kind], *s.shape, dtype=getattr(torch, s.dtype), device=device)
-                for s in states
+                s.name: _zeros((counts[s.kind], *s.shape), getattr(torch, s.dtype), device) for s in states
             }
-        except (RuntimeError, TypeError, OverflowError):  # the latter two: sizes beyond 64 bits
+        except (RuntimeError, OSError, TypeError, OverflowError):  # the latter two: sizes beyond 64 bits
             raise Refused(
                 f"there is no memory for {num_pages} pages and {num_slots} slots;"
                 f" lower num_pages, cache_bytes or max_rows"
@@ -64,6 +65,14 @@ class Storage:
         """A slot at an edge is a snapshot: copying it whole restores or keeps one."""
         for tensor in self._slots:
             tensor[target].copy_(tensor[source])
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A host's take memory when they are written; torch would write them at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _fill(tensors: list[torch.Tensor], ids: list[int]) -> None:

@@ -14,8 +14,8 @@ from hemiola.plugins import OPS
 from hemiola.plugins.gpu.checks import spared
 from hemiola.runtime.device.kernels import load_kernels
 from hemiola.runtime.device.memory import Storage
+from hemiola.runtime.device.program import load_program
 from hemiola.runtime.device.segments.pieces import Pieces
-from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Drawn, Manifest, Segment
 
 if TYPE_CHECKING:
@@ -115,16 +115,6 @@ class Session:
     def draft(self, **inputs: torch.Tensor) -> Computed:
         """Of a token and the hidden state before it: logits and hidden states of those in logits_ids."""
         return self._draft(inputs[name] for name in self._draft.inputs)
-
-
-def load_program(path: Path) -> GraphModule:
-    """The exported graph as a module that takes weights, states and inputs flat."""
-    try:
-        return torch.export.load(path).graph_module
-    except Exception as error:
-        raise Refused(
-            f"{path} cannot be loaded ({type(error).__name__}: {error}); run build-engine again"
-        ) from error
 
 
 def bind_forms(program: GraphModule, segment: Segment) -> None:

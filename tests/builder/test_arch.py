@@ -14,7 +14,7 @@ from hemiola.builder.build import Options, build
 from hemiola.builder.targets.torch import op_of
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS
-from hemiola.runtime.device.session import load_program
+from hemiola.runtime.device.program import load_program
 from hemiola.runtime.errors import Refused
 
 Get = Callable[..., Path]

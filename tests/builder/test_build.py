@@ -52,8 +52,8 @@ def test_engine_is_self_contained(tiny_checkpoint: Get, run: Callable, tmp_path:
     engine = (tmp_path / "deep" / "engine").rename(tmp_path / "moved")
     assert {str(p.relative_to(engine)) for p in engine.rglob("*") if p.is_file()} == {
         "manifest.json",
-        "trunk.pt2",
-        "draft.pt2",
+        "trunk.jsonl",
+        "draft.jsonl",
         "weights.safetensors",
         "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",

@@ -14,7 +14,8 @@ from hemiola.plugins.gpu.device import Gpu, built_for
 from hemiola.plugins.gpu.launch import Call, Kernel, Values, launches
 from hemiola.runtime import manifest
 from hemiola.runtime.abi import INPUTS
-from hemiola.runtime.device.session import bind_forms, load_program
+from hemiola.runtime.device.program import load_program
+from hemiola.runtime.device.session import bind_forms
 
 
 @contextmanager

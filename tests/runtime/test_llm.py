@@ -253,12 +253,12 @@ def sealed(copy: Path) -> None:
 
 
 def test_programs_and_tokenizers_that_do_not_load_are_refused(copy: Path) -> None:
-    program = (copy / "trunk.pt2").read_bytes()
-    (copy / "trunk.pt2").write_bytes(b"nonsense")
+    program = (copy / "trunk.jsonl").read_bytes()
+    (copy / "trunk.jsonl").write_bytes(b"nonsense")
     sealed(copy)
-    with pytest.raises(Refused, match=r"trunk.pt2 cannot be loaded"):
+    with pytest.raises(Refused, match=r"trunk.jsonl cannot be loaded"):
         LLM(copy)
-    (copy / "trunk.pt2").write_bytes(program)
+    (copy / "trunk.jsonl").write_bytes(program)
     (copy / "tokenizer/tokenizer.json").write_text("{}")
     sealed(copy)
     with pytest.raises(Refused, match=r"tokenizer.json is not a tokenizer"):

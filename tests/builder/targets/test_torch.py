@@ -8,6 +8,7 @@ import torch
 from kit import checkpoints
 from safetensors.torch import load_file
 from torch import nn
+from torch.fx import Node
 
 from hemiola.builder import graph, models
 from hemiola.builder.checkpoint import Checkpoint
@@ -16,6 +17,7 @@ from hemiola.builder.targets import torch as target
 from hemiola.plugins import OPS
 from hemiola.plugins.spec import Call, Form, fp32_in_sixteens
 from hemiola.runtime import manifest
+from hemiola.runtime.device.program import load_program, store
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits
 
@@ -43,6 +45,22 @@ def test_every_op_of_every_family_runs_compiled(family: str, tiny_engine: Callab
         assert linear and all(len(sizes) == 1 for sizes in linear), (
             "a dense layer needs its number of outputs"
         )
+
+
+@pytest.mark.parametrize("name", ["trunk", "draft"])
+def test_a_stored_program_is_the_exported_one(
+    name: graph.Name, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    def known(node: Node) -> tuple | None:
+        value = node.meta.get("val")
+        sizes = [size if isinstance(size, int) else 0 for size in getattr(value, "shape", ())]
+        return (value.dtype, sizes) if isinstance(value, torch.Tensor) else None
+
+    exported = graph.export(load(tiny_checkpoint("nemotron_h_moe")), name, LIMITS).program.graph_module
+    store(exported.graph, tmp_path / "program")
+    stored = load_program(tmp_path / "program")
+    assert stored.code.split() == exported.code.split()
+    assert [*map(known, stored.graph.nodes)] == [*map(known, exported.graph.nodes)]
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])

@@ -117,7 +117,7 @@ def test_a_reader_that_went_away_gets_no_complaint(engine_dir: Path) -> None:
 def test_inspect_shows_the_engine(engine_dir: Path) -> None:
     done = in_a_shell("inspect", "--engine-dir", str(engine_dir))
     assert done.returncode == 0
-    words = ("Qwen3_5ForCausalLM", "3 delta, 1 attention", "k_pages", "32x1x16", "trunk.pt2", "max_len")
+    words = ("Qwen3_5ForCausalLM", "3 delta, 1 attention", "k_pages", "32x1x16", "trunk.jsonl", "max_len")
     assert all(word in done.stdout for word in words), done.stdout
 
 

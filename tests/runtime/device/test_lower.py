@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 from hemiola.plugins.cpu.sizes import evaluate
 from hemiola.runtime import manifest
 from hemiola.runtime.device import lower
-from hemiola.runtime.device.session import Program, bind_forms, load_program
+from hemiola.runtime.device.program import load_program
+from hemiola.runtime.device.session import Program, bind_forms
 from hemiola.runtime.errors import Refused
 
 Get = Callable[..., Path]
@@ -151,7 +152,7 @@ def test_what_no_kernel_computes_is_refused_by_name_when_an_engine_is_opened(
         return program
 
     monkeypatch.setattr("hemiola.runtime.device.session.load_program", changed)
-    with pytest.raises(Refused, match=f"trunk.pt2: .*{reason}.*; run build-engine again"):
+    with pytest.raises(Refused, match=f"trunk.jsonl: .*{reason}.*; run build-engine again"):
         Harness(tiny_engine("qwen3_5"))
 
 

@@ -1,5 +1,6 @@
 """The memory behind pages and slots."""
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,17 @@ def test_copy_slot_copies_every_slot_state_and_no_page() -> None:
     assert storage.tensors["layers.1.state"][1].tolist() == [1, 2, 3]
     assert storage.tensors["layers.1.count"].tolist() == [0, 9, 9, 0]
     assert not storage.tensors["layers.0.k"][1].any()
+
+
+def test_caches_take_memory_when_they_are_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    storage = Storage((State(name="k", kind="page", shape=(2**20,), dtype="bfloat16"),), 100, 1)
+    assert resident() - before < 2**24
+    storage.tensors["k"][:50] = 1
+    assert resident() - before > 50 * 2**21 - 2**24 and not storage.tensors["k"][50:].any()
 
 
 def test_free_bytes_is_what_this_machine_has() -> None:

@@ -15,7 +15,8 @@ from kit.checkpoints import NEMOTRON_H, write_tokenizer
 from hemiola.builder.build import Options, build
 from hemiola.plugins import OPS
 from hemiola.runtime import manifest
-from hemiola.runtime.device.session import bind_forms, load_program, load_weights
+from hemiola.runtime.device.program import load_program
+from hemiola.runtime.device.session import bind_forms, load_weights
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.manifest import OpNode
 
