@@ -6,14 +6,20 @@ JOBS ?= 2
 KERNELS := $(wildcard tests/plugins/*/test_triton.py) tests/plugins/gpu/test_interpreted.py
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint storm soak clean
+.PHONY: demo test suite kernels check lint storm soak clean
 
 demo: $(VENV)/serve.stamp  ## engines from the two bundled checkpoints, a real tritonserver, one streamed prompt each
 	$(BIN)/python scripts/demo.py
 
-test: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included, in JOBS processes; then GPUs' kernels, interpreted
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(KERNELS)
+test: $(VENV)/dev.stamp  ## both of what follows, at once
+	@$(MAKE) --no-print-directory -j 2 suite kernels
+
+suite: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included, in JOBS processes
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+kernels: $(VENV)/dev.stamp  ## GPUs' kernels, interpreted
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(KERNELS) > $(VENV)/kernels.log 2>&1; \
+	status=$$?; cat $(VENV)/kernels.log; exit $$status
 
 STORMS ?= 1000
 SEED ?= 0
