@@ -37,6 +37,8 @@ FAREWELL_S = 1.0  # for what a lost engine has said to reach its callers
 MOST_FAREWELL_S = 5.0  # for an engine that has raised to say it to all
 RECOVERED_S = 600  # of service, after which restarts are counted from 0 again
 MOST_WAIT_S = 60
+PORT_TRIES = 3
+READ_S = 10.0  # for the rest of what it said to be read
 # Asks the kernel to kill the server if we end without stopping it, and becomes the server.
 LAUNCH = """
 import ctypes, os, signal, sys
@@ -145,7 +147,7 @@ class Server:
 
     def __enter__(self) -> "Server":
         try:
-            self.start()
+            self._start_first()
         except BaseException:
             self.kill()
             raise
@@ -166,6 +168,17 @@ class Server:
         check_python(self._triton, self._environment)
         self.ports = choose_ports(self.host, self._wanted)
         return self._triton
+
+    def _start_first(self) -> None:
+        """A free port may be somebody else's when tritonserver, with its engines loaded, comes to take it."""
+        for left in reversed(range(PORT_TRIES)):
+            try:
+                return self.start()
+            except Refused as error:
+                if not left or 0 not in self._wanted or "already in use" not in str(error):
+                    raise
+                self.kill()
+                self.ports = choose_ports(self.host, self._wanted)
 
     def start(self) -> None:
         """Returns when every model answers; raises Refused with the reason when one will not."""
@@ -222,8 +235,9 @@ class Server:
         while not (self._answers(f"{self.http_url}/v2/health/ready") and self._answers(self.metrics_url)):
             status = self._process.poll()
             if status is not None:
+                self.kill()  # whoever else holds its log open
                 ended = "" if status == 1 else f" (it ended with {status})"  # 1: it says why
-                raise Refused(f"tritonserver did not start{ended}: {self._log.reason()}")
+                raise Refused(f"tritonserver did not start{ended}: {self._log.reason(READ_S)}")
             if time.monotonic() > deadline:
                 raise Refused(
                     f"tritonserver was not ready after {self._start_timeout_s:g} s (--start-timeout):"
@@ -281,7 +295,7 @@ class Server:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(WATCH_S)
                 self.kill()
-                return f"tritonserver ended by itself with {status}: {self._log.reason()}"
+                return f"tritonserver ended by itself with {status}: {self._log.reason(READ_S)}"
             if self._answers(f"{self.http_url}/v2/health/live"):
                 answered = time.monotonic()
             reason = self._trouble(time.monotonic() - answered)
@@ -320,7 +334,7 @@ class Server:
         finally:
             self.kill()
         if before is not None:
-            raise RuntimeError(f"tritonserver ended by itself with {before}: {self._log.reason()}")
+            raise RuntimeError(f"tritonserver ended by itself with {before}: {self._log.reason(READ_S)}")
         if lost:
             raise RuntimeError(lost)
 

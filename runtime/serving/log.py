@@ -103,8 +103,12 @@ class Log:
             if self._verbose or (self.ready and not re.match(r"[IW]\d{4} |Signal \(", line)):
                 self._printer.say(line)
 
-    def reason(self) -> str:
-        """Why it did not start: what a model said, else the last error, else the last line."""
+    def reason(self, wait_s: float = 0.0) -> str:
+        """Why it did not start: what a model said, else the last error, else the last line.
+
+        Of one that has ended, all is read first, if that takes no longer.
+        """
+        self.thread.join(wait_s)
         text = "".join(self._lines)
         model = r"failed to load '(.*?)' version 1: (?:Internal: TritonModelException: )?(.*?)(?:\\n|\"?\n)"
         found = [": ".join(parts) for parts in re.findall(model, text)]

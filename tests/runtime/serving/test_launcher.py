@@ -4,6 +4,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from hemiola.runtime.serving import heartbeat, launcher
 from hemiola.runtime.serving.heartbeat import Beat
 from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.launcher import Server, name_engines
-from hemiola.runtime.serving.tritonserver import ANY_PORTS, choose_ports
+from hemiola.runtime.serving.tritonserver import ANY_PORTS, Ports, choose_ports
 
 A, B = Path("a"), Path("b")
 
@@ -57,6 +58,26 @@ def test_a_broken_engine_is_refused_before_anything_is_made(tmp_path: Path) -> N
     with pytest.raises(Refused, match=rf"^{tmp_path} has no manifest\.json"), server:
         pass
     assert server._home is None and server._process is None
+
+
+@pytest.mark.parametrize("wanted", [ANY_PORTS, Ports(40_123, 40_124, 40_125)])
+def test_a_free_port_that_somebody_else_takes_first_is_no_refusal(
+    monkeypatch: pytest.MonkeyPatch, wanted: Ports
+) -> None:
+    """Tritonserver takes its ports when its engines are loaded; one that was asked for is no other."""
+    tried: list[Ports] = []
+
+    def start(server: Server) -> None:
+        tried.append(server.ports)
+        if len(tried) < 3:
+            raise Refused("failed to start GRPC service: Unavailable - Socket '127.0.0.1:1' already in use")
+
+    monkeypatch.setattr(Server, "start", start)
+    server = Server({}, ports=wanted)
+    server.ports = choose_ports(server.host, ANY_PORTS)
+    with pytest.raises(Refused, match="already in use") if all(wanted) else nullcontext(), server:
+        pass
+    assert len(set(tried)) == (1 if all(wanted) else 3)
 
 
 @pytest.fixture

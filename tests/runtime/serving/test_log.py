@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,15 @@ def test_the_reason_is_what_the_model_said() -> None:
     assert log_of(["I1121 x", noise]).reason() == '"CudaDriverHelper has not been initialized."'
     assert log_of(["one", "two"]).reason() == "two"
     assert log_of([]).reason() == "it said nothing"
+
+
+def test_the_reason_of_one_that_ended_is_nothing_that_it_said_before() -> None:
+    def late() -> Iterator[str]:
+        yield 'E1121 02:03:22.692375 6899 server.cc:241] "CudaDriverHelper has not been initialized."\n'
+        time.sleep(0.2)
+        yield "E1121 02:03:23.692375 6899 main.cc:257] the port is taken\n"
+
+    assert Log(SimpleNamespace(stdout=late()), Printer(), verbose=False).reason(60) == "the port is taken"
 
 
 def test_only_errors_are_shown_and_only_once_it_is_ready(capfd: pytest.CaptureFixture[str]) -> None:
