@@ -6,7 +6,7 @@ JOBS ?= 2
 KERNELS := $(wildcard tests/plugins/*/test_triton.py) tests/plugins/gpu/test_interpreted.py
 BIN := $(VENV)/bin
 
-.PHONY: demo test suite kernels check lint storm soak clean
+.PHONY: demo test suite kernels check lint fuzz storm soak clean
 
 demo: $(VENV)/serve.stamp  ## engines from the two bundled checkpoints, a real tritonserver, one streamed prompt each
 	$(BIN)/python scripts/demo.py
@@ -14,12 +14,23 @@ demo: $(VENV)/serve.stamp  ## engines from the two bundled checkpoints, a real t
 test: $(VENV)/dev.stamp  ## both of what follows, at once
 	@$(MAKE) --no-print-directory -j 2 suite kernels
 
+suite kernels: export CI = 1
+suite kernels: export PYTHONHASHSEED = 0
 suite: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included, in JOBS processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 kernels: $(VENV)/dev.stamp  ## GPUs' kernels, interpreted
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(KERNELS) > $(VENV)/kernels.log 2>&1; \
 	status=$$?; cat $(VENV)/kernels.log; exit $$status
+
+MINUTES ?= 10
+PROPERTIES = $(shell grep -rlE '^@given|^def test_a_storm\b' tests)
+fuzz: $(VENV)/dev.stamp  ## property tests, 20 times as many examples, and storms: rounds of a new seed each, for MINUTES
+	end=$$(($$(date +%s) + 60 * $(MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
+		export SEED=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); export PYTHONHASHSEED=$$SEED; echo "seed $$SEED"; \
+		$(BIN)/python -m pytest -q -n $(JOBS) --hypothesis-profile=fuzz --hypothesis-seed=$$SEED \
+			-k "hypothesis or test_a_storm[" $(PROPERTIES) || exit 1; \
+	done
 
 STORMS ?= 1000
 SEED ?= 0

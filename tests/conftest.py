@@ -1,6 +1,8 @@
 """Tiny checkpoints and engines, made once per session; poison for memory that nobody may read."""
 
 import logging
+import os
+import random
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -19,15 +21,18 @@ from hemiola.plugins.cpu import team
 torch.set_num_threads(1)  # the models are tiny, and threads that wait for a busy core cost minutes
 logging.getLogger("torch.__trace").disabled = True  # pytest would make torch.export collect every trace
 
-# A busy machine fails no example, and every run tries others; its header has the seed that repeats them.
+# A busy machine fails no example. Every run tries others, and its header has the seed that repeats them; but
+# one that judges a change (CI=1, `make test`) takes those that a test's own text gives: see CONTRIBUTING.md.
 settings.register_profile(
-    "hemiola",
+    "others",
     deadline=None,
     derandomize=False,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.load_profile("hemiola")
+settings.register_profile("fixed", settings.get_profile("others"), derandomize=True, database=None)
+settings.register_profile("fuzz", settings.get_profile("others"), max_examples=2000)
+settings.load_profile("fixed" if os.environ.get("CI") else "others")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -45,7 +50,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
+    if settings.default.derandomize:
+        return "property tests: the same examples in every run; `make fuzz` tries others"
     return f"to repeat the property tests: --hypothesis-seed={config.option.hypothesis_seed}"
+
+
+@pytest.fixture(autouse=True)
+def own_random_numbers() -> None:
+    """Those of a test that draws them without a seed: the same whatever ran before it in this process."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 # Small pages and steps, so that short texts cross their edges.

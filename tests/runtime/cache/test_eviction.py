@@ -72,7 +72,7 @@ def test_bins_cover_all_ages_without_gap() -> None:
 # Sets of entries.
 
 
-@settings(max_examples=50)
+@settings(max_examples=settings().max_examples // 2)
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=300))
 def test_a_bag_is_a_set(acts: list[tuple[int, bool]]) -> None:
     bag, entries, held = Bag(), [node(None, n) for n in range(10)], set()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kit.fake_session import VOCAB, FakeSession, hashed, oracle, resolved
@@ -15,6 +16,8 @@ from tokenizers import Tokenizer, decoders, models
 from hemiola.plugins.rows import live_rows
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.cache.eviction import Cost
+from hemiola.runtime.device import transfer
+from hemiola.runtime.engine import loop
 from hemiola.runtime.engine.request import Bounds, new_request
 from hemiola.runtime.engine.step import Batch
 from hemiola.runtime.errors import Failed, Refused
@@ -172,14 +175,13 @@ def test_a_long_step_is_no_stall_while_its_kernels_move(running: Running) -> Non
 
 def test_close_cancels_what_runs_and_refuses_what_comes() -> None:
     running = Running()
-    ends = [running.submit([1, 2, 3], max_tokens=60) for _ in range(6)]
-    gate = threading.Event()
 
     def until_it_closes(batch: Batch) -> None:
         while running.loop._inbox._refusal is None:
-            gate.wait(0.001)
+            time.sleep(0.001)
 
     running.session.before_run = until_it_closes
+    ends = [running.submit([1, 2, 3], max_tokens=60) for _ in range(6)]
     running.loop.close()
     assert all(pieces[-1].finish_reason == "cancelled" for _, pieces, _ in ends)
     with pytest.raises(Refused, match="the engine is closed"):
@@ -225,13 +227,16 @@ def test_the_pace_counts_no_time_in_which_other_processes_had_the_core(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a busy machine makes drafts look dear at random, and an engine may stop drafting for long."""
-    pace, run, timed = running.loop.scheduler.pace, running.session.run, []
+    pace, timed, now = running.loop.scheduler.pace, [], {"wall": 0.0, "own": 0.0}
+    clock = {name: lambda: now["wall"] for name in ("perf_counter", "monotonic")}
+    for module in (loop, transfer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(**clock, thread_time=lambda: now["own"]))
     monkeypatch.setattr(pace, "adaptive", True)
     monkeypatch.setattr(pace, "timed", lambda *told: timed.append(told[-2:]))
-    monkeypatch.setattr(running.session, "run", lambda batch: time.sleep(0.2) or run(batch))
+    running.session.before_run = lambda batch: now.update(wall=now["wall"] + 8.0, own=now["own"] + 0.5)
     _, _, ended = running.submit([1, 2], max_tokens=4)
     assert ended.wait(60)
-    assert len(timed) == 3 and all(0 < step < 0.1 and 0 <= drafting < 0.1 for step, drafting in timed)
+    assert timed == [(0.5, 0.0)] * 3
 
 
 def test_stop_strings_across_steps(make_hand: Callable, letters: Text) -> None:
