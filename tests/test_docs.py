@@ -63,7 +63,7 @@ def shell(checkout: Path) -> Callable[[str], str]:
     def run(script: str) -> str:
         ran = subprocess.run(
             ["bash", "-ec", script + "\nwait"], env={**os.environ, **own}, cwd=checkout,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
         )  # fmt: skip
         assert ran.returncode == 0, f"{script}\n{ran.stdout}"
         return ran.stdout

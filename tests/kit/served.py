@@ -83,14 +83,14 @@ class Served:
 
     def ended(self) -> tuple[int, str, str]:
         """Its status when it has ended, and what it wrote to stdout and stderr since it was ready."""
-        status = self.process.wait(60)
+        status = self.process.wait(300)
         self.read_all()
         return status, self.process.stdout.read(), self.said
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         try:
-            status = self.process.wait(120)
+            status = self.process.wait(300)
             self.read_all()
             return status
         finally:

@@ -14,7 +14,7 @@ from hemiola.runtime.serving.launcher import Server
 
 
 def post(server: Server, body: Mapping[str, object], *, endpoint: str = "generate") -> requests.Response:
-    return requests.post(f"{server.http_url}/v2/models/hemiola/{endpoint}", json=body, timeout=60)
+    return requests.post(f"{server.http_url}/v2/models/hemiola/{endpoint}", json=body, timeout=300)
 
 
 def events(answer: requests.Response) -> Iterator[dict]:

@@ -82,7 +82,6 @@ def test_sigint_in_the_background_is_ignored_and_one_that_comes_twice_ends_strea
             next(stream)
             for _ in range(3):  # as `timeout` does
                 served.process.send_signal(signal.SIGINT)
-                time.sleep(0.01)
             assert [*stream][-1].finish_reason == "length"
         assert served.ended() == (0, DRAINED, "")
 
@@ -136,7 +135,7 @@ def test_a_command_that_ends_while_it_loads_takes_all_with_it(
         until(lambda: "triton_python_b" in descendants(process.pid).values())
         family, home = descendants(process.pid), home_of(process)
         process.send_signal(signal_)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (status, "") and "ready" not in out
     until(lambda: not any(map(alive, family)))
     remove_stale()
@@ -178,7 +177,7 @@ def test_sigterm_during_a_restart_ends_it(engine_dirs: dict[str, Path], moment: 
 
 
 def refused(*arguments: str) -> str:
-    ended = subprocess.run([*SERVE, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([*SERVE, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1, ended.stderr
     return ended.stderr

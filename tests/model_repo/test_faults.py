@@ -268,7 +268,7 @@ def test_a_log_whose_disk_is_full_stops_nobody(engine_dirs: dict[str, Path], llm
         prompts = ["def "] * 80
         expected = llm.generate(prompts[:1], SHORT)[0].token_ids
         with Client(served.grpc_url) as client:
-            outs = client.generate(prompts, SHORT, timeout_s=60)
+            outs = client.generate(prompts, SHORT, timeout_s=300)
         assert [out.token_ids for out in outs] == [expected] * 80
         works_again(served, llm)
         assert served.end() == 0
@@ -341,14 +341,14 @@ def test_a_second_server_on_the_same_ports_is_refused_and_the_first_serves_on(
 ) -> None:
     port = served.http_url.rpartition(":")[2]
     command = [*SERVE, f"--engine-dir={engine_dirs['hemiola']}", f"--http-port={port}"]
-    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2 and f"http port {port} on 127.0.0.1 cannot be used" in ended.stderr
     works_again(served, llm)
 
 
 def test_many_callers_at_a_full_queue_all_get_their_answers_by_trying_again(served: Served, llm: LLM) -> None:
-    expected = llm.generate(["def "], SHORT)[0].token_ids
+    expected, before = llm.generate(["def "], SHORT)[0].token_ids, threading.active_count()
     with Client(served.grpc_url, retries=20) as client, ThreadPoolExecutor(16) as threads:
         outs = list(threads.map(lambda _: client.generate(["def "], SHORT)[0].token_ids, range(32)))
     assert outs == [expected] * 32
-    assert threading.active_count() < 60
+    assert threading.active_count() < before + 40

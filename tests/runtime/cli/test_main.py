@@ -31,7 +31,7 @@ def in_a_shell(
     return subprocess.run(
         [sys.executable, "-m", "hemiola", *arguments],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
-        input=stdin, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120,
+        input=stdin, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300,
     )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def test_a_checkout_that_is_not_installed_runs_as_the_readme_says(tmp_path: Path
         assert f"`python -m {module}` is" in readme and f"`{command}`" in readme
         done = subprocess.run(
             [sys.executable, "-S", "-c", UNINSTALLED, str(ROOT), module, "--help"],
-            cwd=tmp_path, capture_output=True, text=True, timeout=60,
+            cwd=tmp_path, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0 and "--help" in done.stdout, done.stderr
 

@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -26,3 +27,15 @@ def test_every_option_of_an_engine_is_an_option_of_the_command(monkeypatch: pyte
     assert ServeConfig(**settings["options"]) == ServeConfig(max_rows=4)
     command(args=["--engine-dir", "a"], standalone_mode=False)
     assert made[1][1]["options"] == {}
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, heard = [0.0], []
+    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    interrupt = serve.once(0.2)
+    for now[0] in (5.0, 5.1, 5.25, 6.0, 6.1):
+        try:
+            interrupt(signal.SIGINT, None)
+        except KeyboardInterrupt:
+            heard.append(now[0])
+    assert heard == [5.0, 6.0]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from kit.fake_triton import METRICS, Triton, all_ended, final, response
+from kit.served import until
 from tritonclient.grpc import service_pb2 as pb2
 
 from hemiola.runtime.api import Logprob, SamplingParams
@@ -134,7 +135,15 @@ def test_generate_keeps_the_order_and_a_bound_on_what_is_in_flight(
     client: Client, triton: Triton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_IN_FLIGHT", 4)
-    triton.answers = [final(text_output="t", output_ids=[1, 2, 3], input_ids=[8, 9])]
+
+    class Together(list):
+        """The first answers come when others are under way."""
+
+        def __iter__(self) -> Any:
+            until(lambda: triton.most_open > 1)
+            return super().__iter__()
+
+    triton.answers = Together([final(text_output="t", output_ids=[1, 2, 3], input_ids=[8, 9])])
     outputs = client.generate([[i] for i in range(30)], [SamplingParams(max_tokens=i + 1) for i in range(30)])
     assert len(outputs) == 30
     assert (outputs[0].prompt_token_ids, outputs[0].token_ids, outputs[0].text) == ([8, 9], [1, 2, 3], "t")
