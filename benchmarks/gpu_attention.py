@@ -46,7 +46,6 @@ class Decode:
         self.rows = torch.tensor(rows, dtype=torch.int32, device="cuda")
         self.positions = (at + torch.arange(num, device="cuda").repeat(num_rows)).int()
         self.tokens = self.case.tokens(num_rows * num)
-        self.scales = [torch.ones(1, device="cuda")] * 2 if fp8 else [None, None]
         self.bytes = 2 * num_rows * num_keys * groups * depth * (1 if fp8 else 2)
         self.kernels, self.scale, self.plan = (
             module.kernels(),
@@ -63,7 +62,8 @@ class Decode:
             self.positions,
             self.scale,
             0,
-            *self.scales,
+            1.0,
+            1.0,
             plan=self.plan,
         )
 
@@ -83,7 +83,8 @@ class Decode:
                 self.positions[i::num].contiguous(),
                 self.scale,
                 0,
-                *self.scales,
+                1.0,
+                1.0,
             )
             last += torch.equal(alone, together[i::num])
         return last == num

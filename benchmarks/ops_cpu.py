@@ -104,7 +104,7 @@ def attention(step: list[tuple[int, int]], repeats: int) -> tuple[float, float, 
     for slot, (before, count) in enumerate(step, start=1):
         rows.append(row(first=first, num_tokens=count, slot=slot, committed=before))
         first += count
-    arguments = (q, k, v, *pages, table, int32(*rows), positions, depth**-0.5, 0)
+    arguments = (q, k, v, *pages, table, int32(*rows), positions, depth**-0.5, 0, 1.0, 1.0)
     run = bound(OPS["attention"], *arguments)
     y, same = run(), True
     for n, (before, count) in enumerate(step):

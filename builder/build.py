@@ -22,12 +22,14 @@ from hemiola.builder.targets.torch import Compiled, Job, Report
 from hemiola.builder.targets.work import work_bytes
 from hemiola.builder.weights import write_weights
 from hemiola.plugins import OPS
+from hemiola.plugins.spec import E4M3
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, Arch
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, Manifest, Segment, State
 
 WEIGHTS = "weights.safetensors"
+KV_DTYPES = {"auto": None, "fp8": E4M3}
 
 
 @memory_in_one_line()
@@ -37,7 +39,7 @@ def build(
     """Write an engine. It appears complete or not at all; an engine that stood there before is replaced."""
     target, archs = targets.pick(options.target, ",".join(options.arch))
     arch = ARCHS[archs[0]]
-    _refuse_pages(options)
+    _refuse_pages(options, target, archs)
     refuse_occupied(engine_dir)
     report("checking", 0, 0)
     checkpoint = Checkpoint(path, RandomTensors if options.random_weights else Files, archs)
@@ -48,6 +50,7 @@ def build(
         chunk_len=options.chunk_len,
         max_len=max_len,
         dtype=arch.dtype,
+        kv_dtype=KV_DTYPES[options.kv_dtype],
         draft_vocab=options.draft_vocab,
     )
     drafts, limits = _limits(model, options, max_len)
@@ -206,11 +209,16 @@ def _warn_of_a_missing_head(model: models.Model) -> None:
             )
 
 
-def _refuse_pages(options: Options) -> None:
+def _refuse_pages(options: Options, target: targets.Target, archs: Sequence[str]) -> None:
     if options.page_len % options.chunk_len:
         raise Refused(
             f"--page-len {options.page_len} is not a multiple of --chunk-len {options.chunk_len}; "
             "choose them so that pages end on chunk edges"
+        )
+    if options.kv_dtype == "fp8" and (target.name, *archs) != ("torch", "cpu"):
+        raise Refused(
+            f"--kv-dtype fp8 is not supported for --target {target.name} and --arch {','.join(archs)} by this"
+            " version, only for torch and cpu; leave it out"
         )
 
 

@@ -202,7 +202,7 @@ class Files:
         file = self._files[name]
         header = self._shards[file].get_slice(name)
         found, dtype = tuple(header.get_shape()), header.get_dtype()
-        if found != shape:
+        if found != shape and (shape or found != (1,)):  # one number may be a list of one
             raise Refused(
                 f"{self.path / file}: {name} has shape {list(found)}, config.json asks for {list(shape)}; "
                 "correct one of them"

@@ -35,6 +35,10 @@ class Options(Strict):
         ge=1,
         description="MTP drafts are chosen among so many of the lowest token ids; default: among all",
     )
+    kv_dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="numbers in pages of keys and values: auto (the engine's own) or fp8 (e4m3, a byte each)",
+    )
     page_len: int = Field(default=64, ge=1, description="tokens in a page of keys and values")
     random_weights: bool = Field(
         default=False,

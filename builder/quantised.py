@@ -20,12 +20,24 @@ def refuse_quantised(
     if not own and modelopt is None:
         return
     found = own if isinstance(own, dict) else {"quant_method": own} if own else {}
-    kinds = kinds_of(found) or kinds_of((modelopt or {}).get("quantization") or {})
+    beside = (modelopt or {}).get("quantization") or {}
+    if all(is_about_pages(declared) for declared in (found, beside) if declared):
+        return
+    kinds = kinds_of(found) or kinds_of(beside)
     source = f"quantization_config, quant_method {found.get('quant_method', '?')}" if own else MODELOPT
     raise Refused(
         f"{where}: weights are {' and '.join(kinds) or 'quantised'} ({source}), and this version reads"
         f" bf16, fp16 and fp32;{_lacks(kinds, archs)} use the bf16 checkpoint"
     )
+
+
+def is_about_pages(declared: dict[str, Any]) -> bool:
+    """Of keys and values in e4m3 alone: such a checkpoint has scales for them, and weights as they were."""
+    scheme = declared.get("kv_cache_scheme") or {}
+    in_e4m3 = (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+    in_e4m3 |= declared.get("kv_cache_quant_algo") == "FP8"
+    about_weights = ("quant_algo", "quantized_layers", "config_groups", "bits", "weight_block_size")
+    return in_e4m3 and not any(declared.get(key) for key in about_weights)
 
 
 def kinds_of(declared: dict[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ class RandomTensors:
             return self.architecture.startswith("Qwen3Next")
         if name.endswith("mlp.gate.weight"):
             return self.text.read("num_experts", int, 0) > 0
-        return True
+        return not name.endswith("_scale")
 
     def any(self, prefix: str) -> bool:
         heads = ("mtp_num_hidden_layers", "num_nextn_predict_layers")

@@ -26,6 +26,7 @@ DTYPES = {
     torch.bfloat16: TensorProto.BFLOAT16,
     torch.float16: TensorProto.FLOAT16,
     torch.float64: TensorProto.DOUBLE,
+    torch.float8_e4m3fn: TensorProto.FLOAT8E4M3FN,
     torch.int32: TensorProto.INT32,
 }
 KINDS = {

@@ -17,6 +17,7 @@ LIBRARY = torch.library.Library("hemiola", "DEF")
 
 FLOAT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FP32 = (torch.float32, torch.float64)
+E4M3 = torch.float8_e4m3fn
 INT = (torch.int32,)
 
 
@@ -207,11 +208,17 @@ def bf16(wide: Sequence[str] = ()) -> Callable[[Call], str]:
     return refuses
 
 
-def fp32_in_sixteens(letters: str) -> Callable[[Call], str]:
-    """Refuses what 16-lane kernels of fp32 do not take: other dtypes, and other sizes of `letters`."""
+def fp32_in_sixteens(letters: str, narrow: Sequence[str] = ()) -> Callable[[Call], str]:
+    """Refuses what 16-lane kernels of fp32 do not take: other dtypes, and other sizes of `letters`.
+
+    The arguments `narrow` may be e4m3, all of them.
+    """
 
     def refuses(call: Call) -> str:
+        kinds = {call.dtypes[name] for name in narrow}
         for name, dtype in call.dtypes.items():
+            if name in narrow and kinds == {E4M3}:
+                continue
             if dtype.is_floating_point and dtype is not torch.float32:
                 return f"{name} is {dtype}, not torch.float32"
         for letter in letters:

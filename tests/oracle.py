@@ -26,12 +26,21 @@ class Generated(NamedTuple):
 class Oracle:
     """A checkpoint, run token by token. Every token is a chunk of its own, so the state is always whole."""
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, max_len: int = 8192) -> None:
-        self.model = models.load(Checkpoint(checkpoint), references, chunk_len=1, max_len=max_len)
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: torch.dtype = torch.float32,
+        max_len: int = 8192,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """kv_dtype: of pages, if they round more than the rest does."""
+        self.model = models.load(
+            Checkpoint(checkpoint), references, chunk_len=1, max_len=max_len, kv_dtype=kv_dtype
+        )
         self.weights = {
             name: lazy.read().to(dtype) for name, lazy in self.model.weights(self.model.trunk).items()
         }
-        self.dtype = dtype
+        self.dtypes = {"slot": dtype, "page": kv_dtype or dtype}
 
     def generate(self, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...] = ()) -> Generated:
         """Greedy. The stopping token is the last one of the result."""
@@ -54,7 +63,10 @@ class Oracle:
             max_len=length, max_rows=1, max_step_tokens=1, num_drafts=0, page_len=length, chunk_len=1
         )
         states = declared_states(self.model.trunk, limits)
-        return {state.name: torch.full((2, *state.shape), torch.nan, dtype=self.dtype) for state in states}
+        return {
+            state.name: torch.full((2, *state.shape), torch.nan, dtype=self.dtypes[state.kind])
+            for state in states
+        }
 
     def _feed(self, states: dict[str, torch.Tensor], token: int, position: int) -> torch.Tensor:
         step = {

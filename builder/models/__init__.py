@@ -56,17 +56,19 @@ def load(
     chunk_len: int,
     max_len: int,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     draft_vocab: int | None = None,
 ) -> Model:
     """Refuses what it cannot compute before any weight is read. `max_len`: tokens of the longest request;
-    `draft_vocab`: rows of the output head that an MTP head chooses from, if not all."""
+    `kv_dtype`: of pages, if not that of activations; `draft_vocab`: rows of the output head that an MTP head
+    chooses from, if not all."""
     architecture = checkpoint.architecture
     if architecture not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise Refused(
             f"{checkpoint.config.where}: architecture {architecture} is not supported; supported are {known}"
         )
-    kit = Kit(checkpoint, ops, chunk_len, max_len, dtype)
+    kit = Kit(checkpoint, ops, chunk_len, max_len, dtype, kv_dtype)
     parts = FAMILIES[architecture].load(kit)
     if draft_vocab is not None and parts.draft is not None:
         parts.draft.choose_among(parts.trunk.head.lowest(kit, draft_vocab))

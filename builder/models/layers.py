@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hemiola.builder.checkpoint import Checkpoint, Config, Lazy, join, stacked
+from hemiola.plugins.spec import E4M3
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, State
 
 Tensors = dict[str, torch.Tensor]
@@ -27,16 +29,34 @@ class Kit:
         chunk_len: int,
         max_len: int,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.checkpoint, self.ops, self.chunk_len, self.max_len = checkpoint, ops, chunk_len, max_len
         self.dtype = dtype  # of activations, and of what is not wide
+        self.kv_dtype = kv_dtype or dtype  # of pages
         self.sources: dict[nn.Parameter, Lazy] = {}
         # stands for a gate or a bias that a layer has not
         self.absent = self.weight(Lazy.of(torch.zeros(0)), wide=True)
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return name_of(self.dtype)
+
+    def page_scale(self, prefix: str, part: str) -> float:
+        """Of the keys ("k") or values ("v") of a layer: what e4m3 pages hold them in units of."""
+        spellings = (f"{prefix}{part}_proj.{part}_scale", f"{prefix}{part}_scale")
+        known = {name: self.checkpoint.tensor(name) for name in spellings if name in self.checkpoint}
+        if self.kv_dtype is not E4M3:
+            return 1.0
+        for name, lazy in known.items():
+            scale = float(lazy.read())
+            if scale <= 0:
+                raise Refused(
+                    f"{self.checkpoint.path}: {name} is {scale}, expected a positive number; correct it, or"
+                    " leave --kv-dtype fp8 out"
+                )
+            return scale
+        return 1.0
 
     def weight(self, source: Lazy, wide: bool = False) -> nn.Parameter:
         """A parameter whose content comes from `source` when the engine is written; a wide one is fp32."""
@@ -44,6 +64,10 @@ class Kit:
         parameter = nn.Parameter(empty, requires_grad=False)
         self.sources[parameter] = source
         return parameter
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Step(NamedTuple):
@@ -183,11 +207,12 @@ def expert_tensors(
 
 
 class Pages(nn.Module):
-    """Attention over the paged keys and values of the layer `name`."""
+    """Attention over the paged keys and values of the layer `name`, whose projections begin with `prefix`."""
 
-    def __init__(self, kit: Kit, name: str, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, kit: Kit, prefix: str, name: str, kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.ops, self.dtype_name = kit.ops, kit.dtype_name
+        self.ops, self.dtype_name = kit.ops, name_of(kit.kv_dtype)
+        self.scales = [kit.page_scale(prefix, part) for part in "kv"]
         self.first = 1 if name.startswith("mtp.") else 0  # an MTP head has no pair at place 0
         self.k_name, self.v_name = f"{name}.k_pages", f"{name}.v_pages"
         self.kv_heads, self.head_dim = kv_heads, head_dim
@@ -195,7 +220,8 @@ class Pages(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
         k_pages, v_pages = step.states[self.k_name], step.states[self.v_name]
         where = (step.page_table, step.rows, step.positions)
-        return self.ops.attention(q, k, v, k_pages, v_pages, *where, self.head_dim**-0.5, self.first)
+        numbers = (self.head_dim**-0.5, self.first, *self.scales)
+        return self.ops.attention(q, k, v, k_pages, v_pages, *where, *numbers)
 
     def states(self, limits: Limits) -> list[State]:
         shape = (limits.page_len, self.kv_heads, self.head_dim)

@@ -142,7 +142,7 @@ class Attention(nn.Module):
             kit,
             join([tensor(f"{prefix}{p}_proj.weight", n * self.head_dim, hidden) for p, n in widths.items()]),
         )
-        self.pages = Pages(kit, name, self.kv_heads, self.head_dim)
+        self.pages = Pages(kit, prefix, name, self.kv_heads, self.head_dim)
         self.out = Linear(kit, tensor(f"{prefix}o_proj.weight", hidden, self.heads * self.head_dim))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:

@@ -69,7 +69,7 @@ class GatedAttention(nn.Module):
             for part, n in norms.items()
         ]
         self.norm = Norm(kit, join(scales), eps(cfg), group_len=size)
-        self.pages = Pages(kit, name, self.kv_heads, size)
+        self.pages = Pages(kit, prefix, name, self.kv_heads, size)
         self.out = Linear(kit, tensor(f"{prefix}o_proj.weight", hidden, self.heads * size))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Paged attention, compiled: keys are read where they lie; bits depend on a token's own sequence alone.
+"""Paged attention, compiled: keys are read where they lie, those of 8 bits by way of a span's fp32 numbers;
+bits depend on a token's own sequence alone.
 
 The keys of a sequence come in spans of SPAN at absolute places, in order; each moves the maximum, the sum
 and the output of a query once (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). An item of
@@ -13,13 +14,16 @@ from hemiola.plugins.attention.spans import (
     SPAN,
     STATE,
     WEIGHTS,
+    WIDE,
     begin,
     find,
     lay_out,
     visit,
+    widen,
 )
 from hemiola.plugins.attention.tiles import PANEL, PARTIALS
 from hemiola.plugins.cpu.code import Case, Operand, code_of, complain, lines, numbers, numel
+from hemiola.plugins.cpu.e4m3 import store_e4m3
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.rows import owned
@@ -33,11 +37,13 @@ from hemiola.plugins.cpu.simd import (
     get_int,
     get_long,
     load,
+    mul,
     put_long,
     splat,
     store,
 )
 from hemiola.plugins.cpu.sizes import Number
+from hemiola.plugins.spec import E4M3
 
 QUERIES = 64  # of an item of work, unless a token alone has more
 
@@ -53,6 +59,8 @@ def attention(
     positions: Operand,  # [T] int32
     scale: float,
     first: int,
+    k_scale: float,
+    v_scale: float,
     wanted: Operand | None = None,  # [L] int32
 ) -> Operand:  # [T, H, D]
     """See reference.py. Raises IndexError for tokens, places and pages that are not there.
@@ -74,16 +82,18 @@ def attention(
             "attention: a position is outside of a table of {0} pages, or a page id outside of {1} pages",
         )
     )
-    lines_ = (k, k.stride(0), v, v.stride(0), k_pages.shape[0], fault)
+    narrow = int(k_pages.dtype is E4M3)
+    lines_ = (k, k.stride(0), k_scale, v, v.stride(0), v_scale, narrow, k_pages.shape[0], fault)
     code.call(_write, num_tiles, numel(k) * 0.2, *table, *lines_)
     cost = num_tokens * table_len * (0.04 * num_heads * depth * page_len)
     room = -(-tile_len * copies // LANES) * LANES + PANEL * LANES
-    heads = (q, q.stride(0), copies, room, scale, first, out)
+    heads = (q, q.stride(0), copies, room, scale * k_scale, v_scale, first, narrow, out)
     if wanted is not None:
         some = code.empty(num_tiles, 3, dtype=torch.int64)
         code.call(_narrow, num_tiles, wanted.shape[0] * 1.0, tiles, wanted.shape[0], wanted, some)
         cost, table = wanted.shape[0] * table_len * (0.04 * num_heads * depth * page_len), (some, *table[1:])
-    code.call(_attend, num_tiles * groups, cost, *table, *heads, scratch=(8 * depth + STATE) * room + ROOM)
+    scratch = (8 * depth + STATE) * room + ROOM + narrow * WIDE * depth
+    code.call(_attend, num_tiles * groups, cost, *table, *heads, scratch=scratch)
     return out
 
 
@@ -150,7 +160,7 @@ def _narrow(tile, scratch, tiles, num_wanted, wanted, some):
 @Kernel
 def _write(
     tile, scratch, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
-    k, k_len, v, v_len, num_pages, fault,
+    k, k_len, k_scale_bits, v, v_len, v_scale_bits, narrow, num_pages, fault,
 ):  # fmt: skip
     """New keys and values of a tile go to their pages. k_len is from token to token."""
     width = groups * depth
@@ -169,17 +179,28 @@ def _write(
         place = get_int(positions, t)
         page = get_int(page_table, row * table_len + place // page_len)
         target = (page * page_len + place % page_len) * width
-        copy(k, t * k_len, k_pages, target, width)
-        copy(v, t * v_len, v_pages, target, width)
+        if narrow:
+            _round(k, t * k_len, from_bits(k_scale_bits), k_pages, target, width)
+            _round(v, t * v_len, from_bits(v_scale_bits), v_pages, target, width)
+        else:
+            copy(k, t * k_len, k_pages, target, width)
+            copy(v, t * v_len, v_pages, target, width)
+
+
+@helper
+def _round(source, source_at, scale, target, target_at, size):
+    """`size` numbers, in units of a scale, become e4m3."""
+    for i in range(0, size, LANES):
+        store_e4m3(target, target_at + i, div(load(source, source_at + i), splat(scale)))
 
 
 @Kernel
 def _attend(
     item, scratch, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
-    q, q_len, copies, room, scale_bits, first, out,
+    q, q_len, copies, room, scale_bits, v_scale_bits, first, narrow, out,
 ):  # fmt: skip
     """An item is one key head of one tile. q_len is from token to token of q; room is for more queries
-    than an item has, by the lanes of a panel."""
+    than an item has, by the lanes of a panel. Pages of 8 bits are read a span at a time."""
     tile, group = item // groups, item % groups
     row, start, num = _tile_of(tiles, tile)
     if num == 0:
@@ -190,6 +211,10 @@ def _attend(
     partials = state + STATE * room
     shares = partials + 4 * PARTIALS  # numbers [SPAN, queries of a panel], or of few queries [queries, SPAN]
     places = shares + 4 * SPAN * LANES * PANEL  # of the keys of a span
+    keys, values, apart = k_pages, v_pages, groups * depth
+    if narrow:
+        keys, apart = places + 8 * SPAN, depth
+        values = keys + 4 * SPAN * depth
     last = 0
     for n in range(count):
         position = get_int(positions, start + n // copies)
@@ -201,16 +226,18 @@ def _attend(
     for span in range(first // SPAN * SPAN, last + 1, SPAN):
         table, num_keys = page_table + 4 * row * table_len, min(SPAN, last + 1 - span)
         find(table, page_len, span, num_keys, groups, group, depth, places)
+        if narrow:
+            widen(k_pages, v_pages, num_keys, depth, places, keys, values)
         at = 0
         while at < count:
             at += visit(
-                k_pages, v_pages, places, groups, depth, span, max(first - span, 0), at, count,
+                keys, values, places, apart, depth, span, max(first - span, 0), at, count,
                 queries, sums, state, room, partials, shares,
             )  # fmt: skip
-    target = out + 4 * (start * groups + group) * copies * depth
+    target, unit = out + 4 * (start * groups + group) * copies * depth, splat(from_bits(v_scale_bits))
     for n in range(count):
         to = target + 4 * (n // copies * groups * copies + n % copies) * depth
         weight = get(state + WEIGHTS * room, n)
         for i in range(0, depth, LANES):
             value = load(sums, n * depth + i)
-            store(to, i, div(value, splat(weight)) if weight > f32(0.0) else value)
+            store(to, i, mul(div(value, splat(weight)), unit) if weight > f32(0.0) else value)

@@ -63,8 +63,8 @@ def attention(
     positions: torch.Tensor,  # [T] int32
     scale: float,
     first: int,
-    k_scale: torch.Tensor | None = None,  # [1] fp32: a page holds k / k_scale
-    v_scale: torch.Tensor | None = None,
+    k_scale: float,  # a page of 8 bits holds k / k_scale
+    v_scale: float,
     plan: TilePlan | None = None,  # free: bits do not depend on it
 ) -> torch.Tensor:
     """o[T, H, D]; writes k and v to their pages first; see reference.py."""
@@ -82,12 +82,10 @@ def attention(
     check("attention", "positions", positions, (num_tokens,), torch.int32, device)
     if depth not in (16, 32, 64, 128, 256) or heads % groups or page_len % 16:
         raise ValueError(f"attention: heads of {depth}, {heads} of {groups} groups, pages of {page_len}")
-    if k_pages.dtype != torch.bfloat16 and (k_scale is None or v_scale is None):
-        raise ValueError("attention: pages of float8 need k_scale and v_scale")
     narrow = k_pages.dtype != torch.bfloat16
     plan = plan or choose(num_tokens, num_rows, heads // groups, depth, narrow, gpu_of(device).shared)
     o = torch.empty((num_tokens, heads, depth), dtype=q.dtype, device=device)
-    scales = tuple(_one(device) if given is None else given for given in (k_scale, v_scale))
+    scales = _number(k_scale, device), _number(v_scale, device)
     sizes = dict(G=groups, R=heads // groups, D=depth, L=page_len, N_ROWS=max(16, pow2(num_rows)))
     sizes |= dict(enable_fp_fusion=False)
     pages, table_len = (k_pages, v_pages, page_table), page_table.shape[1]
@@ -131,9 +129,10 @@ def ahead(
             yield {"plan": plan._replace(queries=queries)}
 
 
-@lru_cache(maxsize=16)
-def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones(1, dtype=torch.float32, device=device)
+@lru_cache(maxsize=256)
+def _number(value: float, device: torch.device) -> torch.Tensor:
+    one = torch.ones(1, dtype=torch.float32, device=device)
+    return one if value == 1.0 else one * value
 
 
 @lru_cache(maxsize=16)

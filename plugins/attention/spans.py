@@ -8,6 +8,7 @@ import numpy as np
 
 from hemiola.plugins.attention.tiles import KEYS, PANEL, PARTIALS, ROWS, WIDEST, output_tile, score_tile
 from hemiola.plugins.cpu.activations import exp
+from hemiola.plugins.cpu.e4m3 import load_e4m3
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.simd import (
     LANES,
@@ -43,6 +44,7 @@ FEW = 8  # queries that are scored one by one
 # Of each query: how many keys it sees (int64), the maximum, the sum of shares, what is kept of the outputs so
 # far, how many keys of the span it sees, and 1; at so many bytes times the room for queries.
 LENS, HIGHS, WEIGHTS, KEPT, ENDS, ONES, STATE = 0, 8, 12, 16, 20, 24, 28
+WIDE = 8 * SPAN  # bytes, times the numbers of a head, for keys and values of a span whose pages are narrow
 ROOM = 4 * (PARTIALS + SPAN * LANES * PANEL) + 8 * SPAN  # bytes for partial sums, shares and places of a span
 
 
@@ -91,6 +93,17 @@ def find(page_table, page_len, span, num_keys, groups, group, depth, places):
 
 
 @helper
+def widen(k_pages, v_pages, num_keys, depth, places, keys, values):
+    """e4m3 keys and values of a span as fp32, [SPAN, depth] each, and their places there."""
+    for j in range(-(-num_keys // LANES) * LANES):
+        source, target = get_long(places, j), j * depth
+        put_long(places, j, target)
+        for d in range(0, depth, LANES):
+            store(keys, target + d, load_e4m3(k_pages, source + d))
+            store(values, target + d, load_e4m3(v_pages, source + d))
+
+
+@helper
 def _keys_of(state, room, n, span):
     """How many keys of a span and before it, in the span, the n-th query sees."""
     return min(SPAN, max(get_long(state + LENS * room, n) - span, 0))
@@ -98,10 +111,13 @@ def _keys_of(state, room, n, span):
 
 @helper
 def visit(
-    k_pages, v_pages, places, groups, depth, span, hidden, at, count, queries, sums, state, room,
+    k_pages, v_pages, places, apart, depth, span, hidden, at, count, queries, sums, state, room,
     partials, shares,
 ):  # fmt: skip
-    """Keys of a span behind the hidden ones and a panel, or a few queries, from `at` on: how many."""
+    """Keys of a span behind the hidden ones and a panel, or a few queries, from `at` on: how many.
+
+    Neighbouring keys of a page lie `apart` numbers from each other.
+    """
     if count <= FEW:
         num, key_step, row_step = min(ROWS, count - at), 1, SPAN
         for n in range(num):
@@ -114,7 +130,7 @@ def visit(
         key_step, row_step = _panel_of(at, count), 1
         num = min(key_step, count - at)
         _score_panel(
-            k_pages, places, groups, depth, span, hidden, at, num, queries, state, room, partials, shares,
+            k_pages, places, apart, depth, span, hidden, at, num, queries, state, room, partials, shares,
             key_step,
         )  # fmt: skip
     _blend(v_pages, places, depth, span, hidden, at, num, sums, state, room, shares, key_step, row_step)
@@ -123,7 +139,7 @@ def visit(
 
 @helper
 def _score_panel(
-    k_pages, places, groups, depth, span, hidden, at, num, queries, state, room, partials, shares, width
+    k_pages, places, apart, depth, span, hidden, at, num, queries, state, room, partials, shares, width
 ):  # fmt: skip
     """Shares of a panel's queries, as far as they see keys of a span."""
     lowest, highest = SPAN, 0
@@ -134,7 +150,7 @@ def _score_panel(
     for j in range(0, highest if highest > hidden else 0, KEYS):
         keys = k_pages + 4 * get_long(places, j)
         panel, scores = queries + 4 * at * depth, shares + 4 * j * width
-        score_tile(width // LANES, panel, keys, groups * depth, depth, partials, scores)
+        score_tile(width // LANES, panel, keys, apart, depth, partials, scores)
     edge = lowest < SPAN or hidden > 0
     for n in range(0, width if highest > hidden else 0, LANES):
         _share_panel(highest, hidden, edge, state + 4 * (at + n), room, partials, shares + 4 * n, width)

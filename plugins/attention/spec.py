@@ -2,6 +2,8 @@
 
 from hemiola.plugins.attention.reference import attention as reference
 from hemiola.plugins.spec import (
+    E4M3,
+    FLOAT,
     INT,
     ROWS,
     Arg,
@@ -15,6 +17,8 @@ from hemiola.plugins.spec import (
     fp32_in_sixteens,
 )
 
+PAGES = (*FLOAT, E4M3)
+
 
 def _refuses_on_cuda(call: Call) -> str:
     depth, page_len = call.sizes["D"], call.sizes["L"]
@@ -23,23 +27,35 @@ def _refuses_on_cuda(call: Call) -> str:
     return f"L is {page_len}, no multiple of 16" if page_len % 16 else ""
 
 
+def _refuses_scales(call: Call) -> str:
+    """Only pages of 8 bits have units of their own."""
+    scales = call.attrs["k_scale"], call.attrs["v_scale"]
+    if scales == (1.0, 1.0) or call.dtypes["k_pages"] is E4M3:
+        return ""
+    return f"k_scale and v_scale are {scales[0]} and {scales[1]}, k_pages is {call.dtypes['k_pages']}"
+
+
 ATTENTION = Op(
     name="attention",
     args=(
         Arg("q", "THD"),
         Arg("k", "TGD"),
         Arg("v", "TGD"),
-        Arg("k_pages", "ZLGD", mutated=True),  # Z pages of L tokens
-        Arg("v_pages", "ZLGD", mutated=True),
+        Arg("k_pages", "ZLGD", PAGES, mutated=True),  # Z pages of L tokens
+        Arg("v_pages", "ZLGD", PAGES, mutated=True),
         Arg("page_table", "NW", INT),
         ROWS,
         Arg("positions", "T", INT),
     ),
-    attrs=(Attr("scale", float), Attr("first", int)),
+    attrs=(Attr("scale", float), Attr("first", int), Attr("k_scale", float), Attr("v_scale", float)),
     results=(Result("THD"),),
     reference=reference,
     forms=(
-        Form("compiled", "cpu", fp32_in_sixteens("DL")),
-        Form("cuda", "cuda", first_reason(_refuses_on_cuda, bf16())),
+        Form(
+            "compiled",
+            "cpu",
+            first_reason(_refuses_scales, fp32_in_sixteens("DL", narrow=("k_pages", "v_pages"))),
+        ),
+        Form("cuda", "cuda", first_reason(_refuses_on_cuda, _refuses_scales, bf16())),
     ),
 )

@@ -21,6 +21,7 @@ PROMISES = {
     "tokens": "tokens of the plain run, where no two are closer than rounding (docs/engines.md)",
 }
 CALLBACK = "python callback"
+SHORT = {"float8_e4m3fn": "e4m3"}  # dtypes that are known by another name
 
 
 @takes(options_of(ServeConfig))
@@ -91,7 +92,8 @@ def states(found: Manifest) -> Table:
         number = re.search(r"layers\.(\d+)\.", state.name)
         name = re.sub(r"layers\.\d+\.", "", state.name)
         one = state_bytes([state], state.kind)
-        key = name, state.kind, "x".join(map(str, state.shape)), state.dtype, f"{one:,}"
+        shape, dtype = "x".join(map(str, state.shape)), SHORT.get(state.dtype, state.dtype)
+        key = name, state.kind, shape, dtype, f"{one:,}"
         groups[key] += [int(number[1])] if number else []
     for (name, *rest), layers in groups.items():
         table.add_row(name, spans(layers), *rest)

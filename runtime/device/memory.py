@@ -14,6 +14,7 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import State
 
 CPU = torch.device("cpu")
+E4M3_NAN = 0x7F  # torch fills no such numbers
 # A control group's limit, what it has taken, and what of it the kernel gives back first: versions 2 and 1.
 _LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -80,6 +81,9 @@ def _fill(tensors: list[torch.Tensor], ids: list[int]) -> None:
         return
     where = upload_ints(tensors[0].device, ids)
     for tensor in tensors:  # `tensor[ids] = ` would make a GPU wait for the host twice
+        if tensor.is_floating_point() and tensor.itemsize == 1:
+            tensor.view(torch.uint8).index_fill_(0, where, E4M3_NAN)
+            continue
         number = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
         tensor.index_fill_(0, where, number)
 

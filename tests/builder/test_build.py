@@ -360,6 +360,13 @@ OPTIONS = {
     "negative drafts": ("--num-drafts -1", "--num-drafts is -1"),
     "no rows": ("--max-rows 0", "--max-rows is 0"),
     "no draft vocabulary": ("--draft-vocab 0", "--draft-vocab is 0"),
+    "kind of pages": ("--kv-dtype fp4", "--kv-dtype is 'fp4'", "'auto' or 'fp8'"),
+    "narrow pages on GPUs": (
+        "--kv-dtype fp8 --arch sm_90",
+        "--kv-dtype fp8 is not supported",
+        "only for torch",
+    ),
+    "narrow pages in ONNX": ("--kv-dtype fp8 --target onnxruntime", "--target onnxruntime and --arch cpu by"),
     "tiny steps": ("--max-step-tokens 9", "--max-step-tokens 9 cannot hold --max-rows 64", "256"),
     "target": ("--target openvino", "--target openvino is not supported", "torch, onnxruntime, tensorrt"),
     "target for GPUs": ("--target tensorrt", "--arch cpu is not supported by --target tensorrt, only sm_80"),

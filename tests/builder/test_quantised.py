@@ -10,6 +10,7 @@ import pytest
 
 from hemiola.builder.build import build
 from hemiola.builder.options import Options
+from hemiola.builder.quantised import is_about_pages
 from hemiola.runtime.errors import Refused
 
 QWEN_FP8 = {  # Qwen/Qwen3-Next-80B-A3B-Instruct-FP8
@@ -75,3 +76,12 @@ def test_it_is_refused_with_what_the_architectures_lack_and_the_way_out(
         build(folder, tmp_path / "engine", Options(arch=[archs]))
     assert expected in str(refused.value) and str(refused.value).endswith("use the bf16 checkpoint")
     assert "\n" not in str(refused.value) and not (tmp_path / "engine").exists()
+
+
+def test_keys_and_values_alone_are_no_quantised_weights() -> None:
+    """tests/builder/test_kv_dtype.py builds such a checkpoint."""
+    scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
+    alone = {"kv_cache_scheme": scheme, "quant_method": "compressed-tensors", "config_groups": {}}
+    assert is_about_pages(alone) and is_about_pages({"quant_algo": None, "kv_cache_quant_algo": "FP8"})
+    others = [{**alone, "kv_cache_scheme": scheme | {"num_bits": 4}}, {**alone, "config_groups": GROUPS}]
+    assert not any(map(is_about_pages, [*others, QWEN_FP8, MODELOPT_FP8, NVFP4, MIXED, AWQ, {}]))

@@ -27,8 +27,8 @@ from hemiola.runtime.llm import LLM
 
 pytestmark = MARKS
 SUBJECTS = [
-    subject("attention", 0.2, 0, H=4, D=64, G=2, Z=160, L=16, W=64),
-    subject("attention", 0.2, 1, H=16, D=256, G=1, Z=160, L=16, W=64),
+    subject("attention", 0.2, 0, 1.0, 1.0, H=4, D=64, G=2, Z=160, L=16, W=64),
+    subject("attention", 0.2, 1, 1.0, 1.0, H=16, D=256, G=1, Z=160, L=16, W=64),
     subject("conv", E=48, W=4),
     subject("delta", G=2, K=128, H=4, V=128, J=1),
     subject("delta", G=1, K=64, H=1, V=64, J=64),

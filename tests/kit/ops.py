@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from hemiola.plugins import OPS
 from hemiola.plugins.rows import COLUMNS
-from hemiola.plugins.spec import Op
+from hemiola.plugins.spec import E4M3, Op
 
 Tensors = list[torch.Tensor]
 FRESH = dict.fromkeys(COLUMNS, 0) | {"slot": 1}
@@ -57,7 +57,7 @@ def next_edge(committed: int, num_tokens: int, num_drafts: int, chunk_len: int) 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal, NaN and the sign of zero included."""
-    kind = {4: torch.int32, 8: torch.int64, 2: torch.int16}[a.element_size()]
+    kind = {4: torch.int32, 8: torch.int64, 2: torch.int16, 1: torch.uint8}[a.element_size()]
     return a.shape == b.shape and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
@@ -76,6 +76,7 @@ class Subject:
     attrs: tuple = ()
     absent: str = ""  # the optional argument that is not given
     decay: float = 1.0  # strength of A
+    kept: torch.dtype = torch.float32  # of states of `arguments`
     junk: float = torch.nan  # what tokens may be, times a random number, that nothing true may read
 
     def __str__(self) -> str:
@@ -162,7 +163,7 @@ class Subject:
         made: list = []
         for arg in self.op.args:
             if arg.mutated:
-                made.append(torch.full([sizes[letter] for letter in arg.shape], torch.nan))
+                made.append(torch.full([sizes[letter] for letter in arg.shape], torch.nan, dtype=self.kept))
             elif arg.name == "rows":
                 made.append(int32(*rows))
             else:
@@ -195,8 +196,9 @@ def subjects() -> dict[str, list[Subject]]:
     attention: Any = dict(Z=40, L=16, W=12)
     return {
         "attention": [
-            subject("attention", 0.2, 0, H=6, D=32, G=2, **attention),
-            subject("attention", 0.1, 1, H=3, D=80, G=3, **attention),
+            subject("attention", 0.2, 0, 1.0, 1.0, H=6, D=32, G=2, **attention),
+            subject("attention", 0.1, 1, 1.0, 1.0, H=3, D=80, G=3, **attention),
+            replace(subject("attention", 0.1, 0, 0.25, 0.0390625, H=6, D=48, G=2, **attention), kept=E4M3),
         ],
         "conv": [subject("conv", E=48, W=4), subject("conv", E=16, W=2)],
         "delta": [
@@ -247,7 +249,7 @@ def subjects() -> dict[str, list[Subject]]:
 SUBJECTS = subjects()
 ALL = [subject for same_op in SUBJECTS.values() for subject in same_op]
 AHEAD = {  # small ones of ops that TensorRT is told ahead of time
-    "attention": subject("attention", 0.2, 0, H=4, D=64, G=2, Z=160, L=16, W=64),
+    "attention": subject("attention", 0.2, 0, 1.0, 1.0, H=4, D=64, G=2, Z=160, L=16, W=64),
     "conv": subject("conv", E=48, W=4),
     "delta": subject("delta", G=1, K=32, H=2, V=32, J=1),
     "mamba2": subject("mamba2", 0.0, 1.0, H=2, P=16, G=1, D=16),

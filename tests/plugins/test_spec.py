@@ -18,7 +18,7 @@ EVERY = pytest.mark.parametrize("subject", BASES.values(), ids=BASES)
 
 SCHEMAS = {
     "attention": "Tensor q, Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor page_table, "
-    "Tensor rows, Tensor positions, float scale, int first",
+    "Tensor rows, Tensor positions, float scale, int first, float k_scale, float v_scale",
     "conv": "Tensor x, Tensor weight, Tensor bias, Tensor(a!) columns, Tensor rows, int chunk_len",
     "delta": "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor dt_bias, Tensor A, Tensor(a!) state, "
     "Tensor(b!) k_records, Tensor(c!) v_records, Tensor(d!) g_records, Tensor(e!) beta_records, Tensor rows, "

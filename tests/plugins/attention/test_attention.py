@@ -10,6 +10,7 @@ from kit.ops import form, int32, rel_error, row, same_bits
 
 from hemiola.plugins import OPS
 from hemiola.plugins.cpu import kernel
+from hemiola.plugins.spec import E4M3
 
 FORMS = pytest.mark.parametrize("name", ["reference", "compiled"])
 STALE = 10**6  # in the page table behind a row's pages: no page
@@ -27,6 +28,7 @@ class Case:
     page_len: int = 16
     spare_width: int = 0  # stale columns of the page table
     first: int = 0
+    kept: torch.dtype = torch.float32  # of pages
 
     def __str__(self) -> str:
         changed = [f"{name}={value}" for name, value in self.__dict__.items() if value != getattr(Case, name)]
@@ -51,7 +53,11 @@ CASES = [
     replace(BASE, first=1),
     replace(BASE, first=1, kv_lens=(70, 2, 33), num_tokens=(69, 1, 17)),
     replace(BASE, first=65, kv_lens=(70, 66, 129), num_tokens=(3, 1, 64)),
+    replace(BASE, kept=E4M3),
+    replace(BASE, kept=E4M3, kv_lens=(2500, 5, 300), num_tokens=(2, 0, 140), head_dim=256),
+    replace(BASE, kept=E4M3, first=65, kv_lens=(70, 66, 129), num_tokens=(3, 1, 64), page_len=48),
 ]
+SCALES = 0.25, 0.0390625  # of e4m3 pages: so some numbers are beyond what these hold
 
 
 def make_step(case: Case, seed: int = 0) -> list:
@@ -80,8 +86,10 @@ def make_step(case: Case, seed: int = 0) -> list:
     q, k, v = (
         normal(len(positions), heads, case.head_dim) for heads in (case.heads, case.groups, case.groups)
     )
-    pages = [k_pages, v_pages, page_table]
-    return [q, k, v, *pages, int32(*rows).view(-1, 8), int32(*positions), case.head_dim**-0.5, case.first]
+    where = [page_table, int32(*rows).view(-1, 8), int32(*positions)]
+    scales = SCALES if case.kept is E4M3 else (1.0, 1.0)
+    pages = [(p / s).to(case.kept) for p, s in zip((k_pages, v_pages), scales, strict=True)]
+    return [q, k, v, *pages, *where, case.head_dim**-0.5, case.first, *scales]
 
 
 def copy(step: list) -> list:
@@ -99,7 +107,7 @@ def test_equals_reference(case: Case) -> None:
     step = make_step(case)
     seen, told = copy(step), copy(step)
     o = attend("compiled", seen)
-    told[:5] = [x.double() for x in told[:5]]
+    told[:5] = [x.double() if x.dtype is torch.float32 else x for x in told[:5]]
     expected = attend("reference", told)
     assert rel_error(o, expected) < 1e-6
     for mine, theirs in zip(seen[:8], told[:8], strict=True):
@@ -153,15 +161,15 @@ class Shape:
     groups: int = 2
     head_dim: int = 64
     first: int = 0
+    kept: torch.dtype = torch.float32
 
     def __str__(self) -> str:
-        return f"heads={self.heads}/{self.groups}x{self.head_dim}" + (
-            f" from {self.first}" if self.first else ""
-        )
+        place = f" from {self.first}" if self.first else ""
+        return f"heads={self.heads}/{self.groups}x{self.head_dim}{place}" + " e4m3" * (self.kept is E4M3)
 
 
 SHAPES = [Shape(), Shape(4, 4, 16), Shape(10, 2, 80), Shape(32, 1, 128), Shape(2, 2, 256)]
-SHAPES += [Shape(6, 2, 32, first=1), Shape(3, 3, 48, first=70)]
+SHAPES += [Shape(6, 2, 32, first=1), Shape(3, 3, 48, first=70), Shape(8, 2, 80, first=1, kept=E4M3)]
 LENGTHS = (1, 15, 64, 129, 70, 333)
 
 
@@ -171,7 +179,10 @@ def run_plan(
     """Outputs per sequence when each step of `plan` brings that many tokens of these sequences."""
     width = max(-(-len(q) // page_len) for q, _, _ in sequences) + rng.randrange(4)
     num_pages = len(sequences) * width + 1
-    pages = [torch.full((num_pages, page_len, shape.groups, shape.head_dim), torch.nan) for _ in range(2)]
+    page = (num_pages, page_len, shape.groups, shape.head_dim)
+    pages = [torch.full(page, torch.nan, dtype=shape.kept) for _ in range(2)]
+    scales = SCALES if shape.kept is E4M3 else (1.0, 1.0)
+    numbers = (shape.head_dim**-0.5, shape.first, *scales)
     table = int32(*rng.sample(range(1, num_pages), num_pages - 1)).view(len(sequences), width)
     done = [0] * len(sequences)
     outputs: list[list[torch.Tensor]] = [[] for _ in sequences]
@@ -186,7 +197,7 @@ def run_plan(
             first += step[index]
         chosen = rng.sample(range(len(order)), len(order))  # rows in any order
         lines, lists = int32(*(rows[n] for n in chosen)).view(-1, 8), table[[order[n] for n in chosen]]
-        o = attend("compiled", [q, k, v, *pages, lists, lines, positions, shape.head_dim**-0.5, shape.first])
+        o = attend("compiled", [q, k, v, *pages, lists, lines, positions, *numbers])
         for index, line in zip(order, rows, strict=True):
             outputs[index].append(o[line[0] : line[0] + line[1]])
             done[index] = parts[index].stop

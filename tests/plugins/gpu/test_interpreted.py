@@ -19,8 +19,8 @@ from kit.ops import Subject, int32, rel_error, row, subject
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
 SUBJECTS = [
-    subject("attention", 0.2, 0, H=4, D=32, G=2, Z=40, L=16, W=4),
-    subject("attention", 0.2, 1, H=3, D=16, G=3, Z=40, L=16, W=4),
+    subject("attention", 0.2, 0, 1.0, 1.0, H=4, D=32, G=2, Z=40, L=16, W=4),
+    subject("attention", 0.2, 1, 1.0, 1.0, H=3, D=16, G=3, Z=40, L=16, W=4),
     subject("conv", E=48, W=4),
     subject("delta", G=1, K=16, H=2, V=32, J=1),
     subject("delta", G=1, K=16, H=1, V=16, J=16),
@@ -66,7 +66,7 @@ def test_what_nobody_wrote_before_the_first_place_makes_no_nan() -> None:
     q, k, v = (torch.randn(20, heads, 16).bfloat16() for heads in (2, 1, 1))
     pools = [torch.full((3, 16, 1, 16), torch.nan).bfloat16() for _ in range(2)]
     where = int32([1, 2]), int32(row(num_tokens=20, committed=1)), torch.arange(1, 21, dtype=torch.int32)
-    o = attention(q, k, v, *pools, *where, 0.25, 1)
+    o = attention(q, k, v, *pools, *where, 0.25, 1, 1.0, 1.0)
     assert not o.isnan().any()
 
 

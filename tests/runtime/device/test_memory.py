@@ -14,18 +14,20 @@ STATES = (
     State(name="layers.0.k", kind="page", shape=(4, 2), dtype="float32"),
     State(name="layers.1.state", kind="slot", shape=(3,), dtype="float32"),
     State(name="layers.1.count", kind="slot", shape=(), dtype="int32"),
+    State(name="layers.2.k", kind="page", shape=(4,), dtype="float8_e4m3fn"),
 )
 
 
 def test_poison_marks_fresh_and_freed_places() -> None:
     storage = Storage(STATES, num_pages=3, num_slots=4, poison=True)
-    k, state, count = (storage.tensors[s.name] for s in STATES)
+    k, state, count, narrow = (storage.tensors[s.name] for s in STATES)
     assert k.shape == (3, 4, 2) and state.shape == (4, 3) and count.shape == (4,)
-    assert k.isnan().all() and state.isnan().all() and (count < 0).all()
-    k[:], state[:], count[:] = 1, 2, 3
+    assert k.isnan().all() and state.isnan().all() and (count < 0).all() and narrow.isnan().all()
+    k[:], state[:], count[:], narrow[:] = 1, 2, 3, 4
     storage.free_pages([2])
     storage.free_slots([1, 3])
     assert k[2].isnan().all() and (k[:2] == 1).all()
+    assert narrow[2].isnan().all() and (narrow[:2] == 4).all()
     assert state[[1, 3]].isnan().all() and (state[[0, 2]] == 2).all() and count.tolist()[2] == 3
 
 

@@ -215,7 +215,7 @@ def ragged_step(ratio: int, num_tokens: int, page_len: int) -> tuple[list, list[
         positions.append(torch.arange(length, total, dtype=torch.int32))
     rows = [[n * num_tokens, num_tokens, 0, n + 1, length, 0, 0, 0] for n, length in enumerate(earlier)]
     where = table, torch.tensor(rows, dtype=torch.int32), torch.cat(positions)
-    step = [torch.cat(queries), *torch.cat(keys, 1), *pages, *where, 0.25, 0]
+    step = [torch.cat(queries), *torch.cat(keys, 1), *pages, *where, 0.25, 0, 1.0, 1.0]
     return step, expected
 
 
