@@ -108,7 +108,7 @@ def test_killed_command_takes_tritonserver_and_the_engine_with_it(
     assert len(family) == 3, family
     with Client(served.grpc_url) as client:
         params = SamplingParams(max_tokens=900, ignore_eos=True, num_drafts=0)
-        *_others, stream = [client.stream("in flight", params) for _ in range(16)]  # they make it last
+        stream, *_others = [client.stream("in flight", params) for _ in range(16)]  # they make it last
         next(stream)
         if engine == "is stopped":
             os.kill(served.pid(), signal.SIGSTOP)

@@ -69,9 +69,9 @@ def test_a_snapshot_interval_keeps_states_along_a_prompt(engine_dir: Path, inter
 
 @pytest.fixture
 def slow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """Takes 4 seconds for 400 tokens: whoever leaves, leaves before the end."""
+    """Takes 40 seconds for 400 tokens: whoever leaves, leaves before the end."""
     run = llm._loop.session.run
-    monkeypatch.setattr(llm._loop.session, "run", lambda batch: (time.sleep(0.01), run(batch))[1])
+    monkeypatch.setattr(llm._loop.session, "run", lambda batch: (time.sleep(0.1), run(batch))[1])
     return llm
 
 
