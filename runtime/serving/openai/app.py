@@ -301,10 +301,12 @@ class Events:
 
     async def take(self, found: Found) -> None:
         choices, reply = self._work.choices, self._work.reply
-        made = [chunk for index, piece in found for chunk in choices[index].chunks(piece)]
-        if self._options.continuous_usage_stats:
-            self._usage = {"usage": reply.usage()}
-        text = "".join([reply.event([chunk], self._usage) for chunk in made])
+        text = ""
+        for index, piece in found:
+            chunks = list(choices[index].chunks(piece))
+            if self._options.continuous_usage_stats:
+                self._usage = {"usage": reply.usage()}
+            text += "".join([reply.event([chunk], self._usage) for chunk in chunks])
         self._num_open -= sum(piece.finish_reason is not None for _, piece in found)
         if self._num_open:
             await self.send(text)

@@ -23,6 +23,7 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai import app
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
+from hemiola.runtime.serving.openai.wire import Answers
 
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [
@@ -118,8 +119,19 @@ def test_a_forced_call_that_max_tokens_cuts_is_no_content(
     assert choices[-1].finish_reason == "length"
 
 
-def test_usage_of_every_chunk(client: OpenAI, triton: ScriptedTriton) -> None:
-    triton.script, triton.pause_s = script("a", "b", "c"), 0.02
+def test_usage_of_a_chunk_counts_no_token_behind_it(
+    client: OpenAI, triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though pieces came together, as on a busy machine."""
+    begin = Answers.begin
+
+    async def late(answers: Answers) -> None:
+        await begin(answers)
+        while len(answers._early) < 3:
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(Answers, "begin", late)
+    triton.script = script("a", "b", "c")
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(client.completions.create(model="ids", prompt=[5], stream=True, stream_options=options))
     assert [chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 3]
