@@ -106,10 +106,10 @@ def test_killed_command_takes_tritonserver_and_the_engine_with_it(
     served = Served(f"--engine-dir={engine_dirs['hemiola']}")
     process, family, home = served.process, descendants(served.process.pid), home_of(served.process)
     assert len(family) == 3, family
-    with Client(served.grpc_url) as client:
+    with Client(served.grpc_url, retries=0) as client:
         params = SamplingParams(max_tokens=900, ignore_eos=True, num_drafts=0)
-        stream, *_others = [client.stream("in flight", params) for _ in range(16)]  # they make it last
-        next(stream)
+        first, *_others, stream = [client.stream("in flight", params) for _ in range(64)]  # they make it last
+        next(first)
         if engine == "is stopped":
             os.kill(served.pid(), signal.SIGSTOP)
         if engine == "finalizes":
@@ -144,7 +144,7 @@ def test_a_command_that_ends_while_it_loads_takes_all_with_it(
 
 def test_a_second_sigterm_ends_everything_at_once(engine_dirs: dict[str, Path]) -> None:
     arguments = (f"--engine-dir={engine_dirs['hemiola']}", "--openai-port=0", "--exit-timeout=200")
-    body = {"model": "hemiola", "prompt": "in flight", "max_tokens": 990, "stream": True}
+    body = {"model": "hemiola", "prompt": ["in flight"] * 64, "max_tokens": 900, "stream": True}
     with Served(*arguments) as served:
         process, family, home = served.process, descendants(served.process.pid), home_of(served.process)
         url = f"{served.openai_url}/completions"

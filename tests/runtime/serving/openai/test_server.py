@@ -155,9 +155,10 @@ def test_a_body_that_kills_tritonserver_ends_streams_and_it_comes_back(
 ) -> None:
     """Its JSON parser recurses until the stack is full. The last test: it costs a restart."""
     asked = {"model": "hemiola", "prompt": "def ", "temperature": 0}
-    asked["extra_body"] = {"ignore_eos": True, "num_drafts": 0}  # the stream must outlast what happens to it
+    asked["extra_body"] = {"ignore_eos": True, "num_drafts": 0}
     before = client.completions.create(**asked, max_tokens=8).choices[0].text
-    stream = client.completions.create(**asked, max_tokens=500, stream=True)
+    many = asked | {"prompt": ["def "] * 64}  # the stream must outlast what happens to it
+    stream = client.completions.create(**many, max_tokens=500, stream=True)
     next(stream)
     body = b'{"text_input": ' + b"[" * 200_000
     with pytest.raises(requests.ConnectionError):
