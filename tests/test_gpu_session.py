@@ -3,12 +3,10 @@
 import importlib
 import importlib.util
 import json
-import os
 import re
-import subprocess
+import runpy
 import sys
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -125,40 +123,26 @@ def test_a_bundle_comes_in_two_calls(session: ModuleType) -> None:
         "benchmarks/gpu_models.py",
         "benchmarks/gpu_numbers.py",
         "benchmarks/gpu_engine.py",
+        *(f"benchmarks/gpu_{name}.py" for name in ("recurrences", "attention", "dense", "launch")),
     ],
 )
-def test_without_a_gpu_a_stage_says_so_in_a_line(command: str) -> None:
-    seen = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / command)], capture_output=True, text=True, cwd=ROOT, env=seen
-    )
-    assert done.returncode == 1 and "torch finds no CUDA device here" in done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
-
-
-@pytest.fixture
-def kernels_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    pytest.importorskip("triton", reason="needs Triton")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return lambda name: importlib.import_module(f"gpu_{name}")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["recurrences", "attention", "dense", "launch"])
-def test_without_a_gpu_kernels_are_not_timed(
-    kernels_benchmark: Callable[[str], ModuleType], name: str, monkeypatch: pytest.MonkeyPatch
+def test_without_a_gpu_a_stage_says_so_in_a_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [name])
-    with pytest.raises(SystemExit, match=rf"gpu_{name}\.py: torch finds no CUDA device here"):
-        kernels_benchmark(name).main()
+    pytest.importorskip("triton", reason="needs Triton")
+    monkeypatch.syspath_prepend(str((ROOT / command).parent))
+    monkeypatch.setattr(sys, "argv", [command])
+    with pytest.raises(SystemExit, match="torch finds no CUDA device here") as ended:
+        runpy.run_path(str(ROOT / command), run_name="__main__")
+    assert "\n" not in ended.value.code and capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("op", ["mamba2", "delta"])
-def test_a_layer_to_be_timed_is_what_the_kernels_tests_call(
-    kernels_benchmark: Callable[[str], ModuleType], op: str
-) -> None:
+def test_a_layer_to_be_timed_is_what_the_kernels_tests_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was made by a helper that had moved, with an argument that was gone: the stage ended at once."""
-    module = kernels_benchmark("recurrences")
+    pytest.importorskip("triton", reason="needs Triton")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("gpu_recurrences")
     for sizes in module.MODELS[op].values():
         layer = module.Layer(op, sizes | {"heads": 2, "groups": 1, "chunk_len": 16}, 3, 4, None)
         assert layer.device_rows.shape == (3, 8) and len(layer.tokens[0]) == 12

@@ -1,5 +1,6 @@
 """The command line as a user sees it: stdout, stderr, exit status."""
 
+import io
 import os
 import subprocess
 import sys
@@ -25,17 +26,17 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
-def in_a_shell(
-    *arguments: str, stdin: str = "", stdout: Any = subprocess.PIPE
-) -> subprocess.CompletedProcess[str]:
+def in_a_shell(*arguments: str, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hemiola", *arguments],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
-        input=stdin, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300,
+        stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300,
     )  # fmt: skip
 
 
-def test_generate_streams_the_text_and_reports_on_stderr(engine_dir: Path, tmp_path: Path) -> None:
+def test_generate_streams_the_text_and_reports_on_stderr(
+    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hemiola: Callable
+) -> None:
     with LLM(engine_dir, max_rows=1) as llm:
         (wanted,) = llm.generate(["def "], SamplingParams(max_tokens=9, ignore_eos=True))
         chat = llm.chat_text([{"role": "user", "content": "def "}])
@@ -45,18 +46,19 @@ def test_generate_streams_the_text_and_reports_on_stderr(engine_dir: Path, tmp_p
     assert (done.returncode, done.stdout) == (0, wanted.text + "\n")
     assert "9 tokens" in done.stderr and "tokens/s, ended by length" in done.stderr
     (tmp_path / "prompt").write_text("def ")
-    assert (
-        in_a_shell(*common, "--prompt-file", str(tmp_path / "prompt"), "--chat").stdout
-        == wanted_chat.text + "\n"
-    )
-    assert in_a_shell(*common, "--prompt-file", "-", stdin="def ").stdout == wanted.text + "\n"
+    assert hemiola(*common, "--prompt-file", tmp_path / "prompt", "--chat").out == wanted_chat.text + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def "))
+    assert hemiola(*common, "--prompt-file", "-").out == wanted.text + "\n"
 
 
-def test_every_option_of_an_engine_is_one_of_generate(engine_dir: Path, hemiola: Callable) -> None:
+def test_every_option_of_an_engine_is_one_of_generate(
+    engine_dir: Path, monkeypatch: pytest.MonkeyPatch, hemiola: Callable
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     asked = ("generate", "--engine-dir", engine_dir, "--prompt", "def ", "--max-tokens", 9, "--ignore-eos")
     plain = hemiola(*asked, "--drafts", "none").out
     assert plain == hemiola(*asked, "--drafts", "ngram", "--num-drafts=1", "--max-len", "64").out != ""
-    shown = in_a_shell("generate", "--help").stdout
+    shown = hemiola("generate", "--help").out
     for name in set(ServeConfig.model_fields) - {"max_rows"}:
         assert f"--{name.replace('_', '-')}" in shown
 
@@ -114,11 +116,14 @@ def test_a_reader_that_went_away_gets_no_complaint(engine_dir: Path) -> None:
         assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_inspect_shows_the_engine(engine_dir: Path) -> None:
-    done = in_a_shell("inspect", "--engine-dir", str(engine_dir))
-    assert done.returncode == 0
+def test_inspect_shows_the_engine(
+    engine_dir: Path, monkeypatch: pytest.MonkeyPatch, hemiola: Callable
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    done = hemiola("inspect", "--engine-dir", engine_dir)
+    assert done.status == 0
     words = ("Qwen3_5ForCausalLM", "3 delta, 1 attention", "k_pages", "32x1x16", "trunk.jsonl", "max_len")
-    assert all(word in done.stdout for word in words), done.stdout
+    assert all(word in done.out for word in words), done.out
 
 
 def test_bad_input_is_one_line_and_status_2(engine_dir: Path, tmp_path: Path, hemiola: Callable) -> None:
