@@ -1,5 +1,6 @@
 """Tiny checkpoints and engines, made once per session; poison for memory that nobody may read."""
 
+import gc
 import logging
 import os
 import random
@@ -60,6 +61,13 @@ def own_random_numbers() -> None:
     """Those of a test that draws them without a seed: the same whatever ran before it in this process."""
     torch.manual_seed(0)
     random.seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_is_looked_for_in_what_is_new() -> None:
+    """Else a tenth of the time goes into looking through torch, transformers and sympy again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 # Small pages and steps, so that short texts cross their edges.

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import checkpoints
 from safetensors.torch import load_file
 from torch.fx import Node
 
@@ -90,9 +89,3 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         targets.pick("torch", "")
     with pytest.raises(Refused, match="--arch cpu,sm_80: an engine for the CPU computes in other numbers"):
         targets.pick("torch", "cpu,sm_80")
-
-
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
-def test_every_family_can_be_built(family: str, tiny_engine: Get) -> None:
-    found = manifest.load(tiny_engine(family, arch="sm_90"))
-    assert found.arch == "sm_90" and [k.arch for k in found.kernels] == ["sm_90"]
