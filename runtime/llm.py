@@ -2,8 +2,11 @@
 
 import itertools
 import logging
+import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -21,7 +24,7 @@ from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.graphs import Graphs
-from hemiola.runtime.device.memory import CPU, Storage, free_bytes
+from hemiola.runtime.device.memory import CPU, Storage, free_bytes, give_back
 from hemiola.runtime.device.session import Session, Trunk
 from hemiola.runtime.engine.decode import Decoder, Steps
 from hemiola.runtime.engine.drafts import NoDrafts, Proposer
@@ -51,8 +54,9 @@ def make_loop(
     identity: str = "",
     proposer: "Callable[[Ledger], Proposer] | None" = None,
     device: torch.device = CPU,
+    held: ExitStack | None = None,
 ) -> Loop:
-    """The parts of a running engine, put together; not started."""
+    """The parts of a running engine, put together; not started. held: gets what must be closed behind it."""
     slots = SlotPool(config.num_slots, config.chunk_len, storage.free_slots)
     table_width = widths(config, "trunk")["W"]
     pages = PagePool(config.num_pages, config.page_len, config.num_slots, table_width, storage.free_pages)
@@ -68,7 +72,7 @@ def make_loop(
     if config.cuda_graphs:
         decoder, padded = Decoder(config, ledger, pages, session, drafts), Padded(config, session, device)
         if device.type == "cuda":
-            capture(decoder, padded, device)
+            capture(decoder, padded, device, held or ExitStack())
         trunk = padded
     elif isinstance(session, Session) and proposer is None:
         decoder = recorded_steps(config, storage, session, pages, ledger)
@@ -76,11 +80,13 @@ def make_loop(
     return Loop(config, scheduler, ledger, Feed(pages, ledger), storage, trunk, drafts, outbox, decoder)
 
 
-def capture(decoder: Decoder, padded: Padded, device: torch.device) -> None:
+def capture(decoder: Decoder, padded: Padded, device: torch.device, held: ExitStack) -> None:
     """Graphs of all sizes, in one pool: a step begins when the results of the one before have been read."""
     padded.drop_long_ones()
     prompts = Graphs(padded.step, padded.sizes[::-1], padded.sizes, device)  # the largest come first
+    held.callback(prompts.close)
     steps = Graphs(decoder.step, decoder.buckets, decoder.warm, device, prompts.pool)
+    held.callback(steps.close)
     padded.replay, decoder.run = prompts.replay, steps.replay
 
 
@@ -125,6 +131,49 @@ def shown_sizes(config: Resolved, manifest: manifests.Manifest, free: int) -> st
     )
 
 
+def open_loop(
+    engine_dir: Path, manifest: manifests.Manifest, config: Resolved, text: Text | None, device: torch.device
+) -> Loop:
+    """An engine that runs. What it takes is given back when it is closed, or here, where opening fails."""
+    held, callers = ExitStack(), sys.exc_info()[1]
+    held.callback(give_back, device)
+    try:
+        return _open_loop(engine_dir, manifest, config, text, device, held)
+    except BaseException as error:
+        clear_frames(error, callers)
+        held.close()
+        raise
+
+
+def _open_loop(
+    engine_dir: Path,
+    manifest: manifests.Manifest,
+    config: Resolved,
+    text: Text | None,
+    device: torch.device,
+    held: ExitStack,
+) -> Loop:
+    storage = Storage(manifest.states, config.num_pages, config.num_slots, device=device)
+    held.callback(storage.close)
+    session = Session(engine_dir, manifest, storage, config.drafts)
+    held.callback(session.close)
+    cost = prefix_cost(manifest)
+    loop = make_loop(config, storage, session, text, cost, manifest.identity, device=device, held=held)
+    loop.start(held)
+    return loop
+
+
+def clear_frames(error: BaseException, callers: BaseException | None) -> None:
+    """Who keeps an error keeps its frames, and with them the tensors that these have. callers: what the
+    caller handles meanwhile; its frames are not ours."""
+    found = [error]
+    for one in found:
+        traceback.clear_frames(one.__traceback__)
+        for other in (one.__cause__, one.__context__):
+            if other is not None and other is not callers and other not in found:
+                found.append(other)
+
+
 class LLM:
     """Opens an engine directory and serves it from a thread of its own. Options are those of ServeConfig."""
 
@@ -146,14 +195,9 @@ class LLM:
             )
         self._text = Text(engine_dir / "tokenizer") if self.manifest.has_tokenizer else None
         self._grammars = self._text and Grammars(self._text.tokenizer, self.manifest.vocab_size)
-        sizes = self.config.num_pages, self.config.num_slots
         log.info("%s", shown_sizes(self.config, self.manifest, free))
-        storage = Storage(self.manifest.states, *sizes, device=device)
-        session = Session(engine_dir, self.manifest, storage, self.config.drafts)
-        cost = prefix_cost(self.manifest)
-        self._loop = make_loop(
-            self.config, storage, session, self._text, cost, self.manifest.identity, device=device
-        )
+        self._loop = open_loop(engine_dir, self.manifest, self.config, self._text, device)
+        weakref.finalize(self, self._loop.close)  # when forgotten, and at exit
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(
             self.config.max_len,
@@ -161,8 +205,6 @@ class LLM:
             self.manifest.vocab_size,
             self.manifest.eos_ids,
         )
-        self._loop.start()
-        weakref.finalize(self, self._loop.close)  # when forgotten, and at exit
 
     @property
     def counters(self) -> Counters:
@@ -291,10 +333,12 @@ class LLM:
         return self._grammars.compile(params.structured_outputs)
 
     def close(self, drain: bool = False) -> None:
-        """Cancel (or with drain: finish) what runs and end the thread. Safe to call twice."""
+        """Cancel (or with drain: finish) what runs, end the thread and give all memory back. Safe to call
+        twice."""
         self._loop.close(drain)
 
     def __enter__(self) -> "LLM":
+        self._loop.check_open()
         return self
 
     def __exit__(

@@ -152,7 +152,7 @@ def _wake(team, num_threads):
 
 
 class Team:
-    """Memory of its own, never freed, since a helper may look at it at any time; and helpers.
+    """Memory of its own, and helpers; with any it is never freed, since they may look at it at any time.
 
     `most`: threads that it ever has.
     """
@@ -162,7 +162,6 @@ class Team:
         self.lock = threading.Lock()  # of whoever is the master
         size = 8 * (MEMBERS + MOST_THREADS * MEMBER_WORDS)
         self._memory = torch.zeros(size + 64, dtype=torch.uint8)
-        _KEPT.append(self._memory)
         self.address = self._memory.data_ptr() + -self._memory.data_ptr() % 64
         self._words = (ctypes.c_int64 * (size // 8)).from_address(self.address)
         self._words[OPEN] = CLOSED
@@ -184,6 +183,8 @@ class Team:
                 self._words[at] = room.data_ptr() + -room.data_ptr() % 64
         while len(self._helpers) < num_threads - 1:
             number = len(self._helpers) + 1
+            if number == 1:
+                _KEPT.append(self._memory)
             thread = threading.Thread(
                 target=_help.ctypes, args=(self.address, number), name=f"hemiola-helper-{number}", daemon=True
             )

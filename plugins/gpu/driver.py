@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+import weakref
 from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
@@ -64,7 +65,7 @@ def _launch(binary: Binary, library: Any, function: Any, device: torch.device) -
         if result != DONE:
             raise DriverError(f"launch of {binary.call.kernel} on a grid of {grid}: {_name(result)}")
 
-    launch.library = library  # type: ignore[attr-defined]  # lives as long as its kernels
+    weakref.finalize(launch, driver.cuLibraryUnload, library).atexit = False  # then CUDA may be gone
     return launch
 
 

@@ -4,10 +4,12 @@ A kernel is compiled for the kinds of its arguments and for its constants: a `Ca
 engine is built (plugins/gpu/compile.py), for all calls that it can come to make (plugins/gpu/cover.py).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +98,7 @@ def constants_of(constants: Mapping[str, Any]) -> tuple[tuple[str, Constant], ..
 Launch = Callable[[tuple[int, ...], list[Any]], None]  # tensors as addresses
 Instead = Callable[["Kernel", tuple[int, ...], Values, Mapping[str, Any]], None]
 _instead: Instead | None = None
+_SHARING = Lock()
 
 
 @contextmanager
@@ -119,6 +122,22 @@ class Kernel:
         self.op, self.entry, self.name = op, name, f"{op}.{name}"
         self.binaries: dict[Call, Launch] = {}
         self._found: dict[tuple[Any, ...], Launch] = {}
+        self._users: Counter[Call] = Counter()  # engines that are open
+
+    def take(self, call: Call, load: Callable[[], Launch]) -> None:
+        """An engine has this binary; what another one has loaded is not loaded again."""
+        with _SHARING:
+            if call not in self.binaries:  # a new dict, for somebody may look through the old one
+                self.binaries = {**self.binaries, call: load()}
+            self._users[call] += 1
+
+    def leave(self, call: Call) -> None:
+        """The engine is gone; the last one takes the binary along."""
+        with _SHARING:
+            self._users[call] -= 1
+            if not self._users[call]:
+                self.binaries = {other: launch for other, launch in self.binaries.items() if other != call}
+                self._found = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)

@@ -9,7 +9,6 @@ program per some heads, whose states arrive while others are at work (`_step`, a
 edge); a long row keeps a state in registers (`_scan`).
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -91,7 +90,7 @@ def mamba2(
         if heads // groups % together:
             raise ValueError(f"mamba2: {together} heads a program, groups of {heads // groups} heads")
     tensors = (x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y)
-    tickets = _tickets(device, state.data_ptr(), slots)
+    tickets = _tickets(state)
     strides = (ring_len, x.stride(0), B.stride(0), C.stride(0), dt.stride(0), dt_min, dt_max)
     sizes = dict(
         H=heads, P=width, G=groups, N=depth, CHUNK=chunk_len, num_warps=plan.warps, enable_fp_fusion=False
@@ -112,7 +111,9 @@ def mamba2(
     return y
 
 
-@lru_cache(maxsize=4096)
-def _tickets(device: torch.device, state: int, slots: int) -> torch.Tensor:
-    """Counters by slot, zero between launches; a layer's first call must come before a graph's capture."""
-    return torch.zeros(slots, dtype=torch.int32, device=device)
+def _tickets(state: torch.Tensor) -> torch.Tensor:
+    """Counters by slot, zero between launches, that live as long as the layer's state: its first call must
+    come before a graph's capture."""
+    if "tickets" not in vars(state):
+        vars(state)["tickets"] = torch.zeros(state.shape[0], dtype=torch.int32, device=state.device)
+    return vars(state)["tickets"]

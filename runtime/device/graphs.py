@@ -64,6 +64,7 @@ class Graphs(Generic[Bucket, Made]):
         """Capture all buckets; before, run some that have all kernels: none can be compiled meanwhile.
         `pool`: of graphs that never run while what these gave is still wanted."""
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Made]] = {}
+        self._device = device
         self.pool = pool or torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -92,6 +93,11 @@ class Graphs(Generic[Bucket, Made]):
         graph, made = self._graphs[bucket]
         graph.replay()
         return made
+
+    def close(self) -> None:
+        """Give them back, before what they launch is unloaded."""
+        torch.cuda.synchronize(self._device)
+        self._graphs.clear()
 
 
 @contextmanager

@@ -54,6 +54,10 @@ class Storage:
             self.free_pages(list(range(num_pages)))
             self.free_slots(list(range(num_slots)))
 
+    def close(self) -> None:
+        """Give the memory back; pools of pages and slots still name this."""
+        self.tensors, self._pages, self._slots = {}, [], []
+
     def free_pages(self, page_ids: list[int]) -> None:
         if self.poison:
             _fill(self._pages, page_ids)
@@ -102,6 +106,13 @@ def free_bytes(device: torch.device, weights: Path, drawn_bytes: int = 0, work_b
             f" engine with a smaller --max-step-tokens or --max-rows"
         )
     return free - needed - work_bytes
+
+
+def give_back(device: torch.device) -> None:
+    """Let the driver have what torch keeps for later: other engines ask the driver what is free."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
 
 
 def free_bytes_of_host(

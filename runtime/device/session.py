@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -95,12 +96,17 @@ class Session:
             for segment in segments
         ]
         self._trunk, self._draft = programs[0], programs[-1]
+        self._kernels = ExitStack()
         if storage.device.type == "cpu":
             from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
 
             jit.prepare()  # the kernels of the forms that the programs are bound to
         else:
-            load_kernels(engine_dir, manifest, storage.device)
+            self._kernels = load_kernels(engine_dir, manifest, storage.device)
+
+    def close(self) -> None:
+        """Unload what no other engine launches; behind this nothing runs."""
+        self._kernels.close()
 
     def run(self, batch: object) -> Computed:
         """Logits and hidden states of a step; the trunk's inputs are attributes of `batch`."""

@@ -6,7 +6,6 @@ in one. Between them is `step`, which a graph can hold: everything else lies on 
 
 import logging
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -89,7 +88,7 @@ class Told(NamedTuple):
 
 
 class Decoder:
-    """Runs plans that fit a bucket. `run`: `step`, or something that replays it."""
+    """Runs plans that fit a bucket. `run` may be replaced by something that replays `step`."""
 
     def __init__(
         self, config: Resolved, ledger: Ledger, pages: PagePool, session: Trunk, drafts: Proposer
@@ -104,7 +103,6 @@ class Decoder:
         self.rules = RuleTable(config.num_slots, ledger.device)
         self.buckets = buckets_of(config)
         self.fit = Fit(config)
-        self.run: Callable[[Bucket], Done] = self.step
         self.num_steps = 0
         pages.changes = {}
         self._table = torch.zeros(pages.table.shape, dtype=torch.int32, device=ledger.device)
@@ -142,6 +140,9 @@ class Decoder:
         done = self.run(bucket)
         self.num_steps += 1
         return self._told(plan, bucket, done)
+
+    def run(self, bucket: Bucket, /) -> Done:
+        return self.step(bucket)
 
     def _changes(self, most: int) -> dict[int, int]:
         """Changes of the page table since the last step, if a bucket holds them; else they go over now."""

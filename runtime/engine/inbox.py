@@ -50,9 +50,13 @@ class Inbox:
 
     def submit(self, request: Request, on_piece: OnPiece) -> None:
         with self._gate:
-            if self._refusal is not None:
-                raise self._refusal
+            self.check()
             self._messages.put(Submit(request, on_piece))
+
+    def check(self) -> None:
+        """Raise the refusal, if there is one."""
+        if self._refusal is not None:
+            raise self._refusal
 
     def put(self, message: Abort | Flush | Close) -> None:
         self._messages.put(message)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -105,7 +106,8 @@ class Loop:
         # when the thread last began a turn, by time.monotonic; inf: it waits for work
         self._turned = math.inf
         self._moved = (0, -math.inf)  # the last number of calls that was seen, and when it was new
-        self._thread = threading.Thread(target=self._run, name="hemiola-loop", daemon=True)
+        self._held = ExitStack()
+        self._thread: threading.Thread | None = None
 
     def step(self) -> list[Event]:
         """Launch a step if one can be planned; end the oldest, if more than pipeline_depth are under way."""
@@ -202,12 +204,20 @@ class Loop:
 
     # What other threads call.
 
-    def start(self) -> None:
-        self._thread.start()
+    def start(self, held: ExitStack | None = None) -> None:
+        """held: is closed by the thread when it ends, however it does."""
+        self._held = held or self._held
+        thread = threading.Thread(target=self._run, name="hemiola-loop", daemon=True)
+        thread.start()  # or it names this loop as long as the loop names it
+        self._thread = thread
 
     def submit(self, request: Request, on_piece: OnPiece) -> None:
         """Queue a request; on_piece is called in the loop's thread. Raises Failed when the engine is lost."""
         self._inbox.submit(request, on_piece)
+
+    def check_open(self) -> None:
+        """Raises Refused when the engine is closed, Failed when it is lost."""
+        self._inbox.check()
 
     def abort(self, request_id: int) -> None:
         """End a request soon, with finish_reason "cancelled"; one that has ended already is left alone."""
@@ -240,9 +250,10 @@ class Loop:
         return max(0.0, now - max(self._turned, self._moved[1]))
 
     def close(self, drain: bool = False) -> None:
-        """Take no more requests, finish (drain) or cancel those there are, and end the thread."""
+        """Take no more requests, finish (drain) or cancel those there are, and end the thread; with it goes
+        all that lies on the device."""
         self._inbox.refuse(Refused("the engine is closed; open it again"))
-        if self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             self._inbox.put(Close(drain))
             if self._thread is not threading.current_thread():  # it may be an on_piece that closes
                 self._thread.join()
@@ -259,6 +270,16 @@ class Loop:
             self._fail(f"{type(error).__name__}: {error}")
         finally:
             self._turned = math.inf
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """The next engine finds free what this one had on the device, whoever still holds this loop."""
+        self._flights.clear()
+        del self.ledger, self.feed, self.storage, self.session, self.drafts, self.decoder
+        try:
+            self._held.close()
+        except Exception:  # of a device that is lost
+            log.exception("the engine could not give all of its memory back")
 
     @property
     def _busy(self) -> bool:

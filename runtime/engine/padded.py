@@ -8,7 +8,6 @@ dense layers keep a GPU busy for longer than they keep its host are left out.
 import itertools
 import math
 import time
-from collections.abc import Callable
 from operator import le
 from typing import NamedTuple
 
@@ -41,12 +40,11 @@ class Inputs(NamedTuple):
 
 
 class Padded:
-    """A trunk for steps of any size. `replay`: `step`, or something that replays it."""
+    """A trunk for steps of any size. `replay` may be replaced by something that replays `step`."""
 
     def __init__(self, config: Resolved, session: Trunk, device: torch.device) -> None:
         self.session, self.device = session, device
         self.sizes = sizes_of(config)
-        self.replay: Callable[[Size], Computed] = self.step
         self._most = most = Size(*map(max, zip(*self.sizes, strict=True)))
         self._found: Computed | None = None  # what all sizes leave, or each graph would keep its own
         sizes = {"T": most.tokens, "N": most.rows, "L": most.lines, "W": widths(config, "trunk")["W"], "8": 8}
@@ -65,6 +63,9 @@ class Padded:
             there[len(part) :].zero_()
         out = self.replay(size)
         return Computed(out.logits[: wanted.lines], out.hidden[: wanted.tokens])
+
+    def replay(self, size: Size, /) -> Computed:
+        return self.step(size)
 
     def step(self, size: Size) -> Computed:
         """The step whose inputs lie where they always lie; so do its results."""

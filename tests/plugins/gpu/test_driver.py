@@ -65,3 +65,15 @@ def test_memory_of_one_kernel_is_not_that_of_another() -> None:
     one.put([3])
     other.put([4])
     assert read(one, "i32", "*", "*") == [3, 0, 0] and read(other, "i32", "*", "*") == [4, 0, 0]
+
+
+def test_a_binary_is_unloaded_when_nobody_can_launch_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = []
+    monkeypatch.setattr(driver.driver, "cuLibraryUnload", gone.append)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
+    launch = driver._launch(
+        Binary(Call("op._it", (), ()), "it", 0, 128, ()), "library", None, torch.device("cuda", 0)
+    )
+    assert not gone
+    del launch
+    assert gone == ["library"]
