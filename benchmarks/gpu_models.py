@@ -170,7 +170,7 @@ def prompt_lines(model: str, engine_dir: Path) -> None:
 
 def is_dense(name: str) -> bool:
     """A weight that every token of a prompt is multiplied with."""
-    return not re.search(r"embed|lm_head|^mtp|draft", name)
+    return not re.search(r"embed|head|^mtp|draft", name)
 
 
 def made(model: str, folder: Path, max_rows: int, max_len: int) -> Path:
