@@ -126,7 +126,7 @@ def prefill(num_tokens: int, plans: list) -> None:
             rows = torch.tensor([[0, num_tokens, 0, 1, 0, 0, 0, 0]], dtype=torch.int32, device="cuda")
             at, kernels = torch.arange(num_tokens, device="cuda").int(), tests_of("attention").kernels()
             cut = plan and kernels.TilePlan(*plan)
-            call = partial(kernels.attention, *tokens, *pools, table, rows, at, depth**-0.5, 0, plan=cut)
+            call = partial(kernels.attention, *tokens, *pools, table, rows, at, *case.numbers, plan=cut)
             us = timed(lambda _, call=call: call(), 1)
             work = 2 * num_tokens**2 * heads * depth
             print(f"| {model} {plan or ''} | {num_tokens} | {us:.0f} | {work / us / 1e6:.0f} |", flush=True)

@@ -39,16 +39,18 @@ class Case:
         sizes = [self.heads * self.depth, self.groups * self.depth, self.groups * self.depth]
         return [part.unflatten(1, (-1, self.depth)) for part in wide.split(sizes, 1)]
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What a call ends with: scale, first, k_scale and v_scale."""
+        return (self.depth**-0.5, self.first, *((0.02, 0.03) if self.fp8 else (1.0, 1.0)))
+
     def call(
         self, tokens: list, pools: list, table: torch.Tensor, rows: list, positions: list
     ) -> torch.Tensor:
-        scales = [0.02, 0.03] if self.fp8 else [1.0, 1.0]
         at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
         plan = kernels().TilePlan(*self.plan) if self.plan else None
         rows = rows_of(*rows, device=DEVICE)
-        return kernels().attention(
-            *tokens, *pools, table, rows, at, self.depth**-0.5, self.first, *scales, plan=plan
-        )
+        return kernels().attention(*tokens, *pools, table, rows, at, *self.numbers, plan=plan)
 
 
 def plain_run(case: Case, tokens: list[torch.Tensor]) -> torch.Tensor:
