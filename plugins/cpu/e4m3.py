@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from hemiola.plugins.cpu.simd import INTS, LANES, VECTOR, intrinsic, place, vector
+from hemiola.plugins.cpu.simd import INTS, LANES, VECTOR, intrinsic, loaded, place, vector
 
 BYTES = ir.VectorType(ir.IntType(8), LANES)
 LEAST = 2.0**-6  # the least normal number; an exponent of 0 stands for multiples of 2^-9
@@ -48,17 +48,17 @@ def store_e4m3(typing: Any, address: Any, offset: Any, value: Any) -> Any:
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         bits = b.bitcast(args[2], INTS)
-        sign = b.and_(bits, _ints(-(1 << 31)))
+        sign = b.and_(bits, loaded(b, -(1 << 31)))
         size = b.xor(bits, sign)
-        nan = b.icmp_unsigned(">", size, _ints(INFINITY))
-        size = b.select(b.icmp_unsigned("<", size, _ints(LARGEST)), size, _ints(LARGEST))
-        step = b.bitcast(_ints(UNIT_STEP), VECTOR)
-        multiple = b.sub(b.bitcast(b.fadd(b.bitcast(size, VECTOR), step), INTS), _ints(UNIT_STEP))
-        odd = b.and_(b.lshr(size, _ints(20)), _ints(1))
-        near = b.add(b.sub(size, _ints((120 << 23) - 0x7FFFF)), odd)
-        small = b.icmp_unsigned("<", size, _ints(121 << 23))
+        nan = b.icmp_unsigned(">", size, loaded(b, INFINITY))
+        largest, step = loaded(b, LARGEST), loaded(b, UNIT_STEP)
+        size = b.select(b.icmp_unsigned("<", size, largest), size, largest)
+        multiple = b.sub(b.bitcast(b.fadd(b.bitcast(size, VECTOR), b.bitcast(step, VECTOR)), INTS), step)
+        odd = b.and_(b.lshr(size, _ints(20)), loaded(b, 1))
+        near = b.add(b.sub(size, loaded(b, (120 << 23) - 0x7FFFF)), odd)
+        small = b.icmp_unsigned("<", size, loaded(b, 121 << 23))
         found = b.select(small, multiple, b.lshr(near, _ints(20)))
-        found = b.or_(b.select(nan, _ints(0x7F), found), b.lshr(sign, _ints(24)))
+        found = b.or_(b.select(nan, loaded(b, 0x7F), found), b.lshr(sign, _ints(24)))
         b.store(b.trunc(found, BYTES), place(b, args[0], args[1], BYTES), align=1)
         return context.get_dummy_value()
 

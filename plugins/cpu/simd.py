@@ -174,16 +174,21 @@ def constant(typing: Any, value: Any) -> Any:
     """
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number_ = float(np.float32(args[0].constant))
-        if not CROWDED:
-            return ir.Constant(VECTOR, [number_] * LANES)
-        kind = ir.VectorType(F32, REGISTERS.lanes)
-        place = cgutils.global_constant(builder, "constant", ir.Constant(kind, [number_] * REGISTERS.lanes))
-        builder._insert(loaded := _AlwaysLoad(builder.block, place))
-        lanes = ir.Constant(INTS, [lane % REGISTERS.lanes for lane in range(LANES)])
-        return builder.shuffle_vector(loaded, ir.Constant(kind, ir.Undefined), lanes)
+        return loaded(builder, float(np.float32(args[0].constant)))
 
     return vector(types.float64), build
+
+
+def loaded(builder: Any, value: int | float) -> Any:
+    """Code of `constant`: a vector of floats, or of int32."""
+    element = F32 if isinstance(value, float) else I32
+    if not CROWDED:
+        return ir.Constant(ir.VectorType(element, LANES), [value] * LANES)
+    kind = ir.VectorType(element, REGISTERS.lanes)
+    place = cgutils.global_constant(builder, "constant", ir.Constant(kind, [value] * REGISTERS.lanes))
+    builder._insert(found := _AlwaysLoad(builder.block, place))
+    lanes = ir.Constant(INTS, [lane % REGISTERS.lanes for lane in range(LANES)])
+    return builder.shuffle_vector(found, ir.Constant(kind, ir.Undefined), lanes)
 
 
 @intrinsic
