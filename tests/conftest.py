@@ -21,6 +21,7 @@ from hemiola.plugins.cpu import team
 
 torch.set_num_threads(1)  # the models are tiny, and threads that wait for a busy core cost minutes
 logging.getLogger("torch.__trace").disabled = True  # pytest would make torch.export collect every trace
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its threads would write about one test into the next
 
 # A busy machine fails no example. Every run tries others, and its header has the seed that repeats them; but
 # one that judges a change (CI=1, `make test`) takes those that a test's own text gives: see CONTRIBUTING.md.

@@ -108,7 +108,7 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def until(done: Callable[[], object], seconds: float = 120) -> None:
+def until(done: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, "it did not happen"
