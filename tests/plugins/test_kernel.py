@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -110,8 +111,10 @@ def test_scratch_is_kept_for_the_next_call(own: Own) -> None:
 def test_two_python_threads_do_not_share_scratch(own: Own) -> None:
     keeper, size, num_items = own(keep), 4096, 64
     keeper.compile()
+    both = Barrier(2)  # else one might do the other's work, too
 
     def call(_: int) -> set[int]:
+        both.wait(60)
         used: set[int] = set()
         for _ in range(50):
             places, kept = torch.zeros(num_items).long(), torch.ones(num_items).long()
