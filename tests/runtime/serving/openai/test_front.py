@@ -532,7 +532,10 @@ def test_models_are_listed(client: OpenAI) -> None:
     assert client.models.retrieve("tiny").max_model_len == 512
 
 
-def test_health_follows_tritonserver(start: Callable[..., Front], triton: ScriptedTriton) -> None:
+def test_health_follows_tritonserver(
+    start: Callable[..., Front], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{Answers.__module__}.READY_TIMEOUT_S", 60.0)
     root = start().url.removesuffix("/v1")
     assert requests.get(f"{root}/health", timeout=60).json() == {"ready": True}
     triton.__exit__()
@@ -555,7 +558,9 @@ def test_a_tritonserver_that_comes_back_is_found_again(client: OpenAI, triton: S
         assert patient.completions.create(model="tiny", prompt="x").choices[0].text == "two"
 
 
-def test_metrics_are_tritons(start: Callable[..., Front]) -> None:
+def test_metrics_are_tritons(start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "METRICS_TIMEOUT_S", 60.0)
+
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
