@@ -84,10 +84,12 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(builder, "set_grid_idx", backwards)
 
 
-@pytest.mark.parametrize("num_drafts", [17, 40])
-def test_convs_late_snapshot_has_no_columns_of_the_tokens_behind_it(num_drafts: int, order: None) -> None:
+@pytest.mark.parametrize(("num_drafts", "plan"), [(17, None), (40, (8, 128))])
+def test_convs_late_snapshot_has_no_columns_of_the_tokens_behind_it(
+    num_drafts: int, plan: tuple[int, int] | None, order: None
+) -> None:
     """They go to the same places of the ring, where there are more drafts than a chunk."""
     taps = [torch.randn(shape).bfloat16() for shape in ((48, 4), 48)]
     check_late_snapshot(
-        OnGrid("conv", {"E": 48, "W": 4}, 16, lambda num: [halves(num, 48)], taps, num_drafts=num_drafts)
+        OnGrid("conv", {"E": 48, "W": 4}, 16, lambda num: [halves(num, 48)], taps, (), num_drafts, plan)
     )
