@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from hemiola.builder.quantised import MODELOPT, refuse_quantised
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, one_line
 
 T = TypeVar("T")
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -246,7 +246,7 @@ class Files:
             tensor: torch.Tensor = self._shards[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise Refused(
-                f"{self.path / file}: cannot read {name} ({_one_line(error)}); download it again"
+                f"{self.path / file}: cannot read {name} ({one_line(error)}); download it again"
             ) from None
         num_finite = int(tensor.isfinite().sum())
         if num_finite < tensor.numel():
@@ -264,7 +264,7 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise Refused(
-            f"{path} is not a complete safetensors file ({_one_line(error)}); download it again"
+            f"{path} is not a complete safetensors file ({one_line(error)}); download it again"
         ) from None
 
 
@@ -273,7 +273,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"{path} is not JSON ({_one_line(error)}); download it again") from None
+        raise Refused(f"{path} is not JSON ({one_line(error)}); download it again") from None
     if not isinstance(content, dict):
         raise Refused(f"{path} is not a JSON object; download it again")
     return _with_floats(content)
@@ -288,10 +288,6 @@ def _with_floats(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_floats(item) for item in value]
     return float(value) if value in ("Infinity", "-Infinity") else value
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def stacked(parts: Iterable[Lazy]) -> Lazy:

@@ -21,6 +21,7 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, State
 
 Name = Literal["trunk", "draft"]
+DIMS = {"T": "tokens", "N": "rows", "W": "table", "L": "logits", "P": "pages", "S": "slots"}  # that are free
 # Sizes to trace with: no two equal, none 0 or 1, so that none can be mistaken for another or a constant.
 TRACED = {"T": 7, "N": 3, "W": 5, "L": 2, "P": 11, "S": 13}
 # What torch may compute between our ops: it moves numbers, or rounds each element once.
@@ -38,6 +39,20 @@ class Graph:
     states: tuple[State, ...]
     inputs: tuple[str, ...]
 
+    def placeholders(self) -> list[Node]:
+        """Of its weights, states and inputs."""
+        return [node for node in self.program.graph.nodes if node.op == "placeholder"]
+
+    def letters(self) -> dict[str, str]:
+        """The letter of each free size, by the name that torch gave it."""
+        shapes = [*map(_first, self.states), *(INPUTS[self.name][name] for name in self.inputs)]
+        found: dict[str, str] = {}
+        for node, shape in zip(self.placeholders()[len(self.weights) :], shapes, strict=True):
+            for size, letter in zip(node.meta["val"].shape, shape, strict=False):
+                if isinstance(size, torch.SymInt):
+                    found[str(size)] = letter
+        return found
+
 
 def export(model: Model, name: Name, limits: Limits) -> Graph:
     """Trace the segment `name` ("trunk" or "draft") on fake tensors; no weight is read."""
@@ -53,14 +68,7 @@ def export(model: Model, name: Name, limits: Limits) -> Graph:
             for state in states
         ]
         inputs = [_input(key, shape, model) for key, shape in shapes.items()]
-    dims = {
-        "T": Dim("tokens"),
-        "N": Dim("rows"),
-        "W": Dim("table"),
-        "L": Dim("logits"),
-        "P": Dim("pages"),
-        "S": Dim("slots"),
-    }
+    dims = {letter: Dim(name) for letter, name in DIMS.items()}
     free = [None for _ in weights]
     free += [{0: dims[_first(state)]} for state in states]
     free += [

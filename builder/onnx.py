@@ -16,16 +16,14 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from torch.fx import Node
 
 import hemiola
-from hemiola.builder.graph import Graph
+from hemiola.builder.graph import DIMS, Graph
 from hemiola.builder.targets.torch import op_of
 from hemiola.plugins import onnx as plugin_nodes
 from hemiola.plugins.onnx import DOMAIN, DTYPES, OPSET, PLUGIN
 from hemiola.plugins.spec import Op
-from hemiola.runtime.abi import INPUTS, OUTPUTS
+from hemiola.runtime.abi import OUTPUTS
 from hemiola.runtime.errors import Refused
-
-DIMS = {"T": "tokens", "N": "rows", "W": "table", "L": "logits", "P": "pages", "S": "slots"}
-NEXT = ".next"  # behind a state's name: what it is after the step
+from hemiola.runtime.manifest import NEXT
 
 
 def to_onnx(graph: Graph) -> onnx.ModelProto:
@@ -74,11 +72,11 @@ class _Writer:
         self.known: list[ValueInfoProto] = []
         self.names: dict[Node, str | list[str]] = {}
         self.at, self.first = "", 0  # the node of the program that is being written, and its first of ours
-        placeholders = [node for node in graph.program.graph.nodes if node.op == "placeholder"]
+        placeholders = graph.placeholders()
         states = [state.name for state in graph.states]
         self.names |= dict(zip(placeholders, [*graph.weights, *states, *graph.inputs], strict=True))
         self.states = dict(zip(states, placeholders[len(graph.weights) :], strict=False))
-        self.symbols = self._symbols()
+        self.symbols = {size: DIMS[letter] for size, letter in graph.letters().items()}
         (output,) = (node for node in graph.program.graph.nodes if node.op == "output")
         self.results: dict[Node, str] = dict(zip(output.args[0], outputs(graph), strict=True))
         self.written: dict[str, str] = {}  # by state, its value after the step
@@ -196,16 +194,3 @@ class _Writer:
     def _info(self, name: str, value: torch.Tensor) -> ValueInfoProto:
         shape = [size if isinstance(size, int) else self.symbols[str(size)] for size in value.shape]
         return helper.make_tensor_value_info(name, DTYPES[value.dtype], shape)
-
-    def _symbols(self) -> dict[str, str]:
-        """By torch's symbol, the name of a size that may change."""
-        letters = {state.name: "P" if state.kind == "page" else "S" for state in self.graph.states}
-        letters |= INPUTS[self.graph.name]
-        found = {}
-        for node, name in self.names.items():
-            sizes = node.meta["val"].shape
-            assert isinstance(name, str)
-            for letter, size in zip(letters.get(name, ""), sizes, strict=False):
-                if letter in DIMS:
-                    found[str(size)] = DIMS[letter]
-        return found

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hemiola.builder.checkpoint import read_json
 from hemiola.runtime import manifest
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, one_line
 
 WORKSHOP = ".building-"  # behind an engine directory's name
 OLD = "old"  # an engine that stood there before, for a moment
@@ -144,7 +144,7 @@ def memory_in_one_line() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        reason = " ".join(str(error).split()) or "a Python object found no room"
+        reason = one_line(error) or "a Python object found no room"
         if not isinstance(error, MemoryError) and not says_lack_of_memory(reason):
             raise
         raise Refused(

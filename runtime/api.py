@@ -231,6 +231,29 @@ class SamplingParams(Strict):
             raise ValueError(f"max_tokens is {most}; raise it or lower min_tokens")
         return value
 
+    def each_of(self, num_answers: int) -> list["SamplingParams"]:
+        """Of so many answers to one prompt: with a seed, seed + i."""
+        if self.seed is None:
+            return [self] * num_answers
+        return [self.model_copy(update={"seed": (self.seed + i) % 2**64}) for i in range(num_answers)]
+
+
+def pairs(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """What `generate` was asked, one by one."""
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+        raise Refused(f"prompts is {type(prompts).__name__}; pass a list of prompts")
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(prompts)
+    if not isinstance(params, Sequence):
+        raise Refused(f"params is {type(params).__name__}; pass a SamplingParams, or one per prompt")
+    if len(params) != len(prompts):
+        raise Refused(
+            f"{len(prompts)} prompts and {len(params)} SamplingParams; pass one each, or one for all"
+        )
+    return list(zip(prompts, params, strict=True))
+
 
 @dataclass(slots=True)
 class Metrics:
@@ -244,10 +267,9 @@ class Metrics:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     cached_tokens: int = 0
-    drafted: list[int] = field(
-        default_factory=list
-    )  # by position in the window: how often a draft stood there
-    accepted: list[int] = field(default_factory=list)  # and how often it stayed
+    # by position in the window: how often a draft stood there, and how often it stayed
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of one step, of which the first num_accepted stayed."""

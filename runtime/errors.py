@@ -3,6 +3,11 @@
 import re
 
 
+def one_line(error: object) -> str:
+    """What somebody else said, for a line of ours."""
+    return " ".join(str(error).split())
+
+
 class Refused(ValueError):
     """A request, engine, checkpoint or option that cannot be served as asked; the message is one line."""
 

@@ -16,7 +16,17 @@ import torch
 
 from hemiola.runtime import manifest as manifests
 from hemiola.runtime.abi import widths
-from hemiola.runtime.api import Counters, Load, Logprob, OnPiece, Output, Piece, Prompt, SamplingParams
+from hemiola.runtime.api import (
+    Counters,
+    Load,
+    Logprob,
+    OnPiece,
+    Output,
+    Piece,
+    Prompt,
+    SamplingParams,
+    pairs,
+)
 from hemiola.runtime.cache.eviction import Cost, Evictor
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.prefix import PrefixCache, Statistics
@@ -294,18 +304,8 @@ class LLM:
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
-            raise Refused(f"prompts is {type(prompts).__name__}; pass a list of prompts")
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if not isinstance(params, Sequence):
-            raise Refused(f"params is {type(params).__name__}; pass a SamplingParams, or one per prompt")
-        if len(params) != len(prompts):
-            raise Refused(
-                f"{len(prompts)} prompts and {len(params)} SamplingParams; pass one each, or one for all"
-            )
         requests = []
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, own) in enumerate(pairs(prompts, params)):
             try:
                 requests.append(self._request(prompt, own))
             except Refused as error:

@@ -18,6 +18,7 @@ from hemiola.runtime.errors import Refused
 FORMAT = 7
 FILE = "manifest.json"
 PARTS = "parts"  # the folder of compiled parts
+NEXT = ".next"  # behind a state's name: what it is after the step
 PTX = "ptx"  # the form of an op whose kernels TensorRT has in its own engine
 Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]
 

@@ -39,9 +39,10 @@ class Text:
         except Exception as error:  # tokenizers raises bare Exception
             raise Refused(f"{path} is not a tokenizer ({error}); run build-engine again") from None
         config = folder / "tokenizer_config.json"
-        self.config: dict[str, object] = json.loads(config.read_text()) if config.is_file() else {}
-        self.special = {name: text for name, text in map(_special, self.config.items()) if text is not None}
-        self.template = _chat_template(folder, self.config)
+        found = json.loads(config.read_text()) if config.is_file() else {}
+        self.special = {name: text for name, text in map(_special, found.items()) if text is not None}
+        template = folder / "chat_template.jinja"
+        self.template = template.read_text() if template.is_file() else None
 
     @cached_property
     def _most_characters(self) -> int | None:
@@ -212,16 +213,6 @@ def _special(entry: tuple[str, object]) -> tuple[str, str | None]:
     if isinstance(value, dict):
         value = value.get("content")
     return name, value if name.endswith("_token") and isinstance(value, str) else None
-
-
-def _chat_template(folder: Path, config: Mapping[str, object]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text()
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name
-        found = next((entry["template"] for entry in found if entry["name"] == "default"), None)
-    return found if isinstance(found, str) else None
 
 
 class _Generation(Extension):

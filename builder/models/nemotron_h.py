@@ -174,16 +174,10 @@ class Moe(nn.Module):
         self.experts = Experts(kit, up, down, "relu2")
         shared = cfg.size("moe_shared_expert_intermediate_size")
         self.shared = Relu2Mlp(kit, f"{prefix}shared_experts.", hidden, shared)
-        self.enter = (
-            Linear(kit, tensor(f"{prefix}fc1_latent_proj.weight", latent, hidden))
-            if latent
-            else nn.Identity()
-        )
-        self.leave = (
-            Linear(kit, tensor(f"{prefix}fc2_latent_proj.weight", hidden, latent))
-            if latent
-            else nn.Identity()
-        )
+        self.enter = self.leave = nn.Identity()
+        if latent:
+            self.enter = Linear(kit, tensor(f"{prefix}fc1_latent_proj.weight", latent, hidden))
+            self.leave = Linear(kit, tensor(f"{prefix}fc2_latent_proj.weight", hidden, latent))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         groups = (self.num_groups, self.top_groups, self.renormalise, self.scale)

@@ -11,8 +11,7 @@ from onnx import ValueInfoProto
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
-from hemiola.builder.graph import Graph
-from hemiola.builder.onnx import DIMS
+from hemiola.builder.graph import DIMS, Graph
 from hemiola.builder.place import says_lack_of_memory
 from hemiola.builder.targets.network import NotBuilt, Shapes
 from hemiola.runtime.abi import widths

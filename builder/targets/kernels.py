@@ -18,9 +18,9 @@ from hemiola.plugins.gpu.binaries import sources
 from hemiola.plugins.gpu.clock.cuda import write_time
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.sizes import Size
-from hemiola.runtime.abi import INPUTS, widths
+from hemiola.runtime.abi import widths
 from hemiola.runtime.arch import ARCHS
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.manifest import KernelFile, Kernels, Limits
 
 FOLDER = "kernels"
@@ -82,7 +82,7 @@ def triton_in_one_line(arch: str) -> Iterator[None]:
     except (OSError, PTXASError) as error:
         places = f"{tempfile.gettempdir()} and {knobs.cache.dir}"
         raise Refused(
-            f"--arch {arch}: Triton cannot compile ({' '.join(str(error).split())});"
+            f"--arch {arch}: Triton cannot compile ({one_line(error)});"
             f" free space in {places}, its folders, and build again"
         ) from None
 
@@ -123,7 +123,7 @@ class Node(NamedTuple):
 
 def nodes_of(graph: Graph) -> Iterator[Node]:
     """The calls of our ops in a graph."""
-    names = _letters(graph)
+    names = graph.letters()
     for node in graph.program.graph.nodes:
         op = op_of(node)
         if op is None:
@@ -137,16 +137,3 @@ def _traced(value: torch.Tensor, names: dict[str, str]) -> Tensor:
         return tuple(size if isinstance(size, int) else names[str(size)] for size in sizes)
 
     return Tensor(known(value.shape), known(value.stride()), int(value.storage_offset()), value.dtype)
-
-
-def _letters(graph: Graph) -> dict[str, str]:
-    """The letter of each free size, by the name that torch gave it."""
-    found: dict[str, str] = {}
-    places = [node for node in graph.program.graph.nodes if node.op == "placeholder"][len(graph.weights) :]
-    shapes = [("P" if state.kind == "page" else "S") for state in graph.states]
-    shapes += [INPUTS[graph.name][name] for name in graph.inputs]
-    for node, letters in zip(places, shapes, strict=True):
-        for size, letter in zip(node.meta["val"].shape, letters, strict=False):
-            if isinstance(size, torch.SymInt):
-                found[str(size)] = letter
-    return found

@@ -10,7 +10,6 @@ import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from hemiola.builder.graph import Graph
-from hemiola.builder.onnx import NEXT
 from hemiola.builder.targets.kernels import UNNAMED_GPU, Node, Tensor, nodes_of, triton_in_one_line
 from hemiola.builder.targets.torch import Job
 from hemiola.plugins import DENSE, OPS
@@ -21,7 +20,7 @@ from hemiola.plugins.gpu.ptx import Ahead, ahead
 from hemiola.plugins.gpu.terms import Dim
 from hemiola.plugins.onnx import DOMAIN, DTYPES, PLUGIN
 from hemiola.runtime.arch import ARCHS
-from hemiola.runtime.manifest import PTX, OpNode
+from hemiola.runtime.manifest import NEXT, PTX, OpNode
 
 KERNELS = "hemiola.kernels"  # their domain; TensorRT goes by name, version and namespace
 

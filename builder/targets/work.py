@@ -29,7 +29,7 @@ def work_bytes(graph: Graph, nodes: Sequence[OpNode], limits: Limits) -> int:
 
 def _given(graph: Graph, most: dict[str, int]) -> list[torch.Tensor]:
     """Weights, states and inputs of the largest step, as the program takes them."""
-    places = [node for node in graph.program.graph.nodes if node.op == "placeholder"]
+    places = graph.placeholders()
     first = len(places) - len(graph.inputs)
     given = []
     for at, node in enumerate(places):

@@ -200,7 +200,7 @@ class _Bench:
         return found
 
     def _plain_answers(self, runs: Sequence[Sequence[Answer]]) -> dict[equality.Asked, list[int]]:
-        options = equality.plain_options(self.job.engine_options, ServeConfig.model_fields)
+        options = equality.plain_options(self.job.engine_options)
         with (
             LLM(self.job.engine_dir, **options) as llm,
             _progress("plain run", len(equality.distinct(runs))) as advance,

@@ -1,6 +1,6 @@
 """Were the tokens the same? In all variants; and in the plain run: alone, without drafts and reuse."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from hemiola.runtime.api import Output, SamplingParams
@@ -8,7 +8,7 @@ from hemiola.runtime.bench.measure import Answer
 
 # Sizes that decide what an engine can answer at all; everything else is left as it is by default.
 KEPT = ("max_len", "memory_fraction")
-PLAIN: Mapping[str, object] = {"drafts": "none", "prefix_cache": False, "max_rows": 1}
+PLAIN: dict[str, object] = {"drafts": "none", "prefix_cache": False, "max_rows": 1}
 Asked = tuple[tuple[int, ...], int]  # prompt, max_tokens
 
 
@@ -28,10 +28,9 @@ class Equality(NamedTuple):
         return 0 < self.num_compared == self.num_equal
 
 
-def plain_options(options: Mapping[str, object], known: Collection[str]) -> dict[str, object]:
-    """Options for the plain run; an engine that knows no drafts or no reuse has nothing to switch off."""
-    kept = {name: value for name, value in options.items() if name in KEPT}
-    return kept | {name: value for name, value in PLAIN.items() if name in known}
+def plain_options(options: Mapping[str, object]) -> dict[str, object]:
+    """Options for the plain run."""
+    return {name: value for name, value in options.items() if name in KEPT} | PLAIN
 
 
 def plain_run(

@@ -23,15 +23,13 @@ class PagePool:
     ) -> None:
         self.num_pages = num_pages
         self.page_len = page_len
-        self.table = np.zeros(
-            (num_slots, table_width), np.int32
-        )  # page of slot s, position p: [s, p // page_len]
+        # page of slot s, position p: [s, p // page_len]
+        self.table = np.zeros((num_slots, table_width), np.int32)
         self.capacity = [0] * num_slots  # tokens for which the slot has pages
         self.refs = [0] * num_pages  # slots that hold the page
         self.num_idle = 0  # cached pages that no slot holds
-        self.changes: dict[int, int] | None = (
-            None  # entries of the flat table since somebody looked, if any does
-        )
+        # entries of the flat table since somebody looked, if any does
+        self.changes: dict[int, int] | None = None
         self._cached = bytearray(num_pages)
         self._free = list(range(num_pages - 1, 0, -1))
         self._on_free = on_free

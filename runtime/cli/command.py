@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.errors import Failed, Refused, one_line
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer typers carry inside themselves
 
@@ -25,7 +25,7 @@ def run_command(command: Callable[[], object]) -> None:
         _end(str(error), 1)
     except UsageError as error:
         path = error.ctx.command_path if error.ctx else "hemiola"
-        message = " ".join(error.format_message().split()).rstrip(".")
+        message = one_line(error.format_message()).rstrip(".")
         _end(f"{message}; see {path} --help", 2)
     except BrokenPipeError:
         _forget_output()

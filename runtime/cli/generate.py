@@ -72,11 +72,8 @@ def _read_prompt(prompt: str | None, prompt_ids: str | None, prompt_file: Path |
     if prompt_ids is not None:
         return _read_ids(prompt_ids)
     try:
-        return (
-            sys.stdin.read()
-            if str(prompt_file) == "-"
-            else Path(str(prompt_file)).read_text(encoding="utf-8")
-        )
+        is_stdin = str(prompt_file) == "-"
+        return sys.stdin.read() if is_stdin else Path(str(prompt_file)).read_text(encoding="utf-8")
     except OSError as error:
         raise Refused(
             f"--prompt-file {prompt_file} cannot be read ({error.strerror}); give a readable file"

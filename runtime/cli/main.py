@@ -1,12 +1,18 @@
 """`hemiola generate | inspect | serve | bench`."""
 
-from collections.abc import Callable
+from importlib import import_module
 
 import typer
 
 from hemiola.runtime.cli.command import run_command
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+COMMANDS = {
+    "generate": "Stream one answer",
+    "inspect": "Show what an engine is and the memory that it takes",
+    "serve": "Start a tritonserver for engines",
+    "bench": "Measure an engine under load",
+}
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -15,45 +21,21 @@ def _hemiola() -> None:
     """Engines of hybrid language models: run them, look into them, serve them."""
 
 
-@app.command(context_settings=PASS_ON, add_help_option=False)
-def generate(context: typer.Context) -> None:
-    """Stream one answer; `hemiola generate --help` has the options."""
-    from hemiola.runtime.cli.generate import generate as command
+def _add(name: str, does: str) -> None:
+    """A command that takes all of the command line; its module is imported only when it is called."""
+    about = f"{does}; `hemiola {name} --help` has the options."
 
-    _run(command, context)
-
-
-@app.command(context_settings=PASS_ON, add_help_option=False)
-def inspect(context: typer.Context) -> None:
-    """Show what an engine is and the memory that it takes; `hemiola inspect --help` has the options."""
-    from hemiola.runtime.cli.inspect import inspect as command
-
-    _run(command, context)
+    @app.command(name, context_settings=PASS_ON, add_help_option=False, help=about)
+    def run(context: typer.Context) -> None:
+        own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        own.command()(getattr(import_module(f"hemiola.runtime.cli.{name}"), name))
+        status = own(args=context.args, prog_name=context.command_path, standalone_mode=False)
+        if isinstance(status, int):
+            raise typer.Exit(status)
 
 
-@app.command(context_settings=PASS_ON, add_help_option=False)
-def serve(context: typer.Context) -> None:
-    """Start a tritonserver for engines; `hemiola serve --help` has the options."""
-    from hemiola.runtime.cli.serve import serve as command
-
-    _run(command, context)
-
-
-@app.command(context_settings=PASS_ON, add_help_option=False)
-def bench(context: typer.Context) -> None:
-    """Measure an engine under load; `hemiola bench --help` has the options."""
-    from hemiola.runtime.cli.bench import bench as command
-
-    _run(command, context)
-
-
-def _run(command: Callable[..., None], context: typer.Context) -> None:
-    """A command that is imported only when it is called: it takes all of the command line."""
-    own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    own.command()(command)
-    status = own(args=context.args, prog_name=context.command_path, standalone_mode=False)
-    if isinstance(status, int):
-        raise typer.Exit(status)
+for _name, _does in COMMANDS.items():
+    _add(_name, _does)
 
 
 def main() -> None:

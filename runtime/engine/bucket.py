@@ -56,9 +56,7 @@ class Fed(NamedTuple, Generic[A]):
     head_rows: A  # [N, 8] int32
     last: A  # [N] the pair behind a row's first token
     mask: A  # [T] line of `bits` that says what a token's logits may choose, where there are grammars
-    bits: (
-        A  # [1 + T, words] int32; the first: everything. Only those that are used go over, so it is the last
-    )
+    bits: A  # [1 + T, words] int32; the first: everything. The last, since only those used go over
 
 
 def num_changes(rows: int) -> int:

@@ -93,13 +93,8 @@ class Decoder:
     def __init__(
         self, config: Resolved, ledger: Ledger, pages: PagePool, session: Trunk, drafts: Proposer
     ) -> None:
-        self.config, self.ledger, self.pages, self.session, self.drafts = (
-            config,
-            ledger,
-            pages,
-            session,
-            drafts,
-        )
+        self.config, self.ledger, self.pages = config, ledger, pages
+        self.session, self.drafts = session, drafts
         self.rules = RuleTable(config.num_slots, ledger.device)
         self.buckets = buckets_of(config)
         self.fit = Fit(config)

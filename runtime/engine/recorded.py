@@ -94,17 +94,8 @@ class Recorded:
             if self._is_head and row.reads:
                 num_reading += 1
                 num_pairs += row.num_tokens + row.owed
-        sizes = (
-            num_tokens,
-            len(plan.rows),
-            num_logits,
-            len(chose),
-            num_pairs,
-            num_reading,
-            len(rooms),
-            width,
-        )
-        return Fitted(numbers, chose, width, rooms, dict(zip(SIZES, sizes, strict=True)))
+        sizes = (num_tokens, len(plan.rows), num_logits, len(chose), num_pairs, num_reading, len(rooms))
+        return Fitted(numbers, chose, width, rooms, dict(zip(SIZES, (*sizes, width), strict=True)))
 
     def launch(self, plan: Plan, fitted: Fitted) -> Told:
         """All of it is done when this returns."""

@@ -88,11 +88,8 @@ def groups_of(rules: Sequence[Rule], device: torch.device) -> list[Group]:
     for kind, lines in found.items():
         own = [rules[line] for line in lines]
         (at,) = upload(device, np.array(lines, np.int64))
-        groups.append(
-            Group(
-                at, edits_of(own, device) if kind & 1 else None, draws_of(own, device) if kind > 1 else None
-            )
-        )
+        edits = edits_of(own, device) if kind & 1 else None
+        groups.append(Group(at, edits, draws_of(own, device) if kind > 1 else None))
     return groups
 
 
@@ -207,14 +204,8 @@ def _lists(rule: Rule | None, sizes: _Sizes) -> np.ndarray:
     for place, word in enumerate(rule.bad_words if rule else ()):
         words[place, sizes.word_len - len(word) :] = word
     stops = rule.stop_ids if rule and rule.params.min_tokens else ()
-    return np.concatenate(
-        (
-            _filled(stops, sizes.stops, -1),
-            _filled(bias, sizes.biases, -1),
-            _filled(biases.view(np.int32), sizes.biases, 0),
-            words.reshape(-1),
-        )
-    )
+    ids = _filled(stops, sizes.stops, -1), _filled(bias, sizes.biases, -1)
+    return np.concatenate((*ids, _filled(biases.view(np.int32), sizes.biases, 0), words.reshape(-1)))
 
 
 def _filled(values: Iterable[int], width: int, rest: int) -> np.ndarray:

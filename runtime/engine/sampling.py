@@ -189,9 +189,8 @@ def _filter_best(
     is_whole = draws.top_k >= ALL
     total = torch.where(is_whole, weights.sum(1, keepdim=True), sums[:, -1:])
     enough = total.to(torch.float64) * draws.top_p
-    ranked.masked_fill_(
-        (sums - ranked).to(torch.float64) >= enough, 0
-    )  # a token stays while what is ahead is less
+    # a token stays while what is ahead is less
+    ranked.masked_fill_((sums - ranked).to(torch.float64) >= enough, 0)
     kept = torch.zeros_like(weights).scatter_(1, order, ranked)
     is_free = is_whole & (draws.top_p >= NO_TOP_P)  # beside others that filter
     ends = is_free | (is_whole & (sums[:, -1:].to(torch.float64) >= enough)) | (draws.top_k <= num)

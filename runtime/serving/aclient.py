@@ -5,26 +5,22 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from hemiola.runtime.api import Output, Piece, Prompt, SamplingParams
+from hemiola.runtime.api import Output, Piece, Prompt, SamplingParams, pairs
 from hemiola.runtime.errors import Busy, Lost, Refused
 from hemiola.runtime.serving.packing import (
-    CHANNEL,
     MAX_IN_FLIGHT,
     READY_TIMEOUT_S,
     Chat,
     cancellation,
     pack,
-    pairs,
     pb2,
     read_output,
 )
 
 import grpc  # isort: skip  # after packing, which says how to install it
-from grpc import aio  # isort: skip
-from tritonclient.grpc import service_pb2_grpc  # isort: skip
 
 from hemiola.runtime.serving.client import RETRY_S
-from hemiola.runtime.serving.openai.wire import Exchange, Said
+from hemiola.runtime.serving.openai.wire import Said, Wire
 
 
 class AsyncClient:
@@ -34,15 +30,13 @@ class AsyncClient:
         self.url = url
         self.model = model
         self.retries = retries
-        self._channel = aio.insecure_channel(url, options=CHANNEL)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._exchanges: set[Exchange] = set()  # asyncio keeps no task alive by itself
+        self._wire = Wire(url)
 
     async def check(self) -> None:
         """Refuses a server, or a model, that is not there."""
         try:
             asked = pb2.ModelReadyRequest(name=self.model)
-            ready: bool = (await self._stub.ModelReady(asked, timeout=READY_TIMEOUT_S)).ready
+            ready: bool = (await self._wire.stub.ModelReady(asked, timeout=READY_TIMEOUT_S)).ready
         except grpc.RpcError as error:
             details = error.details()
             raise Refused(f"no server answers at {self.url} ({details}); start `hemiola serve`") from None
@@ -99,7 +93,7 @@ class AsyncClient:
 
     async def cancel(self, request_id: str) -> None:
         """End a request, whoever sent it; one that has ended is left alone."""
-        call = self._stub.ModelStreamInfer()
+        call = self._wire.stub.ModelStreamInfer()
         await call.write(cancellation(self.model, request_id))
         await call.done_writing()
         async for _ in call:
@@ -131,11 +125,8 @@ class AsyncClient:
             await asyncio.sleep(seconds)
 
     async def _attempt(self, request: Any) -> AsyncGenerator[Said, None]:
-        """The exchange reads on by itself when nobody listens any more."""
         queue: asyncio.Queue[Said] = asyncio.Queue()
-        exchange = Exchange(self._stub, request, 0, queue.put)
-        self._exchanges.add(exchange)
-        exchange.task.add_done_callback(lambda _: self._exchanges.discard(exchange))
+        exchange = self._wire.begin(request, 0, queue.put)
         try:
             while True:
                 said = await queue.get()
@@ -150,10 +141,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Cancels what is in flight and ends the connection."""
-        for exchange in list(self._exchanges):
-            exchange.cancel()
-        await asyncio.gather(*(exchange.task for exchange in self._exchanges), return_exceptions=True)
-        await self._channel.close()
+        await self._wire.close()
 
     async def __aenter__(self) -> "AsyncClient":
         try:

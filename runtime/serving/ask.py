@@ -56,13 +56,6 @@ class Ask(NamedTuple):
     timeout_s: float  # 0: none
     params: SamplingParams
 
-    def branches(self) -> list[SamplingParams]:
-        """One for each of the n answers: with a seed, seed + i."""
-        if self.n == 1 or self.params.seed is None:
-            return [self.params] * self.n
-        seeds = [(self.params.seed + i) % 2**64 for i in range(self.n)]
-        return [self.params.model_copy(update={"seed": seed}) for seed in seeds]
-
 
 def read_request(request: Any) -> dict[str, Any]:
     """What the request says, in tensors and request parameters alike, by our names."""

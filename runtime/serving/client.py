@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
-from hemiola.runtime.api import Output, Piece, Prompt, SamplingParams
+from hemiola.runtime.api import Output, Piece, Prompt, SamplingParams, pairs
 from hemiola.runtime.errors import Busy, Lost, Refused
 from hemiola.runtime.serving.packing import (
     CANCEL,
@@ -19,7 +19,6 @@ from hemiola.runtime.serving.packing import (
     Message,
     cancellation,
     pack,
-    pairs,
     pb2,
     read_output,
     read_piece,

@@ -23,10 +23,8 @@ KINDS: dict[str, type[Exception]] = {
     "[OVERLOADED]": Busy,
     "[CANCELLED]": Cancelled,
 }
-GONE = (
-    "is not healthy",
-    "has no available versions",
-)  # what tritonserver says of a model that died or is reloaded
+# What tritonserver says of a model that died or is reloaded.
+GONE = ("is not healthy", "has no available versions")
 # Of a channel. A server that was started again is found soon: grpc's own wait grows to two minutes.
 CHANNEL = (
     ("grpc.max_receive_message_length", -1),
@@ -39,21 +37,6 @@ READY_TIMEOUT_S = 10.0
 MAX_IN_FLIGHT = 256  # of one generate call
 Message = dict[str, Any]  # output name -> str, or list of int
 Chat = Sequence[Mapping[str, object]]  # messages, as OpenAI has them
-
-
-def pairs(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[tuple[Prompt, SamplingParams]]:
-    """What `generate` was asked, one by one."""
-    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
-        raise Refused(f"prompts is {type(prompts).__name__}; pass a list of prompts")
-    if params is None or isinstance(params, SamplingParams):
-        params = [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise Refused(
-            f"{len(prompts)} prompts and {len(params)} SamplingParams; pass one each, or one for all"
-        )
-    return list(zip(prompts, params, strict=True))
 
 
 def cancellation(model: str, request_id: str) -> Any:

@@ -19,7 +19,6 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.settings import FILE as SETTINGS_FILE
 
 KEY_HEADER = "hemiola-key"
-PORT_OPTIONS = {"http": "--http-port", "grpc": "--grpc-port", "metrics": "--metrics-port"}
 
 
 class Triton(NamedTuple):
@@ -117,22 +116,29 @@ def choose_ports(host: str, wanted: Ports) -> Ports:
     held: list[socket.socket] = []
     try:
         for name, port in wanted._asdict().items():
-            held.append(_bind(host, port, name))
+            held.append(bind(host, port, name, listens=True))
         return Ports(*(bound.getsockname()[1] for bound in held))
     finally:
         for bound in held:
             bound.close()
 
 
-def _bind(host: str, port: int, name: str) -> socket.socket:
+def bind(host: str, port: int, name: str, listens: bool) -> socket.socket:
+    """Connections are refused as long as it does not listen."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        return socket.create_server((host, port))
+        bound.bind((host, port))
+        if listens:
+            bound.listen()
     except (OSError, OverflowError) as error:
+        bound.close()
         reason = error.strerror if isinstance(error, OSError) else str(error)
+        option = f"--{name.lower()}-port"
         raise Refused(
-            f"{name} port {port} on {host} cannot be used ({reason});"
-            f" pass {PORT_OPTIONS[name]} with a free one"
+            f"{name} port {port} on {host} cannot be used ({reason}); pass {option} with a free one"
         ) from None
+    return bound
 
 
 def write_repository(home: Path, triton: Triton, models: Mapping[str, Mapping[str, object]]) -> None:

@@ -12,10 +12,10 @@ from onnx.reference.op_run import OpRun
 
 from hemiola.builder.graph import Graph
 from hemiola.builder.models import Model
-from hemiola.builder.onnx import NEXT
 from hemiola.plugins import OPS
 from hemiola.plugins.onnx import DOMAIN, is_plugin
 from hemiola.plugins.spec import Op
+from hemiola.runtime.manifest import NEXT
 
 Tensors = dict[str, torch.Tensor]
 TABLE = 3  # pages of a row

@@ -335,13 +335,6 @@ def test_an_engine_without_a_template_says_so(text: Text) -> None:
         text.chat(MESSAGES)
 
 
-def test_named_templates_in_the_tokenizer_config(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}'
-    )
-    assert save(tmp_path, byte_level()).chat(MESSAGES) == "D"
-
-
 def test_marks_of_calls_stay_in_the_text_though_they_are_special_tokens(tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<tool_call>", "<other>"])

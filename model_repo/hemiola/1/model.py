@@ -126,7 +126,7 @@ class TritonPythonModel:
 
     def _submit(self, stream: "Stream", ask: Ask) -> None:
         try:
-            for branch, params in zip(stream.branches, ask.branches(), strict=True):
+            for branch, params in zip(stream.branches, ask.params.each_of(ask.n), strict=True):
                 branch.request_id = self.llm.submit(stream.input_ids, params, self.outbox.listener(branch))
         except BaseException:
             self.outbox.drop(stream)

@@ -7,15 +7,9 @@ from typing import Any
 
 import torch
 
+from hemiola.plugins.tensorrt import DTYPES, register
 from hemiola.runtime.errors import Refused
-
-NEXT = ".next"  # behind an input's name: an output that is written where that input lies
-DTYPES = {
-    "FLOAT": torch.float32,
-    "BF16": torch.bfloat16,
-    "HALF": torch.float16,
-    "INT32": torch.int32,
-}
+from hemiola.runtime.manifest import NEXT
 
 
 def opener(compiler: str) -> Callable[[Path], "Part"]:
@@ -33,8 +27,6 @@ def opener(compiler: str) -> Callable[[Path], "Part"]:
             f" run build-engine again, or pip install {name}-cu13=={version}"
         )
     if name == "tensorrt":
-        from hemiola.plugins.tensorrt import register
-
         register()
     runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
 

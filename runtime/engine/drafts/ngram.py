@@ -27,9 +27,8 @@ def lookup(
         alive = alive & (ids.roll(n, 1) == suffix) & (place >= n)
         matched += alive
     matched = torch.where(matched >= min_n, matched, 0)
-    best = (matched.to(torch.int64) * ids.shape[1] + place).argmax(
-        1, keepdim=True
-    )  # the latest of the longest
+    # the latest of the longest
+    best = (matched.to(torch.int64) * ids.shape[1] + place).argmax(1, keepdim=True)
     found = matched.gather(1, best).squeeze(1) > 0
     period = last - best
     ahead = torch.arange(num_drafts, device=ids.device) % period.clamp(min=1)

@@ -223,11 +223,9 @@ def _types(schema: Schema) -> frozenset[str]:
         if isinstance(schema.get(choice), list):
             each = [_types(one) for one in schema[choice] if isinstance(one, Mapping)]
             return frozenset().union(*each) if all(each) else frozenset()
-    values = (
-        schema["enum"]
-        if isinstance(schema.get("enum"), list)
-        else [schema[k] for k in ("const",) if k in schema]
-    )
+    values = schema.get("enum")
+    if not isinstance(values, list):
+        values = [schema["const"]] if "const" in schema else []
     if values and all(isinstance(value, str) for value in values):
         return frozenset({"string"})
     return frozenset()

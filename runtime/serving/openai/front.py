@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -10,10 +9,10 @@ from concurrent.futures import Future
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai.app import App, Limits
 from hemiola.runtime.serving.openai.model import Model
 from hemiola.runtime.serving.openai.wire import Wire
+from hemiola.runtime.serving.tritonserver import bind
 
 log = logging.getLogger("hemiola.openai")
 BACKLOG = 1024
@@ -55,7 +54,7 @@ class Front:
         self._models = models
         self._limits = limits
         self._exit_timeout_s = exit_timeout_s
-        self._socket = bind(host, port)
+        self._socket = bind(host, port, "OpenAI", listens=False)  # until engines are ready
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}/v1"
         self._started: Future[asyncio.AbstractEventLoop] = Future()
@@ -103,18 +102,3 @@ class Front:
         finally:
             await runner.cleanup()
             await wire.close()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Not listening yet: until engines are ready, connections are refused."""
-    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except (OSError, OverflowError) as error:
-        bound.close()
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise Refused(
-            f"OpenAI port {port} on {host} cannot be used ({reason}); pass --openai-port with a free one"
-        ) from None
-    return bound

@@ -76,7 +76,7 @@ class Request(Body):
     def params(
         self, max_tokens: int, logprobs: int | None, structured: dict[str, Any] | None = None
     ) -> list[SamplingParams]:
-        """One for each of n choices: with a seed, seed + i."""
+        """One for each of n choices."""
         given: dict[str, Any] = {
             name: value for name, value in (self.model_extra or {}).items() if value is not None
         }
@@ -86,12 +86,7 @@ class Request(Body):
         if isinstance(given.get("logit_bias"), dict):
             given["logit_bias"] = _biases(given["logit_bias"])
         _check_stops(given.get("stop"))
-        seed = given.get("seed")
-        if type(seed) is not int:
-            return [SamplingParams(**given)] * self.num_choices
-        first = SamplingParams(**given)
-        seeds = [(seed + i) % 2**64 for i in range(self.num_choices)]
-        return [first.model_copy(update={"seed": one}) for one in seeds]
+        return SamplingParams(**given).each_of(self.num_choices)
 
 
 def _biases(given: dict[str, Any]) -> dict[int, Any]:

@@ -48,13 +48,13 @@ class Wire:
 
     def __init__(self, url: str) -> None:
         self._channel = aio.insecure_channel(url, options=CHANNEL)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self.stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._exchanges: set[Exchange] = set()  # asyncio keeps no task alive by itself
 
     async def is_ready(self, models: Mapping[str, object]) -> bool:
         try:
             asked = [
-                self._stub.ModelReady(pb2.ModelReadyRequest(name=model), timeout=READY_TIMEOUT_S)
+                self.stub.ModelReady(pb2.ModelReadyRequest(name=model), timeout=READY_TIMEOUT_S)
                 for model in models
             ]
             return all(answer.ready for answer in await asyncio.gather(*asked))
@@ -65,12 +65,15 @@ class Wire:
         """Starts a request for each of these."""
         requests = [pack(model, ids, params, stream=True) for ids, params in asked]
         answers = Answers(len(requests))
-        exchanges = [Exchange(self._stub, request, i, answers.tell) for i, request in enumerate(requests)]
-        self._exchanges.update(exchanges)
-        for exchange in exchanges:
-            exchange.task.add_done_callback(lambda _, done=exchange: self._exchanges.discard(done))
-        answers.exchanges = exchanges
+        answers.exchanges = [self.begin(request, i, answers.tell) for i, request in enumerate(requests)]
         return answers
+
+    def begin(self, request: Any, number: int, tell: Tell) -> "Exchange":
+        """Starts one request, which reads on by itself when nobody listens any more."""
+        exchange = Exchange(self.stub, request, number, tell)
+        self._exchanges.add(exchange)
+        exchange.task.add_done_callback(lambda _: self._exchanges.discard(exchange))
+        return exchange
 
     async def close(self) -> None:
         """Cancels what is in flight and ends the connection."""

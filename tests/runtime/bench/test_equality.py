@@ -59,9 +59,8 @@ def test_across_variants_prompts_and_answers_must_be_the_same() -> None:
     assert same.difference == "request 1: 2 at position 1, another variant has 3"
 
 
-def test_plain_options_switch_off_only_what_the_engine_knows() -> None:
+def test_plain_options_keep_the_longest_request_and_switch_the_rest_off() -> None:
     given = {"max_len": 64, "max_rows": 4, "num_pages": 9, "drafts": "mtp", "prefix_cache": True}
-    assert equality.plain_options(given, {"max_len", "max_rows"}) == {"max_len": 64, "max_rows": 1}
-    assert equality.plain_options(given, {"max_len", "max_rows", "drafts", "prefix_cache"}) == {
+    assert equality.plain_options(given) == {
         "max_len": 64, "max_rows": 1, "drafts": "none", "prefix_cache": False,
     }  # fmt: skip
