@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from hemiola.plugins.cpu.code import Recorder
 from hemiola.plugins.cpu.registers import REGISTERS
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, invoke
-from hemiola.plugins.cpu.steps import Step
+from hemiola.plugins.cpu.steps import RecordedStep
 from hemiola.plugins.linear.compiled import linear, pack
 
 SHAPES = ("256x1288", "256x4096", "768x256", "1024x3584", "4096x12288")  # inputs x outputs
@@ -105,7 +105,7 @@ def replay(x: torch.Tensor, packed: list[torch.Tensor], num_outputs: int) -> Cal
     recorder = Recorder()
     for weight in packed:
         linear(recorder.given(x), recorder.given(weight), recorder.given(NONE), num_outputs)
-    step = Step(recorder, [])
+    step = RecordedStep(recorder, [])
     return lambda: step.run({})
 
 

@@ -30,7 +30,7 @@ from kit.scripted_triton import ScriptedTriton, script
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.serving.openai.front import Front
-from hemiola.runtime.serving.openai.model import Model
+from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.wire import Found, Wire
 from hemiola.runtime.text import Text
 
@@ -64,7 +64,7 @@ def run_triton(pipe: Connection, num_tokens: int) -> None:
 
 
 def run_front(pipe: Connection, url: str) -> None:
-    front = Front({"tiny": Model("tiny", 4096, "0" * 64, load_text())})
+    front = Front({"tiny": ServedModel("tiny", 4096, "0" * 64, load_text())})
     front.start(url, "http://127.0.0.1:1/metrics")
     freeze()
     pipe.send(front.url)

@@ -18,7 +18,7 @@ from hemiola.builder.options import Options
 from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
 from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.kernels import compile_kernels
-from hemiola.builder.targets.torch import Compiled, Job, Report
+from hemiola.builder.targets.torch import CompiledSegment, Job, Report
 from hemiola.builder.targets.work import work_bytes
 from hemiola.builder.weights import write_weights
 from hemiola.plugins import OPS
@@ -122,7 +122,7 @@ def _kernels(graphs: Sequence[Graph], segments: Sequence[Segment], job: Job) -> 
     return compile_kernels(graphs, ops, job)
 
 
-def _segment(compiled: Compiled, graph: Graph, work: int) -> Segment:
+def _segment(compiled: CompiledSegment, graph: Graph, work: int) -> Segment:
     return Segment(
         name=graph.name,
         work_bytes=work,

@@ -14,7 +14,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from hemiola.plugins import OPS
 from hemiola.plugins.onnx import DOMAIN
-from hemiola.runtime.manifest import Piece
+from hemiola.runtime.manifest import SegmentPiece
 
 Named = TypeVar("Named", ValueInfoProto, TensorProto)
 VIEWS = {"Reshape": "view", "Split": "split", "Unsqueeze": "unsqueeze"}
@@ -23,7 +23,7 @@ VIEWS = {"Reshape": "view", "Split": "split", "Unsqueeze": "unsqueeze"}
 class Partition(NamedTuple):
     """Pieces in the order in which they run; those of kind "part" name one of `parts`."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SegmentPiece, ...]
     parts: dict[str, onnx.ModelProto]  # by content
 
 
@@ -33,7 +33,7 @@ def cut(model: onnx.ModelProto, weights: Iterable[str]) -> Partition:
     levels = _levels(graph.node)
     views = _trailing_views(graph)
     constants = {tensor.name: tensor for tensor in graph.initializer}
-    pieces: list[Piece] = []
+    pieces: list[SegmentPiece] = []
     parts: dict[str, onnx.ModelProto] = {}
     for level in range(max(levels) + 1):
         own = [i for i, found in enumerate(levels) if found == level]
@@ -74,7 +74,7 @@ def _trailing_views(graph: onnx.GraphProto) -> set[int]:
 
 def _part(
     model: onnx.ModelProto, chosen: list[int], constants: dict[str, TensorProto], weights: frozenset[str]
-) -> tuple[Piece, onnx.ModelProto]:
+) -> tuple[SegmentPiece, onnx.ModelProto]:
     """The nodes as a graph of their own, with names by position, and the piece that calls it."""
     nodes = [model.graph.node[i] for i in chosen]
     made = {name for node in nodes for name in node.output}
@@ -111,7 +111,7 @@ def _part(
         copy.input[:] = [names[name] for name in node.input]
         copy.output[:] = [names[name] for name in node.output]
     digest = hashlib.sha256(part.SerializeToString(deterministic=True)).hexdigest()[:16]
-    return Piece(kind="part", name=digest, inputs=tuple(inputs), outputs=tuple(outputs)), part
+    return SegmentPiece(kind="part", name=digest, inputs=tuple(inputs), outputs=tuple(outputs)), part
 
 
 def _renamed(item: Named, name: str) -> Named:
@@ -121,11 +121,11 @@ def _renamed(item: Named, name: str) -> Named:
     return copy
 
 
-def _view(node: NodeProto, constants: dict[str, TensorProto]) -> Piece:
+def _view(node: NodeProto, constants: dict[str, TensorProto]) -> SegmentPiece:
     numbers = tuple(numpy_helper.to_array(constants[node.input[1]]).tolist())
     if node.op_type == "Split":
         numbers = (*numbers, onnx.helper.get_node_attr_value(node, "axis"))
-    return Piece(
+    return SegmentPiece(
         kind="view",
         name=VIEWS[node.op_type],
         inputs=(node.input[0],),
@@ -134,13 +134,13 @@ def _view(node: NodeProto, constants: dict[str, TensorProto]) -> Piece:
     )
 
 
-def _op(node: NodeProto) -> Piece:
+def _op(node: NodeProto) -> SegmentPiece:
     """What it updates in place comes out of the ONNX node, but not of the op."""
     op = OPS[node.op_type]
     found = {attr.name: onnx.helper.get_attribute_value(attr) for attr in node.attribute}
     values = (found[attr.name] for attr in op.attrs)
     texts = (value.decode() if isinstance(value, bytes) else value for value in values)
-    return Piece(
+    return SegmentPiece(
         kind="op",
         name=op.name,
         inputs=tuple(node.input),

@@ -19,7 +19,7 @@ from hemiola.plugins.spec import Op
 
 if TYPE_CHECKING:  # Triton compiles them; who runs an engine needs none
     from hemiola.plugins.gpu.ahead import Memory
-    from hemiola.plugins.gpu.ptx import Entry
+    from hemiola.plugins.gpu.ptx import PtxKernel
 
 DOMAIN = "hemiola"
 DTYPES = {
@@ -45,7 +45,7 @@ def register() -> None:
 _registered: set[str] = set()
 
 
-def register_kernels(entries: "Sequence[Entry]", memory: "Mapping[str, Memory]") -> None:
+def register_kernels(entries: "Sequence[PtxKernel]", memory: "Mapping[str, Memory]") -> None:
     """Tell TensorRT's registry of an op's kernels; `memory` is that of the op's plan."""
     trt: Any = import_module("tensorrt")
     trtp: Any = import_module("tensorrt.plugin")
@@ -58,7 +58,7 @@ def register_kernels(entries: "Sequence[Entry]", memory: "Mapping[str, Memory]")
 
 
 def _describe_kernel(
-    entry: "Entry", memory: "Mapping[str, Memory]", trt: Any, trtp: Any
+    entry: "PtxKernel", memory: "Mapping[str, Memory]", trt: Any, trtp: Any
 ) -> Callable[..., Any]:
     """Shapes and dtypes of what it makes, then the tensors that come out where they come in."""
     names = {dtype: getattr(trt.DataType, name) for name, dtype in DTYPES.items()}
@@ -77,7 +77,7 @@ def _describe_kernel(
     return describe
 
 
-def _launch_kernel(entry: "Entry", memory: "Mapping[str, Memory]", trtp: Any) -> Callable[..., Any]:
+def _launch_kernel(entry: "PtxKernel", memory: "Mapping[str, Memory]", trtp: Any) -> Callable[..., Any]:
     """The kernel, its grid, and its ints between the pointers of inputs and outputs."""
 
     def launch(*values: Any) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ def _launch_kernel(entry: "Entry", memory: "Mapping[str, Memory]", trtp: Any) ->
 
 
 def _numbers(
-    entry: "Entry", memory: "Mapping[str, Memory]", tensors: Sequence[Any], trtp: Any
+    entry: "PtxKernel", memory: "Mapping[str, Memory]", tensors: Sequence[Any], trtp: Any
 ) -> Callable[[Any], Any]:
     """A function from numbers of the plan to expressions of TensorRT's."""
     from hemiola.plugins.gpu.terms import evaluate, places_of
@@ -109,7 +109,7 @@ def _numbers(
     return lambda value: evaluate(value, sizes, trtp.ShapeExpr, trtp.cdiv)
 
 
-def _tensors(entry: "Entry", trtp: Any) -> list[tuple[str, Any]]:
+def _tensors(entry: "PtxKernel", trtp: Any) -> list[tuple[str, Any]]:
     return [(f"in_{i}", trtp.TensorDesc) for i in range(len(entry.inputs))]
 
 

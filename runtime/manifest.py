@@ -23,13 +23,13 @@ PTX = "ptx"  # the form of an op whose kernels TensorRT has in its own engine
 Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]
 
 
-class Part(BaseModel):
+class Frozen(BaseModel):
     """Frozen, and unknown keys raise."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Limits(Part):
+class Limits(Frozen):
     """Sizes that are compiled into an engine. Lengths are in tokens."""
 
     max_len: int = Field(gt=0, description="longest prompt + output of one request")
@@ -40,7 +40,7 @@ class Limits(Part):
     chunk_len: int = Field(gt=0, description="tokens between two edges of the recurrence grid (C)")
 
 
-class State(Part):
+class State(Frozen):
     """One named tensor that the engine updates in place, per page or per slot."""
 
     name: str
@@ -49,7 +49,7 @@ class State(Part):
     dtype: str
 
 
-class Drawn(Part):
+class Drawn(Frozen):
     """A weight of normal numbers around 0 that is made when the engine is opened, to measure it."""
 
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Drawn(Part):
     std: float
 
 
-class OpNode(Part):
+class OpNode(Frozen):
     """One call of an op of ours, in the order of the program."""
 
     op: str
@@ -71,7 +71,7 @@ class OpNode(Part):
         return PTX in self.refused
 
 
-class Piece(Part):
+class SegmentPiece(Frozen):
     """One step of a segment that was cut. Values are named; each is computed once."""
 
     kind: Literal["part", "view", "op"]
@@ -81,14 +81,14 @@ class Piece(Part):
     constants: tuple[int | float | str | bool, ...] = ()  # sizes of a view, attributes of an op
 
 
-class Profile(Part):
+class Profile(Frozen):
     """Sizes that compiled parts take: by name the least, the usual and the most."""
 
     name: str
     sizes: dict[str, tuple[int, int, int]]
 
 
-class Segment(Part):
+class Segment(Frozen):
     """One exported program. It is called with its weights, states and inputs, in this order, flat."""
 
     name: Literal["trunk", "draft"]
@@ -97,7 +97,7 @@ class Segment(Part):
     states: tuple[str, ...]
     inputs: tuple[str, ...]
     nodes: tuple[OpNode, ...]
-    pieces: tuple[Piece, ...] = ()  # in the order in which they run
+    pieces: tuple[SegmentPiece, ...] = ()  # in the order in which they run
     outputs: tuple[str, ...] = ()  # logits and hidden among the values of the pieces
     compiler: str = ""  # of the parts: the target and its version
     profiles: tuple[Profile, ...] = ()  # of the parts, the one for the fewest tokens first
@@ -110,14 +110,14 @@ class Segment(Part):
         return [*parts] or [self.file]
 
 
-class KernelFile(Part):
+class KernelFile(Frozen):
     """One compiled kernel."""
 
     file: str
     binary: Binary
 
 
-class Kernels(Part):
+class Kernels(Frozen):
     """All kernels that an engine can come to launch on GPUs of one architecture."""
 
     arch: str
@@ -126,7 +126,7 @@ class Kernels(Part):
     binaries: tuple[KernelFile, ...]
 
 
-class Manifest(Part):
+class Manifest(Frozen):
     """Everything the runtime knows of an engine."""
 
     format: int

@@ -51,7 +51,7 @@ def work(folder: Path, first: int, step: int, turns: int, until: float, found: m
 
 
 @dataclass
-class Done:
+class Tally:
     storms: int = 0
     steps: int = 0
     seconds: float = 0.0
@@ -76,7 +76,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(0))
     for word in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs begin deaf to the first
         signal.signal(word, signal.default_int_handler)
-    done = Done()
+    done = Tally()
     with tempfile.TemporaryDirectory() as folder:
         engines = Path(os.environ.get("GPU_ENGINES", folder))  # what tests have built is not built again
         with suppress(KeyboardInterrupt):
@@ -90,7 +90,7 @@ def main() -> None:
     sys.exit(done.failed > 0 or done.storms == 0)
 
 
-def stormed(folder: Path, asked: argparse.Namespace, done: Done) -> None:
+def stormed(folder: Path, asked: argparse.Namespace, done: Tally) -> None:
     """Until the time is up, and the last storms are done."""
     context = multiprocessing.get_context("spawn")
     found, until = context.Queue(), time.time() + asked.seconds

@@ -32,6 +32,8 @@ ROOMS = {
     "cli": {GROUND, "llm", "serving", "bench"},
     "__main__": {GROUND, "cli"},
 }
+# What is the same thing on a CPU and on a GPU, or in several ops, may have one name.
+SHARED_NAMES = {"Kernel", "TilePlan", "Call", "Size", "Trunk"}
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -126,3 +128,13 @@ def test_pyproject_names_every_package() -> None:
             if folder.is_dir() and any(folder.glob("*.py")):
                 on_disk.add(".".join(["hemiola", *folder.relative_to(ROOT).parts]))
     assert {name for name in config["packages"] if not name.startswith("hemiola.model_repo")} == on_disk
+
+
+def test_a_class_name_occurs_once() -> None:
+    homes: dict[str, list[str]] = {}
+    for package in MAY_IMPORT:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name for name, found in homes.items() if len(found) > 1} <= SHARED_NAMES, homes

@@ -139,7 +139,7 @@ class Norm(nn.Module):
         return self.ops.norm(x, gate, self.weight, self.eps, self.group_len, self.gate_first)
 
 
-class Block(nn.Module):
+class Residual(nn.Module):
     """x + body(norm(x))."""
 
     def __init__(self, norm: Norm, body: nn.Module) -> None:

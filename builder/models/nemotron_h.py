@@ -7,7 +7,6 @@ from torch import nn
 
 from hemiola.builder.checkpoint import Config, join
 from hemiola.builder.models.layers import (
-    Block,
     Conv,
     Draft,
     Embedding,
@@ -19,6 +18,7 @@ from hemiola.builder.models.layers import (
     Pages,
     Parts,
     Relu2Mlp,
+    Residual,
     Step,
     Trunk,
     expert_tensors,
@@ -232,10 +232,10 @@ def _mtp(kit: Kit, cfg: Config) -> Mtp:
     )
 
 
-def _layer(kit: Kit, cfg: Config, kind: str, source: str, target: str, index: int) -> Block:
+def _layer(kit: Kit, cfg: Config, kind: str, source: str, target: str, index: int) -> Residual:
     """Layer `index` of the trunk or of the MTP head: where its tensors are, and the name of its states."""
     prefix, name = f"{source}layers.{index}.", f"{target}layers.{index}"
-    return Block(_norm(kit, cfg, f"{prefix}norm"), mixer(kit, cfg, kind, f"{prefix}mixer.", name))
+    return Residual(_norm(kit, cfg, f"{prefix}norm"), mixer(kit, cfg, kind, f"{prefix}mixer.", name))
 
 
 def _norm(kit: Kit, cfg: Config, name: str) -> Norm:

@@ -5,7 +5,6 @@ from torch import nn
 
 from hemiola.builder.checkpoint import Config, Lazy, join
 from hemiola.builder.models.layers import (
-    Block,
     Conv,
     Draft,
     Embedding,
@@ -16,6 +15,7 @@ from hemiola.builder.models.layers import (
     Norm,
     Pages,
     Parts,
+    Residual,
     Rope,
     Step,
     SwigluMlp,
@@ -218,14 +218,14 @@ class Layer(nn.Module):
                 raise cfg.refused(
                     f"layer_types has {kind!r}, known are {', '.join(WORDS)}; use another checkpoint"
                 )
-        self.mixer = Block(norm(kit, cfg, f"{prefix}input_layernorm"), mixer)
+        self.mixer = Residual(norm(kit, cfg, f"{prefix}input_layernorm"), mixer)
         # no config says whether an MTP layer is sparse
         sparse = f"{prefix}mlp.gate.weight" in kit.checkpoint if target else is_sparse(cfg, index)
         if sparse:
             mlp = SwigluMoe(kit, cfg, f"{prefix}mlp.")
         else:
             mlp = SwigluMlp(kit, f"{prefix}mlp.", cfg.size("hidden_size"), cfg.size("intermediate_size"))
-        self.mlp = Block(norm(kit, cfg, f"{prefix}post_attention_layernorm"), mlp)
+        self.mlp = Residual(norm(kit, cfg, f"{prefix}post_attention_layernorm"), mlp)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         return self.mlp(self.mixer(x, step), step)

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
-from hemiola.builder.targets.torch import Compiled, Job
+from hemiola.builder.targets.torch import CompiledSegment, Job
 from hemiola.runtime import arch as known
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
@@ -19,7 +19,7 @@ class Target(NamedTuple):
     promise: Literal["bits", "tokens"] = "bits"  # tokens: parts may round by the number of tokens beside one
 
     @property
-    def compile(self) -> Callable[[Graph, dict[str, Lazy], Job], Compiled]:
+    def compile(self) -> Callable[[Graph, dict[str, Lazy], Job], CompiledSegment]:
         return import_module(f"hemiola.builder.targets.{self.module}").compile
 
 

@@ -36,7 +36,7 @@ class Built(NamedTuple):
 def log_of(trt: Any) -> Any:
     """The one logger of a process, TensorRT takes no second. It keeps errors, which the API only logs."""
 
-    class Log(trt.ILogger):
+    class Kept(trt.ILogger):
         def __init__(self) -> None:
             super().__init__()
             self.errors: list[str] = []
@@ -45,7 +45,7 @@ def log_of(trt: Any) -> Any:
             if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
                 self.errors.append(" ".join(message.split()))
 
-    return Log()
+    return Kept()
 
 
 def build(

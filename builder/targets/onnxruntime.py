@@ -6,12 +6,12 @@ from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
 from hemiola.builder.onnx import outputs, to_onnx
 from hemiola.builder.partition import cut
-from hemiola.builder.targets.torch import Compiled, Job, choose_forms
+from hemiola.builder.targets.torch import CompiledSegment, Job, choose_forms
 from hemiola.plugins.onnx import is_plugin
 from hemiola.runtime.manifest import PARTS
 
 
-def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
+def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment:
     """A part is a graph in a file of its own; segments share those of equal content."""
     nodes, packed = choose_forms(graph, weights, job.device, is_plugin)
     pieces, parts = cut(to_onnx(graph), graph.weights)
@@ -20,4 +20,4 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
     for name, part in parts.items():
         (folder / name).write_bytes(part.SerializeToString(deterministic=True))
     compiler = f"onnxruntime {onnxruntime.__version__}"
-    return Compiled(nodes, packed, pieces=pieces, outputs=tuple(outputs(graph)), compiler=compiler)
+    return CompiledSegment(nodes, packed, pieces=pieces, outputs=tuple(outputs(graph)), compiler=compiler)

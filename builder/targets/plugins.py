@@ -13,7 +13,7 @@ from hemiola.builder.graph import Graph
 from hemiola.builder.targets.kernels import UNNAMED_GPU, Node, Tensor, nodes_of, triton_in_one_line
 from hemiola.builder.targets.torch import Job
 from hemiola.plugins import DENSE, OPS
-from hemiola.plugins.gpu.ahead import NotAhead, Plan, Sized
+from hemiola.plugins.gpu.ahead import LaunchPlan, NotAhead, Sized
 from hemiola.plugins.gpu.compile import without_lines
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.ptx import Ahead, ahead
@@ -102,7 +102,9 @@ def _nodes(node: NodeProto, own: Ahead) -> tuple[list[NodeProto], list[TensorPro
     return nodes, constants
 
 
-def _filled(node: NodeProto, plan: Plan, now: dict[str, str]) -> tuple[list[NodeProto], list[TensorProto]]:
+def _filled(
+    node: NodeProto, plan: LaunchPlan, now: dict[str, str]
+) -> tuple[list[NodeProto], list[TensorProto]]:
     """Zeros and ones that kernels start from; zeros are a tensor that they write."""
     nodes: list[NodeProto] = []
     constants: list[TensorProto] = []

@@ -19,14 +19,14 @@ from hemiola.builder.onnx import outputs, to_onnx
 from hemiola.builder.partition import cut
 from hemiola.builder.targets.engines import lay_out, make_profiles, refused, shapes_of
 from hemiola.builder.targets.network import NotBuilt, alone
-from hemiola.builder.targets.torch import Compiled, Job, choose_forms
+from hemiola.builder.targets.torch import CompiledSegment, Job, choose_forms
 from hemiola.plugins.onnx import is_plugin
 from hemiola.runtime.manifest import PARTS, Profile
 
 trt: Any = import_module("tensorrt_rtx")
 
 
-def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
+def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment:
     """Build every part that no other segment has built."""
     nodes, packed = choose_forms(graph, weights, job.device, is_plugin)
     pieces, parts = cut(to_onnx(graph), graph.weights)
@@ -41,7 +41,7 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
         if not (folder / names[part]).exists():
             (folder / names[part]).write_bytes(engine(model, profiles, job.archs))
     pieces = tuple(p.model_copy(update={"name": names.get(p.name, p.name)}) for p in pieces)
-    return Compiled(
+    return CompiledSegment(
         nodes,
         packed,
         pieces=pieces,

@@ -18,19 +18,19 @@ from hemiola.builder.onnx import outputs, to_onnx, with_weights
 from hemiola.builder.targets.engines import interrupts_wait, lay_out, make_profiles, refused, shapes_of
 from hemiola.builder.targets.network import NotBuilt, build, log_of
 from hemiola.builder.targets.plugins import told_beforehand, with_forms, with_kernels
-from hemiola.builder.targets.torch import Compiled, Job, Report, choose_forms
+from hemiola.builder.targets.torch import CompiledSegment, Job, Report, choose_forms
 from hemiola.builder.weights import write_weights
 from hemiola.plugins.cpu.jit import cache_dir
 from hemiola.plugins.onnx import is_plugin
 from hemiola.plugins.tensorrt import register, register_kernels
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import PARTS, Piece
+from hemiola.runtime.manifest import PARTS, SegmentPiece
 
 trt: Any = import_module("tensorrt")
 
 
-def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
+def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment:
     """The engine, and beside it what TensorRT's inspector says of it."""
     _refuse_other_gpus(job.archs)
     register()
@@ -60,10 +60,10 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
     (folder / f"{graph.name}.json").write_text(_inspected(engine))
     inputs = tuple(value.name for value in model.graph.input)
     names = tuple(outputs(graph))
-    return Compiled(
+    return CompiledSegment(
         with_forms(nodes, found),
         weights={},  # they are in the engine
-        pieces=(Piece(kind="part", name=graph.name, inputs=inputs, outputs=names),),
+        pieces=(SegmentPiece(kind="part", name=graph.name, inputs=inputs, outputs=names),),
         outputs=names,
         compiler=f"tensorrt {trt.__version__}",
         profiles=profiles,

@@ -13,7 +13,7 @@ from hemiola.plugins import OPS
 from hemiola.plugins.spec import Op, Unsupported
 from hemiola.runtime.device.program import store
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import Limits, OpNode, Piece, Profile
+from hemiola.runtime.manifest import Limits, OpNode, Profile, SegmentPiece
 
 Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all (0: the stage is not about bytes)
 
@@ -28,24 +28,24 @@ class Job(NamedTuple):
     report: Report = lambda stage, done, total: None
 
 
-class Compiled(NamedTuple):
+class CompiledSegment(NamedTuple):
     """A segment in the engine directory; the fields are those of the manifest's Segment."""
 
     nodes: tuple[OpNode, ...]
     weights: dict[str, Lazy]  # in the layouts that the forms asked for
     file: str = ""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[SegmentPiece, ...] = ()
     outputs: tuple[str, ...] = ()
     compiler: str = ""
     profiles: tuple[Profile, ...] = ()
 
 
-def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> Compiled:
+def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment:
     """Choose a form for every node, pack what it asks for, and store the program without weights."""
     nodes, packed = choose_forms(graph, weights, job.device)
     file = f"{graph.name}.jsonl"
     store(graph.program.graph, job.folder / file)
-    return Compiled(nodes, packed, file)
+    return CompiledSegment(nodes, packed, file)
 
 
 def choose_forms(

@@ -14,7 +14,7 @@ import torch
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import put_long
-from hemiola.plugins.cpu.sizes import Number, Size
+from hemiola.plugins.cpu.sizes import FreeSize, Number
 from hemiola.plugins.cpu.team import usual_threads
 
 FAULT_WORDS = 10  # which case, and nine numbers
@@ -168,7 +168,7 @@ class Eager:
         return make()
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """One call of a kernel in recorded code."""
 
     kernel: Kernel
@@ -182,12 +182,12 @@ class Recorder:
     """Writes everything down."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[KernelCall] = []
         self._made: dict[tuple, Any] = {}
 
     @property
-    def threads(self) -> Size:
-        return Size("threads")
+    def threads(self) -> FreeSize:
+        return FreeSize("threads")
 
     def empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> View:
         lead, *inner = shape
@@ -216,7 +216,7 @@ class Recorder:
     ) -> None:
         kernel.check_count(arguments)
         cost = round(nanoseconds) if isinstance(nanoseconds, float) else nanoseconds
-        self.calls.append(Call(kernel, num_items, cost, arguments, scratch))
+        self.calls.append(KernelCall(kernel, num_items, cost, arguments, scratch))
 
     def once(self, key: tuple, make: Callable[[], Any]) -> Any:
         if key not in self._made:

@@ -62,7 +62,7 @@ def helper(function: Callable[..., Any]) -> Callable[..., Any]:
     return _cached(lambda: numba.njit(function, cache=True, error_model="numpy"))
 
 
-class Entry:
+class CFunction:
     """Compiled C code of a function of int64 numbers, made when it is first wanted.
 
     Python calls it by `ctypes`, without its own lock, C by its address.
@@ -88,7 +88,7 @@ class Entry:
         return self.compile().ctypes
 
 
-KERNELS: list[Entry] = []
+KERNELS: list[CFunction] = []
 
 
 @lru_cache

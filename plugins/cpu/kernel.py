@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hemiola.plugins.cpu.jit import Entry
+from hemiola.plugins.cpu.jit import CFunction
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long
 from hemiola.plugins.cpu.team import ARGUMENTS, ITEMS, Crew, alone, call_up, dismiss, share, usual_threads
 
@@ -28,7 +28,7 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
-class Kernel(Entry):
+class Kernel(CFunction):
     """Compiled C code `function(item, scratch, *arguments)`, called once for every item of work.
 
     All of them are int64: `scratch` is the address of memory of the thread's own, and an argument is a
@@ -72,7 +72,7 @@ class Kernel(Entry):
             )
 
 
-@Entry
+@CFunction
 def _run(team, call, num_threads):
     """One call."""
     if num_threads > 1:

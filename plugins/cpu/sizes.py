@@ -8,13 +8,13 @@ from typing import NamedTuple, Union
 
 import numpy as np
 
-Number = Union[int, "Size"]
+Number = Union[int, "FreeSize"]
 ADD, MUL, FLOOR_DIV, MIN, MAX, SCALE = range(6)
 PARTS = 1024  # of a unit, in which SCALE counts
 
 
 @dataclass(frozen=True)
-class Size:
+class FreeSize:
     """An input of the step by name, or what an operation makes of two numbers."""
 
     name: str = ""
@@ -24,15 +24,15 @@ class Size:
 
     def __add__(self, other: Number | float) -> Number:
         other = round(other) if isinstance(other, float) else other
-        return self if other == 0 else Size("", ADD, self, other)
+        return self if other == 0 else FreeSize("", ADD, self, other)
 
     def __mul__(self, other: Number | float) -> Number:
         if isinstance(other, float):
-            return Size("", SCALE, self, round(other * PARTS))
-        return self if other == 1 else Size("", MUL, self, other)
+            return FreeSize("", SCALE, self, round(other * PARTS))
+        return self if other == 1 else FreeSize("", MUL, self, other)
 
     def __floordiv__(self, other: int) -> Number:
-        return self if other == 1 else Size("", FLOOR_DIV, self, other)
+        return self if other == 1 else FreeSize("", FLOOR_DIV, self, other)
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -41,15 +41,15 @@ def ceil_div(a: Number, b: Number) -> Number:
     """a / b, rounded up; b is at least 1."""
     if isinstance(a, int) and isinstance(b, int):
         return -(-a // b)
-    return Size("", FLOOR_DIV, b + -1 + a, b)
+    return FreeSize("", FLOOR_DIV, b + -1 + a, b)
 
 
 def least(a: Number, b: Number) -> Number:
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else Size("", MIN, a, b)
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else FreeSize("", MIN, a, b)
 
 
 def most(a: Number, b: Number) -> Number:
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else Size("", MAX, a, b)
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else FreeSize("", MAX, a, b)
 
 
 class Formulas(NamedTuple):
@@ -65,7 +65,7 @@ class Builder:
 
     def __init__(self, inputs: list[str]) -> None:
         self.inputs = inputs
-        self._places: dict[Number, int] = {Size(name): n for n, name in enumerate(inputs)}
+        self._places: dict[Number, int] = {FreeSize(name): n for n, name in enumerate(inputs)}
         self._constants: dict[int, int] = {}
         self._operations: list[tuple[int, int, int, int]] = []
 

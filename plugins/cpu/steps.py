@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hemiola.plugins.cpu.code import Buffer, Call, Fault, Recorder, View
-from hemiola.plugins.cpu.jit import Entry, helper
+from hemiola.plugins.cpu.code import Buffer, Fault, KernelCall, Recorder, View
+from hemiola.plugins.cpu.jit import CFunction, helper
 from hemiola.plugins.cpu.kernel import bits
 from hemiola.plugins.cpu.moves import poison
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long, put_long
@@ -26,8 +26,8 @@ from hemiola.plugins.cpu.sizes import (
     MUL,
     PARTS,
     Builder,
+    FreeSize,
     Number,
-    Size,
     evaluate,
     names_of,
 )
@@ -63,7 +63,7 @@ class _Life(NamedTuple):
     last: int  # that reads it
 
 
-class Step:
+class RecordedStep:
     """What a recorder wrote down, ready to run with any sizes."""
 
     def __init__(self, recorder: Recorder, inputs: list[str], poisoned: bool = False) -> None:
@@ -124,7 +124,7 @@ class Step:
         self._arena_address = address + -address % LINE
 
 
-def run_all(steps: Sequence[tuple[Step, dict[str, int]]]) -> None:
+def run_all(steps: Sequence[tuple[RecordedStep, dict[str, int]]]) -> None:
     """Steps one after the other in one call, each with its sizes and addresses in the order of its inputs."""
     words, places, scratch = array("q"), [], 0
     for step, given in steps:
@@ -143,7 +143,7 @@ def run_all(steps: Sequence[tuple[Step, dict[str, int]]]) -> None:
         step._check()
 
 
-def _words(call: Call, places: Mapping[Buffer, Number]) -> list[Number]:
+def _words(call: KernelCall, places: Mapping[Buffer, Number]) -> list[Number]:
     """What the replay and the kernel read of a call."""
     faults = _faults(call)
     assert len(faults) <= 1
@@ -157,7 +157,7 @@ def _words(call: Call, places: Mapping[Buffer, Number]) -> list[Number]:
     ]
 
 
-def _faults(call: Call) -> list[Fault]:
+def _faults(call: KernelCall) -> list[Fault]:
     return [value for value in call.arguments if isinstance(value, Fault)]
 
 
@@ -167,18 +167,18 @@ def _word(value: Any, places: Mapping[Buffer, Number]) -> Number:
             offset = value.offset * value.itemsize
             if buffer.tensor is not None:
                 return buffer.tensor.data_ptr() + offset
-            return (Size(buffer.input) if buffer.input else places[buffer]) + offset
+            return (FreeSize(buffer.input) if buffer.input else places[buffer]) + offset
         case Fault():
             return value.words.data_ptr()
         case float():
             return bits(value)
-        case Size():
+        case FreeSize():
             return value
         case _:
             return int(value)
 
 
-def _lives(calls: list[Call]) -> dict[Buffer, _Life]:
+def _lives(calls: list[KernelCall]) -> dict[Buffer, _Life]:
     """From which call to which what lies in the arena is wanted, in the order of the first."""
     lives: dict[Buffer, _Life] = {}
     for n, call in enumerate(calls):
@@ -189,7 +189,7 @@ def _lives(calls: list[Call]) -> dict[Buffer, _Life]:
     return lives
 
 
-def _plan(calls: list[Call]) -> tuple[dict[Buffer, Number], Number]:
+def _plan(calls: list[KernelCall]) -> tuple[dict[Buffer, Number], Number]:
     """Where in memory everything of the arena lies, and how many bytes that takes."""
     regions: dict[Number, dict[Buffer, int]] = {}  # by first dimension: the offset of a line
     widths: dict[Number, int] = {}
@@ -208,7 +208,7 @@ def _plan(calls: list[Call]) -> tuple[dict[Buffer, Number], Number]:
     end: Number = 0
     for lead, region in regions.items():
         for buffer, at in region.items():
-            places[buffer] = Size(ARENA) + end + lead * at
+            places[buffer] = FreeSize(ARENA) + end + lead * at
         end = lead * widths[lead] + end
     return places, end
 
@@ -217,7 +217,7 @@ def _room(buffer: Buffer) -> int:
     return -(-buffer.line_bytes // LINE) * LINE
 
 
-def _poisoned(calls: list[Call]) -> list[Call]:
+def _poisoned(calls: list[KernelCall]) -> list[KernelCall]:
     """With a call before the first that names a result, which fills it with NaN."""
     seen: set[Buffer] = set()
     found = []
@@ -226,12 +226,12 @@ def _poisoned(calls: list[Call]) -> list[Call]:
             if isinstance(value, View) and value.buffer.line_bytes and value.buffer not in seen:
                 seen.add(value.buffer)
                 whole = View(value.code, value.buffer, (), (), value.dtype)
-                found.append(Call(poison, 1, 0, (value.buffer.lead, value.buffer.line_bytes, whole), 0))
+                found.append(KernelCall(poison, 1, 0, (value.buffer.lead, value.buffer.line_bytes, whole), 0))
         found.append(call)
     return found
 
 
-@Entry
+@CFunction
 def _replay(queue, count, team, num_threads):
     """queue: of each step its header and its inputs. The first fault ends them all."""
     if num_threads > 1:

@@ -29,7 +29,7 @@ from hemiola.plugins.cpu.atomics import (
     sem_post,
     sem_wait,
 )
-from hemiola.plugins.cpu.jit import Entry, helper
+from hemiola.plugins.cpu.jit import CFunction, helper
 from hemiola.plugins.cpu.simd import get_long, invoke, put_long
 
 # Words of a team's memory; what different threads write lies in lines of its own.
@@ -114,7 +114,7 @@ def dismiss(team):
     release(team, RUNNING, 0)
 
 
-@Entry
+@CFunction
 def _help(team, number):
     """A helper's life: sleep, and take part in steps that want so many threads."""
     member, seen = team + 8 * (MEMBERS + number * MEMBER_WORDS), 0
@@ -144,7 +144,7 @@ def _sleep(team, member, seen):
         pass  # a signal woke us
 
 
-@Entry
+@CFunction
 def _wake(team, num_threads):
     """Let all helpers see that they shall end."""
     call_up(team, num_threads)

@@ -44,7 +44,7 @@ class Launch(NamedTuple):
     sample: Values  # as the kernel is called in the largest step
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """All launches of an op, in order."""
 
     memory: dict[str, Memory]  # by name
@@ -63,7 +63,7 @@ def ways(op: str, given: Mapping[str, "Sized"], attrs: Sequence[Any], gpu: Gpu) 
 
 def plan(
     op: str, given: Mapping[str, "Sized"], attrs: Sequence[Any], gpu: Gpu, options: Mapping[str, Any]
-) -> Plan:
+) -> LaunchPlan:
     """Of a call whose tensors have these sizes. Raises NotAhead."""
     module = import_module(f"hemiola.plugins.{op}.cuda")
     watch = _Watch()
@@ -71,7 +71,7 @@ def plan(
     with built_for(gpu), launches(watch.look), _uncached(module), torch.inference_mode(), watch:
         made = getattr(module, op)(*tensors, *attrs, **options)
     results = made if isinstance(made, tuple) else (made,)
-    return Plan(watch.memory, tuple(watch.launches), tuple(watch.name_of(result) for result in results))
+    return LaunchPlan(watch.memory, tuple(watch.launches), tuple(watch.name_of(result) for result in results))
 
 
 class Sized(NamedTuple):

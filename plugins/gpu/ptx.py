@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from hemiola.plugins.gpu.ahead import Launch, Memory, NotAhead, Plan, Sized, plan, ways
+from hemiola.plugins.gpu.ahead import Launch, LaunchPlan, Memory, NotAhead, Sized, plan, ways
 from hemiola.plugins.gpu.compile import Compiled, TooLarge, call_of, compile_call
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import ONE, Call
@@ -26,7 +26,7 @@ STAGES = {"num_stages": 3, "STAGES": 1}  # of loads under way: constants that ma
 ENTRY = re.compile(r"\.visible \.entry (\w+)\(([^)]*)\)")
 
 
-class Entry(NamedTuple):
+class PtxKernel(NamedTuple):
     """One kernel of an op. Its tensors have the names of the op's plan."""
 
     name: str  # of PTX's entry and of the plugin: by content
@@ -45,8 +45,8 @@ class Entry(NamedTuple):
 class Ahead(NamedTuple):
     """An op as kernels that need no launcher."""
 
-    plan: Plan
-    entries: tuple[Entry, ...]
+    plan: LaunchPlan
+    entries: tuple[PtxKernel, ...]
 
 
 def ahead(op: Op, given: Mapping[str, Sized], attrs: Sequence[Any], gpu: Gpu) -> Ahead:
@@ -62,7 +62,7 @@ def ahead(op: Op, given: Mapping[str, Sized], attrs: Sequence[Any], gpu: Gpu) ->
     raise reason
 
 
-def entries(own: Plan, mutated: Collection[str], op: str, capability: int) -> tuple[Entry, ...]:
+def entries(own: LaunchPlan, mutated: Collection[str], op: str, capability: int) -> tuple[PtxKernel, ...]:
     """All kernels of an op, in order. Raises NotAhead."""
     written = {name for name, memory in own.memory.items() if name.startswith("made_") and memory.fill != 1}
     written |= set(mutated)
@@ -106,7 +106,7 @@ def _entry(
     ints: tuple[Term, ...],
     outputs: tuple[str, ...],
     memory: dict[str, Memory],
-) -> Entry:
+) -> PtxKernel:
     compiled = _compile(launch, capability)
     kinds = compiled.binary.call.kinds
     values = [value for value, kind in zip(launch.values, kinds, strict=True) if kind != ONE]
@@ -114,7 +114,7 @@ def _entry(
     digest = hashlib.sha256(f"{compiled.ptx}{values}{about}{inputs}".encode()).hexdigest()[:12]
     name = f"{op}{launch.kernel.entry}_{digest}"
     ptx = rewritten(compiled.ptx, name, values, inputs, ints, outputs)
-    return Entry(name, ptx, binary.threads, binary.shared, grid, inputs, ints, outputs)
+    return PtxKernel(name, ptx, binary.threads, binary.shared, grid, inputs, ints, outputs)
 
 
 def _compile(launch: Launch, capability: int) -> Compiled:

@@ -16,7 +16,7 @@ from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.bench import equality, workloads
 from hemiola.runtime.bench.dataset import read_sessions
 from hemiola.runtime.bench.equality import Equality
-from hemiola.runtime.bench.measure import Answer, Mailbox, Measured, Run
+from hemiola.runtime.bench.measure import BenchResult, Mailbox, Measured, Run
 from hemiola.runtime.bench.options import MULTI_TURN, RANDOM, BenchOptions
 from hemiola.runtime.bench.plot import Curve, plot, refuse_without_matplotlib
 from hemiola.runtime.bench.report import Column, table
@@ -35,7 +35,7 @@ INTERRUPTED, UNEQUAL_OR_FAILED = 130, 1
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """A benchmark as it was asked for. The engine's options are those of ServeConfig."""
 
     engine_dir: Path
@@ -47,13 +47,13 @@ class Job:
     plot_path: Path | None = None
 
 
-class Variant(NamedTuple):
+class BenchVariant(NamedTuple):
     name: str
     options: Mapping[str, Any]
 
 
 class Finding(NamedTuple):
-    variant: Variant
+    variant: BenchVariant
     measured: Measured
     summary: Summary
 
@@ -66,7 +66,7 @@ class Statement(NamedTuple):
 Progress = Callable[[], None]  # one more is done
 
 
-def run(job: Job) -> int:
+def run(job: BenchJob) -> int:
     """Prints the table; the exit status says whether all requests completed and all tokens were equal."""
     variants = _variants(job)
     _refuse_unfit(job, variants)
@@ -95,19 +95,19 @@ def run(job: Job) -> int:
     return UNEQUAL_OR_FAILED if failed or not all(s.equality.holds for s in statements) else 0
 
 
-def _variants(job: Job) -> list[Variant]:
+def _variants(job: BenchJob) -> list[BenchVariant]:
     """The engine as started, then with each set of changes. Unknown options are refused at once."""
-    base = Variant(_name(job.engine_options) or "defaults", job.engine_options)
+    base = BenchVariant(_name(job.engine_options) or "defaults", job.engine_options)
     variants = [
         base,
-        *(Variant(_name(changes), {**job.engine_options, **changes}) for changes in job.compare),
+        *(BenchVariant(_name(changes), {**job.engine_options, **changes}) for changes in job.compare),
     ]
     for variant in variants:
         ServeConfig(**variant.options)
     return variants
 
 
-def _refuse_unfit(job: Job, variants: Sequence[Variant]) -> None:
+def _refuse_unfit(job: BenchJob, variants: Sequence[BenchVariant]) -> None:
     """What the engine was not built for, before any variant is measured. Memory is counted at its opening."""
     found = manifest.parse(job.engine_dir / manifest.FILE)
     for number, variant in enumerate(variants):
@@ -121,7 +121,7 @@ def _name(options: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={json.dumps(value).strip(chr(34))}" for name, value in options.items())
 
 
-def _refuse_outputs(job: Job) -> None:
+def _refuse_outputs(job: BenchJob) -> None:
     if job.plot_path is not None:
         refuse_without_matplotlib()
     for flag, path in (("--json", job.json_path), ("--plot", job.plot_path)):
@@ -132,13 +132,13 @@ def _refuse_outputs(job: Job) -> None:
 class _Bench:
     """What the variants have in common: the workload, made with the first of them, and the engine's facts."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BenchJob) -> None:
         self.job = job
         self.options = job.options
         self._architecture = ""
         self._sessions: list[Turns] | None = None
 
-    def measure_all(self, variants: Sequence[Variant]) -> tuple[list[Finding], Refused | None]:
+    def measure_all(self, variants: Sequence[BenchVariant]) -> tuple[list[Finding], Refused | None]:
         """Up to Ctrl-C, or to a variant that the engine refuses: what was measured by then is not lost."""
         findings: list[Finding] = []
         for variant in variants:
@@ -152,7 +152,7 @@ class _Bench:
                 break
         return findings, None
 
-    def measure(self, variant: Variant) -> Finding:
+    def measure(self, variant: BenchVariant) -> Finding:
         _say(f"opening {self.job.engine_dir} ({variant.name})")
         with LLM(self.job.engine_dir, **variant.options) as llm:
             self._architecture = llm.manifest.architecture
@@ -199,7 +199,7 @@ class _Bench:
                 found.append(_statement(name, same, [finding]))
         return found
 
-    def _plain_answers(self, runs: Sequence[Sequence[Answer]]) -> dict[equality.Asked, list[int]]:
+    def _plain_answers(self, runs: Sequence[Sequence[BenchResult]]) -> dict[equality.Asked, list[int]]:
         options = equality.plain_options(self.job.engine_options)
         with (
             LLM(self.job.engine_dir, **options) as llm,
@@ -284,7 +284,7 @@ def _print_failures(findings: Sequence[Finding]) -> None:
 
 
 def _report(
-    job: Job, settings: Mapping[str, Any], findings: Sequence[Finding], statements: Sequence[Statement]
+    job: BenchJob, settings: Mapping[str, Any], findings: Sequence[Finding], statements: Sequence[Statement]
 ) -> dict[str, object]:
     """The first variant's numbers at the top, as `vllm bench serve` writes them; the others in a list."""
     columns = [

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from hemiola.runtime.api import Output, SamplingParams
-from hemiola.runtime.bench.measure import Answer
+from hemiola.runtime.bench.measure import BenchResult
 
 # Sizes that decide what an engine can answer at all; everything else is left as it is by default.
 KEPT = ("max_len", "memory_fraction")
@@ -34,7 +34,7 @@ def plain_options(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def plain_run(
-    engine: Plain, runs: Sequence[Sequence[Answer]], on_answer: Callable[[], None] = lambda: None
+    engine: Plain, runs: Sequence[Sequence[BenchResult]], on_answer: Callable[[], None] = lambda: None
 ) -> dict[Asked, list[int]]:
     """Everything that was answered, asked again one by one."""
     answers: dict[Asked, list[int]] = {}
@@ -45,19 +45,19 @@ def plain_run(
     return answers
 
 
-def distinct(runs: Sequence[Sequence[Answer]]) -> list[Answer]:
+def distinct(runs: Sequence[Sequence[BenchResult]]) -> list[BenchResult]:
     """One completed request for each thing asked."""
     return list({_asked(result): result for run in runs for result in run if result.completed}.values())
 
 
-def with_plain(run: Sequence[Answer], answers: Mapping[Asked, list[int]]) -> Equality:
+def with_plain(run: Sequence[BenchResult], answers: Mapping[Asked, list[int]]) -> Equality:
     done = [result for result in run if result.completed]
     return _compare(
         [(result.origin, result.token_ids, answers[_asked(result)]) for result in done], "the plain run"
     )
 
 
-def across(runs: Sequence[Sequence[Answer]]) -> Equality:
+def across(runs: Sequence[Sequence[BenchResult]]) -> Equality:
     """Of the requests that completed in all runs, how many got the same prompt and the same answer in all."""
     by_key = [{result.key: result for result in run if result.completed} for run in runs]
     pairs = []
@@ -84,9 +84,9 @@ def _describe(origin: str, left: list[int], right: list[int], other: str) -> str
     return f"{origin}: {mine} at position {at}, {other} has {theirs}"
 
 
-def _asked(result: Answer) -> Asked:
+def _asked(result: BenchResult) -> Asked:
     return tuple(result.prompt_ids), result.params.max_tokens
 
 
-def _all_ids(result: Answer) -> list[int]:
+def _all_ids(result: BenchResult) -> list[int]:
     return result.prompt_ids + result.token_ids

@@ -28,7 +28,7 @@ class Measurable(Protocol):
 
 
 @dataclass(slots=True)
-class Answer:
+class BenchResult:
     """One request. Latencies start when it was `due`: when its user wanted to send it."""
 
     session_id: int
@@ -59,16 +59,16 @@ class Mailbox:
     """Where the engine's thread leaves requests that have ended; and the clock. Tests simulate it."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Answer | None] = SimpleQueue()
+        self._queue: SimpleQueue[BenchResult | None] = SimpleQueue()
 
     def now(self) -> float:
         return time.perf_counter()
 
-    def put(self, result: Answer | None) -> None:
+    def put(self, result: BenchResult | None) -> None:
         """None asks to stop."""
         self._queue.put(result)
 
-    def get(self, timeout: float | None) -> Answer | None:
+    def get(self, timeout: float | None) -> BenchResult | None:
         """Raises queue.Empty when nothing came for a while, at the latest when the time is over."""
         return self._queue.get(timeout=LONGEST_WAIT if timeout is None else min(timeout, LONGEST_WAIT))
 
@@ -76,7 +76,7 @@ class Mailbox:
 class Measured(NamedTuple):
     """A whole run. What was planned and is not in `results` was never finished."""
 
-    results: list[Answer]  # ended, well or not, by session and turn
+    results: list[BenchResult]  # ended, well or not, by session and turn
     num_planned: int
     start: float
     end: float
@@ -106,7 +106,7 @@ class Run:
         concurrency: int | None,
         ignore_eos: bool,
         mailbox: Mailbox,
-        on_result: Callable[[Answer], None] = lambda result: None,
+        on_result: Callable[[BenchResult], None] = lambda result: None,
     ) -> None:
         self._engine = engine
         self._sessions = sessions
@@ -119,7 +119,7 @@ class Run:
         self._places = deque([self._start] * (concurrency or len(sessions)))  # since when they are free
         self._turns: list[_Due] = []  # a heap: sessions between two turns
         self._in_flight: dict[tuple[int, int], int] = {}  # key -> request id
-        self._results: list[Answer] = []
+        self._results: list[BenchResult] = []
 
     def __call__(self) -> Measured:
         interrupted = False
@@ -168,7 +168,7 @@ class Run:
         turn = self._turn(due.session_id, due.turn)
         prompt_ids = due.history + turn.ids
         params = SamplingParams(max_tokens=turn.max_tokens, ignore_eos=self._ignore_eos)
-        result = Answer(
+        result = BenchResult(
             due.session_id, due.turn, turn.origin, prompt_ids, params, due.time, sent=self._mailbox.now()
         )
         self._in_flight[result.key] = 0
@@ -178,7 +178,7 @@ class Run:
             result.finish_reason, result.error, result.done = "error", str(error), self._mailbox.now()
             self._mailbox.put(result)
 
-    def _receiver(self, result: Answer) -> OnPiece:
+    def _receiver(self, result: BenchResult) -> OnPiece:
         """Runs in the engine's thread, so it only takes notes."""
 
         def receive(piece: Piece) -> None:
@@ -194,7 +194,7 @@ class Run:
 
         return receive
 
-    def _end(self, result: Answer) -> None:
+    def _end(self, result: BenchResult) -> None:
         del self._in_flight[result.key]
         self._results.append(result)
         self._on_result(result)
@@ -208,12 +208,12 @@ class Run:
         else:
             self._give_up(result, session)
 
-    def _give_up(self, failed: Answer, session: Turns) -> None:
+    def _give_up(self, failed: BenchResult, session: Turns) -> None:
         """Turns that need an answer that never came have failed, too."""
         for index in range(failed.turn + 1, len(session)):
             turn = session[index]
             params = SamplingParams(max_tokens=turn.max_tokens, ignore_eos=self._ignore_eos)
-            never = Answer(failed.session_id, index, turn.origin, [], params, failed.done, failed.done)
+            never = BenchResult(failed.session_id, index, turn.origin, [], params, failed.done, failed.done)
             never.finish_reason, never.error, never.done = "error", FAILED_BEFORE, failed.done
             self._results.append(never)
             self._on_result(never)

@@ -5,29 +5,29 @@ from typing import Any
 
 import numpy as np
 
-from hemiola.runtime.bench.measure import Answer, Measured
+from hemiola.runtime.bench.measure import BenchResult, Measured
 
 Summary = dict[str, Any]  # JSON: numbers, lists, None where there is nothing to say
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 MS = 1000.0
 
 
-def ttft(result: Answer) -> float | None:
+def ttft(result: BenchResult) -> float | None:
     """From when the request was due to its first tokens."""
     return result.piece_times[0] - result.due if result.piece_times else None
 
 
-def e2el(result: Answer) -> float:
+def e2el(result: BenchResult) -> float:
     return result.done - result.due
 
 
-def tpot(result: Answer) -> float | None:
+def tpot(result: BenchResult) -> float | None:
     """Mean time per token after the first, over the whole request."""
     later = len(result.token_ids) - 1
     return (result.piece_times[-1] - result.piece_times[0]) / later if later > 0 else None
 
 
-def itls(result: Answer) -> list[float]:
+def itls(result: BenchResult) -> list[float]:
     """Between pieces, as a reader sees them: tokens that came together have no gap between them."""
     return np.diff(result.piece_times).tolist()
 
@@ -58,7 +58,7 @@ def summarize(measured: Measured) -> Summary:
     return summary | _speculation(done) | _prefix_cache(done) | _details(measured)
 
 
-def latencies(results: Sequence[Answer]) -> dict[str, list[float]]:
+def latencies(results: Sequence[BenchResult]) -> dict[str, list[float]]:
     """Seconds, of all requests together."""
     return {
         "ttft": [value for result in results if (value := ttft(result)) is not None],
@@ -87,7 +87,7 @@ def peak(spans: Sequence[tuple[float, float]]) -> int:
     return int(np.cumsum([change for _, change in changes]).max(initial=0))
 
 
-def token_counts(results: Sequence[Answer], start: float, width: float, num_bins: int) -> np.ndarray:
+def token_counts(results: Sequence[BenchResult], start: float, width: float, num_bins: int) -> np.ndarray:
     """Output tokens in each `width` seconds after the start."""
     times = np.array([time - start for result in results for time in result.piece_times])
     lens = np.array([length for result in results for length in result.piece_lens])
@@ -95,14 +95,14 @@ def token_counts(results: Sequence[Answer], start: float, width: float, num_bins
     return np.bincount(bins, lens, minlength=num_bins)
 
 
-def _most_tokens_in_a_second(done: Sequence[Answer], start: float) -> float:
+def _most_tokens_in_a_second(done: Sequence[BenchResult], start: float) -> float:
     if not done:
         return 0.0
     seconds = int(max(result.done for result in done) - start) + 1
     return float(token_counts(done, start, 1.0, seconds).max())
 
 
-def _speculation(done: Sequence[Answer]) -> Summary:
+def _speculation(done: Sequence[BenchResult]) -> Summary:
     """Nothing without drafts. Rates by position are per window: they add up to the mean accepted."""
     drafted = _sum_by_position([result.metrics.drafted for result in done if result.metrics])
     accepted = _sum_by_position([result.metrics.accepted for result in done if result.metrics])
@@ -128,7 +128,7 @@ def _sum_by_position(lists: Sequence[Sequence[int]]) -> list[int]:
     return sums
 
 
-def _prefix_cache(done: Sequence[Answer]) -> Summary:
+def _prefix_cache(done: Sequence[BenchResult]) -> Summary:
     prompt = sum(result.metrics.num_prompt_tokens for result in done if result.metrics)
     hit = sum(result.metrics.cached_tokens for result in done if result.metrics)
     return {

@@ -15,7 +15,7 @@ import math
 import random
 from typing import NamedTuple
 
-from hemiola.runtime.cache.tree import Entry, Group
+from hemiola.runtime.cache.tree import Entry, ReuseGroup
 
 SAMPLE = 32
 BINS = 16  # of age: 0, 1, 2..3, 4..7, 8..15, ...
@@ -39,14 +39,14 @@ class Reuse:
     """How soon the members of a group are used again, from what became of earlier ones."""
 
     def __init__(self) -> None:
-        self._uses: dict[Group, list[float]] = {}  # by age
-        self._time: dict[Group, list[float]] = {}  # spent at that age, by all members
+        self._uses: dict[ReuseGroup, list[float]] = {}  # by age
+        self._time: dict[ReuseGroup, list[float]] = {}  # spent at that age, by all members
         self._all_uses = [0.5] * BINS  # a guess until there is more: a chance of 1 / (2 * age), which is LRU
         self._all_time = [float(width + 1) for width in WIDTHS]
-        self._indices: dict[Group, list[float]] = {}
+        self._indices: dict[ReuseGroup, list[float]] = {}
         self._num_records = 0
 
-    def record(self, group: Group, since: int, age: int, used: bool) -> None:
+    def record(self, group: ReuseGroup, since: int, age: int, used: bool) -> None:
         """A member was used at `age`, or left the group; before, it was seen up to age `since`."""
         uses = self._uses.setdefault(group, [0.0] * BINS)
         time = self._time.setdefault(group, [0.0] * BINS)
@@ -64,14 +64,14 @@ class Reuse:
         if self._num_records % 128 == 0 or self._num_records & (self._num_records - 1) == 0:
             self._indices.clear()
 
-    def index(self, group: Group, age: int) -> float:
+    def index(self, group: ReuseGroup, age: int) -> float:
         """The most uses per unit of time that keeping a member of this age, for whatever time, will bring."""
         indices = self._indices.get(group)
         if indices is None:
             indices = self._indices[group] = self._gittins(group)
         return indices[_bin(age)]
 
-    def _gittins(self, group: Group) -> list[float]:
+    def _gittins(self, group: ReuseGroup) -> list[float]:
         rates = self._rates(group)
         indices: list[float] = []
         for first in range(BINS):
@@ -85,7 +85,7 @@ class Reuse:
             indices.append(best)
         return indices
 
-    def _rates(self, group: Group) -> list[float]:
+    def _rates(self, group: ReuseGroup) -> list[float]:
         """Uses per time by age; one use at the rate of all groups is assumed beside those seen."""
         uses = self._uses.get(group, [0.0] * BINS)
         time = self._time.get(group, [0.0] * BINS)
@@ -226,7 +226,7 @@ class Evictor:
         return entry in self.leaves or entry in self.tails
 
     def _join(self, entry: Entry) -> None:
-        entry.group = Group(entry.kind, min(len(entry.children), 2), min(entry.num_uses, 2))
+        entry.group = ReuseGroup(entry.kind, min(len(entry.children), 2), min(entry.num_uses, 2))
         entry.since = self.clock - entry.used
 
     def _leave(self, entry: Entry, used: bool) -> None:
@@ -257,7 +257,7 @@ class Evictor:
 
     def promise(self, kind: str, start: int, edge: int) -> float:
         """The value of a snapshot not yet taken; `start`: the edge of the one above."""
-        group = Group(kind, 2 if kind == "junction" else 0, 0)
+        group = ReuseGroup(kind, 2 if kind == "junction" else 0, 0)
         return self.reuse.index(group, 0) * (self.cost.work(edge) - self.cost.work(start))
 
     def gain(self, entry: Entry) -> float:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Group(NamedTuple):
+class ReuseGroup(NamedTuple):
     """Snapshots that are used again alike."""
 
     kind: str  # prompt, junction, interval, decode: why it was taken
@@ -34,7 +34,7 @@ class Entry:
     num_uses: int = 0
     pinned: int = -1  # step in which it is read
     above: "Entry | None" = None  # the nearest snapshot before it, or one that was, or a root
-    group: Group | None = None
+    group: ReuseGroup | None = None
     since: int = 0  # age at which it joined the group
 
 

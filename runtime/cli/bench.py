@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hemiola.runtime.arch import arch_here
-from hemiola.runtime.bench.bench import Job, run
+from hemiola.runtime.bench.bench import BenchJob, run
 from hemiola.runtime.bench.options import BenchOptions
 from hemiola.runtime.cli.options import given, made, options_of, read, takes
 from hemiola.runtime.config import ServeConfig
@@ -48,7 +48,7 @@ def bench(
     variants = [parse_variant(changes) for changes in compare or []]
     engine_options = given(ServeConfig, options)
     with _engine(engine_dir, random_weights, engine_options) as engine:
-        status = run(Job(engine, asked, engine_options, variants, check, json, plot))
+        status = run(BenchJob(engine, asked, engine_options, variants, check, json, plot))
     if status:
         raise SystemExit(status)
 

@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 2.3, 0.42  # inches of a box
 COLOURS = {"part": "#cfe2f3", "op": "#fce5cd"}
 
 
-class Block(NamedTuple):
+class Repeat(NamedTuple):
     """Steps that run so many times after each other."""
 
     steps: tuple[str, ...]
@@ -27,21 +27,21 @@ def steps_of(segment: Segment) -> list[str]:
     return [f"part {name[:6]}" if kind == "part" else name for kind, name in named]
 
 
-def folded(steps: Sequence[str]) -> list[Block]:
+def folded(steps: Sequence[str]) -> list[Repeat]:
     """The steps as blocks, where the block that covers most steps comes first."""
-    blocks: list[Block] = []
+    blocks: list[Repeat] = []
     at = 0
     while at < len(steps):
-        best = Block((steps[at],), 1)
+        best = Repeat((steps[at],), 1)
         for length in range(1, LONGEST + 1):
             block = tuple(steps[at : at + length])
             times = 1
             while tuple(steps[at + times * length : at + (times + 1) * length]) == block:
                 times += 1
             if times > 1 and times * length > len(best.steps) * best.times:
-                best = Block(block, times)
+                best = Repeat(block, times)
         if best.times == 1 and blocks and blocks[-1].times == 1:
-            blocks[-1] = Block(blocks[-1].steps + best.steps, 1)
+            blocks[-1] = Repeat(blocks[-1].steps + best.steps, 1)
         else:
             blocks.append(best)
         at += len(best.steps) * best.times

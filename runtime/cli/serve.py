@@ -17,7 +17,7 @@ from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.launcher import Server, read_models
 from hemiola.runtime.serving.log import STDERR, Handler, say
-from hemiola.runtime.serving.openai.app import Limits
+from hemiola.runtime.serving.openai.app import FrontLimits
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import read_model
 from hemiola.runtime.serving.settings import ModelSettings
@@ -60,7 +60,7 @@ def serve(
 ) -> None:
     """Serve engines with a real tritonserver until SIGINT or SIGTERM."""
     engines, settings_of = read_models(models, engine_dir or [], model_name or [])
-    limits = Limits(openai_max_requests, openai_max_body, tuple(openai_api_key or ()))
+    limits = FrontLimits(openai_max_requests, openai_max_body, tuple(openai_api_key or ()))
     max_len = given(ServeConfig, options).get("max_len")
     max_lens = {name: settings_of.get(name, {}).get("max_len", max_len) for name in engines}
     if openai_port and openai_port in (http_port, grpc_port, metrics_port):
@@ -108,7 +108,7 @@ class FrontOptions(NamedTuple):
     """Of an OpenAI-compatible API."""
 
     port: int | None  # None: there is none
-    limits: Limits
+    limits: FrontLimits
     max_lens: Mapping[str, int | str | None]  # by model; no number: as its engine was built
     exit_timeout_s: float
 

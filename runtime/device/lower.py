@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Node
 from hemiola.plugins import OPS
 from hemiola.plugins.cpu import moves
 from hemiola.plugins.cpu.code import Recorder, View
-from hemiola.plugins.cpu.sizes import Size
-from hemiola.plugins.cpu.steps import Step
+from hemiola.plugins.cpu.sizes import FreeSize
+from hemiola.plugins.cpu.steps import RecordedStep
 from hemiola.plugins.linear.compiled import linear
 from hemiola.runtime.abi import INPUTS, OUTPUTS
 from hemiola.runtime.device.wanted import only_wanted
@@ -36,8 +36,8 @@ class Lowered:
         poisoned: bool = False,
         every_line: bool = True,
     ) -> None:
-        """`bound`: the tensors of its weights, then of its states; see Step for `poisoned`. Not every line:
-        hidden states are those of the lines that have logits."""
+        """`bound`: the tensors of its weights, then of its states; see RecordedStep for `poisoned`. Not every
+        line: hidden states are those of the lines that have logits."""
         if not every_line:
             only_wanted(program, len(bound))
         self._program, self._segment, self._bound = program, segment, bound
@@ -50,7 +50,7 @@ class Lowered:
         for name, view in zip(results, outputs, strict=True):
             view.buffer.input = name
         self._given = dict.fromkeys([*SIZES, *segment.inputs, *results], 0)
-        self._step = Step(code, list(self._given), poisoned)
+        self._step = RecordedStep(code, list(self._given), poisoned)
 
     def record(self, code: Recorder, inputs: Mapping[str, View]) -> list[View]:
         """The program as a part of a step: logits and hidden states."""
@@ -62,7 +62,7 @@ class Lowered:
         nodes = list(self._program.graph.nodes)[len(self._bound) :]
         for (name, letters), node in zip(self._shapes.items(), nodes, strict=False):
             value = node.meta["val"]
-            shape = [Size(a) if a in SIZES else int(b) for a, b in zip(letters, value.shape, strict=True)]
+            shape = [FreeSize(a) if a in SIZES else int(b) for a, b in zip(letters, value.shape, strict=True)]
             made[name] = code.input(name, tuple(shape), value.dtype)
         return made
 

@@ -16,7 +16,7 @@ from hemiola.plugins.gpu.checks import spared
 from hemiola.runtime.device.kernels import load_kernels
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.program import load_program
-from hemiola.runtime.device.segments.pieces import Pieces
+from hemiola.runtime.device.segments.pieces import CutSegment
 from hemiola.runtime.manifest import Drawn, Manifest, Segment
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Program:
         bound = [weights[name] for name in segment.weights]
         bound += [storage.tensors[name] for name in segment.states]
         if segment.pieces:
-            self._call = torch.inference_mode()(partial(Pieces(engine_dir, segment), *bound))
+            self._call = torch.inference_mode()(partial(CutSegment(engine_dir, segment), *bound))
             return
         program = load_program(engine_dir / segment.file)
         if storage.device.type == "cpu":

@@ -29,7 +29,7 @@ DOUBT = 8.0  # trials for which a new request is taken to be like all others
 MARGIN = 0.99  # of the best speed is enough for a shorter window
 
 
-class Fit:
+class LinearFit:
     """Seconds as a linear function of a step's features; recursive least squares with forgetting.
 
     What is known of a feature is forgotten only by steps that have it: while nobody drafts, the price of a
@@ -88,8 +88,8 @@ class Pace:
     def __init__(self, most: int, adaptive: bool) -> None:
         self.adaptive = adaptive and most > 0  # else there is nothing to learn
         self._windows = [k for k in WINDOWS if k < most] + [most]
-        self._steps = Fit([0.7, 0.1, 0.05])  # 1, rows, drafts
-        self._passes = Fit([0.1, 0.1])  # 1, passes
+        self._steps = LinearFit([0.7, 0.1, 0.05])  # 1, rows, drafts
+        self._passes = LinearFit([0.1, 0.1])  # 1, passes
         self._hits = self._trials = 1.0  # of all requests: hopeful
         self._turn = self._last_trial = self._best = 0
         self._longest = 0  # window that was tried

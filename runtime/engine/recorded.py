@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from hemiola.plugins.cpu.code import Recorder, View
-from hemiola.plugins.cpu.sizes import Size
-from hemiola.plugins.cpu.steps import Step, run_all
+from hemiola.plugins.cpu.sizes import FreeSize
+from hemiola.plugins.cpu.steps import RecordedStep, run_all
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.engine.compiled import (
@@ -112,10 +112,10 @@ class Recorded:
         self.num_steps += 1
         return Told(_Found(found, fitted.chose, fitted.width), NOBODY, None, Marks(found))
 
-    def _first(self, records: Sequence[Record], poisoned: bool) -> Step:
+    def _first(self, records: Sequence[Record], poisoned: bool) -> RecordedStep:
         """All but the head's further passes."""
         code = Recorder()
-        tokens, rows, logits_, choosing, pairs_, reading, drafting, width = map(Size, SIZES)
+        tokens, rows, logits_, choosing, pairs_, reading, drafting, width = map(FreeSize, SIZES)
         told = code.input("told", (1, 1), torch.int64)
         found, plan = replace(told, offset=MARKS), code.input("asked", (rows, ASKED), torch.int64)
         table, ledger = code.given(self._table), Columns.of(code, self._ledger)
@@ -137,20 +137,20 @@ class Recorded:
             self._draft(records[-1], code, pairs, 0, ledger)
         tell(made.slot_id, ledger, width, found)
         mark(code, told, 3)
-        return Step(code, [*SIZES, "asked", "told", "logits"], poisoned)
+        return RecordedStep(code, [*SIZES, "asked", "told", "logits"], poisoned)
 
-    def _further(self, record: Record, poisoned: bool) -> Step:
+    def _further(self, record: Record, poisoned: bool) -> RecordedStep:
         """One more pass of the head."""
         code = Recorder()
-        plan = code.input("asked", (Size("N"), ASKED), torch.int64)
+        plan = code.input("asked", (FreeSize("N"), ASKED), torch.int64)
         table, ledger = code.given(self._table), Columns.of(code, self._ledger)
-        states, number = code.given(self._states), Size("number")
-        pairs = next_pairs(plan, states, table, ledger, number, Size("D"))
+        states, number = code.given(self._states), FreeSize("number")
+        pairs = next_pairs(plan, states, table, ledger, number, FreeSize("D"))
         self._draft(record, code, pairs, number, ledger)
-        return Step(code, ["N", "D", "number", "asked"], poisoned)
+        return RecordedStep(code, ["N", "D", "number", "asked"], poisoned)
 
     def _draft(
-        self, record: Record, code: Recorder, pairs: Pairs, number: "int | Size", ledger: Columns
+        self, record: Record, code: Recorder, pairs: Pairs, number: "int | FreeSize", ledger: Columns
     ) -> None:
         logits, states = record(code, pairs._asdict())
         states.buffer.tensor = self._states

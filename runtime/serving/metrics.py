@@ -68,7 +68,7 @@ class Series(NamedTuple):
     labels: tuple[tuple[str, str], ...] = ()
 
 
-class Engine(Protocol):
+class Metered(Protocol):
     """An LLM."""
 
     @property
@@ -139,7 +139,7 @@ class Meter:
                 self._drafted[place] += drafted
                 self._accepted[place] += accepted
 
-    def read(self, engine: Engine) -> dict[Series, float]:
+    def read(self, engine: Metered) -> dict[Series, float]:
         """Every line of the page but the model's name."""
         with self._lock:
             own = dict(self._own())
@@ -157,7 +157,7 @@ class Meter:
             yield from histogram.lines(name)
 
 
-def _sums(engine: Engine) -> Iterator[tuple[Series, float]]:
+def _sums(engine: Metered) -> Iterator[tuple[Series, float]]:
     counters, reuse = engine.counters, engine.reuse
     yield Series("hemiola_generation_tokens_total"), counters.num_output_tokens
     yield Series("hemiola_computed_tokens_total"), counters.num_computed_tokens

@@ -10,7 +10,7 @@ from kit.ops import Subject, int32, row
 
 from hemiola.plugins.gpu.ahead import Memory, Sized, plan, ways
 from hemiola.plugins.gpu.device import Gpu
-from hemiola.plugins.gpu.ptx import Ahead, Entry
+from hemiola.plugins.gpu.ptx import Ahead, PtxKernel
 from hemiola.plugins.gpu.terms import Dim, Term, evaluate
 from hemiola.plugins.spec import Arg, Op
 
@@ -116,7 +116,7 @@ def interpreted(op: Op, *values: Any) -> tuple[torch.Tensor, ...]:
 class Played(NamedTuple):
     """A launch as TensorRT would make it."""
 
-    entry: Entry
+    entry: PtxKernel
     grid: tuple[int, ...]
     values: tuple[int, ...]  # inputs, ints, outputs
     kinds: tuple[type, ...]  # of ctypes

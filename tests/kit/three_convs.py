@@ -12,7 +12,6 @@ from hemiola.builder import models
 from hemiola.builder.checkpoint import Config, join
 from hemiola.builder.models import qwen
 from hemiola.builder.models.layers import (
-    Block,
     Conv,
     Draft,
     Embedding,
@@ -20,6 +19,7 @@ from hemiola.builder.models.layers import (
     Linear,
     Norm,
     Parts,
+    Residual,
     Rope,
     Step,
     SwigluMlp,
@@ -84,8 +84,8 @@ class Layer(nn.Module):
         else:
             mixer = ThreeConvs(kit, cfg, f"{prefix}linear_attn.", name)
         mlp = SwigluMlp(kit, f"{prefix}mlp.", cfg.size("hidden_size"), cfg.size("intermediate_size"))
-        self.mixer = Block(qwen.norm(kit, cfg, f"{prefix}input_layernorm"), mixer)
-        self.mlp = Block(qwen.norm(kit, cfg, f"{prefix}post_attention_layernorm"), mlp)
+        self.mixer = Residual(qwen.norm(kit, cfg, f"{prefix}input_layernorm"), mixer)
+        self.mlp = Residual(qwen.norm(kit, cfg, f"{prefix}post_attention_layernorm"), mlp)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         return self.mlp(self.mixer(x, step), step)

@@ -13,10 +13,10 @@ from hemiola.plugins.cpu.code import Case, Recorder, View, code_of, lines
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.moves import SUM, combine, concatenate, gather
 from hemiola.plugins.cpu.simd import get_int, put_int, put_long
-from hemiola.plugins.cpu.sizes import Number, Size, ceil_div, evaluate, least, most
-from hemiola.plugins.cpu.steps import Step, _lives, _plan, _room, num_calls, run_all
+from hemiola.plugins.cpu.sizes import FreeSize, Number, ceil_div, evaluate, least, most
+from hemiola.plugins.cpu.steps import RecordedStep, _lives, _plan, _room, num_calls, run_all
 
-T, N = Size("T"), Size("N")
+T, N = FreeSize("T"), FreeSize("N")
 
 
 @Kernel
@@ -67,12 +67,12 @@ def test_a_replay_computes_sizes_as_python_does(wanted: list[Number], t: int, n:
     for place, number in enumerate(wanted):
         place_of = View(recorder, code.buffer, (1,), (1,), torch.int32, place)
         recorder.call(_write, 1, 0, number + 1, place_of, faults)
-    Step(recorder, ["T", "N"]).run(sizes)
+    RecordedStep(recorder, ["T", "N"]).run(sizes)
     assert found.tolist() == [evaluate(number, sizes) + 1 for number in wanted]
 
 
 class Chain(NamedTuple):
-    step: Step
+    step: RecordedStep
     result: torch.Tensor
 
 
@@ -86,7 +86,7 @@ def chain(length: int, poisoned: bool = False) -> Chain:
         recorder.call(_next, T, 0, value, following)
         value = following
     recorder.call(_next, T, 0, value, recorder.given(out))
-    return Chain(Step(recorder, ["T"], poisoned), out)
+    return Chain(RecordedStep(recorder, ["T"], poisoned), out)
 
 
 def test_every_call_is_seen_to_move() -> None:
@@ -127,9 +127,9 @@ def test_what_is_wanted_at_once_never_lies_in_one_place(spans: list[tuple[int, i
 def test_a_fault_ends_the_step_with_its_message_and_no_other_call_runs(threads: int) -> None:
     recorder, out = Recorder(), torch.zeros(4, dtype=torch.int32)
     case = Case(ValueError, "seven is {0}")
-    recorder.call(_write, 4, 1e9, Size("value"), recorder.given(out), recorder.fault(case))
+    recorder.call(_write, 4, 1e9, FreeSize("value"), recorder.given(out), recorder.fault(case))
     recorder.call(_next, 4, 1e9, recorder.given(out), recorder.given(out))
-    step = Step(recorder, ["value"])
+    step = RecordedStep(recorder, ["value"])
     for value, expected in ((3, 4), (0, 0), (9, 10)):
         with nullcontext() if value else pytest.raises(ValueError, match="seven is 7"):
             step.run({"value": value})
@@ -139,12 +139,12 @@ def test_a_fault_ends_the_step_with_its_message_and_no_other_call_runs(threads: 
 def test_steps_run_one_after_the_other_until_one_finds_a_fault(threads: int) -> None:
     """Any of them more than once, each time with its own sizes."""
     first, second = Recorder(), Recorder()
-    out, value = torch.zeros(9, dtype=torch.int32), Size("value")
+    out, value = torch.zeros(9, dtype=torch.int32), FreeSize("value")
     first.call(_write, T, 1e9, value, first.given(out), first.fault(Case(ValueError, "seven is {0}")))
     source = second.empty(T, dtype=torch.int32)
     second.call(_next, T, 1e9, second.given(out), source)
     second.call(_next, T, 1e9, source, second.given(out))
-    write, twice = Step(first, ["value", "T"]), Step(second, ["T"])
+    write, twice = RecordedStep(first, ["value", "T"]), RecordedStep(second, ["T"])
     run_all([(write, {"value": 5, "T": 9}), (twice, {"T": 3}), (twice, {"T": 7}), (twice, {"T": 1})])
     assert out.tolist() == [11, 9, 9, 7, 7, 7, 7, 5, 5]
     with pytest.raises(ValueError, match="seven is 7"):
@@ -156,9 +156,9 @@ def test_steps_run_one_after_the_other_until_one_finds_a_fault(threads: int) -> 
 
 def test_a_size_that_no_step_has_is_refused() -> None:
     recorder = Recorder()
-    recorder.call(_next, Size("M"), 0, 0, 0)
+    recorder.call(_next, FreeSize("M"), 0, 0, 0)
     with pytest.raises(AssertionError, match="'M' is no input of the step"):
-        Step(recorder, ["T"])
+        RecordedStep(recorder, ["T"])
 
 
 def test_only_the_first_dimension_of_a_result_may_be_free() -> None:

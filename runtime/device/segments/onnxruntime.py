@@ -8,7 +8,7 @@ import torch
 from hemiola.runtime.errors import Refused
 
 
-def opener(compiler: str) -> Callable[[Path], "Part"]:
+def opener(compiler: str) -> Callable[[Path], "OnnxPart"]:
     """A function that opens a part; onnxruntime takes all sizes, and graphs of any version."""
     try:
         import onnxruntime
@@ -19,10 +19,10 @@ def opener(compiler: str) -> Callable[[Path], "Part"]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    return lambda path: Part(onnxruntime, path, options)
+    return lambda path: OnnxPart(onnxruntime, path, options)
 
 
-class Part:
+class OnnxPart:
     """One graph."""
 
     def __init__(self, onnxruntime, path: Path, options: object) -> None:

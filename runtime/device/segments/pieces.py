@@ -3,31 +3,25 @@
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from hemiola.plugins import OPS
-from hemiola.runtime.manifest import PARTS, Piece, Segment
+from hemiola.runtime.manifest import PARTS, Segment, SegmentPiece
 
 MODULES = {"onnxruntime": "onnxruntime", "tensorrt-rtx": "tensorrt", "tensorrt": "tensorrt"}
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[torch.Tensor]  # of a part by position, on the engine's device
 
 
-class Compiled(Protocol):
-    """A part: tensors in and out, by position, on the engine's device."""
-
-    def __call__(self, inputs: Tensors) -> Tensors: ...
-
-
-class Step(NamedTuple):
+class PieceRun(NamedTuple):
     run: Callable[[Tensors], Tensors]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     done: tuple[str, ...]  # values that nobody reads any more
 
 
-class Pieces:
+class CutSegment:
     """Callable like an exported program: weights, states and inputs in, logits and hidden out."""
 
     def __init__(self, engine_dir: Path, segment: Segment) -> None:
@@ -35,9 +29,9 @@ class Pieces:
         self._outputs = segment.outputs
         module = MODULES[segment.compiler.split()[0]]
         open_part = import_module(f"hemiola.runtime.device.segments.{module}").opener(segment.compiler)
-        parts: dict[str, Compiled] = {}
+        parts: dict[str, Callable[[Tensors], Tensors]] = {}
         forms = iter(segment.nodes)
-        self._steps: list[Step] = []
+        self._steps: list[PieceRun] = []
         for piece, done in zip(segment.pieces, _last_reads(segment), strict=True):
             match piece.kind:
                 case "part":
@@ -50,7 +44,7 @@ class Pieces:
                     node = next(forms)
                     assert node.op == piece.name, f"{segment.name}: {piece.name} is not {node.op}"
                     run = _op(piece, OPS[node.op].bind(node.form, node.sizes))
-            self._steps.append(Step(run, piece.inputs, piece.outputs, done))
+            self._steps.append(PieceRun(run, piece.inputs, piece.outputs, done))
 
     def __call__(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         values = dict(zip(self._names, flat, strict=True))
@@ -73,7 +67,7 @@ def _last_reads(segment: Segment) -> list[tuple[str, ...]]:
     return done[::-1]
 
 
-def _op(piece: Piece, function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]):
+def _op(piece: SegmentPiece, function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]):
     def run(inputs: Tensors) -> Tensors:
         made = function(*inputs, *piece.constants)
         return (made,) if isinstance(made, torch.Tensor) else made
@@ -81,7 +75,7 @@ def _op(piece: Piece, function: Callable[..., torch.Tensor | tuple[torch.Tensor,
     return run
 
 
-def _view(piece: Piece) -> Callable[[Tensors], Tensors]:
+def _view(piece: SegmentPiece) -> Callable[[Tensors], Tensors]:
     numbers = [int(number) for number in piece.constants]
     match piece.name:
         case "view":

@@ -12,7 +12,7 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import NEXT
 
 
-def opener(compiler: str) -> Callable[[Path], "Part"]:
+def opener(compiler: str) -> Callable[[Path], "TensorRtPart"]:
     """A function that opens a part. An engine is for the very version that built it."""
     name, version = compiler.split()
     try:
@@ -30,18 +30,18 @@ def opener(compiler: str) -> Callable[[Path], "Part"]:
         register()
     runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
 
-    def open_part(path: Path) -> Part:
+    def open_part(path: Path) -> TensorRtPart:
         engine = runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:
             raise Refused(
                 f"{path} cannot be loaded by {compiler}, which has said why; run build-engine again"
             )
-        return Part(trt, engine)
+        return TensorRtPart(trt, engine)
 
     return open_part
 
 
-class Part:
+class TensorRtPart:
     """An engine with one context for each of its profiles."""
 
     def __init__(self, trt: Any, engine: Any) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hemiola.runtime.serving.openai.calls import Call, JsonCall, Schema, XmlCall, held_back, may_begin
+from hemiola.runtime.serving.openai.calls import CallPart, JsonCall, Schema, XmlCall, held_back, may_begin
 
 THINK, THINK_END = "<think>", "</think>"
 OPENINGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>"}  # the second: Nemotron Nano 2
@@ -12,7 +12,7 @@ BETWEEN = " \t\r\n,[]"  # calls: Nemotron Nano 2 writes a list
 Where = Literal["start", "reasoning", "content", "calls", "call"]
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """Of the answer; `call_id` counts tool calls; a call's first part has its name."""
 
     kind: Literal["reasoning", "content", "call"]
@@ -32,7 +32,7 @@ class Expected:
     forced: bool = False  # behind its thought it is calls, by a grammar, and nothing else
 
 
-class Answer:
+class Splitter:
     """Takes the text in any pieces; the parts, joined, depend on the text alone.
 
     A thought is given out as it is, line breaks at its end included: a template that puts it back then writes
@@ -55,21 +55,21 @@ class Answer:
         named = [f"<function={name}>" for name in expected.tools or ()]  # Qwen3-Coder may forget the frame
         self._openings = [*OPENINGS, *named] if expected.tools is not None else []
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPart]:
         if self._where == "content" and not (self._openings or self._trims):  # nothing to look for
-            return [Part("content", text)] if text else []
+            return [AnswerPart("content", text)] if text else []
         self._text += text
         return self._given(self._read())
 
-    def finish(self, cut: bool) -> list[Part]:
+    def finish(self, cut: bool) -> list[AnswerPart]:
         """No more text comes. cut: because of its length."""
         return self._given(self._finish(cut))
 
-    def _given(self, parts: Iterator[Part]) -> list[Part]:
+    def _given(self, parts: Iterator[AnswerPart]) -> list[AnswerPart]:
         """Where calls are forced, what is no call is how one is spelled: a cut may leave its beginning."""
         return _joined(part for part in parts if part.kind != "content" or not self._forced)
 
-    def _read(self) -> Iterator[Part]:
+    def _read(self) -> Iterator[AnswerPart]:
         while True:
             before = (self._where, self._text)
             match self._where:
@@ -95,7 +95,7 @@ class Answer:
         elif text and not may_begin(text, [THINK]):
             self._where = "content"
 
-    def _until(self, kind: Literal["reasoning", "content"], marks: list[str]) -> Iterator[Part]:
+    def _until(self, kind: Literal["reasoning", "content"], marks: list[str]) -> Iterator[AnswerPart]:
         if self._trims:
             self._text = self._text.lstrip("\n")
             self._trims = not self._text
@@ -104,14 +104,14 @@ class Answer:
             at, mark = min(found)
             text, self._text = self._text[:at], self._text[at + len(mark) :]
             kept = text if mark == THINK_END else text.rstrip()
-            yield Part(kind, kept)
+            yield AnswerPart(kind, kept)
             self._leave_for(mark, text[len(kept) :])
         else:
             final_len = len(self._text) - held_back(self._text, marks)
             if marks:  # what is white before a mark is no part of the text
                 final_len = len(self._text[:final_len].rstrip())
             text, self._text = self._text[:final_len], self._text[final_len:]
-            yield Part(kind, text)
+            yield AnswerPart(kind, text)
 
     def _leave_for(self, mark: str, white: str) -> None:
         if mark == THINK_END:
@@ -122,7 +122,7 @@ class Answer:
             self._where, self._opened, self._closing = "calls", white, "</tool_call>"
             self._text = mark + self._text
 
-    def _between_calls(self) -> Iterator[Part]:
+    def _between_calls(self) -> Iterator[AnswerPart]:
         text = self._text.lstrip(BETWEEN)
         if text.startswith(self._closing):
             self._text = text.removeprefix(self._closing)
@@ -133,47 +133,47 @@ class Answer:
             self._text = text.removeprefix("<function=")
             self._where, self._call = "call", XmlCall(self._tools or {})
         elif text and not may_begin(text, [self._closing, "<function="]):
-            yield Part("content", self._opened)  # no call follows: it was meant as text
+            yield AnswerPart("content", self._opened)  # no call follows: it was meant as text
             self._where = "content"
 
-    def _within_call(self) -> Iterator[Part]:
+    def _within_call(self) -> Iterator[AnswerPart]:
         assert self._call is not None
         calls, self._text = self._call.push(self._text), ""
         yield from self._numbered(calls)
         if self._call.ended:
             yield from self._end_call(self._call)
 
-    def _numbered(self, calls: list[Call]) -> Iterator[Part]:
+    def _numbered(self, calls: list[CallPart]) -> Iterator[AnswerPart]:
         for call in calls:
             if call.name:
                 self._drops = self._one_call and self.num_calls > 0
                 self.num_calls += not self._drops
             if not self._drops:
-                yield Part("call", call.arguments, self.num_calls - 1, call.name)
+                yield AnswerPart("call", call.arguments, self.num_calls - 1, call.name)
 
-    def _end_call(self, call: XmlCall | JsonCall) -> Iterator[Part]:
+    def _end_call(self, call: XmlCall | JsonCall) -> Iterator[AnswerPart]:
         if not call.is_call:
-            yield Part("content", self._opened + call.said)
+            yield AnswerPart("content", self._opened + call.said)
         self._text, self._call, self._opened = call.rest, None, ""
         self._where = "calls" if call.is_call else "content"
 
-    def _finish(self, cut: bool) -> Iterator[Part]:
+    def _finish(self, cut: bool) -> Iterator[AnswerPart]:
         if self._call is not None:
             yield from self._numbered(self._call.finish(cut))
             if not (self._call.is_call or cut):  # a cut one may have become a call
-                yield Part("content", self._opened + self._call.said)
+                yield AnswerPart("content", self._opened + self._call.said)
         elif self._where == "reasoning":
-            yield Part("reasoning", self._text)
+            yield AnswerPart("reasoning", self._text)
         elif self._where == "calls":
-            yield Part("content", "" if cut else self._opened)
+            yield AnswerPart("content", "" if cut else self._opened)
         elif self._text.strip() or not self.num_calls:
-            yield Part("content", self._text)
+            yield AnswerPart("content", self._text)
         self._text = ""
 
 
-def _joined(parts: Iterator[Part]) -> list[Part]:
+def _joined(parts: Iterator[AnswerPart]) -> list[AnswerPart]:
     """Without empty ones; neighbours of a kind as one."""
-    joined: list[Part] = []
+    joined: list[AnswerPart] = []
     for part in parts:
         last = joined[-1] if joined else None
         if last and not part.name and (last.kind, last.call_id) == (part.kind, part.call_id):

@@ -22,13 +22,13 @@ from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.errors import ApiError, api_error
 from hemiola.runtime.serving.openai.guide import guide
-from hemiola.runtime.serving.openai.model import Model
+from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.reply import ENCODER, ChatChoice, Choice, Reply, TextChoice, event
 from hemiola.runtime.serving.openai.schema import (
     DEFAULT_MAX_TOKENS,
+    ApiRequest,
     ChatRequest,
     CompletionRequest,
-    Request,
     StreamOptions,
     parse,
 )
@@ -45,7 +45,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
-class Limits:
+class FrontLimits:
     """What the front takes."""
 
     max_requests: int = 1024  # under way at once; each choice of each prompt is one
@@ -68,7 +68,9 @@ class Work(NamedTuple):
 class App:
     """The front's handlers. To be made and used within one event loop."""
 
-    def __init__(self, models: Mapping[str, Model], wire: Wire, metrics_url: str, limits: Limits) -> None:
+    def __init__(
+        self, models: Mapping[str, ServedModel], wire: Wire, metrics_url: str, limits: FrontLimits
+    ) -> None:
         self._models = models
         self._wire = wire
         self._metrics_url = metrics_url
@@ -156,7 +158,7 @@ class App:
     async def _show_model(self, request: web.Request) -> web.Response:
         return web.json_response(describe(self._model(request.match_info["model"])))
 
-    def _model(self, name: str) -> Model:
+    def _model(self, name: str) -> ServedModel:
         if name not in self._models:
             known = ", ".join(self._models)
             raise ApiError(404, f"no model {name!r}, there is {known}", param="model", code="model_not_found")
@@ -199,7 +201,7 @@ class App:
             with contextlib.nullcontext() if structured is None else said_as(request):
                 return await self._answer(http, request, work)
 
-    async def _answer(self, http: web.Request, request: Request, work: Work) -> web.StreamResponse:
+    async def _answer(self, http: web.Request, request: ApiRequest, work: Work) -> web.StreamResponse:
         answers = self._wire.ask(request.model, work.asked)
         try:
             if request.stream:
@@ -257,7 +259,7 @@ def too_many(error: Exception, num_asked: int) -> Exception:
     )
 
 
-async def encode(model: Model, prompt: str | list[int]) -> list[int]:
+async def encode(model: ServedModel, prompt: str | list[int]) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     text = model.need_text("the prompt is")
@@ -366,7 +368,7 @@ def unread(http: web.Request) -> int:
     return transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
 
-def describe(model: Model) -> dict[str, Any]:
+def describe(model: ServedModel) -> dict[str, Any]:
     own = {"owned_by": "hemiola", "max_model_len": model.max_len}
     return {"id": model.name, "object": "model", "created": model.created, **own}
 

@@ -26,7 +26,7 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-class Call(NamedTuple):
+class CallPart(NamedTuple):
     """A call's name, in its first part, or more of its arguments' JSON."""
 
     name: str
@@ -56,18 +56,18 @@ class XmlCall:
         """While it is no call."""
         return "<function=" + self._text
 
-    def push(self, text: str) -> list[Call]:
+    def push(self, text: str) -> list[CallPart]:
         self._text += text
         return list(self._read())
 
-    def finish(self, cut: bool) -> list[Call]:
+    def finish(self, cut: bool) -> list[CallPart]:
         """No more text comes. cut: in the middle, so that the JSON stays open; else it is closed."""
         if cut or self._name is None:
             return []
         calls = [] if self._key is None else list(self._end_value(self._text.removesuffix("\n")))
         return [*calls, self._close()]
 
-    def _read(self) -> Iterator[Call]:
+    def _read(self) -> Iterator[CallPart]:
         while not self.ended:
             before = (self._text, self._key, self._name)
             if self._name is None:
@@ -79,13 +79,13 @@ class XmlCall:
             if before == (self._text, self._key, self._name):
                 return
 
-    def _read_name(self) -> Iterator[Call]:
+    def _read_name(self) -> Iterator[CallPart]:
         name, found, after = self._text.partition(">")
         if found:
             self._name, self._text = name.strip(), after
-            yield Call(self._name, "")
+            yield CallPart(self._name, "")
 
-    def _read_tag(self) -> Iterator[Call]:
+    def _read_tag(self) -> Iterator[CallPart]:
         """Between arguments; what is no tag there is dropped."""
         at = self._text.find("<")
         self._text = self._text[at:] if at >= 0 else ""
@@ -96,7 +96,7 @@ class XmlCall:
                 self._types = types_of(self._tools.get(self._name or "", {}), self._key)
                 self._num_arguments += 1
                 opening = "{" if self._num_arguments == 1 else ", "
-                yield Call("", f"{opening}{quoted(self._key)}: " + ('"' if self._streams else ""))
+                yield CallPart("", f"{opening}{quoted(self._key)}: " + ('"' if self._streams else ""))
         elif self._text.startswith(("</function>", "</tool_call>")):
             self.rest = self._text.removeprefix("</function>")
             self.ended = True
@@ -108,7 +108,7 @@ class XmlCall:
     def _streams(self) -> bool:
         return self._types == {"string"}
 
-    def _read_value(self) -> Iterator[Call]:
+    def _read_value(self) -> Iterator[CallPart]:
         end = self._text.find("</parameter>")
         if end >= 0:
             value, self._text = self._text[:end], self._text[end + len("</parameter>") :]
@@ -119,11 +119,11 @@ class XmlCall:
                 final_len = max(final_len, 1)
             if final_len:
                 value, self._text = self._text[:final_len], self._text[final_len:]
-                yield Call("", quoted(self._trimmed(value))[1:-1])
+                yield CallPart("", quoted(self._trimmed(value))[1:-1])
 
-    def _end_value(self, value: str) -> Iterator[Call]:
+    def _end_value(self, value: str) -> Iterator[CallPart]:
         value = self._trimmed(value)
-        yield Call("", quoted(value)[1:] if self._streams else typed(value, self._types))
+        yield CallPart("", quoted(value)[1:] if self._streams else typed(value, self._types))
         self._key = None
 
     def _trimmed(self, value: str) -> str:
@@ -132,8 +132,8 @@ class XmlCall:
             return value.removeprefix("\n")
         return value
 
-    def _close(self) -> Call:
-        return Call("", "}" if self._num_arguments else "{}")
+    def _close(self) -> CallPart:
+        return CallPart("", "}" if self._num_arguments else "{}")
 
 
 class JsonCall:
@@ -149,8 +149,8 @@ class JsonCall:
         self.is_call = self.ended = False
         self.rest = ""  # what came behind the end
 
-    def push(self, text: str) -> list[Call]:
-        calls: list[Call] = []
+    def push(self, text: str) -> list[CallPart]:
+        calls: list[CallPart] = []
         for at, char in enumerate(text):
             self._scan(char)
             if self._depth == 2 and char == "{" and not self._in_string and not self.is_call:
@@ -162,18 +162,18 @@ class JsonCall:
                 self.ended, self.rest = True, text[at + 1 :]
                 break
         if self._start is not None:
-            calls.append(Call("", self.said[self._sent_len : self._end]))
+            calls.append(CallPart("", self.said[self._sent_len : self._end]))
             self._sent_len = len(self.said) if self._end is None else self._end
         elif self.ended:
             calls += self._whole()
         return calls
 
-    def finish(self, cut: bool) -> list[Call]:
+    def finish(self, cut: bool) -> list[CallPart]:
         """cut: in the middle; if its name is there, it is a call whose arguments are open."""
         found = NAMED.match(self.said) if cut and not self.is_call else None
         name = found and unquoted(found[1])
         self.is_call = self.is_call or bool(name)
-        return [Call(name, "")] if name else []
+        return [CallPart(name, "")] if name else []
 
     def _scan(self, char: str) -> None:
         if self._in_string:
@@ -186,15 +186,15 @@ class JsonCall:
         elif char in "}]":
             self._depth -= 1
 
-    def _begin(self) -> Iterator[Call]:
+    def _begin(self) -> Iterator[CallPart]:
         found = HEAD.fullmatch(self.said)
         name = found and unquoted(found[1])
         if name:
             self.is_call = True
             self._start = self._sent_len = len(self.said)
-            yield Call(name, "")
+            yield CallPart(name, "")
 
-    def _whole(self) -> Iterator[Call]:
+    def _whole(self) -> Iterator[CallPart]:
         found = _from_json(self.said)
         name = found.get("name") if isinstance(found, dict) else None
         if not isinstance(found, dict) or not isinstance(name, str) or not name:
@@ -203,7 +203,7 @@ class JsonCall:
         if isinstance(arguments, str):  # some models write the JSON as a string
             arguments = _from_json(arguments)
         self.is_call = True
-        yield Call(name, json.dumps(arguments if isinstance(arguments, dict) else {}, ensure_ascii=False))
+        yield CallPart(name, json.dumps(arguments if isinstance(arguments, dict) else {}, ensure_ascii=False))
 
 
 def types_of(tool: Schema, key: str) -> frozenset[str]:

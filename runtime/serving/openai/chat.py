@@ -7,13 +7,13 @@ from typing import Any
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai.answer import THINK, Expected
 from hemiola.runtime.serving.openai.errors import ApiError
-from hemiola.runtime.serving.openai.model import Model
+from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.schema import ChatRequest, Message, Tool
 
 RESERVED = ("self", "messages", "tools", "chat_template")
 
 
-def render(model: Model, request: ChatRequest) -> tuple[str, Expected]:
+def render(model: ServedModel, request: ChatRequest) -> tuple[str, Expected]:
     """The prompt, and what to look for in the answer."""
     text = model.need_text("messages are")
     template = text.template or ""

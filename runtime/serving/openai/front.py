@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from hemiola.runtime.serving.openai.app import App, Limits
-from hemiola.runtime.serving.openai.model import Model
+from hemiola.runtime.serving.openai.app import App, FrontLimits
+from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.wire import Wire
 from hemiola.runtime.serving.tritonserver import bind
 
@@ -44,11 +44,11 @@ class Front:
 
     def __init__(
         self,
-        models: Mapping[str, Model],
+        models: Mapping[str, ServedModel],
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        limits: Limits = Limits(),  # noqa: B008  # frozen
+        limits: FrontLimits = FrontLimits(),  # noqa: B008  # frozen
         exit_timeout_s: float = 30,
     ) -> None:
         self._models = models

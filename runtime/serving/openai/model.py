@@ -12,7 +12,7 @@ from hemiola.runtime.text import BROKEN, Text
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """A model that tritonserver serves under this name."""
 
     name: str
@@ -69,9 +69,9 @@ def byte_alphabet() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def read_model(name: str, engine_dir: Path, max_len: int | None = None) -> Model:
+def read_model(name: str, engine_dir: Path, max_len: int | None = None) -> ServedModel:
     """max_len: if the server was started with a smaller one than the engine's."""
     path = engine_dir / manifest.FILE
     found = manifest.parse(path)
     text = Text(engine_dir / "tokenizer") if found.has_tokenizer else None
-    return Model(name, max_len or found.limits.max_len, found.identity, text, int(path.stat().st_mtime))
+    return ServedModel(name, max_len or found.limits.max_len, found.identity, text, int(path.stat().st_mtime))

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hemiola.runtime.api import Logprob, Metrics, Piece
-from hemiola.runtime.serving.openai.answer import Answer, Expected, Part
-from hemiola.runtime.serving.openai.model import Model, Tokens
+from hemiola.runtime.serving.openai.answer import AnswerPart, Expected, Splitter
+from hemiola.runtime.serving.openai.model import ServedModel, Tokens
 
 Json = dict[str, Any]
 ENCODER = json.JSONEncoder(separators=(",", ":"))  # ASCII: some clients break lines at U+2028
@@ -105,8 +105,8 @@ class ChatChoice(Choice):
         self, index: int, prompt_ids: list[int], tokens: Tokens | None, with_ids: bool, expected: Expected
     ) -> None:
         super().__init__(index, prompt_ids, tokens, with_ids)
-        self._answer = Answer(expected)
-        self._parts: list[Part] = []
+        self._answer = Splitter(expected)
+        self._parts: list[AnswerPart] = []
 
     def take(self, piece: Piece) -> None:
         super().take(piece)
@@ -156,7 +156,7 @@ class ChatChoice(Choice):
         return {"content": content, "refusal": None}
 
 
-def _delta(part: Part) -> Json:
+def _delta(part: AnswerPart) -> Json:
     match part.kind:
         case "reasoning":
             return {"reasoning_content": part.text}
@@ -168,7 +168,7 @@ def _delta(part: Part) -> Json:
             return {"tool_calls": [{"index": part.call_id, "function": {"arguments": part.text}}]}
 
 
-def _call(part: Part) -> Json:
+def _call(part: AnswerPart) -> Json:
     function = {"name": part.name, "arguments": part.text}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
@@ -180,7 +180,7 @@ def _token(tokens: Tokens, token_id: int, logprob: float) -> Json:
 class Reply:
     """A request's answer: what stands around its choices."""
 
-    def __init__(self, kind: str, model: Model, choices: Sequence[Choice], num_each: int) -> None:
+    def __init__(self, kind: str, model: ServedModel, choices: Sequence[Choice], num_each: int) -> None:
         prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.choices = choices

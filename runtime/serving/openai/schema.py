@@ -33,7 +33,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None  # padding against eavesdroppers; there is none
 
 
-class Request(Body):
+class ApiRequest(Body):
     """What both kinds share. Names of SamplingParams come beside these, and are checked there."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
@@ -119,7 +119,7 @@ def _check_stops(stop: object) -> None:
 Prompts = tuple[str | list[int], ...]
 
 
-class CompletionRequest(Request):
+class CompletionRequest(ApiRequest):
     prompt: Prompts
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
@@ -225,7 +225,7 @@ class ResponseFormat(Body):
         return self
 
 
-class ChatRequest(Request):
+class ChatRequest(ApiRequest):
     messages: Items[Message]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
@@ -281,7 +281,7 @@ class ChatRequest(Request):
         return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
 
 
-Kind = TypeVar("Kind", bound=Request)
+Kind = TypeVar("Kind", bound=ApiRequest)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:

@@ -49,7 +49,7 @@ class Wire:
     def __init__(self, url: str) -> None:
         self._channel = aio.insecure_channel(url, options=CHANNEL)
         self.stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._exchanges: set[Exchange] = set()  # asyncio keeps no task alive by itself
+        self._exchanges: set[AsyncExchange] = set()  # asyncio keeps no task alive by itself
 
     async def is_ready(self, models: Mapping[str, object]) -> bool:
         try:
@@ -68,9 +68,9 @@ class Wire:
         answers.exchanges = [self.begin(request, i, answers.tell) for i, request in enumerate(requests)]
         return answers
 
-    def begin(self, request: Any, number: int, tell: Tell) -> "Exchange":
+    def begin(self, request: Any, number: int, tell: Tell) -> "AsyncExchange":
         """Starts one request, which reads on by itself when nobody listens any more."""
-        exchange = Exchange(self.stub, request, number, tell)
+        exchange = AsyncExchange(self.stub, request, number, tell)
         self._exchanges.add(exchange)
         exchange.task.add_done_callback(lambda _: self._exchanges.discard(exchange))
         return exchange
@@ -83,7 +83,7 @@ class Wire:
         await self._channel.close()
 
 
-class Exchange:
+class AsyncExchange:
     """One request on a gRPC stream of its own, which is always read to its end; client.Exchange says why.
 
     Its task tells each response in the moment in which it came, and reads on when those who listen have left
@@ -169,7 +169,7 @@ class Answers:
     """What the exchanges of one request say, as it comes. Leaving early cancels those that still run."""
 
     def __init__(self, num_open: int) -> None:
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[AsyncExchange] = []
         self._num_open = num_open
         self._early: Found = []  # from before anybody listened
         self._listener: Listener | None = None

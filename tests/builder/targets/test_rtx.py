@@ -30,7 +30,7 @@ from hemiola.plugins.spec import Op
 from hemiola.runtime import manifest
 from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.device.segments import tensorrt
-from hemiola.runtime.device.segments.pieces import Pieces
+from hemiola.runtime.device.segments.pieces import CutSegment
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 
@@ -134,7 +134,7 @@ def test_kernels_are_compiled_for_tensors_as_parts_and_views_make_them(
             for name, shape in INPUTS[segment.name].items():
                 dtype = torch.bfloat16 if name == "hidden" else torch.int32
                 flat.append(meta([letters[letter] for letter in shape], dtype))
-            Pieces(tmp_path / "e", segment)(*flat)
+            CutSegment(tmp_path / "e", segment)(*flat)
     assert found and found <= compiled
 
 

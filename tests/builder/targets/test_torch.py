@@ -28,7 +28,7 @@ def load(folder: Path, max_len: int = 64) -> Model:
     return models.load(Checkpoint(folder), torch.ops.hemiola, chunk_len=16, max_len=max_len)
 
 
-def compiled(model: Model, folder: Path, limits: Limits = LIMITS) -> target.Compiled:
+def compiled(model: Model, folder: Path, limits: Limits = LIMITS) -> target.CompiledSegment:
     return target.compile(
         graph.export(model, "trunk", limits),
         model.weights(model.trunk),

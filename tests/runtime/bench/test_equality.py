@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from hemiola.runtime.api import Metrics, Output, SamplingParams
 from hemiola.runtime.bench import equality
-from hemiola.runtime.bench.measure import Answer
+from hemiola.runtime.bench.measure import BenchResult
 
 
-def result(session: int, prompt: list[int], answer: list[int], finish_reason: str = "length") -> Answer:
-    made = Answer(session, 0, f"request {session}", prompt, SamplingParams(max_tokens=3), 0.0, 0.0)
+def result(session: int, prompt: list[int], answer: list[int], finish_reason: str = "length") -> BenchResult:
+    made = BenchResult(session, 0, f"request {session}", prompt, SamplingParams(max_tokens=3), 0.0, 0.0)
     made.token_ids, made.finish_reason = answer, finish_reason
     return made
 

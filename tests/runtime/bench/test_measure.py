@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from hemiola.runtime.api import Metrics, OnPiece, Piece, SamplingParams
-from hemiola.runtime.bench.measure import FAILED_BEFORE, Answer, Mailbox, Measured, Run
+from hemiola.runtime.bench.measure import FAILED_BEFORE, BenchResult, Mailbox, Measured, Run
 from hemiola.runtime.bench.statistics import peak
 from hemiola.runtime.bench.workloads import Turn, Turns
 from hemiola.runtime.errors import Refused
@@ -25,18 +25,18 @@ class Clock(Mailbox):
         self.time = 100.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
-        self.results: deque[Answer | None] = deque()
+        self.results: deque[BenchResult | None] = deque()
 
     def now(self) -> float:
         return self.time
 
-    def put(self, result: Answer | None) -> None:
+    def put(self, result: BenchResult | None) -> None:
         self.results.append(result)
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         heapq.heappush(self.events, (time, next(self.order), action))
 
-    def get(self, timeout: float | None) -> Answer | None:
+    def get(self, timeout: float | None) -> BenchResult | None:
         deadline = math.inf if timeout is None else self.time + timeout
         while not self.results:
             if not self.events or self.events[0][0] > deadline:
@@ -217,7 +217,7 @@ def test_every_ended_request_is_reported_once() -> None:
     engine = SlowEngine(Clock())
     engine.fail = lambda prompt: prompt == [7]
     sessions = [[Turn([7], 1, 0.0, "a"), Turn([1], 1, 0.0, "b")], *single(1, 1)]
-    seen: list[Answer] = []
+    seen: list[BenchResult] = []
     Run(engine, sessions, None, None, False, engine.clock, seen.append)()
     assert sorted(result.key for result in seen) == [(0, 0), (0, 1), (1, 0), (2, 0)]
 

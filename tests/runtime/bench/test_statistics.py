@@ -4,7 +4,7 @@ import pytest
 
 from hemiola.runtime.api import Metrics, SamplingParams
 from hemiola.runtime.bench import statistics
-from hemiola.runtime.bench.measure import Answer, Measured
+from hemiola.runtime.bench.measure import BenchResult, Measured
 
 
 def result(
@@ -13,17 +13,17 @@ def result(
     prompt_len: int = 4,
     finish_reason: str | None = "length",
     **counts: object,
-) -> Answer:
+) -> BenchResult:
     """pieces: time -> number of tokens."""
     metrics = Metrics(num_prompt_tokens=prompt_len, arrival=due, **counts)
-    made = Answer(0, 0, "request 0", [1] * prompt_len, SamplingParams(), due, sent=due + 0.25)
+    made = BenchResult(0, 0, "request 0", [1] * prompt_len, SamplingParams(), due, sent=due + 0.25)
     made.piece_times, made.piece_lens = list(pieces), list(pieces.values())
     made.token_ids, made.metrics = [5] * sum(pieces.values()), metrics
     made.done, made.finish_reason = max(pieces, default=due), finish_reason
     return made
 
 
-def measured(*results: Answer, end: float = 20.0, num_planned: int | None = None) -> Measured:
+def measured(*results: BenchResult, end: float = 20.0, num_planned: int | None = None) -> Measured:
     return Measured(list(results), len(results) if num_planned is None else num_planned, 10.0, end, False)
 
 

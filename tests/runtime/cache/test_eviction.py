@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hemiola.runtime.cache import eviction
 from hemiola.runtime.cache.eviction import Bag, Cost, Evictor, Oldest, Reuse, above
-from hemiola.runtime.cache.tree import Entry, Group
+from hemiola.runtime.cache.tree import Entry, ReuseGroup
 
-CHAT = Group("decode", 0, 0)
+CHAT = ReuseGroup("decode", 0, 0)
 
 
 def node(parent: Entry | None, edge: int, used: int = 0) -> Entry:
@@ -157,13 +157,13 @@ def test_an_age_is_recorded_once_in_whatever_groups_it_passed() -> None:
     evictor.clock += 10
     node(entry, 8)
     evictor.change(entry)
-    assert entry.group == Group("decode", 1, 0)
+    assert entry.group == ReuseGroup("decode", 1, 0)
     evictor.clock += 30
     evictor.use(entry)
-    assert entry.group == Group("decode", 1, 1) and entry.used == 40
+    assert entry.group == ReuseGroup("decode", 1, 1) and entry.used == 40
     time = {group: sum(spent) for group, spent in evictor.reuse._time.items()}
-    assert time == {Group("decode", 0, 0): 10.5, Group("decode", 1, 0): 30.5}
-    assert sum(evictor.reuse._uses[Group("decode", 1, 0)]) == 1
+    assert time == {ReuseGroup("decode", 0, 0): 10.5, ReuseGroup("decode", 1, 0): 30.5}
+    assert sum(evictor.reuse._uses[ReuseGroup("decode", 1, 0)]) == 1
 
 
 @pytest.mark.parametrize(("kind", "below"), [("junction", 2), ("prompt", 0), ("decode", 0)])
@@ -171,10 +171,12 @@ def test_a_promise_is_what_such_snapshots_turned_out_to_be_worth(kind: str, belo
     evictor = make()
     for other in range(3):
         for number in range(64):
-            evictor.reuse.record(Group(kind, other, 0), 0, 10 + number, used=other == below)
-    fresh = evictor.reuse.index(Group(kind, below, 0), 0)
+            evictor.reuse.record(ReuseGroup(kind, other, 0), 0, 10 + number, used=other == below)
+    fresh = evictor.reuse.index(ReuseGroup(kind, below, 0), 0)
     assert evictor.promise(kind, 4, 20) == fresh * 16
-    assert fresh > 2 * max(evictor.reuse.index(Group(kind, other, 0), 0) for other in {0, 1, 2} - {below})
+    assert fresh > 2 * max(
+        evictor.reuse.index(ReuseGroup(kind, other, 0), 0) for other in {0, 1, 2} - {below}
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from hemiola.runtime import manifest
 from hemiola.runtime.cli import inspect
-from hemiola.runtime.cli.graph_plot import Block, draw, folded, steps_of
+from hemiola.runtime.cli.graph_plot import Repeat, draw, folded, steps_of
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 
@@ -68,8 +68,8 @@ def test_profiles_and_kernels_of_an_engine_for_gpus_are_listed(tiny_engine: Get)
 
 def test_layers_that_repeat_are_drawn_once() -> None:
     steps = ["embed", *["a", "b", "a", "b", "c"] * 3, "end", "end"]
-    assert folded(steps) == [Block(("embed",), 1), Block(("a", "b", "a", "b", "c"), 3), Block(("end",), 2)]
-    assert folded(["x", "y", "z"]) == [Block(("x", "y", "z"), 1)] and folded([]) == []
+    assert folded(steps) == [Repeat(("embed",), 1), Repeat(("a", "b", "a", "b", "c"), 3), Repeat(("end",), 2)]
+    assert folded(["x", "y", "z"]) == [Repeat(("x", "y", "z"), 1)] and folded([]) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"target": "onnxruntime"}], ids=["whole", "cut"])

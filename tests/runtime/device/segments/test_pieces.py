@@ -14,7 +14,7 @@ from kit.harness import Harness
 from hemiola.builder import build
 from hemiola.builder.options import Options
 from hemiola.runtime import manifest
-from hemiola.runtime.device.segments.pieces import Pieces
+from hemiola.runtime.device.segments.pieces import CutSegment
 from hemiola.runtime.errors import Refused
 
 Get = Callable[..., Path]
@@ -46,7 +46,7 @@ def test_values_are_given_back_when_nobody_reads_them_any_more(
 ) -> None:
     harness = Harness(tiny_engine("qwen3_5", target="onnxruntime"))
     program = harness.programs["trunk"]._call.__wrapped__.func
-    assert isinstance(program, Pieces)
+    assert isinstance(program, CutSegment)
     alive: list[weakref.ref] = []
     most = 0
     steps = []

@@ -7,9 +7,9 @@ from kit import checkpoints
 from kit.scripted_triton import ScriptedTriton
 from openai import OpenAI
 
-from hemiola.runtime.serving.openai.app import Limits
+from hemiola.runtime.serving.openai.app import FrontLimits
 from hemiola.runtime.serving.openai.front import Front
-from hemiola.runtime.serving.openai.model import Model
+from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.text import Text
 
 # In short, what the templates of Qwen3.5 and Nemotron-3 do.
@@ -55,11 +55,11 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Text:
 
 
 @pytest.fixture(scope="session")
-def models(text: Text, bare: Text) -> dict[str, Model]:
+def models(text: Text, bare: Text) -> dict[str, ServedModel]:
     return {
-        "tiny": Model("tiny", MAX_LEN, "0123456789abcdef", text, 1),
-        "ids": Model("ids", MAX_LEN, "0123456789abcdef", None, 1),
-        "bare": Model("bare", MAX_LEN, "0123456789abcdef", bare, 1),  # whose template knows no tools
+        "tiny": ServedModel("tiny", MAX_LEN, "0123456789abcdef", text, 1),
+        "ids": ServedModel("ids", MAX_LEN, "0123456789abcdef", None, 1),
+        "bare": ServedModel("bare", MAX_LEN, "0123456789abcdef", bare, 1),  # whose template knows no tools
     }
 
 
@@ -70,14 +70,14 @@ def triton() -> Iterator[ScriptedTriton]:
 
 
 @pytest.fixture
-def start(triton: ScriptedTriton, models: dict[str, Model]) -> Iterator[Callable[..., Front]]:
+def start(triton: ScriptedTriton, models: dict[str, ServedModel]) -> Iterator[Callable[..., Front]]:
     """Starts a front with these limits."""
     fronts = []
 
     def run(
         metrics_url: str = "http://127.0.0.1:1/metrics", exit_timeout_s: float = 5, **limits: object
     ) -> Front:
-        front = Front(models, limits=Limits(**limits), exit_timeout_s=exit_timeout_s)
+        front = Front(models, limits=FrontLimits(**limits), exit_timeout_s=exit_timeout_s)
         fronts.append(front)
         front.start(triton.url, metrics_url)
         return front

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hemiola.runtime.serving.openai.answer import Answer, Expected, Part
+from hemiola.runtime.serving.openai.answer import AnswerPart, Expected, Splitter
 
 WEATHER = {
     "type": "object",
@@ -159,7 +159,7 @@ CASES = {
 
 def answer(expected: Expected, pieces: list[str], cut: bool = False) -> tuple:
     """(reasoning, content, calls as JSON texts), checked for the order and form of the parts."""
-    reader = Answer(expected)
+    reader = Splitter(expected)
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish(cut)
     texts = {"reasoning": "", "content": ""}
     calls: list[list[str]] = []
@@ -232,19 +232,19 @@ def test_a_cut_call_is_no_content(case: str, forced: bool) -> None:
 
 
 def test_a_string_argument_streams_and_others_come_whole() -> None:
-    reader = Answer(TOOL)
+    reader = Splitter(TOOL)
     reader.push("<tool_call>\n<function=weather>\n<parameter=city>\nPar")
-    assert reader.push("is\nand ") == [Part("call", "is\\nand ")]
+    assert reader.push("is\nand ") == [AnswerPart("call", "is\\nand ")]
     reader.push("L\n</parameter>\n<parameter=days>\n1")
     assert reader.push("2") == []
     assert reader.push("\n</parameter>")[0].text == "12"
 
 
 def test_content_is_not_held_back_without_need() -> None:
-    reader = Answer(TOOL)
-    assert reader.push("one") == [Part("content", "one")]
+    reader = Splitter(TOOL)
+    assert reader.push("one") == [AnswerPart("content", "one")]
     assert reader.push(" <") == []
-    assert reader.push(" two") == [Part("content", " < two")]
+    assert reader.push(" two") == [AnswerPart("content", " < two")]
 
 
 SOUP = (
