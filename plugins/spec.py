@@ -1,9 +1,9 @@
 """What an op is: one declaration, from which the torch op and its fake are made, and the forms it runs in.
 
 An op's folder holds `spec.py` (the declaration), `reference.py` (the truth: a plain loop) and its forms, one
-file each: `compiled.py` (CPU), `triton.py` (CUDA). Shapes are strings of letters, one per dimension: T
-tokens, N rows, S slots, H heads, and so on; a letter means the same size wherever it stands in one
-declaration, a digit itself.
+file each: `compiled.py` (CPU), `cuda.py` (CUDA, launches the kernels of `triton.py`). Shapes are strings of
+letters, one per dimension: T tokens, N rows, S slots, H heads, and so on; a letter means the same size
+wherever it stands in one declaration, a digit itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,7 @@
 """What threads tell each other by: numbers that are read and written as one, in an order that all see; and
 what they ask the system."""
 
+from inspect import Parameter, Signature
 from typing import Any
 
 from llvmlite import ir
@@ -61,7 +62,7 @@ def exchange(typing: Any, address: Any, offset: Any, expected: Any, value: Any) 
 
 
 def _c_function(name: str, *given: Any) -> Any:
-    """A function of the C library that takes at most two numbers or addresses and returns an int."""
+    """A function of the C library that takes numbers or addresses and returns an int."""
 
     def function(typing: Any, *kinds: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -71,23 +72,9 @@ def _c_function(name: str, *given: Any) -> Any:
 
         return types.int64(*given), build
 
-    if len(given) == 2:
-
-        def with_two(typing: Any, a: Any, b: Any) -> Any:
-            return function(typing, a, b)
-
-        return intrinsic(with_two)
-    if given:
-
-        def with_address(typing: Any, address: Any) -> Any:
-            return function(typing, address)
-
-        return intrinsic(with_address)
-
-    def alone(typing: Any) -> Any:
-        return function(typing)
-
-    return intrinsic(alone)
+    names, kind = ["typing", *(f"given_{n}" for n in range(len(given)))], Parameter.POSITIONAL_OR_KEYWORD
+    vars(function)["__signature__"] = Signature([Parameter(name, kind) for name in names])  # numba reads it
+    return intrinsic(function)
 
 
 sched_yield = _c_function("sched_yield")

@@ -3,6 +3,7 @@
 What a form computes from a shape works on plain integers and on these alike.
 """
 
+import operator
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
@@ -11,6 +12,7 @@ import numpy as np
 Number = Union[int, "FreeSize"]
 ADD, MUL, FLOOR_DIV, MIN, MAX, SCALE = range(6)
 PARTS = 1024  # of a unit, in which SCALE counts
+OPERATIONS = (operator.add, operator.mul, operator.floordiv, min, max, lambda a, b: a * b // PARTS)
 
 
 @dataclass(frozen=True)
@@ -106,16 +108,4 @@ def evaluate(number: Number, inputs: dict[str, int]) -> int:
     if number.name:
         return inputs[number.name]
     a, b = evaluate(number.a, inputs), evaluate(number.b, inputs)
-    match number.operation:
-        case 0:
-            return a + b
-        case 1:
-            return a * b
-        case 2:
-            return a // b
-        case 3:
-            return min(a, b)
-        case 4:
-            return max(a, b)
-        case _:
-            return a * b // PARTS
+    return OPERATIONS[number.operation](a, b)

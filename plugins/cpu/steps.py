@@ -250,12 +250,8 @@ def _fill_in(header, given):
     """header: values, operations, patches, calls; how many of the last three; from how many nanoseconds on a
     call is shared; the fault that ended the step; how many numbers it is given; and where this process counts
     its calls."""
-    values, operations, patches, calls = (
-        get_long(header, 0),
-        get_long(header, 1),
-        get_long(header, 2),
-        get_long(header, 3),
-    )
+    values, operations = get_long(header, 0), get_long(header, 1)
+    patches, calls = get_long(header, 2), get_long(header, 3)
     for n in range(get_long(header, INPUTS)):
         put_long(values, n, get_long(given, n))
     for n in range(get_long(header, 4)):

@@ -10,15 +10,14 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from hemiola.plugins.cpu.registers import REGISTERS
-from hemiola.plugins.cpu.simd import F32, I32, INTS, LANES, VECTOR, intrinsic
+from hemiola.plugins.cpu.simd import F32, HALF, I32, INTS, LANES, LONG, VECTOR, intrinsic
 
 STRIP = 2 * LANES  # outputs whose weights lie together
 DEPTH = 256  # numbers from one row of x to the next, and the most that a tile takes of them
 CHAINS = 8  # registers of sums that hide how long a multiply-add takes: two begin at a time, each takes four
 VECTORS = 2 if REGISTERS.vectors >= 2 * CHAINS else 1  # outputs of a tile, in vectors
-HEIGHT = (
-    REGISTERS.vectors * 3 // 4 // VECTORS
-)  # most rows of a tile: three quarters of the registers have sums
+# most rows of a tile: sums have three quarters of the registers
+HEIGHT = REGISTERS.vectors * 3 // 4 // VECTORS
 
 
 def _abreast() -> tuple[int, ...]:
@@ -32,12 +31,9 @@ def _abreast() -> tuple[int, ...]:
 
 
 ABREAST = _abreast()
-FEW = (
-    HEIGHT if VECTORS == 2 else len(ABREAST)
-)  # rows for which bfloat16 is widened on its way, not beforehand
+FEW = HEIGHT if VECTORS == 2 else len(ABREAST)  # rows for which bfloat16 is widened on its way
 SHAPES = [(rows, 2 * n) for rows, most in enumerate(ABREAST, 1) for n in {1, most}]
 SHAPES += [(rows, VECTORS) for rows in range(len(ABREAST) + 1, HEIGHT + 1)]
-LONG, HALF = ir.IntType(64), ir.IntType(16)
 LINE = 64  # bytes of a cache line
 PAUSE = 16  # inner numbers between two fetches of a row's sums, and at most between two of weights
 AHEAD = 1536  # bytes of a strip that are on their way while a tile of few rows multiplies

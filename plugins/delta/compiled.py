@@ -50,12 +50,8 @@ def delta(
     chunk_len: int,
 ) -> Operand:
     """o[T, H, V]; see reference.py."""
-    code, ring_len, (heads, k_dim, v_dim), decays = (
-        code_of(v),
-        k_records.shape[1],
-        state.shape[1:],
-        a.shape[2],
-    )
+    code, ring_len, (heads, k_dim, v_dim) = code_of(v), k_records.shape[1], state.shape[1:]
+    decays = a.shape[2]
     (num_tokens, *_), num_rows = v.shape, rows.shape[0]
     live = live_tokens(rows, num_tokens, chunk_len, ring_len, state.shape[0])
     q, k, v, a, b = lines(q), lines(k), lines(v), lines(a), lines(b)

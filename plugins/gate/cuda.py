@@ -22,16 +22,8 @@ def gate(
     check("gate", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
     num_tokens, width = x.shape
     is_single = gate.dim() == 2 and gate.shape[1] == 1
-    check(
-        "gate",
-        "gate",
-        gate,
-        (num_tokens, 1 if is_single else width),
-        FLOATS,
-        x.device,
-        apart=1,
-        anywhere=True,
-    )
+    shape = (num_tokens, 1 if is_single else width)
+    check("gate", "gate", gate, shape, FLOATS, x.device, apart=1, anywhere=True)
     y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
     if y.numel():
         block = min(BLOCK, pow2(width))

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hemiola.plugins.gpu.launch import cdiv
+
 
 class Term(NamedTuple):
     """How a number is made: `size` of a letter, or of two numbers a sum, product, ...
@@ -81,15 +83,11 @@ def places_of(shape: Sequence[Number]) -> dict[str, int]:
     }
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def evaluate(
     value: Number,
     sizes: Mapping[str, Any],
     constant: Callable[[int], Any] = int,
-    ceil_div: Callable[[Any, Any], Any] = ceil_div,
+    ceil_div: Callable[[Any, Any], Any] = cdiv,
 ) -> Any:
     """For a step's sizes by letter: ints, or a compiler's expressions, of which these make others."""
     if not isinstance(value, Term):

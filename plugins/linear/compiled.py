@@ -9,6 +9,7 @@ import torch
 from hemiola.plugins.cpu.code import Code, Operand, code_of, lines, numel
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
+from hemiola.plugins.cpu.moves import move
 from hemiola.plugins.cpu.simd import LANES, add, get, get_long, load, put, store
 from hemiola.plugins.cpu.sizes import Number, ceil_div, least, most
 from hemiola.plugins.cpu.tiles import (
@@ -114,7 +115,7 @@ def multiply(
         count = min(DEPTH, num_inputs - at)
         for n in range(first, last):
             row = n if rows == 0 else get_long(rows, n)
-            _copy(x + 4 * (row * x_len + at), panel + 4 * (n - first) * DEPTH, count)
+            move(x, row * x_len + at, panel, (n - first) * DEPTH, count)
         _stretch(
             scratch, last - first, matrix, halves, num_inputs, at, count,
             begin * UNIT, min(end * UNIT, num_strips), num_outputs, out
@@ -130,15 +131,6 @@ def multiply(
 def _share(size, parts, part):
     """Where a part of 0 .. size begins and ends."""
     return size * part // parts, size * (part + 1) // parts
-
-
-@helper
-def _copy(source, target, count):
-    whole = count // LANES * LANES
-    for i in range(0, whole, LANES):
-        store(target, i, load(source, i))
-    for i in range(whole, count):
-        put(target, i, get(source, i))
 
 
 @helper

@@ -14,6 +14,7 @@ from hemiola.plugins.gpu.dtypes import FLOATS
 from hemiola.plugins.gpu.launch import Block, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
 from hemiola.plugins.gpu.tiles import FALLBACK, Tile, crowds, expert_tile_of, table_of
+from hemiola.plugins.moe.spec import ACTIVATIONS
 
 _combine = Kernel("moe", "_combine")
 _sort = Kernel("moe", "_sort")
@@ -21,7 +22,6 @@ _experts_persistent = Kernel("moe", "_experts_persistent")
 _experts = Kernel("moe", "_experts")
 _copy_lines = Kernel("moe", "_copy_lines")
 
-ACTIVATIONS = ("relu2", "swiglu")
 SORT_BLOCK = 2048  # pairs that a program of the sort looks at together
 
 
@@ -41,16 +41,8 @@ def moe(
     (num_tokens, width), num_experts, inner = x.shape, up.shape[0], down.shape[-1]
     check("moe", "expert_ids", expert_ids, (num_tokens, None), torch.int32, x.device)
     num_slots = expert_ids.shape[1]
-    check(
-        "moe",
-        "expert_weights",
-        expert_weights,
-        (num_tokens, num_slots),
-        torch.float32,
-        x.device,
-        anywhere=True,
-    )
-    outputs = 2 * inner if activation == "swiglu" else inner
+    shape, outputs = (num_tokens, num_slots), inner * ACTIVATIONS[activation]
+    check("moe", "expert_weights", expert_weights, shape, torch.float32, x.device, anywhere=True)
     check("moe", "up", up, (None, outputs, width), x.dtype, x.device, anywhere=True)
     check("moe", "down", down, (num_experts, width, inner), x.dtype, x.device, anywhere=True)
     y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
@@ -65,16 +57,9 @@ def moe(
     _multiply(hidden, down, out, pairs, tiles, expert_weights, "none", tile)
     block = min(1024, pow2(width))
     _combine[num_tokens, cdiv(width, block)](
-        out,
-        expert_ids,
-        y,
-        width,
-        num_experts,
-        SLOTS=num_slots,
-        BLOCK=block,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        out, expert_ids, y, width, num_experts,
+        SLOTS=num_slots, BLOCK=block, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return y
 
 
