@@ -30,6 +30,7 @@ def build_engine(
 ) -> None:
     """Compile a checkpoint into an engine directory."""
     from hemiola.builder.build import build
+    from hemiola.runtime.cli.inspect import size
 
     chosen = made(Options, options)
     console = Console(stderr=True)
@@ -44,7 +45,7 @@ def build_engine(
         task = progress.add_task("starting", total=None, amount="")
 
         def report(stage: str, done: int, total: int) -> None:
-            shown = str if stage.startswith("kernels") else _mib
+            shown = str if stage.startswith("kernels") else size
             amount = f"{shown(done)} of {shown(total)}" if total else ""
             progress.update(task, description=stage, completed=done, total=total or None, amount=amount)
 
@@ -54,7 +55,7 @@ def build_engine(
 
 def summary(manifest: "Manifest", engine_dir: Path) -> Table:
     """What was built, for people."""
-    from hemiola.runtime.cli.inspect import PROMISES
+    from hemiola.runtime.cli.inspect import PROMISES, runs, size
     from hemiola.runtime.config import state_bytes
 
     limits = manifest.limits
@@ -65,12 +66,8 @@ def summary(manifest: "Manifest", engine_dir: Path) -> Table:
     table.add_row("runs on", f"{manifest.target} {manifest.arch}")
     for segment in manifest.segments:
         if segment.pieces:
-            calls = sum(piece.kind == "part" for piece in segment.pieces)
-            size = sum((engine_dir / file).stat().st_size for file in segment.files)
-            table.add_row(
-                f"{segment.name}'s parts",
-                f"{calls}, {len(segment.files)} of them different, {_mib(size)}, by {segment.compiler}",
-            )
+            num_bytes = sum((engine_dir / file).stat().st_size for file in segment.files)
+            table.add_row(segment.name, f"{runs(segment)}, {size(num_bytes)}")
     for op, why in manifest.callbacks.items():
         table.add_row("", f"{op}: python callback ({why})")
     if manifest.promise == "tokens":
@@ -80,16 +77,11 @@ def summary(manifest: "Manifest", engine_dir: Path) -> Table:
     )
     table.add_row("longest request", f"{limits.max_len} tokens")
     table.add_row("one step", f"{limits.max_rows} requests, {limits.max_step_tokens} tokens")
-    table.add_row("one page", f"{limits.page_len} tokens, {_mib(state_bytes(manifest.states, 'page'))}")
-    table.add_row("one slot", _mib(state_bytes(manifest.states, "slot")))
-    table.add_row(
-        "on disk", _mib(sum(file.stat().st_size for file in engine_dir.rglob("*") if file.is_file()))
-    )
+    table.add_row("one page", f"{limits.page_len} tokens, {size(state_bytes(manifest.states, 'page'))}")
+    table.add_row("one slot", size(state_bytes(manifest.states, "slot")))
+    on_disk = sum(file.stat().st_size for file in engine_dir.rglob("*") if file.is_file())
+    table.add_row("on disk", size(on_disk))
     return table
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.2f} MiB"
 
 
 def main() -> None:

@@ -119,11 +119,12 @@ def segments(engine_dir: Path, found: Manifest) -> Table:
     for segment in found.segments:
         total = size(sum((engine_dir / file).stat().st_size for file in segment.files))
         counts = str(len(segment.weights)), str(len(segment.states))
-        table.add_row(segment.name, _runs(segment), total, *counts, " ".join(segment.inputs))
+        table.add_row(segment.name, runs(segment), total, *counts, " ".join(segment.inputs))
     return table
 
 
-def _runs(segment: Segment) -> str:
+def runs(segment: Segment) -> str:
+    """What it consists of."""
     if not segment.pieces:
         return segment.file
     calls = sum(piece.kind == "part" for piece in segment.pieces)
