@@ -35,26 +35,28 @@ def serve(
     models: Annotated[
         Path | None, typer.Option(help="JSON instead: model name -> its engine_dir and options")
     ] = None,
-    model_name: Annotated[list[str] | None, typer.Option(help="one per engine (default: hemiola)")] = None,
+    model_name: Annotated[
+        list[str] | None, typer.Option(help="name of each engine (default: hemiola)")
+    ] = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every interface")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(help="of HTTP; 0 takes a free one, here and below")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="of gRPC, for hemiola.Client")] = 8001,
-    metrics_port: Annotated[int, typer.Option(help="of Prometheus metrics")] = 8002,
+    http_port: Annotated[int, typer.Option(help="port of HTTP; 0 takes a free one, here and below")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="port of gRPC, for hemiola.Client")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="port of Prometheus metrics")] = 8002,
     openai_port: Annotated[
-        int | None, typer.Option(help="of an OpenAI-compatible API (default: none)")
+        int | None, typer.Option(help="port of an OpenAI-compatible API (default: none)")
     ] = None,
     openai_api_key: Annotated[
         list[str] | None,
-        typer.Option(help="that its callers must send; repeat for several", envvar="HEMIOLA_OPENAI_API_KEY"),
+        typer.Option(help="key that callers must send; repeat for several", envvar="HEMIOLA_OPENAI_API_KEY"),
     ] = None,
-    openai_max_requests: Annotated[int, typer.Option(help="it takes at once; more get status 429")] = 1024,
-    openai_max_body: Annotated[int, typer.Option(help="bytes of a body; more get status 413")] = 16 * 2**20,
+    openai_max_requests: Annotated[int, typer.Option(help="most at once; more get status 429")] = 1024,
+    openai_max_body: Annotated[int, typer.Option(help="most bytes of a body, else status 413")] = 16 * 2**20,
     tritonserver: Annotated[Path | None, typer.Option(help="the binary (default: nvidia-pytriton's)")] = None,
     start_timeout: Annotated[float, typer.Option(help="seconds until every engine must be ready")] = 300,
     exit_timeout: Annotated[int, typer.Option(help="seconds that streams in flight get at the end")] = 30,
     restart: Annotated[int, typer.Option(help="times in a row that a lost server is started again")] = 0,
     hang_timeout: Annotated[float, typer.Option(help="seconds without a sign of life, then it is lost")] = 30,
-    control_key: Annotated[str, typer.Option(help="who sends it may load and unload models")] = "",
+    control_key: Annotated[str, typer.Option(help="who sends this key may load and unload models")] = "",
     log_verbose: Annotated[bool, typer.Option("--log-verbose", help="show tritonserver's log")] = False,
     **options: Any,
 ) -> None:
