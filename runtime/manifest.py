@@ -1,4 +1,4 @@
-"""The contract between builder and runtime: `manifest.json`, the only file that the runtime parses."""
+"""The contract between builder and runtime: `manifest.json`, which says what an engine is."""
 
 import hashlib
 import json

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
 from hemiola.runtime.api import FinishReason, Metrics, OnPiece, Piece, SamplingParams
-from hemiola.runtime.bench.workloads import Turn, Turns
+from hemiola.runtime.bench.workloads import Turns
 from hemiola.runtime.errors import Failed, Refused
 
 FAILED_BEFORE = "not sent: the turn before it failed"
@@ -165,7 +165,7 @@ class Run:
         return max(0.0, min(times) - self._mailbox.now()) if times else None
 
     def _send(self, due: _Due) -> None:
-        turn = self._turn(due.session_id, due.turn)
+        turn = self._sessions[due.session_id][due.turn]
         prompt_ids = due.history + turn.ids
         params = SamplingParams(max_tokens=turn.max_tokens, ignore_eos=self._ignore_eos)
         result = BenchResult(
@@ -218,9 +218,6 @@ class Run:
             self._results.append(never)
             self._on_result(never)
         self._places.append(failed.done)
-
-    def _turn(self, session_id: int, turn: int) -> Turn:
-        return self._sessions[session_id][turn]
 
 
 @contextmanager

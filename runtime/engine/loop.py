@@ -327,7 +327,7 @@ class Loop:
             try:
                 event.on_piece(event.piece)
             except Exception:
-                log.exception("request %d: on_piece raised; the request is cancelled", event.request.id)
+                log.exception("request %d: on_piece raised; the request ends", event.request.id)
                 if event.piece.finish_reason is None:
                     self.scheduler.abort(event.request)
                     self.outbox.end(event.request)
@@ -340,8 +340,4 @@ class Loop:
                 self.outbox.open(message.request, message.on_piece)
         for request in self.outbox.all():
             request.fail(f"the engine failed: {reason}")
-            event = self.outbox.end(request)
-            try:
-                event.on_piece(event.piece)
-            except Exception:
-                log.exception("request %d: on_piece raised", request.id)
+            self._deliver([self.outbox.end(request)])
