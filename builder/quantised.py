@@ -21,7 +21,8 @@ def refuse_quantised(
         return
     found = own if isinstance(own, dict) else {"quant_method": own} if own else {}
     beside = (modelopt or {}).get("quantization") or {}
-    if all(is_about_pages(declared) for declared in (found, beside) if declared):
+    declared = [each for each in (found, beside) if each]
+    if declared and all(map(is_about_pages, declared)):
         return
     kinds = kinds_of(found) or kinds_of(beside)
     source = f"quantization_config, quant_method {found.get('quant_method', '?')}" if own else MODELOPT
