@@ -1,14 +1,15 @@
 """Decode steps of models of real dimensions on a GPU (random weights), beside their floors and vLLM's steps.
 
     PYTHONPATH=. python benchmarks/gpu_models.py [--models 9b,9b/32k,0.8b,nano,30b] [--rows 1,64,256]
-        [--drafts none,mtp] [--context 2048] [--prompts] [--engines FOLDER] [--build]
+        [--drafts none,mtp,adaptive] [--context 2048] [--prompts] [--engines FOLDER] [--build]
 
 Of each model it makes an engine, in --engines if that is named and has none yet; with --build it does no
 more, and needs no GPU. A line per kind of drafts and number of rows: the
 milliseconds of a step while all rows decode, over the floor (bytes that a step must move at 4.3 TB/s,
-DESIGN.md 10) and beside vLLM 0.26's step on an H200; whether the tokens of two rows are their plain run's.
-Random heads guess nothing, so drafts are verified and rejected; tokens/s with drafts are those of 3.05 tokens
-a step, the acceptance (.85, .68, .52) that vLLM's numbers were taken with.
+DESIGN.md 10) and beside vLLM 0.26's step on an H200; how much of the time the GPU had no step to do; whether
+the tokens of two rows are their plain run's. Random heads guess nothing, so drafts are verified and rejected;
+tokens/s with mtp are those of 3.05 tokens a step, the acceptance (.85, .68, .52) that vLLM's numbers were
+taken with. adaptive: as many drafts as pay, none here; then one token a step, to be held against none.
 
 --prompts: seconds of 8,192 tokens against 790 TFLOP/s, and to the first token of 10,100: cold, the same
 prompt again, and behind a prefix of 10,000 tokens that another request had; a hit's token is the cold run's.
@@ -42,6 +43,7 @@ NAMES = {
     "30b": "nemotron-3.5-30b-a3b",
 }
 FEW = "/32k"  # behind a model's name: drafts are chosen among the 32,768 lowest ids
+ADAPTIVE = "adaptive"
 NUM_DRAFTS, TOKENS_A_STEP = 3, 3.05
 # milliseconds at 2k tokens of context: (floor, vLLM 0.26 on an H200 on 2026-11-20)
 KNOWN = {
@@ -50,6 +52,8 @@ KNOWN = {
     ("0.8b", "none"): {1: (0.365, 1.59), 8: (0.47, 2.1), 64: (1.31, 2.97), 256: (4.31, 6.8)},
     ("0.8b", "mtp"): {1: (0.75, 5.05), 8: (0.88, 5.6), 64: (2.04, 6.96), 256: (7.16, 17.4)},
     ("nano", "none"): {1: (3.94, 5.36), 8: (4.46, 6.27), 64: (8.63, 12.2), 256: (24.5, 35.7)},
+    ("30b", "none"): {1: (1.53, math.nan), 8: (5.42, math.nan), 64: (15.54, math.nan)},
+    ("30b", "mtp"): {1: (3.93, math.nan), 8: (12.95, math.nan), 64: (18.57, math.nan)},
 }
 PROMPT_LEN, SHARED_LEN, TAIL_LEN, PROMPT_ROWS = 8192, 10_000, 100, 8
 VLLMS_MS = {"9b": (213, 261, 32.3, 66.5)}  # of the four lines about prompts
@@ -61,6 +65,7 @@ class Decoding(NamedTuple):
     """What was measured while all rows decoded."""
 
     step_ms: float
+    idle: float  # share of the time
     num_steps: int
     token_ids: list[list[int]]
 
@@ -70,7 +75,7 @@ def decode(llm: LLM, prompts: list[list[int]], num_steps: int) -> Decoding:
     chunks = sum(map(len, prompts)) // llm.config.max_step_tokens + len(prompts)
     params = SamplingParams(max_tokens=chunks + num_steps, temperature=0.0, ignore_eos=True)
     token_ids: list[list[int]] = [[] for _ in prompts]
-    marks: list[tuple[float, int]] = []
+    marks: list[tuple[float, int, float]] = []
     left, done = {*range(len(prompts))}, threading.Event()
 
     def note(row: int, piece: Piece) -> None:
@@ -79,15 +84,17 @@ def decode(llm: LLM, prompts: list[list[int]], num_steps: int) -> Decoding:
         if piece.finish_reason is not None:
             left.discard(row)
         if (first and all(token_ids)) or (piece.finish_reason is not None and len(marks) == 1):
-            marks.append((time.perf_counter(), llm.counters.num_steps))
+            counters = llm.counters
+            marks.append((time.perf_counter(), counters.num_steps, counters.device_seconds))
         if not left:
             done.set()
 
     for row, prompt in enumerate(prompts):
         llm.submit(prompt, params, lambda piece, row=row: note(row, piece))
     done.wait()
-    (start, before), (end, after) = marks[:2]
-    return Decoding(1e3 * (end - start) / max(after - before, 1), after - before, token_ids)
+    (start, before, busy), (end, after, busier) = marks[:2]
+    seconds, num_steps = end - start, after - before
+    return Decoding(1e3 * seconds / max(num_steps, 1), 1 - (busier - busy) / seconds, num_steps, token_ids)
 
 
 def lines(model: str, engine_dir: Path, rows: list[int], kinds: list[str], context: int) -> None:
@@ -97,9 +104,12 @@ def lines(model: str, engine_dir: Path, rows: list[int], kinds: list[str], conte
     plain: list[list[int]] = []
     for drafts in kinds:
         start = time.perf_counter()
-        options = {} if drafts == "none" else {"num_drafts": NUM_DRAFTS, "adaptive_drafts": False}
-        with LLM(engine_dir, drafts=drafts, prefix_cache=False, **options) as llm:
-            print(f"{model}, drafts {drafts}: ready after {time.perf_counter() - start:.1f} s", flush=True)
+        options = (
+            {} if drafts == "none" else {"num_drafts": NUM_DRAFTS, "adaptive_drafts": drafts == ADAPTIVE}
+        )
+        head = "mtp" if drafts == ADAPTIVE else drafts
+        with LLM(engine_dir, drafts=head, prefix_cache=False, **options) as llm:
+            print(f"* {model}, drafts {drafts}: ready after {time.perf_counter() - start:.1f} s", flush=True)
             for num in rows:
                 if not plain:
                     plain = [decode(llm, [prompt], 40).token_ids[0] for prompt in prompts[:2]]
@@ -107,11 +117,11 @@ def lines(model: str, engine_dir: Path, rows: list[int], kinds: list[str], conte
                 found = decode(llm, prompts[:num], 40)
                 same = all(a[:40] == b[:40] for a, b in zip(found.token_ids, plain, strict=False))
                 floor, theirs = KNOWN.get((model.removesuffix(FEW), drafts), {}).get(num, (float("nan"),) * 2)
-                speed = num * (1 if drafts == "none" else TOKENS_A_STEP) / found.step_ms * 1e3
+                speed = num * (TOKENS_A_STEP if drafts == "mtp" else 1) / found.step_ms * 1e3
                 print(
                     f"| {model} | {drafts} | {num} | {found.step_ms:.2f} | {found.step_ms / floor:.2f} |"
                     f" {theirs:.2f} | {theirs / found.step_ms:.2f} | {speed:,.0f} | {found.num_steps} |"
-                    f" {'equal' if same else 'OTHER TOKENS'} |",
+                    f" {found.idle:.1%} | {'equal' if same else 'OTHER TOKENS'} |",
                     flush=True,
                 )
 
@@ -212,8 +222,8 @@ def run(asked: argparse.Namespace, folder: Path) -> None:
     gpu = torch.cuda.get_device_name(0)
     print(f"{gpu}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {asked.context} tokens of context")
     if rows:
-        print(f"| model | drafts | rows | ms | over floor | {THEIRS} | of ours | tokens/s | steps | same |")
-        print("|---|---|---|---|---|---|---|---|---|---|")
+        print(f"| model | drafts | rows | ms | over floor | {THEIRS} | of ours | tokens/s | steps | idle | |")
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
     for model in models if rows else ():
         kinds = [kind for kind in asked.drafts.split(",") if kind == "none" or model != "nano"]
         lines(model, made(model, folder, max(rows), asked.context + 1024), rows, kinds, asked.context)

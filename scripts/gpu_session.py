@@ -4,8 +4,22 @@
 
 Stages run one after the other, each with a time limit and a log of its own, and none stops the next. What
 only needs a CPU runs beside them, and is paused while something is timed. A later call goes on where this one
-ended; --only runs what it names, again or not. In DIR: summary.md, tables.md (of the benchmarks, with device,
-commit and date; the text of benchmarks/gpu_session.md), logs.tar.gz.
+ended; --only runs what it names, again or not. Storms of new seeds take what time is left. In DIR: summary.md
+(which is printed, too), tables.md (of the benchmarks, with device, commit and date; the text of
+benchmarks/gpu_session.md), logs.tar.gz.
+
+Thirty minutes of a machine, its start (1 to 2) and the transfers taken off, are three calls; the seconds are
+those that stages took on 2026-11-22, or (~) what their parts let expect:
+
+    --minutes 9.3 with .lease/base, .lease/vllm1: look 8, engines 130, kernels 75, matrix 190, models 75; then
+        numbers 32 (510 of 558)
+    --minutes 9.3 with .lease/vllm2: prompts 27, storms 150 (the bundle is installed beside them), vllm 320
+        (497 of 558)
+    --minutes 8.3 alone: many rows ~160, more models ~130, sanitizer 106, fewer ids ~60 (456 of 498)
+
+What is behind these in the list comes in another session. Where a round over branches comes first
+(/work/rounds/README.md, three calls, 16 minutes), one call is left, for what landed: --minutes 9.3 --only
+look,engines,kernels,matrix,models.
 """
 
 import argparse
@@ -28,51 +42,68 @@ KEPT = Path("/tmp/gpu_session")  # of this machine, for later calls
 SITE, ENGINES, VLLM = KEPT / "site", KEPT / "engines", KEPT / "vllm"
 ENOUGH = 0.6  # of its time; with less left no stage begins, but one behind it may
 PATIENCE = 12  # seconds in which an interrupted stage may say what it has
-PYTEST = "python3 -m pytest -v --tb=short -p no:cacheprovider -n 14 --dist load"
+PYTEST = "python3 -m pytest -v --tb=short -p no:cacheprovider -n 14 --dist worksteal"
 RECURRENCES = "python3 benchmarks/gpu_recurrences.py --bench --ops mamba2 delta --chunks 16"
 MODELS = f"python3 benchmarks/gpu_models.py --engines {ENGINES}"
+STORMS = "python3 scripts/gpu_storms.py --processes 14 --seed $(date +%s) --seconds $((STAGE_SECONDS - 15))"
+PEER = (
+    f"PYTHONPATH={VLLM}/site PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work python3 {VLLM}/bench/bench.py"
+    " --budget $STAGE_SECONDS"
+)
+PRINTED = 7_000  # characters of the summary: a call brings back 12,000 of all that was printed
 
 
 class Stage(NamedTuple):
     name: str
-    seconds: int  # at most
+    seconds: int  # at most; the command finds what it has in STAGE_SECONDS
     command: str
     is_timed: bool = False  # nothing else may run meanwhile
     needs: Path | None = None  # what must be there: it came along, or is made beside the stages
+    again: bool = False  # in every call
 
 
 STAGES = (
-    Stage("look", 60, "python3 scripts/gpu_look.py", True),
-    Stage("kernels", 150, f"{PYTEST} tests/plugins/*/test_triton.py"),
+    Stage("look", 30, "python3 scripts/gpu_look.py", True),
     Stage("engines", 200, f"{PYTEST} tests/gpu --ignore tests/gpu/test_tensorrt.py"),
-    Stage("models", 200, f"{MODELS} --models 9b,0.8b --rows 1,64", True),
-    Stage("matrix", 240, f"TEST_DEVICE=cuda {PYTEST} tests/runtime/engine/test_matrix*.py"
+    Stage("kernels", 130, f"{PYTEST} tests/plugins/*/test_triton.py"),
+    Stage("matrix", 260, f"TEST_DEVICE=cuda {PYTEST} tests/runtime/engine/test_matrix*.py"
           " tests/runtime/engine/test_reports.py tests/runtime/engine/test_engine_storms.py"
           " tests/runtime/engine/drafts/test_reduced_head.py"),
-    Stage("tensorrt", 150, f"{PYTEST} tests/gpu/test_tensorrt.py tests/plugins/gpu/test_ptx.py"),
-    Stage("numbers", 90, "python3 benchmarks/gpu_numbers.py", True),
-    Stage("prompts", 90, f"{MODELS} --models 9b --rows '' --prompts", True),
-    Stage("recurrences", 120, RECURRENCES, True),
-    Stage("storms", 200, "python3 scripts/gpu_storms.py --seconds 130 --processes 14"),
-    Stage("vllm", 300, f"PYTHONPATH={VLLM}/site PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work python3"
-          f" {VLLM}/bench/bench.py --budget 290 --configs 9b-off,9b-mtp3,0.8b-mtp3", True,
-          VLLM / "site/.peer_sum"),
-    Stage("sanitizer", 200, "python3 scripts/gpu_sanitize.py --seconds 180"),
-    Stage("fewer ids", 150, f"{MODELS} --models 9b/32k,0.8b/32k --rows 1,64 --drafts none,mtp", True),
-    Stage("more models", 240, f"{MODELS} --models nano,30b --rows 1,8,64", True),
+    Stage("models", 110, f"{MODELS} --models 9b,0.8b --rows 1,64", True),
+    Stage("numbers", 60, "python3 benchmarks/gpu_numbers.py", True),
+    Stage("prompts", 60, f"{MODELS} --models 9b --rows '' --prompts", True),
+    Stage("storms", 150, STORMS),
+    Stage("vllm", 350, f"{PEER} --configs 9b-off,9b-mtp3,0.8b-mtp3", True, VLLM / "site/.peer_sum"),
     Stage("many rows", 200, f"{MODELS} --models 9b,0.8b --rows 8,256", True),
-    Stage("demos", 120, "python3 benchmarks/gpu_engine.py", True),
-    Stage("launches", 60, "python3 benchmarks/gpu_launch.py", True),
+    Stage("more models", 200, f"{MODELS} --models nano,30b --rows 1,8,64", True),
+    Stage("sanitizer", 170, "python3 scripts/gpu_sanitize.py --seconds $STAGE_SECONDS"),
+    Stage("fewer ids", 120, f"{MODELS} --models 9b/32k,0.8b/32k --rows 1,64 --drafts none,mtp", True),
+    Stage("adaptive", 90, f"{MODELS} --models 9b,0.8b --rows 1,64 --drafts none,adaptive", True),
+    Stage("commands", 90, "bash scripts/gpu_commands.sh"),
+    Stage("recurrences", 60, RECURRENCES, True),
+    Stage("tensorrt", 90, f"{PYTEST} tests/gpu/test_tensorrt.py tests/plugins/gpu/test_ptx.py"),
+    Stage("vllm exact", 170, f"mkdir -p $OUT/exact; OUT=$OUT/exact VLLM_BATCH_INVARIANT=1 {PEER} --again"
+          " --configs 9b-off", True, VLLM / "site/.peer_sum"),
     Stage("attention", 120, "python3 benchmarks/gpu_attention.py --prefill 8192", True),
     Stage("dense", 180, "python3 benchmarks/gpu_dense.py", True),
+    Stage("demos", 120, "python3 benchmarks/gpu_engine.py", True),
+    Stage("launches", 30, "python3 benchmarks/gpu_launch.py", True),
+    Stage("more storms", 60, STORMS, again=True),
 )  # fmt: skip
 # Beside the stages, one after the other.
 BESIDE = (
     f"{MODELS} --models 9b,0.8b --rows 64 --build",
     f"[ ! -f {VLLM}/site.tar.xz ] || PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work bash {VLLM}/install.sh",
-    f"{MODELS} --models nano,30b --rows 64 --build",
     f"{MODELS} --models 9b,0.8b --rows 256 --build",
+    f"{MODELS} --models nano,30b,9b/32k,0.8b/32k --rows 64 --build",
 )
+PEERS = {  # what we call vLLM's configurations, and how many times its tokens a second are asked (issue 9)
+    ("9b", "none"): ("9b-off", 1.2),
+    ("9b", "mtp"): ("9b-mtp3", 1.5),
+    ("0.8b", "none"): ("0.8b-off", 3.0),
+    ("0.8b", "mtp"): ("0.8b-mtp3", 3.0),
+    ("nano", "none"): ("nano9b-off", 1.3),
+}
 
 
 class Done(NamedTuple):
@@ -98,14 +129,12 @@ def main() -> None:
     environment = environment_of()
     meanwhile = "; ".join(("renice -n 19 $$ > /dev/null", *BESIDE))
     beside = begin(meanwhile, KEPT / "logs/beside.log", environment)
+    tried: set[str] = set()
     try:
-        for stage in STAGES:
+        while stage := next_stage(tried, named, until - time.monotonic()):
+            tried.add(stage.name)
             left = until - time.monotonic()
-            if stage.needs and not stage.needs.exists():
-                continue
-            if not (stage.name in named if named else is_open(stage)) or left < ENOUGH * stage.seconds:
-                continue
-            done = run(stage, min(stage.seconds, left), beside, environment)
+            done = run(stage, left if stage.again else min(stage.seconds, left), beside, environment)
             save([*(other for other in load() if other.name != done.name), done])
             write(asked.out)
             print(f"{done.name}: {done.how}, {done.seconds:.0f} s, {done.said}", flush=True)
@@ -114,7 +143,17 @@ def main() -> None:
     finally:
         stop(beside, 1)
         write(asked.out)
-        print((asked.out / "summary.md").read_text(), flush=True)
+        print((asked.out / "summary.md").read_text()[:PRINTED], flush=True)
+
+
+def next_stage(tried: set[str], named: list[str], left: float) -> Stage | None:
+    """The first that can begin: what was needed and not there may have come meanwhile."""
+    for stage in STAGES:
+        wanted = stage.name in named if named else stage.again or is_open(stage)
+        ready = stage.needs is None or stage.needs.exists()
+        if wanted and ready and stage.name not in tried and left >= ENOUGH * stage.seconds:
+            return stage
+    return None
 
 
 def is_open(stage: Stage) -> bool:
@@ -161,9 +200,10 @@ def run(stage: Stage, seconds: float, beside: subprocess.Popen, environment: dic
     start = time.monotonic()
     if stage.is_timed:
         tell(beside, signal.SIGSTOP)
-    process = begin(stage.command, log, environment)
+    most = seconds - PATIENCE if seconds > 2 * PATIENCE else seconds
+    process = begin(stage.command, log, environment | {"STAGE_SECONDS": str(int(most))})
     try:
-        code = process.wait(seconds - PATIENCE if seconds > 2 * PATIENCE else seconds)
+        code = process.wait(most)
     except subprocess.TimeoutExpired:
         code = None
         tell(process, signal.SIGINT)
@@ -216,11 +256,14 @@ def write(out: Path) -> None:
         lines.append(f"| {done.name} | {done.how} | {done.seconds:.0f} | {said} |")
     for done in known.values():
         lines += [f"* {done.name}: {line}" for line in bad(done.name)[:12]]
-    (out / "summary.md").write_text("\n".join(lines) + "\n")
     tables = [f"# Benchmarks of one session on a GPU\n\n{where()}\n"]
     for stage in STAGES:
         if stage.name in known and (found := table_of(stage.name)):
             tables.append(f"## {stage.name}\n`{stage.command}`: {known[stage.name].how}\n\n{found}\n")
+    if beside := beside_vllm():
+        tables.append(f"## Tokens a second, and vLLM's in the same session\n{beside}\n")
+        lines += ["", beside]
+    (out / "summary.md").write_text("\n".join(lines) + "\n")
     (out / "tables.md").write_text("\n".join(tables))
     with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
         archive.add(KEPT / "logs", "logs")
@@ -246,6 +289,22 @@ def table_of(name: str) -> str:
     lines = log_of(name).splitlines()[1:]
     is_test = any(re.match(r"=+ test session starts", line) for line in lines)
     return "" if is_test else "\n".join(line for line in lines if line.startswith(("|", "#", "NVIDIA", "*")))
+
+
+def beside_vllm() -> str:
+    """Lines of models, with what vLLM made of the same rows on this machine."""
+    found = KEPT / "logs/peer.json"
+    theirs = json.loads(found.read_text()) if found.exists() else {}
+    lines = []
+    ours = "\n".join(log_of(name) for name in ("models", "many rows", "more models"))
+    for model, drafts, rows, cells in re.findall(r"^\| (\S+) \| (\w+) \| (\d+) \|(.*)", ours, re.MULTILINE):
+        config, goal = PEERS.get((model, drafts), ("", 0.0))
+        if step := theirs.get(config, {}).get(f"decode b{rows}"):
+            speed, known = float(cells.split("|")[4].replace(",", "")), step["tok_s"]
+            compared = f"{speed:,.0f} | {known:,.0f} | {speed / known:.2f} | {goal}"
+            lines.append(f"| {model} | {drafts} | {rows} | {compared} |")
+    head = "| model | drafts | rows | ours | vLLM's | ratio | goal |\n|---|---|---|---|---|---|---|\n"
+    return head + "\n".join(lines) if lines else ""
 
 
 def where() -> str:

@@ -3,8 +3,10 @@
 import importlib
 import importlib.util
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -104,6 +106,38 @@ def test_no_stage_stops_the_next_and_a_later_call_goes_on(
         run(session, tmp_path / "out", "--only", "nothing")
 
 
+def test_what_a_stage_needs_may_come_while_others_run(
+    session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "BESIDE", ())
+    bundle = tmp_path / "bundle"
+    made = stages(
+        session,
+        ("bundled", 60, "echo unpacked", True, bundle),
+        ("makes", 60, f"touch {bundle}"),
+        ("fills", 10, "echo $STAGE_SECONDS", False, None, True),
+    )
+    monkeypatch.setattr(session, "STAGES", made)
+    for seconds in (288, 108):  # what is left, but for a moment's patience
+        summary = untimed(run(session, tmp_path / "out", "--minutes", str((seconds + 12) / 60)))
+        assert "| bundled | passed | S | unpacked |" in summary
+        filled = int(re.findall(r"fills \| passed \| S \| (\d+)", summary)[0])
+        assert seconds - 20 < filled <= seconds + 12
+
+
+def test_our_tokens_stand_beside_vllms_of_the_same_session(session: ModuleType, tmp_path: Path) -> None:
+    logs = session.KEPT / "logs"
+    logs.mkdir(parents=True)
+    peer = {"9b-off": {"decode b64": {"tok_s": 7615.8}, "end": {"rc": 0}}}
+    (logs / "peer.json").write_text(json.dumps(peer))
+    line = "| 9b | none | 64 | 8.94 | 1.44 | 8.40 | 0.94 | 7,158 | 103 | 0.4% | equal |\n"
+    (logs / "models.log").write_text(line + line.replace("| 64 |", "| 1 |"))
+    session.write(tmp_path)
+    for name in ("summary.md", "tables.md"):
+        text = (tmp_path / name).read_text()
+        assert "| 9b | none | 64 | 7,158 | 7,616 | 0.94 | 1.2 |" in text and text.count("| 9b |") == 1
+
+
 def test_a_bundle_comes_in_two_calls(session: ModuleType) -> None:
     for part, text in (("1", "be"), ("2", "gun")):
         folder = session.LEASE / f"vllm{part}"
@@ -146,3 +180,48 @@ def test_a_layer_to_be_timed_is_what_the_kernels_tests_call(op: str, monkeypatch
     for sizes in module.MODELS[op].values():
         layer = module.Layer(op, sizes | {"heads": 2, "groups": 1, "chunk_len": 16}, 3, 4, None)
         assert layer.device_rows.shape == (3, 8) and len(layer.tokens[0]) == 12
+
+
+def test_models_are_measured_as_far_as_a_cpu_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that moved, or a number that nobody counts any more, would end the stage."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    models = importlib.import_module("gpu_models")
+    small = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 100_000}
+    config = json.loads((models.CONFIGS / "qwen3.5-0.8b/config.json").read_text()) | small
+    (tmp_path / "qwen3.5-0.8b").mkdir()
+    (tmp_path / "qwen3.5-0.8b/config.json").write_text(json.dumps(config))
+    lengths = {"PROMPT_LEN": 150, "SHARED_LEN": 300, "TAIL_LEN": 20}
+    for name, value in {"CONFIGS": tmp_path, "arch_here": lambda: "cpu", **lengths}.items():
+        monkeypatch.setattr(models, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "CPU")
+    engines = ["--engines", str(tmp_path / "engines"), "--context", "64"]
+    asked = ["--models", "0.8b/32k", "--rows", "2", "--drafts", "none,adaptive", "--prompts"]
+    for more in (["--build"], []):
+        monkeypatch.setattr(sys, "argv", ["gpu_models.py", *engines, *asked, *more])
+        models.main()
+    said = capsys.readouterr().out
+    lines = [line.split(" | ") for line in said.splitlines() if line.endswith(" | equal |")]
+    assert [line[1:3] for line in lines[:2]] == [["none", "2"], ["adaptive", "2"]]
+    assert len(lines) == 6 and "OTHER" not in said and said.count(": ready after") == 2
+    assert all(0 <= float(line[9].removesuffix("%")) < 100 for line in lines[:2])
+
+
+@pytest.mark.parametrize(
+    ("command", "kernels"),
+    [
+        ("gpu_attention.py --models 30B-A3B --no-fp8 --prefill 640", ("_write", "_attend", "_join_splits")),
+        ("gpu_dense.py small,conv", ("norm._norm", "gate._gate", "rope._rope", "route._route", "conv._conv")),
+    ],
+)
+def test_a_benchmark_of_kernels_calls_them_as_they_are(command: str, kernels: tuple[str, ...]) -> None:
+    """An op had two more arguments: the stage would have ended there, on the only minutes of a GPU."""
+    pytest.importorskip("triton", reason="needs Triton")
+    rehearse = [sys.executable, "scripts/gpu_rehearse.py", *f"benchmarks/{command}".split()]
+    seen = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    done = subprocess.run(rehearse, capture_output=True, text=True, cwd=ROOT, env=seen)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith("rehearsed: ") and all(name in said for name in kernels)
