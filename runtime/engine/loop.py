@@ -267,7 +267,8 @@ class Loop:
                 self.turn()
         except Exception as error:
             log.exception("the engine failed")
-            self._fail(f"{type(error).__name__}: {error}")
+            said = str(error).partition("\n")[0]  # CUDA's have advice behind it
+            self._fail(f"{type(error).__name__}: {said}")
         finally:
             self._turned = math.inf
             self._let_go()
