@@ -10,7 +10,7 @@ import pytest
 
 from hemiola.builder.build import build
 from hemiola.builder.options import Options
-from hemiola.builder.quantised import is_about_pages
+from hemiola.builder.quantised import is_about_pages, refuse_quantised
 from hemiola.runtime.errors import Refused
 
 QWEN_FP8 = {  # Qwen/Qwen3-Next-80B-A3B-Instruct-FP8
@@ -85,3 +85,9 @@ def test_keys_and_values_alone_are_no_quantised_weights() -> None:
     assert is_about_pages(alone) and is_about_pages({"quant_algo": None, "kv_cache_quant_algo": "FP8"})
     others = [{**alone, "kv_cache_scheme": scheme | {"num_bits": 4}}, {**alone, "config_groups": GROUPS}]
     assert not any(map(is_about_pages, [*others, QWEN_FP8, MODELOPT_FP8, NVFP4, MIXED, AWQ, {}]))
+
+
+def test_a_file_that_says_nothing_is_no_word_about_pages() -> None:
+    """Of no declaration at all, all were about pages: the checkpoint was read as if it were not quantised."""
+    with pytest.raises(Refused, match=r"weights are quantised \(hf_quant_config.json\)"):
+        refuse_quantised("config.json", {}, {"quantization": {}}, ["cpu"])
