@@ -14,7 +14,7 @@ from threading import Thread
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 HEMIOLA = (sys.executable, "-m", "hemiola.runtime")
-PORTS = ("serve", "--http-port=0", "--grpc-port=0", "--metrics-port=0")
+PORTS = ("serve", "--http-port=0", "--grpc-port=0", "--metrics-port=0", "--start-timeout=900")
 SERVE = [*HEMIOLA, *PORTS]
 
 
