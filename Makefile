@@ -41,7 +41,7 @@ REQUESTS ?= 5000
 soak: $(VENV)/dev.stamp engines/qwen3.5-code/manifest.json  ## callers who leave, stall and err; kills and reloads; then all is as before
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py engines/qwen3.5-code --requests $(REQUESTS) --kills 3 --reloads 3
 
-engines/%/manifest.json: $(VENV)/dev.stamp
+engines/%/manifest.json: $(VENV)/dev.stamp runtime/manifest.py
 	$(BIN)/build-engine demo/$* --engine-dir engines/$*
 
 check: lint test

@@ -34,11 +34,11 @@ def refuse_quantised(
 
 def is_about_pages(declared: dict[str, Any]) -> bool:
     """Of keys and values in e4m3 alone: such a checkpoint has scales for them, and weights as they were."""
-    scheme = declared.get("kv_cache_scheme") or {}
-    in_e4m3 = (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+    scheme = declared.get("kv_cache_scheme")  # AutoFP8 writes a word
+    in_e4m3 = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
     in_e4m3 |= declared.get("kv_cache_quant_algo") == "FP8"
-    about_weights = ("quant_algo", "quantized_layers", "config_groups", "bits", "weight_block_size")
-    return in_e4m3 and not any(declared.get(key) for key in about_weights)
+    makers = (None, "compressed-tensors", "modelopt")  # the methods that can leave weights as they were
+    return in_e4m3 and declared.get("quant_method") in makers and not kinds_of(declared)
 
 
 def kinds_of(declared: dict[str, Any]) -> list[str]:

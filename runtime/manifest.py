@@ -15,7 +15,7 @@ from hemiola.plugins import OPS
 from hemiola.plugins.gpu.binaries import Binary, sources
 from hemiola.runtime.errors import Refused
 
-FORMAT = 7
+FORMAT = 8
 FILE = "manifest.json"
 PARTS = "parts"  # the folder of compiled parts
 NEXT = ".next"  # behind a state's name: what it is after the step

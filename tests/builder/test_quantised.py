@@ -29,6 +29,7 @@ MIXED = {  # Nemotron-3-Super: hf_quant_config.json
     "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8",
     "quantized_layers": {"a": {"quant_algo": "NVFP4", "group_size": 16}, "b": {"quant_algo": "FP8"}},
 }  # fmt: skip
+AUTO_FP8 = {"activation_scheme": "static", "kv_cache_scheme": "static", "quant_method": "fp8"}
 AWQ = {"bits": 4, "group_size": 128, "quant_method": "awq", "zero_point": True}
 BY = "(quantization_config, quant_method"
 NO_FP8 = "sm_80, sm_86 cannot multiply FP8, sm_89 and newer can; use the bf16"
@@ -54,6 +55,7 @@ NO_FP8 = "sm_80, sm_86 cannot multiply FP8, sm_89 and newer can; use the bf16"
             "sm_80",
             "weights are FP8 and NVFP4 (hf_quant_config.json), and this version reads bf16",
         ),
+        (AUTO_FP8, None, "cpu", f"weights are FP8 {BY} fp8)"),
         (AWQ, None, "sm_90", f"weights are INT4 {BY} awq)"),
     ],
 )
@@ -84,7 +86,8 @@ def test_keys_and_values_alone_are_no_quantised_weights() -> None:
     alone = {"kv_cache_scheme": scheme, "quant_method": "compressed-tensors", "config_groups": {}}
     assert is_about_pages(alone) and is_about_pages({"quant_algo": None, "kv_cache_quant_algo": "FP8"})
     others = [{**alone, "kv_cache_scheme": scheme | {"num_bits": 4}}, {**alone, "config_groups": GROUPS}]
-    assert not any(map(is_about_pages, [*others, QWEN_FP8, MODELOPT_FP8, NVFP4, MIXED, AWQ, {}]))
+    others += [{"quant_method": method, "kv_cache_scheme": scheme} for method in ("fp8", "awq")]
+    assert not any(map(is_about_pages, [*others, AUTO_FP8, QWEN_FP8, MODELOPT_FP8, NVFP4, MIXED, AWQ, {}]))
 
 
 def test_a_file_that_says_nothing_is_no_word_about_pages() -> None:
