@@ -137,4 +137,4 @@ def test_a_class_name_occurs_once() -> None:
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    assert {name for name, found in homes.items() if len(found) > 1} <= SHARED_NAMES, homes
+    assert {name for name, found in homes.items() if len(found) > 1} == SHARED_NAMES, homes

@@ -69,10 +69,8 @@ class RecordedStep:
     def __init__(self, recorder: Recorder, inputs: list[str], poisoned: bool = False) -> None:
         """`inputs`: the names of sizes and addresses that a run gets; with `poisoned`, memory of the arena is
         NaN again whenever it is given to another result."""
-        taken, recorder.calls = (
-            recorder.calls,
-            [],
-        )  # views name their recorder: else a circle that holds weights
+        taken = recorder.calls
+        recorder.calls = []  # views name their recorder: else a circle that holds weights
         calls = _poisoned(taken) if poisoned else taken
         self._calls, self._keep = calls, [call.arguments for call in calls]  # tensors and faults stay
         places, self._arena_bytes = _plan(calls)
