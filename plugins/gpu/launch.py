@@ -4,7 +4,7 @@ A kernel is compiled for the kinds of its arguments and for its constants: a `Ca
 engine is built (plugins/gpu/compile.py), for all calls that it can come to make (plugins/gpu/cover.py).
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,6 +99,7 @@ Launch = Callable[[tuple[int, ...], list[Any]], None]  # tensors as addresses
 Instead = Callable[["Kernel", tuple[int, ...], Values, Mapping[str, Any]], None]
 _instead: Instead | None = None
 _SHARING = Lock()
+_left: "deque[tuple[Kernel, Call]]" = deque()  # by engines that are gone
 
 
 @contextmanager
@@ -126,18 +127,25 @@ class Kernel:
 
     def take(self, call: Call, load: Callable[[], Launch]) -> None:
         """An engine has this binary; what another one has loaded is not loaded again."""
-        with _SHARING:
-            if call not in self.binaries:  # a new dict, for somebody may look through the old one
-                self.binaries = {**self.binaries, call: load()}
-            self._users[call] += 1
+        try:
+            with _SHARING:
+                if call not in self.binaries:  # a new dict, for somebody may look through the old one
+                    self.binaries = {**self.binaries, call: load()}
+                self._users[call] += 1
+        finally:
+            _unload()
 
     def leave(self, call: Call) -> None:
-        """The engine is gone; the last one takes the binary along."""
-        with _SHARING:
-            self._users[call] -= 1
-            if not self._users[call]:
-                self.binaries = {other: launch for other, launch in self.binaries.items() if other != call}
-                self._found = {}
+        """The engine is gone; the last one takes the binary along. Never waits for who is loading: Python's
+        collector may have found the engine there, and then that waits for this."""
+        _left.append((self, call))
+        _unload()
+
+    def _drop(self, call: Call) -> None:
+        self._users[call] -= 1
+        if not self._users[call]:
+            self.binaries = {other: launch for other, launch in self.binaries.items() if other != call}
+            self._found = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -186,3 +194,14 @@ class Kernel:
             f" {len(self.binaries)} loaded; run build-engine again, or without an engine call"
             f" hemiola.plugins.gpu.compile.on_demand()"
         )
+
+
+def _unload() -> None:
+    """What engines have left; if somebody shares now, he does it behind that."""
+    while _left and _SHARING.acquire(blocking=False):
+        try:
+            while _left:
+                kernel, call = _left.popleft()
+                kernel._drop(call)
+        finally:
+            _SHARING.release()

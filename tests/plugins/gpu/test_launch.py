@@ -1,5 +1,7 @@
 """A launcher's call finds the binary that was compiled for it, and no other."""
 
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -83,3 +85,39 @@ def test_inside_launches_nothing_else_sees_a_call() -> None:
     with launches(lambda *call: seen.append(call)):
         kernel[(2, 3)](HALF, 3, WIDE=True)
     assert seen == [(kernel, (2, 3), (HALF, 3), {"WIDE": True})]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_that_the_collector_finds_while_another_loads_leaves(fails: bool) -> None:
+    """Who loads waits for the thread that leaves: a finalizer closes the engine, and that joins it."""
+    kernel, old, new = kernel_of(), call("i32"), call("fp32")
+    kernel.take(old, lambda: print)
+    leaving = threading.Thread(target=kernel.leave, args=(old,), daemon=True)
+    waited: list[bool] = []
+
+    class Engine:
+        pass
+
+    def close() -> None:
+        leaving.start()
+        leaving.join(10)
+        waited.append(leaving.is_alive())
+
+    def load() -> Any:
+        engine = Engine()
+        weakref.finalize(engine, close)
+        del engine
+        if fails:
+            raise MemoryError
+        return print
+
+    if fails:
+        with pytest.raises(MemoryError):
+            kernel.take(new, load)
+    else:
+        kernel.take(new, load)
+    assert waited == [False]
+    assert list(kernel.binaries) == ([] if fails else [new]), "who loads does what was left"
+    kernel.take(old, lambda: print)
+    kernel.leave(old)
+    assert old not in kernel.binaries
