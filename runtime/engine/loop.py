@@ -265,7 +265,7 @@ class Loop:
             while not self._closing or self._busy:
                 self._turned = time.monotonic()
                 self.turn()
-        except Exception as error:
+        except BaseException as error:  # sys.exit() ends this thread and not the process
             log.exception("the engine failed")
             said = str(error).partition("\n")[0]  # CUDA's have advice behind it
             self._fail(f"{type(error).__name__}: {said}")
@@ -327,7 +327,7 @@ class Loop:
         for event in events:
             try:
                 event.on_piece(event.piece)
-            except Exception:
+            except BaseException:  # sys.exit(), too
                 log.exception("request %d: on_piece raised; the request ends", event.request.id)
                 if event.piece.finish_reason is None:
                     self.scheduler.abort(event.request)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -121,9 +122,10 @@ def test_abort_of_what_ended_or_never_was_is_nothing(running: Running) -> None:
     assert ended.wait(60) and ids_of(pieces) == oracle([2], 2)
 
 
-def test_a_callback_that_raises_loses_its_request_only(running: Running) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("user code"), SystemExit(1)], ids=["raises", "exits"])
+def test_a_callback_that_raises_loses_its_request_only(running: Running, error: BaseException) -> None:
     def bad(piece: Piece) -> None:
-        raise RuntimeError("user code")
+        raise error
 
     _, lost, _ = running.submit([3, 4], bad, max_tokens=40)
     _, pieces, ended = running.submit([5, 6, 7], max_tokens=40)
@@ -153,6 +155,15 @@ def test_an_engine_failure_ends_every_request_with_the_reason(running: Running) 
         assert pieces[-1].metrics is not None
         assert ids_of(pieces) == oracle([1, 2, 3], len(ids_of(pieces)))
     with pytest.raises(Failed, match=r"the engine failed \(RuntimeError: out of cheese\) and takes no more"):
+        running.submit([1])
+
+
+def test_an_exit_in_the_loops_thread_is_a_failure(running: Running) -> None:
+    running.session.before_run = lambda batch: sys.exit(3)
+    _, pieces, ended = running.submit([1, 2, 3], max_tokens=30)
+    assert ended.wait(10)
+    assert pieces[-1].error == "the engine failed: SystemExit: 3"
+    with pytest.raises(Failed, match="takes no more"):
         running.submit([1])
 
 
