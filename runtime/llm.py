@@ -151,7 +151,10 @@ def open_loop(
         return _open_loop(engine_dir, manifest, config, text, device, held)
     except BaseException as error:
         clear_frames(error, callers)
-        held.close()
+        try:
+            held.close()
+        except Exception:  # of a device that is lost; the first error says what to do
+            log.exception("the engine could not give all of its memory back")
         raise
 
 

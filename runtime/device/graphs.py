@@ -72,8 +72,9 @@ class Graphs(Generic[Bucket, Made]):
             for bucket in warm:
                 with _refusing(bucket, device):
                     step(bucket)
-            torch.cuda.synchronize(device)
-            with _nothing_freed():
+            gc.collect()  # it may close an engine, and wait for that
+            with one_at_a_time():
+                torch.cuda.synchronize(device)
                 torch.cuda.empty_cache()  # graphs have memory of their own
                 for bucket in buckets:
                     with _refusing(bucket, device):
@@ -96,17 +97,22 @@ class Graphs(Generic[Bucket, Made]):
 
     def close(self) -> None:
         """Give them back, before what they launch is unloaded."""
-        torch.cuda.synchronize(self._device)
+        wait_for(self._device)
         self._graphs.clear()
 
 
+def wait_for(device: torch.device) -> None:
+    """Until it has done all that it was told."""
+    with one_at_a_time():
+        torch.cuda.synchronize(device)
+
+
 @contextmanager
-def _nothing_freed() -> Iterator[None]:
-    """Python's collector has run, and does not: graphs of an engine that is gone, freed meanwhile, would end
-    the capture."""
-    with _CAPTURING:  # another engine, in another thread, would let it run again
+def one_at_a_time() -> Iterator[None]:
+    """For captures, and for what ends one of another engine: to wait for the device, to give its memory back.
+    Nor does Python's collector run: it would free graphs of an engine that is gone, or close that."""
+    with _CAPTURING:
         was_on = gc.isenabled()
-        gc.collect()
         gc.disable()
         try:
             yield

@@ -9,6 +9,7 @@ import torch
 
 from hemiola.plugins.gpu.launch import Kernel
 from hemiola.runtime.arch import arch_here
+from hemiola.runtime.device.graphs import wait_for
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest
 
@@ -42,4 +43,5 @@ def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> 
                     f"{engine_dir / file} cannot be loaded ({error}); run build-engine again"
                 ) from None
             loaded.callback(kernel.leave, binary.call)
+        loaded.callback(wait_for, device)  # first of all: a step may be under way
         return loaded.pop_all()

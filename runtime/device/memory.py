@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from hemiola.plugins.cpu import cgroups
+from hemiola.runtime.device.graphs import one_at_a_time
 from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import State
@@ -111,8 +112,9 @@ def free_bytes(device: torch.device, weights: Path, drawn_bytes: int = 0, work_b
 def give_back(device: torch.device) -> None:
     """Let the driver have what torch keeps for later: other engines ask the driver what is free."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch._C._host_emptyCache()
+        with one_at_a_time():
+            torch.cuda.empty_cache()
+            torch._C._host_emptyCache()
 
 
 def free_bytes_of_host(

@@ -120,6 +120,19 @@ def test_an_engine_that_does_not_open_keeps_no_tensor(
     assert isinstance(error.value.__traceback__, types.TracebackType)
 
 
+def test_what_fails_behind_an_error_of_opening_does_not_take_its_place(
+    engine_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*given: object) -> None:
+        raise Refused("lower max_rows")
+
+    monkeypatch.setattr(llms, "Feed", fails)
+    monkeypatch.setattr(llms, "give_back", lambda device: 1 // 0)
+    with pytest.raises(Refused, match="lower max_rows"):
+        LLM(engine_dir)
+    assert "could not give all of its memory back" in caplog.text
+
+
 def test_errors_of_the_caller_keep_their_frames(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def caller() -> None:
         mine = 5
@@ -209,6 +222,16 @@ def test_an_engine_that_does_not_open_gives_a_gpu_all_back(
         assert shapes(made) == shapes(watch.new()) == []
         assert double.told[-2:] == ["empty", "host"] and set(double.told) == {"empty", "host"}
         assert error.value.__traceback__ is not None
+
+
+def test_kernels_are_unloaded_when_the_last_step_is_done(gpu_engine: Path) -> None:
+    with gpu_double() as double:
+        waits: list[int] = []
+        llm = LLM(gpu_engine, drafts="none", cuda_graphs=False)
+        num = len(double.driver.alive)
+        double.cuda.synchronize = lambda device: waits.append(len(double.driver.alive))
+        llm.close()
+        assert waits == [num] and num and not double.driver.alive
 
 
 def test_kernels_of_another_engine_stay(gpu_engine: Path) -> None:

@@ -4,6 +4,7 @@ That replays compute what steps do is asked on a GPU (tests/gpu/test_graphs.py).
 """
 
 import gc
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 
 from hemiola.runtime.device import graphs
 from hemiola.runtime.device.graphs import Graphs, Stage, mark
+from hemiola.runtime.device.memory import give_back
 from hemiola.runtime.errors import Refused
 
 CPU = torch.device("cpu")
@@ -47,6 +49,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         mem_get_info=lambda device: (5, 80),
     )
     monkeypatch.setattr(graphs.torch, "cuda", fake)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: told.append("free host"), raising=False)
     return told
 
 
@@ -91,6 +94,50 @@ def test_graphs_of_an_engine_that_is_gone_are_not_freed_while_one_is_captured(
         gc.set_threshold(*often)
     assert gc.isenabled() and "freed" in log[: log.index("begin")]
     assert "freed" not in log[log.index("begin") : len(log) - log[::-1].index("end")]
+
+
+def test_an_engine_that_is_closed_lets_another_one_capture(log: list[str]) -> None:
+    """CUDA lets nobody wait for a device meanwhile, nor torch give its memory back."""
+    old = Graphs(log.append, ["a"], [], CPU)
+    closing = [
+        threading.Thread(target=old.close),
+        threading.Thread(target=give_back, args=(torch.device("cuda", 0),)),
+    ]
+
+    def step(bucket: str) -> None:
+        if bucket == "a":
+            for thread in closing:
+                thread.start()
+        for thread in closing:
+            thread.join(0.1)
+        log.append(bucket)
+
+    log.clear()
+    Graphs(step, ["a", "b"], [], CPU)
+    for thread in closing:
+        thread.join(60)
+    assert log[:8] == ["wait", "free", "begin", "a", "end", "begin", "b", "end"]
+    assert sorted(log[8:]) == ["free", "free host", "wait"]
+
+
+def test_the_collector_may_close_an_engine_before_a_capture(log: list[str]) -> None:
+    class Forgotten:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            closing.start()
+            closing.join(10)
+            log.append("stuck" if closing.is_alive() else "closed")
+
+    closing = threading.Thread(target=give_back, args=(torch.device("cuda", 0),), daemon=True)
+    gc.disable()
+    try:
+        Forgotten()
+        Graphs(log.append, ["a"], [], CPU)
+    finally:
+        gc.enable()
+    assert log == ["free", "free host", "closed", "wait", "free", "begin", "a", "end"]
 
 
 @pytest.mark.parametrize(
