@@ -336,8 +336,8 @@ class LLM:
         return self._grammars.compile(params.structured_outputs)
 
     def close(self, drain: bool = False) -> None:
-        """Cancel (or with drain: finish) what runs, end the thread and give all memory back: before it returns, or
-        from on_piece soon after. Safe to call twice."""
+        """Cancel (or with drain: finish) what runs, end the thread and give all memory back: before it
+        returns, or from on_piece soon after. Safe to call twice."""
         self._loop.close(drain)
 
     def __enter__(self) -> "LLM":
