@@ -36,6 +36,7 @@ def read(name):
 def answer(engine_dir):
     with LLM(engine_dir, cache_bytes=2**25, prefix_cache=False) as llm:
         llm.generate([[5, 6, 7]])
+        return sum(tensor.nbytes for tensor in llm._loop.storage.tensors.values())
 
 small, large = sys.argv[1:3], sys.argv[3:]
 for engine_dir in small:
@@ -45,8 +46,8 @@ for engine_dir in large:
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = read("VmRSS")
-    answer(engine_dir)
-    print(read("VmHWM") - before)
+    caches = answer(engine_dir)
+    print(read("VmHWM") - before - caches)
 """
 
 
