@@ -25,7 +25,7 @@ from hemiola.plugins import OPS
 from hemiola.plugins.spec import E4M3
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, Arch
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.manifest import Limits, Manifest, Segment, State
 
 WEIGHTS = "weights.safetensors"
@@ -234,8 +234,7 @@ def _check_tokenizer(path: Path, vocab_size: int) -> bool:
     try:
         ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
     except Exception as error:  # tokenizers raises nothing narrower
-        reason = " ".join(str(error).split())
-        raise Refused(f"{path} is not a tokenizer ({reason}); download it again") from None
+        raise Refused(f"{path} is not a tokenizer ({one_line(error)}); download it again") from None
     if max(ids, default=0) >= vocab_size:
         raise Refused(f"{path} has ids up to {max(ids)}, but vocab_size is {vocab_size}; correct one of them")
     return True

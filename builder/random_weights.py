@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from hemiola.builder.checkpoint import Checkpoint, Lazy
+from hemiola.runtime.arch import name_of
 from hemiola.runtime.manifest import Drawn
 
 LARGE = 2**20  # numbers of a weight that is drawn when an engine is opened
@@ -48,7 +49,7 @@ class RandomTensors:
 def drawn(weights: dict[str, Lazy]) -> dict[str, Drawn]:
     """The large ones, by name."""
     return {
-        name: Drawn(shape=lazy.shape, dtype=str(lazy.dtype).removeprefix("torch."), std=lazy.std)
+        name: Drawn(shape=lazy.shape, dtype=name_of(lazy.dtype), std=lazy.std)
         for name, lazy in weights.items()
         if lazy.std is not None and math.prod(lazy.shape) >= LARGE
     }

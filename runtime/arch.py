@@ -12,7 +12,12 @@ class Arch(NamedTuple):
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return name_of(self.dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As files spell it, and `getattr(torch, ...)` finds it."""
+    return str(dtype).removeprefix("torch.")
 
 
 NAMES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")

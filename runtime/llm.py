@@ -34,7 +34,7 @@ from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.graphs import Graphs
-from hemiola.runtime.device.memory import CPU, Storage, free_bytes, give_back
+from hemiola.runtime.device.memory import CPU, Storage, close_all, free_bytes, give_back
 from hemiola.runtime.device.session import Session, Trunk
 from hemiola.runtime.engine.decode import Decoder, Steps
 from hemiola.runtime.engine.drafts import NoDrafts, Proposer
@@ -151,10 +151,7 @@ def open_loop(
         return _open_loop(engine_dir, manifest, config, text, device, held)
     except BaseException as error:
         clear_frames(error, callers)
-        try:
-            held.close()
-        except Exception:  # of a device that is lost; the first error says what to do
-            log.exception("the engine could not give all of its memory back")
+        close_all(held)
         raise
 
 

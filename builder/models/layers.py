@@ -12,6 +12,7 @@ from torch import nn
 
 from hemiola.builder.checkpoint import Checkpoint, Config, Lazy, join, stacked
 from hemiola.plugins.spec import E4M3
+from hemiola.runtime.arch import name_of
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, State
 
@@ -64,10 +65,6 @@ class Kit:
         parameter = nn.Parameter(empty, requires_grad=False)
         self.sources[parameter] = source
         return parameter
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Step(NamedTuple):

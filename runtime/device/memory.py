@@ -1,8 +1,9 @@
 """The memory behind pages and slots: the state tensors that an engine updates in place."""
 
+import logging
 import mmap
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from math import prod
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import State
 
+log = logging.getLogger("hemiola")
 CPU = torch.device("cpu")
 E4M3_NAN = 0x7F  # torch fills no such numbers
 # A control group's limit, what it has taken, and what of it the kernel gives back first: versions 2 and 1.
@@ -130,6 +132,14 @@ def give_back(device: torch.device) -> None:
         with one_at_a_time():
             torch.cuda.empty_cache()
             torch._C._host_emptyCache()
+
+
+def close_all(held: ExitStack) -> None:
+    """What an engine has on the device. That this fails takes no other error's place."""
+    try:
+        held.close()
+    except Exception:  # of a device that is lost
+        log.exception("the engine could not give all of its memory back")
 
 
 def free_bytes_of_host(

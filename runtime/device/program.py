@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from hemiola.runtime.arch import name_of
 from hemiola.runtime.errors import Refused
 
 OPERATOR = "operator"
@@ -42,7 +43,7 @@ def _written(value: Any) -> Any:
         case Node():
             return {"node": value.name}
         case torch.dtype():
-            return {"dtype": str(value).removeprefix("torch.")}
+            return {"dtype": name_of(value)}
         case list() | tuple():
             return [_written(part) for part in value]
     assert value is None or isinstance(value, (bool, int, float, str)), f"{value!r} has no place in a file"

@@ -14,6 +14,7 @@ import torch
 
 from hemiola.runtime.api import Counters, Load, OnPiece
 from hemiola.runtime.config import Resolved
+from hemiola.runtime.device.memory import close_all
 from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.device.transfer import Watch, fence, fetch
 from hemiola.runtime.engine.decode import Marks, Steps
@@ -277,10 +278,7 @@ class Loop:
         """The next engine finds free what this one had on the device, whoever still holds this loop."""
         self._flights.clear()
         del self.ledger, self.feed, self.storage, self.session, self.drafts, self.decoder
-        try:
-            self._held.close()
-        except Exception:  # of a device that is lost
-            log.exception("the engine could not give all of its memory back")
+        close_all(self._held)
 
     @property
     def _busy(self) -> bool:

@@ -98,20 +98,27 @@ class Double:
                 if not driver.alive:
                     told.append("a graph outlives its kernels")
 
-        stream = SimpleNamespace(wait_stream=lambda other: None)
-        self.cuda = SimpleNamespace(
+        self.cuda = fake_cuda(
             CUDAGraph=Graph,
-            OutOfMemoryError=torch.OutOfMemoryError,
-            graph_pool_handle=lambda: "pool",
-            Stream=lambda device: stream,
-            current_stream=lambda device: stream,
-            stream=lambda stream: nullcontext(),
             synchronize=lambda device: None,
             empty_cache=lambda: told.append("empty"),
             mem_get_info=lambda device: (2**33, 2**34),
             is_available=lambda: True,
             _lazy_init=lambda: None,
         )
+
+
+def fake_cuda(**own: Any) -> SimpleNamespace:
+    """torch.cuda of one stream and one pool of memory, with what a test looks at itself."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    return SimpleNamespace(
+        OutOfMemoryError=torch.OutOfMemoryError,
+        graph_pool_handle=lambda: "pool",
+        Stream=lambda device: stream,
+        current_stream=lambda device: stream,
+        stream=lambda stream: nullcontext(),
+        **own,
+    )
 
 
 @contextmanager

@@ -5,12 +5,11 @@ That replays compute what steps do is asked on a GPU (tests/gpu/test_graphs.py).
 
 import gc
 import threading
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from kit.gpu_double import fake_cuda
 
 from hemiola.runtime.device import graphs
 from hemiola.runtime.device.graphs import Graphs, Stage, mark
@@ -36,14 +35,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def replay(self) -> None:
             told.append("replay")
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    fake = SimpleNamespace(
+    fake = fake_cuda(
         CUDAGraph=FakeGraph,
-        OutOfMemoryError=torch.OutOfMemoryError,
-        graph_pool_handle=lambda: "pool",
-        Stream=lambda device: stream,
-        current_stream=lambda device: stream,
-        stream=lambda stream: nullcontext(),
         synchronize=lambda device: told.append("wait"),
         empty_cache=lambda: told.append("free"),
         mem_get_info=lambda device: (5, 80),

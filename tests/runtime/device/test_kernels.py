@@ -7,43 +7,19 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from kit import checkpoints
+from kit.gpu_double import DEVICE, FakeDriver
 from kit.kernels import Replay
 
 from hemiola.plugins import OPS, gpu
-from hemiola.plugins.gpu.binaries import Binary
 from hemiola.plugins.gpu.device import Gpu
-from hemiola.plugins.gpu.launch import Kernel, Launch
+from hemiola.plugins.gpu.launch import Kernel
 from hemiola.plugins.norm import cuda as norm
 from hemiola.runtime import manifest
 from hemiola.runtime.device import kernels
 from hemiola.runtime.errors import Refused
 
 Get = Callable[..., Path]
-DEVICE = torch.device("cuda", 0)
-
-
-class FakeDriver(ModuleType):
-    """A driver of CUDA `known` that loads what has not lost its end."""
-
-    class DriverError(RuntimeError):
-        pass
-
-    def __init__(self, known: tuple[int, int] = (13, 0)) -> None:
-        super().__init__("driver")
-        self.known, self.loaded = known, []
-
-    def version(self) -> tuple[int, int]:
-        return self.known
-
-    def load(self, binary: Binary, cubin: bytes, device: torch.device) -> Launch:
-        if not cubin:
-            raise self.DriverError(
-                "cuLibraryLoadData: CUDA_ERROR_INVALID_IMAGE (device kernel image is invalid)"
-            )
-        self.loaded.append(binary.call)
-        return lambda grid, values: None
 
 
 def every_kernel() -> list[Kernel]:
