@@ -32,7 +32,7 @@ class Meta(TorchFunctionMode):
     """What is made on a GPU has no content."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {name: _meta(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        kwargs = {name: _meta(value) for name, value in (kwargs or {}).items()}
         if func in ANSWERS:
             return ANSWERS[func]
         if func is torch.Tensor.unique:

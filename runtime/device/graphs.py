@@ -5,6 +5,7 @@ known before the first comes, and a kernel that cannot be captured is an error a
 one pool of memory, for no two of them run at once.
 """
 
+import ctypes
 import gc
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from hemiola.runtime.device.transfer import Shapes, pack, spans, unpack
+from hemiola.runtime.device.transfer import Shapes, send, spans, unpack
 from hemiola.runtime.errors import Refused
 
 _CAPTURING = threading.Lock()
@@ -32,8 +33,7 @@ class Stage:
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
         """Begin to copy; the host goes on."""
-        packed = pack(arrays, pinned=self._there.is_cuda)
-        self._there[: len(packed)].copy_(packed, non_blocking=True)
+        send(arrays, self._there)
 
     def views(self, shapes: Shapes) -> list[torch.Tensor]:
         """What was sent, as tensors."""
@@ -97,7 +97,11 @@ class Graphs(Generic[Bucket, Made]):
 
     def close(self) -> None:
         """Give them back, before what they launch is unloaded."""
-        wait_for(self._device)
+        try:
+            wait_for(self._device)
+        except BaseException:  # the device is lost; torch's destructor may throw there, even at exit
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._graphs))
+            raise
         self._graphs.clear()
 
 

@@ -12,6 +12,7 @@ import torch
 from hemiola.plugins.cpu import cgroups
 from hemiola.runtime.config import state_bytes
 from hemiola.runtime.device.graphs import one_at_a_time
+from hemiola.runtime.device.pinned import PINNED
 from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import State
@@ -132,6 +133,7 @@ def give_back(device: torch.device) -> None:
         with one_at_a_time():
             torch.cuda.empty_cache()
             torch._C._host_emptyCache()
+            PINNED.give_back()
 
 
 def close_all(held: ExitStack) -> None:

@@ -2,11 +2,14 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+
+from hemiola.runtime.device.pinned import PINNED
 
 ALIGNMENT = 16  # bytes
 Shapes = Sequence[tuple[tuple[int, ...], Any]]  # and dtypes of numpy, of arrays
@@ -16,18 +19,27 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     """These arrays on the device, in one copy that the host does not wait for."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    there = pack(arrays, pinned=True).to(device, non_blocking=True)
-    return unpack(there, [(array.shape, array.dtype) for array in arrays])
+    shapes = [(array.shape, array.dtype) for array in arrays]
+    there = torch.empty(spans(shapes)[-1].stop, dtype=torch.uint8, device=device)
+    send(arrays, there)
+    return unpack(there, shapes)
 
 
-def pack(arrays: Sequence[np.ndarray], pinned: bool) -> torch.Tensor:
-    """Their bytes, one array behind the other."""
+def send(arrays: Sequence[np.ndarray], there: torch.Tensor) -> None:
+    """Begin to copy their bytes to the start of `there`, one array behind the other; the host goes on."""
     where = spans([(array.shape, array.dtype) for array in arrays])
-    packed = torch.empty(where[-1].stop, dtype=torch.uint8, pin_memory=pinned)
-    numbers = packed.numpy()
-    for span, array in zip(where, arrays, strict=True):
-        numbers[span] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return packed
+    with _lent(where[-1].stop, there) as packed:
+        numbers = packed.numpy()
+        for span, array in zip(where, arrays, strict=True):
+            numbers[span] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        there[: len(packed)].copy_(packed, non_blocking=True)
+
+
+def _lent(num_bytes: int, there: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+    """Bytes of the host to be copied to or from a tensor."""
+    if there.is_cuda:
+        return PINNED.lend(num_bytes)
+    return nullcontext(torch.empty(num_bytes, dtype=torch.uint8))
 
 
 def unpack(packed: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
@@ -41,9 +53,12 @@ def unpack(packed: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
 
 def spans(shapes: Shapes) -> list[slice]:
     """Where the bytes of each array lie."""
+    return _spans(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
+
+
+def _spans(sizes: Iterable[int]) -> list[slice]:
     found, start = [], 0
-    for shape, dtype in shapes:
-        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    for num_bytes in sizes:
         found.append(slice(start, start + num_bytes))
         start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
     return found
@@ -56,7 +71,14 @@ def upload_ints(device: torch.device, values: Sequence[int]) -> torch.Tensor:
 
 def fetch(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """On the host; to be read when a `fence` behind this call has been passed."""
-    return [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    if not tensors[0].is_cuda:
+        return [tensor.to("cpu") for tensor in tensors]
+    where = _spans(tensor.nbytes for tensor in tensors)
+    with PINNED.lend(where[-1].stop) as packed:
+        found = [packed[span].view(t.dtype).view(t.shape) for span, t in zip(where, tensors, strict=True)]
+        for here, tensor in zip(found, tensors, strict=True):
+            here.copy_(tensor, non_blocking=True)
+    return found
 
 
 def fence(device: torch.device) -> Callable[[], None]:

@@ -1,6 +1,7 @@
 """A step that breaks the GPU: the engine says so and ends, and the next process finds a whole GPU."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,7 +56,8 @@ def test_an_error_of_the_gpu_ends_requests_with_the_reason_and_a_restart_works(
             text=True,
             timeout=300,
         )
-        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.returncode == 0, f"{done.stdout}{done.stderr[:6000]}"  # C++'s frames come last
         ended, refused, closed = done.stdout.splitlines()
-        assert ended.startswith("ended: the engine failed: ") and "CUDA error" in ended
+        said = re.match("ended: the engine failed: .*CUDA.error", ended, re.IGNORECASE)
+        assert said, ended  # by torch or by the driver
         assert refused.startswith("refused: the engine failed") and closed == "closed"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 from kit.engine_hand import EngineHand, windows
-from kit.gpu_engines import FAMILIES, MARKS, NO_REHEARSAL, PAGE, SAMPLED, SIZES, Engines
+from kit.gpu_engines import FAMILIES, MARKS, NO_REHEARSAL, PAGE, SAMPLED, SIZES, START, Engines
 from kit.proposers import Scripted
 
 from hemiola.runtime.api import SamplingParams
@@ -70,7 +70,8 @@ def test_000_many_rows_with_hits_and_drafts_outgrow_a_graphs_buffers(
     built = {"max_rows": 1024, "max_step_tokens": 4096, "max_len": 3 * PAGE}
     text = story(family)
     with LLM(engine(family, **built), adaptive_drafts=False, cache_bytes=60 * 2**30) as llm:
-        starts = [5 + n % (2 * PAGE - 6) for n in range(1100)]
+        first = len(llm.encode(START))  # what is behind it is greedy
+        starts = [first + n % (2 * PAGE - 1 - first) for n in range(1100)]
         for num in (1100, 515):
             outputs = llm.generate(
                 [text[:start] for start in starts[:num]], SamplingParams(max_tokens=12, **GREEDY)

@@ -51,10 +51,10 @@ class FakeDriver(ModuleType):
 
 
 class _Meta(TorchFunctionMode):
-    """What is made on a GPU has no content; nothing is pinned."""
+    """What is made on a GPU has no content."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {k: _meta(v) for k, v in (kwargs or {}).items() if k != "pin_memory"}
+        kwargs = {name: _meta(value) for name, value in (kwargs or {}).items()}
         return func(*map(_meta, args), **kwargs)
 
 
@@ -119,6 +119,52 @@ def fake_cuda(**own: Any) -> SimpleNamespace:
         stream=lambda stream: nullcontext(),
         **own,
     )
+
+
+class Copying:
+    """A device that is done with copies when a test says so, or lost; and what of the host is page-locked."""
+
+    def __init__(self) -> None:
+        self.error = 0  # of CUDA
+        self.num_begun = self.num_done = 0
+        self.locked: set[int] = set()
+        device = self
+
+        class Event:
+            def __init__(self) -> None:
+                self.behind = 0
+
+            def record(self) -> None:
+                device.check()
+                device.num_begun += 1
+                self.behind = device.num_begun
+
+            def query(self) -> bool:
+                device.check()
+                return self.behind <= device.num_done
+
+        self.cuda = fake_cuda(Event=Event, cudart=lambda: self)
+
+    def finish(self) -> None:
+        self.num_done = self.num_begun
+
+    def check(self) -> None:
+        if self.error:
+            raise RuntimeError(f"CUDA error: {self.error}")
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        if not self.error:
+            assert address % 4096 == 0 and not flags and address not in self.locked
+            self.locked.add(address)
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        if not self.error:
+            self.locked.remove(address)
+        return self.error
+
+    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
+        return f"number {error}"
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def by_reference(
     """Outputs and columns in fp32."""
     weight, bias = (constant.float() for constant in it.constants)
     after = columns.float()
-    return reference(x.float(), weight, bias, after, rows, it.chunk_len), after
+    return reference(x.float(), weight, bias, after, rows.cpu(), it.chunk_len), after
 
 
 def step(rng: random.Random, chunk_len: int, drafts: int) -> tuple[list[tuple[int, ...]], int]:
