@@ -27,6 +27,7 @@ class Binary:
     shared: int  # bytes
     threads: int
     maps: tuple[TensorMap, ...]  # of the arguments that are blocks
+    waits: bool  # for the kernels before it (plugins/gpu/overlap.py)
 
 
 @lru_cache

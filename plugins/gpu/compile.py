@@ -20,6 +20,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from hemiola.plugins.gpu import overlap
 from hemiola.plugins.gpu.binaries import Binary, TensorMap
 from hemiola.plugins.gpu.device import SHARED, gpu_of
 from hemiola.plugins.gpu.launch import (
@@ -48,6 +49,7 @@ def _parse_alone(self: JITFunction) -> Any:
 
 
 JITFunction.parse = _parse_alone
+knobs.runtime.add_stages_inspection_hook = overlap.hook  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Compiled(NamedTuple):
@@ -99,7 +101,8 @@ def compile_call(call: Call, capability: int) -> Compiled:
         for index, kind in enumerate(call.kinds)
         if kind.endswith(f":{ALIGNMENT}")
     }
-    options = {name: value for name, value in given.items() if name not in names}
+    waits = capability >= overlap.FIRST
+    options = {name: value for name, value in given.items() if name not in names} | {"launch_pdl": waits}
     made = triton.compile(
         ASTSource(function, signature, fixed, aligned), GPUTarget("cuda", capability, 32), options
     )
@@ -111,6 +114,7 @@ def compile_call(call: Call, capability: int) -> Compiled:
         )
     assert about.global_scratch_size == 0 and about.profile_scratch_size == 0, call
     assert about.num_ctas == 1 and not about.launch_cooperative_grid, call
+    assert (overlap.WAIT in made.asm["ptx"]) == waits, f"{call.kernel}: compiled without overlap.hook"
     maps = tuple(
         TensorMap(
             meta["swizzle"],
@@ -120,7 +124,7 @@ def compile_call(call: Call, capability: int) -> Compiled:
         )
         for meta in about.tensordesc_meta or ()
     )
-    binary = Binary(call, about.name, about.shared, 32 * about.num_warps, maps)
+    binary = Binary(call, about.name, about.shared, 32 * about.num_warps, maps, waits)
     return Compiled(binary, made.asm["cubin"], made.asm["ptx"])
 
 

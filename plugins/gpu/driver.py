@@ -50,10 +50,9 @@ def load(binary: Binary, cubin: bytes, device: torch.device) -> Launch:
 
 
 def _launch(binary: Binary, library: Any, function: Any, device: torch.device) -> Launch:
-    parameters = Parameters(binary)
+    parameters, config = Parameters(binary), _config(binary)
     put, address, lock = parameters.put, parameters.address, Lock()
-    threads, shared, index = binary.threads, binary.shared, device.index
-    start, stream_of = driver.cuLaunchKernel, torch._C._cuda_getCurrentRawStream
+    index, start, stream_of = device.index, driver.cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
 
     def launch(grid: tuple[int, ...], values: list[Any]) -> None:
         if 0 in grid:
@@ -61,12 +60,28 @@ def _launch(binary: Binary, library: Any, function: Any, device: torch.device) -
         x, y, z = (*grid, 1, 1)[:3]
         with lock:  # the driver copies the parameters before it returns
             put(values)
-            (result,) = start(function, x, y, z, threads, 1, 1, shared, stream_of(index), address, 0)
+            config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+            config.hStream = stream_of(index)
+            (result,) = start(config, function, address, 0)
         if result != DONE:
             raise DriverError(f"launch of {binary.call.kernel} on a grid of {grid}: {_name(result)}")
 
     weakref.finalize(launch, driver.cuLibraryUnload, library).atexit = False  # then CUDA may be gone
     return launch
+
+
+def _config(binary: Binary) -> Any:
+    """How the kernel is launched, but for the grid and the stream."""
+    config = driver.CUlaunchConfig()
+    config.blockDimX, config.blockDimY, config.blockDimZ = binary.threads, 1, 1
+    config.sharedMemBytes = binary.shared
+    if binary.waits:
+        early, allowed = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        allowed.programmaticStreamSerializationAllowed = 1
+        early.value = allowed
+        config.attrs, config.numAttrs = [early], 1
+    return config
 
 
 class Parameters:

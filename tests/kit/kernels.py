@@ -24,7 +24,8 @@ def uncompiled() -> Iterator[None]:
     compile = pytest.importorskip("hemiola.plugins.gpu.compile", reason="needs Triton")
 
     def named(call: Call, capability: int) -> object:
-        return compile.Compiled(Binary(call, call.kernel, 0, 128, ()), f"{call} {capability}".encode(), "")
+        binary = Binary(call, call.kernel, 0, 128, (), capability >= 90)
+        return compile.Compiled(binary, f"{call} {capability}".encode(), "")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "compile_call", named)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit.kernels import uncompiled
+from kit.overlap import too_early
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -99,6 +100,8 @@ def test_every_kernel_is_compiled_for_every_architecture(arch: str, nodes: list[
             assert compiled.cubin[:4] == b"\x7fELF" and compiled.binary.symbol.encode() in compiled.cubin
             assert f".target sm_{capability}" in compiled.ptx
             assert len(compiled.binary.maps) == sum(k.startswith("<") for k in compiled.binary.call.kinds)
+            assert compiled.binary.waits == (capability >= 90)
+            assert too_early(compiled.ptx, compiled.cubin, compiled.binary.waits) == [], compiled.binary.call
 
 
 def test_an_engine_holds_the_kernels_of_all_its_architectures(tiny_checkpoint: Get, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What the driver is given, looked at in memory; no GPU is asked."""
 
 import ctypes
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ READ = {"*": ctypes.c_uint64, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp3
 
 
 def parameters(*kinds: str, maps: tuple[TensorMap, ...] = ()) -> driver.Parameters:
-    return driver.Parameters(Binary(Call("op._it", kinds, ()), "it", 0, 128, maps))
+    return driver.Parameters(Binary(Call("op._it", kinds, ()), "it", 0, 128, maps, False))
 
 
 def read(made: driver.Parameters, *kinds: str) -> list[object]:
@@ -71,9 +72,36 @@ def test_a_binary_is_unloaded_when_nobody_can_launch_it(monkeypatch: pytest.Monk
     gone = []
     monkeypatch.setattr(driver.driver, "cuLibraryUnload", gone.append)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
-    launch = driver._launch(
-        Binary(Call("op._it", (), ()), "it", 0, 128, ()), "library", None, torch.device("cuda", 0)
-    )
+    binary = Binary(Call("op._it", (), ()), "it", 0, 128, (), False)
+    launch = driver._launch(binary, "library", None, torch.device("cuda", 0))
     assert not gone
     del launch
     assert gone == ["library"]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_only_a_kernel_that_waits_may_begin_before_the_one_before_it_has_ended(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def start(config: Any, function: Any, parameters: int, extra: int) -> tuple[Any, ...]:
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        block = (config.blockDimX, config.blockDimY, config.blockDimZ)
+        early = [(attr.id.name, attr.value.programmaticStreamSerializationAllowed) for attr in config.attrs]
+        seen.append((grid, block, config.sharedMemBytes, int(config.hStream), config.numAttrs, early))
+        return (driver.DONE,)
+
+    monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", start)
+    streams = iter((2**40, 7, 0))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(streams), raising=False)
+    binary = Binary(Call("op._it", ("i32",), ()), "it", 5000, 128, (), waits)
+    launch = driver._launch(binary, None, driver.driver.CUfunction(1), torch.device("cuda", 0))
+    for grid in ((3,), (4, 5), (6, 0), (7, 8, 9)):
+        launch(grid, [1])
+    allowed = [("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", 1)] if waits else []
+    always = ((128, 1, 1), 5000)
+    assert seen == [
+        (grid, *always, stream, len(allowed), allowed)
+        for grid, stream in (((3, 1, 1), 2**40), ((4, 5, 1), 7), ((7, 8, 9), 0))
+    ]
