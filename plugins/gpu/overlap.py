@@ -12,20 +12,27 @@ import re
 from typing import Any
 
 FIRST = 90  # the compute capability that has the instructions
-WAIT = "griddepcontrol.wait;"
-BEGIN = f"\t{WAIT}\n\tgriddepcontrol.launch_dependents;\n"  # the next kernel is scheduled meanwhile
+WAIT, RELEASE = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"  # the next kernel is scheduled
+NEWER = re.compile(r"^\s*(?:griddepcontrol\.|.*// early).*\n", re.M)  # what plugins/gpu/early.py writes
 ENTRY = re.compile(r"\.visible \.entry [^{]*\{\n")
 
 
 def waiting(ptx: str) -> str:
-    """The kernel, waiting before all it does."""
+    """The kernel, waiting where it says so (plugins/gpu/early.py), or else before all it does."""
+    if WAIT in ptx:
+        return ptx
     head = ENTRY.search(ptx)
     assert head is not None
-    return f"{ptx[: head.end()]}{BEGIN}{ptx[head.end() :]}"
+    return f"{ptx[: head.end()]}\t{WAIT}\n\t{RELEASE}\n{ptx[head.end() :]}"
 
 
 def hook(self: Any, stages: dict[str, Any], options: Any, language: Any, capability: Any) -> None:
-    """Triton's: what is compiled with its option launch_pdl, which its cache knows, waits."""
+    """Triton's: kernels wait if compiled with its option launch_pdl, which its cache knows.
+
+    An older GPU has no such instructions.
+    """
     make = stages["ptx"]
     if options.launch_pdl:
         stages["ptx"] = lambda *given: waiting(make(*given))
+    elif capability < FIRST:
+        stages["ptx"] = lambda *given: NEWER.sub("", make(*given))

@@ -15,6 +15,7 @@ _best_part = Kernel("linear", "_best_part")
 _persistent = Kernel("linear", "_persistent")
 _tiles = Kernel("linear", "_tiles")
 
+EARLY, LONG = 512, 8192  # bytes: fetched of a line before its turn, and of a line that needs no such help
 ACTIVATIONS = ("none", "relu2", "swiglu")
 
 
@@ -117,7 +118,7 @@ def _launch(
     sizes = (num_tokens, num_outputs, num_inputs)
     how = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "INNER": tile.inner,
            "WEIGHT_FIRST": tile.weight_first, "ACTIVATION": activation, "BIASED": bias is not None,
-           "ADDS": residual is not None, "DTYPE": x.dtype, "num_warps": tile.warps,
+           "ADDS": residual is not None, "DTYPE": x.dtype, "EARLY": _early(weight), "num_warps": tile.warps,
            "num_stages": tile.stages - (residual is not None and tile.parts() > 1),
            "enable_fp_fusion": False}  # fmt: skip
     token_tiles, output_tiles = cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)
@@ -125,9 +126,9 @@ def _launch(
     if tile.is_persistent:
         box = (tile.tokens, tile.outputs // tile.parts() // (2 if activation == "swiglu" else 1))
         _persistent[(min(gpu_of(x.device).multiprocessors, token_tiles * output_tiles),)](
-            Block(x, (tile.tokens, tile.inner)), _rows(weight, tile, activation), bias,
+            Block(x, (tile.tokens, tile.inner)), _rows(weight, tile, activation), weight, bias,
             y if residual is None else Block(residual, box), best,
-            y if activation == "argmax" else Block(y, box), *sizes,
+            y if activation == "argmax" else Block(y, box), *sizes, weight.stride(0),
             GROUP=tile.group, PARTS=tile.parts(), **how,
         )  # fmt: skip
     else:
@@ -136,6 +137,11 @@ def _launch(
             x, weight, bias, y if residual is None else residual, best, y, *sizes, *lens,
             WHOLE=num_inputs % tile.inner == 0, **how,
         )  # fmt: skip
+
+
+def _early(weight: torch.Tensor) -> int:
+    """Bytes of every line that are fetched while the kernel before still runs (benchmarks/gpu_overlap.md)."""
+    return EARLY if EARLY <= weight.shape[1] * weight.element_size() < LONG else 0
 
 
 def _rows(weight: torch.Tensor, tile: Tile, activation: str) -> Block:

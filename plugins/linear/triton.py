@@ -4,13 +4,14 @@ import triton
 import triton.language as tl
 
 from hemiola.plugins.gpu.dense import activate, best_of, chain, halves, place_of, row_of
+from hemiola.plugins.gpu.early import wait
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tiles(x, weight, bias, residual, best, y, num_tokens, num_outputs, num_inputs, x_len, weight_len,
            residual_len, y_len, WHOLE: tl.constexpr, DTYPE: tl.constexpr, TOKENS: tl.constexpr,
            OUTPUTS: tl.constexpr, INNER: tl.constexpr, WEIGHT_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
-           BIASED: tl.constexpr, ADDS: tl.constexpr):  # fmt: skip
+           BIASED: tl.constexpr, ADDS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     # Grid: token tiles x output tiles, neighbours in the same weights.
     # Tile: [TOKENS, OUTPUTS], the whole inner dimension.
     # Traffic: the weights once per token tile, x once per output tile (from L2), y once.
@@ -19,6 +20,7 @@ def _tiles(x, weight, bias, residual, best, y, num_tokens, num_outputs, num_inpu
     row = row_of(first_output, num_outputs, OUTPUTS, ACTIVATION).to(tl.int64)
     x_lines = x + token * x_len
     weight_lines = weight + row * weight_len
+    wait(weight_lines, EARLY)
     total = chain(x_lines, token < num_tokens, weight_lines, num_inputs, WHOLE, WEIGHT_FIRST, TOKENS, OUTPUTS,
                   INNER)  # fmt: skip
     if ACTIVATION == "argmax":
@@ -35,15 +37,19 @@ def _tiles(x, weight, bias, residual, best, y, num_tokens, num_outputs, num_inpu
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _persistent(x, weight, bias, residual, best, y, num_tokens, num_outputs, num_inputs, GROUP: tl.constexpr,
-                PARTS: tl.constexpr, DTYPE: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
-                INNER: tl.constexpr, WEIGHT_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
-                BIASED: tl.constexpr, ADDS: tl.constexpr):  # fmt: skip
+def _persistent(x, weight, weight_start, bias, residual, best, y, num_tokens, num_outputs, num_inputs,
+                weight_len, GROUP: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+                TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+                ACTIVATION: tl.constexpr, BIASED: tl.constexpr, ADDS: tl.constexpr,
+                EARLY: tl.constexpr):  # fmt: skip
     # Grid: one program per multiprocessor, which walks over tiles; x, weight, residual and y are descriptors.
     # Tile: [TOKENS, OUTPUTS], the whole inner dimension.
     # Traffic: x once per output tile and weights once per token tile, mostly from L2; y once.
     num_output_tiles, num_token_tiles = tl.cdiv(num_outputs, OUTPUTS), tl.cdiv(num_tokens, TOKENS)
     num_tiles = num_output_tiles * num_token_tiles
+    output_tile, _ = place_of(tl.program_id(0), num_output_tiles, num_token_tiles, GROUP)
+    row = row_of(output_tile * OUTPUTS, num_outputs, OUTPUTS, ACTIVATION).to(tl.int64)
+    wait(weight_start + row * weight_len, EARLY)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
         output_tile, token_tile = place_of(tile, num_output_tiles, num_token_tiles, GROUP)
         first_token, first_output = token_tile * TOKENS, output_tile * OUTPUTS

@@ -19,7 +19,7 @@ def too_early(ptx: str, cubin: bytes, waits: bool) -> list[str]:
     """What a kernel must not do before it waits for others; what one has of this that should not wait."""
     entry = ptx[ptx.index("{", ptx.index(".visible .entry")) :]
     if not waits:
-        return re.findall(r"^\s*(?:griddepcontrol|prefetch)\.[^;]*;", entry, re.M)
+        return re.findall(r"^.*(?:griddepcontrol|// early).*$", entry, re.M)
     found, codes = [], (entry, *_disassembled(cubin))
     for code, wait, never in zip(codes, WAITS, NEVER_BEFORE, strict=False):
         before, is_there, _ = code.partition(wait)

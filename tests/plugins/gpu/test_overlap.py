@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from kit.overlap import too_early
 
 pytest.importorskip("triton", reason="needs Triton")
 
 from hemiola.plugins.gate.cuda import gate
-from hemiola.plugins.linear.cuda import fused
+from hemiola.plugins.gpu.cover import calls_at
+from hemiola.plugins.gpu.device import Gpu
+from hemiola.plugins.gpu.overlap import NEWER, RELEASE, WAIT, waiting
+from hemiola.plugins.linear.cuda import fused, linear
 from hemiola.plugins.norm.cuda import norm
 
 WIDTH, WIDE = 1024, 24576  # a short product of few blocks, and a long one of many
@@ -46,6 +50,38 @@ def chained(chosen: list[Link], x: torch.Tensor, between: Callable[[], object]) 
         between()
         kept.append(x[:, ::97].clone() if len(kept) % 7 == 0 else x.new_empty(0))
     return torch.cat([x.flatten(), *(some.flatten() for some in kept)])
+
+
+def test_a_kernel_that_does_not_say_when_it_waits_does_so_first() -> None:
+    head = ".visible .entry _k(\n\t.param .u64 _k_param_0\n)\n.reqntid 128\n{\n"
+    body = "\t.reg .b64 %rd<2>;\n\tld.param.b64 %rd1, [_k_param_0];\n}\n"
+    assert waiting(head + body) == f"{head}\t{WAIT}\n\t{RELEASE}\n{body}"
+    assert waiting(head + f"\t{WAIT}\n" + body) == head + f"\t{WAIT}\n" + body
+
+
+def test_an_older_gpu_loses_no_prefetch_but_the_early_ones() -> None:
+    early, own = "prefetch.global.L2 [%rd1]; // early %r1", "prefetch.global.L2 [%rd2]; mov.u32 %r2, 0;"
+    ptx = "".join(f"\t{line}\n" for line in (early, own, WAIT, RELEASE))
+    assert NEWER.sub("", ptx) == f"\t{own}\n"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120, 121])
+@pytest.mark.parametrize("num_outputs", [1024, 8192])
+def test_a_dense_layer_has_weights_fetched_before_it_waits(num_outputs: int, capability: int) -> None:
+    """Where lines are long enough to begin with them, and short enough to need it; older GPUs cannot wait."""
+    from hemiola.plugins.gpu.compile import compile_call
+
+    for num_inputs in (128, 1024, 4096):
+        x, weight, bias = (
+            torch.empty(size, dtype=torch.bfloat16, device="meta")
+            for size in ((1, num_inputs), (num_outputs, num_inputs), (0,))
+        )
+        (call,) = calls_at(linear, Gpu(capability, 132), x, weight, bias)
+        made = compile_call(call, capability)
+        assert too_early(made.ptx, made.cubin, made.binary.waits) == []
+        before, _, behind = made.ptx.partition(WAIT)
+        assert ("prefetch.global.L2" in before) == (capability >= 90 and num_inputs == 1024)
+        assert "prefetch.global" not in behind
 
 
 @pytest.fixture
