@@ -1,10 +1,11 @@
 """Causal attention over pages on CUDA: one arithmetic for prompts and decode.
 
-Keys stand in splits of SPLIT at absolute positions, tiles of TILE inside; a split has its own online softmax
-(Milakov and Gimelshein 2018, arXiv 1805.02867), splits are joined in order. A row of few queries gives every
-split to another program, its numbers are joined by `_join_splits`; others walk all splits in one program. All
-queries of a key head that fit a tile share what is read. Row sums are products with ones: tl.sum would depend
-on how warps share a row. Multiply-adds are never contracted.
+Keys stand in groups of GROUP at absolute positions, in tiles of TILE. A tile has its own softmax; tiles of
+a group are joined in order, then groups (Milakov and Gimelshein 2018, arXiv 1805.02867). A row of few queries
+gives every group to another program, or every tile where few rows leave the GPU empty; `_join` joins their
+numbers in the same order. Others walk all groups in one program. All queries of a key head that fit a tile of
+queries share what is read. Row sums are products with ones: tl.sum would depend on how warps share a row.
+Multiply-adds are contracted where it says `tl.fma`, nowhere else.
 """
 
 from collections.abc import Iterator
@@ -20,10 +21,11 @@ from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
 
 _write = Kernel("attention", "_write")
 _attend = Kernel("attention", "_attend")
-_join_splits = Kernel("attention", "_join_splits")
+_join = Kernel("attention", "_join")
 
-SPLIT = 512  # keys; part of the numerics, like TILE
+GROUP = 1024  # keys; part of the numerics, like TILE
 TILE = 64
+PART = 64  # of a head's depth that a program joins
 WIDE_SHARED = 110_000  # bytes: 64 queries of 256 fit
 _LOG2_E = 1.4426950408889634
 _PARTIAL_NUMBERS = 2**25  # of fp32 that unjoined splits may take; rows beyond walk their splits
@@ -36,20 +38,26 @@ class TilePlan(NamedTuple):
     stages: int  # tiles of keys on their way
     warps: int
     programs: int  # per multiprocessor
+    enough: int = 48  # groups of keys; fewer of them are cut into tiles
 
 
-def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: bool, shared: int) -> TilePlan:
+def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: bool, gpu: Gpu) -> TilePlan:
     """Query tiles as high as an average row, if a block has shared memory for them.
 
     With pages of 8 bits a layer's tiles stay on one side of the 64 rows from which wgmma takes over: it adds
     widened numbers in another order.
     """
-    queries = min(max(pow2(-(-num_tokens // max(num_rows, 1)) * per_group), 16), 64)
+    wanted = max(pow2(-(-num_tokens // max(num_rows, 1)) * per_group), 16)
+    stages = 3 if depth <= 128 else 2
     if narrow:
-        queries = 64 if per_group >= 16 else min(queries, 32)
-    elif depth > 128 and shared < WIDE_SHARED:
-        queries = min(queries, 32)
-    return TilePlan(queries, 4 if depth <= 128 else 3, 4, 2)
+        queries = 64 if per_group >= 16 else min(wanted, 32)
+    elif wanted > 64 and gpu.capability == 90:
+        return TilePlan(128, stages, 8, 1)
+    elif depth > 128 and gpu.shared < WIDE_SHARED:
+        queries = min(wanted, 32)
+    else:
+        queries = min(wanted, 64)
+    return TilePlan(queries, stages, 4, 2)
 
 
 def attention(
@@ -83,7 +91,7 @@ def attention(
     if depth not in (16, 32, 64, 128, 256) or heads % groups or page_len % 16:
         raise ValueError(f"attention: heads of {depth}, {heads} of {groups} groups, pages of {page_len}")
     narrow = k_pages.dtype != torch.bfloat16
-    plan = plan or choose(num_tokens, num_rows, heads // groups, depth, narrow, gpu_of(device).shared)
+    plan = plan or choose(num_tokens, num_rows, heads // groups, depth, narrow, gpu_of(device))
     o = torch.empty((num_tokens, heads, depth), dtype=q.dtype, device=device)
     scales = _number(k_scale, device), _number(v_scale, device)
     sizes = dict(G=groups, R=heads // groups, D=depth, L=page_len, N_ROWS=max(16, pow2(num_rows)))
@@ -93,19 +101,25 @@ def attention(
         k, v, *pages, rows, positions, o, *scales, num_rows, num_tokens, table_len, k.stride(0), v.stride(0),
         **sizes, num_warps=4,
     )  # fmt: skip
-    most_splits = num_rows * cdiv(table_len * page_len, SPLIT)
-    capacity = min(most_splits, _PARTIAL_NUMBERS // (groups * plan.queries * depth))
+    most_pieces = num_rows * cdiv(table_len * page_len, GROUP)
+    enough = cdiv(plan.enough, groups) * (GROUP // TILE)
+    capacity = min(max(most_pieces, enough), _PARTIAL_NUMBERS // (groups * plan.queries * depth))
     partial = q.new_empty(capacity * groups * plan.queries * (depth + 2), dtype=torch.float32)
-    items = groups * (most_splits + cdiv(num_tokens * heads // groups, plan.queries) + num_rows)
-    tiles = dict(BM=plan.queries, SPLIT=SPLIT)
+    items = groups * (most_pieces + enough + cdiv(num_tokens * heads // groups, plan.queries) + num_rows)
+    tiles = dict(BM=plan.queries, GROUP=GROUP, TILE=TILE)
     _attend[(min(items, plan.programs * _multiprocessors(device)),)](
-        q, *pages, rows, o, partial, *scales, scale * _LOG2_E, first, num_rows, table_len, capacity,
-        q.stride(0), **sizes, **tiles, TILE=TILE, num_warps=plan.warps, num_stages=plan.stages,
+        q, k_pages, v_pages, page_table, rows, o, partial, *scales, scale * _LOG2_E, first, num_rows,
+        table_len, capacity, plan.enough, q.stride(0), **sizes, **tiles, num_warps=plan.warps,
+        num_stages=plan.stages,
     )  # fmt: skip
-    if capacity > 1 and most_splits > num_rows:
-        _join_splits[(num_tokens * groups,)](
-            rows, o, partial, scales[1], num_rows, capacity, **sizes, **tiles, num_warps=4
-        )
+    part, per_group = min(PART, depth), heads // groups
+    few = min(num_tokens, num_rows * (plan.queries // per_group))  # tokens of rows in pieces
+    if few and capacity > 1 and table_len * page_len > TILE:
+        numbers = pow2(per_group) * part
+        _join[(few * groups * (depth // part),)](
+            rows, o, partial, scales[1], num_rows, capacity, plan.enough, **sizes, **tiles, PART=part,
+            num_warps=min(max(numbers // 128, 1), 8), maxnreg=128,
+        )  # fmt: skip
     return o
 
 
@@ -123,10 +137,10 @@ def ahead(
 ) -> Iterator[dict[str, TilePlan]]:  # fmt: skip
     """The plan of the largest step, then lower tiles, which need less shared memory."""
     (num_tokens, heads, depth), groups = q.shape, k.shape[1]
-    plan = choose(num_tokens, len(rows), heads // groups, depth, False, gpu.shared)
+    plan = choose(num_tokens, len(rows), heads // groups, depth, False, gpu)
     for queries in (64, 32, 16):
         if queries <= plan.queries:
-            yield {"plan": plan._replace(queries=queries)}
+            yield {"plan": plan._replace(queries=queries, warps=4, programs=2)}
 
 
 @lru_cache(maxsize=256)

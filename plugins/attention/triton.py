@@ -1,16 +1,17 @@
 """Causal attention over pages on CUDA: one arithmetic for prompts and decode.
 
-Keys stand in splits of SPLIT at absolute positions, tiles of TILE inside; a split has its own online softmax
-(Milakov and Gimelshein 2018, arXiv 1805.02867), splits are joined in order. A row of few queries gives every
-split to another program, its numbers are joined by `_join_splits`; others walk all splits in one program. All
-queries of a key head that fit a tile share what is read. Row sums are products with ones: tl.sum would depend
-on how warps share a row. Multiply-adds are never contracted.
+Keys stand in groups of GROUP at absolute positions, in tiles of TILE. A tile has its own softmax; tiles of
+a group are joined in order, then groups (Milakov and Gimelshein 2018, arXiv 1805.02867). A row of few queries
+gives every group to another program, or every tile where few rows leave the GPU empty; `_join` joins their
+numbers in the same order. Others walk all groups in one program. All queries of a key head that fit a tile of
+queries share what is read. Row sums are products with ones: tl.sum would depend on how warps share a row.
+Multiply-adds are contracted where it says `tl.fma`, nowhere else.
 """
 
 import triton
 import triton.language as tl
 
-from hemiola.plugins.gpu.precise import add_dot, dot
+from hemiola.plugins.gpu.precise import dot
 from hemiola.plugins.gpu.rows import CLEAR_TOKENS, clear_dead_tokens
 
 _NOTHING = tl.constexpr(-1e30)
@@ -64,10 +65,13 @@ def _rounded(value, scale, dtype: tl.constexpr):
 
 @triton.jit
 def _shares(
-    rows, num_rows, capacity, R: tl.constexpr, N_ROWS: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr
-):
-    """By row: tokens, their place, splits that other programs take, where these start,
-    items of a key head."""
+    rows, num_rows, capacity, enough, G: tl.constexpr, R: tl.constexpr, N_ROWS: tl.constexpr,
+    BM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """By row: tokens, their place, pieces that other programs take, where these start, items of a key head.
+
+    And how many keys a piece has: a group's, or a tile's where there are fewer groups than `enough`.
+    """
     n = tl.arange(0, N_ROWS)
     begin = tl.load(rows + n * 8, mask=n < num_rows, other=0)
     num = tl.load(rows + n * 8 + 1, mask=n < num_rows, other=0)
@@ -75,11 +79,13 @@ def _shares(
     committed = tl.load(rows + n * 8 + 4, mask=n < num_rows, other=0)
     num = tl.where(slot != 0, num, 0)
     blocks = (num * R + BM - 1) // BM
-    splits = tl.where(blocks == 1, (committed + num + SPLIT - 1) // SPLIT, 0)
-    splits = tl.where(splits > 1, splits, 0)
-    start = tl.cumsum(splits, 0) - splits
-    splits = tl.where(start + splits <= capacity, splits, 0)
-    return n, begin, num, committed, splits, start, tl.where(splits > 0, splits, blocks)
+    keys = tl.where(blocks == 1, committed + num, 0)
+    piece_len = tl.where(tl.sum((keys + GROUP - 1) // GROUP, 0) * G < enough, TILE, GROUP)
+    pieces = (keys + piece_len - 1) // piece_len
+    pieces = tl.where(pieces > 1, pieces, 0)
+    start = tl.cumsum(pieces, 0) - pieces
+    pieces = tl.where(start + pieces <= capacity, pieces, 0)
+    return n, begin, num, committed, pieces, start, tl.where(pieces > 0, pieces, blocks), piece_len
 
 
 @triton.jit
@@ -88,99 +94,147 @@ def _of(values, n, row):
     return tl.sum(tl.where(n == row, values, 0), 0)
 
 
-@triton.jit(do_not_specialize=["first", "num_rows", "table_len", "capacity"])
+@triton.jit(do_not_specialize=["first", "num_rows", "table_len", "capacity", "enough"])
 def _attend(
     q, k_pages, v_pages, page_table, rows, o, partial, k_scale, v_scale, scale, first, num_rows, table_len,
-    capacity, q_len, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, L: tl.constexpr,
-    N_ROWS: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
+    capacity, enough, q_len, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, L: tl.constexpr,
+    N_ROWS: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # Grid: programs that share out items: a split of a row of few queries, or all splits of BM queries.
+    # Grid: programs that share out items: a piece of a row of few queries, or all keys of BM queries.
     # Tile: BM rows (token, head of the group) against TILE keys of one key head.
-    # Traffic: keys and values once per BM queries of a row; a split's numbers once where others join them.
-    n, begin, num, committed, splits, start, items = _shares(rows, num_rows, capacity, R, N_ROWS, BM, SPLIT)
-    last_item = tl.cumsum(items, 0)
+    # Traffic: keys and values once per BM queries of a row; a piece's numbers once where others join them.
+    n, begin, num, committed, pieces, start, items, piece_len = _shares(
+        rows, num_rows, capacity, enough, G, R, N_ROWS, BM, GROUP, TILE
+    )
+    last_item, num_items = tl.cumsum(items, 0), tl.sum(items, 0) * G
     if first < 0:
         first = 0
-    scale = scale * tl.load(k_scale)
-    unit_v = tl.load(v_scale)
-    for item in range(tl.program_id(0), tl.sum(items, 0) * G, tl.num_programs(0)):
-        g, i = item % G, item // G
-        row = tl.sum((last_item <= i).to(tl.int32), 0)
-        inside = i - _of(last_item - items, n, row)
-        row_splits, row_num, row_committed = _of(splits, n, row), _of(num, n, row), _of(committed, n, row)
-        row_begin = _of(begin, n, row)
-        block = tl.where(row_splits > 0, 0, inside)
-        m = block * BM + tl.arange(0, BM)
-        d = tl.arange(0, D)
-        t, head = m // R, g * R + m % R
-        live, position = t < row_num, row_committed + t
-        last = row_committed + tl.minimum(row_num - 1, (block * BM + BM - 1) // R)
-        queries = q + row_begin.to(tl.int64) * q_len + (t[:, None] * q_len + head[:, None] * D + d[None, :])
-        q_m = tl.load(queries, mask=live[:, None], other=0.0)
-        table = page_table + row * table_len
-        if row_splits > 0:
-            best, weight, total = _split(
-                q_m, k_pages + g * D, v_pages + g * D, table, inside, last, position, first, scale,
-                G, D, L, BM, SPLIT, TILE,
+    scale, unit_v = scale * tl.load(k_scale), tl.load(v_scale)
+    programs, program = tl.num_programs(0), tl.program_id(0)
+    for wave in range(0, num_items, programs):
+        # long items first, and to and fro: so programs end together
+        rank = wave + tl.where((wave // programs) % 2 == 0, program, programs - 1 - program)
+        if rank < num_items:
+            g, i = (num_items - 1 - rank) % G, (num_items - 1 - rank) // G
+            row = tl.sum((last_item <= i).to(tl.int32), 0)
+            inside = i - _of(last_item - items, n, row)
+            row_pieces, row_num = _of(pieces, n, row), _of(num, n, row)
+            row_begin, row_committed = _of(begin, n, row), _of(committed, n, row)
+            block = tl.where(row_pieces > 0, 0, inside)
+            m, d = block * BM + tl.arange(0, BM), tl.arange(0, D)
+            t, head = m // R, g * R + m % R
+            live, position = t < row_num, row_committed + t
+            at = row_begin.to(tl.int64) * q_len + (t[:, None] * q_len + head[:, None] * D + d[None, :])
+            q_m = tl.load(q + at, mask=live[:, None], other=0.0)
+            low = tl.where(row_pieces > 0, inside * piece_len, 0)
+            high = row_committed + tl.minimum(row_num - 1, (block * BM + BM - 1) // R) + 1
+            high = tl.where(row_pieces > 0, tl.minimum(low + piece_len, high), high)
+            best, weight, left, right = _span(
+                q_m, k_pages + g * D, v_pages + g * D, page_table + row * table_len, low, high, position,
+                first, scale, G, D, L, BM, GROUP, TILE,
             )  # fmt: skip
-            at = ((_of(start, n, row) + inside) * G + g) * BM
-            numbers = partial + at.to(tl.int64) * D + (tl.arange(0, BM)[:, None] * D + d[None, :])
-            tl.store(numbers, total, mask=live[:, None])
-            sums = partial + (capacity * G * BM).to(tl.int64) * D + at * 2 + tl.arange(0, BM) * 2
-            tl.store(sums, best, mask=live)
-            tl.store(sums + 1, weight, mask=live)
-        else:
-            best = tl.full((BM,), _NOTHING, tl.float32)
-            weight, total = tl.zeros((BM,), tl.float32), tl.zeros((BM, D), tl.float32)
-            for split in range(0, last // SPLIT + 1):
-                b, w, s = _split(
-                    q_m, k_pages + g * D, v_pages + g * D, table, split, last, position, first, scale,
-                    G, D, L, BM, SPLIT, TILE,
-                )  # fmt: skip
-                best, weight, total = _joined(best, weight, total, b, w, s)
-            out = _finished(best, weight, total, unit_v).to(o.dtype.element_ty)
-            to = o + row_begin.to(tl.int64) * (G * R * D) + ((t * (G * R) + head)[:, None] * D + d[None, :])
-            tl.store(to, out, mask=live[:, None])
+            half = tl.arange(0, D // 2)[None, :]
+            if row_pieces > 0:
+                place = ((_of(start, n, row) + inside) * G + g) * BM
+                numbers = partial + place.to(tl.int64) * D + (tl.arange(0, BM)[:, None] * D + half)
+                tl.store(numbers, left, mask=live[:, None])
+                tl.store(numbers + D // 2, right, mask=live[:, None])
+                sums = partial + (capacity * G * BM).to(tl.int64) * D + place * 2 + tl.arange(0, BM) * 2
+                tl.store(sums, best, mask=live)
+                tl.store(sums + 1, weight, mask=live)
+            else:
+                to = o + row_begin.to(tl.int64) * (G * R * D) + ((t * (G * R) + head)[:, None] * D + half)
+                out = _finished(best, weight, left, unit_v).to(o.dtype.element_ty)
+                tl.store(to, out, mask=live[:, None])
+                out = _finished(best, weight, right, unit_v).to(o.dtype.element_ty)
+                tl.store(to + D // 2, out, mask=live[:, None])
 
 
 @triton.jit
-def _split(
-    q_m, k_pages, v_pages, table, split, last, position, first, scale, G: tl.constexpr, D: tl.constexpr,
-    L: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
+def _span(
+    q_m, k_pages, v_pages, table, low, high, position, first, scale, G: tl.constexpr, D: tl.constexpr,
+    L: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over one split: largest score, sum of weights, weighted sum of values."""
-    best = tl.full((BM,), _NOTHING, tl.float32)
-    weight, total = tl.zeros((BM,), tl.float32), tl.zeros((BM, D), tl.float32)
-    d = tl.arange(0, D)
-    ones = tl.full((TILE, 16), 1.0, tl.float32).to(tl.bfloat16)
-    for low in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, last + 1), TILE):
-        place = low + tl.arange(0, TILE)
-        real = (place >= first) & (place <= last)  # memory that nobody wrote may hold NaN
-        page = tl.load(table + place // L, mask=real, other=0).to(tl.int64)
-        at = ((page * L + place % L) * (G * D))[:, None] + d[None, :]
-        k_n = tl.load(k_pages + at, mask=real[:, None], other=0.0).to(tl.bfloat16)
-        v_n = tl.load(v_pages + at, mask=real[:, None], other=0.0).to(tl.bfloat16)
-        seen = (place[None, :] <= position[:, None]) & (place >= first)[None, :]
-        score = tl.where(seen, dot(q_m, tl.trans(k_n)) * scale, _NOTHING)
-        new_best = tl.maximum(best, tl.max(score, 1))
-        faded = tl.exp2(best - new_best)
-        share = tl.exp2(score - new_best[:, None]).to(tl.bfloat16)
-        weight = weight * faded + tl.max(dot(share, ones), 1)
-        total = add_dot(total * faded[:, None], share, v_n)
-        best = new_best
-    return best, weight, total
+    """Groups joined: largest score, sum of weights, both halves of the weighted sum of values.
+
+    Halves, for a group's sums wait in registers while a tile's are made. Those of all groups wait in local
+    memory, if heads are large, which nothing inside of a group reads.
+    """
+    best, weight = tl.full((BM,), _NOTHING, tl.float32), tl.zeros((BM,), tl.float32)
+    left, right = tl.zeros((BM, D // 2), tl.float32), tl.zeros((BM, D // 2), tl.float32)
+    for begin in range(low, high, GROUP):
+        own_best, own_weight, own_left, own_right = _group(
+            q_m, k_pages, v_pages, table, begin, tl.minimum(begin + GROUP, high), position, first, scale,
+            G, D, L, BM, TILE,
+        )  # fmt: skip
+        best, mine, other = _faded(best, own_best)
+        weight = tl.fma(own_weight, other, weight * mine)
+        left = tl.fma(own_left, other[:, None], left * mine[:, None])
+        right = tl.fma(own_right, other[:, None], right * mine[:, None])
+    return best, weight, left, right
 
 
 @triton.jit
-def _joined(best, weight, total, other_best, other_weight, other_total):
-    """Two splits as one; a split without a key that the query sees changes nothing."""
+def _group(
+    q_m, k_pages, v_pages, table, low, high, position, first, scale, G: tl.constexpr, D: tl.constexpr,
+    L: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Tiles joined."""
+    best, weight = tl.full((BM,), _NOTHING, tl.float32), tl.zeros((BM,), tl.float32)
+    left, right = tl.zeros((BM, D // 2), tl.float32), tl.zeros((BM, D // 2), tl.float32)
+    page = tl.load(table + low // L)  # one tile ahead: then keys and values can be several ahead
+    for place in range(low, high, TILE):
+        k_n = _read(k_pages, table, page, place, first, high, D, G, D, L, TILE)
+        key = place + tl.arange(0, TILE)
+        seen = (key[None, :] <= position[:, None]) & (key >= first)[None, :]
+        score = tl.where(seen, dot(q_m, tl.trans(k_n)), _NOTHING)
+        v_left = _read(v_pages, table, page, place, first, high, D // 2, G, D, L, TILE)
+        v_right = _read(v_pages + D // 2, table, page, place, first, high, D // 2, G, D, L, TILE)
+        page = tl.load(table + (place + TILE) // L, mask=place + TILE < high, other=0)
+        best, weight, left, right = _tile(score, v_left, v_right, scale, best, weight, left, right, TILE)
+    return best, weight, left, right
+
+
+@triton.jit
+def _read(
+    pages, table, page, low, first, high, WIDTH: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    L: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """WIDTH numbers of every key of a tile, which begins on `page`; zeros for places outside of first..high.
+
+    Memory that nobody wrote may hold NaN.
+    """
+    place = low + tl.arange(0, TILE)
+    real = (place >= first) & (place < high)
+    if L % TILE == 0:
+        pages += (page.to(tl.int64) * L + low % L) * (G * D)
+        lines = tl.arange(0, TILE) * (G * D)
+    else:
+        own = tl.load(table + place // L, mask=real, other=0).to(tl.int64)
+        lines = (own * L + place % L) * (G * D)
+    at = pages + (lines[:, None] + tl.arange(0, WIDTH)[None, :])
+    return tl.load(at, mask=real[:, None], other=0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def _tile(score, v_left, v_right, scale, best, weight, left, right, TILE: tl.constexpr):
+    """A tile's softmax, joined to those before. A tile without a key that a query sees adds nothing to it."""
+    top = tl.max(score, 1)
+    high = tl.where(top > _NOTHING, top * scale, 0.0)
+    share = tl.exp2(tl.fma(score, scale, -high[:, None])).to(tl.bfloat16)
+    best, mine, other = _faded(best, tl.where(top > _NOTHING, high, _NOTHING))
+    ones = tl.full((TILE, 16), 1.0, tl.float32).to(tl.bfloat16)
+    weight = tl.fma(tl.max(dot(share, ones), 1), other, weight * mine)
+    left = tl.fma(dot(share, v_left), other[:, None], left * mine[:, None])
+    right = tl.fma(dot(share, v_right), other[:, None], right * mine[:, None])
+    return best, weight, left, right
+
+
+@triton.jit
+def _faded(best, other_best):
+    """The larger of two scores, and what numbers relative to each are worth relative to it."""
     new_best = tl.maximum(best, other_best)
-    mine, other = tl.exp2(best - new_best), tl.exp2(other_best - new_best)
-    return (
-        new_best,
-        weight * mine + other_weight * other,
-        total * mine[:, None] + other_total * other[:, None],
-    )
+    return new_best, tl.exp2(best - new_best), tl.exp2(other_best - new_best)
 
 
 @triton.jit
@@ -189,30 +243,69 @@ def _finished(best, weight, total, unit_v):
     return tl.where((best > _NOTHING)[:, None], total / weight[:, None] * unit_v, 0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity"])
-def _join_splits(
-    rows, o, partial, v_scale, num_rows, capacity, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    L: tl.constexpr, N_ROWS: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr,
+@triton.jit(do_not_specialize=["num_rows", "capacity", "enough"])
+def _join(
+    rows, o, partial, v_scale, num_rows, capacity, enough, G: tl.constexpr, R: tl.constexpr,
+    D: tl.constexpr, L: tl.constexpr, N_ROWS: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    # Grid: one program per token and key head; those whose row walked its splits itself have nothing to do.
-    # Tile: [heads of the group, D] of one split after the other.
-    # Traffic: every number of a split once in, outputs once out.
-    token, g = tl.program_id(0) // G, tl.program_id(0) % G
-    n, begin, num, _, splits, start, _ = _shares(rows, num_rows, capacity, R, N_ROWS, BM, SPLIT)
-    row = tl.max(tl.where((token >= begin) & (token < begin + num) & (splits > 0), n, -1), 0)
-    if row >= 0:
+    # Grid: one program per token of a row that is in pieces, key head and PART of its depth.
+    # Tile: [heads of the group, PART] of one piece after the other.
+    # Traffic: every number of a piece once in, outputs once out.
+    PARTS: tl.constexpr = D // PART
+    part, g, i = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % G, tl.program_id(0) // (PARTS * G)
+    n, begin, num, _, pieces, start, _, piece_len = _shares(
+        rows, num_rows, capacity, enough, G, R, N_ROWS, BM, GROUP, TILE
+    )
+    num = tl.where(pieces > 0, num, 0)
+    last = tl.cumsum(num, 0)
+    if i < tl.sum(num, 0):
+        row = tl.sum((last <= i).to(tl.int32), 0)
+        inside = i - _of(last - num, n, row)
+        token = _of(begin, n, row) + inside
+        AT_ONCE: tl.constexpr = GROUP // TILE
         HEADS: tl.constexpr = triton.next_power_of_2(R)
-        head, d = tl.arange(0, HEADS), tl.arange(0, D)
-        m, mine = (token - _of(begin, n, row)) * R + head, head < R
-        best = tl.full((HEADS,), _NOTHING, tl.float32)
-        weight, total = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, D), tl.float32)
-        for split in range(_of(splits, n, row)):
-            at = ((_of(start, n, row) + split) * G + g) * BM
-            sums = partial + (capacity * G * BM).to(tl.int64) * D + at * 2 + m * 2
-            b, w = tl.load(sums, mask=mine, other=_NOTHING), tl.load(sums + 1, mask=mine, other=0.0)
-            numbers = partial + at.to(tl.int64) * D + (m[:, None] * D + d[None, :])
-            s = tl.load(numbers, mask=mine[:, None], other=0.0)
-            best, weight, total = _joined(best, weight, total, b, w, s)
+        head, d = tl.arange(0, HEADS), part * PART + tl.arange(0, PART)
+        m, mine = inside * R + tl.minimum(head, R - 1), head < R
+        row_start, row_pieces = _of(start, n, row), _of(pieces, n, row)
+        nothing = tl.full((HEADS,), _NOTHING, tl.float32)
+        zero, zeros = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, PART), tl.float32)
+        best, weight, total = nothing, zero, zeros
+        b, w, s = nothing, zero, zeros
+        all_sums = partial + (capacity * G * BM).to(tl.int64) * D
+        for low in range(0, row_pieces, AT_ONCE):
+            if piece_len < GROUP:  # tiles: these are a group
+                b, w, s = nothing, zero, zeros
+            b, w, s = _joined(
+                b, w, s, partial, all_sums, row_start, low, row_pieces, g, m, d, G, D, BM, AT_ONCE
+            )
+            if piece_len < GROUP:
+                best, faded, other = _faded(best, b)
+                weight = tl.fma(w, other, weight * faded)
+                total = tl.fma(s, other[:, None], total * faded[:, None])
+            else:
+                best, weight, total = b, w, s
         out = _finished(best, weight, total, tl.load(v_scale)).to(o.dtype.element_ty)
         to = o + token.to(tl.int64) * (G * R * D) + ((g * R + head)[:, None] * D + d[None, :])
         tl.store(to, out, mask=mine[:, None])
+
+
+@triton.jit
+def _joined(
+    best, weight, total, partial, all_sums, start, low, high, g, m, d, G: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """And the next pieces; with registers enough, all are on their way before the first is joined."""
+    bests, weights, totals = (), (), ()
+    for j in tl.static_range(AT_ONCE):
+        at = ((start + tl.minimum(low + j, high - 1)) * G + g) * BM
+        bests += (tl.load(all_sums + at * 2 + m * 2),)
+        weights += (tl.load(all_sums + at * 2 + m * 2 + 1),)
+        totals += (tl.load(partial + at.to(tl.int64) * D + (m[:, None] * D + d[None, :])),)
+    for j in tl.static_range(AT_ONCE):
+        there = low + j < high
+        new_best, faded, other = _faded(best, bests[j])
+        weight = tl.where(there, tl.fma(weights[j], other, weight * faded), weight)
+        total = tl.where(there, tl.fma(totals[j], other[:, None], total * faded[:, None]), total)
+        best = tl.where(there, new_best, best)
+    return best, weight, total

@@ -28,7 +28,7 @@ class Case:
     page_len: int = 64
     first: int = 0
     fp8: bool = False
-    plan: tuple[int, int, int, int] | None = None
+    plan: tuple[int, ...] | None = None
 
     def pool(self, num: int) -> torch.Tensor:
         pages = torch.full((num, self.page_len, self.groups, self.depth), float("nan"), device=DEVICE)
@@ -125,11 +125,13 @@ CASES = {
     "5 of a group": Case(heads=10, groups=2),
     "16 of a group": Case(heads=32, groups=2),
     "32 of a group": Case(heads=32, groups=1),
+    "depth 16": Case(depth=16),
     "depth 64": Case(depth=64),
     "depth 256": Case(depth=256),
     "pages of 16": Case(page_len=16),
     "pages of 48": Case(page_len=48),
     "from 1 on": Case(first=1),
+    "from 70 on": Case(first=70),
     "fp8": Case(fp8=True),
     "fp8, 16 of a group": Case(fp8=True, heads=32),
     "fp8, depth 256": Case(fp8=True, depth=256),
@@ -149,12 +151,26 @@ def test_errs_no_more_than_bf16_weights(case: Case) -> None:
     assert rel_error(plain_run(case, tokens), truth(case, tokens)) < 4e-3
 
 
-@pytest.mark.parametrize("plan", [(16, 1, 1, 1), (16, 3, 4, 2), (32, 2, 2, 3), (64, 2, 4, 1), (128, 2, 4, 1)])
-def test_tiles_leave_the_bits_alone(plan: tuple[int, int, int, int]) -> None:
+PLANS = {
+    "one warp": (16, 1, 1, 1),
+    "16 queries": (16, 3, 4, 2),
+    "32 queries": (32, 2, 2, 3),
+    "64 queries": (64, 2, 4, 1),
+    "128 queries": (128, 2, 8, 1),
+    "groups for a few programs": (16, 2, 4, 2, 0),
+    "tiles for many programs": (16, 2, 4, 2, 10**6),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("depth", [128, 256])
+def test_tiles_leave_the_bits_alone(depth: int, plan: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    tokens = Case().tokens(1300)
-    same_bits(plain_run(Case(plan=plan), tokens), plain_run(Case(), tokens), "outputs")
-    storm(Case(plan=plan), (1100, 30), seed=4, longest=300)
+    tokens = Case(depth=depth).tokens(2600)
+    same_bits(
+        plain_run(Case(depth=depth, plan=plan), tokens), plain_run(Case(depth=depth), tokens), "outputs"
+    )
+    storm(Case(depth=depth, plan=plan), (1100, 30), seed=4, longest=300)
 
 
 @pytest.mark.parametrize("case", [Case(first=1), Case(first=1, fp8=True)], ids=["bf16", "fp8"])
@@ -170,7 +186,7 @@ def test_what_nobody_wrote_before_the_first_place_makes_no_nan(case: Case) -> No
 def test_rows_beyond_the_space_for_splits_walk_them() -> None:
     module = kernels()
     before = module._PARTIAL_NUMBERS
-    module._PARTIAL_NUMBERS = 16 * 128 * 2 * 7
+    module._PARTIAL_NUMBERS = 16 * 128 * 2 * 20
     try:
         storm(Case(), LENGTHS, seed=5, longest=300)
     finally:

@@ -70,6 +70,43 @@ def test_what_nobody_wrote_before_the_first_place_makes_no_nan() -> None:
     assert not o.isnan().any()
 
 
+class _Wide:
+    """torch, whose new bf16 tensors are fp32: rounded, outputs hide in which order they were summed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *size: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=torch.float32 if dtype is torch.bfloat16 else dtype, device=device)
+
+
+@pytest.mark.parametrize("enough", [0, 100], ids=["groups", "tiles"])
+def test_pieces_of_attention_are_joined_in_the_order_of_one_program(
+    enough: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hemiola.plugins.attention import cuda
+
+    monkeypatch.setattr(cuda, "GROUP", 64)
+    monkeypatch.setattr(cuda, "TILE", 16)
+    monkeypatch.setattr(cuda, "torch", _Wide())
+    tokens, plan = (
+        [torch.randn(140, heads, 32).bfloat16() for heads in (4, 2, 2)],
+        cuda.TilePlan(16, 1, 4, 2, enough),
+    )
+    pools, table = (
+        [torch.full((10, 16, 2, 32), torch.nan).bfloat16() for _ in range(2)],
+        int32(list(range(1, 10))),
+    )
+    at = torch.arange(140, dtype=torch.int32)
+    together = cuda.attention(
+        *tokens, *pools, table, int32(row(num_tokens=140)), at, 0.2, 0, 1.0, 1.0, plan=plan
+    )
+    last = [part[137:] for part in tokens]
+    rows = int32(row(num_tokens=3, committed=137))
+    alone = cuda.attention(*last, *pools, table, rows, at[137:], 0.2, 0, 1.0, 1.0, plan=plan)
+    assert together.dtype is torch.float32 and torch.equal(alone, together[137:])
+
+
 @pytest.fixture(params=["forwards", "backwards"])
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In which a kernel's programs run: a GPU has none, so nobody may count on one."""
