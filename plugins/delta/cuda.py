@@ -37,19 +37,24 @@ class TilePlan(NamedTuple):
     warps: int
     scan_channels: int
     scan_warps: int
+    scan_stages: int  # 2: the next chunk is on its way
     programs: int  # of `_scan`
     weigh_warps: int
     shares: int  # programs of `_weigh` for the rows whose edge does not stay
 
 
-def choose(num_rows: int, heads: int, width: int, decays: int) -> TilePlan:
-    """Few tiles a program while there are few rows."""
+def choose(num_tokens: int, num_rows: int, heads: int, width: int, decays: int, keys: int) -> TilePlan:
+    """Few tiles a program while there are few rows. `keys`: how many numbers they are in a chunk."""
     channels = min(max(pow2(width), 16), 64)
     tiles, together = heads * cdiv(width, channels), 1
     while tiles % (together * 2) == 0 and together < 4 and num_rows * tiles // (together * 2) >= 528:
         together *= 2
-    weigh_warps = 1 if decays == 1 and num_rows * heads >= 528 else 4  # 4 are sooner done, 1 does more
-    return TilePlan(channels, together, 3, 4, channels, 4, 264, weigh_warps, 1056 // weigh_warps)
+    many = max(num_rows, num_tokens // 16) * heads >= 528  # chunks to weigh
+    weigh_warps = 1 if many and decays == 1 else 4  # 4 are sooner done, 1 does more a second
+    scan_stages = 2 if keys <= 2048 else 1  # two larger chunks do not fit the 48 KB that TensorRT gives
+    return TilePlan(
+        channels, together, 3, 4, min(channels, 32), 4, scan_stages, 264, weigh_warps, 1056 // weigh_warps
+    )
 
 
 def delta(
@@ -74,11 +79,11 @@ def delta(
     device, ring_len, num_rows = k.device, k_records.shape[1], rows.shape[0]
     tokens, records = (q, k, v, a, b, dt_bias, A), (k_records, v_records, g_records, beta_records)
     _check(tokens, state, records, rows, chunk_len)
-    plan = plan or choose(num_rows, heads, width, decays)
+    plan = plan or choose(num_tokens, num_rows, heads, width, decays, chunk_len * depth)
     o = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=device)
     query = torch.empty((num_tokens, heads, 2, depth), dtype=q.dtype, device=device)  # in two halves
     mixed = torch.empty((num_tokens, heads, width), dtype=torch.float32, device=device)
-    lines = num_tokens + num_rows * ring_len  # new tokens, then the rows' records
+    lines = num_tokens + num_rows * cdiv(ring_len, chunk_len) * chunk_len  # see line_of
     keys = torch.empty((lines, groups, depth), dtype=k.dtype, device=device)
     solved_keys = torch.empty((lines, heads, 2, depth), dtype=k.dtype, device=device)
     solved_values = torch.empty((lines, heads, width), dtype=torch.float32, device=device)
@@ -101,7 +106,7 @@ def delta(
         items = num_rows * heads * cdiv(width, plan.scan_channels)
         _scan[(min(items, plan.programs),)](
             state, rows, o, *weights, num_rows, num_tokens, ring_len, **sizes,
-            BV=plan.scan_channels, num_warps=plan.scan_warps, num_stages=1,
+            BV=plan.scan_channels, STAGES=plan.scan_stages, num_warps=plan.scan_warps, num_stages=1,
         )  # fmt: skip
     return o
 

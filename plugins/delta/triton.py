@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hemiola.plugins.delta.weights import gates, keep_gates, lines_of, solve, store_fold
+from hemiola.plugins.delta.weights import gates, keep_gates, line_of, lines_of, solve, store_fold
 from hemiola.plugins.gpu.precise import add_dot, dot, dot_wide, dot_wide_left, halves
 from hemiola.plugins.gpu.recurrences import ages, chunk_of, chunks_of_kind
 from hemiola.plugins.gpu.rows import (
@@ -56,7 +56,7 @@ def _weigh(
                     H, G, K, V, J, CHUNK, False,
                 )  # fmt: skip
                 if start + CHUNK <= end:
-                    line = lines_of(start, committed, first, base + row, num_tokens, ring_len, CHUNK)
+                    line = lines_of(start, edge, committed, first, base + row, num_tokens, ring_len, CHUNK)
                     store_fold(keys, solved_keys, solved_values, totals, line, h, k_c, v_c, total, inverse,
                                H, G, K, V, J)  # fmt: skip
             before += items
@@ -129,7 +129,7 @@ def _pass(
     low = tl.load(asked + K, mask=live[None, :], other=0.0)
     to, real = token * (H * V) + at + (t[None, :] * (H * V) + p[:, None]), live[None, :] & stored[:, None]
     m = tl.load(mixed + to, mask=real, other=0.0)
-    line = lines_of(edge, committed, first, row, num_tokens, ring_len, CHUNK)
+    line = lines_of(edge, edge, committed, first, row, num_tokens, ring_len, CHUNK)
     before = _asked(s, high, low)
     s = _fold(s, keys, solved_keys, solved_values, totals, line, h, p0, True, H, G, K, V, J, BV)
     out = tl.where((committed + t < edge + CHUNK)[None, :], before, _asked(s, high, low)) + m
@@ -156,29 +156,55 @@ def _fold(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """The state [BV, K] at the chunk's end; the same state unless `folds`."""
-    n, p, c = tl.arange(0, K), tl.arange(0, BV), tl.arange(0, line.shape[0])
+    n = tl.arange(0, K)
     asked = solved_keys + line[None, :] * (2 * H * K) + (h * (2 * K) + n[:, None])
     high, low = tl.load(asked, mask=folds, other=0.0), tl.load(asked + K, mask=folds, other=0.0)
-    values = solved_values + line[None, :] * (H * V) + (h * V + p0 + p[:, None])
-    k_c = tl.load(keys + line[:, None] * (G * K) + (h // (H // G) * K + n[None, :]), mask=folds, other=0.0)
-    of_values = tl.load(values, mask=(p < V - p0)[:, None] & folds, other=0.0)
+    gain, decay = _fading(totals, line, h, folds, H, K, J)
+    k_c, values = _brought(keys, solved_values, line, h, p0, folds, H, G, K, V, BV)
+    return _folded(s, values - _asked(s, high, low), k_c, gain, decay, J)
+
+
+@triton.jit
+def _fading(totals, line, h, folds, H: tl.constexpr, K: tl.constexpr, J: tl.constexpr):
+    """What the chunk's end keeps of its tokens, exp(G_C - G), and of the state before, exp(G_C)."""
+    ends = tl.arange(0, line.shape[0]) == line.shape[0] - 1
     if J == 1:
         total = tl.load(totals + line * H + h, mask=folds, other=0.0)
-        last = tl.sum(tl.where(c == line.shape[0] - 1, total, 0.0), 0)
-        update = (of_values - _asked(s, high, low)) * tl.exp(last - total)[None, :]
-        gained = dot_wide_left(update, k_c)
+        last = tl.sum(tl.where(ends, total, 0.0), 0)
     else:
-        total = tl.load(totals + line[:, None] * (H * K) + (h * K + n[None, :]), mask=folds, other=0.0)
-        last = tl.sum(tl.where((c == line.shape[0] - 1)[:, None], total, 0.0), 0)[None, :]
-        gained = dot_wide(of_values - _asked(s, high, low), k_c.to(tl.float32) * tl.exp(last - total))
-    return s * tl.exp(last) + gained
+        of_total = line[:, None] * (H * K) + (h * K + tl.arange(0, K)[None, :])
+        total = tl.load(totals + of_total, mask=folds, other=0.0)
+        last = tl.sum(tl.where(ends[:, None], total, 0.0), 0)[None, :]
+    return tl.exp(last - total), tl.exp(last)
+
+
+@triton.jit
+def _brought(
+    keys, solved_values, line, h, p0, folds,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The chunk's keys, and T v of BV channels."""
+    n, p = tl.arange(0, K), tl.arange(0, BV)
+    k_c = tl.load(keys + line[:, None] * (G * K) + (h // (H // G) * K + n[None, :]), mask=folds, other=0.0)
+    of_values = line[None, :] * (H * V) + (h * V + p0 + p[:, None])
+    return k_c, tl.load(solved_values + of_values, mask=(p < V - p0)[:, None] & folds, other=0.0)
+
+
+@triton.jit
+def _folded(s, update, k_c, gain, decay, J: tl.constexpr):
+    """The state [BV, K] at the chunk's end; `update` is U before it fades."""
+    if J == 1:
+        gained = dot_wide_left(update * gain[None, :], k_c)
+    else:
+        gained = dot_wide(update, k_c.to(tl.float32) * gain)
+    return s * decay + gained
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _scan(
     state, rows, o, query, mixed, keys, solved_keys, solved_values, totals, num_rows, num_tokens, ring_len,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
-    BV: tl.constexpr,
+    BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Grid: programs that share out row, head and BV channels of the rows of many tokens.
     # Tile: state [BV, K] fp32 in registers from the row's edge to its last token, CHUNK tokens beside it.
@@ -194,7 +220,7 @@ def _scan(
             _scan_row(
                 state, rows, o, query, mixed, keys, solved_keys, solved_values, totals,
                 found, inside // blocks % H, inside % blocks * BV, num_tokens, ring_len,
-                H, G, K, V, J, CHUNK, BV,
+                H, G, K, V, J, CHUNK, BV, STAGES,
             )  # fmt: skip
         before += count * H * blocks
 
@@ -203,7 +229,7 @@ def _scan(
 def _scan_row(
     state, rows, o, query, mixed, keys, solved_keys, solved_values, totals, row, h, p0, num_tokens, ring_len,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
-    BV: tl.constexpr,
+    BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One head's BV channels from the row's edge to its last token, chunk after chunk."""
     first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, row)
@@ -215,18 +241,28 @@ def _scan_row(
     s = tl.load(own + inner, mask=stored[:, None] & (edge > 0) & (committed > 0), other=0.0)
     if (new_edge == 0) & (committed == 0):
         tl.store(own + inner, s, mask=stored[:, None])
-    for start in range(edge, end, CHUNK):
-        token = (first + start - committed).to(tl.int64)
+    both = tl.arange(0, 2 * CHUNK)  # a chunk's queries, then its solved keys
+    is_query, of_both = both < CHUNK, both[None, :] % CHUNK * (2 * H * K) + n[:, None]
+    of_token = c[None, :] * (H * V) + p[:, None]
+    for start in tl.range(edge, end, CHUNK, num_stages=STAGES):
+        token, folds = (
+            (first + start - committed).to(tl.int64),
+            (start + CHUNK <= new_edge) | (start + CHUNK < end),
+        )
+        line = line_of(start, edge, committed, first, row, num_tokens, ring_len, CHUNK)
         _, new = ages(start + c, committed, end)
-        asked = query + (token * H + h) * (2 * K) + (c[None, :] * (2 * H * K) + n[:, None])
-        high = tl.load(asked, mask=new[None, :], other=0.0)
-        low = tl.load(asked + K, mask=new[None, :], other=0.0)
-        to, real = token * (H * V) + at + (c[None, :] * (H * V) + p[:, None]), new[None, :] & stored[:, None]
+        _, new_query = ages(start + both, committed, end)
+        asks = tl.where(is_query, new_query, folds)[None, :]
+        of_query, of_key = query + (token * H + h) * (2 * K), solved_keys + (line * H + h) * (2 * K)
+        asked = tl.where(is_query, of_query, of_key)[None, :] + of_both
+        high, low = tl.load(asked, mask=asks, other=0.0), tl.load(asked + K, mask=asks, other=0.0)
+        to, real = token * (H * V) + at + of_token, new[None, :] & stored[:, None]
         m = tl.load(mixed + to, mask=real, other=0.0)
-        line = lines_of(start, committed, first, row, num_tokens, ring_len, CHUNK)
-        folds = (start + CHUNK <= new_edge) | (start + CHUNK < end)
-        tl.store(o + to, (_asked(s, high, low) + m).to(o.dtype.element_ty), mask=real)
-        s = _fold(s, keys, solved_keys, solved_values, totals, line, h, p0, folds, H, G, K, V, J, BV)
+        gain, decay = _fading(totals, line + c, h, folds, H, K, J)
+        k_c, values = _brought(keys, solved_values, line + c, h, p0, folds, H, G, K, V, BV)
+        out, erased = tl.split(tl.permute(tl.reshape(_asked(s, high, low), (BV, 2, CHUNK)), (0, 2, 1)))
+        tl.store(o + to, (out + m).to(o.dtype.element_ty), mask=real)
+        s = _folded(s, values - erased, k_c, gain, decay, J)
         if start + CHUNK == new_edge:
             tl.store(own + inner, s, mask=stored[:, None])
         if (snapshot != 0) & (start + CHUNK == snapshot_edge) & (snapshot_edge <= new_edge):

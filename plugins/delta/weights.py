@@ -81,11 +81,17 @@ def store_fold(
 
 
 @triton.jit
-def lines_of(start, committed, first, row, num_tokens, ring_len, CHUNK: tl.constexpr):
-    """Where what a chunk does stands: lines of new tokens by token, those of records by row and place."""
-    c, place = tl.arange(0, CHUNK), places(start, ring_len, CHUNK)
-    token, held = (first + start - committed).to(tl.int64) + c, row.to(tl.int64) * ring_len + place
-    return tl.where(start + c < committed, num_tokens + held, token)
+def lines_of(start, edge, committed, first, row, num_tokens, ring_len, CHUNK: tl.constexpr):
+    """Where what a chunk does stands."""
+    return line_of(start, edge, committed, first, row, num_tokens, ring_len, CHUNK) + tl.arange(0, CHUNK)
+
+
+@triton.jit
+def line_of(start, edge, committed, first, row, num_tokens, ring_len, CHUNK: tl.constexpr):
+    """The first of a chunk's lines: by row where the chunk has records, else by token."""
+    held = (ring_len + CHUNK - 1) // CHUNK * CHUNK
+    token, kept = (first + start - committed).to(tl.int64), row.to(tl.int64) * held + (start - edge)
+    return tl.where(start < committed, num_tokens + kept, token)
 
 
 @triton.jit
