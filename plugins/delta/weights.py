@@ -7,7 +7,7 @@ depends on earlier rows only, and bits depend on no layout.
 import triton
 import triton.language as tl
 
-from hemiola.plugins.gpu.precise import dot, dot_wide, dot_wide_left, halves, softplus
+from hemiola.plugins.gpu.precise import dot, dot_wide, dot_wide_left, halves, once, softplus
 from hemiola.plugins.gpu.recurrences import ages, places, take
 
 
@@ -23,14 +23,14 @@ def solve(
     n, p, c = tl.arange(0, K), tl.arange(0, triton.next_power_of_2(V)), tl.arange(0, CHUNK)
     old, new = ages(start + c, committed, end)
     place = places(start, ring_len, CHUNK)
+    g_c, beta_c = gates(a + token * a_len + h * J, b + token * b_len + h, dt_bias + h * J, tl.load(A + h),
+                        g_records + (base * H + h) * J, beta_records + base * H + h, place, old, new,
+                        a_len, b_len, H, K, J)  # fmt: skip
     k_c = take(k_records + base * (G * K) + g * K, k + g * K + token * k_len, place, n, old, new, n < K,
                G * K, k_len)  # fmt: skip
     q_c = tl.load(q + g * K + token * q_len + c[:, None] * q_len + n[None, :], mask=new[:, None], other=0.0)
     v_c = take(v_records + (base * H + h) * V, v + token * v_len + h * V, place, p, old, new, p < V,
                H * V, v_len)  # fmt: skip
-    g_c, beta_c = gates(a + token * a_len + h * J, b + token * b_len + h, dt_bias + h * J, tl.load(A + h),
-                        g_records + (base * H + h) * J, beta_records + base * H + h, place, old, new,
-                        a_len, b_len, H, K, J)  # fmt: skip
     if KEEPS:
         of_values = v_records + (base * H + h) * V + (place[:, None] * (H * V) + p[None, :])
         tl.store(of_values, v_c, mask=new[:, None] & (p < V)[None, :])
@@ -102,20 +102,17 @@ def gates(
     """Log decay [CHUNK] or [CHUNK, K], and beta [CHUNK], of records and new tokens, 0 elsewhere."""
     c = tl.arange(0, place.shape[0])
     raw_beta = tl.load(b + c * b_len, mask=new, other=0.0).to(tl.float32)
-    beta = tl.where(
-        new, 1.0 / (1.0 + tl.exp(-raw_beta)), tl.load(beta_records + place * H, mask=old, other=0.0)
-    )
+    held_beta = tl.load(beta_records + place * H, mask=old, other=0.0)
     if J == 1:
         raw = tl.load(a + c * a_len, mask=new, other=0.0).to(tl.float32)
-        decay = A * softplus(raw + tl.load(dt_bias))
-        decay = tl.where(new, decay, tl.load(g_records + place * H, mask=old, other=0.0))
+        held = tl.load(g_records + place * H, mask=old, other=0.0)
+        decay = tl.where(new, A * softplus(raw + tl.load(dt_bias)), held)
     else:
         n = tl.arange(0, K)
         raw = tl.load(a + (c[:, None] * a_len + n[None, :]), mask=new[:, None], other=0.0).to(tl.float32)
-        decay = A * softplus(raw + tl.load(dt_bias + n)[None, :])
         held = tl.load(g_records + (place[:, None] * (H * J) + n[None, :]), mask=old[:, None], other=0.0)
-        decay = tl.where(new[:, None], decay, held)
-    return decay, beta
+        decay = tl.where(new[:, None], A * softplus(raw + tl.load(dt_bias + n)[None, :]), held)
+    return decay, once(tl.where(new, 1.0 / (1.0 + tl.exp(-raw_beta)), held_beta))
 
 
 @triton.jit

@@ -27,22 +27,23 @@ def add_dot(sums, a, b):
         return tl.dot(a, b, sums)
 
 
-@triton.jit
-def _rounded(a):
-    """`a` in bf16, two numbers an instruction; where they are widened again the compiler takes one each."""
-    if _INTERPRETED:
-        return a.to(tl.bfloat16)
-    else:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [a], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
+# Two numbers at a time; from Triton's own conversions the compiler makes a third more instructions.
+_HALVES = tl.constexpr(
+    "{ .reg .b32 a, b; cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 a, $0, 16; and.b32 b, $0, 0xffff0000;"
+    " sub.rn.f32 a, $2, a; sub.rn.f32 b, $3, b; cvt.rn.bf16x2.f32 $1, b, a; }"
+)
 
 
 @triton.jit
 def halves(a):
     """`a` as high + low, both bf16."""
-    high = _rounded(a)
-    return high, (a - high.to(tl.float32)).to(tl.bfloat16)
+    if _INTERPRETED:
+        high = a.to(tl.bfloat16)
+        return high, (a - high.to(tl.float32)).to(tl.bfloat16)
+    else:
+        return tl.inline_asm_elementwise(
+            _HALVES, "=&r,=r,r,r", [a], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
 
 
 @triton.jit
@@ -74,3 +75,14 @@ def softplus(x):
     u = 1.0 + e
     small = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.where(x > 20.0, x, small)
+
+
+@triton.jit
+def _last(a, b):
+    return b
+
+
+@triton.jit
+def once(a):
+    """`a`, made once: what is small, and no scan, is loaded and computed again for each layout."""
+    return tl.associative_scan(a, 0, _last)
