@@ -5,8 +5,8 @@ A chunk with edge state S0 and a = cumsum(dt A) (Dao and Gu 2024, arXiv 2405.210
     S1  = exp(a_C) S0 + sum_s exp(a_C - a_s) dt_s x_s (x) B_s
 A token's bits depend on its chunk's places up to it: tiles have fixed shapes, absent tokens are zeros, and
 multiply-adds are never contracted (enable_fp_fusion=False). Rows of a few tokens share a
-program per some heads, whose states arrive while others are at work (`_step`, and `_pass` where they pass an
-edge); a long row keeps a state in registers (`_scan`).
+program per some heads, whose states arrive while others are at work (`_step`, for which `_weigh` has summed
+up decays); a long row keeps a state in registers (`_scan`).
 """
 
 from typing import NamedTuple
@@ -17,12 +17,13 @@ from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import every_number_of_rows
 
+_weigh = Kernel("mamba2", "_weigh")
 _step = Kernel("mamba2", "_step")
-_pass = Kernel("mamba2", "_pass")
 _scan = Kernel("mamba2", "_scan")
-variants = every_number_of_rows
 
 SHORT = 16  # tokens of a row that is not long
+
+variants = every_number_of_rows
 
 
 class TilePlan(NamedTuple):
@@ -31,21 +32,23 @@ class TilePlan(NamedTuple):
     channels: int  # of a tile
     heads: int  # of a program
     stages: int  # tiles of state on their way
-    pass_heads: int  # the same where a row passes an edge
-    pass_stages: int
+    pass_stages: int  # the same where a row passes an edge
     warps: int
     scan_channels: int
     scan_stages: int
-    programs: int  # of `_pass` and `_scan`
+    scan_warps: int
+    programs: int  # of `_scan`
 
 
 def choose(num_rows: int, heads: int, width: int, groups: int) -> TilePlan:
-    """Few heads a program while there are few rows."""
-    channels = next(c for c in (64, 32, 16) if width % c == 0 or c == 16)
-    together = 1
-    while heads // groups % (together * 2) == 0 and num_rows * heads // (together * 2) >= 528:
+    """Tiles of one warp, which waits for no other, and a few heads a program; wide tiles for few rows."""
+    widest = next(c for c in (64, 32, 16) if width % c == 0 or c == 16)
+    channels, together = 16 if num_rows * heads >= 528 else widest, 1
+    while (
+        together < 4 and heads // groups % (together * 2) == 0 and num_rows * heads // (together * 2) >= 1056
+    ):
         together *= 2
-    return TilePlan(channels, together, 3, min(together, 8), 2, 4, channels, 2, 264)
+    return TilePlan(channels, together, 3, 2, channels // 16, widest, 2, 4, 264)
 
 
 def mamba2(
@@ -84,30 +87,34 @@ def mamba2(
         raise ValueError(f"mamba2: chunk_len {chunk_len}, depth {depth}, {heads} heads of {groups} groups")
     y = torch.empty((num_tokens, heads, width), dtype=x.dtype, device=device)
     plan = plan or choose(num_rows, heads, width, groups)
-    if plan.warps > 4:  # two warpgroups on a tile of 64 channels read illegal addresses under Triton 3.6
-        raise ValueError(f"mamba2: a plan of {plan.warps} warps, expected at most 4")
-    for together in (plan.heads, plan.pass_heads):
-        if heads // groups % together:
-            raise ValueError(f"mamba2: {together} heads a program, groups of {heads // groups} heads")
-    tensors = (x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y)
+    if heads // groups % plan.heads:
+        raise ValueError(f"mamba2: a program of {plan.heads} heads, of {heads // groups} heads of a group")
+    warps = max(plan.warps, plan.scan_warps)
+    if warps > 4:  # two warpgroups on a tile of 64 channels read illegal addresses under Triton 3.6
+        raise ValueError(f"mamba2: a plan of {warps} warps, expected at most 4")
     tickets = _tickets(state)
-    strides = (ring_len, x.stride(0), B.stride(0), C.stride(0), dt.stride(0), dt_min, dt_max)
-    sizes = dict(
-        H=heads, P=width, G=groups, N=depth, CHUNK=chunk_len, num_warps=plan.warps, enable_fp_fusion=False
-    )
+    sizes = torch.empty((num_rows, heads, 4, chunk_len), dtype=torch.float32, device=device)
+    order = torch.empty((num_rows,), dtype=torch.int32, device=device)
+    limits = (ring_len, dt.stride(0), dt_min, dt_max)
+    strides = (ring_len, x.stride(0), B.stride(0), C.stride(0))
+    lens = dict(H=heads, P=width, CHUNK=chunk_len, enable_fp_fusion=False)
+    deep = dict(G=groups, N=depth)
     clears = cdiv(num_tokens, CLEAR_TOKENS)
-    _step[(clears + num_rows * heads // plan.heads,)](
-        *tensors, tickets, clears, num_rows, num_tokens, *strides, state, x_records, dt_records, **sizes,
-        BP=plan.channels, HB=plan.heads, STAGES=plan.stages,
+    _weigh[(clears + 1 + num_rows * heads // plan.heads,)](
+        dt, dt_bias, A, dt_records, rows, y, sizes, order, clears, num_rows, num_tokens, *limits, **lens,
+        HEADS=plan.heads, num_warps=1,
     )  # fmt: skip
-    _pass[(min(plan.programs, num_rows * heads // plan.pass_heads),)](
-        *tensors, tickets, num_rows, *strides, state, x_records, dt_records, **sizes,
-        BP=plan.channels, HB=plan.pass_heads, STAGES=plan.pass_stages,
+    _step[(num_rows * heads // plan.heads,)](
+        x, B, C, D, state, x_records, B_records, rows, y, sizes, order, tickets, *strides, state, x_records,
+        **lens, **deep, BP=plan.channels, HB=plan.heads, STAGES=plan.stages, PASS_STAGES=plan.pass_stages,
+        num_warps=plan.warps,
     )  # fmt: skip
     if num_tokens > SHORT or ring_len + num_tokens >= 2 * chunk_len:  # else no row is long
         _scan[(min(plan.programs, num_rows * heads * cdiv(width, plan.scan_channels)),)](
-            *tensors, tickets, num_rows, *strides, **sizes, BP=plan.scan_channels, STAGES=plan.scan_stages
-        )
+            x, B, C, dt, dt_bias, A, D, state, x_records, B_records, dt_records, rows, y, tickets, num_rows,
+            *strides, *limits[1:], **lens, **deep, BP=plan.scan_channels, STAGES=plan.scan_stages,
+            num_warps=plan.scan_warps,
+        )  # fmt: skip
     return y
 
 

@@ -1,5 +1,7 @@
 """mamba2 on CUDA: the bits of the plain run however steps are cut, and the truth in fp64."""
 
+import random
+
 import pytest
 import torch
 from kit.gpu_engines import MARKS
@@ -11,6 +13,8 @@ from kit.gpu_steps import (
     check_late_snapshot,
     check_tiles,
     halves,
+    rows_of,
+    same_bits,
     storm,
 )
 
@@ -54,10 +58,10 @@ SHAPES = {
 }
 EVERY = pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 PLANS = [
-    (16, 1, 3, 2, 2, 1, 16, 1, 3),
-    (32, 2, 2, 1, 1, 2, 64, 3, 500),
-    (64, 1, 1, 2, 3, 4, 32, 2, 1),
-    (64, 2, 3, 2, 2, 4, 64, 2, 264),
+    (16, 1, 3, 2, 1, 16, 1, 1, 3),
+    (32, 2, 2, 1, 2, 64, 3, 2, 500),
+    (64, 1, 1, 3, 4, 32, 2, 4, 1),
+    (64, 2, 3, 2, 4, 64, 2, 4, 264),
 ]
 
 
@@ -83,3 +87,19 @@ def test_a_slot_beyond_2_to_the_31_bytes() -> None:
 @pytest.mark.parametrize("drafts", [20, 64])
 def test_a_late_snapshot_has_nothing_of_the_tokens_behind_it(drafts: int, poisoned_empty: None) -> None:
     check_late_snapshot(subject(chunk_len=16, drafts=drafts))
+
+
+def test_a_row_among_150_has_the_bits_it_has_among_10(poisoned_empty: None) -> None:
+    it, rng = subject(width=16, depth=16, chunk_len=16, drafts=3), random.Random(0)
+    edges = [rng.randint(1, 4) * 16 for _ in range(150)]
+    rows = [(4 * n, 4, 3, n + 1, edge + rng.randrange(19), edge, 0, 0) for n, edge in enumerate(edges)]
+    tokens = it.tokens(600, seed=0)
+    slots = [torch.rand(t.shape, device=DEVICE).to(t.dtype) for t in it.make_slots(151)]
+    few = [t.clone() for t in slots]
+    y = it.call(tokens, slots, rows_of(*rows, device=DEVICE))
+    for n in range(0, 150, 10):
+        some = rows_of(*[(4 * i, *row[1:]) for i, row in enumerate(rows[n : n + 10])], device=DEVICE)
+        own = it.call([t[4 * n : 4 * n + 40] for t in tokens], few, some)
+        same_bits(own, y[4 * n : 4 * n + 40], f"outputs from row {n} on")
+    for one, other in zip(slots, few, strict=True):
+        same_bits(one[1:], other[1:], "slots")
