@@ -8,7 +8,7 @@ from hemiola.plugins.gpu.launch import Kernel, cdiv, pow2
 
 _norm = Kernel("norm", "_norm")
 
-TILE = 2048  # channels of a program, where groups are shorter
+TILE = 1024  # channels of a program, where groups are shorter
 
 
 def norm(
@@ -37,6 +37,6 @@ def norm(
         _norm[num_tokens, cdiv(width // group_len, groups)](
             x, gate if is_gated else x, weight, y, x.stride(0), gate.stride(0) if is_gated else 0, width, eps,
             GROUP_LEN=group_len, LANES=lanes, GROUPS=groups, GATED=is_gated, GATE_FIRST=gate_first,
-            num_warps=max(1, min(8, groups * lanes // 512)), enable_fp_fusion=False,
+            num_warps=max(1, min(8, groups * lanes // (256 if groups > 1 else 512))), enable_fp_fusion=False,
         )  # fmt: skip
     return y
