@@ -1,8 +1,8 @@
 """Dense layers on a GPU against cuBLAS: time, share of the floor, and bits of every tile, in one run.
 
-PYTHONPATH=. python benchmarks/gpu_dense.py [MODES] [--tokens 1,16] [--shapes "9b out"], modes by commas.
-sweep: every tile that could be chosen; swiglu: the same with a gate; table: those that plugins/gpu/tiles.py
-chooses; fused: layers with what ends them; experts: a mixture of experts; small: what is no product;
+PYTHONPATH=. python benchmarks/gpu_dense.py [MODES] [--tokens 1,16] [--shapes "9b out"] [--ends "9b down"]
+Modes, by commas. sweep: every tile that could be chosen; table: those that plugins/gpu/tiles.py chooses;
+fused: layers with what ends them, beside the launches apart; experts; small: what is no product;
 conv: the convolution before a recurrence.
 """
 
@@ -10,7 +10,7 @@ import argparse
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -20,8 +20,8 @@ from hemiola.plugins.embed.cuda import embed
 from hemiola.plugins.gate.cuda import gate
 from hemiola.plugins.gpu.compile import on_demand
 from hemiola.plugins.gpu.tiles import Tile, table_of
+from hemiola.plugins.linear.cuda import best
 from hemiola.plugins.linear.cuda import fused as product
-from hemiola.plugins.linear.cuda import linear_argmax
 from hemiola.plugins.moe.cuda import moe
 from hemiola.plugins.norm.cuda import norm
 from hemiola.plugins.rope.cuda import rope
@@ -43,6 +43,8 @@ SHAPES = {  # outputs, inputs
 ENDS = {  # what a layer ends with
     "9b gate_up": "swiglu",
     "9b down": "residual",
+    "9b out": "residual",
+    "0.8b down": "residual",
     "nano9 up": "relu2",
     "9b head": "argmax",
     "nano3 head": "argmax",
@@ -94,18 +96,17 @@ def candidates(num_tokens: int) -> list:
     return wide + (grouped if num_tokens > 2048 else [])
 
 
-def compile_one(job: tuple) -> None:
+def compile_one(tile: Tile) -> None:
     """Fills the disk cache with one tile's kernel, in a process of its own."""
     on_demand()
-    tile, activation = job
     x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
     try:
-        product(x, torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16), None, None, activation, tile)
+        product(x, torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16), tile=tile)
     except Exception as error:
-        print("cannot be compiled", job, str(error)[:200], flush=True)
+        print("cannot be compiled", tile, str(error)[:200], flush=True)
 
 
-def captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -116,7 +117,7 @@ def captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def contest(*contenders: list[Callable[[], object]]) -> list[float]:
+def contest(*contenders: Sequence[Callable[[], object]]) -> list[float]:
     """Seconds of one call of each, medians of replays in turns: a warm GPU lowers its clock for all alike."""
     graphs, times = [captured(calls) for calls in contenders], [[] for _ in contenders]
     for _ in range(9):
@@ -147,15 +148,12 @@ def rotated(weight: torch.Tensor) -> list[torch.Tensor]:
     return copies * (1 if len(copies) > 3 else 3)
 
 
-def measure(
-    name: str, tokens: tuple[int, ...], bandwidth: float, is_sweep: bool, activation: str = "none"
-) -> None:
+def measure(name: str, tokens: tuple[int, ...], bandwidth: float, is_sweep: bool) -> None:
     """One layer: cuBLAS, the floor, our tiles, and whether they give a row the bits it has alone."""
-    fused = partial(product, activation=activation)
     num_outputs, num_inputs = SHAPES[name]
     weight = torch.randn(num_outputs, num_inputs, device="cuda", dtype=torch.bfloat16) * num_inputs**-0.5
     rows = torch.randn(max(tokens), num_inputs, device="cuda", dtype=torch.bfloat16)
-    lone = {row: fused(rows[row : row + 1], weight) for row in {0} | {t // 2 for t in tokens}}
+    lone = {row: product(rows[row : row + 1], weight) for row in {0} | {t // 2 for t in tokens}}
     copies = rotated(weight)
     for num_tokens in tokens:
         x, turns = rows[:num_tokens], copies if num_tokens <= 512 else [weight] * 3
@@ -165,8 +163,8 @@ def measure(
         found = []
         for tile in candidates(num_tokens) if is_sweep else [None]:
             try:
-                y = fused(x, weight, tile=tile)
-                library, took = contest(by_library, [partial(fused, x, w, tile=tile) for w in turns])
+                y = product(x, weight, tile=tile)
+                library, took = contest(by_library, [partial(product, x, w, tile=tile) for w in turns])
             except Exception as error:
                 say(name, num_tokens, tuple(tile or ()), type(error).__name__, str(error)[:60])
                 continue
@@ -182,37 +180,58 @@ def measure(
                 tuple(tile or ()))  # fmt: skip
 
 
-def measure_fused(bandwidth: float) -> None:
-    """Layers with what ends them, against the product alone."""
-    begin("layer", "end", "tokens", "cuBLAS alone, us", "ours", "ended", "over cuBLAS", "bits")
-    for name, end in ENDS.items():
-        num_outputs, num_inputs = SHAPES[name]
+def one_launch(
+    end: str, x: torch.Tensor, residual: torch.Tensor, none: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """A layer with what ends it."""
+    if end == "argmax":
+        return best(x, weight, none)[1]
+    return product(x, weight, None, residual if end == "residual" else None, end.replace("residual", "none"))
+
+
+def apart(
+    end: str, x: torch.Tensor, residual: torch.Tensor, none: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """The launches that one replaces."""
+    y = product(x, weight)
+    match end:
+        case "swiglu":
+            gates, values = y.chunk(2, dim=1)
+            return gate(values, gates, "silu")
+        case "relu2":
+            y = y.relu()
+            return y * y
+        case "argmax":
+            return y.float().argmax(1)
+        case _:
+            return residual + y
+
+
+def measure_fused(names: list[str], tokens: tuple[int, ...], bandwidth: float) -> None:
+    """Layers with what ends them."""
+    begin("layer", "end", "tokens", "cuBLAS alone, us", "ours alone", "apart", "fused", "of apart", "bits")
+    none = torch.empty(0, device="cuda", dtype=torch.bfloat16)
+    for name in names:
+        end, (num_outputs, num_inputs) = ENDS[name], SHAPES[name]
         weight = torch.randn(num_outputs, num_inputs, device="cuda", dtype=torch.bfloat16) * num_inputs**-0.5
         copies = rotated(weight) if weight.nbytes < L2_BYTES else [weight] * 2
-        for num_tokens in (1, 16, 64, 256) + (() if end == "argmax" else (1024, 8192)):
-            x = torch.randn(num_tokens, num_inputs, device="cuda", dtype=torch.bfloat16)
-            residual = torch.randn(num_tokens, num_outputs, device="cuda", dtype=torch.bfloat16)
-            run = {
-                "swiglu": partial(product, x, activation="swiglu"),
-                "residual": partial(product, x, residual=residual),
-                "relu2": partial(product, x, activation="relu2"),
-                "argmax": partial(linear_argmax, x),
-            }[end]
-
-            def by_library(w: torch.Tensor, x: torch.Tensor = x) -> torch.Tensor:
-                return torch.mm(x, w.t())
-
-            library, plain, took = contest(
-                *([partial(f, w) for w in copies] for f in (by_library, partial(product, x), run))
+        rows = torch.randn(max(tokens), num_inputs, device="cuda", dtype=torch.bfloat16)
+        width = num_outputs if end == "residual" else 0
+        before = torch.randn(max(tokens), width, device="cuda", dtype=torch.bfloat16)
+        for num_tokens in tokens if end != "argmax" else [num for num in tokens if num <= 256]:
+            x, given = rows[:num_tokens], (end, rows[:num_tokens], before[:num_tokens], none)
+            library, plain, several, one = contest(
+                [partial(torch.mm, x, w.t()) for w in copies],
+                *([partial(f, w) for w in copies] for f in (partial(product, x), partial(apart, *given))),
+                [partial(one_launch, *given, w) for w in copies],
             )
-            lone = {
-                "residual": partial(product, x[:1], residual=residual[:1]),
-                "argmax": partial(linear_argmax, x[:1]),
-            }.get(end, partial(product, x[:1], activation=end if end in ("swiglu", "relu2") else "none"))
-            same = torch.equal(run(weight)[:1], lone(weight))
-            say(name, end, num_tokens, f"{library * 1e6:.1f}", f"{plain * 1e6:.1f}", f"{took * 1e6:.1f}",
-                f"{took / library:.3f}", WORDS[same])  # fmt: skip
-        del weight, copies
+            found, middle = one_launch(*given, weight), slice(num_tokens // 2, num_tokens // 2 + 1)
+            same = torch.equal(found[middle], one_launch(end, x[middle], given[2][middle], none, weight))
+            if end == "argmax":
+                same = same and torch.equal(found, apart(*given, weight))
+            say(name, end, num_tokens, *(f"{took * 1e6:.1f}" for took in (library, plain, several, one)),
+                f"{one / several:.3f}", WORDS[same])  # fmt: skip
+        del weight, copies, rows, before
 
 
 def measure_experts(bandwidth: float) -> None:
@@ -305,6 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("modes", nargs="?", default="table,fused,experts,small,conv")
     parser.add_argument("--shapes", default=",".join(name for name in SHAPES if "head" not in name))
+    parser.add_argument("--ends", default=",".join(ENDS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -313,14 +333,13 @@ def main() -> None:
     tokens = tuple(map(int, args.tokens.split(",")))
 
     if "sweep" in args.modes:
-        ends = ["none", "swiglu"] if "swiglu" in args.modes else ["none"]
-        jobs = list(dict.fromkeys((tile, end) for t in tokens for tile in candidates(t) for end in ends))
+        jobs = list(dict.fromkeys(tile for t in tokens for tile in candidates(t)))
         with multiprocessing.get_context("spawn").Pool(14) as pool:
             pool.map(compile_one, jobs, chunksize=2)
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
     for mode in args.modes.split(","):
-        if mode in ("sweep", "swiglu", "table"):
+        if mode in ("sweep", "table"):
             begin(
                 "layer",
                 "tokens",
@@ -333,11 +352,11 @@ def main() -> None:
                 "bits",
                 "tile",
             )
-            for name in ["9b gate_up"] if mode == "swiglu" else args.shapes.split(","):
-                measure(name, tokens, bandwidth, mode != "table", mode if mode == "swiglu" else "none")
+            for name in args.shapes.split(","):
+                measure(name, tokens, bandwidth, mode == "sweep")
         else:
             measures = {
-                "fused": measure_fused,
+                "fused": partial(measure_fused, args.ends.split(","), tokens),
                 "experts": measure_experts,
                 "small": measure_small,
                 "conv": measure_conv,

@@ -52,6 +52,7 @@ def build(
         dtype=arch.dtype,
         kv_dtype=KV_DTYPES[options.kv_dtype],
         draft_vocab=options.draft_vocab,
+        tells_best=_launches(target, arch.device),
     )
     drafts, limits = _limits(model, options, max_len)
     _refuse_draft_vocab(model, drafts, options)
@@ -107,11 +108,16 @@ def _compile(
         segment = model.trunk if name == "trunk" else model.draft
         assert segment is not None
         compiled = target.compile(graphs[-1], model.weights(segment), job)
-        measured = job.device == "cuda" and target.name == "torch"
-        work = work_bytes(graphs[-1], compiled.nodes, job.limits) if measured else 0
+        launches = _launches(target, job.device)
+        work = work_bytes(graphs[-1], compiled.nodes, job.limits) if launches else 0
         segments.append(_segment(compiled, graphs[-1], work))
         weights = compiled.weights | weights
     return graphs, segments, weights
+
+
+def _launches(target: targets.Target, device: str) -> bool:
+    """Whether all of a segment are our kernels and torch's, launched one by one."""
+    return device == "cuda" and target.name == "torch"
 
 
 def _kernels(graphs: Sequence[Graph], segments: Sequence[Segment], job: Job) -> tuple[manifest.Kernels, ...]:

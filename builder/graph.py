@@ -91,7 +91,7 @@ class _Flat(nn.Module):
         super().__init__()
         self.segment, self.weights, self.states, self.inputs = (segment,), weights, states, inputs
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         first, second = len(self.weights), len(self.weights) + len(self.states)
         weights = dict(zip(self.weights, tensors[:first], strict=True))
         states = dict(zip(self.states, tensors[first:second], strict=True))

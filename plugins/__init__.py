@@ -8,6 +8,7 @@ from hemiola.plugins.delta.spec import DELTA
 from hemiola.plugins.embed.spec import EMBED
 from hemiola.plugins.gate.spec import GATE
 from hemiola.plugins.linear.spec import LINEAR
+from hemiola.plugins.linear_argmax.spec import LINEAR_ARGMAX
 from hemiola.plugins.mamba2.spec import MAMBA2
 from hemiola.plugins.moe.spec import MOE
 from hemiola.plugins.norm.spec import NORM
@@ -17,7 +18,20 @@ from hemiola.plugins.spec import Op
 
 OPS: dict[str, Op] = {
     op.name: op.register()
-    for op in (ATTENTION, CONV, DELTA, EMBED, GATE, LINEAR, MAMBA2, MOE, NORM, ROPE, ROUTE)
+    for op in (
+        ATTENTION,
+        CONV,
+        DELTA,
+        EMBED,
+        GATE,
+        LINEAR,
+        LINEAR_ARGMAX,
+        MAMBA2,
+        MOE,
+        NORM,
+        ROPE,
+        ROUTE,
+    )
 }
 # Ops that other compilers have, too: plugins/onnx.py holds their bodies. The others hold states, look at
 # other tokens, or choose.

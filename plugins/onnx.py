@@ -28,6 +28,7 @@ DTYPES = {
     torch.float64: TensorProto.DOUBLE,
     torch.float8_e4m3fn: TensorProto.FLOAT8E4M3FN,
     torch.int32: TensorProto.INT32,
+    torch.int64: TensorProto.INT64,
 }
 KINDS = {
     int: OpSchema.AttrType.INT,

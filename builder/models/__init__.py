@@ -58,17 +58,19 @@ def load(
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
     draft_vocab: int | None = None,
+    tells_best: bool = False,
 ) -> Model:
     """Refuses what it cannot compute before any weight is read. `max_len`: tokens of the longest request;
     `kv_dtype`: of pages, if not that of activations; `draft_vocab`: rows of the output head that an MTP head
-    chooses from, if not all."""
+    chooses from, if not all; `tells_best`: segments compute the best token of a line, too, which takes no
+    logits."""
     architecture = checkpoint.architecture
     if architecture not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise Refused(
             f"{checkpoint.config.where}: architecture {architecture} is not supported; supported are {known}"
         )
-    kit = Kit(checkpoint, ops, chunk_len, max_len, dtype, kv_dtype)
+    kit = Kit(checkpoint, ops, chunk_len, max_len, dtype, kv_dtype, tells_best)
     parts = FAMILIES[architecture].load(kit)
     if draft_vocab is not None and parts.draft is not None:
         parts.draft.choose_among(parts.trunk.head.lowest(kit, draft_vocab))

@@ -31,10 +31,12 @@ class Kit:
         max_len: int,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
+        tells_best: bool = False,
     ) -> None:
         self.checkpoint, self.ops, self.chunk_len, self.max_len = checkpoint, ops, chunk_len, max_len
         self.dtype = dtype  # of activations, and of what is not wide
         self.kv_dtype = kv_dtype or dtype  # of pages
+        self.tells_best = tells_best  # a segment's last outputs: the best logit and its token
         self.sources: dict[nn.Parameter, Lazy] = {}
         # stands for a gate or a bias that a layer has not
         self.absent = self.weight(Lazy.of(torch.zeros(0)), wide=True)
@@ -107,6 +109,10 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias)
+
+    def best(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The highest output of each line, and which it is."""
+        return self.ops.linear_argmax(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -285,11 +291,12 @@ class Trunk(nn.Module):
         super().__init__()
         self.embed, self.absent = embed, kit.absent
         self.layers, self.norm, self.head = nn.ModuleList(layers), norm, head
+        self.tells_best = kit.tells_best
 
-    def forward(self, states: Tensors, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [L, V] and hidden [T, F]."""
+    def forward(self, states: Tensors, batch: Tensors) -> tuple[torch.Tensor, ...]:
+        """See outputs."""
         hidden = self.norm(run(self.layers, self.embed(batch["token_ids"]), states, batch))
-        return chosen_logits(self.head, hidden, batch), hidden
+        return outputs(self.head, hidden, batch, self.tells_best)
 
 
 class Mtp(nn.Module):
@@ -312,21 +319,21 @@ class Draft(nn.Module):
         self.embed, self.absent = trunk.embed, trunk.absent
         self.head: Linear | None = trunk.head
         self.lowest: Linear | None = None  # in the place of `head`: its first rows
-        self.mtp = mtp
+        self.mtp, self.tells_best = mtp, trunk.tells_best
 
     def choose_among(self, lowest: Linear) -> None:
         """Draft only tokens that these rows of the head stand for."""
         self.head, self.lowest = None, lowest
 
-    def forward(self, states: Tensors, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [L, V] and hidden [T, F]."""
+    def forward(self, states: Tensors, batch: Tensors) -> tuple[torch.Tensor, ...]:
+        """See outputs."""
         mtp = self.mtp
         token = mtp.token_norm(self.embed(batch["token_ids"]))
         x = mtp.enter(torch.cat((token, mtp.hidden_norm(batch["hidden"])), dim=1))
         hidden = mtp.norm(run(mtp.layers, x, states, batch))
         head = self.lowest or self.head
         assert head is not None
-        return chosen_logits(head, hidden, batch), hidden
+        return outputs(head, hidden, batch, self.tells_best)
 
 
 class Parts(NamedTuple):
@@ -338,10 +345,13 @@ class Parts(NamedTuple):
     draft: Draft | None
 
 
-def chosen_logits(head: Linear, hidden: torch.Tensor, batch: Tensors) -> torch.Tensor:
-    """[L, V], fp32 whatever the head computes in."""
-    logits = head(hidden.index_select(0, batch["logits_ids"]))
-    return logits if logits.dtype.itemsize >= 4 else logits.float()
+def outputs(head: Linear, hidden: torch.Tensor, batch: Tensors, tells_best: bool) -> tuple[torch.Tensor, ...]:
+    """Logits [L, V], fp32 whatever the head computes in, and hidden [T, F]; then the best logit of each line
+    [L] fp32 and its token [L] int64, if it tells that."""
+    lines = hidden.index_select(0, batch["logits_ids"])
+    logits = head(lines)
+    wide = logits if logits.dtype.itemsize >= 4 else logits.float()
+    return (wide, hidden, *head.best(lines)) if tells_best else (wide, hidden)
 
 
 def run(layers: nn.ModuleList, x: torch.Tensor, states: Tensors, batch: Tensors) -> torch.Tensor:

@@ -54,9 +54,6 @@ class Table(NamedTuple):
     """One file of `tables/`."""
 
     few: tuple[Few, ...]
-    few_pairs: tuple[
-        Few, ...
-    ]  # swiglu: gates and values in one tile, which no descriptor brings as a left operand
     many: tuple[Many, ...]  # none: the last of few has no limit
     experts: tuple[Crowd, ...]
 
@@ -76,17 +73,17 @@ def table_of(capability: int) -> Table:
     def rows(name: str, kind: Any) -> tuple[Any, ...]:
         return tuple(kind(*(_value(row[field]) for field in kind._fields)) for row in found[name])
 
-    return Table(rows("few", Few), rows("few_pairs", Few), rows("many", Many), rows("experts", Crowd))
+    return Table(rows("few", Few), rows("many", Many), rows("experts", Crowd))
 
 
 def _value(value: Any) -> Any:
     return Tile(**value) if isinstance(value, dict) else ENDLESS if value is None else value
 
 
-def tile_of(num_tokens: int, num_outputs: int, gpu: Gpu, is_paired: bool) -> Tile:
+def tile_of(num_tokens: int, num_outputs: int, gpu: Gpu) -> Tile:
     """Few tokens: the measured choice. Many: the tile whose last wave wastes least."""
     table = table_of(gpu.capability)
-    for choice in table.few_pairs if is_paired else table.few:
+    for choice in table.few:
         if num_tokens <= choice.max_tokens and num_outputs >= choice.min_outputs:
             return choice.tile
 
@@ -98,13 +95,12 @@ def tile_of(num_tokens: int, num_outputs: int, gpu: Gpu, is_paired: bool) -> Til
     return min(table.many, key=cost).tile
 
 
-def tiles_for(num_outputs: int, gpu: Gpu, is_paired: bool) -> set[Tile]:
+def tiles_for(num_outputs: int, gpu: Gpu) -> set[Tile]:
     """All that `tile_of` may choose, on any GPU of the architecture."""
     table = table_of(gpu.capability)
-    few = table.few_pairs if is_paired else table.few
-    limits = {choice.max_tokens for choice in few}
+    limits = {choice.max_tokens for choice in table.few}
     chosen = {
-        next(c.tile for c in few if limit <= c.max_tokens and num_outputs >= c.min_outputs)
+        next(c.tile for c in table.few if limit <= c.max_tokens and num_outputs >= c.min_outputs)
         for limit in limits
     }
     return chosen | {choice.tile for choice in table.many}

@@ -1,6 +1,6 @@
 """The dense layer on CUDA: one chain of sums per output, in tiles of any shape, and what may end it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -31,7 +31,7 @@ def linear(
 
 def fused(
     x: torch.Tensor,  # [T, F]
-    weight: torch.Tensor,  # [O, F]; with swiglu all gates, then all values
+    weight: torch.Tensor,  # [O, F]; with swiglu eight gates, the eight values that they open, and so on
     bias: torch.Tensor | None = None,  # [O]
     residual: torch.Tensor | None = None,  # [T, O], or [T, O / 2] with swiglu
     activation: str = "none",
@@ -42,8 +42,8 @@ def fused(
         raise ValueError(f"linear: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
     _check(x, weight)
     num_tokens, num_outputs = x.shape[0], weight.shape[0]
-    if activation == "swiglu" and num_outputs % 2:
-        raise ValueError(f"linear: {num_outputs} outputs are no pairs of gate and value")
+    if activation == "swiglu" and num_outputs % 16:
+        raise ValueError(f"linear: {num_outputs} outputs are not eight gates, eight values, and so on")
     width = num_outputs // 2 if activation == "swiglu" else num_outputs
     if bias is not None and absent(bias):
         bias = None
@@ -54,35 +54,42 @@ def fused(
     y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
     if y.numel():
         described = [x, weight, y] if residual is None else [x, weight, y, residual]
-        tile = tile or _tile_of(described, num_tokens, num_outputs, activation)
+        tile = tile or _tile_of(described, num_tokens, num_outputs)
         _launch(x, weight, bias, residual, y, None, activation, tile)
     return y
 
 
 def variants(most: Size, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Iterator[Variant]:
+    yield from every_tile(most, len(weight), x, weight, x.new_empty(len(x), len(weight)))
+
+
+def every_tile(most: Size, num_outputs: int, *described: torch.Tensor) -> Iterator[Variant]:
     """Every tile that may be chosen; how many tokens there are tells a kernel nothing."""
-    y = x.new_empty(len(x), len(weight))
-    for tile in {_fitting(tile, [x, weight, y]) for tile in tiles_for(len(weight), gpu_of(x.device), False)}:
+    for tile in {_fitting(tile, described) for tile in tiles_for(num_outputs, gpu_of(described[0].device))}:
         yield Variant(most, {"tile": tile})
 
 
-def linear_argmax(
+def best(
     x: torch.Tensor,  # [T, F]
     weight: torch.Tensor,  # [O, F]
+    bias: torch.Tensor,  # [O], or zero-length: none
     tile: Tile | None = None,
-) -> torch.Tensor:  # [T] int32
-    """argmax of linear(x, weight), in x's dtype, ties to the lowest output; the outputs are never stored."""
+) -> tuple[torch.Tensor, torch.Tensor]:  # [T] fp32, [T] int64
+    """The highest of linear's outputs, in x's dtype, and the lowest output that has it; none is stored."""
     _check(x, weight)
     num_tokens, num_outputs = x.shape[0], weight.shape[0]
-    tile = tile or _tile_of([x, weight], num_tokens, num_outputs, "argmax")
+    tile = tile or _tile_of([x, weight], num_tokens, num_outputs)
     num_parts = cdiv(num_outputs, tile.outputs)
     values = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=x.device)
     outputs = torch.empty(num_parts, num_tokens, dtype=torch.int32, device=x.device)
-    best = torch.empty(num_tokens, dtype=torch.int32, device=x.device)
+    value = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
+    output = torch.empty(num_tokens, dtype=torch.int64, device=x.device)
     if num_tokens:
-        _launch(x, weight, None, None, values, outputs, "argmax", tile)
-        _best_part[(num_tokens,)](values, outputs, best, num_tokens, num_parts, BLOCK=1024, num_warps=4)
-    return best
+        _launch(x, weight, None if absent(bias) else bias, None, values, outputs, "argmax", tile)
+        _best_part[(num_tokens,)](
+            values, outputs, output, value, num_tokens, num_parts, BLOCK=1024, num_warps=4
+        )  # fmt: skip
+    return value, output
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -92,12 +99,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
         raise ValueError(f"linear: weight has the shape {list(weight.shape)}")
 
 
-def _tile_of(described: list[torch.Tensor], num_tokens: int, num_outputs: int, activation: str) -> Tile:
-    gpu = gpu_of(described[0].device)
-    return _fitting(tile_of(num_tokens, num_outputs, gpu, activation == "swiglu"), described)
+def _tile_of(described: list[torch.Tensor], num_tokens: int, num_outputs: int) -> Tile:
+    return _fitting(tile_of(num_tokens, num_outputs, gpu_of(described[0].device)), described)
 
 
-def _fitting(tile: Tile, described: list[torch.Tensor]) -> Tile:
+def _fitting(tile: Tile, described: Sequence[torch.Tensor]) -> Tile:
     """The tile, if these tensors can be read in such."""
     if described[0].dtype is torch.float32:
         return FALLBACK
@@ -126,13 +132,14 @@ def _launch(
     if tile.is_persistent:
         box = (tile.tokens, tile.outputs // tile.parts() // (2 if activation == "swiglu" else 1))
         _persistent[(min(gpu_of(x.device).multiprocessors, token_tiles * output_tiles),)](
-            Block(x, (tile.tokens, tile.inner)), _rows(weight, tile, activation), weight, bias,
+            Block(x, (tile.tokens, tile.inner)), Block(weight, (tile.outputs, tile.inner)), weight, bias,
             y if residual is None else Block(residual, box), best,
             y if activation == "argmax" else Block(y, box), *sizes, weight.stride(0),
             GROUP=tile.group, PARTS=tile.parts(), **how,
         )  # fmt: skip
     else:
-        lens = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), y.stride(0))
+        y_len = 0 if activation == "argmax" else y.stride(0)
+        lens = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), y_len)
         _tiles[token_tiles, output_tiles](
             x, weight, bias, y if residual is None else residual, best, y, *sizes, *lens,
             WHOLE=num_inputs % tile.inner == 0, **how,
@@ -142,10 +149,3 @@ def _launch(
 def _early(weight: torch.Tensor) -> int:
     """Bytes of every line that are fetched while the kernel before still runs (benchmarks/gpu_overlap.md)."""
     return EARLY if EARLY <= weight.shape[1] * weight.element_size() < LONG else 0
-
-
-def _rows(weight: torch.Tensor, tile: Tile, activation: str) -> Block:
-    """Blocks of the weight's rows; with swiglu half a block of gates and the values that belong to them."""
-    if activation != "swiglu":
-        return Block(weight, (tile.outputs, tile.inner))
-    return Block(weight.unflatten(0, (2, -1)), (2, tile.outputs // 2, tile.inner))

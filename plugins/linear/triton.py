@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from hemiola.plugins.gpu.dense import activate, best_of, chain, halves, place_of, row_of
+from hemiola.plugins.gpu.activations import relu2
+from hemiola.plugins.gpu.dense import best_of, chain, halves, open_eights, place_of
 from hemiola.plugins.gpu.early import wait
 
 
@@ -17,16 +18,16 @@ def _tiles(x, weight, bias, residual, best, y, num_tokens, num_outputs, num_inpu
     # Traffic: the weights once per token tile, x once per output tile (from L2), y once.
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     first_output = tl.program_id(1) * OUTPUTS
-    row = row_of(first_output, num_outputs, OUTPUTS, ACTIVATION).to(tl.int64)
+    row = _rows(first_output, num_outputs, OUTPUTS).to(tl.int64)
     x_lines = x + token * x_len
     weight_lines = weight + row * weight_len
     wait(weight_lines, EARLY)
     total = chain(x_lines, token < num_tokens, weight_lines, num_inputs, WHOLE, WEIGHT_FIRST, TOKENS, OUTPUTS,
                   INNER)  # fmt: skip
+    total = _end(total, bias, row, ACTIVATION, BIASED)
     if ACTIVATION == "argmax":
         _store_best(total, y, best, token, first_output, num_tokens, num_outputs, DTYPE, OUTPUTS)
     else:
-        total = _end(total, bias, row, ACTIVATION, BIASED)
         halved: tl.constexpr = OUTPUTS // total.shape[1]
         column = first_output // halved + tl.arange(0, OUTPUTS // halved)
         inside = (token < num_tokens)[:, None] & (column < num_outputs // halved)[None, :]
@@ -48,7 +49,7 @@ def _persistent(x, weight, weight_start, bias, residual, best, y, num_tokens, nu
     num_output_tiles, num_token_tiles = tl.cdiv(num_outputs, OUTPUTS), tl.cdiv(num_tokens, TOKENS)
     num_tiles = num_output_tiles * num_token_tiles
     output_tile, _ = place_of(tl.program_id(0), num_output_tiles, num_token_tiles, GROUP)
-    row = row_of(output_tile * OUTPUTS, num_outputs, OUTPUTS, ACTIVATION).to(tl.int64)
+    row = _rows(output_tile * OUTPUTS, num_outputs, OUTPUTS).to(tl.int64)
     wait(weight_start + row * weight_len, EARLY)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
         output_tile, token_tile = place_of(tile, num_output_tiles, num_token_tiles, GROUP)
@@ -59,26 +60,22 @@ def _persistent(x, weight, weight_start, bias, residual, best, y, num_tokens, nu
             total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
         for start in range(0, num_inputs, INNER):
             a = x.load([first_token, start])
-            b = _load_rows(weight, first_output, start, OUTPUTS, INNER, ACTIVATION)
+            b = weight.load([first_output, start])
             total = tl.dot(b, a.T, total) if WEIGHT_FIRST else tl.dot(a, b.T, total)
         if WEIGHT_FIRST:
             total = total.T
+        total = _end(total, bias, _rows(first_output, num_outputs, OUTPUTS), ACTIVATION, BIASED)
         if ACTIVATION == "argmax":
             token = first_token.to(tl.int64) + tl.arange(0, TOKENS)
             _store_best(total, y, best, token, first_output, num_tokens, num_outputs, DTYPE, OUTPUTS)
         else:
-            _store_parts(total, bias, residual, y, first_token, first_output, num_outputs, PARTS, DTYPE,
-                         OUTPUTS, ACTIVATION, BIASED, ADDS)  # fmt: skip
+            _store_parts(total, residual, y, first_token, first_output, PARTS, DTYPE, OUTPUTS, ADDS)
 
 
 @triton.jit
-def _load_rows(weight, first_output, start, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
-               ACTIVATION: tl.constexpr):  # fmt: skip
-    """[OUTPUTS, INNER] of the weight; see row_of."""
-    if ACTIVATION == "swiglu":
-        return tl.reshape(weight.load([0, first_output // 2, start]), (OUTPUTS, INNER))
-    else:
-        return weight.load([first_output, start])
+def _rows(first_output, num_outputs, OUTPUTS: tl.constexpr):
+    """The weight's row of every output of a tile."""
+    return tl.minimum(first_output + tl.arange(0, OUTPUTS), num_outputs - 1)
 
 
 @triton.jit
@@ -86,15 +83,18 @@ def _end(total, bias, row, ACTIVATION: tl.constexpr, BIASED: tl.constexpr):
     """A tile after bias and activation."""
     if BIASED:
         total += tl.load(bias + row).to(tl.float32)[None, :]
-    return activate(total, ACTIVATION)
+    if ACTIVATION == "relu2":
+        return relu2(total)
+    elif ACTIVATION == "swiglu":
+        return open_eights(total)
+    else:
+        return total
 
 
 @triton.jit
-def _store_parts(total, bias, residual, y, first_token, first_output, num_outputs, PARTS: tl.constexpr,
-                 DTYPE: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr,
-                 ADDS: tl.constexpr):  # fmt: skip
-    """Ends a tile and stores it through y's descriptor, in one or two parts."""
-    total = _end(total, bias, row_of(first_output, num_outputs, OUTPUTS, ACTIVATION), ACTIVATION, BIASED)
+def _store_parts(total, residual, y, first_token, first_output, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+                 OUTPUTS: tl.constexpr, ADDS: tl.constexpr):  # fmt: skip
+    """Stores a tile through y's descriptor, in one or two parts."""
     first_column = first_output // (OUTPUTS // total.shape[1])
     if PARTS == 2:
         left, right = halves(total)
@@ -122,7 +122,7 @@ def _store_best(total, values, outputs, token, first_output, num_tokens, num_out
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts"])
-def _best_part(values, outputs, best, num_tokens, num_parts, BLOCK: tl.constexpr):
+def _best_part(values, outputs, best, best_value, num_tokens, num_parts, BLOCK: tl.constexpr):
     # Grid: tokens.
     # Tile: BLOCK output tiles of one token at a time.
     # Traffic: the best value and output of every tile once.
@@ -137,4 +137,5 @@ def _best_part(values, outputs, best, num_tokens, num_parts, BLOCK: tl.constexpr
         lowest = tl.min(tl.where(mine == top, whose, 2147483647), axis=0)
         output = tl.where(top > value, lowest, output)
         value = tl.maximum(value, top)
-    tl.store(best + token, tl.where(output == 2147483647, 0, output))
+    tl.store(best + token, tl.where(output == 2147483647, 0, output).to(tl.int64))
+    tl.store(best_value + token, value)

@@ -1,11 +1,11 @@
 """An engine's program with its weights and states: a batch in, logits and hidden out. Sees no request."""
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from hemiola.plugins import OPS
 from hemiola.plugins.gpu.checks import spared
+from hemiola.runtime.device.head import Best, Head, cut_head
 from hemiola.runtime.device.kernels import load_kernels
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.program import load_program
@@ -25,9 +26,47 @@ if TYPE_CHECKING:
     Record = Callable[[Recorder, Mapping[str, View]], list[View]]
 
 
-class Computed(NamedTuple):
-    logits: torch.Tensor  # [L, V] fp32
-    hidden: torch.Tensor  # after the final norm: the trunk's [T, F], the head's [L, F]
+class Computed:
+    """What a segment finds: hidden states after the final norm, the trunk's [T, F], the head's [L, F]; and of
+    the lines that choose logits, or no more than the best tokens, whichever is asked for."""
+
+    def __init__(self, lines: torch.Tensor, hidden: torch.Tensor, head: Head | None = None) -> None:
+        """lines: [L, F] for the head, or, without one, logits [L, V] fp32."""
+        self.hidden, self.head = hidden, head
+        self._lines = lines
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[L, V] fp32, computed whenever they are looked at, if there is a head."""
+        return self._lines if self.head is None else self.head.logits(self._lines)
+
+    @property
+    def best(self) -> Best | None:
+        """The best tokens without logits; None: nothing is sooner than logits."""
+        return None if self.head is None else self.head.best(self._lines)
+
+    def first(self, num_lines: int, num_tokens: int) -> "Computed":
+        """Of so many lines and tokens."""
+        return Computed(self._lines[:num_lines], self.hidden[:num_tokens], self.head)
+
+    def room(self, num_lines: int, num_tokens: int) -> "Computed":
+        """Memory for so many lines and tokens."""
+        lines, hidden = self._lines, self.hidden
+        return Computed(_room(lines, num_lines), _room(hidden, num_tokens), self.head)
+
+    def moved(self, there: "Computed") -> "Computed":
+        """This, in the first of that memory."""
+        found = there.first(len(self._lines), len(self.hidden))
+        found._lines.copy_(self._lines)
+        found.hidden.copy_(self.hidden)
+        return found
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.logits, self.hidden))
+
+
+def _room(part: torch.Tensor, lines: int) -> torch.Tensor:
+    return torch.empty((lines, part.shape[1]), dtype=part.dtype, device=part.device)
 
 
 class Trunk(Protocol):
@@ -57,6 +96,7 @@ class Program:
         others."""
         self.inputs = segment.inputs
         self._selects = segment.name == "draft" and not every_line
+        self._head: Head | None = None
         bound = [weights[name] for name in segment.weights]
         bound += [storage.tensors[name] for name in segment.states]
         if segment.pieces:
@@ -70,7 +110,9 @@ class Program:
             self._call = Lowered(program, segment, bound, storage.poison, every_line)
         else:
             bind_forms(program, segment)
-            self._call = torch.inference_mode()(spared()(partial(program, *bound)))
+            head = cut_head(program, bound)
+            self._head = head and Head(_bare(head.logits), _bare(head.best))
+            self._call = _bare(partial(program, *bound))
 
     @property
     def record(self) -> "Record | None":
@@ -79,8 +121,15 @@ class Program:
 
     def __call__(self, inputs: Iterable[torch.Tensor]) -> Computed:
         given = dict(zip(self.inputs, inputs, strict=True))
-        logits, hidden = self._call(*given.values())
-        return Computed(logits, hidden.index_select(0, given["logits_ids"]) if self._selects else hidden)
+        lines, hidden = self._call(*given.values())
+        if self._selects:
+            hidden = lines if self._head else hidden.index_select(0, given["logits_ids"])
+        return Computed(lines, hidden, self._head)
+
+
+def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Without gradients, and without what a builder has checked."""
+    return torch.inference_mode()(spared()(function))
 
 
 class Session:

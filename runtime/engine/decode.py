@@ -31,7 +31,7 @@ from hemiola.runtime.engine.bucket import (
 )
 from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.feed import joined
-from hemiola.runtime.engine.judge import judge
+from hemiola.runtime.engine.judge import judge, scores_of
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.rules import ALL, FEW_BEST, Group, RuleTable
@@ -162,8 +162,9 @@ class Decoder:
         self._change(fed.changes)
         batch = self._fill(bucket, fed)
         out = self.session.run(batch)
+        scores = scores_of(batch, out)
         mark(told, 1)
-        verdict = judge(batch, out.logits, ledger, self.config.chunk_len)
+        verdict = judge(batch, scores, ledger, self.config.chunk_len)
         mark(told, 2)
         rules = [] if bucket.rules == GREEDY else [self._group(bucket, fed.slot)]
         self.drafts.propose_fed(bucket, fed, batch, out.hidden, rules)

@@ -9,13 +9,23 @@ number.
 
 import torch
 
+from hemiola.runtime.device.head import Best
+from hemiola.runtime.device.session import Computed
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.sampling import broken, choose, logprobs, spans, takes_more_than_best
 from hemiola.runtime.engine.step import Batch, Choices, Masks, Verdict
 
 
-def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) -> Verdict:
-    """Choose, accept, and write the outcome into the ledger. logits [L, V] fp32."""
+def scores_of(batch: Batch, out: Computed) -> torch.Tensor | Best:
+    """What judging takes of a step: no more than the best, where nobody asks for more."""
+    choices = batch.choices
+    is_greedy = not (choices.asked or batch.masks or takes_more_than_best(choices.rules))
+    best = out.best if is_greedy else None
+    return out.logits if best is None else best
+
+
+def judge(batch: Batch, scores: torch.Tensor | Best, ledger: Ledger, chunk_len: int) -> Verdict:
+    """Choose, accept, and write the outcome into the ledger. scores: logits [L, V] fp32, or the best."""
     choices = batch.choices
     slot_id = batch.slots
     final_len = batch.final_len
@@ -23,10 +33,8 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
     ledger.edge[slot_id] = final_len - final_len % chunk_len
     line_slot = choices.slot_id[choices.row]
     position = ledger.total_len[line_slot] + choices.offset
-    scores = masked(logits, batch.masks)
-    chosen = choose(scores, choices.rules, line_slot, position, ledger.ids)
+    chosen, bad = _choose(batch, scores, line_slot, position, ledger)
     num_judged = torch.minimum(choices.num_drafts, ledger.num_drafts[choices.slot_id])
-    bad = _broken(choices, scores, chosen)
     agrees = (chosen == ledger.ids[line_slot, position]) & (choices.offset < num_judged[choices.row]) & ~bad
     token_ids = _by_row(choices, chosen)
     num_accepted = _by_row(choices, agrees.to(torch.int64)).cumprod(1).sum(1)
@@ -37,8 +45,23 @@ def judge(batch: Batch, logits: torch.Tensor, ledger: Ledger, chunk_len: int) ->
         num_accepted=num_accepted,
         num_judged=num_judged,
         broken=_by_row(choices, bad).gather(1, num_accepted.unsqueeze(1)).squeeze(1),
-        logprobs={row: logprobs(logits[own], chosen[own], num) for row, own, num in choices.asked},
+        logprobs={
+            row: logprobs(scores[own], chosen[own], num)
+            for row, own, num in choices.asked
+            if isinstance(scores, torch.Tensor)
+        },
     )
+
+
+def _choose(
+    batch: Batch, scores: torch.Tensor | Best, slot: torch.Tensor, position: torch.Tensor, ledger: Ledger
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token of each line, and of which lines none can be chosen."""
+    if isinstance(scores, Best):
+        return scores.token_id, ~scores.logit.isfinite()
+    allowed = masked(scores, batch.masks)
+    chosen = choose(allowed, batch.choices.rules, slot, position, ledger.ids)
+    return chosen, _broken(batch.choices, allowed, chosen)
 
 
 def masked(logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:

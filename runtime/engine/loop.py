@@ -22,12 +22,12 @@ from hemiola.runtime.engine.drafts import Proposer
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.grammar import Stuck
 from hemiola.runtime.engine.inbox import Abort, Close, Flush, Inbox, Message, Submit
-from hemiola.runtime.engine.judge import judge
+from hemiola.runtime.engine.judge import judge, scores_of
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.outbox import Event, Outbox
 from hemiola.runtime.engine.request import Request
 from hemiola.runtime.engine.scheduler import Scheduler
-from hemiola.runtime.engine.step import Answer, Outcome, Plan
+from hemiola.runtime.engine.step import Answer, Outcome, Plan, Verdict
 from hemiola.runtime.errors import Failed, Refused
 
 IDLE_SECONDS = 1.0  # without work before the caches are audited
@@ -93,7 +93,7 @@ class Loop:
         self.drafts = drafts
         self.outbox = outbox
         self.decoder = decoder  # of steps that can be done as one
-        self._judge = judge
+        self._judge: Callable[..., Verdict] = judge
         self._num_calls: Callable[[], int] = lambda: 0  # of kernels, also within a step
         if ledger.device.type == "cpu":
             from hemiola.plugins.cpu.steps import num_calls  # numba is not needed elsewhere
@@ -140,8 +140,9 @@ class Loop:
         watch = Watch(self.ledger.device)
         watch.mark()
         out = self.session.run(batch)
+        scores = scores_of(batch, out)
         watch.mark()
-        verdict = self._judge(batch, out.logits, self.ledger, self.config.chunk_len)
+        verdict = self._judge(batch, scores, self.ledger, self.config.chunk_len)
         watch.mark()
         self.drafts.propose(plan, batch, out.hidden)
         watch.mark()

@@ -61,8 +61,7 @@ class Padded:
         for there, part in zip(self._views(size), given, strict=True):
             there[: len(part)].copy_(part)
             there[len(part) :].zero_()
-        out = self.replay(size)
-        return Computed(out.logits[: wanted.lines], out.hidden[: wanted.tokens])
+        return self.replay(size).first(wanted.lines, wanted.tokens)
 
     def replay(self, size: Size, /) -> Computed:
         return self.step(size)
@@ -71,12 +70,8 @@ class Padded:
         """The step whose inputs lie where they always lie; so do its results."""
         out = self.session.run(self._views(size))
         if self._found is None:
-            lines = self._most.lines, max(self._most.tokens, self._most.lines)
-            self._found = Computed(*map(_room, out, lines))
-        found = Computed(*(there[: len(part)] for there, part in zip(self._found, out, strict=True)))
-        for there, part in zip(found, out, strict=True):
-            there.copy_(part)
-        return found
+            self._found = out.room(self._most.lines, max(self._most.tokens, self._most.lines))
+        return out.moved(self._found)
 
     def drop_long_ones(self) -> None:
         """Keep the sizes that a GPU has memory for, and has done soon after its host has launched them.
@@ -106,10 +101,6 @@ class Padded:
     def _views(self, size: Size) -> Inputs:
         sizes = (size.tokens, size.tokens, size.rows, size.rows, size.lines)
         return Inputs(*(there[:num] for there, num in zip(self._there, sizes, strict=True)))
-
-
-def _room(part: torch.Tensor, lines: int) -> torch.Tensor:
-    return torch.empty((lines, part.shape[1]), dtype=part.dtype, device=part.device)
 
 
 def sizes_of(config: Resolved) -> list[Size]:

@@ -94,8 +94,9 @@ class Recorder:
     def run(self, batch: Batch) -> Computed:
         check_inputs(self.config, "trunk", {name: getattr(batch, name) for name in INPUTS["trunk"]})
         out = self.session.run(batch)
-        is_capturing = out.logits.is_cuda and torch.cuda.is_current_stream_capturing()
-        (self.captured if is_capturing else self.logits).append(out.logits.clone())
+        logits = out.logits
+        is_capturing = logits.is_cuda and torch.cuda.is_current_stream_capturing()
+        (self.captured if is_capturing else self.logits).append(logits.clone())
         return out
 
     def watch(self, padded: Padded) -> None:

@@ -68,7 +68,7 @@ class Replay:
                 for part in inputs
             ]
             with built_for(self.gpu), launches(look), torch.inference_mode():
-                _, hidden = program(*bound, *given)
+                _, hidden, *_ = program(*bound, *given)
             letters["F"] = hidden.shape[1]
         return found
 

@@ -26,6 +26,7 @@ SCHEMAS = {
     "embed": "Tensor weight, Tensor token_ids",
     "gate": "Tensor x, Tensor gate, str kind",
     "linear": "Tensor x, Tensor weight, Tensor bias",
+    "linear_argmax": "Tensor x, Tensor weight, Tensor bias",
     "mamba2": "Tensor x, Tensor B, Tensor C, Tensor dt, Tensor dt_bias, Tensor A, Tensor D, "
     "Tensor(a!) state, Tensor(b!) x_records, Tensor(c!) B_records, Tensor(d!) dt_records, Tensor rows, "
     "int chunk_len, float dt_min, float dt_max",
@@ -39,7 +40,7 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_schema(op: Op) -> None:
-    results = "(Tensor, Tensor)" if op.name == "route" else "Tensor"
+    results = "(Tensor, Tensor)" if op.name in ("linear_argmax", "route") else "Tensor"
     schema = f"{op.name}({SCHEMAS[op.name]}) -> {results}"
     assert op.schema() == schema
     assert str(op.torch_op._schema) == "hemiola::" + schema

@@ -7,23 +7,22 @@ Here bf16 changes no greedy token of these short texts; where it does, another t
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from oracle import Oracle
-from torch.fx import GraphModule
 
-from hemiola.plugins.gpu.launch import Kernel, Values, kind_of, launches
+from hemiola.plugins.gpu.launch import Instead, Kernel, Values, kind_of, launches
 from hemiola.plugins.spec import Op
 from hemiola.runtime import llm, manifest
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.device import lower, session
+from hemiola.runtime.device import session
 from hemiola.runtime.engine import compiled as compiled_steps
 from hemiola.runtime.engine.drafts.mtp import MtpProposer
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.judge import judge
-from hemiola.runtime.manifest import Segment
 
 PROMPTS = [list(range(3, 40)), [7, 8, 9] * 5]
 NUM_TOKENS = 12
@@ -40,13 +39,20 @@ def engine_dir(family: str, tiny_engine: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def on_cpu(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every launch is looked up among the engine's calls, then computed by the reference."""
+def look(engine_dir: Path) -> Instead:
+    """Looks a launch up among the engine's calls."""
     compiled = {entry.binary.call for entry in manifest.load(engine_dir).kernels[0].binaries}
 
     def look(kernel: Kernel, grid: tuple[int, ...], values: Values, constants: Mapping[str, Any]) -> None:
         mine = [call for call in compiled if call.kernel == kernel.name]
         assert any(call.fits(values, constants) for call in mine), [kernel, *map(kind_of, values), constants]
+
+    return look
+
+
+@pytest.fixture
+def on_cpu(look: Instead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch is looked up, then computed by the reference."""
 
     def bind(op: Op, form: str, sizes: Sequence[int]) -> Callable[..., Any]:
         launcher = getattr(import_module(f"hemiola.plugins.{op.name}.{form}"), op.name)
@@ -58,17 +64,12 @@ def on_cpu(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    def as_it_is(
-        program: GraphModule, segment: Segment, bound: list[torch.Tensor], poisoned: bool, every_line: bool
-    ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        session.bind_forms(program, segment)
+    program = session.Program
 
-        def call(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logits, hidden = program(*bound, *inputs)
-            wanted = inputs[segment.inputs.index("logits_ids")]
-            return logits, hidden if every_line or segment.name == "trunk" else hidden[wanted]
-
-        return call
+    def as_on_a_gpu(*arguments: Any) -> session.Program:
+        *others, storage, every_line = arguments
+        narrow: Any = SimpleNamespace(device=torch.device("cuda"), tensors=storage.tensors)
+        return program(*others, narrow, every_line)
 
     mapped = session.load_weights  # on a GPU every weight has memory of its own
 
@@ -78,7 +79,7 @@ def on_cpu(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "load_weights", load_weights)
     monkeypatch.setattr(llm, "find_device", lambda engine_dir, arch: torch.device("cpu"))
     monkeypatch.setattr(Op, "bind", bind)
-    monkeypatch.setattr(lower, "Lowered", as_it_is)
+    monkeypatch.setattr(session, "Program", as_on_a_gpu)
     # what a CPU has of its own for fp32 engines
     monkeypatch.setattr(Feed, "fill", Feed.fill_anywhere)
     monkeypatch.setattr(MtpProposer, "propose", MtpProposer.propose_anywhere)

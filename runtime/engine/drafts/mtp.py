@@ -86,8 +86,8 @@ class MtpProposer:
         own = batch.slots[wanted]
         last = last + self._ledger.committed_len[own] - committed[wanted] - 1
         places = committed[pair_row] + offset
-        logits, states = self._read(fed_rows, page_table, batch.slots[pair_row], places, before, last)
-        self._draft([rows[at] for at in wanting], own, logits, states)
+        read = self._read(fed_rows, page_table, batch.slots[pair_row], places, before, last)
+        self._draft([rows[at] for at in wanting], own, read)
 
     def _last_tokens(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
         """The last tokens of each row, as many as a ring holds: of the step, and whose."""
@@ -96,11 +96,9 @@ class MtpProposer:
         row, offset = ragged(kept)
         return (np.cumsum(num_tokens) - kept)[row] + offset, row
 
-    def _draft(
-        self, rows: list[Row], slot_id: torch.Tensor, logits: torch.Tensor, states: torch.Tensor
-    ) -> None:
-        """The first draft of each row from these logits, the others from pairs of a draft and its state."""
-        ledger = self._ledger
+    def _draft(self, rows: list[Row], slot_id: torch.Tensor, read: Computed) -> None:
+        """The first draft of each row from what was read, the others from pairs of a draft and its state."""
+        ledger, states = self._ledger, read.hidden
         ledger.num_drafts[slot_id] = upload_ints(ledger.device, [row.room for row in rows])
         for at in range(max((row.room for row in rows), default=0)):
             if at > 0:
@@ -116,17 +114,19 @@ class MtpProposer:
                 slot_id, states = slot_id[more], states[more]
                 places = ledger.total_len[slot_id] + at - 1
                 lines = torch.arange(len(rows), device=ledger.device)
-                logits, states = self._read(fed_rows, page_table, slot_id, places, states, lines)
-            self._write(slot_id, at, logits, [row.request.rule for row in rows])
+                read = self._read(fed_rows, page_table, slot_id, places, states, lines)
+                states = read.hidden
+            self._write(slot_id, at, read, [row.request.rule for row in rows])
 
-    def _write(
-        self, slot_id: torch.Tensor, at: int, logits: torch.Tensor, rules: list[Rule] | list[Group]
-    ) -> None:
+    def _write(self, slot_id: torch.Tensor, at: int, read: Computed, rules: list[Rule] | list[Group]) -> None:
         """Draft number `at` of these slots."""
         places = self._ledger.total_len[slot_id] + at
         if takes_more_than_best(rules):
-            logits = widened(logits, self._vocab_size)
-        chosen = choose(logits, rules, slot_id, places, self._ledger.ids)
+            logits = widened(read.logits, self._vocab_size)
+            chosen = choose(logits, rules, slot_id, places, self._ledger.ids)
+        else:
+            best = read.best
+            chosen = read.logits.argmax(-1) if best is None else best.token_id
         self._ledger.ids[slot_id, places] = chosen.to(torch.int32)
 
     def propose_fed(
@@ -143,7 +143,7 @@ class MtpProposer:
         last = (fed.last + ledger.committed_len[fed.slot] - committed - 1).clamp(min=0)
         places = committed[fed.pair_row] + fed.pair_offset
         table = batch.page_table
-        logits, states = self._read(fed.head_rows, table, fed.pair_slot, places, before, last)
+        read = self._read(fed.head_rows, table, fed.pair_slot, places, before, last)
         ledger.num_drafts[fed.slot] = fed.room
         lines = torch.arange(bucket.rows, device=ledger.device)
         fed_rows = torch.zeros_like(batch.rows)
@@ -155,8 +155,8 @@ class MtpProposer:
                 slot_id = torch.where(active, fed.slot, 0)
                 places = torch.where(active, ledger.total_len[fed.slot] + at - 1, 0)
                 fed_rows[:, SLOT] = slot_id
-                logits, states = self._read(fed_rows, table, slot_id, places, states, lines)
-            self._write(fed.slot, at, logits, rules)
+                read = self._read(fed_rows, table, slot_id, places, read.hidden, lines)
+            self._write(fed.slot, at, read, rules)
 
     def _hidden_before(
         self, row: torch.Tensor, offset: torch.Tensor, batch: Batch, hidden: torch.Tensor
@@ -193,7 +193,7 @@ class MtpProposer:
         before: torch.Tensor,  # [P, F]
         last: torch.Tensor,  # pairs whose outcome is wanted
     ) -> Computed:
-        """Run the head over pairs; logits and hidden states of the last ones."""
+        """Run the head over pairs; what it finds of the last ones."""
         rows[:, COMMITTED] = places.index_select(0, rows[:, FIRST])
         return self._session.draft(
             token_ids=self._ledger.ids[slot_id, places],

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,6 @@ from hemiola.plugins.gpu.cover import calls_at, calls_of
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import Call
 from hemiola.plugins.gpu.sizes import Size
-from hemiola.plugins.linear.cuda import fused, linear_argmax
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused
@@ -45,7 +45,12 @@ def nodes(tiny_checkpoint: Get) -> list[kernels.Node]:
     for family in FAMILIES:
         checkpoint = Checkpoint(tiny_checkpoint(family))
         model = models.load(
-            checkpoint, torch.ops.hemiola, chunk_len=16, max_len=LIMITS.max_len, dtype=torch.bfloat16
+            checkpoint,
+            torch.ops.hemiola,
+            chunk_len=16,
+            max_len=LIMITS.max_len,
+            dtype=torch.bfloat16,
+            tells_best=True,
         )
         for name in ("trunk", "draft"):
             found |= set(kernels.nodes_of(export(model, name, LIMITS)))
@@ -75,12 +80,9 @@ def test_whatever_a_step_is_like_its_kernels_are_among_those_compiled(
 
 
 def entries(nodes: list[kernels.Node], capability: int) -> list[Call]:
-    """One call of every kernel, those that no engine uses yet included."""
-    x, weight = (torch.empty(size, 64, dtype=torch.bfloat16, device="meta") for size in (5, 96))
+    """One call of every kernel."""
     gpu = Gpu(capability, 132)
     calls = calls_at(kernels.write_time, gpu, torch.empty(2, dtype=torch.int64, device="meta"), 1)
-    calls |= calls_at(linear_argmax, gpu, x, weight)
-    calls |= calls_at(fused, gpu, x, weight, None, x[:, :48], "swiglu")
     for node in nodes:
         calls |= covered(node, capability)
     found: dict[str, Call] = {}
@@ -94,7 +96,8 @@ def test_every_kernel_is_compiled_for_every_architecture(arch: str, nodes: list[
     major, minor = ARCHS[arch].capability or (0, 0)
     capability = 10 * major + minor
     calls = entries(nodes, capability)
-    assert len({call.kernel.rpartition(".")[0] for call in calls}) == len(OPS) + 1
+    own = {op for op in OPS if find_spec(f"hemiola.plugins.{op}.triton")}  # others launch an op's that has
+    assert {call.kernel.rpartition(".")[0] for call in calls} == own | {"gpu.clock"}
     with ThreadPoolExecutor(2) as pool:
         for compiled in pool.map(lambda call: compile.compile_call(call, capability), calls):
             assert compiled.cubin[:4] == b"\x7fELF" and compiled.binary.symbol.encode() in compiled.cubin

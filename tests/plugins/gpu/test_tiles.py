@@ -24,9 +24,9 @@ def test_every_choice_is_among_those_that_are_compiled(capability: int) -> None:
     rng = random.Random(capability)
     for _ in range(2000):
         num_tokens, num_outputs = (int(2 ** rng.uniform(0, top)) for top in (14, 18))
-        gpu, is_paired = Gpu(capability, rng.randrange(16, 200)), rng.random() < 0.5
-        chosen = tiles.tile_of(num_tokens, num_outputs, gpu, is_paired)
-        assert chosen in tiles.tiles_for(num_outputs, gpu, is_paired)
+        gpu = Gpu(capability, rng.randrange(16, 200))
+        chosen = tiles.tile_of(num_tokens, num_outputs, gpu)
+        assert chosen in tiles.tiles_for(num_outputs, gpu)
         assert capability == 90 or not chosen.is_persistent
 
 

@@ -7,7 +7,7 @@ from kit.ops import rel_error
 pytest.importorskip("triton")
 
 from hemiola.plugins.gpu.tiles import FALLBACK, Tile, table_of
-from hemiola.plugins.linear.cuda import fused, linear, linear_argmax
+from hemiola.plugins.linear.cuda import best, fused, linear
 from tests.gpu.laws import (
     DEVICE,
     HALF,
@@ -50,8 +50,8 @@ def truth(x, weight, bias=None, residual=None, activation="none") -> torch.Tenso
     if activation == "relu2":
         y = y.relu().square()
     if activation == "swiglu":
-        gate, value = y.chunk(2, dim=1)
-        y = torch.nn.functional.silu(gate) * value
+        gate, value = y.unflatten(1, (-1, 2, 8)).unbind(2)
+        y = (torch.nn.functional.silu(gate) * value).flatten(1)
     return y if residual is None else y + residual.double()
 
 
@@ -113,19 +113,33 @@ def test_fp32_against_fp64() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS[:6])
-def test_argmax_is_that_of_the_stored_outputs(num_tokens: int) -> None:
-    x, weight, _ = make(100, 40, num_tokens) if INTERPRETED else make(13000, 1024, num_tokens)
-    with poisoned():
-        y, best = linear(x, weight, x.new_empty(0)), linear_argmax(x, weight)
-    assert best.tolist() == [line.index(max(line)) for line in y.tolist()]
+def test_best_is_the_first_highest_of_the_stored_outputs(num_tokens: int) -> None:
+    x, weight, bias = make(100, 40, num_tokens) if INTERPRETED else make(13000, 1024, num_tokens)
+    for given in (bias, bias[:0]):
+        with poisoned():
+            lines, (value, output) = linear(x, weight, given).tolist(), best(x, weight, given)
+        assert output.tolist() == [line.index(max(line)) for line in lines]
+        assert value.tolist() == [max(line) for line in lines] and output.dtype is torch.int64
 
 
-def test_argmax_takes_the_lowest_of_equals() -> None:
+def test_best_takes_the_lowest_of_equals() -> None:
     weight = torch.zeros(300, 32, dtype=HALF, device=DEVICE)
     weight[[70, 71, 250]] = 1.0
     x = torch.ones(3, 32, dtype=HALF, device=DEVICE)
-    assert linear_argmax(x, weight).tolist() == [70, 70, 70]
-    assert linear_argmax(-x, weight).tolist() == [0, 0, 0]
+    for sign, wanted in ((1, (32, 70)), (-1, (0, 0))):
+        value, output = best(sign * x, weight, x[0, :0])
+        assert value.tolist() == 3 * [wanted[0]] and output.tolist() == 3 * [wanted[1]]
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_best_of_a_broken_line_is_no_number(wrong: float) -> None:
+    """One weight of many; -inf alone leaves others to choose."""
+    x, weight, bias = make(200, 32, 3)
+    weight[130], x[1] = 0.0, 1.0
+    weight[130, 5], x[0, 5], x[2, 5] = wrong, 0.5, 2.0
+    value, output = best(x, weight, bias[:0])
+    assert (value.isfinite() == (wrong == -torch.inf)).all()
+    assert ((output == 130) == (wrong != -torch.inf)).all()
 
 
 @needs_memory
@@ -143,6 +157,6 @@ def test_refusals() -> None:
         linear(randn(2, 8), randn(3, 9), randn(0))
     with pytest.raises(ValueError, match="activation is 'gelu'"):
         fused(randn(2, 8), randn(3, 8), activation="gelu")
-    with pytest.raises(ValueError, match="no pairs"):
-        fused(randn(2, 8), randn(3, 8), activation="swiglu")
+    with pytest.raises(ValueError, match="24 outputs are not eight gates"):
+        fused(randn(2, 8), randn(24, 8), activation="swiglu")
     assert linear(randn(0, 8), randn(3, 8), randn(0)).shape == (0, 3)

@@ -1,0 +1,19 @@
+"""The best of a dense layer's outputs, without the others: all that a greedy choice needs of a head."""
+
+import torch
+
+from hemiola.plugins.linear_argmax.reference import linear_argmax as reference
+from hemiola.plugins.spec import Arg, Form, Op, Result, bf16
+
+LINEAR_ARGMAX = Op(
+    name="linear_argmax",
+    args=(
+        Arg("x", "TF"),
+        Arg("weight", "OF"),
+        Arg("bias", "O*"),
+    ),
+    attrs=(),
+    results=(Result("T", torch.float32), Result("T", torch.int64)),
+    reference=reference,
+    forms=(Form("cuda", "cuda", bf16()),),
+)
