@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 import hemiola
 from hemiola.builder import models, targets
 from hemiola.builder.checkpoint import Checkpoint, Files, Lazy, read_json
+from hemiola.builder.fuse import fuse
 from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.options import Options
 from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
@@ -107,8 +108,8 @@ def _compile(
         graphs.append(export(model, name, job.limits))
         segment = model.trunk if name == "trunk" else model.draft
         assert segment is not None
-        compiled = target.compile(graphs[-1], model.weights(segment), job)
-        launches = _launches(target, job.device)
+        launches, own = _launches(target, job.device), model.weights(segment)
+        compiled = target.compile(graphs[-1], fuse(graphs[-1], own) if launches else own, job)
         work = work_bytes(graphs[-1], compiled.nodes, job.limits) if launches else 0
         segments.append(_segment(compiled, graphs[-1], work))
         weights = compiled.weights | weights

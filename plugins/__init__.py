@@ -6,6 +6,7 @@ from hemiola.plugins.attention.spec import ATTENTION
 from hemiola.plugins.conv.spec import CONV
 from hemiola.plugins.delta.spec import DELTA
 from hemiola.plugins.embed.spec import EMBED
+from hemiola.plugins.fused_linear.spec import FUSED_LINEAR
 from hemiola.plugins.gate.spec import GATE
 from hemiola.plugins.linear.spec import LINEAR
 from hemiola.plugins.linear_argmax.spec import LINEAR_ARGMAX
@@ -23,6 +24,7 @@ OPS: dict[str, Op] = {
         CONV,
         DELTA,
         EMBED,
+        FUSED_LINEAR,
         GATE,
         LINEAR,
         LINEAR_ARGMAX,

@@ -24,6 +24,7 @@ SCHEMAS = {
     "Tensor(b!) k_records, Tensor(c!) v_records, Tensor(d!) g_records, Tensor(e!) beta_records, Tensor rows, "
     "int chunk_len",
     "embed": "Tensor weight, Tensor token_ids",
+    "fused_linear": "Tensor x, Tensor weight, Tensor bias, Tensor residual, str activation, int width",
     "gate": "Tensor x, Tensor gate, str kind",
     "linear": "Tensor x, Tensor weight, Tensor bias",
     "linear_argmax": "Tensor x, Tensor weight, Tensor bias",

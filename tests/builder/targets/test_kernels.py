@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from hemiola.builder import models
 from hemiola.builder.build import build
 from hemiola.builder.checkpoint import Checkpoint
+from hemiola.builder.fuse import fuse
 from hemiola.builder.graph import export
 from hemiola.builder.options import Options
 from hemiola.builder.targets import kernels
@@ -52,8 +53,11 @@ def nodes(tiny_checkpoint: Get) -> list[kernels.Node]:
             dtype=torch.bfloat16,
             tells_best=True,
         )
-        for name in ("trunk", "draft"):
-            found |= set(kernels.nodes_of(export(model, name, LIMITS)))
+        for name, segment in (("trunk", model.trunk), ("draft", model.draft)):
+            assert segment is not None
+            graph = export(model, name, LIMITS)
+            fuse(graph, model.weights(segment))
+            found |= set(kernels.nodes_of(graph))
     assert {node.op for node in found} == set(OPS)
     return sorted(found, key=repr)
 
@@ -80,14 +84,14 @@ def test_whatever_a_step_is_like_its_kernels_are_among_those_compiled(
 
 
 def entries(nodes: list[kernels.Node], capability: int) -> list[Call]:
-    """One call of every kernel."""
+    """One call of every kernel, and of each way in which a dense layer ends."""
     gpu = Gpu(capability, 132)
     calls = calls_at(kernels.write_time, gpu, torch.empty(2, dtype=torch.int64, device="meta"), 1)
     for node in nodes:
         calls |= covered(node, capability)
-    found: dict[str, Call] = {}
+    found: dict[tuple, Call] = {}
     for call in sorted(calls, key=lambda call: (len(repr(call)), repr(call))):
-        found.setdefault(call.kernel, call)
+        found.setdefault((call.kernel, dict(call.constants).get("ACTIVATION")), call)
     return list(found.values())
 
 
