@@ -42,6 +42,7 @@ from hemiola.runtime.engine.drafts.mtp import HIDDEN, MtpProposer
 from hemiola.runtime.engine.drafts.ngram import NgramProposer
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.grammar import Grammar, Grammars
+from hemiola.runtime.engine.launched import LaunchedDecoder
 from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.loop import Engine, Loop
 from hemiola.runtime.engine.outbox import Outbox
@@ -80,7 +81,8 @@ def make_loop(
     decoder: Steps | None = None
     trunk: Trunk = session
     if config.cuda_graphs:
-        decoder, padded = Decoder(config, ledger, pages, session, drafts), Padded(config, session, device)
+        kind = LaunchedDecoder if device.type == "cuda" else Decoder
+        decoder, padded = kind(config, ledger, pages, session, drafts), Padded(config, session, device)
         if device.type == "cuda":
             capture(decoder, padded, device, held or ExitStack())
         trunk = padded

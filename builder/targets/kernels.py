@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
@@ -17,11 +17,16 @@ from hemiola.builder.targets.torch import Job, op_of
 from hemiola.plugins.gpu.binaries import sources
 from hemiola.plugins.gpu.clock.cuda import write_time
 from hemiola.plugins.gpu.device import Gpu
+from hemiola.plugins.gpu.ledger import cuda as ledger
+from hemiola.plugins.gpu.pairs import cuda as pairs
 from hemiola.plugins.gpu.sizes import Size
 from hemiola.runtime.abi import widths
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.manifest import KernelFile, Kernels, Limits
+
+if TYPE_CHECKING:
+    from hemiola.plugins.gpu.launch import Call
 
 FOLDER = "kernels"
 UNNAMED_GPU = 132  # multiprocessors: they choose among tiles that all are compiled
@@ -35,13 +40,13 @@ def compile_kernels(graphs: Sequence[Graph], ops: Collection[str], job: Job) -> 
             f" run pip install 'hemiola[cuda]'"
         )
     nodes = {node for graph in graphs for node in nodes_of(graph) if node.op in ops}
-    return tuple(_compile(nodes, arch, job) for arch in job.archs)
+    return tuple(_compile(nodes, graphs, arch, job) for arch in job.archs)
 
 
-def _compile(nodes: "set[Node]", arch: str, job: Job) -> Kernels:
+def _compile(nodes: "set[Node]", graphs: Sequence[Graph], arch: str, job: Job) -> Kernels:
     """All of one architecture."""
     from hemiola.plugins.gpu.compile import Compiled, TooLarge, compile_call, cuda_version, without_lines
-    from hemiola.plugins.gpu.cover import calls_at, calls_of
+    from hemiola.plugins.gpu.cover import calls_of
     from hemiola.plugins.gpu.launch import Call
 
     def compiled_for(call: Call) -> Compiled:
@@ -50,7 +55,7 @@ def _compile(nodes: "set[Node]", arch: str, job: Job) -> Kernels:
 
     major, minor = ARCHS[arch].capability or (0, 0)
     gpu = Gpu(10 * major + minor, UNNAMED_GPU)
-    calls = calls_at(write_time, gpu, torch.empty(2, dtype=torch.int64, device="meta"), 1)
+    calls = calls_between(gpu, job.limits, hidden_of(graphs))
     for node in nodes:
         calls |= calls_of(node.op, node.arguments, node.most(job.limits), gpu)
     (job.folder / FOLDER / arch).mkdir(parents=True)
@@ -69,6 +74,42 @@ def _compile(nodes: "set[Node]", arch: str, job: Job) -> Kernels:
         finally:
             pool.shutdown(cancel_futures=True)  # nobody waits for the rest
     return Kernels(arch=arch, cuda=cuda_version(gpu.capability), sources=sources(), binaries=tuple(files))
+
+
+def calls_between(gpu: Gpu, limits: Limits, hidden: torch.Tensor | None) -> "set[Call]":
+    """Around the programs: the time, ids and lengths, and what a drafting head keeps of `hidden` states."""
+    from hemiola.plugins.gpu.cover import calls_at
+
+    def made(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, ids = made(2, 8, dtype=torch.int32), made(3, limits.max_len, dtype=torch.int32)
+    two, lengths, logits = made(2), made(4, 3), made(2, dtype=torch.float32)
+    calls = calls_at(write_time, gpu, two, 1)
+    calls |= calls_at(ledger.change, gpu, made(2, 2), ids)
+    calls |= calls_at(ledger.fill, gpu, rows, two, two, two, ids, lengths, ids)
+    for most in range(limits.num_drafts + 1):
+        told, chunk_len = made(2, most + 9), limits.chunk_len
+        given = (rows, two, two, two, logits, lengths, ids, told)
+        calls |= calls_at(ledger.accept, gpu, *given, 1 + most, chunk_len)
+        calls |= calls_at(ledger.tell, gpu, two, lengths, ids, told, 1 + most, most)
+    if hidden is not None:
+        ring, places = hidden.new_empty(3, 2, hidden.shape[1]), made(2, dtype=torch.int32)
+        calls |= calls_at(pairs.states_before, gpu, two, two, rows, lengths, hidden, ring)
+        calls |= calls_at(pairs.keep, gpu, two, places, hidden, ring)
+        calls |= calls_at(pairs.first_pairs, gpu, rows, two, two, two, rows, two, two, two, lengths, ids)
+        calls |= calls_at(pairs.next_pairs, gpu, two, two, two, lengths, ids, 0)
+    return calls
+
+
+def hidden_of(graphs: Sequence[Graph]) -> torch.Tensor | None:
+    """States of two tokens that a drafting head reads; None: there is no head."""
+    for graph in graphs:
+        if "hidden" in graph.inputs:
+            places = [node.meta["val"] for node in graph.program.graph.nodes if node.op == "placeholder"]
+            like = places[len(places) - len(graph.inputs) + graph.inputs.index("hidden")]
+            return torch.empty(2, like.shape[1], dtype=like.dtype, device="meta")
+    return None
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.graphs import Stage, mark
+from hemiola.runtime.device.head import Best
 from hemiola.runtime.device.session import Trunk
 from hemiola.runtime.device.transfer import fetch, upload
 from hemiola.runtime.engine.bucket import (
@@ -164,18 +165,32 @@ class Decoder:
         out = self.session.run(batch)
         scores = scores_of(batch, out)
         mark(told, 1)
-        verdict = judge(batch, scores, ledger, self.config.chunk_len)
+        answers = told[MARKS:].view(bucket.rows, most)
+        logprobs = self._judge(bucket, batch, scores, answers)
         mark(told, 2)
         rules = [] if bucket.rules == GREEDY else [self._group(bucket, fed.slot)]
         self.drafts.propose_fed(bucket, fed, batch, out.hidden, rules)
-        lines = (verdict.num_accepted, verdict.num_judged, verdict.broken, ledger.num_drafts[fed.slot])
-        columns = [verdict.token_ids, *(line.unsqueeze(1).to(torch.int64) for line in lines)]
-        if bucket.rules == ANY:
-            columns.append(ledger.drafts(fed.slot, self.config.num_drafts).to(torch.int64))
-        told[MARKS:].view(bucket.rows, most).copy_(torch.cat(columns, 1))
-        ledger.empty_dump()
+        self._tell(bucket, fed.slot, answers)
         mark(told, 3)
-        return Done(told, verdict.logprobs.get(0, ()))
+        return Done(told, logprobs)
+
+    def _judge(
+        self, bucket: Bucket, batch: Batch, scores: torch.Tensor | Best, answers: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Tokens, accepted, judged and broken into the answers; returns logprobs, if the bucket has any."""
+        verdict = judge(batch, scores, self.ledger, self.config.chunk_len)
+        lines = (verdict.num_accepted, verdict.num_judged, verdict.broken)
+        columns = [verdict.token_ids, *(line.unsqueeze(1).to(torch.int64) for line in lines)]
+        answers[:, : self.width(bucket) + len(lines)] = torch.cat(columns, 1)
+        return verdict.logprobs.get(0, ())
+
+    def _tell(self, bucket: Bucket, slot: torch.Tensor, answers: torch.Tensor) -> None:
+        """What is proposed for the next step into the answers."""
+        end = self.width(bucket) + TOLD
+        answers[:, end - 1] = self.ledger.num_drafts[slot]
+        if bucket.rules == ANY:
+            answers[:, end:] = self.ledger.drafts(slot, self.config.num_drafts)
+        self.ledger.empty_dump()
 
     def _fill(self, bucket: Bucket, fed: Fed[torch.Tensor]) -> Batch:
         rules = []
@@ -193,9 +208,12 @@ class Decoder:
             asked=[(0, slice(None), MOST_TOP)] if bucket.rules == ANY else [],
         )
         masks = Masks(None, fed.bits[fed.mask]) if bucket.rules == ANY else None
-        lines, table = self._lines[: bucket.tokens], self._table[fed.slot]
-        batch = joined(self.ledger, fed.rows, fed.slot, fed.row, fed.offset, 1, table, lines, choices)
-        return replace(batch, masks=masks)
+        return replace(self._join(fed, self._lines[: bucket.tokens], choices), masks=masks)
+
+    def _join(self, fed: Fed[torch.Tensor], lines: torch.Tensor, choices: Choices) -> Batch:
+        """What the host knows of a step, with what the ledger knows."""
+        table = self._table[fed.slot]
+        return joined(self.ledger, fed.rows, fed.slot, fed.row, fed.offset, 1, table, lines, choices)
 
     def _group(self, bucket: Bucket, slot: torch.Tensor) -> Group:
         """How lines of these slots are chosen."""

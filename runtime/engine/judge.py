@@ -12,7 +12,7 @@ import torch
 from hemiola.runtime.device.head import Best
 from hemiola.runtime.device.session import Computed
 from hemiola.runtime.engine.ledger import Ledger
-from hemiola.runtime.engine.sampling import broken, choose, logprobs, spans, takes_more_than_best
+from hemiola.runtime.engine.sampling import choose, logprobs, spans, takes_more_than_best
 from hemiola.runtime.engine.step import Batch, Choices, Masks, Verdict
 
 
@@ -31,9 +31,10 @@ def judge(batch: Batch, scores: torch.Tensor | Best, ledger: Ledger, chunk_len: 
     final_len = batch.final_len
     ledger.committed_len[slot_id] = final_len
     ledger.edge[slot_id] = final_len - final_len % chunk_len
+    best = best_of(batch, scores, ledger)
+    chosen, bad = best.token_id, ~best.logit.isfinite()
     line_slot = choices.slot_id[choices.row]
     position = ledger.total_len[line_slot] + choices.offset
-    chosen, bad = _choose(batch, scores, line_slot, position, ledger)
     num_judged = torch.minimum(choices.num_drafts, ledger.num_drafts[choices.slot_id])
     agrees = (chosen == ledger.ids[line_slot, position]) & (choices.offset < num_judged[choices.row]) & ~bad
     token_ids = _by_row(choices, chosen)
@@ -45,23 +46,30 @@ def judge(batch: Batch, scores: torch.Tensor | Best, ledger: Ledger, chunk_len: 
         num_accepted=num_accepted,
         num_judged=num_judged,
         broken=_by_row(choices, bad).gather(1, num_accepted.unsqueeze(1)).squeeze(1),
-        logprobs={
-            row: logprobs(scores[own], chosen[own], num)
-            for row, own, num in choices.asked
-            if isinstance(scores, torch.Tensor)
-        },
+        logprobs=logprobs_of(choices, scores, chosen),
     )
 
 
-def _choose(
-    batch: Batch, scores: torch.Tensor | Best, slot: torch.Tensor, position: torch.Tensor, ledger: Ledger
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token of each line, and of which lines none can be chosen."""
+def best_of(batch: Batch, scores: torch.Tensor | Best, ledger: Ledger) -> Best:
+    """The token that each line chooses; its logit, or another of the line that is infinite or NaN."""
     if isinstance(scores, Best):
-        return scores.token_id, ~scores.logit.isfinite()
-    allowed = masked(scores, batch.masks)
-    chosen = choose(allowed, batch.choices.rules, slot, position, ledger.ids)
-    return chosen, _broken(batch.choices, allowed, chosen)
+        return scores
+    choices, allowed = batch.choices, masked(scores, batch.masks)
+    slot = choices.slot_id[choices.row]
+    position = ledger.total_len[slot] + choices.offset
+    chosen = choose(allowed, choices.rules, slot, position, ledger.ids)
+    if takes_more_than_best(choices.rules):
+        return Best(allowed.amax(-1), chosen)
+    return Best(allowed.gather(1, chosen.unsqueeze(1)).squeeze(1), chosen)
+
+
+def logprobs_of(
+    choices: Choices, scores: torch.Tensor | Best, chosen: torch.Tensor
+) -> dict[int, tuple[torch.Tensor, ...]]:
+    """By row of the plan that asked for them."""
+    if isinstance(scores, Best):
+        return {}
+    return {row: logprobs(scores[own], chosen[own], num) for row, own, num in choices.asked}
 
 
 def masked(logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:
@@ -81,13 +89,6 @@ def _forbid(scores: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         may = ((bits[span].unsqueeze(2) >> places) & 1).flatten(1)[:, : scores.shape[1]].to(torch.bool)
         scores[span].masked_fill_(~may, -torch.inf)
     return scores
-
-
-def _broken(choices: Choices, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Scores without a best number. Where the argmax was taken, its own number shows that."""
-    if takes_more_than_best(choices.rules):
-        return broken(scores)
-    return ~scores.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
 
 
 def _by_row(choices: Choices, values: torch.Tensor) -> torch.Tensor:

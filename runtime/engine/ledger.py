@@ -21,7 +21,7 @@ class Ledger:
 
     def __init__(self, config: Resolved, device: torch.device) -> None:
         shape = (config.num_slots, ids_width(config))
-        self._lengths = lengths = torch.zeros(4, config.num_slots, dtype=torch.int64, device=device)
+        self.lengths = lengths = torch.zeros(4, config.num_slots, dtype=torch.int64, device=device)
         self.device = device
         self.ids = torch.zeros(shape, dtype=torch.int32, device=device)  # prompt, output, then drafts
         self.total_len = lengths[0]  # prompt and output
@@ -39,7 +39,7 @@ class Ledger:
 
     def empty_dump(self) -> None:
         """Forget what padding rows left in the dump slot."""
-        self._lengths[:, 0].zero_()
+        self.lengths[:, 0].zero_()
         self.ids[0].zero_()
 
     def set_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor) -> None:

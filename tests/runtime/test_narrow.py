@@ -20,9 +20,11 @@ from hemiola.runtime import llm, manifest
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.device import session
 from hemiola.runtime.engine import compiled as compiled_steps
+from hemiola.runtime.engine.decode import Decoder
 from hemiola.runtime.engine.drafts.mtp import MtpProposer
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.judge import judge
+from hemiola.runtime.engine.launched import LaunchedDecoder
 
 PROMPTS = [list(range(3, 40)), [7, 8, 9] * 5]
 NUM_TOKENS = 12
@@ -64,7 +66,7 @@ def on_cpu(look: Instead, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    program = session.Program
+    program: Any = session.Program
 
     def as_on_a_gpu(*arguments: Any) -> session.Program:
         *others, storage, every_line = arguments
@@ -98,3 +100,67 @@ def test_greedy_tokens_are_the_oracles(
             assert engine.config.pipeline_depth == 1
             again = engine.generate(PROMPTS + PROMPTS[:1], params)
         assert [output.token_ids for output in again] == [*wanted, wanted[0]]
+
+
+class Nobody:
+    """An MTP head of another run: what it is asked does not count."""
+
+    def draft(self, **inputs: torch.Tensor) -> session.Computed:
+        zeros = torch.zeros(len(inputs["logits_ids"]), 4)
+        return session.Computed(zeros, inputs["hidden"].new_zeros(len(zeros), inputs["hidden"].shape[1]))
+
+
+@pytest.fixture
+def looked_at(look: Instead, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Parts of steps of fixed sizes: what a GPU would launch is looked up, then it is done with tensors."""
+    done: list[str] = []
+
+    def both(name: str) -> Callable[..., Any]:
+        launched, plain = getattr(LaunchedDecoder, name), getattr(Decoder, name)
+
+        def run(*values: Any) -> Any:
+            done.append(name)
+            with launches(look):
+                launched(*values)
+            return plain(*values)
+
+        return run
+
+    def propose(self: MtpProposer, *values: Any) -> None:
+        done.append("propose")
+        head, self._session = self._session, Nobody()
+        with launches(look):
+            self._propose_launched(*values)
+        self._session = head
+        plain(self, *values)
+
+    for name in ("_change", "_join", "_judge", "_tell"):
+        monkeypatch.setattr(Decoder, name, both(name))
+    plain = MtpProposer.propose_fed
+    monkeypatch.setattr(MtpProposer, "propose_fed", propose)
+    resolve = llm.resolve
+    monkeypatch.setattr(
+        llm, "resolve", lambda *given: resolve(*given).model_copy(update={"cuda_graphs": True})
+    )
+    return done
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("drafts", ["none", "mtp", "ngram"])
+def test_whatever_steps_of_fixed_sizes_launch_was_compiled(
+    family: str, engine_dir: Path, looked_at: list[str], tiny_checkpoint: Callable[..., Path], drafts: str
+) -> None:
+    oracle = Oracle(tiny_checkpoint(family))
+    wanted = [oracle.generate(prompt, NUM_TOKENS).token_ids for prompt in PROMPTS]
+    kinds = {
+        "greedy": {"temperature": 0.0},
+        "drawn": {"temperature": 0.8, "seed": 3},
+        "asked": {"logprobs": 1},
+    }
+    with llm.LLM(engine_dir, drafts=drafts, num_pages=64) as engine:
+        for kind, values in kinds.items():
+            params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **values)
+            outputs = engine.generate(PROMPTS, params)
+            assert kind != "greedy" or [output.token_ids for output in outputs] == wanted
+    expected = {"_change", "_join", "_judge", "_tell"} | ({"propose"} if drafts == "mtp" else set())
+    assert set(looked_at) == expected

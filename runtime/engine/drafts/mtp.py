@@ -14,6 +14,7 @@ in the slot: of the last tokens, by position. A snapshot keeps the state before 
 import numpy as np
 import torch
 
+from hemiola.plugins.gpu.pairs import cuda as kernels
 from hemiola.plugins.rows import COLUMNS
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.device.session import Computed, Drafter
@@ -46,6 +47,7 @@ class MtpProposer:
         self._ring = hidden_ring  # [S, R, F]
         self._pages = pages
         self._ledger = ledger
+        self.launches = ledger.device.type == "cuda"  # kernels, in steps of fixed sizes
         self._passes = None
         if ledger.device.type == "cpu":
             from hemiola.runtime.engine.drafts.mtp_compiled import Passes  # numba is not needed elsewhere
@@ -120,19 +122,26 @@ class MtpProposer:
 
     def _write(self, slot_id: torch.Tensor, at: int, read: Computed, rules: list[Rule] | list[Group]) -> None:
         """Draft number `at` of these slots."""
-        places = self._ledger.total_len[slot_id] + at
-        if takes_more_than_best(rules):
-            logits = widened(read.logits, self._vocab_size)
-            chosen = choose(logits, rules, slot_id, places, self._ledger.ids)
-        else:
+        chosen = self._chosen(slot_id, at, read, rules)
+        self._ledger.ids[slot_id, self._ledger.total_len[slot_id] + at] = chosen.to(torch.int32)
+
+    def _chosen(
+        self, slot_id: torch.Tensor, at: int, read: Computed, rules: list[Rule] | list[Group]
+    ) -> torch.Tensor:
+        """Draft number `at` of these slots, [N] int64."""
+        if not takes_more_than_best(rules):
             best = read.best
-            chosen = read.logits.argmax(-1) if best is None else best.token_id
-        self._ledger.ids[slot_id, places] = chosen.to(torch.int32)
+            return read.logits.argmax(-1) if best is None else best.token_id
+        logits = widened(read.logits, self._vocab_size)
+        return choose(logits, rules, slot_id, self._ledger.total_len[slot_id] + at, self._ledger.ids)
 
     def propose_fed(
         self, bucket: Bucket, fed: Fed, batch: Batch, hidden: torch.Tensor, rules: list[Group]
     ) -> None:
         """The same in a step of fixed sizes: rows that read or draft nothing are padding for the head."""
+        if self.launches:
+            self._propose_launched(bucket, fed, batch, hidden, rules)
+            return
         ledger = self._ledger
         before = self._hidden_before(fed.pair_row, fed.pair_offset, batch, hidden) if bucket.pairs else hidden
         self._keep_for_snapshots(batch.rows, hidden)
@@ -157,6 +166,34 @@ class MtpProposer:
                 fed_rows[:, SLOT] = slot_id
                 read = self._read(fed_rows, table, slot_id, places, read.hidden, lines)
             self._write(fed.slot, at, read, rules)
+
+    def _propose_launched(
+        self, bucket: Bucket, fed: Fed, batch: Batch, hidden: torch.Tensor, rules: list[Group]
+    ) -> None:
+        """The same numbers, in a launch of a kernel for each part."""
+        lengths, ids = self._ledger.lengths, self._ledger.ids
+        own = (fed.pair_row, fed.pair_offset)
+        states = kernels.states_before(*own, batch.rows, lengths, hidden, self._ring)
+        kernels.keep(fed.token_slot, batch.positions, hidden, self._ring)
+        if not bucket.pairs:
+            return
+        of_rows = (batch.rows, fed.slot, fed.room, fed.last, fed.head_rows)
+        wanted, token_ids, positions = kernels.first_pairs(*of_rows, *own, fed.pair_slot, lengths, ids)
+        rows = fed.head_rows
+        for at in range(max(bucket.passes, 1)):  # pairs are read by who drafts nothing, too
+            read = self._session.draft(
+                token_ids=token_ids,
+                hidden=states,
+                positions=positions,
+                rows=rows,
+                page_table=batch.page_table,
+                logits_ids=wanted,
+            )
+            if at == bucket.passes:
+                return
+            chosen = self._chosen(fed.slot, at, read, rules)
+            rows, token_ids, positions = kernels.next_pairs(chosen, fed.slot, fed.room, lengths, ids, at)
+            states, wanted = read.hidden, batch.logits_ids[: bucket.rows]
 
     def _hidden_before(
         self, row: torch.Tensor, offset: torch.Tensor, batch: Batch, hidden: torch.Tensor

@@ -86,7 +86,7 @@ def test_whatever_a_step_is_like_its_kernels_are_among_those_compiled(
 def entries(nodes: list[kernels.Node], capability: int) -> list[Call]:
     """One call of every kernel, and of each way in which a dense layer ends."""
     gpu = Gpu(capability, 132)
-    calls = calls_at(kernels.write_time, gpu, torch.empty(2, dtype=torch.int64, device="meta"), 1)
+    calls = kernels.calls_between(gpu, LIMITS, torch.empty(2, 64, dtype=torch.bfloat16, device="meta"))
     for node in nodes:
         calls |= covered(node, capability)
     found: dict[tuple, Call] = {}
@@ -101,7 +101,8 @@ def test_every_kernel_is_compiled_for_every_architecture(arch: str, nodes: list[
     capability = 10 * major + minor
     calls = entries(nodes, capability)
     own = {op for op in OPS if find_spec(f"hemiola.plugins.{op}.triton")}  # others launch an op's that has
-    assert {call.kernel.rpartition(".")[0] for call in calls} == own | {"gpu.clock"}
+    between = {"gpu.clock", "gpu.ledger", "gpu.pairs"}
+    assert {call.kernel.rpartition(".")[0] for call in calls} == own | between
     with ThreadPoolExecutor(2) as pool:
         for compiled in pool.map(lambda call: compile.compile_call(call, capability), calls):
             assert compiled.cubin[:4] == b"\x7fELF" and compiled.binary.symbol.encode() in compiled.cubin

@@ -22,8 +22,11 @@ from hemiola.runtime.errors import Refused
 Get = Callable[..., Path]
 
 
+NAMES = (*OPS, "gpu.clock", "gpu.ledger", "gpu.pairs")
+
+
 def every_kernel() -> list[Kernel]:
-    modules = [import_module(f"hemiola.plugins.{name}.cuda") for name in (*OPS, "gpu.clock")]
+    modules = [import_module(f"hemiola.plugins.{name}.cuda") for name in NAMES]
     return [value for module in modules for value in vars(module).values() if isinstance(value, Kernel)]
 
 
