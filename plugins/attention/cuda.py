@@ -27,6 +27,8 @@ GROUP = 1024  # keys; part of the numerics, like TILE
 TILE = 64
 PART = 64  # of a head's depth that a program joins
 WIDE_SHARED = 110_000  # bytes: 64 queries of 256 fit
+DEEP_SHARED = 210_000  # bytes: 16 queries and three tiles of 256 fit
+FEW = 2  # rows
 _LOG2_E = 1.4426950408889634
 _PARTIAL_NUMBERS = 2**25  # of fp32 that unjoined splits may take; rows beyond walk their splits
 
@@ -57,6 +59,8 @@ def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: b
         queries = min(wanted, 32)
     else:
         queries = min(wanted, 64)
+    if num_rows <= FEW and queries == 16 and gpu.shared >= DEEP_SHARED:
+        return TilePlan(queries, 3, 4, 1)  # one stream of keys a multiprocessor hides more of its waits
     return TilePlan(queries, stages, 4, 2)
 
 

@@ -17,10 +17,11 @@ class TilePlan(NamedTuple):
 
     tokens: int
     channels: int
+    registers: int = 255  # of a thread, at most
 
 
-PLANS = {16: TilePlan(1, 128), 128: TilePlan(1, 256), 1024: TilePlan(2, 256)}  # up to so many tokens
-WIDEST = TilePlan(8, 128)
+PLANS = {16: TilePlan(1, 128), 64: TilePlan(1, 256), 1024: TilePlan(4, 256)}  # up to so many tokens
+WIDEST = TilePlan(8, 128, 64)
 
 
 def plan_of(num_tokens: int) -> TilePlan:
@@ -58,11 +59,11 @@ def conv(
             f"conv: a ring of {ring_len} columns cannot hold a chunk of {chunk_len} and {taps - 1} more"
         )
     y = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    tokens, channels = plan or plan_of(num_tokens)
+    tokens, channels, registers = TilePlan(*plan) if plan else plan_of(num_tokens)
     channels = min(channels, pow2(width))
     _conv[(cdiv(width, channels), cdiv(num_tokens, tokens))](
         x, weight, bias, columns, rows, y, rows.shape[0], num_tokens, x.stride(0),
         E=width, W=taps, RING=ring_len, CHUNK=chunk_len, BE=channels, BT=tokens,
-        num_warps=1, enable_fp_fusion=False,
+        num_warps=1, enable_fp_fusion=False, maxnreg=registers,
     )  # fmt: skip
     return y

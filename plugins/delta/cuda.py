@@ -37,7 +37,7 @@ class TilePlan(NamedTuple):
     warps: int
     scan_channels: int
     scan_warps: int
-    scan_stages: int  # 2: the next chunk is on its way
+    scan_stages: int  # one less than this of chunks are on their way
     programs: int  # of `_scan`
     weigh_warps: int
     shares: int  # programs of `_weigh` for the rows whose edge does not stay
@@ -49,9 +49,8 @@ def choose(num_tokens: int, num_rows: int, heads: int, width: int, decays: int, 
     tiles, together = heads * cdiv(width, channels), 1
     while tiles % (together * 2) == 0 and together < 4 and num_rows * tiles // (together * 2) >= 528:
         together *= 2
-    many = max(num_rows, num_tokens // 16) * heads >= 528  # chunks to weigh
-    weigh_warps = 1 if many and decays == 1 else 4  # 4 are sooner done, 1 does more a second
-    scan_stages = 2 if keys <= 2048 else 1  # two larger chunks do not fit the 48 KB that TensorRT gives
+    weigh_warps = 2 if num_tokens >= SHORT * num_rows and decays == 1 else 4  # for prompts, and for steps
+    scan_stages = 3 if keys <= 2048 else 1  # two larger chunks do not fit the 48 KB that TensorRT gives
     return TilePlan(
         channels, together, 3, 4, min(channels, 32), 4, scan_stages, 264, weigh_warps, 1056 // weigh_warps
     )

@@ -9,11 +9,13 @@ program per some heads, whose states arrive while others are at work (`_step`, f
 up decays); a long row keeps a state in registers (`_scan`).
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from hemiola.plugins.gpu.checks import check
+from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import every_number_of_rows
 
@@ -41,14 +43,27 @@ class TilePlan(NamedTuple):
 
 
 def choose(num_rows: int, heads: int, width: int, groups: int) -> TilePlan:
-    """Tiles of one warp, which waits for no other, and a few heads a program; wide tiles for few rows."""
+    """Tiles of two warps, and a few heads a program; wide tiles for few rows (gpu_recurrences.md)."""
     widest = next(c for c in (64, 32, 16) if width % c == 0 or c == 16)
-    channels, together = 16 if num_rows * heads >= 528 else widest, 1
+    channels, together = min(widest, 32) if num_rows * heads >= 528 else widest, 1
     while (
-        together < 4 and heads // groups % (together * 2) == 0 and num_rows * heads // (together * 2) >= 1056
+        together * 2 * width <= 256
+        and heads // groups % (together * 2) == 0
+        and num_rows * heads // (together * 2) >= 528
     ):
         together *= 2
     return TilePlan(channels, together, 3, 2, channels // 16, widest, 2, 4, 264)
+
+
+def ahead(
+    gpu: Gpu, x: torch.Tensor, B: torch.Tensor, C: torch.Tensor, dt: torch.Tensor, dt_bias: torch.Tensor,
+    A: torch.Tensor, D: torch.Tensor, state: torch.Tensor, x_records: torch.Tensor, B_records: torch.Tensor,
+    dt_records: torch.Tensor, rows: torch.Tensor, *rest: float,
+) -> Iterator[dict[str, TilePlan]]:  # fmt: skip
+    """The plan of the largest step, then tiles that need less shared memory."""
+    plan = choose(rows.shape[0], *x.shape[1:], B.shape[1])
+    yield {"plan": plan}
+    yield {"plan": plan._replace(channels=16, warps=1)}
 
 
 def mamba2(
