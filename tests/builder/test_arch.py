@@ -55,15 +55,16 @@ def test_only_logits_and_routes_are_wide_between_ops(family: str, tiny_engine: G
                 and isinstance(value, torch.Tensor)
                 and value.dtype is torch.float32
             ):
-                assert "to" in str(node.target) or _comes_from(node, "route"), node
-        logits, hidden = (node.meta["val"] for node in graph.output_node().args[0])
-        assert logits.dtype is torch.float32 and hidden.dtype is torch.bfloat16
+                assert "to" in str(node.target) or _comes_from(node, "route", "linear_argmax"), node
+        given = [node.meta["val"].dtype for node in graph.output_node().args[0]]
+        # logits, hidden states, the best of them and its token
+        assert given == [torch.float32, torch.bfloat16, torch.float32, torch.int64]
 
 
-def _comes_from(node: Node, op: str) -> bool:
+def _comes_from(node: Node, *ops: str) -> bool:
     source = node.args[0]
     found = op_of(source) if isinstance(source, Node) else None
-    return found is not None and found.name == op
+    return found is not None and found.name in ops
 
 
 def test_one_numerics_for_all_gpus(tiny_engine: Get) -> None:

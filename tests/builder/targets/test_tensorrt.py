@@ -171,10 +171,8 @@ def test_one_engine_per_segment_with_profiles_states_in_place_and_what_the_inspe
     kernels = {node.op_type for node in onnx.ModelProto.FromString(content).graph.node if node.domain}
     assert kernels and {f"hemiola::{kernel}" for kernel in kernels} <= registered
     assert {node.form for segment in built.segments for node in segment.nodes} == {"ptx"}
-    assert (
-        built.kernels[0].binaries[0].binary.call.kernel == "gpu.clock._write_time"
-        and len(built.kernels[0].binaries) == 1
-    )
+    launched = {entry.binary.call.kernel.rpartition(".")[0] for entry in built.kernels[0].binaries}
+    assert launched == {"gpu.clock", "gpu.ledger", "gpu.pairs"}  # between segments; ops are the engine's own
     assert not [file for file in (tmp_path / "e").iterdir() if file.name.startswith("tmp")]
     config.progress_monitor.phase_start("Timing", None, 7)
     assert config.progress_monitor.step_complete("Timing", 2) and stages[-1] == "draft: Timing, 3 of 7"
