@@ -17,6 +17,7 @@ from hemiola.builder.fuse import fuse
 from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.options import Options
 from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
+from hemiola.builder.quantised import SINCE
 from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.kernels import compile_kernels
 from hemiola.builder.targets.torch import CompiledSegment, Job, Report
@@ -222,10 +223,20 @@ def _refuse_pages(options: Options, target: targets.Target, archs: Sequence[str]
             f"--page-len {options.page_len} is not a multiple of --chunk-len {options.chunk_len}; "
             "choose them so that pages end on chunk edges"
         )
-    if options.kv_dtype == "fp8" and (target.name, *archs) != ("torch", "cpu"):
+    if options.kv_dtype == "fp8":
+        _refuse_e4m3(target.name, archs)
+
+
+def _refuse_e4m3(target: str, archs: Sequence[str]) -> None:
+    if target != "torch":
         raise Refused(
-            f"--kv-dtype fp8 is not supported for --target {target.name} and --arch {','.join(archs)} by this"
-            " version, only for torch and cpu; leave it out"
+            f"--kv-dtype fp8 is not supported by --target {target}, only by torch; leave one of them out"
+        )
+    known = {name: capability for name in archs if (capability := ARCHS[name].capability)}
+    without = [name for name, (major, minor) in known.items() if 10 * major + minor < SINCE["FP8"]]
+    if without:
+        raise Refused(
+            f"--kv-dtype fp8: {', '.join(without)} cannot convert e4m3, sm_89 and newer can; leave one out"
         )
 
 

@@ -195,11 +195,17 @@ def first_reason(*refusals: Callable[[Call], str]) -> Callable[[Call], str]:
     return lambda call: next(filter(None, (refuses(call) for refuses in refusals)), "")
 
 
-def bf16(wide: Sequence[str] = ()) -> Callable[[Call], str]:
-    """Refuses floats that are not bf16; those of the arguments `wide` that are not fp32."""
+def bf16(wide: Sequence[str] = (), narrow: Sequence[str] = ()) -> Callable[[Call], str]:
+    """Refuses floats that are not bf16; those of the arguments `wide` that are not fp32.
+
+    The arguments `narrow` may be e4m3, all of them.
+    """
 
     def refuses(call: Call) -> str:
+        kinds = {call.dtypes[name] for name in narrow}
         for name, dtype in call.dtypes.items():
+            if name in narrow and kinds == {E4M3}:
+                continue
             expected = torch.float32 if name in wide else torch.bfloat16
             if dtype.is_floating_point and dtype is not expected:
                 return f"{name} is {dtype}, not {expected}"

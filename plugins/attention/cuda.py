@@ -97,13 +97,12 @@ def attention(
     narrow = k_pages.dtype != torch.bfloat16
     plan = plan or choose(num_tokens, num_rows, heads // groups, depth, narrow, gpu_of(device))
     o = torch.empty((num_tokens, heads, depth), dtype=q.dtype, device=device)
-    scales = _number(k_scale, device), _number(v_scale, device)
     sizes = dict(G=groups, R=heads // groups, D=depth, L=page_len, N_ROWS=max(16, pow2(num_rows)))
     sizes |= dict(enable_fp_fusion=False)
     pages, table_len = (k_pages, v_pages, page_table), page_table.shape[1]
     _write[(cdiv(num_tokens, CLEAR_TOKENS) * 2,)](
-        k, v, *pages, rows, positions, o, *scales, num_rows, num_tokens, table_len, k.stride(0), v.stride(0),
-        **sizes, num_warps=4,
+        k, v, *pages, rows, positions, o, k_scale, v_scale, num_rows, num_tokens, table_len, k.stride(0),
+        v.stride(0), **sizes, num_warps=4,
     )  # fmt: skip
     most_pieces = num_rows * cdiv(table_len * page_len, GROUP)
     enough = cdiv(plan.enough, groups) * (GROUP // TILE)
@@ -112,16 +111,15 @@ def attention(
     items = groups * (most_pieces + enough + cdiv(num_tokens * heads // groups, plan.queries) + num_rows)
     tiles = dict(BM=plan.queries, GROUP=GROUP, TILE=TILE)
     _attend[(min(items, plan.programs * _multiprocessors(device)),)](
-        q, k_pages, v_pages, page_table, rows, o, partial, *scales, scale * _LOG2_E, first, num_rows,
-        table_len, capacity, plan.enough, q.stride(0), **sizes, **tiles, num_warps=plan.warps,
-        num_stages=plan.stages,
+        q, *pages, rows, o, partial, scale * k_scale * _LOG2_E, v_scale, first, num_rows, table_len, capacity,
+        plan.enough, q.stride(0), **sizes, **tiles, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     part, per_group = min(PART, depth), heads // groups
     few = min(num_tokens, num_rows * (plan.queries // per_group))  # tokens of rows in pieces
     if few and capacity > 1 and table_len * page_len > TILE:
         numbers = pow2(per_group) * part
         _join[(few * groups * (depth // part),)](
-            rows, o, partial, scales[1], num_rows, capacity, plan.enough, **sizes, **tiles, PART=part,
+            rows, o, partial, v_scale, num_rows, capacity, plan.enough, **sizes, **tiles, PART=part,
             num_warps=min(max(numbers // 128, 1), 8), maxnreg=128,
         )  # fmt: skip
     return o
@@ -145,12 +143,6 @@ def ahead(
     for queries in (64, 32, 16):
         if queries <= plan.queries:
             yield {"plan": plan._replace(queries=queries, warps=4, programs=2)}
-
-
-@lru_cache(maxsize=256)
-def _number(value: float, device: torch.device) -> torch.Tensor:
-    one = torch.ones(1, dtype=torch.float32, device=device)
-    return one if value == 1.0 else one * value
 
 
 @lru_cache(maxsize=16)

@@ -17,7 +17,7 @@ from hemiola.plugins.spec import (
     fp32_in_sixteens,
 )
 
-PAGES = (*FLOAT, E4M3)
+PAGES, NARROW = (*FLOAT, E4M3), ("k_pages", "v_pages")
 
 
 def _refuses_on_cuda(call: Call) -> str:
@@ -54,8 +54,8 @@ ATTENTION = Op(
         Form(
             "compiled",
             "cpu",
-            first_reason(_refuses_scales, fp32_in_sixteens("DL", narrow=("k_pages", "v_pages"))),
+            first_reason(_refuses_scales, fp32_in_sixteens("DL", narrow=NARROW)),
         ),
-        Form("cuda", "cuda", first_reason(_refuses_on_cuda, _refuses_scales, bf16())),
+        Form("cuda", "cuda", first_reason(_refuses_on_cuda, _refuses_scales, bf16(narrow=NARROW))),
     ),
 )

@@ -59,8 +59,8 @@ def _rounded(value, scale, dtype: tl.constexpr):
     if dtype == tl.bfloat16:
         return value
     else:
-        scaled = value.to(tl.float32) / tl.load(scale)
-        return tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(dtype)
+        scaled = tl.div_rn(value.to(tl.float32), scale)
+        return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def _of(values, n, row):
 
 @triton.jit(do_not_specialize=["first", "num_rows", "table_len", "capacity", "enough"])
 def _attend(
-    q, k_pages, v_pages, page_table, rows, o, partial, k_scale, v_scale, scale, first, num_rows, table_len,
+    q, k_pages, v_pages, page_table, rows, o, partial, scale, unit_v, first, num_rows, table_len,
     capacity, enough, q_len, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, L: tl.constexpr,
     N_ROWS: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,6 @@ def _attend(
     last_item, num_items = tl.cumsum(items, 0), tl.sum(items, 0) * G
     if first < 0:
         first = 0
-    scale, unit_v = scale * tl.load(k_scale), tl.load(v_scale)
     programs, program = tl.num_programs(0), tl.program_id(0)
     for wave in range(0, num_items, programs):
         # long items first, and to and fro: so programs end together
@@ -245,7 +244,7 @@ def _finished(best, weight, total, unit_v):
 
 @triton.jit(do_not_specialize=["num_rows", "capacity", "enough"])
 def _join(
-    rows, o, partial, v_scale, num_rows, capacity, enough, G: tl.constexpr, R: tl.constexpr,
+    rows, o, partial, unit_v, num_rows, capacity, enough, G: tl.constexpr, R: tl.constexpr,
     D: tl.constexpr, L: tl.constexpr, N_ROWS: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
@@ -285,7 +284,7 @@ def _join(
                 total = tl.fma(s, other[:, None], total * faded[:, None])
             else:
                 best, weight, total = b, w, s
-        out = _finished(best, weight, total, tl.load(v_scale)).to(o.dtype.element_ty)
+        out = _finished(best, weight, total, unit_v).to(o.dtype.element_ty)
         to = o + token.to(tl.int64) * (G * R * D) + ((g * R + head)[:, None] * D + d[None, :])
         tl.store(to, out, mask=mine[:, None])
 

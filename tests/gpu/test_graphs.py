@@ -55,6 +55,25 @@ def test_every_bucket_gives_the_plain_runs_bits(
     }
 
 
+@FAMILY
+def test_pages_of_e4m3_keep_the_plain_runs_bits(
+    make_hand: Callable[..., EngineHand], story: Callable, family: str
+) -> None:
+    """Over drafts, hits, chunks and preemption; the texts are those of another engine."""
+    hand = make_hand(family, "mtp", {"kv_dtype": "fp8"}, cuda_graphs=True, pipeline_depth=1)
+    for again in range(2):
+        for at in range(8):
+            hand.submit(story(family)[: 17 + 23 * at + again], max_tokens=24)
+        for turn in itertools.count():
+            if not hand.goes_on():
+                break
+            if turn % 7 == 6 and hand.loop.scheduler.running:
+                hand.preempt(hand.loop.scheduler.running[-1])
+    hand.end()
+    assert sum(hand.last(request.id).metrics.cached_tokens for request in hand.requests) > 0
+    assert hand.loop.decoder.num_steps > 10
+
+
 @pytest.mark.parametrize("seed", range(SEED, SEED + STORMS))
 def test_a_storm(engines: Engines, seed: int) -> None:
     print("seed", seed)

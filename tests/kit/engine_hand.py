@@ -79,6 +79,18 @@ class Wanted:
         return start + self(family, start, length - 3)
 
 
+def own_answer(
+    tiny_engine: Callable[..., Path],
+    plain_runs: Callable[[Path], Plain],
+    family: str,
+    prompt: list[int],
+    num_tokens: int,
+) -> list[int]:
+    """The plain run's, where no oracle computes in the engine's numbers."""
+    plain = plain_runs(tiny_engine(family, **SMALL | {"num_drafts": 0, "drafts": "none", "max_len": 1024}))
+    return plain.greedy(prompt, len(prompt) + num_tokens)[len(prompt) :]
+
+
 class Recorder:
     """A session that checks what it is given, and keeps the logits of the steps under way."""
 

@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from kit.engine_hand import DEVICE, NUM_DRAFTS, SMALL, EngineHand, Wanted, right_and_wrong
+from kit.engine_hand import DEVICE, NUM_DRAFTS, SMALL, EngineHand, Wanted, own_answer, right_and_wrong
 from kit.fake_session import VOCAB, FakeSession, resolved
 from kit.hand import Hand
 from kit.plain import Plain
@@ -82,12 +83,7 @@ def wanted(
             oracles[family] = Oracle(tiny_checkpoint(family))
         return oracles[family].generate(prompt, num_tokens).token_ids
 
-    def own_answer(family: str, prompt: list[int], num_tokens: int) -> list[int]:
-        built = SMALL | {"num_drafts": 0, "drafts": "none", "max_len": 1024}
-        plain = plain_runs(tiny_engine(family, **built))
-        return plain.greedy(prompt, len(prompt) + num_tokens)[len(prompt) :]
-
-    return Wanted(oracles_answer if DEVICE == "cpu" else own_answer)
+    return Wanted(oracles_answer if DEVICE == "cpu" else partial(own_answer, tiny_engine, plain_runs))
 
 
 @pytest.fixture(scope="session")

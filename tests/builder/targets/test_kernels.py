@@ -28,6 +28,7 @@ from hemiola.plugins.gpu.cover import calls_at, calls_of
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import Call
 from hemiola.plugins.gpu.sizes import Size
+from hemiola.plugins.spec import E4M3
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused
@@ -110,6 +111,23 @@ def test_every_kernel_is_compiled_for_every_architecture(arch: str, nodes: list[
             assert len(compiled.binary.maps) == sum(k.startswith("<") for k in compiled.binary.call.kinds)
             assert compiled.binary.waits == (capability >= 90)
             assert too_early(compiled.ptx, compiled.cubin, compiled.binary.waits) == [], compiled.binary.call
+
+
+@pytest.mark.parametrize("arch", GPUS[2:])
+def test_attention_over_pages_of_e4m3_is_compiled_where_it_is_offered(
+    arch: str, tiny_checkpoint: Get
+) -> None:
+    """From sm_89 on; older ones are refused (tests/builder/test_build.py)."""
+    checkpoint = Checkpoint(tiny_checkpoint("qwen3_5"))
+    sizes = {"chunk_len": 16, "max_len": LIMITS.max_len, "dtype": torch.bfloat16}
+    model = models.load(checkpoint, torch.ops.hemiola, **sizes, kv_dtype=E4M3)
+    (node,) = (n for n in kernels.nodes_of(export(model, "trunk", LIMITS)) if n.op == "attention")
+    capability = 10 * ARCHS[arch].capability[0] + ARCHS[arch].capability[1]
+    calls = {call.kernel: call for call in sorted(covered(node, capability), key=repr)}
+    assert {name.rpartition(".")[2] for name in calls} == {"_write", "_attend", "_join"}
+    for call in calls.values():
+        assert ("fp8e4nv" in repr(call)) == (not call.kernel.endswith("_join"))
+        assert compile.compile_call(call, capability).cubin[:4] == b"\x7fELF"
 
 
 def test_an_engine_holds_the_kernels_of_all_its_architectures(tiny_checkpoint: Get, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import torch
 from kit.gpu_steps import rows_of, same_bits
 from kit.ops import rel_error
 
+from hemiola.plugins.spec import E4M3
+
 CUDA = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
 DEVICE = "cuda" if CUDA else "cpu"
@@ -32,7 +34,7 @@ class Case:
 
     def pool(self, num: int) -> torch.Tensor:
         pages = torch.full((num, self.page_len, self.groups, self.depth), float("nan"), device=DEVICE)
-        return pages.to(torch.float8_e4m3fn if self.fp8 else torch.bfloat16)
+        return pages.to(E4M3 if self.fp8 else torch.bfloat16)
 
     def tokens(self, num: int) -> list[torch.Tensor]:
         wide = torch.randn(num, (self.heads + 2 * self.groups) * self.depth, device=DEVICE).bfloat16()
@@ -66,8 +68,8 @@ def truth(case: Case, tokens: list[torch.Tensor]) -> torch.Tensor:
     q, k, v = (t.double() for t in tokens)
     if case.fp8:
         k, v = (
-            (t.float() / s).clamp(-448, 448).to(torch.float8_e4m3fn).double() * s
-            for t, s in ((k, 0.02), (v, 0.03))
+            (t.float() / s).clamp(-448, 448).to(E4M3).double() * s
+            for t, s in zip((k, v), case.numbers[2:], strict=True)
         )
     k, v = (t.repeat_interleave(case.heads // case.groups, 1) for t in (k, v))
     score = torch.einsum("thd,shd->hts", q, k) * case.depth**-0.5
@@ -181,6 +183,22 @@ def test_what_nobody_wrote_before_the_first_place_makes_no_nan(case: Case) -> No
     later = [t[1:] for t in tokens]
     o = case.call(later, pools, table, [(0, 699, 0, 1, 1, 0, 0, 0)], list(range(1, 700)))
     same_bits(o, plain_run(case, tokens)[1:], "outputs")
+
+
+def test_pages_of_e4m3_hold_what_torch_rounds_to() -> None:
+    """All of bf16, as keys and as values: beyond what pages hold, subnormal, ties, NaN."""
+    case = Case(heads=2, groups=1, fp8=True)
+    every = torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16).view(torch.bfloat16).view(-1, 1, 128)
+    num = len(every)
+    table = torch.arange(1, num // 64 + 1, dtype=torch.int32, device=DEVICE).view(1, -1)
+    pools, q = [case.pool(num // 64 + 1) for _ in range(2)], every.repeat(1, 2, 1)
+    case.call([q, every, every], pools, table, [(0, num, 0, 1, 0, 0, 0, 0)], list(range(num)))
+    for pool, scale in zip(pools, case.numbers[2:], strict=True):
+        units = every.cpu().float() / scale
+        wanted, found = units.clamp(-448, 448).to(E4M3), pool[1:].cpu().view(-1, 1, 128)
+        assert torch.equal(found.float().isnan(), units.isnan())
+        there = ~units.isnan()
+        assert torch.equal(found.view(torch.uint8)[there], wanted.view(torch.uint8)[there])
 
 
 def test_rows_beyond_the_space_for_splits_walk_them() -> None:

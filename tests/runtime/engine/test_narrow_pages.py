@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kit.engine_hand import DEVICE, Wanted
+from kit.engine_hand import DEVICE, PAGE, Wanted, own_answer
+from kit.plain import Plain
 from oracle import Oracle
 
 from hemiola.plugins.spec import E4M3
@@ -17,12 +18,11 @@ from tests.runtime.engine import test_engine_storms as storms
 from tests.runtime.engine import test_matrix as matrix
 from tests.runtime.engine import test_matrix_cache as cache
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="engines for GPUs have no such pages yet")
 NEMOTRON, QWEN = "nemotron_h_moe", "qwen3_5"
 ROWS: list[tuple[Callable[..., None], dict[str, object]]] = [
     (
         matrix.test_m07_chunks_of_any_size_beside_windows_in_any_order,
-        {"family": NEMOTRON, "kind": "mtp", "chunk": 17},
+        {"family": NEMOTRON, "kind": "mtp", "chunk": PAGE + 1},
     ),
     (matrix.test_m12_drafts_of_every_quality, {"family": QWEN}),
     (matrix.test_m14_any_split_gives_one_state, {"family": QWEN}),
@@ -43,10 +43,17 @@ def tiny_engine(tiny_engine: Callable[..., Path]) -> Callable[..., Path]:
     return functools.partial(tiny_engine, kv_dtype="fp8")
 
 
-@pytest.fixture(scope="module")
-def wanted(tiny_checkpoint: Callable[[str], Path]) -> Wanted:
+@pytest.fixture(scope="session")
+def wanted(
+    tiny_checkpoint: Callable[[str], Path],
+    tiny_engine: Callable[..., Path],
+    plain_runs: Callable[[Path], Plain],
+) -> Wanted:
+    """As in conftest.py, with such pages."""
     oracle = functools.cache(lambda family: Oracle(tiny_checkpoint(family), kv_dtype=E4M3))
-    return Wanted(lambda family, prompt, num: oracle(family).generate(prompt, num).token_ids)
+    if DEVICE == "cpu":
+        return Wanted(lambda family, prompt, num: oracle(family).generate(prompt, num).token_ids)
+    return Wanted(functools.partial(own_answer, tiny_engine, plain_runs))
 
 
 @pytest.mark.parametrize(("row", "given"), ROWS, ids=lambda value: getattr(value, "__name__", None))
