@@ -61,7 +61,8 @@ def ahead(
     dt_records: torch.Tensor, rows: torch.Tensor, *rest: float,
 ) -> Iterator[dict[str, TilePlan]]:  # fmt: skip
     """The plan of the largest step, then tiles that need less shared memory."""
-    plan = choose(rows.shape[0], *x.shape[1:], B.shape[1])
+    (heads, width), groups = x.shape[1:], B.shape[1]
+    plan = choose(rows.shape[0], heads, width, groups)
     yield {"plan": plan}
     yield {"plan": plan._replace(channels=16, warps=1)}
 
