@@ -42,7 +42,8 @@ class Layer:
         self.first, self.out, self.up, self.down = (
             made(first, width), made(width, inner), made(2 * mlp, width), made(width, mlp)
         )  # fmt: skip
-        self.ones, self.none = torch.ones(max(width, inner), device=DEVICE), made(0)
+        self.ones = torch.ones(max(width, inner), device=DEVICE)
+        self.none = torch.empty(0, dtype=torch.bfloat16, device=DEVICE)
         self.by_torch = by_torch
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
