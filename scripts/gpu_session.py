@@ -72,6 +72,7 @@ STAGES = (
     Stage("models", 110, f"{MODELS} --models 9b,0.8b --rows 1,64", True),
     Stage("numbers", 60, "python3 benchmarks/gpu_numbers.py", True),
     Stage("prompts", 60, f"{MODELS} --models 9b --rows '' --prompts", True),
+    Stage("profile", 90, f"python3 benchmarks/gpu_profile.py --engines {ENGINES} --rows 1,64", True),
     Stage("storms", 150, STORMS),
     Stage("vllm", 350, f"{PEER} --configs 9b-off,9b-mtp3,0.8b-mtp3", True, VLLM / "site/.peer_sum"),
     Stage("many rows", 200, f"{MODELS} --models 9b,0.8b --rows 8,256", True),

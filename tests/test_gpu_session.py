@@ -225,3 +225,21 @@ def test_a_benchmark_of_kernels_calls_them_as_they_are(command: str, kernels: tu
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()[-1]
     assert said.startswith("rehearsed: ") and all(name in said for name in kernels)
+
+
+def test_a_kernel_that_begins_while_another_runs_is_alone_for_its_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    profiles = importlib.import_module("gpu_profile")
+    runs = [("_tiles", 0, 10), ("_norm", 8, 12), ("_tiles", 14, 20), ("_norm", 500, 503), ("_gate", 501, 502)]
+    sums, gaps = profiles.summed([profiles.Kernel(*run) for run in runs])
+    assert gaps == 2  # that of 480 is between steps
+    assert {name: tuple(found) for name, found in sums.items()} == {
+        "_tiles": (2, 16, 16),
+        "_norm": (2, 7, 5),
+        "_gate": (1, 1, 0),
+    }
+    profiles.table("a step", [profiles.Kernel(*run) for run in runs], 2)
+    said = capsys.readouterr().out
+    assert "| **dense** | 1.0 | 8.0 | 0.008 | 0.008 |" in said and "| gaps | | | | 0.001 |" in said

@@ -1,0 +1,177 @@
+"""Kernels of a decode step and of a prompt on a GPU: how many, how long, and which group of them.
+
+    PYTHONPATH=. python benchmarks/gpu_profile.py [--models 9b,0.8b] [--rows 1,64] [--drafts none,mtp]
+        [--context 2048] [--prompts 8192,512] [--engines FOLDER]
+
+Engines are those of gpu_models.py. A table per step: kernels, and "alone", the time in which no kernel that
+began earlier still ran (a kernel may begin while the one before it ends); gaps are the times without any,
+where they are shorter than LONG. The profiler makes kernels a little slower than they are without it.
+"""
+
+import argparse
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gpu_models
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hemiola.runtime.api import Piece, SamplingParams
+from hemiola.runtime.llm import LLM
+
+LONG = 20.0  # microseconds: between steps, not within one
+SECONDS = 0.15  # that decode steps are watched
+SHOWN = 24  # kernels of a table
+GROUPS = {
+    "dense": ("_tiles", "_persistent", "_best_part"),
+    "experts": ("_experts", "_experts_persistent", "_sort", "_combine", "_copy_lines", "_route"),
+    "attention": ("_write", "_attend", "_join", "_rope"),
+    "recurrence": ("_weigh", "_step", "_scan"),
+    "conv": ("_conv",),
+    "norms": ("_norm",),
+    "gates": ("_gate",),
+}
+
+
+class Kernel(NamedTuple):
+    """One run of a kernel; microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Sum(NamedTuple):
+    """What kernels of a name or group took."""
+
+    count: int = 0
+    took: float = 0.0
+    alone: float = 0.0
+
+    def plus(self, took: float, alone: float) -> "Sum":
+        return Sum(self.count + 1, self.took + took, self.alone + alone)
+
+
+def summed(kernels: Iterable[Kernel]) -> tuple[dict[str, Sum], float]:
+    """By name, and the gaps."""
+    sums: dict[str, Sum] = {}
+    reached, gaps = None, 0.0
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel.start):
+        if reached is not None and 0 < start - reached < LONG:
+            gaps += start - reached
+        alone = end - start if reached is None else max(0.0, end - max(start, reached))
+        sums[name] = sums.get(name, Sum()).plus(end - start, alone)
+        reached = end if reached is None else max(reached, end)
+    return sums, gaps
+
+
+def group_of(name: str) -> str:
+    return next((group for group, names in GROUPS.items() if name in names), "the rest")
+
+
+def table(title: str, kernels: list[Kernel], num_steps: int) -> None:
+    """By group, then by kernel."""
+    sums, gaps = summed(kernels)
+    groups: dict[str, Sum] = {}
+    for name, found in sums.items():
+        mine = groups.setdefault(group_of(name), Sum())
+        groups[group_of(name)] = Sum(*(a + b for a, b in zip(mine, found, strict=True)))
+    print(f"\n### {title}: {len(kernels) / num_steps:.0f} kernels a step, of {num_steps} steps\n")
+    print("| | a step | us each | ms a step | ms alone |\n|---|---|---|---|---|")
+    ranked = sorted(sums.items(), key=lambda item: -item[1].alone)[:SHOWN]
+    totals = [(f"**{group}**", groups[group]) for group in (*GROUPS, "the rest") if group in groups]
+    for name, found in totals + ranked:
+        per_step = f"{found.took / num_steps / 1e3:.3f} | {found.alone / num_steps / 1e3:.3f}"
+        print(f"| {name} | {found.count / num_steps:.1f} | {found.took / found.count:.1f} | {per_step} |")
+    print(f"| gaps | | | | {gaps / num_steps / 1e3:.3f} |", flush=True)
+
+
+def kernels_of(found: Any) -> list[Kernel]:
+    """What ran on the GPU while the profiler watched."""
+    on_gpu = (event for event in found.events() or () if event.device_type.name == "CUDA")
+    return [Kernel(_short(e.name), e.time_range.start, e.time_range.end) for e in on_gpu]
+
+
+def _short(name: str) -> str:
+    return name.partition("(")[0].partition("<")[0].removeprefix("void ")[-60:]
+
+
+def decode(llm: LLM, prompts: list[list[int]], title: str) -> None:
+    """The table of a step while all rows decode."""
+    gpu_models.decode(llm, prompts, 8)
+    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    started, left, done = set[int](), {*range(len(prompts))}, threading.Event()
+
+    def note(row: int, piece: Piece) -> None:
+        started.add(row)
+        if piece.finish_reason is not None:
+            left.discard(row)
+        if not left:
+            done.set()
+
+    for row, prompt in enumerate(prompts):
+        llm.submit(prompt, params, lambda piece, row=row: note(row, piece))
+    while len(started) < len(prompts):
+        time.sleep(0.002)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        before = llm.counters.num_steps
+        time.sleep(SECONDS)
+        num_steps = llm.counters.num_steps - before
+    done.wait()
+    table(title, kernels_of(found), max(num_steps, 1))
+
+
+def prompt(llm: LLM, token_ids: list[int], title: str) -> None:
+    """The table of a prompt's only step."""
+    gpu_models.first_token(llm, token_ids[::-1])
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        gpu_models.first_token(llm, token_ids)
+        torch.cuda.synchronize()
+    table(title, kernels_of(found), 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", default="9b,0.8b")
+    parser.add_argument("--rows", default="1,64")
+    parser.add_argument("--drafts", default="none,mtp")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--prompts", default="8192,512")
+    parser.add_argument("--engines", type=Path, help="where engines are kept; default: a temporary folder")
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("gpu_profile.py: torch finds no CUDA device here")
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}")
+    with tempfile.TemporaryDirectory() as folder:
+        for model in asked.models.split(","):
+            run(asked, model, asked.engines or Path(folder))
+
+
+def run(asked: argparse.Namespace, model: str, folder: Path) -> None:
+    """All tables of a model."""
+    rows = [int(num) for num in asked.rows.split(",")]
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, 100_000, (max(rows), asked.context)).tolist()
+    engine_dir = gpu_models.made(model, folder, max(rows), asked.context + 1024)
+    for drafts in asked.drafts.split(","):
+        options = {} if drafts == "none" else {"num_drafts": gpu_models.NUM_DRAFTS, "adaptive_drafts": False}
+        with LLM(engine_dir, drafts=drafts, prefix_cache=False, **options) as llm:
+            for num in rows:
+                decode(llm, prompts[:num], f"{model}, drafts {drafts}, {num} rows")
+    lengths = [int(length) for length in asked.prompts.split(",") if length]
+    if not lengths:
+        return
+    engine_dir = gpu_models.made(model, folder, gpu_models.PROMPT_ROWS, gpu_models.SHARED_LEN + 1024)
+    with LLM(engine_dir, drafts="none", prefix_cache=False) as llm:
+        for length in lengths:
+            prompt(llm, rng.integers(0, 100_000, length).tolist(), f"{model}, a prompt of {length}")
+
+
+if __name__ == "__main__":
+    main()
