@@ -1,5 +1,6 @@
 """What an engine is built for: the device and the numbers that it computes with. One table."""
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 NAMES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 ARCHS = {"cpu": Arch("cpu", torch.float32)}
 ARCHS |= {name: Arch("cuda", torch.bfloat16, (int(name[3:-1]), int(name[-1]))) for name in NAMES}
@@ -29,6 +31,12 @@ def arch_here() -> str:
     """What an engine for this machine is built for: its first GPU, or the CPU."""
     found = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
     return next((arch for arch, known in ARCHS.items() if known.capability == found), "cpu")
+
+
+def visible() -> str:
+    """What hides GPUs, if something does, behind a refusal."""
+    named = os.environ.get(VISIBLE)
+    return "" if named is None else f" ({VISIBLE} is {named!r})"
 
 
 def split(names: str) -> list[str]:

@@ -15,6 +15,7 @@ those that stages took on 2026-11-22, or (~) what their parts let expect:
         numbers 32 (510 of 558)
     --minutes 9.3 with .lease/vllm2: prompts 27, storms 150 (the bundle is installed beside them), vllm 320
         (497 of 558)
+    --minutes 2.5 --only serve with .lease/triton (30 MiB, so nothing else): ~90, on any machine, fresh or not
     --minutes 8.3 alone: many rows ~160, more models ~130, sanitizer 106, fewer ids ~60 (456 of 498)
 
 What is behind these in the list comes in another session. Where a round over branches comes first
@@ -39,10 +40,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 LEASE = ROOT / ".lease"  # what scripts/gpu_prepare.sh made, and the calls carry
 KEPT = Path("/tmp/gpu_session")  # of this machine, for later calls
-SITE, ENGINES, VLLM = KEPT / "site", KEPT / "engines", KEPT / "vllm"
+SITE, ENGINES, VLLM, TRITON = (KEPT / name for name in ("site", "engines", "vllm", "triton"))
 ENOUGH = 0.6  # of its time; with less left no stage begins, but one behind it may
 PATIENCE = 12  # seconds in which an interrupted stage may say what it has
-PYTEST = "python3 -m pytest -v --tb=short -p no:cacheprovider -n 14 --dist worksteal"
+ONE_BY_ONE = "-m pytest -v --tb=short -p no:cacheprovider"
+PYTEST = f"python3 {ONE_BY_ONE} -n 14 --dist worksteal"
+# Without that machine's plugins, which load what cannot do with numpy 1.
+PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1", "-p pytest_timeout -p _hypothesis_pytestplugin"
+SERVE = f"{PLUGINS[0]} {TRITON}/bin/python3 {ONE_BY_ONE} {PLUGINS[1]}"
 RECURRENCES = "python3 benchmarks/gpu_recurrences.py --bench --ops mamba2 delta --chunks 16"
 MODELS = f"python3 benchmarks/gpu_models.py --engines {ENGINES}"
 STORMS = "python3 scripts/gpu_storms.py --processes 14 --seed $(date +%s) --seconds $((STAGE_SECONDS - 15))"
@@ -80,6 +85,7 @@ STAGES = (
     Stage("sanitizer", 170, "python3 scripts/gpu_sanitize.py --seconds $STAGE_SECONDS"),
     Stage("fewer ids", 120, f"{MODELS} --models 9b/32k,0.8b/32k --rows 1,64 --drafts none,mtp", True),
     Stage("adaptive", 90, f"{MODELS} --models 9b,0.8b --rows 1,64 --drafts none,adaptive", True),
+    Stage("serve", 140, f"{SERVE} --timeout 100 tests/gpu/test_serving.py", needs=TRITON / "bin/python3"),
     Stage("commands", 90, "bash scripts/gpu_commands.sh"),
     Stage("recurrences", 60, RECURRENCES, True),
     Stage("tensorrt", 90, f"{PYTEST} tests/gpu/test_tensorrt.py tests/plugins/gpu/test_ptx.py"),
@@ -128,7 +134,9 @@ def main() -> None:
     (KEPT / "logs").mkdir(parents=True, exist_ok=True)
     settle()
     environment = environment_of()
-    meanwhile = "; ".join(("renice -n 19 $$ > /dev/null", *BESIDE))
+    wanted = " ".join(stage.command for stage in STAGES if stage.name in named)
+    builds = not named or MODELS in wanted or PEER in wanted
+    meanwhile = "; ".join(("renice -n 19 $$ > /dev/null", *(BESIDE if builds else ())))
     beside = begin(meanwhile, KEPT / "logs/beside.log", environment)
     tried: set[str] = set()
     try:
@@ -173,6 +181,19 @@ def settle() -> None:
     parts = sorted(VLLM.glob("site.tar.xz.*"))
     if len(parts) == 2 and not (VLLM / "site.tar.xz").exists():
         (VLLM / "site.tar.xz").write_bytes(b"".join(part.read_bytes() for part in parts))
+    if (packed := LEASE / "triton/triton.tar.xz").exists() and not TRITON.exists():
+        unpack(packed)
+        ours = next(TRITON.glob("lib/python*/site-packages"))
+        theirs = [folder for folder in sys.path if folder.endswith("-packages")]  # behind ours: torch, pytest
+        (ours / "machine.pth").write_text("\n".join(theirs) + "\n")
+
+
+def unpack(packed: Path) -> None:
+    """At /, beside what is there."""
+    with tarfile.open(packed) as archive:
+        for member in archive:
+            if not os.path.lexists(Path("/", member.name)):
+                archive.extract(member, "/", filter="fully_trusted")
 
 
 def environment_of() -> dict[str, str]:

@@ -33,7 +33,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     for name, value in {"KEPT": tmp_path / "kept", "LEASE": tmp_path / "lease", "PATIENCE": 0.2}.items():
         monkeypatch.setattr(module, name, value)
-    for name in ("SITE", "ENGINES", "VLLM"):
+    for name in ("SITE", "ENGINES", "VLLM", "TRITON"):
         monkeypatch.setattr(module, name, tmp_path / "kept" / name.lower())
     return module
 
@@ -243,3 +243,23 @@ def test_a_kernel_that_begins_while_another_runs_is_alone_for_its_rest(
     profiles.table("a step", [profiles.Kernel(*run) for run in runs], 2)
     said = capsys.readouterr().out
     assert "| **dense** | 1.0 | 8.0 | 0.008 | 0.008 |" in said and "| gaps | | | | 0.001 |" in said
+
+
+def test_tritonserver_comes_in_one_archive_and_finds_the_packages_of_the_machine(
+    session: ModuleType, tmp_path: Path
+) -> None:
+    """The archive is unpacked at /, over nothing that is there."""
+    home, mine = tmp_path / "packed/triton/lib/python3.12/site-packages", tmp_path / "mine"
+    home.mkdir(parents=True)
+    (home / "numpy.py").write_text("")
+    mine.write_text("theirs")
+    (session.LEASE / "triton").mkdir(parents=True)
+    with tarfile.open(session.LEASE / "triton/triton.tar.xz", "w:xz") as archive:
+        archive.add(home.parents[2], session.TRITON)
+        archive.add(mine, mine)
+    mine.write_text("ours")
+    session.settle()
+    assert mine.read_text() == "ours"
+    found = session.TRITON / "lib/python3.12/site-packages"
+    assert (found / "numpy.py").exists()
+    assert str(Path(pytest.__file__).parents[1]) in (found / "machine.pth").read_text().splitlines()

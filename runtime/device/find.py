@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from hemiola.runtime.arch import ARCHS, arch_here, split
+from hemiola.runtime.arch import ARCHS, arch_here, split, visible
 from hemiola.runtime.errors import Refused
 
 
@@ -21,7 +21,9 @@ def find_device(engine_dir: Path, arch: str) -> torch.device:
     capabilities = " or ".join(map(_dotted, needed))
     built = f"{engine_dir} was built for {arch} (compute capability {capabilities})"
     if not torch.cuda.is_available():
-        raise Refused(f"{built}, but torch finds no CUDA device here; {_rebuild(engine_dir, 'cpu')}")
+        raise Refused(
+            f"{built}, but torch finds no CUDA device here{visible()}; {_rebuild(engine_dir, 'cpu')}"
+        )
     found = torch.cuda.get_device_capability(0)
     if found in needed:
         return torch.device("cuda", 0)

@@ -26,9 +26,14 @@ class Beat(NamedTuple):
 
 def write(path: Path, beat: Beat) -> None:
     """Whole or not at all."""
-    draft = path.with_suffix(".new")
+    draft = _draft(path)
     draft.write_text(json.dumps(beat))
     draft.replace(path)
+
+
+def _draft(path: Path) -> Path:
+    """No model's name begins with a dot."""
+    return path.with_name(f".{path.name}")
 
 
 def read(path: Path) -> Beat | None:
@@ -44,7 +49,7 @@ def trouble(path: Path, hang_s: float) -> str:
     beat = read(path)
     if beat is None:
         return ""
-    name = path.stem
+    name = path.name
     if beat.failure:
         return f"{name}: {beat.failure}"
     if not _alive(beat.pid):
@@ -70,7 +75,7 @@ def _alive(pid: int) -> bool:
 def remove(path: Path) -> None:
     """The model is unloaded."""
     path.unlink(missing_ok=True)
-    path.with_suffix(".new").unlink(missing_ok=True)
+    _draft(path).unlink(missing_ok=True)
 
 
 def now(engine_s: float, replies_s: float, num_open: int, failure: str) -> Beat:

@@ -19,6 +19,7 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving import heartbeat, settings
 from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.log import Log, Printer
+from hemiola.runtime.serving.place import choose_gpu, share_memory
 from hemiola.runtime.serving.tritonserver import (
     ANY_PORTS,
     Ports,
@@ -161,8 +162,10 @@ class Server:
 
     def check(self) -> Triton:
         """Refuses what cannot start, before anything does."""
-        for engine_dir in self.engines.values():
-            manifest.load(engine_dir)
+        archs = {name: manifest.load(engine_dir).arch for name, engine_dir in self.engines.items()}
+        for name, found in self._settings.items():
+            found["device"] = choose_gpu(self.engines[name], archs[name], found.get("device"))
+        share_memory(self._settings.values())
         self._triton = find_triton(self._tritonserver)
         self._environment = server_environment()
         check_python(self._triton, self._environment)

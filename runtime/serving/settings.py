@@ -18,6 +18,11 @@ class ModelSettings(Strict):
     """What a model has beside its LLM's options."""
 
     engine_dir: str = Field(description="made by build-engine")
+    device: int | None = Field(
+        default=None,
+        ge=0,
+        description="number of its GPU, of those that CUDA_VISIBLE_DEVICES leaves; else the first",
+    )
     max_queue: int = Field(
         default=256, ge=0, description="requests that may wait for a row; more are refused"
     )

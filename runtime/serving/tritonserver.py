@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import hemiola
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.place import ANYWHERE, group_of
 from hemiola.runtime.serving.settings import FILE as SETTINGS_FILE
 
 KEY_HEADER = "hemiola-key"
@@ -144,7 +145,7 @@ def bind(host: str, port: int, name: str, listens: bool) -> socket.socket:
 def write_repository(home: Path, triton: Triton, models: Mapping[str, Mapping[str, object]]) -> None:
     """home/models for --model-repository, home/backends for --backend-directory, home/python to start in.
 
-    models: the settings of each (settings.py).
+    models: the settings of each (settings.py), `device` among them where it is a GPU.
     """
     backend = home / "backends/python"
     backend.mkdir(parents=True)
@@ -160,8 +161,17 @@ def write_repository(home: Path, triton: Triton, models: Mapping[str, Mapping[st
         model = home / "models" / name
         (model / "1").mkdir(parents=True)
         (model / "1/model.py").symlink_to(source / "1/model.py")
-        (model / "config.pbtxt").symlink_to(source / "config.pbtxt")
+        _write_config(source / "config.pbtxt", model / "config.pbtxt", settings.get("device"))
         (model / "1" / SETTINGS_FILE).write_text(json.dumps(settings, indent=2))
+
+
+def _write_config(source: Path, target: Path, device: object) -> None:
+    if device is None:
+        target.symlink_to(source)
+        return
+    config = source.read_text()
+    assert ANYWHERE in config, source
+    target.write_text(config.replace(ANYWHERE, group_of(device)))
 
 
 def find_model() -> Path:

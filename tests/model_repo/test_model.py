@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from kit.served import until
 
 from hemiola.builder.build import Options, build
@@ -111,6 +113,7 @@ class FakeLlm:
         self.aborted: list[int] = []
         self.before_submit_returns: Callable[[SimpleNamespace], None] = lambda request: None
         self.config = SimpleNamespace(max_rows=2, num_drafts=3)
+        self.manifest = SimpleNamespace(arch="cpu")
         self.counters, self.reuse = Counters(), Statistics()
         self.failure = ""
 
@@ -167,10 +170,15 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return loaded
 
 
-def config(folder: str = "/nowhere", **parameters: str) -> dict[str, str]:
+def config(
+    folder: str = "/nowhere", kind: str = "MODEL", count: int = 1, gpus: Sequence[int] = (), **parameters: str
+) -> dict[str, str]:
+    """As Triton calls the instance of the last of these GPUs."""
     values = {name: {"string_value": value} for name, value in parameters.items()}
     named = {"model_name": "m", "model_version": "1", "model_repository": folder}
-    return named | {"model_config": json.dumps({"parameters": values})}
+    placed = {"model_instance_kind": kind, "model_instance_device_id": str([0, *gpus][-1])}
+    group = {"kind": f"KIND_{kind}", "count": count, "gpus": list(gpus)}
+    return named | placed | {"model_config": json.dumps({"parameters": values, "instance_group": [group]})}
 
 
 @pytest.fixture
@@ -206,6 +214,34 @@ def ask(model: Any, *request: object, **named: object) -> Sender:
 
 def test_options_are_the_parameters_by_their_json_spelling(model: Any) -> None:
     assert model.llm.opened == ("/engine", {"max_rows": 4, "memory_fraction": 0.25, "drafts": "ngram"})
+
+
+def test_an_engine_sees_the_gpu_of_its_instance_alone(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Triton tells of the instance; tests/runtime/serving/test_place.py has every case."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
+    seen = []
+
+    class Llm(FakeLlm):
+        def __init__(self, engine_dir: str, **options: object) -> None:
+            super().__init__(engine_dir, **options)
+            self.manifest.arch = "sm_90"
+            seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+
+    module.LLM = Llm
+    model = module.TritonPythonModel()
+    model.initialize(config(engine_dir="/engine", kind="GPU", gpus=[1]))
+    model.finalize()
+    assert seen == ["5"]
+    for reason, placed in (
+        ("asks for 2 instances", {"kind": "GPU", "gpus": [0, 1]}),
+        ("its instance_group is KIND_CPU", {"kind": "CPU"}),
+        ("device is 1, but", {"device": "1"}),
+    ):
+        with pytest.raises(Exception, match=reason):
+            module.TritonPythonModel().initialize(config(engine_dir="/engine", **placed))
 
 
 def test_a_placeholder_left_in_the_config_is_refused(module: ModuleType) -> None:

@@ -28,6 +28,7 @@ from hemiola.runtime.serving.heartbeat import Clock
 from hemiola.runtime.serving.leash import Leash
 from hemiola.runtime.serving.log import Printer
 from hemiola.runtime.serving.metrics import Board, Meter, Outcome
+from hemiola.runtime.serving.place import check_instances, check_place, take_place
 from hemiola.runtime.serving.stream import Branch, Failure, Stream, error_of, line_of, outcome_of
 
 CHECK_S = 0.1  # between looks for callers that left and requests whose time is over
@@ -45,8 +46,12 @@ class TritonPythonModel:
         self._leash = Leash()
         folder = Path(args["model_repository"], args["model_version"])
         try:
-            own, options = settings.read(folder, json.loads(args["model_config"])["parameters"])
+            config, kind = json.loads(args["model_config"]), args["model_instance_kind"]
+            own, options = settings.read(folder, config["parameters"])
+            check_instances(config["instance_group"])
+            take_place(kind, int(args["model_instance_device_id"]), own.device)
             self.llm = LLM(own.engine_dir, **options)
+            check_place(own.engine_dir, self.llm.manifest.arch, kind)
         except Refused as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._most_open = self.llm.config.max_rows + own.max_queue

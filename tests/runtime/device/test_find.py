@@ -40,6 +40,8 @@ def test_an_engine_for_a_gpu_needs_one_of_its_kind(monkeypatch: pytest.MonkeyPat
         "engine was built for sm_90 (compute capability 9.0), but torch finds no CUDA device here;"
         " run build-engine CHECKPOINT --engine-dir engine --arch cpu"
     )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "no CUDA device here (CUDA_VISIBLE_DEVICES is '7'); run" in refusal("sm_90")
     for found, arch in (((12, 1), "sm_121"), ((8, 6), "sm_86")):
         pretend(monkeypatch, found)
         assert refusal("sm_90") == (

@@ -142,3 +142,19 @@ def test_an_engine_that_raised_is_not_cut_off_while_it_tells_its_callers(
             reason.result(3 * launcher.WATCH_S)
         heartbeat.write(beat, heartbeat.now(0, 0, 0, "fire"))
         assert reason.result(60) == "m: fire"
+
+
+def test_models_whose_names_differ_behind_a_dot_alone_write_each_its_own_heartbeat(tmp_path: Path) -> None:
+    """Both wrote qwen3.new, and one engine's beat became the other's; and both were called qwen3."""
+    failures = {"qwen3.5": "five", "qwen3.6": "six", "qwen3": "three", "qwen3.new": "new"}
+
+    def write(name: str) -> None:
+        for _ in range(300):
+            heartbeat.write(tmp_path / name, heartbeat.now(0, 0, 0, failures[name]))
+            assert heartbeat.trouble(tmp_path / name, 60) == f"{name}: {failures[name]}"
+
+    with ThreadPoolExecutor(len(failures)) as threads:
+        list(threads.map(write, failures))
+    for name in failures:
+        heartbeat.remove(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,84 @@
+"""Where a served engine runs: which GPU, and what Triton's instance groups may ask for."""
+
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hemiola.runtime.arch import ARCHS, VISIBLE, split, visible
+from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.errors import Refused
+
+# Of our config.pbtxt: the engine finds its device.
+ANYWHERE = "instance_group [ { kind: KIND_MODEL count: 1 } ]"
+FRACTION: float = ServeConfig.model_fields["memory_fraction"].default
+
+
+def is_for_gpu(arch: str) -> bool:
+    """One that is unknown is refused where the engine is opened."""
+    known = ARCHS.get(split(arch)[0])
+    return known is not None and known.device == "cuda"
+
+
+def choose_gpu(engine_dir: Path, arch: str, device: int | None) -> int | None:
+    """Before a server starts: the number of the engine's GPU among those that there are; None is the CPU."""
+    if not is_for_gpu(arch):
+        if device is not None:
+            raise Refused(f"device is {device}, but {engine_dir} was built for {arch}; leave it out")
+        return None
+    found, number = torch.cuda.device_count(), device or 0
+    if number < found:
+        return number
+    rebuild = f"run build-engine CHECKPOINT --engine-dir {engine_dir} --arch cpu"
+    raise Refused(
+        f"{engine_dir} was built for {arch} and is to run on GPU {number}, but {found} GPUs are visible"
+        f" here{visible()}; {'choose a lower device' if found else rebuild}"
+    )
+
+
+def share_memory(models: Collection[dict[str, Any]]) -> None:
+    """Engines open at the same time: each would take its part of what the others take meanwhile, too."""
+    together = Counter(found["device"] for found in models)
+    for found in models:
+        found.setdefault("memory_fraction", FRACTION / together[found["device"]])
+
+
+def group_of(device: object) -> str:
+    """As config.pbtxt has it."""
+    return f"instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ {device} ] }} ]"
+
+
+def check_instances(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Triton spreads requests over instances; what is cached or cancelled in one is unknown to the others."""
+    num = sum(group["count"] * max(1, len(group["gpus"])) for group in groups)
+    if num != 1:
+        raise Refused(
+            f"instance_group asks for {num} instances, and an engine has one; write count: 1 and a single"
+            f" number in gpus, and give every further GPU a model or a server of its own (docs/scaling.md)"
+        )
+
+
+def take_place(kind: str, number: int, device: int | None) -> None:
+    """In an engine's process, before CUDA is called: of the server's GPUs, it sees its own and no other."""
+    if device is not None and (kind != "GPU" or device != number):
+        raise Refused(
+            f"device is {device}, but Triton's instance is KIND_{kind} {number}; leave device out, and write"
+            f" {group_of(device)} into config.pbtxt"
+        )
+    if kind == "GPU":
+        named = os.environ.get(VISIBLE)
+        os.environ[VISIBLE] = str(number) if named is None else named.split(",")[number].strip()
+
+
+def check_place(engine_dir: str, arch: str, kind: str) -> None:
+    """Of an open engine."""
+    if kind != "MODEL" and is_for_gpu(arch) != (kind == "GPU"):
+        right = "KIND_GPU" if is_for_gpu(arch) else "KIND_MODEL"
+        raise Refused(
+            f"{engine_dir} was built for {arch}, but its instance_group is KIND_{kind}; write {right}"
+        )
+    if kind == "GPU" and torch._C._cuda_getDeviceCount() != 1:
+        raise Refused(f"CUDA was called before {VISIBLE} could name the engine's GPU; write KIND_MODEL")

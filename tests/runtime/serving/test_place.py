@@ -1,0 +1,128 @@
+"""Which GPU a served engine gets, and what Triton's instance groups may not ask for."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving import launcher
+from hemiola.runtime.serving.launcher import Server
+from hemiola.runtime.serving.place import VISIBLE, check_instances, check_place, take_place
+from hemiola.runtime.serving.tritonserver import find_triton, write_repository
+
+
+def checked(
+    monkeypatch: pytest.MonkeyPatch, archs: dict[str, str], num_gpus: int = 2, **settings_of: dict
+) -> dict[str, dict]:
+    """Settings of models with engines for these architectures, as their processes get them."""
+    monkeypatch.setattr(launcher.manifest, "load", lambda path: SimpleNamespace(arch=archs[path.name]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    server = Server({name: Path(name) for name in archs}, settings_of=settings_of)
+    server.check()
+    return server._settings
+
+
+def test_an_engine_for_a_gpu_is_an_instance_of_that_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    archs = {"a": "sm_90", "b": "sm_90,sm_80", "c": "cpu"}
+    found = checked(monkeypatch, archs, b={"device": 1})
+    write_repository(tmp_path / "home", find_triton(), found)
+    for name, kind, gpus in (("a", "GPU", [0]), ("b", "GPU", [1]), ("c", "MODEL", [])):
+        text = (tmp_path / f"home/models/{name}/config.pbtxt").read_text()
+        (group,) = text_format.Parse(text, model_config_pb2.ModelConfig()).instance_group
+        assert model_config_pb2.ModelInstanceGroup.Kind.Name(group.kind) == f"KIND_{kind}"
+        assert (group.count, list(group.gpus)) == (1, gpus)
+
+
+def test_engines_that_open_at_once_on_one_gpu_do_not_each_take_half_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = {"b": {"device": 1}, "d": {"memory_fraction": 0.9}}
+    found = checked(monkeypatch, dict.fromkeys("abcd", "sm_90"), **own)
+    shares = {name: (one["device"], round(one["memory_fraction"], 3)) for name, one in found.items()}
+    assert shares == {"a": (0, 0.167), "b": (1, 0.5), "c": (0, 0.167), "d": (0, 0.9)}
+
+
+@pytest.mark.parametrize(
+    ("arch", "num_gpus", "device", "reason"),
+    [
+        ("sm_90", 0, None, "a was built for sm_90 and is to run on GPU 0, but 0 GPUs .* --arch cpu"),
+        (
+            "sm_90",
+            2,
+            2,
+            r"run on GPU 2, but 2 GPUs are visible here \(CUDA_VISIBLE_DEVICES is '4,5'\); choose",
+        ),
+        ("cpu", 2, 0, "device is 0, but a was built for cpu; leave it out"),
+        ("sm_90", 2, -1, "device is -1: it should be greater than or equal to 0"),
+    ],
+)
+def test_a_gpu_that_there_is_not_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, arch: str, num_gpus: int, device: int | None, reason: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(Refused, match=reason):
+        checked(monkeypatch, {"a": arch}, num_gpus, **({} if device is None else {"a": {"device": device}}))
+
+
+@pytest.mark.parametrize(
+    ("named", "number", "device", "seen"),
+    [(None, 2, None, "2"), ("3, GPU-1f", 1, None, "GPU-1f"), ("3,5", 1, 1, "5")],
+)
+def test_an_engine_sees_the_gpu_of_its_instance_alone(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, number: int, device: int | None, seen: str
+) -> None:
+    monkeypatch.setenv(VISIBLE, named or "")  # put back afterwards
+    if named is None:
+        monkeypatch.delenv(VISIBLE)
+    take_place("MODEL", 0, None)
+    assert os.environ.get(VISIBLE) == named
+    take_place("GPU", number, device)
+    assert os.environ[VISIBLE] == seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "reason"),
+    [
+        ("GPU", 0, r"device is 0, but .* KIND_GPU 1; .* gpus: \[ 0 \]"),
+        ("MODEL", 1, r"device is 1, but .* KIND_MODEL 1; .* KIND_GPU count: 1 gpus: \[ 1 \]"),
+    ],
+)
+def test_settings_and_instance_that_contradict_each_other_are_refused(
+    kind: str, device: int, reason: str
+) -> None:
+    with pytest.raises(Refused, match=reason):
+        take_place(kind, 1, device)
+
+
+@pytest.mark.parametrize(("count", "gpus"), [(2, []), (2, [1]), (1, [0, 1]), (0, [])])
+def test_an_engine_is_one_instance(count: int, gpus: list[int]) -> None:
+    check_instances([{"count": 1, "gpus": gpus[:1]}])
+    with pytest.raises(
+        Refused, match=f"asks for {count * max(1, len(gpus))} instances, and an engine has one"
+    ):
+        check_instances([{"count": count, "gpus": gpus}])
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "num_gpus", "reason"),
+    [
+        ("cpu", "GPU", 1, "e was built for cpu, but its instance_group is KIND_GPU; write KIND_MODEL"),
+        ("sm_90", "CPU", 1, "e was built for sm_90, but its instance_group is KIND_CPU; write KIND_GPU"),
+        ("sm_90", "GPU", 4, "CUDA was called before CUDA_VISIBLE_DEVICES could name the engine's GPU"),
+    ],
+)
+def test_an_engine_that_is_not_where_its_instance_is_is_refused(
+    monkeypatch: pytest.MonkeyPatch, arch: str, kind: str, num_gpus: int, reason: str
+) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: num_gpus, raising=False)
+    for right, own in (("cpu", "CPU"), ("cpu", "MODEL"), ("sm_90", "MODEL")):
+        check_place("e", right, own)
+    with pytest.raises(Refused, match=reason):
+        check_place("e", arch, kind)
