@@ -38,4 +38,5 @@ OPS: dict[str, Op] = {
 # Ops that other compilers have, too: plugins/onnx.py holds their bodies. The others hold states, look at
 # other tokens, or choose.
 DENSE = frozenset({"embed", "gate", "linear", "norm", "rope"})
+FUSED = frozenset({"fused_linear", "linear_argmax"})  # of others, in engines of our own kernels only
 references = SimpleNamespace(**{name: op.reference for name, op in OPS.items()})  # the truth, same arguments

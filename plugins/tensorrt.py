@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hemiola.plugins import DENSE, OPS
+from hemiola.plugins import DENSE, FUSED, OPS
 from hemiola.plugins.spec import Op
 
 if TYPE_CHECKING:  # Triton compiles them; who runs an engine needs none
@@ -32,11 +32,11 @@ DTYPES = {
 
 @cache
 def register() -> None:
-    """Tell TensorRT's registry of every op that has no ONNX body; once for a process."""
+    """Tell TensorRT's registry of every op that a graph has and ONNX has no body for; once for a process."""
     trt: Any = import_module("tensorrt")
     trtp: Any = import_module("tensorrt.plugin")
     for op in OPS.values():
-        if op.name not in DENSE:
+        if op.name not in DENSE | FUSED:
             plugin_id = f"{DOMAIN}::{op.name}"
             trtp.register(plugin_id)(_describe(op, trt, trtp))
             trtp.impl(plugin_id)(_run(op, trtp))
