@@ -15,7 +15,8 @@ those that stages took on 2026-11-22, or (~) what their parts let expect:
         numbers 32 (510 of 558)
     --minutes 9.3 with .lease/vllm2: prompts 27, storms 150 (the bundle is installed beside them), vllm 320
         (497 of 558)
-    --minutes 2.5 --only serve with .lease/triton (30 MiB, so nothing else): ~90, on any machine, fresh or not
+    --minutes 2.7 --only look,serve with .lease/triton (30 MiB: nothing else fits): 8, ~90, on any machine,
+        fresh or not; with --minutes 4.2 --only look,serve,commands ~60 more
     --minutes 8.3 alone: many rows ~160, more models ~130, sanitizer 106, fewer ids ~60 (456 of 498)
 
 What is behind these in the list comes in another session. Where a round over branches comes first
@@ -86,7 +87,7 @@ STAGES = (
     Stage("fewer ids", 120, f"{MODELS} --models 9b/32k,0.8b/32k --rows 1,64 --drafts none,mtp", True),
     Stage("adaptive", 90, f"{MODELS} --models 9b,0.8b --rows 1,64 --drafts none,adaptive", True),
     Stage("serve", 140, f"{SERVE} --timeout 100 tests/gpu/test_serving.py", needs=TRITON / "bin/python3"),
-    Stage("commands", 90, "bash scripts/gpu_commands.sh"),
+    Stage("commands", 90, f"PATH={TRITON}/bin:$PATH bash scripts/gpu_commands.sh"),  # there if carried
     Stage("recurrences", 60, RECURRENCES, True),
     Stage("tensorrt", 90, f"{PYTEST} tests/gpu/test_tensorrt.py tests/plugins/gpu/test_ptx.py"),
     Stage("vllm exact", 170, f"mkdir -p $OUT/exact; OUT=$OUT/exact VLLM_BATCH_INVARIANT=1 {PEER} --again"
