@@ -5,7 +5,6 @@ known before the first comes, and a kernel that cannot be captured is an error a
 one pool of memory, for no two of them run at once.
 """
 
-import ctypes
 import gc
 import threading
 import time
@@ -97,11 +96,7 @@ class Graphs(Generic[Bucket, Made]):
 
     def close(self) -> None:
         """Give them back, before what they launch is unloaded."""
-        try:
-            wait_for(self._device)
-        except BaseException:  # the device is lost; torch's destructor may throw there, even at exit
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._graphs))
-            raise
+        wait_for(self._device)
         self._graphs.clear()
 
 

@@ -113,30 +113,6 @@ def test_an_engine_that_is_closed_lets_another_one_capture(log: list[str]) -> No
     assert sorted(log[8:]) == ["free", "free host", "wait"]
 
 
-def test_no_graph_is_destroyed_on_a_device_that_is_lost(
-    log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A destructor that throws ends the process."""
-
-    class Frail(torch.cuda.CUDAGraph):
-        def __del__(self) -> None:
-            log.append("destroyed")
-
-    def lost(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: lost")
-
-    monkeypatch.setattr(graphs.torch.cuda, "CUDAGraph", Frail)
-    well, ill = (Graphs(log.append, ["a", "b"], [], CPU) for _ in range(2))
-    well.close()
-    assert log.count("destroyed") == 2
-    monkeypatch.setattr(graphs.torch.cuda, "synchronize", lost)
-    with pytest.raises(RuntimeError, match="lost"):
-        ill.close()
-    del ill
-    gc.collect()
-    assert log.count("destroyed") == 2
-
-
 def test_the_collector_may_close_an_engine_before_a_capture(log: list[str]) -> None:
     class Forgotten:
         def __init__(self) -> None:
