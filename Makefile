@@ -17,8 +17,8 @@ test: $(VENV)/dev.stamp  ## both of what follows, at once
 
 suite kernels: export CI = 1
 suite kernels: export PYTHONHASHSEED = 0
-suite: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included, in JOBS processes
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+suite: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included, in JOBS processes and one that waits for servers
+	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist worksteal
 
 kernels: $(VENV)/dev.stamp  ## GPUs' kernels, interpreted
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(KERNELS) > $(VENV)/kernels.log 2>&1; \
