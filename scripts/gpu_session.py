@@ -11,17 +11,15 @@ benchmarks/gpu_session.md), logs.tar.gz.
 Thirty minutes of a machine, its start (1 to 2) and the transfers taken off, are three calls; the seconds are
 those that stages took on 2026-11-22, or (~) what their parts let expect:
 
-    --minutes 9.3 with .lease/base, .lease/vllm1: look 8, engines 130, kernels 75, matrix 190, models 75; then
-        numbers 32 (510 of 558)
-    --minutes 9.3 with .lease/vllm2: prompts 27, storms 150 (the bundle is installed beside them), vllm 320
-        (497 of 558)
-    --minutes 2.7 --only look,serve with .lease/triton (30 MiB: nothing else fits): 8, ~90, on any machine,
-        fresh or not; with --minutes 4.2 --only look,serve,commands ~60 more
+    --minutes 9.3 with .lease/base, .lease/vllm1: look 6, engines 101, kernels 94, matrix 145, models 49,
+        numbers 37, prompts 22, profile ~70 (524 of 558)
+    --minutes 9.3 with .lease/vllm2: storms 150 (the bundle is installed beside them), vllm 320 (470 of 558)
     --minutes 8.3 alone: many rows ~160, more models ~130, sanitizer 106, fewer ids ~60 (456 of 498)
+    --minutes 2.7 --only look,serve with .lease/triton (30 MiB: nothing else fits): 4, 52, on any machine, fresh
+        or not; with --minutes 4.2 --only look,serve,commands 77 more
 
-What is behind these in the list comes in another session. Where a round over branches comes first
-(/work/rounds/README.md, three calls, 16 minutes), one call is left, for what landed: --minutes 9.3 --only
-look,engines,kernels,matrix,models.
+What is behind these in the list comes in another session. gpu_prepare.sh names the commit for the tables: run it
+again before the first call. Where a round over branches comes first, fewer calls are left.
 """
 
 import argparse
