@@ -15,11 +15,11 @@ those that stages took on 2026-11-22, or (~) what their parts let expect:
         numbers 37, prompts 22, profile ~70 (524 of 558)
     --minutes 9.3 with .lease/vllm2: storms 150 (the bundle is installed beside them), vllm 320 (470 of 558)
     --minutes 8.3 alone: many rows ~160, more models ~130, sanitizer 106, fewer ids ~60 (456 of 498)
-    --minutes 2.7 --only look,serve with .lease/triton (30 MiB: nothing else fits): 4, 52, on any machine, fresh
-        or not; with --minutes 4.2 --only look,serve,commands 77 more
+    --minutes 2.7 --only look,serve with .lease/triton (30 MiB: nothing else fits): 4, 52, on any machine,
+        fresh or not; with --minutes 4.2 --only look,serve,commands 77 more
 
-What is behind these in the list comes in another session. gpu_prepare.sh names the commit for the tables: run it
-again before the first call. Where a round over branches comes first, fewer calls are left.
+What is behind these in the list comes in another session. gpu_prepare.sh names the commit for the tables:
+run it again before the first call. Where a round over branches comes first, fewer calls are left.
 """
 
 import argparse
