@@ -17,6 +17,8 @@ from hemiola.runtime.manifest import Limits, OpNode, Profile, SegmentPiece
 
 Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all (0: the stage is not about bytes)
 
+ASKED = {"chunk_len is": "--chunk-len", "L is": "--page-len"}  # what a form refuses, and the user chose
+
 
 class Job(NamedTuple):
     """What targets must know besides a segment."""
@@ -65,7 +67,8 @@ def choose_forms(
         try:
             form, refused = op.choose(call, device)
         except Unsupported as error:
-            raise Refused(f"{graph.name}, {node.name}: {error}; use another checkpoint") from None
+            wanted = next((option for said, option in ASKED.items() if said in str(error)), "checkpoint")
+            raise Refused(f"{graph.name}, {node.name}: {error}; use another {wanted}") from None
         sizes = tuple(call.sizes[letter] for letter in form.sizes)
         nodes.append(OpNode(op=op.name, form=form.name, refused=refused, sizes=sizes))
         for arg, value in zip(op.args, node.args, strict=False):

@@ -16,6 +16,7 @@ from hemiola.builder.graph import Graph
 from hemiola.builder.targets.torch import op_of
 from hemiola.plugins.gpu.launch import launches
 from hemiola.runtime.abi import INPUTS, widths
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, OpNode
 
 
@@ -48,6 +49,7 @@ class _Run(fx.Interpreter):
     def __init__(self, program: fx.GraphModule, nodes: Sequence[OpNode]) -> None:
         super().__init__(program)
         self._forms = iter(nodes)
+        self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
         op = op_of(n)
@@ -56,7 +58,10 @@ class _Run(fx.Interpreter):
             return made if n.users or n.op == "output" else None
         chosen = next(self._forms)
         arguments, _ = self.fetch_args_kwargs_from_env(n)
-        return op.bind(chosen.form, chosen.sizes)(*arguments)
+        try:
+            return op.bind(chosen.form, chosen.sizes)(*arguments)
+        except ValueError as error:  # of sizes that no declaration tells: where a part of a projection starts
+            raise Refused(f"{error}; use another checkpoint") from None
 
 
 class Peak(TorchDispatchMode):

@@ -30,7 +30,7 @@ WIDE_SHARED = 110_000  # bytes: 64 queries of 256 fit
 DEEP_SHARED = 210_000  # bytes: 16 queries and three tiles of 256 fit
 FEW = 2  # rows
 _LOG2_E = 1.4426950408889634
-_PARTIAL_NUMBERS = 2**25  # of fp32 that unjoined splits may take; rows beyond walk their splits
+_PARTIAL_NUMBERS = 2**25  # of fp32 that pieces may take; rows beyond walk their groups
 
 
 class TilePlan(NamedTuple):

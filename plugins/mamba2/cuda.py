@@ -43,7 +43,7 @@ class TilePlan(NamedTuple):
 
 
 def choose(num_rows: int, heads: int, width: int, groups: int) -> TilePlan:
-    """Tiles of two warps, and a few heads a program; wide tiles for few rows (gpu_recurrences.md)."""
+    """A warp for 16 channels; many rows: narrower tiles, a few heads a program (gpu_recurrences.md)."""
     widest = next(c for c in (64, 32, 16) if width % c == 0 or c == 16)
     channels, together = min(widest, 32) if num_rows * heads >= 528 else widest, 1
     while (

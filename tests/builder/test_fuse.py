@@ -69,3 +69,48 @@ def test_only_what_routed_experts_end_in_is_still_added_alone(model: models.Mode
     fuse(graph, weights)
     after = ops(graph)
     assert after["add"] <= 2 * after["moe"]
+
+
+def gated(width: int, again: bool = False, biased: bool = False) -> Made:
+    """SwiGLU behind a dense layer, whose weight another layer reads again, or which has a bias."""
+    rng = torch.Generator().manual_seed(0)
+    sizes = {"absent": (0,), "weight": (2 * width, 16), "bias": (2 * width,)}
+    made = {name: torch.randn(size, generator=rng, dtype=torch.float64) for name, size in sizes.items()}
+
+    class Layer(torch.nn.Module):
+        def forward(
+            self, absent: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            layer = torch.ops.hemiola.linear
+            gates, values = layer(x, weight, bias if biased else absent).chunk(2, dim=1)
+            opened = torch.ops.hemiola.gate(values, gates, "silu")
+            return opened, layer(x, weight, absent) if again else x + 1
+
+    x = torch.randn(3, 16, generator=rng, dtype=torch.float64)
+    program = torch.export.export(Layer(), (*made.values(), x), strict=False)
+    return Graph("trunk", program, tuple(sizes), (), ("x",)), {n: Lazy.of(t) for n, t in made.items()}
+
+
+@pytest.mark.parametrize(
+    ("given", "is_fused"),
+    [
+        ({"width": 16}, True),
+        ({"width": 12}, False),
+        ({"width": 16, "again": True}, False),
+        ({"width": 16, "biased": True}, False),
+    ],
+    ids=str,
+)
+def test_gates_that_cannot_stand_by_eights_stay_where_they_are(given: dict, is_fused: bool) -> None:
+    """Nor may those of a weight that somebody else reads as it was, or whose bias nobody puts in order."""
+    graph, weights = gated(**given)
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def run(own: dict[str, Lazy]) -> tuple[torch.Tensor, ...]:
+        return graph.program.graph_module(*(own[name].read() for name in graph.weights), x)
+
+    plain = run(weights)
+    packed = fuse(graph, weights)
+    assert ops(graph)["fused_linear"] == is_fused
+    for made, expected in zip(run(packed), plain, strict=True):
+        torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)

@@ -201,7 +201,7 @@ def test_pages_of_e4m3_hold_what_torch_rounds_to() -> None:
         assert torch.equal(found.view(torch.uint8)[there], wanted.view(torch.uint8)[there])
 
 
-def test_rows_beyond_the_space_for_splits_walk_them() -> None:
+def test_rows_beyond_the_space_for_pieces_walk_their_groups() -> None:
     module = kernels()
     before = module._PARTIAL_NUMBERS
     module._PARTIAL_NUMBERS = 16 * 128 * 2 * 20
