@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--bench", action="store_true")
     parser.add_argument("--prefill", type=int, default=0)
     parser.add_argument("--plans", default="[null]")
-    parser.add_argument("--chunks", nargs="+", type=int, default=[16, 32, 64])
+    parser.add_argument("--chunks", nargs="+", type=int, default=[16, 32])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
     options = parser.parse_args()
     if not torch.cuda.is_available():
