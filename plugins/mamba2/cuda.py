@@ -24,6 +24,7 @@ _step = Kernel("mamba2", "_step")
 _scan = Kernel("mamba2", "_scan")
 
 SHORT = 16  # tokens of a row that is not long
+TILE_NUMBERS = 64 * 128  # of a state; three such tiles are on their way in 99 KB
 
 variants = every_number_of_rows
 
@@ -42,9 +43,9 @@ class TilePlan(NamedTuple):
     programs: int  # of `_scan`
 
 
-def choose(num_rows: int, heads: int, width: int, groups: int) -> TilePlan:
+def choose(num_rows: int, heads: int, width: int, groups: int, depth: int) -> TilePlan:
     """A warp for 16 channels; many rows: narrower tiles, a few heads a program (gpu_recurrences.md)."""
-    widest = next(c for c in (64, 32, 16) if width % c == 0 or c == 16)
+    widest = next(c for c in (64, 32, 16) if (width % c == 0 and c * depth <= TILE_NUMBERS) or c == 16)
     channels, together = min(widest, 32) if num_rows * heads >= 528 else widest, 1
     while (
         together * 2 * width <= 256
@@ -61,8 +62,8 @@ def ahead(
     dt_records: torch.Tensor, rows: torch.Tensor, *rest: float,
 ) -> Iterator[dict[str, TilePlan]]:  # fmt: skip
     """The plan of the largest step, then tiles that need less shared memory."""
-    (heads, width), groups = x.shape[1:], B.shape[1]
-    plan = choose(rows.shape[0], heads, width, groups)
+    (heads, width), (groups, depth) = x.shape[1:], B.shape[1:]
+    plan = choose(rows.shape[0], heads, width, groups, depth)
     yield {"plan": plan}
     yield {"plan": plan._replace(channels=16, warps=1)}
 
@@ -102,7 +103,7 @@ def mamba2(
     if chunk_len not in (16, 32) or depth != pow2(depth) or depth < 16 or heads % groups:
         raise ValueError(f"mamba2: chunk_len {chunk_len}, depth {depth}, {heads} heads of {groups} groups")
     y = torch.empty((num_tokens, heads, width), dtype=x.dtype, device=device)
-    plan = plan or choose(num_rows, heads, width, groups)
+    plan = plan or choose(num_rows, heads, width, groups, depth)
     if heads // groups % plan.heads:
         raise ValueError(f"mamba2: a program of {plan.heads} heads, of {heads // groups} heads of a group")
     warps = max(plan.warps, plan.scan_warps)
