@@ -1,12 +1,4 @@
-"""Causal attention over pages on CUDA: one arithmetic for prompts and decode.
-
-Keys stand in groups of GROUP at absolute positions, in tiles of TILE. A tile has its own softmax; tiles of
-a group are joined in order, then groups (Milakov and Gimelshein 2018, arXiv 1805.02867). A row of few queries
-gives every group to another program, or every tile where few rows leave the GPU empty; `_join` joins their
-numbers in the same order. Others walk all groups in one program. All queries of a key head that fit a tile of
-queries share what is read. Row sums are products with ones: tl.sum would depend on how warps share a row.
-Multiply-adds are contracted where it says `tl.fma`, nowhere else.
-"""
+"""Causal attention over pages on CUDA: how kernels are cut and launched. triton.py says how they compute."""
 
 from collections.abc import Iterator
 from functools import lru_cache
