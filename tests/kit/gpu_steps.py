@@ -92,10 +92,11 @@ def check_late_snapshot(subject: Subject) -> None:
     """Many drafts are accepted beyond an edge; the next step takes its snapshot, and brings as many."""
     chunk_len, num_drafts = subject.chunk_len, subject.num_drafts
     host = grid.Host(subject, "cuda", chunk_len, num_drafts, num_slots=14, seed=1)
-    plain = plain_run(subject, subject.tokens(6 * chunk_len + num_drafts, 1))
-    for accepted in (1, num_drafts // 2, num_drafts - 1, num_drafts):
-        sequence = host.start(plain)
-        host.step([grid.Part(sequence, 3 * chunk_len - 2)])
+    plain = plain_run(subject, subject.tokens(3 * chunk_len + num_drafts, 1))
+    sequences = [host.start(plain) for _ in range(4)]
+    host.step([grid.Part(sequence, 3 * chunk_len - 2) for sequence in sequences])
+    kept = (1, num_drafts // 2, num_drafts - 1, num_drafts)
+    for sequence, accepted in zip(sequences, kept, strict=True):
         host.step([grid.Part(sequence, 1, num_drafts, accepted)])
         part = grid.Part(sequence, 1, num_drafts, 0, host.acquire(), 3 * chunk_len)
         host.step([part], padding=5)

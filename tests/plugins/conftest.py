@@ -11,6 +11,12 @@ from hemiola.plugins.cpu import jit
 from hemiola.plugins.cpu import kernel as cpu
 from hemiola.plugins.gpu.launch import Kernel
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from kit.interpreter import quicken
+
+    quicken()
+
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], cpu.Kernel]:
@@ -33,7 +39,7 @@ def poisoned_empty() -> Iterator[None]:
 def kernels_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiled at their first call where there is a GPU, interpreted where Triton was told to."""
     monkeypatch.setattr(Kernel, "compile", None)
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if INTERPRETED:
         from hemiola.plugins.gpu.jit import launched_by_triton
 
         with launched_by_triton():
