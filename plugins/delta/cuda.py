@@ -25,6 +25,7 @@ _step = Kernel("delta", "_step")
 _scan = Kernel("delta", "_scan")
 
 SHORT = 16  # tokens of a row that is not long
+MANY = 528  # programs, four a multiprocessor
 variants = every_number_of_rows
 
 
@@ -40,20 +41,27 @@ class TilePlan(NamedTuple):
     scan_stages: int  # one less than this of chunks are on their way
     programs: int  # of `_scan`
     weigh_warps: int
+    weigh_registers: int  # of a thread at most; 0: as many as it takes
     shares: int  # programs of `_weigh` for the rows whose edge does not stay
+    ordered: bool  # rows that pass an edge first, and what a head's tiles then share loaded once
 
 
 def choose(num_tokens: int, num_rows: int, heads: int, width: int, decays: int, keys: int) -> TilePlan:
     """Few tiles a program while there are few rows. `keys`: how many numbers they are in a chunk."""
-    channels = min(max(pow2(width), 16), 64)
-    tiles, together = heads * cdiv(width, channels), 1
-    while tiles % (together * 2) == 0 and together < 4 and num_rows * tiles // (together * 2) >= 528:
+    many = num_rows * heads >= MANY and decays == 1 and keys <= 2048  # more of either was never timed
+    prompts = num_tokens >= SHORT * num_rows
+    channels = min(max(pow2(width), 16), 32 if many else 64)
+    warps, tiles, together = max(channels // 16, 1) if many else 4, heads * cdiv(width, channels), 1
+    while tiles % (together * 2) == 0 and together < 4 and num_rows * tiles // (together * 2) >= MANY:
         together *= 2
-    weigh_warps = 2 if num_tokens >= SHORT * num_rows and decays == 1 else 4  # for prompts, and for steps
+    weigh_warps = 2 if (many or prompts) and decays == 1 else 4
+    registers = 168 if many and not prompts else 0  # of 168, six programs a multiprocessor
+    shares = 264 if many and num_tokens == num_rows else 1056 // weigh_warps  # of one token, few pass an edge
     scan_stages = 3 if keys <= 2048 else 1  # two larger chunks do not fit the 48 KB that TensorRT gives
     return TilePlan(
-        channels, together, 3, 4, min(channels, 32), 4, scan_stages, 264, weigh_warps, 1056 // weigh_warps
-    )
+        channels, together, 3, warps, min(channels, 32), 4, scan_stages, 264, weigh_warps, registers, shares,
+        many,
+    )  # fmt: skip
 
 
 def delta(
@@ -87,24 +95,28 @@ def delta(
     solved_keys = torch.empty((lines, heads, 2, depth), dtype=k.dtype, device=device)
     solved_values = torch.empty((lines, heads, width), dtype=torch.float32, device=device)
     totals = torch.empty((lines, heads, decays), dtype=torch.float32, device=device)
+    order = rows.new_empty((num_rows, 16)) if plan.ordered else rows  # as `_step` takes them
     gates = (a, b, dt_bias, A)
     weights = (query, mixed, keys, solved_keys, solved_values, totals)
     strides = (k.stride(0), v.stride(0), a.stride(0), b.stride(0))
-    sizes = dict(H=heads, G=groups, K=depth, V=width, J=decays, CHUNK=chunk_len, enable_fp_fusion=False)
-    clears, tiles = cdiv(num_tokens, CLEAR_TOKENS), heads * cdiv(width, plan.channels)
+    sizes = dict(H=heads, G=groups, K=depth, V=width, J=decays, CHUNK=chunk_len, ORDERED=plan.ordered,
+                 enable_fp_fusion=False)  # fmt: skip
+    tiles = heads * cdiv(width, plan.channels)
+    clears = max(cdiv(num_tokens, CLEAR_TOKENS), 1)  # the first orders rows, where there is no token, too
     shares = min(num_tokens * heads, plan.shares)
     _weigh[(clears + shares + num_rows * heads,)](
-        q, k, v, *gates, *records, rows, o, *weights, clears, shares, num_rows, num_tokens,
+        q, k, v, *gates, *records, rows, o, *weights, order, clears, shares, num_rows, num_tokens,
         ring_len, q.stride(0), *strides, **sizes, num_warps=plan.weigh_warps, num_stages=1,
+        **({"maxnreg": plan.weigh_registers} if plan.weigh_registers else {}),
     )  # fmt: skip
     _step[(num_rows * tiles // plan.tiles,)](
-        k, v, *gates, state, *records, rows, o, *weights, num_tokens, ring_len, *strides, state, **sizes,
+        k, v, *gates, state, *records, order, o, *weights, num_tokens, ring_len, *strides, state, **sizes,
         BV=plan.channels, TILES=plan.tiles, STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
     if num_tokens > SHORT or ring_len + num_tokens >= 2 * chunk_len:  # else no row is long
         items = num_rows * heads * cdiv(width, plan.scan_channels)
         _scan[(min(items, plan.programs),)](
-            state, rows, o, *weights, num_rows, num_tokens, ring_len, **sizes,
+            state, rows, o, *weights, order, num_rows, num_tokens, ring_len, **sizes,
             BV=plan.scan_channels, STAGES=plan.scan_stages, num_warps=plan.scan_warps, num_stages=1,
         )  # fmt: skip
     return o

@@ -13,6 +13,7 @@ from hemiola.plugins.gpu.rows import (
     clear_dead_tokens,
     kind_of,
     load_row,
+    passing_first,
     rows_of_kind,
 )
 
@@ -20,16 +21,19 @@ from hemiola.plugins.gpu.rows import (
 @triton.jit(do_not_specialize=["clears", "shares", "num_rows", "num_tokens"])
 def _weigh(
     q, k, v, a, b, dt_bias, A, k_records, v_records, g_records, beta_records, rows, o,
-    query, mixed, keys, solved_keys, solved_values, totals,
+    query, mixed, keys, solved_keys, solved_values, totals, order,
     clears, shares, num_rows, num_tokens, ring_len, q_len, k_len, v_len, a_len, b_len,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
-    # Grid: programs that clear dead tokens, `shares` programs that share out chunk and head of the rows whose
-    # edge does not stay, then one per head of each other row.
+    # Grid: programs that clear dead tokens, the first of which orders rows if ORDERED, `shares` programs that
+    # share out chunk and head of the rows whose edge does not stay, then one per head of each other row.
     # Tile: k, q and v of one chunk.
     # Traffic: records and new tokens once; to L2 a query and a mix of values per token, and what chunks fold.
     pid = tl.program_id(0) - clears
     if pid < 0:
+        if ORDERED and pid == -clears:
+            passing_first(order, rows, num_rows, CHUNK, True)
         clear_dead_tokens(o, rows, num_rows, num_tokens, pid + clears, H * V)
     elif pid >= shares:
         row, h = (pid - shares) // H, (pid - shares) % H
@@ -68,15 +72,19 @@ def _step(
     query, mixed, keys, solved_keys, solved_values, totals,
     num_tokens, ring_len, k_len, v_len, a_len, b_len, state_again,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
-    BV: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    BV: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    # Grid: one program per row and TILES tiles of its heads, row by row.
+    # Grid: one program per row and TILES tiles of its heads, row by row; if ORDERED those first that pass an
+    # edge, and `rows` is the table that says so.
     # Tile: state [BV, K] fp32, the next STAGES - 1 on their way; up to 16 new tokens.
     # Traffic: the state once, and the fold of a row that passes an edge.
     blocks: tl.constexpr = (V + BV - 1) // BV
     programs: tl.constexpr = H * blocks // TILES
     row, tile_0 = tl.program_id(0) // programs, tl.program_id(0) % programs * TILES
-    first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, row)
+    place: tl.constexpr = 2 if ORDERED else 1
+    first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, place * row)
+    if ORDERED:
+        row = tl.load(rows + row * 16 + 8)
     if num > 0:
         kind = kind_of(num, drafts, committed, edge, CHUNK)
         own, token = slot.to(tl.int64) * (H * K * V), first.to(tl.int64)
@@ -100,11 +108,14 @@ def _step(
                     tl.store(state_again + (own + h * (K * V) + p0) + inner, zero, mask=stored[:, None])
         else:
             if kind == PASSES:
-                for tile in tl.range(tile_0, tile_0 + TILES, num_stages=STAGES if STAGES < 2 else 2):
+                stages: tl.constexpr = STAGES if STAGES < 2 else 2
+                whole: tl.constexpr = TILES if blocks % TILES == 0 else blocks if TILES % blocks == 0 else 1
+                part: tl.constexpr = whole if ORDERED else 1
+                for tile in tl.range(tile_0, tile_0 + TILES, part, num_stages=1 if part > 1 else stages):
                     _pass(
                         state, state_again, o, query, mixed, keys, solved_keys, solved_values, totals,
                         row, tile // blocks, tile % blocks * BV, first, num, drafts, slot, committed, edge,
-                        snapshot, snapshot_edge, num_tokens, ring_len, H, G, K, V, J, CHUNK, BV,
+                        snapshot, snapshot_edge, num_tokens, ring_len, H, G, K, V, J, CHUNK, BV, part, stages,
                     )  # fmt: skip
             _keep(k, v, a, b, dt_bias, A, k_records, v_records, g_records, beta_records, tile_0, first,
                   drafts, slot, committed, committed + num, ring_len, k_len, v_len, a_len, b_len,
@@ -114,33 +125,66 @@ def _step(
 @triton.jit
 def _pass(
     state, state_again, o, query, mixed, keys, solved_keys, solved_values, totals,
-    row, h, p0, first, num, drafts, slot, committed, edge, snapshot, snapshot_edge, num_tokens, ring_len,
+    row, h, start, first, num, drafts, slot, committed, edge, snapshot, snapshot_edge, num_tokens, ring_len,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
-    BV: tl.constexpr,
+    BV: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One head's BV channels: outputs before and behind the next edge, and the state there."""
-    end, at, token = committed + num, h * V + p0, first.to(tl.int64)
+    """TILES tiles of a head: outputs before and behind the next edge, and the state there."""
+    end, token = committed + num, first.to(tl.int64)
     n, p, t = tl.arange(0, K), tl.arange(0, BV), tl.arange(0, 16)
-    stored, inner, live = p < V - p0, p[:, None] + n[None, :] * V, t < num
-    own = slot.to(tl.int64) * (H * K * V) + h * (K * V) + p0
-    s = tl.load(state + own + inner, mask=stored[:, None] & (edge > 0) & (committed > 0), other=0.0)
-    asked = query + (token * H + h) * (2 * K) + (t[None, :] * (2 * H * K) + n[:, None])
-    high = tl.load(asked, mask=live[None, :], other=0.0)
-    low = tl.load(asked + K, mask=live[None, :], other=0.0)
-    to, real = token * (H * V) + at + (t[None, :] * (H * V) + p[:, None]), live[None, :] & stored[:, None]
-    m = tl.load(mixed + to, mask=real, other=0.0)
+    inner, live = p[:, None] + n[None, :] * V, t < num
     line = lines_of(edge, edge, committed, first, row, num_tokens, ring_len, CHUNK)
-    before = _asked(s, high, low)
-    s = _fold(s, keys, solved_keys, solved_values, totals, line, h, p0, True, H, G, K, V, J, BV)
-    out = tl.where((committed + t < edge + CHUNK)[None, :], before, _asked(s, high, low)) + m
-    tl.store(o + to, out.to(o.dtype.element_ty), mask=real)
-    if end - drafts >= edge + CHUNK:
-        tl.store(state_again + own + inner, s, mask=stored[:, None])
-        if (snapshot != 0) & (snapshot_edge == edge + CHUNK):
-            other = snapshot.to(tl.int64) * (H * K * V) + h * (K * V) + p0
-            tl.store(state_again + other + inner, s, mask=stored[:, None])
-    elif committed == 0:
-        tl.store(state_again + own + inner, tl.zeros((BV, K), tl.float32), mask=stored[:, None])
+    if TILES > 1:
+        high, low = _queries(query, token, h, num, H, K)
+        solved_high, solved_low, gain, decay, k_c = _solved(keys, solved_keys, totals, line, h, H, G, K, J)
+    for i in tl.range(TILES, num_stages=STAGES):
+        p0 = start + i * BV
+        stored, at = p < V - p0, h * V + p0
+        own = slot.to(tl.int64) * (H * K * V) + h * (K * V) + p0
+        s = tl.load(state + own + inner, mask=stored[:, None] & (edge > 0) & (committed > 0), other=0.0)
+        if TILES == 1:
+            high, low = _queries(query, token, h, num, H, K)
+        to = token * (H * V) + at + (t[None, :] * (H * V) + p[:, None])
+        real, of_values = live[None, :] & stored[:, None], line[None, :] * (H * V) + (at + p[:, None])
+        m = tl.load(mixed + to, mask=real, other=0.0)
+        before = _asked(s, high, low)
+        if TILES == 1:
+            solved_high, solved_low, gain, decay, k_c = _solved(
+                keys, solved_keys, totals, line, h, H, G, K, J
+            )
+        values = tl.load(solved_values + of_values, mask=stored[:, None], other=0.0)
+        s = _folded(s, values - _asked(s, solved_high, solved_low), k_c, gain, decay, J)
+        out = tl.where((committed + t < edge + CHUNK)[None, :], before, _asked(s, high, low)) + m
+        tl.store(o + to, out.to(o.dtype.element_ty), mask=real)
+        if end - drafts >= edge + CHUNK:
+            tl.store(state_again + own + inner, s, mask=stored[:, None])
+            if (snapshot != 0) & (snapshot_edge == edge + CHUNK):
+                other = snapshot.to(tl.int64) * (H * K * V) + h * (K * V) + p0
+                tl.store(state_again + other + inner, s, mask=stored[:, None])
+        elif committed == 0:
+            tl.store(state_again + own + inner, tl.zeros((BV, K), tl.float32), mask=stored[:, None])
+
+
+@triton.jit
+def _queries(query, token, h, num, H: tl.constexpr, K: tl.constexpr):
+    """A head's queries [K, 16], in two halves."""
+    n, t = tl.arange(0, K), tl.arange(0, 16)
+    asked = query + (token * H + h) * (2 * K) + (t[None, :] * (2 * H * K) + n[:, None])
+    high = tl.load(asked, mask=(t < num)[None, :], other=0.0)
+    return high, tl.load(asked + K, mask=(t < num)[None, :], other=0.0)
+
+
+@triton.jit
+def _solved(
+    keys, solved_keys, totals, line, h, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, J: tl.constexpr
+):
+    """What a chunk does to all tiles of a head: solved keys in two halves, gain, decay, keys."""
+    n = tl.arange(0, K)
+    solved = solved_keys + line[None, :] * (2 * H * K) + (h * (2 * K) + n[:, None])
+    high, low = tl.load(solved), tl.load(solved + K)
+    gain, decay = _fading(totals, line, h, True, H, K, J)
+    k_c = tl.load(keys + line[:, None] * (G * K) + (h // (H // G) * K + n[None, :]))
+    return high, low, gain, decay, k_c
 
 
 @triton.jit
@@ -148,20 +192,6 @@ def _asked(s, high, low):
     """The state [BV, K], fp32, times queries [K, t] in two halves."""
     s_high, s_low = halves(s)
     return add_dot(add_dot(dot(s_low, high), s_high, low), s_high, high)
-
-
-@triton.jit
-def _fold(
-    s, keys, solved_keys, solved_values, totals, line, h, p0, folds,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """The state [BV, K] at the chunk's end; the same state unless `folds`."""
-    n = tl.arange(0, K)
-    asked = solved_keys + line[None, :] * (2 * H * K) + (h * (2 * K) + n[:, None])
-    high, low = tl.load(asked, mask=folds, other=0.0), tl.load(asked + K, mask=folds, other=0.0)
-    gain, decay = _fading(totals, line, h, folds, H, K, J)
-    k_c, values = _brought(keys, solved_values, line, h, p0, folds, H, G, K, V, BV)
-    return _folded(s, values - _asked(s, high, low), k_c, gain, decay, J)
 
 
 @triton.jit
@@ -202,15 +232,18 @@ def _folded(s, update, k_c, gain, decay, J: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _scan(
-    state, rows, o, query, mixed, keys, solved_keys, solved_values, totals, num_rows, num_tokens, ring_len,
+    state, rows, o, query, mixed, keys, solved_keys, solved_values, totals, order,
+    num_rows, num_tokens, ring_len,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
-    BV: tl.constexpr, STAGES: tl.constexpr,
+    BV: tl.constexpr, STAGES: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     # Grid: programs that share out row, head and BV channels of the rows of many tokens.
     # Tile: state [BV, K] fp32 in registers from the row's edge to its last token, CHUNK tokens beside it.
     # Traffic: the state at its ends; per token and head a query, a key, two lines of values, and o.
     blocks: tl.constexpr = (V + BV - 1) // BV
     before, programs = 0, tl.num_programs(0)
+    if ORDERED:
+        num_rows = tl.where(tl.load(order + 9) > 0, num_rows, 0)
     for base in range(0, num_rows, 64):
         row, mine, rank, count = rows_of_kind(rows, base, num_rows, LONG, LONG, CHUNK)
         turn = (before + programs - 1 - tl.program_id(0)) // programs  # items go round all blocks of rows

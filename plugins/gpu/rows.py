@@ -98,3 +98,29 @@ def rows_of_kind(rows_ptr, base, num_rows, lowest, highest, CHUNK: tl.constexpr)
     mine, _, _, _ = live_rows(rows_ptr, base, num_rows, lowest, highest, CHUNK)
     rank = tl.cumsum(mine.to(tl.int32), 0) - 1
     return base + tl.arange(0, 64), mine, rank, tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit
+def passing_first(order, rows, num_rows, CHUNK: tl.constexpr, WHOLE: tl.constexpr):
+    """The rows' numbers, those first that pass an edge: they take longest. WHOLE: 16 places for each, with
+    its columns, then the number; then, in the first, how many are long."""
+    passing, before, long = 0, 0, 0
+    for base in range(0, num_rows, 64):
+        _, _, _, count = rows_of_kind(rows, base, num_rows, PASSES, PASSES, CHUNK)
+        passing += count
+        if WHOLE:
+            _, _, _, count = rows_of_kind(rows, base, num_rows, LONG, LONG, CHUNK)
+            long += count
+    for base in range(0, num_rows, 64):
+        row, mine, rank, count = rows_of_kind(rows, base, num_rows, PASSES, PASSES, CHUNK)
+        place = tl.where(mine, before + rank, passing + row - (before + rank + 1))
+        if WHOLE:
+            for column in tl.static_range(8):
+                value = tl.load(rows + row * 8 + column, mask=row < num_rows)
+                tl.store(order + place * 16 + column, value, mask=row < num_rows)
+            tl.store(order + place * 16 + 8, row, mask=row < num_rows)
+        else:
+            tl.store(order + place, row, mask=row < num_rows)
+        before += count
+    if WHOLE:
+        tl.store(order + 9, long)

@@ -14,7 +14,16 @@ import triton.language as tl
 
 from hemiola.plugins.gpu.precise import dot, dot_wide_left, dot_wide_right, softplus
 from hemiola.plugins.gpu.recurrences import ages, take
-from hemiola.plugins.gpu.rows import LONG, PASSES, STAYS, clear_dead_tokens, kind_of, load_row, rows_of_kind
+from hemiola.plugins.gpu.rows import (
+    LONG,
+    PASSES,
+    STAYS,
+    clear_dead_tokens,
+    kind_of,
+    load_row,
+    passing_first,
+    rows_of_kind,
+)
 
 
 @triton.jit(do_not_specialize=["clears", "num_rows", "num_tokens"])
@@ -30,7 +39,7 @@ def _weigh(
     if pid < clears:
         clear_dead_tokens(y, rows, num_rows, num_tokens, pid, H * P)
     elif pid == clears:
-        _passing_first(order, rows, num_rows, CHUNK)
+        passing_first(order, rows, num_rows, CHUNK, False)
     else:
         row, h0 = (pid - clears - 1) // (H // HEADS), (pid - clears - 1) % (H // HEADS) * HEADS
         first, num, drafts, slot, committed, edge, _, _ = load_row(rows, row)
@@ -57,20 +66,6 @@ def _weigh(
                     tl.debug_barrier()  # where this stores, records were read
                     tl.store(held + place_2 * H, size_2, mask=new_2 & (edge + CHUNK + c >= low))
                 tl.store(held + place * H, size, mask=new & (edge + c >= low))
-
-
-@triton.jit
-def _passing_first(order, rows, num_rows, CHUNK: tl.constexpr):
-    """The rows' numbers, those first that pass an edge: they take longest."""
-    passing, before = 0, 0
-    for base in range(0, num_rows, 64):
-        _, _, _, count = rows_of_kind(rows, base, num_rows, PASSES, PASSES, CHUNK)
-        passing += count
-    for base in range(0, num_rows, 64):
-        row, mine, rank, count = rows_of_kind(rows, base, num_rows, PASSES, PASSES, CHUNK)
-        place = tl.where(mine, before + rank, passing + row - (before + rank + 1))
-        tl.store(order + place, row, mask=row < num_rows)
-        before += count
 
 
 @triton.jit

@@ -63,10 +63,10 @@ SHAPES = {
 }
 EVERY = pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 PLANS = [
-    (16, 1, 1, 1, 16, 1, 2, 3, 1, 40),
-    (32, 4, 3, 2, 64, 4, 1, 500, 2, 1),
-    (64, 2, 2, 4, 32, 2, 3, 1, 4, 7),
-    (128, 2, 2, 4, 64, 4, 2, 7, 2, 500),
+    (16, 1, 1, 1, 16, 1, 2, 3, 1, 0, 40, False),
+    (32, 4, 3, 2, 64, 4, 1, 500, 2, 168, 1, True),
+    (64, 2, 2, 4, 32, 2, 3, 1, 4, 0, 7, False),
+    (128, 2, 2, 4, 64, 4, 2, 7, 2, 128, 500, True),
 ]
 
 
@@ -83,6 +83,13 @@ def test_errs_no_more_than_bf16_outputs(sizes: dict) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_tiles_leave_the_bits_alone(plan: tuple[int, ...]) -> None:
     check_tiles(subject(), plan)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"chunk_len": 32}, {"channel": True}, {"width": 80}, {"drafts": 20}], ids=str
+)
+def test_rows_that_pass_an_edge_first_leave_the_bits_alone(sizes: dict, poisoned_empty: None) -> None:
+    check_tiles(subject(**sizes), PLANS[1])
 
 
 def test_a_slot_beyond_2_to_the_31_numbers() -> None:

@@ -166,3 +166,39 @@ def test_convs_late_snapshot_has_no_columns_of_the_tokens_behind_it(
     check_late_snapshot(
         OnGrid("conv", {"E": 48, "W": 4}, 8, lambda num: [halves(num, 48)], taps, (), num_drafts, plan)
     )
+
+
+def test_all_rows_come_once_those_first_that_pass_an_edge() -> None:
+    """Of 150, 22 of them long, in several looks at 64."""
+    from hemiola.plugins.gpu.rows import passing_first
+
+    nums = [40 if i % 7 == 2 else 1 + i % 4 for i in range(150)]
+    rows = int32([[i, nums[i], i % 3, 1 + i, 32 + i % 17, 32, 0, 0] for i in range(150)]).view(-1, 8)
+    _, num, drafts, _, committed, edge, _, _ = rows.unbind(1)
+    passes = ((committed + num > edge + 16) | (committed + num - drafts >= edge + 16)).int() * (num < 40)
+    wanted = torch.argsort(passes, descending=True, stable=True)
+    whole, numbers = torch.full((150, 16), -1, dtype=torch.int32), torch.full((150,), -1, dtype=torch.int32)
+    passing_first[(1,)](whole, rows, 150, 16, True)
+    passing_first[(1,)](numbers, rows, 150, 16, False)
+    assert 0 < passes.sum() < 150 and torch.equal(numbers, wanted.int())
+    assert torch.equal(whole[:, :8], rows[wanted]) and torch.equal(whole[:, 8], wanted.int())
+    assert whole[0, 9] == (num == 40).sum() == 22
+
+
+NO_TOKEN = {
+    subject("conv", E=48, W=4): None,
+    subject("delta", G=1, K=16, H=1, V=64, J=1): (32, 2, 3, 2, 32, 2, 2, 3, 2, 168, 7, True),
+    subject("mamba2", 0.0, 1.0, H=2, P=16, G=1, D=16): None,
+}
+
+
+@pytest.mark.parametrize(("subject", "plan"), NO_TOKEN.items(), ids=str)
+def test_a_step_of_no_token_leaves_all_as_it_was(
+    subject: Subject, plan: tuple[Any, ...] | None, poisoned_empty: None
+) -> None:
+    """Nobody wrote delta's order of rows: it was whatever memory held, and the process died now and then."""
+    module = import_module(f"hemiola.plugins.{subject.name}.cuda")
+    mine = steps.as_on_a_gpu(subject.op, subject.arguments(0))
+    before = [state.clone() for state in steps.states_of(subject, mine)]
+    assert not getattr(module, subject.name)(*mine, plan=plan and module.TilePlan(*plan)).numel()
+    assert all(map(same_bits, steps.states_of(subject, mine), before))
