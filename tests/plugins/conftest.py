@@ -53,9 +53,11 @@ def kernels_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """Compiled at their first call where there is a GPU, interpreted where Triton was told to."""
     monkeypatch.setattr(Kernel, "compile", None)
     if INTERPRETED:
+        from kit.memcheck import memory_checked
+
         from hemiola.plugins.gpu.jit import launched_by_triton
 
-        with launched_by_triton():
+        with launched_by_triton(), memory_checked():
             yield
         return
     if torch.cuda.is_available():

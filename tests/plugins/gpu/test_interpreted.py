@@ -185,6 +185,17 @@ def test_all_rows_come_once_those_first_that_pass_an_edge() -> None:
     assert whole[0, 9] == (num == 40).sum() == 22
 
 
+def test_a_number_behind_a_kernels_arguments_is_found() -> None:
+    """By kit/memcheck.py, which watches all interpreted kernels."""
+    from triton.runtime.errors import InterpreterError
+
+    from hemiola.plugins.gpu.rows import passing_first
+
+    rows, short = int32(*[row()] * 150), torch.empty(200, dtype=torch.int32)[:149]
+    with pytest.raises(InterpreterError, match=r"passing_first stores number 149 of order, \[149\]"):
+        passing_first[(1,)](short, rows, 150, 16, False)
+
+
 NO_TOKEN = {
     subject("conv", E=48, W=4): None,
     subject("delta", G=1, K=16, H=1, V=64, J=1): (32, 2, 3, 2, 32, 2, 2, 3, 2, 168, 7, True),
