@@ -1,6 +1,7 @@
 """Compiles the CPU's kernels, and keeps what was compiled."""
 
 import atexit
+import fcntl
 import hashlib
 import inspect
 import logging
@@ -11,8 +12,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ class CFunction:
     def compile(self) -> Any:
         """Do it now, if it has not been done by us or by an earlier process."""
         signature = numba.types.void(*[numba.types.int64] * len(self.arguments))
-        return _cached(lambda: _compile(signature, self._function))
+        with _alone(f"{self._function.__module__}.{self.name}"):
+            return _cached(lambda: _compile(signature, self._function))
 
     @cached_property
     def address(self) -> int:
@@ -117,6 +119,24 @@ def _cached(compile_: Callable[[], Any]) -> Any:
             return compile_()
         finally:
             config.CACHE_DIR = before
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Of processes that want a kernel at once, one compiles it; the others wait, and load it."""
+    try:
+        file = open(_CACHE_DIR / f"{name}.lock", "w")
+    except OSError:  # no place is left, or no right: numba will say so
+        yield
+        return
+    with file:
+        with suppress(OSError):  # a disk that knows no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # a child that was forked meanwhile has it open, too
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _forked() -> None:
