@@ -125,18 +125,18 @@ def _cached(compile_: Callable[[], Any]) -> Any:
 def _alone(name: str) -> Iterator[None]:
     """Of processes that want a kernel at once, one compiles it; the others wait, and load it."""
     try:
-        file = open(_CACHE_DIR / f"{name}.lock", "w")
+        file = os.open(_CACHE_DIR / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError:  # no place is left, or no right: numba will say so
         yield
         return
-    with file:
+    try:
         with suppress(OSError):  # a disk that knows no locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # a child that was forked meanwhile has it open, too
-                fcntl.flock(file, fcntl.LOCK_UN)
+        yield
+    finally:
+        with suppress(OSError):  # a child that was forked meanwhile has it open, too
+            fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(file)
 
 
 def _forked() -> None:
