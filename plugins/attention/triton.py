@@ -70,7 +70,8 @@ def _shares(
 ):  # fmt: skip
     """By row: tokens, their place, pieces that other programs take, where these start, items of a key head.
 
-    And how many keys a piece has: a group's, or a tile's where there are fewer groups than `enough`.
+    Of these items those that are whole pieces or blocks of queries, and how many keys a piece has: a group's,
+    or a tile's where there are fewer groups than `enough`.
     """
     n = tl.arange(0, N_ROWS)
     begin = tl.load(rows + n * 8, mask=n < num_rows, other=0)
@@ -85,7 +86,8 @@ def _shares(
     pieces = tl.where(pieces > 1, pieces, 0)
     start = tl.cumsum(pieces, 0) - pieces
     pieces = tl.where(start + pieces <= capacity, pieces, 0)
-    return n, begin, num, committed, pieces, start, tl.where(pieces > 0, pieces, blocks), piece_len
+    items, whole = tl.where(pieces > 0, pieces, blocks), tl.where(pieces > 0, keys // piece_len, blocks)
+    return n, begin, num, committed, pieces, start, items, whole, piece_len
 
 
 @triton.jit
@@ -103,20 +105,26 @@ def _attend(
     # Grid: programs that share out items: a piece of a row of few queries, or all keys of BM queries.
     # Tile: BM rows (token, head of the group) against TILE keys of one key head.
     # Traffic: keys and values once per BM queries of a row; a piece's numbers once where others join them.
-    n, begin, num, committed, pieces, start, items, piece_len = _shares(
+    n, begin, num, committed, pieces, start, items, whole, piece_len = _shares(
         rows, num_rows, capacity, enough, G, R, N_ROWS, BM, GROUP, TILE
     )
-    last_item, num_items = tl.cumsum(items, 0), tl.sum(items, 0) * G
+    last_whole, last_end = tl.cumsum(whole, 0), tl.cumsum(items - whole, 0)
+    num_whole, num_items = tl.sum(whole, 0), tl.sum(items, 0) * G
     if first < 0:
         first = 0
     programs, program = tl.num_programs(0), tl.program_id(0)
     for wave in range(0, num_items, programs):
-        # long items first, and to and fro: so programs end together
+        # long items first, ends of rows last, and to and fro: so programs end together
         rank = wave + tl.where((wave // programs) % 2 == 0, program, programs - 1 - program)
         if rank < num_items:
-            g, i = (num_items - 1 - rank) % G, (num_items - 1 - rank) // G
-            row = tl.sum((last_item <= i).to(tl.int32), 0)
-            inside = i - _of(last_item - items, n, row)
+            g, i = rank % G, rank // G
+            is_end, from_last = i >= num_whole, num_whole - 1 - i
+            row = tl.where(
+                is_end,
+                tl.sum((last_end <= i - num_whole).to(tl.int32), 0),
+                tl.sum((last_whole <= from_last).to(tl.int32), 0),
+            )
+            inside = tl.where(is_end, _of(whole, n, row), from_last - _of(last_whole - whole, n, row))
             row_pieces, row_num = _of(pieces, n, row), _of(num, n, row)
             row_begin, row_committed = _of(begin, n, row), _of(committed, n, row)
             block = tl.where(row_pieces > 0, 0, inside)
@@ -253,7 +261,7 @@ def _join(
     # Traffic: every number of a piece once in, outputs once out.
     PARTS: tl.constexpr = D // PART
     part, g, i = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % G, tl.program_id(0) // (PARTS * G)
-    n, begin, num, _, pieces, start, _, piece_len = _shares(
+    n, begin, num, _, pieces, start, _, _, piece_len = _shares(
         rows, num_rows, capacity, enough, G, R, N_ROWS, BM, GROUP, TILE
     )
     num = tl.where(pieces > 0, num, 0)
