@@ -131,7 +131,8 @@ def _attend(
             m, d = block * BM + tl.arange(0, BM), tl.arange(0, D)
             t, head = m // R, g * R + m % R
             live, position = t < row_num, row_committed + t
-            at = row_begin.to(tl.int64) * q_len + (t[:, None] * q_len + head[:, None] * D + d[None, :])
+            token = row_begin.to(tl.int64) + t
+            at = token[:, None] * q_len + (head[:, None] * D + d[None, :])
             q_m = tl.load(q + at, mask=live[:, None], other=0.0)
             low = tl.where(row_pieces > 0, inside * piece_len, 0)
             high = row_committed + tl.minimum(row_num - 1, (block * BM + BM - 1) // R) + 1
@@ -150,7 +151,7 @@ def _attend(
                 tl.store(sums, best, mask=live)
                 tl.store(sums + 1, weight, mask=live)
             else:
-                to = o + row_begin.to(tl.int64) * (G * R * D) + ((t * (G * R) + head)[:, None] * D + half)
+                to = o + token[:, None] * (G * R * D) + (head[:, None] * D + half)
                 out = _finished(best, weight, left, unit_v).to(o.dtype.element_ty)
                 tl.store(to, out, mask=live[:, None])
                 out = _finished(best, weight, right, unit_v).to(o.dtype.element_ty)

@@ -209,3 +209,14 @@ def test_rows_beyond_the_space_for_pieces_walk_their_groups() -> None:
         storm(Case(), LENGTHS, seed=5, longest=300)
     finally:
         module._PARTIAL_NUMBERS = before
+
+
+def test_queries_of_a_row_further_apart_than_32_bits() -> None:
+    """From 200,000 tokens on, 10,240 numbers each, a row's own queries were looked for at negative places."""
+    case, num, far = Case(), 140, 2**24
+    near = case.tokens(num)
+    wide = torch.empty(num, far, dtype=torch.bfloat16, device=DEVICE)[:, : (8 + 2 * 2) * 128]
+    apart = [part.unflatten(1, (-1, 128)) for part in wide.split([8 * 128, 2 * 128, 2 * 128], 1)]
+    for to, part in zip(apart, near, strict=True):
+        to.copy_(part)
+    same_bits(plain_run(case, apart), plain_run(case, near), "outputs")
