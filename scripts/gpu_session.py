@@ -49,7 +49,7 @@ PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1", "-p pytest_timeout -p _hypothesis_
 SERVE = f"{PLUGINS[0]} {TRITON}/bin/python3 {ONE_BY_ONE} {PLUGINS[1]}"
 RECURRENCES = "python3 benchmarks/gpu_recurrences.py --bench --ops mamba2 delta --chunks 16"
 MODELS = f"python3 benchmarks/gpu_models.py --engines {ENGINES}"
-STORMS = "python3 scripts/gpu_storms.py --processes 14 --seed $(date +%s) --seconds $((STAGE_SECONDS - 15))"
+STORMS = "python3 scripts/gpu_storms.py --seed $(date +%s) --seconds $((STAGE_SECONDS - 5))"
 PEER = (
     f"PYTHONPATH={VLLM}/site PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work python3 {VLLM}/bench/bench.py"
     " --budget $STAGE_SECONDS"

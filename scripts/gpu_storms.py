@@ -1,12 +1,12 @@
 """Storms of engines on the GPU that is here, in processes that share it, until the time is up.
 
-    PYTHONPATH=.:tests python3 scripts/gpu_storms.py [--seconds 180] [--processes 14] [--turns 200] [--seed 0]
+    PYTHONPATH=.:tests python3 scripts/gpu_storms.py [--seconds 180] [--processes 4] [--turns 200] [--seed 0]
 
 A storm (tests/kit/engine_storms.py) is so many turns of arrivals, drafts, aborts, preemptions and flushes on
 a bundled checkpoint's engine with graphs; every logit, token, page and snapshot is the plain run's. Storms of
-a seed use one engine, one after the other. A failure prints its seed: `--seed N --processes 1` repeats it.
-What an interrupt finds half done is not counted. A process that is still in a storm a minute behind the end
-hangs, and counts as failed.
+a seed use one engine, one after the other. Processes take turns on a GPU: beside many each one waits. A
+failure prints its seed: `--seed N --processes 1` repeats it. What an interrupt finds half done is not
+counted. A process that is still in a storm a minute behind the end hangs, and counts as failed.
 """
 
 import argparse
@@ -18,36 +18,57 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from pathlib import Path
 from queue import Empty
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-AT_ONCE = 8  # storms on an engine, before another seed makes its own
-LAST = 20  # seconds before the end in which no storm begins
+if TYPE_CHECKING:
+    from kit.gpu_engines import Engines  # in the processes
+
+AT_ONCE = 10  # storms on an engine, before another seed makes its own
+LAST = 8  # seconds before the end in which no storm begins
 
 
-def work(folder: Path, first: int, step: int, turns: int, until: float, found: multiprocessing.Queue) -> None:
-    """Seeds first, first + step, ..., a storm after the other: (seed, steps, seconds, what went wrong)."""
+class Found(NamedTuple):
+    """Of a seed: its engine is open (no steps), or a storm is over, or something went wrong."""
+
+    seed: int
+    steps: int
+    seconds: float
+    wrong: str = ""
+
+
+def work(folder: Path, first: int, step: int, turns: int, until: float, found: "Queue[Found]") -> None:
+    """Seeds first, first + step, ..., some storms of each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent's
     torch.set_num_threads(1)
     from kit.gpu_engines import Engines
 
-    engines = Engines(folder)
+    engines, start = Engines(folder), time.time()
     for seed in itertools.count(first, step):
-        start = time.time()
         try:
-            for steps in itertools.islice(engines.storms(seed, turns), AT_ONCE):
-                found.put((seed, steps, time.time() - start, ""))
-                start = time.time()
+            for steps in opened(engines, seed, turns):
+                start, began = time.time(), start
+                found.put(Found(seed, steps, start - began))
                 if start > until - LAST:
                     return
         except Exception:
-            found.put((seed, 0, 0.0, traceback.format_exc(limit=-6)))
-        if time.time() > until - LAST:
-            return
+            found.put(Found(seed, 0, 0.0, traceback.format_exc(limit=-6)))
+            if time.time() > until - LAST:
+                return
+
+
+def opened(engines: "Engines", seed: int, turns: int) -> Iterator[int]:
+    """No steps, as soon as the seed's engine is open; then the steps of each storm."""
+    storms = engines.storms(seed, turns)
+    yield 0
+    yield from itertools.islice(storms, AT_ONCE)
 
 
 @dataclass
@@ -55,19 +76,24 @@ class Tally:
     storms: int = 0
     steps: int = 0
     seconds: float = 0.0
+    engines: int = 0
+    opening: float = 0.0  # seconds; a process's first is its start, too
     failed: int = 0
 
-    def count(self, steps: int, seconds: float, is_wrong: bool) -> None:
-        self.storms += not is_wrong
-        self.steps += steps
-        self.seconds += seconds
-        self.failed += is_wrong
+    def count(self, found: Found) -> None:
+        if found.wrong:
+            self.failed += 1
+        elif found.steps:
+            self.storms, self.steps = self.storms + 1, self.steps + found.steps
+            self.seconds += found.seconds
+        else:
+            self.engines, self.opening = self.engines + 1, self.opening + found.seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=180)
-    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
@@ -81,10 +107,11 @@ def main() -> None:
         engines = Path(os.environ.get("GPU_ENGINES", folder))  # what tests have built is not built again
         with suppress(KeyboardInterrupt):
             stormed(engines, asked, done)
-    mean = done.seconds / max(done.storms, 1)
+    mean, opening = done.seconds / max(done.storms, 1), done.opening / max(done.engines, 1)
     print(
-        f"| {done.storms} storms of {asked.turns} turns | {done.steps} steps | {mean:.1f} s each,"
-        f" {asked.processes} at once | {done.failed} seeds failed |",
+        f"| {done.storms} storms of {asked.turns} turns | {done.steps} steps | {mean:.2f} s each,"
+        f" {asked.processes} at once | {done.engines} engines, {opening:.1f} s each"
+        f" | {done.failed} seeds failed |",
         flush=True,
     )
     sys.exit(done.failed > 0 or done.storms == 0)
@@ -104,13 +131,14 @@ def stormed(folder: Path, asked: argparse.Namespace, done: Tally) -> None:
     try:
         while not found.empty() or (any(p.is_alive() for p in processes) and time.time() < until + 60):
             try:
-                seed, steps, seconds, wrong = found.get(timeout=1)
+                one = found.get(timeout=1)
             except Empty:
                 continue
-            done.count(steps, seconds, bool(wrong))
-            print(f"seed {seed}: {wrong or f'{steps} steps in {seconds:.1f} s'}", flush=True)
+            done.count(one)
+            said = f"{f'{one.steps} steps' if one.steps else 'open'} in {one.seconds:.1f} s"
+            print(f"seed {one.seed}: {one.wrong or said}", flush=True)
         for process in (p for p in processes if p.is_alive()):
-            done.count(0, 0.0, True)
+            done.failed += 1
             print(f"{process.name} hangs", flush=True)
     finally:
         for process in processes:

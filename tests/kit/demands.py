@@ -1,5 +1,7 @@
 """Comparisons of tensors whose outcome the host learns all at once: a GPU is waited for once."""
 
+from collections.abc import Callable
+
 import torch
 
 from hemiola.runtime.device.transfer import fence, fetch
@@ -30,6 +32,17 @@ class Demands:
 
 def here(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """On the host, after one wait. Not to be written."""
+    return later(*tensors)()
+
+
+def later(*tensors: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+    """What they hold now, on the host; who asks behind the step does not wait."""
     fetched, passed = fetch(tensors), fence(tensors[0].device)
-    passed()
-    return fetched
+    if tensors[0].device.type == "cpu":
+        fetched = [tensor.clone() for tensor in fetched]
+
+    def found() -> list[torch.Tensor]:
+        passed()
+        return fetched
+
+    return found

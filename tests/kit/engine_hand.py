@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from kit.demands import Demands, here
+from kit.demands import Demands, later
 from kit.fake_session import check_inputs
 from kit.hand import Hand
 from kit.plain import Plain, places
@@ -182,6 +182,7 @@ class EngineHand(Hand):
         self.recorded: dict[tuple[int, ...], list[torch.Tensor]] = {}  # logits behind a text, every copy
         self.proposed: dict[tuple[int, ...], list[tuple[list[int], Rule]]] = {}  # drafts of an MTP head
         self._shuffle = shuffle
+        self._num_done = 0  # requests of which all has been demanded
         self._watch()
 
     def _watch(self) -> None:
@@ -252,11 +253,15 @@ class EngineHand(Hand):
             plans.append(plan)
             flight = launch(plan, bucket)
             held, fed = self.loop.scheduler.prefix.pages, Fed(*decoder._stage.views(decoder.shapes(bucket)))
-            table, rows = here(decoder._table, fed.rows)
-            for row in plan.rows:
-                own = slice(held.capacity[row.slot_id] // held.page_len)
-                assert table[row.slot_id, own].tolist() == held.table[row.slot_id, own].tolist()
-            self.note(plan, rows)
+            slots = [(row.slot_id, slice(held.capacity[row.slot_id] // held.page_len)) for row in plan.rows]
+            own, found = [held.table[place].tolist() for place in slots], later(decoder._table, fed.rows)
+
+            def look() -> None:
+                table, rows = found()
+                assert [table[place].tolist() for place in slots] == own
+                self.note(plan, rows)
+
+            self.look(plan, look)
             if not isinstance(self.loop.drafts, (Scripted, Prompted)):
                 self._keep_drafts(plan)
             return flight
@@ -265,15 +270,20 @@ class EngineHand(Hand):
 
     def _keep_drafts(self, plan: Plan) -> None:
         ledger, rows = self.loop.ledger, [row for row in plan.rows if row.room and self.mtp]
-        if rows:
-            total_lens, nums, all_ids = here(ledger.total_len, ledger.num_drafts, ledger.ids)
+        if not rows:
+            return
+        found = later(ledger.total_len, ledger.num_drafts, ledger.ids)
+
+        def look() -> None:
+            total_lens, nums, all_ids = found()
             for row in rows:
                 total_len, num = int(total_lens[row.slot_id]), int(nums[row.slot_id])
                 assert num == row.room
                 ids = all_ids[row.slot_id, : total_len + num].tolist()
-                self.proposed.setdefault(tuple(ids[:total_len]), []).append(
-                    (ids[total_len:], row.request.rule)
-                )
+                made = ids[total_len:], row.request.rule
+                self.proposed.setdefault(tuple(ids[:total_len]), []).append(made)
+
+        self.look(plan, look)
 
     def _record(self, plan: Plan, outcome: Outcome) -> None:
         logits, first = self.recorder.logits.popleft(), 0
@@ -303,7 +313,8 @@ class EngineHand(Hand):
 
     def check_logits(self) -> None:
         """What every token was chosen from, whenever and for whom, is the plain run's, bit for bit."""
-        texts = {tuple(request.ids[: request.total_len].tolist()): request for request in self.requests}
+        due = self.requests[self._num_done :]
+        texts = {tuple(request.ids[: request.total_len].tolist()): request for request in due}
         checked: set[tuple[int, ...]] = set()
         for ids, request in sorted(texts.items(), key=lambda found: -len(found[0])):
             if len(ids) == request.prompt_len:
@@ -315,7 +326,7 @@ class EngineHand(Hand):
                 checked.add(ids[:at])
                 if request.rule.greedy and not request.rule.edits_logits:
                     self.demands.true(logits[at - 1].argmax() == ids[at], f"{request.id}: token {at}")
-        for request in self.requests:
+        for request in due:
             self._check_logprobs(request)
         for ids in self.recorded.keys() - checked:  # of windows that ended early
             for copy in self.recorded[ids]:
@@ -367,6 +378,7 @@ class EngineHand(Hand):
         if not token_ids:
             return
         wanted, limits = self.plain.after(token_ids, edge).slot, self.manifest.limits
+        there: dict[tuple[int, ...], torch.Tensor] = {}  # lines; layers share them
         for state in self.manifest.states:
             if state.kind != "slot" or (state.name == "mtp.hidden" and not self.mtp):
                 continue
@@ -374,9 +386,13 @@ class EngineHand(Hand):
             lines = places(state, edge, len(token_ids), limits.chunk_len + limits.num_drafts)
             if lines == [] or (lines is None and edge == 0):
                 continue  # a request that begins at 0 reads none
-            lines = slice(None) if lines is None else upload_ints(held.device, lines)
-            where = f"{state.name}: slot {slot_id} at {edge}"
-            self.demands.same(held[lines], wanted[state.name][lines], where)
+            where, own = f"{state.name}: slot {slot_id} at {edge}", wanted[state.name]
+            if lines is not None:
+                key = tuple(lines)
+                if key not in there:
+                    there[key] = upload_ints(held.device, lines)
+                held, own = held[there[key]], own[there[key]]
+            self.demands.same(held, own, where)
 
     def check_running(self) -> None:
         """With nothing under way: each running slot is the plain run's after its committed tokens."""
@@ -394,6 +410,13 @@ class EngineHand(Hand):
         for state in self.manifest.states:
             held = self.storage.tensors[state.name][free[state.kind]]
             self.demands.true(held.isnan().all(), f"{state.name}: somebody wrote what nobody owns")
+
+    def forget(self) -> None:
+        """What was demanded of all there were: the next check is of requests to come."""
+        assert self.idle
+        self.recorded.clear()
+        self.proposed.clear()
+        self._num_done = len(self.requests)
 
     # Moves.
 

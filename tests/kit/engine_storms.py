@@ -15,12 +15,15 @@ def storm(
 ) -> None:
     """Arrivals (prompts that begin, continue or leave greedy texts), aborts, preemptions, flushes.
 
+    Nobody arrives while very many wait: their steps, in which nothing else happens, would be most of it.
+
     story: one of three texts of at least 100 tokens, greedy from the shortest prompt on.
     """
     prefix, page_len = hand.loop.scheduler.prefix, hand.config.page_len
     known: dict[int, list[int]] = {}  # requests whose oracle we have
     aborted: set[int] = set()
     before = len(hand.requests)  # of an earlier storm
+    most = 8 + 2 * hand.config.max_rows
 
     def arrive() -> None:
         text = story(dice.randrange(3))
@@ -35,12 +38,14 @@ def storm(
         if not tail:
             known[request_id] = text[length : length + num_tokens]
 
+    def going() -> list[int]:
+        return [request.id for request in hand.requests[before:] if not hand.ended(request.id)]
+
     for _ in range(num_turns):
-        if dice.random() < 0.25:
+        if dice.random() < 0.25 and len(going()) < most:
             arrive()
         if hand.requests and dice.random() < 0.04:
-            going = [r.id for r in hand.requests if not hand.ended(r.id)]
-            request_id = dice.choice(going or [1])
+            request_id = dice.choice(going() or [1])
             aborted.add(request_id)
             hand.loop.abort(request_id)
         running = hand.loop.scheduler.running
@@ -61,6 +66,7 @@ def storm(
             (hand.check_start if last.finish_reason == "cancelled" else hand.check)(
                 request.id, known[request.id]
             )
+    hand.forget()
     prefix.flush()
     hand.audit()
     assert prefix.pages.num_free == prefix.pages.num_pages - 1, "pages are lost"

@@ -82,27 +82,42 @@ class Engines:
         return EngineHand(engine_dir, self.plain(engine_dir), kind, **options)
 
     def storms(self, seed: int, num_turns: int) -> Iterator[int]:
-        """Storms of these turns, one after the other on one engine, from this seed on: steps of each."""
+        """The seed's engine, opened; then storms of these turns on it, one after the other: steps of each.
+
+        Ten seeds in a row have all drafts of both families, thirty at every depth, five all pools and sizes.
+        """
         dice, family = random.Random(seed), FAMILIES[seed % 2]
-        max_rows = dice.choice([1, 3, 8])
+        max_rows = in_turn(seed, "rows", [1, 3, 8])
         hand = self.hand(
             family,
             KINDS[seed // 2 % len(KINDS)],
             cuda_graphs=True,
             max_rows=max_rows,
             max_len=6 * PAGE,
-            max_step_tokens=dice.choice([max_rows, PAGE - 1, 3 * PAGE + 1]),
-            num_pages=dice.choice([9, 14, 60]),
-            num_snapshots=dice.choice([1, 2, 20]),
-            snapshot_interval=dice.choice([0, PAGE]),
+            max_step_tokens=in_turn(seed, "tokens", [max_rows, PAGE - 1, 3 * PAGE + 1]),
+            num_pages=in_turn(seed, "pages", [9, 14, 60]),
+            num_snapshots=in_turn(seed, "snapshots", [1, 2, 20]),
+            snapshot_interval=in_turn(seed, "interval", [0, PAGE]),
             pipeline_depth=seed % 3,
             shuffle=dice,
         )
-        done = 0
-        while True:
-            storm(hand, dice, lambda number: self.story(family)[:200], num_turns, shortest=16)
-            before, done = done, hand.loop.counters.num_steps
-            yield done - before
+        return _storms(hand, dice, self.story(family)[:200], num_turns)
+
+
+def in_turn(seed: int, name: str, choices: list[int]) -> int:
+    """Each choice once in as many seeds, in orders of its own."""
+    order = random.Random(f"{name} {seed // len(choices)}").sample(choices, len(choices))
+    return order[seed % len(choices)]
+
+
+def _storms(hand: EngineHand, dice: random.Random, text: list[int], num_turns: int) -> Iterator[int]:
+    counters, done = hand.loop.counters, 0
+    while True:
+        hand.plain.after(text)  # what it has of the text's beginnings is not computed again
+        storm(hand, dice, lambda number: text, num_turns, shortest=16)
+        hand.plain.keep(text)
+        before, done = done, counters.num_steps
+        yield done - before
 
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -1,9 +1,10 @@
 """Runs a loop by hand: no thread, an audit after every turn."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from kit.demands import later
 from kit.fake_session import VOCAB, FakeSession
 
 from hemiola.plugins.rows import live_rows
@@ -14,7 +15,7 @@ from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.engine.grammar import Grammar
 from hemiola.runtime.engine.loop import Loop
 from hemiola.runtime.engine.request import Bounds, Request, new_request
-from hemiola.runtime.engine.step import Batch, Plan
+from hemiola.runtime.engine.step import Batch, Outcome, Plan
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -31,6 +32,7 @@ class Hand:
         self.pieces: dict[int, list[Piece]] = {}
         self.final_len: dict[int, int] = {}  # by request: tokens whose state its last step made final
         self._stored: dict[int, int] = {}  # and the last edge at which a step kept a snapshot of it
+        self._looks: dict[int, tuple[Plan, list[Callable[[], None]]]] = {}  # by id of a plan under way
         self._watch_hits()
         self._watch_steps()
         if isinstance(loop.session, FakeSession):
@@ -52,15 +54,25 @@ class Hand:
         prefix.admit = admit_and_check
 
     def _watch_steps(self) -> None:
-        feed = self.loop.feed
-        fill = feed.fill
+        feed, scheduler = self.loop.feed, self.loop.scheduler
+        fill, commit = feed.fill, scheduler.commit
 
         def fill_and_note(plan: Plan) -> Batch:
             batch = fill(plan)
-            self.note(plan, batch.rows.cpu())
+            found = later(batch.rows)
+            self.look(plan, lambda: self.note(plan, *found()))
             return batch
 
-        feed.fill = fill_and_note
+        def look_and_commit(plan: Plan, outcome: Outcome) -> None:
+            for look in self._looks.pop(id(plan), (plan, []))[1]:
+                look()
+            commit(plan, outcome)
+
+        feed.fill, scheduler.commit = fill_and_note, look_and_commit
+
+    def look(self, plan: Plan, look: Callable[[], None]) -> None:
+        """As soon as the step is done: a wait before that would keep steps from being under way together."""
+        self._looks.setdefault(id(plan), (plan, []))[1].append(look)
 
     def note(self, plan: Plan, rows: torch.Tensor) -> None:
         """What a step does with the rows of a plan."""

@@ -47,6 +47,12 @@ class Plain:
                 self._longer.setdefault(key[1][: 4 * end], run)
         return self._runs[key]
 
+    def keep(self, token_ids: Sequence[int]) -> None:
+        """Of this text and its beginnings; all other runs are forgotten."""
+        text = np.array(token_ids, np.int32).tobytes()
+        self._runs = {key: run for key, run in self._runs.items() if text.startswith(key[1])}
+        self._longer = {page: run for page, run in self._longer.items() if text.startswith(page)}
+
     def page(self, token_ids: Sequence[int]) -> Tensors:
         """The last page of a text that ends at a page's edge."""
         run = self._longer.get(np.array(token_ids, np.int32).tobytes()) or self.after(token_ids)
