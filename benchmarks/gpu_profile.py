@@ -5,7 +5,9 @@
 
 Engines are those of gpu_models.py. A table per step: kernels, and "alone", the time in which no kernel that
 began earlier still ran (a kernel may begin while the one before it ends); gaps are the times without any,
-where they are shorter than LONG. The profiler makes kernels a little slower than they are without it.
+where they are shorter than LONG. The profiler makes kernels a little slower than they are without it, and
+behind an engine that was closed it called 32 dense layers of a prompt `_scan` (their handle had been that
+one's, it seems): where the host launches all of a prompt's kernels one by one, names are those of its calls.
 """
 
 import argparse
@@ -13,7 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +25,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from hemiola.plugins.gpu import launch
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.llm import LLM
 
@@ -102,6 +106,33 @@ def _short(name: str) -> str:
     return name.partition("(")[0].partition("<")[0].removeprefix("void ")[-60:]
 
 
+@contextmanager
+def launched() -> Iterator[list[str]]:
+    """Names of the kernels that the host launches, in order; those of graphs are not among them."""
+    names, plain = [], launch.Kernel._launch
+
+    def note(kernel: launch.Kernel, grid: tuple[int, ...], *values: Any, **constants: Any) -> None:
+        if 0 not in grid:
+            names.append(kernel.entry)
+        plain(kernel, grid, *values, **constants)
+
+    launch.Kernel._launch = note
+    try:
+        yield names
+    finally:
+        launch.Kernel._launch = plain
+
+
+def renamed(kernels: list[Kernel], names: list[str]) -> list[Kernel]:
+    """By the host's names, if it launched as many of ours as ran; kernels of a stream begin in that order."""
+    ours = [n for n, kernel in enumerate(kernels) if kernel.name.startswith("_")]
+    ours.sort(key=lambda n: kernels[n].start)
+    if len(ours) != len(names):
+        return kernels
+    known = dict(zip(ours, names, strict=True))
+    return [kernel._replace(name=known.get(n, kernel.name)) for n, kernel in enumerate(kernels)]
+
+
 def decode(llm: LLM, prompts: list[list[int]], title: str) -> None:
     """The table of a step while all rows decode."""
     gpu_models.decode(llm, prompts, 8)
@@ -130,10 +161,14 @@ def decode(llm: LLM, prompts: list[list[int]], title: str) -> None:
 def prompt(llm: LLM, token_ids: list[int], title: str) -> None:
     """The table of a prompt's only step."""
     gpu_models.first_token(llm, token_ids[::-1])
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with launched() as names, profile(activities=[ProfilerActivity.CUDA]) as found:
         gpu_models.first_token(llm, token_ids)
         torch.cuda.synchronize()
-    table(title, kernels_of(found), 1)
+    seen = kernels_of(found)
+    kernels = renamed(seen, names)
+    table(title, kernels, 1)
+    num = sum(a.name != b.name for a, b in zip(seen, kernels, strict=True))
+    print(f"\n{len(names)} of them launched by the host; the profiler had {num} other names", flush=True)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ import torch
 if TYPE_CHECKING:
     from kit.gpu_engines import Engines  # in the processes
 
-AT_ONCE = 10  # storms on an engine, before another seed makes its own
+AT_ONCE = 16  # storms on an engine, before another seed makes its own
 LAST = 8  # seconds before the end in which no storm begins
 
 

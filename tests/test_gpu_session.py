@@ -15,6 +15,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from hemiola.plugins.gpu import launch
+
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = """\
 ============ test session starts ============
@@ -243,6 +245,24 @@ def test_a_kernel_that_begins_while_another_runs_is_alone_for_its_rest(
     profiles.table("a step", [profiles.Kernel(*run) for run in runs], 2)
     said = capsys.readouterr().out
     assert "| **dense** | 1.0 | 8.0 | 0.008 | 0.008 |" in said and "| gaps | | | | 0.001 |" in said
+
+
+def test_a_kernel_has_the_name_of_its_launch_and_not_that_of_one_that_was_unloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt's table had 32 dense layers among the scans of an engine that was closed."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    profiles = importlib.import_module("gpu_profile")
+    dense, scan = (launch.Kernel("linear", "_persistent"), launch.Kernel("delta", "_scan"))
+    with launch.launches(lambda *given: None), profiles.launched() as names:
+        for kernel, grid in ((dense, (3,)), (scan, (0, 2)), (scan, (1,)), (dense, (8, 1))):
+            kernel[grid](1, SIZE=2)
+    assert names == ["_persistent", "_scan", "_persistent"]
+    runs = [("_scan", 7, 9), ("at::native::copy", 1, 2), ("_persistent", 0, 3), ("_scan", 4, 5)]
+    seen = [profiles.Kernel(*run) for run in runs]
+    mine = [kernel.name for kernel in profiles.renamed(seen, names)]
+    assert mine == ["_persistent", "at::native::copy", "_persistent", "_scan"]
+    assert profiles.renamed(seen, names[:2]) == seen, "some were a graph's"
 
 
 def test_tritonserver_comes_in_one_archive_and_finds_the_packages_of_the_machine(
