@@ -1,12 +1,16 @@
 """Tiny checkpoints and engines, made once per session; poison for memory that nobody may read."""
 
+import fcntl
 import gc
+import hashlib
 import logging
 import os
 import random
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -76,35 +80,56 @@ SMALL = {"max_len": 512, "max_rows": 8, "max_step_tokens": 256, "page_len": 32, 
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """(key, name, who makes a Path) -> a folder of that name, which one worker makes for all of them."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+
+    def get(key: tuple, name: str, make: Callable[[Path], object]) -> Path:
+        folder = root / hashlib.sha256(repr(key).encode()).hexdigest()[:12]
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "made").exists():
+                with torch.random.fork_rng(devices=[]):  # a test draws the same, whoever makes it
+                    make(folder / name)
+                (folder / "made").touch()
+        return folder / name
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(shared: Callable[..., Path]) -> Callable[[str], Path]:
     """family -> checkpoint folder (checkpoints.FAMILIES). Do not change it; copy it first."""
-    made: dict[str, Path] = {}
 
     def get(family: str) -> Path:
-        if family not in made:
-            made[family] = checkpoints.make(family, tmp_path_factory.mktemp("checkpoint") / family)
-        return made[family]
+        if family in checkpoints.TEST_FAMILIES:
+            import_module(f"kit.{family}")  # which makes it known
+        return shared(("checkpoint", family), family, partial(checkpoints.make, family))
 
     return get
 
 
 @pytest.fixture(scope="session")
 def tiny_engine(
-    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[[str], Path]
+    tmp_path_factory: pytest.TempPathFactory,
+    shared: Callable[..., Path],
+    tiny_checkpoint: Callable[[str], Path],
 ) -> Callable[..., Path]:
     """(family, **options of builder.build.Options) -> engine directory. Do not change it; copy it first."""
-    built: dict[tuple, Path] = {}
 
     def get(family: str, **options: object) -> Path:
-        key = (family, *sorted(options.items()))
-        if key not in built and DEVICE == "cuda":
-            shared = gpu_engines.Engines(gpu_engines.shared_folder(tmp_path_factory))
-            built[key] = shared.engine(tiny_checkpoint(family), **SMALL | options)
-        if key not in built:
-            built[key] = tmp_path_factory.mktemp("engine") / family
+        checkpoint, options = tiny_checkpoint(family), SMALL | options
+        if DEVICE == "cuda":
+            own = gpu_engines.Engines(gpu_engines.shared_folder(tmp_path_factory))
+            return own.engine(checkpoint, **options)
+
+        def make(engine_dir: Path) -> None:
             with uncompiled() if options.get("arch", "cpu") != "cpu" else nullcontext():
-                build(tiny_checkpoint(family), built[key], Options(**SMALL | options))
-        return built[key]
+                build(checkpoint, engine_dir, Options(**options))
+
+        return shared(("engine", family, sorted(options.items())), family, make)
 
     return get
 

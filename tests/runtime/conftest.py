@@ -143,14 +143,7 @@ def answers(wanted: Wanted) -> Callable[[str], Callable[[Sequence[int], int], li
 
 
 @pytest.fixture(scope="session")
-def bundled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def bundled(shared: Callable[..., Path]) -> Callable[[str], Path]:
     """A checkpoint of demo/ -> its engine."""
-    built: dict[str, Path] = {}
-
-    def get(model: str) -> Path:
-        if model not in built:
-            built[model] = tmp_path_factory.mktemp("bundled") / model
-            build(DEMO / model, built[model], Options(max_len=512, max_rows=4, max_step_tokens=256))
-        return built[model]
-
-    return get
+    options = Options(max_len=512, max_rows=4, max_step_tokens=256)
+    return lambda model: shared(("bundled", model), model, lambda to: build(DEMO / model, to, options))
