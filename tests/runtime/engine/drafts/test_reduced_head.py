@@ -14,7 +14,7 @@ from hemiola.runtime.cli import inspect
 from hemiola.runtime.errors import Refused
 
 FEW = 100  # of some 320 ids
-BUILT = {"draft_vocab": FEW, "page_len": 32, "chunk_len": 16}
+BUILT = {"draft_vocab": FEW, "max_step_tokens": 512, "page_len": 32, "chunk_len": 16}
 FAMILIES = pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_5", "qwen3_5_tied"])
 SAMPLED = {"temperature": 0.8, "top_p": 0.9}
 EDITED = {"logit_bias": {7: 2.0, 310: 5.0}, "bad_words_ids": ((42,), (121, 254)), "repetition_penalty": 1.2}
