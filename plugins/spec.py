@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hemiola.plugins.gpu.dtypes import ENGINES
+
 LIBRARY = torch.library.Library("hemiola", "DEF")
 
 FLOAT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -195,19 +197,21 @@ def first_reason(*refusals: Callable[[Call], str]) -> Callable[[Call], str]:
     return lambda call: next(filter(None, (refuses(call) for refuses in refusals)), "")
 
 
-def bf16(wide: Sequence[str] = (), narrow: Sequence[str] = ()) -> Callable[[Call], str]:
-    """Refuses floats that are not bf16; those of the arguments `wide` that are not fp32.
+def one_dtype(wide: Sequence[str] = (), narrow: Sequence[str] = ()) -> Callable[[Call], str]:
+    """Refuses floats that are not all bf16, or all fp32; those of the arguments `wide` that are not fp32.
 
-    The arguments `narrow` may be e4m3, all of them.
+    Beside bf16 the arguments `narrow` may be e4m3, all of them.
     """
 
     def refuses(call: Call) -> str:
-        kinds = {call.dtypes[name] for name in narrow}
-        for name, dtype in call.dtypes.items():
-            if name in narrow and kinds == {E4M3}:
-                continue
-            expected = torch.float32 if name in wide else torch.bfloat16
-            if dtype.is_floating_point and dtype is not expected:
+        floats = {name: dtype for name, dtype in call.dtypes.items() if dtype.is_floating_point}
+        own = next((dtype for name, dtype in floats.items() if name not in (*wide, *narrow)), torch.float32)
+        own = own if own in ENGINES else torch.bfloat16
+        if own is torch.bfloat16 and {floats[name] for name in narrow} == {E4M3}:
+            floats = {name: dtype for name, dtype in floats.items() if name not in narrow}
+        for name, dtype in floats.items():
+            expected = torch.float32 if name in wide else own
+            if dtype is not expected:
                 return f"{name} is {dtype}, not {expected}"
         return ""
 

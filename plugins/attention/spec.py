@@ -12,9 +12,9 @@ from hemiola.plugins.spec import (
     Form,
     Op,
     Result,
-    bf16,
     first_reason,
     fp32_in_sixteens,
+    one_dtype,
 )
 
 PAGES, NARROW = (*FLOAT, E4M3), ("k_pages", "v_pages")
@@ -56,6 +56,6 @@ ATTENTION = Op(
             "cpu",
             first_reason(_refuses_scales, fp32_in_sixteens("DL", narrow=NARROW)),
         ),
-        Form("cuda", "cuda", first_reason(_refuses_on_cuda, _refuses_scales, bf16(narrow=NARROW))),
+        Form("cuda", "cuda", first_reason(_refuses_on_cuda, _refuses_scales, one_dtype(narrow=NARROW))),
     ),
 )

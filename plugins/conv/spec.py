@@ -3,7 +3,7 @@
 import torch
 
 from hemiola.plugins.conv.reference import conv as reference
-from hemiola.plugins.spec import ROWS, Arg, Attr, Form, Op, Result, bf16, fp32_in_sixteens
+from hemiola.plugins.spec import ROWS, Arg, Attr, Form, Op, Result, fp32_in_sixteens, one_dtype
 
 
 def taps(weight: torch.Tensor) -> torch.Tensor:
@@ -25,6 +25,6 @@ CONV = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens("E"), {"weight": taps}),
-        Form("cuda", "cuda", bf16()),
+        Form("cuda", "cuda", one_dtype()),
     ),
 )

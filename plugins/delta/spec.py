@@ -9,10 +9,10 @@ from hemiola.plugins.spec import (
     Form,
     Op,
     Result,
-    bf16,
     first_reason,
     fp32_in_sixteens,
     on_the_grid,
+    one_dtype,
 )
 
 WIDE = ("dt_bias", "A", "state", "g_records", "beta_records")
@@ -41,6 +41,6 @@ DELTA = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens("KV")),
-        Form("cuda", "cuda", first_reason(on_the_grid("K"), bf16(WIDE))),
+        Form("cuda", "cuda", first_reason(on_the_grid("K"), one_dtype(WIDE))),
     ),
 )

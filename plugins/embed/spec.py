@@ -2,7 +2,7 @@
 
 from hemiola.plugins.embed.reference import embed as reference
 from hemiola.plugins.linear.spec import strips
-from hemiola.plugins.spec import INT, Arg, Form, Op, Result, bf16, fp32_in_sixteens
+from hemiola.plugins.spec import INT, Arg, Form, Op, Result, fp32_in_sixteens, one_dtype
 
 EMBED = Op(
     name="embed",
@@ -12,6 +12,6 @@ EMBED = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens(""), {"weight": strips}, sizes="V"),
-        Form("cuda", "cuda", bf16()),
+        Form("cuda", "cuda", one_dtype()),
     ),
 )

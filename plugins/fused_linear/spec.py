@@ -8,7 +8,7 @@ import torch
 
 from hemiola.plugins.fused_linear.reference import ACTIVATIONS, EIGHT
 from hemiola.plugins.fused_linear.reference import fused_linear as reference
-from hemiola.plugins.spec import Arg, Attr, Call, Form, Op, Result, bf16, first_reason
+from hemiola.plugins.spec import Arg, Attr, Call, Form, Op, Result, first_reason, one_dtype
 
 
 def by_eights(weight: torch.Tensor) -> torch.Tensor:
@@ -38,5 +38,5 @@ FUSED_LINEAR = Op(
     attrs=(Attr("activation", str), Attr("width", int, "D")),
     results=(Result("TD"),),
     reference=reference,
-    forms=(Form("cuda", "cuda", first_reason(_refuses, bf16())),),
+    forms=(Form("cuda", "cuda", first_reason(_refuses, one_dtype())),),
 )

@@ -1,7 +1,7 @@
 """A gate on every channel: what SwiGLU, gated attention and a shared expert end with."""
 
 from hemiola.plugins.gate.reference import gate as reference
-from hemiola.plugins.spec import Arg, Attr, Call, Form, Op, Result, bf16, first_reason, fp32_in_sixteens
+from hemiola.plugins.spec import Arg, Attr, Call, Form, Op, Result, first_reason, fp32_in_sixteens, one_dtype
 
 
 def _refuses(call: Call) -> str:
@@ -20,6 +20,6 @@ GATE = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", first_reason(_refuses, fp32_in_sixteens("E"))),
-        Form("cuda", "cuda", first_reason(_refuses, bf16())),
+        Form("cuda", "cuda", first_reason(_refuses, one_dtype())),
     ),
 )

@@ -1,4 +1,7 @@
-"""Products of fp32 tiles on bf16 tensor cores: a number as the sum of two bf16 halves, about 17 bits."""
+"""Products of fp32 tiles on bf16 tensor cores: a number as the sum of two bf16 halves, about 17 bits.
+
+Engines in fp32 have no halves: all products are chains of fused multiply-adds, without tensor cores.
+"""
 
 import os
 
@@ -11,11 +14,11 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def dot(a, b):
-    """a times b, both bf16, summed in fp32."""
+    """a times b, both bf16 or both fp32, summed in fp32."""
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     else:
-        return tl.dot(a, b)
+        return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
@@ -24,7 +27,7 @@ def add_dot(sums, a, b):
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
     else:
-        return tl.dot(a, b, sums)
+        return tl.dot(a, b, sums, input_precision="ieee")
 
 
 # Two numbers at a time; from Triton's own conversions the compiler makes a third more instructions.
@@ -35,9 +38,11 @@ _HALVES = tl.constexpr(
 
 
 @triton.jit
-def halves(a):
-    """`a` as high + low, both bf16."""
-    if _INTERPRETED:
+def halves(a, dtype: tl.constexpr):
+    """`a` as high + low, both bf16; in an fp32 engine `a` and zeros."""
+    if dtype == tl.float32:
+        return a, tl.zeros_like(a)
+    elif _INTERPRETED:
         high = a.to(tl.bfloat16)
         return high, (a - high.to(tl.float32)).to(tl.bfloat16)
     else:
@@ -48,24 +53,33 @@ def halves(a):
 
 @triton.jit
 def dot_wide_left(a, b):
-    """a (fp32) times b (bf16)."""
-    high, low = halves(a)
-    return add_dot(dot(low, b), high, b)
+    """a (fp32) times b (bf16 or fp32)."""
+    if b.dtype == tl.float32:
+        return dot(a, b)
+    else:
+        high, low = halves(a, b.dtype)
+        return add_dot(dot(low, b), high, b)
 
 
 @triton.jit
 def dot_wide_right(a, b):
-    """a (bf16) times b (fp32)."""
-    high, low = halves(b)
-    return add_dot(dot(a, low), a, high)
+    """a (bf16 or fp32) times b (fp32)."""
+    if a.dtype == tl.float32:
+        return dot(a, b)
+    else:
+        high, low = halves(b, a.dtype)
+        return add_dot(dot(a, low), a, high)
 
 
 @triton.jit
-def dot_wide(a, b):
-    """a times b, both fp32; the product of the low halves is left out."""
-    a_high, a_low = halves(a)
-    b_high, b_low = halves(b)
-    return add_dot(add_dot(dot(a_low, b_high), a_high, b_low), a_high, b_high)
+def dot_wide(a, b, dtype: tl.constexpr):
+    """a times b, both fp32, in an engine of this dtype; the product of the low halves is left out."""
+    if dtype == tl.float32:
+        return dot(a, b)
+    else:
+        a_high, a_low = halves(a, dtype)
+        b_high, b_low = halves(b, dtype)
+        return add_dot(add_dot(dot(a_low, b_high), a_high, b_low), a_high, b_high)
 
 
 @triton.jit

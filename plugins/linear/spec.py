@@ -3,7 +3,7 @@
 import torch
 
 from hemiola.plugins.linear.reference import linear as reference
-from hemiola.plugins.spec import Arg, Form, Op, Result, bf16, fp32_in_sixteens
+from hemiola.plugins.spec import Arg, Form, Op, Result, fp32_in_sixteens, one_dtype
 
 
 def strips(weight: torch.Tensor) -> torch.Tensor:
@@ -25,6 +25,6 @@ LINEAR = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens(""), {"weight": strips}, sizes="O"),
-        Form("cuda", "cuda", bf16()),
+        Form("cuda", "cuda", one_dtype()),
     ),
 )

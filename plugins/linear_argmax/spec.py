@@ -3,7 +3,7 @@
 import torch
 
 from hemiola.plugins.linear_argmax.reference import linear_argmax as reference
-from hemiola.plugins.spec import Arg, Form, Op, Result, bf16
+from hemiola.plugins.spec import Arg, Form, Op, Result, one_dtype
 
 LINEAR_ARGMAX = Op(
     name="linear_argmax",
@@ -15,5 +15,5 @@ LINEAR_ARGMAX = Op(
     attrs=(),
     results=(Result("T", torch.float32), Result("T", torch.int64)),
     reference=reference,
-    forms=(Form("cuda", "cuda", bf16()),),
+    forms=(Form("cuda", "cuda", one_dtype()),),
 )

@@ -9,10 +9,10 @@ from hemiola.plugins.spec import (
     Form,
     Op,
     Result,
-    bf16,
     first_reason,
     fp32_in_sixteens,
     on_the_grid,
+    one_dtype,
 )
 
 WIDE = ("dt_bias", "A", "D", "state", "dt_records")
@@ -40,6 +40,6 @@ MAMBA2 = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens("PD")),
-        Form("cuda", "cuda", first_reason(on_the_grid("D"), bf16(WIDE))),
+        Form("cuda", "cuda", first_reason(on_the_grid("D"), one_dtype(WIDE))),
     ),
 )

@@ -11,9 +11,9 @@ from hemiola.plugins.spec import (
     Form,
     Op,
     Result,
-    bf16,
     first_reason,
     fp32_in_sixteens,
+    one_dtype,
 )
 
 ACTIVATIONS = {"relu2": 1, "swiglu": 2}  # and how many outputs of `up` make one input of `down`
@@ -48,6 +48,6 @@ MOE = Op(
             {"up": strips, "down": strips},
             sizes="I",
         ),
-        Form("cuda", "cuda", first_reason(_refuses, bf16(wide=["expert_weights"]))),
+        Form("cuda", "cuda", first_reason(_refuses, one_dtype(wide=["expert_weights"]))),
     ),
 )

@@ -1,7 +1,7 @@
 """RMS norm over groups of channels, with an optional gate."""
 
 from hemiola.plugins.norm.reference import norm as reference
-from hemiola.plugins.spec import Arg, Attr, Call, Form, Op, Result, bf16, first_reason, fp32_in_sixteens
+from hemiola.plugins.spec import Arg, Attr, Call, Form, Op, Result, first_reason, fp32_in_sixteens, one_dtype
 
 
 def _refuses(call: Call) -> str:
@@ -34,6 +34,6 @@ NORM = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", first_reason(_refuses_on_cpu, fp32_in_sixteens("W"))),
-        Form("cuda", "cuda", first_reason(_refuses, bf16(wide=["weight"]))),
+        Form("cuda", "cuda", first_reason(_refuses, one_dtype(wide=["weight"]))),
     ),
 )

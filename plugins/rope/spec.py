@@ -1,7 +1,7 @@
 """Rotary positions, from a table that the builder computes: every device turns by the same numbers."""
 
 from hemiola.plugins.rope.reference import rope as reference
-from hemiola.plugins.spec import INT, Arg, Call, Form, Op, Result, bf16, first_reason, fp32_in_sixteens
+from hemiola.plugins.spec import INT, Arg, Call, Form, Op, Result, first_reason, fp32_in_sixteens, one_dtype
 
 
 def _refuses(call: Call) -> str:
@@ -18,6 +18,6 @@ ROPE = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", first_reason(_refuses, fp32_in_sixteens(""))),
-        Form("cuda", "cuda", first_reason(_refuses, bf16(wide=["table"]))),
+        Form("cuda", "cuda", first_reason(_refuses, one_dtype(wide=["table"]))),
     ),
 )

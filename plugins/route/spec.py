@@ -3,7 +3,18 @@
 import torch
 
 from hemiola.plugins.route.reference import route as reference
-from hemiola.plugins.spec import FP32, Arg, Attr, Call, Form, Op, Result, bf16, first_reason, fp32_in_sixteens
+from hemiola.plugins.spec import (
+    FP32,
+    Arg,
+    Attr,
+    Call,
+    Form,
+    Op,
+    Result,
+    first_reason,
+    fp32_in_sixteens,
+    one_dtype,
+)
 
 
 def _refuses(call: Call) -> str:
@@ -34,6 +45,6 @@ ROUTE = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", first_reason(_refuses, fp32_in_sixteens(""))),
-        Form("cuda", "cuda", first_reason(_refuses, bf16(wide=["bias"]))),
+        Form("cuda", "cuda", first_reason(_refuses, one_dtype(wide=["bias"]))),
     ),
 )
