@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from hemiola.plugins.gpu.checks import check
+from hemiola.plugins.gpu.dtypes import ENGINES
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import every_number_of_rows
 
@@ -64,17 +65,21 @@ def choose(num_tokens: int, num_rows: int, heads: int, width: int, decays: int, 
     )  # fmt: skip
 
 
+# Of engines in fp32, whose products are in registers.
+FP32 = TilePlan(16, 1, 1, 8, 16, 8, 1, 264, 8, 0, 132, False)
+
+
 def delta(
-    q: torch.Tensor,  # [T, G, K] bf16, normalised and scaled
-    k: torch.Tensor,  # [T, G, K] bf16, normalised
-    v: torch.Tensor,  # [T, H, V] bf16
+    q: torch.Tensor,  # [T, G, K] bf16 or fp32, normalised and scaled; k, v and their records likewise
+    k: torch.Tensor,  # [T, G, K] normalised
+    v: torch.Tensor,  # [T, H, V]
     a: torch.Tensor,  # [T, H, J] fp32 or bf16, raw; J = 1 or K
     b: torch.Tensor,  # [T, H] fp32 or bf16, raw
     dt_bias: torch.Tensor,  # [H, J] fp32
     A: torch.Tensor,  # [H] fp32, negative
     state: torch.Tensor,  # [S, H, K, V] fp32
-    k_records: torch.Tensor,  # [S, R, G, K] bf16
-    v_records: torch.Tensor,  # [S, R, H, V] bf16
+    k_records: torch.Tensor,  # [S, R, G, K]
+    v_records: torch.Tensor,  # [S, R, H, V]
     g_records: torch.Tensor,  # [S, R, H, J] fp32
     beta_records: torch.Tensor,  # [S, R, H] fp32
     rows: torch.Tensor,  # [N, 8] int32
@@ -86,6 +91,8 @@ def delta(
     device, ring_len, num_rows = k.device, k_records.shape[1], rows.shape[0]
     tokens, records = (q, k, v, a, b, dt_bias, A), (k_records, v_records, g_records, beta_records)
     _check(tokens, state, records, rows, chunk_len)
+    if plan is None and q.dtype is torch.float32:
+        plan = FP32
     plan = plan or choose(num_tokens, num_rows, heads, width, decays, chunk_len * depth)
     o = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=device)
     query = torch.empty((num_tokens, heads, 2, depth), dtype=q.dtype, device=device)  # in two halves
@@ -136,16 +143,16 @@ def _check(
     slots, ring_len = k_records.shape[:2]
     raw = (torch.float32, torch.bfloat16)
     device = k.device
-    check("delta", "q", q, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
-    check("delta", "k", k, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
-    check("delta", "v", v, (num_tokens, heads, width), torch.bfloat16, device, apart=1)
+    check("delta", "q", q, (num_tokens, groups, depth), ENGINES, device, apart=1)
+    check("delta", "k", k, (num_tokens, groups, depth), q.dtype, device, apart=1)
+    check("delta", "v", v, (num_tokens, heads, width), q.dtype, device, apart=1)
     check("delta", "a", a, (num_tokens, heads, decays), raw, device, apart=1)
     check("delta", "b", b, (num_tokens, heads), raw, device, apart=1)
     check("delta", "dt_bias", dt_bias, (heads, decays), torch.float32, device)
     check("delta", "A", A, (heads,), torch.float32, device)
     check("delta", "state", state, (slots, heads, depth, width), torch.float32, device)
-    check("delta", "k_records", k_records, (slots, ring_len, groups, depth), torch.bfloat16, device)
-    check("delta", "v_records", v_records, (slots, ring_len, heads, width), torch.bfloat16, device)
+    check("delta", "k_records", k_records, (slots, ring_len, groups, depth), q.dtype, device)
+    check("delta", "v_records", v_records, (slots, ring_len, heads, width), q.dtype, device)
     check("delta", "g_records", g_records, (slots, ring_len, heads, decays), torch.float32, device)
     check("delta", "beta_records", beta_records, (slots, ring_len, heads), torch.float32, device)
     check("delta", "rows", rows, (rows.shape[0], 8), torch.int32, device)

@@ -190,8 +190,12 @@ def _solved(
 @triton.jit
 def _asked(s, high, low):
     """The state [BV, K], fp32, times queries [K, t] in two halves."""
-    s_high, s_low = halves(s)
-    return add_dot(add_dot(dot(s_low, high), s_high, low), s_high, high)
+    if high.dtype == tl.float32:
+        # not just the product: where something is added to one, Triton begins the product's sums with it
+        return tl.fma(dot(s, high), 1.0, 0.0)
+    else:
+        s_high, s_low = halves(s, high.dtype)
+        return add_dot(add_dot(dot(s_low, high), s_high, low), s_high, high)
 
 
 @triton.jit
@@ -226,7 +230,7 @@ def _folded(s, update, k_c, gain, decay, J: tl.constexpr):
     if J == 1:
         gained = dot_wide_left(update * gain[None, :], k_c)
     else:
-        gained = dot_wide(update, k_c.to(tl.float32) * gain)
+        gained = dot_wide(update, k_c.to(tl.float32) * gain, k_c.dtype)
     return s * decay + gained
 
 

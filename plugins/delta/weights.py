@@ -42,7 +42,7 @@ def solve(
     total = tl.cumsum(g_c, 0)
     inverse, turned = _inverse(k_c, total, beta_c, J)
     met = tl.where(c[None, :] <= c[:, None], _met(q_c, k_c, total, J), 0.0)
-    mix = dot_wide(met, tl.trans(turned))
+    mix = dot_wide(met, tl.trans(turned), k_c.dtype)
     to_values = mixed + (token * H + h) * V + (c[:, None] * (H * V) + p[None, :])
     tl.store(to_values, dot_wide_left(mix, v_c), mask=new[:, None] & (p < V)[None, :])
     if J == 1:
@@ -50,8 +50,8 @@ def solve(
         erased = dot_wide_left(mix * tl.exp(total)[None, :], k_c)
     else:
         reach = tl.exp(total)
-        erased = dot_wide(mix, k_c.to(tl.float32) * reach)
-    high, low = halves(tl.fma(q_c.to(tl.float32), reach, -erased))
+        erased = dot_wide(mix, k_c.to(tl.float32) * reach, k_c.dtype)
+    high, low = halves(tl.fma(q_c.to(tl.float32), reach, -erased), q_c.dtype)
     to = query + (token * H + h) * (2 * K) + (c[:, None] * (2 * H * K) + n[None, :])
     tl.store(to, high, mask=new[:, None])
     tl.store(to + K, low, mask=new[:, None])
@@ -66,10 +66,10 @@ def store_fold(
     """What a whole chunk does to the state: k, T (k exp(G)), T v and G."""
     n, p = tl.arange(0, K), tl.arange(0, v_c.shape[1])
     if J == 1:
-        high, low = halves(dot_wide_left(inverse * tl.exp(total)[None, :], k_c))
+        high, low = halves(dot_wide_left(inverse * tl.exp(total)[None, :], k_c), k_c.dtype)
         tl.store(totals + line * H + h, total)
     else:
-        high, low = halves(dot_wide(inverse, k_c.to(tl.float32) * tl.exp(total)))
+        high, low = halves(dot_wide(inverse, k_c.to(tl.float32) * tl.exp(total), k_c.dtype), k_c.dtype)
         tl.store(totals + line[:, None] * (H * K) + (h * K + n[None, :]), total)
     to = solved_keys + line[:, None] * (2 * H * K) + (h * (2 * K) + n[None, :])
     tl.store(to, high)
@@ -157,7 +157,8 @@ def _meet(met, left, k_c, total, HALF: tl.constexpr):
     decayed = left.to(tl.float32) * tl.exp(tl.where(late[:, None], total - turn, -1e30))
     awaited = k_c.to(tl.float32) * tl.exp(tl.where(early[:, None], turn - total, -1e30))
     same = (c // (2 * HALF))[:, None] == (c // (2 * HALF))[None, :]
-    return tl.where(same & late[:, None] & early[None, :], dot_wide(decayed, tl.trans(awaited)), met)
+    apart = same & late[:, None] & early[None, :]
+    return tl.where(apart, dot_wide(decayed, tl.trans(awaited), k_c.dtype), met)
 
 
 @triton.jit
@@ -174,7 +175,7 @@ def _inverse(k_c, total, beta_c, J: tl.constexpr):
     turned = tl.where(s == t, 1.0, tl.where(near, -turned_pairs, 0.0))
     for level in tl.static_range(1, 6):
         if (1 << level) < CHUNK:
-            inverse, turned = _grow(inverse, turned, turned_pairs, t, s, 1 << level)
+            inverse, turned = _grow(inverse, turned, turned_pairs, t, s, 1 << level, k_c.dtype)
     return inverse * beta_c[None, :], turned * beta_c[:, None]
 
 
@@ -189,8 +190,8 @@ def _turned_met(k_c, met, total, J: tl.constexpr):
 
 
 @triton.jit
-def _grow(inverse, turned, turned_pairs, t, s, HALF: tl.constexpr):
+def _grow(inverse, turned, turned_pairs, t, s, HALF: tl.constexpr, dtype: tl.constexpr):
     """The inverse of blocks of 2 HALF places from that of blocks of HALF."""
     between = (t // (2 * HALF) == s // (2 * HALF)) & ((s // HALF) % 2 == 1) & ((t // HALF) % 2 == 0)
-    left = dot_wide(inverse, tl.trans(tl.where(between, turned_pairs, 0.0)))
-    return inverse - dot_wide(left, tl.trans(turned)), turned - dot_wide(turned, tl.trans(left))
+    left = dot_wide(inverse, tl.trans(tl.where(between, turned_pairs, 0.0)), dtype)
+    return inverse - dot_wide(left, tl.trans(turned), dtype), turned - dot_wide(turned, tl.trans(left), dtype)
