@@ -16,6 +16,7 @@ import torch
 
 from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.device import Gpu
+from hemiola.plugins.gpu.dtypes import ENGINES
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import every_number_of_rows
 
@@ -56,6 +57,9 @@ def choose(num_rows: int, heads: int, width: int, groups: int, depth: int) -> Ti
     return TilePlan(channels, together, 3, 2, channels // 16, widest, 2, 4, 264)
 
 
+FP32 = TilePlan(16, 1, 1, 1, 4, 16, 1, 4, 264)  # of engines in fp32, whose products are in registers
+
+
 def ahead(
     gpu: Gpu, x: torch.Tensor, B: torch.Tensor, C: torch.Tensor, dt: torch.Tensor, dt_bias: torch.Tensor,
     A: torch.Tensor, D: torch.Tensor, state: torch.Tensor, x_records: torch.Tensor, B_records: torch.Tensor,
@@ -69,16 +73,16 @@ def ahead(
 
 
 def mamba2(
-    x: torch.Tensor,  # [T, H, P] bf16
-    B: torch.Tensor,  # [T, G, D] bf16
-    C: torch.Tensor,  # [T, G, D] bf16
+    x: torch.Tensor,  # [T, H, P] bf16 or fp32; B, C and records likewise
+    B: torch.Tensor,  # [T, G, D]
+    C: torch.Tensor,  # [T, G, D]
     dt: torch.Tensor,  # [T, H] fp32 or bf16, raw
     dt_bias: torch.Tensor,  # [H] fp32
     A: torch.Tensor,  # [H] fp32, negative
     D: torch.Tensor,  # [H] fp32
     state: torch.Tensor,  # [S, H, P, D] fp32
-    x_records: torch.Tensor,  # [S, R, H, P] bf16
-    B_records: torch.Tensor,  # [S, R, G, D] bf16
+    x_records: torch.Tensor,  # [S, R, H, P]
+    B_records: torch.Tensor,  # [S, R, G, D]
     dt_records: torch.Tensor,  # [S, R, H] fp32
     rows: torch.Tensor,  # [N, 8] int32
     chunk_len: int,
@@ -89,21 +93,21 @@ def mamba2(
     """y[T, H, P], the D * x term included; see reference.py."""
     (num_tokens, heads, width), (groups, depth) = x.shape, B.shape[1:]
     (slots, ring_len), num_rows, device = x_records.shape[:2], rows.shape[0], x.device
-    check("mamba2", "x", x, (num_tokens, heads, width), torch.bfloat16, device, apart=1)
-    check("mamba2", "B", B, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
-    check("mamba2", "C", C, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
+    check("mamba2", "x", x, (num_tokens, heads, width), ENGINES, device, apart=1)
+    check("mamba2", "B", B, (num_tokens, groups, depth), x.dtype, device, apart=1)
+    check("mamba2", "C", C, (num_tokens, groups, depth), x.dtype, device, apart=1)
     check("mamba2", "dt", dt, (num_tokens, heads), (torch.float32, torch.bfloat16), device, apart=1)
     for name, value in (("dt_bias", dt_bias), ("A", A), ("D", D)):
         check("mamba2", name, value, (heads,), torch.float32, device)
     check("mamba2", "state", state, (slots, heads, width, depth), torch.float32, device)
-    check("mamba2", "x_records", x_records, (slots, ring_len, heads, width), torch.bfloat16, device)
-    check("mamba2", "B_records", B_records, (slots, ring_len, groups, depth), torch.bfloat16, device)
+    check("mamba2", "x_records", x_records, (slots, ring_len, heads, width), x.dtype, device)
+    check("mamba2", "B_records", B_records, (slots, ring_len, groups, depth), x.dtype, device)
     check("mamba2", "dt_records", dt_records, (slots, ring_len, heads), torch.float32, device)
     check("mamba2", "rows", rows, (num_rows, 8), torch.int32, device)
     if chunk_len not in (16, 32) or depth != pow2(depth) or depth < 16 or heads % groups:
         raise ValueError(f"mamba2: chunk_len {chunk_len}, depth {depth}, {heads} heads of {groups} groups")
     y = torch.empty((num_tokens, heads, width), dtype=x.dtype, device=device)
-    plan = plan or choose(num_rows, heads, width, groups, depth)
+    plan = plan or (FP32 if x.dtype is torch.float32 else choose(num_rows, heads, width, groups, depth))
     if heads // groups % plan.heads:
         raise ValueError(f"mamba2: a program of {plan.heads} heads, of {heads // groups} heads of a group")
     warps = max(plan.warps, plan.scan_warps)
