@@ -8,6 +8,7 @@ import torch
 
 from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.device import Gpu, gpu_of
+from hemiola.plugins.gpu.dtypes import ENGINES
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
 
@@ -17,6 +18,7 @@ _join = Kernel("attention", "_join")
 
 GROUP = 1024  # keys; part of the numerics, like TILE
 TILE = 64
+FP32_GROUP, FP32_TILE = 256, 16  # of engines in fp32, whose products are in registers
 PART = 64  # of a head's depth that a program joins
 WIDE_SHARED = 110_000  # bytes: 64 queries of 256 fit
 DEEP_SHARED = 210_000  # bytes: 16 queries and three tiles of 256 fit
@@ -33,6 +35,9 @@ class TilePlan(NamedTuple):
     warps: int
     programs: int  # per multiprocessor
     enough: int = 48  # groups of keys; fewer of them are cut into tiles
+
+
+FP32 = TilePlan(16, 1, 4, 2)  # of engines in fp32, likewise
 
 
 def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: bool, gpu: Gpu) -> TilePlan:
@@ -57,10 +62,10 @@ def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: b
 
 
 def attention(
-    q: torch.Tensor,  # [T, H, D] bf16
-    k: torch.Tensor,  # [T, G, D] bf16
-    v: torch.Tensor,  # [T, G, D] bf16
-    k_pages: torch.Tensor,  # [Z, L, G, D] bf16 or float8_e4m3fn, written
+    q: torch.Tensor,  # [T, H, D] bf16 or fp32
+    k: torch.Tensor,  # [T, G, D] like q
+    v: torch.Tensor,  # [T, G, D] like q
+    k_pages: torch.Tensor,  # [Z, L, G, D] like q or float8_e4m3fn, written
     v_pages: torch.Tensor,  # [Z, L, G, D], written
     page_table: torch.Tensor,  # [N, W] int32
     rows: torch.Tensor,  # [N, 8] int32
@@ -74,11 +79,11 @@ def attention(
     """o[T, H, D]; writes k and v to their pages first; see reference.py."""
     (num_tokens, heads, depth), groups = q.shape, k.shape[1]
     (num_pages, page_len), num_rows = k_pages.shape[:2], rows.shape[0]
-    kinds = (torch.bfloat16, torch.float8_e4m3fn)
+    kinds = (q.dtype, torch.float8_e4m3fn)
     device = q.device
-    check("attention", "q", q, (num_tokens, heads, depth), torch.bfloat16, device, apart=1)
-    check("attention", "k", k, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
-    check("attention", "v", v, (num_tokens, groups, depth), torch.bfloat16, device, apart=1)
+    check("attention", "q", q, (num_tokens, heads, depth), ENGINES, device, apart=1)
+    check("attention", "k", k, (num_tokens, groups, depth), q.dtype, device, apart=1)
+    check("attention", "v", v, (num_tokens, groups, depth), q.dtype, device, apart=1)
     check("attention", "k_pages", k_pages, (num_pages, page_len, groups, depth), kinds, device)
     check("attention", "v_pages", v_pages, (num_pages, page_len, groups, depth), k_pages.dtype, device)
     check("attention", "page_table", page_table, (num_rows, page_table.shape[1]), torch.int32, device)
@@ -86,7 +91,10 @@ def attention(
     check("attention", "positions", positions, (num_tokens,), torch.int32, device)
     if depth not in (16, 32, 64, 128, 256) or heads % groups or page_len % 16:
         raise ValueError(f"attention: heads of {depth}, {heads} of {groups} groups, pages of {page_len}")
-    narrow = k_pages.dtype != torch.bfloat16
+    narrow, is_fp32 = k_pages.dtype != q.dtype, q.dtype is torch.float32
+    group, tile = (FP32_GROUP, FP32_TILE) if is_fp32 else (GROUP, TILE)
+    if plan is None and is_fp32:
+        plan = FP32
     plan = plan or choose(num_tokens, num_rows, heads // groups, depth, narrow, gpu_of(device))
     o = torch.empty((num_tokens, heads, depth), dtype=q.dtype, device=device)
     sizes = dict(G=groups, R=heads // groups, D=depth, L=page_len, N_ROWS=max(16, pow2(num_rows)))
@@ -96,19 +104,19 @@ def attention(
         k, v, *pages, rows, positions, o, k_scale, v_scale, num_rows, num_tokens, table_len, k.stride(0),
         v.stride(0), **sizes, num_warps=4,
     )  # fmt: skip
-    most_pieces = num_rows * cdiv(table_len * page_len, GROUP)
-    enough = cdiv(plan.enough, groups) * (GROUP // TILE)
+    most_pieces = num_rows * cdiv(table_len * page_len, group)
+    enough = cdiv(plan.enough, groups) * (group // tile)
     capacity = min(max(most_pieces, enough), _PARTIAL_NUMBERS // (groups * plan.queries * depth))
     partial = q.new_empty(capacity * groups * plan.queries * (depth + 2), dtype=torch.float32)
     items = groups * (most_pieces + enough + cdiv(num_tokens * heads // groups, plan.queries) + num_rows)
-    tiles = dict(BM=plan.queries, GROUP=GROUP, TILE=TILE)
+    tiles = dict(BM=plan.queries, GROUP=group, TILE=tile)
     _attend[(min(items, plan.programs * _multiprocessors(device)),)](
         q, *pages, rows, o, partial, scale * k_scale * _LOG2_E, v_scale, first, num_rows, table_len, capacity,
         plan.enough, q.stride(0), **sizes, **tiles, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     part, per_group = min(PART, depth), heads // groups
     few = min(num_tokens, num_rows * (plan.queries // per_group))  # tokens of rows in pieces
-    if few and capacity > 1 and table_len * page_len > TILE:
+    if few and capacity > 1 and table_len * page_len > tile:
         numbers = pow2(per_group) * part
         _join[(few * groups * (depth // part),)](
             rows, o, partial, v_scale, num_rows, capacity, plan.enough, **sizes, **tiles, PART=part,

@@ -56,7 +56,7 @@ def _write(
 @triton.jit
 def _rounded(value, scale, dtype: tl.constexpr):
     """As a page keeps it."""
-    if dtype == tl.bfloat16:
+    if dtype == value.dtype:
         return value
     else:
         scaled = tl.div_rn(value.to(tl.float32), scale)
@@ -192,12 +192,12 @@ def _group(
     left, right = tl.zeros((BM, D // 2), tl.float32), tl.zeros((BM, D // 2), tl.float32)
     page = tl.load(table + low // L)  # one tile ahead: then keys and values can be several ahead
     for place in range(low, high, TILE):
-        k_n = _read(k_pages, table, page, place, first, high, D, G, D, L, TILE)
+        k_n = _read(k_pages, table, page, place, first, high, D, G, D, L, TILE, q_m.dtype)
         key = place + tl.arange(0, TILE)
         seen = (key[None, :] <= position[:, None]) & (key >= first)[None, :]
         score = tl.where(seen, dot(q_m, tl.trans(k_n)), _NOTHING)
-        v_left = _read(v_pages, table, page, place, first, high, D // 2, G, D, L, TILE)
-        v_right = _read(v_pages + D // 2, table, page, place, first, high, D // 2, G, D, L, TILE)
+        v_left = _read(v_pages, table, page, place, first, high, D // 2, G, D, L, TILE, q_m.dtype)
+        v_right = _read(v_pages + D // 2, table, page, place, first, high, D // 2, G, D, L, TILE, q_m.dtype)
         page = tl.load(table + (place + TILE) // L, mask=place + TILE < high, other=0)
         best, weight, left, right = _tile(score, v_left, v_right, scale, best, weight, left, right, TILE)
     return best, weight, left, right
@@ -206,7 +206,7 @@ def _group(
 @triton.jit
 def _read(
     pages, table, page, low, first, high, WIDTH: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    L: tl.constexpr, TILE: tl.constexpr,
+    L: tl.constexpr, TILE: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """WIDTH numbers of every key of a tile, which begins on `page`; zeros for places outside of first..high.
 
@@ -221,7 +221,7 @@ def _read(
         own = tl.load(table + place // L, mask=real, other=0).to(tl.int64)
         lines = (own * L + place % L) * (G * D)
     at = pages + (lines[:, None] + tl.arange(0, WIDTH)[None, :])
-    return tl.load(at, mask=real[:, None], other=0.0).to(tl.bfloat16)
+    return tl.load(at, mask=real[:, None], other=0.0).to(dtype)
 
 
 @triton.jit
@@ -229,9 +229,9 @@ def _tile(score, v_left, v_right, scale, best, weight, left, right, TILE: tl.con
     """A tile's softmax, joined to those before. A tile without a key that a query sees adds nothing to it."""
     top = tl.max(score, 1)
     high = tl.where(top > _NOTHING, top * scale, 0.0)
-    share = tl.exp2(tl.fma(score, scale, -high[:, None])).to(tl.bfloat16)
+    share = tl.exp2(tl.fma(score, scale, -high[:, None])).to(v_left.dtype)
     best, mine, other = _faded(best, tl.where(top > _NOTHING, high, _NOTHING))
-    ones = tl.full((TILE, 16), 1.0, tl.float32).to(tl.bfloat16)
+    ones = tl.full((TILE, 16), 1.0, tl.float32).to(v_left.dtype)
     weight = tl.fma(tl.max(dot(share, ones), 1), other, weight * mine)
     left = tl.fma(dot(share, v_left), other[:, None], left * mine[:, None])
     right = tl.fma(dot(share, v_right), other[:, None], right * mine[:, None])
