@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from hemiola.plugins.gpu.checks import check
+from hemiola.plugins.gpu.dtypes import ENGINES
 from hemiola.plugins.gpu.launch import Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import Size, Variant, around
 
@@ -36,10 +37,10 @@ def variants(most: Size, *arguments: torch.Tensor) -> Iterator[Variant]:
 
 
 def conv(
-    x: torch.Tensor,  # [T, E] bf16
+    x: torch.Tensor,  # [T, E] bf16 or fp32
     weight: torch.Tensor,  # [E, W] bf16 or fp32
     bias: torch.Tensor,  # [E] bf16 or fp32
-    columns: torch.Tensor,  # [S, R, E] bf16, updated
+    columns: torch.Tensor,  # [S, R, E] like x, updated
     rows: torch.Tensor,  # [N, 8] int32
     chunk_len: int,
     plan: TilePlan | None = None,
@@ -47,12 +48,11 @@ def conv(
     """y[T, E], silu applied: a token reads its column and the W - 1 before; before position 0 are zeros."""
     (num_tokens, width), taps = x.shape, weight.shape[1]
     slots, ring_len = columns.shape[:2]
-    kinds = (torch.bfloat16, torch.float32)
     device = x.device
-    check("conv", "x", x, (num_tokens, width), torch.bfloat16, device, apart=1)
-    check("conv", "weight", weight, (width, taps), kinds, device)
-    check("conv", "bias", bias, (width,), kinds, device)
-    check("conv", "columns", columns, (slots, ring_len, width), torch.bfloat16, device)
+    check("conv", "x", x, (num_tokens, width), ENGINES, device, apart=1)
+    check("conv", "weight", weight, (width, taps), ENGINES, device)
+    check("conv", "bias", bias, (width,), ENGINES, device)
+    check("conv", "columns", columns, (slots, ring_len, width), x.dtype, device)
     check("conv", "rows", rows, (rows.shape[0], 8), torch.int32, device)
     if ring_len < chunk_len + taps - 1:
         raise ValueError(
