@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 JOBS ?= 2
-KERNELS := $(wildcard tests/plugins/*/test_triton.py) tests/plugins/gpu/test_interpreted.py \
+KERNELS := $(wildcard tests/plugins/*/test_triton.py tests/plugins/gpu/test_interpreted*.py) \
            tests/plugins/gpu/test_ledger.py tests/plugins/gpu/test_step.py
 BIN := $(VENV)/bin
 

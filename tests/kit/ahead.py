@@ -27,7 +27,12 @@ STEPS = [(20, FIRST, [*range(19), 0]), (20, SECOND, [*range(19, 33), 1, 2, 3, 0,
 
 
 def arguments(
-    subject: Subject, step: int, states: list[torch.Tensor], device: str = "cpu", exact: Collection[str] = ()
+    subject: Subject,
+    step: int,
+    states: list[torch.Tensor],
+    device: str = "cpu",
+    exact: Collection[str] = (),
+    dtype: torch.dtype = torch.bfloat16,
 ) -> list[Any]:
     """As an engine for a GPU has them; three tokens of the second step are nobody's."""
     num_tokens, rows, positions = STEPS[step]
@@ -42,19 +47,25 @@ def arguments(
             given[index] = int32(*positions)
         elif arg.name == "page_table":
             given[index] = page_table
-    return as_on_a_gpu(subject.op, given, device, exact)
+    return as_on_a_gpu(subject.op, given, device, exact, dtype)
 
 
 def states_of(subject: Subject, given: list[Any]) -> list[torch.Tensor]:
     return [value for arg, value in zip(subject.op.args, given, strict=False) if arg.mutated]
 
 
-def as_on_a_gpu(op: Op, values: Sequence[Any], device: str = "cpu", wide: Collection[str] = ()) -> list[Any]:
-    """In bf16 but for what is wide there."""
+def as_on_a_gpu(
+    op: Op,
+    values: Sequence[Any],
+    device: str = "cpu",
+    wide: Collection[str] = (),
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[Any]:
+    """In an engine's dtype but for what is wide there."""
     given = []
     for arg, value in zip(op.args, values, strict=False):
         is_wide = torch.bfloat16 not in arg.dtypes or arg.name in wide
-        given.append((value if is_wide else value.bfloat16()).to(device))
+        given.append((value if is_wide else value.to(dtype)).to(device))
     return [*given, *values[len(op.args) :]]
 
 

@@ -27,6 +27,7 @@ class Subject:
     num_drafts: int = 4
     plan: tuple[int, ...] | None = None  # of tiles, on which no bit depends
     junk: float = 1.0  # finite: a tile multiplies what it leaves out by zero
+    dtype: torch.dtype = torch.bfloat16  # of the engine
 
     def make_slots(self, num: int) -> Tensors:
         """What that many slots hold, NaN everywhere; the state first."""
@@ -34,7 +35,7 @@ class Subject:
         sizes = self.sizes | {"S": num, "R": ring_len}
         return [
             torch.full([sizes[letter] for letter in arg.shape], torch.nan, device=DEVICE).to(
-                torch.bfloat16 if torch.bfloat16 in arg.dtypes else torch.float32
+                self.dtype if torch.bfloat16 in arg.dtypes else torch.float32
             )
             for arg in OPS[self.name].args
             if arg.mutated
@@ -70,9 +71,9 @@ class Subject:
         return y, slots[0][1]
 
 
-def halves(num: int, width: int) -> torch.Tensor:
+def halves(num: int, width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Columns of a wider tensor, as a layer cuts them out of a projection."""
-    return torch.randn(num, width + 64, device=DEVICE).bfloat16()[:, :width]
+    return torch.randn(num, width + 64, device=DEVICE).to(dtype)[:, :width]
 
 
 def rows_of(*rows: Sequence[int], device: torch.device | str) -> torch.Tensor:

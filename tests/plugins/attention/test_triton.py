@@ -30,14 +30,15 @@ class Case:
     page_len: int = 64
     first: int = 0
     fp8: bool = False
+    dtype: torch.dtype = torch.bfloat16
     plan: tuple[int, ...] | None = None
 
     def pool(self, num: int) -> torch.Tensor:
         pages = torch.full((num, self.page_len, self.groups, self.depth), float("nan"), device=DEVICE)
-        return pages.to(E4M3 if self.fp8 else torch.bfloat16)
+        return pages.to(E4M3 if self.fp8 else self.dtype)
 
     def tokens(self, num: int) -> list[torch.Tensor]:
-        wide = torch.randn(num, (self.heads + 2 * self.groups) * self.depth, device=DEVICE).bfloat16()
+        wide = torch.randn(num, (self.heads + 2 * self.groups) * self.depth, device=DEVICE).to(self.dtype)
         sizes = [self.heads * self.depth, self.groups * self.depth, self.groups * self.depth]
         return [part.unflatten(1, (-1, self.depth)) for part in wide.split(sizes, 1)]
 
@@ -67,8 +68,8 @@ def plain_run(case: Case, tokens: list[torch.Tensor]) -> torch.Tensor:
 def truth(case: Case, tokens: list[torch.Tensor]) -> torch.Tensor:
     q, k, v = (t.double() for t in tokens)
     if case.fp8:
-        k, v = (
-            (t.float() / s).clamp(-448, 448).to(E4M3).double() * s
+        k, v = (  # on the CPU: torch divides by a number by multiplying on a GPU
+            (t.cpu().float() / s).clamp(-448, 448).to(E4M3).double().to(DEVICE) * s
             for t, s in zip((k, v), case.numbers[2:], strict=True)
         )
     k, v = (t.repeat_interleave(case.heads // case.groups, 1) for t in (k, v))
@@ -138,10 +139,16 @@ CASES = {
     "fp8, 16 of a group": Case(fp8=True, heads=32),
     "fp8, depth 256": Case(fp8=True, depth=256),
 }
+FP32 = {
+    "fp32": Case(dtype=torch.float32),
+    "fp32, depth 256": Case(dtype=torch.float32, depth=256),
+    "fp32, 16 of a group": Case(dtype=torch.float32, heads=32),
+    "fp32, 32 of a group": Case(dtype=torch.float32, heads=32, groups=1, depth=64),
+}
 LENGTHS = (1300, 700, 513, 64, 5)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", (CASES | FP32).values(), ids=(CASES | FP32).keys())
 def test_every_cut_has_the_plain_bits(case: Case, poisoned_empty: None) -> None:
     storm(case, LENGTHS, seed=3, longest=400)
 
@@ -151,6 +158,13 @@ def test_errs_no_more_than_bf16_weights(case: Case) -> None:
     torch.manual_seed(0)
     tokens = case.tokens(700)
     assert rel_error(plain_run(case, tokens), truth(case, tokens)) < 4e-3
+
+
+@pytest.mark.parametrize("case", FP32.values(), ids=FP32.keys())
+def test_fp32_errs_no_more_than_sums_in_another_order(case: Case) -> None:
+    torch.manual_seed(0)
+    tokens = case.tokens(700)
+    assert rel_error(plain_run(case, tokens), truth(case, tokens)) < 1e-6
 
 
 PLANS = {

@@ -25,13 +25,21 @@ pytestmark = on_gpu
 slow = pytest.mark.skipif(INTERPRETED, reason="whole runs take minutes in the interpreter")
 
 
-def subject(width: int = 384, taps: int = 4, chunk_len: int = 16, drafts: int = 4) -> Subject:
+def subject(
+    width: int = 384,
+    taps: int = 4,
+    chunk_len: int = 16,
+    drafts: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Subject:
     fixed = torch.Generator().manual_seed(1)
-    constants = [
-        torch.randn(shape, generator=fixed).to(DEVICE).bfloat16() for shape in ((width, taps), width)
-    ]
+    constants = [torch.randn(shape, generator=fixed).to(DEVICE, dtype) for shape in ((width, taps), width)]
     sizes = {"E": width, "W": taps}
-    return Subject("conv", sizes, chunk_len, lambda num: [halves(num, width)], constants, num_drafts=drafts)
+
+    def make_tokens(num: int) -> list[torch.Tensor]:
+        return [halves(num, width, dtype)]
+
+    return Subject("conv", sizes, chunk_len, make_tokens, constants, num_drafts=drafts, dtype=dtype)
 
 
 SHAPES = {
@@ -43,12 +51,13 @@ SHAPES = {
     "64 drafts": {"drafts": 64},
     "width 40": {"width": 40},
 }
+FP32 = {"fp32": {"dtype": torch.float32}}
 EVERY = pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 PLANS = [(1, 64), (2, 512), (8, 128), (16, 256)]
 
 
 @slow
-@EVERY
+@pytest.mark.parametrize("sizes", (SHAPES | FP32).values(), ids=SHAPES | FP32)
 def test_every_cut_has_the_plain_bits(sizes: dict, poisoned_empty: None) -> None:
     storm(subject(**sizes))
 
@@ -57,6 +66,11 @@ def test_every_cut_has_the_plain_bits(sizes: dict, poisoned_empty: None) -> None
 @EVERY
 def test_errs_no_more_than_bf16_outputs(sizes: dict) -> None:
     check_errors(subject(**sizes))
+
+
+@slow
+def test_fp32_errs_no_more_than_sums_in_another_order() -> None:
+    check_errors(subject(dtype=torch.float32), 1e-6)
 
 
 @slow

@@ -28,6 +28,7 @@ def subject(
     channel: bool = False,
     strong: float = 1.0,
     alike: float = 0.0,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Subject:
     """`strong` decays, `channel`: one per channel; `alike` > 0: keys that resemble each other."""
     decays = depth if channel else 1
@@ -39,12 +40,12 @@ def subject(
     def make_tokens(num: int) -> list[torch.Tensor]:
         q, k = (torch.randn(num, groups, depth, device=DEVICE) + alike * common for _ in range(2))
         q, k = F.normalize(q, dim=-1) * depth**-0.5, F.normalize(k, dim=-1)
-        v = halves(num, heads * width).unflatten(1, (heads, width))
+        v = halves(num, heads * width, dtype).unflatten(1, (heads, width))
         a, b = torch.randn(num, heads, decays, device=DEVICE), torch.randn(num, heads, device=DEVICE) * 2
-        return [q.bfloat16(), k.bfloat16(), v, a, b]
+        return [q.to(dtype), k.to(dtype), v, a, b]
 
     sizes = {"H": heads, "V": width, "G": groups, "K": depth, "J": decays}
-    return Subject("delta", sizes, chunk_len, make_tokens, [dt_bias, A], num_drafts=drafts)
+    return Subject("delta", sizes, chunk_len, make_tokens, [dt_bias, A], num_drafts=drafts, dtype=dtype)
 
 
 SHAPES = {
@@ -61,6 +62,11 @@ SHAPES = {
     "strong decay": {"strong": 100.0},
     "alike keys": {"alike": 2.0},
 }
+FP32 = {
+    "fp32": {"dtype": torch.float32},
+    "fp32, chunk 32": {"dtype": torch.float32, "chunk_len": 32, "depth": 64},
+    "fp32, channel": {"dtype": torch.float32, "channel": True, "depth": 32, "width": 48},
+}
 EVERY = pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 PLANS = [
     (16, 1, 1, 1, 16, 1, 2, 3, 1, 0, 40, False),
@@ -70,7 +76,7 @@ PLANS = [
 ]
 
 
-@EVERY
+@pytest.mark.parametrize("sizes", (SHAPES | FP32).values(), ids=SHAPES | FP32)
 def test_every_cut_has_the_plain_bits(sizes: dict, poisoned_empty: None) -> None:
     storm(subject(**sizes))
 
@@ -78,6 +84,11 @@ def test_every_cut_has_the_plain_bits(sizes: dict, poisoned_empty: None) -> None
 @EVERY
 def test_errs_no_more_than_bf16_outputs(sizes: dict) -> None:
     check_errors(subject(**sizes), state=2e-4)
+
+
+@pytest.mark.parametrize("sizes", FP32.values(), ids=FP32)
+def test_fp32_errs_no_more_than_sums_in_another_order(sizes: dict) -> None:
+    check_errors(subject(**sizes), 3e-6, 3e-6)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -5,6 +5,7 @@ The other ops' test_triton.py run interpreted as they are; what is said here of 
 """
 
 import os
+from collections.abc import Callable, Collection
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -39,27 +40,43 @@ def listed(results: Any) -> list[torch.Tensor]:
     return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
-@pytest.mark.parametrize("how", ["launched", "told beforehand"])
-@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
-def test_it_is_the_reference(subject: Subject, how: str) -> None:
-    launcher = getattr(import_module(f"hemiola.plugins.{subject.name}.cuda"), subject.name)
-    run = launcher if how == "launched" else partial(steps.interpreted, subject.op)
+def launcher(subject: Subject) -> Callable[..., Any]:
+    return getattr(import_module(f"hemiola.plugins.{subject.name}.cuda"), subject.name)
+
+
+def check(
+    subject: Subject, run: Callable[..., Any], limit: float, dtype: torch.dtype, exact: Collection[str]
+) -> None:
+    """Outputs and states of both steps err by less than this."""
     ours: list[torch.Tensor] = []
     theirs: list[torch.Tensor] = []
     for step in range(len(steps.STEPS)):
-        mine = steps.arguments(subject, step, ours, exact=EXACT.get(subject.name, ()))
+        mine = steps.arguments(subject, step, ours, exact=exact, dtype=dtype)
         results = run(*mine)
         ours = steps.states_of(subject, mine)
-        exact = steps.arguments(subject, step, [state.clone() for state in theirs])
-        exact = [v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in exact]
-        wanted = subject.op.reference(*exact)
-        theirs = steps.states_of(subject, exact)
+        true = steps.arguments(subject, step, [state.clone() for state in theirs], dtype=dtype)
+        true = [v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in true]
+        wanted = subject.op.reference(*true)
+        theirs = steps.states_of(subject, true)
         for y, expected in zip(listed(results), listed(wanted), strict=True):
             assert y.shape == expected.shape and not y.isnan().any()
-            assert rel_error(y, expected) < 1e-2, f"step {step}"
+            assert rel_error(y, expected) < limit, f"step {step}"
     for mine, wanted in zip(ours, theirs, strict=True):
         there = ~wanted.isnan()
-        assert there.any() and rel_error(mine[there], wanted[there]) < 1e-2
+        assert there.any() and rel_error(mine[there], wanted[there]) < limit
+
+
+@pytest.mark.parametrize("how", ["launched", "told beforehand"])
+@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
+def test_it_is_the_reference(subject: Subject, how: str) -> None:
+    run = launcher(subject) if how == "launched" else partial(steps.interpreted, subject.op)
+    check(subject, run, 1e-2, torch.bfloat16, EXACT.get(subject.name, ()))
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
+def test_an_fp32_engines_call_is_the_reference(subject: Subject) -> None:
+    """Sums of fp32 in another order than the reference's, which is in fp64."""
+    check(subject, launcher(subject), 2e-6, torch.float32, ())
 
 
 def test_what_nobody_wrote_before_the_first_place_makes_no_nan() -> None:

@@ -30,19 +30,20 @@ def subject(
     chunk_len: int = 32,
     drafts: int = 4,
     strong: float = 1.0,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Subject:
     fixed = torch.Generator().manual_seed(1)
     dt_bias, D = (torch.randn(heads, generator=fixed).to(DEVICE) - 2 for _ in range(2))
     A = (-torch.rand(heads, generator=fixed) * 4 * strong - 0.1).to(DEVICE)
 
     def make_tokens(num: int) -> list[torch.Tensor]:
-        wide = halves(num, heads * width + 2 * groups * depth)
+        wide = halves(num, heads * width + 2 * groups * depth, dtype)
         x, B, C = wide.split([heads * width, groups * depth, groups * depth], 1)
         B, C = (part.unflatten(1, (groups, depth)) / depth**0.25 for part in (B, C))
         return [x.unflatten(1, (heads, width)), B, C, torch.randn(num, heads, device=DEVICE)]
 
     sizes = {"H": heads, "P": width, "G": groups, "D": depth}
-    return Subject("mamba2", sizes, chunk_len, make_tokens, [dt_bias, A, D], DT, drafts)
+    return Subject("mamba2", sizes, chunk_len, make_tokens, [dt_bias, A, D], DT, drafts, dtype=dtype)
 
 
 SHAPES = {
@@ -56,6 +57,10 @@ SHAPES = {
     "64 drafts": {"drafts": 64},
     "strong decay": {"strong": 30.0},
 }
+FP32 = {
+    "fp32": {"dtype": torch.float32},
+    "fp32, chunk 16": {"dtype": torch.float32, "chunk_len": 16, "width": 80},
+}
 EVERY = pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 PLANS = [
     (16, 1, 3, 2, 1, 16, 1, 1, 3),
@@ -65,7 +70,7 @@ PLANS = [
 ]
 
 
-@EVERY
+@pytest.mark.parametrize("sizes", (SHAPES | FP32).values(), ids=SHAPES | FP32)
 def test_every_cut_has_the_plain_bits(sizes: dict, poisoned_empty: None) -> None:
     storm(subject(**sizes))
 
@@ -73,6 +78,11 @@ def test_every_cut_has_the_plain_bits(sizes: dict, poisoned_empty: None) -> None
 @EVERY
 def test_errs_no_more_than_bf16_outputs(sizes: dict) -> None:
     check_errors(subject(**sizes), state=1e-4)
+
+
+@pytest.mark.parametrize("sizes", FP32.values(), ids=FP32)
+def test_fp32_errs_no_more_than_sums_in_another_order(sizes: dict) -> None:
+    check_errors(subject(**sizes), 3e-6, 3e-6)
 
 
 @pytest.mark.parametrize("plan", PLANS)
