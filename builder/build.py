@@ -26,7 +26,7 @@ from hemiola.builder.weights import write_weights
 from hemiola.plugins import OPS
 from hemiola.plugins.spec import E4M3
 from hemiola.runtime import manifest
-from hemiola.runtime.arch import ARCHS, Arch
+from hemiola.runtime.arch import ARCHS, name_of
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.manifest import Limits, Manifest, Segment, State
 
@@ -40,7 +40,7 @@ def build(
 ) -> Manifest:
     """Write an engine. It appears complete or not at all; an engine that stood there before is replaced."""
     target, archs = targets.pick(options.target, ",".join(options.arch))
-    arch = ARCHS[archs[0]]
+    arch, dtype = ARCHS[archs[0]], _dtype(target, archs, options)
     _refuse_pages(options, target, archs)
     refuse_occupied(engine_dir)
     report("checking", 0, 0)
@@ -51,7 +51,7 @@ def build(
         torch.ops.hemiola,
         chunk_len=options.chunk_len,
         max_len=max_len,
-        dtype=arch.dtype,
+        dtype=dtype,
         kv_dtype=KV_DTYPES[options.kv_dtype],
         draft_vocab=options.draft_vocab,
         tells_best=_launches(target, arch.device),
@@ -70,7 +70,7 @@ def build(
         kernels = _kernels(graphs, segments, job)
         absent = drawn(weights)
         write_weights({n: w for n, w in weights.items() if n not in absent}, folder / WEIGHTS, report)
-        carried = (_hidden(model, limits, arch),) if drafts == "mtp" else ()
+        carried = (_hidden(model, limits),) if drafts == "mtp" else ()
         report("hashing", 0, 0)
         return Manifest(
             format=manifest.FORMAT,
@@ -141,10 +141,22 @@ def _segment(compiled: CompiledSegment, graph: Graph, work: int) -> Segment:
     )
 
 
-def _hidden(model: models.Model, limits: Limits, arch: Arch) -> State:
+def _hidden(model: models.Model, limits: Limits) -> State:
     """What an MTP head needs of earlier steps: the trunk's hidden states since, and just before, an edge."""
     shape = (limits.chunk_len + limits.num_drafts + 1, model.hidden_size)
-    return State(name="mtp.hidden", kind="slot", shape=shape, dtype=arch.dtype_name)
+    return State(name="mtp.hidden", kind="slot", shape=shape, dtype=name_of(model.dtype))
+
+
+def _dtype(target: targets.Target, archs: tuple[str, ...], options: Options) -> torch.dtype:
+    """Of activations, weights, records and pages."""
+    arch = ARCHS[archs[0]]
+    dtype = getattr(torch, options.dtype) if options.dtype else arch.dtype
+    if dtype is not arch.dtype and (arch.device, target.name) != ("cuda", "torch"):
+        raise Refused(
+            f"--dtype {options.dtype} is not supported by --target {target.name} --arch {','.join(archs)},"
+            f" only {name_of(arch.dtype)}; leave --dtype out"
+        )
+    return dtype
 
 
 def _max_len(checkpoint: Checkpoint, options: Options) -> int:

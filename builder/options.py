@@ -17,6 +17,11 @@ class Options(Strict):
         default=("cpu",),
         description="what it runs on: cpu (if none is named), or kinds of GPUs: sm_89,sm_120",
     )
+    dtype: Literal["bfloat16", "float32"] | None = Field(
+        default=None,
+        description="what it computes in; default: float32 on a CPU, bfloat16 on GPUs, where float32 is for"
+        " comparing tokens with transformers' in fp32, not for speed",
+    )
     max_len: int | None = Field(
         default=None,
         ge=1,

@@ -200,14 +200,14 @@ def first_reason(*refusals: Callable[[Call], str]) -> Callable[[Call], str]:
 def one_dtype(wide: Sequence[str] = (), narrow: Sequence[str] = ()) -> Callable[[Call], str]:
     """Refuses floats that are not all bf16, or all fp32; those of the arguments `wide` that are not fp32.
 
-    Beside bf16 the arguments `narrow` may be e4m3, all of them.
+    The arguments `narrow` may be e4m3, all of them.
     """
 
     def refuses(call: Call) -> str:
         floats = {name: dtype for name, dtype in call.dtypes.items() if dtype.is_floating_point}
         own = next((dtype for name, dtype in floats.items() if name not in (*wide, *narrow)), torch.float32)
         own = own if own in ENGINES else torch.bfloat16
-        if own is torch.bfloat16 and {floats[name] for name in narrow} == {E4M3}:
+        if {floats[name] for name in narrow} == {E4M3}:
             floats = {name: dtype for name, dtype in floats.items() if name not in narrow}
         for name, dtype in floats.items():
             expected = torch.float32 if name in wide else own

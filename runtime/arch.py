@@ -8,12 +8,8 @@ import torch
 
 class Arch(NamedTuple):
     device: str  # cpu | cuda
-    dtype: torch.dtype  # of activations, weights, records and pages; states and sums are fp32
+    dtype: torch.dtype  # of activations, weights, records, pages, if none is asked for; states: fp32
     capability: tuple[int, int] | None = None  # of the GPU
-
-    @property
-    def dtype_name(self) -> str:
-        return name_of(self.dtype)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -43,6 +43,21 @@ def test_an_engine_for_a_gpu_is_bf16_but_for_what_sums_and_decays(family: str, t
         assert tensor.dtype is (torch.float32 if wide else torch.bfloat16), name
 
 
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_next", "qwen3_5_tied"])
+def test_an_engine_in_fp32_has_nothing_narrow(family: str, tiny_engine: Get) -> None:
+    engine_dir = tiny_engine(family, arch="sm_90", dtype="float32")
+    found = manifest.load(engine_dir)
+    assert found.arch == "sm_90" and {n.form for s in found.segments for n in s.nodes} == {"cuda"}
+    assert {state.dtype for state in found.states} == {"float32"}
+    assert {t.dtype for t in load_file(engine_dir / found.weights_file).values()} == {torch.float32}
+    for segment in found.segments:
+        values = [node.meta.get("val") for node in load_program(engine_dir / segment.file).graph.nodes]
+        floats = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()}
+        assert floats == {torch.float32}
+    kinds = {kind for own in found.kernels for entry in own.binaries for kind in entry.binary.call.kinds}
+    assert not any("bf16" in kind for kind in kinds)
+
+
 @pytest.mark.parametrize("family", ["nemotron_h_moe", "qwen3_next"])
 def test_only_logits_and_routes_are_wide_between_ops(family: str, tiny_engine: Get) -> None:
     """An fp32 number that slipped into the graph would double its traffic, and nobody would see it."""

@@ -367,6 +367,11 @@ OPTIONS = {
     "target": ("--target openvino", "--target openvino is not supported", "torch, onnxruntime, tensorrt"),
     "target for GPUs": ("--target tensorrt", "--arch cpu is not supported by --target tensorrt, only sm_80"),
     "arch": ("--arch sm_70", "--arch sm_70 is not supported by --target torch, only cpu, sm_80"),
+    "dtype of the CPU": (
+        "--dtype bfloat16",
+        "--dtype bfloat16 is not supported by --target torch --arch cpu, only float32; leave --dtype out",
+    ),
+    "dtype": ("--dtype float16", "--dtype is 'float16'", "'bfloat16' or 'float32'"),
     "no arch": ("--arch ,", "a name is empty; give cpu, or kinds of GPUs such as sm_89,sm_120"),
     "half an arch": ("--arch sm_90,", "--arch is ('sm_90,',): a name is empty"),
     "unknown option": ("--beam 4", "--beam", "--help"),

@@ -41,6 +41,7 @@ class Replay:
         with safe_open(engine_dir / self.manifest.weights_file, framework="pt") as file:
             known = {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118
         kinds = {state.name: getattr(torch, state.dtype) for state in self.manifest.states}
+        self._kinds = {"hidden": kinds["mtp.hidden"]}
         known |= {s.name: _meta(kinds[s.name], 9, *s.shape) for s in self.manifest.states}
         self._programs = {}
         for segment in self.manifest.segments:
@@ -61,10 +62,7 @@ class Replay:
         letters = {"T": tokens, "N": rows, "W": 4, "L": logits, "8": 8}
         for name, (program, inputs, bound) in self._programs.items():
             given = [
-                _meta(
-                    torch.bfloat16 if part == "hidden" else torch.int32,
-                    *(letters[c] for c in INPUTS[name][part]),
-                )
+                _meta(self._kinds.get(part, torch.int32), *(letters[c] for c in INPUTS[name][part]))
                 for part in inputs
             ]
             with built_for(self.gpu), launches(look), torch.inference_mode():

@@ -43,6 +43,10 @@ LIMITS = Limits(max_len=4096, max_rows=40, max_step_tokens=700, num_drafts=3, pa
 @pytest.fixture(scope="session")
 def nodes(tiny_checkpoint: Get) -> list[kernels.Node]:
     """Every call of our ops in the two families."""
+    return nodes_in(torch.bfloat16, tiny_checkpoint)
+
+
+def nodes_in(dtype: torch.dtype, tiny_checkpoint: Get) -> list[kernels.Node]:
     found: set[kernels.Node] = set()
     for family in FAMILIES:
         checkpoint = Checkpoint(tiny_checkpoint(family))
@@ -51,7 +55,7 @@ def nodes(tiny_checkpoint: Get) -> list[kernels.Node]:
             torch.ops.hemiola,
             chunk_len=16,
             max_len=LIMITS.max_len,
-            dtype=torch.bfloat16,
+            dtype=dtype,
             tells_best=True,
         )
         for name, segment in (("trunk", model.trunk), ("draft", model.draft)):
@@ -128,6 +132,22 @@ def test_attention_over_pages_of_e4m3_is_compiled_where_it_is_offered(
     for call in calls.values():
         assert ("fp8e4nv" in repr(call)) == (not call.kernel.endswith("_join"))
         assert compile.compile_call(call, capability).cubin[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_products_of_an_engine_in_fp32_are_not_of_tf32(arch: str, tiny_checkpoint: Get) -> None:
+    """Which is what Triton takes for fp32 unless told otherwise."""
+    major, minor = ARCHS[arch].capability or (0, 0)
+    calls: dict[str, Call] = {}
+    for node in nodes_in(torch.float32, tiny_checkpoint):
+        if node.op in ("attention", "delta", "fused_linear", "linear", "linear_argmax", "mamba2", "moe"):
+            calls |= {call.kernel: call for call in covered(node, 10 * major + minor)}
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda call: compile.compile_call(call, 10 * major + minor), calls.values()))
+    assert not [one.binary.call for one in made if "mma" in one.ptx or "tf32" in one.ptx]
+    multiply = {one.binary.call.kernel for one in made if one.ptx.count("fma.rn.f32") >= 16}
+    of_products = {"attention._attend", "delta._scan", "delta._step", "delta._weigh", "linear._tiles"}
+    assert multiply >= of_products | {"mamba2._scan", "mamba2._step", "moe._experts"}
 
 
 def test_an_engine_holds_the_kernels_of_all_its_architectures(tiny_checkpoint: Get, tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ FP32 = {
     "fp32, depth 256": Case(dtype=torch.float32, depth=256),
     "fp32, 16 of a group": Case(dtype=torch.float32, heads=32),
     "fp32, 32 of a group": Case(dtype=torch.float32, heads=32, groups=1, depth=64),
+    "fp32 over pages of e4m3": Case(dtype=torch.float32, fp8=True),
 }
 LENGTHS = (1300, 700, 513, 64, 5)
 

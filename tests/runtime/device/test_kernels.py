@@ -83,16 +83,21 @@ def test_a_binary_that_the_driver_does_not_take_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_dtype"),
-    [*((family, "auto") for family in checkpoints.FAMILIES | checkpoints.TEST_FAMILIES), ("qwen3_5", "fp8")],
+    ("family", "built"),
+    [
+        *((family, {}) for family in checkpoints.FAMILIES | checkpoints.TEST_FAMILIES),
+        *((family, {"dtype": "float32"}) for family in checkpoints.FAMILIES | checkpoints.TEST_FAMILIES),
+        *(("qwen3_5", {"kv_dtype": "fp8", "dtype": dtype}) for dtype in ("bfloat16", "float32")),
+    ],
+    ids=str,
 )
 def test_an_engine_has_every_kernel_that_its_steps_launch(
-    tiny_engine: Get, family: str, kv_dtype: str
+    tiny_engine: Get, family: str, built: dict[str, str]
 ) -> None:
     """A step of one token had none where a layer looks at a part of a projection in another shape: in such a
     view of one token torch forgets how far the next would be, and kernels are told."""
-    built = {"max_rows": 3, "max_step_tokens": 64, "kv_dtype": kv_dtype}
-    replay = Replay(tiny_engine(family, arch="sm_90", **built), Gpu(90, 132))
+    options = {"arch": "sm_90", "max_rows": 3, "max_step_tokens": 64}
+    replay = Replay(tiny_engine(family, **options, **built), Gpu(90, 132))
     assert (replay.manifest.arch, [k.arch for k in replay.manifest.kernels]) == ("sm_90", ["sm_90"])
     for tokens, rows, logits in ((1, 1, 1), (2, 1, 1), (2, 2, 2), (5, 2, 5), (3, 3, 3), (64, 3, 12)):
         assert not replay.missing(tokens, rows, logits), f"{tokens} tokens of {rows} rows"
