@@ -11,8 +11,8 @@ benchmarks/gpu_session.md), logs.tar.gz.
 Thirty minutes of a machine, its start (1 to 2) and the transfers taken off, are three calls; the seconds are
 those that stages took on 2026-11-22, or (~) what their parts let expect:
 
-    --minutes 9.3 with .lease/base, .lease/vllm1: look 6, engines 101, kernels 94, matrix 145, models 49,
-        numbers 37, prompts 22, profile ~70 (524 of 558)
+    --minutes 9.3 with .lease/base, .lease/vllm1: look 6, engines ~115, kernels ~103, matrix 145,
+        models 49, numbers 37, prompts 22, profile ~70 (547 of 558)
     --minutes 9.3 with .lease/vllm2: storms 150 (the bundle is installed beside them), vllm 320 (470 of 558)
     --minutes 8.3 alone: many rows ~160, more models ~130, sanitizer 106, fewer ids ~60 (456 of 498)
     --minutes 2.7 --only look,serve with .lease/triton (30 MiB: nothing else fits): 4, 52, on any machine,
@@ -68,7 +68,7 @@ class Stage(NamedTuple):
 
 STAGES = (
     Stage("look", 30, "python3 scripts/gpu_look.py", True),
-    Stage("engines", 200, f"{PYTEST} tests/gpu --ignore tests/gpu/test_tensorrt.py"),
+    Stage("engines", 200, f"{PYTEST} tests/gpu --ignore tests/gpu/test_tensorrt.py -m 'not more'"),
     Stage("kernels", 130, f"{PYTEST} tests/plugins/*/test_triton.py"),
     Stage("matrix", 260, f"TEST_DEVICE=cuda {PYTEST} tests/runtime/engine/test_matrix*.py"
           " tests/runtime/engine/test_reports.py tests/runtime/engine/test_engine_storms.py"
@@ -88,6 +88,7 @@ STAGES = (
     Stage("commands", 90, f"PATH={TRITON}/bin:$PATH bash scripts/gpu_commands.sh"),  # there if carried
     Stage("recurrences", 60, RECURRENCES, True),
     Stage("tensorrt", 90, f"{PYTEST} tests/gpu/test_tensorrt.py tests/plugins/gpu/test_ptx.py"),
+    Stage("more engines", 120, f"{PYTEST} tests/gpu -m more"),
     Stage("vllm exact", 170, f"mkdir -p $OUT/exact; OUT=$OUT/exact VLLM_BATCH_INVARIANT=1 {PEER} --again"
           " --configs 9b-off", True, VLLM / "site/.peer_sum"),
     Stage("attention", 120, "python3 benchmarks/gpu_attention.py --prefill 8192", True),

@@ -1,7 +1,7 @@
 """Engines in fp32 on a GPU: greedy tokens are those of transformers in fp32, whoever shares a step.
 
-Of every family and of the bundled checkpoints; three_convs, which transformers does not know, has the oracle.
-Bits are the plain run's, as everywhere.
+Of the bundled checkpoints and of a tiny one of each kind; `-m more`: of every other family (three_convs,
+which transformers does not know, has the oracle). Bits are the plain run's, as everywhere.
 """
 
 import random
@@ -20,9 +20,13 @@ pytestmark = MARKS
 TOLERANCE = 1e-4  # of the largest logit: fp32, sums in another order
 LENGTHS = (1, 15, 16, 17, PAGE - 1, PAGE + 1, 2 * PAGE + 5)
 NUM_TOKENS = 40
+FIRST = [*FAMILIES, "nemotron_h_moe", "qwen3_next"]
+MORE = [name for name in checkpoints.FAMILIES | checkpoints.TEST_FAMILIES if name not in FIRST]
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *checkpoints.FAMILIES, *checkpoints.TEST_FAMILIES])
+@pytest.fixture(
+    scope="module", params=[*FIRST, *(pytest.param(name, marks=pytest.mark.more) for name in MORE)]
+)
 def checkpoint(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[str], Path]) -> Path:
     return DEMO / request.param if request.param in FAMILIES else tiny_checkpoint(request.param)
 
