@@ -5,8 +5,8 @@
 A storm (tests/kit/engine_storms.py) is so many turns of arrivals, drafts, aborts, preemptions and flushes on
 a bundled checkpoint's engine with graphs; every logit, token, page and snapshot is the plain run's. Storms of
 a seed use one engine, one after the other. Processes take turns on a GPU; each of eight is nearly as fast as
-one alone. A failure prints its seed: `--seed N --processes 1` repeats it. What an interrupt finds half done is
-not counted. A process that is still in a storm a minute behind the end hangs, and counts as failed.
+one alone. A failure prints its seed: `--seed N --processes 1` repeats it. What an interrupt finds half done
+is not counted. A process that is still in a storm a minute behind the end hangs, and counts as failed.
 """
 
 import argparse
