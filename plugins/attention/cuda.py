@@ -34,7 +34,7 @@ class TilePlan(NamedTuple):
     stages: int  # tiles of keys on their way
     warps: int
     programs: int  # per multiprocessor
-    enough: int = 48  # groups of keys; fewer of them are cut into tiles
+    enough: int = 132  # groups of keys; fewer of them are cut into tiles
 
 
 FP32 = TilePlan(16, 1, 4, 2)  # of engines in fp32, likewise

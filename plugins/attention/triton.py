@@ -2,7 +2,7 @@
 
 Keys stand in groups of GROUP at absolute positions, in tiles of TILE. A tile has its own softmax; tiles of
 a group are joined in order, then groups (Milakov and Gimelshein 2018, arXiv 1805.02867). A row of few queries
-gives every group to another program, or every tile where few rows leave the GPU empty; `_join` joins their
+gives every group to another program, or a few tiles where few rows leave the GPU empty; `_join` joins their
 numbers in the same order. Others walk all groups in one program. All queries of a key head that fit a tile of
 queries share what is read. Row sums are products with ones: tl.sum would depend on how warps share a row.
 Multiply-adds are contracted where it says `tl.fma`, nowhere else.
@@ -68,10 +68,9 @@ def _shares(
     rows, num_rows, capacity, enough, G: tl.constexpr, R: tl.constexpr, N_ROWS: tl.constexpr,
     BM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """By row: tokens, their place, pieces that other programs take, where these start, items of a key head.
+    """By row: tokens, their place, keys, blocks of queries, pieces to be joined, where these start.
 
-    Of these items those that are whole pieces or blocks of queries, and how many keys a piece has: a group's,
-    or a tile's where there are fewer groups than `enough`.
+    And how many keys a piece has: a group's, or a tile's where there are fewer groups than `enough`.
     """
     n = tl.arange(0, N_ROWS)
     begin = tl.load(rows + n * 8, mask=n < num_rows, other=0)
@@ -86,8 +85,7 @@ def _shares(
     pieces = tl.where(pieces > 1, pieces, 0)
     start = tl.cumsum(pieces, 0) - pieces
     pieces = tl.where(start + pieces <= capacity, pieces, 0)
-    items, whole = tl.where(pieces > 0, pieces, blocks), tl.where(pieces > 0, keys // piece_len, blocks)
-    return n, begin, num, committed, pieces, start, items, whole, piece_len
+    return n, begin, num, committed, keys, blocks, pieces, start, piece_len
 
 
 @triton.jit
@@ -102,12 +100,18 @@ def _attend(
     capacity, enough, q_len, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, L: tl.constexpr,
     N_ROWS: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # Grid: programs that share out items: a piece of a row of few queries, or all keys of BM queries.
+    # Grid: programs that share out items: a group or a few tiles of a row of few queries, or all keys of BM
+    # queries.
     # Tile: BM rows (token, head of the group) against TILE keys of one key head.
     # Traffic: keys and values once per BM queries of a row; a piece's numbers once where others join them.
-    n, begin, num, committed, pieces, start, items, whole, piece_len = _shares(
+    n, begin, num, committed, keys, blocks, pieces, start, piece_len = _shares(
         rows, num_rows, capacity, enough, G, R, N_ROWS, BM, GROUP, TILE
     )
+    RUNS: tl.constexpr = BM < 128  # shared memory for tiles of two loops
+    at_once = tl.maximum(tl.cdiv(tl.sum(pieces, 0) * G, tl.num_programs(0)), 1)
+    item_len = tl.where((piece_len < GROUP) & RUNS, at_once, 1) * piece_len
+    items = tl.where(pieces > 0, tl.cdiv(keys, item_len), blocks)
+    whole = tl.where(pieces > 0, keys // item_len, blocks)
     last_whole, last_end = tl.cumsum(whole, 0), tl.cumsum(items - whole, 0)
     num_whole, num_items = tl.sum(whole, 0), tl.sum(items, 0) * G
     if first < 0:
@@ -134,28 +138,62 @@ def _attend(
             token = row_begin.to(tl.int64) + t
             at = token[:, None] * q_len + (head[:, None] * D + d[None, :])
             q_m = tl.load(q + at, mask=live[:, None], other=0.0)
-            low = tl.where(row_pieces > 0, inside * piece_len, 0)
+            low = tl.where(row_pieces > 0, inside * item_len, 0)
             high = row_committed + tl.minimum(row_num - 1, (block * BM + BM - 1) // R) + 1
-            high = tl.where(row_pieces > 0, tl.minimum(low + piece_len, high), high)
-            best, weight, left, right = _span(
-                q_m, k_pages + g * D, v_pages + g * D, page_table + row * table_len, low, high, position,
-                first, scale, G, D, L, BM, GROUP, TILE,
-            )  # fmt: skip
-            half = tl.arange(0, D // 2)[None, :]
-            if row_pieces > 0:
-                place = ((_of(start, n, row) + inside) * G + g) * BM
-                numbers = partial + place.to(tl.int64) * D + (tl.arange(0, BM)[:, None] * D + half)
-                tl.store(numbers, left, mask=live[:, None])
-                tl.store(numbers + D // 2, right, mask=live[:, None])
-                sums = partial + (capacity * G * BM).to(tl.int64) * D + place * 2 + tl.arange(0, BM) * 2
-                tl.store(sums, best, mask=live)
-                tl.store(sums + 1, weight, mask=live)
+            high = tl.where(row_pieces > 0, tl.minimum(low + item_len, high), high)
+            k_head, v_head, table = k_pages + g * D, v_pages + g * D, page_table + row * table_len
+            all_sums = partial + (capacity * G * BM).to(tl.int64) * D
+            row_start = _of(start, n, row)
+            if (row_pieces > 0) & (piece_len < GROUP) & RUNS:
+                _apart(
+                    q_m, k_head, v_head, table, low, high, position, first, scale, partial, all_sums,
+                    row_start, g, live, G, D, L, BM, TILE,
+                )  # fmt: skip
             else:
-                to = o + token[:, None] * (G * R * D) + (head[:, None] * D + half)
-                out = _finished(best, weight, left, unit_v).to(o.dtype.element_ty)
-                tl.store(to, out, mask=live[:, None])
-                out = _finished(best, weight, right, unit_v).to(o.dtype.element_ty)
-                tl.store(to + D // 2, out, mask=live[:, None])
+                best, weight, left, right = _span(
+                    q_m, k_head, v_head, table, low, high, position, first, scale, G, D, L, BM, GROUP, TILE
+                )
+                if row_pieces > 0:
+                    place = ((row_start + inside) * G + g) * BM
+                    _keep(partial, all_sums, place, best, weight, left, right, live, D, BM)
+                else:
+                    to = (
+                        o + token[:, None] * (G * R * D) + (head[:, None] * D + tl.arange(0, D // 2)[None, :])
+                    )
+                    out = _finished(best, weight, left, unit_v).to(o.dtype.element_ty)
+                    tl.store(to, out, mask=live[:, None])
+                    out = _finished(best, weight, right, unit_v).to(o.dtype.element_ty)
+                    tl.store(to + D // 2, out, mask=live[:, None])
+
+
+@triton.jit
+def _keep(partial, all_sums, place, best, weight, left, right, live, D: tl.constexpr, BM: tl.constexpr):
+    """A piece's numbers, for `_join`."""
+    row = tl.arange(0, BM)
+    numbers = partial + place.to(tl.int64) * D + (row[:, None] * D + tl.arange(0, D // 2)[None, :])
+    tl.store(numbers, left, mask=live[:, None])
+    tl.store(numbers + D // 2, right, mask=live[:, None])
+    tl.store(all_sums + place * 2 + row * 2, best, mask=live)
+    tl.store(all_sums + place * 2 + row * 2 + 1, weight, mask=live)
+
+
+@triton.jit
+def _apart(
+    q_m, k_pages, v_pages, table, low, high, position, first, scale, partial, all_sums, start, g, live,
+    G: tl.constexpr, D: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Tiles whose numbers are kept one by one."""
+    nothing, zero = tl.full((BM,), _NOTHING, tl.float32), tl.zeros((BM,), tl.float32)
+    zeros = tl.zeros((BM, D // 2), tl.float32)
+    page = tl.load(table + low // L)
+    for place in range(low, high, TILE):
+        score, v_left, v_right = _read_tile(
+            q_m, k_pages, v_pages, table, page, place, high, position, first, G, D, L, TILE
+        )
+        page = tl.load(table + (place + TILE) // L, mask=place + TILE < high, other=0)
+        best, weight, left, right = _tile(score, v_left, v_right, scale, nothing, zero, zeros, zeros, TILE)
+        to = ((start + place // TILE) * G + g) * BM
+        _keep(partial, all_sums, to, best, weight, left, right, live, D, BM)
 
 
 @triton.jit
@@ -192,15 +230,27 @@ def _group(
     left, right = tl.zeros((BM, D // 2), tl.float32), tl.zeros((BM, D // 2), tl.float32)
     page = tl.load(table + low // L)  # one tile ahead: then keys and values can be several ahead
     for place in range(low, high, TILE):
-        k_n = _read(k_pages, table, page, place, first, high, D, G, D, L, TILE, q_m.dtype)
-        key = place + tl.arange(0, TILE)
-        seen = (key[None, :] <= position[:, None]) & (key >= first)[None, :]
-        score = tl.where(seen, dot(q_m, tl.trans(k_n)), _NOTHING)
-        v_left = _read(v_pages, table, page, place, first, high, D // 2, G, D, L, TILE, q_m.dtype)
-        v_right = _read(v_pages + D // 2, table, page, place, first, high, D // 2, G, D, L, TILE, q_m.dtype)
+        score, v_left, v_right = _read_tile(
+            q_m, k_pages, v_pages, table, page, place, high, position, first, G, D, L, TILE
+        )
         page = tl.load(table + (place + TILE) // L, mask=place + TILE < high, other=0)
         best, weight, left, right = _tile(score, v_left, v_right, scale, best, weight, left, right, TILE)
     return best, weight, left, right
+
+
+@triton.jit
+def _read_tile(
+    q_m, k_pages, v_pages, table, page, place, high, position, first,
+    G: tl.constexpr, D: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile's keys, and both halves of its values."""
+    k_n = _read(k_pages, table, page, place, first, high, D, G, D, L, TILE, q_m.dtype)
+    key = place + tl.arange(0, TILE)
+    seen = (key[None, :] <= position[:, None]) & (key >= first)[None, :]
+    score = tl.where(seen, dot(q_m, tl.trans(k_n)), _NOTHING)
+    v_left = _read(v_pages, table, page, place, first, high, D // 2, G, D, L, TILE, q_m.dtype)
+    v_right = _read(v_pages + D // 2, table, page, place, first, high, D // 2, G, D, L, TILE, q_m.dtype)
+    return score, v_left, v_right
 
 
 @triton.jit
@@ -262,7 +312,7 @@ def _join(
     # Traffic: every number of a piece once in, outputs once out.
     PARTS: tl.constexpr = D // PART
     part, g, i = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % G, tl.program_id(0) // (PARTS * G)
-    n, begin, num, _, pieces, start, _, _, piece_len = _shares(
+    n, begin, num, _, _, _, pieces, start, piece_len = _shares(
         rows, num_rows, capacity, enough, G, R, N_ROWS, BM, GROUP, TILE
     )
     num = tl.where(pieces > 0, num, 0)

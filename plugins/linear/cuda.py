@@ -87,7 +87,7 @@ def best(
     if num_tokens:
         _launch(x, weight, None if absent(bias) else bias, None, values, outputs, "argmax", tile)
         _best_part[(num_tokens,)](
-            values, outputs, output, value, num_tokens, num_parts, BLOCK=1024, num_warps=4
+            values, outputs, output, value, num_tokens, num_parts, BLOCK=4096, num_warps=8
         )  # fmt: skip
     return value, output
 
