@@ -14,7 +14,7 @@ those that stages took on 2026-11-22, or (~) what their parts let expect:
     --minutes 9.3 with .lease/base, .lease/vllm1: look 6, engines ~115, kernels ~103, matrix 145,
         models 49, numbers 37, prompts 22, profile ~70 (547 of 558)
     --minutes 9.3 with .lease/vllm2: storms 150 (the bundle is installed beside them), vllm 320 (470 of 558)
-    --minutes 8.3 alone: many rows ~160, more models ~130, sanitizer 106, fewer ids ~60 (456 of 498)
+    --minutes 7.5 alone: many rows ~90, more models ~130, sanitizer 106, fewer ids ~60 (386 of 450)
     --minutes 2.7 --only look,serve with .lease/triton (30 MiB: nothing else fits): 4, 52, on any machine,
         fresh or not; with --minutes 4.2 --only look,serve,commands 77 more
 
@@ -79,13 +79,14 @@ STAGES = (
     Stage("profile", 90, f"python3 benchmarks/gpu_profile.py --engines {ENGINES} --rows 1,64", True),
     Stage("storms", 150, STORMS),
     Stage("vllm", 350, f"{PEER} --configs 9b-off,9b-mtp3,0.8b-mtp3", True, VLLM / "site/.peer_sum"),
-    Stage("many rows", 200, f"{MODELS} --models 9b,0.8b --rows 8,256", True),
+    Stage("many rows", 120, f"{MODELS} --models 9b --rows 8,256", True),
     Stage("more models", 200, f"{MODELS} --models nano,30b --rows 1,8,64", True),
     Stage("sanitizer", 170, "python3 scripts/gpu_sanitize.py --seconds $STAGE_SECONDS"),
     Stage("fewer ids", 120, f"{MODELS} --models 9b/32k,0.8b/32k --rows 1,64 --drafts none,mtp", True),
     Stage("adaptive", 90, f"{MODELS} --models 9b,0.8b --rows 1,64 --drafts none,adaptive", True),
     Stage("serve", 140, f"{SERVE} --timeout 100 tests/gpu/test_serving.py", needs=TRITON / "bin/python3"),
     Stage("commands", 90, f"PATH={TRITON}/bin:$PATH bash scripts/gpu_commands.sh"),  # there if carried
+    Stage("more rows", 100, f"{MODELS} --models 0.8b --rows 8,256", True),
     Stage("recurrences", 60, RECURRENCES, True),
     Stage("tensorrt", 90, f"{PYTEST} tests/gpu/test_tensorrt.py tests/plugins/gpu/test_ptx.py"),
     Stage("more engines", 120, f"{PYTEST} tests/gpu -m more"),
