@@ -46,6 +46,7 @@ def nodes(tiny_checkpoint: Get) -> list[kernels.Node]:
     return nodes_in(torch.bfloat16, tiny_checkpoint)
 
 
+@cache
 def nodes_in(dtype: torch.dtype, tiny_checkpoint: Get) -> list[kernels.Node]:
     found: set[kernels.Node] = set()
     for family in FAMILIES:
@@ -118,17 +119,23 @@ def test_every_kernel_is_compiled_for_every_architecture(arch: str, nodes: list[
     assert too_early(*made) == []
 
 
-@pytest.mark.parametrize("arch", GPUS[2:])
-def test_attention_over_pages_of_e4m3_is_compiled_where_it_is_offered(
-    arch: str, tiny_checkpoint: Get
-) -> None:
-    """From sm_89 on; older ones are refused (tests/builder/test_build.py)."""
+@pytest.fixture(scope="module")
+def over_e4m3(tiny_checkpoint: Get) -> kernels.Node:
+    """Attention whose pages are e4m3."""
     checkpoint = Checkpoint(tiny_checkpoint("qwen3_5"))
     sizes = {"chunk_len": 16, "max_len": LIMITS.max_len, "dtype": torch.bfloat16}
     model = models.load(checkpoint, torch.ops.hemiola, **sizes, kv_dtype=E4M3)
     (node,) = (n for n in kernels.nodes_of(export(model, "trunk", LIMITS)) if n.op == "attention")
+    return node
+
+
+@pytest.mark.parametrize("arch", GPUS[2:])
+def test_attention_over_pages_of_e4m3_is_compiled_where_it_is_offered(
+    arch: str, over_e4m3: kernels.Node
+) -> None:
+    """From sm_89 on; older ones are refused (tests/builder/test_build.py)."""
     capability = 10 * ARCHS[arch].capability[0] + ARCHS[arch].capability[1]
-    calls = {call.kernel: call for call in sorted(covered(node, capability), key=repr)}
+    calls = {call.kernel: call for call in sorted(covered(over_e4m3, capability), key=repr)}
     assert {name.rpartition(".")[2] for name in calls} == {"_write", "_attend", "_join"}
     for call in calls.values():
         assert ("fp8e4nv" in repr(call)) == (not call.kernel.endswith("_join"))
