@@ -24,7 +24,9 @@ from hemiola.builder.build import Options, build
 from hemiola.plugins.cpu import team
 
 torch.set_num_threads(1)  # the models are tiny, and threads that wait for a busy core cost minutes
-logging.getLogger("torch.__trace").disabled = True  # pytest would make torch.export collect every trace
+_traces = logging.getLogger("torch.__trace")
+_traces.handlers.clear()  # with one, a tenth of torch.export is to write its traces down, for nobody
+_traces.addHandler = lambda hdlr: None  # as pytest does for each test
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its threads would write about one test into the next
 
 # A busy machine fails no example. Every run tries others, and its header has the seed that repeats them; but
