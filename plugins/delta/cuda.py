@@ -109,6 +109,8 @@ def delta(
     sizes = dict(H=heads, G=groups, K=depth, V=width, J=decays, CHUNK=chunk_len, ORDERED=plan.ordered,
                  enable_fp_fusion=False)  # fmt: skip
     tiles = heads * cdiv(width, plan.channels)
+    if tiles % plan.tiles:
+        raise ValueError(f"delta: a program of {plan.tiles} tiles, of {tiles} tiles of a row")
     clears = max(cdiv(num_tokens, CLEAR_TOKENS), 1)  # the first orders rows, where there is no token, too
     shares = min(num_tokens * heads, plan.shares)
     _weigh[(clears + shares + num_rows * heads,)](
