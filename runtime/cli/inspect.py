@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hemiola.runtime import manifest
+from hemiola.runtime.arch import ARCHS, name_of, split
 from hemiola.runtime.bench.plot import refuse_without_matplotlib
 from hemiola.runtime.cli.graph_plot import draw
 from hemiola.runtime.cli.options import made, options_of, takes
@@ -64,6 +65,7 @@ def facts(engine_dir: Path, found: Manifest) -> Table:
         "layers": f"{len(found.layers)}: {kinds}",
         "vocabulary, hidden": f"{found.vocab_size}, {found.hidden_size}",
         "target, architecture": f"{found.target}, {found.arch}",
+        "computes in": computes_in(found),
         "promise": PROMISES[found.promise],
         "drafts": found.drafts
         + (f", chosen among the {found.draft_vocab} lowest ids" if found.draft_vocab else ""),
@@ -77,6 +79,13 @@ def facts(engine_dir: Path, found: Manifest) -> Table:
     }.items():
         table.add_row(name, value)
     return table
+
+
+def computes_in(found: Manifest) -> str:
+    """Of engines for a GPU, which may be in either, kernels tell."""
+    kinds = " ".join(kind for own in found.kernels for one in own.binaries for kind in one.binary.call.kinds)
+    usual = name_of(ARCHS[split(found.arch)[0]].dtype)
+    return "float32" if kinds and "bf16" not in kinds else usual
 
 
 def states(found: Manifest) -> Table:

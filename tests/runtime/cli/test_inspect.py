@@ -66,6 +66,18 @@ def test_profiles_and_kernels_of_an_engine_for_gpus_are_listed(tiny_engine: Get)
     assert "by tensorrt-rtx 1." in lines(inspect.segments(engine_dir, found))[0][1]
 
 
+@pytest.mark.parametrize(
+    ("built", "dtype"),
+    [({}, "float32"), ({"arch": "sm_90"}, "bfloat16"), ({"arch": "sm_90", "dtype": "float32"}, "float32")],
+    ids=str,
+)
+def test_an_engine_says_what_it_computes_in(tiny_engine: Get, built: dict, dtype: str) -> None:
+    """Of two engines for a GPU only the dtypes of states told which was the one in fp32."""
+    engine_dir = tiny_engine("qwen3_5", kv_dtype="fp8", **built)
+    table = dict(lines(inspect.facts(engine_dir, manifest.load(engine_dir))))
+    assert table["computes in"] == dtype
+
+
 def test_layers_that_repeat_are_drawn_once() -> None:
     steps = ["embed", *["a", "b", "a", "b", "c"] * 3, "end", "end"]
     assert folded(steps) == [Repeat(("embed",), 1), Repeat(("a", "b", "a", "b", "c"), 3), Repeat(("end",), 2)]
