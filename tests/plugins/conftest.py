@@ -28,13 +28,16 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable],
     return cpu.Kernel
 
 
+WILD = 681_143_421  # times a size it is no small number, either: eight times 2 to the 29 are 0
+
+
 class _WildInts(TorchFunctionMode):
     """torch fills with the largest int, to which nothing can be added: loops from there on are empty."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         wild = func in (torch.empty, torch.Tensor.new_empty) and made.dtype in (torch.int32, torch.int64)
-        return made.fill_(2**29) if wild else made
+        return made.fill_(WILD) if wild else made
 
 
 @pytest.fixture

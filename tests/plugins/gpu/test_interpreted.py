@@ -213,6 +213,14 @@ def test_a_number_behind_a_kernels_arguments_is_found() -> None:
         passing_first[(1,)](short, rows, 150, 16, False)
 
 
+def test_an_int_that_nobody_wrote_is_nowhere_whatever_it_is_multiplied_by(poisoned_empty: None) -> None:
+    """2 to the 29 times a row's eight columns was 0 in 32 bits: the first row."""
+    wild = torch.empty(1, dtype=torch.int32)
+    strides = torch.cat([torch.arange(1, 4097), torch.arange(256, 2**17, 256)]).int()
+    places = wild * strides
+    assert wild < 2**30 and ((places < 0) | (places > 500_000)).all()
+
+
 NO_TOKEN = {
     subject("conv", E=48, W=4): None,
     subject("delta", G=1, K=16, H=1, V=64, J=1): (32, 2, 3, 2, 32, 2, 2, 3, 2, 168, 7, True),
