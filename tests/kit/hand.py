@@ -125,6 +125,7 @@ class Hand:
         """Ownership; and the content of whatever is cached, where the session keeps tokens."""
         scheduler, session = self.loop.scheduler, self.loop.session
         scheduler.audit()
+        assert self._looks == {} or not self.idle, "nobody looked at a step"
         if not isinstance(session, FakeSession):
             return
         page_len = session.config.page_len
