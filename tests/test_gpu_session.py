@@ -173,6 +173,14 @@ def test_without_a_gpu_a_stage_says_so_in_a_line(
     assert "\n" not in ended.value.code and capfd.readouterr() == ("", "")
 
 
+def test_every_ops_kernels_have_tests_under_the_sanitizer() -> None:
+    """Those of linear had other names one day: none was found, and none was run."""
+    asked = [name.split()[0] for name in runpy.run_path(str(ROOT / "scripts/gpu_sanitize.py"))["TESTS"]]
+    for path in (ROOT / "tests/plugins").glob("*/test_triton.py"):
+        there = re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+        assert any(test.startswith(name) for test in there for name in asked), path.parent.name
+
+
 @pytest.mark.parametrize("op", ["mamba2", "delta"])
 def test_a_layer_to_be_timed_is_what_the_kernels_tests_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was made by a helper that had moved, with an argument that was gone: the stage ended at once."""
