@@ -311,7 +311,9 @@ def table_of(name: str) -> str:
     """The lines of a benchmark that belong into a document; warnings of others do not."""
     lines = log_of(name).splitlines()[1:]
     is_test = any(re.match(r"=+ test session starts", line) for line in lines)
-    return "" if is_test else "\n".join(line for line in lines if line.startswith(("|", "#", "NVIDIA", "*")))
+    table = [line for line in lines if line.startswith(("|", "#", "NVIDIA"))]
+    notes = [line for line in lines if line.startswith("*")]  # within a table they would end it
+    return "" if is_test else "\n".join([*table, *([""] if notes else []), *notes])
 
 
 def beside_vllm() -> str:
