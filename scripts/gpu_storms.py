@@ -6,7 +6,8 @@ A storm (tests/kit/engine_storms.py) is so many turns of arrivals, drafts, abort
 a bundled checkpoint's engine with graphs; every logit, token, page and snapshot is the plain run's. Storms of
 a seed use one engine, one after the other. Processes take turns on a GPU; each of eight is nearly as fast as
 one alone. A failure prints its seed: `--seed N --processes 1` repeats it. What an interrupt finds half done
-is not counted. A process that is still in a storm a minute behind the end hangs, and counts as failed.
+is not counted. A process that is still in a storm a minute behind the end hangs, and counts as failed;
+one whose engines do not open, three seeds in a row, stops.
 """
 
 import argparse
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 16  # storms on an engine, before another seed makes its own
 LAST = 8  # seconds before the end in which no storm begins
+LOST = 3  # seeds in a row whose engines did not open: a GPU that is lost is so for the whole process
 
 
 class Found(NamedTuple):
@@ -50,17 +52,18 @@ def work(folder: Path, first: int, step: int, turns: int, until: float, found: "
     torch.set_num_threads(1)
     from kit.gpu_engines import Engines
 
-    engines, start = Engines(folder), time.time()
+    engines, start, failed = Engines(folder), time.time(), 0
     for seed in itertools.count(first, step):
         try:
             for steps in opened(engines, seed, turns):
-                start, began = time.time(), start
+                start, began, failed = time.time(), start, 0
                 found.put(Found(seed, steps, start - began))
                 if start > until - LAST:
                     return
         except Exception:
             found.put(Found(seed, 0, 0.0, traceback.format_exc(limit=-6)))
-            if time.time() > until - LAST:
+            failed += 1
+            if failed == LOST or time.time() > until - LAST:
                 return
 
 

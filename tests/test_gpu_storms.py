@@ -52,6 +52,17 @@ def test_a_process_goes_from_seed_to_seed_whatever_fails_until_its_time_is_up(
     assert next(clock) <= 60 - storms.LAST + 3
 
 
+def test_a_process_that_opens_nothing_any_more_stops(
+    storms: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a lost GPU seeds failed by the thousand until the time was up, and buried the first."""
+    monkeypatch.setattr(FakeEngines, "storms", lambda self, seed, turns: 1 // 0)
+    clock, found = itertools.count(), SimpleQueue()
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    storms.work(tmp_path, 0, 1, 200, 60.0, found)
+    assert [found.get().seed for _ in range(found.qsize())] == [0, 1, 2]
+
+
 def test_seeds_in_a_row_leave_out_no_drafts_family_depth_pool_or_size() -> None:
     first = random.randrange(1000)
     print("seed", first)

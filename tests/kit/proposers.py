@@ -67,12 +67,6 @@ def always_right(next_token: Callable[[Sequence[int]], int]) -> Scripted:
     return Scripted(script)
 
 
-def always_wrong(next_token: Callable[[Sequence[int]], int], vocab: int) -> Scripted:
-    """Never the oracle's token."""
-    right = always_right(next_token)
-    return Scripted(lambda request, room: [(t + 1) % vocab for t in right.script(request, room)])
-
-
 def shuffled(seed: int, next_token: Callable[[Sequence[int]], int], vocab: int) -> Scripted:
     """Windows of random length, right up to a random place and random behind it; a third of them empty."""
     rng = random.Random(seed)
