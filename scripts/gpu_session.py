@@ -11,10 +11,12 @@ benchmarks/gpu_session.md), logs.tar.gz.
 Thirty minutes of a machine, its start (1 to 2) and the transfers taken off, are three calls; the seconds are
 those that stages took on 2026-11-22, or (~) what their parts let expect:
 
-    --minutes 9.3 with .lease/base, .lease/vllm1: look 6, engines ~115, kernels ~103, matrix 145,
-        models 49, numbers 37, prompts 22, profile ~70 (547 of 558)
-    --minutes 9.3 with .lease/vllm2: storms 150 (the bundle is installed beside them), vllm 320 (470 of 558)
-    --minutes 7.5 alone: many rows ~90, more models ~130, sanitizer 106, fewer ids ~60 (386 of 450)
+    --minutes 9.3 with .lease/base, .lease/vllm1: look 6, engines 97, kernels 87, matrix 113, models 44,
+        numbers 22, prompts 24, profile 70 (463 of 558)
+    --minutes 9.3 with .lease/vllm2: storms 150 (the bundle is installed beside them), vllm 255,
+        many rows ~120 (525 of 558)
+    --minutes 7.5 alone: more models ~60, sanitizer 100, fewer ids 45, adaptive 45, more rows ~60,
+        more engines ~60 (370 of 450)
     --minutes 2.7 --only look,serve with .lease/triton (30 MiB: nothing else fits): 4, 52, on any machine,
         fresh or not; with --minutes 4.2 --only look,serve,commands 77 more
 
@@ -78,15 +80,17 @@ STAGES = (
     Stage("prompts", 60, f"{MODELS} --models 9b --rows '' --prompts", True),
     Stage("profile", 90, f"python3 benchmarks/gpu_profile.py --engines {ENGINES} --rows 1,64", True),
     Stage("storms", 150, STORMS),
-    Stage("vllm", 350, f"{PEER} --configs 9b-off,9b-mtp3,0.8b-mtp3", True, VLLM / "site/.peer_sum"),
+    Stage("vllm", 300, f"{PEER} --configs 9b-off,9b-mtp3", True, VLLM / "site/.peer_sum"),
     Stage("many rows", 120, f"{MODELS} --models 9b --rows 8,256", True),
-    Stage("more models", 200, f"{MODELS} --models nano,30b --rows 1,8,64", True),
+    Stage("more models", 200, f"{MODELS} --models 30b --rows 1,8,64; {MODELS} --models nano --rows 1,64,256",
+          True),
     Stage("sanitizer", 170, "python3 scripts/gpu_sanitize.py --seconds $STAGE_SECONDS"),
     Stage("fewer ids", 120, f"{MODELS} --models 9b/32k,0.8b/32k --rows 1,64 --drafts none,mtp", True),
     Stage("adaptive", 90, f"{MODELS} --models 9b,0.8b --rows 1,64 --drafts none,adaptive", True),
     Stage("serve", 140, f"{SERVE} --timeout 100 tests/gpu/test_serving.py", needs=TRITON / "bin/python3"),
     Stage("commands", 90, f"PATH={TRITON}/bin:$PATH bash scripts/gpu_commands.sh"),  # there if carried
     Stage("more rows", 100, f"{MODELS} --models 0.8b --rows 8,256", True),
+    Stage("more vllm", 330, f"{PEER} --configs 0.8b-mtp3,nano9b-off,0.8b-off", True, VLLM / "site/.peer_sum"),
     Stage("recurrences", 60, RECURRENCES, True),
     Stage("tensorrt", 90, f"{PYTEST} tests/gpu/test_tensorrt.py tests/plugins/gpu/test_ptx.py"),
     Stage("more engines", 120, f"{PYTEST} tests/gpu -m more"),
@@ -103,7 +107,8 @@ BESIDE = (
     f"{MODELS} --models 9b,0.8b --rows 64 --build",
     f"[ ! -f {VLLM}/site.tar.xz ] || PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work bash {VLLM}/install.sh",
     f"{MODELS} --models 9b,0.8b --rows 256 --build",
-    f"{MODELS} --models nano,30b,9b/32k,0.8b/32k --rows 64 --build",
+    f"{MODELS} --models 30b,9b/32k,0.8b/32k --rows 64 --build",
+    f"{MODELS} --models nano --rows 256 --build",
 )
 PEERS = {  # what we call vLLM's configurations, and how many times its tokens a second are asked (issue 9)
     ("9b", "none"): ("9b-off", 1.2),
@@ -321,7 +326,7 @@ def beside_vllm() -> str:
     found = KEPT / "logs/peer.json"
     theirs = json.loads(found.read_text()) if found.exists() else {}
     lines = []
-    ours = "\n".join(log_of(name) for name in ("models", "many rows", "more models"))
+    ours = "\n".join(log_of(name) for name in ("models", "many rows", "more models", "more rows"))
     for model, drafts, rows, cells in re.findall(r"^\| (\S+) \| (\w+) \| (\d+) \|(.*)", ours, re.MULTILINE):
         config, goal = PEERS.get((model, drafts), ("", 0.0))
         if step := theirs.get(config, {}).get(f"decode b{rows}"):
