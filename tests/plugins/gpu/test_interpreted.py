@@ -160,6 +160,35 @@ def test_pieces_of_attention_are_joined_in_the_order_of_one_program(
     assert together.dtype is torch.float32 and torch.equal(since(137), together[17:])
 
 
+@pytest.mark.parametrize("enough", [0, 10**6], ids=["groups", "tiles"])
+@pytest.mark.parametrize("space", [2, 6, 10**6])
+def test_rows_with_and_without_space_for_their_pieces_have_the_bits_of_a_row_alone(
+    space: int, enough: int, monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
+) -> None:
+    """Beside a row of no token and a dead one: who has no space walks, who comes behind has none either."""
+    from hemiola.plugins.attention import cuda
+
+    monkeypatch.setattr(cuda, "FP32_GROUP", 32)
+    nums, committed = [3, 0, 1, 2, 2], [70, 33, 40, 9, 101]
+    firsts = [sum(nums[:n]) for n in range(5)]
+    rows = [
+        row(first=firsts[n], num_tokens=nums[n], slot=n != 3 and n + 1, committed=committed[n])
+        for n in range(5)
+    ]
+    at = int32(*(committed[n] + t for n in range(5) for t in range(nums[n])))
+    tokens = [torch.randn(8, heads, 16) for heads in (2, 1, 1)]
+    pools, table = [torch.randn(36, 16, 1, 16) for _ in range(2)], torch.randperm(35).int().view(5, 7) + 1
+
+    def call(*chosen: int) -> torch.Tensor:
+        given = int32(*(rows[n] for n in chosen)).view(-1, 8)
+        own, plan = [pool.clone() for pool in pools], cuda.TilePlan(16, 1, 1, 2, enough)
+        return cuda.attention(*tokens, *own, table[list(chosen)], given, at, 0.2, 0, 1.0, 1.0, plan=plan)
+
+    alone = sum((call(n) for n in (0, 2, 4)), torch.zeros(()))  # of others' tokens it is zero
+    monkeypatch.setattr(cuda, "_PARTIAL_NUMBERS", space * 16 * 16)
+    assert torch.equal(call(*range(5)), alone)
+
+
 @pytest.fixture(params=["forwards", "backwards"])
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In which a kernel's programs run: a GPU has none, so nobody may count on one."""
