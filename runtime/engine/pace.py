@@ -7,7 +7,8 @@ pass. These are fitted to steps that only decode, and old steps are forgotten sl
 
 To keep learning, a step now and then takes a neighbour of the window that seems best. The time that such a
 trial may lose is saved up first, as a small share of all time: trials are rare where drafts are dear, and
-frequent where they are cheap. No window is more than twice as long as one that was tried.
+frequent where they are cheap. While no draft stays, each trial waits twice as long as the last. No window is
+more than twice as long as what stayed of one.
 """
 
 import math
@@ -21,9 +22,9 @@ from hemiola.runtime.engine.request import Request
 
 WINDOWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 REPLAN = 8  # decode steps for which a choice holds
-PAUSE = 8  # decode steps between two trials
-SHARE = 0.012  # of the time, for trials
-CREDIT = 2.0  # steps' time that trials may lose before anything was saved
+PAUSE, LONGEST_PAUSE = 8, 128  # decode steps between two trials: once a draft stayed, and at most
+SHARE = 0.006  # of the time, for trials
+CREDIT = 0.5  # steps' time that trials may lose before anything was saved
 KEPT = 0.98  # of what was learned, per observation
 DOUBT = 8.0  # trials for which a new request is taken to be like all others
 MARGIN = 0.99  # of the best speed is enough for a shorter window
@@ -92,7 +93,8 @@ class Pace:
         self._passes = LinearFit([0.1, 0.1])  # 1, passes
         self._hits = self._trials = 1.0  # of all requests: hopeful
         self._turn = self._last_trial = self._best = 0
-        self._longest = 0  # window that was tried
+        self._pause = 2 * PAUSE
+        self._longest = 0  # of what stayed
         self._speed = 0.0  # tokens per second, with the best window
         self._credit = 0.0  # seconds that trials may lose
         self._regrets = [0.0] * len(self._windows)  # what a step with each window loses, in seconds
@@ -104,6 +106,9 @@ class Pace:
         request.draft_hits = KEPT * request.draft_hits + num_accepted
         self._trials = KEPT * self._trials + trials
         self._hits = KEPT * self._hits + num_accepted
+        if num_accepted:
+            self._longest = max(self._longest, num_accepted)
+            self._pause = PAUSE
 
     def timed(self, num_rows: int, num_drafts: int, num_passes: int, step: float, drafting: float) -> None:
         """Seconds of a step that only decoded, and of proposing what comes next."""
@@ -126,7 +131,6 @@ class Pace:
             self._replan(np.array(rates), np.array(most), cost)
         at, is_trial = self._try()
         window = self._windows[at]
-        self._longest = max(self._longest, window)
         if window == 0:
             return [0] * len(most)
         # the last draft of a row must be worth the time that it takes
@@ -155,7 +159,7 @@ class Pace:
 
     def _try(self) -> tuple[int, bool]:
         """The best window; or another, if it is time and what that may lose has been saved."""
-        if self._turn - self._last_trial < PAUSE:
+        if self._turn - self._last_trial < self._pause:
             return self._best, False
         step = 1 if self._best == 0 or self._turn // PAUSE % 2 else -1
         at = self._best + step
@@ -165,6 +169,7 @@ class Pace:
             return self._best, False
         self._credit -= self._regrets[at]
         self._last_trial = self._turn
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return at, True
 
     def _rates(self, requests: Sequence[Request]) -> list[float]:

@@ -38,6 +38,7 @@ class Costs:
 CHEAP = Costs(0.9, 0.1, 0.02, 0.0, 0.02)  # verification is nearly free: a GPU that waits for memory
 LINEAR = Costs(0.0, 1.0, 1.0)  # a step's time is that of its tokens: a busy GPU, or a CPU
 COSTLY = Costs(0.9, 0.1, 0.1, 0.1, 0.5)  # every draft takes half a step to find
+GPU_1, GPU_64 = Costs(1.0, 0.0, 0.012, 0.0, 0.12), Costs(1.0, 0.0, 0.003, 0.0, 0.19)  # of 9B, rows
 COSTS = {"cheap": CHEAP, "linear": LINEAR, "costly": COSTLY}
 
 
@@ -112,6 +113,30 @@ def test_speculation_that_pays_is_used(chance: float, count: int, most: int) -> 
     simulation.run(100, chance)
     speed = sum(simulation.run(STEPS, chance) for _ in range(3)) / 3
     assert speed >= 0.95 * best_speed(most, count, chance, CHEAP)
+
+
+@pytest.mark.parametrize("most", [1, 3, 64])
+@pytest.mark.parametrize(("costs", "count"), [(GPU_1, 1), (GPU_64, 64)], ids=["1 row", "64 rows"])
+def test_a_head_that_is_never_right_is_soon_left_alone(costs: Costs, count: int, most: int) -> None:
+    """At most 3 % slower than no drafts over the first 48 steps; no window is longer than one."""
+    simulation, longest, seconds = Simulation(Pace(most, True), count, most, costs), 0, 0.0
+    for _ in range(48):
+        seconds += count / simulation.run(1, 0.0)
+        longest = max(longest, *simulation.granted)
+    assert longest == 1
+    assert 48 * count / seconds >= 0.97 * speed_of(0, count, 0.0, costs)
+
+
+@pytest.mark.parametrize("most", [1, 3, 64])
+@pytest.mark.parametrize("count", [1, 64])
+@pytest.mark.parametrize("costs", [CHEAP, LINEAR, COSTLY, GPU_1], ids=["cheap", "linear", "costly", "gpu"])
+def test_a_head_that_is_never_right_costs_nothing_in_the_long_run(
+    costs: Costs, count: int, most: int
+) -> None:
+    """At most 1 % behind the first 200 steps."""
+    simulation = Simulation(Pace(most, True), count, most, costs)
+    simulation.run(200, 0.0)
+    assert simulation.run(800, 0.0) >= 0.99 * speed_of(0, count, 0.0, costs)
 
 
 def test_a_bad_request_in_a_good_batch_gets_fewer_drafts() -> None:
