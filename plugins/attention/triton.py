@@ -122,13 +122,7 @@ def _attend(
         rank = wave + tl.where((wave // programs) % 2 == 0, program, programs - 1 - program)
         if rank < num_items:
             g, i = rank % G, rank // G
-            is_end, from_last = i >= num_whole, num_whole - 1 - i
-            row = tl.where(
-                is_end,
-                tl.sum((last_end <= i - num_whole).to(tl.int32), 0),
-                tl.sum((last_whole <= from_last).to(tl.int32), 0),
-            )
-            inside = tl.where(is_end, _of(whole, n, row), from_last - _of(last_whole - whole, n, row))
+            row, inside = _item(i, num_whole, n, whole, last_whole, last_end)
             row_pieces, row_num = _of(pieces, n, row), _of(num, n, row)
             row_begin, row_committed = _of(begin, n, row), _of(committed, n, row)
             block = tl.where(row_pieces > 0, 0, inside)
@@ -157,13 +151,31 @@ def _attend(
                     place = ((row_start + inside) * G + g) * BM
                     _keep(partial, all_sums, place, best, weight, left, right, live, D, BM)
                 else:
-                    to = (
-                        o + token[:, None] * (G * R * D) + (head[:, None] * D + tl.arange(0, D // 2)[None, :])
-                    )
-                    out = _finished(best, weight, left, unit_v).to(o.dtype.element_ty)
-                    tl.store(to, out, mask=live[:, None])
-                    out = _finished(best, weight, right, unit_v).to(o.dtype.element_ty)
-                    tl.store(to + D // 2, out, mask=live[:, None])
+                    _finish(o, token, head, best, weight, left, right, unit_v, live, G, R, D)
+
+
+@triton.jit
+def _item(i, num_whole, n, whole, last_whole, last_end):
+    """(row, which of its items): whole ones from the last row's last back, then the ends of rows."""
+    is_end, from_last = i >= num_whole, num_whole - 1 - i
+    row = tl.where(
+        is_end,
+        tl.sum((last_end <= i - num_whole).to(tl.int32), 0),
+        tl.sum((last_whole <= from_last).to(tl.int32), 0),
+    )
+    return row, tl.where(is_end, _of(whole, n, row), from_last - _of(last_whole - whole, n, row))
+
+
+@triton.jit
+def _finish(
+    o, token, head, best, weight, left, right, unit_v, live, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr
+):
+    """Outputs of queries that have seen all their keys."""
+    to = o + token[:, None] * (G * R * D) + (head[:, None] * D + tl.arange(0, D // 2)[None, :])
+    out = _finished(best, weight, left, unit_v).to(o.dtype.element_ty)
+    tl.store(to, out, mask=live[:, None])
+    out = _finished(best, weight, right, unit_v).to(o.dtype.element_ty)
+    tl.store(to + D // 2, out, mask=live[:, None])
 
 
 @triton.jit
