@@ -34,7 +34,7 @@ def test_memory_counts_once_and_until_nobody_holds_it() -> None:
 
 def test_the_delta_rules_scratch_is_part_of_a_step(tiny_engine: Callable[..., Path]) -> None:
     """It was not known to memory_fraction: a step of 8,192 tokens found no memory behind full pages."""
-    num_tokens = 2**15  # of fewer, attention's space for pieces may be the most of a step
+    num_tokens = 2**16  # of fewer, attention's space for pieces may be the most of a step
     engine_dir = tiny_engine("qwen3_5", arch="sm_90", max_step_tokens=num_tokens, max_rows=8, num_drafts=3)
     found = manifest.load(engine_dir)
     trunk, draft = (found.segment(name).work_bytes for name in ("trunk", "draft"))  # the latter has no delta
