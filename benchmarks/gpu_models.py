@@ -9,7 +9,9 @@ milliseconds of a step while all rows decode, over the floor (bytes that a step 
 DESIGN.md 10) and beside vLLM 0.26's step on an H200; how much of the time the GPU had no step to do; whether
 the tokens of two rows are their plain run's. Random heads guess nothing, so drafts are verified and rejected;
 tokens/s with mtp are those of 3.05 tokens a step, the acceptance (.85, .68, .52) that vLLM's numbers were
-taken with. adaptive: as many drafts as pay, none here; then one token a step, to be held against none.
+taken with. adaptive: as many drafts as pay, none here; then one token a step, to be held against none. It has
+two lines, and so has none beside it: steps 0-48, in which a fresh engine (one for each number of rows) finds
+out, and 200-300, what it costs from then on. The column "steps" says which were counted.
 
 --prompts: seconds of 8,192 tokens against 790 TFLOP/s, and to the first token of 10,100: cold, the same
 prompt again, and behind a prefix of 10,000 tokens that another request had; a hit's token is the cold run's.
@@ -45,6 +47,8 @@ NAMES = {
 FEW = "/32k"  # behind a model's name: drafts are chosen among the 32,768 lowest ids
 ADAPTIVE = "adaptive"
 NUM_DRAFTS, TOKENS_A_STEP = 3, 3.05
+FIRST_STEPS = (0, 40)
+PHASES = ((0, 48), (200, 300))  # adaptive: it learns; it knows
 # milliseconds at 2k tokens of context: (floor, vLLM 0.26 on an H200 on 2026-11-20)
 KNOWN = {
     ("9b", "none"): {1: (3.73, 5.37), 8: (4.01, 5.92), 64: (6.22, 8.40), 256: (15.27, 20.0)},
@@ -62,68 +66,101 @@ PEAK = 790e12  # operations a second, bf16
 
 
 class Decoding(NamedTuple):
-    """What was measured while all rows decoded."""
+    """What was measured in some of the steps in which all rows decode."""
 
     step_ms: float
     idle: float  # share of the time
-    num_steps: int
+    steps: tuple[int, int]
     token_ids: list[list[int]]
 
 
-def decode(llm: LLM, prompts: list[list[int]], num_steps: int) -> Decoding:
-    """From the moment when the last request has its first token to the end of the first one."""
+class Mark(NamedTuple):
+    """A moment between two steps."""
+
+    seconds: float
+    step: int
+    busy: float  # seconds of the device
+
+
+def decode(llm: LLM, prompts: list[list[int]], *windows: tuple[int, int]) -> list[Decoding]:
+    """Of windows of steps; step 0 is the first when the last request has its first token."""
+    edges = sorted({0, *(step for window in windows for step in window)})
     chunks = sum(map(len, prompts)) // llm.config.max_step_tokens + len(prompts)
-    params = SamplingParams(max_tokens=chunks + num_steps, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=chunks + edges[-1], temperature=0.0, ignore_eos=True)
     token_ids: list[list[int]] = [[] for _ in prompts]
-    marks: list[tuple[float, int, float]] = []
+    marks: list[Mark] = []
     left, done = {*range(len(prompts))}, threading.Event()
 
     def note(row: int, piece: Piece) -> None:
-        first = not token_ids[row]
         token_ids[row] += piece.token_ids
         if piece.finish_reason is not None:
             left.discard(row)
-        if (first and all(token_ids)) or (piece.finish_reason is not None and len(marks) == 1):
+        if all(token_ids) and len(marks) < len(edges):
             counters = llm.counters
-            marks.append((time.perf_counter(), counters.num_steps, counters.device_seconds))
+            now = Mark(time.perf_counter(), counters.num_steps, counters.device_seconds)
+            step = now.step - marks[0].step if marks else 0
+            while len(marks) < len(edges) and (step >= edges[len(marks)] or len(left) < len(prompts)):
+                marks.append(now)
         if not left:
             done.set()
 
     for row, prompt in enumerate(prompts):
         llm.submit(prompt, params, lambda piece, row=row: note(row, piece))
     done.wait()
-    (start, before, busy), (end, after, busier) = marks[:2]
-    seconds, num_steps = end - start, after - before
-    return Decoding(1e3 * seconds / max(num_steps, 1), 1 - (busier - busy) / seconds, num_steps, token_ids)
+    at = dict(zip(edges, marks, strict=True))
+    return [_between(at[start], at[end], marks[0].step, token_ids) for start, end in windows]
+
+
+def _between(start: Mark, end: Mark, first: int, token_ids: list[list[int]]) -> Decoding:
+    seconds, num_steps = end.seconds - start.seconds, end.step - start.step
+    idle = 1 - (end.busy - start.busy) / seconds if seconds else math.nan
+    return Decoding(
+        1e3 * seconds / max(num_steps, 1), idle, (start.step - first, end.step - first), token_ids
+    )
 
 
 def lines(model: str, engine_dir: Path, rows: list[int], kinds: list[str], context: int) -> None:
-    """A line per kind of drafts and number of rows."""
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(0, 100_000, (max(rows), context)).tolist()
+    """A line per kind of drafts, number of rows and window of steps."""
+    prompts = np.random.default_rng(0).integers(0, 100_000, (max(rows), context)).tolist()
+    windows = PHASES if ADAPTIVE in kinds else (FIRST_STEPS,)
     plain: list[list[int]] = []
     for drafts in kinds:
-        start = time.perf_counter()
-        options = (
-            {} if drafts == "none" else {"num_drafts": NUM_DRAFTS, "adaptive_drafts": drafts == ADAPTIVE}
-        )
-        head = "mtp" if drafts == ADAPTIVE else drafts
-        with LLM(engine_dir, drafts=head, prefix_cache=False, **options) as llm:
-            print(f"* {model}, drafts {drafts}: ready after {time.perf_counter() - start:.1f} s", flush=True)
-            for num in rows:
+        for several in [[num] for num in rows] if drafts == ADAPTIVE else [rows]:
+            with opened(model, engine_dir, drafts) as llm:
                 if not plain:
-                    plain = [decode(llm, [prompt], 40).token_ids[0] for prompt in prompts[:2]]
-                decode(llm, prompts[:num], 8)  # compiles and captures what is not there yet
-                found = decode(llm, prompts[:num], 40)
-                same = all(a[:40] == b[:40] for a, b in zip(found.token_ids, plain, strict=False))
-                floor, theirs = KNOWN.get((model.removesuffix(FEW), drafts), {}).get(num, (float("nan"),) * 2)
-                speed = num * (TOKENS_A_STEP if drafts == "mtp" else 1) / found.step_ms * 1e3
-                print(
-                    f"| {model} | {drafts} | {num} | {found.step_ms:.2f} | {found.step_ms / floor:.2f} |"
-                    f" {theirs:.2f} | {theirs / found.step_ms:.2f} | {speed:,.0f} | {found.num_steps} |"
-                    f" {found.idle:.1%} | {'equal' if same else 'OTHER TOKENS'} |",
-                    flush=True,
-                )
+                    plain = [decode(llm, [prompt], windows[-1])[0].token_ids[0] for prompt in prompts[:2]]
+                for num in several:
+                    if drafts != ADAPTIVE:
+                        decode(llm, prompts[:num], (0, 8))  # what is not there yet is loaded
+                    for found in decode(llm, prompts[:num], *windows):
+                        print_line(model, drafts, num, found, plain)
+
+
+def opened(model: str, engine_dir: Path, drafts: str) -> LLM:
+    """With this kind of drafts."""
+    start = time.perf_counter()
+    options = {} if drafts == "none" else {"num_drafts": NUM_DRAFTS, "adaptive_drafts": drafts == ADAPTIVE}
+    head = "mtp" if drafts == ADAPTIVE else drafts
+    llm = LLM(engine_dir, drafts=head, prefix_cache=False, **options)
+    print(f"* {model}, drafts {drafts}: ready after {time.perf_counter() - start:.1f} s", flush=True)
+    return llm
+
+
+def print_line(model: str, drafts: str, num: int, found: Decoding, plain: list[list[int]]) -> None:
+    """Of the table; `plain`: tokens of the first rows' plain runs."""
+    same = all(
+        found_ids[:num_ids] == ids[:num_ids]
+        for found_ids, ids in zip(found.token_ids, plain, strict=False)
+        for num_ids in [min(len(found_ids), len(ids))]
+    )
+    floor, theirs = KNOWN.get((model.removesuffix(FEW), drafts), {}).get(num, (float("nan"),) * 2)
+    speed = num * (TOKENS_A_STEP if drafts == "mtp" else 1) / found.step_ms * 1e3
+    print(
+        f"| {model} | {drafts} | {num} | {found.step_ms:.2f} | {found.step_ms / floor:.2f} |"
+        f" {theirs:.2f} | {theirs / found.step_ms:.2f} | {speed:,.0f} | {found.steps[0]}-{found.steps[1]} |"
+        f" {found.idle:.1%} | {'equal' if same else 'OTHER TOKENS'} |",
+        flush=True,
+    )
 
 
 def first_token(llm: LLM, prompt: list[int]) -> tuple[float, int, int]:

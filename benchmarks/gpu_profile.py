@@ -135,7 +135,7 @@ def renamed(kernels: list[Kernel], names: list[str]) -> list[Kernel]:
 
 def decode(llm: LLM, prompts: list[list[int]], title: str) -> None:
     """The table of a step while all rows decode."""
-    gpu_models.decode(llm, prompts, 8)
+    gpu_models.decode(llm, prompts, (0, 8))
     params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
     started, left, done = set[int](), {*range(len(prompts))}, threading.Event()
 

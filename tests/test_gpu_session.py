@@ -214,9 +214,10 @@ def test_models_are_measured_as_far_as_a_cpu_can(
         models.main()
     said = capsys.readouterr().out
     lines = [line.split(" | ") for line in said.splitlines() if line.endswith(" | equal |")]
-    assert [line[1:3] for line in lines[:2]] == [["none", "2"], ["adaptive", "2"]]
-    assert len(lines) == 6 and "OTHER" not in said and said.count(": ready after") == 2
-    assert all(0 <= float(line[9].removesuffix("%")) < 100 for line in lines[:2])
+    steps = [[line[1], *map(int, line[8].split("-"))] for line in lines[:4]]
+    assert steps == [[kind, *phase] for kind in ("none", "adaptive") for phase in models.PHASES]
+    assert len(lines) == 8 and "OTHER" not in said and said.count(": ready after") == 2
+    assert all(0 <= float(line[9].removesuffix("%")) < 100 for line in lines[:4])
 
 
 @pytest.mark.parametrize(
