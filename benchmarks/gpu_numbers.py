@@ -84,6 +84,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     checkpoints = asked.checkpoint or [ROOT / "demo/qwen3.5-code", ROOT / "demo/nemotron-h-code"]
     texts = {checkpoint: texts_of(checkpoint, asked.texts, asked.tokens) for checkpoint in checkpoints}
+    for found in texts.values():
+        if not found or asked.tokens > MOST:
+            sys.exit(f"gpu_numbers.py: --tokens {asked.tokens}: engines have {MOST}, {SOURCES} fewer")
     with multiprocessing.get_context("spawn").Pool(sum(map(len, texts.values()))) as pool:
         truths = {
             checkpoint: [pool.apply_async(true_logits, (checkpoint, text)) for text in given]

@@ -151,7 +151,7 @@ def _attend(
                     place = ((row_start + inside) * G + g) * BM
                     _keep(partial, all_sums, place, best, weight, left, right, live, D, BM)
                 else:
-                    _finish(o, token, head, best, weight, left, right, unit_v, live, G, R, D)
+                    _store(o, token, head, best, weight, left, right, unit_v, live, G, R, D)
 
 
 @triton.jit
@@ -167,14 +167,14 @@ def _item(i, num_whole, n, whole, last_whole, last_end):
 
 
 @triton.jit
-def _finish(
+def _store(
     o, token, head, best, weight, left, right, unit_v, live, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr
 ):
     """Outputs of queries that have seen all their keys."""
     to = o + token[:, None] * (G * R * D) + (head[:, None] * D + tl.arange(0, D // 2)[None, :])
-    out = _finished(best, weight, left, unit_v).to(o.dtype.element_ty)
+    out = _outputs(best, weight, left, unit_v).to(o.dtype.element_ty)
     tl.store(to, out, mask=live[:, None])
-    out = _finished(best, weight, right, unit_v).to(o.dtype.element_ty)
+    out = _outputs(best, weight, right, unit_v).to(o.dtype.element_ty)
     tl.store(to + D // 2, out, mask=live[:, None])
 
 
@@ -308,8 +308,8 @@ def _faded(best, other_best):
 
 
 @triton.jit
-def _finished(best, weight, total, unit_v):
-    """Zeros for a query that sees no key."""
+def _outputs(best, weight, total, unit_v):
+    """Of sums, once all keys were seen; zeros for a query that sees none."""
     return tl.where((best > _NOTHING)[:, None], total / weight[:, None] * unit_v, 0.0)
 
 
@@ -355,7 +355,7 @@ def _join(
                 total = tl.fma(s, other[:, None], total * faded[:, None])
             else:
                 best, weight, total = b, w, s
-        out = _finished(best, weight, total, unit_v).to(o.dtype.element_ty)
+        out = _outputs(best, weight, total, unit_v).to(o.dtype.element_ty)
         to = o + token.to(tl.int64) * (G * R * D) + ((g * R + head)[:, None] * D + d[None, :])
         tl.store(to, out, mask=mine[:, None])
 

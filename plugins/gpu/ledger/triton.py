@@ -58,16 +58,15 @@ def _accept(rows, slots, num_drafts, chosen, logits, lengths, ids, told, num_slo
     live = (lane < num_lines) & (slot > 0)
     token = tl.load(chosen + first + lane, mask=live, other=0)
     logit = tl.load(logits + first + lane, mask=live, other=0.0)
-    bad = tl.abs(logit) < float("inf")
-    bad = bad == 0  # NaN is not below
+    finite = tl.abs(logit) < float("inf")  # NaN is not below
     total = tl.load(lengths + slot)
     judged = tl.minimum(tl.load(num_drafts + row), tl.load(lengths + DRAFTS * num_slots + slot))
     text = ids + slot * ids_len + total
     draft = tl.load(text + lane, mask=live, other=-1).to(tl.int64)
-    agrees = (token == draft) & (lane < judged) & (bad == 0)
+    agrees = (token == draft) & (lane < judged) & finite
     accepted = tl.min(tl.where(agrees, BLOCK, lane), axis=0)
     last = tl.sum(tl.where(lane == accepted, token, 0), axis=0)
-    broken = tl.sum(tl.where((lane == accepted) & bad, 1, 0), axis=0)
+    broken = tl.sum(tl.where((lane == accepted) & (finite == 0), 1, 0), axis=0)
     tl.store(answer + lane, token, mask=lane < width)
     tl.store(answer + width, accepted.to(tl.int64))
     tl.store(answer + width + 1, judged)
