@@ -1,4 +1,4 @@
-"""Kernels into binaries, by Triton. No GPU is needed, and no engine needs this once it is built.
+"""Kernels into binaries, by Triton and its Gluon. No GPU is needed, and no engine needs this once built.
 
 plugins/gpu/cover.py says what an op calls; `compile_call` makes one of these for an architecture: the cubin,
 the PTX, and how it is launched.
@@ -18,6 +18,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.runtime.jit import JITFunction
 
 from hemiola.plugins.gpu import overlap
@@ -65,9 +67,10 @@ class TooLarge(ValueError):
 
 
 def source(kernel: str) -> Any:
-    """Triton's function."""
+    """Triton's function; what triton.py does not have is Gluon's, for one architecture."""
     op, _, entry = kernel.rpartition(".")
-    return getattr(import_module(f"hemiola.plugins.{op}.triton"), entry)
+    found = getattr(import_module(f"hemiola.plugins.{op}.triton"), entry, None)
+    return found or getattr(import_module(f"hemiola.plugins.{op}.gluon"), entry)
 
 
 def call_of(kernel: Kernel, values: Values, constants: Mapping[str, Any]) -> Call:
@@ -92,7 +95,8 @@ def compile_call(call: Call, capability: int) -> Compiled:
     """capability: 90 for sm_90. Raises TooLarge."""
     function = source(call.kernel)
     names, given = function.arg_names, dict(call.constants)
-    signature = {name: _signature(kind) for name, kind in zip(names, call.kinds, strict=False)}
+    is_gluon = function.is_gluon()
+    signature = {name: _signature(kind, is_gluon) for name, kind in zip(names, call.kinds, strict=False)}
     fixed: dict[str, Any] = {name: 1 for name, kind in zip(names, call.kinds, strict=False) if kind == ONE}
     fixed |= {name: _constant(value) for name, value in given.items() if name in names}
     signature |= {name: "constexpr" for name in names if name in given}
@@ -103,9 +107,8 @@ def compile_call(call: Call, capability: int) -> Compiled:
     }
     waits = capability >= overlap.FIRST
     options = {name: value for name, value in given.items() if name not in names} | {"launch_pdl": waits}
-    made = triton.compile(
-        ASTSource(function, signature, fixed, aligned), GPUTarget("cuda", capability, 32), options
-    )
+    parsed = (GluonASTSource if is_gluon else ASTSource)(function, signature, fixed, aligned)
+    made = triton.compile(parsed, GPUTarget("cuda", capability, 32), options)
     about = made.metadata
     if about.shared > SHARED[capability]:
         raise TooLarge(
@@ -146,12 +149,14 @@ def on_demand() -> None:
     Kernel.compile = make
 
 
-def _signature(kind: str) -> str:
-    """As Triton writes a type."""
+def _signature(kind: str, is_gluon: bool = False) -> str:
+    """As Triton writes a type; Gluon says how a box lies in shared memory."""
     if kind == ONE:
         return "constexpr"
     if match := re.fullmatch(r"<(\w+) ([\d ]+)>", kind):
-        return f"tensordesc<{match[1]}[{', '.join(match[2].split())}]>"
+        box = [int(size) for size in match[2].split()]
+        layout = f",{NVMMASharedLayout.get_default_for(box, DTYPES[match[1]])!r}" if is_gluon else ""
+        return f"tensordesc<{match[1]}{box}{layout}>"
     return kind.removesuffix(ANY).removesuffix(f":{ALIGNMENT}")
 
 
