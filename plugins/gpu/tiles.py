@@ -22,6 +22,7 @@ class Tile(NamedTuple):
     weight_first: bool  # outputs on the rows of the tensor core's instruction, tokens on its columns
     is_persistent: bool = False  # tensor descriptors (TMA), a program per multiprocessor
     group: int = 8  # token tiles that go along the outputs together
+    consumers: int = 0  # of Gluon's kernel, each of 64 outputs; 0: Triton's kernels
 
     def parts(self) -> int:
         """In how many parts a persistent kernel stores a tile; two leave room for another stage."""
@@ -41,6 +42,7 @@ class Many(NamedTuple):
 
     tile: Tile
     speed: float
+    min_tokens: int = 0  # fewer were not measured
 
 
 class Crowd(NamedTuple):
@@ -71,7 +73,8 @@ def table_of(capability: int) -> Table:
     found = json.loads((own if own.is_file() else TABLES / "any.json").read_text())
 
     def rows(name: str, kind: Any) -> tuple[Any, ...]:
-        return tuple(kind(*(_value(row[field]) for field in kind._fields)) for row in found[name])
+        told = ({f: _value(row[f]) for f in kind._fields if f in row} for row in found[name])
+        return tuple(kind(**row) for row in told)
 
     return Table(rows("few", Few), rows("many", Many), rows("experts", Crowd))
 
@@ -80,7 +83,7 @@ def _value(value: Any) -> Any:
     return Tile(**value) if isinstance(value, dict) else ENDLESS if value is None else value
 
 
-def tile_of(num_tokens: int, num_outputs: int, gpu: Gpu) -> Tile:
+def tile_of(num_tokens: int, num_outputs: int, gpu: Gpu, in_gluon: bool = True) -> Tile:
     """Few tokens: the measured choice. Many: the tile whose last wave wastes least."""
     table = table_of(gpu.capability)
     for choice in table.few:
@@ -92,7 +95,8 @@ def tile_of(num_tokens: int, num_outputs: int, gpu: Gpu) -> Tile:
         num_tiles = -(-num_tokens // tile.tokens) * -(-num_outputs // tile.outputs)
         return -(-num_tiles // gpu.multiprocessors) * tile.tokens * tile.outputs / many.speed
 
-    return min(table.many, key=cost).tile
+    known = [many for many in table.many if num_tokens >= many.min_tokens]
+    return min((many for many in known if in_gluon or not many.tile.consumers), key=cost).tile
 
 
 def tiles_for(num_outputs: int, gpu: Gpu) -> set[Tile]:

@@ -5,18 +5,22 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hemiola.plugins.gpu.checks import absent, check, is_described
-from hemiola.plugins.gpu.device import gpu_of
+from hemiola.plugins.gpu.device import SHARED, gpu_of
 from hemiola.plugins.gpu.dtypes import FLOATS
 from hemiola.plugins.gpu.launch import Block, Kernel, cdiv
 from hemiola.plugins.gpu.sizes import Size, Variant
 from hemiola.plugins.gpu.tiles import FALLBACK, Tile, tile_of, tiles_for
 
 _best_part = Kernel("linear", "_best_part")
+_dense = Kernel("linear", "_dense")  # Gluon's
 _persistent = Kernel("linear", "_persistent")
 _tiles = Kernel("linear", "_tiles")
 
 EARLY, LONG = 512, 8192  # bytes: fetched of a line before its turn, and of a line that needs no such help
 ACTIVATIONS = ("none", "relu2", "swiglu")
+SLAB, PART = 64, 64  # outputs of one of Gluon's consumers, and tokens that it stores at once
+REGISTERS = {1: 0, 2: 240, 3: 160}  # of a consumer's thread; of one consumer a kernel's thread has enough
+BARRIERS = 1024  # bytes that are more than enough for a Gluon kernel's
 
 
 def linear(
@@ -63,9 +67,13 @@ def variants(most: Size, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     yield from every_tile(most, len(weight), x, weight, x.new_empty(len(x), len(weight)))
 
 
-def every_tile(most: Size, num_outputs: int, *described: torch.Tensor) -> Iterator[Variant]:
+def every_tile(
+    most: Size, num_outputs: int, *described: torch.Tensor, is_stored: bool = True
+) -> Iterator[Variant]:
     """Every tile that may be chosen; how many tokens there are tells a kernel nothing."""
-    for tile in {_fitting(tile, described) for tile in tiles_for(num_outputs, gpu_of(described[0].device))}:
+    tiles = tiles_for(num_outputs, gpu_of(described[0].device))
+    may = [tile for tile in tiles if not tile.consumers or (is_stored and _in_gluon(tile, described))]
+    for tile in {_fitting(tile, described) for tile in may}:
         yield Variant(most, {"tile": tile})
 
 
@@ -78,7 +86,7 @@ def best(
     """The highest of linear's outputs, in x's dtype, and the lowest output that has it; none is stored."""
     _check(x, weight)
     num_tokens, num_outputs = x.shape[0], weight.shape[0]
-    tile = tile or _tile_of([x, weight], num_tokens, num_outputs)
+    tile = tile or _fitting(tile_of(num_tokens, num_outputs, gpu_of(x.device), in_gluon=False), [x, weight])
     num_parts = cdiv(num_outputs, tile.outputs)
     values = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=x.device)
     outputs = torch.empty(num_parts, num_tokens, dtype=torch.int32, device=x.device)
@@ -100,7 +108,22 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _tile_of(described: list[torch.Tensor], num_tokens: int, num_outputs: int) -> Tile:
-    return _fitting(tile_of(num_tokens, num_outputs, gpu_of(described[0].device)), described)
+    gpu = gpu_of(described[0].device)
+    tile = tile_of(num_tokens, num_outputs, gpu)
+    if tile.consumers and not _in_gluon(tile, described):
+        tile = tile_of(num_tokens, num_outputs, gpu, in_gluon=False)
+    return _fitting(tile, described)
+
+
+def _in_gluon(tile: Tile, described: Sequence[torch.Tensor]) -> bool:
+    """Whether Gluon's kernel may compute in this tile; the fourth of these tensors is a residual.
+
+    Nothing interprets it on a CPU. A residual lies beside the stages, and 192 x 256 of it leave too few.
+    """
+    has_room = tile.tokens <= 128 or len(described) < 4
+    return has_room and all(
+        x.dtype is torch.bfloat16 and x.device.type != "cpu" and is_described(x) for x in described
+    )
 
 
 def _fitting(tile: Tile, described: Sequence[torch.Tensor]) -> Tile:
@@ -120,6 +143,9 @@ def _launch(
     activation: str,
     tile: Tile,
 ) -> None:
+    if tile.consumers:
+        _launch_gluon(x, weight, bias, residual, y, activation, tile)
+        return
     (num_tokens, num_inputs), num_outputs = x.shape, weight.shape[0]
     sizes = (num_tokens, num_outputs, num_inputs)
     how = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "INNER": tile.inner,
@@ -144,6 +170,30 @@ def _launch(
             x, weight, bias, y if residual is None else residual, best, y, *sizes, *lens,
             WHOLE=num_inputs % tile.inner == 0, **how,
         )  # fmt: skip
+
+
+def _launch_gluon(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    activation: str,
+    tile: Tile,
+) -> None:
+    num_tiles = cdiv(x.shape[0], tile.tokens) * cdiv(weight.shape[0], tile.outputs)
+    box = (PART, SLAB // 2 if activation == "swiglu" else SLAB)
+    parts = tile.tokens // PART if residual is not None else 1
+    room = SHARED[90] - BARRIERS - tile.consumers * parts * box[0] * box[1] * 2
+    stages = room // ((tile.outputs + tile.tokens) * tile.inner * 2)
+    least = {"maxnreg": 128} if tile.consumers == 1 else {}  # else 256, which no thread may have
+    _dense[(min(gpu_of(x.device).multiprocessors, num_tiles),)](
+        Block(x, (tile.tokens, tile.inner)), Block(weight, (SLAB, tile.inner)), y if bias is None else bias,
+        y if residual is None else Block(residual, box), Block(y, box), x.shape[0], *weight.shape,
+        CONSUMERS=tile.consumers, STAGES=min(tile.stages, stages), GROUP=tile.group,
+        REGISTERS=REGISTERS[tile.consumers], ACTIVATION=activation, BIASED=bias is not None,
+        ADDS=residual is not None, num_warps=tile.warps, enable_fp_fusion=False, **least,
+    )  # fmt: skip
 
 
 def _early(weight: torch.Tensor) -> int:

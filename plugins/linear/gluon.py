@@ -1,7 +1,7 @@
 """The dense layer in Gluon for sm_90: a warp loads, one to three consumers of four warps multiply.
 
-Every output is the chain of sums of plugins/gpu/dense.py, and ends as triton.py's does: bits are the same. Triton
-has no tile of three times 64 outputs, and its loops wait where a warp that only loads need not.
+Every output is the chain of sums of plugins/gpu/dense.py and ends as triton.py's does, with the same bits.
+Triton has no tile of three times 64 outputs, and its warps load and multiply in turns.
 """
 
 from triton.experimental import gluon
@@ -44,28 +44,27 @@ def _dense(x, weight, bias, residual, y, num_tokens, num_outputs, num_inputs, CO
     for slab in gl.static_range(CONSUMERS):
         mbarrier.init(added.index(slab), count=1)
     fence_async_shared()
-    given = (x, weight, bias, residual, y)
-    memory = (a, b, out, ready, empty, added)
-    sizes = (gl.cdiv(num_outputs, CONSUMERS * SLAB), gl.cdiv(num_tokens, TOKENS), num_outputs, num_inputs)
+    stages, ends = (a, b, ready, empty), (bias, residual, y, out, added)
+    sizes = (gl.cdiv(num_outputs, CONSUMERS * SLAB), gl.cdiv(num_tokens, TOKENS), num_inputs)
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_consume, (0, given, memory, sizes, CONSUMERS, STAGES, GROUP, ACTIVATION, BIASED, ADDS)),
-             (_load, (given, memory, sizes, CONSUMERS, STAGES, GROUP))],
+            [(_consume, (0, ends, stages, sizes, num_outputs, GROUP, ACTIVATION, BIASED, ADDS)),
+             (_load, (x, weight, stages, sizes, GROUP))],
             [1], [24],
         )  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consume, (0, given, memory, sizes, CONSUMERS, STAGES, GROUP, ACTIVATION, BIASED, ADDS)),
-             (_consume, (1, given, memory, sizes, CONSUMERS, STAGES, GROUP, ACTIVATION, BIASED, ADDS)),
-             (_load, (given, memory, sizes, CONSUMERS, STAGES, GROUP))],
+            [(_consume, (0, ends, stages, sizes, num_outputs, GROUP, ACTIVATION, BIASED, ADDS)),
+             (_consume, (1, ends, stages, sizes, num_outputs, GROUP, ACTIVATION, BIASED, ADDS)),
+             (_load, (x, weight, stages, sizes, GROUP))],
             [4, 1], [REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consume, (0, given, memory, sizes, CONSUMERS, STAGES, GROUP, ACTIVATION, BIASED, ADDS)),
-             (_consume, (1, given, memory, sizes, CONSUMERS, STAGES, GROUP, ACTIVATION, BIASED, ADDS)),
-             (_consume, (2, given, memory, sizes, CONSUMERS, STAGES, GROUP, ACTIVATION, BIASED, ADDS)),
-             (_load, (given, memory, sizes, CONSUMERS, STAGES, GROUP))],
+            [(_consume, (0, ends, stages, sizes, num_outputs, GROUP, ACTIVATION, BIASED, ADDS)),
+             (_consume, (1, ends, stages, sizes, num_outputs, GROUP, ACTIVATION, BIASED, ADDS)),
+             (_consume, (2, ends, stages, sizes, num_outputs, GROUP, ACTIVATION, BIASED, ADDS)),
+             (_load, (x, weight, stages, sizes, GROUP))],
             [4, 4, 1], [REGISTERS, REGISTERS, 24],
         )  # fmt: skip
 
@@ -78,13 +77,14 @@ def _after(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _load(given, memory, sizes, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
+def _load(x, weight, stages, sizes, GROUP: gl.constexpr):
     """The warp that loads: waits until every consumer has left a stage, then has it filled."""
-    x, weight, bias, residual, y = given
-    a, b, out, ready, empty, added = memory
-    num_output_tiles, num_token_tiles, num_outputs, num_inputs = sizes
-    TOKENS: gl.constexpr = x.block_shape[0]
-    INNER: gl.constexpr = x.block_shape[1]
+    a, b, ready, empty = stages
+    num_output_tiles, num_token_tiles, num_inputs = sizes
+    STAGES: gl.constexpr = b.shape[0]
+    CONSUMERS: gl.constexpr = a.shape[0] // STAGES
+    TOKENS: gl.constexpr = b.shape[1]
+    INNER: gl.constexpr = b.shape[2]
     stage, phase = 0, 1  # of a new barrier the phase before the first counts as ended
     for tile in range(gl.program_id(0), num_output_tiles * num_token_tiles, gl.num_programs(0)):
         output_tile, token_tile = place_of(tile, num_output_tiles, num_token_tiles, GROUP)
@@ -100,15 +100,17 @@ def _load(given, memory, sizes, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, G
 
 
 @gluon.jit
-def _consume(slab: gl.constexpr, given, memory, sizes, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-             GROUP: gl.constexpr, ACTIVATION: gl.constexpr, BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
-    """Four warps: a slab's products and what ends them."""
-    x, weight, bias, residual, y = given
-    a, b, out, ready, empty, added = memory
-    num_output_tiles, num_token_tiles, num_outputs, num_inputs = sizes
+def _consume(slab: gl.constexpr, ends, stages, sizes, num_outputs, GROUP: gl.constexpr,
+             ACTIVATION: gl.constexpr, BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
+    """Four warps: a slab's products, one under way while the next is waited for, and what ends them."""
+    a, b, ready, empty = stages
+    bias, residual, y, out, added = ends
+    num_output_tiles, num_token_tiles, num_inputs = sizes
+    STAGES: gl.constexpr = b.shape[0]
+    CONSUMERS: gl.constexpr = a.shape[0] // STAGES
     TOKENS: gl.constexpr = b.shape[1]
-    PARTS: gl.constexpr = out.shape[0] // CONSUMERS
     INNER: gl.constexpr = b.shape[2]
+    PARTS: gl.constexpr = out.shape[0] // CONSUMERS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     stage, phase, before, turn = 0, 0, 0, 0
     for tile in range(gl.program_id(0), num_output_tiles * num_token_tiles, gl.num_programs(0)):

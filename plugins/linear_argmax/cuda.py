@@ -20,4 +20,4 @@ def linear_argmax(
 
 
 def variants(most: Size, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Iterator[Variant]:
-    yield from every_tile(most, len(weight), x, weight)
+    yield from every_tile(most, len(weight), x, weight, is_stored=False)
