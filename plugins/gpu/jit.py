@@ -5,6 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hemiola.plugins.gpu.compile import DTYPES, source
@@ -19,13 +22,19 @@ def launched_by_triton() -> Iterator[None]:
 
 
 def _launch(kernel: Kernel, grid: tuple[int, ...], values: Values, constants: Mapping[str, Any]) -> None:
-    source(kernel.name)[grid](
-        *map(_value, values), **{name: _constant(value) for name, value in constants.items()}
-    )
+    function = source(kernel.name)
+    given = (_value(value, isinstance(function, GluonJITFunction)) for value in values)
+    function[grid](*given, **{name: _constant(value) for name, value in constants.items()})
 
 
-def _value(value: Any) -> Any:
-    return TensorDescriptor.from_tensor(value.tensor, list(value.box)) if isinstance(value, Block) else value
+def _value(value: Any, is_gluon: bool) -> Any:
+    if not isinstance(value, Block):
+        return value
+    box = list(value.box)
+    if is_gluon:
+        layout = NVMMASharedLayout.get_default_for(box, DTYPES[WORDS[value.tensor.dtype]])
+        return GluonDescriptor.from_tensor(value.tensor, box, layout)
+    return TensorDescriptor.from_tensor(value.tensor, box)
 
 
 def _constant(value: Any) -> Any:
