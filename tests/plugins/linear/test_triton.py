@@ -1,4 +1,4 @@
-"""The dense layer on CUDA: against fp64, and the same bits in every tile."""
+"""The dense layer on CUDA, in Triton and Gluon: against fp64, and the same bits in every tile."""
 
 import pytest
 import torch
@@ -30,7 +30,15 @@ SHAPES = (
 # fewer warps and other inner lengths than any table has, for the law that they do not matter
 ODD_TILES = (Tile(16, 16, 256, 4, 4, True), Tile(16, 16, 64, 1, 2, True), Tile(32, 32, 32, 2, 3, False))
 TILES = table_of(90).tiles() | table_of(0).tiles() | {FALLBACK} | set(ODD_TILES)
-TILES = sorted(TILES)[:: 5 if INTERPRETED else 1]
+GLUON = sorted(tile for tile in TILES if tile.consumers)  # for sm_90; nothing interprets it
+TILES = sorted(TILES - set(GLUON))[:: 5 if INTERPRETED else 1]
+HAS_GLUON = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+TILES += GLUON if HAS_GLUON else []
+needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="needs a GPU of sm_90")
+ENDS = [  # activation, with a bias, with a residual; with both stands above
+    ("none", False, False), ("none", True, False), ("none", False, True), ("relu2", False, False),
+    ("swiglu", False, False), ("swiglu", False, True),
+]  # fmt: skip
 ACTIVATIONS = pytest.mark.parametrize("activation", ["none", "relu2", "swiglu"])
 
 
@@ -96,6 +104,46 @@ def test_sums_have_the_same_bits_before_they_are_rounded() -> None:
     assert rest.any()
     for tile in TILES:
         assert same_bits(fused(x, weight, residual=-rounded, tile=tile), rest), tile
+
+
+@needs_gluon
+@pytest.mark.parametrize("activation, biased, adds", ENDS)
+@pytest.mark.parametrize("tile", GLUON, ids=str)
+def test_gluon_has_tritons_bits(tile: Tile, activation: str, biased: bool, adds: bool) -> None:
+    """Tiles that end within and beyond the layer, more tiles than programs, lines with NaN between."""
+    plain = next(many.tile for many in table_of(90).many)
+    for sizes in (
+        (1, 96, 64), (129, 12352, 512), (200, 10304, 1096), (256, 4096, 1856), (257, 96, 72),
+        (511, 24576, 320), (1000, 2688, 4096),
+    ):  # fmt: skip
+        num_tokens, num_outputs, num_inputs = sizes
+        x, weight, bias = make(num_outputs, num_inputs, num_tokens)
+        residual = randn(num_tokens, num_outputs // 2 if activation == "swiglu" else num_outputs)
+        end = (bias if biased else None, apart(residual) if adds else None, activation)
+        wanted = fused(x, weight, *end, plain)
+        for _ in range(3):
+            with poisoned():
+                y = fused(apart(x), apart(weight), *end, tile)
+            assert torch.equal(y.view(torch.int16), wanted.view(torch.int16)), sizes
+
+
+@needs_gluon
+@pytest.mark.parametrize("tile", GLUON, ids=str)
+def test_a_row_is_alone_in_gluon(tile: Tile) -> None:
+    x, weight, bias = make(1056, 1096, 1000)
+    rows_are_alone(lambda x: fused(x, weight, bias, tile=tile), x, lengths=(1, 64, 129, 257, 511))
+
+
+@needs_gluon
+def test_numbers_that_are_none_end_where_tritons_do() -> None:
+    x, weight, _ = make(192, 128, 200)
+    x[3, 5], x[7, 0], x[130], weight[100] = torch.inf, torch.nan, 0.0, 0.0
+    residual = -fused(x, weight, tile=FALLBACK)
+    for activation, added in (("none", residual), ("relu2", None), ("swiglu", residual[:, :96])):
+        wanted = fused(x, weight, None, added, activation, FALLBACK)
+        for tile in GLUON:
+            y = fused(x, weight, None, added, activation, tile)
+            torch.testing.assert_close(y, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="numpy's products are not a GPU's")
