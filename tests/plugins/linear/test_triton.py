@@ -29,9 +29,9 @@ SHAPES = (
 )
 # fewer warps and other inner lengths than any table has, for the law that they do not matter
 ODD_TILES = (Tile(16, 16, 256, 4, 4, True), Tile(16, 16, 64, 1, 2, True), Tile(32, 32, 32, 2, 3, False))
-TILES = table_of(90).tiles() | table_of(0).tiles() | {FALLBACK} | set(ODD_TILES)
-GLUON = sorted(tile for tile in TILES if tile.consumers)  # for sm_90; nothing interprets it
-TILES = sorted(TILES - set(GLUON))[:: 5 if INTERPRETED else 1]
+ALL_TILES = table_of(90).tiles() | table_of(0).tiles() | {FALLBACK} | set(ODD_TILES)
+GLUON = sorted(tile for tile in ALL_TILES if tile.consumers)  # for sm_90; nothing interprets it
+TILES = sorted(ALL_TILES - set(GLUON))[:: 5 if INTERPRETED else 1]
 HAS_GLUON = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 TILES += GLUON if HAS_GLUON else []
 needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="needs a GPU of sm_90")
