@@ -29,6 +29,7 @@ def _dense(x, weight, bias, residual, y, num_tokens, num_outputs, num_inputs, CO
     # Grid: one program per multiprocessor, which walks over tiles; x, weight, residual and y are descriptors.
     # Tile: [CONSUMERS * 64 outputs, tokens of x's box], the whole inner dimension.
     # Traffic: weights once per token tile and x once per output tile, mostly from L2; y once.
+    # It begins by waiting for the kernels before it (plugins/gpu/overlap.py): nothing is fetched early.
     TOKENS: gl.constexpr = x.block_shape[0]
     INNER: gl.constexpr = x.block_shape[1]
     PARTS: gl.constexpr = TOKENS // PART if ADDS else 1

@@ -1,7 +1,6 @@
 """Which kernel a dense layer launches, and what Gluon's does; no GPU needed."""
 
 import re
-from itertools import product
 
 import pytest
 import torch
@@ -78,7 +77,7 @@ def ptx_of(tile: Tile, activation: str, biased: bool, adds: bool) -> str:
 def test_gluon_computes_by_the_same_instructions(tile: Tile) -> None:
     """In every tile, so that all fit, too; no product is fused with a sum."""
     plain = table_of(90).many[0].tile
-    for activation, adds in product(("none", "relu2", "swiglu"), (False, True)):
+    for activation, adds in (("none", True), ("relu2", False), ("swiglu", False), ("swiglu", True)):
         theirs, ours = (set(FLOATS.findall(ptx_of(t, activation, True, adds))) for t in (plain, tile))
         assert ours == theirs and ours, (activation, adds)
         assert not any(word.startswith("fma") for word in ours)
