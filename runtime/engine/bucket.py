@@ -19,6 +19,7 @@ from hemiola.runtime.engine.step import Plan, Row
 
 A = TypeVar("A")
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+FEW_PAIRS = 128  # a head reads so many as soon as one: its weights take longer
 RULES = GREEDY, DRAWN, SORTED, ANY = range(4)  # of a bucket; ANY: logprobs and grammars, too
 
 
@@ -117,6 +118,20 @@ def _kinds(config: Resolved, rows: int) -> Iterable[tuple[int, int, int]]:
     if rows == config.max_step_tokens:  # nothing but drafts for fewer rows
         yield rows, most, rows + owed
     yield from ((tokens, most, pairs) for tokens in totals for pairs in (tokens, tokens + owed))
+    if config.adaptive_drafts:
+        yield from _small_kinds(config, rows)
+
+
+def _small_kinds(config: Resolved, rows: int) -> Iterable[tuple[int, int, int]]:
+    """Where it is tried whether drafts pay, and mostly they do not, what is tried costs what it is: one draft is
+    one pass, behind a token a row, and is judged among two. Some rows' owed pairs are not as many as all rows'.
+    """
+    two, all_owed = 2 * rows, rows * config.chunk_len
+    yield rows, 1, all_owed
+    if two <= config.max_step_tokens:
+        yield two, 1, two
+    if FEW_PAIRS < all_owed and two < all_owed:
+        yield rows, 0, two
 
 
 class Fit:
