@@ -127,7 +127,8 @@ class Pace:
             return list(most)
         self._turn += 1
         if self._steps.scale == 0.0:  # nothing was timed yet
-            return [min(room, self._turn % 2) for room in most]
+            is_hopeless = self._longest == 0 and self._trials > DOUBT
+            return [0 if is_hopeless else min(room, self._turn % 2) for room in most]
         rates = self._rates(requests)
         cost = self._costs(len(most))
         if self._turn % REPLAN == 1 or self._turn < 2 * REPLAN:
