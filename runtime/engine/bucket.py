@@ -19,7 +19,7 @@ from hemiola.runtime.engine.step import Plan, Row
 
 A = TypeVar("A")
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-FEW_PAIRS = 128  # a head reads so many as soon as one: its weights take longer
+FEW_PAIRS = 128  # a head reads so many in the time of its weights
 RULES = GREEDY, DRAWN, SORTED, ANY = range(4)  # of a bucket; ANY: logprobs and grammars, too
 
 
@@ -123,14 +123,13 @@ def _kinds(config: Resolved, rows: int) -> Iterable[tuple[int, int, int]]:
 
 
 def _small_kinds(config: Resolved, rows: int) -> Iterable[tuple[int, int, int]]:
-    """Where it is tried whether drafts pay, and mostly they do not, what is tried costs what it is: one draft is
-    one pass, behind a token a row, and is judged among two. Some rows' owed pairs are not as many as all rows'.
-    """
-    two, all_owed = 2 * rows, rows * config.chunk_len
-    yield rows, 1, all_owed
+    """A trial of one draft is one pass, behind a token of each row, and is judged among two; and where many
+    rows owe pairs, those of some are not padded to those of all."""
+    two, all_pairs = 2 * rows, rows * config.chunk_len
+    yield rows, 1, all_pairs
     if two <= config.max_step_tokens:
         yield two, 1, two
-    if FEW_PAIRS < all_owed and two < all_owed:
+    if max(FEW_PAIRS, two) < all_pairs:
         yield rows, 0, two
 
 

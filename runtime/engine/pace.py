@@ -91,7 +91,7 @@ class Pace:
         self.adaptive = adaptive and most > 0  # else there is nothing to learn
         self._windows = [k for k in WINDOWS if k < most] + [most]
         self._steps = LinearFit([0.7, 0.1, 0.05])  # 1, rows, drafts
-        self._passes = LinearFit([0.02, 0.1])  # 1, passes; shares of a step: without passes nearly nothing is seen
+        self._passes = LinearFit([0.02, 0.1])  # 1, passes: shares of a step, for at first there may be none
         self._hits = self._trials = 1.0  # of all requests: hopeful
         self._turn = self._last_trial = self._best = 0
         self._pause = 2 * PAUSE
