@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+from hemiola.plugins.delta.tiles import ask, fold
 from hemiola.plugins.delta.weights import gates, keep_gates, line_of, lines_of, solve, store_fold
-from hemiola.plugins.gpu.precise import add_dot, dot, dot_wide, dot_wide_left, halves
 from hemiola.plugins.gpu.recurrences import ages, chunk_of, chunks_of_kind
 from hemiola.plugins.gpu.rows import (
     LONG,
@@ -101,7 +101,7 @@ def _step(
                 high = tl.load(at + of_query, mask=live[None, :], other=0.0)
                 low = tl.load(at + K + of_query, mask=live[None, :], other=0.0)
                 real, at = live[None, :] & stored[:, None], (token * H + h) * V + p0
-                out = _asked(s, high, low) + tl.load(mixed + at + of_token, mask=real, other=0.0)
+                out = ask(s, high, low) + tl.load(mixed + at + of_token, mask=real, other=0.0)
                 tl.store(o + at + of_token, out.to(o.dtype.element_ty), mask=real)
                 if committed == 0:
                     zero = tl.zeros((BV, K), tl.float32)
@@ -147,14 +147,14 @@ def _pass(
         to = token * (H * V) + at + (t[None, :] * (H * V) + p[:, None])
         real, of_values = live[None, :] & stored[:, None], line[None, :] * (H * V) + (at + p[:, None])
         m = tl.load(mixed + to, mask=real, other=0.0)
-        before = _asked(s, high, low)
+        before = ask(s, high, low)
         if TILES == 1:
             solved_high, solved_low, gain, decay, k_c = _solved(
                 keys, solved_keys, totals, line, h, H, G, K, J
             )
         values = tl.load(solved_values + of_values, mask=stored[:, None], other=0.0)
-        s = _folded(s, values - _asked(s, solved_high, solved_low), k_c, gain, decay, J)
-        out = tl.where((committed + t < edge + CHUNK)[None, :], before, _asked(s, high, low)) + m
+        s = fold(s, values - ask(s, solved_high, solved_low), k_c, gain, decay, J)
+        out = tl.where((committed + t < edge + CHUNK)[None, :], before, ask(s, high, low)) + m
         tl.store(o + to, out.to(o.dtype.element_ty), mask=real)
         if end - drafts >= edge + CHUNK:
             tl.store(state_again + own + inner, s, mask=stored[:, None])
@@ -188,17 +188,6 @@ def _solved(
 
 
 @triton.jit
-def _asked(s, high, low):
-    """The state [BV, K], fp32, times queries [K, t] in two halves."""
-    if high.dtype == tl.float32:
-        # not just the product: where something is added to one, Triton begins the product's sums with it
-        return tl.fma(dot(s, high), 1.0, 0.0)
-    else:
-        s_high, s_low = halves(s, high.dtype)
-        return add_dot(add_dot(dot(s_low, high), s_high, low), s_high, high)
-
-
-@triton.jit
 def _fading(totals, line, h, folds, H: tl.constexpr, K: tl.constexpr, J: tl.constexpr):
     """What the chunk's end keeps of its tokens, exp(G_C - G), and of the state before, exp(G_C)."""
     ends = tl.arange(0, line.shape[0]) == line.shape[0] - 1
@@ -222,16 +211,6 @@ def _brought(
     k_c = tl.load(keys + line[:, None] * (G * K) + (h // (H // G) * K + n[None, :]), mask=folds, other=0.0)
     of_values = line[None, :] * (H * V) + (h * V + p0 + p[:, None])
     return k_c, tl.load(solved_values + of_values, mask=(p < V - p0)[:, None] & folds, other=0.0)
-
-
-@triton.jit
-def _folded(s, update, k_c, gain, decay, J: tl.constexpr):
-    """The state [BV, K] at the chunk's end; `update` is U before it fades."""
-    if J == 1:
-        gained = dot_wide_left(update * gain[None, :], k_c)
-    else:
-        gained = dot_wide(update, k_c.to(tl.float32) * gain, k_c.dtype)
-    return s * decay + gained
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -297,9 +276,9 @@ def _scan_row(
         m = tl.load(mixed + to, mask=real, other=0.0)
         gain, decay = _fading(totals, line + c, h, folds, H, K, J)
         k_c, values = _brought(keys, solved_values, line + c, h, p0, folds, H, G, K, V, BV)
-        out, erased = tl.split(tl.permute(tl.reshape(_asked(s, high, low), (BV, 2, CHUNK)), (0, 2, 1)))
+        out, erased = tl.split(tl.permute(tl.reshape(ask(s, high, low), (BV, 2, CHUNK)), (0, 2, 1)))
         tl.store(o + to, (out + m).to(o.dtype.element_ty), mask=real)
-        s = _folded(s, values - erased, k_c, gain, decay, J)
+        s = fold(s, values - erased, k_c, gain, decay, J)
         if start + CHUNK == new_edge:
             tl.store(own + inner, s, mask=stored[:, None])
         if (snapshot != 0) & (start + CHUNK == snapshot_edge) & (snapshot_edge <= new_edge):

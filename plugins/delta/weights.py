@@ -23,12 +23,10 @@ def solve(
     n, p, c = tl.arange(0, K), tl.arange(0, triton.next_power_of_2(V)), tl.arange(0, CHUNK)
     old, new = ages(start + c, committed, end)
     place = places(start, ring_len, CHUNK)
-    g_c, beta_c = gates(a + token * a_len + h * J, b + token * b_len + h, dt_bias + h * J, tl.load(A + h),
-                        g_records + (base * H + h) * J, beta_records + base * H + h, place, old, new,
-                        a_len, b_len, H, K, J)  # fmt: skip
-    k_c = take(k_records + base * (G * K) + g * K, k + g * K + token * k_len, place, n, old, new, n < K,
-               G * K, k_len)  # fmt: skip
-    q_c = tl.load(q + g * K + token * q_len + c[:, None] * q_len + n[None, :], mask=new[:, None], other=0.0)
+    g_c, beta_c, k_c, q_c = taken(
+        q, k, a, b, dt_bias, A, k_records, g_records, beta_records, h, base, token, place, old, new,
+        q_len, k_len, a_len, b_len, H, G, K, J,
+    )  # fmt: skip
     v_c = take(v_records + (base * H + h) * V, v + token * v_len + h * V, place, p, old, new, p < V,
                H * V, v_len)  # fmt: skip
     if KEEPS:
@@ -39,23 +37,62 @@ def solve(
         if h % (H // G) == 0:
             of_keys = k_records + base * (G * K) + g * K + (place[:, None] * (G * K) + n[None, :])
             tl.store(of_keys, k_c, mask=new[:, None])
-    total = tl.cumsum(g_c, 0)
-    inverse, turned = _inverse(k_c, total, beta_c, J)
-    met = tl.where(c[None, :] <= c[:, None], _met(q_c, k_c, total, J), 0.0)
-    mix = dot_wide(met, tl.trans(turned), k_c.dtype)
+    total, inverse, mix = solved(q_c, k_c, g_c, beta_c, J)
     to_values = mixed + (token * H + h) * V + (c[:, None] * (H * V) + p[None, :])
     tl.store(to_values, dot_wide_left(mix, v_c), mask=new[:, None] & (p < V)[None, :])
-    if J == 1:
-        reach = tl.broadcast_to(tl.exp(total)[:, None], (CHUNK, K))
-        erased = dot_wide_left(mix * tl.exp(total)[None, :], k_c)
-    else:
-        reach = tl.exp(total)
-        erased = dot_wide(mix, k_c.to(tl.float32) * reach, k_c.dtype)
-    high, low = halves(tl.fma(q_c.to(tl.float32), reach, -erased), q_c.dtype)
+    high, low = asking(q_c, k_c, total, mix, J)
     to = query + (token * H + h) * (2 * K) + (c[:, None] * (2 * H * K) + n[None, :])
     tl.store(to, high, mask=new[:, None])
     tl.store(to + K, low, mask=new[:, None])
     return k_c, v_c, total, inverse
+
+
+@triton.jit
+def taken(
+    q, k, a, b, dt_bias, A, k_records, g_records, beta_records, h, base, token, place, old, new,
+    q_len, k_len, a_len, b_len,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """A chunk's log decays, beta, keys and queries."""
+    g, n, c = h // (H // G), tl.arange(0, K), tl.arange(0, place.shape[0])
+    g_c, beta_c = gates(a + token * a_len + h * J, b + token * b_len + h, dt_bias + h * J, tl.load(A + h),
+                        g_records + (base * H + h) * J, beta_records + base * H + h, place, old, new,
+                        a_len, b_len, H, K, J)  # fmt: skip
+    k_c = take(k_records + base * (G * K) + g * K, k + g * K + token * k_len, place, n, old, new, n < K,
+               G * K, k_len)  # fmt: skip
+    q_c = tl.load(q + g * K + token * q_len + c[:, None] * q_len + n[None, :], mask=new[:, None], other=0.0)
+    return g_c, beta_c, k_c, q_c
+
+
+@triton.jit
+def solved(q_c, k_c, g_c, beta_c, J: tl.constexpr):
+    """G, T, and M = P T."""
+    c = tl.arange(0, k_c.shape[0])
+    total = tl.cumsum(g_c, 0)
+    inverse, turned = _inverse(k_c, total, beta_c, J)
+    met = tl.where(c[None, :] <= c[:, None], _met(q_c, k_c, total, J), 0.0)
+    return total, inverse, dot_wide(met, tl.trans(turned), k_c.dtype)
+
+
+@triton.jit
+def asking(q_c, k_c, total, mix, J: tl.constexpr):
+    """q exp(G) - M (k exp(G)) in two halves."""
+    if J == 1:
+        reach = tl.broadcast_to(tl.exp(total)[:, None], (total.shape[0], k_c.shape[1]))
+        erased = dot_wide_left(mix * tl.exp(total)[None, :], k_c)
+    else:
+        reach = tl.exp(total)
+        erased = dot_wide(mix, k_c.to(tl.float32) * reach, k_c.dtype)
+    return halves(tl.fma(q_c.to(tl.float32), reach, -erased), q_c.dtype)
+
+
+@triton.jit
+def erasing(k_c, total, inverse, J: tl.constexpr):
+    """T (k exp(G)) in two halves."""
+    if J == 1:
+        return halves(dot_wide_left(inverse * tl.exp(total)[None, :], k_c), k_c.dtype)
+    else:
+        return halves(dot_wide(inverse, k_c.to(tl.float32) * tl.exp(total), k_c.dtype), k_c.dtype)
 
 
 @triton.jit
@@ -65,11 +102,10 @@ def store_fold(
 ):  # fmt: skip
     """What a whole chunk does to the state: k, T (k exp(G)), T v and G."""
     n, p = tl.arange(0, K), tl.arange(0, v_c.shape[1])
+    high, low = erasing(k_c, total, inverse, J)
     if J == 1:
-        high, low = halves(dot_wide_left(inverse * tl.exp(total)[None, :], k_c), k_c.dtype)
         tl.store(totals + line * H + h, total)
     else:
-        high, low = halves(dot_wide(inverse, k_c.to(tl.float32) * tl.exp(total), k_c.dtype), k_c.dtype)
         tl.store(totals + line[:, None] * (H * K) + (h * K + n[None, :]), total)
     to = solved_keys + line[:, None] * (2 * H * K) + (h * (2 * K) + n[None, :])
     tl.store(to, high)
