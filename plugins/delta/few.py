@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from hemiola.plugins.delta.tiles import ask, fold, keep_head, keep_values
-from hemiola.plugins.delta.weights import asking, erasing, keep_gates, solved, taken
+from hemiola.plugins.delta.weights import asking, erasing, gates, keep_gates, solved
+from hemiola.plugins.gpu.early import INTERPRETED
 from hemiola.plugins.gpu.precise import dot_wide_left
 from hemiola.plugins.gpu.recurrences import ages, places, take, whose
 
@@ -31,34 +32,64 @@ def stay(
     place = places(edge, ring_len, CHUNK)
     own, inner = slot.to(tl.int64) * (H * K * V) + h * (K * V), p[:, None] + n[None, :] * V
     held, p0 = (edge > 0) & (committed > 0), first_channel
+    v_at, kept_v = v + token * v_len + h * V, v_records + (base * H + h) * V
     ahead = tl.load(state + own + p0 + inner, mask=(p < V - p0)[:, None] & held, other=0.0)
-    g_c, beta_c, k_c, q_c = taken(
+    v_ahead = take(kept_v + p0, v_at + p0, place, p, old, new, p < V - p0, H * V, v_len)
+    g_c, beta_c, k_c, q_c = _taken(
         q, k, a, b, dt_bias, A, k_records, g_records, beta_records, h, base, token, place, old, new,
         q_len, k_len, a_len, b_len, H, G, K, J,
     )  # fmt: skip
-    if p0 == 0:
+    total, _, mix = solved(q_c, k_c, g_c, beta_c, J)
+    high, low = asking(q_c, k_c, total, mix, J)
+    high, low = tl.trans(high), tl.trans(low)
+    for i in tl.static_range(TILES):
+        s, v_c, p0 = _late(ahead), _late(v_ahead), first_channel + i * BV
+        stored = p < V - p0
+        if i + 1 < TILES:
+            p1 = p0 + BV
+            ahead = tl.load(state + own + p1 + inner, mask=(p < V - p1)[:, None] & held, other=0.0)
+            v_ahead = take(kept_v + p1, v_at + p1, place, p, old, new, p < V - p1, H * V, v_len)
+        out, real = tl.trans(ask(s, high, low)) + dot_wide_left(mix, v_c), new[:, None] & stored[None, :]
+        to = (token * H + h) * V + p0 + (c[:, None] * (H * V) + p[None, :])
+        tl.store(o + to, out.to(o.dtype.element_ty), mask=real)
+        tl.store(kept_v + p0 + (place[:, None] * (H * V) + p[None, :]), v_c, mask=real)
+        if committed == 0:
+            tl.store(state_again + own + p0 + inner, tl.zeros((BV, K), tl.float32), mask=stored[:, None])
+    if first_channel == 0:
         keep_gates(g_records + (base * H + h) * J, beta_records + base * H + h, g_c, beta_c, place, new,
                    H, K, J)  # fmt: skip
         if h % (H // G) == 0:
             of_keys = k_records + (base * G + h // (H // G)) * K + (place[:, None] * (G * K) + n[None, :])
             tl.store(of_keys, k_c, mask=new[:, None])
-    total, _, mix = solved(q_c, k_c, g_c, beta_c, J)
-    high, low = asking(q_c, k_c, total, mix, J)
-    high, low = tl.trans(high), tl.trans(low)
-    for i in tl.static_range(TILES):
-        s, p0 = ahead, first_channel + i * BV
-        stored, at = p < V - p0, h * V + p0
-        if i + 1 < TILES:
-            ahead = tl.load(state + own + p0 + BV + inner, mask=(p < V - p0 - BV)[:, None] & held, other=0.0)
-        v_c = take(v_records + base * (H * V) + at, v + token * v_len + at, place, p, old, new, stored,
-                   H * V, v_len)  # fmt: skip
-        real = new[:, None] & stored[None, :]
-        tl.store(v_records + base * (H * V) + at + (place[:, None] * (H * V) + p[None, :]), v_c, mask=real)
-        out = tl.trans(ask(s, high, low)) + dot_wide_left(mix, v_c)
-        to = token * (H * V) + at + (c[:, None] * (H * V) + p[None, :])
-        tl.store(o + to, out.to(o.dtype.element_ty), mask=real)
-        if committed == 0:
-            tl.store(state_again + own + p0 + inner, tl.zeros((BV, K), tl.float32), mask=stored[:, None])
+
+
+@triton.jit
+def _taken(
+    q, k, a, b, dt_bias, A, k_records, g_records, beta_records, h, base, token, place, old, new,
+    q_len, k_len, a_len, b_len,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """A chunk's log decays, beta, keys and queries, all on their way at once."""
+    g, n, c = h // (H // G), tl.arange(0, K), tl.arange(0, place.shape[0])
+    k_c = take(k_records + base * (G * K) + g * K, k + g * K + token * k_len, place, n, old, new, n < K,
+               G * K, k_len)  # fmt: skip
+    q_c = tl.load(q + g * K + token * q_len + c[:, None] * q_len + n[None, :], mask=new[:, None], other=0.0)
+    g_c, beta_c = gates(a + token * a_len + h * J, b + token * b_len + h, dt_bias + h * J, tl.load(A + h),
+                        g_records + (base * H + h) * J, beta_records + base * H + h, place, old, new,
+                        a_len, b_len, H, K, J)  # fmt: skip
+    return g_c, beta_c, _late(k_c), _late(q_c)
+
+
+@triton.jit
+def _late(a):
+    """`a`, for which nobody waits before this: else Triton moves what it loads into another layout where it is
+    loaded, and what is loaded behind that is not yet on its way."""
+    if INTERPRETED:
+        return a
+    elif a.dtype == tl.float32:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [a], dtype=a.dtype, is_pure=False, pack=1)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [a], dtype=a.dtype, is_pure=False, pack=2)
 
 
 @triton.jit
@@ -82,12 +113,13 @@ def walk(
         token = (first + start - committed).to(tl.int64)
         old, new = ages(start + c, committed, end)
         place = places(start, ring_len, CHUNK)
-        g_c, beta_c, k_c, q_c = taken(
+        v_c = take(v_records + base * (H * V) + at, v + token * v_len + at, place, p, old, new, stored,
+                   H * V, v_len)  # fmt: skip
+        g_c, beta_c, k_c, q_c = _taken(
             q, k, a, b, dt_bias, A, k_records, g_records, beta_records, h, base, token, place, old, new,
             q_len, k_len, a_len, b_len, H, G, K, J,
         )  # fmt: skip
-        v_c = take(v_records + base * (H * V) + at, v + token * v_len + at, place, p, old, new, stored,
-                   H * V, v_len)  # fmt: skip
+        v_c = _late(v_c)
         total, inverse, mix = solved(q_c, k_c, g_c, beta_c, J)
         high, low = asking(q_c, k_c, total, mix, J)
         out = tl.trans(ask(s, tl.trans(high), tl.trans(low))) + dot_wide_left(mix, v_c)

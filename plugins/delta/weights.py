@@ -23,10 +23,12 @@ def solve(
     n, p, c = tl.arange(0, K), tl.arange(0, triton.next_power_of_2(V)), tl.arange(0, CHUNK)
     old, new = ages(start + c, committed, end)
     place = places(start, ring_len, CHUNK)
-    g_c, beta_c, k_c, q_c = taken(
-        q, k, a, b, dt_bias, A, k_records, g_records, beta_records, h, base, token, place, old, new,
-        q_len, k_len, a_len, b_len, H, G, K, J,
-    )  # fmt: skip
+    g_c, beta_c = gates(a + token * a_len + h * J, b + token * b_len + h, dt_bias + h * J, tl.load(A + h),
+                        g_records + (base * H + h) * J, beta_records + base * H + h, place, old, new,
+                        a_len, b_len, H, K, J)  # fmt: skip
+    k_c = take(k_records + base * (G * K) + g * K, k + g * K + token * k_len, place, n, old, new, n < K,
+               G * K, k_len)  # fmt: skip
+    q_c = tl.load(q + g * K + token * q_len + c[:, None] * q_len + n[None, :], mask=new[:, None], other=0.0)
     v_c = take(v_records + (base * H + h) * V, v + token * v_len + h * V, place, p, old, new, p < V,
                H * V, v_len)  # fmt: skip
     if KEEPS:
@@ -45,23 +47,6 @@ def solve(
     tl.store(to, high, mask=new[:, None])
     tl.store(to + K, low, mask=new[:, None])
     return k_c, v_c, total, inverse
-
-
-@triton.jit
-def taken(
-    q, k, a, b, dt_bias, A, k_records, g_records, beta_records, h, base, token, place, old, new,
-    q_len, k_len, a_len, b_len,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
-):  # fmt: skip
-    """A chunk's log decays, beta, keys and queries."""
-    g, n, c = h // (H // G), tl.arange(0, K), tl.arange(0, place.shape[0])
-    g_c, beta_c = gates(a + token * a_len + h * J, b + token * b_len + h, dt_bias + h * J, tl.load(A + h),
-                        g_records + (base * H + h) * J, beta_records + base * H + h, place, old, new,
-                        a_len, b_len, H, K, J)  # fmt: skip
-    k_c = take(k_records + base * (G * K) + g * K, k + g * K + token * k_len, place, n, old, new, n < K,
-               G * K, k_len)  # fmt: skip
-    q_c = tl.load(q + g * K + token * q_len + c[:, None] * q_len + n[None, :], mask=new[:, None], other=0.0)
-    return g_c, beta_c, k_c, q_c
 
 
 @triton.jit
