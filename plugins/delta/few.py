@@ -82,8 +82,8 @@ def _taken(
 
 @triton.jit
 def _late(a):
-    """`a`, for which nobody waits before this: else Triton moves what it loads into another layout where it is
-    loaded, and what is loaded behind that is not yet on its way."""
+    """`a`, for which nobody waits before this: else Triton moves what it loads into another layout where it
+    is loaded, and what is loaded behind that is not yet on its way."""
     if INTERPRETED:
         return a
     elif a.dtype == tl.float32:
