@@ -77,13 +77,13 @@ def choose(num_tokens: int, num_rows: int, heads: int, width: int, decays: int, 
     )  # fmt: skip
 
 
-def few_plan(num_rows: int, heads: int, width: int, warps: int = 4) -> TilePlan:
-    """As many programs as there are places, or fewer."""
-    channels, tiles = min(max(pow2(width), 16), 32), 1
-    blocks = cdiv(width, channels)
+def few_plan(num_rows: int, heads: int, width: int) -> TilePlan:
+    """As many programs as there are places, or fewer; a row that passes an edge pays for each of their tiles."""
+    channels = min(max(pow2(width), 16), 32 if num_rows * heads * cdiv(width, 32) <= PLACES else 64)
+    blocks, tiles = cdiv(width, channels), 1
     while num_rows * heads * blocks > tiles * PLACES and blocks % (tiles * 2) == 0:
         tiles *= 2
-    return FP32._replace(channels=channels, tiles=tiles, warps=warps, few=True)
+    return FP32._replace(channels=channels, tiles=tiles, warps=4, few=True)
 
 
 def delta(
@@ -111,7 +111,9 @@ def delta(
     if plan is None and q.dtype is torch.float32:
         plan = FP32
     plan = plan or choose(num_tokens, num_rows, heads, width, decays, chunk_len * depth)
-    tickets = tickets_of(state, groups)
+    tickets = None
+    if plan.few or device.type == "cuda":  # in a layer's first call whatever its plan: no graph captures that
+        tickets = tickets_of(state, groups)
     o = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=device)
     tiles, clears = heads * cdiv(width, plan.channels), max(cdiv(num_tokens, CLEAR_TOKENS), 1)
     strides = (k.stride(0), v.stride(0), a.stride(0), b.stride(0))
