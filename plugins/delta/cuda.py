@@ -78,7 +78,7 @@ def choose(num_tokens: int, num_rows: int, heads: int, width: int, decays: int, 
 
 
 def few_plan(num_rows: int, heads: int, width: int) -> TilePlan:
-    """As many programs as there are places, or fewer; a row that passes an edge pays for each of their tiles."""
+    """As many programs as there are places, or fewer; rows that pass an edge pay for each of their tiles."""
     channels = min(max(pow2(width), 16), 32 if num_rows * heads * cdiv(width, 32) <= PLACES else 64)
     blocks, tiles = cdiv(width, channels), 1
     while num_rows * heads * blocks > tiles * PLACES and blocks % (tiles * 2) == 0:
