@@ -12,15 +12,15 @@ t of T depends on rows up to t only, and bits depend on no layout. Multiply-adds
 source says so.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.dtypes import ENGINES
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
-from hemiola.plugins.gpu.sizes import every_number_of_rows
+from hemiola.plugins.gpu.sizes import Size, Variant, every_number_of_rows
 from hemiola.plugins.gpu.tickets import tickets_of
 
 _few = Kernel("delta", "_few")
@@ -30,8 +30,7 @@ _scan = Kernel("delta", "_scan")
 
 SHORT = 16  # tokens of a row that is not long
 MANY = 528  # programs, four a multiprocessor
-variants = every_number_of_rows
-FEW = 8  # rows that have one launch
+FEW_SINGLE, FEW = 32, 4  # rows that have one launch: of a token each, and of more
 PLACES = 264  # programs of it, two a multiprocessor
 
 
@@ -59,8 +58,9 @@ FP32 = TilePlan(16, 1, 1, 8, 16, 8, 1, 264, 8, 0, 132, False)
 
 def choose(num_tokens: int, num_rows: int, heads: int, width: int, decays: int, keys: int) -> TilePlan:
     """Few tiles a program while there are few rows. `keys`: how many numbers they are in a chunk."""
-    if num_rows <= FEW and num_tokens < SHORT * num_rows and decays == 1 and keys <= 2048:
-        return few_plan(num_rows, heads, width)
+    few = num_rows <= (FEW if num_tokens > num_rows else FEW_SINGLE)
+    if few and num_tokens < SHORT * num_rows and decays == 1 and keys <= 2048:
+        return few_plan(num_tokens, num_rows, heads, width)
     many = num_rows * heads >= MANY and decays == 1 and keys <= 2048  # more of either was never timed
     prompts = num_tokens >= SHORT * num_rows
     channels = min(max(pow2(width), 16), 32 if many else 64)
@@ -77,13 +77,20 @@ def choose(num_tokens: int, num_rows: int, heads: int, width: int, decays: int, 
     )  # fmt: skip
 
 
-def few_plan(num_rows: int, heads: int, width: int) -> TilePlan:
+def few_plan(num_tokens: int, num_rows: int, heads: int, width: int) -> TilePlan:
     """As many programs as there are places, or fewer; rows that pass an edge pay for each of their tiles."""
-    channels = min(max(pow2(width), 16), 32 if num_rows * heads * cdiv(width, 32) <= PLACES else 64)
+    channels = min(max(pow2(width), 16), 32 if num_tokens == 1 else 64)
     blocks, tiles = cdiv(width, channels), 1
     while num_rows * heads * blocks > tiles * PLACES and blocks % (tiles * 2) == 0:
         tiles *= 2
     return FP32._replace(channels=channels, tiles=tiles, warps=4, few=True)
+
+
+def variants(most: Size, *arguments: Any) -> Iterator[Variant]:
+    """And with one token more than rows, from which on few rows are fewer."""
+    yield from every_number_of_rows(most)
+    for rows in range(1, min(most.rows, FEW_SINGLE, most.tokens - 1) + 1):
+        yield Variant(Size(rows + 1, rows, most.pages))
 
 
 def delta(

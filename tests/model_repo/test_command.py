@@ -48,7 +48,7 @@ def own_homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def alive(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end while it is read
         return False
 
 

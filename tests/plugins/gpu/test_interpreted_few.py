@@ -117,6 +117,8 @@ def test_one_launch_writes_what_two_write(
 
 
 def test_few_rows_have_one_launch_unless_they_bring_many_tokens() -> None:
-    assert all(choose(tokens * rows, rows, 32, 128, 1, 2048).few for rows in (1, 8) for tokens in (1, 4))
-    assert not choose(16, 1, 32, 128, 1, 2048).few and not choose(9, 9, 32, 128, 1, 2048).few
+    assert all(choose(rows, rows, 32, 128, 1, 2048).few for rows in (1, 32))
+    assert all(choose(tokens, 4, 32, 128, 1, 2048).few for tokens in (5, 16, 63))
+    assert not choose(16, 1, 32, 128, 1, 2048).few and not choose(64, 4, 32, 128, 1, 2048).few
+    assert not choose(6, 5, 32, 128, 1, 2048).few and not choose(33, 33, 32, 128, 1, 2048).few
     assert not choose(1, 1, 32, 128, 128, 2048).few, "a decay per channel: never timed"
