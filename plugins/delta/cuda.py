@@ -7,27 +7,31 @@ A chunk with edge state S0 and G = cumsum(g) (arXiv 2412.06464, 2510.26692), abs
     S1   = exp(G_C) S0 + (k exp(G_C - G))' U,   U = T v - T (k exp(G)) S0
 What needs no state is computed first, by many small programs (`_weigh`, weights.py). Then an output reads the
 state once, through one vector per token (`_step`); a row of many tokens goes on with its state in registers
-(`_scan`). Row t of T depends on rows up to t only, and bits depend on no layout. Multiply-adds are contracted
-only where the source says so.
+(`_scan`). Few rows, which wait for launches more than for memory, have one for all (`_few`, few.py). Row
+t of T depends on rows up to t only, and bits depend on no layout. Multiply-adds are contracted only where the
+source says so.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.dtypes import ENGINES
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
-from hemiola.plugins.gpu.sizes import every_number_of_rows
+from hemiola.plugins.gpu.sizes import Size, Variant, every_number_of_rows
+from hemiola.plugins.gpu.tickets import tickets_of
 
+_few = Kernel("delta", "_few")
 _weigh = Kernel("delta", "_weigh")
 _step = Kernel("delta", "_step")
 _scan = Kernel("delta", "_scan")
 
 SHORT = 16  # tokens of a row that is not long
 MANY = 528  # programs, four a multiprocessor
-variants = every_number_of_rows
+FEW_SINGLE, FEW = 32, 4  # rows that have one launch: of a token each, and of more
+PLACES = 264  # programs of it, two a multiprocessor
 
 
 class TilePlan(NamedTuple):
@@ -45,10 +49,18 @@ class TilePlan(NamedTuple):
     weigh_registers: int  # of a thread at most; 0: as many as it takes
     shares: int  # programs of `_weigh` for the rows whose edge does not stay
     ordered: bool  # rows that pass an edge first, and what a head's tiles then share loaded once
+    few: bool = False  # one launch, whose channels, tiles and warps are as of `_step`
+
+
+# Of engines in fp32, whose products are in registers.
+FP32 = TilePlan(16, 1, 1, 8, 16, 8, 1, 264, 8, 0, 132, False)
 
 
 def choose(num_tokens: int, num_rows: int, heads: int, width: int, decays: int, keys: int) -> TilePlan:
     """Few tiles a program while there are few rows. `keys`: how many numbers they are in a chunk."""
+    few = num_rows <= (FEW if num_tokens > num_rows else FEW_SINGLE)
+    if few and num_tokens < SHORT * num_rows and decays == 1 and keys <= 2048:
+        return few_plan(num_tokens, num_rows, heads, width)
     many = num_rows * heads >= MANY and decays == 1 and keys <= 2048  # more of either was never timed
     prompts = num_tokens >= SHORT * num_rows
     channels = min(max(pow2(width), 16), 32 if many else 64)
@@ -65,8 +77,20 @@ def choose(num_tokens: int, num_rows: int, heads: int, width: int, decays: int, 
     )  # fmt: skip
 
 
-# Of engines in fp32, whose products are in registers.
-FP32 = TilePlan(16, 1, 1, 8, 16, 8, 1, 264, 8, 0, 132, False)
+def few_plan(num_tokens: int, num_rows: int, heads: int, width: int) -> TilePlan:
+    """As many programs as there are places, or fewer; rows that pass an edge pay for each of their tiles."""
+    channels = min(max(pow2(width), 16), 32 if num_tokens == 1 else 64)
+    blocks, tiles = cdiv(width, channels), 1
+    while num_rows * heads * blocks > tiles * PLACES and blocks % (tiles * 2) == 0:
+        tiles *= 2
+    return FP32._replace(channels=channels, tiles=tiles, warps=4, few=True)
+
+
+def variants(most: Size, *arguments: Any) -> Iterator[Variant]:
+    """And with one token more than rows, from which on few rows are fewer."""
+    yield from every_number_of_rows(most)
+    for rows in range(1, min(most.rows, FEW_SINGLE, most.tokens - 1) + 1):
+        yield Variant(Size(rows + 1, rows, most.pages))
 
 
 def delta(
@@ -94,7 +118,24 @@ def delta(
     if plan is None and q.dtype is torch.float32:
         plan = FP32
     plan = plan or choose(num_tokens, num_rows, heads, width, decays, chunk_len * depth)
+    tickets = None
+    if plan.few or device.type == "cuda":  # in a layer's first call whatever its plan: no graph captures that
+        tickets = tickets_of(state, groups)
     o = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=device)
+    tiles, clears = heads * cdiv(width, plan.channels), max(cdiv(num_tokens, CLEAR_TOKENS), 1)
+    strides = (k.stride(0), v.stride(0), a.stride(0), b.stride(0))
+    sizes = dict(H=heads, G=groups, K=depth, V=width, J=decays, CHUNK=chunk_len, enable_fp_fusion=False)
+    if tiles % plan.tiles:
+        raise ValueError(f"delta: a program of {plan.tiles} tiles, of {tiles} tiles of a row")
+    if plan.few:
+        if tiles // heads % plan.tiles or q.dtype is torch.float32:
+            raise ValueError(f"delta: one launch of {plan.tiles} tiles a program, of {tiles // heads} a head")
+        _few[(clears + num_rows * tiles // plan.tiles,)](
+            *tokens, state, *records, rows, o, tickets, clears, num_rows, num_tokens, ring_len, q.stride(0),
+            *strides, state, **sizes, BV=plan.channels, TILES=plan.tiles, num_warps=plan.warps, num_stages=1,
+        )  # fmt: skip
+        return o
+    sizes["ORDERED"] = plan.ordered
     query = torch.empty((num_tokens, heads, 2, depth), dtype=q.dtype, device=device)  # in two halves
     mixed = torch.empty((num_tokens, heads, width), dtype=torch.float32, device=device)
     lines = num_tokens + num_rows * cdiv(ring_len, chunk_len) * chunk_len  # see line_of
@@ -105,13 +146,6 @@ def delta(
     order = rows.new_empty((num_rows, 16)) if plan.ordered else rows  # as `_step` takes them
     gates = (a, b, dt_bias, A)
     weights = (query, mixed, keys, solved_keys, solved_values, totals)
-    strides = (k.stride(0), v.stride(0), a.stride(0), b.stride(0))
-    sizes = dict(H=heads, G=groups, K=depth, V=width, J=decays, CHUNK=chunk_len, ORDERED=plan.ordered,
-                 enable_fp_fusion=False)  # fmt: skip
-    tiles = heads * cdiv(width, plan.channels)
-    if tiles % plan.tiles:
-        raise ValueError(f"delta: a program of {plan.tiles} tiles, of {tiles} tiles of a row")
-    clears = max(cdiv(num_tokens, CLEAR_TOKENS), 1)  # the first orders rows, where there is no token, too
     shares = min(num_tokens * heads, plan.shares)
     _weigh[(clears + shares + num_rows * heads,)](
         q, k, v, *gates, *records, rows, o, *weights, order, clears, shares, num_rows, num_tokens,

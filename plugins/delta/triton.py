@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from hemiola.plugins.delta.weights import gates, keep_gates, line_of, lines_of, solve, store_fold
-from hemiola.plugins.gpu.precise import add_dot, dot, dot_wide, dot_wide_left, halves
+from hemiola.plugins.delta.few import keep_behind, stay, walk
+from hemiola.plugins.delta.tiles import ask, fold, keep_head, keep_values
+from hemiola.plugins.delta.weights import line_of, lines_of, solve, store_fold
 from hemiola.plugins.gpu.recurrences import ages, chunk_of, chunks_of_kind
 from hemiola.plugins.gpu.rows import (
     LONG,
@@ -101,7 +102,7 @@ def _step(
                 high = tl.load(at + of_query, mask=live[None, :], other=0.0)
                 low = tl.load(at + K + of_query, mask=live[None, :], other=0.0)
                 real, at = live[None, :] & stored[:, None], (token * H + h) * V + p0
-                out = _asked(s, high, low) + tl.load(mixed + at + of_token, mask=real, other=0.0)
+                out = ask(s, high, low) + tl.load(mixed + at + of_token, mask=real, other=0.0)
                 tl.store(o + at + of_token, out.to(o.dtype.element_ty), mask=real)
                 if committed == 0:
                     zero = tl.zeros((BV, K), tl.float32)
@@ -120,6 +121,47 @@ def _step(
             _keep(k, v, a, b, dt_bias, A, k_records, v_records, g_records, beta_records, tile_0, first,
                   drafts, slot, committed, committed + num, ring_len, k_len, v_len, a_len, b_len,
                   H, G, K, V, J, CHUNK, BV, TILES)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["clears", "num_rows", "num_tokens"])
+def _few(
+    q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, rows, o, tickets,
+    clears, num_rows, num_tokens, ring_len, q_len, k_len, v_len, a_len, b_len, state_again,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, CHUNK: tl.constexpr,
+    BV: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    # Grid: programs that clear dead tokens, then one per row and TILES tiles of one of its heads.
+    # Tile: state [BV, K] fp32 in registers; k, q and v of one chunk.
+    # Traffic: the state once; records and new tokens for each program.
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    programs: tl.constexpr = H * blocks // TILES
+    pid = tl.program_id(0) - clears
+    if pid < 0:
+        clear_dead_tokens(o, rows, num_rows, num_tokens, pid + clears, H * V)
+    else:
+        row, tile = pid // programs, pid % programs * TILES
+        h, p0 = tile // blocks, tile % blocks * BV
+        first, num, drafts, slot, committed, edge, snapshot, snapshot_edge = load_row(rows, row)
+        end = committed + num
+        if num > 0:
+            if (end <= edge + CHUNK) & (end - drafts < edge + CHUNK):
+                stay(
+                    q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, o,
+                    h, p0, first, slot, committed, edge, end, ring_len, q_len, k_len, v_len, a_len, b_len,
+                    state_again, H, G, K, V, J, CHUNK, BV, TILES,
+                )  # fmt: skip
+            else:
+                for i in range(TILES):
+                    walk(
+                        q, k, v, a, b, dt_bias, A, state, k_records, v_records, g_records, beta_records, o,
+                        h, p0 + i * BV, first, drafts, slot, committed, edge, snapshot, snapshot_edge, end,
+                        ring_len, q_len, k_len, v_len, a_len, b_len, state_again, H, G, K, V, J, CHUNK, BV,
+                    )  # fmt: skip
+                keep_behind(
+                    k, v, a, b, dt_bias, A, k_records, v_records, g_records, beta_records, tickets, h, p0,
+                    first, drafts, slot, committed, edge, end, ring_len, k_len, v_len, a_len, b_len,
+                    H, G, K, V, J, CHUNK, BV, TILES,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -147,14 +189,14 @@ def _pass(
         to = token * (H * V) + at + (t[None, :] * (H * V) + p[:, None])
         real, of_values = live[None, :] & stored[:, None], line[None, :] * (H * V) + (at + p[:, None])
         m = tl.load(mixed + to, mask=real, other=0.0)
-        before = _asked(s, high, low)
+        before = ask(s, high, low)
         if TILES == 1:
             solved_high, solved_low, gain, decay, k_c = _solved(
                 keys, solved_keys, totals, line, h, H, G, K, J
             )
         values = tl.load(solved_values + of_values, mask=stored[:, None], other=0.0)
-        s = _folded(s, values - _asked(s, solved_high, solved_low), k_c, gain, decay, J)
-        out = tl.where((committed + t < edge + CHUNK)[None, :], before, _asked(s, high, low)) + m
+        s = fold(s, values - ask(s, solved_high, solved_low), k_c, gain, decay, J)
+        out = tl.where((committed + t < edge + CHUNK)[None, :], before, ask(s, high, low)) + m
         tl.store(o + to, out.to(o.dtype.element_ty), mask=real)
         if end - drafts >= edge + CHUNK:
             tl.store(state_again + own + inner, s, mask=stored[:, None])
@@ -188,17 +230,6 @@ def _solved(
 
 
 @triton.jit
-def _asked(s, high, low):
-    """The state [BV, K], fp32, times queries [K, t] in two halves."""
-    if high.dtype == tl.float32:
-        # not just the product: where something is added to one, Triton begins the product's sums with it
-        return tl.fma(dot(s, high), 1.0, 0.0)
-    else:
-        s_high, s_low = halves(s, high.dtype)
-        return add_dot(add_dot(dot(s_low, high), s_high, low), s_high, high)
-
-
-@triton.jit
 def _fading(totals, line, h, folds, H: tl.constexpr, K: tl.constexpr, J: tl.constexpr):
     """What the chunk's end keeps of its tokens, exp(G_C - G), and of the state before, exp(G_C)."""
     ends = tl.arange(0, line.shape[0]) == line.shape[0] - 1
@@ -222,16 +253,6 @@ def _brought(
     k_c = tl.load(keys + line[:, None] * (G * K) + (h // (H // G) * K + n[None, :]), mask=folds, other=0.0)
     of_values = line[None, :] * (H * V) + (h * V + p0 + p[:, None])
     return k_c, tl.load(solved_values + of_values, mask=(p < V - p0)[:, None] & folds, other=0.0)
-
-
-@triton.jit
-def _folded(s, update, k_c, gain, decay, J: tl.constexpr):
-    """The state [BV, K] at the chunk's end; `update` is U before it fades."""
-    if J == 1:
-        gained = dot_wide_left(update * gain[None, :], k_c)
-    else:
-        gained = dot_wide(update, k_c.to(tl.float32) * gain, k_c.dtype)
-    return s * decay + gained
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -297,9 +318,9 @@ def _scan_row(
         m = tl.load(mixed + to, mask=real, other=0.0)
         gain, decay = _fading(totals, line + c, h, folds, H, K, J)
         k_c, values = _brought(keys, solved_values, line + c, h, p0, folds, H, G, K, V, BV)
-        out, erased = tl.split(tl.permute(tl.reshape(_asked(s, high, low), (BV, 2, CHUNK)), (0, 2, 1)))
+        out, erased = tl.split(tl.permute(tl.reshape(ask(s, high, low), (BV, 2, CHUNK)), (0, 2, 1)))
         tl.store(o + to, (out + m).to(o.dtype.element_ty), mask=real)
-        s = _folded(s, values - erased, k_c, gain, decay, J)
+        s = fold(s, values - erased, k_c, gain, decay, J)
         if start + CHUNK == new_edge:
             tl.store(own + inner, s, mask=stored[:, None])
         if (snapshot != 0) & (start + CHUNK == snapshot_edge) & (snapshot_edge <= new_edge):
@@ -317,22 +338,10 @@ def _keep(
     blocks: tl.constexpr = (V + BV - 1) // BV
     low, base = tl.maximum(committed, (end - drafts) // CHUNK * CHUNK), slot.to(tl.int64) * ring_len
     for start in range(low, end, 16):
-        c, n, p = tl.arange(0, 16), tl.arange(0, K), tl.arange(0, BV)
-        new, place, token = start + c < end, (start + c) % ring_len, (first + start - committed).to(tl.int64)
+        token = (first + start - committed).to(tl.int64)
         for tile in range(tile_0, tile_0 + TILES):
             h, p0 = tile // blocks, tile % blocks * BV
-            g, mask = h // (H // G), new[:, None] & (p < V - p0)[None, :]
-            v_c = tl.load(v + (token * v_len + h * V + p0) + (c[:, None] * v_len + p[None, :]), mask=mask)
-            kept = v_records + (base * H + h) * V + p0 + (place[:, None] * (H * V) + p[None, :])
-            tl.store(kept, v_c, mask=mask)
+            keep_values(v, v_records, h, p0, start, end, token, base, ring_len, v_len, H, V, BV)
             if p0 == 0:
-                g_c, beta_c = gates(a + token * a_len + h * J, b + token * b_len + h, dt_bias + h * J,
-                                    tl.load(A + h), g_records, beta_records, place, new & False, new,
-                                    a_len, b_len, H, K, J)  # fmt: skip
-                keep_gates(g_records + (base * H + h) * J, beta_records + base * H + h, g_c, beta_c, place,
-                           new, H, K, J)  # fmt: skip
-                if h % (H // G) == 0:
-                    k_c = tl.load(k + (token * k_len + g * K) + (c[:, None] * k_len + n[None, :]),
-                                  mask=new[:, None])  # fmt: skip
-                    kept_k = k_records + (base * G + g) * K + (place[:, None] * (G * K) + n[None, :])
-                    tl.store(kept_k, k_c, mask=new[:, None])
+                keep_head(k, a, b, dt_bias, A, k_records, g_records, beta_records, h, start, end, token, base,
+                          ring_len, k_len, a_len, b_len, H, G, K, J)  # fmt: skip

@@ -39,23 +39,45 @@ def solve(
         if h % (H // G) == 0:
             of_keys = k_records + base * (G * K) + g * K + (place[:, None] * (G * K) + n[None, :])
             tl.store(of_keys, k_c, mask=new[:, None])
-    total = tl.cumsum(g_c, 0)
-    inverse, turned = _inverse(k_c, total, beta_c, J)
-    met = tl.where(c[None, :] <= c[:, None], _met(q_c, k_c, total, J), 0.0)
-    mix = dot_wide(met, tl.trans(turned), k_c.dtype)
+    total, inverse, mix = solved(q_c, k_c, g_c, beta_c, J)
     to_values = mixed + (token * H + h) * V + (c[:, None] * (H * V) + p[None, :])
     tl.store(to_values, dot_wide_left(mix, v_c), mask=new[:, None] & (p < V)[None, :])
-    if J == 1:
-        reach = tl.broadcast_to(tl.exp(total)[:, None], (CHUNK, K))
-        erased = dot_wide_left(mix * tl.exp(total)[None, :], k_c)
-    else:
-        reach = tl.exp(total)
-        erased = dot_wide(mix, k_c.to(tl.float32) * reach, k_c.dtype)
-    high, low = halves(tl.fma(q_c.to(tl.float32), reach, -erased), q_c.dtype)
+    high, low = asking(q_c, k_c, total, mix, J)
     to = query + (token * H + h) * (2 * K) + (c[:, None] * (2 * H * K) + n[None, :])
     tl.store(to, high, mask=new[:, None])
     tl.store(to + K, low, mask=new[:, None])
     return k_c, v_c, total, inverse
+
+
+@triton.jit
+def solved(q_c, k_c, g_c, beta_c, J: tl.constexpr):
+    """G, T, and M = P T."""
+    c = tl.arange(0, k_c.shape[0])
+    total = tl.cumsum(g_c, 0)
+    inverse, turned = _inverse(k_c, total, beta_c, J)
+    met = tl.where(c[None, :] <= c[:, None], _met(q_c, k_c, total, J), 0.0)
+    return total, inverse, dot_wide(met, tl.trans(turned), k_c.dtype)
+
+
+@triton.jit
+def asking(q_c, k_c, total, mix, J: tl.constexpr):
+    """q exp(G) - M (k exp(G)) in two halves."""
+    if J == 1:
+        reach = tl.broadcast_to(tl.exp(total)[:, None], (total.shape[0], k_c.shape[1]))
+        erased = dot_wide_left(mix * tl.exp(total)[None, :], k_c)
+    else:
+        reach = tl.exp(total)
+        erased = dot_wide(mix, k_c.to(tl.float32) * reach, k_c.dtype)
+    return halves(tl.fma(q_c.to(tl.float32), reach, -erased), q_c.dtype)
+
+
+@triton.jit
+def erasing(k_c, total, inverse, J: tl.constexpr):
+    """T (k exp(G)) in two halves."""
+    if J == 1:
+        return halves(dot_wide_left(inverse * tl.exp(total)[None, :], k_c), k_c.dtype)
+    else:
+        return halves(dot_wide(inverse, k_c.to(tl.float32) * tl.exp(total), k_c.dtype), k_c.dtype)
 
 
 @triton.jit
@@ -65,11 +87,10 @@ def store_fold(
 ):  # fmt: skip
     """What a whole chunk does to the state: k, T (k exp(G)), T v and G."""
     n, p = tl.arange(0, K), tl.arange(0, v_c.shape[1])
+    high, low = erasing(k_c, total, inverse, J)
     if J == 1:
-        high, low = halves(dot_wide_left(inverse * tl.exp(total)[None, :], k_c), k_c.dtype)
         tl.store(totals + line * H + h, total)
     else:
-        high, low = halves(dot_wide(inverse, k_c.to(tl.float32) * tl.exp(total), k_c.dtype), k_c.dtype)
         tl.store(totals + line[:, None] * (H * K) + (h * K + n[None, :]), total)
     to = solved_keys + line[:, None] * (2 * H * K) + (h * (2 * K) + n[None, :])
     tl.store(to, high)

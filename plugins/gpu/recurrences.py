@@ -43,3 +43,25 @@ def chunk_of(chunks, ends, index):
     """The row, of 64, that has this chunk of all of theirs, and which of its chunks it is."""
     row = tl.sum((ends <= index).to(tl.int32), 0)
     return row, index - tl.sum(tl.where(tl.arange(0, 64) == row, ends - chunks, 0), 0)
+
+
+@triton.jit
+def whose(ticket, edge, low, end, mine, programs, ring_len):
+    """Whether new records are for this program to store, and whether for all of these programs'.
+
+    Where they overwrite records that others still read, the last program stores all of them.
+    """
+    tl.debug_barrier()
+    everything = end - edge > ring_len
+    if everything & (low < end):
+        mine = _last_of(ticket, programs)
+    return everything, mine & (low < end)
+
+
+@triton.jit
+def _last_of(ticket, num):
+    """Whether all other programs have read what they need; new records may then overwrite it."""
+    last = tl.atomic_add(ticket, 1, sem="acq_rel") == num - 1
+    if last:
+        tl.store(ticket, 0)
+    return last

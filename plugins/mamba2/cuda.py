@@ -19,6 +19,7 @@ from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.dtypes import ENGINES
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import every_number_of_rows
+from hemiola.plugins.gpu.tickets import tickets_of
 
 _weigh = Kernel("mamba2", "_weigh")
 _step = Kernel("mamba2", "_step")
@@ -113,7 +114,7 @@ def mamba2(
     warps = max(plan.warps, plan.scan_warps)
     if warps > 4:  # two warpgroups on a tile of 64 channels read illegal addresses under Triton 3.6
         raise ValueError(f"mamba2: a plan of {warps} warps, expected at most 4")
-    tickets = _tickets(state)
+    tickets = tickets_of(state)
     sizes = torch.empty((num_rows, heads, 4, chunk_len), dtype=torch.float32, device=device)
     order = torch.empty((num_rows,), dtype=torch.int32, device=device)
     limits = (ring_len, dt.stride(0), dt_min, dt_max)
@@ -137,11 +138,3 @@ def mamba2(
             num_warps=plan.scan_warps,
         )  # fmt: skip
     return y
-
-
-def _tickets(state: torch.Tensor) -> torch.Tensor:
-    """Counters by slot, zero between launches, that live as long as the layer's state: its first call must
-    come before a graph's capture."""
-    if "tickets" not in vars(state):
-        vars(state)["tickets"] = torch.zeros(state.shape[0], dtype=torch.int32, device=state.device)
-    return vars(state)["tickets"]

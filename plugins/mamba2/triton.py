@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hemiola.plugins.gpu.precise import dot, dot_wide_left, dot_wide_right, softplus
-from hemiola.plugins.gpu.recurrences import ages, take
+from hemiola.plugins.gpu.recurrences import ages, take, whose
 from hemiola.plugins.gpu.rows import (
     LONG,
     PASSES,
@@ -179,7 +179,7 @@ def _pass_row(
         out = _outputs(s_1, x_2, scores_2, C_2, dt_2, total_2, total_q2, q_2, skip)
         tl.store(mine + token_2 * (H * P) + to_2, out.to(y.dtype.element_ty),
                  mask=live_2[None, :] & stored[:, None])  # fmt: skip
-    all_groups, keeps = _whose(tickets + slot, edge, low, end, h0 % (H // G) == 0, H // HB, ring_len)
+    all_groups, keeps = whose(tickets + slot, edge, low, end, h0 % (H // G) == 0, H // HB, ring_len)
     if keeps:
         for i in range(tl.where(all_groups, 0, g), tl.where(all_groups, G, g + 1)):
             _keep(B + i * N, B_records + i * N, 0, first - committed + low, low, end, slot, B_len, ring_len,
@@ -263,7 +263,7 @@ def _scan_row(
     source = first - committed + low
     tl.debug_barrier()
     _keep(x + h * P, x_records + h * P, p0, source, low, end, slot, x_len, ring_len, H * P, P, BP)
-    all_heads, mine = _whose(tickets + slot, edge, low, end, p0 == 0, H * ((P + BP - 1) // BP), ring_len)
+    all_heads, mine = whose(tickets + slot, edge, low, end, p0 == 0, H * ((P + BP - 1) // BP), ring_len)
     if mine:
         for i in range(tl.where(all_heads, 0, h), tl.where(all_heads, H, h + 1)):
             _keep_dt(dt + i, dt_records + i, tl.load(dt_bias + i), dt_min, dt_max, source, low, end, slot,
@@ -306,28 +306,6 @@ def _step_sizes(dt, dt_bias, dt_min, dt_max, token, new, dt_len):
     raw = tl.load(dt + token * dt_len, mask=new, other=0.0).to(tl.float32)
     final = tl.minimum(tl.maximum(softplus(raw + dt_bias), dt_min), dt_max)
     return tl.where(new, final, 0.0)
-
-
-@triton.jit
-def _whose(ticket, edge, low, end, mine, programs, ring_len):
-    """Whether new records are for this program to store, and whether for all of the row's.
-
-    Where they overwrite records that others still read, the row's last program stores all of them.
-    """
-    tl.debug_barrier()
-    everything = end - edge > ring_len
-    if everything & (low < end):
-        mine = _last_of(ticket, programs)
-    return everything, mine & (low < end)
-
-
-@triton.jit
-def _last_of(ticket, num):
-    """Whether all other programs of this row have read what they need; new records may then overwrite it."""
-    last = tl.atomic_add(ticket, 1, sem="acq_rel") == num - 1
-    if last:
-        tl.store(ticket, 0)
-    return last
 
 
 @triton.jit

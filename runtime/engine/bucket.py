@@ -19,6 +19,7 @@ from hemiola.runtime.engine.step import Plan, Row
 
 A = TypeVar("A")
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+FEW_PAIRS = 128  # a head reads so many in the time of its weights
 RULES = GREEDY, DRAWN, SORTED, ANY = range(4)  # of a bucket; ANY: logprobs and grammars, too
 
 
@@ -117,6 +118,19 @@ def _kinds(config: Resolved, rows: int) -> Iterable[tuple[int, int, int]]:
     if rows == config.max_step_tokens:  # nothing but drafts for fewer rows
         yield rows, most, rows + owed
     yield from ((tokens, most, pairs) for tokens in totals for pairs in (tokens, tokens + owed))
+    if config.adaptive_drafts:
+        yield from _small_kinds(config, rows)
+
+
+def _small_kinds(config: Resolved, rows: int) -> Iterable[tuple[int, int, int]]:
+    """A trial of one draft is one pass, behind a token of each row, and is judged among two; and where many
+    rows owe pairs, those of some are not padded to those of all."""
+    two, all_pairs = 2 * rows, rows * config.chunk_len
+    yield rows, 1, all_pairs
+    if two <= config.max_step_tokens:
+        yield two, 1, two
+    if max(FEW_PAIRS, two) < all_pairs:
+        yield rows, 0, two
 
 
 class Fit:

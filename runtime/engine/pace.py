@@ -42,12 +42,13 @@ class LinearFit:
         self._known = [[0.05 * (i == j) for j in range(len(guess))] for i in range(len(guess))]
         self.scale = 0.0
 
+    def begin(self, seen: Sequence[float], seconds: float) -> None:
+        """The guess gets its unit: so long is what was seen, if its shares are right."""
+        self.scale = seconds / max(sum(map(operator.mul, self._found, seen)), 1e-9)
+        self._found = [share * self.scale for share in self._found]
+
     def observe(self, seen: Sequence[float], seconds: float) -> None:
         usual = sum(map(operator.mul, self._found, seen))
-        if self.scale == 0.0:
-            self.scale = seconds / max(usual, 1e-9)
-            self._found = [share * self.scale for share in self._found]
-            usual *= self.scale
         if usual > 0:
             seconds = min(seconds, 2 * usual)  # the machine was busy with something else
         for i, line in enumerate(self._known):
@@ -90,7 +91,7 @@ class Pace:
         self.adaptive = adaptive and most > 0  # else there is nothing to learn
         self._windows = [k for k in WINDOWS if k < most] + [most]
         self._steps = LinearFit([0.7, 0.1, 0.05])  # 1, rows, drafts
-        self._passes = LinearFit([0.1, 0.1])  # 1, passes
+        self._passes = LinearFit([0.02, 0.1])  # 1, passes: shares of a step, for at first there may be none
         self._hits = self._trials = 1.0  # of all requests: hopeful
         self._turn = self._last_trial = self._best = 0
         self._pause = 2 * PAUSE
@@ -114,6 +115,8 @@ class Pace:
         """Seconds of a step that only decoded, and of proposing what comes next."""
         if self._steps.scale == 0.0:
             self._credit = CREDIT * (step + drafting)
+            self._steps.begin((1, num_rows, num_drafts), step)
+            self._passes.begin((50, 0), step)
         self._credit = min(self._credit + SHARE * (step + drafting), 4 * CREDIT * (step + drafting))
         self._steps.observe((1, num_rows, num_drafts), step)
         self._passes.observe((1, num_passes), drafting)
@@ -124,7 +127,8 @@ class Pace:
             return list(most)
         self._turn += 1
         if self._steps.scale == 0.0:  # nothing was timed yet
-            return [min(room, self._turn % 2) for room in most]
+            is_hopeless = self._longest == 0 and self._trials > DOUBT
+            return [0 if is_hopeless else min(room, self._turn % 2) for room in most]
         rates = self._rates(requests)
         cost = self._costs(len(most))
         if self._turn % REPLAN == 1 or self._turn < 2 * REPLAN:

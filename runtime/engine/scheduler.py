@@ -224,13 +224,22 @@ class Scheduler:
             if room and self.prefix.grow(request.slot_id, request.most_len + room):
                 row.room = room
             request.num_drafts = row.room
-            row.reads = not self._can_wait(row)
-            request.owed = 0 if row.reads else row.owed + row.num_tokens
+        self._let_wait(rows)
+
+    def _let_wait(self, rows: list[Row]) -> None:
+        """Pairs that a drafting head may read later are read later; together, lest some are in every step."""
+        waiting = [row for row in rows if self._can_wait(row)]
+        some_read = len(waiting) < len(rows) and all(row.num_tokens == 1 for row in rows)
+        for row in waiting:
+            row.reads = some_read and row.owed + 1 >= self.config.chunk_len // 2
+        for row in rows:
+            row.request.owed = 0 if row.reads else row.owed + row.num_tokens
 
     def _can_wait(self, row: Row) -> bool:
-        """Whether a drafting head may read the row's pairs later: nobody drafts, and no page is finished."""
-        idle = row.room == 0 and row.num_tokens == 1 and row.edges[0] == row.edges[1]
-        return idle and row.owed + 1 < self.config.chunk_len
+        """Nobody drafts behind them, there is room for more, and no page is finished that others may find."""
+        page_len = self.config.page_len
+        finishes = self.prefix.enabled and row.edges[0] // page_len != row.edges[1] // page_len
+        return row.room == 0 and row.num_tokens == 1 and row.owed + 1 < self.config.chunk_len and not finishes
 
     def _most_drafts(self, request: Request) -> int:
         asked = request.params.num_drafts

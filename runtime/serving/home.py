@@ -56,9 +56,12 @@ def _lock(path: Path) -> int | None:
 
 
 def _remove(path: Path) -> None:
-    for region in SHARED_MEMORY.glob(f"{path.name}-*"):
-        if region.is_dir():
-            shutil.rmtree(region, ignore_errors=True)
+    """The owner's file last: what somebody still writes there meanwhile, the next start removes."""
+    ours = (inner for inner in path.glob("*") if inner.name != OWNER)
+    for inner in (*SHARED_MEMORY.glob(f"{path.name}-*"), *ours):
+        if inner.is_dir():
+            shutil.rmtree(inner, ignore_errors=True)
         else:
-            region.unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+            inner.unlink(missing_ok=True)
+    if [inner.name for inner in path.glob("*")] == [OWNER]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -20,8 +20,9 @@ from hemiola.runtime.manifest import Limits
 
 Get = Callable[[str], Path]
 LIMITS = Limits(max_len=96, max_rows=2, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16)
-# Of all steps together: numpy sums in another order.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3}
+# Of all steps together: numpy sums in another order, and where a half's sums are rounded on their way is
+# the CPU's (1.2e-3 on an AMD EPYC, less than 1e-3 on Intel's).
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 EVERY_OP = ["nemotron_h_moe", "qwen3_5_moe"]  # between them
 HALF = ["nemotron_h_dense", "qwen3_5_tied"]  # no experts: whoever is chosen on a tie changes all
 

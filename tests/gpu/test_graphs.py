@@ -8,16 +8,18 @@ test_engine.py runs its cases with graphs and without; here is what only graphs 
 import itertools
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from kit.engine_hand import EngineHand, windows
-from kit.gpu_engines import FAMILIES, MARKS, NO_REHEARSAL, PAGE, SAMPLED, SIZES, START, Engines
+from kit.gpu_engines import FAMILIES, MARKS, NO_REHEARSAL, NUM_DRAFTS, PAGE, SAMPLED, SIZES, START, Engines
 from kit.proposers import Scripted
 
 from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.engine import bucket
 from hemiola.runtime.engine.bucket import Bucket
 from hemiola.runtime.engine.decode import Decoder
+from hemiola.runtime.engine.request import Request
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 
@@ -29,20 +31,32 @@ EDITED = {"repetition_penalty": 1.1, "logit_bias": {9: 1.0}, "min_tokens": 3, "l
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("kind", ["plain", "ngram", "mtp"])
+@pytest.mark.parametrize("kind", ["plain", "ngram", "mtp", "adaptive"])
 @FAMILY
 def test_every_bucket_gives_the_plain_runs_bits(
-    make_hand: Callable[..., EngineHand], story: Callable, family: str, kind: str
+    make_hand: Callable[..., EngineHand],
+    story: Callable,
+    family: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Any number of rows, so padding, too; greedy, sampled and edited ones beside each other."""
-    hand, text = make_hand(family, kind, cuda_graphs=True, pipeline_depth=1), story(family)
+    is_adaptive, text = kind == "adaptive", story(family)
+    drafts = "mtp" if is_adaptive else kind
+    monkeypatch.setattr(bucket, "FEW_PAIRS", 1)  # as if there were many rows
+    hand = make_hand(family, drafts, cuda_graphs=True, pipeline_depth=1, adaptive_drafts=is_adaptive)
     decoder, used = hand.loop.decoder, set()
     run = decoder.run
-    decoder.run = lambda bucket: used.add(bucket) or run(bucket)
+    decoder.run = lambda size: used.add(size) or run(size)
     idle = random.Random(3)  # stretches without drafts, whose pairs the head reads later
-    hand.loop.scheduler.pace.choose = lambda requests, most: (
-        list(most) if idle.random() < 0.6 else [0] * len(most)
-    )
+    windows, longest = [0, 0, 1, NUM_DRAFTS] if is_adaptive else [0, NUM_DRAFTS], [0]
+
+    def choose(requests: list[Request], most: list[int]) -> list[int]:
+        if idle.random() < 0.4:
+            longest[0] = idle.choice(windows)
+        return [min(num, longest[0]) for num in most]
+
+    hand.loop.scheduler.pace.choose = choose
     mixes = ([{}], [SAMPLED, {}], [SAMPLED | {"top_k": 0}, {}], [EDITED, SAMPLED, {}])
     for num, kinds in itertools.product((1, 2, 3, 5, 8), mixes):
         for at in range(num):
@@ -50,9 +64,12 @@ def test_every_bucket_gives_the_plain_runs_bits(
         hand.run()
     hand.end()
     assert {b[:2] for b in used} == {b[:2] for b in decoder.buckets}
-    assert {(b.is_dense, b.passes, b.pairs > 0) for b in used} == {
-        (b.is_dense, b.passes, b.pairs > 0) for b in decoder.buckets
-    }
+    assert kinds_of(used) == kinds_of(decoder.buckets)
+
+
+def kinds_of(buckets: Iterable[Bucket]) -> set[tuple[int, int, int]]:
+    """Tokens of a row, passes, and pairs of a row."""
+    return {(b.tokens // b.rows, b.passes, b.pairs // b.rows) for b in buckets}
 
 
 @FAMILY

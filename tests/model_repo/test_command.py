@@ -48,7 +48,7 @@ def own_homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def alive(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end while it is read
         return False
 
 
@@ -138,8 +138,7 @@ def test_a_command_that_ends_while_it_loads_takes_all_with_it(
         out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (status, "") and "ready" not in out
     until(lambda: not any(map(alive, family)))
-    remove_stale()
-    assert not leftovers(home)
+    until(lambda: remove_stale() or not leftovers(home))  # others that start do so, too, at the same time
 
 
 def test_a_second_sigterm_ends_everything_at_once(engine_dirs: dict[str, Path]) -> None:

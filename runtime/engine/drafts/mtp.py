@@ -7,8 +7,8 @@ its own tokens only. Place 0 has no pair: the head's attention begins at 1.
 A step's tokens p bring the pairs p + 1: their hidden states are at hand, and the next tokens are in the
 ledger by then. Pairs behind a rejected draft are wrong; the next step overwrites them. Some pairs are owed by
 earlier steps: the one of the first token behind a prefix hit; and, where drafting does not pay, those of
-rows without drafts, which are read together before a page is finished. The hidden states for these are kept
-in the slot: of the last tokens, by position. A snapshot keeps the state before its edge.
+rows without drafts, which are read a chunk at a time, and before a page is finished. The hidden states for
+these are kept in the slot: of the last tokens, by position. A snapshot keeps the state before its edge.
 """
 
 import numpy as np

@@ -73,6 +73,9 @@ PLANS = [
     (32, 4, 3, 2, 64, 4, 1, 500, 2, 168, 1, True),
     (64, 2, 2, 4, 32, 2, 3, 1, 4, 0, 7, False),
     (128, 2, 2, 4, 64, 4, 2, 7, 2, 128, 500, True),
+    (32, 1, 1, 4, 16, 1, 1, 3, 1, 0, 40, False, True),
+    (64, 2, 1, 4, 16, 1, 1, 3, 1, 0, 40, False, True),
+    (16, 4, 1, 2, 16, 1, 1, 3, 1, 0, 40, False, True),
 ]
 
 
@@ -101,6 +104,13 @@ def test_tiles_leave_the_bits_alone(plan: tuple[int, ...]) -> None:
 )
 def test_rows_that_pass_an_edge_first_leave_the_bits_alone(sizes: dict, poisoned_empty: None) -> None:
     check_tiles(subject(**sizes), PLANS[1])
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"chunk_len": 32}, {"channel": True}, {"width": 80}, {"drafts": 20}], ids=str
+)
+def test_one_launch_leaves_the_bits_alone(sizes: dict, poisoned_empty: None) -> None:
+    check_tiles(subject(**sizes), PLANS[4])
 
 
 def test_a_slot_beyond_2_to_the_31_numbers() -> None:

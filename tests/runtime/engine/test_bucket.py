@@ -30,6 +30,9 @@ CONFIGS = [
     for drafts, num in (("none", 0), ("ngram", 3), ("ngram", 64), ("mtp", 1), ("mtp", 5))
     for rows, tokens in ((1, 70), (5, 70), (64, 2048), (1024, 2048), (1500, 1500))
 ]
+ADAPTIVE = [
+    config.model_copy(update={"adaptive_drafts": True}) for config in CONFIGS if config.drafts == "mtp"
+]
 PLAIN: dict[str, Any] = {}
 
 
@@ -49,13 +52,15 @@ def some_rows(config: Any, dice: random.Random) -> list[Row]:
         num = dice.choice([0, 0, 1, config.num_drafts])
         num = min(num, config.num_drafts, left - (config.max_rows - slot) - 1)
         owed = dice.choice([0, dice.randrange(config.chunk_len)]) if num == 0 else 0
-        room = dice.choice([0, config.num_drafts])
+        room = dice.choice([0, min(1, config.num_drafts), config.num_drafts])
         rows.append(a_row(max(num, 0), slot, owed=owed, room=room, reads=dice.random() < 0.5))
         left -= rows[-1].num_tokens
     return rows
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.drafts} {c.num_drafts}, {c.max_rows} rows")
+@pytest.mark.parametrize(
+    "config", [*CONFIGS, *ADAPTIVE], ids=lambda c: f"{c.drafts} {c.num_drafts}, {c.max_rows} rows"
+)
 def test_every_step_that_decodes_has_a_bucket_within_the_engines_widths(config: Any) -> None:
     dice, fit = random.Random(1), Fit(config)
     trunk, head = widths(config, "trunk"), widths(config, "draft")
@@ -111,6 +116,36 @@ def test_a_step_is_in_the_smallest_bucket_that_holds_it() -> None:
         ({"logprobs": 0}, buckets.ANY),
     ):
         assert fit(Plan([a_row(values=values, reads=False), *rows])) == Bucket(rules, 16, 16, 0, 0), values
+
+
+def test_a_trial_of_one_draft_is_a_pass_behind_dense_rows_and_then_two_tokens_of_each() -> None:
+    """Where drafts are adaptive; and the pairs of some rows are not padded to those of all."""
+    (config,) = [config for config in ADAPTIVE if (config.max_rows, config.num_drafts) == (64, 5)]
+    fit, slots = Fit(config), range(1, 65)
+    for row in (plain := [a_row(slot=n, reads=False) for n in slots]):
+        row.owed = 9
+    assert fit(Plan(plain)) == Bucket(0, 64, 64, 0, 0)
+    assert fit(Plan([a_row(slot=n, owed=9, room=1) for n in slots])) == Bucket(0, 64, 64, 1, 1024)
+    assert fit(Plan([a_row(1, n) for n in slots])) == Bucket(0, 64, 128, 1, 128)
+    assert fit(Plan([a_row(1, n, room=1) for n in slots])) == Bucket(0, 64, 128, 1, 128)
+    assert fit(Plan([a_row(1, n, room=2) for n in slots])) == Bucket(0, 64, 256, 5, 256)
+    some = [a_row(slot=n, owed=15) for n in range(1, 9)]
+    assert fit(Plan([*some, *plain[8:]])) == Bucket(0, 64, 64, 0, 128)
+    assert fit(Plan([*some, a_row(slot=9), *plain[9:]])) == Bucket(0, 64, 64, 0, 1024)
+
+
+def test_engines_without_adaptive_drafts_have_the_buckets_that_they_had() -> None:
+    """Where they are adaptive, an MTP head has three kinds more for many rows."""
+    for config in ADAPTIVE:
+        always = buckets_of(config.model_copy(update={"adaptive_drafts": False}))
+        assert set(always) < set(buckets_of(config))
+    (config,) = [config for config in ADAPTIVE if (config.max_rows, config.num_drafts) == (64, 5)]
+    kinds = {bucket[2:] for bucket in buckets_of(config) if bucket.rows == 64}
+    always = {(64, 0, 0), (64, 0, 1024), (256, 5, 256), (256, 5, 1216), (384, 5, 384), (384, 5, 1344)}
+    assert kinds == always | {(64, 1, 1024), (128, 1, 128), (64, 0, 128)}
+    for config in CONFIGS:
+        if config.drafts != "mtp":
+            assert buckets_of(config.model_copy(update={"adaptive_drafts": True})) == buckets_of(config)
 
 
 @pytest.mark.parametrize(

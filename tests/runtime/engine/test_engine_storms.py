@@ -44,6 +44,7 @@ def a_hand(engine_hands: Callable[..., EngineHand], dice: random.Random, seed: i
         snapshot_interval=dice.choice([0, 0, page_len]),
         pipeline_depth=seed % 3,
         cuda_graphs=bool(seed // 2 % 2),  # steps in buckets
+        adaptive_drafts=bool(seed % 2),  # which has more of them
         shuffle=dice,
         **pages,
     )
@@ -56,7 +57,9 @@ def test_a_storm(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: 
     hand, family = a_hand(engine_hands, dice, seed), FAMILIES[seed % 4]
     if seed % 2:  # as an adaptive pace does: stretches without drafts, whose pairs the head reads later
         idle = random.Random(seed)
-        hand.loop.scheduler.pace.choose = lambda requests, most: [idle.choice([0, 0, 0, m]) for m in most]
+        hand.loop.scheduler.pace.choose = lambda requests, most: [
+            idle.choice([0, 0, 0, min(m, 1), m]) for m in most
+        ]
     storm(hand, dice, lambda number: wanted.story(family, number, 100), NUM_TURNS)
     if isinstance(hand.loop.decoder, Recorded):
         assert hand.loop.decoder.num_steps == hand.loop.counters.num_steps, "all of them are one call"

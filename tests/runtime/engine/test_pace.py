@@ -139,6 +139,26 @@ def test_a_head_that_is_never_right_costs_nothing_in_the_long_run(
     assert simulation.run(800, 0.0) >= 0.99 * speed_of(0, count, 0.0, costs)
 
 
+def test_what_a_pass_costs_is_believed_at_once() -> None:
+    """Behind steps without one nearly nothing was drafting: a pass is not some other process's work."""
+    pace = Pace(3, True)
+    for num_drafts, num_passes in ((0, 0), (0, 0), (0, 1), (1, 1), (1, 0)):
+        pace.timed(1, num_drafts, num_passes, 4.65e-3, 1e-5 + 0.45e-3 * num_passes)
+    assert pace._passes.coefficients == pytest.approx([1e-5, 0.45e-3], rel=0.1, abs=2e-5)
+
+
+def test_a_head_whose_drafts_never_stayed_in_prompts_steps_is_not_tried_at_once() -> None:
+    """Steps with prompts are not timed, but their drafts are judged."""
+    pace, few = Pace(3, True), requests(2)
+    assert pace.choose(few, [3, 3]) == [1, 1]
+    for _ in range(5):
+        for request in few:
+            pace.judged(request, 1, 0)
+    assert [pace.choose(few, [3, 3]) for _ in range(4)] == [[0, 0]] * 4
+    pace.judged(few[0], 1, 1)
+    assert [1, 1] in [pace.choose(few, [3, 3]) for _ in range(2)]
+
+
 def test_a_bad_request_in_a_good_batch_gets_fewer_drafts() -> None:
     simulation = Simulation(Pace(8, True), 8, 8, CHEAP)
     simulation.run(STEPS, [0.05] + [0.9] * 7)

@@ -1,6 +1,7 @@
 """Folders of servers: one's own is safe, those of the dead go."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,29 @@ def test_only_homes_of_the_dead_are_removed() -> None:
     for home in (mine, following):
         home.remove()
     strange.rmdir()
+
+
+def test_a_home_into_which_a_dead_servers_process_still_writes_stays_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Python's cache of a model's code, while the folder is removed."""
+    owner = subprocess.Popen([sys.executable, "-c", HOLD], stdin=-1, stdout=-1, text=True)
+    theirs = Path(owner.stdout.readline().strip())
+    (theirs / "models/hemiola").mkdir(parents=True)
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    remove = shutil.rmtree
+
+    def write_too(path: Path, ignore_errors: bool) -> None:
+        remove(path, ignore_errors=ignore_errors)
+        (theirs / "models/hemiola").mkdir(parents=True)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", write_too)
+        remove_stale()
+    assert theirs.exists()
+    remove_stale()
+    assert not theirs.exists()
 
 
 def test_a_home_that_was_taken_for_a_dead_one_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
