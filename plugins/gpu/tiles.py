@@ -1,5 +1,6 @@
 """Tiles of dense layers by GPU. They are data, with what was measured: `tables/`. None changes a bit."""
 
+import itertools
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -86,9 +87,9 @@ def _value(value: Any) -> Any:
 def tile_of(num_tokens: int, num_outputs: int, gpu: Gpu, in_gluon: bool = True) -> Tile:
     """Few tokens: the measured choice. Many: the tile whose last wave wastes least."""
     table = table_of(gpu.capability)
-    for choice in table.few:
-        if num_tokens <= choice.max_tokens and num_outputs >= choice.min_outputs:
-            return choice.tile
+    few = _few(table, num_tokens, num_outputs, in_gluon)
+    if few is not None:
+        return few
 
     def cost(many: Many) -> float:
         tile = many.tile
@@ -102,12 +103,17 @@ def tile_of(num_tokens: int, num_outputs: int, gpu: Gpu, in_gluon: bool = True) 
 def tiles_for(num_outputs: int, gpu: Gpu) -> set[Tile]:
     """All that `tile_of` may choose, on any GPU of the architecture."""
     table = table_of(gpu.capability)
-    limits = {choice.max_tokens for choice in table.few}
-    chosen = {
-        next(c.tile for c in table.few if limit <= c.max_tokens and num_outputs >= c.min_outputs)
-        for limit in limits
-    }
-    return chosen | {choice.tile for choice in table.many}
+    ways = itertools.product({choice.max_tokens for choice in table.few}, (False, True))
+    few = {_few(table, limit, num_outputs, in_gluon) for limit, in_gluon in ways}
+    return {tile for tile in few if tile is not None} | {choice.tile for choice in table.many}
+
+
+def _few(table: Table, num_tokens: float, num_outputs: int, in_gluon: bool) -> Tile | None:
+    for choice in table.few:
+        may = in_gluon or not choice.tile.consumers
+        if may and num_tokens <= choice.max_tokens and num_outputs >= choice.min_outputs:
+            return choice.tile
+    return None
 
 
 def expert_tile_of(num_pairs: int, num_experts: int, gpu: Gpu, is_described: bool) -> Tile:

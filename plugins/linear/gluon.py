@@ -18,7 +18,7 @@ from hemiola.plugins.gpu.activations import relu2, silu
 from hemiola.plugins.gpu.dense import place_of
 
 SLAB = gl.constexpr(64)  # outputs of a consumer: the rows of its instruction
-WIDTH = gl.constexpr(128)  # tokens of an instruction; for 256 a kernel must start with more registers
+WIDTH = gl.constexpr(128)  # most tokens of an instruction; for 256 a kernel must start with more registers
 PART = gl.constexpr(64)  # tokens that are stored at once
 
 
@@ -112,7 +112,8 @@ def _consume(slab: gl.constexpr, ends, stages, sizes, num_outputs, GROUP: gl.con
     TOKENS: gl.constexpr = b.shape[1]
     INNER: gl.constexpr = b.shape[2]
     PARTS: gl.constexpr = out.shape[0] // CONSUMERS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    width: gl.constexpr = TOKENS if TOKENS < WIDTH else WIDTH
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     stage, phase, before, turn = 0, 0, 0, 0
     for tile in range(gl.program_id(0), num_output_tiles * num_token_tiles, gl.num_programs(0)):
         output_tile, token_tile = place_of(tile, num_output_tiles, num_token_tiles, GROUP)
