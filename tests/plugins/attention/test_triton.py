@@ -258,13 +258,12 @@ TOGETHER = [  # tokens, committed, slot
     [(640, 0, 1), (1025, 640, 2)],
     [(1, 700, 1), (300, 3, 2), (4, 64, 3), (1, 2000, 4), (4, 0, 5)],
     [(500, 0, 1), (0, 33, 2), (77, 9, 0), (4, 130, 3), (0, 0, 0), (129, 64, 4), (33, 1030, 5)],
-    [(1, 300 + 7 * n, n + 1) for n in range(40)]
-    + [(700, 100, 41)]
-    + [(4, 60 + n, 42 + n) for n in range(20)],
 ]
+MANY = [(1, 300 + 7 * n, n + 1) for n in range(40)] + [(700, 100, 41)] + [(4, 60, 42 + n) for n in range(20)]
+OTHERS = ((128, 2, 8, 1), PLANS["prompts by gluon.py"], PLANS["prompts by gluon.py"])  # twice: races
 
 
-def check_prompts(case: Case, parts: list[tuple[int, int, int]]) -> None:
+def check_prompts(case: Case, parts: list[tuple[int, int, int]], plans: tuple = OTHERS) -> None:
     """gluon.py's bits are triton.py's; NaN in all memory that nobody wrote."""
     rows, positions = [], []
     for num, at, slot in parts:
@@ -280,7 +279,7 @@ def check_prompts(case: Case, parts: list[tuple[int, int, int]]) -> None:
             there = torch.randn(len(place), case.groups, case.depth, device=DEVICE)
             pool[pages[place // page_len], place % page_len] = there.to(pool.dtype)
     outputs, written = [], []
-    for plan in ((128, 2, 8, 1), PLANS["prompts by gluon.py"], PLANS["prompts by gluon.py"], None):
+    for plan in plans:
         own = [pool.clone() for pool in pools]
         outputs.append(replace(case, plan=plan).call(tokens, own, table, rows, positions))
         written.append(torch.stack(own).view(torch.int16))
@@ -296,3 +295,10 @@ def test_prompts_have_the_same_bits_from_both_kernels(steps: list, case: Case, p
     torch.manual_seed(0)
     for parts in steps:
         check_prompts(case, parts)
+
+
+@pytest.mark.skipif(not SM_90, reason="needs sm_90")
+def test_a_prompt_among_many_rows_has_the_same_bits_from_both_kernels(poisoned_empty: None) -> None:
+    torch.manual_seed(0)
+    check_prompts(PROMPTS["9B"], MANY, (*OTHERS, None))
+    check_prompts(PROMPTS["9B"], [(640, 3, 1)], (*OTHERS, None))
