@@ -107,14 +107,8 @@ def attention(
     check("attention", "positions", positions, (num_tokens,), torch.int32, device)
     if depth not in (16, 32, 64, 128, 256) or heads % groups or page_len % 16:
         raise ValueError(f"attention: heads of {depth}, {heads} of {groups} groups, pages of {page_len}")
-    narrow, is_fp32 = k_pages.dtype != q.dtype, q.dtype is torch.float32
-    group, tile = (FP32_GROUP, FP32_TILE) if is_fp32 else (GROUP, TILE)
-    if plan is None and is_fp32:
-        plan = FP32
-    if plan is None:
-        gpu, boxed = gpu_of(device), device.type != "cpu" and page_len % TILE == 0  # cpu: interpreted
-        prompts = boxed and gpu.capability == 90 and not narrow and depth in PROMPT_DEPTHS
-        plan = choose(num_tokens, num_rows, heads // groups, depth, narrow, gpu, prompts)
+    group, tile = (FP32_GROUP, FP32_TILE) if q.dtype is torch.float32 else (GROUP, TILE)
+    plan = plan or _plan_of(q, k_pages, num_rows)
     o = torch.empty((num_tokens, heads, depth), dtype=q.dtype, device=device)
     sizes = dict(G=groups, R=heads // groups, D=depth, L=page_len, N_ROWS=max(16, pow2(num_rows)))
     sizes |= dict(enable_fp_fusion=False)
@@ -147,6 +141,16 @@ def attention(
             num_warps=min(max(numbers // 128, 1), 8), maxnreg=128,
         )  # fmt: skip
     return o
+
+
+def _plan_of(q: torch.Tensor, k_pages: torch.Tensor, num_rows: int) -> TilePlan:
+    if q.dtype is torch.float32:
+        return FP32
+    (num_tokens, heads, depth), (page_len, groups) = q.shape, k_pages.shape[1:3]
+    gpu, narrow = gpu_of(q.device), k_pages.dtype != q.dtype
+    boxed = page_len % TILE == 0 and not narrow and q.device.type != "cpu"  # there it would be interpreted
+    prompts = boxed and gpu.capability == 90 and depth in PROMPT_DEPTHS
+    return choose(num_tokens, num_rows, heads // groups, depth, narrow, gpu, prompts)
 
 
 def _attend_prompts(
