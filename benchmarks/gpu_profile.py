@@ -35,7 +35,7 @@ SHOWN = 24  # kernels of a table
 GROUPS = {
     "dense": ("_tiles", "_persistent", "_dense", "_best_part"),
     "experts": ("_experts", "_experts_persistent", "_sort", "_combine", "_copy_lines", "_route"),
-    "attention": ("_write", "_attend", "_join", "_rope"),
+    "attention": ("_write", "_attend", "_prompt", "_join", "_rope"),
     "recurrence": ("_weigh", "_step", "_scan"),
     "conv": ("_conv",),
     "norms": ("_norm",),

@@ -1,4 +1,5 @@
-"""Causal attention over pages on CUDA: how kernels are cut and launched. triton.py says how they compute."""
+"""Causal attention over pages on CUDA: how kernels are cut and launched. triton.py says how they compute, and
+gluon.py how rows of many queries do on sm_90, with the same bits."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -9,12 +10,13 @@ import torch
 from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.device import Gpu, gpu_of
 from hemiola.plugins.gpu.dtypes import ENGINES
-from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
+from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Block, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
 
 _write = Kernel("attention", "_write")
 _attend = Kernel("attention", "_attend")
 _join = Kernel("attention", "_join")
+_prompt = Kernel("attention", "_prompt")
 
 GROUP = 1024  # keys; part of the numerics, like TILE
 TILE = 64
@@ -25,6 +27,11 @@ DEEP_SHARED = 210_000  # bytes: 16 queries and three tiles of 256 fit
 FEW = 2  # rows
 _LOG2_E = 1.4426950408889634
 _PARTIAL_NUMBERS = 2**25  # of fp32 that pieces may take; rows beyond walk their groups
+PROMPT = 128  # queries that gluon.py has at once
+PROMPT_STAGES = {256: 2, 128: 4}  # tiles of keys on their way there, by the depth of heads
+PROMPT_DEPTHS = (256,)  # where it is sooner
+DRAFTED = 8  # tokens of a row beside prompts that one tile holds
+_ALL = 2**31 - 1
 
 
 class TilePlan(NamedTuple):
@@ -35,18 +42,25 @@ class TilePlan(NamedTuple):
     warps: int
     programs: int  # per multiprocessor
     enough: int = 132  # groups of keys; fewer of them are cut into tiles
+    prompts: bool = False  # rows of more queries than a tile's are gluon.py's
 
 
 FP32 = TilePlan(16, 1, 4, 2)  # of engines in fp32, likewise
 
 
-def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: bool, gpu: Gpu) -> TilePlan:
+def choose(
+    num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: bool, gpu: Gpu, prompts: bool = False
+) -> TilePlan:
     """Query tiles as high as an average row, if a block has shared memory for them.
 
-    With pages of 8 bits a layer's tiles stay on one side of the 64 rows from which wgmma takes over: it adds
-    widened numbers in another order.
+    Where gluon.py can take prompts, tiles are for the rows beside them; but a row of one tile alone can be
+    in pieces. With pages of 8 bits a layer's tiles stay on one side of the 64 rows from which wgmma takes
+    over: it adds widened numbers in another order.
     """
     wanted = max(pow2(-(-num_tokens // max(num_rows, 1)) * per_group), 16)
+    if prompts and wanted > 64 and num_tokens * per_group > PROMPT:
+        drafted = num_rows * max(min(DRAFTED, 64 // per_group), 1)
+        return choose(drafted, num_rows, per_group, depth, narrow, gpu)._replace(prompts=True)
     stages = 3 if depth <= 128 else 2
     if narrow:
         queries = 64 if per_group >= 16 else min(wanted, 32)
@@ -58,6 +72,8 @@ def choose(num_tokens: int, num_rows: int, per_group: int, depth: int, narrow: b
         queries = min(wanted, 64)
     if num_rows <= FEW and queries == 16 and gpu.shared >= DEEP_SHARED:
         return TilePlan(queries, 3, 4, 1)  # one stream of keys a multiprocessor hides more of its waits
+    if (queries, depth) == (64, 128) and not narrow:
+        stages = 2  # with three, 133 KB: one program a multiprocessor
     return TilePlan(queries, stages, 4, 2)
 
 
@@ -91,11 +107,8 @@ def attention(
     check("attention", "positions", positions, (num_tokens,), torch.int32, device)
     if depth not in (16, 32, 64, 128, 256) or heads % groups or page_len % 16:
         raise ValueError(f"attention: heads of {depth}, {heads} of {groups} groups, pages of {page_len}")
-    narrow, is_fp32 = k_pages.dtype != q.dtype, q.dtype is torch.float32
-    group, tile = (FP32_GROUP, FP32_TILE) if is_fp32 else (GROUP, TILE)
-    if plan is None and is_fp32:
-        plan = FP32
-    plan = plan or choose(num_tokens, num_rows, heads // groups, depth, narrow, gpu_of(device))
+    group, tile = (FP32_GROUP, FP32_TILE) if q.dtype is torch.float32 else (GROUP, TILE)
+    plan = plan or _plan_of(q, k_pages, num_rows)
     o = torch.empty((num_tokens, heads, depth), dtype=q.dtype, device=device)
     sizes = dict(G=groups, R=heads // groups, D=depth, L=page_len, N_ROWS=max(16, pow2(num_rows)))
     sizes |= dict(enable_fp_fusion=False)
@@ -104,6 +117,11 @@ def attention(
         k, v, *pages, rows, positions, o, k_scale, v_scale, num_rows, num_tokens, table_len, k.stride(0),
         v.stride(0), **sizes, num_warps=4,
     )  # fmt: skip
+    if plan.prompts:
+        _attend_prompts(q, *pages, rows, o, scale * k_scale, v_scale, first, plan)
+        if num_rows == 1:
+            return o
+    most = plan.queries if plan.prompts else _ALL
     most_pieces = num_rows * cdiv(table_len * page_len, group)
     enough = cdiv(plan.enough, groups) * (group // tile)
     capacity = min(max(most_pieces, enough), _PARTIAL_NUMBERS // (groups * plan.queries * depth))
@@ -111,18 +129,53 @@ def attention(
     items = groups * (most_pieces + enough + cdiv(num_tokens * heads // groups, plan.queries) + num_rows)
     tiles = dict(BM=plan.queries, GROUP=group, TILE=tile)
     _attend[(min(items, plan.programs * _multiprocessors(device)),)](
-        q, *pages, rows, o, partial, scale * k_scale * _LOG2_E, v_scale, first, num_rows, table_len, capacity,
-        plan.enough, q.stride(0), **sizes, **tiles, num_warps=plan.warps, num_stages=plan.stages,
+        q, *pages, rows, o, partial, scale * k_scale * _LOG2_E, v_scale, first, num_rows, table_len, most,
+        capacity, plan.enough, q.stride(0), **sizes, **tiles, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     part, per_group = min(PART, depth), heads // groups
     few = min(num_tokens, num_rows * (plan.queries // per_group))  # tokens of rows in pieces
     if few and capacity > 1 and table_len * page_len > tile:
         numbers = pow2(per_group) * part
         _join[(few * groups * (depth // part),)](
-            rows, o, partial, v_scale, num_rows, capacity, plan.enough, **sizes, **tiles, PART=part,
+            rows, o, partial, v_scale, num_rows, most, capacity, plan.enough, **sizes, **tiles, PART=part,
             num_warps=min(max(numbers // 128, 1), 8), maxnreg=128,
         )  # fmt: skip
     return o
+
+
+def _plan_of(q: torch.Tensor, k_pages: torch.Tensor, num_rows: int) -> TilePlan:
+    if q.dtype is torch.float32:
+        return FP32
+    (num_tokens, heads, depth), (page_len, groups) = q.shape, k_pages.shape[1:3]
+    gpu, narrow = gpu_of(q.device), k_pages.dtype != q.dtype
+    boxed = page_len % TILE == 0 and not narrow and q.device.type != "cpu"  # there it would be interpreted
+    prompts = boxed and gpu.capability == 90 and depth in PROMPT_DEPTHS
+    return choose(num_tokens, num_rows, heads // groups, depth, narrow, gpu, prompts)
+
+
+def _attend_prompts(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    o: torch.Tensor,
+    scale: float,
+    v_scale: float,
+    first: int,
+    plan: TilePlan,
+) -> None:
+    """Of rows that have more queries than a tile; one that is alone, of however many."""
+    (num_tokens, heads, depth), (page_len, groups), num_rows = q.shape, k_pages.shape[1:3], rows.shape[0]
+    k_lines, v_lines = (pages.view(-1, groups * depth) for pages in (k_pages, v_pages))
+    most = 0 if num_rows == 1 else plan.queries
+    items = groups * (cdiv(num_tokens * heads // groups, PROMPT) + num_rows)
+    _prompt[(min(items, _multiprocessors(q.device)),)](
+        q, Block(k_lines, (TILE, depth)), Block(v_lines, (TILE, depth // 2)), page_table, rows, o,
+        scale * _LOG2_E, v_scale, num_rows, page_table.shape[1], most, q.stride(0), G=groups,
+        R=heads // groups, D=depth, L=page_len, FIRST=max(first, 0), STAGES=PROMPT_STAGES[depth],
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def variants(most: Size, *arguments: torch.Tensor | float) -> Iterator[Variant]:

@@ -65,19 +65,20 @@ def _rounded(value, scale, dtype: tl.constexpr):
 
 @triton.jit
 def _shares(
-    rows, num_rows, capacity, enough, G: tl.constexpr, R: tl.constexpr, N_ROWS: tl.constexpr,
+    rows, num_rows, most, capacity, enough, G: tl.constexpr, R: tl.constexpr, N_ROWS: tl.constexpr,
     BM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """By row: tokens, their place, keys, blocks of queries, pieces to be joined, where these start.
 
-    And how many keys a piece has: a group's, or a tile's where there are fewer groups than `enough`.
+    And how many keys a piece has: a group's, or a tile's where there are fewer groups than `enough`. Rows of
+    more than `most` queries have no tokens here: they are gluon.py's.
     """
     n = tl.arange(0, N_ROWS)
     begin = tl.load(rows + n * 8, mask=n < num_rows, other=0)
     num = tl.load(rows + n * 8 + 1, mask=n < num_rows, other=0)
     slot = tl.load(rows + n * 8 + 3, mask=n < num_rows, other=0)
     committed = tl.load(rows + n * 8 + 4, mask=n < num_rows, other=0)
-    num = tl.where(slot != 0, num, 0)
+    num = tl.where((slot != 0) & (num * R <= most), num, 0)
     blocks = (num * R + BM - 1) // BM
     keys = tl.where(blocks == 1, committed + num, 0)
     piece_len = tl.where(tl.sum((keys + GROUP - 1) // GROUP, 0) * G < enough, TILE, GROUP)
@@ -94,10 +95,10 @@ def _of(values, n, row):
     return tl.sum(tl.where(n == row, values, 0), 0)
 
 
-@triton.jit(do_not_specialize=["first", "num_rows", "table_len", "capacity", "enough"])
+@triton.jit(do_not_specialize=["first", "num_rows", "table_len", "most", "capacity", "enough"])
 def _attend(
     q, k_pages, v_pages, page_table, rows, o, partial, scale, unit_v, first, num_rows, table_len,
-    capacity, enough, q_len, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, L: tl.constexpr,
+    most, capacity, enough, q_len, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, L: tl.constexpr,
     N_ROWS: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # Grid: programs that share out items: a group or a few tiles of a row of few queries, or all keys of BM
@@ -105,7 +106,7 @@ def _attend(
     # Tile: BM rows (token, head of the group) against TILE keys of one key head.
     # Traffic: keys and values once per BM queries of a row; a piece's numbers once where others join them.
     n, begin, num, committed, keys, blocks, pieces, start, piece_len = _shares(
-        rows, num_rows, capacity, enough, G, R, N_ROWS, BM, GROUP, TILE
+        rows, num_rows, most, capacity, enough, G, R, N_ROWS, BM, GROUP, TILE
     )
     RUNS: tl.constexpr = BM < 128  # shared memory for tiles of two loops
     at_once = tl.maximum(tl.cdiv(tl.sum(pieces, 0) * G, tl.num_programs(0)), 1)
@@ -313,9 +314,9 @@ def _outputs(best, weight, total, unit_v):
     return tl.where((best > _NOTHING)[:, None], total / weight[:, None] * unit_v, 0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity", "enough"])
+@triton.jit(do_not_specialize=["num_rows", "most", "capacity", "enough"])
 def _join(
-    rows, o, partial, unit_v, num_rows, capacity, enough, G: tl.constexpr, R: tl.constexpr,
+    rows, o, partial, unit_v, num_rows, most, capacity, enough, G: tl.constexpr, R: tl.constexpr,
     D: tl.constexpr, L: tl.constexpr, N_ROWS: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
@@ -325,7 +326,7 @@ def _join(
     PARTS: tl.constexpr = D // PART
     part, g, i = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % G, tl.program_id(0) // (PARTS * G)
     n, begin, num, _, _, _, pieces, start, piece_len = _shares(
-        rows, num_rows, capacity, enough, G, R, N_ROWS, BM, GROUP, TILE
+        rows, num_rows, most, capacity, enough, G, R, N_ROWS, BM, GROUP, TILE
     )
     num = tl.where(pieces > 0, num, 0)
     last = tl.cumsum(num, 0)

@@ -142,6 +142,49 @@ def test_attention_over_pages_of_e4m3_is_compiled_where_it_is_offered(
         assert compile.compile_call(call, capability).cubin[:4] == b"\x7fELF"
 
 
+def attention_of(
+    size: Size, depth: int = 256, page_len: int = 64, dtype: torch.dtype = torch.bfloat16
+) -> list:
+    """Arguments of a layer of the 9B's kind."""
+
+    def made(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    wide, pages = made(size.tokens, 24 * depth), [made(9, page_len, 4, depth) for _ in range(2)]
+    tokens = (part.unflatten(1, (-1, depth)) for part in wide.split([16 * depth, 4 * depth, 4 * depth], 1))
+    ints = (made(*s, dtype=torch.int32) for s in ((size.rows, size.pages), (size.rows, 8), (size.tokens,)))
+    return [*tokens, *pages, *ints, 0.1, 0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "other"),
+    [
+        (90, {}),
+        (80, {}),
+        (120, {}),
+        (90, {"page_len": 32}),
+        (90, {"dtype": torch.float32}),
+        (90, {"depth": 64}),
+    ],
+    ids=["sm_90", "sm_80", "sm_120", "pages of 32", "fp32", "depth 64"],
+)
+def test_prompts_have_a_kernel_of_their_own_on_sm_90(capability: int, other: dict) -> None:
+    """Whatever a step is like, it is among those compiled; it waits for kernels before it."""
+    rng, most = random.Random(0), Size(700, 40, 64)
+    calls = calls_of("attention", lambda size: attention_of(size, **other), most, Gpu(capability, 132))
+    launcher = import_module("hemiola.plugins.attention.cuda").attention
+    for _ in range(200):
+        size = Size(*(min(int(2 ** rng.uniform(0, 11)), limit) for limit in most))
+        gpu = Gpu(capability, rng.randrange(20, 200))
+        assert calls_at(launcher, gpu, *attention_of(size, **other)) <= calls, size
+    own = [call for call in calls if call.kernel == "attention._prompt"]
+    assert bool(own) == (capability == 90 and not other)
+    for call in own[:1]:
+        compiled = compile.compile_call(call, capability)
+        assert compiled.binary.threads == 12 * 32 and len(compiled.binary.maps) == 2
+        assert too_early(compiled) == []
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 def test_products_of_an_engine_in_fp32_are_not_of_tf32(arch: str, tiny_checkpoint: Get) -> None:
     """Which is what Triton takes for fp32 unless told otherwise."""

@@ -1,7 +1,7 @@
 """attention on CUDA: the bits of the plain run however steps are cut, and the truth in fp64."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import pytest
@@ -14,6 +14,7 @@ from hemiola.plugins.spec import E4M3
 CUDA = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
 DEVICE = "cuda" if CUDA else "cpu"
+SM_90 = CUDA and torch.cuda.get_device_capability() == (9, 0)
 
 
 def kernels() -> ModuleType:
@@ -176,12 +177,15 @@ PLANS = {
     "128 queries": (128, 2, 8, 1),
     "groups for a few programs": (16, 2, 4, 2, 0),
     "tiles for many programs": (16, 2, 4, 2, 10**6),
+    "prompts by gluon.py": (32, 2, 4, 2, 132, True),
 }
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 @pytest.mark.parametrize("depth", [128, 256])
 def test_tiles_leave_the_bits_alone(depth: int, plan: tuple[int, ...]) -> None:
+    if plan == PLANS["prompts by gluon.py"] and not SM_90:
+        pytest.skip("needs sm_90")
     torch.manual_seed(0)
     tokens = Case(depth=depth).tokens(2600)
     same_bits(
@@ -235,3 +239,66 @@ def test_queries_of_a_row_further_apart_than_32_bits() -> None:
     for to, part in zip(apart, near, strict=True):
         to.copy_(part)
     same_bits(plain_run(case, apart), plain_run(case, near), "outputs")
+
+
+PROMPTS = {
+    "9B": Case(heads=16, groups=4, depth=256),
+    "no groups": Case(heads=2, groups=2, depth=256),
+    "5 of a group": Case(heads=10, groups=2, depth=256),
+    "16 of a group": Case(heads=16, groups=1, depth=256),
+    "pages of 128": Case(heads=8, groups=2, depth=256, page_len=128),
+    "from 1 on": Case(heads=8, groups=2, depth=256, first=1),
+    "from 70 on": Case(heads=8, groups=2, depth=256, first=70),
+    "Nano-9B": Case(heads=40, groups=8),
+    "30B-A3B": Case(heads=32, groups=2),
+    "depth 128, from 1 on": Case(heads=8, groups=2, page_len=128, first=1),
+}
+ALONE = [[(num, at, 1)] for num in (1, 65, 128, 129, 640, 1025, 2100) for at in (0, 3, 64, 640)]
+TOGETHER = [  # tokens, committed, slot
+    [(640, 0, 1), (1025, 640, 2)],
+    [(1, 700, 1), (300, 3, 2), (4, 64, 3), (1, 2000, 4), (4, 0, 5)],
+    [(500, 0, 1), (0, 33, 2), (77, 9, 0), (4, 130, 3), (0, 0, 0), (129, 64, 4), (33, 1030, 5)],
+]
+MANY = [(1, 300 + 7 * n, n + 1) for n in range(40)] + [(700, 100, 41)] + [(4, 60, 42 + n) for n in range(20)]
+OTHERS = ((128, 2, 8, 1), PLANS["prompts by gluon.py"], PLANS["prompts by gluon.py"])  # twice: races
+
+
+def check_prompts(case: Case, parts: list[tuple[int, int, int]], plans: tuple = OTHERS) -> None:
+    """gluon.py's bits are triton.py's; NaN in all memory that nobody wrote."""
+    rows, positions = [], []
+    for num, at, slot in parts:
+        rows.append((len(positions), num, 0, slot, at, 0, 0, 0))
+        positions += range(at, at + num)
+    tokens, page_len = case.tokens(len(positions)), case.page_len
+    width = max(-(-(num + at) // page_len) for num, at, _ in parts) + 1
+    table = torch.randperm(len(parts) * width, device=DEVICE).int().view(-1, width) + 1
+    pools = [case.pool(len(parts) * width + 1) for _ in range(2)]
+    for (_, at, _), pages in zip(parts, table.long(), strict=True):
+        place = torch.arange(min(case.first, at), at, device=DEVICE)
+        for pool in pools:
+            there = torch.randn(len(place), case.groups, case.depth, device=DEVICE)
+            pool[pages[place // page_len], place % page_len] = there.to(pool.dtype)
+    outputs, written = [], []
+    for plan in plans:
+        own = [pool.clone() for pool in pools]
+        outputs.append(replace(case, plan=plan).call(tokens, own, table, rows, positions))
+        written.append(torch.stack(own).view(torch.int16))
+    for output, pages in zip(outputs[1:], written[1:], strict=True):
+        same_bits(output, outputs[0], f"{case}: outputs of {parts[:4]}")
+        assert torch.equal(pages, written[0])
+
+
+@pytest.mark.skipif(not SM_90, reason="needs sm_90")
+@pytest.mark.parametrize("case", PROMPTS.values(), ids=PROMPTS.keys())
+@pytest.mark.parametrize("steps", [ALONE, TOGETHER], ids=["alone", "together"])
+def test_prompts_have_the_same_bits_from_both_kernels(steps: list, case: Case, poisoned_empty: None) -> None:
+    torch.manual_seed(0)
+    for parts in steps:
+        check_prompts(case, parts)
+
+
+@pytest.mark.skipif(not SM_90, reason="needs sm_90")
+def test_a_prompt_among_many_rows_has_the_same_bits_from_both_kernels(poisoned_empty: None) -> None:
+    torch.manual_seed(0)
+    check_prompts(PROMPTS["9B"], MANY, (*OTHERS, None))
+    check_prompts(PROMPTS["9B"], [(640, 3, 1)], (*OTHERS, None))

@@ -90,6 +90,19 @@ def test_what_nobody_wrote_before_the_first_place_makes_no_nan() -> None:
     assert not o.isnan().any()
 
 
+def test_a_prompt_that_a_gpu_has_a_kernel_of_its_own_for_is_interpreted_all_the_same() -> None:
+    """Heads of 256, pages of 64: gluon.py's on sm_90, which is what a CPU passes for."""
+    from hemiola.plugins.attention.cuda import attention
+
+    q, k, v = (torch.randn(34, heads, 256).bfloat16() for heads in (4, 1, 1))
+    pools = [torch.full((2, 64, 1, 256), torch.nan).bfloat16() for _ in range(2)]
+    own = [pool.clone() for pool in pools]
+    where = int32([1]), int32(row(num_tokens=34)), torch.arange(34, dtype=torch.int32)
+    o = attention(q, k, v, *pools, *where, 0.0625, 0, 1.0, 1.0)
+    wanted = reference(q.float(), k.float(), v.float(), *own, *where, 0.0625, 0, 1.0, 1.0)
+    assert rel_error(o, wanted) < 1e-2
+
+
 @pytest.mark.parametrize("page_len", [16, 48])
 def test_pages_of_e4m3_are_the_references_bit_for_bit(page_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ties, subnormals and numbers beyond 448 among them. The interpreter's cast rounds some numbers wrongly;
