@@ -29,7 +29,7 @@ _LOG2_E = 1.4426950408889634
 _PARTIAL_NUMBERS = 2**25  # of fp32 that pieces may take; rows beyond walk their groups
 PROMPT = 128  # queries that gluon.py has at once
 PROMPT_STAGES = {256: 2, 128: 4}  # tiles of keys on their way there, by the depth of heads
-PROMPT_DEPTHS = (256,)  # where it is sooner
+PROMPT_DEPTHS = (128, 256)  # of heads: what was measured
 DRAFTED = 8  # tokens of a row beside prompts that one tile holds
 _ALL = 2**31 - 1
 

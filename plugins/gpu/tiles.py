@@ -44,6 +44,7 @@ class Many(NamedTuple):
     tile: Tile
     speed: float
     min_tokens: int = 0  # fewer were not measured
+    whole: bool = False  # only where tokens fill its tiles: boxes that reach beyond the last one take longer
 
 
 class Crowd(NamedTuple):
@@ -96,8 +97,11 @@ def tile_of(num_tokens: int, num_outputs: int, gpu: Gpu, in_gluon: bool = True) 
         num_tiles = -(-num_tokens // tile.tokens) * -(-num_outputs // tile.outputs)
         return -(-num_tiles // gpu.multiprocessors) * tile.tokens * tile.outputs / many.speed
 
-    known = [many for many in table.many if num_tokens >= many.min_tokens]
-    return min((many for many in known if in_gluon or not many.tile.consumers), key=cost).tile
+    def may(many: Many) -> bool:
+        fills = num_tokens % many.tile.tokens == 0 or not many.whole
+        return fills and num_tokens >= many.min_tokens and (in_gluon or not many.tile.consumers)
+
+    return min(filter(may, table.many), key=cost).tile
 
 
 def tiles_for(num_outputs: int, gpu: Gpu) -> set[Tile]:

@@ -34,7 +34,9 @@ def test_every_choice_is_among_those_that_are_compiled(capability: int) -> None:
     ("num_tokens", "num_outputs", "outputs", "tokens", "consumers"),
     [  # what was the best of all, or equal to it, when every tile was timed (benchmarks/gpu_dense.md)
         (64, 4096, 64, 64, 1), (64, 12352, 64, 64, 1), (64, 24576, 64, 64, 1), (64, 8224, 128, 64, 0),
-        (129, 12352, 192, 128, 3), (192, 12352, 192, 128, 3), (256, 12352, 192, 128, 3),
+        (65, 24576, 192, 128, 3), (128, 24576, 192, 128, 3), (128, 12352, 128, 128, 0),
+        (128, 10304, 128, 128, 0), (192, 4096, 128, 64, 0), (129, 12352, 192, 128, 3),
+        (192, 12352, 192, 128, 3), (256, 12352, 192, 128, 3),
         (256, 10304, 192, 128, 3), (256, 24576, 192, 256, 3), (256, 4096, 64, 128, 1),
         (512, 4096, 128, 128, 2), (512, 24576, 192, 256, 3), (512, 12352, 192, 256, 3),
         (512, 10304, 192, 256, 3), (1024, 4096, 256, 128, 0), (1024, 10304, 128, 128, 2),
@@ -54,8 +56,8 @@ def test_gluon_has_only_tiles_that_were_measured_and_none_where_it_may_not() -> 
         for num_outputs in (96, 1024, 4096, 12352, 24576):
             own = tiles.tile_of(num_tokens, num_outputs, gpu, in_gluon=False)
             assert own.consumers == 0
-            measured = num_tokens > 128 or (32 < num_tokens <= 64 and num_outputs in (4096, 12352, 24576))
-            assert measured or tiles.tile_of(num_tokens, num_outputs, gpu) == own
+            least = 33 if num_outputs >= 4096 else 129  # wide and deep layers from 33 on
+            assert num_tokens >= least or tiles.tile_of(num_tokens, num_outputs, gpu) == own
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
