@@ -114,7 +114,8 @@ def launches(instead: Instead) -> Iterator[None]:
 
 
 class Kernel:
-    """An entry point of `plugins/<op>/triton.py`, called as `kernel[grid](*values, CONSTANT=...)`."""
+    """An entry point of `plugins/<op>/triton.py`, or of `gluon.py` there; called as `kernel[grid](*values,
+    CONSTANT=...)`."""
 
     # makes what no engine has brought, where somebody asked for that (plugins/gpu/compile.py, on_demand)
     compile: Callable[["Kernel", Values, Mapping[str, Any]], None] | None = None
