@@ -53,12 +53,14 @@ def choose(
 ) -> TilePlan:
     """Query tiles as high as an average row, if a block has shared memory for them.
 
-    Where gluon.py can take prompts, tiles are for the rows beside them; but a row of one tile alone can be
-    in pieces. With pages of 8 bits a layer's tiles stay on one side of the 64 rows from which wgmma takes
-    over: it adds widened numbers in another order.
+    Where gluon.py can take prompts, tiles are for the rows beside them; but a row of one tile can be in
+    pieces, and has it where the average row is no prompt. With pages of 8 bits a layer's tiles stay on one
+    side of the 64 rows from which wgmma takes over: it adds widened numbers in another order.
     """
     wanted = max(pow2(-(-num_tokens // max(num_rows, 1)) * per_group), 16)
     if prompts and wanted > 64 and num_tokens * per_group > PROMPT:
+        if -(-num_tokens // num_rows) * per_group <= PROMPT:
+            return choose(num_tokens, num_rows, per_group, depth, narrow, gpu)._replace(prompts=True)
         drafted = num_rows * max(min(DRAFTED, 64 // per_group), 1)
         return choose(drafted, num_rows, per_group, depth, narrow, gpu)._replace(prompts=True)
     stages = 3 if depth <= 128 else 2

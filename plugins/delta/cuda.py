@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hemiola.plugins.gpu.checks import check
+from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.dtypes import ENGINES
 from hemiola.plugins.gpu.launch import CLEAR_TOKENS, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.sizes import Size, Variant, every_number_of_rows
@@ -61,6 +62,11 @@ def choose(num_tokens: int, num_rows: int, heads: int, width: int, decays: int, 
     few = num_rows <= (FEW if num_tokens > num_rows else FEW_SINGLE)
     if few and num_tokens < SHORT * num_rows and decays == 1 and keys <= 2048:
         return few_plan(num_tokens, num_rows, heads, width)
+    return in_launches(num_tokens, num_rows, heads, width, decays, keys)
+
+
+def in_launches(num_tokens: int, num_rows: int, heads: int, width: int, decays: int, keys: int) -> TilePlan:
+    """Of `_weigh`, `_step` and `_scan`."""
     many = num_rows * heads >= MANY and decays == 1 and keys <= 2048  # more of either was never timed
     prompts = num_tokens >= SHORT * num_rows
     channels = min(max(pow2(width), 16), 32 if many else 64)
@@ -91,6 +97,16 @@ def variants(most: Size, *arguments: Any) -> Iterator[Variant]:
     yield from every_number_of_rows(most)
     for rows in range(1, min(most.rows, FEW_SINGLE, most.tokens - 1) + 1):
         yield Variant(Size(rows + 1, rows, most.pages))
+
+
+def ahead(
+    gpu: Gpu, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, *rest: Any
+) -> Iterator[dict[str, TilePlan]]:  # fmt: skip
+    """The plan of the largest step; without one launch for few rows, which takes 64 KB where wgmma is not."""
+    yield {}
+    rows, chunk_len = rest[-2:]
+    heads, width = v.shape[1:]
+    yield {"plan": in_launches(len(q), len(rows), heads, width, a.shape[2], chunk_len * k.shape[2])}
 
 
 def delta(

@@ -113,6 +113,8 @@ class Pace:
 
     def timed(self, num_rows: int, num_drafts: int, num_passes: int, step: float, drafting: float) -> None:
         """Seconds of a step that only decoded, and of proposing what comes next."""
+        if step <= 0:
+            return  # a clock that saw nothing
         if self._steps.scale == 0.0:
             self._credit = CREDIT * (step + drafting)
             self._steps.begin((1, num_rows, num_drafts), step)

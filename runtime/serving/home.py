@@ -4,11 +4,13 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
 PREFIX = "hemiola-serve-"
 OWNER = "owner"  # a file that is locked while the folder's owner lives, by the kernel's word
+GONE = "-gone"  # ends the name of a folder that is being removed
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -37,8 +39,11 @@ def remove_stale() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         lock = _lock(path)
         if lock is not None:
-            _remove(path)
-            os.close(lock)
+            try:
+                _end_processes(path)
+                _remove(path)
+            finally:
+                os.close(lock)
 
 
 def _lock(path: Path) -> int | None:
@@ -55,13 +60,31 @@ def _lock(path: Path) -> int | None:
     return None
 
 
+def _end_processes(path: Path) -> None:
+    """Of a killed server's engine, which may wait for it for ever: for a mutex that it held."""
+    for found in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended, or is not ours
+            if found.read_bytes().startswith(f"{path}/".encode()):
+                os.kill(int(found.parent.name), signal.SIGKILL)
+
+
 def _remove(path: Path) -> None:
-    """The owner's file last: what somebody still writes there meanwhile, the next start removes."""
-    ours = (inner for inner in path.glob("*") if inner.name != OWNER)
-    for inner in (*SHARED_MEMORY.glob(f"{path.name}-*"), *ours):
-        if inner.is_dir():
-            shutil.rmtree(inner, ignore_errors=True)
-        else:
-            inner.unlink(missing_ok=True)
+    """Under another name, for an engine may still write to this one; the owner's file last, for what is left
+    then is the next start's."""
+    for region in SHARED_MEMORY.glob(f"{path.name}-*"):
+        _drop(region)
+    with contextlib.suppress(OSError):
+        path = path.rename(path.with_name(path.name.removesuffix(GONE) + GONE))
+    for inner in path.glob("*"):
+        if inner.name != OWNER:
+            _drop(inner)
     if [inner.name for inner in path.glob("*")] == [OWNER]:
+        _drop(path)
+
+
+def _drop(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -18,6 +18,13 @@ def test_a_row_that_can_be_in_pieces_is_no_prompt() -> None:
     """A question of 32 tokens behind 32,000: every group of keys has a program of its own."""
     assert choose(32, 1, 4, 256, False, H200, True) == TilePlan(128, 2, 8, 1)
     assert choose(33, 1, 4, 256, False, H200, True).prompts
+    beside = TilePlan(128, 2, 8, 1, prompts=True)  # and longer rows, if there are any, are prompts
+    assert (
+        choose(33, 2, 4, 256, False, H200, True) == beside
+    )  # one token of a row that decodes, and such a question
+    assert choose(64, 8, 16, 128, False, H200, True) == beside._replace(
+        stages=3
+    )  # seven drafts each, groups of 16
 
 
 def test_other_gpus_have_no_kernel_for_prompts_alone() -> None:

@@ -53,26 +53,44 @@ def test_only_homes_of_the_dead_are_removed() -> None:
 
 
 def test_a_home_into_which_a_dead_servers_process_still_writes_stays_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Python's cache of a model's code, while the folder is removed."""
     owner = subprocess.Popen([sys.executable, "-c", HOLD], stdin=-1, stdout=-1, text=True)
     theirs = Path(owner.stdout.readline().strip())
-    (theirs / "models/hemiola").mkdir(parents=True)
+    (theirs / "models").mkdir()
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
     remove = shutil.rmtree
 
     def write_too(path: Path, ignore_errors: bool) -> None:
         remove(path, ignore_errors=ignore_errors)
-        (theirs / "models/hemiola").mkdir(parents=True)
+        path.mkdir()
 
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", write_too)
         remove_stale()
-    assert theirs.exists()
+    assert len(list(tmp_path.glob(f"{homes.PREFIX}*"))) == 1 and not theirs.exists()
     remove_stale()
-    assert not theirs.exists()
+    assert not list(tmp_path.glob(f"{homes.PREFIX}*"))
+
+
+def test_an_engine_of_a_killed_server_waits_for_it_for_ever() -> None:
+    """Under a server that holds their mutex: nobody told it that it should end."""
+    owner = subprocess.Popen([sys.executable, "-c", HOLD], stdin=-1, stdout=-1, text=True)
+    theirs, mine = Path(owner.stdout.readline().strip()), Home()
+    waiting = []
+    for home in (theirs, mine.path):
+        (home / "stub").symlink_to(shutil.which("sleep"))
+        waiting.append(subprocess.Popen([home / "stub", "1000"]))
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    remove_stale()
+    assert waiting[0].wait(60) == -signal.SIGKILL and not theirs.exists()
+    assert waiting[1].poll() is None, "its server lives"
+    waiting[1].kill()
+    waiting[1].wait()
+    mine.remove()
 
 
 def test_a_home_that_was_taken_for_a_dead_one_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
