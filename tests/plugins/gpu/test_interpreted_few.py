@@ -6,7 +6,6 @@ Programs run one after the other, forwards or backwards: one that overwrites wha
 import os
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from kit.ops import Subject, int32, same_bits, subject
@@ -37,6 +36,9 @@ SUBJECTS = [
     (subject("delta", G=1, K=16, H=2, V=32, J=16), 16, (32, 1)),
     (subject("delta", G=1, K=16, H=2, V=32, J=1), 32, (16, 1)),
 ]
+WAYS = [("passes", "forwards"), ("comes round", "backwards")]  # of all
+CASES = [(*it, *way) for it in SUBJECTS for way in WAYS]
+CASES += [(*it, kind, "forwards") for it in SUBJECTS[:2] for kind in ("stays", "comes round", "long")]
 
 
 @pytest.fixture
@@ -51,19 +53,6 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
     if request.param == "backwards":
         monkeypatch.setattr(builder, "set_grid_idx", backwards)
-
-
-@pytest.fixture(autouse=True)
-def sums_without_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product's sums are of fp64: numpy's in fp32 depend on how many columns there are."""
-    from triton.runtime.interpreter import TensorHandle
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    def product(a: Any, b: Any, sums: Any, *rest: Any) -> Any:
-        made = np.matmul(a.data, b.data, dtype=np.float64) + sums.data
-        return TensorHandle(made.astype(sums.data.dtype), sums.dtype.scalar)
-
-    monkeypatch.setattr(builder, "create_dot", product)
 
 
 def step(it: Subject, kind: str, chunk_len: int) -> list[Any]:
@@ -100,12 +89,7 @@ def run(given: list[Any], plan: TilePlan) -> list[torch.Tensor]:
     return [made, *own[7:12]]
 
 
-@pytest.mark.parametrize(
-    ("kind", "order"),
-    [*((kind, "forwards") for kind in ROWS), ("comes round", "backwards")],
-    indirect=["order"],
-)
-@pytest.mark.parametrize(("it", "chunk_len", "tiles"), SUBJECTS, ids=str)
+@pytest.mark.parametrize(("it", "chunk_len", "tiles", "kind", "order"), CASES, ids=str, indirect=["order"])
 def test_one_launch_writes_what_two_write(
     it: Subject, chunk_len: int, tiles: tuple[int, int], kind: str, order: None, poisoned_empty: None
 ) -> None:
