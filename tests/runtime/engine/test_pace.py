@@ -241,3 +241,10 @@ def test_it_hears_of_every_window_and_of_steps_that_only_decode(
     assert len(told.timed) == 3, "the first step read prompts"
     first, second = (request.metrics for request in hand.requests)
     assert (first.accepted, second.drafted, second.accepted) == ([3, 3, 0], [3, 3], [3, 3])
+
+
+def test_a_first_step_of_no_time_made_drafts_free_for_ever() -> None:
+    pace = Pace(3, adaptive=True)
+    pace.timed(1, 0, 0, 0.0, 0.0)
+    pace.timed(1, 0, 0, 1.0, 0.0)
+    assert pace._costs(1).per_draft > 0 and pace._costs(1).per_pass > 0
