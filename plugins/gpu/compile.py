@@ -155,9 +155,14 @@ def _signature(kind: str, is_gluon: bool = False) -> str:
         return "constexpr"
     if match := re.fullmatch(r"<(\w+) ([\d ]+)>", kind):
         box = [int(size) for size in match[2].split()]
-        layout = f",{NVMMASharedLayout.get_default_for(box, DTYPES[match[1]])!r}" if is_gluon else ""
+        layout = f",{layout_of(box, match[1])!r}" if is_gluon else ""
         return f"tensordesc<{match[1]}{box}{layout}>"
     return kind.removesuffix(ANY).removesuffix(f":{ALIGNMENT}")
+
+
+def layout_of(box: list[int], word: str) -> Any:
+    """How a box lies in shared memory, to Gluon."""
+    return NVMMASharedLayout.get_default_for(box, DTYPES[word])
 
 
 def _constant(value: Constant) -> Any:

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hemiola.plugins.gpu.compile import DTYPES, source
+from hemiola.plugins.gpu.compile import DTYPES, layout_of, source
 from hemiola.plugins.gpu.launch import WORDS, Block, Kernel, Values, launches
 
 
@@ -32,8 +31,7 @@ def _value(value: Any, is_gluon: bool) -> Any:
         return value
     box = list(value.box)
     if is_gluon:
-        layout = NVMMASharedLayout.get_default_for(box, DTYPES[WORDS[value.tensor.dtype]])
-        return GluonDescriptor.from_tensor(value.tensor, box, layout)
+        return GluonDescriptor.from_tensor(value.tensor, box, layout_of(box, WORDS[value.tensor.dtype]))
     return TensorDescriptor.from_tensor(value.tensor, box)
 
 

@@ -202,20 +202,6 @@ def test_rows_with_and_without_space_for_their_pieces_have_the_bits_of_a_row_alo
     assert torch.equal(call(*range(5)), alone)
 
 
-@pytest.fixture(params=["forwards", "backwards"])
-def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which a kernel's programs run: a GPU has none, so nobody may count on one."""
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    forwards = builder.set_grid_idx
-
-    def backwards(*place: int) -> None:
-        forwards(*(size - 1 - at for size, at in zip(builder.grid_dim, place, strict=True)))
-
-    if request.param == "backwards":
-        monkeypatch.setattr(builder, "set_grid_idx", backwards)
-
-
 @pytest.mark.parametrize(("num_drafts", "plan"), [(9, None), (20, (8, 128))])
 def test_convs_late_snapshot_has_no_columns_of_the_tokens_behind_it(
     num_drafts: int, plan: tuple[int, int] | None, order: None

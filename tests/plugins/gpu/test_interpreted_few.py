@@ -41,20 +41,6 @@ CASES = [(*it, *way) for it in SUBJECTS for way in WAYS]
 CASES += [(*it, kind, "forwards") for it in SUBJECTS[:2] for kind in ("stays", "comes round", "long")]
 
 
-@pytest.fixture
-def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which a kernel's programs run."""
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    forwards = builder.set_grid_idx
-
-    def backwards(*place: int) -> None:
-        forwards(*(size - 1 - at for size, at in zip(builder.grid_dim, place, strict=True)))
-
-    if request.param == "backwards":
-        monkeypatch.setattr(builder, "set_grid_idx", backwards)
-
-
 def step(it: Subject, kind: str, chunk_len: int) -> list[Any]:
     """A call whose slots are NaN but for what their rows may read."""
     scale, lines, first = chunk_len // 16, [], 2  # the first two tokens are nobody's
