@@ -42,6 +42,8 @@ def _prompt(
     k_read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    cleared = gl.allocate_shared_memory(gl.int64, [1], bar)
+    mbarrier.init(cleared, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_there.index(i), count=1)
         mbarrier.init(v_there.index(i), count=1)
@@ -50,7 +52,7 @@ def _prompt(
     across: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ones_s.store(gl.full((16, _TILE), 1.0, gl.bfloat16, across))
     fence_async_shared()
-    memory = (q_s, k_s, left_s, right_s, ones_s, k_there, k_read, v_there, v_read)
+    memory = (q_s, k_s, left_s, right_s, ones_s, k_there, k_read, v_there, v_read, cleared)
     gl.warp_specialize(
         [(_multiply, (0, q, rows, o, memory, scale, unit_v, num_rows, most, q_len, G, R, D, FIRST, STAGES)),
          (_multiply, (1, q, rows, o, memory, scale, unit_v, num_rows, most, q_len, G, R, D, FIRST, STAGES)),
@@ -93,7 +95,7 @@ def _bring(
     G: gl.constexpr, R: gl.constexpr, D: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Keys and values of all items' tiles, as soon as both have read what was in their place."""
-    _, k_s, left_s, right_s, _, k_there, k_read, v_there, v_read = memory
+    _, k_s, left_s, right_s, _, k_there, k_read, v_there, v_read, _ = memory
     count, wave = gl.to_tensor(0), gl.to_tensor(0)
     row, last = _found(rows, num_rows, most, _rank(0) // G, -1, 0, R)
     while row < num_rows:
@@ -123,7 +125,7 @@ def _multiply(
 ):  # fmt: skip
     """One half of all items' queries."""
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
-    count, wave = gl.to_tensor(0), gl.to_tensor(0)
+    count, clears, wave = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     row, last = _found(rows, num_rows, most, _rank(0) // G, -1, 0, R)
     while row < num_rows:
         g, block = _rank(wave) % G, last - 1 - _rank(wave) // G
@@ -132,8 +134,8 @@ def _multiply(
         low = block * _BOTH + WHICH * _OWN
         _queries(memory[0].index(WHICH), q, q_len, begin, num, low, g, R, D)
         high, end = _seen(num, committed, block, R), committed + num
-        best, weight, left, right, count = _span(
-            WHICH, memory, count, low, high, end, committed, scale, R, D, FIRST, STAGES
+        best, weight, left, right, count, clears = _span(
+            WHICH, memory, count, clears, low, high, end, committed, scale, R, D, FIRST, STAGES
         )
         _store(o, begin, num, low, g, best, weight, left, unit_v, 0, half, G, R, D)
         _store(o, begin, num, low, g, best, weight, right, unit_v, D // 2, half, G, R, D)
@@ -154,7 +156,7 @@ def _queries(to, q, q_len, begin, num, low, g, R: gl.constexpr, D: gl.constexpr)
 
 @gluon.jit
 def _span(
-    WHICH: gl.constexpr, memory, count, low, high, end, committed, scale,
+    WHICH: gl.constexpr, memory, count, clears, low, high, end, committed, scale,
     R: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Groups joined: largest score, sum of weights, both halves of the weighted sum of values."""
@@ -170,28 +172,31 @@ def _span(
         own_left = gl.zeros((_OWN, D // 2), gl.float32, half)
         own_right = gl.zeros((_OWN, D // 2), gl.float32, half)
         for place in range(begin, gl.minimum(begin + _GROUP, high), _TILE):
+            unwritten = (place < FIRST) | (place + _TILE > end)
             own_best, own_weight, own_left, own_right = _tile(
-                WHICH, memory, count, place, end, position, scale, own_best, own_weight, own_left,
-                own_right, scores, half, D, FIRST, STAGES,
+                WHICH, memory, count, clears, unwritten, place, end, position, scale, own_best, own_weight,
+                own_left, own_right, scores, half, D, FIRST, STAGES,
             )  # fmt: skip
             count += 1
+            clears += unwritten.to(gl.int32)
         best, mine, other = _faded(best, own_best)
         weight = gl.fma(own_weight, other, weight * mine)
         left = _joined(left, own_left, mine, other, half)
         right = _joined(right, own_right, mine, other, half)
-    return best, weight, left, right, count
+    return best, weight, left, right, count, clears
 
 
 @gluon.jit
 def _tile(
-    WHICH: gl.constexpr, memory, count, place, end, position, scale, best, weight, left, right,
-    scores: gl.constexpr, half: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, STAGES: gl.constexpr,
+    WHICH: gl.constexpr, memory, count, clears, unwritten, place, end, position, scale, best, weight,
+    left, right, scores: gl.constexpr, half: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """A tile's softmax, joined to those before. A tile without a key that a query sees adds nothing to it.
 
     `part` is both halves' in turn: with both at once there would be no registers left.
     """
-    q_s, k_s, left_s, right_s, ones_s, k_there, k_read, v_there, v_read = memory
+    q_s, k_s, left_s, right_s, ones_s, k_there, k_read, v_there, v_read, cleared = memory
     sums_of: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
     stage, phase = count % STAGES, (count // STAGES) & 1
     score = gl.zeros((_OWN, _TILE), gl.float32, scores)
@@ -204,11 +209,12 @@ def _tile(
     share, high = _shares(score, scale, scores, half)
     best, mine, other = _faded(best, high)
     mbarrier.wait(v_there.index(stage), phase)
-    if (place < FIRST) | (place + _TILE > end):
-        _clear(left_s.index(stage), place, end, D // 2, FIRST)
-        _clear(right_s.index(stage), place, end, D // 2, FIRST)
+    if unwritten:
+        _clear((left_s, right_s)[WHICH].index(stage), place, end, D // 2, FIRST)
         fence_async_shared()
         gl.thread_barrier()
+        mbarrier.arrive(cleared)
+        mbarrier.wait(cleared, clears & 1)
     sums = gl.zeros((_OWN, 16), gl.float32, sums_of)
     part = gl.zeros((_OWN, D // 2), gl.float32, half)
     again = gl.convert_layout(share, gl.DotOperandLayout(0, sums_of, 2), assert_trivial=True)
@@ -246,10 +252,8 @@ def _shares(score, scale, layout: gl.constexpr, half: gl.constexpr):
 
 @gluon.jit
 def _clear(values, place, end, WIDTH: gl.constexpr, FIRST: gl.constexpr):
-    """Zeros for places outside of FIRST..end: memory that nobody wrote may hold NaN.
-
-    Both groups of warps do it, each for itself: neither waits, and what the other reads stays the same.
-    """
+    """Zeros for places outside of FIRST..end: memory that nobody wrote may hold NaN. Each group of warps
+    clears one half of the values, and both wait for it."""
     across: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     at = place + gl.arange(0, _TILE, gl.SliceLayout(1, across))
     values.store(gl.where(((at >= FIRST) & (at < end))[:, None], values.load(across), 0.0))
