@@ -109,7 +109,8 @@ def engine_hands(
 
     Kind "scripted" takes a proposer, or proposes right and wrong windows of every length. Kind "mtp" may take
     one too: then the head runs, and the drafts come from there. "attention_only" is a control without any
-    state in slots, unless an MTP head is asked for.
+    state in slots, unless an MTP head is asked for. Plain runs take whole texts in one step, and one compiled
+    for fewer tokens has no kernels for that: theirs is an engine for 512.
     """
 
     def make(family: str, kind: str = "plain", built: dict | None = None, **options: object) -> EngineHand:
@@ -117,9 +118,10 @@ def engine_hands(
         if family == "attention_only" and kind != "mtp":
             built["drafts"] = "ngram"  # a head would keep something per slot
         engine_dir = tiny_engine(family, **built)
+        wide = tiny_engine(family, **built | {"max_step_tokens": max(512, built["max_step_tokens"])})
         if kind == "scripted" and "proposer" not in options:
             options["proposer"] = right_and_wrong(lambda ids, num: wanted(family, ids, num), seed=1)
-        return EngineHand(engine_dir, plain_runs(engine_dir), kind, **options)
+        return EngineHand(engine_dir, plain_runs(wide), kind, **options)
 
     return make
 
