@@ -2,15 +2,17 @@
 
 PYTHONPATH=.:tests python3 scripts/gpu_sanitize.py [--seconds 180] [--parts linear,delta] [--processes 16]
 
-Fails for an error, for a part that did not end, and for a kernel that no test launched. One thing is counted
-apart: how Triton tells groups of warps what to run, bytes of its own in shared memory behind a barrier of all
-warps, is a race to racecheck. The part "control" shows it: two groups of warps that share nothing.
+Fails for an error, for a part that did not end well, and for a kernel that no test launched. One thing is
+counted apart: how Triton tells groups of warps what to run. The first four warps write a byte for each other
+one, which looks at its own behind a barrier of all; racecheck calls that a race. The part "control" shows it:
+two groups of warps that share nothing. Without it, such reports count.
 """
 
 import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -54,12 +56,16 @@ PARTS = {
     "clock": ("gpu/test_clock.py", "test"),
     "control": ("gpu/test_warps.py", "test"),
 }
-CONTROL = "_apart"  # a kernel whose warps share nothing else
 RESERVED = 1024  # bytes of shared memory before a kernel's own, as racecheck counts them
-DEFAULT_WARPS = 4  # of a kernel whose warps are told what to run
+WARP, DEFAULT_WARPS = 32, 4  # threads; the warps that tell the others
 SWITCH = r"barrier\.sync[ \t]+1;\n(?:.*\n){,3}?[ \t]*ld\.shared\.b8[^\n]*\+(\d+)\];"  # behind it they look
-HAZARD = re.compile(r"hazard detected at __shared__ 0x(\w+) .*\n=+ +\w+ Thread .* at (\w+)\+0x")
-TOLD = "warps of {} are told at {}:{}"  # what a test's process says of a kernel
+HAZARD = re.compile(
+    r"^=+ \w+: Potential RAW hazard detected at __shared__ 0x(\w+) .*\n"
+    r"=+ +Write Thread \((\d+),0,0\) at .*\n=+ +Read Thread \((\d+),0,0\) at (\w+)\+0x.*\n",
+    re.MULTILINE,
+)
+TOLD = "warps of {} are told from {} on"  # what a test's process says of a kernel
+TOLD_AS = re.compile("^" + TOLD.format(r"(\w+)", r"(\d+)") + "$", re.MULTILINE)
 LAUNCHED = "launched: "
 
 
@@ -73,16 +79,12 @@ class Found(NamedTuple):
     first: str  # what the tool says first
     launched: frozenset[str]
 
-    @property
-    def is_clean(self) -> bool:
-        return self.errors == 0 and "passed" in self.tests and "failed" not in self.tests
-
 
 def check(part: str, tool: str, until: float) -> Found:
     """The tests of a part under a tool."""
     start = time.monotonic()
     file, tests = PARTS[part]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command = [
         *("compute-sanitizer", "--tool", tool, "--launch-timeout", "60", *TOOLS[tool], *pytest),
         *("-p", "gpu_sanitize", "-k", tests, f"tests/plugins/{file}"),
@@ -91,37 +93,49 @@ def check(part: str, tool: str, until: float) -> Found:
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # else a block hides its borders
         "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]),
     }
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True,
-            timeout=max(until - time.monotonic(), 1),
-        )  # fmt: skip
-        said = done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        pieces = (error.stdout or b"", error.stderr or b"")
-        said = "".join(text.decode() if isinstance(text, bytes) else text for text in pieces)
-        said += "\nout of time"
-    return read(part, tool, said, time.monotonic() - start)
+        said, _ = process.communicate(timeout=max(until - time.monotonic(), 1))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the tests, too, which are the tool's child
+        said, _ = process.communicate()
+    return read(part, tool, said, process.returncode, time.monotonic() - start)
 
 
-def read(part: str, tool: str, said: str, seconds: float) -> Found:
+def read(part: str, tool: str, said: str, status: int, seconds: float) -> Found:
     """What a tool and its tests said."""
-    told = [
-        (kernel, range(RESERVED + int(begin), RESERVED + int(end)))
-        for kernel, begin, end in re.findall(TOLD.format(r"(\w+)", r"(\d+)", r"(\d+)"), said)
+    told = {(kernel, RESERVED + int(begin)) for kernel, begin in TOLD_AS.findall(said)}
+    tritons = 0
+
+    def other(match: re.Match[str]) -> str:
+        """Nothing, if a warp looks at its own byte, which one of those wrote that tell."""
+        nonlocal tritons
+        address, writer, reader = int(match[1], 16), int(match[2]), int(match[3])
+        own = (match[4], address - reader // WARP + DEFAULT_WARPS)
+        is_tritons = own in told and writer < DEFAULT_WARPS * WARP <= reader and reader % WARP == 0
+        tritons += is_tritons
+        return "" if is_tritons else match[0]
+
+    rest = HAZARD.sub(other, said)
+    counts = re.findall(r"^=+ ERROR SUMMARY: (\d+) errors?", said, re.MULTILINE)
+    counts += [
+        int(errors) + int(warnings)
+        for errors, warnings in re.findall(
+            r"^=+ RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)", said, re.MULTILINE
+        )
     ]
-    tritons = sum(
-        kernel == CONTROL or any(kernel == name and int(address, 16) in places for name, places in told)
-        for address, kernel in HAZARD.findall(said)
-    )
-    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", said)
-    tests = re.findall(r"\d+ (?:passed|failed|error).* in [\d.]+s", said)
-    first = re.findall(r"^========= (?!COMPUTE|ERROR SUMMARY|RACECHECK SUMMARY)\S.*", said, re.MULTILINE)
-    errors = int(summary[-1]) - tritons if summary else None
-    names = re.findall(rf"^{LAUNCHED}(.*)", said, re.MULTILINE)
+    tests = re.findall(r"^(\d+ passed\b(?!.*\b(?:failed|errors?)\b).*) in [\d.]+s", said, re.MULTILINE)
+    ended = status == 0 and len(counts) == 1 and tests and "Internal Sanitizer Error" not in said
+    messages = re.findall(r"^=+ (?!COMPUTE|ERROR SUMMARY|RACECHECK SUMMARY)\S.*", rest, re.MULTILINE)
+    names = re.findall(f"^{LAUNCHED}(.*)", said, re.MULTILINE)
+    last = " ".join(said.split())[-80:]
     return Found(
-        part, tool, errors, tritons, tests[-1] if tests else said.strip()[-80:], seconds,
-        first[0][10:100] if first and errors != 0 else "", frozenset(names[-1].split() if names else ()),
+        part, tool, int(counts[0]) - tritons if ended else None, tritons, tests[-1] if ended else last,
+        seconds, messages[0].strip("= ")[:100] if messages else "",
+        frozenset(names[-1].split() if names else ()),
     )  # fmt: skip
 
 
@@ -153,24 +167,22 @@ def main() -> None:
             found.append(one := done.result())
             errors = "?" if one.errors is None else one.errors
             line = (one.part, one.tool, errors, one.tritons, one.tests, f"{one.seconds:.0f}", one.first)
-            print(f"| {' | '.join(map(str, line))} |", flush=True)
-    is_clean = all(one.is_clean for one in found)
-    if set(parts) == set(PARTS):
-        for tool in TOOLS:
-            launched = frozenset[str]().union(*(one.launched for one in found if one.tool == tool))
-            missing = all_kernels() - launched
-            names = f"but {', '.join(sorted(missing))}" if missing else "of the package"
-            print(f"* {tool}: {len(launched)} kernels, all {names}")
-            is_clean &= not missing
-    sys.exit(not is_clean)
+            print(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |", flush=True)
+    wrong = [f"{one.part} under {one.tool}" for one in found if one.errors != 0]
+    if any(one.tritons for one in found) and not any(one.tritons for one in found if one.part == "control"):
+        wrong.append("hazards that the control does not show")
+    for tool in TOOLS if set(parts) == set(PARTS) else ():
+        launched = frozenset[str]().union(*(one.launched for one in found if one.tool == tool))
+        wrong += [f"no test of {kernel} under {tool}" for kernel in sorted(all_kernels() - launched)]
+    print(f"* {'wrong: ' + ', '.join(wrong) if wrong else 'all clean'}")
+    sys.exit(bool(wrong))
 
 
 # In a test's process, which has this file as a plugin of pytest.
-_told: list[str] = []
 
 
 def pytest_configure() -> None:
-    """Looks where in shared memory a kernel's warps are told what to run."""
+    """Says of every kernel that is compiled where in shared memory its warps are told what to run."""
     from hemiola.plugins.gpu import compile as compiling
 
     before = compiling.compile_call
@@ -178,23 +190,21 @@ def pytest_configure() -> None:
     @wraps(before)
     def compile_call(*given: Any) -> Any:
         made = before(*given)
-        warps = made.binary.threads // 32
         for place in re.findall(SWITCH, made.ptx):
-            begin = int(place) + DEFAULT_WARPS
-            _told.append(TOLD.format(made.binary.symbol, begin, begin + warps - DEFAULT_WARPS))
+            print("\n" + TOLD.format(made.binary.symbol, int(place) + DEFAULT_WARPS))
         return made
 
     compiling.compile_call = compile_call
 
 
 def pytest_sessionfinish() -> None:
-    """Says so, and what was launched."""
+    """Says which kernels have binaries: those that were launched."""
     from hemiola.plugins.gpu.launch import Kernel
 
     modules = [module for name, module in sys.modules.items() if name.startswith("hemiola.plugins")]
     kernels = {one for module in modules for one in vars(module).values() if isinstance(one, Kernel)}
     names = sorted(kernel.name for kernel in kernels if kernel.binaries)
-    print("", *_told, LAUNCHED + " ".join(names), sep="\n")
+    print("\n" + LAUNCHED + " ".join(names))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ STAGES = (
     Stage("many rows", 120, f"{MODELS} --models 9b --rows 8,256", True),
     Stage("more models", 200, f"{MODELS} --models 30b --rows 1,8,64; {MODELS} --models nano --rows 1,64,256",
           True),
-    Stage("sanitizer", 170, "python3 scripts/gpu_sanitize.py --seconds $STAGE_SECONDS"),
+    Stage("sanitizer", 170, "python3 scripts/gpu_sanitize.py --seconds $((STAGE_SECONDS - 8))"),
     Stage("fewer ids", 120, f"{MODELS} --models 9b/32k,0.8b/32k --rows 1,64 --drafts none,mtp", True),
     Stage("adaptive", 90, f"{MODELS} --models 9b,0.8b --rows 1,64 --drafts none,adaptive", True),
     Stage("serve", 140, f"{SERVE} --timeout 100 tests/gpu/test_serving.py", needs=TRITON / "bin/python3"),

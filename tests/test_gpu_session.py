@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -171,67 +171,6 @@ def test_without_a_gpu_a_stage_says_so_in_a_line(
     with pytest.raises(SystemExit, match="torch finds no CUDA device here") as ended:
         runpy.run_path(str(ROOT / command), run_name="__main__")
     assert "\n" not in ended.value.code and capfd.readouterr() == ("", "")
-
-
-@pytest.fixture(scope="module")
-def sanitize() -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/gpu_sanitize.py")))
-
-
-def test_every_ops_kernels_have_tests_under_the_sanitizer(sanitize: SimpleNamespace) -> None:
-    """Those of linear had other names one day: none was found, and none was run."""
-    folder = ROOT / "tests/plugins"
-    for file, tests in sanitize.PARTS.values():
-        there = re.findall(r"^def (test_\w+)", (folder / file).read_text(), re.MULTILINE)
-        for name in re.findall(r"test\w*", tests):
-            assert any(test.startswith(name) for test in there), f"{file}: {name}"
-    asked = {file for file, _ in sanitize.PARTS.values()}
-    assert asked >= {str(path.relative_to(folder)) for path in folder.glob("*/test_triton.py")}
-    assert {"linear._dense", "gpu.ledger._fill", "delta._few"} < sanitize.all_kernels()
-
-
-RACES = """warps of _prompt are told at 166280:166288
-launched: attention._attend attention._prompt
-========= Error: Potential RAW hazard detected at __shared__ 0x28d8e in block (58,0,0) :
-=========     Write Thread (31,0,0) at _prompt+0x8d50
-=========     Read Thread (320,0,0) at _prompt+0x1d0
-========= Error: Potential WAW hazard detected at __shared__ {place} in block (13,0,0) :
-=========     Write Thread (31,0,0) at {kernel}+0x8d50
-=========     Write Thread (160,0,0) at {kernel}+0x1d0
-1 passed, 81 deselected in 22.97s
-========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
-"""
-
-
-@pytest.mark.parametrize(
-    ("kernel", "place", "errors"),
-    [("_prompt", "0x28d88", 0), ("_prompt", "0x28d87", 1), ("_attend", "0x28d88", 1)],
-)
-def test_only_where_triton_tells_warps_what_to_run_a_race_is_tritons(
-    sanitize: SimpleNamespace, kernel: str, place: str, errors: int
-) -> None:
-    found = sanitize.read("attention", "racecheck", RACES.format(kernel=kernel, place=place), 1.0)
-    assert (found.errors, found.tritons, found.is_clean) == (errors, 2 - errors, not errors)
-    assert found.launched == {"attention._attend", "attention._prompt"}
-    assert bool(found.first) == bool(errors)
-
-
-def test_where_warps_are_told_what_to_run_is_found_in_what_triton_compiles(sanitize: SimpleNamespace) -> None:
-    triton = pytest.importorskip("triton", reason="needs Triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from tests.plugins.gpu.test_warps import _apart
-
-    source = GluonASTSource(_apart, {"to": "*i32", "first": "i32"}, {}, {})
-    made = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4})
-    (place,) = re.findall(sanitize.SWITCH, made.asm["ptx"])
-    assert int(place) + made.metadata.num_warps == made.metadata.shared
-
-
-def test_a_tool_that_did_not_come_to_its_end_is_not_clean(sanitize: SimpleNamespace) -> None:
-    found = sanitize.read("delta", "memcheck", "..\nout of time", 1.0)
-    assert found.errors is None and not found.is_clean and found.tests.endswith("out of time")
 
 
 @pytest.mark.parametrize("op", ["mamba2", "delta"])

@@ -298,7 +298,10 @@ def test_prompts_have_the_same_bits_from_both_kernels(steps: list, case: Case, p
 
 
 @pytest.mark.skipif(not SM_90, reason="needs sm_90")
-def test_a_prompt_among_many_rows_has_the_same_bits_from_both_kernels(poisoned_empty: None) -> None:
+@pytest.mark.parametrize("case", ["9B", "from 70 on"])
+def test_a_prompt_among_many_rows_has_the_same_bits_from_both_kernels(
+    case: str, poisoned_empty: None
+) -> None:
     torch.manual_seed(0)
-    check_prompts(PROMPTS["9B"], MANY, (*OTHERS, None))
-    check_prompts(PROMPTS["9B"], [(640, 3, 1)], (*OTHERS, None))
+    check_prompts(PROMPTS[case], MANY, (*OTHERS, None))
+    check_prompts(PROMPTS[case], [(640, 3, 1)], (*OTHERS, None))

@@ -9,6 +9,9 @@ pytest.importorskip("triton")
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from hemiola.plugins.gpu import compile as compiling
+from hemiola.plugins.gpu.launch import Kernel
+
 SM_90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -25,8 +28,11 @@ def _apart(to, first):
 
 
 @pytest.mark.skipif(not SM_90, reason="needs a GPU of sm_90")
-def test_groups_of_warps_write_their_own() -> None:
-    to = torch.empty(132 * 256, dtype=torch.int32, device="cuda")
-    for first in range(100):
-        _apart[(132,)](to, first, num_warps=4)
-        assert torch.equal(to, torch.arange(first, first + len(to), device="cuda", dtype=torch.int32))
+def test_groups_of_warps_write_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "source", lambda name: _apart)
+    kernel, to = Kernel("control", "_apart"), torch.empty(132 * 256, dtype=torch.int32, device="cuda")
+    wanted = torch.arange(7, 7 + len(to), device="cuda", dtype=torch.int32)
+    for _ in range(200):
+        to.fill_(-1)
+        kernel[(132,)](to, 7, num_warps=4)
+        assert torch.equal(to, wanted)
