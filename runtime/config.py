@@ -173,9 +173,16 @@ def _bounded(name: str, value: int | Auto, least: int, most: int) -> int:
     if value < least:
         raise Refused(f"{name} is {value}, it must be at least {least}")
     if value > most:
-        flag = name.replace("_", "-")
-        raise Refused(f"{name} is {value}, the engine was built for {most}; rebuild with --{flag} {value}")
+        rebuilt = (
+            rebuilt_for(value) if name == "max_len" else f"rebuild with --{name.replace('_', '-')} {value}"
+        )
+        raise Refused(f"{name} is {value}, the engine was built for {most}; {rebuilt}")
     return value
+
+
+def rebuilt_for(max_len: int) -> str:
+    """The way out for longer texts; an engine does not know how long its checkpoint's may be."""
+    return f"rebuild with --max-len {max_len}, if the checkpoint's max_position_embeddings allow so many"
 
 
 def _prefix_cache(config: ServeConfig, manifest: Manifest, max_len: int) -> bool:

@@ -14,23 +14,18 @@ import hemiola
 from hemiola.runtime import manifest
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.bench import equality, workloads
-from hemiola.runtime.bench.dataset import read_sessions
+from hemiola.runtime.bench.asked import Asked
 from hemiola.runtime.bench.equality import Equality
 from hemiola.runtime.bench.measure import BenchResult, Mailbox, Measured, Run
-from hemiola.runtime.bench.options import MULTI_TURN, RANDOM, BenchOptions
-from hemiola.runtime.bench.plot import Curve, plot, refuse_without_matplotlib
+from hemiola.runtime.bench.plot import Curve, plot
 from hemiola.runtime.bench.report import Column, table
 from hemiola.runtime.bench.statistics import Summary, summarize
-from hemiola.runtime.bench.workloads import Source, Turns
+from hemiola.runtime.bench.workloads import Turns
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 
-DEFAULT_NUM_REQUESTS = 32
 SHOWN_FAILURES = 10
-# The bundled checkpoints were trained on Python's own sources, which every machine with Python has.
-LIBRARY = ("argparse", "ast", "bdb", "calendar", "cmd", "codecs", "configparser", "csv", "dis", "doctest")
-TEXT_LEN = 300_000  # characters
 INTERRUPTED, UNEQUAL_OR_FAILED = 130, 1
 
 
@@ -39,7 +34,7 @@ class BenchJob:
     """A benchmark as it was asked for. The engine's options are those of ServeConfig."""
 
     engine_dir: Path
-    options: BenchOptions
+    asked: Asked
     engine_options: Mapping[str, Any]
     compare: Sequence[Mapping[str, Any]] = ()
     check: bool = False
@@ -70,7 +65,6 @@ def run(job: BenchJob) -> int:
     """Prints the table; the exit status says whether all requests completed and all tokens were equal."""
     variants = _variants(job)
     _refuse_unfit(job, variants)
-    _refuse_outputs(job)
     bench = _Bench(job)
     findings, refusal = bench.measure_all(variants)
     settings = bench.settings()
@@ -85,7 +79,7 @@ def run(job: BenchJob) -> int:
     if job.json_path is not None:
         job.json_path.write_text(json.dumps(_report(job, settings, findings, statements), indent=1) + "\n")
     if job.plot_path is not None:
-        title = f"{job.engine_dir.name}, {job.options.workload}, seed {job.options.seed}"
+        title = f"{job.engine_dir.name}, {job.asked.options.workload}, seed {job.asked.options.seed}"
         plot(job.plot_path, title, [Curve(finding.variant.name, finding.measured) for finding in findings])
     if refusal is not None:
         raise refusal
@@ -108,11 +102,12 @@ def _variants(job: BenchJob) -> list[BenchVariant]:
 
 
 def _refuse_unfit(job: BenchJob, variants: Sequence[BenchVariant]) -> None:
-    """What the engine was not built for, before any variant is measured. Memory is counted at its opening."""
+    """What does not fit the engine, before any variant is measured. Memory is counted at its opening."""
     found = manifest.parse(job.engine_dir / manifest.FILE)
     for number, variant in enumerate(variants):
         try:
-            resolve(ServeConfig(**variant.options), found, ENDLESS)
+            sizes = resolve(ServeConfig(**variant.options), found, ENDLESS)
+            job.asked.refuse_too_long(sizes.max_len)
         except Refused as refusal:
             raise Refused(f"--compare {variant.name}: {refusal}") if number else refusal from None
 
@@ -121,20 +116,12 @@ def _name(options: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={json.dumps(value).strip(chr(34))}" for name, value in options.items())
 
 
-def _refuse_outputs(job: BenchJob) -> None:
-    if job.plot_path is not None:
-        refuse_without_matplotlib()
-    for flag, path in (("--json", job.json_path), ("--plot", job.plot_path)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise Refused(f"{flag} {path} cannot be written: give a file in a folder that exists")
-
-
 class _Bench:
     """What the variants have in common: the workload, made with the first of them, and the engine's facts."""
 
     def __init__(self, job: BenchJob) -> None:
         self.job = job
-        self.options = job.options
+        self.options = job.asked.options
         self._architecture = ""
         self._sessions: list[Turns] | None = None
 
@@ -157,9 +144,7 @@ class _Bench:
         with LLM(self.job.engine_dir, **variant.options) as llm:
             self._architecture = llm.manifest.architecture
             if self._sessions is None:
-                self._sessions = make_sessions(self.options, llm)
-            if self.options.file is None:
-                workloads.refuse_too_long(self._sessions, llm.config.max_len)
+                self._sessions = self.job.asked.sessions(llm)
             _warm_up(llm, self.options.num_warmups)
             before = asdict(llm.counters)
             measured = self._run(llm, self._sessions)
@@ -222,41 +207,6 @@ class _Bench:
             "max_concurrency": options.concurrency,
             "options": json.loads(options.model_dump_json()),
         }
-
-
-def make_sessions(options: BenchOptions, llm: LLM) -> list[Turns]:
-    if options.file is not None:
-        if options.text is not None:
-            raise Refused(f"--text {options.text} and --workload {options.file} were both given; drop one")
-        return read_sessions(options.file, options.num_requests, options.output_len, llm)
-    count = options.num_requests or DEFAULT_NUM_REQUESTS
-    if options.workload == RANDOM and options.text is None:
-        _say("warning: no draft can guess random tokens; to see acceptance use --text, multi-turn or a file")
-        return workloads.random_sessions(options, count, workloads.random_ids(llm.manifest.vocab_size))
-    source = _text_source(options.text, llm)
-    make = workloads.multi_turn_sessions if options.workload == MULTI_TURN else workloads.random_sessions
-    return make(options, count, source)
-
-
-def _text_source(path: Path | None, llm: LLM) -> Source:
-    if path is None:
-        folder = Path(json.__file__).parent.parent
-        text = "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in LIBRARY)
-    else:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise Refused(f"--text {path} is not UTF-8 at byte {error.start}; convert it") from None
-        except OSError as error:
-            raise Refused(f"--text {path} cannot be read ({error.strerror}); give a text file") from None
-    try:
-        ids = llm.encode(text[:TEXT_LEN], must_fit=False)  # prompts are slices of it
-    except Refused as error:
-        asked = MULTI_TURN if path is None else f"--text {path}"
-        raise Refused(f"{asked} draws its prompts from text: {error}; or use --workload random") from None
-    if not ids:
-        raise Refused(f"--text {path} is empty; give a text file")
-    return workloads.slices(ids)
 
 
 def _warm_up(llm: LLM, count: int) -> None:

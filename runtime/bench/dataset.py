@@ -27,17 +27,21 @@ class _Asked(NamedTuple):
     answer: str | None  # what the file holds for it: only its length is used
 
 
-def read_sessions(path: Path, count: int | None, max_tokens: int, reader: Reader) -> list[Turns]:
-    """The first `count` entries (None: all), one request each. Lines after them are not looked at."""
-    entries = islice(_entries(path), count)
-    sessions: list[Turns] = [[_turn(where, entry, max_tokens, reader)] for where, entry in entries]
-    if not sessions:
+def read_entries(path: Path, count: int | None) -> list[tuple[str, object]]:
+    """The first `count` entries (None: all) and their places. Lines after them are not looked at."""
+    entries = list(islice(_entries(path), count))
+    if not entries:
         raise Refused(f"{path} holds no requests; {EXAMPLE}, one per line")
-    if count is not None and len(sessions) < count:
+    if count is not None and len(entries) < count:
         raise Refused(
-            f"{path} holds {len(sessions)} requests, --num-requests is {count}; lower it or add lines"
+            f"{path} holds {len(entries)} requests, --num-requests is {count}; lower it or add lines"
         )
-    return sessions
+    return entries
+
+
+def read_sessions(entries: Sequence[tuple[str, object]], max_tokens: int, reader: Reader) -> list[Turns]:
+    """One request each."""
+    return [[_turn(where, entry, max_tokens, reader)] for where, entry in entries]
 
 
 def _entries(path: Path) -> Iterator[tuple[str, object]]:

@@ -21,11 +21,25 @@ class Curve(NamedTuple):
     measured: Measured
 
 
-def refuse_without_matplotlib() -> None:
+def refuse_picture(path: Path) -> None:
+    """What cannot become a picture, before there is anything to draw."""
     if util.find_spec("matplotlib") is None:
         raise Refused(
             "--plot needs matplotlib, which is missing; pip install 'hemiola[bench]' or leave --plot out"
         )
+    refuse_unwritable("--plot", path)
+    from matplotlib.backend_bases import FigureCanvasBase  # optional, and slow to import
+
+    if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise Refused(
+            f"--plot {path} ends in {path.suffix or 'no suffix'}, which is no kind of picture;"
+            " give a path that ends in .png, .svg or .pdf"
+        )
+
+
+def refuse_unwritable(flag: str, path: Path) -> None:
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise Refused(f"{flag} {path} cannot be written: give a file in a folder that exists")
 
 
 def plot(path: Path, title: str, curves: Sequence[Curve]) -> None:

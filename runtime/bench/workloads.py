@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hemiola.runtime.bench.options import BenchOptions
+from hemiola.runtime.bench.options import MULTI_TURN, BenchOptions
+from hemiola.runtime.config import rebuilt_for
 from hemiola.runtime.errors import Refused
 
 Source = Callable[[np.random.Generator, int], list[int]]  # so many ids for a prompt
-ARRIVALS, PROMPTS, SYSTEMS = range(3)  # streams of a seed: drawing from one changes no other
+ARRIVALS, PROMPTS, SYSTEMS, LENGTHS = range(4)  # streams of a seed: drawing from one changes no other
 
 
 class Turn(NamedTuple):
@@ -23,6 +24,13 @@ class Turn(NamedTuple):
 
 
 Turns = list[Turn]
+
+
+class Lengths(NamedTuple):
+    """Of a turn, without a system prompt."""
+
+    input_len: int
+    output_len: int
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -50,44 +58,51 @@ def slices(ids: Sequence[int]) -> Source:
     return lambda rng, count: text[(rng.integers(len(text)) + np.arange(count)) % len(text)].tolist()
 
 
+def lengths(options: BenchOptions, count: int, turns: int) -> list[list[Lengths]]:
+    """Of so many requests in sessions of `turns` (the last may be shorter): uniform within random_range_ratio
+    of what was asked."""
+    rng = np.random.default_rng([options.seed, LENGTHS])
+    asked, ratio = (options.input_len, options.output_len), options.random_range_ratio
+    drawn = [Lengths(*[_length(rng, length, ratio) for length in asked]) for _ in range(count)]
+    return [drawn[first : first + turns] for first in range(0, count, turns)]
+
+
 def random_sessions(options: BenchOptions, count: int, source: Source) -> list[Turns]:
-    """One request each; lengths are uniform within random_range_ratio of what was asked."""
+    """One request each."""
     rng = np.random.default_rng([options.seed, PROMPTS])
-    sessions = []
-    for index in range(count):
-        ids = source(rng, _length(rng, options.input_len, options.random_range_ratio))
-        max_tokens = _length(rng, options.output_len, options.random_range_ratio)
-        sessions.append([Turn(ids, max_tokens, 0.0, f"request {index}")])
-    return sessions
+    return [
+        [Turn(source(rng, turn.input_len), turn.output_len, 0.0, f"request {index}")]
+        for index, (turn,) in enumerate(lengths(options, count, 1))
+    ]
 
 
 def multi_turn_sessions(options: BenchOptions, count: int, source: Source) -> list[Turns]:
-    """So many requests in sessions of `turns` (the last may be shorter). A group shares its system prompt."""
+    """A group of sessions shares its system prompt."""
     rng = np.random.default_rng([options.seed, PROMPTS])
     systems = np.random.default_rng([options.seed, SYSTEMS])
     groups = [source(systems, options.system_len) for _ in range(options.num_groups)]
     sessions: list[Turns] = []
-    for first in range(0, count, options.turns):
+    for of_session in lengths(options, count, options.turns):
         session = []
-        for turn in range(min(options.turns, count - first)):
-            ids = source(rng, _length(rng, options.input_len, options.random_range_ratio))
-            max_tokens = _length(rng, options.output_len, options.random_range_ratio)
+        for turn, (input_len, output_len) in enumerate(of_session):
+            ids = source(rng, input_len)
             think_time = float(rng.exponential(options.think_time))
             origin = f"session {len(sessions)} turn {turn}"
             if turn == 0:
                 ids, think_time = groups[len(sessions) % options.num_groups] + ids, 0.0
-            session.append(Turn(ids, max_tokens, think_time, origin))
+            session.append(Turn(ids, output_len, think_time, origin))
         sessions.append(session)
     return sessions
 
 
-def refuse_too_long(sessions: Sequence[Turns], max_len: int) -> None:
+def refuse_too_long(options: BenchOptions, count: int, max_len: int) -> None:
     """For workloads whose lengths were chosen: one that does not fit is a mistake."""
-    longest = max(sum(len(turn.ids) + turn.max_tokens for turn in session) for session in sessions)
+    turns, shared = (options.turns, options.system_len) if options.workload == MULTI_TURN else (1, 0)
+    longest = shared + max(sum(map(sum, session)) for session in lengths(options, count, turns))
     if longest > max_len:
         raise Refused(
             f"the longest session is {longest} tokens, the engine runs with max_len={max_len};"
-            f" lower --input-len, --output-len, --system-len, --turns or rebuild with --max-len {longest}"
+            f" lower --input-len, --output-len, --system-len, --turns or {rebuilt_for(longest)}"
         )
 
 

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from hemiola.runtime.arch import arch_here
+from hemiola.runtime.bench.asked import Asked
 from hemiola.runtime.bench.bench import BenchJob, run
 from hemiola.runtime.bench.options import BenchOptions
+from hemiola.runtime.bench.plot import refuse_picture, refuse_unwritable
 from hemiola.runtime.cli.options import given, made, options_of, read, takes
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
@@ -44,7 +46,11 @@ def bench(
 
     Exit status 1: a request failed, or tokens differed.
     """
-    asked = made(BenchOptions, options)
+    if json is not None:
+        refuse_unwritable("--json", json)
+    if plot is not None:
+        refuse_picture(plot)
+    asked = Asked(made(BenchOptions, options))
     variants = [parse_variant(changes) for changes in compare or []]
     engine_options = given(ServeConfig, options)
     with _engine(engine_dir, random_weights, engine_options) as engine:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of, split
-from hemiola.runtime.bench.plot import refuse_without_matplotlib
+from hemiola.runtime.bench.plot import refuse_picture
 from hemiola.runtime.cli.graph_plot import draw
 from hemiola.runtime.cli.options import made, options_of, takes
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve, state_bytes
@@ -36,7 +36,7 @@ def inspect(
     """Show what an engine is, after checking that it is whole, and the memory that it takes when it is opened
     with these options."""
     if plot is not None:
-        refuse_without_matplotlib()
+        refuse_picture(plot)
     config = made(ServeConfig, options)
     found = manifest.load(engine_dir)
     plan = memory(engine_dir, found, config)

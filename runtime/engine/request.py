@@ -10,6 +10,7 @@ import numpy as np
 
 from hemiola.runtime.api import FinishReason, Logprob, Metrics, SamplingParams
 from hemiola.runtime.cache.tree import Chain
+from hemiola.runtime.config import rebuilt_for
 from hemiola.runtime.engine.grammar import Grammar, Guide, Stuck
 from hemiola.runtime.errors import Refused
 
@@ -212,7 +213,7 @@ def _too_long(prompt_len: int, bounds: Bounds) -> str:
     room = f"prompt is {prompt_len} tokens, max_len={bounds.max_len} must hold it and at least one more"
     if bounds.max_len < bounds.built_max_len and prompt_len < bounds.built_max_len:
         return f"{room}; shorten it or start with max_len={prompt_len + 1}"
-    return f"{room}; shorten it or rebuild with --max-len {prompt_len + 1}"
+    return f"{room}; shorten it or {rebuilt_for(prompt_len + 1)}"
 
 
 def _checked_ids(prompt_ids: Sequence[int], vocab_size: int) -> np.ndarray:

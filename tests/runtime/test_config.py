@@ -66,7 +66,7 @@ def test_engines_without_pages_or_slots() -> None:
 
 
 REFUSED = [
-    ({"max_len": 101}, "max_len is 101, the engine was built for 100; rebuild with --max-len 101"),
+    ({"max_len": 101}, "max_len is 101, the engine was built for 100; rebuild with --max-len 101, if the"),
     ({"max_len": 1}, "max_len is 1, it must be at least 2"),
     (
         {"prefix_cache": True, "max_len": 33},

@@ -9,7 +9,7 @@ import pytest
 from hemiola.builder.build import Options, build
 from hemiola.runtime import manifest
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.bench.bench import make_sessions
+from hemiola.runtime.bench.asked import Asked
 from hemiola.runtime.bench.options import BenchOptions
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
@@ -121,14 +121,14 @@ def test_inspect_says_what_the_engine_takes(
 
 
 def test_bench_needs_text_only_where_it_is_asked_for_text(llm: LLM, tmp_path: Path) -> None:
-    assert make_sessions(BenchOptions(num_requests=2, input_len=4, output_len=2), llm)
+    assert Asked(BenchOptions(num_requests=2, input_len=4, output_len=2)).sessions(llm)
     with pytest.raises(Refused, match="multi-turn draws its prompts from text: prompt is text"):
-        make_sessions(BenchOptions(workload="multi-turn"), llm)
+        Asked(BenchOptions(workload="multi-turn")).sessions(llm)
     (tmp_path / "ids").write_text('{"prompt": [5, 6]}')
-    assert make_sessions(BenchOptions(workload=str(tmp_path / "ids")), llm)
+    assert Asked(BenchOptions(workload=str(tmp_path / "ids"))).sessions(llm)
     (tmp_path / "text").write_text('{"prompt": "def "}')
     with pytest.raises(Refused, match="text:1: prompt is text, the engine has no tokenizer; pass token ids"):
-        make_sessions(BenchOptions(workload=str(tmp_path / "text")), llm)
+        Asked(BenchOptions(workload=str(tmp_path / "text"))).sessions(llm)
 
 
 def test_its_manifest_lists_no_tokenizer(engine_dir: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hemiola.runtime.bench.dataset import read_sessions
+from hemiola.runtime.bench.dataset import read_entries, read_sessions
 from hemiola.runtime.bench.workloads import Turn
 from hemiola.runtime.errors import Refused
 
@@ -30,7 +30,8 @@ def read(tmp_path: Path) -> Callable[..., list[Turn]]:
     def write_and_read(*lines: object, count: int | None = None, max_tokens: int = 7) -> list[Turn]:
         path = tmp_path / "data.jsonl"
         path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-        return [turn for session in read_sessions(path, count, max_tokens, Words()) for turn in session]
+        sessions = read_sessions(read_entries(path, count), max_tokens, Words())
+        return [turn for session in sessions for turn in session]
 
     return write_and_read
 
@@ -143,7 +144,7 @@ def test_files_that_hold_too_little_are_refused(read: Callable[..., list[Turn]],
     with pytest.raises(Refused, match=r"holds 1 requests, --num-requests is 2; lower it or add lines"):
         read({"prompt": "a"}, count=2)
     with pytest.raises(Refused, match=r"cannot read .*absent.*No such file.*random, multi-turn or a file"):
-        read_sessions(tmp_path / "absent", None, 1, Words())
+        read_entries(tmp_path / "absent", None)
     (tmp_path / "latin").write_bytes(b'{"prompt": "\xe9"}')
     with pytest.raises(Refused, match=r"latin is not UTF-8 at byte 12; convert it"):
-        read_sessions(tmp_path / "latin", None, 1, Words())
+        read_entries(tmp_path / "latin", None)

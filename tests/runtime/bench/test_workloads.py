@@ -102,11 +102,22 @@ def test_more_sessions_of_a_seed_begin_with_the_same_ones() -> None:
 
 
 def test_a_session_that_cannot_fit_is_refused_with_its_length() -> None:
-    options = BenchOptions(turns=2, system_len=10, input_len=20, output_len=5)
-    sessions = workloads.multi_turn_sessions(options, 4, IDS)
-    workloads.refuse_too_long(sessions, 60)
-    with pytest.raises(Refused, match=r"60 tokens.*max_len=59;.*rebuild with --max-len 60"):
-        workloads.refuse_too_long(sessions, 59)
+    options = BenchOptions(workload="multi-turn", turns=2, system_len=10, input_len=20, output_len=5)
+    workloads.refuse_too_long(options, 4, 60)
+    with pytest.raises(Refused, match=r"60 tokens.*max_len=59;.*rebuild with --max-len 60, if the"):
+        workloads.refuse_too_long(options, 4, 59)
+
+
+@pytest.mark.parametrize("source", [IDS, workloads.slices(range(7))])
+@pytest.mark.parametrize("workload", ["random", "multi-turn"])
+def test_the_longest_session_is_known_before_there_are_ids(workload: str, source: workloads.Source) -> None:
+    make = workloads.multi_turn_sessions if workload == "multi-turn" else workloads.random_sessions
+    options = BenchOptions(workload=workload, turns=3, system_len=9, input_len=20, random_range_ratio=0.7)
+    sessions = make(options, 20, source)
+    longest = max(sum(len(turn.ids) + turn.max_tokens for turn in session) for session in sessions)
+    workloads.refuse_too_long(options, 20, longest)
+    with pytest.raises(Refused, match=f"the longest session is {longest} tokens"):
+        workloads.refuse_too_long(options, 20, longest - 1)
 
 
 @pytest.mark.parametrize(

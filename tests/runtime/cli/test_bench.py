@@ -19,6 +19,7 @@ from hemiola.runtime.api import OnPiece, SamplingParams
 from hemiola.runtime.bench import bench, plot
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.cli.bench import parse_variant
+from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.engine.request import Bounds
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM, make_loop
@@ -45,6 +46,8 @@ class FakeLLM(LLM):
 
     def __init__(self, engine_dir: Path, **options: object) -> None:
         self.opened.append(options)
+        if options.get("cache_bytes") == 1:
+            raise Refused("the cache may take 1 bytes")
         sizes = {
             name: value
             for name, value in options.items()
@@ -75,8 +78,13 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     fresh = {"opened": [], "wrong": lambda options, length: False, "before_run": lambda session: None}
     fake = type("Fresh", (FakeLLM,), fresh)
     monkeypatch.setattr(bench, "LLM", fake)
-    monkeypatch.setattr(bench, "_refuse_unfit", lambda job, variants: None)  # there is no manifest
+    monkeypatch.setattr(bench, "manifest", SimpleNamespace(FILE="", parse=lambda path: None))  # there is none
+    monkeypatch.setattr(bench, "resolve", resolved_without_manifest)
     return fake
+
+
+def resolved_without_manifest(config: ServeConfig, found: None, free_bytes: int) -> SimpleNamespace:
+    return SimpleNamespace(max_len=128 if config.max_len == "auto" else config.max_len)
 
 
 @pytest.fixture
@@ -270,6 +278,27 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
         (["--max-rows"], "'--max-rows' requires an argument"),
         (["--request-rate", "nan"], "--request-rate is nan"),
         (["--concurrency", "0"], "--concurrency is 0"),
+        (
+            ["--plot", "/tmp/x.foo"],
+            "--plot /tmp/x.foo ends in .foo, which is no kind of picture;",
+        ),
+        (["--plot", "/tmp/x"], "--plot /tmp/x ends in no suffix"),
+        (["--input-len", "100", "--output-len", "29"], "129 tokens, the engine runs with max_len=128"),
+        (
+            ["--max-len", "64", "--input-len", "60", "--output-len", "8"],
+            "68 tokens, the engine runs with max_len=64",
+        ),
+        (["--workload", "rando"], "cannot read rando: No such file or directory"),
+        (["--workload", "multi-turn", "--text", "/absent.txt"], "--text /absent.txt cannot be read"),
+        (["--workload", __file__, "--text", __file__], "were both given; drop one"),
+        (
+            ["--compare", "max_len=64", "--input-len", "62", "--output-len", "9"],
+            "--compare max_len=64: the longest session is 71",
+        ),
+        (
+            ["--workload", "multi-turn", "--input-len", "99999999999"],
+            "tokens, the engine runs with max_len=128",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_an_engine_is_opened(
@@ -280,36 +309,14 @@ def test_mistakes_are_refused_before_an_engine_is_opened(
     assert ended.err.startswith("error: ") and words in ended.err and ended.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--input-len", "100", "--output-len", "29"], "129 tokens, the engine runs with max_len=128"),
-        (
-            ["--max-len", "64", "--input-len", "60", "--output-len", "8"],
-            "68 tokens, the engine runs with max_len=64",
-        ),
-        (["--workload", "rando"], "cannot read rando: No such file or directory"),
-        (["--workload", "multi-turn", "--text", "/absent.txt"], "--text /absent.txt cannot be read"),
-        (["--workload", __file__, "--text", __file__], "were both given; drop one"),
-    ],
-)
-def test_workloads_that_cannot_be_are_refused(
-    llm: type[FakeLLM], bench_of: Callable[..., Any], arguments: list[str], words: str
-) -> None:
-    ended = bench_of(*arguments)
-    assert ended.status == 2 and words in ended.err.splitlines()[-1]
-
-
 def test_a_variant_that_is_refused_does_not_cost_what_was_measured_before_it(
     llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path
 ) -> None:
-    arguments = (SMALL, "--compare", "max_rows=1", "--compare", "max_len=16", "--compare", "max_rows=2")
+    arguments = (SMALL, "--compare", "max_rows=1", "--compare", "cache_bytes=1", "--compare", "max_rows=2")
     ended = bench_of(*arguments, "--json", tmp_path / "out.json")
     assert ended.status == 2 and value(ended.out, "Successful requests:") == ["6", "6"]
     assert "tokens equal across 2 variants: 6 of 6" in ended.out and (tmp_path / "out.json").is_file()
-    assert ended.err.splitlines()[-1].startswith(
-        "error: --compare max_len=16: the longest session is 28 tokens"
-    )
+    assert ended.err.splitlines()[-1] == "error: --compare cache_bytes=1: the cache may take 1 bytes"
 
 
 def test_a_variant_that_the_engine_was_not_built_for_is_refused_before_any_is_measured(

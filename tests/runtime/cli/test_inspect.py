@@ -95,5 +95,12 @@ def test_a_picture_is_drawn(tiny_engine: Get, tmp_path: Path, options: dict) -> 
     assert [step for block in blocks for step in block.steps * block.times] == steps
     draw(tmp_path / "graph.png", found)
     assert (tmp_path / "graph.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(Refused, match=r"graph.nothing cannot be written .*; give a path that ends in .png"):
-        draw(tmp_path / "graph.nothing", found)
+
+
+def test_a_picture_of_no_kind_is_refused_before_the_engine_is_read(tmp_path: Path, hemiola: Callable) -> None:
+    pytest.importorskip("matplotlib")
+    ended = hemiola("inspect", "--engine-dir", tmp_path / "none", "--plot", tmp_path / "graph.nothing")
+    assert ended.status == 2 and ended.err.endswith(
+        "graph.nothing ends in .nothing, which is no kind of picture;"
+        " give a path that ends in .png, .svg or .pdf\n"
+    )

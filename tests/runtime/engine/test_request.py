@@ -50,7 +50,7 @@ def test_seeds() -> None:
 BAD_PROMPTS = [
     ([], "prompt is empty; give at least one token"),
     ([1] * 20, "prompt is 20 tokens, max_len=20 must hold it and at least one more"),
-    ([1] * 20, "one more; shorten it or rebuild with --max-len 21"),
+    ([1] * 20, "one more; shorten it or rebuild with --max-len 21, if the checkpoint's max_position"),
     ([1, 50], "token id 50 at position 1 of the prompt is not in the vocabulary 0..49"),
     ([1, 2, -1], "token id -1 at position 2"),
     ([1, 2**70], f"token id {2**70} at position 1 of the prompt is not in the vocabulary"),
