@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from hemiola.runtime.api import Strict
+from hemiola.runtime.errors import Refused
 
 
 class Options(Strict):
@@ -60,5 +61,8 @@ class Options(Strict):
             return value
         names = [name for part in parts for word in part.split(",") for name in word.split() or [""]]
         if not all(names):
-            raise ValueError("a name is empty; give cpu, or kinds of GPUs such as sm_89,sm_120")
+            raise Refused(
+                f"arch is {','.join(parts)!r}: a name is empty;"
+                " give cpu, or kinds of GPUs such as sm_89,sm_120"
+            )
         return tuple(dict.fromkeys(names))

@@ -365,7 +365,11 @@ OPTIONS = {
     "narrow pages in ONNX": ("--kv-dtype fp8 --target onnxruntime", "not supported by --target onnxruntime"),
     "tiny steps": ("--max-step-tokens 9", "--max-step-tokens 9 cannot hold --max-rows 64", "256"),
     "target": ("--target openvino", "--target openvino is not supported", "torch, onnxruntime, tensorrt"),
-    "target for GPUs": ("--target tensorrt", "--arch cpu is not supported by --target tensorrt, only sm_80"),
+    "target for GPUs": (
+        "--target tensorrt",
+        "--arch cpu, which is meant where none is given, is not supported by --target tensorrt, only sm_80",
+        "pass --arch with what it is to run on, for instance --arch sm_89",
+    ),
     "arch": ("--arch sm_70", "--arch sm_70 is not supported by --target torch, only cpu, sm_80"),
     "dtype of the CPU": (
         "--dtype bfloat16",
@@ -373,7 +377,7 @@ OPTIONS = {
     ),
     "dtype": ("--dtype float16", "--dtype is 'float16'", "'bfloat16' or 'float32'"),
     "no arch": ("--arch ,", "a name is empty; give cpu, or kinds of GPUs such as sm_89,sm_120"),
-    "half an arch": ("--arch sm_90,", "--arch is ('sm_90,',): a name is empty"),
+    "half an arch": ("--arch sm_90,", "--arch is 'sm_90,': a name is empty"),
     "unknown option": ("--beam 4", "--beam", "--help"),
     "not a number": ("--max-len long", "--max-len is 'long'", "integer"),
 }
@@ -391,6 +395,13 @@ def test_bad_checkpoint_is_one_line(case: tuple, tiny_checkpoint: Get, run: Call
 def test_bad_option_is_one_line(case: tuple, tiny_checkpoint: Get, run: Callable, tmp_path: Path) -> None:
     options, *words = case
     refused(run, tiny_checkpoint(QWEN), tmp_path, options.split(), words)
+
+
+def test_an_empty_architecture_is_not_shown_as_a_tuple(
+    tiny_checkpoint: Get, run: Callable, tmp_path: Path
+) -> None:
+    code, _, err = run(tiny_checkpoint(QWEN), "--engine-dir", tmp_path / "engine", "--arch", "")
+    assert code == 2 and err.startswith("error: --arch is '': a name is empty; give cpu, or kinds of GPUs")
 
 
 def refused(run: Callable, source: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
