@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -43,11 +43,16 @@ def _one_line(error: ValidationError, names: list[str]) -> str:
     name = first["loc"][0] if first["loc"] else "options"
     if first["type"] == "extra_forbidden":
         return f"unknown option {name!r}; the options are {', '.join(names)}"
-    reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    return reason if str(name) in reason.split(" ")[:1] else f"{name} is {_shown(first['input'])}: {reason}"
+    why = reason(first)
+    return why if str(name) in why.split(" ")[:1] else f"{name} is {shown(first['input'])}: {why}"
 
 
-def _shown(value: object) -> str:
+def reason(error: Mapping[str, Any]) -> str:
+    """Why pydantic does not take a value, behind the value."""
+    return error["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+
+
+def shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
@@ -119,7 +124,11 @@ class StructuredOutputsParams(Strict):
 class SamplingParams(Strict):
     """How one request's tokens are chosen and when it ends. Greedy unless a temperature is given."""
 
-    max_tokens: int = Field(default=16, ge=1, description="most tokens to generate")
+    max_tokens: int = Field(
+        default=16,
+        ge=1,
+        description="most tokens to generate; a text also ends where prompt and output are max_len",
+    )
     temperature: float = Field(default=0.0, ge=0, description="0: always the best token (greedy)")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="draw from the best tokens with this much probability"

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 import hemiola
 from hemiola.plugins import OPS
 from hemiola.plugins.gpu.binaries import Binary, sources
+from hemiola.runtime.api import reason, shown
 from hemiola.runtime.errors import Refused
 
 FORMAT = 8
@@ -228,7 +229,9 @@ def parse(path: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"])
-        raise Refused(f"{path}: {where}: {first['msg']}; run build-engine again") from None
+        missing = first["type"] == "missing"
+        wrong = "is missing" if missing else f"is {shown(first['input'])}: {reason(first)}"
+        raise Refused(f"{path}: {where} {wrong}; run build-engine again") from None
 
 
 def _check_versions(path: Path, manifest: Manifest) -> None:

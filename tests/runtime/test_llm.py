@@ -215,6 +215,27 @@ def test_an_edited_manifest_is_refused(copy: Path) -> None:
         LLM(copy)
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (-4, "limits.max_rows is -4: it should be greater than 0"),
+        ("many", "limits.max_rows is 'many': it should be a valid integer"),
+        (None, "limits.max_rows is missing"),
+    ],
+)
+def test_a_damaged_manifest_is_refused_with_the_value_and_not_with_its_limit_alone(
+    copy: Path, value: object, said: str
+) -> None:
+    path = copy / manifest.FILE
+    content = json.loads(path.read_text())
+    content["limits"]["max_rows"] = value
+    if value is None:
+        del content["limits"]["max_rows"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(Refused, match=rf"manifest.json: {said}.*; run build-engine again$"):
+        LLM(copy)
+
+
 def test_another_versions_engine_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hemiola, "__version__", "9.9")
     with pytest.raises(Refused, match=r"was built by hemiola 0.1.0, this is 9.9; run build-engine again"):
