@@ -9,14 +9,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from hemiola.builder.options import Options
-from hemiola.runtime.cli.command import run_command
+from hemiola.runtime.cli.command import new_app, run_command
 from hemiola.runtime.cli.options import made, options_of, takes
 
 if TYPE_CHECKING:  # torch takes seconds; --help should not
     from hemiola.runtime.manifest import Manifest
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = new_app()
 
 
 @app.command()

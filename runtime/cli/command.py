@@ -12,6 +12,11 @@ from hemiola.runtime.errors import Failed, Refused, one_line
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer typers carry inside themselves
 
 
+def new_app() -> typer.Typer:
+    """Help in plain lines: in a terminal of 80 columns rich's tables cut the names of options."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
 def run_command(command: Callable[[], object]) -> None:
     """Status 2 for what the user can mend, 1 for what failed. A reader that went away gets no complaint."""
     try:

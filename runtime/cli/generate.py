@@ -67,21 +67,23 @@ def _report(last: Piece) -> None:
 def _read_prompt(prompt: str | None, prompt_ids: str | None, prompt_file: Path | None) -> str | list[int]:
     if [prompt, prompt_ids, prompt_file].count(None) != 2:
         raise Refused("give one of --prompt TEXT, --prompt-ids IDS and --prompt-file PATH")
-    if prompt is not None:
-        return prompt
     if prompt_ids is not None:
         return _read_ids(prompt_ids)
+    named = "--prompt" if prompt_file is None else f"--prompt-file {prompt_file}"
     try:
-        is_stdin = str(prompt_file) == "-"
-        return sys.stdin.read() if is_stdin else Path(str(prompt_file)).read_text(encoding="utf-8")
+        text = prompt if prompt is not None else _read_file(str(prompt_file))
+        # Python hands on what is no UTF-8 on a command line, and in some locales on stdin, as lone surrogates
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except OSError as error:
         raise Refused(
             f"--prompt-file {prompt_file} cannot be read ({error.strerror}); give a readable file"
         ) from None
     except UnicodeDecodeError as error:
-        raise Refused(
-            f"--prompt-file {prompt_file} is not UTF-8 ({error.reason} at byte {error.start}); convert it"
-        ) from None
+        raise Refused(f"{named} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
+
+
+def _read_file(path: str) -> str:
+    return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
 
 
 def _read_ids(text: str) -> list[int]:

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import typer
 
-from hemiola.runtime.cli.command import run_command
+from hemiola.runtime.cli.command import new_app, run_command
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 COMMANDS = {
@@ -13,21 +13,23 @@ COMMANDS = {
     "serve": "Start a tritonserver for engines",
     "bench": "Measure an engine under load",
 }
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = new_app()
 
 
 @app.callback()
 def _hemiola() -> None:
-    """Engines of hybrid language models: run them, look into them, serve them."""
+    """Engines of hybrid language models: run them, look into them, serve them.
+
+    `hemiola COMMAND --help` has a command's options.
+    """
 
 
 def _add(name: str, does: str) -> None:
     """A command that takes all of the command line; its module is imported only when it is called."""
-    about = f"{does}; `hemiola {name} --help` has the options."
 
-    @app.command(name, context_settings=PASS_ON, add_help_option=False, help=about)
+    @app.command(name, context_settings=PASS_ON, add_help_option=False, help=does)
     def run(context: typer.Context) -> None:
-        own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        own = new_app()
         own.command()(getattr(import_module(f"hemiola.runtime.cli.{name}"), name))
         status = own(args=context.args, prog_name=context.command_path, standalone_mode=False)
         if isinstance(status, int):

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import typer
 
+from hemiola.builder import cli as builder
 from hemiola.runtime.api import Metrics, Piece, SamplingParams
+from hemiola.runtime.cli.main import COMMANDS
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.llm import LLM
 
@@ -49,6 +51,9 @@ def test_generate_streams_the_text_and_reports_on_stderr(
     assert hemiola(*common, "--prompt-file", tmp_path / "prompt", "--chat").out == wanted_chat.text + "\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO("def "))
     assert hemiola(*common, "--prompt-file", "-").out == wanted.text + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("d\udcffef"))
+    ended = hemiola(*common, "--prompt-file", "-")
+    assert ended.err == "error: --prompt-file - is not UTF-8 (invalid start byte at byte 1); convert it\n"
 
 
 def test_every_option_of_an_engine_is_one_of_generate(
@@ -99,15 +104,22 @@ def test_every_sampling_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatc
     assert (ended.status, ended.err) == (1, "error: the engine failed: KeyError\n"), "no traceback"
 
 
+@pytest.fixture
+def compiled(engine_dir: Path) -> None:
+    """The CPU's kernels, of which a first run says that it compiles them."""
+    with LLM(engine_dir, max_rows=1):
+        pass
+
+
 @pytest.mark.parametrize("words", ["--help", "inspect", "generate --prompt x --max-tokens 3"])
-def test_a_full_disk_is_one_line_and_no_traceback(engine_dir: Path, words: str) -> None:
+def test_a_full_disk_is_one_line_and_no_traceback(engine_dir: Path, compiled: None, words: str) -> None:
     engine = () if words == "--help" else ("--engine-dir", str(engine_dir))
     with open("/dev/full", "w") as full:
         done = in_a_shell(*words.split(), *engine, stdout=full)
     assert (done.returncode, done.stderr) == (2, "error: output: No space left on device\n")
 
 
-def test_a_reader_that_went_away_gets_no_complaint(engine_dir: Path) -> None:
+def test_a_reader_that_went_away_gets_no_complaint(engine_dir: Path, compiled: None) -> None:
     for arguments in (("inspect",), ("generate", "--prompt", "def ", "--max-tokens", "3")):
         read, write = os.pipe()
         os.close(read)
@@ -126,6 +138,29 @@ def test_inspect_shows_the_engine(
     assert all(word in done.out for word in words), done.out
 
 
+@pytest.mark.parametrize("command", ["generate", "inspect", "serve", "bench", "build-engine"])
+def test_help_cuts_no_name_in_a_terminal_of_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, hemiola: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    if command == "build-engine":
+        builder.app(args=["--help"], standalone_mode=False)
+        shown, fields = capsys.readouterr().out, builder.Options.model_fields
+    else:
+        shown, fields = hemiola(command, "--help").out, ServeConfig.model_fields
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    missing = [name for name in fields if f"--{name.replace('_', '-')}" not in shown]
+    assert missing == (["max_rows"] if command == "generate" else [])
+
+
+def test_help_cuts_no_sentence_about_a_command_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, hemiola: Callable
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = hemiola("--help").out
+    assert all(does in shown for does in COMMANDS.values()) and "..." not in shown.replace("[ARGS]...", "")
+
+
 def test_bad_input_is_one_line_and_status_2(engine_dir: Path, tmp_path: Path, hemiola: Callable) -> None:
     (tmp_path / "latin").write_bytes(b"d\xe9f")
     engine, generate = ("--engine-dir", str(engine_dir)), "generate"
@@ -133,6 +168,10 @@ def test_bad_input_is_one_line_and_status_2(engine_dir: Path, tmp_path: Path, he
         ((generate, "--engine-dir", str(tmp_path), "--prompt", "x"), "has no manifest.json"),
         ((generate, *engine, "--prompt", "x" * 5000), "must hold it and at least one more"),
         ((generate, *engine, "--prompt", ""), "prompt is empty"),
+        (
+            (generate, *engine, "--prompt", "d\udcffef"),
+            "--prompt is not UTF-8 (invalid start byte at byte 1); convert it",
+        ),
         ((generate, *engine, "--prompt", "x", "--max-tokens", "0"), "max_tokens is 0"),
         ((generate, *engine, "--prompt", "x", "--top-p", "1.5"), "top_p is 1.5"),
         ((generate, *engine, "--prompt", "x", "--top-p", "much"), "top_p is 'much'"),
