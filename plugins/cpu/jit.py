@@ -79,7 +79,10 @@ class CFunction:
         """Do it now, if it has not been done by us or by an earlier process."""
         signature = numba.types.void(*[numba.types.int64] * len(self.arguments))
         with _alone(f"{self._function.__module__}.{self.name}"):
-            return _cached(lambda: _compile(signature, self._function))
+            compiled = _cached(lambda: _compile(signature, self._function))
+        if not compiled.cache_hits:
+            _say_that_it_takes_long()
+        return compiled
 
     @cached_property
     def address(self) -> int:
@@ -98,10 +101,16 @@ def _compile(signature: Any, function: Callable[..., None]) -> Any:
     return numba.cfunc(signature, cache=True, error_model="numpy")(function)
 
 
+@lru_cache
+def _say_that_it_takes_long() -> None:
+    """Once per process: there are about a hundred of them, and one was not kept."""
+    log.warning(
+        "compiling kernels for this CPU, once per user and machine, up to 15 seconds; kept in %s", _CACHE_DIR
+    )
+
+
 def prepare() -> None:
     """Compile every kernel, or load what was compiled before, so that no request waits for it."""
-    if not any(_CACHE_DIR.rglob("*.nbc")):
-        log.warning("compiling the CPU's kernels, once per user and machine: about 15 seconds")
     for kernel in KERNELS:
         kernel.compile()
 

@@ -1,6 +1,5 @@
 """Where compiled kernels are kept, what they are given, and how threads, processes and forks share them."""
 
-import logging
 import os
 import shutil
 import subprocess
@@ -50,34 +49,8 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "hemiola"]
 
 
-def prepare(caplog: pytest.LogCaptureFixture) -> list[str]:
-    with caplog.at_level(logging.DEBUG, logger="hemiola"):
-        jit.prepare()
-    return said(caplog)
-
-
-def test_prepare_says_that_it_compiles_where_nothing_is_kept(
-    kernels: list[Compiled],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(jit, "_CACHE_DIR", tmp_path)
-    (message,) = prepare(caplog)
-    assert message.startswith("compiling the CPU's kernels")
-    assert [kernel.times for kernel in kernels] == [1, 1]
-
-
-def test_prepare_is_silent_where_kernels_are_kept(
-    kernels: list[Compiled],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    (tmp_path / "jit_0").mkdir()
-    (tmp_path / "jit_0/kernel.nbc").touch()
-    monkeypatch.setattr(jit, "_CACHE_DIR", tmp_path)
-    assert prepare(caplog) == []
+def test_prepare_compiles_all_kernels(kernels: list[Compiled]) -> None:
+    jit.prepare()
     assert [kernel.times for kernel in kernels] == [1, 1]
 
 
@@ -138,6 +111,11 @@ def count(item, scratch, counts, step):
     put(counts, item, get(counts, item) + f32(step))
 
 
+def other_count(item, scratch, counts, step):
+    """counts[item] += 2 * step"""
+    put(counts, item, get(counts, item) + f32(step) + f32(step))
+
+
 def test_a_kernel_is_compiled_once_and_loaded_by_the_next_process(
     own: Callable[[Callable], Kernel],
 ) -> None:
@@ -148,6 +126,20 @@ def test_a_kernel_is_compiled_once_and_loaded_by_the_next_process(
         assert own(count).compile() is entries[-1]
     assert [entry.cache_hits for entry in entries] == [0, 1]
     assert before == jit.config.CACHE_DIR
+
+
+def test_a_first_run_is_not_silent_because_a_kernel_was_compiled_before_prepare(
+    own: Callable[[Callable], Kernel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jit, "KERNELS", [])
+    for kept in (False, True):
+        jit._compile.cache_clear()  # as if it were another process
+        jit._say_that_it_takes_long.cache_clear()
+        caplog.clear()
+        assert own(count).address and own(other_count).address
+        jit.prepare()
+        place = f"; kept in {jit._CACHE_DIR}"
+        assert [words.endswith(place) for words in said(caplog)] == ([] if kept else [True])
 
 
 NORM = """
