@@ -3,31 +3,40 @@
 import gc
 import logging
 import math
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from hemiola.runtime.cli.options import given, options_of, takes
+from hemiola.runtime.cli.options import given, made, options_of, takes
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.extra import lacking
 from hemiola.runtime.serving.launcher import Server, read_models
 from hemiola.runtime.serving.log import STDERR, Handler, say
-from hemiola.runtime.serving.openai.app import FrontLimits
-from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import read_model
-from hemiola.runtime.serving.settings import ModelSettings
+from hemiola.runtime.serving.options import OpenaiOptions, ServerOptions
+from hemiola.runtime.serving.settings import LAUNCHERS, ModelSettings
 from hemiola.runtime.serving.tritonserver import Ports
 
+if TYPE_CHECKING:  # the extra `serve` may not be there
+    from hemiola.runtime.serving.openai.front import Front
+
 SAME_S = 0.2  # `timeout` and terminals tell a process and then its group, which it is in: one wish, twice
-OURS = ("engine_dir", "heartbeat_file", "num_restarts")  # of ModelSettings, the launcher's to say
+API_KEY = "HEMIOLA_OPENAI_API_KEY"
 
 
-@takes(options_of(ServeConfig), options_of(ModelSettings, leave_out=OURS))
+@takes(
+    options_of(ServerOptions),
+    options_of(OpenaiOptions),
+    options_of(ServeConfig),
+    options_of(ModelSettings, leave_out=("engine_dir", *LAUNCHERS)),
+)
 def serve(
     engine_dir: Annotated[
         list[Path] | None, typer.Option(help="made by build-engine; repeat for several engines")
@@ -38,54 +47,36 @@ def serve(
     model_name: Annotated[
         list[str] | None, typer.Option(help="name of each engine (default: hemiola)")
     ] = None,
-    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every interface")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(help="port of HTTP; 0 takes a free one, here and below")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="port of gRPC, for hemiola.Client")] = 8001,
-    metrics_port: Annotated[int, typer.Option(help="port of Prometheus metrics")] = 8002,
-    openai_port: Annotated[
-        int | None, typer.Option(help="port of an OpenAI-compatible API (default: none)")
-    ] = None,
-    openai_api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="key that callers must send; repeat for several", envvar="HEMIOLA_OPENAI_API_KEY"),
-    ] = None,
-    openai_max_requests: Annotated[int, typer.Option(help="most at once; more get status 429")] = 1024,
-    openai_max_body: Annotated[int, typer.Option(help="most bytes of a body, else status 413")] = 16 * 2**20,
     tritonserver: Annotated[Path | None, typer.Option(help="the binary (default: nvidia-pytriton's)")] = None,
-    start_timeout: Annotated[float, typer.Option(help="seconds until every engine must be ready")] = 300,
-    exit_timeout: Annotated[int, typer.Option(help="seconds that streams in flight get at the end")] = 30,
-    restart: Annotated[int, typer.Option(help="times in a row that a lost server is started again")] = 0,
-    hang_timeout: Annotated[float, typer.Option(help="seconds without a sign of life, then it is lost")] = 30,
     control_key: Annotated[str, typer.Option(help="who sends this key may load and unload models")] = "",
     log_verbose: Annotated[bool, typer.Option("--log-verbose", help="show tritonserver's log")] = False,
     **options: Any,
 ) -> None:
     """Serve engines with a real tritonserver until SIGINT or SIGTERM."""
     engines, settings_of = read_models(models, engine_dir or [], model_name or [])
-    limits = FrontLimits(openai_max_requests, openai_max_body, tuple(openai_api_key or ()))
+    own, openai = made(ServerOptions, options), made(OpenaiOptions, options)
+    ports = Ports(own.http_port, own.grpc_port, own.metrics_port)
+    _check(openai, ports)
     max_len = given(ServeConfig, options).get("max_len")
     max_lens = {name: settings_of.get(name, {}).get("max_len", max_len) for name in engines}
-    if openai_port and openai_port in (http_port, grpc_port, metrics_port):
-        raise Refused(f"--openai-port {openai_port} is the server's own; choose another, or 0 for a free one")
-    front = FrontOptions(openai_port, limits, max_lens, exit_timeout)
     server = Server(
         engines,
-        host=host,
-        ports=Ports(http_port, grpc_port, metrics_port),
+        host=own.host,
+        ports=ports,
         options=given(ServeConfig, options) | given(ModelSettings, options),
         settings_of=settings_of,
         control_key=control_key,
-        hang_timeout_s=hang_timeout,
+        hang_timeout_s=own.hang_timeout,
         tritonserver=tritonserver,
         log_verbose=log_verbose,
-        start_timeout_s=start_timeout,
-        exit_timeout_s=exit_timeout,
+        start_timeout_s=own.start_timeout,
+        exit_timeout_s=own.exit_timeout,
     )
     interrupt = once(SAME_S)
     for number in (signal.SIGINT, signal.SIGTERM):  # a script's background job starts with SIGINT ignored
         signal.signal(number, interrupt)
     try:
-        _serve(server, front, restart)
+        _serve(server, FrontPlan(openai, max_lens, own.exit_timeout), own.restart)
     except KeyboardInterrupt:  # before it was ready, or for the second time
         sys.exit(130)
     except RuntimeError as error:
@@ -106,28 +97,55 @@ def once(seconds: float) -> Callable[[int, object], None]:
     return interrupt
 
 
-class FrontOptions(NamedTuple):
-    """Of an OpenAI-compatible API."""
+def _check(openai: OpenaiOptions, ports: Ports) -> None:
+    """Refuses what would be dropped in silence, and ports that are one."""
+    if openai.openai_port is None:
+        for name in openai.model_fields_set:
+            raise Refused(
+                f"--{name.replace('_', '-')} is given, but no --openai-port: there is no OpenAI API;"
+                " add --openai-port"
+            )
+    if "" in openai.openai_api_key:
+        raise Refused("--openai-api-key is empty, callers would need none; give one, or leave it out")
+    if openai.openai_port and openai.openai_port in ports:
+        raise Refused(
+            f"--openai-port {openai.openai_port} is the server's own; choose another, or 0 for a free one"
+        )
 
-    port: int | None  # None: there is none
-    limits: FrontLimits
+
+class FrontPlan(NamedTuple):
+    """An OpenAI-compatible API, if one is wanted."""
+
+    options: OpenaiOptions
     max_lens: Mapping[str, int | str | None]  # by model; no number: as its engine was built
     exit_timeout_s: float
 
-    def front(self, server: Server) -> Front | None:
-        if self.port is None:
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The environment's may be there for other servers: alone, it asks for no API."""
+        return self.options.openai_api_key or tuple(os.environ.get(API_KEY, "").split())
+
+    def front(self, server: Server) -> "Front | None":
+        asked = self.options
+        if asked.openai_port is None:
             return None
+        try:
+            from hemiola.runtime.serving.openai.app import FrontLimits
+            from hemiola.runtime.serving.openai.front import Front
+        except ModuleNotFoundError as error:
+            raise Refused(lacking("--openai-port", error)) from None
+        limits = FrontLimits(asked.openai_max_requests, asked.openai_max_body, self.api_keys)
         wanted = {name: most for name, most in self.max_lens.items() if isinstance(most, int)}
         models = {name: read_model(name, path, wanted.get(name)) for name, path in server.engines.items()}
-        settings = {"limits": self.limits, "exit_timeout_s": self.exit_timeout_s}
-        return Front(models, host=server.host, port=self.port, **settings)
+        settings = {"limits": limits, "exit_timeout_s": self.exit_timeout_s}
+        return Front(models, host=server.host, port=asked.openai_port, **settings)
 
 
-def _serve(server: Server, front_options: FrontOptions, restarts: int) -> None:
+def _serve(server: Server, plan: FrontPlan, restarts: int) -> None:
     start = time.monotonic()
     logging.basicConfig(handlers=[Handler(server.printer)], format="%(message)s")
     server.check()
-    front = front_options.front(server)
+    front = plan.front(server)
     engines = ", ".join(f"{name} ({engine_dir})" for name, engine_dir in server.engines.items())
     say(f"starting tritonserver with {engines}")
     with server:

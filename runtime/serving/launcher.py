@@ -10,11 +10,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hemiola.runtime import manifest
+from hemiola.runtime.arch import ARCHS, split
+from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving import heartbeat, settings
 from hemiola.runtime.serving.home import Home
@@ -77,18 +79,43 @@ def read_models(
         return name_engines(engine_dirs, names), {}
     if engine_dirs or names:
         raise Refused("--models names the engines; leave --engine-dir and --model-name out")
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise Refused(f"{file} cannot be read as JSON ({error}); correct it") from None
-    if not isinstance(found, dict) or not all(
+    found = _read_json(file)
+    if not (isinstance(found, dict) and found) or not all(
         isinstance(own, dict) and "engine_dir" in own for own in found.values()
     ):
         raise Refused(
             f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}; correct it'
         )
-    paths = [file.parent / str(own["engine_dir"]) for own in found.values()]
+    for name, own in found.items():
+        with of_model(f"{file}: {name}"):
+            settings.split(own)
+    paths = [file.parent / own["engine_dir"] for own in found.values()]
     return name_engines(paths, list(found)), found
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except OSError as error:
+        raise Refused(f"--models {file} cannot be read ({error.strerror}); pass another file") from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{file} cannot be read as JSON ({error}); correct it") from None
+
+
+@contextlib.contextmanager
+def of_model(name: str) -> Iterator[None]:
+    """What is refused within names it."""
+    try:
+        yield
+    except Refused as error:
+        raise Refused(f"{name}: {error}") from None
+
+
+def check_sizes(found: Mapping[str, Any], engine: manifest.Manifest) -> None:
+    """What the model would refuse when it is loaded, whatever memory is free then."""
+    if split(engine.arch)[0] in ARCHS:  # else it says that
+        _, options = settings.split(found)
+        resolve(ServeConfig(**options), engine, ENDLESS)
 
 
 class Server:
@@ -162,9 +189,11 @@ class Server:
 
     def check(self) -> Triton:
         """Refuses what cannot start, before anything does."""
-        archs = {name: manifest.load(engine_dir).arch for name, engine_dir in self.engines.items()}
+        manifests = {name: manifest.load(engine_dir) for name, engine_dir in self.engines.items()}
         for name, found in self._settings.items():
-            found["device"] = choose_gpu(self.engines[name], archs[name], found.get("device"))
+            with of_model(name):
+                check_sizes(found, manifests[name])
+            found["device"] = choose_gpu(self.engines[name], manifests[name].arch, found.get("device"))
         share_memory(self._settings.values())
         self._triton = find_triton(self._tritonserver)
         self._environment = server_environment()

@@ -1,7 +1,7 @@
 """A served model's settings: 1/model.json in its folder, overridden by the parameters of its config.pbtxt."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class ModelSettings(Strict):
 
 
 OWN = tuple(name for name in ModelSettings.model_fields)
+LAUNCHERS = ("heartbeat_file", "num_restarts")  # which nobody else may say
+KNOWN = tuple(name for name in (*OWN, *ServeConfig.model_fields) if name not in LAUNCHERS)
 
 
 def read(folder: Path, parameters: Mapping[str, Mapping[str, str]]) -> tuple[ModelSettings, dict[str, Any]]:
@@ -48,15 +50,14 @@ def read(folder: Path, parameters: Mapping[str, Mapping[str, str]]) -> tuple[Mod
             raise Refused(f"{name} is still {value}; fill {FILE} in, or start with `hemiola serve`")
     if "engine_dir" not in found:
         raise Refused(f"{folder / FILE} has no engine_dir; add it, or start with `hemiola serve`")
-    return split(found)
+    return split(found, LAUNCHERS)
 
 
-def split(found: Mapping[str, Any]) -> tuple[ModelSettings, dict[str, Any]]:
-    """Checked: no key is unknown."""
-    known = (*OWN, *ServeConfig.model_fields)
+def split(found: Mapping[str, Any], beside: Collection[str] = ()) -> tuple[ModelSettings, dict[str, Any]]:
+    """Checked: no key is unknown. beside: further ones that may be there."""
     for name in found:
-        if name not in known:
-            raise Refused(f"unknown setting {name!r}; the settings are {', '.join(known)}")
+        if name not in KNOWN and name not in beside:
+            raise Refused(f"unknown setting {name!r}; the settings are {', '.join(KNOWN)}")
     own = ModelSettings(**{name: value for name, value in found.items() if name in OWN})
     options = {name: value for name, value in found.items() if name not in OWN}
     ServeConfig(**options)

@@ -1,5 +1,6 @@
 """What a tritonserver needs before it starts: its parts, its interpreter, free ports, a model repository."""
 
+import errno
 import json
 import os
 import re
@@ -132,14 +133,20 @@ def bind(host: str, port: int, name: str, listens: bool) -> socket.socket:
         bound.bind((host, port))
         if listens:
             bound.listen()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         bound.close()
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        option = f"--{name.lower()}-port"
-        raise Refused(
-            f"{name} port {port} on {host} cannot be used ({reason}); pass {option} with a free one"
-        ) from None
+        raise Refused(_unbound(host, port, name, error)) from None
     return bound
+
+
+def _unbound(host: str, port: int, name: str, error: Exception) -> str:
+    """Whether it is the host's fault, or which of the port's."""
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    no_name = isinstance(error, (socket.gaierror, UnicodeError))
+    if no_name or (isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL):
+        return f"nothing can listen on {host} ({reason}); pass --host with an IPv4 address of this machine"
+    right = "one of 0 to 65535" if isinstance(error, OverflowError) else "a free one"
+    return f"{name} port {port} on {host} cannot be used ({reason}); pass --{name.lower()}-port with {right}"
 
 
 def write_repository(home: Path, triton: Triton, models: Mapping[str, Mapping[str, object]]) -> None:

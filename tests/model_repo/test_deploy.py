@@ -1,9 +1,11 @@
 """What others read: Triton in NVIDIA's container, docker compose, haproxy, Prometheus; only Triton is run."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -18,13 +20,7 @@ from typer.testing import CliRunner
 
 from hemiola.runtime.cli.main import app
 from hemiola.runtime.serving.ask import ALIASES, FIXED, FLAGS, KEYS, LISTS, MAX_N
-from hemiola.runtime.serving.tritonserver import (
-    ANY_PORTS,
-    choose_ports,
-    find_triton,
-    server_environment,
-    write_repository,
-)
+from hemiola.runtime.serving.tritonserver import ANY_PORTS, choose_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, DEPLOY = ROOT / "model_repo/hemiola", ROOT / "docs/deploy"
@@ -47,24 +43,23 @@ def test_the_repository_is_what_triton_loads() -> None:
 
 @pytest.mark.server
 def test_the_repository_loads_without_hemiola_serve(engine_dirs: dict[str, Path], tmp_path: Path) -> None:
-    """By the page's commands, in the wheel's tritonserver, which must be told where its backend is."""
-    (tmp_path / "model_repo").symlink_to(ROOT / "model_repo")
+    """By the page's commands, which said `tritonserver`: the wheel's is on no PATH, and finds no backend."""
+    for name in ("model_repo", "hemiola"):  # a checkout
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "engines").mkdir()
     (tmp_path / "engines/qwen").symlink_to(engine_dirs["hemiola"])
-    (script,) = [block.text for block in blocks("docs/serving.md") if "\ntritonserver " in block.text]
-    prepare, command = script.split("\ntritonserver ")
-    subprocess.run(["bash", "-ec", prepare], cwd=tmp_path, check=True)
-    triton = find_triton()
-    write_repository(tmp_path / "here", triton, {})
-    models = command.replace(" triton_models", f"={tmp_path}/triton_models").split()
-    models += [f"--backend-directory={tmp_path}/here/backends", "--exit-timeout-secs=5"]
+    (script,) = [
+        block.text for block in blocks("docs/serving.md") if "tritonserver --model-rep" in block.text
+    ]
+    *prepare, command = script.splitlines()
+    venv = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for _ in range(3):  # somebody else may take a port before it does
         ports = choose_ports("127.0.0.1", ANY_PORTS)
         options = [f"--{name}-port={port}" for name, port in ports._asdict().items()]
+        lines = [*prepare, " ".join(["exec", command, "--exit-timeout-secs=5", *options])]
         process = subprocess.Popen(
-            [triton.server, *models, *options],
-            env=server_environment(), cwd=tmp_path / "here/python", stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            ["bash", "-ec", "\n".join(lines)], env=venv, cwd=tmp_path, stderr=subprocess.DEVNULL
+        )
         url = f"http://127.0.0.1:{ports.http}/v2"
         until(lambda: process.poll() is not None or answers(f"{url}/health/ready"))  # noqa: B023
         if process.poll() is None:

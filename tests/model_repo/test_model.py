@@ -454,6 +454,20 @@ def test_cancel_ends_the_requests_it_names_and_no_other(model: Any) -> None:
     assert model.llm.aborted == [1]
 
 
+def test_a_cancel_that_comes_twice_or_for_nobody_or_too_early_is_no_error_and_not_remembered(
+    model: Any,
+) -> None:
+    sender = ask(model, name="a")
+    for name in ("a", "a", "nosuch", "later"):
+        answer = ask(model, {"cancel": name}, prompt=[])
+        assert answer.sent == [({"finish_reason": "cancelled"}, FINAL)]
+    until(lambda: sender.sent)
+    aborted = list(model.llm.aborted)
+    assert set(aborted) == {1}
+    ask(model, name="later")
+    assert model.llm.aborted == aborted
+
+
 def test_a_temperature_sent_as_fp32_is_the_one_that_was_written(module: ModuleType) -> None:
     assert read_tensor(Tensor("temperature", np.array([0.7], np.float32))) == 0.7
 

@@ -1,8 +1,14 @@
 """`hemiola serve` as a command; tests/model_repo has the real one."""
 
+import json
+import os
 import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -10,6 +16,46 @@ import typer
 from hemiola.runtime.cli import serve
 from hemiola.runtime.cli.options import spelled
 from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.serving import launcher
+
+ROOT = Path(__file__).resolve().parents[3]
+KEY = "HEMIOLA_OPENAI_API_KEY"
+# As where the extra is not installed.
+WITHOUT = """
+import sys
+
+class Without:
+    def find_spec(name, path=None, target=None):
+        if name in missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+missing = sys.argv.pop(1).split(",")
+sys.meta_path.insert(0, Without)
+if "pytriton" in missing:
+    sys.modules["pytriton"] = None  # is only looked for
+from hemiola.runtime.__main__ import main
+main()
+"""
+
+
+@pytest.fixture
+def refused(
+    hemiola: Callable[..., Any], engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """What `hemiola serve` says to these options, without a server having been started."""
+
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr(launcher.Server, "start", started)
+
+    def run(*options: object, engine: bool = True) -> str:
+        free = [f"--{name}-port=0" for name in ("http", "grpc", "metrics")]
+        ended = hemiola("serve", *(["--engine-dir", engine_dir] if engine else []), *free, *options)
+        assert (ended.status, ended.out) == (2, "") and ended.err.count("\n") == 1, ended
+        return ended.err.removeprefix("error: ").rstrip()
+
+    return run
 
 
 def test_every_option_of_an_engine_is_an_option_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +85,149 @@ def test_a_signal_that_comes_twice_at_once_is_one_wish(monkeypatch: pytest.Monke
         except KeyboardInterrupt:
             heard.append(now[0])
     assert heard == [5.0, 6.0]
+
+
+def without(modules: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, modules, "serve", *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_without_the_extra_help_is_no_traceback_and_serving_names_it(engine_dir: Path) -> None:
+    modules = "aiohttp,tritonclient,grpc,pytriton"
+    helped = without(modules, "--help")
+    assert (helped.returncode, helped.stderr) == (0, "") and "--openai-port" in helped.stdout
+    ended = without(modules, "--engine-dir", engine_dir)
+    lacks = "error: tritonserver is not installed; pip install 'hemiola[serve]' or pass --tritonserver PATH\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", lacks)
+
+
+@pytest.mark.parametrize("module", ["aiohttp", "grpc", "tritonclient"])
+def test_an_openai_port_without_its_modules_is_no_traceback(engine_dir: Path, module: str) -> None:
+    free = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
+    ended = without(module, "--engine-dir", engine_dir, *free)
+    lacks = f"error: --openai-port needs {module}, which is not installed; pip install 'hemiola[serve]'\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", lacks)
+
+
+@pytest.mark.parametrize(
+    "option", ["--openai-api-key=secret", "--openai-max-body=9", "--openai-max-requests=9"]
+)
+def test_an_openai_option_without_its_port_is_not_dropped_in_silence(
+    refused: Callable[..., str], option: str
+) -> None:
+    name = option.partition("=")[0]
+    assert (
+        refused(option) == f"{name} is given, but no --openai-port: there is no OpenAI API; add --openai-port"
+    )
+
+
+def test_an_empty_openai_key_is_no_key(refused: Callable[..., str]) -> None:
+    said = refused("--openai-port=0", "--openai-api-key=")
+    assert said == "--openai-api-key is empty, callers would need none; give one, or leave it out"
+
+
+def test_a_key_in_the_environment_is_for_the_openai_port_and_breaks_no_server_without(
+    monkeypatch: pytest.MonkeyPatch, hemiola: Callable[..., Any]
+) -> None:
+    fronts = []
+    monkeypatch.setattr(serve, "Server", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "_serve", lambda server, front, restarts: fronts.append(front))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv(KEY, "one two")
+    for options in ([], ["--openai-port=0"], ["--openai-port=0", "--openai-api-key=three"]):
+        assert hemiola("serve", "--engine-dir=a", *options) == (0, "", "")
+    assert [front.api_keys for front in fronts] == [("one", "two"), ("one", "two"), ("three",)]
+    assert [front.options.openai_port for front in fronts] == [None, 0, 0]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert KEY in hemiola("serve", "--help").out
+
+
+@pytest.mark.parametrize(
+    ("option", "shown", "limit"),
+    [
+        ("--hang-timeout=0", "0.0", "greater than or equal to 1"),
+        ("--hang-timeout=nan", "nan", "a finite number"),
+        ("--exit-timeout=-5", "-5", "greater than or equal to 0"),
+        ("--exit-timeout=9999999999", "9999999999", "less than or equal to 2147483647"),
+        ("--start-timeout=-5", "-5.0", "greater than 0"),
+        ("--restart=-1", "-1", "greater than or equal to 0"),
+        ("--openai-max-body=-1", "-1", "greater than or equal to 1"),
+        ("--openai-max-requests=0", "0", "greater than or equal to 1"),
+        ("--http-port=99999", "99999", "less than or equal to 65535"),
+        ("--metrics-port=-1", "-1", "greater than or equal to 0"),
+        ("--openai-port=65536", "65536", "less than or equal to 65535"),
+        ("--grpc-port=80x", "'80x'", "a valid integer"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused_with_its_limit(
+    refused: Callable[..., str], option: str, shown: str, limit: str
+) -> None:
+    said = refused(option)
+    assert said.startswith(f"{option.partition('=')[0]} is {shown}: it should be {limit}"), said
+
+
+@pytest.mark.parametrize("host", ["300.1.1.1", "203.0.113.7", "::1", "a..b"])
+def test_a_host_that_is_not_here_is_not_its_ports_fault(refused: Callable[..., str], host: str) -> None:
+    said = refused(f"--host={host}")
+    assert said.startswith(f"nothing can listen on {host} (") and said.endswith(
+        "); pass --host with an IPv4 address of this machine"
+    )
+
+
+def test_a_models_file_that_is_not_there_is_not_called_broken(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    said = refused(f"--models={tmp_path}/none.json", engine=False)
+    assert (
+        said == f"--models {tmp_path}/none.json cannot be read (No such file or directory); pass another file"
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        (
+            {"max_rowz": 8},
+            "unknown setting 'max_rowz'; the settings are engine_dir, device, max_queue, log_r",
+        ),
+        ({"num_restarts": 8}, "unknown setting 'num_restarts'"),
+        ({"heartbeat_file": "/tmp/x"}, "unknown setting 'heartbeat_file'"),
+        ({"max_queue": -1}, "max_queue is -1: it should be greater than or equal to 0"),
+        ({"engine_dir": 5}, "engine_dir is 5: it should be a valid string"),
+        ({"max_rows": 9999}, "max_rows is 9999, the engine was built for"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named_with_its_file_and_model(
+    refused: Callable[..., str], tmp_path: Path, engine_dir: Path, own: dict, reason: str
+) -> None:
+    file = tmp_path / "models.json"
+    file.write_text(
+        json.dumps({"fine": {"engine_dir": str(engine_dir)}, "chat": {"engine_dir": str(engine_dir), **own}})
+    )
+    said = refused(f"--models={file}", engine=False)
+    where = "chat: " if "max_rows" in own else f"{file}: chat: "
+    assert said.startswith(where + reason) and "num_restarts," not in said, said
+
+
+def test_a_models_file_without_models_starts_no_server(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "models.json").write_text("{}")
+    assert "models.json must be like" in refused(f"--models={tmp_path}/models.json", engine=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--max-rows=9999", "max_rows is 9999, the engine was built for"),
+        ("--max-len=99999999", "max_len is 99999999, the engine was built for"),
+        ("--max-rows=0", "max_rows is 0, it must be at least 1"),
+        ("--max-rows=many", "max_rows is 'many': "),
+        ("--cuda-graphs=true", "cuda_graphs is on, but the engine was built for cpu"),
+    ],
+)
+def test_what_the_engine_was_not_built_for_is_refused_before_a_server_starts(
+    refused: Callable[..., str], option: str, reason: str
+) -> None:
+    assert refused(option).removeprefix("hemiola: ").startswith(reason)

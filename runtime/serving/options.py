@@ -1,0 +1,42 @@
+"""Options of `hemiola serve` that are no engine's."""
+
+from pydantic import Field
+
+from hemiola.runtime.api import Strict
+
+MOST_PORT = 2**16 - 1
+MOST_SECONDS = 2**31 - 1  # that tritonserver counts
+
+
+class ServerOptions(Strict):
+    """Of the server, whatever it serves."""
+
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 is every interface")
+    http_port: int = Field(
+        default=8000, ge=0, le=MOST_PORT, description="port of HTTP; 0 takes a free one, here and below"
+    )
+    grpc_port: int = Field(8001, ge=0, le=MOST_PORT, description="port of gRPC, for hemiola.Client")
+    metrics_port: int = Field(8002, ge=0, le=MOST_PORT, description="port of Prometheus metrics")
+    start_timeout: float = Field(300, gt=0, description="seconds until every engine must be ready")
+    exit_timeout: int = Field(
+        default=30, ge=0, le=MOST_SECONDS, description="seconds that streams in flight get at the end"
+    )
+    restart: int = Field(0, ge=0, description="times in a row that a lost server is started again")
+    hang_timeout: float = Field(  # less than some heartbeats would end engines that are well
+        default=30, ge=1, description="seconds without a sign of life, then it is lost; 1 or more"
+    )
+
+
+class OpenaiOptions(Strict):
+    """Of the OpenAI-compatible API. Without a port there is none."""
+
+    openai_port: int | None = Field(
+        default=None, ge=0, le=MOST_PORT, description="port of an OpenAI-compatible API; none without it"
+    )
+    openai_api_key: tuple[str, ...] = Field(
+        default=(),
+        description="key that callers must send; without it the words of HEMIOLA_OPENAI_API_KEY, which means"
+        " nothing where there is no --openai-port",
+    )
+    openai_max_requests: int = Field(1024, ge=1, description="most at once; more get status 429")
+    openai_max_body: int = Field(16 * 2**20, ge=1, description="most bytes of a body, else status 413")
