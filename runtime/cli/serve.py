@@ -123,7 +123,12 @@ class FrontPlan(NamedTuple):
     @property
     def api_keys(self) -> tuple[str, ...]:
         """The environment's may be there for other servers: alone, it asks for no API."""
-        return self.options.openai_api_key or tuple(os.environ.get(API_KEY, "").split())
+        found = os.environ.get(API_KEY)
+        if self.options.openai_api_key or found is None:
+            return self.options.openai_api_key
+        if not found.split():  # a secret that did not arrive would open the API to all
+            raise Refused(f"{API_KEY} is empty, callers would need no key; give one there, or unset it")
+        return tuple(found.split())
 
     def front(self, server: Server) -> "Front | None":
         asked = self.options

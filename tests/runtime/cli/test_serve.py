@@ -16,7 +16,9 @@ import typer
 from hemiola.runtime.cli import serve
 from hemiola.runtime.cli.options import spelled
 from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving import launcher
+from hemiola.runtime.serving.options import OpenaiOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = "HEMIOLA_OPENAI_API_KEY"
@@ -143,6 +145,13 @@ def test_a_key_in_the_environment_is_for_the_openai_port_and_breaks_no_server_wi
     assert [front.options.openai_port for front in fronts] == [None, 0, 0]
     monkeypatch.setenv("COLUMNS", "200")
     assert KEY in hemiola("serve", "--help").out
+
+
+def test_a_secret_that_did_not_arrive_does_not_open_the_api_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, " ")
+    plan = serve.FrontPlan(OpenaiOptions(openai_port=0), {}, 1)
+    with pytest.raises(Refused, match=f"{KEY} is empty, callers would need no key; give one there, or unset"):
+        _ = plan.api_keys
 
 
 @pytest.mark.parametrize(
