@@ -43,15 +43,11 @@ def pick(target: str, arch: str) -> tuple[Target, tuple[str, ...]]:
         )
     found, archs = TARGETS[target], tuple(dict.fromkeys(known.split(arch)))
     for name in archs or [arch]:
-        if name == "cpu" and name not in found.archs:
-            raise Refused(
-                f"--arch cpu, which is meant where none is given, is not supported by --target {target}, only"
-                f" {', '.join(found.archs)}; pass --arch with what it is to run on, for instance --arch sm_89"
-            )
         if name not in found.archs:
+            default = ", which is meant where none is given," if arch == "cpu" else ""
             raise Refused(
-                f"--arch {name} is not supported by --target {target}, only {', '.join(found.archs)};"
-                " use one of these"
+                f"--arch {name}{default} is not supported by --target {target}, only"
+                f" {', '.join(found.archs)}; pass --arch with some of these"
             )
     if len({known.ARCHS[name].device for name in archs}) > 1:
         raise Refused(

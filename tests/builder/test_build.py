@@ -368,7 +368,7 @@ OPTIONS = {
     "target for GPUs": (
         "--target tensorrt",
         "--arch cpu, which is meant where none is given, is not supported by --target tensorrt, only sm_80",
-        "pass --arch with what it is to run on, for instance --arch sm_89",
+        "pass --arch with some of these",
     ),
     "arch": ("--arch sm_70", "--arch sm_70 is not supported by --target torch, only cpu, sm_80"),
     "dtype of the CPU": (
