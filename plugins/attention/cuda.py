@@ -57,9 +57,10 @@ def choose(
     pieces, and has it where the average row is no prompt. With pages of 8 bits a layer's tiles stay on one
     side of the 64 rows from which wgmma takes over: it adds widened numbers in another order.
     """
-    wanted = max(pow2(-(-num_tokens // max(num_rows, 1)) * per_group), 16)
+    average = cdiv(num_tokens, max(num_rows, 1)) * per_group
+    wanted = max(pow2(average), 16)
     if prompts and wanted > 64 and num_tokens * per_group > PROMPT:
-        if -(-num_tokens // num_rows) * per_group <= PROMPT:
+        if average <= PROMPT:
             return choose(num_tokens, num_rows, per_group, depth, narrow, gpu)._replace(prompts=True)
         drafted = num_rows * max(min(DRAFTED, 64 // per_group), 1)
         return choose(drafted, num_rows, per_group, depth, narrow, gpu)._replace(prompts=True)
