@@ -16,7 +16,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +69,7 @@ HAZARD = re.compile(
 TOLD = "warps of {} are told from {} on"  # what a test's process says of a kernel
 TOLD_AS = re.compile("^" + TOLD.format(r"(\w+)", r"(\d+)") + "$", re.MULTILINE)
 LAUNCHED = "launched: "
+running: set[subprocess.Popen[str]] = set()  # each a group of its own, which no signal reaches but ours
 
 
 class Found(NamedTuple):
@@ -97,29 +100,27 @@ def check(part: str, tool: str, until: float) -> Found:
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
+    running.add(process)
     try:
         said, _ = process.communicate(timeout=max(until - time.monotonic(), 1))
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the tests, too, which are the tool's child
+        end(process)
         said, _ = process.communicate()
+    running.remove(process)
     return read(part, tool, said, process.returncode, time.monotonic() - start)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """And the tests, which are the tool's child."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def read(part: str, tool: str, said: str, status: int, seconds: float) -> Found:
     """What a tool and its tests said."""
     told = {(kernel, RESERVED + int(begin)) for kernel, begin in TOLD_AS.findall(said)}
-    tritons = 0
-
-    def other(match: re.Match[str]) -> str:
-        """Nothing, if a warp looks at its own byte, which one of those wrote that tell."""
-        nonlocal tritons
-        address, writer, reader = int(match[1], 16), int(match[2]), int(match[3])
-        own = (match[4], address - reader // WARP + DEFAULT_WARPS)
-        is_tritons = own in told and writer < DEFAULT_WARPS * WARP <= reader and reader % WARP == 0
-        tritons += is_tritons
-        return "" if is_tritons else match[0]
-
-    rest = HAZARD.sub(other, said)
+    tritons = sum(is_tritons(hazard, told) for hazard in HAZARD.finditer(said))
+    rest = HAZARD.sub(lambda hazard: "" if is_tritons(hazard, told) else hazard[0], said)
     counts = re.findall(r"^=+ ERROR SUMMARY: (\d+) errors?", said, re.MULTILINE)
     counts += [
         int(errors) + int(warnings)
@@ -139,10 +140,24 @@ def read(part: str, tool: str, said: str, status: int, seconds: float) -> Found:
     )  # fmt: skip
 
 
+def is_tritons(hazard: re.Match[str], told: Collection[tuple[str, int]]) -> bool:
+    """A warp looks at its own byte, which one of those wrote that tell."""
+    address, writer, reader = int(hazard[1], 16), int(hazard[2]), int(hazard[3])
+    first = address - reader // WARP + DEFAULT_WARPS
+    apart = writer < DEFAULT_WARPS * WARP <= reader and reader % WARP == 0
+    return apart and (hazard[4], first) in told
+
+
 def all_kernels() -> frozenset[str]:
     made = re.compile(r'Kernel\("([\w.]+)", "(\w+)"\)')
     texts = [path.read_text() for path in (ROOT / "plugins").rglob("cuda.py")]
     return frozenset(f"{op}.{entry}" for text in texts for op, entry in made.findall(text))
+
+
+def row(one: Found) -> str:
+    errors = "?" if one.errors is None else one.errors
+    cells = (one.part, one.tool, errors, one.tritons, one.tests, f"{one.seconds:.0f}", one.first)
+    return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
 
 
 def main() -> None:
@@ -163,11 +178,16 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     found = []
     with ThreadPoolExecutor(asked.processes) as pool:
-        for done in as_completed([pool.submit(check, part, tool, until) for part in parts for tool in TOOLS]):
-            found.append(one := done.result())
-            errors = "?" if one.errors is None else one.errors
-            line = (one.part, one.tool, errors, one.tritons, one.tests, f"{one.seconds:.0f}", one.first)
-            print(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |", flush=True)
+        checks = [pool.submit(check, part, tool, until) for part in parts for tool in TOOLS]
+        try:
+            for done in as_completed(checks):
+                found.append(done.result())
+                print(row(found[-1]), flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                end(process)
+            raise
     wrong = [f"{one.part} under {one.tool}" for one in found if one.errors != 0]
     if any(one.tritons for one in found) and not any(one.tritons for one in found if one.part == "control"):
         wrong.append("hazards that the control does not show")

@@ -4,7 +4,10 @@ import json
 import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,3 +196,35 @@ def test_all_parts_all_tools_and_all_kernels_decide(
     assert ended.value.code == bool(wrong)
     assert text.splitlines()[-1].startswith(f"* wrong: {wrong}" if wrong else "* all clean")
     assert text.count("\n| ") == 3 * len(sanitize.PARTS), text
+
+
+SLEEPS = """\
+#!/bin/sh
+sleep 100 &
+echo $! > {folder}/$!
+wait
+"""
+ALONE = (
+    "import runpy, torch; torch.cuda.is_available = lambda: True; runpy.run_path({!r}, run_name='__main__')"
+)
+
+
+@pytest.mark.parametrize("seconds", [5, 90], ids=["out of time", "interrupted"])
+def test_no_tests_outlive_the_script(seconds: int, tmp_path: Path) -> None:
+    """They are the tool's children, and would keep the GPU."""
+    (tmp_path / "compute-sanitizer").write_text(SLEEPS.format(folder=tmp_path))
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    code = ALONE.format(str(ROOT / "scripts/gpu_sanitize.py"))
+    options = ["--parts", "clock,control", "--processes", "6", "--seconds", str(seconds)]
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    script = subprocess.Popen(
+        [sys.executable, "-c", code, *options], env=environment, stderr=subprocess.DEVNULL
+    )
+    while len(pids := [path.name for path in tmp_path.glob("[0-9]*") if path.read_text()]) < 6:
+        assert script.poll() is None
+        time.sleep(0.01)
+    if seconds == 90:
+        script.send_signal(signal.SIGINT)
+    assert script.wait(60)
+    states = [Path(f"/proc/{pid}/stat") for pid in pids]
+    assert all(not state.exists() or ") Z " in state.read_text() for state in states)
