@@ -15,7 +15,8 @@ those that stages took on 2026-11-22, or (~) what their parts let expect:
         numbers 22, prompts 26 (496 of 558)
     --minutes 9.3 with .lease/vllm2: storms 134 (the bundle is installed beside them), vllm 255,
         many rows ~90 (479 of 558)
-    --minutes 7.5 alone: more models ~90, sanitizer ~120, fewer ids 45, adaptive 72, more rows 39 (366 of 450)
+    --minutes 7.5 alone: more models ~90, fewer ids 45, adaptive 72, more rows 39 (246 of 450)
+    --minutes 4.5 --only look,sanitizer with .lease/base, .lease/sanitizer (18 MiB)
     --minutes 2.7 --only look,serve with .lease/triton (30 MiB: nothing else fits): 4, 52, on any machine,
         fresh or not; with --minutes 4.2 --only look,serve,commands 77 more
 
@@ -42,7 +43,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 LEASE = ROOT / ".lease"  # what scripts/gpu_prepare.sh made, and the calls carry
 KEPT = Path("/tmp/gpu_session")  # of this machine, for later calls
-SITE, ENGINES, VLLM, TRITON = (KEPT / name for name in ("site", "engines", "vllm", "triton"))
+SITE, ENGINES, VLLM, TRITON, TOOL = (KEPT / name for name in ("site", "engines", "vllm", "triton", "tool"))
 ENOUGH = 0.6  # of its time; with less left no stage begins, but one behind it may
 PATIENCE = 12  # seconds in which an interrupted stage may say what it has
 ONE_BY_ONE = "-m pytest -v --tb=short -p no:cacheprovider"
@@ -73,7 +74,7 @@ STAGES = (
     Stage("look", 30, "python3 scripts/gpu_look.py", True),
     Stage("engines", 200, f"{PYTEST} tests/gpu --ignore tests/gpu/test_tensorrt.py -m 'not more'"),
     Stage("kernels", 170, f"{PYTEST} tests/plugins/*/test_triton.py"
-          " tests/plugins/gpu/test_{clock,ledger,overlap,step,warps}.py"),
+          " tests/plugins/gpu/test_{clock,ledger,overlap,step}.py"),
     Stage("matrix", 260, f"TEST_DEVICE=cuda {PYTEST} tests/runtime/engine/test_matrix*.py"
           " tests/runtime/engine/test_reports.py tests/runtime/engine/test_engine_storms.py"
           " tests/runtime/engine/drafts/test_reduced_head.py"),
@@ -86,7 +87,8 @@ STAGES = (
     Stage("many rows", 120, f"{MODELS} --models 9b --rows 8,256", True),
     Stage("more models", 200, f"{MODELS} --models 30b --rows 1,8,64; {MODELS} --models nano --rows 1,64,256",
           True),
-    Stage("sanitizer", 170, "python3 scripts/gpu_sanitize.py --seconds $((STAGE_SECONDS - 8))"),
+    Stage("sanitizer", 260, f"PATH={TOOL}/nvidia/cu13/bin:$PATH"
+          " python3 scripts/gpu_sanitize.py --seconds $((STAGE_SECONDS - 8))"),
     Stage("fewer ids", 120, f"{MODELS} --models 9b/32k,0.8b/32k --rows 1,64 --drafts none,mtp", True),
     Stage("adaptive", 90, f"{MODELS} --models 9b,0.8b --rows 1,64 --drafts none,adaptive", True),
     Stage("serve", 140, f"{SERVE} --timeout 100 tests/gpu/test_serving.py", needs=TRITON / "bin/python3"),
@@ -180,10 +182,11 @@ def is_open(stage: Stage) -> bool:
 
 def settle() -> None:
     """Unpack what came along; a bundle comes in parts, one a call."""
-    wheels = sorted((LEASE / "base/whl").glob("*.whl"))
-    if wheels and not SITE.exists():
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
-        subprocess.run([*pip, "--target", str(SITE), *map(str, wheels)], check=True)
+    for folder, site in ((LEASE / "base/whl", SITE), (LEASE / "sanitizer", TOOL)):
+        wheels = sorted(folder.glob("*.whl"))
+        if wheels and not site.exists():
+            pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
+            subprocess.run([*pip, "--target", str(site), *map(str, wheels)], check=True)
     for part in sorted(LEASE.glob("vllm*")):
         shutil.copytree(part, VLLM, dirs_exist_ok=True)
     parts = sorted(VLLM.glob("site.tar.xz.*"))

@@ -305,3 +305,14 @@ def test_a_prompt_among_many_rows_has_the_same_bits_from_both_kernels(
     torch.manual_seed(0)
     check_prompts(PROMPTS[case], MANY, (*OTHERS, None))
     check_prompts(PROMPTS[case], [(640, 3, 1)], (*OTHERS, None))
+
+
+@pytest.mark.skipif(not SM_90, reason="needs sm_90")
+@pytest.mark.parametrize("case", ["no groups", "depth 128, from 1 on"])
+def test_few_programs_go_from_item_to_item(
+    case: str, poisoned_empty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of long prompts do; as many as compute-sanitizer can watch (scripts/gpu_sanitize.py)."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(kernels(), "_multiprocessors", lambda device: 3)
+    check_prompts(PROMPTS[case], [(300, 3, 1), (1, 200, 2), (150, 70, 3)])

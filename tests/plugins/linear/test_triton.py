@@ -7,6 +7,7 @@ from kit.ops import rel_error
 pytest.importorskip("triton")
 
 from hemiola.plugins.gpu.tiles import FALLBACK, Tile, table_of
+from hemiola.plugins.linear import cuda
 from hemiola.plugins.linear.cuda import best, fused, linear
 from tests.gpu.laws import (
     DEVICE,
@@ -135,11 +136,16 @@ def test_a_row_is_alone_in_gluon(tile: Tile) -> None:
 
 
 @needs_gluon
-def test_numbers_that_are_none_end_where_tritons_do() -> None:
-    x, weight, _ = make(192, 128, 200)
+def test_numbers_that_are_none_end_where_tritons_do(
+    poisoned_empty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two programs, which go from tile to tile: also for compute-sanitizer (scripts/gpu_sanitize.py)."""
+    gpu = cuda.gpu_of(torch.device(DEVICE))
+    monkeypatch.setattr(cuda, "gpu_of", lambda device: gpu._replace(multiprocessors=2))
+    x, weight, _ = make(320, 128, 200)
     x[3, 5], x[7, 0], x[130], weight[100] = torch.inf, torch.nan, 0.0, 0.0
     residual = -fused(x, weight, tile=FALLBACK)
-    for activation, added in (("none", residual), ("relu2", None), ("swiglu", residual[:, :96])):
+    for activation, added in (("none", residual), ("relu2", None), ("swiglu", residual[:, :160])):
         wanted = fused(x, weight, None, added, activation, FALLBACK)
         for tile in GLUON:
             y = fused(x, weight, None, added, activation, tile)
