@@ -15,8 +15,8 @@ those that stages took on 2026-11-22, or (~) what their parts let expect:
         numbers 22, prompts 26 (496 of 558)
     --minutes 9.3 with .lease/vllm2: storms 134 (the bundle is installed beside them), vllm 255,
         many rows ~90 (479 of 558)
-    --minutes 7.5 alone: more models ~90, fewer ids 45, adaptive 72, more rows 39 (246 of 450)
-    --minutes 4.5 --only look,sanitizer with .lease/base, .lease/sanitizer (18 MiB)
+    --minutes 7.5 with .lease/sanitizer: more models ~90, sanitizer 184, fewer ids 45, adaptive 72,
+        more rows 39 (430 of 450)
     --minutes 2.7 --only look,serve with .lease/triton (30 MiB: nothing else fits): 4, 52, on any machine,
         fresh or not; with --minutes 4.2 --only look,serve,commands 77 more
 
@@ -88,7 +88,7 @@ STAGES = (
     Stage("more models", 200, f"{MODELS} --models 30b --rows 1,8,64; {MODELS} --models nano --rows 1,64,256",
           True),
     Stage("sanitizer", 260, f"PATH={TOOL}/nvidia/cu13/bin:$PATH"
-          " python3 scripts/gpu_sanitize.py --seconds $((STAGE_SECONDS - 8))"),
+          " python3 scripts/gpu_sanitize.py --seconds $((STAGE_SECONDS - 8))", needs=TOOL / "nvidia"),
     Stage("fewer ids", 120, f"{MODELS} --models 9b/32k,0.8b/32k --rows 1,64 --drafts none,mtp", True),
     Stage("adaptive", 90, f"{MODELS} --models 9b,0.8b --rows 1,64 --drafts none,adaptive", True),
     Stage("serve", 140, f"{SERVE} --timeout 100 tests/gpu/test_serving.py", needs=TRITON / "bin/python3"),
