@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hemiola.plugins.gpu.launch import Kernel
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -61,6 +63,13 @@ def test_hazards_that_were_not_shown_count(sanitize: SimpleNamespace) -> None:
     """Of 1,373 the tool shows 100."""
     said = CLEAN + HAZARD * 100 + SUMMARY.format(100, 1373, 0)
     assert sanitize.read("attention", "racecheck", said, 0, 1.0).errors == 1373
+    shown = (
+        CLEAN + "========= Uninitialized __global__ memory read of size 8 bytes\n========= ERROR SUMMARY: "
+    )
+    shown += (
+        "380160 errors\n========= ERROR SUMMARY: 380060 errors were not printed. Use --print-limit option\n"
+    )
+    assert sanitize.read("linear", "initcheck", shown, 0, 1.0).errors == 380160
 
 
 @pytest.mark.parametrize(
@@ -73,6 +82,17 @@ def test_hazards_that_were_not_shown_count(sanitize: SimpleNamespace) -> None:
         ("a null was passed to free()\n========= ERROR SUMMARY: 0 errors\n", 0),
         (CLEAN + "========= Internal Sanitizer Error: -\n========= ERROR SUMMARY: 0 errors\n", 0),
         (CLEAN.replace("1 passed, 81", "82") + "========= ERROR SUMMARY: 0 errors\n", 5),
+        (CLEAN.replace("passed", "passed, 3 skipped") + "========= ERROR SUMMARY: 0 errors\n", 0),
+        (CLEAN + 2 * "========= ERROR SUMMARY: 0 errors\n", 0),
+        (CLEAN + SUMMARY.format(0, 0, 0), 0),  # another tool's
+        *(
+            (f"========= {lost}\n{CLEAN}========= ERROR SUMMARY: 0 errors\n", 0)
+            for lost in (
+                "Warning: Detected overflow of tracked cuda::barrier structures. Results might be incorrect.",
+                "Detected a failure to track a kernel launch. Future records might be incomplete",
+                "Error: process didn't terminate successfully",
+            )
+        ),
     ],
 )
 def test_what_did_not_come_to_a_good_end_is_not_clean(
@@ -88,7 +108,11 @@ import json, os, sys
 said = json.loads(os.environ["SAID"])
 if sys.argv[1] == "--version":
     sys.exit(print("Version", said["version"]))
+words = " ".join(sys.argv)
+assert " -p gpu_sanitize " in words and os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
 tool, tests = sys.argv[2], sys.argv[sys.argv.index("-k") + 1]
+asked = {{"memcheck": "--report-api-errors no", "racecheck": "--racecheck-report hazard"}}
+assert asked.get(tool, "") in words
 print(said.get(f"{{tool}} {{tests}}") or said[tool])
 """
 RACE = HAZARD + SUMMARY.format(1, 1, 0)
@@ -99,9 +123,9 @@ NO_RACE = SUMMARY.format(0, 0, 0)
     ("racing", "unseen", "wrong"),
     [
         ({}, "", ""),
-        ({"delta": RACE}, "", "delta under racecheck"),
+        ({"moe": RACE}, "", "moe under racecheck"),
         ({"moe": f"========= Internal Sanitizer Error: -\n{NO_RACE}"}, "", "moe under racecheck"),
-        ({}, "linear._dense", "no test of linear._dense under memcheck"),
+        ({}, "linear._dense", "no test of linear._dense under initcheck"),
     ],
     ids=["clean", "a race", "no end", "a kernel without a test"],
 )
@@ -114,10 +138,11 @@ def test_all_parts_all_tools_and_all_kernels_decide(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    launched = sorted(sanitize.all_kernels() - {unseen})
-    clean = CLEAN.replace("attention._attend attention._prompt", " ".join(launched))
+    launched = " ".join(sanitize.all_kernels())
+    clean = CLEAN.replace("attention._attend attention._prompt", launched)
     said = {tool: clean + "========= ERROR SUMMARY: 0 errors\n" for tool in sanitize.TOOLS}
-    said |= {"version": "2026.4.0.0 (build 39022338)", "racecheck": clean + NO_RACE}
+    said |= {"version": "2026.10.0.0 (build 39022338)", "racecheck": clean + NO_RACE}
+    said["initcheck"] = said["initcheck"].replace(f" {unseen}", "") if unseen else said["initcheck"]
     said |= {f"racecheck {sanitize.PARTS[part][1]}": clean + race for part, race in racing.items()}
     (tmp_path / "compute-sanitizer").write_text(TOOL.format(python=sys.executable))
     (tmp_path / "compute-sanitizer").chmod(0o755)
@@ -129,11 +154,24 @@ def test_all_parts_all_tools_and_all_kernels_decide(
         sanitize.main()
     text = capsys.readouterr().out
     assert ended.value.code == bool(wrong)
-    assert text.splitlines()[-1].startswith(f"* wrong: {wrong}" if wrong else "* all clean")
+    assert text.splitlines()[-1] == (f"* wrong: {wrong}" if wrong else "* all clean")
+    assert (HAZARD in text) == (RACE in racing.values())
     assert text.count("\n| ") == len(sanitize.TOOLS) * len(sanitize.PARTS), text
 
 
-@pytest.mark.parametrize("version", ["2025.3.1.0 (build 36400806)", None])
+def test_kernels_that_were_not_launched_are_not_said_to_be(
+    sanitize: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen, unseen = Kernel("some", "_seen"), Kernel("some", "_unseen")
+    seen.binaries["one"] = SimpleNamespace()
+    module = SimpleNamespace(_seen=seen, _unseen=unseen)
+    monkeypatch.setitem(sys.modules, "hemiola.plugins.some.cuda", module)
+    sanitize.pytest_sessionfinish()
+    said = capsys.readouterr().out
+    assert said.startswith("\nlaunched: ") and "some._seen" in said and "some._unseen" not in said
+
+
+@pytest.mark.parametrize("version", ["2025.3.1.0 (build 36400806)", "2026.0.1", "2025.10.0.0", "?", None])
 def test_a_tool_that_is_too_old_is_refused(
     sanitize: SimpleNamespace, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +183,7 @@ def test_a_tool_that_is_too_old_is_refused(
     monkeypatch.setenv("SAID", json.dumps({"version": version}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sys, "argv", ["gpu_sanitize.py"])
-    found = "2025.3" if version else "none"
+    found = ".".join(version.split(".")[:2]) if version and version != "?" else "none that says its version"
     with pytest.raises(SystemExit, match=f"2026.1 or newer is needed .* found {found}: pip install"):
         sanitize.main()
 

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -35,7 +36,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     for name, value in {"KEPT": tmp_path / "kept", "LEASE": tmp_path / "lease", "PATIENCE": 0.2}.items():
         monkeypatch.setattr(module, name, value)
-    for name in ("SITE", "ENGINES", "VLLM", "TRITON"):
+    for name in ("SITE", "ENGINES", "VLLM", "TRITON", "TOOL"):
         monkeypatch.setattr(module, name, tmp_path / "kept" / name.lower())
     return module
 
@@ -147,6 +148,27 @@ def test_a_bundle_comes_in_two_calls(session: ModuleType) -> None:
         (folder / f"site.tar.xz.0{int(part) - 1}").write_text(text)
         session.settle()
     assert (session.VLLM / "site.tar.xz").read_text() == "begun"
+
+
+def test_a_tool_that_came_along_is_installed_once(session: ModuleType) -> None:
+    """And the sanitizer waits for it: the machine's own is too old."""
+    wheel = session.LEASE / "sanitizer/tool-1-py3-none-any.whl"
+    wheel.parent.mkdir(parents=True)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("nvidia/cu13/bin/compute-sanitizer", "")
+        archive.writestr("tool-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: tool\nVersion: 1\n")
+        archive.writestr(
+            "tool-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("tool-1.dist-info/RECORD", "")
+    stage = next(stage for stage in session.STAGES if stage.name == "sanitizer")
+    assert stage.needs and f"PATH={stage.needs}/cu13/bin:$PATH " in stage.command
+    tool = session.KEPT / stage.needs.relative_to("/tmp/gpu_session") / "cu13/bin/compute-sanitizer"
+    session.settle()
+    assert tool.exists()
+    tool.write_text("kept")
+    session.settle()
+    assert tool.read_text() == "kept"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
