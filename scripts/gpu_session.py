@@ -15,8 +15,8 @@ those that stages took on 2026-11-22, or (~) what their parts let expect:
         numbers 22, prompts 26 (496 of 558)
     --minutes 9.3 with .lease/vllm2: storms 134 (the bundle is installed beside them), vllm 255,
         many rows ~90 (479 of 558)
-    --minutes 7.5 with .lease/sanitizer: more models ~90, sanitizer 184, fewer ids 45, adaptive 72,
-        more rows 39 (430 of 450)
+    --minutes 7.7 with .lease/sanitizer: more models ~90, sanitizer 184, fewer ids 45, adaptive 72,
+        more rows 39 (430 of 462)
     --minutes 2.7 --only look,serve with .lease/triton (30 MiB: nothing else fits): 4, 52, on any machine,
         fresh or not; with --minutes 4.2 --only look,serve,commands 77 more
 
