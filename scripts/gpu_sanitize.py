@@ -16,12 +16,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
+
+from hemiola.plugins.gpu.launch import Kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST = (2026, 1)
@@ -58,7 +63,7 @@ PARTS = {
     "clock": ("gpu/test_clock.py", "test"),
 }
 LAUNCHED = "launched: "  # what a test's process says of kernels
-WORDS = 3_000  # characters
+WORDS = 6_000  # characters that are shown of what is not clean
 ERRORS = r"ERROR SUMMARY: (\d+) errors?()$"
 RACES = r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)"
 running: set[subprocess.Popen[str]] = set()  # each a group of its own, which no signal reaches but ours
@@ -73,7 +78,7 @@ class Found(NamedTuple):
     seconds: float
     first: str  # what the tool says first
     launched: frozenset[str]
-    words: str  # what there is to read of what is not clean
+    said: str
 
 
 def check(part: str, tool: str, until: float) -> Found:
@@ -123,14 +128,18 @@ def read(part: str, tool: str, said: str, status: int, seconds: float) -> Found:
     return Found(
         part, tool, counts[0] if ended else None, tests[-1] if ended else last,
         seconds, messages[0][:100] if messages else "",
-        frozenset(names[-1].split() if names else ()), f"{said[:WORDS]}\n[...]\n{said[-WORDS:]}",
+        frozenset(names[-1].split() if names else ()), said,
     )  # fmt: skip
 
 
 def all_kernels() -> frozenset[str]:
-    made = re.compile(r'Kernel\("([\w.]+)", "(\w+)"\)')
-    texts = [path.read_text() for path in (ROOT / "plugins").rglob("cuda.py")]
-    return frozenset(f"{op}.{entry}" for text in texts for op, entry in made.findall(text))
+    files = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "plugins").rglob("cuda.py")]
+    modules = [import_module(".".join(("hemiola", *file.parts))) for file in files]
+    return frozenset(kernel.name for kernel in kernels_in(modules))
+
+
+def kernels_in(modules: Iterable[ModuleType]) -> set[Kernel]:
+    return {one for module in modules for one in vars(module).values() if isinstance(one, Kernel)}
 
 
 def version() -> tuple[int, ...]:
@@ -158,10 +167,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_sanitize.py: torch finds no CUDA device here")
     if (there := version()) < OLDEST:
-        oldest, found = (".".join(map(str, numbers)) for numbers in (OLDEST, there))
+        oldest, name = (".".join(map(str, numbers)) for numbers in (OLDEST, there))
         sys.exit(
             f"gpu_sanitize.py: compute-sanitizer {oldest} or newer is needed on the PATH, found"
-            f" {found or 'none that says its version'}: pip install nvidia-cuda-sanitizer-api"
+            f" {name or 'none that says its version'}: pip install nvidia-cuda-sanitizer-api"
         )
     parts = asked.parts.split(",")
     if unknown := set(parts) - set(PARTS):
@@ -184,7 +193,12 @@ def main() -> None:
             raise
     unclean = [one for one in found if one.errors != 0]
     for one in unclean:
-        print(f"\n{one.part} under {one.tool}:\n{one.words}")
+        short = (
+            one.said
+            if len(one.said) <= WORDS
+            else f"{one.said[: WORDS // 2]}\n[...]\n{one.said[-WORDS // 2 :]}"
+        )
+        print(f"\n{one.part} under {one.tool}:\n{short}")
     wrong = [f"{one.part} under {one.tool}" for one in unclean]
     for tool in TOOLS if set(parts) == set(PARTS) else ():
         launched = frozenset[str]().union(*(one.launched for one in found if one.tool == tool))
@@ -198,11 +212,8 @@ def main() -> None:
 
 def pytest_sessionfinish() -> None:
     """Says which kernels have binaries: those that were launched."""
-    from hemiola.plugins.gpu.launch import Kernel
-
     modules = [module for name, module in sys.modules.items() if name.startswith("hemiola.plugins")]
-    kernels = {one for module in modules for one in vars(module).values() if isinstance(one, Kernel)}
-    names = sorted(kernel.name for kernel in kernels if kernel.binaries)
+    names = sorted(kernel.name for kernel in kernels_in(modules) if kernel.binaries)
     print("\n" + LAUNCHED + " ".join(names))
 
 
