@@ -9,18 +9,18 @@ such outputs before.
 """
 
 import argparse
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import NamedTuple
 
@@ -66,8 +66,6 @@ LAUNCHED = "launched: "  # what a test's process says of kernels
 WORDS = 6_000  # characters that are shown of what is not clean
 ERRORS = r"ERROR SUMMARY: (\d+) errors?()$"
 RACES = r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)"
-running: set[subprocess.Popen[str]] = set()  # each a group of its own, which no signal reaches but ours
-stopped = threading.Event()
 
 
 class Found(NamedTuple):
@@ -81,39 +79,74 @@ class Found(NamedTuple):
     said: str
 
 
-def check(part: str, tool: str, until: float) -> Found:
-    """The tests of a part under a tool."""
-    start = time.monotonic()
-    file, tests = PARTS[part]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command = [
-        *("compute-sanitizer", "--tool", tool, "--launch-timeout", "60", *TOOLS[tool], *pytest),
-        *("-p", "gpu_sanitize", "-k", tests, f"tests/plugins/{file}"),
-    ]
-    environment = os.environ | {
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # else a block hides its borders
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]),
-    }
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", start_new_session=True,
-    )  # fmt: skip
-    running.add(process)
-    if stopped.is_set():
-        end(process)
-    try:
-        said, _ = process.communicate(timeout=max(until - time.monotonic(), 1))
-    except subprocess.TimeoutExpired:
-        end(process)
-        said, _ = process.communicate()
-    running.remove(process)
-    return read(part, tool, said, process.returncode, time.monotonic() - start)
+class Check:
+    """The tests of a part under a tool: a group of processes, which no signal reaches but ours."""
+
+    def __init__(self, part: str, tool: str, folder: Path) -> None:
+        self.part, self.tool, self.start = part, tool, time.monotonic()
+        self.said = folder / f"{part}-{tool}"
+        file, tests = PARTS[part]
+        pytest = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-s",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+        ]
+        command = [
+            *("compute-sanitizer", "--tool", tool, "--launch-timeout", "60", *TOOLS[tool], *pytest),
+            *("-p", "gpu_sanitize", "-k", tests, f"tests/plugins/{file}"),
+        ]
+        environment = os.environ | {
+            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # else a block hides its borders
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]),
+        }
+        with self.said.open("wb") as said:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def is_over(self) -> bool:
+        """Asked so that the process stays a zombie, and the name of its group its own."""
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def end(self) -> Found:
+        """And the tests, which are the tool's children and may outlive it."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        status, seconds = self.process.wait(), time.monotonic() - self.start
+        return read(self.part, self.tool, self.said.read_text(errors="replace"), status, seconds)
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """And the tests, which are the tool's child."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def run(checks: Iterable[tuple[str, str]], processes: int, until: float) -> Iterator[Found]:
+    """Raises SystemExit when a signal asks for the end. However it ends, no check goes on."""
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # a script's background job is deaf to the first
+        signal.signal(number, lambda number, frame: asked.append(number))
+    waiting, running = deque(checks), list[Check]()
+    with TemporaryDirectory() as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < processes:
+                    running.append(Check(*waiting.popleft(), Path(folder)))
+                for one in [one for one in running if time.monotonic() > until or one.is_over()]:
+                    running.remove(one)
+                    yield one.end()
+                if asked:
+                    sys.exit(128 + asked[0])
+                time.sleep(0.05)
+        finally:
+            for one in running:
+                one.end()
 
 
 def read(part: str, tool: str, said: str, status: int, seconds: float) -> Found:
@@ -179,18 +212,9 @@ def main() -> None:
     print("| part | tool | errors | tests | seconds | first |")
     print("|---|---|---|---|---|---|")
     found = []
-    with ThreadPoolExecutor(asked.processes) as pool:
-        try:
-            checks = [pool.submit(check, part, tool, until) for part in parts for tool in TOOLS]
-            for done in as_completed(checks):
-                found.append(done.result())
-                print(row(found[-1]), flush=True)
-        except KeyboardInterrupt:
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(running):
-                end(process)
-            raise
+    for one in run(itertools.product(parts, TOOLS), asked.processes, until):
+        found.append(one)
+        print(row(one), flush=True)
     unclean = [one for one in found if one.errors != 0]
     for one in unclean:
         short = (

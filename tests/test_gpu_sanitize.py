@@ -192,29 +192,47 @@ SLEEPS = """\
 [ "$1" = --version ] && exec echo Version 2026.4.0.0
 sleep 100 &
 echo $! > {folder}/$!
-wait
+{then}
 """
-ALONE = (
-    "import runpy, torch; torch.cuda.is_available = lambda: True; runpy.run_path({!r}, run_name='__main__')"
+ALONE = """
+import runpy, signal, torch
+torch.cuda.is_available = lambda: True
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a background job of a script begins
+runpy.run_path({!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "word", "then"),
+    [
+        ("5", None, "wait"),
+        ("90", signal.SIGINT, "wait"),
+        ("90", signal.SIGTERM, "wait"),
+        ("90", None, "kill -SEGV $$"),
+    ],
+    ids=["out of time", "interrupted", "ended", "a tool died"],
 )
-
-
-@pytest.mark.parametrize("seconds", [5, 90], ids=["out of time", "interrupted"])
-def test_no_tests_outlive_the_script(seconds: int, tmp_path: Path) -> None:
+def test_no_tests_outlive_the_script(
+    seconds: str, word: signal.Signals | None, then: str, tmp_path: Path
+) -> None:
     """They are the tool's children, and would keep the GPU."""
-    (tmp_path / "compute-sanitizer").write_text(SLEEPS.format(folder=tmp_path))
+
+    def pids() -> list[str]:
+        return [path.name for path in tmp_path.glob("[0-9]*") if path.read_text()]
+
+    (tmp_path / "compute-sanitizer").write_text(SLEEPS.format(folder=tmp_path, then=then))
     (tmp_path / "compute-sanitizer").chmod(0o755)
     code = ALONE.format(str(ROOT / "scripts/gpu_sanitize.py"))
-    options = ["--parts", "clock", "--processes", "4", "--seconds", str(seconds)]
+    options = ["--parts", "clock", "--processes", "4", "--seconds", seconds]
     environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     script = subprocess.Popen(
         [sys.executable, "-c", code, *options], env=environment, stderr=subprocess.DEVNULL
     )
-    while len(pids := [path.name for path in tmp_path.glob("[0-9]*") if path.read_text()]) < 4:
-        assert script.poll() is None
+    while len(pids()) < 4:
+        assert script.poll() is None or len(pids()) == 4
         time.sleep(0.01)
-    if seconds == 90:
-        script.send_signal(signal.SIGINT)
-    assert script.wait(60)
-    states = [Path(f"/proc/{pid}/stat") for pid in pids]
+    if word:
+        script.send_signal(word)
+    assert script.wait(60) == (128 + word if word else 1)
+    states = [Path(f"/proc/{pid}/stat") for pid in pids()]
     assert all(not state.exists() or ") Z " in state.read_text() for state in states)
