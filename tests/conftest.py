@@ -27,6 +27,10 @@ torch.set_num_threads(1)  # the models are tiny, and threads that wait for a bus
 _traces = logging.getLogger("torch.__trace")
 _traces.handlers.clear()  # with one, a tenth of torch.export is to write its traces down, for nobody
 _traces.addHandler = lambda hdlr: None  # as pytest does for each test
+os.environ["COLUMNS"] = "80"  # of tables that commands print, also where the tests run in a narrow window
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = (
+    "127.0.0.1,localhost"  # else tests ask one for their servers
+)
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its threads would write about one test into the next
 
 # A busy machine fails no example. Every run tries others, and its header has the seed that repeats them; but

@@ -12,6 +12,7 @@ from hemiola.runtime.serving.packing import (
     READY_TIMEOUT_S,
     Chat,
     cancellation,
+    channel_options,
     pack,
     pb2,
     read_output,
@@ -30,7 +31,7 @@ class AsyncClient:
         self.url = url
         self.model = model
         self.retries = retries
-        self._wire = Wire(url)
+        self._wire = Wire(url, channel_options(url))
 
     async def check(self) -> None:
         """Refuses a server, or a model, that is not there."""

@@ -12,12 +12,12 @@ from hemiola.runtime.errors import Busy, Lost, Refused
 from hemiola.runtime.serving.packing import (
     CANCEL,
     CANCEL_TIMEOUT_S,
-    CHANNEL,
     MAX_IN_FLIGHT,
     READY_TIMEOUT_S,
     Chat,
     Message,
     cancellation,
+    channel_options,
     pack,
     pb2,
     read_output,
@@ -43,7 +43,7 @@ class Client:
         self.url = url
         self.model = model
         self.retries = retries
-        self._channel = grpc.insecure_channel(url, options=CHANNEL)
+        self._channel = grpc.insecure_channel(url, options=channel_options(url))
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._calls: WeakSet[Exchange] = WeakSet()  # for close
         try:

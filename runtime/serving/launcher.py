@@ -42,6 +42,7 @@ RECOVERED_S = 600  # of service, after which restarts are counted from 0 again
 MOST_WAIT_S = 60
 PORT_TRIES = 3
 READ_S = 10.0  # for the rest of what it said to be read
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own server is behind no proxy
 # Asks the kernel to kill the server if we end without stopping it, and becomes the server.
 LAUNCH = """
 import ctypes, os, signal, sys
@@ -280,7 +281,7 @@ class Server:
 
     def _answers(self, url: str) -> bool:
         try:
-            with urllib.request.urlopen(url, timeout=1) as answer:
+            with DIRECT.open(url, timeout=1) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False

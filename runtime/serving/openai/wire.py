@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -14,7 +14,6 @@ from hemiola.runtime.errors import Lost
 from hemiola.runtime.serving.packing import (
     CANCEL,
     CANCEL_TIMEOUT_S,
-    CHANNEL,
     cancellation,
     pack,
     pb2,
@@ -44,10 +43,10 @@ Listener = Callable[[Found], Awaitable[None]]
 
 
 class Wire:
-    """A running tritonserver. To be made, used and closed within one event loop."""
+    """A running tritonserver; `options` are its channel's. To be made, used and closed in one event loop."""
 
-    def __init__(self, url: str) -> None:
-        self._channel = aio.insecure_channel(url, options=CHANNEL)
+    def __init__(self, url: str, options: Sequence[tuple[str, int]]) -> None:
+        self._channel = aio.insecure_channel(url, options=options)
         self.stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._exchanges: set[AsyncExchange] = set()  # asyncio keeps no task alive by itself
 

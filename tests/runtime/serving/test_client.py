@@ -1,5 +1,6 @@
 """The client against a gRPC server in this process, which sees what Triton would see."""
 
+import asyncio
 import gc
 import json
 import struct
@@ -210,6 +211,25 @@ def test_a_server_that_was_away_is_looked_for_every_second(
     with pytest.raises(ConnectionError):
         AsyncClient(url) if "aio" in where else Client(url)
     assert asked["grpc.max_reconnect_backoff_ms"] <= 1000
+
+
+@pytest.mark.parametrize("kind", ["client", "async"])
+def test_no_proxy_is_asked_for_a_server_on_this_machine(
+    url: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """With `http_proxy` no server answered."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+
+    async def ask() -> None:
+        async with AsyncClient(url) as client:
+            await client.check()
+
+    if kind == "client":
+        Client(url).close()
+    else:
+        asyncio.run(ask())
 
 
 def test_no_server_and_no_model_are_refused_with_a_way_out(url: str) -> None:

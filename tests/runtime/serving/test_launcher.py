@@ -5,7 +5,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +53,16 @@ def test_every_interface_is_reached_by_loopback() -> None:
     server.ports = SimpleNamespace(http=1, grpc=2, metrics=3)
     assert (server.http_url, server.grpc_url) == ("http://127.0.0.1:1", "127.0.0.1:2")
     assert server.metrics_url == "http://127.0.0.1:3/metrics"
+
+
+def test_its_own_server_is_not_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `http_proxy` it was never ready."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as there:
+        Thread(target=there.handle_request).start()
+        assert Server({})._answers(f"http://127.0.0.1:{there.server_port}")
 
 
 def test_a_broken_engine_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ from openai import APIError, APIStatusError, AsyncOpenAI, AuthenticationError, O
 from hemiola.runtime.api import Logprob, Piece
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai import app
+from hemiola.runtime.serving.openai.app import FrontLimits
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
+from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.wire import Answers
 
 USER = [{"role": "user", "content": "hi"}]
@@ -453,6 +455,24 @@ def test_a_connection_that_stalls_is_held_for_ever(
                 slow.sendall(drip)
         assert time.monotonic() < end, "it is still open"
     assert re.findall(rb"^HTTP/1.1 (\d+)", said, re.MULTILINE)[: len(answers)] == answers
+
+
+def test_its_own_tritonserver_is_not_asked_through_a_proxy(
+    models: dict[str, ServedModel], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `http_proxy` it was never ready. Of its address no host is read."""
+    monkeypatch.setattr(f"{Answers.__module__}.READY_TIMEOUT_S", 60.0)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    front = Front(models, limits=FrontLimits(), exit_timeout_s=5)
+    front.start(f"ipv4:{triton.url}", "http://127.0.0.1:1/metrics")
+    try:
+        with requests.Session() as session:
+            session.trust_env = False
+            assert session.get(f"{front.url.removesuffix('/v1')}/health", timeout=60).status_code == 200
+    finally:
+        front.stop()
 
 
 SMALL = {"model": "tiny", "prompt": "x"}
