@@ -8,6 +8,10 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
+def counted(num: int, one: str, more: str) -> str:
+    return f"{num} {one if num == 1 else more}"
+
+
 class Refused(ValueError):
     """A request, engine, checkpoint or option that cannot be served as asked; the message is one line."""
 

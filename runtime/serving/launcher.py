@@ -17,7 +17,7 @@ from typing import Any
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, counted
 from hemiola.runtime.serving import heartbeat, settings
 from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.log import Log, Printer
@@ -26,6 +26,7 @@ from hemiola.runtime.serving.tritonserver import (
     ANY_PORTS,
     Ports,
     Triton,
+    address_of,
     check_python,
     choose_ports,
     find_triton,
@@ -138,7 +139,7 @@ class Server:
         exit_timeout_s: int = 30,
     ) -> None:
         self.engines = dict(engines)
-        self.host = host
+        self.host = address_of(host)
         self._wanted = ports
         self._settings = {
             name: {**(options or {}), **(settings_of or {}).get(name, {}), "engine_dir": str(path.resolve())}
@@ -302,7 +303,8 @@ class Server:
     def _started_again(self, reason: str, left: int, restarts: int) -> bool:
         self.kill()
         if left == 0:
-            raise RuntimeError(f"{reason}; {restarts} restarts (--restart) did not help")
+            tried = counted(restarts, "restart", "restarts")
+            raise RuntimeError(f"{reason}; {tried} (--restart) did not help")
         seconds = min(2 ** (restarts - left), MOST_WAIT_S)
         self.printer.say(
             f"lost: {reason}\nstarting again in {seconds} s ({restarts - left + 1} of {restarts})\n"
@@ -389,12 +391,10 @@ class Server:
             if num_open:
                 quiet = now
             if now - quiet > DRAINED_S:
-                return f"{num_lost} requests in flight are lost: {reason}" if num_lost else ""
+                return _lost(num_lost, reason)
             if now > end:
-                return (
-                    f"{num_open + num_lost} requests in flight did not end within {self._exit_timeout_s} s"
-                    f" (--exit-timeout) and are lost"
-                )
+                late = f"not ended within {self._exit_timeout_s} s (--exit-timeout)"
+                return _lost(num_open + num_lost, late)
 
     def _in_flight(self) -> tuple[int, int, str]:
         """Requests that may still end, those that cannot, and why."""
@@ -421,3 +421,7 @@ class Server:
             self._home.remove()
             self._home = None
         self.printer.flush()
+
+
+def _lost(num: int, reason: str) -> str:
+    return f"{counted(num, 'request in flight is', 'requests in flight are')} lost: {reason}" if num else ""

@@ -8,6 +8,9 @@ import subprocess
 import threading
 from collections import deque
 
+from hemiola.runtime.errors import counted
+
+HARMLESS = "CudaDriverHelper has not been initialized"  # an error, wherever there is no GPU
 MOST_LINES = 10_000  # that wait for a slow reader; more are lost, and counted
 FLUSH_S = 1.0
 STDOUT, STDERR = 1, 2
@@ -26,6 +29,10 @@ def _write(file: int, text: str) -> bool:
         return True
     except OSError:  # the disk is full, or nobody reads
         return False
+
+
+def _gap(num_lost: int) -> str:
+    return f"{counted(num_lost, 'line of this log is', 'lines of this log are')} lost\n"
 
 
 class Printer:
@@ -61,7 +68,7 @@ class Printer:
                 text.set()
                 continue
             num_lost = self._num_lost
-            if num_lost and _write(self._file, f"{num_lost} lines of this log are lost\n"):
+            if num_lost and _write(self._file, _gap(num_lost)):
                 self._lose(-num_lost)
             if not _write(self._file, text):
                 self._lose(1)
@@ -109,8 +116,9 @@ class Log:
         Of one that has ended, all is read first, if that takes no longer.
         """
         self.thread.join(wait_s)
-        text = "".join(self._lines)
+        text = "".join(line for line in self._lines if HARMLESS not in line)
         model = r"failed to load '(.*?)' version 1: (?:Internal: TritonModelException: )?(.*?)(?:\\n|\"?\n)"
         found = [": ".join(parts) for parts in re.findall(model, text)]
-        found = found or re.findall(r"\nE\d{4} [^\n]*?\] ([^\n]*)", text) or re.findall(r"[^\n]+", text)
+        found = found or re.findall(r"^E\d{4} .*?\] (.*)", text, re.MULTILINE)
+        found = found or re.findall(r"^(?:[IW]\d{4} .*?\] )?(.+)", text, re.MULTILINE)
         return found[-1] if found else "it said nothing"

@@ -11,7 +11,10 @@ MOST_SECONDS = 2**31 - 1  # that tritonserver counts
 class ServerOptions(Strict):
     """Of the server, whatever it serves."""
 
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 is every interface")
+    host: str = Field(
+        default="127.0.0.1",
+        description="IPv4 address to listen on, or a name of one (no IPv6); 0.0.0.0 is every interface",
+    )
     http_port: int = Field(
         default=8000, ge=0, le=MOST_PORT, description="port of HTTP; 0 takes a free one, here and below"
     )

@@ -1,6 +1,6 @@
 """What a tritonserver needs before it starts: its parts, its interpreter, free ports, a model repository."""
 
-import errno
+import ipaddress
 import json
 import os
 import re
@@ -113,6 +113,31 @@ def server_environment() -> dict[str, str]:
     return environment
 
 
+def address_of(host: str) -> str:
+    """What a name means here, in IPv4: tritonserver 2.51 takes any name for 255.255.255.255."""
+    right = "pass --host with an IPv4 address of this machine"
+    if not host.strip():
+        raise Refused(f"--host is empty; {right}")
+    if _is_ipv6(host):
+        raise Refused(f"--host {host} is an IPv6 address, and hemiola listens on IPv4 only; {right}")
+    try:
+        address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
+        with socket.socket() as tried:
+            tried.bind((address, 0))
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise Refused(f"nothing can listen on {host} ({reason}); {right}") from None
+    return str(address)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
 def choose_ports(host: str, wanted: Ports) -> Ports:
     """Free ports, each checked by binding it; refuses one that is taken."""
     held: list[socket.socket] = []
@@ -126,27 +151,21 @@ def choose_ports(host: str, wanted: Ports) -> Ports:
 
 
 def bind(host: str, port: int, name: str, listens: bool) -> socket.socket:
-    """Connections are refused as long as it does not listen."""
+    """On an `address_of`. Connections are refused as long as it does not listen."""
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
         if listens:
             bound.listen()
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, OverflowError) as error:
         bound.close()
-        raise Refused(_unbound(host, port, name, error)) from None
+        reason = getattr(error, "strerror", error)
+        right = "a free one" if isinstance(error, OSError) else "one of 0 to 65535"
+        raise Refused(
+            f"{name} port {port} on {host} cannot be used ({reason}); pass --{name.lower()}-port with {right}"
+        ) from None
     return bound
-
-
-def _unbound(host: str, port: int, name: str, error: Exception) -> str:
-    """Whether it is the host's fault, or which of the port's."""
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    no_name = isinstance(error, (socket.gaierror, UnicodeError))
-    if no_name or (isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL):
-        return f"nothing can listen on {host} ({reason}); pass --host with an IPv4 address of this machine"
-    right = "one of 0 to 65535" if isinstance(error, OverflowError) else "a free one"
-    return f"{name} port {port} on {host} cannot be used ({reason}); pass --{name.lower()}-port with {right}"
 
 
 def write_repository(home: Path, triton: Triton, models: Mapping[str, Mapping[str, object]]) -> None:

@@ -142,7 +142,8 @@ def test_a_command_that_ends_while_it_loads_takes_all_with_it(
 
 
 def test_a_second_sigterm_ends_everything_at_once(engine_dirs: dict[str, Path]) -> None:
-    arguments = (f"--engine-dir={engine_dirs['hemiola']}", "--openai-port=0", "--exit-timeout=200")
+    doors = ("--host=localhost", "--openai-port=0")  # tritonserver itself understands no name
+    arguments = (f"--engine-dir={engine_dirs['hemiola']}", *doors, "--exit-timeout=200")
     body = {"model": "hemiola", "prompt": ["in flight"] * 64, "max_tokens": 900, "stream": True}
     with Served(*arguments) as served:
         process, family, home = served.process, descendants(served.process.pid), home_of(served.process)

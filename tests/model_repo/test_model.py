@@ -249,6 +249,19 @@ def test_a_placeholder_left_in_the_config_is_refused(module: ModuleType) -> None
         module.TritonPythonModel().initialize(config(engine_dir="${engine_dir}"))
 
 
+def test_one_answer_in_one_row_is_not_told_in_plurals(module: ModuleType) -> None:
+    model = module.TritonPythonModel()
+    model.initialize(config(engine_dir="/engine", max_queue="0"))
+    model.llm.config.max_rows = model._most_open = 1
+    ask(model)
+    sender = ask(model)
+    until(lambda: sender.sent)
+    ((said, _),) = sender.sent
+    room = "1 answer is under way in 1 row, and no more than max_queue=0 may wait"
+    assert said.partition("] ")[2] == f"{room}; try again in 1 s"
+    model.finalize()
+
+
 def test_a_full_collection_does_not_look_at_what_stands(model: Any) -> None:
     assert gc.get_freeze_count() > 10_000 > len(gc.get_objects())
     model.finalize()

@@ -20,7 +20,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
 from hemiola.runtime.api import Logprob, Piece
-from hemiola.runtime.errors import Busy, Failed, Refused
+from hemiola.runtime.errors import Busy, Failed, Refused, counted
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving import heartbeat, settings
 from hemiola.runtime.serving.ask import Ask, read_ask, read_request
@@ -147,7 +147,8 @@ class TritonPythonModel:
             return
         wait = min(MOST_RETRY_S, max(1, math.ceil(self.outbox.seconds_per_answer * num_open / 2)))
         raise Busy(
-            f"{num_open} answers are under way in {self.llm.config.max_rows} rows, and no more than"
+            f"{counted(num_open, 'answer is', 'answers are')} under way in"
+            f" {counted(self.llm.config.max_rows, 'row', 'rows')}, and no more than"
             f" max_queue={self._max_queue} may wait; try again in {wait} s"
         )
 

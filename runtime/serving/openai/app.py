@@ -17,7 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.errors import Busy, Refused
+from hemiola.runtime.errors import Busy, Refused, counted
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.errors import ApiError, api_error
@@ -40,7 +40,7 @@ WRITE_TIMEOUT_S = 60.0  # for a client to read anything of what fills its socket
 LOOKS = 20  # within that time, at what it has read
 NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
 METRICS_TIMEOUT_S = 5.0
-ROOM = re.compile(r"in (\d+) rows, and no more than max_queue=(\d+) may wait")  # model.py's words
+ROOM = re.compile(r"in (\d+) rows?, and no more than max_queue=(\d+) may wait")  # model.py's words
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -222,7 +222,7 @@ class App:
             )
         if self._num_open + num_requests > most:
             raise ApiError(
-                429, f"{self._num_open} of {most} requests are under way; try again in a moment",
+                429, f"requests under way: {self._num_open} of {most}; try again in a moment",
                 code="rate_limit_exceeded",
             )  # fmt: skip
         self._num_open += num_requests
@@ -250,11 +250,11 @@ def too_many(error: Exception, num_asked: int) -> Exception:
     room = ROOM.search(str(error)) if isinstance(error, Busy) else None
     if room is None or num_asked <= (most := sum(map(int, room.groups()))):
         return error
-    rows, queue = room.groups()
+    rows, queue = map(int, room.groups())
     return ApiError(
         400,
-        f"prompts x n is {num_asked}, the engine takes {most} at once ({rows} rows, max_queue={queue});"
-        " send fewer",
+        f"prompts x n is {num_asked}, the engine takes {most} at once"
+        f" ({counted(rows, 'row', 'rows')}, max_queue={queue}); send fewer",
         param="n",
     )
 

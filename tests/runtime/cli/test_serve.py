@@ -178,11 +178,25 @@ def test_a_number_that_cannot_be_is_refused_with_its_limit(
     assert said.startswith(f"{option.partition('=')[0]} is {shown}: it should be {limit}"), said
 
 
-@pytest.mark.parametrize("host", ["300.1.1.1", "203.0.113.7", "::1", "a..b"])
+@pytest.mark.parametrize("host", ["300.1.1.1", "203.0.113.7", "a..b", "é..x", "127.0.0.1:80"])
 def test_a_host_that_is_not_here_is_not_its_ports_fault(refused: Callable[..., str], host: str) -> None:
     said = refused(f"--host={host}")
     assert said.startswith(f"nothing can listen on {host} (") and said.endswith(
         "); pass --host with an IPv4 address of this machine"
+    )
+
+
+@pytest.mark.parametrize("host", ["", " "])
+def test_an_empty_host_is_not_every_interface(refused: Callable[..., str], host: str) -> None:
+    said = refused(f"--host={host}")
+    assert said == "--host is empty; pass --host with an IPv4 address of this machine"
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "::", "fe80::1%eth0", "::ffff:127.0.0.1"])
+def test_an_ipv6_address_is_not_called_unknown(refused: Callable[..., str], host: str) -> None:
+    assert refused(f"--host={host}") == (
+        f"--host {host} is an IPv6 address, and hemiola listens on IPv4 only;"
+        " pass --host with an IPv4 address of this machine"
     )
 
 

@@ -18,7 +18,7 @@ from hemiola.runtime.serving import heartbeat, launcher
 from hemiola.runtime.serving.heartbeat import Beat
 from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.launcher import Server, name_engines
-from hemiola.runtime.serving.tritonserver import ANY_PORTS, Ports, choose_ports
+from hemiola.runtime.serving.tritonserver import ANY_PORTS, Ports, Triton, choose_ports
 
 A, B = Path("a"), Path("b")
 
@@ -53,6 +53,15 @@ def test_every_interface_is_reached_by_loopback() -> None:
     server.ports = SimpleNamespace(http=1, grpc=2, metrics=3)
     assert (server.http_url, server.grpc_url) == ("http://127.0.0.1:1", "127.0.0.1:2")
     assert server.metrics_url == "http://127.0.0.1:3/metrics"
+
+
+def test_tritonserver_is_told_no_name_which_it_takes_for_255_255_255_255() -> None:
+    server = Server({}, host="localhost")
+    server.ports = Ports(1, 2, 3)
+    told = server._command(Triton(A, A, A), SimpleNamespace(path=A, shm_prefix="x"))
+    doors = {f"--{door}-address=127.0.0.1" for door in Ports._fields}
+    assert {word for word in told if "-address=" in word} == doors
+    assert server.http_url == "http://127.0.0.1:1"
 
 
 def test_its_own_server_is_not_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +123,31 @@ def serving(family: subprocess.Popen[str], *names: str, exit_timeout_s: float = 
 
 def test_a_server_that_hangs_is_killed_with_its_engine(family: subprocess.Popen[str], tmp_path: Path) -> None:
     server = serving(family, "m", exit_timeout_s=1)
-    with pytest.raises(RuntimeError, match=r"^3 requests in flight did not end within 1 s .* are lost"):
+    with pytest.raises(
+        RuntimeError, match=r"^3 requests in flight are lost: not ended within 1 s \(--exit-t"
+    ):
         server.stop()
     child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
     until(lambda: not child.exists() or " Z " in child.read_text())  # a busy machine takes its time
     server.stop()  # nothing is left to stop
+
+
+@pytest.mark.parametrize(
+    ("num_open", "said"),
+    [(0, ""), (1, "1 request in flight is lost: not ended within 0 s (--exit-timeout)")],
+)
+def test_nothing_in_flight_is_no_loss_and_one_request_is_no_requests(
+    family: subprocess.Popen[str], num_open: int, said: str
+) -> None:
+    server = serving(family, "m", exit_timeout_s=0)
+    heartbeat.write(server._home.beats / "m", heartbeat.now(0, 0, num_open, ""))
+    assert server._drain() == said
+    server.kill()
+
+
+def test_one_restart_is_no_restarts(family: subprocess.Popen[str]) -> None:
+    with pytest.raises(RuntimeError, match=r"^it burns; 1 restart \(--restart\) did not help$"):
+        serving(family)._started_again("it burns", left=0, restarts=1)
 
 
 def test_who_interrupts_a_server_that_drains_does_not_wait_for_it(family: subprocess.Popen[str]) -> None:

@@ -14,7 +14,9 @@ import pytest
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving import tritonserver
 from hemiola.runtime.serving.tritonserver import (
+    ANY_PORTS,
     Ports,
+    address_of,
     check_python,
     choose_ports,
     find_model,
@@ -96,20 +98,25 @@ def test_a_missing_libpython_is_named(home: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_ports_are_free_and_different() -> None:
-    ports = choose_ports("127.0.0.1", Ports(0, 0, 0))
+    host = "127.77.7.7"  # where no neighbour takes a port between two looks
+    ports = choose_ports(host, ANY_PORTS)
     assert len(set(ports)) == 3 and all(ports)
-    assert choose_ports("127.0.0.1", ports) == ports
+    assert choose_ports(host, ports) == ports
     with (
-        socket.create_server(("127.0.0.1", ports.metrics)),
-        pytest.raises(Refused, match=rf"metrics port {ports.metrics} .* pass --metrics-port"),
+        socket.create_server((host, ports.metrics)),
+        pytest.raises(Refused, match=rf"metrics port {ports.metrics} .* pass --metrics-port with a free one"),
     ):
-        choose_ports("127.0.0.1", ports)
+        choose_ports(host, ports)
     with pytest.raises(Refused, match=rf"grpc port {ports.http} .* pass --grpc-port"):
-        choose_ports("127.0.0.1", Ports(ports.http, ports.http, 0))
+        choose_ports(host, Ports(ports.http, ports.http, 0))
     with pytest.raises(Refused, match=r"http port 70000 .* pass --http-port with one of 0 to 65535"):
-        choose_ports("127.0.0.1", Ports(70000, 0, 0))
-    with pytest.raises(Refused, match=r"on no\.such\.host .* pass --host"):
-        choose_ports("no.such.host", Ports(0, 0, 0))
+        choose_ports(host, Ports(70000, 0, 0))
+
+
+def test_an_address_is_itself_and_a_name_is_its_address() -> None:
+    assert address_of("localhost") == "127.0.0.1"
+    for address in ("127.0.0.1", "127.77.7.7", "0.0.0.0"):
+        assert address_of(address) == address
 
 
 def test_the_repository_holds_each_engine_under_its_name(home: Path, tmp_path: Path) -> None:

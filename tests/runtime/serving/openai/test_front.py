@@ -303,15 +303,16 @@ def test_what_the_model_refuses_has_its_status(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("num_prompts", "status"), [(5, 429), (6, 400)])
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(("begun", "rows", "queue"), [(False, "2 rows", 3), (True, "1 row", 4)])
 def test_a_batch_that_never_has_room_is_told_to_come_back(
-    client: OpenAI, triton: ScriptedTriton, stream: bool, begun: bool, num_prompts: int, status: int
-) -> None:
-    room = "5 answers are under way in 2 rows, and no more than max_queue=3 may wait"
+    client: OpenAI, triton: ScriptedTriton, stream: bool, begun: bool, rows: str, queue: int,
+    num_prompts: int, status: int,
+) -> None:  # fmt: skip
+    room = f"5 answers are under way in {rows}, and no more than max_queue={queue} may wait"
     busy = f"[OVERLOADED] {room}; try again in 2 s"
     triton.script = [Piece("a", [7])] * begun + [RuntimeError(busy)]
     said = (
-        r"prompts x n is 6, the engine takes 5 at once \(2 rows, max_queue=3\)"
+        rf"prompts x n is 6, the engine takes 5 at once \({rows}, max_queue={queue}\)"
         if status == 400
         else "try again in 2 s"
     )
@@ -536,7 +537,7 @@ def test_too_many_requests_are_told_when_to_come_back(
     with OpenAI(base_url=front.url, api_key="any", max_retries=0) as client:
         first = client.completions.create(model="tiny", prompt=["x", "y"], stream=True)
         next(first)
-        with pytest.raises(RateLimitError) as caught:
+        with pytest.raises(RateLimitError, match="requests under way: 2 of 2; try again") as caught:
             client.completions.create(model="tiny", prompt="x")
         assert caught.value.response.headers["Retry-After"] == "1"
         triton.gate.set()
