@@ -1,6 +1,5 @@
 """A Hugging Face checkpoint folder: typed config reads, tensors that stay on disk until they are needed."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,12 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from hemiola.builder.quantised import MODELOPT, refuse_quantised
+from hemiola.runtime import json_file
 from hemiola.runtime.errors import Refused, one_line
 
 T = TypeVar("T")
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+INDEX = "model.safetensors.index.json"
 REQUIRED = object()
 
 
@@ -184,6 +185,7 @@ class Files:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.path = path = checkpoint.path
+        self._places = self._read_index()
         self._shards = {name: _open(path / name) for name in self._shard_names()}
         self._files = self._locate()
         self._used: set[str] = set()
@@ -218,11 +220,16 @@ class Files:
     def leftovers(self) -> Iterable[str]:
         return self._files.keys() - self._used
 
+    def _read_index(self) -> dict[str, str]:
+        """Tensor name -> file name, where an index says so."""
+        index = self.path / INDEX
+        if not index.is_file():
+            return {}
+        return Config(read_json(index), str(index)).read("weight_map", dict[str, str])
+
     def _shard_names(self) -> list[str]:
-        index = self.path / "model.safetensors.index.json"
-        if index.is_file():
-            weight_map = Config(read_json(index), str(index)).read("weight_map", dict[str, str])
-            return sorted(set(weight_map.values()))
+        if (self.path / INDEX).is_file():
+            return sorted(set(self._places.values()))
         if (self.path / "model.safetensors").is_file():
             return ["model.safetensors"]
         raise Refused(
@@ -231,14 +238,13 @@ class Files:
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> file name."""
-        index = self.path / "model.safetensors.index.json"
         stored = {name: file for file, shard in self._shards.items() for name in shard.keys()}  # noqa: SIM118
-        if index.is_file():
-            for name, file in json.loads(index.read_text())["weight_map"].items():
-                if stored.get(name) != file:
-                    raise Refused(
-                        f"{index} says that {name} is in {file}, but it is not; download the checkpoint again"
-                    )
+        for name, file in self._places.items():
+            if stored.get(name) != file:
+                raise Refused(
+                    f"{self.path / INDEX} says that {name} is in {file}, but it is not; download the"
+                    " checkpoint again"
+                )
         return stored
 
     def _read(self, file: str, name: str) -> torch.Tensor:
@@ -259,7 +265,7 @@ class Files:
 
 def _open(path: Path) -> Any:
     if not path.is_file():
-        raise Refused(f"{path} is missing, but model.safetensors.index.json names it; download it")
+        raise Refused(f"{path} is missing, but {INDEX} names it; download it")
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -270,13 +276,13 @@ def _open(path: Path) -> Any:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, with infinities as floats."""
-    try:
-        content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"{path} is not JSON ({one_line(error)}); download it again") from None
+    content = json_file.read_json(path, "download it again")
     if not isinstance(content, dict):
         raise Refused(f"{path} is not a JSON object; download it again")
-    return _with_floats(content)
+    try:
+        return _with_floats(content)
+    except RecursionError:
+        raise Refused(f"{path} cannot be read as JSON (nested too deeply); download it again") from None
 
 
 def _with_floats(value: Any) -> Any:

@@ -15,6 +15,7 @@ from hemiola.plugins import OPS
 from hemiola.plugins.gpu.binaries import Binary, sources
 from hemiola.runtime.api import reason, shown
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.json_file import read_json
 
 FORMAT = 8
 FILE = "manifest.json"
@@ -215,10 +216,7 @@ def load(engine_dir: Path) -> Manifest:
 
 def parse(path: Path) -> Manifest:
     """Read a manifest without looking at the files that it names."""
-    try:
-        content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"{path} is not JSON ({error}); run build-engine again") from None
+    content = read_json(path, "run build-engine again")
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise Refused(

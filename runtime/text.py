@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.json_file import read_json
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
 MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"}
@@ -39,7 +40,7 @@ class Text:
         except Exception as error:  # tokenizers raises bare Exception
             raise Refused(f"{path} is not a tokenizer ({error}); run build-engine again") from None
         config = folder / "tokenizer_config.json"
-        found = json.loads(config.read_text()) if config.is_file() else {}
+        found = read_json(config, "run build-engine again") if config.is_file() else {}
         self.special = {name: text for name, text in map(_special, found.items()) if text is not None}
         template = folder / "chat_template.jinja"
         self.template = template.read_text() if template.is_file() else None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hemiola.runtime.bench.workloads import Turn, Turns
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.json_file import parse_json
 
 FORMS = ("prompt", "messages", "conversations")
 EXAMPLE = 'write {"prompt": "TEXT", "max_tokens": 64}, {"messages": [...]} or {"conversations": [...]}'
@@ -64,10 +65,12 @@ def _entries(path: Path) -> Iterator[tuple[str, object]]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno} column {error.colno}" if "\n" in text else f"column {error.colno}"
         raise Refused(f"{where} is not JSON at {at} ({error.msg}): {_shown(text)}; {EXAMPLE}") from None
+    except ValueError as error:
+        raise Refused(f"{where} cannot be read as JSON ({error}): {_shown(text)}; {EXAMPLE}") from None
 
 
 def _turn(where: str, entry: object, max_tokens: int, reader: Reader) -> Turn:

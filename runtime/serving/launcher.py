@@ -1,7 +1,6 @@
 """A real tritonserver with one model per engine, from preflight to a clean end."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
 from hemiola.runtime.errors import Refused, counted
+from hemiola.runtime.json_file import read_json
 from hemiola.runtime.serving import heartbeat, settings
 from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.log import Log, Printer
@@ -97,11 +97,9 @@ def read_models(
 
 def _read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text())
+        return read_json(file, "correct it")
     except OSError as error:
         raise Refused(f"--models {file} cannot be read ({error.strerror}); pass another file") from None
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"{file} cannot be read as JSON ({error}); correct it") from None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """A served model's settings: 1/model.json in its folder, overridden by the parameters of its config.pbtxt."""
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from pydantic import Field
 from hemiola.runtime.api import Strict
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.json_file import parse_json, read_json
 
 FILE = "model.json"
 
@@ -42,8 +42,8 @@ def read(folder: Path, parameters: Mapping[str, Mapping[str, str]]) -> tuple[Mod
     for name, value in parameters.items():
         text = value["string_value"]
         try:
-            found[name] = text if name == "engine_dir" else json.loads(text)
-        except json.JSONDecodeError:
+            found[name] = text if name == "engine_dir" else parse_json(text)
+        except ValueError:
             found[name] = text
     for name, value in found.items():
         if isinstance(value, str) and value.startswith("${"):
@@ -67,10 +67,7 @@ def split(found: Mapping[str, Any], beside: Collection[str] = ()) -> tuple[Model
 def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise Refused(f"{path} is not JSON ({error}); correct it") from None
+    found = read_json(path, "correct it")
     if not isinstance(found, dict):
         raise Refused(f"{path} holds a {type(found).__name__}; write an object of settings")
     return found

@@ -253,14 +253,18 @@ def remove(name: str) -> Callable[[Path], None]:
 QWEN, NEMOTRON, MOE = "qwen3_5", "nemotron_h_dense", "nemotron_h_moe"
 SPOILED = {
     "no config": (QWEN, remove("config.json"), "has no config.json"),
-    "config is not json": (QWEN, write("config.json", "{"), "config.json is not JSON"),
+    "config is not json": (QWEN, write("config.json", "{"), "config.json cannot be read as JSON (Expecting"),
     "config is a list": (QWEN, write("config.json", "[]"), "config.json is not a JSON object"),
     "no weights": (QWEN, remove("model.safetensors"), "has no model.safetensors and no index"),
     "truncated": (QWEN, cut, "model.safetensors is not a complete safetensors file", "download it again"),
     "garbage": (QWEN, write("model.safetensors", "x" * 99), "model.safetensors is not a complete"),
     "absent shard": (QWEN, absent_shard, "model-00002-of-00003.safetensors is missing"),
     "tokenizer": (QWEN, write("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer"),
-    "tokenizer config": (QWEN, write("tokenizer_config.json", "{"), "tokenizer_config.json is not JSON"),
+    "tokenizer config": (
+        QWEN,
+        write("tokenizer_config.json", "{"),
+        "tokenizer_config.json cannot be read as JSON",
+    ),
     "tokenizer ids": (QWEN, tokenizer_with("extra"), "has ids up to 320, but vocab_size is 320"),
     "missing tensor": (QWEN, tensors(model__norm__weight=None), "has no tensor model.norm.weight"),
     "extra tensor": (QWEN, tensors(model__what__ever=torch.zeros(1)), "does not know: model.what.ever"),
