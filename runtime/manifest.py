@@ -197,7 +197,7 @@ def load(engine_dir: Path) -> Manifest:
     path = engine_dir / FILE
     if not engine_dir.is_dir():
         raise Refused(f"{engine_dir} is not a directory; pass an engine directory made by build-engine")
-    if not path.is_file():
+    if not path.exists():
         raise Refused(
             f"{engine_dir} has no {FILE}; make one with build-engine CHECKPOINT --engine-dir {engine_dir}"
         )
@@ -216,11 +216,14 @@ def load(engine_dir: Path) -> Manifest:
 
 def parse(path: Path) -> Manifest:
     """Read a manifest without looking at the files that it names."""
+    _check_regular(path)
     content = read_json(path, "run build-engine again")
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
+    if not isinstance(content, dict):
+        raise Refused(f"{path} is no JSON object; run build-engine again")
+    if content.get("format") != FORMAT:
+        found = f"format {shown(content['format'])}" if "format" in content else "no format"
         raise Refused(
-            f"{path} has format {found}, hemiola {hemiola.__version__} reads {FORMAT}; run build-engine again"
+            f"{path} has {found}, hemiola {hemiola.__version__} reads {FORMAT}; run build-engine again"
         )
     try:
         return Manifest.model_validate(content)
@@ -255,9 +258,14 @@ def _check_ops(path: Path, manifest: Manifest) -> None:
         raise Refused(f"{path} was built from other kernels than this hemiola has; run build-engine again")
 
 
-def _check_file(path: Path, expected: str) -> None:
+def _check_regular(path: Path) -> None:
     if not path.is_file():
-        raise Refused(f"{path} is missing; run build-engine again")
+        wrong = "no regular file" if path.exists() else "missing"
+        raise Refused(f"{path} is {wrong}; run build-engine again")
+
+
+def _check_file(path: Path, expected: str) -> None:
+    _check_regular(path)
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:

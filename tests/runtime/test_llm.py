@@ -236,6 +236,37 @@ def test_a_damaged_manifest_is_refused_with_the_value_and_not_with_its_limit_alo
         LLM(copy)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"format": "8"}', "has format '8', hemiola 0.1.0 reads 8"),
+        ('{"format": 7}', "has format 7, hemiola 0.1.0 reads 8"),
+        ('{"format": "' + "x" * 5000 + '"}', "has format 'xxx"),
+        ("{}", "has no format"),
+        ("[]", "is no JSON object"),
+        ("null", "is no JSON object"),
+    ],
+)
+def test_a_manifest_is_not_of_a_format_that_is_the_one_that_is_read(copy: Path, text: str, said: str) -> None:
+    (copy / manifest.FILE).write_text(text)
+    with pytest.raises(Refused) as refused:
+        LLM(copy)
+    assert str(refused.value).startswith(f"{copy / manifest.FILE} {said}")
+    assert str(refused.value).endswith("; run build-engine again") and len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize("name", [manifest.FILE, "trunk.jsonl"])
+def test_what_is_there_and_no_file_is_not_called_missing(
+    copy: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    (copy / name).unlink()
+    make(copy / name)
+    with pytest.raises(Refused) as refused:
+        LLM(copy)
+    assert str(refused.value) == f"{copy / name} is no regular file; run build-engine again"
+
+
 def test_another_versions_engine_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hemiola, "__version__", "9.9")
     with pytest.raises(Refused, match=r"was built by hemiola 0.1.0, this is 9.9; run build-engine again"):
