@@ -161,7 +161,10 @@ def _drafts(config: ServeConfig, manifest: Manifest) -> tuple[Drafts, int]:
             f"drafts is {drafts}, but the engine was built for num_drafts=0; rebuild with --num-drafts 3"
         )
     if config.num_drafts == 0:
-        raise Refused('num_drafts is 0, it must be at least 1; to run without drafts give drafts="none"')
+        raise Refused(
+            "num_drafts is 0: it should be greater than or equal to 1;"
+            ' to run without drafts give drafts="none"'
+        )
     if config.ngram_min > config.ngram_max:
         raise Refused(f"ngram_min is {config.ngram_min}, ngram_max is {config.ngram_max}; raise ngram_max")
     return drafts, _bounded("num_drafts", config.num_drafts, 1, built)
@@ -171,7 +174,7 @@ def _bounded(name: str, value: int | Auto, least: int, most: int) -> int:
     if value == "auto":
         return most
     if value < least:
-        raise Refused(f"{name} is {value}, it must be at least {least}")
+        raise Refused(f"{name} is {value}: it should be greater than or equal to {least}")
     if value > most:
         rebuilt = (
             rebuilt_for(value) if name == "max_len" else f"rebuild with --{name.replace('_', '-')} {value}"
@@ -221,6 +224,8 @@ def _cache_sizes(
     slot_bytes, page_bytes = (state_bytes(manifest.states, kind) for kind in ("slot", "page"))
     if config.num_pages != "auto" and config.cache_bytes != "auto":
         raise Refused("num_pages and cache_bytes were both given; choose one")
+    if config.cache_bytes != "auto" and config.cache_bytes <= 0:
+        raise Refused(f"cache_bytes is {config.cache_bytes}: it should be greater than 0")
     given = int(free_bytes * config.memory_fraction) if config.cache_bytes == "auto" else config.cache_bytes
     left = given - (max_rows + 1) * slot_bytes
     num_snapshots = _num_snapshots(config, prefix_cache and slot_bytes > 0, 4 * max_rows, left, slot_bytes)

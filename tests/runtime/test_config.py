@@ -67,7 +67,7 @@ def test_engines_without_pages_or_slots() -> None:
 
 REFUSED = [
     ({"max_len": 101}, "max_len is 101, the engine was built for 100; rebuild with --max-len 101, if the"),
-    ({"max_len": 1}, "max_len is 1, it must be at least 2"),
+    ({"max_len": 1}, "max_len is 1: it should be greater than or equal to 2"),
     (
         {"prefix_cache": True, "max_len": 33},
         "max_len=33 leaves no token behind a page of 32: nothing would ever",
@@ -90,11 +90,13 @@ REFUSED = [
     ({"pipeline_depth": 3}, "pipeline_depth is 3; use 0, 1 or 2"),
     ({"cuda_graphs": True}, "cuda_graphs is on, but the engine was built for cpu; leave it out"),
     ({"max_rows": 5}, "max_rows is 5, the engine was built for 4; rebuild with --max-rows 5"),
-    ({"max_rows": 0}, "max_rows is 0, it must be at least 1"),
+    ({"max_rows": 0}, "max_rows is 0: it should be greater than or equal to 1"),
     ({"max_step_tokens": 65}, "max_step_tokens is 65, the engine was built for 64"),
     ({"max_step_tokens": 3}, "max_rows is 4, max_step_tokens is 3: each row needs a token"),
     ({"num_pages": 4}, "num_pages is 4, but one request of max_len=100 needs 5 with the dump page"),
     ({"cache_bytes": 5000}, "the cache may take 5000 bytes, room for 4 pages, but one request"),
+    ({"cache_bytes": -1}, "cache_bytes is -1: it should be greater than 0"),
+    ({"cache_bytes": 0}, "cache_bytes is 0: it should be greater than 0"),
     ({"cache_bytes": 10}, "the cache may take 10 bytes, room for 0 pages"),
     ({"num_pages": 9, "cache_bytes": 9999}, "both given; choose one"),
 ]
