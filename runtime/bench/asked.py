@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from hemiola.runtime.bench import workloads
-from hemiola.runtime.bench.dataset import read_entries, read_sessions
+from hemiola.runtime.bench.dataset import read_entries, read_sessions, refuse_too_many
 from hemiola.runtime.bench.options import MULTI_TURN, BenchOptions
 from hemiola.runtime.bench.workloads import Source, Turns
 from hemiola.runtime.errors import Refused
@@ -35,9 +35,11 @@ class Asked:
             self._text = _read_text(options.text)
 
     def refuse_too_long(self, max_len: int) -> None:
-        """For lengths that were chosen; what does not fit in a file is a failed request."""
+        """For lengths that were chosen; a prompt of a file that does not fit is a failed request."""
         if self._entries is None:
             workloads.refuse_too_long(self.options, self._count, max_len)
+        else:
+            refuse_too_many(self._entries, max_len)
 
     def sessions(self, llm: LLM) -> list[Turns]:
         options = self.options

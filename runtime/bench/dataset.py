@@ -45,6 +45,16 @@ def read_sessions(entries: Sequence[tuple[str, object]], max_tokens: int, reader
     return [[_turn(where, entry, max_tokens, reader)] for where, entry in entries]
 
 
+def refuse_too_many(entries: Sequence[tuple[str, object]], max_len: int) -> None:
+    """Numbers of tokens that no answer could have."""
+    for where, entry in entries:
+        asked = entry.get("max_tokens") if isinstance(entry, dict) else None
+        if isinstance(asked, int) and asked > max_len:
+            raise Refused(
+                f"{where}: max_tokens is {_shown(asked)}, the engine runs with max_len={max_len}; lower it"
+            )
+
+
 def _entries(path: Path) -> Iterator[tuple[str, object]]:
     """(place, value) of every entry."""
     try:

@@ -211,6 +211,19 @@ def test_an_engine_that_breaks_fails_its_requests(llm: type[FakeLLM], bench_of: 
     assert value(ended.out, "Failed requests:") == ["5"] and "out of memory" in ended.err
 
 
+@pytest.mark.parametrize("asked", [129, 10**22])
+def test_an_answer_of_more_tokens_than_the_engine_gives_is_not_cut_in_silence(
+    llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path, asked: int
+) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(f'{{"prompt": "a", "max_tokens": 128}}\n{{"prompt": "a", "max_tokens": {asked}}}\n')
+    ended = bench_of("--workload", file)
+    assert ended.status == 2 and not llm.opened
+    reason = f"max_tokens is {asked}, the engine runs with max_len=128; lower it"
+    assert ended.err == f"error: {file}:2: {reason}\n"
+    assert bench_of("--workload", file, "--num-requests", 1).status == 0
+
+
 def test_ctrl_c_prints_what_finished(
     llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path
 ) -> None:
