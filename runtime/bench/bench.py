@@ -96,8 +96,9 @@ def _variants(job: BenchJob) -> list[BenchVariant]:
         base,
         *(BenchVariant(_name(changes), {**job.engine_options, **changes}) for changes in job.compare),
     ]
-    for variant in variants:
-        ServeConfig(**variant.options)
+    for number, variant in enumerate(variants):
+        with _of_variant(variant, number):
+            ServeConfig(**variant.options)
     return variants
 
 
@@ -105,11 +106,18 @@ def _refuse_unfit(job: BenchJob, variants: Sequence[BenchVariant]) -> None:
     """What does not fit the engine, before any variant is measured. Memory is counted at its opening."""
     found = manifest.parse(job.engine_dir / manifest.FILE)
     for number, variant in enumerate(variants):
-        try:
+        with _of_variant(variant, number):
             sizes = resolve(ServeConfig(**variant.options), found, ENDLESS)
             job.asked.refuse_too_long(sizes.max_len)
-        except Refused as refusal:
-            raise Refused(f"--compare {variant.name}: {refusal}") if number else refusal from None
+
+
+@contextmanager
+def _of_variant(variant: BenchVariant, number: int) -> Iterator[None]:
+    """What is refused within names it; the first has the command's own options."""
+    try:
+        yield
+    except Refused as refusal:
+        raise Refused(f"--compare {variant.name}: {refusal}") if number else refusal from None
 
 
 def _name(options: Mapping[str, Any]) -> str:

@@ -3,9 +3,10 @@
 import math
 from pathlib import Path
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from hemiola.runtime.api import Strict
+from hemiola.runtime.errors import Refused
 
 RANDOM, MULTI_TURN = "random", "multi-turn"
 
@@ -41,6 +42,13 @@ class BenchOptions(Strict):
     concurrency: int | None = Field(None, ge=1, description="sessions at a time; default: no limit")
     seed: int = Field(0, ge=0, description="same seed, same requests at the same times")
     num_warmups: int = Field(1, ge=0, description="short requests before the clock starts")
+
+    @field_validator("workload")
+    @classmethod
+    def _not_empty(cls, value: str) -> str:
+        if not value:
+            raise Refused("workload is empty; give random, multi-turn or a file")
+        return value
 
     @property
     def file(self) -> Path | None:

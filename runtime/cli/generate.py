@@ -1,5 +1,6 @@
 """`hemiola generate`"""
 
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hemiola.runtime.api import Piece, SamplingParams
-from hemiola.runtime.cli.options import given, options_of, takes
+from hemiola.runtime.api import Piece, SamplingParams, shown
+from hemiola.runtime.cli.options import given, not_utf8, options_of, takes, utf8
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Failed, Refused
 
@@ -69,25 +70,20 @@ def _read_prompt(prompt: str | None, prompt_ids: str | None, prompt_file: Path |
         raise Refused("give one of --prompt TEXT, --prompt-ids IDS and --prompt-file PATH")
     if prompt_ids is not None:
         return _read_ids(prompt_ids)
-    named = "--prompt" if prompt_file is None else f"--prompt-file {prompt_file}"
+    return prompt if prompt is not None else _read_file(f"--prompt-file {prompt_file}", str(prompt_file))
+
+
+def _read_file(named: str, path: str) -> str:
     try:
-        text = prompt if prompt is not None else _read_file(str(prompt_file))
-        # Python hands on what is no UTF-8 on a command line, and in some locales on stdin, as lone surrogates
-        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+        return utf8(named, sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise Refused(
-            f"--prompt-file {prompt_file} cannot be read ({error.strerror}); give a readable file"
-        ) from None
+        raise Refused(f"{named} cannot be read ({error.strerror}); give a readable file") from None
     except UnicodeDecodeError as error:
-        raise Refused(f"{named} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
-
-
-def _read_file(path: str) -> str:
-    return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        raise not_utf8(named, error) from None
 
 
 def _read_ids(text: str) -> list[int]:
     try:
-        return [int(word) for word in text.replace(",", " ").split()]
+        return [int(word) for word in re.split(r"\s*,\s*|\s+", text.strip())]
     except ValueError:
-        raise Refused(f"--prompt-ids is {text!r}; give token ids, such as 5,6,7") from None
+        raise Refused(f"--prompt-ids is {shown(text)}; give token ids, such as 5,6,7") from None

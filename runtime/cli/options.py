@@ -2,19 +2,26 @@
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from typer.models import OptionInfo
 
-from hemiola.runtime.api import Strict
+from hemiola.runtime.api import Strict, shown
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.json_file import parse_json
 
 Made = TypeVar("Made", bound=Strict)
 WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true|false"}
+# Paths as typer gets them: of an empty one it would make the folder that the command is called in.
+TEXT_OF: dict[Any, Any] = {Path: str, Path | None: str | None, list[Path] | None: list[str] | None}
+FOLDERS = ("engine_dir", "random_weights")
 
 
 def options_of(
@@ -29,33 +36,73 @@ def options_of(
 
 
 def takes(*groups: list[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Lets typer see these parameters in place of the command's last one, **options."""
+    """Lets typer see these parameters in place of the command's last one, **options. Texts and paths come
+    checked, and what is refused is named as on the command line."""
 
     def extend(command: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(command).parameters.values())[:-1]
         added = [parameter for group in groups for parameter in group]
-        vars(command)["__signature__"] = inspect.Signature(own + added)
-        return command
+        names = [parameter.name for parameter in added]
+        paths = [parameter.name for parameter in own + added if _is_path(parameter)]
+
+        @wraps(command)
+        def run(*arguments: object, **options: object) -> None:
+            checked = {name: _checked(name, value, name in paths) for name, value in options.items()}
+            try:
+                command(*arguments, **checked)
+            except Refused as error:
+                raise Refused(as_options(str(error), names)) from None
+
+        run.__annotations__ = {}  # typer would believe them rather than the signature
+        vars(run)["__signature__"] = inspect.Signature([_for_typer(parameter) for parameter in own + added])
+        return run
 
     return extend
+
+
+def as_options(said: str, names: Collection[str]) -> str:
+    """Names of fields as they are written on a command line. What other places say of theirs is left."""
+    model = re.match(r"(?:[\w.-]+: )?", said)  # whose size it is
+    start = model.end() if model else 0
+    name = re.compile(rf"(?<![\w./'\"-])({'|'.join(names)})\b(=?)")
+    first = name.search(said)
+    before = said[: first.start()] if first else ""
+    if said.startswith("--") or "/" in before or before.count(": ") > 1:
+        return said  # somebody's who was named: a file, an option
+
+    def flag(found: re.Match[str]) -> str:
+        is_subject = found.start() == start and said.startswith(" is ", found.end())
+        if not (is_subject or found[2] or "_" in found[1]):
+            return found[0]  # a word, such as text
+        return _flag(found[1]) + found[2].replace("=", " ")
+
+    return name.sub(flag, said)
+
+
+def utf8(named: str, text: str) -> str:
+    """Python hands on other bytes of a command line, and in some locales of stdin, as lone surrogates."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise not_utf8(named, error) from None
+
+
+def not_utf8(named: str, error: UnicodeDecodeError) -> Refused:
+    return Refused(f"{named} is not UTF-8 ({error.reason} at byte {error.start}); convert it")
 
 
 def given(model: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the model's options that were given, read as their types say."""
     return {
-        name: value if isinstance(value, bool) else read(model, name, value)
+        name: value if isinstance(value, bool | Path) else read(model, name, value)
         for name, value in options.items()
         if name in model.model_fields and value is not None
     }
 
 
 def made(model: type[Made], options: Mapping[str, Any]) -> Made:
-    """The model of those that were given; what it refuses is named as on the command line."""
-    try:
-        return model(**given(model, options))
-    except Refused as error:
-        name, _, reason = str(error).partition(" ")
-        raise Refused(f"{_flag(name)} {reason}" if name in model.model_fields else str(error)) from None
+    """The model of those that were given."""
+    return model(**given(model, options))
 
 
 def read(model: type[Strict], name: str, text: str | list[str]) -> object:
@@ -93,9 +140,34 @@ def _is_model(annotation: Any) -> bool:
 
 def _read_json(name: str, text: str) -> object:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise Refused(f"{_flag(name)} is {text[:80]!r}; give JSON") from None
+        return parse_json(text)
+    except ValueError as error:
+        raise Refused(f"{_flag(name)} is {shown(text)}: {error}; give JSON") from None
+
+
+def _checked(name: str, value: object, is_path: bool) -> object:
+    if isinstance(value, list):
+        return [_checked(name, each, is_path) for each in value]
+    if not isinstance(value, str):
+        return value
+    if not is_path:
+        return utf8(_flag(name), value)
+    if not value:
+        raise Refused(f"{_flag(name)} is empty; give a {'folder' if name in FOLDERS else 'file'}")
+    return Path(value)
+
+
+def _is_path(parameter: inspect.Parameter) -> bool:
+    kind, info = get_args(parameter.annotation)
+    return kind in TEXT_OF and isinstance(info, OptionInfo)
+
+
+def _for_typer(parameter: inspect.Parameter) -> inspect.Parameter:
+    if not _is_path(parameter):
+        return parameter
+    kind, info = get_args(parameter.annotation)
+    info.metavar = WORDS[Path]
+    return parameter.replace(annotation=Annotated[TEXT_OF[kind], info])
 
 
 def _parameter(name: str, field: FieldInfo, default: object) -> inspect.Parameter:
@@ -109,7 +181,8 @@ def _parameter(name: str, field: FieldInfo, default: object) -> inspect.Paramete
         metavar=None if is_flag else _metavar(field.annotation),
         show_default=False,
     )
-    kind = bool if is_flag else list[str] if many else str
+    is_path = Path in (field.annotation, *get_args(field.annotation))
+    kind = bool if is_flag else list[str] if many else Path if is_path else str
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

@@ -65,6 +65,7 @@ def serve(
         ports=ports,
         options=given(ServeConfig, options) | given(ModelSettings, options),
         settings_of=settings_of,
+        models_file=models,
         control_key=control_key,
         hang_timeout_s=own.hang_timeout,
         tritonserver=tritonserver,

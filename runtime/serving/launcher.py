@@ -129,6 +129,7 @@ class Server:
         ports: Ports = ANY_PORTS,
         options: Mapping[str, Any] | None = None,  # settings.py, the same for every model
         settings_of: Mapping[str, Mapping[str, Any]] | None = None,  # by model; they override options
+        models_file: Path | None = None,  # where settings_of stand
         control_key: str = "",  # who has it may load and unload models
         hang_timeout_s: float = 30,
         tritonserver: Path | None = None,
@@ -145,6 +146,7 @@ class Server:
         }
         for found in self._settings.values():
             settings.split(found)  # refused here, not by each model
+        self._models_file = models_file
         self._control_key = control_key
         self._hang_timeout_s = hang_timeout_s
         self.num_restarts = 0
@@ -191,9 +193,9 @@ class Server:
         """Refuses what cannot start, before anything does."""
         manifests = {name: manifest.load(engine_dir) for name, engine_dir in self.engines.items()}
         for name, found in self._settings.items():
-            with of_model(name):
+            with of_model(name if self._models_file is None else f"{self._models_file}: {name}"):
                 check_sizes(found, manifests[name])
-            found["device"] = choose_gpu(self.engines[name], manifests[name].arch, found.get("device"))
+                found["device"] = choose_gpu(self.engines[name], manifests[name].arch, found.get("device"))
         share_memory(self._settings.values())
         self._triton = find_triton(self._tritonserver)
         self._environment = server_environment()

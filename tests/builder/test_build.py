@@ -408,6 +408,15 @@ def test_an_empty_architecture_is_not_shown_as_a_tuple(
     assert code == 2 and err.startswith("error: --arch is '': a name is empty; give cpu, or kinds of GPUs")
 
 
+def test_an_empty_engine_directory_is_not_the_one_that_is_worked_in(
+    tiny_checkpoint: Get, run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(tiny_checkpoint(QWEN), "--engine-dir", "")
+    assert (code, err) == (2, "error: --engine-dir is empty; give a folder\n")
+    assert not any(tmp_path.iterdir())
+
+
 def refused(run: Callable, source: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
     (tmp_path / "engines").mkdir()
     code, out, err = run(source, "--engine-dir", tmp_path / "engines" / "engine", *options)

@@ -283,9 +283,12 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
     [
         (["--json", "/absent/out.json"], "--json /absent/out.json cannot be written"),
         (["--plot", "/"], "--plot / cannot be written"),
-        (["--compare", "max_row=2"], "unknown option 'max_row'; the options are max_len"),
+        (
+            ["--compare", "max_row=2"],
+            "--compare max_row=2: unknown option 'max_row'; the options are max_len",
+        ),
         (["--compare", "max_rows"], "--compare 'max_rows' holds 'max_rows'; write NAME=VALUE"),
-        (["--max-rows", "many"], "max_rows is 'many'"),
+        (["--max-rows", "many"], "--max-rows is 'many'"),
         (["--num-request", "3"], "No such option: --num-request"),
         (["extra"], "unexpected extra argument"),
         (["--max-rows"], "'--max-rows' requires an argument"),
@@ -296,11 +299,19 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
             "--plot /tmp/x.foo ends in .foo, which is no kind of picture;",
         ),
         (["--plot", "/tmp/x"], "--plot /tmp/x ends in no suffix"),
-        (["--input-len", "100", "--output-len", "29"], "129 tokens, the engine runs with max_len=128"),
+        (
+            ["--input-len", "100", "--output-len", "29"],
+            "129 tokens, the engine runs with --max-len 128; lower --input-len",
+        ),
         (
             ["--max-len", "64", "--input-len", "60", "--output-len", "8"],
-            "68 tokens, the engine runs with max_len=64",
+            "68 tokens, the engine runs with --max-len 64",
         ),
+        (["--workload", ""], "--workload is empty; give random, multi-turn or a file"),
+        (["--json", ""], "--json is empty; give a file"),
+        (["--text", ""], "--text is empty; give a file"),
+        (["--compare", "drafts=foo"], "--compare drafts=foo: drafts is 'foo': it should be"),
+        (["--memory-fraction", "nan", "--compare", "max_rows=2"], "--memory-fraction is nan: it should be"),
         (["--workload", "rando"], "cannot read rando: No such file or directory"),
         (["--workload", "multi-turn", "--text", "/absent.txt"], "--text /absent.txt cannot be read"),
         (["--workload", __file__, "--text", __file__], "were both given; drop one"),
@@ -310,7 +321,7 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
         ),
         (
             ["--workload", "multi-turn", "--input-len", "99999999999"],
-            "tokens, the engine runs with max_len=128",
+            "tokens, the engine runs with --max-len 128",
         ),
     ],
 )

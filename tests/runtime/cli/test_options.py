@@ -1,12 +1,15 @@
 """Fields of models as options of commands."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
+import typer
 
 from hemiola.runtime.api import SamplingParams, Strict
 from hemiola.runtime.bench.options import BenchOptions
-from hemiola.runtime.cli.options import options_of, read, spelled
+from hemiola.runtime.cli.options import options_of, read, spelled, takes
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 
@@ -53,3 +56,99 @@ def test_a_value_is_read_as_its_type_says(
 def test_a_pair_without_an_equals_sign_is_refused() -> None:
     with pytest.raises(Refused, match="--logit-bias is '5'; write INT=FLOAT"):
         read(SamplingParams, "logit_bias", ["5"])
+
+
+class Shown(Strict):
+    max_len: int = 1
+    drafts: str = ""
+    text: Path | None = None
+
+
+def command_of(says: str = "") -> Callable[..., dict[str, object]]:
+    """A command with options of its own and those of a model, and what it is called with."""
+    called: dict[str, object] = {}
+
+    @takes(options_of(Shown))
+    def command(
+        engine_dir: Annotated[Path, typer.Option(help="a folder")] = Path("e"),
+        many: Annotated[list[Path] | None, typer.Option(help="folders")] = None,
+        name: Annotated[str, typer.Option(help="a name")] = "",
+        **options: Any,
+    ) -> None:
+        called.update(engine_dir=engine_dir, many=many, name=name, **options)
+        if says:
+            raise Refused(says)
+
+    app = typer.Typer()
+    app.command()(command)
+
+    def run(*arguments: str) -> dict[str, object]:
+        app(args=list(arguments), standalone_mode=False)
+        return called
+
+    return run
+
+
+def test_paths_and_texts_reach_the_command_as_it_declares_them() -> None:
+    run = command_of()
+    found = run("--engine-dir", "a", "--many", "b", "--many", "c", "--name", "é", "--text", "\udcff")
+    assert found["engine_dir"] == Path("a") and found["many"] == [Path("b"), Path("c")]
+    assert found["name"] == "é" and found["text"] == Path("\udcff"), "a file's name may be any bytes"
+    assert run() | {"max_len": None} == {
+        "engine_dir": Path("e"), "many": None, "name": "", "max_len": None, "drafts": None, "text": None
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--engine-dir", "--engine-dir is empty; give a folder"),
+        ("--many", "--many is empty; give a file"),
+        ("--text", "--text is empty; give a file"),
+    ],
+)
+def test_an_empty_path_is_not_the_folder_that_the_command_is_called_in(option: str, said: str) -> None:
+    with pytest.raises(Refused) as refused:
+        command_of()(option, "")
+    assert str(refused.value) == said
+
+
+@pytest.mark.parametrize("option", ["--name", "--drafts"])
+def test_bytes_of_a_text_that_are_no_utf8_are_not_called_surrogates(option: str) -> None:
+    with pytest.raises(Refused) as refused:
+        command_of()(option, "d\udcffef")
+    assert str(refused.value) == f"{option} is not UTF-8 (invalid start byte at byte 1); convert it"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("max_len is 9, the engine has 4", "--max-len is 9, the engine has 4"),
+        ("drafts is 'foo': it should be other", "--drafts is 'foo': it should be other"),
+        ('max_len is 0; give drafts="none"', '--max-len is 0; give --drafts "none"'),
+        ("no room for max_len=4; lower max_len", "no room for --max-len 4; lower --max-len"),
+        ("chat: max_len is 9", "chat: --max-len is 9"),
+        ("no memory: it takes 9; lower max_len", "no memory: it takes 9; lower --max-len"),
+        ("the text is long, of drafts", "the text is long, of drafts"),
+        ("--compare max_len=9: max_len is 9", "--compare max_len=9: max_len is 9"),
+        ("models.json: chat: max_len is 9", "models.json: chat: max_len is 9"),
+        ("/tmp/e/manifest.json: limits.max_len is 9", "/tmp/e/manifest.json: limits.max_len is 9"),
+        ("/tmp/max_len is no folder", "/tmp/max_len is no folder"),
+        ("--name is 'max_len'", "--name is 'max_len'"),
+    ],
+)
+def test_what_a_command_refuses_is_not_named_as_in_python(said: str, shown: str) -> None:
+    with pytest.raises(Refused) as refused:
+        command_of(said)()
+    assert str(refused.value) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("[" * 100_000, "nested too deeply"), ("9" * 10_000, "a number of too many digits"), ("{", "Expecting")],
+)
+def test_json_that_cannot_be_read_says_why_and_is_not_shown_whole(text: str, reason: str) -> None:
+    with pytest.raises(Refused) as refused:
+        read(SamplingParams, "structured_outputs", text)
+    said = str(refused.value)
+    assert said.startswith("--structured-outputs is '") and f": {reason}" in said and len(said) < 200

@@ -221,6 +221,7 @@ def test_a_models_file_that_is_not_there_is_not_called_broken(
         ({"max_queue": -1}, "max_queue is -1: it should be greater than or equal to 0"),
         ({"engine_dir": 5}, "engine_dir is 5: it should be a valid string"),
         ({"max_rows": 9999}, "max_rows is 9999, the engine was built for"),
+        ({"device": 3}, "device is 3, but "),
     ],
 )
 def test_a_setting_that_cannot_be_is_named_with_its_file_and_model(
@@ -231,8 +232,7 @@ def test_a_setting_that_cannot_be_is_named_with_its_file_and_model(
         json.dumps({"fine": {"engine_dir": str(engine_dir)}, "chat": {"engine_dir": str(engine_dir), **own}})
     )
     said = refused(f"--models={file}", engine=False)
-    where = "chat: " if "max_rows" in own else f"{file}: chat: "
-    assert said.startswith(where + reason) and "num_restarts," not in said, said
+    assert said.startswith(f"{file}: chat: {reason}") and "num_restarts," not in said, said
 
 
 def test_a_models_file_without_models_starts_no_server(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -243,11 +243,14 @@ def test_a_models_file_without_models_starts_no_server(refused: Callable[..., st
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
-        ("--max-rows=9999", "max_rows is 9999, the engine was built for"),
-        ("--max-len=99999999", "max_len is 99999999, the engine was built for"),
-        ("--max-rows=0", "max_rows is 0, it must be at least 1"),
-        ("--max-rows=many", "max_rows is 'many': "),
-        ("--cuda-graphs=true", "cuda_graphs is on, but the engine was built for cpu"),
+        ("--max-rows=9999", "--max-rows is 9999, the engine was built for"),
+        ("--max-len=99999999", "--max-len is 99999999, the engine was built for"),
+        ("--max-rows=0", "--max-rows is 0: it should be greater than or equal to 1"),
+        ("--max-rows=many", "--max-rows is 'many': "),
+        ("--cuda-graphs=true", "--cuda-graphs is on, but the engine was built for cpu"),
+        ("--memory-fraction=nan", "--memory-fraction is nan: "),
+        ("--device=-1", "--device is -1: "),
+        ("--device=3", "--device is 3, but "),
     ],
 )
 def test_what_the_engine_was_not_built_for_is_refused_before_a_server_starts(
