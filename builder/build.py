@@ -276,7 +276,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     for name in (name for name in names if (source / name).is_file()):
         shutil.copyfile(source / name, folder / name)
-    config = folder / "tokenizer_config.json"
+    config = source / "tokenizer_config.json"
     template = read_json(config).get("chat_template") if config.is_file() else None
     if isinstance(template, list):  # several named ones
         template = next((entry["template"] for entry in template if entry["name"] == "default"), None)

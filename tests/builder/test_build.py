@@ -263,7 +263,7 @@ SPOILED = {
     "tokenizer config": (
         QWEN,
         write("tokenizer_config.json", "{"),
-        "tokenizer_config.json cannot be read as JSON",
+        "/source/tokenizer_config.json cannot be read as JSON",
     ),
     "tokenizer ids": (QWEN, tokenizer_with("extra"), "has ids up to 320, but vocab_size is 320"),
     "missing tensor": (QWEN, tensors(model__norm__weight=None), "has no tensor model.norm.weight"),
