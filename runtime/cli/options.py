@@ -61,22 +61,9 @@ def takes(*groups: list[inspect.Parameter]) -> Callable[[Callable[..., None]], C
 
 
 def as_options(said: str, names: Collection[str]) -> str:
-    """Names of fields as they are written on a command line. What other places say of theirs is left."""
-    model = re.match(r"(?:[\w.-]+: )?", said)  # whose size it is
-    start = model.end() if model else 0
-    name = re.compile(rf"(?<![\w./'\"-])({'|'.join(names)})\b(=?)")
-    first = name.search(said)
-    before = said[: first.start()] if first else ""
-    if said.startswith("--") or "/" in before or before.count(": ") > 1:
-        return said  # somebody's who was named: a file, an option
-
-    def flag(found: re.Match[str]) -> str:
-        is_subject = found.start() == start and said.startswith(" is ", found.end())
-        if not (is_subject or found[2] or "_" in found[1]):
-            return found[0]  # a word, such as text
-        return _flag(found[1]) + found[2].replace("=", " ")
-
-    return name.sub(flag, said)
+    """The field that is refused, perhaps a model's, as it is written on a command line."""
+    subject = rf"^((?:[\w.-]+: )?)({'|'.join(names)})(?= is )"
+    return re.sub(subject, lambda found: found[1] + _flag(found[2]), said)
 
 
 def utf8(named: str, text: str) -> str:

@@ -301,11 +301,11 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
         (["--plot", "/tmp/x"], "--plot /tmp/x ends in no suffix"),
         (
             ["--input-len", "100", "--output-len", "29"],
-            "129 tokens, the engine runs with --max-len 128; lower --input-len",
+            "129 tokens, the engine runs with max_len=128; lower --input-len",
         ),
         (
             ["--max-len", "64", "--input-len", "60", "--output-len", "8"],
-            "68 tokens, the engine runs with --max-len 64",
+            "68 tokens, the engine runs with max_len=64",
         ),
         (["--workload", ""], "--workload is empty; give random, multi-turn or a file"),
         (["--json", ""], "--json is empty; give a file"),
@@ -321,7 +321,7 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
         ),
         (
             ["--workload", "multi-turn", "--input-len", "99999999999"],
-            "tokens, the engine runs with --max-len 128",
+            "tokens, the engine runs with max_len=128",
         ),
     ],
 )

@@ -123,12 +123,10 @@ def test_bytes_of_a_text_that_are_no_utf8_are_not_called_surrogates(option: str)
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
-        ("max_len is 9, the engine has 4", "--max-len is 9, the engine has 4"),
+        ("max_len is 9, raise num_pages", "--max-len is 9, raise num_pages"),
         ("drafts is 'foo': it should be other", "--drafts is 'foo': it should be other"),
-        ('max_len is 0; give drafts="none"', '--max-len is 0; give --drafts "none"'),
-        ("no room for max_len=4; lower max_len", "no room for --max-len 4; lower --max-len"),
         ("chat: max_len is 9", "chat: --max-len is 9"),
-        ("no memory: it takes 9; lower max_len", "no memory: it takes 9; lower --max-len"),
+        ("no memory: max_len is 9; lower it", "no memory: max_len is 9; lower it"),
         ("the text is long, of drafts", "the text is long, of drafts"),
         ("--compare max_len=9: max_len is 9", "--compare max_len=9: max_len is 9"),
         ("models.json: chat: max_len is 9", "models.json: chat: max_len is 9"),
