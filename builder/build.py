@@ -15,7 +15,7 @@ from hemiola.builder import models, targets
 from hemiola.builder.checkpoint import Checkpoint, Files, Lazy, read_json
 from hemiola.builder.fuse import fuse
 from hemiola.builder.graph import Graph, Name, export
-from hemiola.builder.options import Options
+from hemiola.builder.options import MOST_STEP_TOKENS, Options
 from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
 from hemiola.builder.quantised import SINCE
 from hemiola.builder.random_weights import RandomTensors, drawn
@@ -27,6 +27,7 @@ from hemiola.plugins import OPS
 from hemiola.plugins.spec import E4M3
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of
+from hemiola.runtime.engine.bucket import ROWS
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.manifest import Limits, Manifest, Segment, State
 
@@ -42,6 +43,8 @@ def build(
     target, archs = targets.pick(options.target, ",".join(options.arch))
     arch, dtype = ARCHS[archs[0]], _dtype(target, archs, options)
     _refuse_pages(options, target, archs)
+    if arch.device == "cuda":
+        _refuse_rows(options.max_rows, archs)
     refuse_occupied(engine_dir)
     report("checking", 0, 0)
     checkpoint = Checkpoint(path, RandomTensors if options.random_weights else Files, archs)
@@ -187,6 +190,11 @@ def _limits(
         raise Refused(
             f"--max-len {max_len} is less than one page of --page-len {options.page_len}; change one of them"
         )
+    if num_drafts >= max_len:
+        raise Refused(
+            f"--num-drafts {num_drafts} is more than a request of --max-len {max_len} can take;"
+            f" use at most {max_len - 1}"
+        )
     limits = Limits(
         max_len=max_len,
         max_rows=options.max_rows,
@@ -195,12 +203,24 @@ def _limits(
         page_len=options.page_len,
         chunk_len=options.chunk_len,
     )
-    if limits.max_step_tokens < limits.max_rows * (num_drafts + 1):
-        raise Refused(
-            f"--max-step-tokens {limits.max_step_tokens} cannot hold --max-rows {limits.max_rows} "
-            f"with {num_drafts} drafts each; use at least {limits.max_rows * (num_drafts + 1)}"
-        )
+    _refuse_short_steps(limits)
     return drafts, limits
+
+
+def _refuse_short_steps(limits: Limits) -> None:
+    """All rows may decode in one step, with all their drafts."""
+    rows, drafts, each = limits.max_rows, limits.num_drafts, limits.num_drafts + 1
+    most = MOST_STEP_TOKENS
+    if rows * each > most:
+        raise Refused(
+            f"--max-rows {rows} with {drafts} drafts each are {rows * each} tokens in one step, at most"
+            f" {most} can be; use --max-rows {most // each} at most, or fewer --num-drafts"
+        )
+    if limits.max_step_tokens < rows * each:
+        raise Refused(
+            f"--max-step-tokens {limits.max_step_tokens} cannot hold --max-rows {rows} with {drafts} drafts"
+            f" each; use at least {rows * each}"
+        )
 
 
 def _refuse_draft_vocab(model: models.Model, drafts: str, options: Options) -> None:
@@ -227,6 +247,15 @@ def _warn_of_a_missing_head(model: models.Model) -> None:
                 " --drafts none",
                 file=sys.stderr,
             )
+
+
+def _refuse_rows(max_rows: int, archs: Sequence[str]) -> None:
+    """Graphs there have sizes up to the last of ROWS; kernels are looked at for each number of rows."""
+    if max_rows > ROWS[-1]:
+        raise Refused(
+            f"--max-rows {max_rows} is more than --arch {','.join(archs)} can take in one step, which is"
+            f" {ROWS[-1]}; use at most {ROWS[-1]}, and an engine on another GPU for more requests at once"
+        )
 
 
 def _refuse_pages(options: Options, target: targets.Target, archs: Sequence[str]) -> None:

@@ -7,6 +7,10 @@ from pydantic import Field, field_validator
 from hemiola.runtime.api import Strict
 from hemiola.runtime.errors import Refused
 
+# The longest text of the models here in one piece. Twice as many would fit no launch on a GPU: of conv's
+# programs, 65,535 at most, each has 8 tokens.
+MOST_STEP_TOKENS = 2**18
+
 
 class Options(Strict):
     """None is decided from the checkpoint. Lengths are in tokens."""
@@ -28,8 +32,12 @@ class Options(Strict):
         ge=1,
         description="longest prompt + output; default: what the checkpoint knows, at most 8192",
     )
-    max_rows: int = Field(default=64, ge=1, description="requests in one step")
-    max_step_tokens: int = Field(default=2048, ge=1, description="tokens in one step")
+    max_rows: int = Field(
+        default=64, ge=1, le=MOST_STEP_TOKENS, description="requests in one step; on GPUs at most 1024"
+    )
+    max_step_tokens: int = Field(
+        default=2048, ge=1, le=MOST_STEP_TOKENS, description="tokens in one step, at most 262144"
+    )
     drafts: Literal["none", "ngram", "mtp"] | None = Field(
         default=None, description="who proposes tokens; default: mtp if the checkpoint has it"
     )

@@ -368,6 +368,38 @@ OPTIONS = {
     "narrow pages on GPUs": ("--kv-dtype fp8 --arch sm_80,sm_90,sm_86", "sm_80, sm_86 cannot convert e4m3"),
     "narrow pages in ONNX": ("--kv-dtype fp8 --target onnxruntime", "not supported by --target onnxruntime"),
     "tiny steps": ("--max-step-tokens 9", "--max-step-tokens 9 cannot hold --max-rows 64", "256"),
+    "a step that no machine holds": (
+        "--max-step-tokens 4611686018427387904",
+        "--max-step-tokens is 4611686018427387904: it should be less than or equal to 262144",
+    ),
+    "a step that no GPU holds": (
+        "--max-step-tokens 262145 --arch sm_90",
+        "--max-step-tokens is 262145: it should be less than or equal to 262144",
+    ),
+    "rows that no step holds": (
+        "--max-rows 1000000000",
+        "--max-rows is 1000000000: it should be less than or equal to 262144",
+    ),
+    "a way out that is refused, too": (
+        "--max-rows 65537",
+        "--max-rows 65537 with 3 drafts each are 262148 tokens in one step, at most 262144 can be",
+        "use --max-rows 65536 at most, or fewer --num-drafts",
+    ),
+    "a row that no step holds": (
+        "--max-rows 300 --num-drafts 1023",
+        "--max-rows 300 with 1023 drafts each are 307200 tokens in one step",
+        "use --max-rows 256 at most",
+    ),
+    "more drafts than a request has tokens": (
+        "--num-drafts 99999999999999999999 --max-rows 1",
+        "--num-drafts 99999999999999999999 is more than a request of --max-len 1024 can take",
+        "use at most 1023",
+    ),
+    "rows that no graph on a GPU holds": (
+        "--max-rows 1025 --max-step-tokens 5000 --arch sm_80,sm_90",
+        "--max-rows 1025 is more than --arch sm_80,sm_90 can take in one step, which is 1024",
+        "use at most 1024, and an engine on another GPU for more requests at once",
+    ),
     "target": ("--target openvino", "--target openvino is not supported", "torch, onnxruntime, tensorrt"),
     "target for GPUs": (
         "--target tensorrt",
