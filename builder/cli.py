@@ -1,5 +1,9 @@
 """build-engine CHECKPOINT --engine-dir DIR"""
 
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,10 +33,44 @@ def build_engine(
     **options: Any,
 ) -> None:
     """Compile a checkpoint into an engine directory."""
+    chosen = made(Options, options)
+    with ends_in_one_line(engine_dir) as came:
+        manifest = _build(checkpoint, engine_dir, chosen, came)
+    Console().print(summary(manifest, engine_dir))
+
+
+class ToldToEnd(KeyboardInterrupt):
+    """Where one of the very class came out of `exec`, python -m ends by SIGINT, whatever its status."""
+
+
+@contextmanager
+def ends_in_one_line(engine_dir: Path) -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM raise ToldToEnd, so that a build removes what it has made.
+
+    Gives the signals that came: imports and callbacks of C may drop what is raised within them.
+    """
+    came: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        came.append(number)
+        raise ToldToEnd
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    except ToldToEnd:
+        print(f"interrupted; no engine was made, and {engine_dir} is as it was before", file=sys.stderr)
+        raise typer.Exit(128 + came[0]) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _build(checkpoint: Path, engine_dir: Path, options: Options, came: list[int]) -> "Manifest":
+    """With a bar on a terminal."""
     from hemiola.builder.build import build
     from hemiola.runtime.cli.inspect import size
 
-    chosen = made(Options, options)
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),
@@ -45,12 +83,13 @@ def build_engine(
         task = progress.add_task("starting", total=None, amount="")
 
         def report(stage: str, done: int, total: int) -> None:
+            if came:
+                raise ToldToEnd
             shown = str if stage.startswith("kernels") else size
             amount = f"{shown(done)} of {shown(total)}" if total else ""
             progress.update(task, description=stage, completed=done, total=total or None, amount=amount)
 
-        manifest = build(checkpoint, engine_dir, chosen, report)
-    Console().print(summary(manifest, engine_dir))
+        return build(checkpoint, engine_dir, options, report)
 
 
 def summary(manifest: "Manifest", engine_dir: Path) -> Table:

@@ -25,3 +25,6 @@ def or_exit(command: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         print(f"error: {lacking(command, error)}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # while it is imported
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

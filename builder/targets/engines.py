@@ -23,22 +23,23 @@ MOST = 2**20  # pages or slots
 
 @contextmanager
 def interrupts_wait() -> Iterator[list[int]]:
-    """Ctrl-C comes when a compiler has returned: raised in what it calls of Python, it would only be logged.
+    """Ctrl-C and SIGTERM come when a compiler has returned: raised in what it calls of Python, they are lost.
 
     Gives what has come by now, so that a long build can be told to end.
     """
     came: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield came
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: came.append(number))
     try:
         yield came
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if came:
-            raise KeyboardInterrupt
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            handlers[signal.Signals(number)](number, None)
 
 
 def lay_out(graph: Graph, views: Sequence[str] = ()) -> None:

@@ -2,10 +2,13 @@
 
 import errno
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,17 @@ from hemiola.runtime.errors import Refused
 ROOT = Path(__file__).resolve().parents[2]
 Get = Callable[..., Path]
 SMALL = ["--max-len", "256", "--max-rows", "4", "--max-step-tokens", "64", "--page-len", "32"]
+
+INTERRUPTED = """
+import sys, typer
+from pathlib import Path
+from hemiola.builder.cli import ends_in_one_line
+try:
+    with ends_in_one_line(Path("e")):
+        exec("import os; os.kill(os.getpid(), 2)")
+except typer.Exit as end:
+    sys.exit(end.exit_code)
+"""
 
 
 @pytest.fixture
@@ -431,6 +445,37 @@ def test_bad_checkpoint_is_one_line(case: tuple, tiny_checkpoint: Get, run: Call
 def test_bad_option_is_one_line(case: tuple, tiny_checkpoint: Get, run: Callable, tmp_path: Path) -> None:
     options, *words = case
     refused(run, tiny_checkpoint(QWEN), tmp_path, options.split(), words)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_a_library_drops_is_not_lost(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Imports and callbacks of C do."""
+
+    def deaf(source: Path, engine_dir: Path, options: object, report: build.Report) -> None:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        report("checking", 0, 0)
+        pytest.fail("the build goes on")
+
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(build, "build", deaf)
+    said = f"interrupted; no engine was made, and {tmp_path} is as it was before\n"
+    assert run(tmp_path, "--engine-dir", tmp_path) == (128 + number, "", said)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_an_interrupt_within_exec_does_not_end_python_m_by_the_signal(tmp_path: Path) -> None:
+    """Python forgets what status it was given where a plain KeyboardInterrupt came out of `exec`."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    paths = os.pathsep.join(map(str, (ROOT, tmp_path)))
+    done = subprocess.run(
+        [sys.executable, "-m", "interrupted"], env=os.environ | {"PYTHONPATH": paths}, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 130
+    assert done.stderr == "interrupted; no engine was made, and e is as it was before\n"
 
 
 def test_an_empty_architecture_is_not_shown_as_a_tuple(

@@ -60,17 +60,30 @@ def test_too_little_memory_is_one_line(
     assert not (tmp_path / "engine").exists()
 
 
-@pytest.mark.parametrize(
+AT_WORK = pytest.mark.parametrize(
     ("target", "stage"),
     [(CPU, "writing weights"), (GPU, "kernels for sm_89"), (RTX, "trunk: part 2 of")],
     ids=["cpu", "gpu", "rtx"],
 )
-def test_what_is_told_to_end_leaves_nothing_that_the_next_build_does_not_remove(
+
+
+@AT_WORK
+@pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_what_is_told_to_end_does_not_end_without_a_word(
+    doomed: Doomed, command: tuple[str, ...], tmp_path: Path, target: tuple[str, ...], stage: str,
+    number: str, status: int,
+) -> None:  # fmt: skip
+    """Ctrl-C, and what stops a container or a job."""
+    said = f"interrupted; no engine was made, and {tmp_path / 'engine'} is as it was before"
+    assert doomed.build(*command, *target, end=(number, stage)) == (status, [said])
+    assert not [*tmp_path.iterdir()]
+
+
+@AT_WORK
+def test_what_is_killed_leaves_nothing_that_the_next_build_does_not_remove(
     doomed: Doomed, command: tuple[str, ...], tmp_path: Path, target: tuple[str, ...], stage: str
 ) -> None:
-    """Ctrl-C and kill -9: what the latter leaves is no engine, and goes with the next build of any kind."""
-    assert doomed.build(*command, *target, end=("SIGINT", stage)) == (130, [])
-    assert not [*tmp_path.iterdir()]
+    """kill -9: what it leaves is no engine, and goes with the next build of any kind."""
     assert doomed.build(*command, *target, end=("SIGKILL", stage)).status == -9
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".engine.building-")

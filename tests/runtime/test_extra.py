@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from hemiola.runtime.extra import ENGINE, SERVE, lacking
+from hemiola.runtime.extra import ENGINE, SERVE, lacking, or_exit
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,3 +28,9 @@ def test_a_module_of_no_extra_is_missing_as_ever() -> None:
     with pytest.raises(ModuleNotFoundError) as raised:
         lacking("hemiola", error)
     assert raised.value is error
+
+
+def test_an_interrupt_of_imports_is_no_traceback(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended, or_exit("hemiola"):
+        raise KeyboardInterrupt
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")

@@ -200,21 +200,28 @@ def test_what_the_compiler_refuses_comes_out_as_one_line() -> None:
         rtx.engine(model, (), ("sm_89",))
 
 
-def test_an_interrupt_within_the_compiler_is_only_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_within_the_compiler_is_only_logged(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     """Raised in what it calls of Python, it would be an error in its log, and the build would go on."""
     log = type(network.log_of(rtx.trt))
     said: list[str] = []
 
     def interrupted(self: object, severity: object, message: str) -> None:
         if not said:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         said.append(message)
 
     monkeypatch.setattr(log, "log", interrupted)
     profiles, model = [{"x0": ((1,), (4,), (4,))}], SIGMOID.SerializeToString()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job is deaf to it
-    with pytest.raises(KeyboardInterrupt), interrupts_wait():
-        network.build(rtx.trt, model, profiles, lambda config: None)
+    before = signal.signal(number, signal.default_int_handler)  # as build-engine has it
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupts_wait() as came:
+            network.build(rtx.trt, model, profiles, lambda config: None)
+    finally:
+        signal.signal(number, before)
+    assert came == [number]
     assert said and network.build(rtx.trt, model, profiles, lambda config: None)
 
 
