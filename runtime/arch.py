@@ -35,6 +35,14 @@ def visible() -> str:
     return "" if named is None else f" ({VISIBLE} is {named!r})"
 
 
+def rebuilt_for(arch: str) -> str:
+    """The way out for an engine that cannot run here. In its own folder another would replace it."""
+    return (
+        "open it on a machine with such a GPU, or run build-engine CHECKPOINT --engine-dir ANOTHER"
+        f" --arch {arch}"
+    )
+
+
 def split(names: str) -> list[str]:
     """The architectures of an engine, which share a device and the numbers that it computes with."""
     return names.replace(",", " ").split()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from hemiola.runtime.arch import ARCHS, arch_here, split, visible
+from hemiola.runtime.arch import ARCHS, arch_here, rebuilt_for, split, visible
 from hemiola.runtime.errors import Refused
 
 
@@ -21,19 +21,13 @@ def find_device(engine_dir: Path, arch: str) -> torch.device:
     capabilities = " or ".join(map(_dotted, needed))
     built = f"{engine_dir} was built for {arch} (compute capability {capabilities})"
     if not torch.cuda.is_available():
-        raise Refused(
-            f"{built}, but torch finds no CUDA device here{visible()}; {_rebuild(engine_dir, 'cpu')}"
-        )
+        raise Refused(f"{built}, but torch finds no CUDA device here{visible()}; {rebuilt_for('cpu')}")
     found = torch.cuda.get_device_capability(0)
     if found in needed:
         return torch.device("cuda", 0)
     name = torch.cuda.get_device_name(0)
-    raise Refused(f"{built}, but {name} has {_dotted(found)}; {_rebuild(engine_dir, arch_here())}")
+    raise Refused(f"{built}, but {name} has {_dotted(found)}; {rebuilt_for(arch_here())}")
 
 
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
-
-
-def _rebuild(engine_dir: Path, arch: str) -> str:
-    return f"run build-engine CHECKPOINT --engine-dir {engine_dir} --arch {arch}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hemiola.runtime.arch import ARCHS, VISIBLE, split, visible
+from hemiola.runtime.arch import ARCHS, VISIBLE, rebuilt_for, split, visible
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 
@@ -32,10 +32,9 @@ def choose_gpu(engine_dir: Path, arch: str, device: int | None) -> int | None:
     found, number = torch.cuda.device_count(), device or 0
     if number < found:
         return number
-    rebuild = f"run build-engine CHECKPOINT --engine-dir {engine_dir} --arch cpu"
     raise Refused(
         f"{engine_dir} was built for {arch} and is to run on GPU {number}, but {found} GPUs are visible"
-        f" here{visible()}; {'choose a lower device' if found else rebuild}"
+        f" here{visible()}; {'choose a lower device' if found else rebuilt_for('cpu')}"
     )
 
 

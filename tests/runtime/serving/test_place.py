@@ -53,7 +53,12 @@ def test_engines_that_open_at_once_on_one_gpu_do_not_each_take_half_of_it(
 @pytest.mark.parametrize(
     ("arch", "num_gpus", "device", "reason"),
     [
-        ("sm_90", 0, None, "a was built for sm_90 and is to run on GPU 0, but 0 GPUs .* --arch cpu"),
+        (
+            "sm_90",
+            0,
+            None,
+            "a was built for sm_90 and is to run on GPU 0, but 0 GPUs .* --engine-dir ANOTHER --arch cpu",
+        ),
         (
             "sm_90",
             2,
