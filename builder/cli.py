@@ -19,7 +19,7 @@ from hemiola.runtime.cli.options import made, options_of, takes
 if TYPE_CHECKING:  # torch takes seconds; --help should not
     from hemiola.runtime.manifest import Manifest
 
-
+WRITING = "writing weights"  # the stage that is counted in bytes; others count calls and kernels
 app = new_app()
 
 
@@ -69,7 +69,6 @@ def ends_in_one_line(engine_dir: Path) -> Iterator[list[int]]:
 def _build(checkpoint: Path, engine_dir: Path, options: Options, came: list[int]) -> "Manifest":
     """With a bar on a terminal."""
     from hemiola.builder.build import build
-    from hemiola.runtime.cli.inspect import size
 
     console = Console(stderr=True)
     columns = (
@@ -85,11 +84,18 @@ def _build(checkpoint: Path, engine_dir: Path, options: Options, came: list[int]
         def report(stage: str, done: int, total: int) -> None:
             if came:
                 raise ToldToEnd
-            shown = str if stage.startswith("kernels") else size
-            amount = f"{shown(done)} of {shown(total)}" if total else ""
-            progress.update(task, description=stage, completed=done, total=total or None, amount=amount)
+            shown = amount(stage, done, total)
+            progress.update(task, description=stage, completed=done, total=total or None, amount=shown)
 
         return build(checkpoint, engine_dir, options, report)
+
+
+def amount(stage: str, done: int, total: int) -> str:
+    """How much of a stage is done."""
+    from hemiola.runtime.cli.inspect import size
+
+    shown = size if stage == WRITING else str
+    return f"{shown(done)} of {shown(total)}" if total else ""
 
 
 def summary(manifest: "Manifest", engine_dir: Path) -> Table:

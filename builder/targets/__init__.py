@@ -1,6 +1,7 @@
 """What engines can be built for: the table of targets and architectures."""
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Literal, NamedTuple
 
@@ -42,12 +43,15 @@ def pick(target: str, arch: str) -> tuple[Target, tuple[str, ...]]:
             f"--target {target} is not supported by this version, only {', '.join(TARGETS)}; use one of these"
         )
     found, archs = TARGETS[target], tuple(dict.fromkeys(known.split(arch)))
+    if archs == ("cpu",) and "cpu" not in found.archs:
+        number = "one" if target == "tensorrt" else "one or more"
+        raise Refused(f"--target {target} is not for CPUs; give --arch, {number} of {', '.join(found.archs)}")
     for name in archs or [arch]:
         if name not in found.archs:
-            default = ", which is meant where none is given," if arch == "cpu" else ""
+            meant = "".join(get_close_matches(name.lower(), found.archs, 1, cutoff=0.85))
             raise Refused(
-                f"--arch {name}{default} is not supported by --target {target}, only"
-                f" {', '.join(found.archs)}; pass --arch with some of these"
+                f"--arch {name} is not supported by --target {target}, only {', '.join(found.archs)};"
+                f" {f'is it {meant}?' if meant else 'pass --arch with some of these'}"
             )
     if len({known.ARCHS[name].device for name in archs}) > 1:
         raise Refused(

@@ -56,7 +56,8 @@ def _compile(nodes: "set[Node]", graphs: Sequence[Graph], arch: str, job: Job) -
     major, minor = ARCHS[arch].capability or (0, 0)
     gpu = Gpu(10 * major + minor, UNNAMED_GPU)
     calls = calls_between(gpu, job.limits, hidden_of(graphs))
-    for node in nodes:
+    for done, node in enumerate(nodes):
+        job.report(f"calls for {arch}", done, len(nodes))
         calls |= calls_of(node.op, node.arguments, node.most(job.limits), gpu)
     (job.folder / FOLDER / arch).mkdir(parents=True)
     files = []

@@ -15,7 +15,7 @@ from hemiola.runtime.device.program import store
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, OpNode, Profile, SegmentPiece
 
-Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all (0: the stage is not about bytes)
+Report = Callable[[str, int, int], None]  # stage, how much is done, of how much (0: it is not counted)
 
 ASKED = {"chunk_len is": "--chunk-len", "L is": "--page-len"}  # what a form refuses, and the user chose
 

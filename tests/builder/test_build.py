@@ -416,9 +416,18 @@ OPTIONS = {
     ),
     "target": ("--target openvino", "--target openvino is not supported", "torch, onnxruntime, tensorrt"),
     "target for GPUs": (
+        "--target tensorrt-rtx",
+        "--target tensorrt-rtx is not for CPUs",
+        "give --arch, one or more of sm_80, sm_86, sm_89, sm_120, sm_121",
+    ),
+    "target for one GPU": (
         "--target tensorrt",
-        "--arch cpu, which is meant where none is given, is not supported by --target tensorrt, only sm_80",
-        "pass --arch with some of these",
+        "--target tensorrt is not for CPUs; give --arch, one of sm_80, sm_86",
+    ),
+    "arch in capitals": (
+        "--arch SM_90",
+        "--arch SM_90 is not supported by --target torch, only cpu, sm_80",
+        "is it sm_90?",
     ),
     "arch": ("--arch sm_70", "--arch sm_70 is not supported by --target torch, only cpu, sm_80"),
     "dtype of the CPU": (
@@ -476,6 +485,13 @@ def test_an_interrupt_within_exec_does_not_end_python_m_by_the_signal(tmp_path: 
     )  # fmt: skip
     assert done.returncode == 130
     assert done.stderr == "interrupted; no engine was made, and e is as it was before\n"
+
+
+@pytest.mark.parametrize(
+    ("stage", "shown"), [("writing weights", "4.0 KiB of 1.0 MiB"), ("trunk: kernels", "4096 of 1048576")]
+)
+def test_kernels_of_plugins_are_not_counted_in_bytes(stage: str, shown: str) -> None:
+    assert cli.amount(stage, 4096, 1 << 20) == shown and cli.amount(stage, 0, 0) == ""
 
 
 def test_an_empty_architecture_is_not_shown_as_a_tuple(

@@ -275,3 +275,20 @@ def test_no_thread_gives_the_others_their_line_numbers_back(
         patch.setattr(compile, "compile_call", look)
         build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(arch="sm_90", max_len=64))
     assert all(seen) and len(seen) > 20 and not compile.knobs.compilation.disable_line_info
+
+
+def test_looking_at_calls_is_no_silent_stage(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    """With many rows and layers it takes longer than compiling what it finds."""
+    told: dict[str, list[tuple[int, int]]] = {}
+
+    def report(stage: str, done: int, total: int) -> None:
+        told.setdefault(stage, []).append((done, total))
+
+    options = Options(arch="sm_80,sm_90", max_len=64, max_rows=2, drafts="none")
+    with uncompiled():
+        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", options, report)
+    for arch in ("sm_80", "sm_90"):
+        looked, compiled = told[f"calls for {arch}"], told[f"kernels for {arch}"]
+        assert looked == [(done, looked[0][1]) for done in range(len(looked))] and len(looked) > 5
+        assert looked[0][1] == len(looked) and compiled[-1] == (len(compiled), len(compiled))
+    assert [*told].index("calls for sm_80") < [*told].index("kernels for sm_80")
