@@ -171,8 +171,18 @@ def _open_loop(
     held.callback(session.close)
     cost = prefix_cost(manifest)
     loop = make_loop(config, storage, session, text, cost, manifest.identity, device=device, held=held)
+    if device.type == "cpu":
+        compile_ahead()
     loop.start(held)
     return loop
+
+
+def compile_ahead() -> None:
+    """The kernels of this engine's ops, and what steps of any options call beside them: no request waits."""
+    from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
+    from hemiola.runtime.engine import recorded  # noqa: F401  all of that is known when it is imported
+
+    jit.prepare()
 
 
 def clear_frames(error: BaseException, callers: BaseException | None) -> None:

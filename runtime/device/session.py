@@ -146,11 +146,7 @@ class Session:
         ]
         self._trunk, self._draft = programs[0], programs[-1]
         self._kernels = ExitStack()
-        if storage.device.type == "cpu":
-            from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
-
-            jit.prepare()  # the kernels of the forms that the programs are bound to
-        else:
+        if storage.device.type != "cpu":
             self._kernels = load_kernels(engine_dir, manifest, storage.device)
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,27 @@ from hemiola.runtime.llm import LLM
 def llm(engine_dir: Path) -> Iterator[LLM]:
     with LLM(engine_dir, max_rows=4) as made:
         yield made
+
+
+OPENED = """
+import sys
+from hemiola import LLM
+from hemiola.plugins.cpu.jit import KERNELS, CFunction
+compiled, compile = [], CFunction.compile
+CFunction.compile = lambda kernel: (compiled.append(kernel), compile(kernel))[1]
+LLM(sys.argv[1], drafts="none").close()
+from hemiola.runtime.engine import recorded
+print([kernel.name for kernel in KERNELS if kernel not in compiled])
+"""
+
+
+def test_an_engine_with_other_options_does_not_compile_kernels_again(engine_dir: Path) -> None:
+    """Nor a request: what is imported late is compiled when an engine opens, too."""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", OPENED, engine_dir], cwd=root, capture_output=True, text=True, timeout=300
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
 def params(**values: object) -> SamplingParams:
