@@ -127,7 +127,10 @@ def address_of(host: str) -> str:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise Refused(f"nothing can listen on {host} ({reason}); {right}") from None
-    return str(address)
+    found = ipaddress.IPv4Address(address)
+    if found.is_multicast or found.is_reserved:
+        raise Refused(f"--host {host} is no address of one machine; {right}")
+    return str(found)
 
 
 def _is_ipv6(host: str) -> bool:

@@ -192,6 +192,15 @@ def test_an_empty_host_is_not_every_interface(refused: Callable[..., str], host:
     assert said == "--host is empty; pass --host with an IPv4 address of this machine"
 
 
+@pytest.mark.parametrize("host", ["255.255.255.255", "224.0.0.1"])
+def test_a_host_of_many_is_not_waited_for(refused: Callable[..., str], host: str) -> None:
+    said = refused(f"--host={host}")
+    assert (
+        said
+        == f"--host {host} is no address of one machine; pass --host with an IPv4 address of this machine"
+    )
+
+
 @pytest.mark.parametrize("host", ["::1", "[::1]", "::", "fe80::1%eth0", "::ffff:127.0.0.1"])
 def test_an_ipv6_address_is_not_called_unknown(refused: Callable[..., str], host: str) -> None:
     assert refused(f"--host={host}") == (
