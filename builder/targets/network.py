@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 Shapes = Mapping[str, Sequence[Sequence[int]]]  # of an input with dynamic sizes: least, best, most
@@ -85,9 +86,10 @@ def alone(trt: Any, model: bytes, profiles: Sequence[Shapes], archs: Sequence[st
     # fixed arguments and variables, too: they lie in its memory
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     kept["CUDA_VISIBLE_DEVICES"] = ""  # it needs none
-    done = subprocess.run(
-        [sys.executable, "-I", __file__], input=asked + b"\n" + model, env=kept, capture_output=True
-    )
+    with TemporaryFile() as file:  # of a pipe it would read pieces as they come, into memory that they choose
+        file.write(asked + b"\n" + model)
+        file.seek(0)
+        done = subprocess.run([sys.executable, "-I", __file__], stdin=file, env=kept, capture_output=True)
     head, _, engine = done.stdout.partition(b"\n")
     if done.returncode or not head:
         raise NotBuilt("compile", [_last_words(done)])

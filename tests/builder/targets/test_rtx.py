@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -70,6 +71,28 @@ def test_two_builds_give_the_same_bytes(tiny_checkpoint: Get, tiny_engine: Get, 
     else:
         kept = {"sha256": {}, "identity": ""}
         assert again.model_copy(update=kept) == first.model_copy(update=kept)
+
+
+def test_the_bytes_of_a_part_do_not_depend_on_how_fast_it_is_handed_over(
+    tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause behind 512 bytes changed the fourth, and one build in some dozens."""
+    if not addresses_can_be_fixed():
+        pytest.skip("personality(2) is forbidden here")
+    asked = []
+    with monkeypatch.context() as patch, uncompiled():
+        patch.setattr(rtx, "alone", lambda *of: asked.append(of) or network.Built(b"vtrt", True))
+        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(target="tensorrt-rtx", arch="sm_89"))
+    at_once = network.alone(*asked[3])
+    write = os.write
+
+    def slow(file: int, content: bytes) -> int:
+        number = write(file, content[:512])
+        time.sleep(1)
+        return number
+
+    monkeypatch.setattr(os, "write", slow)
+    assert network.alone(*asked[3]) == at_once
 
 
 def addresses_can_be_fixed() -> bool:
