@@ -19,7 +19,6 @@ from hemiola.runtime.cli.options import made, options_of, takes
 if TYPE_CHECKING:  # torch takes seconds; --help should not
     from hemiola.runtime.manifest import Manifest
 
-WRITING = "writing weights"  # the stage that is counted in bytes; others count calls and kernels
 app = new_app()
 
 
@@ -92,6 +91,7 @@ def _build(checkpoint: Path, engine_dir: Path, options: Options, came: list[int]
 
 def amount(stage: str, done: int, total: int) -> str:
     """How much of a stage is done."""
+    from hemiola.builder.weights import WRITING
     from hemiola.runtime.cli.inspect import size
 
     shown = size if stage == WRITING else str

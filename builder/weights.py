@@ -9,6 +9,7 @@ from hemiola.builder.checkpoint import DTYPES, Lazy
 from hemiola.builder.targets.torch import Report
 
 ALIGNMENT = 64  # bytes
+WRITING = "writing weights"  # the stage that is counted in bytes; others count calls and kernels
 STORED = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -34,4 +35,4 @@ def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:
             assert tuple(tensor.shape) == lazy.shape and tensor.dtype == lazy.dtype
             file.write(tensor.view(-1).view(torch.uint8).numpy().data)
             done += lazy.nbytes
-            report("writing weights", done, offset)
+            report(WRITING, done, offset)

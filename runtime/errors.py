@@ -1,6 +1,8 @@
 """The errors that users meet: one line that names the thing, the value, the limit and the way out."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def one_line(error: object) -> str:
@@ -14,6 +16,15 @@ def counted(num: int, one: str, more: str) -> str:
 
 class Refused(ValueError):
     """A request, engine, checkpoint or option that cannot be served as asked; the message is one line."""
+
+
+@contextmanager
+def within(name: str) -> Iterator[None]:
+    """What is refused there names it."""
+    try:
+        yield
+    except Refused as error:
+        raise Refused(f"{name}: {error}") from None
 
 
 class Failed(RuntimeError):

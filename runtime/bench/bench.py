@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from hemiola.runtime.bench.report import Column, table
 from hemiola.runtime.bench.statistics import Summary, summarize
 from hemiola.runtime.bench.workloads import Turns
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, within
 from hemiola.runtime.llm import LLM
 
 SHOWN_FAILURES = 10
@@ -111,13 +111,9 @@ def _refuse_unfit(job: BenchJob, variants: Sequence[BenchVariant]) -> None:
             job.asked.refuse_too_long(sizes.max_len)
 
 
-@contextmanager
-def _of_variant(variant: BenchVariant, number: int) -> Iterator[None]:
+def _of_variant(variant: BenchVariant, number: int) -> AbstractContextManager[None]:
     """What is refused within names it; the first has the command's own options."""
-    try:
-        yield
-    except Refused as refusal:
-        raise Refused(f"--compare {variant.name}: {refusal}") if number else refusal from None
+    return within(f"--compare {variant.name}") if number else nullcontext()
 
 
 def _name(options: Mapping[str, Any]) -> str:

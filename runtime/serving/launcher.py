@@ -9,14 +9,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
-from hemiola.runtime.errors import Refused, counted
+from hemiola.runtime.errors import Refused, counted, within
 from hemiola.runtime.json_file import read_json
 from hemiola.runtime.serving import heartbeat, settings
 from hemiola.runtime.serving.home import Home
@@ -89,7 +89,7 @@ def read_models(
             f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}; correct it'
         )
     for name, own in found.items():
-        with of_model(f"{file}: {name}"):
+        with within(f"{file}: {name}"):
             settings.split(own)
     paths = [file.parent / own["engine_dir"] for own in found.values()]
     return name_engines(paths, list(found)), found
@@ -100,15 +100,6 @@ def _read_json(file: Path) -> Any:
         return read_json(file, "correct it")
     except OSError as error:
         raise Refused(f"--models {file} cannot be read ({error.strerror}); pass another file") from None
-
-
-@contextlib.contextmanager
-def of_model(name: str) -> Iterator[None]:
-    """What is refused within names it."""
-    try:
-        yield
-    except Refused as error:
-        raise Refused(f"{name}: {error}") from None
 
 
 def check_sizes(found: Mapping[str, Any], engine: manifest.Manifest) -> None:
@@ -193,7 +184,7 @@ class Server:
         """Refuses what cannot start, before anything does."""
         manifests = {name: manifest.load(engine_dir) for name, engine_dir in self.engines.items()}
         for name, found in self._settings.items():
-            with of_model(name if self._models_file is None else f"{self._models_file}: {name}"):
+            with within(name if self._models_file is None else f"{self._models_file}: {name}"):
                 check_sizes(found, manifests[name])
                 found["device"] = choose_gpu(self.engines[name], manifests[name].arch, found.get("device"))
         share_memory(self._settings.values())

@@ -31,7 +31,7 @@ CHANNEL = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-DIRECT = ("grpc.enable_http_proxy", 0)
+NO_PROXY = ("grpc.enable_http_proxy", 0)
 CANCEL = "cancel"  # the id of every request that cancels another
 CANCEL_TIMEOUT_S = 10.0
 READY_TIMEOUT_S = 10.0
@@ -43,7 +43,7 @@ Chat = Sequence[Mapping[str, object]]  # messages, as OpenAI has them
 def channel_options(url: str) -> tuple[tuple[str, int], ...]:
     """Of a client: to its own machine it goes without the proxy that `http_proxy` names."""
     host = url.rpartition(":")[0]
-    return (*CHANNEL, DIRECT) if host in ("localhost", "[::1]") or host.startswith("127.") else CHANNEL
+    return (*CHANNEL, NO_PROXY) if host in ("localhost", "[::1]") or host.startswith("127.") else CHANNEL
 
 
 def cancellation(model: str, request_id: str) -> Any:

@@ -12,7 +12,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from hemiola.runtime.serving.openai.app import App, FrontLimits
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.wire import Wire
-from hemiola.runtime.serving.packing import CHANNEL, DIRECT
+from hemiola.runtime.serving.packing import CHANNEL, NO_PROXY
 from hemiola.runtime.serving.tritonserver import bind
 
 log = logging.getLogger("hemiola.openai")
@@ -85,7 +85,7 @@ class Front:
             log.exception("the OpenAI front ended")
 
     async def _serve(self) -> None:
-        wire = Wire(self._grpc_url, (*CHANNEL, DIRECT))
+        wire = Wire(self._grpc_url, (*CHANNEL, NO_PROXY))
         app = App(self._models, wire, self._metrics_url, self._limits)
         runner = web.AppRunner(
             app.routes(),

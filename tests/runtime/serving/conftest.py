@@ -27,6 +27,14 @@ def url(triton: Triton) -> Iterator[str]:
 
 
 @pytest.fixture
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks it gets no answer."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+
+
+@pytest.fixture
 def client(url: str) -> Iterator[Client]:
     with Client(url) as connected:
         yield connected

@@ -213,14 +213,10 @@ def test_a_server_that_was_away_is_looked_for_every_second(
     assert asked["grpc.max_reconnect_backoff_ms"] <= 1000
 
 
+@pytest.mark.usefixtures("dead_proxy")
 @pytest.mark.parametrize("kind", ["client", "async"])
-def test_no_proxy_is_asked_for_a_server_on_this_machine(
-    url: str, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_no_proxy_is_asked_for_a_server_on_this_machine(url: str, kind: str) -> None:
     """With `http_proxy` no server answered."""
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
 
     async def ask() -> None:
         async with AsyncClient(url) as client:

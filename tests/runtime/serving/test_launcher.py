@@ -64,11 +64,9 @@ def test_tritonserver_is_told_no_name_which_it_takes_for_255_255_255_255() -> No
     assert server.http_url == "http://127.0.0.1:1"
 
 
-def test_its_own_server_is_not_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("dead_proxy")
+def test_its_own_server_is_not_asked_through_a_proxy() -> None:
     """With `http_proxy` it was never ready."""
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as there:
         Thread(target=there.handle_request).start()
         assert Server({})._answers(f"http://127.0.0.1:{there.server_port}")

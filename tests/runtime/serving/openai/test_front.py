@@ -458,14 +458,12 @@ def test_a_connection_that_stalls_is_held_for_ever(
     assert re.findall(rb"^HTTP/1.1 (\d+)", said, re.MULTILINE)[: len(answers)] == answers
 
 
+@pytest.mark.usefixtures("dead_proxy")
 def test_its_own_tritonserver_is_not_asked_through_a_proxy(
     models: dict[str, ServedModel], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `http_proxy` it was never ready. Of its address no host is read."""
     monkeypatch.setattr(f"{Answers.__module__}.READY_TIMEOUT_S", 60.0)
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     front = Front(models, limits=FrontLimits(), exit_timeout_s=5)
     front.start(f"ipv4:{triton.url}", "http://127.0.0.1:1/metrics")
     try:
