@@ -22,7 +22,7 @@ from hemiola.builder.targets.engines import lay_out
 from hemiola.builder.targets.kernels import nodes_of
 from hemiola.builder.targets.plugins import told_beforehand
 from hemiola.builder.targets.torch import Job
-from hemiola.plugins import DENSE
+from hemiola.plugins import OPS
 from hemiola.plugins.gpu.ptx import Ahead
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.manifest import Limits
@@ -57,7 +57,7 @@ class Measured(NamedTuple):
 def measured(arch: str, exported: graph.Graph) -> dict[str, Measured]:
     """By op: how many plugins, and KiB of PTX with the most shared memory, or why not."""
     found = told_beforehand(exported, Job(Path(), "cuda", (arch,), LIMITS))
-    ops = [node.op for node in nodes_of(exported) if node.op not in DENSE]
+    ops = [node.op for node in nodes_of(exported) if not OPS[node.op].has_onnx_body]
     made = {}
     for op, own in dict(zip(ops, found, strict=True)).items():
         if not isinstance(own, Ahead):

@@ -129,7 +129,7 @@ class _Writer:
             made = self._plugin(op, node)
         elif op is not None:
             call = op.call(*(value.meta["val"] if isinstance(value, Node) else value for value in node.args))
-            made = [plugin_nodes.BODIES[op.name](self, call, *self._values(node.args[: len(op.args)]))]
+            made = [plugin_nodes.body(op)(self, call, *self._values(node.args[: len(op.args)]))]
         else:
             made = self._of_torch(node)
         self._keep(node, made)

@@ -9,6 +9,7 @@ wherever it stands in one declaration, a digit itself.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -87,12 +88,19 @@ class FormChoice(NamedTuple):
 class Op:
     """A declared op; `forms` are in order of preference."""
 
-    name: str
+    name: str  # and that of its folder
     args: tuple[Arg, ...]
     attrs: tuple[Attr, ...]
     results: tuple[Result, ...]
     reference: Callable[..., Any]
     forms: tuple[Form, ...]
+    by_line: bool = False  # line t of the results depends on line t of the arguments alone
+    is_fusion: bool = False  # does the work of other ops; engines of our own kernels only
+
+    @property
+    def has_onnx_body(self) -> bool:
+        """Other compilers have this op, too; plugins/onnx.py."""
+        return (Path(__file__).parent / self.name / "onnx.py").is_file()
 
     def schema(self) -> str:
         """The torch.library schema; mutated arguments carry an alias mark."""

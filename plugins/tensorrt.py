@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hemiola.plugins import DENSE, FUSED, OPS
+from hemiola.plugins import OPS
 from hemiola.plugins.spec import Op
 
 if TYPE_CHECKING:  # Triton compiles them; who runs an engine needs none
@@ -36,7 +36,7 @@ def register() -> None:
     trt: Any = import_module("tensorrt")
     trtp: Any = import_module("tensorrt.plugin")
     for op in OPS.values():
-        if op.name not in DENSE | FUSED:
+        if not (op.has_onnx_body or op.is_fusion):
             plugin_id = f"{DOMAIN}::{op.name}"
             trtp.register(plugin_id)(_describe(op, trt, trtp))
             trtp.impl(plugin_id)(_run(op, trtp))

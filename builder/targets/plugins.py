@@ -12,7 +12,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from hemiola.builder.graph import Graph
 from hemiola.builder.targets.kernels import UNNAMED_GPU, Node, Tensor, nodes_of, triton_in_one_line
 from hemiola.builder.targets.torch import Job
-from hemiola.plugins import DENSE, OPS
+from hemiola.plugins import OPS
 from hemiola.plugins.gpu.ahead import LaunchPlan, NotAhead, Sized
 from hemiola.plugins.gpu.compile import without_lines
 from hemiola.plugins.gpu.device import Gpu
@@ -30,7 +30,7 @@ def told_beforehand(graph: Graph, job: Job) -> list[Ahead | str]:
     major, minor = ARCHS[job.archs[0]].capability or (0, 0)
     gpu = Gpu(10 * major + minor, UNNAMED_GPU)
     known: dict[Node, Ahead | str] = {}
-    nodes = [node for node in nodes_of(graph) if node.op not in DENSE]
+    nodes = [node for node in nodes_of(graph) if not OPS[node.op].has_onnx_body]
     for node in nodes:
         if node not in known:
             op, most = OPS[node.op], node.most(job.limits)

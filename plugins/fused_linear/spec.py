@@ -39,4 +39,5 @@ FUSED_LINEAR = Op(
     results=(Result("TD"),),
     reference=reference,
     forms=(Form("cuda", "cuda", first_reason(_refuses, one_dtype())),),
+    is_fusion=True,
 )

@@ -22,4 +22,5 @@ GATE = Op(
         Form("compiled", "cpu", first_reason(_refuses, fp32_in_sixteens("E"))),
         Form("cuda", "cuda", first_reason(_refuses, one_dtype())),
     ),
+    by_line=True,
 )

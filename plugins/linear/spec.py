@@ -27,4 +27,5 @@ LINEAR = Op(
         Form("compiled", "cpu", fp32_in_sixteens(""), {"weight": strips}, sizes="O"),
         Form("cuda", "cuda", one_dtype()),
     ),
+    by_line=True,
 )

@@ -16,4 +16,5 @@ LINEAR_ARGMAX = Op(
     results=(Result("T", torch.float32), Result("T", torch.int64)),
     reference=reference,
     forms=(Form("cuda", "cuda", one_dtype()),),
+    is_fusion=True,
 )

@@ -50,4 +50,5 @@ MOE = Op(
         ),
         Form("cuda", "cuda", first_reason(_refuses, one_dtype(wide=["expert_weights"]))),
     ),
+    by_line=True,
 )

@@ -36,4 +36,5 @@ NORM = Op(
         Form("compiled", "cpu", first_reason(_refuses_on_cpu, fp32_in_sixteens("W"))),
         Form("cuda", "cuda", first_reason(_refuses, one_dtype(wide=["weight"]))),
     ),
+    by_line=True,
 )

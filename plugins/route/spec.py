@@ -47,4 +47,5 @@ ROUTE = Op(
         Form("compiled", "cpu", first_reason(_refuses, fp32_in_sixteens(""))),
         Form("cuda", "cuda", first_reason(_refuses, one_dtype(wide=["bias"]))),
     ),
+    by_line=True,
 )

@@ -17,7 +17,7 @@ from hemiola.plugins import OPS
 aten = torch.ops.aten
 BY_LINE = {
     operator.getitem,
-    *(OPS[name].torch_op for name in ("linear", "norm", "gate", "route", "moe")),
+    *(op.torch_op for op in OPS.values() if op.by_line),
     *(aten.add.Tensor, aten.mul.Tensor, aten.relu.default, aten.chunk.default),
     *(aten.split.Tensor, aten.split_with_sizes.default),
 }
