@@ -2,8 +2,8 @@
 
 An op whose folder has `onnx.py` is compiled together with the dense layers around it. That file's `body`
 computes as the reference does: in fp32, rounded once at the end. The other ops stay nodes of ours: they hold
-states, look at other tokens, or choose. Such a node is the declaration: every argument, absent ones too, is an
-input, and behind the results stands an output for each argument that is updated in place.
+states, look at other tokens, or choose. Such a node is the declaration: every argument, absent ones too, is
+an input, and behind the results stands an output for each argument that is updated in place.
 """
 
 from collections.abc import Callable, Sequence
