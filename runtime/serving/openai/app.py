@@ -2,28 +2,28 @@
 
 import asyncio
 import contextlib
-import fcntl
 import hmac
 import logging
-import re
-import sys
-import termios
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 from aiohttp import web
+from pydantic import ValidationError
 
-from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.errors import Busy, Refused, counted
+from hemiola import __version__
+from hemiola.runtime.errors import Busy, Refused
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.chat import render
-from hemiola.runtime.serving.openai.errors import ApiError, api_error
+from hemiola.runtime.serving.openai.errors import ApiError, api_error, schema_error
+from hemiola.runtime.serving.openai.events import Work, stream, too_many, writing
 from hemiola.runtime.serving.openai.guide import guide
 from hemiola.runtime.serving.openai.model import ServedModel
-from hemiola.runtime.serving.openai.reply import ENCODER, ChatChoice, Choice, Reply, TextChoice, event
+from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, TextChoice
+from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
+from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import (
     DEFAULT_MAX_TOKENS,
     ApiRequest,
@@ -32,15 +32,18 @@ from hemiola.runtime.serving.openai.schema import (
     StreamOptions,
     parse,
 )
-from hemiola.runtime.serving.openai.wire import Answers, Found, Wire
+from hemiola.runtime.serving.openai.tokenizing import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
+from hemiola.runtime.serving.openai.wire import Wire
 from hemiola.runtime.text import LONG_TEXT
 
 log = logging.getLogger("hemiola.openai")
-WRITE_TIMEOUT_S = 60.0  # for a client to read anything of what fills its socket
-LOOKS = 20  # within that time, at what it has read
-NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
 METRICS_TIMEOUT_S = 5.0
-ROOM = re.compile(r"in (\d+) rows?, and no more than max_queue=(\d+) may wait")  # model.py's words
+OPEN = {"/health", "/metrics", "/version"}  # need no key
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -51,18 +54,6 @@ class FrontLimits:
     max_requests: int = 1024  # under way at once; each choice of each prompt is one
     max_body: int = 16 * 2**20  # bytes
     api_keys: tuple[str, ...] = ()  # none: everybody
-
-
-class Work(NamedTuple):
-    """A body as requests to the engine: one for each choice."""
-
-    asked: list[tuple[list[int], SamplingParams]]
-    choices: Sequence[Choice]
-    reply: Reply
-
-    async def take(self, found: Found) -> None:
-        for index, piece in found:
-            self.choices[index].take(piece)
 
 
 class App:
@@ -88,6 +79,10 @@ class App:
                 web.get("/v1/models/{model}", self._show_model),
                 web.post("/v1/completions", self._complete),
                 web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/responses", self._respond),
+                web.get("/version", self._version),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
             ]
         )
         return app
@@ -122,7 +117,7 @@ class App:
             log.debug("%s %s %s %.3f s", request.method, request.path, status, seconds)
 
     def _check_key(self, request: web.Request) -> None:
-        if not self._limits.api_keys or not request.path.startswith("/v1/"):
+        if not self._limits.api_keys or request.path in OPEN:
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         sent = given.strip().encode(errors="surrogateescape")
@@ -157,6 +152,17 @@ class App:
 
     async def _show_model(self, request: web.Request) -> web.Response:
         return web.json_response(describe(self._model(request.match_info["model"])))
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": __version__})
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        request = parse(TokenizeRequest, await self._bodies.read(http))
+        return web.json_response(await tokenize(self._model(request.model), request))
+
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        request = parse(DetokenizeRequest, await self._bodies.read(http))
+        return web.json_response(detokenize(self._model(request.model), request))
 
     def _model(self, name: str) -> ServedModel:
         if name not in self._models:
@@ -199,6 +205,20 @@ class App:
             reply = Reply("chat.completion", model, choices, len(params))
             work = Work([(ids, each) for each in params], choices, reply)
             with contextlib.nullcontext() if structured is None else said_as(request):
+                return await self._answer(http, request, work)
+
+    async def _respond(self, http: web.Request) -> web.StreamResponse:
+        request = parse(ResponsesRequest, await self._bodies.read(http))
+        model, chat = self._model(request.model), as_chat(request)
+        with self._admit(1):
+            prompt, expected = render(model, chat)
+            structured = guide(chat, expected)
+            ids = await encode(model, prompt)
+            most = request.max_output_tokens or max(model.max_len - len(ids), 1)
+            (params,) = chat.params(most, None, structured)
+            choice = ResponseChoice(ids, expected)
+            work = Work([(ids, params)], [choice], ResponseReply(model, request, choice))
+            with contextlib.nullcontext() if structured is None else said_as(chat):
                 return await self._answer(http, request, work)
 
     async def _answer(self, http: web.Request, request: ApiRequest, work: Work) -> web.StreamResponse:
@@ -245,18 +265,11 @@ def said_as(request: ChatRequest) -> Iterator[None]:
         raise ApiError(400, message, param=name, code="invalid_value") from None
 
 
-def too_many(error: Exception, num_asked: int) -> Exception:
-    """A batch that the engine never has room for is no matter of coming back later."""
-    room = ROOM.search(str(error)) if isinstance(error, Busy) else None
-    if room is None or num_asked <= (most := sum(map(int, room.groups()))):
-        return error
-    rows, queue = map(int, room.groups())
-    return ApiError(
-        400,
-        f"prompts x n is {num_asked}, the engine takes {most} at once"
-        f" ({counted(rows, 'row', 'rows')}, max_queue={queue}); send fewer",
-        param="n",
-    )
+def as_chat(request: ResponsesRequest) -> ChatRequest:
+    try:
+        return request.chat()
+    except ValidationError as error:
+        raise schema_error(error, list(ResponsesRequest.model_fields)) from None
 
 
 async def encode(model: ServedModel, prompt: str | list[int]) -> list[int]:
@@ -266,106 +279,6 @@ async def encode(model: ServedModel, prompt: str | list[int]) -> list[int]:
     if len(prompt) < LONG_TEXT:
         return text.encode(prompt, model.max_len)
     return await asyncio.to_thread(text.encode, prompt, model.max_len)
-
-
-async def stream(
-    http: web.Request, work: Work, answers: Answers, options: StreamOptions
-) -> web.StreamResponse:
-    """Events; they begin with the first token, so that what is refused still has its status."""
-    await answers.begin()
-    headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    response = web.StreamResponse(headers={**headers, "X-Request-Id": work.reply.id})
-    await response.prepare(http)
-    events = Events(http, response, work, options)
-    try:
-        await answers.each(events.take)
-        await events.finish()
-    except (ConnectionError, asyncio.CancelledError):
-        raise
-    except Exception as error:  # its status has been sent: clients look into the events
-        log.warning("%s after its first token: %s", work.reply.id, error)
-        await events.send(
-            event(ENCODER.encode(api_error(too_many(error, len(work.asked))).body())), last=True
-        )
-    return response
-
-
-class Events:
-    """An answer as server-sent events: each piece is one write, and the last one the end's, too."""
-
-    def __init__(
-        self, http: web.Request, response: web.StreamResponse, work: Work, options: StreamOptions
-    ) -> None:
-        self._http, self._response, self._work, self._options = http, response, work, options
-        self._num_open = len(work.choices)
-        self._usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
-        self._last = ""
-
-    async def take(self, found: Found) -> None:
-        choices, reply = self._work.choices, self._work.reply
-        text = ""
-        for index, piece in found:
-            chunks = list(choices[index].chunks(piece))
-            if self._options.continuous_usage_stats:
-                self._usage = {"usage": reply.usage()}
-            text += "".join([reply.event([chunk], self._usage) for chunk in chunks])
-        self._num_open -= sum(piece.finish_reason is not None for _, piece in found)
-        if self._num_open:
-            await self.send(text)
-        else:
-            self._last = text
-
-    async def finish(self) -> None:
-        reply = self._work.reply
-        totals = reply.event([], reply.totals()) if self._options.include_usage else ""
-        await self.send(self._last + totals + event("[DONE]"), last=True)
-
-    async def send(self, text: str, last: bool = False) -> None:
-        data, transport = text.encode(), self._http.transport
-        write = self._response.write_eof if last else self._response.write
-        if not (data or last):
-            return
-        if transport is None or transport.get_write_buffer_size() + len(data) < NEVER_WAITS:
-            await write(data)
-            return
-        async with writing(self._http):
-            await write(data)
-
-
-@contextlib.asynccontextmanager
-async def writing(http: web.Request) -> AsyncIterator[None]:
-    """Waits for a client to read, slowly if it likes, but not for ever."""
-    watch = None
-    try:
-        async with asyncio.timeout(WRITE_TIMEOUT_S) as limit:
-            watch = asyncio.create_task(extend(limit, http))
-            yield
-    except TimeoutError:
-        raise ConnectionResetError(f"the client read nothing for {WRITE_TIMEOUT_S:g} s") from None
-    finally:
-        if watch is not None:
-            watch.cancel()
-
-
-async def extend(limit: asyncio.Timeout, http: web.Request) -> None:
-    """Moves the limit whenever the client has read something."""
-    before = unread(http)
-    while True:
-        await asyncio.sleep(WRITE_TIMEOUT_S / LOOKS)
-        if limit.expired():
-            return
-        if (now := unread(http)) != before:
-            before = now
-            limit.reschedule(asyncio.get_running_loop().time() + WRITE_TIMEOUT_S)
-
-
-def unread(http: web.Request) -> int:
-    """Bytes that the client's machine has not taken yet: those of asyncio, and those of the kernel."""
-    transport = http.transport
-    if transport is None or transport.is_closing():
-        return 0
-    queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-    return transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
 
 def describe(model: ServedModel) -> dict[str, Any]:

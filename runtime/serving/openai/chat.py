@@ -18,6 +18,7 @@ def render(model: ServedModel, request: ChatRequest) -> tuple[str, Expected]:
     text = model.need_text("messages are")
     template = text.template or ""
     variables = request.chat_template_kwargs or {}
+    variables = _effort(request.reasoning_effort, text.variables) | variables
     tools = request.tools if request.tool_choice != "none" else None
     if template:
         _check_variables(variables, text.variables)
@@ -40,6 +41,14 @@ def render(model: ServedModel, request: ChatRequest) -> tuple[str, Expected]:
         forced=request.forced,
     )
     return prompt, expected
+
+
+def _effort(effort: str | None, read: frozenset[str]) -> dict[str, Any]:
+    """As a template takes it: by name, or as thinking or not. One that knows neither is as it is."""
+    if effort is None:
+        return {}
+    known = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {name: value for name, value in known.items() if name in read}
 
 
 def _check_variables(given: Mapping[str, Any], read: frozenset[str]) -> None:

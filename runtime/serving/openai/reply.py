@@ -8,6 +8,7 @@ from typing import Any
 
 from hemiola.runtime.api import Logprob, Metrics, Piece
 from hemiola.runtime.serving.openai.answer import AnswerPart, Expected, Splitter
+from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.model import ServedModel, Tokens
 
 Json = dict[str, Any]
@@ -201,6 +202,14 @@ class Reply:
     def whole(self) -> Json:
         choices = [choice.whole() for choice in self.choices]
         return {"id": self.id, "object": self._kind, **self._head, "choices": choices, **self.totals()}
+
+    def ending(self, include_usage: bool) -> str:
+        """The last events of a stream."""
+        return (self.event([], self.totals()) if include_usage else "") + event("[DONE]")
+
+    def failed(self, error: ApiError) -> str:
+        """The last event of a stream that cannot go on."""
+        return event(ENCODER.encode(error.body()))
 
     def totals(self) -> Json:
         """Usage, and how drafts fared."""

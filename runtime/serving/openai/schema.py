@@ -15,6 +15,7 @@ MAX_STOPS = 64
 MAX_LOGPROBS = 20
 OWN = {"max_tokens", "logprobs"}  # fields of SamplingParams that OpenAI's bodies say otherwise
 PASSED = tuple(name for name in SamplingParams.model_fields if name not in OWN)
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's; a chat may fill the context
 
 Item = TypeVar("Item")
@@ -47,10 +48,11 @@ class ApiRequest(Body):
     # labels that change nothing here
     user: str | None = None
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -120,6 +122,7 @@ Prompts = tuple[str | list[int], ...]
 
 
 class CompletionRequest(ApiRequest):
+    store: Literal[False] | None = None
     prompt: Prompts
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
@@ -226,6 +229,7 @@ class ResponseFormat(Body):
 
 
 class ChatRequest(ApiRequest):
+    store: Literal[False] | None = None
     messages: Items[Message]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
@@ -236,6 +240,7 @@ class ChatRequest(ApiRequest):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Items[Literal["text"]] | None = None
+    reasoning_effort: Effort | None = None  # for templates that can be asked for it
 
     @field_validator("messages")
     @classmethod
@@ -281,7 +286,7 @@ class ChatRequest(ApiRequest):
         return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
 
 
-Kind = TypeVar("Kind", bound=ApiRequest)
+Kind = TypeVar("Kind", bound=Body)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:

@@ -20,7 +20,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI, AuthenticationError, O
 
 from hemiola.runtime.api import Logprob, Piece
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.serving.openai import app
+from hemiola.runtime.serving.openai import app, events
 from hemiola.runtime.serving.openai.app import FrontLimits
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
@@ -383,7 +383,7 @@ def test_a_client_that_reads_nothing_is_dropped(
     stream: bool,
 ) -> None:
     caplog.set_level(logging.DEBUG, "hemiola.openai")
-    monkeypatch.setattr(app, "WRITE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(events, "WRITE_TIMEOUT_S", 0.3)
     triton.script, triton.pause_s = script(*["x" * 100_000] * 200), 0.001
     front = start()
     body = json.dumps({"model": "tiny", "prompt": "x", "stream": stream})
@@ -403,7 +403,7 @@ def test_a_client_that_reads_nothing_is_dropped(
 def test_a_client_that_reads_slowly_is_cut_off(
     start: Callable[..., Front], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(app, "WRITE_TIMEOUT_S", 2.0)  # all of it takes longer
+    monkeypatch.setattr(events, "WRITE_TIMEOUT_S", 2.0)  # all of it takes longer
     triton.script = script("x" * 8_000_000)
     body = json.dumps({"model": "tiny", "prompt": "x", "stream": stream})
     said = bytearray()

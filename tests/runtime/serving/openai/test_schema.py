@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import ChatRequest, CompletionRequest
 
 BAD = [None] * 1000  # fits no item
@@ -33,7 +34,7 @@ def floods(kind: Any, place: str) -> Iterator[tuple[str, object]]:
             yield from floods(one, place)
 
 
-KINDS = (ChatRequest, CompletionRequest)
+KINDS = (ChatRequest, CompletionRequest, ResponsesRequest)
 FLOODS = {at: (kind, value) for kind in KINDS for at, value in floods(kind, kind.__name__)}
 
 
@@ -47,6 +48,16 @@ def test_every_list_is_flooded() -> None:
         "ChatRequest.tools[]",
         "CompletionRequest.prompt[]",
         "CompletionRequest.prompt[][]",
+        "ResponsesRequest.include[]",
+        "ResponsesRequest.input[]",
+        "ResponsesRequest.input[].content[]",
+        "ResponsesRequest.input[].content[].annotations[]",
+        "ResponsesRequest.input[].content[].logprobs[]",
+        "ResponsesRequest.input[].output[]",
+        "ResponsesRequest.input[].output[].annotations[]",
+        "ResponsesRequest.input[].output[].logprobs[]",
+        "ResponsesRequest.input[].summary[]",
+        "ResponsesRequest.tools[]",
     }
 
 

@@ -1,0 +1,59 @@
+"""`/tokenize` and `/detokenize`, by vLLM's names."""
+
+import asyncio
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from hemiola.runtime.serving.openai.chat import render
+from hemiola.runtime.serving.openai.errors import ApiError
+from hemiola.runtime.serving.openai.model import ServedModel
+from hemiola.runtime.serving.openai.schema import Body, ChatRequest, Items, Message, Tool
+from hemiola.runtime.text import LONG_TEXT
+
+
+class TokenizeRequest(Body):
+    """A prompt, or a conversation as `/v1/chat/completions` would read it."""
+
+    model: str
+    prompt: str | None = None
+    messages: Items[Message] | None = None
+    tools: Items[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True  # of a prompt
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+        return self
+
+
+class DetokenizeRequest(Body):
+    model: str
+    tokens: Items[int]
+
+
+async def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:
+    text, prompt = model.need_text("the prompt is"), request.prompt
+    if prompt is None:
+        asked = {"model": request.model, "messages": request.messages, "tools": request.tools}
+        kwargs = {"chat_template_kwargs": request.chat_template_kwargs}
+        prompt, _ = render(model, ChatRequest.model_validate({**asked, **kwargs}))
+    encode = text.encode if request.add_special_tokens else text.encode_words
+    ids = encode(prompt) if len(prompt) < LONG_TEXT else await asyncio.to_thread(encode, prompt)
+    names = [model.tokens.name(token_id) for token_id in ids] if request.return_token_strs else None
+    return {"count": len(ids), "max_model_len": model.max_len, "tokens": ids, "token_strs": names}
+
+
+def detokenize(model: ServedModel, request: DetokenizeRequest) -> dict[str, Any]:
+    tokenizer = model.need_text("the answer is").tokenizer
+    most = tokenizer.get_vocab_size(with_added_tokens=True) - 1
+    for at, token_id in enumerate(request.tokens):
+        if not 0 <= token_id <= most:
+            raise ApiError(
+                400, f"tokens[{at}] is {token_id}, the tokenizer has 0..{most}", param="tokens",
+                code="invalid_value",
+            )  # fmt: skip
+    return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}

@@ -1,0 +1,216 @@
+"""`/v1/responses`, `/tokenize` and their like, before a scripted tritonserver, by the official client."""
+
+import inspect
+import json
+from collections.abc import Callable
+
+import pytest
+import requests
+from kit.scripted_triton import ScriptedTriton, script
+from openai import BadRequestError, OpenAI
+
+from hemiola import __version__
+from hemiola.runtime.serving.openai.front import Front
+from hemiola.runtime.serving.openai.responses import ResponsesRequest
+from hemiola.runtime.serving.openai.schema import PASSED
+from hemiola.runtime.text import Text
+
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": "now",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    },
+    "strict": False,
+}
+SAID = (
+    "hm, 日本\n</think>\n\nI ask.\n\n<tool_call>\n<function=weather>\n"
+    "<parameter=city>\nKyōto 👩‍👩‍👧\n</parameter>\n"
+    "<parameter=days>\n12\n</parameter>\n</function>\n</tool_call>"
+)
+ARGUMENTS = {"city": "Kyōto 👩‍👩‍👧", "days": 12}
+
+
+def cut(text: str, width: int) -> list[str]:
+    return [text[i : i + width] for i in range(0, len(text), width)]
+
+
+def test_a_response_has_the_thought_the_text_and_the_call(client: OpenAI, triton: ScriptedTriton) -> None:
+    triton.script = script(*cut(SAID, 7), cached_tokens=2)
+    answer = client.responses.create(model="tiny", input="hi", instructions="Be brief.", tools=[TOOL])
+    thought, message, call = answer.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "hm, 日本\n")
+    assert answer.output_text == message.content[0].text == "I ask."
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", ARGUMENTS)
+    assert (answer.status, answer.store, answer.instructions) == ("completed", False, "Be brief.")
+    assert answer.usage.output_tokens == len(triton.script)
+    assert answer.usage.input_tokens == len(triton.inputs()["input_ids"])
+    assert answer.usage.input_tokens_details.cached_tokens == 2
+    assert 0 < answer.usage.output_tokens_details.reasoning_tokens < len(triton.script)
+
+
+@pytest.mark.parametrize("width", [1, 3, 16, 1000])
+def test_streamed_events_add_up_to_the_response(client: OpenAI, triton: ScriptedTriton, width: int) -> None:
+    triton.script = script(*cut(SAID, width))
+    with client.responses.stream(model="tiny", input="hi", tools=[TOOL]) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    for item, (kind, field) in zip(
+        final.output,
+        [("reasoning_text", "text"), ("output_text", "text"), ("function_call_arguments", "arguments")],
+        strict=True,
+    ):
+        own = [event for event in events if getattr(event, "item_id", None) == item.id]
+        deltas = "".join(event.delta for event in own if event.type == f"response.{kind}.delta")
+        (done,) = [event for event in own if event.type == f"response.{kind}.done"]
+        assert deltas == getattr(done, field)
+    assert json.loads(final.output[2].arguments) == ARGUMENTS
+    added = [event.output_index for event in events if event.type == "response.output_item.added"]
+    done = [event.output_index for event in events if event.type == "response.output_item.done"]
+    assert added == done == [0, 1, 2]
+
+
+def test_a_response_that_is_cut_is_incomplete(client: OpenAI, triton: ScriptedTriton) -> None:
+    triton.script = script("a</think>b", reason="length")
+    answer = client.responses.create(model="tiny", input="hi", max_output_tokens=1)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.output[-1].status == "incomplete"
+    with client.responses.stream(model="tiny", input="hi", max_output_tokens=1) as stream:
+        assert [event.type for event in stream][-1] == "response.incomplete"
+
+
+def test_a_turn_sent_back_is_the_prompt_that_a_chat_makes_of_it(
+    client: OpenAI, triton: ScriptedTriton
+) -> None:
+    triton.script = script(*cut(SAID, 7))
+    first = client.responses.create(model="tiny", input="hi", tools=[TOOL])
+    call = first.output[2]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    items = [{"role": "user", "content": "hi"}, *first.output, result]
+    client.responses.create(model="tiny", input=items, tools=[TOOL])
+    prompt = triton.inputs()["input_ids"]
+    function = {"name": "weather", "arguments": call.arguments}
+    client.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": "I ask.",
+                "reasoning_content": "hm, 日本\n",
+                "tool_calls": [{"id": call.call_id, "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": call.call_id, "content": "sunny"},
+        ],
+        tools=[{"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}],
+    )
+    assert triton.inputs()["input_ids"] == prompt
+
+
+def test_json_by_schema(client: OpenAI, triton: ScriptedTriton) -> None:
+    triton.script = script('{"a": 1}')
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    client.responses.create(model="tiny", input="hi", text=text)
+    assert "structured_outputs" in triton.inputs()
+
+
+REFUSED = {
+    "previous_response_id": "resp_1",
+    "conversation": "conv_1",
+    "background": True,
+    "truncation": "auto",
+    "tools": [{"type": "web_search"}],
+    "input": [{"type": "item_reference", "id": "x"}],
+    "include": ["message.output_text.logprobs"],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_a_memory_or_other_tools_is_refused_by_name(
+    client: OpenAI, triton: ScriptedTriton, name: str
+) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        client.responses.create(**{"model": "tiny", "input": "hi", name: REFUSED[name]})
+    assert caught.value.param.startswith(name) and not triton.requests
+
+
+@pytest.mark.parametrize("given", [{"max_tokens": 5}, {"n": 2}, {"return_token_ids": True}, {"input": []}])
+def test_a_chats_option_is_refused_by_name(
+    client: OpenAI, triton: ScriptedTriton, given: dict[str, object]
+) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        client.responses.create(
+            **{"model": "tiny", "input": "hi"} | ({"input": []} if "input" in given else {}),
+            extra_body={name: value for name, value in given.items() if name != "input"},
+        )
+    assert caught.value.param == next(iter(given)) and not triton.requests
+
+
+def test_every_option_of_the_official_client_is_served_or_refused_by_name(
+    client: OpenAI, triton: ScriptedTriton
+) -> None:
+    transport = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    asked = set(inspect.signature(client.responses.create).parameters) - transport
+    for name in asked - set(ResponsesRequest.model_fields) - set(PASSED):
+        with pytest.raises(BadRequestError, match=f"unknown option '{name}'"):
+            client.responses.create(**{"model": "tiny", "input": "hi", name: {"type": "x"}})
+
+
+def test_an_error_behind_the_first_event_ends_the_stream_as_failed(
+    client: OpenAI, triton: ScriptedTriton
+) -> None:
+    triton.script = [*script("a", "b")[:1], "[UNAVAILABLE] gone"]
+    with client.responses.stream(model="tiny", input="hi") as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[-1] == "response.failed"
+
+
+def test_effort_reaches_a_template_that_can_switch_thoughts_off(
+    client: OpenAI, triton: ScriptedTriton
+) -> None:
+    triton.script = script("ok")
+    prompts = []
+    for effort in ("none", "high"):
+        client.responses.create(model="tiny", input="hi", reasoning={"effort": effort})
+        prompts.append(triton.inputs()["input_ids"])
+        user = [{"role": "user", "content": "hi"}]
+        client.chat.completions.create(model="tiny", messages=user, reasoning_effort=effort)
+        assert triton.inputs()["input_ids"] == prompts[-1]
+    assert prompts[0] != prompts[1]
+
+
+def test_tokens_of_a_text_and_of_a_conversation_and_back(
+    start: Callable[..., Front], text: Text, triton: ScriptedTriton
+) -> None:
+    url = start().url.removesuffix("/v1")
+    said = requests.post(
+        f"{url}/tokenize", json={"model": "tiny", "prompt": "héllo", "return_token_strs": True}
+    )
+    found = said.json()
+    assert found["tokens"] == text.encode("héllo") and found["count"] == len(found["tokens"])
+    assert len(found["token_strs"]) == found["count"] and found["max_model_len"] == 512
+    messages = [{"role": "user", "content": "hi"}]
+    chat = requests.post(f"{url}/tokenize", json={"model": "tiny", "messages": messages}).json()
+    assert chat["tokens"] == text.encode(text.chat(messages))
+    back = requests.post(f"{url}/detokenize", json={"model": "tiny", "tokens": chat["tokens"]}).json()
+    assert back == {"prompt": text.tokenizer.decode(chat["tokens"], skip_special_tokens=False)}
+    bad = requests.post(f"{url}/detokenize", json={"model": "tiny", "tokens": [2**40]})
+    assert bad.status_code == 400 and bad.json()["error"]["param"] == "tokens"
+    both = requests.post(f"{url}/tokenize", json={"model": "tiny", "prompt": "a", "messages": messages})
+    assert both.status_code == 400
+    assert requests.get(f"{url}/version").json() == {"version": __version__}
+    assert not triton.requests
+
+
+def test_a_key_guards_every_route_but_health_metrics_and_version(start: Callable[..., Front]) -> None:
+    url = start(api_keys=("k",)).url.removesuffix("/v1")
+    for path in ("/tokenize", "/detokenize", "/v1/responses", "/v1/chat/completions", "/nothing"):
+        assert requests.post(f"{url}{path}", json={}).status_code == 401, path
+    assert requests.get(f"{url}/version").status_code == 200
+    assert requests.get(f"{url}/health").status_code in (200, 503)
