@@ -21,6 +21,7 @@ from hemiola.runtime.serving.openai.errors import ApiError, api_error, schema_er
 from hemiola.runtime.serving.openai.events import Work, stream, too_many, writing
 from hemiola.runtime.serving.openai.guide import guide
 from hemiola.runtime.serving.openai.model import ServedModel
+from hemiola.runtime.serving.openai.page import engines_page
 from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, TextChoice
 from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
@@ -134,7 +135,7 @@ class App:
         return web.json_response({"ready": ready}, status=200 if ready else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        """Triton's page."""
+        """What tritonserver's page says of the engines."""
         timeout = aiohttp.ClientTimeout(total=METRICS_TIMEOUT_S)
         try:
             async with (
@@ -142,7 +143,8 @@ class App:
                 session.get(self._metrics_url) as page,
             ):
                 return web.Response(
-                    body=await page.read(), headers={"Content-Type": page.headers["Content-Type"]}
+                    text=engines_page(await page.text()),
+                    headers={"Content-Type": "text/plain; version=0.0.4"},
                 )
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiError(503, f"tritonserver's metrics cannot be read: {error}") from None

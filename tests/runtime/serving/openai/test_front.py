@@ -577,7 +577,9 @@ def test_a_tritonserver_that_comes_back_is_found_again(client: OpenAI, triton: S
         assert patient.completions.create(model="tiny", prompt="x").choices[0].text == "two"
 
 
-def test_metrics_are_tritons(start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_the_engines_of_tritons_page(
+    start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app, "METRICS_TIMEOUT_S", 60.0)
 
     class Page(http.server.BaseHTTPRequestHandler):
@@ -585,7 +587,7 @@ def test_metrics_are_tritons(start: Callable[..., Front], monkeypatch: pytest.Mo
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; charset=utf-8")
             self.end_headers()
-            self.wfile.write(b"hemiola_x 1\n")
+            self.wfile.write(b"nv_x 1\nhemiola_healthy 1\n")
 
         def log_message(self, *_: object) -> None:
             pass
@@ -593,7 +595,8 @@ def test_metrics_are_tritons(start: Callable[..., Front], monkeypatch: pytest.Mo
     with http.server.HTTPServer(("127.0.0.1", 0), Page) as page:
         threading.Thread(target=page.handle_request).start()
         root = start(f"http://127.0.0.1:{page.server_port}/metrics").url.removesuffix("/v1")
-        assert requests.get(f"{root}/metrics", timeout=60).text == "hemiola_x 1\n"
+        said = requests.get(f"{root}/metrics", timeout=60).text
+        assert said.splitlines()[1:] == ["# TYPE hemiola_healthy gauge", "hemiola_healthy 1"]
     assert requests.get(f"{root}/metrics", timeout=60).status_code == 503
 
 
