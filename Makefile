@@ -7,7 +7,7 @@ KERNELS := $(wildcard tests/plugins/*/test_triton.py tests/plugins/gpu/test_inte
            tests/plugins/gpu/test_ledger.py tests/plugins/gpu/test_step.py
 BIN := $(VENV)/bin
 
-.PHONY: demo test suite kernels check lint fuzz storm soak clean
+.PHONY: demo test suite kernels check lint fuzz storm soak clients clean
 
 demo: $(VENV)/serve.stamp  ## engines from the two bundled checkpoints, a real tritonserver, one streamed prompt each
 	$(BIN)/python scripts/demo.py
@@ -41,6 +41,10 @@ storm: $(VENV)/dev.stamp  ## random arrivals, drafts, aborts, preemptions: STORM
 REQUESTS ?= 5000
 soak: $(VENV)/dev.stamp engines/qwen3.5-code/manifest.json  ## callers who leave, stall and err; kills and reloads; then all is as before
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py engines/qwen3.5-code --requests $(REQUESTS) --kills 3 --reloads 3
+
+CLIENTS ?=
+clients: $(VENV)/dev.stamp  ## quick starts of openai, langchain, litellm, instructor, aiperf, tritonclient, promtool against a server
+	PYTHONPATH=. $(BIN)/python scripts/clients.py $(CLIENTS)
 
 engines/%/manifest.json: $(VENV)/dev.stamp runtime/manifest.py
 	$(BIN)/build-engine demo/$* --engine-dir engines/$*

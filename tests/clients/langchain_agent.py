@@ -1,0 +1,29 @@
+# needs: langchain langchain-openai
+"""LangChain's quick start: a model with tools, and an agent that loops."""
+
+import os
+
+from langchain.agents import create_agent
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+
+@tool
+def get_weather(city: str) -> str:
+    """Get weather for a given city."""
+    return f"It's always sunny in {city}!"
+
+
+model = ChatOpenAI(
+    model="hemiola", base_url=os.environ["OPENAI_BASE_URL"], api_key="none", max_tokens=64, temperature=0
+)
+assert model.invoke("Write a Python function.").content
+assert "".join(chunk.content for chunk in model.stream("Write a Python function."))
+
+called = model.bind_tools([get_weather], tool_choice="any").invoke("What is the weather in Paris?")
+assert called.tool_calls[0]["name"] == "get_weather", called
+
+agent = create_agent(model=model, tools=[get_weather], system_prompt="You are a helpful assistant")
+answer = agent.invoke({"messages": [{"role": "user", "content": "what is the weather in sf"}]})
+assert answer["messages"][-1].type == "ai"
+print(called.tool_calls[0])
