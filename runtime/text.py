@@ -1,30 +1,26 @@
 """Text to ids and back: tokenizer, chat template, and text that grows token by token."""
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.json_file import read_json
+from hemiola.runtime.tokenizer import most_characters, read_tokenizer
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
-MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"}
 ROLES = {"system", "user", "assistant"}  # those that every template shows
 LABELS = {"role", "content", "name", "tool_call_id", "reasoning_content"}  # good templates drop some of them
 LONG_TEXT = 4096  # characters; shorter ones are encoded before another thread could wake
-SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}  # characters that may become one
 LOOK_BACK = 6  # tokens before the text, so that a decoder sees where a word begins
 
 
@@ -36,7 +32,7 @@ class Text:
         if not path.is_file():
             raise Refused(f"{path} is missing; run build-engine again")
         try:
-            self.tokenizer: Tokenizer = _read_tokenizer(path)
+            self.tokenizer: Tokenizer = read_tokenizer(path)
         except Exception as error:  # tokenizers raises bare Exception
             raise Refused(f"{path} is not a tokenizer ({error}); run build-engine again") from None
         config = folder / "tokenizer_config.json"
@@ -49,8 +45,9 @@ class Text:
     def _most_characters(self) -> int | None:
         return most_characters(json.loads(self.tokenizer.to_str()))
 
-    def encode(self, text: str, max_len: int | None = None) -> list[int]:
-        """Ids of a text, special tokens included; a text that begins with a BOS gets no second one.
+    def encode(self, text: str, max_len: int | None = None, special: bool = True) -> list[int]:
+        """Ids of a text. special: with the tokens that the tokenizer puts around it; a text that begins with
+        a BOS gets no second one. A chat's prompt has them from its template.
 
         What cannot fit into max_len tokens is refused unread: to read 60 MB takes minutes and gigabytes.
         """
@@ -68,11 +65,16 @@ class Text:
                 f"prompt is not valid Unicode at character {error.start} (a lone surrogate); remove it"
             ) from None
         if len(text) < LONG_TEXT:
-            ids: list[int] = self.tokenizer.encode(text).ids
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         else:  # while which other threads run
-            ids = self.tokenizer.encode_batch_fast([text])[0].ids
+            ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         bos = self.special.get("bos_token")
-        if bos is not None and ids[:2] == [self.tokenizer.token_to_id(bos)] * 2 and text.startswith(bos):
+        if (
+            special
+            and bos is not None
+            and ids[:2] == [self.tokenizer.token_to_id(bos)] * 2
+            and text.startswith(bos)
+        ):
             return ids[1:]
         return ids
 
@@ -158,55 +160,6 @@ class Text:
     @cached_property
     def _compiled(self) -> Template:
         return _environment().from_string(self.template or "")
-
-
-def most_characters(content: Mapping[str, Any]) -> int | None:
-    """That one token can stand for; None where a tokenizer may leave some of a text out.
-
-    Known for bytes in a BPE (Qwen, Nemotron): each character of a text becomes one or more of its tokens'.
-    NFC and NFKC make one of at most four: none that they write decomposes further.
-    """
-    model, vocab = content["model"], content["model"].get("vocab", {})
-    before = _parts(content["normalizer"], "normalizers")
-    cuts = _parts(content["pre_tokenizer"], "pretokenizers")
-    whole = (
-        model["type"] == "BPE"
-        and not model.get("continuing_subword_prefix")
-        and not model.get("end_of_word_suffix")
-        and any(cut["type"] == "ByteLevel" for cut in cuts)
-        and all(cut["type"] == "ByteLevel" or _keeps(cut) for cut in cuts)
-        and vocab.keys() >= set(ByteLevel.alphabet())
-        and all(form["type"] in SHRINKS for form in before)
-        and not any(token["lstrip"] or token["rstrip"] for token in content["added_tokens"])
-        and content["truncation"] is None
-    )
-    if not whole:
-        return None
-    longest = max(map(len, [*vocab, *(token["content"] for token in content["added_tokens"])]))
-    return longest * math.prod(SHRINKS[form["type"]] for form in before)
-
-
-def _parts(entry: Mapping[str, Any] | None, several: str) -> list[Mapping[str, Any]]:
-    if entry is None:
-        return []
-    return entry[several] if entry["type"] == "Sequence" else [entry]
-
-
-def _keeps(cut: Mapping[str, Any]) -> bool:
-    return cut["type"] == "Digits" or (cut["type"] == "Split" and cut["behavior"] != "Removed")
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    """Marks of thoughts and tool calls are text: where they are special tokens, `decode` would drop them."""
-    tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-    if not any(
-        token.special and token.content in MARKS for token in tokenizer.get_added_tokens_decoder().values()
-    ):
-        return tokenizer
-    content = json.loads(path.read_text())
-    for token in content["added_tokens"]:
-        token["special"] = token["special"] and token["content"] not in MARKS
-    return Tokenizer.from_str(json.dumps(content))
 
 
 def _special(entry: tuple[str, object]) -> tuple[str, str | None]:

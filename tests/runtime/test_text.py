@@ -201,7 +201,6 @@ SHRINKING = {
     "cut": (lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), t.pre_tokenizer])), " "),
     "added": (lambda t: t.add_special_tokens([AddedToken("<m>", lstrip=True)]), " "),
-    "truncate": (lambda t: t.enable_truncation(9), "x"),
 }  # fmt: skip
 
 
