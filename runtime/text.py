@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.json_file import read_json
+from hemiola.runtime.stops import StopStrings
 from hemiola.runtime.tokenizer import most_characters, read_tokenizer
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
@@ -22,6 +23,7 @@ ROLES = {"system", "user", "assistant"}  # those that every template shows
 LABELS = {"role", "content", "name", "tool_call_id", "reasoning_content"}  # good templates drop some of them
 LONG_TEXT = 4096  # characters; shorter ones are encoded before another thread could wake
 LOOK_BACK = 6  # tokens before the text, so that a decoder sees where a word begins
+LONG_WINDOW = 32  # tokens; half of them hold more than the 3 bytes and 3 characters that may yet change
 
 
 class Text:
@@ -84,6 +86,15 @@ class Text:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether `decode` leaves it out: a special token, or none of the vocabulary."""
+        return token_id in self._special_ids or self.tokenizer.id_to_token(token_id) is None
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self.tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def chat(self, messages: Sequence[Mapping[str, object]], **variables: object) -> str:
         """The prompt for a conversation, up to where the assistant speaks; nothing it says vanishes."""
@@ -214,60 +225,68 @@ class Growing:
 
     def __init__(self, text: Text, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
         self._text = text
-        self._stop = stop
-        self._window = list(prompt_ids[-LOOK_BACK:])  # their text is settled up to _settled characters
-        before = text.decode(self._window)
-        if before.endswith(BROKEN):  # ids that were never a text: look at the output alone
-            self._window, before = [], ""
-        self._settled = len(before)
+        self._stop = StopStrings(stop) if stop else None
+        self._window = list(prompt_ids[-LOOK_BACK:])  # ids whose text may yet change, and some before them
+        self._shown = text.decode(self._window)  # the window's text that is final
+        if self._shown.endswith(BROKEN):  # ids that were never a text: look at the output alone
+            self._window, self._shown = [], ""
         self._whole = len(self._window)  # so many ids of the window end with a whole character
         self._held = ""  # final, but perhaps the beginning of a stop string
         self.stopped = False
 
     def push(self, token_id: int, may_stop: bool = True) -> str:
         """may_stop: a stop string that ends in what is new now ends the text."""
+        if self._text.is_silent(token_id):
+            return ""
         self._window.append(token_id)
         text = self._text.decode(self._window)
-        final_len = max(self._settled, len(text) - _num_broken(text))
-        new, self._settled = text[self._settled : final_len], final_len
-        if final_len == len(text):
-            self._shorten(text)
-        return self._before_stop(new, may_stop) if self._stop else new
+        if self._whole and not text.startswith(self._shown):  # bytes behind others took their text back
+            del self._window[: self._whole]
+            self._whole, self._shown = 0, ""
+            text = self._text.decode(self._window)
+        settled = len(self._shown)
+        final_len = max(settled, len(text) - _num_broken(text))
+        self._shown = text[:final_len]
+        new = text[settled:final_len]
+        self._shorten(text)
+        return self._before_stop(new, may_stop) if self._stop is not None else new
 
     def finish(self) -> str:
         """The text that was held back; call it when no more tokens come."""
-        return "" if self.stopped else self._held + self._text.decode(self._window)[self._settled :]
+        return "" if self.stopped else self._held + self._text.decode(self._window)[len(self._shown) :]
 
     def _shorten(self, text: str) -> None:
-        """Forget the ids up to the last whole character but one, unless the rest means less without them."""
-        window = self._window[self._whole :]
-        tail = self._text.decode(window)
-        if tail and text.endswith(tail):
-            self._window, self._settled = window, len(tail)
-        self._whole = len(self._window)
+        """Forget the ids up to the last whole character but one, unless the rest means less without them.
+
+        A longer window loses its first ids in any case: no character has so many, and in UTF-8 the text
+        behind one that is cut in two stays what it was.
+        """
+        if len(self._shown) == len(text):
+            tail = self._text.decode(self._window[self._whole :])
+            if tail and text.endswith(tail):
+                del self._window[: self._whole]
+                self._shown = tail
+            self._whole = len(self._window)
+        if len(self._window) > LONG_WINDOW:
+            num_cut = len(self._window) - LONG_WINDOW // 2
+            del self._window[:num_cut]
+            tail = self._text.decode(self._window)
+            self._shown = tail[: max(0, len(tail) - (len(text) - len(self._shown)))]
+            self._whole = max(0, self._whole - num_cut)
 
     def _before_stop(self, new: str, may_stop: bool) -> str:
+        assert self._stop is not None
+        found = self._stop.push(new)
         held = self._held + new
-        ends = len(self._held) + 1  # what ended earlier was not allowed to stop
-        found = [at for stop in self._stop if (at := held.find(stop, max(0, ends - len(stop)))) >= 0]
-        if found and may_stop:
+        if found is not None and may_stop:
             self.stopped = True
-            return held[: min(found)]
-        final_len = len(held) - max(_overlap(held, stop) for stop in self._stop)
+            return held[: len(self._held) + found]
+        final_len = len(held) - self._stop.held_len
         self._held = held[final_len:]
         return held[:final_len]
 
 
 def _num_broken(text: str) -> int:
     """Characters at the end that the next token may complete: one that is incomplete shows as 1 to 3."""
-    if not text.endswith(BROKEN):
-        return 0
-    return min(len(text) - len(text.rstrip(BROKEN)), 3)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text with which stop may begin."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    end = text[-3:]
+    return len(end) - len(end.rstrip(BROKEN))
