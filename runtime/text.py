@@ -3,19 +3,15 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
-from jinja2 import Template, TemplateError, meta, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.json_file import read_json
 from hemiola.runtime.stops import StopStrings
+from hemiola.runtime.template import ChatTemplate
 from hemiola.runtime.tokenizer import most_characters, read_tokenizer
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
@@ -151,26 +147,16 @@ class Text:
             return None
 
     def _render(self, messages: Sequence[Mapping[str, object]], given: Mapping[str, object]) -> str:
-        try:
-            return self._compiled.render(messages=messages, **given)
-        except TemplateError as error:
-            raise Refused(f"the chat template refuses these messages: {error}; change them") from None
-        except (TypeError, KeyError, AttributeError) as error:
-            raise Refused(f"the chat template does not fit these messages ({error}); change them") from None
+        return self._chat_template.render({"messages": messages, **given})
 
-    @cached_property
+    @property
     def variables(self) -> frozenset[str]:
         """What the chat template reads; it would ignore anything else."""
-        environment = _environment()
-        try:
-            read = meta.find_undeclared_variables(environment.parse(self.template or ""))
-        except TemplateError:
-            return frozenset()  # chat says what is wrong with it
-        return frozenset(read) - environment.globals.keys()
+        return self._chat_template.variables
 
     @cached_property
-    def _compiled(self) -> Template:
-        return _environment().from_string(self.template or "")
+    def _chat_template(self) -> ChatTemplate:
+        return ChatTemplate(self.template or "")
 
 
 def _special(entry: tuple[str, object]) -> tuple[str, str | None]:
@@ -178,42 +164,6 @@ def _special(entry: tuple[str, object]) -> tuple[str, str | None]:
     if isinstance(value, dict):
         value = value.get("content")
     return name, value if name.endswith("_token") and isinstance(value, str) else None
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Renders templates as Hugging Face does."""
-    extensions = [_Generation, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
 
 
 class Growing:
