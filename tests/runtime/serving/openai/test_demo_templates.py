@@ -1,4 +1,4 @@
-"""The bundled checkpoints show tools, calls and results to the model, in the form that answers are read in."""
+"""Bundled checkpoints show tools, calls and results to the model, in the form in which answers are read."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,11 @@ DEMO = Path(__file__).parents[4] / "demo"
 TYPES = {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"properties": TYPES}}}
 ARGUMENTS = {"city": "Kyōto\n<b>", "days": 3, "tags": ["a", None]}
+CALL = {"name": "weather", "arguments": json.dumps(ARGUMENTS)}
 ANSWER = {
     "role": "assistant", "content": "I ask.", "reasoning_content": "hm\n",
     "tool_calls": [
-        {"id": str(n), "type": "function", "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
+        {"id": str(n), "type": "function", "function": CALL}
         for n in range(2)
     ],
 }  # fmt: skip
