@@ -196,7 +196,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             if left.bit_length() * abs(right) > LARGEST.bit_length():
                 raise SecurityError(f"a number beyond {LARGEST.bit_length()} bits")
         elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-            self.spend(len(left) + len(right))
+            self.spend(len(left) + len(right))  # pyright: ignore[reportArgumentType]
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, int) and abs(result) > LARGEST:
             raise SecurityError(f"a number beyond {LARGEST.bit_length()} bits")
@@ -275,7 +275,7 @@ class _Rewrite(NodeTransformer):
         return _filtered(node, MADE) if node.ctx == "load" else node
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

@@ -83,7 +83,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("how", ENDLESS)
 def test_a_template_that_would_not_end_is_refused(how: str) -> None:
-    with pytest.raises(Refused, match="^the chat template ") as refusal:
+    with pytest.raises(Refused, match=r"^the chat template ") as refusal:
         ChatTemplate(ENDLESS[how]).render({"messages": MESSAGES})
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
 
@@ -129,7 +129,7 @@ ESCAPES = [
 @pytest.mark.parametrize("escape", ESCAPES)
 def test_a_template_reaches_nothing_of_python(escape: str) -> None:
     before = json.dumps(MESSAGES)
-    with pytest.raises(Refused, match="^the chat template "):
+    with pytest.raises(Refused, match=r"^the chat template "):
         ChatTemplate(escape).render({"messages": MESSAGES})
     assert json.dumps(MESSAGES) == before
 
