@@ -1,31 +1,25 @@
 """Text to ids and back: tokenizer, chat template, and text that grows token by token."""
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from jinja2 import Template, TemplateError, meta, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.json_file import read_json
+from hemiola.runtime.stops import StopStrings
+from hemiola.runtime.template import ChatTemplate
+from hemiola.runtime.tokenizer import most_characters, read_tokenizer
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
-MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"}
 ROLES = {"system", "user", "assistant"}  # those that every template shows
 LABELS = {"role", "content", "name", "tool_call_id", "reasoning_content"}  # good templates drop some of them
 LONG_TEXT = 4096  # characters; shorter ones are encoded before another thread could wake
-SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}  # characters that may become one
 LOOK_BACK = 6  # tokens before the text, so that a decoder sees where a word begins
+LONG_WINDOW = 32  # tokens; half of them hold more than the 3 bytes and 3 characters that may yet change
 
 
 class Text:
@@ -36,7 +30,7 @@ class Text:
         if not path.is_file():
             raise Refused(f"{path} is missing; run build-engine again")
         try:
-            self.tokenizer: Tokenizer = _read_tokenizer(path)
+            self.tokenizer: Tokenizer = read_tokenizer(path)
         except Exception as error:  # tokenizers raises bare Exception
             raise Refused(f"{path} is not a tokenizer ({error}); run build-engine again") from None
         config = folder / "tokenizer_config.json"
@@ -49,8 +43,9 @@ class Text:
     def _most_characters(self) -> int | None:
         return most_characters(json.loads(self.tokenizer.to_str()))
 
-    def encode(self, text: str, max_len: int | None = None) -> list[int]:
-        """Ids of a text, special tokens included; a text that begins with a BOS gets no second one.
+    def encode(self, text: str, max_len: int | None = None, special: bool = True) -> list[int]:
+        """Ids of a text. special: with the tokens that the tokenizer puts around it; a text that begins with
+        a BOS gets no second one. A chat's prompt has them from its template.
 
         What cannot fit into max_len tokens is refused unread: to read 60 MB takes minutes and gigabytes.
         """
@@ -68,11 +63,16 @@ class Text:
                 f"prompt is not valid Unicode at character {error.start} (a lone surrogate); remove it"
             ) from None
         if len(text) < LONG_TEXT:
-            ids: list[int] = self.tokenizer.encode(text).ids
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         else:  # while which other threads run
-            ids = self.tokenizer.encode_batch_fast([text])[0].ids
+            ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         bos = self.special.get("bos_token")
-        if bos is not None and ids[:2] == [self.tokenizer.token_to_id(bos)] * 2 and text.startswith(bos):
+        if (
+            special
+            and bos is not None
+            and ids[:2] == [self.tokenizer.token_to_id(bos)] * 2
+            and text.startswith(bos)
+        ):
             return ids[1:]
         return ids
 
@@ -82,6 +82,15 @@ class Text:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether `decode` leaves it out: a special token, or none of the vocabulary."""
+        return token_id in self._special_ids or self.tokenizer.id_to_token(token_id) is None
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self.tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def chat(self, messages: Sequence[Mapping[str, object]], **variables: object) -> str:
         """The prompt for a conversation, up to where the assistant speaks; nothing it says vanishes."""
@@ -138,75 +147,16 @@ class Text:
             return None
 
     def _render(self, messages: Sequence[Mapping[str, object]], given: Mapping[str, object]) -> str:
-        try:
-            return self._compiled.render(messages=messages, **given)
-        except TemplateError as error:
-            raise Refused(f"the chat template refuses these messages: {error}; change them") from None
-        except (TypeError, KeyError, AttributeError) as error:
-            raise Refused(f"the chat template does not fit these messages ({error}); change them") from None
+        return self._chat_template.render({"messages": messages, **given})
 
-    @cached_property
+    @property
     def variables(self) -> frozenset[str]:
         """What the chat template reads; it would ignore anything else."""
-        environment = _environment()
-        try:
-            read = meta.find_undeclared_variables(environment.parse(self.template or ""))
-        except TemplateError:
-            return frozenset()  # chat says what is wrong with it
-        return frozenset(read) - environment.globals.keys()
+        return self._chat_template.variables
 
     @cached_property
-    def _compiled(self) -> Template:
-        return _environment().from_string(self.template or "")
-
-
-def most_characters(content: Mapping[str, Any]) -> int | None:
-    """That one token can stand for; None where a tokenizer may leave some of a text out.
-
-    Known for bytes in a BPE (Qwen, Nemotron): each character of a text becomes one or more of its tokens'.
-    NFC and NFKC make one of at most four: none that they write decomposes further.
-    """
-    model, vocab = content["model"], content["model"].get("vocab", {})
-    before = _parts(content["normalizer"], "normalizers")
-    cuts = _parts(content["pre_tokenizer"], "pretokenizers")
-    whole = (
-        model["type"] == "BPE"
-        and not model.get("continuing_subword_prefix")
-        and not model.get("end_of_word_suffix")
-        and any(cut["type"] == "ByteLevel" for cut in cuts)
-        and all(cut["type"] == "ByteLevel" or _keeps(cut) for cut in cuts)
-        and vocab.keys() >= set(ByteLevel.alphabet())
-        and all(form["type"] in SHRINKS for form in before)
-        and not any(token["lstrip"] or token["rstrip"] for token in content["added_tokens"])
-        and content["truncation"] is None
-    )
-    if not whole:
-        return None
-    longest = max(map(len, [*vocab, *(token["content"] for token in content["added_tokens"])]))
-    return longest * math.prod(SHRINKS[form["type"]] for form in before)
-
-
-def _parts(entry: Mapping[str, Any] | None, several: str) -> list[Mapping[str, Any]]:
-    if entry is None:
-        return []
-    return entry[several] if entry["type"] == "Sequence" else [entry]
-
-
-def _keeps(cut: Mapping[str, Any]) -> bool:
-    return cut["type"] == "Digits" or (cut["type"] == "Split" and cut["behavior"] != "Removed")
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    """Marks of thoughts and tool calls are text: where they are special tokens, `decode` would drop them."""
-    tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-    if not any(
-        token.special and token.content in MARKS for token in tokenizer.get_added_tokens_decoder().values()
-    ):
-        return tokenizer
-    content = json.loads(path.read_text())
-    for token in content["added_tokens"]:
-        token["special"] = token["special"] and token["content"] not in MARKS
-    return Tokenizer.from_str(json.dumps(content))
+    def _chat_template(self) -> ChatTemplate:
+        return ChatTemplate(self.template or "")
 
 
 def _special(entry: tuple[str, object]) -> tuple[str, str | None]:
@@ -214,42 +164,6 @@ def _special(entry: tuple[str, object]) -> tuple[str, str | None]:
     if isinstance(value, dict):
         value = value.get("content")
     return name, value if name.endswith("_token") and isinstance(value, str) else None
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Renders templates as Hugging Face does."""
-    extensions = [_Generation, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
 
 
 class Growing:
@@ -261,60 +175,68 @@ class Growing:
 
     def __init__(self, text: Text, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
         self._text = text
-        self._stop = stop
-        self._window = list(prompt_ids[-LOOK_BACK:])  # their text is settled up to _settled characters
-        before = text.decode(self._window)
-        if before.endswith(BROKEN):  # ids that were never a text: look at the output alone
-            self._window, before = [], ""
-        self._settled = len(before)
+        self._stop = StopStrings(stop) if stop else None
+        self._window = list(prompt_ids[-LOOK_BACK:])  # ids whose text may yet change, and some before them
+        self._shown = text.decode(self._window)  # the window's text that is final
+        if self._shown.endswith(BROKEN):  # ids that were never a text: look at the output alone
+            self._window, self._shown = [], ""
         self._whole = len(self._window)  # so many ids of the window end with a whole character
         self._held = ""  # final, but perhaps the beginning of a stop string
         self.stopped = False
 
     def push(self, token_id: int, may_stop: bool = True) -> str:
         """may_stop: a stop string that ends in what is new now ends the text."""
+        if self._text.is_silent(token_id):
+            return ""
         self._window.append(token_id)
         text = self._text.decode(self._window)
-        final_len = max(self._settled, len(text) - _num_broken(text))
-        new, self._settled = text[self._settled : final_len], final_len
-        if final_len == len(text):
-            self._shorten(text)
-        return self._before_stop(new, may_stop) if self._stop else new
+        if self._whole and not text.startswith(self._shown):  # bytes behind others took their text back
+            del self._window[: self._whole]
+            self._whole, self._shown = 0, ""
+            text = self._text.decode(self._window)
+        settled = len(self._shown)
+        final_len = max(settled, len(text) - _num_broken(text))
+        self._shown = text[:final_len]
+        new = text[settled:final_len]
+        self._shorten(text)
+        return self._before_stop(new, may_stop) if self._stop is not None else new
 
     def finish(self) -> str:
         """The text that was held back; call it when no more tokens come."""
-        return "" if self.stopped else self._held + self._text.decode(self._window)[self._settled :]
+        return "" if self.stopped else self._held + self._text.decode(self._window)[len(self._shown) :]
 
     def _shorten(self, text: str) -> None:
-        """Forget the ids up to the last whole character but one, unless the rest means less without them."""
-        window = self._window[self._whole :]
-        tail = self._text.decode(window)
-        if tail and text.endswith(tail):
-            self._window, self._settled = window, len(tail)
-        self._whole = len(self._window)
+        """Forget the ids up to the last whole character but one, unless the rest means less without them.
+
+        A longer window loses its first ids in any case: no character has so many, and in UTF-8 the text
+        behind one that is cut in two stays what it was.
+        """
+        if len(self._shown) == len(text):
+            tail = self._text.decode(self._window[self._whole :])
+            if tail and text.endswith(tail):
+                del self._window[: self._whole]
+                self._shown = tail
+            self._whole = len(self._window)
+        if len(self._window) > LONG_WINDOW:
+            num_cut = len(self._window) - LONG_WINDOW // 2
+            del self._window[:num_cut]
+            tail = self._text.decode(self._window)
+            self._shown = tail[: max(0, len(tail) - (len(text) - len(self._shown)))]
+            self._whole = max(0, self._whole - num_cut)
 
     def _before_stop(self, new: str, may_stop: bool) -> str:
+        assert self._stop is not None
+        found = self._stop.push(new)
         held = self._held + new
-        ends = len(self._held) + 1  # what ended earlier was not allowed to stop
-        found = [at for stop in self._stop if (at := held.find(stop, max(0, ends - len(stop)))) >= 0]
-        if found and may_stop:
+        if found is not None and may_stop:
             self.stopped = True
-            return held[: min(found)]
-        final_len = len(held) - max(_overlap(held, stop) for stop in self._stop)
+            return held[: len(self._held) + found]
+        final_len = len(held) - self._stop.held_len
         self._held = held[final_len:]
         return held[:final_len]
 
 
 def _num_broken(text: str) -> int:
     """Characters at the end that the next token may complete: one that is incomplete shows as 1 to 3."""
-    if not text.endswith(BROKEN):
-        return 0
-    return min(len(text) - len(text.rstrip(BROKEN)), 3)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text with which stop may begin."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    end = text[-3:]
+    return len(end) - len(end.rstrip(BROKEN))

@@ -1,6 +1,7 @@
 """Text that grows token by token equals text decoded at once, and stop strings never leak."""
 
 import random
+import re
 import sys
 import threading
 import unicodedata
@@ -12,6 +13,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.stops import StopStrings
 from hemiola.runtime.text import BROKEN, Growing, Text
 
 SAMPLE = "def foo(x):\n    return x + 1  # héllo wörld, 你好世界 😀👨‍👩‍👧 naïve\n"
@@ -128,6 +130,61 @@ def test_the_window_stays_short(text: Text) -> None:
         assert len(growing._window) <= 8
 
 
+def decoded_in_all(text: Text, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of all that is decoded from now on."""
+    sizes: list[int] = []
+    decode = text.decode
+    monkeypatch.setattr(text, "decode", lambda ids: sizes.append(len(ids)) or decode(ids))
+    return sizes
+
+
+def straddling(text: Text) -> list[int]:
+    """Tokens that each end a character and begin the next, so that the text never ends with a whole one."""
+    start, middle, end = (text.tokenizer.token_to_id(c) for c in "\u00e4\u00bd\u0142")  # the bytes of 你
+    return [start, middle] + [end, start, middle] * 700
+
+
+ENDLESS = {
+    "broken": lambda text: [text.tokenizer.token_to_id("\u0142")] * 2000,
+    "incomplete": lambda text: [text.tokenizer.token_to_id("\u00e4")] * 2000,
+    "straddling": straddling,
+    "special": lambda text: [text.tokenizer.token_to_id("<eos>")] * 2000,
+    "unknown": lambda text: [10**6] * 2000,
+    "words": lambda text: text.encode(SAMPLE * 30),
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_the_work_for_a_token_does_not_grow_with_the_text(
+    text: Text, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = ENDLESS[kind](text)
+    wanted = text.decode(ids)
+    sizes = decoded_in_all(text, monkeypatch)
+    assert "".join(grow(text, [], ids)) == wanted
+    assert sum(sizes) <= 64 * len(ids)
+
+
+@pytest.mark.parametrize("piece", ["▁", "<0xE4>", "<0xFF>"])
+def test_the_work_for_a_byte_or_a_space_does_not_grow_with_the_text(
+    tmp_path: Path, piece: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = save(tmp_path, sentence_piece())
+    ids = [text.tokenizer.token_to_id(piece)] * 2000
+    wanted = text.decode(ids)
+    sizes = decoded_in_all(text, monkeypatch)
+    assert "".join(grow(text, [], ids)) == wanted
+    assert sum(sizes) <= 64 * len(ids)
+
+
+@pytest.mark.parametrize("words", ["你好你好", "a你好b", "😀😀", "hello 你好世界 b", "你好" * 40])
+def test_bytes_behind_bytes_are_no_broken_characters(tmp_path: Path, words: str) -> None:
+    """Such a decoder takes the text of a character back while the next one is incomplete."""
+    text = save(tmp_path, sentence_piece())
+    prompt, whole = text.encode("hello"), text.encode("hello " + words)
+    assert "".join(grow(text, prompt, whole[len(prompt) :])) == " " + words
+
+
 def test_special_tokens_are_not_text(text: Text) -> None:
     eos = text.tokenizer.token_to_id("<eos>")
     ids = text.encode("hi")
@@ -159,6 +216,39 @@ def test_stop_strings_cut_the_text_and_never_leak(
         shown += piece
         assert wanted.startswith(shown), "showed a part of a stop string"
     assert shown == wanted
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_stop_strings_cut_where_the_first_of_them_begins(text: Text, seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(50):
+        whole = "".join(dice.choices("ab", k=40))
+        stops = ["".join(dice.choices("ab", k=dice.randint(1, 9))) for _ in range(dice.randint(1, 4))]
+        ends = [found.start() + len(s) for s in stops for found in re.finditer(f"(?={s})", whole)]
+        end = min(ends, default=0)  # one token is one character
+        begins = [end - len(s) for s in stops if end and whole[:end].endswith(s)]
+        ids = [text.tokenizer.token_to_id(char) for char in whole]
+        assert "".join(grow(text, [], ids, stops)) == whole[: min(begins, default=len(whole))]
+
+
+def test_stop_strings_are_looked_for_once_in_each_character(
+    text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 0
+    step = StopStrings._step
+
+    def counted(self: StopStrings, state: int, char: str) -> int:
+        nonlocal steps
+        steps += 1
+        return step(self, state, char)
+
+    stops = ["a" * 900 + str(n) for n in range(9)]
+    ids = [text.tokenizer.token_to_id("a")] * 2000
+    growing = Growing(text, [], stops)
+    monkeypatch.setattr(StopStrings, "_step", counted)
+    shown = "".join(growing.push(token_id) for token_id in ids)
+    assert len(shown + growing.finish()) == steps == len(ids)
+    assert len(shown) == len(ids) - 900, "what may begin a stop string"
 
 
 def test_held_text_is_let_go_as_soon_as_no_stop_can_come(text: Text) -> None:
@@ -201,7 +291,6 @@ SHRINKING = {
     "cut": (lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), t.pre_tokenizer])), " "),
     "added": (lambda t: t.add_special_tokens([AddedToken("<m>", lstrip=True)]), " "),
-    "truncate": (lambda t: t.enable_truncation(9), "x"),
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What a model says, split into reasoning, content and tool calls while it is being said."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -8,6 +9,7 @@ from hemiola.runtime.serving.openai.calls import CallPart, JsonCall, Schema, Xml
 
 THINK, THINK_END = "<think>", "</think>"
 OPENINGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>"}  # the second: Nemotron Nano 2
+BLOCK = 1024  # characters
 BETWEEN = " \t\r\n,[]"  # calls: Nemotron Nano 2 writes a list
 Where = Literal["start", "reasoning", "content", "calls", "call"]
 
@@ -42,6 +44,7 @@ class Splitter:
     def __init__(self, expected: Expected) -> None:
         self._tools = expected.tools
         self._text = ""
+        self._white: list[str] = []  # what is white before the text, and of use only if no mark follows
         self._where: Where = "start" if expected.may_think else "content"
         if expected.thinking:
             self._where = "reasoning"
@@ -54,12 +57,19 @@ class Splitter:
         self.num_calls = 0
         named = [f"<function={name}>" for name in expected.tools or ()]  # Qwen3-Coder may forget the frame
         self._openings = [*OPENINGS, *named] if expected.tools is not None else []
+        self._marks = {"reasoning": [THINK_END, *self._openings], "content": self._openings}
+        if self._forced:  # by its grammar, a thought has to end
+            self._marks["reasoning"] = [THINK_END]
+        self._any_mark = {kind: _pattern(marks) for kind, marks in self._marks.items()}
 
     def push(self, text: str) -> list[AnswerPart]:
-        if self._where == "content" and not (self._openings or self._trims):  # nothing to look for
-            return [AnswerPart("content", text)] if text else []
-        self._text += text
-        return self._given(self._read())
+        """In blocks: each mark that is found moves what is behind it."""
+        return self._given(self._read_blocks(text))
+
+    def _read_blocks(self, text: str) -> Iterator[AnswerPart]:
+        for at in range(0, len(text), BLOCK):
+            self._text += text[at : at + BLOCK]
+            yield from self._read()
 
     def finish(self, cut: bool) -> list[AnswerPart]:
         """No more text comes. cut: because of its length."""
@@ -75,11 +85,8 @@ class Splitter:
             match self._where:
                 case "start":
                     self._start()
-                case "reasoning":
-                    marks = [] if self._forced else self._openings  # by its grammar, it has to end
-                    yield from self._until("reasoning", [THINK_END, *marks])
-                case "content":
-                    yield from self._until("content", self._openings)
+                case "reasoning" | "content":
+                    yield from self._until(self._where)
                 case "calls":
                     yield from self._between_calls()
                 case "call":
@@ -88,30 +95,36 @@ class Splitter:
                 return
 
     def _start(self) -> None:
-        text = self._text.lstrip()
-        if text.startswith(THINK):
-            self._text = text.removeprefix(THINK)
-            self._where, self._trims = "reasoning", True
-        elif text and not may_begin(text, [THINK]):
+        self._set_aside(None)
+        if self._text.startswith(THINK):
+            self._text = self._text.removeprefix(THINK)
+            self._where, self._trims, self._white = "reasoning", True, []
+        elif self._text and not may_begin(self._text, [THINK]):
             self._where = "content"
 
-    def _until(self, kind: Literal["reasoning", "content"], marks: list[str]) -> Iterator[AnswerPart]:
+    def _set_aside(self, white: str | None) -> None:
+        text = self._text.lstrip(white)
+        self._white.append(self._text[: len(self._text) - len(text)])
+        self._text = text
+
+    def _until(self, kind: Literal["reasoning", "content"]) -> Iterator[AnswerPart]:
         if self._trims:
             self._text = self._text.lstrip("\n")
             self._trims = not self._text
-        found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
+        found = self._any_mark[kind].search(self._text)
+        final_len = found.start() if found else len(self._text) - held_back(self._text, self._marks[kind])
+        text, self._text = self._text[:final_len], self._text[final_len:]
+        # What is white before a mark is no part of the text, but for the end of a thought.
+        keeps_all = not self._marks[kind] or (found is not None and found[0] == THINK_END)
+        kept = text if keeps_all else text.rstrip()
+        if kept or keeps_all:
+            yield AnswerPart(kind, "".join([*self._white, kept]))
+            self._white = []
+        self._white.append(text[len(kept) :])
         if found:
-            at, mark = min(found)
-            text, self._text = self._text[:at], self._text[at + len(mark) :]
-            kept = text if mark == THINK_END else text.rstrip()
-            yield AnswerPart(kind, kept)
-            self._leave_for(mark, text[len(kept) :])
-        else:
-            final_len = len(self._text) - held_back(self._text, marks)
-            if marks:  # what is white before a mark is no part of the text
-                final_len = len(self._text[:final_len].rstrip())
-            text, self._text = self._text[:final_len], self._text[final_len:]
-            yield AnswerPart(kind, text)
+            white, self._white = "".join(self._white), []
+            self._text = self._text[len(found[0]) :]
+            self._leave_for(found[0], white)
 
     def _leave_for(self, mark: str, white: str) -> None:
         if mark == THINK_END:
@@ -123,17 +136,19 @@ class Splitter:
             self._text = mark + self._text
 
     def _between_calls(self) -> Iterator[AnswerPart]:
-        text = self._text.lstrip(BETWEEN)
+        self._set_aside(BETWEEN)
+        text = self._text
         if text.startswith(self._closing):
             self._text = text.removeprefix(self._closing)
-            self._where, self._trims = "content", True
+            self._where, self._trims, self._white = "content", True, []
         elif text.startswith("{"):
-            self._where, self._text, self._call = "call", text, JsonCall()
+            self._where, self._call, self._white = "call", JsonCall(), []
         elif text.startswith("<function="):
             self._text = text.removeprefix("<function=")
-            self._where, self._call = "call", XmlCall(self._tools or {})
+            self._where, self._call, self._white = "call", XmlCall(self._tools or {}), []
         elif text and not may_begin(text, [self._closing, "<function="]):
             yield AnswerPart("content", self._opened)  # no call follows: it was meant as text
+            self._text, self._white = "".join([*self._white, text]), []
             self._where = "content"
 
     def _within_call(self) -> Iterator[AnswerPart]:
@@ -162,22 +177,26 @@ class Splitter:
             yield from self._numbered(self._call.finish(cut))
             if not (self._call.is_call or cut):  # a cut one may have become a call
                 yield AnswerPart("content", self._opened + self._call.said)
-        elif self._where == "reasoning":
-            yield AnswerPart("reasoning", self._text)
         elif self._where == "calls":
             yield AnswerPart("content", "" if cut else self._opened)
-        elif self._text.strip() or not self.num_calls:
-            yield AnswerPart("content", self._text)
-        self._text = ""
+        elif self._where == "reasoning" or self._text.strip() or not self.num_calls:
+            kind = "reasoning" if self._where == "reasoning" else "content"
+            yield AnswerPart(kind, "".join([*self._white, self._text]))
+        self._text, self._white = "", []
 
 
 def _joined(parts: Iterator[AnswerPart]) -> list[AnswerPart]:
     """Without empty ones; neighbours of a kind as one."""
-    joined: list[AnswerPart] = []
+    joined: list[list[AnswerPart]] = []
     for part in parts:
-        last = joined[-1] if joined else None
+        last = joined[-1][0] if joined else None
         if last and not part.name and (last.kind, last.call_id) == (part.kind, part.call_id):
-            joined[-1] = last._replace(text=last.text + part.text)
+            joined[-1].append(part)
         elif part.text or part.name:
-            joined.append(part)
-    return joined
+            joined.append([part])
+    return [each[0]._replace(text="".join(part.text for part in each)) for each in joined]
+
+
+def _pattern(marks: Sequence[str]) -> re.Pattern[str]:
+    """Any of the marks; one that matches nothing if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(marks))) or "(?!)")

@@ -198,7 +198,7 @@ class App:
         with self._admit(request.num_choices):
             prompt, expected = render(model, request)
             structured = guide(request, expected)
-            ids = await encode(model, prompt)
+            ids = await encode(model, prompt, special=False)
             most = request.most_tokens or max(model.max_len - len(ids), 1)
             params = request.params(most, request.num_logprobs, structured)
             tokens = model.tokens if request.logprobs else None
@@ -274,13 +274,13 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         raise schema_error(error, list(ResponsesRequest.model_fields)) from None
 
 
-async def encode(model: ServedModel, prompt: str | list[int]) -> list[int]:
+async def encode(model: ServedModel, prompt: str | list[int], special: bool = True) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     text = model.need_text("the prompt is")
     if len(prompt) < LONG_TEXT:
-        return text.encode(prompt, model.max_len)
-    return await asyncio.to_thread(text.encode, prompt, model.max_len)
+        return text.encode(prompt, model.max_len, special)
+    return await asyncio.to_thread(text.encode, prompt, model.max_len, special)
 
 
 def describe(model: ServedModel) -> dict[str, Any]:

@@ -6,11 +6,19 @@ Two spellings, told apart by their first characters, so that no option has to na
 A reader takes any pieces of the text. What it gives out depends on the text alone, never on where it was cut.
 """
 
-import ast
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from hemiola.runtime.serving.openai.strict import (
+    StrictObject,
+    characters,
+    from_json,
+    from_python,
+    quoted,
+    to_json,
+    unquoted,
+)
 
 Schema = Mapping[str, Any]
 NAME = r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")'
@@ -33,37 +41,69 @@ class CallPart(NamedTuple):
     arguments: str
 
 
+class Awaited:
+    """Text that is of use only when a mark stands in it. Each character is looked at once, or little more."""
+
+    def __init__(self, mark: str) -> None:
+        self._pieces: list[str] = []
+        self._mark = mark
+        self._end = ""  # the mark may have begun
+
+    def push(self, text: str) -> bool:
+        """Whether the mark is there now."""
+        self._pieces.append(text)
+        seen = self._end + text
+        self._end = seen[max(0, len(seen) - len(self._mark) + 1) :]
+        return self._mark in seen
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+
 class XmlCall:
-    """What follows `<function=`. An argument that is a string by its schema streams; others come whole."""
+    """What follows `<function=`. An argument that is a string by its schema streams; others come whole.
+
+    Of two arguments of one name the first counts: it may have left already.
+    """
 
     def __init__(self, tools: Mapping[str, Schema]) -> None:
         self._tools = tools
         self._text = ""
+        self._awaited: Awaited | None = None  # holds the text while nothing else can be read
         self._name: str | None = None
         self._key: str | None = None  # of the argument being read
         self._types: frozenset[str] = frozenset()
-        self._num_arguments = 0
+        self._keys: set[str] = set()
+        self._drops = False  # the argument being read
         self._begun = False  # the leading newline of a value is behind
         self.ended = False
         self.rest = ""  # what came behind the end
 
     @property
     def is_call(self) -> bool:
-        return self._name is not None
+        return bool(self._name)
 
     @property
     def said(self) -> str:
         """While it is no call."""
-        return "<function=" + self._text
+        return "<function=" + (self._awaited.text if self._awaited is not None else self._text)
 
     def push(self, text: str) -> list[CallPart]:
-        self._text += text
+        if self._awaited is None:
+            self._text += text
+        elif self._awaited.push(text):
+            self._text, self._awaited = self._awaited.text, None
+        else:
+            return []
         return list(self._read())
 
     def finish(self, cut: bool) -> list[CallPart]:
         """No more text comes. cut: in the middle, so that the JSON stays open; else it is closed."""
-        if cut or self._name is None:
+        if cut or not self.is_call:
             return []
+        if self._awaited is not None:
+            self._text = self._awaited.text
         calls = [] if self._key is None else list(self._end_value(self._text.removesuffix("\n")))
         return [*calls, self._close()]
 
@@ -81,9 +121,17 @@ class XmlCall:
 
     def _read_name(self) -> Iterator[CallPart]:
         name, found, after = self._text.partition(">")
-        if found:
+        if not found:
+            self._await(">")
+        elif name.strip():
             self._name, self._text = name.strip(), after
             yield CallPart(self._name, "")
+        else:
+            self._text, self.rest, self.ended = name + found, after, True
+
+    def _await(self, mark: str) -> None:
+        self._awaited = Awaited(mark)
+        self._awaited.push(self._text)
 
     def _read_tag(self) -> Iterator[CallPart]:
         """Between arguments; what is no tag there is dropped."""
@@ -91,11 +139,15 @@ class XmlCall:
         self._text = self._text[at:] if at >= 0 else ""
         if self._text.startswith("<parameter="):
             key, found, after = self._text.removeprefix("<parameter=").partition(">")
-            if found:
-                self._key, self._text, self._begun = key.strip(), after, False
-                self._types = types_of(self._tools.get(self._name or "", {}), self._key)
-                self._num_arguments += 1
-                opening = "{" if self._num_arguments == 1 else ", "
+            if not found:
+                self._await(">")
+                return
+            self._key, self._text, self._begun = key.strip(), after, False
+            self._types = types_of(self._tools.get(self._name or "", {}), self._key)
+            self._drops = self._key in self._keys
+            if not self._drops:
+                self._keys.add(self._key)
+                opening = "{" if len(self._keys) == 1 else ", "
                 yield CallPart("", f"{opening}{quoted(self._key)}: " + ('"' if self._streams else ""))
         elif self._text.startswith(("</function>", "</tool_call>")):
             self.rest = self._text.removeprefix("</function>")
@@ -106,14 +158,16 @@ class XmlCall:
 
     @property
     def _streams(self) -> bool:
-        return self._types == {"string"}
+        return self._types == {"string"} and not self._drops
 
     def _read_value(self) -> Iterator[CallPart]:
         end = self._text.find("</parameter>")
         if end >= 0:
             value, self._text = self._text[:end], self._text[end + len("</parameter>") :]
             yield from self._end_value(value.removesuffix("\n"))
-        elif self._streams and self._text:
+        elif not self._streams:
+            self._await("</parameter>")
+        elif self._text:
             final_len = len(self._text) - held_back(self._text, ("\n</parameter>", "</parameter>"))
             if not self._begun and self._text.startswith("\n"):
                 final_len = max(final_len, 1)
@@ -123,7 +177,8 @@ class XmlCall:
 
     def _end_value(self, value: str) -> Iterator[CallPart]:
         value = self._trimmed(value)
-        yield CallPart("", quoted(value)[1:] if self._streams else typed(value, self._types))
+        if not self._drops:
+            yield CallPart("", quoted(value)[1:] if self._streams else typed(value, self._types))
         self._key = None
 
     def _trimmed(self, value: str) -> str:
@@ -133,43 +188,52 @@ class XmlCall:
         return value
 
     def _close(self) -> CallPart:
-        return CallPart("", "}" if self._num_arguments else "{}")
+        return CallPart("", "}" if self._keys else "{}")
 
 
 class JsonCall:
     """What begins with `{`. Arguments behind the name leave as they are written; in other orders, whole."""
 
     def __init__(self) -> None:
-        self.said = ""  # all of it, in case that it is no call
+        self._pieces: list[str] = []  # all of it, while it is no call
         self._depth = 0
         self._in_string = self._escaped = False
-        self._start: int | None = None  # where the arguments begin that leave as they are written,
-        self._sent_len = 0
-        self._end: int | None = None  # and where they end
+        self._sought = False  # a name before the first object within
+        self._arguments: StrictObject | None = None  # being read
         self.is_call = self.ended = False
         self.rest = ""  # what came behind the end
 
+    @property
+    def said(self) -> str:
+        """While it is no call."""
+        return "".join(self._pieces)
+
     def push(self, text: str) -> list[CallPart]:
         calls: list[CallPart] = []
+        arguments: list[str] = []
         for at, char in enumerate(text):
             self._scan(char)
-            if self._depth == 2 and char == "{" and not self._in_string and not self.is_call:
-                calls += self._begin()
-            self.said += char
-            if self._depth == 1 and char == "}" and not self._in_string and self._start is not None:
-                self._end = self._end or len(self.said)
+            if self._depth == 2 and char == "{" and not self._in_string and not self._sought:
+                calls += self._begin(self.said + text[:at])
+            if self._arguments is not None:
+                arguments.append(self._arguments.push(char))
+                if self._depth == 1:
+                    arguments.append(self._arguments.close())
+                    self._arguments = None
             if self._depth == 0:
-                self.ended, self.rest = True, text[at + 1 :]
+                self.ended, text, self.rest = True, text[: at + 1], text[at + 1 :]
                 break
-        if self._start is not None:
-            calls.append(CallPart("", self.said[self._sent_len : self._end]))
-            self._sent_len = len(self.said) if self._end is None else self._end
-        elif self.ended:
-            calls += self._whole()
+        if arguments:
+            calls.append(CallPart("", "".join(arguments)))
+        if not self.is_call:
+            self._pieces.append(text)
+            calls += self._whole() if self.ended else ()
         return calls
 
     def finish(self, cut: bool) -> list[CallPart]:
         """cut: in the middle; if its name is there, it is a call whose arguments are open."""
+        if self._arguments is not None and not cut:
+            return [CallPart("", self._arguments.close())]
         found = NAMED.match(self.said) if cut and not self.is_call else None
         name = found and unquoted(found[1])
         self.is_call = self.is_call or bool(name)
@@ -186,24 +250,24 @@ class JsonCall:
         elif char in "}]":
             self._depth -= 1
 
-    def _begin(self) -> Iterator[CallPart]:
-        found = HEAD.fullmatch(self.said)
+    def _begin(self, said: str) -> Iterator[CallPart]:
+        self._sought = True
+        found = HEAD.fullmatch(said)
         name = found and unquoted(found[1])
         if name:
-            self.is_call = True
-            self._start = self._sent_len = len(self.said)
+            self.is_call, self._arguments = True, StrictObject()
             yield CallPart(name, "")
 
     def _whole(self) -> Iterator[CallPart]:
-        found = _from_json(self.said)
+        found = from_json(self.said)
         name = found.get("name") if isinstance(found, dict) else None
         if not isinstance(found, dict) or not isinstance(name, str) or not name:
             return
         arguments = found.get("arguments", found.get("parameters"))
         if isinstance(arguments, str):  # some models write the JSON as a string
-            arguments = _from_json(arguments)
+            arguments = from_json(arguments)
         self.is_call = True
-        yield CallPart(name, json.dumps(arguments if isinstance(arguments, dict) else {}, ensure_ascii=False))
+        yield CallPart(characters(name), to_json(arguments if isinstance(arguments, dict) else {}))
 
 
 def types_of(tool: Schema, key: str) -> frozenset[str]:
@@ -233,12 +297,12 @@ def _types(schema: Schema) -> frozenset[str]:
 
 def typed(value: str, types: frozenset[str]) -> str:
     """A value's JSON: as its schema says where it can be read so, else as a string."""
-    for read in (_from_json, _from_python):
+    for read in (from_json, from_python):
         found = read(value.strip())
         if found is not ... and _fits(found, types):
             if isinstance(found, float) and "number" not in types and types:
                 found = int(found)
-            return json.dumps(found, ensure_ascii=False)
+            return to_json(found)
     return quoted(value)
 
 
@@ -252,42 +316,6 @@ def _fits(found: object, types: frozenset[str]) -> bool:
     return any(isinstance(found, JSON_TYPES.get(name, ())) for name in types - {"boolean"})
 
 
-def _from_json(text: str) -> object:
-    try:
-        return json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        return ...
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _from_python(text: str) -> object:
-    """Models write True, None and {'a': 1} too."""
-    if len(text) > 10_000:
-        return ...
-    try:
-        found = ast.literal_eval(text)
-        json.dumps(found, allow_nan=False)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return ...
-    return found
-
-
-def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def unquoted(text: str) -> str:
-    """The content of a JSON string; "" if it is none."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return ""
-    return found if isinstance(found, str) else ""
-
-
 def may_begin(text: str, marks: Sequence[str]) -> bool:
     """Whether text is the beginning of one of the marks."""
     return any(mark.startswith(text) for mark in marks)
@@ -295,8 +323,9 @@ def may_begin(text: str, marks: Sequence[str]) -> bool:
 
 def held_back(text: str, marks: Sequence[str]) -> int:
     """Length of the longest end of text with which one of the marks may begin."""
-    longest = max(map(len, marks), default=1) - 1
-    for length in range(min(len(text), longest), 0, -1):
-        if may_begin(text[-length:], marks):
-            return length
+    firsts = {mark[0] for mark in marks}
+    start = max(0, len(text) - max(map(len, marks), default=1) + 1)
+    for at in range(start, len(text)):
+        if text[at] in firsts and may_begin(text[at:], marks):
+            return len(text) - at
     return 0

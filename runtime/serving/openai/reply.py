@@ -67,22 +67,22 @@ class TextChoice(Choice):
         self, index: int, prompt_ids: list[int], tokens: Tokens | None, with_ids: bool, echo: str
     ) -> None:
         super().__init__(index, prompt_ids, tokens, with_ids)
-        self._text = echo  # not yet given out
+        self._texts = [echo]  # not yet given out
         self._offset = len(echo)
 
     def take(self, piece: Piece) -> None:
         super().take(piece)
-        self._text += piece.text
+        self._texts.append(piece.text)
 
     def chunks(self, piece: Piece) -> list[Json]:
         self.take(piece)
-        if not self._text and piece.finish_reason is None and not self._with_ids:
+        if not any(self._texts) and piece.finish_reason is None and not self._with_ids:
             return []
         return [self.whole(streamed=True)]
 
     def whole(self, streamed: bool = False) -> Json:
-        reason, text = self._finish_reason, self._text
-        self._text = ""
+        reason, text = self._finish_reason, "".join(self._texts)
+        self._texts = []
         return {"text": text, **self._common(streamed), "finish_reason": reason}
 
     def _logprobs_json(self, tokens: Tokens) -> Json:
@@ -132,20 +132,17 @@ class ChatChoice(Choice):
         return made
 
     def whole(self) -> Json:
-        texts = {"reasoning": "", "content": ""}
-        calls: list[Json] = []
+        pieces: dict[tuple[str, int], list[AnswerPart]] = {("content", 0): [], ("reasoning", 0): []}
         for part in self._parts:
-            if part.kind != "call":
-                texts[part.kind] += part.text
-            elif part.name:
-                calls.append(_call(part))
-            else:
-                calls[-1]["function"]["arguments"] += part.text
-        message: Json = {"role": "assistant", "content": texts["content"], "refusal": None}
-        if texts["reasoning"]:
-            message["reasoning_content"] = texts["reasoning"]
+            pieces.setdefault((part.kind, part.call_id), []).append(part)
+        texts = {which: "".join(part.text for part in parts) for which, parts in pieces.items()}
+        content, reasoning = texts["content", 0], texts["reasoning", 0]
+        calls = [_call(pieces[which][0]._replace(text=texts[which])) for which in texts if which[0] == "call"]
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
-            message |= {"tool_calls": calls, "content": texts["content"] or None}
+            message |= {"tool_calls": calls, "content": content or None}
         return {"message": message, **self._common(streamed=False), "finish_reason": self._finish_reason}
 
     def _logprobs_json(self, tokens: Tokens) -> Json:

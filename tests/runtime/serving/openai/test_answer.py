@@ -2,12 +2,16 @@
 
 import itertools
 import json
+import math
 import random
+import re
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hemiola.runtime.serving.openai import calls
 from hemiola.runtime.serving.openai.answer import AnswerPart, Expected, Splitter
 
 WEATHER = {
@@ -247,11 +251,145 @@ def test_content_is_not_held_back_without_need() -> None:
     assert reader.push(" two") == [AnswerPart("content", " < two")]
 
 
+def strictly(text: str) -> object:
+    """As the strictest parsers read JSON."""
+
+    def number(digits: str) -> float:
+        assert math.isfinite(float(digits)), digits
+        return float(digits)
+
+    def constant(name: str) -> None:
+        raise AssertionError(name)
+
+    def pairs(found: list[tuple[str, object]]) -> dict[str, object]:
+        assert len(dict(found)) == len(found), "a name twice"
+        return dict(found)
+
+    found = json.loads(
+        text, parse_int=number, parse_float=number, parse_constant=constant, object_pairs_hook=pairs
+    )
+    json.dumps(found, ensure_ascii=False).encode()  # no lone surrogates
+    assert max(itertools.accumulate((c in "[{") - (c in "]}") for c in re.sub(STRING, "", text))) <= 65
+    return found
+
+
+STRING = r'"(?:[^"\\]|\\.)*"'
+DEEP = "[" * 90 + "]" * 90
+NO_JSON = {  # a value: what an argument of any type has of it, what an object of JSON has
+    "1e999": ("1e999", "1e999"),
+    "-1e999": ("-1e999", "-1e999"),
+    "NaN": ("NaN", "NaN"),
+    "-Infinity": ("-Infinity", "-Infinity"),
+    "9" * 400: ("9" * 400, "9" * 400),
+    "9" * 5000: ("9" * 5000, "9" * 5000),
+    "-0": (0, 0),
+    "01": ("01", "01"),
+    '"\\ud800"': ("\ufffd", "\ufffd"),
+    '"\\ud83d\\ude00 \\ude00"': ("😀 \ufffd", "😀 \ufffd"),
+    '{"a": 1, "a": 2}': ({"a": 2}, {"a": 1}),
+    "{1: 2, '1': 3}": ({"1": 3}, {}),
+    "[1e999]": ("[1e999]", ["1e999"]),
+    DEEP: (DEEP, ...),
+    '"a\nb\x01"': ("a\nb\x01", "a\nb\x01"),
+    '"\\x \\u12"': ("\\x \\u12", "\\x \\u12"),
+    "True": (True, "True"),
+    "": ("", ...),
+}
+
+
+@pytest.mark.parametrize("value", NO_JSON, ids=lambda value: repr(value[:20]))
+def test_arguments_are_json_that_every_parser_takes(value: str) -> None:
+    """`<parameter=x>1e999` was {"x": Infinity}."""
+    spelled, written = NO_JSON[value]
+    text = xml(("any", value))
+    whole = answer(TOOL, [text])
+    if not value.startswith('"'):  # ast reads some of these strings as Python has them
+        assert strictly(whole[2][0][1]) == {"any": spelled}
+    strictly(whole[2][0][1])
+    assert answer(TOOL, list(text)) == whole
+    text = f'<tool_call>{{"name": "weather", "arguments": {{"a": "b", "any": {value}}}}}</tool_call>'
+    whole = answer(TOOL, [text])
+    found = strictly(whole[2][0][1])
+    assert found["a"] == "b" and (written is ... or found["any"] == written)
+    assert answer(TOOL, list(text)) == whole
+
+
+@pytest.mark.parametrize("end", range(1, 90))
+def test_a_call_of_json_that_ends_early_is_closed(end: int) -> None:
+    said = '"city": "P\\u00e9 \\ud83d\\ude00 \\n", "n": [1.5, true, {"x": null, "y": [ ] } , "z" ], "l": -1 }'
+    text = '<tool_call>{"name": "weather", "arguments": {' + said[:end]
+    assert answer(TOOL, list(text)) == answer(TOOL, [text])
+    strictly(answer(TOOL, [text])[2][0][1])
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call><function=></function></tool_call>", "<tool_call><function= >\n<a>"]
+)
+def test_a_call_without_a_name_is_content(text: str) -> None:
+    """Its parts belonged to a call that nobody had announced."""
+    assert answer(TOOL, [text]) == ("", text, []) == answer(TOOL, list(text))
+
+
+def test_the_first_of_two_arguments_of_a_name_counts() -> None:
+    text = xml(("city", "a"), ("city", "b"), ("days", "1"), ("days", "2"))
+    assert read(answer(TOOL, [text]))[2] == [call(("city", "a"), ("days", 1))]
+
+
+LONG = 40_000
+LENGTHY = {
+    "json_name": (TOOL, '<tool_call>{"name": "' + "x" * LONG + '", ' + '"a": {}, ' * 5000 + "}"),
+    "json_objects": (TOOL, "<tool_call>{" + '"a": {"b": {}}, ' * 3000),
+    "json_arguments": (TOOL, hermes(name="weather", arguments={"city": "x" * LONG})),
+    "xml_name": (TOOL, "<tool_call><function=" + "x" * LONG),
+    "xml_parameter": (TOOL, "<tool_call><function=weather><parameter=" + "x" * LONG),
+    "xml_string": (TOOL, xml(("city", "<" * LONG))),
+    "xml_value": (TOOL, xml(("tags", "<" * LONG))),
+    "xml_between": (TOOL, "<tool_call><function=weather>" + "<" * LONG),
+    "white": (TOOL, "a" + "\n" * LONG + "b"),
+    "white_first": (PLAIN, " " * LONG + "<think>"),
+    "white_thought": (THOUGHT_TOOL, "a" + " " * LONG + "b</think>" + "\n" * LONG),
+    "white_between_calls": (TOOL, "<tool_call>" + ",[ " * LONG),
+    "marks": (TOOL, "<tool_cal" * (LONG // 9)),
+    "calls": (TOOL, xml(name="now") * 800),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [1, 10**9])
+@pytest.mark.parametrize("case", LENGTHY)
+def test_the_work_for_a_character_does_not_grow_with_the_answer(
+    case: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name of 40,000 characters took 12 s: it was read again at each `{`."""
+    expected, text = LENGTHY[case]
+    looked = 0
+
+    def count(owner: type, name: str, size: Callable[..., int]) -> None:
+        plain = getattr(owner, name)
+
+        def counted(*args: object) -> object:
+            nonlocal looked
+            looked += size(*args)
+            return plain(*args)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(Splitter, "_read", lambda splitter: len(splitter._text))
+    count(Splitter, "_until", lambda splitter, kind: len(splitter._text))
+    count(calls.XmlCall, "_read", lambda one: len(one._text))
+    count(calls.Awaited, "push", lambda one, text: len(one._end) + len(text))
+    count(calls.JsonCall, "_scan", lambda one, char: 1)
+    count(calls.JsonCall, "_begin", lambda one, said: len(said))
+    answer(expected, [text[at : at + width] for at in range(0, len(text), width)])
+    assert looked <= 40 * len(text)
+
+
 SOUP = (
     "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<function=weather>", "<function=now>",
     "</function>", "<parameter=city>", "<parameter=days>", "</parameter>", "<think>", "</think>", "{", "}",
     "[", '{"name": "now"', ', "arguments": ', '"arguments"', '"name"', "]", '"', "\\", ",", ":", "\n", " ",
     "<", ">", "1", "é", "😀", "a", "null",
+    "<function=", "<parameter=any>", "1e999", "-", "NaN", '"a": ', "\\u", "\\ud83d", "ude00", "\x01", "True",
+    "'",
 )  # fmt: skip
 
 
@@ -267,7 +405,7 @@ def test_any_soup_of_marks_is_read_the_same_however_it_comes(
 ) -> None:
     whole = answer(expected, [text], cut)
     assert answer(expected, list(text), cut) == whole
-    if not cut and "{" not in text:  # then all calls are spelled with tags
-        assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole[2])
+    if not cut:
+        assert all(isinstance(strictly(arguments), dict) for _, arguments in whole[2])
     edges = sorted(rng.choices(range(len(text) + 1), k=4))
     assert answer(expected, [text[a:b] for a, b in itertools.pairwise([0, *edges, len(text)])], cut) == whole

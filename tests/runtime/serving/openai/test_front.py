@@ -17,6 +17,8 @@ import requests
 from kit.scripted_triton import ScriptedTriton, script
 from kit.served import until
 from openai import APIError, APIStatusError, AsyncOpenAI, AuthenticationError, OpenAI, RateLimitError
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from hemiola.runtime.api import Logprob, Piece
 from hemiola.runtime.errors import Refused
@@ -76,6 +78,23 @@ def test_chat_with_a_thought_and_a_call(client: OpenAI, triton: ScriptedTriton) 
         "num_spec_steps": 4,
         "num_spec_tokens": 2,
     }
+
+
+def test_a_chat_has_no_special_tokens_but_those_of_its_template(
+    client: OpenAI, triton: ScriptedTriton, models: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tokenizer puts around a text (here an end) is not for a chat; a completion has it."""
+    tokenizer = Tokenizer.from_str(models["bare"].text.tokenizer.to_str())
+    end = tokenizer.token_to_id("<|endoftext|>")
+    tokenizer.post_processor = TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    )
+    monkeypatch.setattr(models["bare"].text, "tokenizer", tokenizer)
+    triton.script = script("x")
+    client.chat.completions.create(model="bare", messages=[{"role": "user", "content": "ab"}])
+    chat = triton.inputs()["input_ids"]
+    client.completions.create(model="bare", prompt="ab")
+    assert triton.inputs()["input_ids"] == [*chat, end] and end not in chat
 
 
 @pytest.mark.parametrize("width", [1, 3, 16, 1000])

@@ -1,0 +1,322 @@
+"""Chat templates: rendered as Hugging Face does, in a sandbox, with a limit on their work.
+
+A template comes with a checkpoint, so from a stranger. It reaches nothing of Python, and its work is counted:
+characters that it makes, items of lists, and a fixed sum for each turn of a loop and each call.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from functools import cached_property, wraps
+from itertools import chain
+from typing import Any, NamedTuple
+
+from jinja2 import Template as Compiled
+from jinja2 import TemplateError, meta, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import LoopContext, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
+
+from hemiola.runtime.errors import Refused
+
+TURN = 64  # of a loop, or a call
+ITEM = 16  # of a list or the like, and each value within
+LEAST_WORK = 2**25  # half a million turns: about a second
+WORK_PER_CHARACTER = 64  # of the messages
+LARGEST = 2**1024  # numbers
+# Their work cannot be told from their arguments, and no chat needs them.
+NO_FILTERS = ("filesizeformat", "pprint", "striptags", "urlize", "wordwrap", "xmlattr")
+NO_ATTRIBUTES = {"encode", "expandtabs", "from_bytes", "fromkeys", "maketrans", "to_bytes", "translate"}
+EACH, CONCAT, MADE, READ = "for", "~", "[", "=="  # filters of ours: no template can write these names
+PADDED = {"center", "ljust", "rjust", "zfill"}
+
+
+class _Size(NamedTuple):
+    items: int
+    characters: int
+
+
+def _size(value: Any, most: float) -> _Size:
+    """Of a value when it is written out; not much further than `most`."""
+    items, characters, left = 0, 0, [value]
+    while left and items + characters <= most:
+        value = left.pop()
+        items += ITEM
+        if isinstance(value, str):
+            characters += len(value)
+        elif isinstance(value, Mapping):
+            left += chain(value.keys(), value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            left += value
+    return _Size(items, characters)
+
+
+class ChatTemplate:
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def render(self, variables: Mapping[str, object]) -> str:
+        try:
+            size = _size(list(variables.values()), float("inf"))
+            environment = _Environment(LEAST_WORK + WORK_PER_CHARACTER * sum(size))
+            pieces = self._load(environment).generate(**variables)
+            return "".join(map(environment.made, pieces))
+        except TemplateError as error:
+            raise Refused(f"the chat template refuses these messages: {error}; change them") from None
+        except RecursionError:
+            raise Refused("the chat template calls itself too often; use another template") from None
+        except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, SyntaxError) as error:
+            raise Refused(f"the chat template does not fit these messages ({error}); change them") from None
+
+    def _load(self, environment: "_Environment") -> Compiled:
+        return Compiled.from_code(environment, self._code, environment.make_globals(None))
+
+    @cached_property
+    def _code(self) -> Any:
+        return _Environment(LEAST_WORK).compile(self.source)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What the template reads; it would ignore anything else."""
+        environment = _Environment(LEAST_WORK)
+        try:
+            read = meta.find_undeclared_variables(environment.parse(self.source))
+        except (TemplateError, RecursionError):
+            return frozenset()  # `render` says what is wrong with it
+        return frozenset(read) - environment.globals.keys()
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """For one rendering: it counts."""
+
+    intercepted_binops = frozenset("+*%") | {"**"}
+
+    def __init__(self, work: int) -> None:
+        extensions = [_Generation, "jinja2.ext.loopcontrols"]
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=self.made
+        )
+        self._limit = self._left = work
+        for name in NO_FILTERS:
+            del self.filters[name]
+        self.filters["tojson"] = _to_json
+        for name, plain in list(self.filters.items()):
+            self.filters[name] = self._counted_filter(name, plain)
+        self.filters |= {EACH: self._each, CONCAT: self._concat, MADE: self.made, READ: self._read}
+        self.globals["raise_exception"] = _raise
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.globals["namespace"] = _Namespace
+        del self.globals["lipsum"]
+
+    def spend(self, work: int) -> None:
+        self._left -= work
+        if self._left < 0:
+            raise SecurityError(
+                f"it takes more work than {self._limit} (characters and items made, {TURN} for each turn of a"
+                " loop); use another template, or fewer messages"
+            )
+
+    def made(self, value: Any) -> Any:
+        """Counts a text or list that was made; what is in a list may not be too long when written out."""
+        self.spend(len(value) if isinstance(value, str) else self.size(value).items)
+        return value
+
+    def size(self, value: Any) -> _Size:
+        size = _size(value, self._limit)
+        if sum(size) > self._limit:
+            self.spend(self._limit + 1)
+        return size
+
+    def _read(self, value: Any) -> Any:
+        self.spend(len(value) // TURN if isinstance(value, (str, list, tuple, dict)) else 0)
+        return value
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Rewrite().visit(super()._parse(source, name, filename))
+
+    def _each(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self.spend(TURN)
+            yield item
+
+    def _concat(self, parts: list[Any]) -> str:
+        return self.made("".join(map(str, self._written(parts))))
+
+    def _written(self, values: Any) -> Any:
+        self.spend(sum(self.size(values)))
+        return values
+
+    def _counted_filter(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        num_passed = 1 if hasattr(plain, "jinja_pass_arg") else 0
+
+        @wraps(plain)  # with jinja's own marks
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if name == "join":  # of a generator, too
+                args = (*args[:num_passed], list(self._each(args[num_passed])), *args[num_passed + 1 :])
+            value, *others = [*args[num_passed:], *kwargs.values()]
+            self.spend(TURN)
+            self._before_filter(name, value, others)
+            return self.made(plain(*args, **kwargs))
+
+        return counted
+
+    def _before_filter(self, name: str, value: Any, others: list[Any]) -> None:
+        """What it will make, where that may be more than it is given."""
+        width = max([abs(other) for other in others if isinstance(other, int)], default=0)
+        if name == "format":
+            self.check_format(value, others)
+        elif name == "replace":
+            self._check_replace(str(value), others)
+        elif name == "join":
+            self.spend(len(str(others[0])) * len(value) if others else 0)
+        elif name == "indent":
+            width = max([width, *(len(other) for other in others if isinstance(other, str))])
+            self.spend((width or 4) * (str(value).count("\n") + 1))
+        elif name == "tojson":
+            self.spend(sum(self.size(value)) * (1 + width))
+        elif name == "round":
+            self.spend(width * width)
+        elif name in ("batch", "center", "slice", "truncate"):
+            self.spend(width)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for one, times in ((left, right), (right, left)):
+                if isinstance(times, int) and not isinstance(one, (int, float)):
+                    self.spend(sum(self.size(one)) * max(0, times))
+        elif operator == "%" and isinstance(left, str):
+            self.check_format(left, right if isinstance(right, tuple) else [right])
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() * abs(right) > LARGEST.bit_length():
+                raise SecurityError(f"a number beyond {LARGEST.bit_length()} bits")
+        elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+            self.spend(len(left) + len(right))  # pyright: ignore[reportArgumentType]
+        result = super().call_binop(context, operator, left, right)
+        if isinstance(result, int) and abs(result) > LARGEST:
+            raise SecurityError(f"a number beyond {LARGEST.bit_length()} bits")
+        return result if isinstance(result, str) else self.made(result)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.spend(TURN)
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        self._read(owner)
+        if isinstance(function, LoopContext):  # a loop within its own loop
+            args = (self._each(args[0]), *args[1:])
+        elif isinstance(owner, str) and name == "replace":
+            self._check_replace(owner, list(args))
+        elif isinstance(owner, str) and name == "join":
+            args = (list(self._each(args[0])), *args[1:])
+            self.spend(len(owner) * len(args[0]))
+            self._written(args[0])
+        elif isinstance(owner, str) and name in PADDED:
+            self.spend(max([arg for arg in args if isinstance(arg, int)], default=0))
+        return self.made(super().call(context, function, *args, **kwargs))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in NO_ATTRIBUTES and super().is_safe_attribute(obj, attr, value)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        raise SecurityError(f"it reads {attribute!r} of a {type(obj).__name__}, which is not for templates")
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if super().wrap_str_format(value) is None:
+            return None
+        text = value.__self__
+        if value.__name__ == "format_map" or isinstance(text, Markup):
+            raise SecurityError(f"{value.__name__} of a template's text is not served")
+        return lambda *args, **kwargs: _Formatter(self).vformat(text, args, kwargs)
+
+    def check_format(self, text: Any, others: Iterable[Any]) -> None:
+        """Widths: digits anywhere in the text, and with a `*` among what is put in."""
+        widths = [int(digits[:18]) for digits in re.findall(r"\d+", str(text))]
+        if "*" in str(text):
+            widths += [abs(other) for other in others if isinstance(other, int)]
+        self.spend(sum(widths))
+        self._written(list(others))
+
+    def _check_replace(self, text: str, others: list[Any]) -> None:
+        if len(others) >= 2:
+            self.spend(text.count(str(others[0])) * len(str(others[1])))
+
+
+class _Rewrite(NodeTransformer):
+    """Puts filters that count around what jinja2 gives no other access to."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802  # jinja2's names
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, EACH)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), CONCAT)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.expr = _filtered(node.expr, READ)
+        for operand in node.ops:
+            operand.expr = _filtered(operand.expr, READ)
+        return node
+
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, MADE)
+
+    visit_Dict = visit_List  # noqa: N815
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, MADE) if node.ctx == "load" else node
+
+
+def _filtered(node: Any, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+class _Formatter(SandboxedFormatter):
+    def __init__(self, environment: "_Environment") -> None:
+        super().__init__(environment)
+        self._check = environment.check_format
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        self._check(format_spec, [value])
+        return super().format_field(value, format_spec)
+
+
+class _Namespace(Namespace):
+    """Prints nothing of what it holds, which may be itself."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

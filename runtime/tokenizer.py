@@ -1,0 +1,66 @@
+"""A checkpoint's tokenizer, read as transformers reads it, and how much text one of its tokens can hold."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"}
+SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}  # characters that may become one
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Without the truncation and padding of its training.
+
+    Marks of thoughts and tool calls become text: `decode` drops special tokens.
+    """
+    tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+    if any(
+        token.special and token.content in MARKS for token in tokenizer.get_added_tokens_decoder().values()
+    ):
+        content = json.loads(path.read_text())
+        for token in content["added_tokens"]:
+            token["special"] = token["special"] and token["content"] not in MARKS
+        tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def most_characters(content: Mapping[str, Any]) -> int | None:
+    """That one token can stand for; None where a tokenizer may leave some of a text out.
+
+    Known for bytes in a BPE (Qwen, Nemotron): each character of a text becomes one or more of its tokens'.
+    NFC and NFKC make one of at most four: none that they write decomposes further.
+    """
+    model, vocab = content["model"], content["model"].get("vocab", {})
+    before = _parts(content["normalizer"], "normalizers")
+    cuts = _parts(content["pre_tokenizer"], "pretokenizers")
+    whole = (
+        model["type"] == "BPE"
+        and not model.get("continuing_subword_prefix")
+        and not model.get("end_of_word_suffix")
+        and any(cut["type"] == "ByteLevel" for cut in cuts)
+        and all(cut["type"] == "ByteLevel" or _keeps(cut) for cut in cuts)
+        and vocab.keys() >= set(ByteLevel.alphabet())
+        and all(form["type"] in SHRINKS for form in before)
+        and not any(token["lstrip"] or token["rstrip"] for token in content["added_tokens"])
+    )
+    if not whole:
+        return None
+    longest = max(map(len, [*vocab, *(token["content"] for token in content["added_tokens"])]))
+    return longest * math.prod(SHRINKS[form["type"]] for form in before)
+
+
+def _parts(entry: Mapping[str, Any] | None, several: str) -> list[Mapping[str, Any]]:
+    if entry is None:
+        return []
+    return entry[several] if entry["type"] == "Sequence" else [entry]
+
+
+def _keeps(cut: Mapping[str, Any]) -> bool:
+    return cut["type"] == "Digits" or (cut["type"] == "Split" and cut["behavior"] != "Removed")

@@ -1,0 +1,61 @@
+"""Bundled checkpoints show tools, calls and results to the model, in the form in which answers are read."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hemiola.runtime.serving.openai.answer import Expected, Splitter
+from hemiola.runtime.serving.openai.chat import render
+from hemiola.runtime.serving.openai.model import ServedModel
+from hemiola.runtime.serving.openai.schema import ChatRequest, parse
+from hemiola.runtime.text import Text
+
+DEMO = Path(__file__).parents[4] / "demo"
+TYPES = {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"properties": TYPES}}}
+ARGUMENTS = {"city": "Kyōto\n<b>", "days": 3, "tags": ["a", None]}
+CALL = {"name": "weather", "arguments": json.dumps(ARGUMENTS)}
+ANSWER = {
+    "role": "assistant", "content": "I ask.", "reasoning_content": "hm\n",
+    "tool_calls": [
+        {"id": str(n), "type": "function", "function": CALL}
+        for n in range(2)
+    ],
+}  # fmt: skip
+RESULTS = [{"role": "tool", "content": f"sun {n}", "tool_call_id": str(n)} for n in range(2)]
+
+
+def prompt_of(name: str, messages: list[dict], **options: object) -> str:
+    model = ServedModel(name, 4096, "0123456789abcdef", Text(DEMO / name), 1)
+    body = json.dumps({"model": name, "messages": messages, **options}).encode()
+    return render(model, parse(ChatRequest, body))[0]
+
+
+@pytest.mark.parametrize("name", ["nemotron-h-code", "qwen3.5-code"])
+def test_what_the_template_writes_is_read_as_it_was(name: str) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        ANSWER,
+        *RESULTS,
+    ]
+    prompt = prompt_of(name, messages, tools=[TOOL])
+    assert "Be brief." in prompt and '"weather"' in prompt and "sun 0" in prompt and "sun 1" in prompt
+    said = prompt.split("<|im_start|>assistant\n")[1].split("<|im_end|>")[0]
+    splitter = Splitter(Expected(tools={"weather": TOOL["function"]["parameters"]}))
+    parts = [*splitter.push(said), *splitter.finish(cut=False)]
+    assert "".join(part.text for part in parts if part.kind == "reasoning").strip() == "hm"
+    assert "".join(part.text for part in parts if part.kind == "content") == "I ask."
+    for call_id in range(2):
+        call = [part for part in parts if part.kind == "call" and part.call_id == call_id]
+        assert call[0].name == "weather"
+        assert json.loads("".join(part.text for part in call)) == ARGUMENTS
+
+
+@pytest.mark.parametrize("name", ["nemotron-h-code", "qwen3.5-code"])
+def test_plain_prompts_are_those_of_the_training(name: str) -> None:
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"},
+                {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]  # fmt: skip
+    plain = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    assert prompt_of(name, messages) == plain + "<|im_start|>assistant\n"

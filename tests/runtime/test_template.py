@@ -1,0 +1,177 @@
+"""A stranger's chat template: what it may do is limited, and it reaches nothing of Python."""
+
+# ruff: noqa: E501
+
+import json
+
+import pytest
+
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.template import ChatTemplate
+
+MESSAGES = [{"role": "user", "content": "Hé <b>", "tool_calls": [{"arguments": {"a": [1, 2]}}]}]
+LINES = "{% set lines = 'a\\n' * 100000 %}"
+# name: a template that would take hours or all memory
+ENDLESS = {
+    "range": "{% for i in range(10**9) %}x{% endfor %}",
+    "nested_loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loops_of_sets": "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}",
+    "loop_within_itself": "{% for i in range(99) recursive %}{{ loop(range(99)) }}{% endfor %}",
+    "filtered_loop": "{% for i in range(99999) for j in x %}{% endfor %}",
+    "macro": "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "call": "{% macro m(n) %}{{ caller() }}{{ caller() }}{% endmacro %}"
+    + "{% call m(1) %}" * 19 + "x" * 999 + "{% endcall %}" * 19,
+    "times": "{{ 'a' * 10**10 }}",
+    "times_left": "{{ 10**10 * 'a' }}",
+    "list_times": "{{ ([1] * 10**10) | length }}",
+    "power": "{{ 10 ** (10 ** 10) }}",
+    "numbers": "{% set n = namespace(n=9) %}{% for i in range(99) %}{% set n.n = n.n * n.n %}{% endfor %}",
+    "plus": "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "tilde": "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "list_plus": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "slow_plus": "{% set n = namespace(s='') %}{% for i in range(99999) %}{% set n.s = n.s + 'abcdef' %}{% endfor %}",
+    "lists_of_lists": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}",
+    "dicts": "{% set n = namespace(s=1) %}{% for i in range(60) %}{% set n.s = {1: n.s, 2: n.s} %}{% endfor %}",
+    "dict_calls": "{% set n = namespace(s=1) %}{% for i in range(60) %}{% set n.s = dict(a=n.s, b=n.s) %}{% endfor %}",
+    "tuples": "{% set n = namespace(s=1) %}{% for i in range(60) %}{% set n.s = (n.s, n.s) %}{% endfor %}",
+    "batches": "{% set n = namespace(s=1) %}{% for i in range(60) %}"
+    "{% set n.s = [n.s] | batch(2, n.s) | list %}{% endfor %}",
+    "mapped": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}"
+    "{% set n.s = [x, x] | map('default', n.s) | list %}{% endfor %}",
+    "center": "{{ 'a' | center(10**10) }}",
+    "mapped_center": "{{ ['a'] | map('center', 10**10) | list }}",
+    "indent": LINES + "{{ lines | indent(10**6) }}",
+    "indent_by_text": LINES + "{{ lines | indent(lines) }}",
+    "format": "{{ '%10000000000d' | format(1) }}",
+    "format_star": "{{ '%*d' | format(10**10, 1) }}",
+    "percent": "{{ '%10000000000d' % 1 }}",
+    "percent_list": "{{ '%s%s' % ('a' * 10**7, 'a' * 10**8) }}",
+    "method_format": "{{ '{:10000000000}'.format(1) }}",
+    "method_format_nested": "{{ '{:{}}'.format(1, 10**10) }}",
+    "method_center": "{{ 'a'.center(10**10) }}",
+    "method_ljust": "{{ 'a'.ljust(10**10) }}",
+    "method_rjust": "{{ 'a'.rjust(width=10**10) }}",
+    "method_zfill": "{{ 'a'.zfill(10**10) }}",
+    "method_expandtabs": "{{ '\t'.expandtabs(10**10) }}",
+    "method_replace": LINES + "{{ lines.replace('a', lines) }}",
+    "method_join": LINES + "{{ lines.join(lines) }}",
+    "method_translate": LINES + "{{ lines.translate({97: lines}) }}",
+    "method_to_bytes": "{{ (1).to_bytes(10**10) }}",
+    "method_encode": "{{ 'a'.encode().center(10**10) }}",
+    "replace": LINES + "{{ lines | replace('a', lines) }}",
+    "join": LINES + "{{ lines | join(lines) }}",
+    "join_mapped": LINES + "{{ lines | list | map('upper') | join(lines) }}",
+    "batch": "{{ [1] | batch(10**10, 1) | list }}",
+    "slice": "{{ [1] | slice(10**10) | list }}",
+    "round": "{{ 1.5 | round(10**10, 'ceil') }}",
+    "tojson_indent": "{{ [1] | tojson(indent=10**10) }}",
+    "tojson": "{% for i in range(99999) %}{% set x = range(999) | list | tojson %}{% endfor %}",
+    "sum": "{{ range(9999) | map('list') }}{{ ([[1] * 1000] * 90000) | sum(start=[]) }}",
+    "lists": "{% for i in range(99999) %}{% set x = range(99999) | list %}{% endfor %}",
+    "compared": LINES + "{% for i in range(99999) %}{% for j in range(99) %}{% if 'b' in lines %}{% endif %}{% endfor %}"
+    "{% endfor %}",
+    "counted": LINES + "{% for i in range(99999) %}{% if lines.count('b') %}{% endif %}{% endfor %}",
+    "joiner": "{{ lipsum(10**9) }}",
+    "urlize": LINES + "{{ lines | urlize }}",
+    "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "blocks": "{% for a in [1] %}" * 60 + "{% endfor %}" * 60,
+    "text": "{% for i in range(99999) %}" + "x" * 9999 + "{% endfor %}",
+    "numeral": "{{ " + "9" * 5000 + " }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ENDLESS)
+def test_a_template_that_would_not_end_is_refused(how: str) -> None:
+    with pytest.raises(Refused, match=r"^the chat template ") as refusal:
+        ChatTemplate(ENDLESS[how]).render({"messages": MESSAGES})
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
+
+
+ESCAPES = [
+    "{{ ''.__class__ }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''['__class__'] }}",
+    "{{ '' | attr('__class__') }}",
+    "{{ '' | attr('\\x5f_class__') }}",
+    "{{ [''] | map(attribute='__class__') | list }}",
+    "{{ [''] | map('attr', '__class__') | list }}",
+    "{{ [''] | groupby('__class__') }}",
+    "{{ '{0.__class__}'.format('') }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "{{ '{a.__class__}'.format_map({'a': 1}) }}",
+    "{% set f = '{0.__class__}'.format %}{{ f('') }}",
+    "{{ ['{0.__class__}'.format] | map('string') | list }}{{ ('{0.__class__}' | attr('format'))('') }}",
+    "{{ ('{0.__class__}' | safe).format('') }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ self._TemplateReference__context }}",
+    "{{ loop.__class__ }}{% for m in messages %}{{ loop.__init__.__globals__ }}{% endfor %}",
+    "{% macro m() %}{% endmacro %}{{ m._func.__globals__ }}",
+    "{% macro m() %}{% endmacro %}{{ m.__class__ }}",
+    "{{ range.__globals__ }}",
+    "{{ (messages | map('upper')).gi_frame.f_globals }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update({'a': 1}) }}",
+    "{{ messages[0].pop('role') }}",
+    "{{ dict.mro() }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os }}",
+    "{% extends '/etc/passwd' %}",
+    "{{ get_flashed_messages.__globals__ }}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_a_template_reaches_nothing_of_python(escape: str) -> None:
+    before = json.dumps(MESSAGES)
+    with pytest.raises(Refused, match=r"^the chat template "):
+        ChatTemplate(escape).render({"messages": MESSAGES})
+    assert json.dumps(MESSAGES) == before
+
+
+ORDINARY = [
+    "{{ messages | tojson(indent=2) }}{{ messages[0].content | trim | upper }}",
+    "{% for m in messages %}{{ loop.first }}{{ loop.last }}{{ loop.length }}{{ loop.index0 }}{{ loop.previtem }}{% endfor %}",
+    "{% for k, v in messages[0].items() %}{{ k ~ '=' ~ v }}{% else %}none{% endfor %}",
+    "{% for k, v in messages[0] | items if k != 'role' %}{{ k }}{{ v | string }}{% endfor %}",
+    "{% for m in messages[::-1] %}{{ m.content.split('<b>')[0].rstrip('\\n') + 'x' }}{% endfor %}",
+    "{{ '%s and %05d' | format('a', 7) }}{{ '{} {a:>5}'.format(1, a=2) }}{{ '-' * 9 }}{{ 7 % 3 }}{{ 2 ** 5 }}",
+    "{% macro m(x, y='q') %}[{{ x }}{{ y }}{{ caller() if caller }}]{% endmacro %}{{ m(1) }}{% call m(2) %}c{% endcall %}",
+    "{% set n = namespace(a=[], b={}) %}{% for i in range(5) %}{% set n.a = n.a + [i] %}{% endfor %}{{ n.a }}",
+    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ messages | map(attribute='role') | join(', ') }}",
+    "{% for i in [[1, [2]], [3]] recursive %}{{ loop(i) if i is iterable else i }}{{ loop.depth }}{% endfor %}",
+    "{{ 'user' in ['user', 'b'] }}{{ (1, 2) == (1, 2) }}{{ 1 < 2 < 3 }}{{ messages[0].content is string }}",
+    "{{ none }}{{ undefined }}{{ true }}{{ 1.5 | round(1) }}{{ 'a\\nb' | indent(4) }}{{ {'a': 1} }}{{ [1, 'x'] }}",
+    "{% for i in nothing %}{% endfor %}{% for c in 'abc' %}{{ c }}{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}",
+    "{{ dict(a=1) }}{{ ['b', 'a'] | sort | first }}{{ 'a,b'.split(',') | last }}{{ '<b>' | e }}{{ ' '.join(['a', 'b']) }}",
+    "{{ messages[0].get('x', 'y') }}{{ 'abc'.replace('b', 'zz') | replace('a', 'q') }}{{ 'x'.center(5) }}{{ 'x' | center(5) }}",
+    "{{ messages[0].tool_calls[0].arguments | dictsort }}{{ [1, 2, 3] | batch(2) | list }}{{ [3, 1] | sum }}{{ [] or 'e' }}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", ORDINARY)
+def test_counting_changes_nothing(template: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (wanted,), _ = render_jinja_template(conversations=[MESSAGES], chat_template=template)
+    assert ChatTemplate(template).render({"messages": MESSAGES}) == wanted
+
+
+def test_a_long_conversation_is_rendered() -> None:
+    """A template that looks at all messages for each of them, as some do."""
+    template = (
+        "{% for m in messages %}{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+        "{{ m.role + ': ' + (m.content | trim) + '\n' }}{% endfor %}{{ messages | tojson }}"
+    )
+    messages = [{"role": "user", "content": "x" * 9999} for _ in range(500)]
+    assert len(ChatTemplate(template).render({"messages": messages})) > 2 * 500 * 9999
+
+
+def test_a_rendering_takes_no_work_from_the_next() -> None:
+    template = ChatTemplate("{% for i in range(90000) %}{{ i }}{% endfor %}")
+    assert len({template.render({"messages": MESSAGES}) for _ in range(15)}) == 1

@@ -1,0 +1,176 @@
+"""Every section of a tokenizer.json means here what it means to transformers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.text import Text
+
+CONFIG = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<eos>"}
+TEMPLATE = "{% for m in messages %}{{ '<eos>' + m.role + ' ' + m.content }}{% endfor %}"
+WORDS = [
+    "", " ", "hello world", "  Hello,  WORLD \n", "<bos>hello", "naïve 你好 😀 e\u0301 ﬁ \u1e9b\u0323",
+    "a<m>b <m>  c", "hello<eos>world<eos>", "9 <t>x 12<t>", "hellohello<s>hello <s> hello",
+    "\ttabs\u00a0and\u200bspaces ", "HÉLLO<M>",
+]  # fmt: skip
+
+
+def byte_level() -> Tokenizer:
+    vocab = {
+        token: i for i, token in enumerate(["<eos>", "<bos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("Ġ", "hello")]
+    vocab |= {left + right: len(vocab) + i for i, (left, right) in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in ("<eos>", "<bos>")])
+    return tokenizer
+
+
+def truncated(**options: object) -> Callable[[Tokenizer], None]:
+    return lambda tokenizer: tokenizer.enable_truncation(4, **options)
+
+
+def padded(**options: object) -> Callable[[Tokenizer], None]:
+    return lambda tokenizer: tokenizer.enable_padding(pad_id=0, pad_token="<eos>", **options)
+
+
+def put(**parts: object) -> Callable[[Tokenizer], None]:
+    def change(tokenizer: Tokenizer) -> None:
+        for name, part in parts.items():
+            setattr(tokenizer, name, part)
+
+    return change
+
+
+def added(content: str, special: bool = False, **options: bool) -> Callable[[Tokenizer], None]:
+    def change(tokenizer: Tokenizer) -> None:
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+        add([AddedToken(content, special=special, **options)])
+
+    return change
+
+
+def both(*changes: Callable[[Tokenizer], None]) -> Callable[[Tokenizer], None]:
+    return lambda tokenizer: [change(tokenizer) for change in changes] and None
+
+
+SINGLE = processors.TemplateProcessing(
+    single="<bos> $A <eos>", pair="<bos> $A $B <eos>", special_tokens=[("<bos>", 1), ("<eos>", 0)]
+)
+BEGIN = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+SECTIONS: dict[str, Callable[[Tokenizer], None]] = {
+    "plain": put(),
+    "truncation_right": truncated(),
+    "truncation_left": truncated(direction="left"),
+    "truncation_only_first": truncated(strategy="only_first"),
+    "truncation_only_second": truncated(strategy="only_second"),
+    "truncation_stride": truncated(stride=2),
+    "truncation_with_special_tokens": both(truncated(), put(post_processor=SINGLE)),
+    "truncation_and_padding": both(truncated(), padded(length=64)),
+    "padding_to_a_length": padded(length=64),
+    "padding_on_the_left": padded(length=64, direction="left"),
+    "padding_to_a_multiple": padded(pad_to_multiple_of=16),
+    "padding_of_a_batch": padded(),
+    "template_processing": put(post_processor=SINGLE),
+    "template_processing_bos": put(post_processor=BEGIN),
+    "byte_level_processing": put(post_processor=processors.ByteLevel(trim_offsets=False)),
+    "sequence_processing": put(post_processor=processors.Sequence([processors.ByteLevel(), BEGIN])),
+    "roberta_processing": put(post_processor=processors.RobertaProcessing(("<eos>", 0), ("<bos>", 1))),
+    "bert_processing": put(post_processor=processors.BertProcessing(("<eos>", 0), ("<bos>", 1))),
+    "added_special": added("<m>", special=True),
+    "added_text": added("<m>"),
+    "added_normalized": both(put(normalizer=normalizers.Lowercase()), added("<m>", normalized=True)),
+    "added_not_normalized": both(put(normalizer=normalizers.Lowercase()), added("<m>", normalized=False)),
+    "added_lstrip": added("<m>", lstrip=True),
+    "added_rstrip": added("<m>", special=True, rstrip=True),
+    "added_single_word": added("hello", single_word=True),
+    "nfc": put(normalizer=normalizers.NFC()),
+    "nfd": put(normalizer=normalizers.NFD()),
+    "nfkc": put(normalizer=normalizers.NFKC()),
+    "nfkd": put(normalizer=normalizers.NFKD()),
+    "lowercase": put(normalizer=normalizers.Lowercase()),
+    "prepend": put(normalizer=normalizers.Prepend("▁")),
+    "replace": put(normalizer=normalizers.Replace(" ", "▁")),
+    "replace_pattern": put(normalizer=normalizers.Replace(Regex(r"\s+"), " ")),
+    "strip": put(normalizer=normalizers.Strip()),
+    "strip_accents": put(normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])),
+    "bert_normalizer": put(normalizer=normalizers.BertNormalizer()),
+    "digits": put(
+        pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+    ),
+    "prefix_space": put(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "decoder_strip": put(decoder=decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])),
+}  # fmt: skip
+
+
+def save(folder: Path, tokenizer: Tokenizer, **config: object) -> Text:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    wanted = {"tokenizer_class": "PreTrainedTokenizerFast", **CONFIG, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(wanted))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return Text(folder)
+
+
+def theirs(folder: Path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, section: str) -> None:
+    tokenizer = byte_level()
+    SECTIONS[section](tokenizer)
+    text, other = save(tmp_path, tokenizer), theirs(tmp_path)
+    for words in WORDS:
+        if not words.startswith("<bos>"):  # below
+            assert text.encode(words) == other(words)["input_ids"], words
+            long = words * 1000
+            assert text.encode(long) == other(long)["input_ids"], "a long text"
+        assert text.encode_words(words) == other(words, add_special_tokens=False)["input_ids"], words
+        ids = text.encode(words)
+        assert text.decode(ids) == other.decode(ids, skip_special_tokens=True), words
+        messages = [{"role": "user", "content": words}, {"role": "assistant", "content": words}]
+        wanted = other.apply_chat_template(messages, tokenize=True)["input_ids"]
+        assert text.encode(text.chat(messages), special=False) == wanted, words
+
+
+def test_truncation_and_padding_do_not_change_what_may_fit(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    text = save(tmp_path, tokenizer)
+    assert len(text.encode("x" * 5000, 5000)) == 5000
+    with pytest.raises(Refused, match=r"^prompt is 90000 characters"):
+        text.encode("x" * 90_000, 5000)
+
+
+def test_marks_of_thoughts_and_calls_are_text_unlike_in_transformers(tmp_path: Path) -> None:
+    """transformers drops them where they are special tokens; a client has to read them."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<think>", "<m>"])
+    text, other = save(tmp_path, tokenizer), theirs(tmp_path)
+    ids = text.encode("a<think>b<m>")
+    assert ids == other("a<think>b<m>")["input_ids"]
+    assert (text.decode(ids), other.decode(ids, skip_special_tokens=True)) == ("a<think>b", "ab")
+
+
+def test_a_bos_in_the_text_is_not_doubled_unlike_in_transformers(tmp_path: Path) -> None:
+    """A client that renders the template itself sends the BOS, as a chat prompt has it here."""
+    tokenizer = byte_level()
+    tokenizer.post_processor = BEGIN
+    text, other = save(tmp_path, tokenizer), theirs(tmp_path)
+    assert text.encode("<bos>a") == other("<bos>a", add_special_tokens=False)["input_ids"] == [1, 66]
+    assert other("<bos>a")["input_ids"] == [1, 1, 66]
+
+
+def test_tokens_of_the_config_alone_are_no_tokens_unlike_in_transformers(tmp_path: Path) -> None:
+    """transformers gives them ids behind the vocabulary, for which a model may have no embedding."""
+    text = save(tmp_path, byte_level(), additional_special_tokens=["<x>"])
+    assert len(text.encode("<x>")) == 3 and len(theirs(tmp_path)("<x>")["input_ids"]) == 1
