@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kit import redzones
 
 from hemiola.plugins import OPS
 from hemiola.plugins.rows import COLUMNS
@@ -30,7 +31,8 @@ def form(op: Op, name: str) -> Callable[..., Any]:
         for index, arg in enumerate(op.args):
             if arg.name in chosen.packs:
                 given[index] = chosen.packs[arg.name](_as_kept(values[index]))
-        return op.bind(chosen.name, [call.sizes[letter] for letter in chosen.sizes])(*given)
+        with redzones.given(given, [arg.mutated for arg in op.args]) as given:
+            return op.bind(chosen.name, [call.sizes[letter] for letter in chosen.sizes])(*given)
 
     return run
 
