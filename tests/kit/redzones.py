@@ -5,6 +5,7 @@ a number written there is found after the call, one read from there shows in the
 scratch hold the same NaN, and scratch has no more bytes than the call asked for.
 """
 
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
@@ -22,7 +23,7 @@ from hemiola.plugins.cpu.simd import get_int, put_int, put_long
 from hemiola.plugins.cpu.sizes import FreeSize, Number
 from hemiola.plugins.cpu.team import MEMBER_WORDS, MEMBERS, SCRATCH, Crew, Team
 from hemiola.runtime.device import lower, memory
-from hemiola.runtime.engine import recorded
+from hemiola.runtime.engine import ledger, recorded
 
 ZONE = 1024  # bytes
 MARK = 0x7FD1A5E5  # a NaN; as an integer, nowhere's index
@@ -103,6 +104,8 @@ class Guard:
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, int]] = {}  # by address: memory, and bytes between its zones
         self._states: list[tuple[torch.Tensor, int]] = []
+        self._behind = MARK.to_bytes(8, "little") * 32
+        self._told = array("q", self._behind)
 
     def empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         sizes = shape[0] if shape and isinstance(shape[0], (tuple, list, torch.Size)) else shape
@@ -127,6 +130,13 @@ class Guard:
         self._states.append((whole, num))
         return whole[ZONE : ZONE + num].zero_().view(dtype).view(shape)
 
+    def array(self, kind: str, content: bytes = b"") -> "array[int]":
+        """What a step tells the host, with a zone behind it, if its size is known."""
+        made = array(kind, content + self._behind if content else content)
+        if content:
+            self._told = made
+        return made
+
     def check_arguments(self, name: str, arguments: tuple[Any, ...]) -> None:
         for value in arguments:
             if isinstance(value, torch.Tensor):
@@ -137,6 +147,8 @@ class Guard:
     def check_states(self) -> None:
         for whole, num in self._states:
             _check(whole.data_ptr() + ZONE, num, "a step", "a state")
+        if not self._told.tobytes().endswith(self._behind):
+            raise AssertionError("a step writes behind what it tells the host")
 
 
 def _marked(num_bytes: int) -> tuple[torch.Tensor, int]:
@@ -211,10 +223,15 @@ def red_zones(engines: bool = False) -> Iterator[None]:
 
 
 class _Torch:
-    """torch, but empty tensors lie between red zones."""
+    """torch, but tensors that it makes lie between red zones."""
 
     def __init__(self, guard: Guard) -> None:
         self.empty = guard.empty
+
+        def zeros(*shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return guard.zeros(torch.Size(shape if isinstance(shape[0], int) else shape[0]), dtype, device)
+
+        self.zeros = zeros
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -231,8 +248,9 @@ def _in_steps(guard: Guard) -> Iterator[Any]:
     yield patch.object(steps, "_poisoned", _checked)
     yield patch.object(steps, "_plan", _plan)
     yield patch.object(memory, "_zeros", guard.zeros)
-    for module in (lower, recorded):
+    for module in (lower, recorded, ledger):
         yield patch.object(module, "torch", _Torch(guard))
+    yield patch.object(recorded, "array", guard.array)
 
 
 def _checked(calls: list[KernelCall]) -> list[KernelCall]:
