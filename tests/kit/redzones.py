@@ -1,8 +1,8 @@
 """Red zones around the memory of the CPU's compiled kernels: arguments, results, scratch, arenas and states.
 
-A kernel has no bounds of its own. Inside `red_zones`, what lies around a tensor is a NaN that nothing computes:
-a number written there is found after the call, one read from there shows in the results. Fresh results and
-scratch hold the same NaN, and scratch has no more bytes than the call asked for.
+A kernel has no bounds of its own. Inside `red_zones`, what lies around a tensor is a NaN that nothing
+computes: a number written there is found after the call, one read from there shows in the results. Fresh
+results and scratch hold the same NaN, and scratch has no more bytes than the call asked for.
 """
 
 from array import array
@@ -102,7 +102,7 @@ class Guard:
     """Tensors between red zones."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[torch.Tensor, int]] = {}  # by address: memory, and bytes between its zones
+        self._kept: dict[int, tuple[torch.Tensor, int]] = {}  # by address: memory, bytes between its zones
         self._states: list[tuple[torch.Tensor, int]] = []
         self._behind = MARK.to_bytes(8, "little") * 32
         self._told = array("q", self._behind)
@@ -177,11 +177,13 @@ def given(values: list[Any], changed: list[bool]) -> Iterator[list[Any]]:
 
 @contextmanager
 def red_zones(engines: bool = False) -> Iterator[None]:
-    """Around everything that kernels called at once work on; `engines`: in recorded steps, and around states."""
+    """Around all that kernels called at once work on; `engines`: in recorded steps and around states, too."""
     guard, teams = Guard(), set[Team]()
-    call, enter, leave, prepare = Kernel.__call__, Crew.__enter__, Crew.__exit__, Team.prepare
+    call, leave, prepare = Kernel.__call__, Crew.__exit__, Team.prepare
 
-    def checked_call(self: Kernel, num_items: int, nanoseconds: float, *arguments: Any, scratch: int = 0) -> None:
+    def checked_call(
+        self: Kernel, num_items: int, nanoseconds: float, *arguments: Any, scratch: int = 0
+    ) -> None:
         try:
             call(self, num_items, nanoseconds, *arguments, scratch=scratch)
         except AssertionError as error:
@@ -241,7 +243,9 @@ def _in_steps(guard: Guard) -> Iterator[Any]:
     """Patches of what makes a recorded step, and the tensors that it is given."""
     init = steps.RecordedStep.__init__
 
-    def always_poisoned(self: steps.RecordedStep, code: Any, inputs: list[str], poisoned: bool = True) -> None:
+    def always_poisoned(
+        self: steps.RecordedStep, code: Any, inputs: list[str], poisoned: bool = True
+    ) -> None:
         init(self, code, inputs, True)
 
     yield patch.object(steps.RecordedStep, "__init__", always_poisoned)
@@ -259,7 +263,9 @@ def _checked(calls: list[KernelCall]) -> list[KernelCall]:
     found = []
     for call in calls:
         views = {value.buffer: value for value in call.arguments if isinstance(value, View)}
-        wholes = [View(v.code, b, (), (), v.dtype) for b, v in views.items() if b.line_bytes and b.tensor is None]
+        wholes = [
+            View(v.code, b, (), (), v.dtype) for b, v in views.items() if b.line_bytes and b.tensor is None
+        ]
         for whole in wholes:
             if whole.buffer not in seen:
                 seen.add(whole.buffer)

@@ -34,7 +34,9 @@ def _get(item, scratch, place, source, out):
 @OUTSIDE
 def test_a_number_written_outside_of_a_result_is_found(place: int) -> None:
     out = EAGER.empty(NUM, dtype=torch.int32)
-    with pytest.raises(AssertionError, match=f"_put_outside writes byte {4 * place} of 40 bytes of an argument"):
+    with pytest.raises(
+        AssertionError, match=f"_put_outside writes byte {4 * place} of 40 bytes of an argument"
+    ):
         EAGER.call(_put_outside, 1, 0, place, out)
     EAGER.call(_put_outside, 1, 0, NUM - 1, EAGER.empty(NUM, dtype=torch.int32))
 
@@ -74,7 +76,9 @@ def recorded(kernel: Kernel, *arguments: object, scratch: int = 0) -> RecordedSt
 def test_a_step_that_writes_outside_of_a_result_is_refused(place: int) -> None:
     with red_zones(engines=True):
         step = recorded(_put_outside, place)
-        with pytest.raises(AssertionError, match=f"_put_outside writes byte {4 * place} of 48 bytes of a result"):
+        with pytest.raises(
+            AssertionError, match=f"_put_outside writes byte {4 * place} of 48 bytes of a result"
+        ):
             step.run({"T": 3})
         recorded(_put_outside, 11).run({"T": 3})
 
