@@ -8,9 +8,10 @@ import torch
 from kit import checkpoints, composed
 from kit.harness import Harness
 from kit.redzones import red_zones
+from kit.varied import VARIED
 from oracle import Oracle
 
-FAMILIES = list(checkpoints.FAMILIES)
+FAMILIES = [*checkpoints.FAMILIES, *VARIED]
 TOLERANCE = 1e-4  # fp32: transformers scans in chunks of 64 or 128 and multiplies matrices of other shapes
 Get = Callable[..., Path]
 

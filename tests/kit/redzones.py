@@ -26,7 +26,10 @@ from hemiola.runtime.device import lower, memory
 from hemiola.runtime.engine import ledger, recorded
 
 ZONE = 1024  # bytes
-MARK = 0x7FD1A5E5  # a NaN; as an integer, nowhere's index
+# A signalling NaN, which arithmetic makes a quiet one, and other bits at every address: what was read outside
+# and is written outside again shows, too. As an integer it is nowhere's index.
+MARK = 0x7F910000
+SPARE = 2**20  # bytes behind scratch and arenas: what is written there ends no process before it is found
 NUM_KEPT = 64  # tensors that are checked when a call takes them
 NEVER = 1 << 40  # an offset that no zone has
 
@@ -35,14 +38,14 @@ NEVER = 1 << 40  # an offset that no zone has
 def _mark(address, begin, end):
     """Bytes begin .. end from the address on."""
     for i in range(begin // 4, end // 4):
-        put_int(address, i, MARK)
+        put_int(address, i, MARK + (address // 4 + i) % 65521)
 
 
 @helper
 def _changed(address, begin, end):
     """The first byte of begin .. end that is not as it was marked."""
     for i in range(begin // 4, end // 4):
-        if get_int(address, i) != MARK:
+        if get_int(address, i) != MARK + (address // 4 + i) % 65521:
             return 4 * i
     return NEVER
 
@@ -153,8 +156,9 @@ class Guard:
 
 def _marked(num_bytes: int) -> tuple[torch.Tensor, int]:
     """Memory for so many bytes and their zones."""
-    whole = torch.full(((2 * ZONE + num_bytes + 3) // 4,), MARK, dtype=torch.int32)
-    return whole.view(torch.uint8), num_bytes
+    whole = torch.empty(2 * ZONE + (num_bytes + 3) // 4 * 4, dtype=torch.uint8)
+    _surround.ctypes(whole.data_ptr() + ZONE, (num_bytes + 3) // 4 * 4)
+    return whole, num_bytes
 
 
 GUARDS: list[Guard] = []
@@ -191,7 +195,7 @@ def red_zones(engines: bool = False) -> Iterator[None]:
         guard.check_arguments(self.name, arguments)
 
     def surrounded(self: Team, num_threads: int, scratch: int) -> None:
-        prepare(self, num_threads, scratch + 2 * ZONE)
+        prepare(self, num_threads, scratch + 2 * ZONE + SPARE)
         teams.add(self)
         for n in range(num_threads):
             room = self._rooms[n].data_ptr()
@@ -301,4 +305,4 @@ def _plan(calls: list[KernelCall]) -> tuple[dict[Buffer, Number], Number]:
             places[buffer] = FreeSize(steps.ARENA) + end + lead * width + n * ZONE
             width += steps._room(buffer)
         end = lead * width + end + len(buffers) * ZONE
-    return places, end
+    return places, end + SPARE

@@ -7,7 +7,7 @@ from kit.redzones import MARK, red_zones
 from hemiola.plugins.cpu import kernel
 from hemiola.plugins.cpu.code import EAGER, Recorder
 from hemiola.plugins.cpu.kernel import Kernel
-from hemiola.plugins.cpu.simd import get_int, put_int
+from hemiola.plugins.cpu.simd import get, get_int, put, put_int
 from hemiola.plugins.cpu.sizes import FreeSize
 from hemiola.plugins.cpu.steps import RecordedStep
 
@@ -29,6 +29,16 @@ def _put_into_scratch(item, scratch, place):
 @Kernel
 def _get(item, scratch, place, source, out):
     put_int(out, 0, get_int(source, place))
+
+
+@Kernel
+def _copy_behind(item, scratch, source, out):
+    put(out, NUM, get(source, NUM))
+
+
+@Kernel
+def _add_behind(item, scratch, source, out):
+    put(out, NUM, get(source, NUM) + get(source, 0))
 
 
 @OUTSIDE
@@ -59,7 +69,16 @@ def test_a_number_read_outside_is_no_number(place: int) -> None:
     source, out = EAGER.empty(NUM, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     for at in (place, 3):
         EAGER.call(_get, 1, 0, at, source, out)
-        assert out.item() == MARK and out.view(torch.float32).isnan()
+        assert out.item() >= MARK and out.view(torch.float32).isnan()
+
+
+def test_what_is_read_outside_and_written_outside_is_found() -> None:
+    """A NaN is still one behind a sum, and a copy has the same bits."""
+    source, out = EAGER.empty(NUM), EAGER.empty(NUM)
+    for behind in (_copy_behind, _add_behind):
+        with pytest.raises(AssertionError, match=f"{behind.name} writes byte 40 of 40 bytes of an argument"):
+            EAGER.call(behind, 1, 0, source, out)
+        out = EAGER.empty(NUM)
 
 
 def recorded(kernel: Kernel, *arguments: object, scratch: int = 0) -> RecordedStep:
