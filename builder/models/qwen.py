@@ -236,6 +236,8 @@ def load(kit: Kit) -> Parts:
     whole, checkpoint = kit.checkpoint.config, kit.checkpoint
     cfg = checkpoint.text_config
     refuse(cfg)
+    if checkpoint.architecture != "Qwen3NextForCausalLM":
+        cfg.require("norm_topk_prob", True, None)  # transformers' Qwen3.5 always normalises
     kinds = layer_kinds(cfg)
     vocab, hidden = cfg.size("vocab_size"), cfg.size("hidden_size")
     prefix = "model.language_model." if checkpoint.any("model.language_model.") else "model."

@@ -1,17 +1,26 @@
 """Exported segments: parity with transformers, free sizes, and bits that depend on a text alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from kit import checkpoints, composed
 from kit.harness import Harness
+from kit.redzones import red_zones
+from kit.varied import VARIED
 from oracle import Oracle
 
-FAMILIES = list(checkpoints.FAMILIES)
+FAMILIES = [*checkpoints.FAMILIES, *VARIED]
 TOLERANCE = 1e-4  # fp32: transformers scans in chunks of 64 or 128 and multiplies matrices of other shapes
 Get = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def between_red_zones() -> Iterator[None]:
+    """Every kernel of a program writes to its arguments and to scratch alone."""
+    with red_zones(engines=True):
+        yield
 
 
 @pytest.fixture(scope="module")

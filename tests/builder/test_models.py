@@ -2,13 +2,18 @@
 
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kit import checkpoints
 from kit.harness import Harness
+from kit.varied import VARIED
+from safetensors.torch import load_file, save_file
 
 from hemiola.builder import models
 from hemiola.builder.build import Options, build
@@ -16,6 +21,7 @@ from hemiola.builder.checkpoint import Checkpoint, Config, Files
 from hemiola.builder.models import nemotron_h, qwen
 from hemiola.builder.models.layers import Kit, Rope
 from hemiola.plugins import references
+from hemiola.runtime.errors import Refused
 
 Get = Callable[..., Path]
 
@@ -83,6 +89,65 @@ def test_time_step_limit_of_the_config_is_honoured(tiny_checkpoint: Get, tmp_pat
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     assert (Harness(tmp_path / "engine").run(tokens) - expected).abs().max() < 1e-4
+
+
+def test_no_field_has_one_value_in_all_checkpoints(
+    tiny_checkpoint: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number in a family's code that ought to be read would pass for such a field."""
+    values: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    read, code = Config.read, ""
+
+    def noted(self: Config, key: str, *rest: Any) -> Any:
+        value = read(self, key, *rest)
+        values[code, key].add(repr(value))
+        return value
+
+    monkeypatch.setattr(Config, "read", noted)
+    for family in (*checkpoints.FAMILIES, *VARIED):
+        checkpoint = Checkpoint(tiny_checkpoint(family))
+        code = models.FAMILIES[checkpoint.architecture].__name__
+        models.load(checkpoint, references, chunk_len=16, max_len=64)
+    tested_here = {"architectures", "time_step_limit", "layers_block_type", "mtp_layers_block_type"}
+    assert {key for (_, key), found in values.items() if len(found) == 1} == tested_here
+
+
+@pytest.mark.parametrize(
+    ("outer", "nested", "has_head", "tied"),
+    [
+        (None, True, False, True),
+        (True, None, False, True),
+        (True, False, False, True),
+        (False, True, True, False),
+        (None, False, True, False),
+        (None, None, True, False),
+    ],
+)
+def test_which_word_ties_the_head(
+    outer: bool | None, nested: bool | None, has_head: bool, tied: bool, tiny_checkpoint: Get, tmp_path: Path
+) -> None:
+    """The outer config's, as transformers has it; without one, the nested one's."""
+    source = shutil.copytree(tiny_checkpoint("qwen3_5_tied"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"] = outer, nested
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model.safetensors")
+    if has_head:
+        tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"] * 2
+    save_file(tensors, source / "model.safetensors")
+    trunk = models.load(Checkpoint(source), references, chunk_len=16, max_len=64).trunk
+    assert (trunk.head.weight is trunk.embed.weight) == tied
+
+
+def test_a_qwen3_5_whose_experts_add_up_to_anything_is_refused(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    """transformers has no norm_topk_prob for Qwen3.5 and normalises always; obeying it gave other tokens."""
+    source = shutil.copytree(tiny_checkpoint("qwen3_5_moe"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    for value in (True, False):
+        config["text_config"]["norm_topk_prob"] = value
+        (source / "config.json").write_text(json.dumps(config))
+        with nullcontext() if value else pytest.raises(Refused, match="norm_topk_prob = False is not supp"):
+            models.load(Checkpoint(source), references, chunk_len=16, max_len=64)
 
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)

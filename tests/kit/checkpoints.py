@@ -72,7 +72,7 @@ def nemotron_h_dense() -> tuple[dict, Tensors]:
     """Mamba2, MLP and attention by pattern letters; a dense MTP block."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
-    config, tensors = _saved(
+    config, tensors = saved(
         NemotronHForCausalLM, NemotronHConfig(**NEMOTRON_H, hybrid_override_pattern="M-M*-M")
     )
     del config["layers_block_type"], config["mtp_layers_block_type"]
@@ -82,14 +82,14 @@ def nemotron_h_dense() -> tuple[dict, Tensors]:
         "num_hidden_layers": 6,
     }
     config["time_step_limit"] = [0.0, math.inf]
-    return config, tensors | _nemotron_mtp(tensors, "backbone.layers.3.", "backbone.layers.1.")
+    return config, tensors | nemotron_mtp(tensors, "backbone.layers.3.", "backbone.layers.1.")
 
 
 def nemotron_h_moe() -> tuple[dict, Tensors]:
     """Experts in a latent space, routed by groups; list spellings, no num_hidden_layers."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
-    config, tensors = _saved(
+    config, tensors = saved(
         NemotronHForCausalLM, NemotronHConfig(**NEMOTRON_H_MOE, hybrid_override_pattern="ME*MEM")
     )
     config |= {
@@ -100,19 +100,19 @@ def nemotron_h_moe() -> tuple[dict, Tensors]:
         "mtp_layers_block_type": ["attention", "moe"],
         "time_step_limit": [0.0, {"__float__": "Infinity"}],
     }
-    return config, tensors | _nemotron_mtp(tensors, "backbone.layers.2.", "backbone.layers.1.")
+    return config, tensors | nemotron_mtp(tensors, "backbone.layers.2.", "backbone.layers.1.")
 
 
 def attention_only() -> tuple[dict, Tensors]:
     """The control: a NemotronH without a recurrence."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
-    config, tensors = _saved(
+    config, tensors = saved(
         NemotronHForCausalLM, NemotronHConfig(**NEMOTRON_H, hybrid_override_pattern="*-*-")
     )
     del config["layers_block_type"], config["mtp_layers_block_type"]
     config |= {"hybrid_override_pattern": "*-*-", "mtp_hybrid_override_pattern": "*-", "num_hidden_layers": 4}
-    return config, tensors | _nemotron_mtp(tensors, "backbone.layers.0.", "backbone.layers.1.")
+    return config, tensors | nemotron_mtp(tensors, "backbone.layers.0.", "backbone.layers.1.")
 
 
 def qwen3_next() -> tuple[dict, Tensors]:
@@ -127,18 +127,18 @@ def qwen3_next() -> tuple[dict, Tensors]:
         "layer_types": None,
         "full_attention_interval": 4,
     }
-    config, tensors = _saved(Qwen3NextForCausalLM, Qwen3NextConfig(**QWEN | MOE | sizes | options))
+    config, tensors = saved(Qwen3NextForCausalLM, Qwen3NextConfig(**QWEN | MOE | sizes | options))
     del config["layer_types"]
     config |= {"full_attention_interval": 4}
-    return config, tensors | _qwen_mtp(tensors, "model.layers.3.")
+    return config, tensors | qwen_mtp(tensors, "model.layers.3.")
 
 
 def qwen3_5() -> tuple[dict, Tensors]:
     """Dense, text-only layout, untied head."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    config, tensors = _saved(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**QWEN))
-    return config | {"mtp_num_hidden_layers": 1}, tensors | _qwen_mtp(tensors, "model.layers.2.")
+    config, tensors = saved(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**QWEN))
+    return config | {"mtp_num_hidden_layers": 1}, tensors | qwen_mtp(tensors, "model.layers.2.")
 
 
 def qwen3_5_tied() -> tuple[dict, Tensors]:
@@ -153,9 +153,9 @@ def qwen3_5_tied() -> tuple[dict, Tensors]:
         "tie_word_embeddings": True,
     }
     whole = Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=True)
-    config, tensors = _saved(Qwen3_5ForConditionalGeneration, whole)
+    config, tensors = saved(Qwen3_5ForConditionalGeneration, whole)
     config["text_config"] |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
-    return config, tensors | _qwen_mtp(tensors, "model.language_model.layers.2.")
+    return config, tensors | qwen_mtp(tensors, "model.language_model.layers.2.")
 
 
 def qwen3_5_moe() -> tuple[dict, Tensors]:
@@ -163,19 +163,19 @@ def qwen3_5_moe() -> tuple[dict, Tensors]:
     from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
     text = QWEN | MOE | {"linear_num_value_heads": 6}
-    config, tensors = _saved(
+    config, tensors = saved(
         Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
     )
     config["text_config"] |= {"mtp_num_hidden_layers": 1}
-    return config, _fused_experts(tensors | _qwen_mtp(tensors, "model.language_model.layers.2."))
+    return config, _fused_experts(tensors | qwen_mtp(tensors, "model.language_model.layers.2."))
 
 
 def qwen3_5_moe_experts() -> tuple[dict, Tensors]:
     """Experts, text-only layout, one tensor per expert as transformers saves them."""
     from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
-    config, tensors = _saved(Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**QWEN | MOE))
-    return config | {"mtp_num_hidden_layers": 1}, tensors | _qwen_mtp(tensors, "model.layers.2.")
+    config, tensors = saved(Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**QWEN | MOE))
+    return config | {"mtp_num_hidden_layers": 1}, tensors | qwen_mtp(tensors, "model.layers.2.")
 
 
 def three_convs() -> tuple[dict, Tensors]:
@@ -220,7 +220,9 @@ def make(
     _quiet()
     dtype = dtype or (torch.bfloat16 if family in IN_BF16 else torch.float32)
     torch.manual_seed(seed)
-    config, tensors = (FAMILIES | TEST_FAMILIES)[family]()
+    from kit.varied import VARIED  # which is made of what is here
+
+    config, tensors = (FAMILIES | TEST_FAMILIES | VARIED)[family]()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
@@ -273,6 +275,7 @@ def reference(folder: Path) -> torch.nn.Module:
     _quiet()
     config = transformers.AutoConfig.from_pretrained(folder)
     text = config.get_text_config()
+    config.tie_word_embeddings |= text.tie_word_embeddings  # transformers reads the outer word alone
     config._attn_implementation = text._attn_implementation = "eager"
     config._experts_implementation = text._experts_implementation = "eager"
     cls = getattr(transformers, config.architectures[0])
@@ -296,7 +299,7 @@ def _quiet() -> None:
     logging.set_verbosity_error()
 
 
-def _saved(cls: type, config: object) -> tuple[dict, Tensors]:
+def saved(cls: type, config: object) -> tuple[dict, Tensors]:
     """What transformers writes for this configuration, with values that a trained model could have."""
     model = cls(config)
     with torch.no_grad():
@@ -331,7 +334,7 @@ def _copied(tensors: Tensors, source: str, target: str) -> Tensors:
     return {target + name: _random(target + name, tensor.shape) for name, tensor in layer.items()}
 
 
-def _nemotron_mtp(tensors: Tensors, attention: str, second: str) -> Tensors:
+def nemotron_mtp(tensors: Tensors, attention: str, second: str) -> Tensors:
     hidden = tensors["backbone.norm_f.weight"].shape[0]
     norms = ("mtp.layers.0.enorm.weight", "mtp.layers.0.hnorm.weight", "mtp.layers.1.final_layernorm.weight")
     head = {name: 1 + torch.randn(hidden) * 0.1 for name in norms}
@@ -339,7 +342,7 @@ def _nemotron_mtp(tensors: Tensors, attention: str, second: str) -> Tensors:
     return head | _copied(tensors, attention, "mtp.layers.0.") | _copied(tensors, second, "mtp.layers.1.")
 
 
-def _qwen_mtp(tensors: Tensors, attention: str) -> Tensors:
+def qwen_mtp(tensors: Tensors, attention: str) -> Tensors:
     hidden = tensors[attention + "input_layernorm.weight"].shape[0]
     names = ("mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
     head = {name: _random(name, torch.Size((hidden,))) for name in names}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kit import redzones
 
 from hemiola.plugins import OPS
 from hemiola.plugins.rows import COLUMNS
@@ -30,7 +31,8 @@ def form(op: Op, name: str) -> Callable[..., Any]:
         for index, arg in enumerate(op.args):
             if arg.name in chosen.packs:
                 given[index] = chosen.packs[arg.name](_as_kept(values[index]))
-        return op.bind(chosen.name, [call.sizes[letter] for letter in chosen.sizes])(*given)
+        with redzones.given(given, [arg.mutated for arg in op.args]) as given:
+            return op.bind(chosen.name, [call.sizes[letter] for letter in chosen.sizes])(*given)
 
     return run
 
@@ -174,6 +176,32 @@ class Subject:
 
 def subject(name: str, *attrs: object, absent: str = "", decay: float = 1.0, **sizes: int) -> Subject:
     return Subject(name, tuple(sizes.items()), attrs, absent, decay)
+
+
+def run(subject: Subject, values: list, name: str = "compiled") -> Tensors:
+    """A whole call: results, then states; the states given stay."""
+    values = [
+        v.clone() if i < len(subject.op.args) and subject.op.args[i].mutated else v
+        for i, v in enumerate(values)
+    ]
+    results = form(subject.op, name)(*values)
+    states = [value for arg, value in zip(subject.op.args, values, strict=False) if arg.mutated]
+    return [*(results if isinstance(results, tuple) else (results,)), *states]
+
+
+def check(subject: Subject, arguments: list) -> None:
+    """The compiled form is the reference in fp64."""
+    exact = [torch.float64 in arg.dtypes for arg in subject.op.args]
+    wide = [
+        v.double() if i < len(exact) and exact[i] and v.itemsize > 1 else v for i, v in enumerate(arguments)
+    ]
+    for mine, wanted in zip(run(subject, arguments), run(subject, wide, "reference"), strict=True):
+        assert mine.is_contiguous() and mine.shape == wanted.shape
+        if mine.dtype == torch.int32:
+            assert torch.equal(mine, wanted)
+        else:
+            assert torch.equal(mine.isnan(), wanted.isnan())
+            assert rel_error(mine.double().nan_to_num(), wanted.double().nan_to_num()) < 1e-6
 
 
 def formed(reference: Iterable[Subject] = (), compiled: Iterable[Subject] = ()) -> pytest.MarkDecorator:

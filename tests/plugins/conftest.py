@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.redzones import red_zones
 from torch.overrides import TorchFunctionMode
 
 from hemiola.plugins.cpu import jit
@@ -50,6 +51,13 @@ def poisoned_empty() -> Iterator[None]:
         assert torch.empty(1).isnan().all()
         yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def between_red_zones() -> Iterator[None]:
+    """Compiled kernels write to their arguments and to scratch alone."""
+    with red_zones():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,10 @@ import torch.nn.functional as F
 from kit.ops import form, int32, rel_error, row, same_bits
 
 from hemiola.plugins import OPS
+from hemiola.plugins.attention.compiled import QUERIES
+from hemiola.plugins.attention.spans import FEW, SPAN
 from hemiola.plugins.cpu import kernel
+from hemiola.plugins.cpu.simd import LANES
 from hemiola.plugins.spec import E4M3
 
 FORMS = pytest.mark.parametrize("name", ["reference", "compiled"])
@@ -57,6 +60,26 @@ CASES = [
     replace(BASE, kept=E4M3, kv_lens=(2500, 5, 300), num_tokens=(2, 0, 140), head_dim=256),
     replace(BASE, kept=E4M3, first=65, kv_lens=(70, 66, 129), num_tokens=(3, 1, 64), page_len=48),
 ]
+CASES += [  # on both sides of what the code takes together: QUERIES and FEW of an item, SPAN keys, PANEL
+    replace(
+        BASE,
+        kv_lens=(num, num + 3),
+        num_tokens=(num, num - 1),
+        heads=groups * copies,
+        groups=groups,
+        kept=kept,
+    )
+    for groups, copies in ((2, 1), (1, 4), (1, 65), (1, 7))
+    for num in sorted({n // copies + more for n in (FEW, LANES, QUERIES, 2 * QUERIES) for more in (0, 1, 2)})
+    for kept in (torch.float32, E4M3)
+]
+CASES += [
+    replace(BASE, kv_lens=(size, 5, size), num_tokens=(1, 5, 2), page_len=page_len, kept=kept)
+    for size in (SPAN - 1, SPAN, SPAN + 1, 2 * SPAN + 1)
+    for page_len in (16, 48, SPAN, 2 * SPAN)
+    for kept in (torch.float32, E4M3)
+]
+CASES += [replace(BASE, kv_lens=(7,) * rows, num_tokens=(3, 1) * (rows // 2)) for rows in (64, 66, 130)]
 SCALES = 0.25, 0.0390625  # of e4m3 pages: so some numbers are beyond what these hold
 
 
