@@ -1,5 +1,4 @@
-"""What is said where an extra is missing, and that its command works; test_client_alone.py asks it of a machine
-without."""
+"""What is said where an extra is missing: the command works; test_client_alone.py asks a machine without."""
 
 import re
 import tomllib
