@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -310,9 +310,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[Output]:
-        """All outputs, in the order of the prompts; one prompt (a text, or a list of token ids) gives a list of
-        one. One bad prompt: Refused, and none has been queued."""
-        requests = self._requests([prompts] if _is_one(prompts) else prompts, params)
+        """All outputs, in the order of the prompts; one prompt (a text, or token ids) gives a list of one.
+        One bad prompt: Refused, and none has been queued."""
+        requests = self._requests(_as_list(prompts), params)
         done: SimpleQueue[_Collector] = SimpleQueue()
         collectors = [_Collector(request, done.put) for request in requests]
         try:
@@ -381,10 +381,10 @@ class LLM:
         self.close()
 
 
-def _is_one(prompts: object) -> TypeGuard[Prompt]:
-    """A prompt, and no list of prompts."""
+def _as_list(prompts: Any) -> Sequence[Prompt]:
+    """Prompts, or one prompt as a list of one."""
     ids = isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
-    return isinstance(prompts, str) or ids
+    return [prompts] if isinstance(prompts, str) or (ids and not isinstance(prompts, bytes)) else prompts
 
 
 class _Collector:

@@ -57,7 +57,7 @@ class Conversation:
 
     def __init__(self, llm: "LLM", params: SamplingParams, system: str | None) -> None:
         self._llm, self._params = llm, params
-        self._first = [{"role": "system", "content": system}] if system else []
+        self._first: list[dict[str, object]] = [{"role": "system", "content": system}] if system else []
         self._messages: list[dict[str, object]] = list(self._first)
         self._interrupted = False  # since the last message
         self._at_terminal = sys.stdin.isatty()

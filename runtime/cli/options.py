@@ -44,13 +44,11 @@ def takes(*groups: list[inspect.Parameter]) -> Callable[[Callable[..., None]], C
         added = [parameter for group in groups for parameter in group]
         names = [parameter.name for parameter in added]
         paths = [parameter.name for parameter in own + added if _is_path(parameter)]
-        words = [parameter.name for parameter in own if _is_argument(parameter)]
+        named = {parameter.name: _named(parameter) for parameter in own + added}
 
         @wraps(command)
         def run(*arguments: object, **options: object) -> None:
-            checked = {
-                name: _checked(_named(name, words), value, name in paths) for name, value in options.items()
-            }
+            checked = {name: _checked(named[name], value, name in paths) for name, value in options.items()}
             try:
                 command(*arguments, **checked)
             except Refused as error:
@@ -165,13 +163,10 @@ def _checked(named: str, value: object, is_path: bool) -> object:
     return Path(value)
 
 
-def _named(name: str, words: Collection[str]) -> str:
-    """A parameter as users know it: an argument stands in capitals in the usage, an option has dashes."""
-    return name.upper() if name in words else _flag(name)
-
-
-def _is_argument(parameter: inspect.Parameter) -> bool:
-    return isinstance(get_args(parameter.annotation)[1], ArgumentInfo)
+def _named(parameter: inspect.Parameter) -> str:
+    """As users know it: an argument by its word in the usage, an option by its flag."""
+    info = get_args(parameter.annotation)[1]
+    return str(info.metavar) if isinstance(info, ArgumentInfo) else _flag(parameter.name)
 
 
 def _is_path(parameter: inspect.Parameter) -> bool:
