@@ -15,7 +15,7 @@ from rich.table import Table
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of, split
 from hemiola.runtime.bench.plot import refuse_picture
-from hemiola.runtime.cli.graph_plot import draw
+from hemiola.runtime.cli.graph_plot import draw, size, spans
 from hemiola.runtime.cli.options import made, only_engine, options_of, takes
 from hemiola.runtime.config import ENDLESS, Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.manifest import Manifest, Segment
@@ -123,17 +123,6 @@ def states(found: Manifest) -> Table:
     for (name, *rest), layers in groups.items():
         table.add_row(name, spans(layers), *rest)
     return table
-
-
-def spans(numbers: list[int]) -> str:
-    """0-2, 4, 6-8"""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def segments(engine_dir: Path, found: Manifest) -> Table:
@@ -285,11 +274,3 @@ def _described(engine_dir: Path, segment: Segment) -> dict[str, Any]:
 
 def _bytes_of(engine_dir: Path, files: Iterable[str]) -> int:
     return sum((engine_dir / file).stat().st_size for file in files)
-
-
-def size(num_bytes: int) -> str:
-    """For people."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes} B"
