@@ -270,7 +270,7 @@ class _Column:
         middle, bottom = left + BOX_WIDTH / 2, top + BOX_HEIGHT
         self._arrow(middle, self.y, top)
         if flows:
-            self._text(middle + 0.08, self.y + 0.25, flows, ha="left", color=GREY, fontsize=7)
+            self._text(middle + 0.08, self.y + 0.62, flows, ha="left", color=GREY, fontsize=7)
         style = "round,pad=0,rounding_size=0.1"
         patch = FancyBboxPatch((left, top), BOX_WIDTH, BOX_HEIGHT, style, fc=box.colour, ec=LINE)
         self.strokes.append(lambda axis: axis.add_patch(patch))
@@ -296,12 +296,12 @@ class _Column:
 
         left, y = self._left + STATE_LEFT, top
         for kind, lines in held_by(box.states, self._found.limits.page_len):
-            height = 0.18 + 0.3 * len(lines)
+            height = 0.15 + 0.27 * len(lines)
             patch = Rectangle((left, y), STATE_WIDTH, height, fc=COLOURS[kind], ec=GREY, lw=0.8)
             self.strokes.append(lambda axis, patch=patch: axis.add_patch(patch))
             for i, words in enumerate(lines):
                 weight = "bold" if i == 0 else "normal"
-                self._text(left + 0.1, y + 0.24 + 0.3 * i, words, ha="left", fontsize=7, weight=weight)
+                self._text(left + 0.1, y + 0.22 + 0.27 * i, words, ha="left", fontsize=7, weight=weight)
             middle = top + BOX_HEIGHT / 2
             ends = (left, middle), (self._left + BOX_LEFT + BOX_WIDTH, middle)
             arrow = {"arrowstyle": "<->", "color": GREY, "lw": 0.8, "shrinkA": 0, "shrinkB": 0}
