@@ -42,7 +42,7 @@ class Box(NamedTuple):
     states: tuple[State, ...] = ()  # of one layer
 
 
-class Layer(NamedTuple):
+class DrawnLayer(NamedTuple):
     """One layer; two are equal if they only differ in their number."""
 
     boxes: tuple[Box, ...]
@@ -58,11 +58,11 @@ class Repeat(NamedTuple):
 class Placed(NamedTuple):
     """Equal layers that follow each other, once for all repeats of their block."""
 
-    layer: Layer
+    layer: DrawnLayer
     numbers: tuple[int, ...]
 
 
-class Block(NamedTuple):
+class DrawnBlock(NamedTuple):
     """Layers that repeat together."""
 
     layers: tuple[Placed, ...]
@@ -90,7 +90,7 @@ def folded(steps: Sequence[Any]) -> list[Repeat]:
     return blocks
 
 
-def layers_of(found: Manifest, prefix: str = "layers") -> list[Layer]:
+def layers_of(found: Manifest, prefix: str = "layers") -> list[DrawnLayer]:
     """Layers in order; a model's own, or with the prefix mtp.layers those of its MTP head."""
     names = [name for segment in found.segments for name in segment.weights]
     numbers = {int(hit[1]) for name in names if (hit := re.match(rf"{prefix}\.(\d+)\.", name))}
@@ -98,7 +98,7 @@ def layers_of(found: Manifest, prefix: str = "layers") -> list[Layer]:
     return [_layer(found, kind, f"{prefix}.{number}.", names) for number, kind in kinds.items()]
 
 
-def _layer(found: Manifest, kind: str, prefix: str, names: Sequence[str]) -> Layer:
+def _layer(found: Manifest, kind: str, prefix: str, names: Sequence[str]) -> DrawnLayer:
     own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     states = tuple(
         state.model_copy(update={"name": state.name.removeprefix(prefix)})
@@ -112,10 +112,10 @@ def _layer(found: Manifest, kind: str, prefix: str, names: Sequence[str]) -> Lay
     if behind and any(name.startswith("mixer.") for name in own):
         experts = any("router" in name or "expert" in name for name in behind)
         boxes.append(Box(KINDS["moe" if experts else "mlp"], OTHER, adds=True))
-    return Layer(tuple(boxes))
+    return DrawnLayer(tuple(boxes))
 
 
-def blocks_of(layers: Sequence[Layer]) -> list[Block]:
+def blocks_of(layers: Sequence[DrawnLayer]) -> list[DrawnBlock]:
     """Each layer once, with the numbers of all that are drawn as it; no repeat cuts a layer in two."""
     blocks, at = [], 0
     for block in folded(layers):
@@ -125,7 +125,7 @@ def blocks_of(layers: Sequence[Layer]) -> list[Block]:
             if placed and placed[-1].layer == layer:
                 numbers, layer = placed[-1].numbers + numbers, placed.pop().layer
             placed.append(Placed(layer, tuple(sorted(numbers))))
-        blocks.append(Block(tuple(placed), block.times))
+        blocks.append(DrawnBlock(tuple(placed), block.times))
         at += len(block.steps) * block.times
     return blocks
 
@@ -235,7 +235,7 @@ class _Column:
             self._box(Box("prompt lookup", COLOURS["end"]))
         self._words(f"up to {most} drafts: rows of the trunk's next step,\nwhich accepts or rejects them")
 
-    def _layers(self, layers: Sequence[Layer]) -> None:
+    def _layers(self, layers: Sequence[DrawnLayer]) -> None:
         for block in blocks_of(layers):
             top = self.y
             for placed in block.layers:

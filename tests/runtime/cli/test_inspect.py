@@ -10,9 +10,9 @@ from hemiola.runtime import manifest
 from hemiola.runtime.cli import inspect
 from hemiola.runtime.cli.graph_plot import (
     KINDS,
-    Block,
     Box,
-    Layer,
+    DrawnBlock,
+    DrawnLayer,
     Placed,
     Repeat,
     blocks_of,
@@ -116,9 +116,9 @@ def test_every_layer_is_drawn_once_and_no_repeat_cuts_one_in_two(tiny_engine: Ge
 
 
 def test_layers_that_repeat_inside_of_a_repeat_are_numbered() -> None:
-    one, other = (Layer((Box(title, "#ffffff"),)) for title in ("one", "other"))
+    one, other = (DrawnLayer((Box(title, "#ffffff"),)) for title in ("one", "other"))
     (block,) = blocks_of([one, one, one, other] * 2)
-    assert block == Block((Placed(one, (0, 1, 2, 4, 5, 6)), Placed(other, (3, 7))), 2)
+    assert block == DrawnBlock((Placed(one, (0, 1, 2, 4, 5, 6)), Placed(other, (3, 7))), 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"target": "onnxruntime"}, {"drafts": "ngram"}], ids=str)
