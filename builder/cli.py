@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from hemiola.builder.options import Options
-from hemiola.runtime.cli.command import new_app, run_command
+from hemiola.runtime.cli.command import Version, new_app, run_command
 from hemiola.runtime.cli.options import made, options_of, takes
 
 if TYPE_CHECKING:  # torch takes seconds; --help should not
@@ -22,16 +22,17 @@ if TYPE_CHECKING:  # torch takes seconds; --help should not
 app = new_app()
 
 
-@app.command()
+@app.command(no_args_is_help=True)
 @takes(options_of(Options))
 def build_engine(
-    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint folder")],
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", hidden=True)],
     engine_dir: Annotated[
         Path, typer.Option(help="where the engine goes; an older engine there is replaced")
     ],
+    version: Version = False,
     **options: Any,
 ) -> None:
-    """Compile a checkpoint into an engine directory."""
+    """Compile CHECKPOINT, a folder in the format of Hugging Face, into an engine directory."""
     chosen = made(Options, options)
     with ends_in_one_line(engine_dir) as came:
         manifest = _build(checkpoint, engine_dir, chosen, came)

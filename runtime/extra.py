@@ -1,8 +1,14 @@
 """What needs an extra, on a machine that does not have it: one line instead of a traceback."""
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from shlex import quote
+
+import hemiola
 
 ENGINE = {"torch", "numba", "safetensors", "tokenizers", "jinja2", "llguidance", "typer", "rich"}
 SERVE = {"aiohttp", "tritonclient", "grpc"}  # nvidia-pytriton is not imported
@@ -13,8 +19,31 @@ def lacking(what: str, error: ModuleNotFoundError) -> str:
     """The line, for a module of an extra; the error itself is raised for any other."""
     for extra, modules in EXTRAS.items():
         if error.name in modules:
-            return f"{what} needs {error.name}, which is not installed; pip install 'hemiola[{extra}]'"
+            return f"{what} needs {error.name}, which is not installed; {install(extra)}"
     raise error
+
+
+def install(extra: str) -> str:
+    """The command that adds an extra. Hemiola is on no package index: it comes from where it came from."""
+    checkout = Path(hemiola.__file__).resolve().parent.parent
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install -e {quote(f'{checkout}[{extra}]')}"
+    origin = _origin()
+    if not origin:
+        return f"install hemiola[{extra}] from where hemiola came"
+    return f"pip install {quote(f'hemiola[{extra}] @ {origin}')}"
+
+
+def _origin() -> str:
+    """The wheel, folder or repository from which pip installed hemiola (PEP 610); "" where it did not say."""
+    try:
+        found = json.loads(metadata.distribution("hemiola").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        found = {}
+    if "url" not in found:
+        return ""
+    repository = found.get("vcs_info")
+    return f"{repository['vcs']}+{found['url']}@{repository['commit_id']}" if repository else found["url"]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
 from hemiola.runtime import manifest as manifests
@@ -251,11 +252,22 @@ class LLM:
             raise Refused(f"prompt is {kind}; pass text (str) or a list of token ids")
         return list(prompt)
 
-    def chat_text(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """The prompt for a conversation, by the checkpoint's chat template."""
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """The prompt for a conversation, by the checkpoint's chat template. tools: in OpenAI's format."""
         if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
             raise Refused(f"messages is {type(messages).__name__}; pass a list of role and content")
-        return self._tokenizer("messages are", "token ids").chat(messages)
+        text = self._tokenizer("messages are", "token ids")
+        if tools is None:
+            return text.chat(messages)
+        if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
+            raise Refused(f"tools is {type(tools).__name__}; pass a list of functions in OpenAI's format")
+        if tools and text.template is not None and "tools" not in text.variables:
+            raise Refused("tools are given, the chat template shows none to the model; leave them out")
+        return text.chat(messages, tools=list(tools) or None)
 
     def _tokenizer(self, what: str, instead: str) -> Text:
         if self._text is None:
@@ -294,12 +306,13 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[Output]:
-        """All outputs, in the order of the prompts. One bad prompt: Refused, and none has been queued."""
-        requests = self._requests(prompts, params)
+        """All outputs, in the order of the prompts; one prompt (a text, or token ids) gives a list of one.
+        One bad prompt: Refused, and none has been queued."""
+        requests = self._requests(_as_list(prompts), params)
         done: SimpleQueue[_Collector] = SimpleQueue()
         collectors = [_Collector(request, done.put) for request in requests]
         try:
@@ -312,6 +325,15 @@ class LLM:
                 if collector.output is None:
                     self.abort(collector.request.id)
         return [collector.output for collector in collectors if collector.output is not None]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> Output:
+        """The model's answer to a conversation. Its text is as the model wrote it, tool calls included."""
+        return self.generate(self.chat_text(messages, tools), params)[0]
 
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -357,6 +379,12 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _as_list(prompts: Any) -> Sequence[Prompt]:
+    """Prompts, or one prompt as a list of one."""
+    ids = isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
+    return [prompts] if isinstance(prompts, str) or (ids and not isinstance(prompts, bytes)) else prompts
 
 
 class _Collector:

@@ -11,6 +11,7 @@ from hemiola.builder.targets.torch import CompiledSegment, Job
 from hemiola.runtime import arch as known
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.extra import install
 
 
 class Target(NamedTuple):
@@ -62,12 +63,9 @@ def pick(target: str, arch: str) -> tuple[Target, tuple[str, ...]]:
         import_module(f"hemiola.builder.targets.{found.module}")
     except ModuleNotFoundError as error:
         where = " on the machine whose GPU the engine is for" if target == "tensorrt" else ""
-        raise Refused(
-            f"--target {target} needs {error.name}; pip install 'hemiola[{target}]'{where}"
-        ) from None
+        raise Refused(f"--target {target} needs {error.name}; {install(target)}{where}") from None
     except ImportError as error:
         raise Refused(
-            f"--target {target}: its compiler cannot be loaded ({error});"
-            f" pip install 'hemiola[{target}]' again"
+            f"--target {target}: its compiler cannot be loaded ({error}); {install(target)} again"
         ) from None
     return found, archs

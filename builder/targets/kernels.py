@@ -23,6 +23,7 @@ from hemiola.plugins.gpu.sizes import Size
 from hemiola.runtime.abi import widths
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.extra import install
 from hemiola.runtime.manifest import KernelFile, Kernels, Limits
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def compile_kernels(graphs: Sequence[Graph], ops: Collection[str], job: Job) -> 
     if find_spec("triton") is None:
         raise Refused(
             f"--arch {','.join(job.archs)}: kernels are compiled by Triton, which is not here;"
-            f" run pip install 'hemiola[cuda]'"
+            f" run {install('cuda')}"
         )
     nodes = {node for graph in graphs for node in nodes_of(graph) if node.op in ops}
     return tuple(_compile(nodes, graphs, arch, job) for arch in job.archs)

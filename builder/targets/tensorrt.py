@@ -20,7 +20,7 @@ from hemiola.builder.targets.network import NotBuilt, build, log_of
 from hemiola.builder.targets.plugins import told_beforehand, with_forms, with_kernels
 from hemiola.builder.targets.torch import CompiledSegment, Job, Report, choose_forms
 from hemiola.builder.weights import write_weights
-from hemiola.plugins.cpu.jit import cache_dir
+from hemiola.plugins.cpu.cache import cache_dir
 from hemiola.plugins.onnx import is_plugin
 from hemiola.plugins.tensorrt import register, register_kernels
 from hemiola.runtime.arch import ARCHS

@@ -1,61 +1,23 @@
 """Compiles the CPU's kernels, and keeps what was compiled."""
 
-import atexit
 import fcntl
-import hashlib
 import inspect
 import logging
 import os
 import pickle
-import re
-import shutil
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
 import numba
-import numba.core.config as _config
 
-from hemiola.plugins.cpu.registers import CPU
+from hemiola.plugins.cpu.cache import Locator, cache_dir, config
 
-FOLDER = re.compile("[0-9a-f]{16}")
-KEPT_SECONDS = 30 * 86400  # since a folder was last used
+LOCATOR = f"{Locator.__module__}.{Locator.__name__}"
 log = logging.getLogger("hemiola")
 _LOCK = threading.RLock()  # of numba's settings, and of what is compiled
-config: Any = _config  # numba makes its settings at run time
-
-
-def cache_dir() -> Path:
-    """Where compiled kernels are kept: a folder of the user's for these sources and this kind of CPU."""
-    digest = hashlib.sha256(repr(CPU).encode())
-    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = root / "hemiola" / "kernels" / digest.hexdigest()[:16]
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            _tidy(folder)
-            return folder
-    except (OSError, RuntimeError):  # no home, or one that cannot be written
-        pass
-    folder = Path(tempfile.mkdtemp(prefix="hemiola-kernels-"))  # compiled once per process
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _tidy(folder: Path) -> None:
-    """Somebody uses this folder now. Others, of other sources or CPUs, go when nobody has for long."""
-    os.utime(folder)
-    for other in folder.parent.iterdir():
-        with suppress(OSError):  # another process removes it, too
-            if FOLDER.fullmatch(other.name) and time.time() - other.stat().st_mtime > KEPT_SECONDS:
-                shutil.rmtree(other)
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +80,8 @@ def prepare() -> None:
 def _cached(compile_: Callable[[], Any]) -> Any:
     """With numba told where to look for what is compiled already, and for these functions only."""
     with _LOCK:
-        before, config.CACHE_DIR = config.CACHE_DIR, str(_CACHE_DIR)
+        before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
+        config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = str(_CACHE_DIR), LOCATOR
         try:
             return compile_()
         except (pickle.UnpicklingError, EOFError, ValueError, RuntimeError, LookupError) as error:
@@ -127,7 +90,7 @@ def _cached(compile_: Callable[[], Any]) -> Any:
                 file.unlink(missing_ok=True)
             return compile_()
         finally:
-            config.CACHE_DIR = before
+            config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 from hemiola.runtime.bench.measure import Measured
 from hemiola.runtime.bench.statistics import LATENCIES, MS, latencies, token_counts
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.extra import install
 
 TITLES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2el": "End-to-end latency"}
 MOST_BINS, LEAST_BINS = 60, 5
@@ -24,9 +25,7 @@ class Curve(NamedTuple):
 def refuse_picture(path: Path) -> None:
     """What cannot become a picture, before there is anything to draw."""
     if util.find_spec("matplotlib") is None:
-        raise Refused(
-            "--plot needs matplotlib, which is missing; pip install 'hemiola[bench]' or leave --plot out"
-        )
+        raise Refused(f"--plot needs matplotlib, which is missing; {install('bench')} or leave --plot out")
     refuse_unwritable("--plot", path)
     from matplotlib.backend_bases import FigureCanvasBase  # optional, and slow to import
 

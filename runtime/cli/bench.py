@@ -15,7 +15,7 @@ from hemiola.runtime.bench.asked import Asked
 from hemiola.runtime.bench.bench import BenchJob, run
 from hemiola.runtime.bench.options import BenchOptions
 from hemiola.runtime.bench.plot import refuse_picture, refuse_unwritable
-from hemiola.runtime.cli.options import given, made, options_of, read, takes
+from hemiola.runtime.cli.options import given, made, only_engine, options_of, read, takes
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 
@@ -24,7 +24,10 @@ BUILT = ("max_len", "max_rows", "max_step_tokens", "drafts", "num_drafts")  # li
 
 @takes(options_of(BenchOptions), options_of(ServeConfig))
 def bench(
-    engine_dir: Annotated[Path | None, typer.Option(help="made by build-engine")] = None,
+    engine: Annotated[str | None, typer.Argument(metavar="ENGINE", hidden=True)] = None,
+    engine_dir: Annotated[
+        Path | None, typer.Option(help="made by build-engine; the same as the argument ENGINE")
+    ] = None,
     random_weights: Annotated[
         Path | None,
         typer.Option(help="instead: a folder with config.json, of whose dimensions an engine is made"),
@@ -53,8 +56,9 @@ def bench(
     asked = Asked(made(BenchOptions, options))
     variants = [parse_variant(changes) for changes in compare or []]
     engine_options = given(ServeConfig, options)
-    with _engine(engine_dir, random_weights, engine_options) as engine:
-        status = run(BenchJob(engine, asked, engine_options, variants, check, json, plot))
+    folder = only_engine(engine_dir, engine) if engine is not None else engine_dir
+    with _engine(folder, random_weights, engine_options) as opened:
+        status = run(BenchJob(opened, asked, engine_options, variants, check, json, plot))
     if status:
         raise SystemExit(status)
 

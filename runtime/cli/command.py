@@ -3,10 +3,11 @@
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+import hemiola
 from hemiola.runtime.errors import Failed, Refused, one_line
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer typers carry inside themselves
@@ -14,7 +15,23 @@ UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer typers c
 
 def new_app() -> typer.Typer:
     """Help in plain lines: in a terminal of 80 columns rich's tables cut the names of options."""
-    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    return typer.Typer(
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hemiola {hemiola.__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", help="show the version", callback=_show_version, is_eager=True)
+]
 
 
 def run_command(command: Callable[[], object]) -> None:
@@ -29,6 +46,9 @@ def run_command(command: Callable[[], object]) -> None:
     except Failed as error:
         _end(str(error), 1)
     except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # a bare command; click's status
+            print(error.format_message(), file=sys.stderr)
+            sys.exit(2)
         path = error.ctx.command_path if error.ctx else "hemiola"
         message = one_line(error.format_message()).rstrip(".")
         _end(f"{message}; see {path} --help", 2)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from hemiola.runtime.api import Piece, SamplingParams, shown
-from hemiola.runtime.cli.options import given, not_utf8, options_of, takes, utf8
+from hemiola.runtime.cli.options import engine_and_rest, given, not_utf8, options_of, takes, utf8
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Failed, Refused
 
@@ -20,8 +20,14 @@ NOT_OF_ONE_ANSWER = ("bad_words_ids", "logprobs", "num_drafts", "priority", "cac
 
 @takes(options_of(SamplingParams, NOT_OF_ONE_ANSWER, DEFAULTS), options_of(ServeConfig, LONE_REQUEST))
 def generate(
-    engine_dir: Annotated[Path, typer.Option(help="made by build-engine")],
-    prompt: Annotated[str | None, typer.Option(help="text to go on from")] = None,
+    engine: Annotated[str | None, typer.Argument(metavar="ENGINE", hidden=True)] = None,
+    text: Annotated[str | None, typer.Argument(metavar="PROMPT", hidden=True)] = None,
+    engine_dir: Annotated[
+        Path | None, typer.Option(help="made by build-engine; the same as the argument ENGINE")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="text to go on from; the same as the argument PROMPT")
+    ] = None,
     prompt_ids: Annotated[
         str | None, typer.Option(metavar="IDS", help="token ids to go on from, answered in token ids")
     ] = None,
@@ -33,10 +39,11 @@ def generate(
     from hemiola.runtime.llm import LLM
 
     params = SamplingParams(**DEFAULTS | given(SamplingParams, options))
-    asked = _read_prompt(prompt, prompt_ids, prompt_file)
+    folder, texts = engine_and_rest(engine_dir, engine, text)
+    asked = _read_prompt([*texts, *([] if prompt is None else [prompt])], prompt_ids, prompt_file)
     if chat and prompt_ids is not None:
         raise Refused("--chat makes text a user's message; drop it, or give --prompt TEXT")
-    with LLM(engine_dir, **LONE_REQUEST, **given(ServeConfig, options)) as llm:
+    with LLM(folder, **LONE_REQUEST, **given(ServeConfig, options)) as llm:
         if chat:
             asked = llm.chat_text([{"role": "user", "content": asked}])
         last = _show(llm.stream(asked, params), as_ids=prompt_ids is not None)
@@ -65,12 +72,12 @@ def _report(last: Piece) -> None:
     )
 
 
-def _read_prompt(prompt: str | None, prompt_ids: str | None, prompt_file: Path | None) -> str | list[int]:
-    if [prompt, prompt_ids, prompt_file].count(None) != 2:
-        raise Refused("give one of --prompt TEXT, --prompt-ids IDS and --prompt-file PATH")
+def _read_prompt(texts: list[str], prompt_ids: str | None, prompt_file: Path | None) -> str | list[int]:
+    if len(texts) + (prompt_ids is not None) + (prompt_file is not None) != 1:
+        raise Refused("give one of PROMPT, --prompt TEXT, --prompt-ids IDS and --prompt-file PATH")
     if prompt_ids is not None:
         return _read_ids(prompt_ids)
-    return prompt if prompt is not None else _read_file(f"--prompt-file {prompt_file}", str(prompt_file))
+    return texts[0] if texts else _read_file(f"--prompt-file {prompt_file}", str(prompt_file))
 
 
 def _read_file(named: str, path: str) -> str:

@@ -1,9 +1,12 @@
 """`hemiola inspect`"""
 
 import re
-from collections import defaultdict
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -12,9 +15,9 @@ from rich.table import Table
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of, split
 from hemiola.runtime.bench.plot import refuse_picture
-from hemiola.runtime.cli.graph_plot import draw
-from hemiola.runtime.cli.options import made, options_of, takes
-from hemiola.runtime.config import ENDLESS, ServeConfig, resolve, state_bytes
+from hemiola.runtime.cli.graph_plot import draw, size, spans
+from hemiola.runtime.cli.options import made, only_engine, options_of, takes
+from hemiola.runtime.config import ENDLESS, Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.manifest import Manifest, Segment
 
 PROMISES = {
@@ -27,10 +30,14 @@ SHORT = {"float8_e4m3fn": "e4m3"}  # dtypes that are known by another name
 
 @takes(options_of(ServeConfig))
 def inspect(
-    engine_dir: Annotated[Path, typer.Option(help="made by build-engine")],
-    plot: Annotated[
-        Path | None, typer.Option(help="draw the graph into this file (.png, .svg, .pdf)")
+    engine: Annotated[str | None, typer.Argument(metavar="ENGINE", hidden=True)] = None,
+    engine_dir: Annotated[
+        Path | None, typer.Option(help="made by build-engine; the same as the argument ENGINE")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="draw layers, states and drafts into this file (.png, .svg, .pdf)")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object for programs")] = False,
     **options: Any,
 ) -> None:
     """Show what an engine is, after checking that it is whole, and the memory that it takes when it is opened
@@ -38,7 +45,19 @@ def inspect(
     if plot is not None:
         refuse_picture(plot)
     config = made(ServeConfig, options)
-    found = manifest.load(engine_dir)
+    folder = only_engine(engine_dir, engine)
+    found = manifest.load(folder)
+    if json:
+        print(dumps(described(folder, found, config), indent=1))
+    else:
+        show(folder, found, config)
+    if plot is not None:
+        draw(plot, found)
+        print(f"drawn: {plot}", file=sys.stderr if json else sys.stdout)
+
+
+def show(engine_dir: Path, found: Manifest, config: ServeConfig) -> None:
+    """Tables for people."""
     plan = memory(engine_dir, found, config)
     console = Console()
     console.print(facts(engine_dir, found))
@@ -50,9 +69,6 @@ def inspect(
     if found.kernels:
         console.print(kernels(engine_dir, found))
     console.print(plan)
-    if plot is not None:
-        draw(plot, found)
-        console.print(f"drawn: {plot}")
 
 
 def facts(engine_dir: Path, found: Manifest) -> Table:
@@ -109,24 +125,13 @@ def states(found: Manifest) -> Table:
     return table
 
 
-def spans(numbers: list[int]) -> str:
-    """0-2, 4, 6-8"""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
-
-
 def segments(engine_dir: Path, found: Manifest) -> Table:
     """What each is called with, and its files."""
     table = Table(title="segments")
     for column in ("segment", "runs", "size", "weights", "states", "inputs"):
         table.add_column(column)
     for segment in found.segments:
-        total = size(sum((engine_dir / file).stat().st_size for file in segment.files))
+        total = size(_bytes_of(engine_dir, segment.files))
         counts = str(len(segment.weights)), str(len(segment.states))
         table.add_row(segment.name, runs(segment), total, *counts, " ".join(segment.inputs))
     return table
@@ -177,7 +182,7 @@ def kernels(engine_dir: Path, found: Manifest) -> Table:
     for column in ("architecture", "binaries", "size", "CUDA"):
         table.add_column(column)
     for group in found.kernels:
-        total = sum((engine_dir / binary.file).stat().st_size for binary in group.binaries)
+        total = _bytes_of(engine_dir, [binary.file for binary in group.binaries])
         table.add_row(group.arch, str(len(group.binaries)), size(total), str(group.cuda))
     return table
 
@@ -185,30 +190,87 @@ def kernels(engine_dir: Path, found: Manifest) -> Table:
 def memory(engine_dir: Path, found: Manifest, config: ServeConfig) -> Table:
     """What opening the engine like this takes; where the cache has no bound, all that it could use."""
     sizes = resolve(config, found, ENDLESS)
-    slot, page = (state_bytes(found.states, kind) for kind in ("slot", "page"))
-    weights = (engine_dir / found.weights_file).stat().st_size + found.drawn_bytes
     title = f"memory for {sizes.max_rows} rows of {sizes.max_len} tokens, drafts: {sizes.drafts}"
     table = Table(title=title)
     for column in ("what", "number", "each", "together"):
         table.add_column(column, justify="left" if column == "what" else "right")
-    rows = sizes.max_rows + 1
-    lines = [
-        ("weights", 1, weights),
-        ("pages", sizes.num_pages, page),
-        ("slots of rows, and one of padding", rows, slot),
-        ("snapshots", sizes.num_slots - rows, slot),
-    ]
-    if found.work_bytes:
-        lines.append(("the largest step", 1, found.work_bytes))
+    lines = memory_of(engine_dir, found, sizes)
     for what, number, each in lines:
         table.add_row(what, f"{number:,}", size(each), size(number * each))
     table.add_row("", "", "", size(sum(number * each for _, number, each in lines)))
     return table
 
 
-def size(num_bytes: int) -> str:
-    """For people."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes} B"
+class Held(NamedTuple):
+    """Things of one size in memory."""
+
+    what: str
+    number: int
+    each_bytes: int
+
+
+def memory_of(engine_dir: Path, found: Manifest, sizes: Resolved) -> list[Held]:
+    """All that an open engine holds."""
+    slot, page = (state_bytes(found.states, kind) for kind in ("slot", "page"))
+    weights = (engine_dir / found.weights_file).stat().st_size + found.drawn_bytes
+    rows = sizes.max_rows + 1
+    held = [
+        Held("weights", 1, weights),
+        Held("pages", sizes.num_pages, page),
+        Held("slots of rows, and one of padding", rows, slot),
+        Held("snapshots", sizes.num_slots - rows, slot),
+    ]
+    return held + [Held("the largest step", 1, found.work_bytes)] * bool(found.work_bytes)
+
+
+def described(engine_dir: Path, found: Manifest, config: ServeConfig) -> dict[str, Any]:
+    """The same as the tables, for programs: numbers are numbers, and sizes are bytes."""
+    same = ("architecture", "layers", "vocab_size", "hidden_size", "target", "arch", "promise", "drafts")
+    same += ("draft_vocab", "has_tokenizer", "eos_ids", "builder_version", "torch_version", "identity")
+    sizes = resolve(config, found, ENDLESS)
+    held = memory_of(engine_dir, found, sizes)
+    return {
+        "engine_dir": str(engine_dir),
+        **{name: getattr(found, name) for name in same},
+        "computes_in": computes_in(found),
+        "limits": found.limits.model_dump(),
+        "bytes_per_slot": state_bytes(found.states, "slot"),
+        "bytes_per_page": state_bytes(found.states, "page"),
+        "states": [
+            {**state.model_dump(), "bytes": state_bytes([state], state.kind)} for state in found.states
+        ],
+        "segments": [_described(engine_dir, segment) for segment in found.segments],
+        "kernels": [
+            {
+                "arch": group.arch,
+                "binaries": len(group.binaries),
+                "bytes": _bytes_of(engine_dir, [binary.file for binary in group.binaries]),
+                "cuda": group.cuda,
+            }
+            for group in found.kernels
+        ],
+        "memory": {
+            "max_rows": sizes.max_rows,
+            "max_len": sizes.max_len,
+            "drafts": sizes.drafts,
+            "held": [one._asdict() for one in held],
+            "bytes": sum(one.number * one.each_bytes for one in held),
+        },
+    }
+
+
+def _described(engine_dir: Path, segment: Segment) -> dict[str, Any]:
+    calls = Counter((node.op, CALLBACK if node.is_callback else node.form) for node in segment.nodes)
+    return {
+        "name": segment.name,
+        "runs": runs(segment),
+        "bytes": _bytes_of(engine_dir, segment.files),
+        "num_weights": len(segment.weights),
+        "states": segment.states,
+        "inputs": segment.inputs,
+        "ops": [{"op": op, "form": form, "calls": number} for (op, form), number in sorted(calls.items())],
+    }
+
+
+def _bytes_of(engine_dir: Path, files: Iterable[str]) -> int:
+    return sum((engine_dir / file).stat().st_size for file in files)

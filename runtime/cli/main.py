@@ -1,45 +1,54 @@
-"""`hemiola generate | inspect | serve | bench`."""
+"""`hemiola generate | chat | inspect | serve | bench`."""
 
+import os
+import sys
 from importlib import import_module
 
 import typer
 
-from hemiola.runtime.cli.command import new_app, run_command
+from hemiola.runtime.cli.command import Version, new_app, run_command
 
-PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 COMMANDS = {
     "generate": "Stream one answer",
+    "chat": "Talk to a model in the terminal",
     "inspect": "Show what an engine is and the memory that it takes",
     "serve": "Start a tritonserver for engines",
     "bench": "Measure an engine under load",
 }
-app = new_app()
+PROMPTED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # a shell that completes a command says so far what it has
 
 
-@app.callback()
-def _hemiola() -> None:
-    """Engines of hybrid language models: run them, look into them, serve them.
+def new_main(words: list[str]) -> typer.Typer:
+    """The command for this command line. Only the module of the command that it names is imported."""
+    app = new_app()
 
-    `hemiola COMMAND --help` has a command's options.
-    """
+    @app.callback()
+    def _hemiola(version: Version = False) -> None:
+        """Engines of hybrid language models: run them, look into them, serve them.
+
+        `hemiola COMMAND --help` has a command's options.
+        """
+
+    wanted = next((word for word in words if not word.startswith("-")), "")
+    for name, does in COMMANDS.items():
+        if name == wanted:
+            command = getattr(import_module(f"hemiola.runtime.cli.{name}"), name)
+            app.command(name, no_args_is_help=True)(command)
+        else:
+            app.command(name, help=does)(_other)
+    return app
 
 
-def _add(name: str, does: str) -> None:
-    """A command that takes all of the command line; its module is imported only when it is called."""
-
-    @app.command(name, context_settings=PASS_ON, add_help_option=False, help=does)
-    def run(context: typer.Context) -> None:
-        own = new_app()
-        own.command()(getattr(import_module(f"hemiola.runtime.cli.{name}"), name))
-        status = own(args=context.args, prog_name=context.command_path, standalone_mode=False)
-        if isinstance(status, int):
-            raise typer.Exit(status)
+def _other() -> None:
+    """Stands for a command that this command line does not name."""
 
 
-for _name, _does in COMMANDS.items():
-    _add(_name, _does)
+def _words() -> list[str]:
+    if "_HEMIOLA_COMPLETE" in os.environ:
+        return next((os.environ[name].split()[1:] for name in PROMPTED if name in os.environ), [])
+    return sys.argv[1:]
 
 
 def main() -> None:
     """The console entry."""
-    run_command(lambda: app(prog_name="hemiola", standalone_mode=False))
+    run_command(lambda: new_main(_words())(prog_name="hemiola", standalone_mode=False))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
-from typer.models import OptionInfo
+from typer.models import ArgumentInfo, ParameterInfo
 
 from hemiola.runtime.api import Strict, shown
 from hemiola.runtime.errors import Refused
@@ -21,7 +21,7 @@ Made = TypeVar("Made", bound=Strict)
 WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true|false"}
 # Paths as typer gets them: of an empty one it would make the folder that the command is called in.
 TEXT_OF: dict[Any, Any] = {Path: str, Path | None: str | None, list[Path] | None: list[str] | None}
-FOLDERS = ("engine_dir", "random_weights")
+FOLDERS = ("--engine-dir", "--random-weights", "CHECKPOINT")
 
 
 def options_of(
@@ -44,10 +44,11 @@ def takes(*groups: list[inspect.Parameter]) -> Callable[[Callable[..., None]], C
         added = [parameter for group in groups for parameter in group]
         names = [parameter.name for parameter in added]
         paths = [parameter.name for parameter in own + added if _is_path(parameter)]
+        named = {parameter.name: _named(parameter) for parameter in own + added}
 
         @wraps(command)
         def run(*arguments: object, **options: object) -> None:
-            checked = {name: _checked(name, value, name in paths) for name, value in options.items()}
+            checked = {name: _checked(named[name], value, name in paths) for name, value in options.items()}
             try:
                 command(*arguments, **checked)
             except Refused as error:
@@ -64,6 +65,24 @@ def as_options(said: str, names: Collection[str]) -> str:
     """The field that is refused, perhaps a model's, as it is written on a command line."""
     subject = rf"^((?:[\w.-]+: )?)({'|'.join(names)})(?= is )"
     return re.sub(subject, lambda found: found[1] + _flag(found[2]), said)
+
+
+def engine_and_rest(engine_dir: Path | None, *words: str | None) -> tuple[Path, list[str]]:
+    """The engine, by --engine-dir or as the first argument, and the arguments behind it."""
+    rest = [word for word in words if word is not None]
+    if engine_dir is None and not rest:
+        raise Refused("no engine is given; pass its folder as the first argument, or as --engine-dir")
+    if engine_dir is None and not rest[0]:
+        raise Refused("ENGINE is empty; give a folder")
+    return (Path(rest.pop(0)) if engine_dir is None else engine_dir), rest
+
+
+def only_engine(engine_dir: Path | None, engine: str | None) -> Path:
+    """For commands that take no other argument."""
+    found, rest = engine_and_rest(engine_dir, engine)
+    if rest:
+        raise Refused(f"--engine-dir {found} and {shown(rest[0])} were both given; drop one")
+    return found
 
 
 def utf8(named: str, text: str) -> str:
@@ -132,28 +151,36 @@ def _read_json(name: str, text: str) -> object:
         raise Refused(f"{_flag(name)} is {shown(text)}: {error}; give JSON") from None
 
 
-def _checked(name: str, value: object, is_path: bool) -> object:
+def _checked(named: str, value: object, is_path: bool) -> object:
     if isinstance(value, list):
-        return [_checked(name, each, is_path) for each in value]
+        return [_checked(named, each, is_path) for each in value]
     if not isinstance(value, str):
         return value
     if not is_path:
-        return utf8(_flag(name), value)
+        return utf8(named, value)
     if not value:
-        raise Refused(f"{_flag(name)} is empty; give a {'folder' if name in FOLDERS else 'file'}")
+        raise Refused(f"{named} is empty; give a {'folder' if named in FOLDERS else 'file'}")
     return Path(value)
+
+
+def _named(parameter: inspect.Parameter) -> str:
+    """As users know it: an argument by its word in the usage, an option by its flag."""
+    info = get_args(parameter.annotation)[1]
+    return str(info.metavar) if isinstance(info, ArgumentInfo) else _flag(parameter.name)
 
 
 def _is_path(parameter: inspect.Parameter) -> bool:
     kind, info = get_args(parameter.annotation)
-    return kind in TEXT_OF and isinstance(info, OptionInfo)
+    return kind in TEXT_OF and isinstance(info, ParameterInfo)
 
 
 def _for_typer(parameter: inspect.Parameter) -> inspect.Parameter:
+    kind, info = get_args(parameter.annotation)
+    if info.metavar is None and kind in (str, str | None, list[str] | None):
+        info.metavar = WORDS[str]
     if not _is_path(parameter):
         return parameter
-    kind, info = get_args(parameter.annotation)
-    info.metavar = WORDS[Path]
+    info.metavar = info.metavar or WORDS[Path]
     return parameter.replace(annotation=Annotated[TEXT_OF[kind], info])
 
 

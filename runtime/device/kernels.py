@@ -11,6 +11,7 @@ from hemiola.plugins.gpu.launch import Kernel
 from hemiola.runtime.arch import arch_here
 from hemiola.runtime.device.graphs import wait_for
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.extra import install
 from hemiola.runtime.manifest import Manifest
 
 
@@ -21,7 +22,7 @@ def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> 
     except ImportError as error:
         raise Refused(
             f"{engine_dir} runs on a GPU through cuda-bindings, which is not here ({error});"
-            f" run pip install 'hemiola[cuda]'"
+            f" run {install('cuda')}"
         ) from None
     found = next(kernels for kernels in manifest.kernels if kernels.arch == arch_here())
     known = driver.version()

@@ -10,11 +10,12 @@ import numpy as np
 
 from hemiola.runtime.api import Logprob, Metrics, Output, Piece, Prompt, SamplingParams
 from hemiola.runtime.errors import Busy, Cancelled, Failed, Lost, Refused
+from hemiola.runtime.extra import install
 
 try:
     from tritonclient.grpc import service_pb2
 except ImportError as error:
-    raise ImportError("hemiola.Client needs tritonclient; pip install 'hemiola[client]'") from error
+    raise ImportError(f"hemiola.Client needs tritonclient; {install('client')}") from error
 
 pb2: Any = service_pb2  # its classes are made when it is imported
 KINDS: dict[str, type[Exception]] = {

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import hemiola
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.extra import install
 from hemiola.runtime.serving.place import ANYWHERE, group_of
 from hemiola.runtime.serving.settings import FILE as SETTINGS_FILE
 
@@ -47,9 +48,7 @@ def find_triton(server: Path | None = None) -> Triton:
     if server is None:
         package = util.find_spec("pytriton")  # found, not imported: that takes a second
         if package is None or not package.submodule_search_locations:
-            raise Refused(
-                "tritonserver is not installed; pip install 'hemiola[serve]' or pass --tritonserver PATH"
-            )
+            raise Refused(f"tritonserver is not installed; {install('serve')} or pass --tritonserver PATH")
         server = Path(package.submodule_search_locations[0]) / "tritonserver/bin/tritonserver"
     if not os.access(server, os.X_OK) or not server.is_file():
         raise Refused(f"{server} is not an executable file; pass --tritonserver PATH/bin/tritonserver")

@@ -12,7 +12,8 @@ import pytest
 import torch
 from kit.ops import ALL, Subject, Tensors, check, run, same_bits
 
-from hemiola.plugins.cpu import jit, kernel
+from hemiola.plugins.cpu import kernel
+from hemiola.plugins.cpu.cache import cache_dir
 from hemiola.plugins.linear.compiled import BLOCK
 from hemiola.plugins.norm.compiled import _norm
 
@@ -118,7 +119,7 @@ def test_neighbours_and_places_change_no_bit(subject: Subject) -> None:
 
 def save(path: str) -> None:
     """What another process is asked for: every result, and the code of a kernel."""
-    torch.save((everything(), assembly(), str(jit.cache_dir())), path)
+    torch.save((everything(), assembly(), str(cache_dir())), path)
 
 
 def everything() -> dict[str, Tensors]:
@@ -145,6 +146,6 @@ def test_the_width_of_registers_changes_no_bit(tmp_path: Path) -> None:
     theirs, code, folder = torch.load(path)
     assert "zmm" not in code and "ymm" in code and "vfmadd" in code
     print("registers of 512 bits here:", "zmm" in assembly())
-    assert folder != str(jit.cache_dir())
+    assert folder != str(cache_dir())
     for name, ours in everything().items():
         assert all(same_bits(a, b) for a, b in zip(ours, theirs[name], strict=True)), name

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import llvmlite
 import numba
 import pytest
 import torch
 
-from hemiola.plugins.cpu import jit
+from hemiola.plugins.cpu import cache, jit
 from hemiola.plugins.cpu.kernel import Kernel
+from hemiola.plugins.cpu.registers import CPU
 from hemiola.plugins.cpu.simd import f32, get, put
 
 
@@ -36,13 +38,26 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the plugins, which the cache's folder is then named after; the user's cache is elsewhere."""
-    copy = tmp_path / "plugins"
-    shutil.copytree(Path(jit.__file__).parent.parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(jit, "__file__", str(copy / "cpu" / "jit.py"))
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache is elsewhere."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return copy
+    return tmp_path
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the plugins, of which kernels are then made."""
+    package = tmp_path / "elsewhere"
+    unwanted = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(jit.__file__).parent.parent, package / "plugins", ignore=unwanted)
+    monkeypatch.setattr(cache, "PACKAGE", package)
+    return package / "plugins"
+
+
+def digest(file: Path) -> str:
+    """As another process would have it."""
+    cache.sources.cache_clear()
+    return cache.sources(file)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -54,54 +69,123 @@ def test_prepare_compiles_all_kernels(kernels: list[Compiled]) -> None:
     assert [kernel.times for kernel in kernels] == [1, 1]
 
 
-def test_cache_dir_stays_while_the_sources_stay(sources: Path) -> None:
-    folder = jit.cache_dir()
-    assert folder.is_dir() and folder.parent == sources.parent / "cache" / "hemiola" / "kernels"
-    (sources / "__pycache__").mkdir()
-    (sources / "__pycache__" / "jit.pyc").write_text("x")
-    assert jit.cache_dir() == folder
+def test_cache_dir_depends_on_the_cpu_and_the_compilers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = cache.cache_dir()
+    assert folder.is_dir() and folder.parent == home / "cache" / "hemiola" / "kernels"
+    assert cache.cache_dir() == folder
+    for module, name, value in [
+        (cache, "CPU", (*CPU[:2], CPU[2] + ",+more")),
+        (numba, "__version__", "1.0"),
+        (llvmlite, "__version__", "1.0"),
+    ]:
+        with monkeypatch.context() as changed:
+            changed.setattr(module, name, value)
+            assert cache.cache_dir() != folder
+    assert cache.cache_dir() == folder
 
 
-@pytest.mark.parametrize("file", ["cpu/simd.py", "cpu/jit.py", "linear/compiled.py"])
-def test_cache_dir_changes_with_a_source(sources: Path, file: str) -> None:
-    before = jit.cache_dir()
-    text = (sources / file).read_bytes()
-    (sources / file).write_bytes(text + b"\n")
-    assert jit.cache_dir() != before
-    (sources / file).write_bytes(text)
-    assert jit.cache_dir() == before
+def test_kernels_do_not_depend_on_the_path_of_their_source(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server imports the package through a new folder at each start, and compiled every kernel again."""
+    before = digest(copy / "linear" / "compiled.py")
+    moved = copy.parent.with_name("moved")
+    copy.parent.rename(moved)
+    monkeypatch.setattr(cache, "PACKAGE", moved)
+    assert digest(moved / "plugins" / "linear" / "compiled.py") == before
 
 
-def test_folders_that_nobody_has_used_for_long_are_removed(sources: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("cpu/simd.py", True),
+        ("attention/compiled.py", True),
+        ("attention/spans.py", True),  # it imports that
+        ("attention/tiles.py", True),  # constants are part of the code
+        ("cpu/activations.py", True),  # imported by what it imports
+        ("linear/compiled.py", False),
+        ("attention/triton.py", False),
+    ],
+)
+def test_kernels_depend_on_what_their_module_imports(copy: Path, file: str, changes: bool) -> None:
+    before = digest(copy / "attention" / "compiled.py")
+    text = (copy / file).read_bytes()
+    (copy / file).write_bytes(text + b"\n")
+    assert (digest(copy / "attention" / "compiled.py") != before) == changes
+    (copy / file).write_bytes(text)
+    assert digest(copy / "attention" / "compiled.py") == before
+
+
+def test_every_form_of_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "PACKAGE", tmp_path)
+    (tmp_path / "room").mkdir()
+    for name in ("a", "b", "c", "d", "e", "f", "__init__", "unused"):
+        (tmp_path / "room" / f"{name}.py").touch()
+    text = """
+import hemiola.room.a
+from hemiola.room.b import x
+from hemiola.room import c, nothing
+from hemiola.room import (
+    d,  # why
+    e as other,
+)
+def f():
+    from hemiola.room.f import y
+# import hemiola.room.unused
+"""
+    names = {file.stem for file in cache._imports(text)}
+    assert names == {"a", "b", "c", "d", "e", "f", "__init__"}
+
+
+def test_folders_that_nobody_has_used_for_long_are_removed(home: Path) -> None:
     """Not the own one, whose files are as old; and nothing that is not ours."""
-    own = jit.cache_dir()
+    own = cache.cache_dir()
     names = {"0123456789abcdef": 31, "fedcba9876543210": 29, "somebody's": 400, own.name: 31}
     for name, days in names.items():
         (own.parent / name).mkdir(exist_ok=True)
         (own.parent / name / "kernel.nbc").touch()
         os.utime(own.parent / name, (time.time() - 86400 * days,) * 2)
     for _ in range(2):  # the second time as another process would
-        assert jit.cache_dir() == own
+        assert cache.cache_dir() == own
         left = sorted(folder.name for folder in own.parent.iterdir() if (folder / "kernel.nbc").exists())
         assert left == sorted(set(names) - {"0123456789abcdef"})
     assert time.time() - own.stat().st_mtime < 60, "it is used now"
 
 
-def test_cache_dir_is_in_the_home_without_xdg(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(sources.parent / "home"))
-    for unset in ("XDG_CACHE_HOME", None):
-        monkeypatch.delenv(unset) if unset else monkeypatch.setenv("XDG_CACHE_HOME", "")
-        assert jit.cache_dir().is_relative_to(sources.parent / "home" / ".cache" / "hemiola")
+def test_old_versions_of_a_module_are_removed_when_there_are_many(tmp_path: Path) -> None:
+    """Those that somebody used in the last hour stay: a process may write there."""
+    hours = {f"m.one-{number:016x}": number / 2 for number in range(20)}
+    others = {
+        "m.one.more-0123456789abcdef": 900,
+        "m.one-0123456789abcdef.lock": 900,
+        "m.two-" + 16 * "a": 900,
+    }
+    for name, age in {**hours, **others}.items():
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - 3600 * age,) * 2)
+    newest = tmp_path / f"m.one-{'f' * 16}"
+    cache._use(newest)
+    left = {folder.name for folder in tmp_path.iterdir()}
+    assert left == {newest.name, *others, *[name for name, age in hours.items() if age < 3.5]}
 
 
-def test_cache_dir_that_cannot_be_made_is_temporary(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, temporary = sources.parent / "file", sources.parent / "temporary"
+def test_cache_dir_is_in_the_home_without_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for unset in (False, True):
+        monkeypatch.setenv("XDG_CACHE_HOME", "")
+        if unset:
+            monkeypatch.delenv("XDG_CACHE_HOME")
+        assert cache.cache_dir().is_relative_to(tmp_path / ".cache" / "hemiola")
+
+
+def test_cache_dir_that_cannot_be_made_is_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, temporary = tmp_path / "file", tmp_path / "temporary"
     file.write_text("")
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     for root in (file, file / "below"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(root))
-        folder = jit.cache_dir()
+        folder = cache.cache_dir()
         assert folder.is_dir() and folder.parent == temporary
     assert file.read_text() == ""
 

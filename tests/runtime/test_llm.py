@@ -157,6 +157,38 @@ def test_chat(llm: LLM) -> None:
     )
 
 
+def test_one_prompt_gives_a_list_of_one(llm: LLM) -> None:
+    for prompt in ("def ", [5, 6, 7], (5, 6, 7)):
+        (wanted,), (found,) = llm.generate([prompt], params()), llm.generate(prompt, params())
+        assert found.token_ids == wanted.token_ids and found.prompt_token_ids == wanted.prompt_token_ids
+    with pytest.raises(Refused, match="prompt is empty"):
+        llm.generate("")
+
+
+def test_chat_answers_a_conversation(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    (wanted,) = llm.generate(llm.chat_text(messages), params())
+    assert llm.chat(messages, params()).token_ids == wanted.token_ids
+
+
+def test_tools_come_into_the_prompt_where_the_template_shows_them(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert llm.chat_text(messages, []) == llm.chat_text(messages)
+    with pytest.raises(Refused, match="tools are given, the chat template shows none to the model"):
+        llm.chat(messages, params(), tools=tools)
+    with pytest.raises(Refused, match="tools is dict; pass a list of functions"):
+        llm.chat_text(messages, tools[0])
+    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
+    monkeypatch.setattr(llm._text, "template", template)
+    monkeypatch.setattr(llm._text, "variables", frozenset({"tools", "messages"}))
+    for cached in ("_compiled", "compiled"):
+        vars(llm._text).pop(cached, None)
+    assert llm.chat_text(messages, tools) == "add hi"
+
+
 def test_progress_is_shown_when_asked(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a"], params(max_tokens=1))
     assert capsys.readouterr() == ("", "")
@@ -199,8 +231,8 @@ def test_a_bad_prompt_is_refused_and_the_others_run_on(llm: LLM, bad: object, re
 
 
 def test_bad_calls(llm: LLM) -> None:
-    with pytest.raises(Refused, match="prompts is str; pass a list of prompts"):
-        llm.generate("def ", params())
+    with pytest.raises(Refused, match="prompts is dict; pass a list of prompts"):
+        llm.generate({"def ": 1}, params())
     with pytest.raises(Refused, match="2 prompts and 1 SamplingParams"):
         llm.generate(["a", "b"], [params()])
     with pytest.raises(Refused, match="params is dict; pass a SamplingParams"):

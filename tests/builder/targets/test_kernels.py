@@ -241,7 +241,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(
         build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(arch="sm_86", max_len=64))
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     with pytest.raises(
-        Refused, match=r"compiled by Triton, which is not here; run pip install 'hemiola\[cuda\]'"
+        Refused, match=r"compiled by Triton, which is not here; run pip install -e '.*\[cuda\]'"
     ):
         build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(arch="sm_86", max_len=64))
     assert not (tmp_path / "engine").exists()

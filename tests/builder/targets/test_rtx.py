@@ -285,7 +285,5 @@ def test_a_compiler_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPat
 def test_a_missing_compiler_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     monkeypatch.delitem(sys.modules, "hemiola.builder.targets.rtx")
-    with pytest.raises(
-        Refused, match=r"--target tensorrt-rtx needs tensorrt_rtx; pip install 'hemiola\[tens"
-    ):
+    with pytest.raises(Refused, match=r"--target tensorrt-rtx needs tensorrt_rtx; pip install -e '.*\[tens"):
         targets.pick("tensorrt-rtx", "sm_89")

@@ -22,6 +22,7 @@ from hemiola.runtime.cli.bench import parse_variant
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.engine.request import Bounds
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.extra import install
 from hemiola.runtime.llm import LLM, make_loop
 
 VLLM_KEYS = [
@@ -274,7 +275,7 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
     ended = bench_of(SMALL, "--plot", tmp_path / "a.png")
     assert ended.status == 2 and not llm.opened
     assert ended.err == (
-        "error: --plot needs matplotlib, which is missing; pip install 'hemiola[bench]' or leave --plot out\n"
+        f"error: --plot needs matplotlib, which is missing; {install('bench')} or leave --plot out\n"
     )
 
 

@@ -8,7 +8,19 @@ from rich.table import Table
 
 from hemiola.runtime import manifest
 from hemiola.runtime.cli import inspect
-from hemiola.runtime.cli.graph_plot import Repeat, draw, folded, steps_of
+from hemiola.runtime.cli.graph_plot import (
+    KINDS,
+    Box,
+    DrawnBlock,
+    DrawnLayer,
+    Placed,
+    Repeat,
+    blocks_of,
+    draw,
+    folded,
+    held_by,
+    layers_of,
+)
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 
@@ -84,15 +96,48 @@ def test_layers_that_repeat_are_drawn_once() -> None:
     assert folded(["x", "y", "z"]) == [Repeat(("x", "y", "z"), 1)] and folded([]) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"target": "onnxruntime"}], ids=["whole", "cut"])
-def test_a_picture_is_drawn(tiny_engine: Get, tmp_path: Path, options: dict) -> None:
-    pytest.importorskip("matplotlib")
-    found = manifest.load(tiny_engine("nemotron_h_dense", **options))
-    steps = steps_of(found.segment("trunk"))
-    assert [step for step in steps if step == "mamba2"] == ["mamba2"] * 3
-    assert any(step.startswith("part ") for step in steps) == bool(options)
-    blocks = folded(steps)
-    assert [step for block in blocks for step in block.steps * block.times] == steps
+OWNS = {"delta": {"slot"}, "mamba2": {"slot"}, "attention": {"page"}}
+FAMILIES = ["qwen3_5", "nemotron_h_dense", "nemotron_h_moe"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_is_drawn_once_and_no_repeat_cuts_one_in_two(tiny_engine: Get, family: str) -> None:
+    """Ops were folded, so that a repeat began in the middle of a layer."""
+    found = manifest.load(tiny_engine(family))
+    layers, blocks = layers_of(found), blocks_of(layers_of(found))
+    drawn = {number: placed.layer for block in blocks for placed in block.layers for number in placed.numbers}
+    assert drawn == dict(enumerate(layers)) and len(layers) == len(found.layers)
+    assert sum(len(placed.numbers) for block in blocks for placed in block.layers) == len(layers)
+    for kind, layer in zip(found.layers, layers, strict=True):
+        assert layer.boxes[0].title == KINDS[kind]
+        assert {state.kind for state in layer.boxes[0].states} == OWNS.get(kind, set())
+    owned = [state for layer in layers for box in layer.boxes for state in box.states]
+    assert len(owned) == sum(not state.name.startswith("mtp.") for state in found.states)
+
+
+def test_layers_that_repeat_inside_of_a_repeat_are_numbered() -> None:
+    one, other = (DrawnLayer((Box(title, "#ffffff"),)) for title in ("one", "other"))
+    (block,) = blocks_of([one, one, one, other] * 2)
+    assert block == DrawnBlock((Placed(one, (0, 1, 2, 4, 5, 6)), Placed(other, (3, 7))), 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"target": "onnxruntime"}, {"drafts": "ngram"}], ids=str)
+def test_a_picture_says_what_flows_and_where_states_and_drafts_are(
+    tiny_engine: Get, tmp_path: Path, options: dict
+) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    found = manifest.load(tiny_engine("nemotron_h_moe", **options))
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw(tmp_path / "graph.svg", found)
+    shown = (tmp_path / "graph.svg").read_text()
+    words = ["token ids", f"logits of {found.vocab_size:,}", "Mamba-2", f">{found.hidden_size}<", ">+<"]
+    words += [f"up to {found.limits.num_drafts} drafts", found.architecture]
+    words += ["prompt lookup"] if options.get("drafts") == "ngram" else ["MTP head", "mtp.hidden"]
+    for layer in layers_of(found):
+        words += [
+            line for _, lines in held_by(layer.boxes[0].states, found.limits.page_len) for line in lines
+        ]
+    assert [word for word in words if word not in shown] == []
     draw(tmp_path / "graph.png", found)
     assert (tmp_path / "graph.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,7 +1,9 @@
 """The command line as a user sees it: stdout, stderr, exit status."""
 
 import io
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 import typer
 
+from hemiola import __version__
 from hemiola.builder import cli as builder
+from hemiola.runtime import manifest
 from hemiola.runtime.api import Metrics, Piece, SamplingParams
 from hemiola.runtime.cli.main import COMMANDS
 from hemiola.runtime.config import ServeConfig
@@ -180,9 +184,9 @@ def test_bad_input_is_one_line_and_status_2(engine_dir: Path, tmp_path: Path, he
         ((generate, *engine, "--prompt", "x", "--top-p", "much"), "error: --top-p is 'much'"),
         (
             (generate, *engine, "--prompt", "x", "--prompt-file", "y"),
-            "give one of --prompt TEXT, --prompt-ids IDS and --prompt-file PATH",
+            "give one of PROMPT, --prompt TEXT, --prompt-ids IDS and --prompt-file PATH",
         ),
-        ((generate, *engine), "give one of --prompt TEXT, --prompt-ids IDS and --prompt-file PATH"),
+        ((generate, *engine), "give one of PROMPT, --prompt TEXT, --prompt-ids IDS and --prompt-file PATH"),
         (
             (generate, *engine, "--prompt-file", str(tmp_path / "none")),
             "cannot be read (No such file or directory)",
@@ -212,16 +216,87 @@ def test_bad_input_is_one_line_and_status_2(engine_dir: Path, tmp_path: Path, he
         ((generate, *engine, "--prompt-ids", "5," + "x" * 9000), "... (9004 characters); give token ids"),
         ((generate, *engine, "--prompt", "x", "--cache-bytes", "-1"), "--cache-bytes is -1: it should be gr"),
         (("serve", "--beam"), "see hemiola serve --help"),
-        ((generate, "--prompt", "x"), "Missing option '--engine-dir'; see hemiola generate --help"),
+        ((generate, "--prompt", "x"), "no engine is given; pass its folder as the first argument"),
+        ((generate, str(engine_dir), "x", "--prompt", "y"), "give one of PROMPT, --prompt TEXT"),
+        ((generate, *engine, "x", "y"), "give one of PROMPT, --prompt TEXT"),
+        ((generate, "", "x"), "ENGINE is empty; give a folder"),
+        ((generate, str(engine_dir), "d\udcffef"), "PROMPT is not UTF-8 (invalid start byte at byte 1)"),
+        (("inspect", *engine, "other"), "and 'other' were both given; drop one"),
+        (("bench", *engine, "other"), "and 'other' were both given; drop one"),
         (("serve", "--engine-dir", str(tmp_path)), "has no manifest.json"),
         (("inspect", "--engine", "x"), "see hemiola inspect --help"),
         (("inspect", "--engine-dir", str(tmp_path)), "has no manifest.json"),
         (("explode",), "No such command 'explode'; see hemiola --help"),
-        ((), "Missing command"),
     ]:
         ended = hemiola(*arguments)
         assert (ended.status, ended.out) == (2, ""), arguments
         assert ended.err.startswith("error: ") and reason in ended.err and ended.err.count("\n") == 1, ended
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_a_bare_command_shows_help_and_no_error(command: str, hemiola: Callable) -> None:
+    ended = hemiola(*command.split())
+    assert (ended.status, ended.out) == (2, ""), "as click does it"
+    assert ended.err == hemiola(*command.split(), "--help").out == hemiola(*command.split(), "-h").out
+    assert ended.err.startswith(f"Usage: hemiola {command}")
+
+
+def test_every_command_says_what_types_its_options_have_in_one_style(
+    hemiola: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """typer writes <str> where our own options have TEXT."""
+    for command in COMMANDS:
+        assert not re.search(r"<\w+>", hemiola(command, "--help").out)
+    builder.app(args=["--help"], standalone_mode=False)
+    assert not re.search(r"<\w+>", capsys.readouterr().out)
+
+
+def test_the_version_is_shown(hemiola: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hemiola("--version").out == f"hemiola {__version__}\n"
+    builder.app(args=["--version"], standalone_mode=False)
+    assert capsys.readouterr().out == f"hemiola {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("variable", "shell", "line", "found"),
+    [
+        ("COMP_WORDS", "bash", "hemiola insp", {"inspect"}),
+        ("COMP_WORDS", "bash", "hemiola inspect --pl", {"--plot"}),
+        ("_TYPER_COMPLETE_ARGS", "fish", "hemiola serve --openai-po", {"--openai-port"}),
+    ],
+)
+def test_a_shell_completes_commands_and_their_options(
+    variable: str, shell: str, line: str, found: set[str], monkeypatch: pytest.MonkeyPatch, hemiola: Callable
+) -> None:
+    monkeypatch.setenv("_HEMIOLA_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+    monkeypatch.setenv(variable, line)
+    ended = hemiola()
+    assert ended.status == 0 and {words.split("\t")[0] for words in ended.out.splitlines()} == found
+
+
+def test_an_engine_and_a_prompt_may_be_arguments(engine_dir: Path, hemiola: Callable) -> None:
+    common = ("--max-tokens", 5, "--ignore-eos")
+    wanted = hemiola("generate", "--engine-dir", engine_dir, "--prompt", "def ", *common)
+    assert wanted.status == 0
+    assert hemiola("generate", engine_dir, "def ", *common).out == wanted.out
+    assert hemiola("generate", *common, "--engine-dir", engine_dir, "def ").out == wanted.out
+    assert hemiola("generate", engine_dir, "--prompt", "def ", *common).out == wanted.out
+    assert hemiola("inspect", engine_dir).out == hemiola("inspect", "--engine-dir", engine_dir).out
+
+
+def test_inspect_describes_the_engine_for_programs(engine_dir: Path, hemiola: Callable) -> None:
+    found, shown = manifest.load(engine_dir), json.loads(hemiola("inspect", engine_dir, "--json").out)
+    assert shown["architecture"] == "Qwen3_5ForCausalLM"
+    assert shown["layers"] == list(found.layers) and shown["limits"]["max_len"] == found.limits.max_len
+    assert shown["bytes_per_slot"] == sum(s["bytes"] for s in shown["states"] if s["kind"] == "slot")
+    assert shown["bytes_per_page"] == sum(s["bytes"] for s in shown["states"] if s["kind"] == "page")
+    calls = sum(op["calls"] for segment in shown["segments"] for op in segment["ops"])
+    assert calls == sum(len(segment.nodes) for segment in found.segments)
+    held = shown["memory"]["held"]
+    assert shown["memory"]["bytes"] == sum(one["number"] * one["each_bytes"] for one in held)
+    assert [one["what"] for one in held][:2] == ["weights", "pages"]
 
 
 def test_a_checkout_that_is_not_installed_runs_as_the_readme_says(tmp_path: Path) -> None:
@@ -236,8 +311,8 @@ def test_a_checkout_that_is_not_installed_runs_as_the_readme_says(tmp_path: Path
 
 
 def test_ctrl_c_ends_a_command_with_status_130(monkeypatch: pytest.MonkeyPatch, hemiola: Callable) -> None:
-    def interrupted() -> None:
+    def interrupted(engine: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hemiola.runtime.cli.generate.generate", interrupted)
-    assert hemiola("generate").status == 130
+    assert hemiola("generate", "engine").status == 130

@@ -17,6 +17,7 @@ from hemiola.runtime.cli import serve
 from hemiola.runtime.cli.options import spelled
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.extra import install
 from hemiola.runtime.serving import launcher
 from hemiola.runtime.serving.options import OpenaiOptions
 
@@ -102,7 +103,7 @@ def test_without_the_extra_help_is_no_traceback_and_serving_names_it(engine_dir:
     helped = without(modules, "--help")
     assert (helped.returncode, helped.stderr) == (0, "") and "--openai-port" in helped.stdout
     ended = without(modules, "--engine-dir", engine_dir)
-    lacks = "error: tritonserver is not installed; pip install 'hemiola[serve]' or pass --tritonserver PATH\n"
+    lacks = f"error: tritonserver is not installed; {install('serve')} or pass --tritonserver PATH\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", lacks)
 
 
@@ -110,7 +111,7 @@ def test_without_the_extra_help_is_no_traceback_and_serving_names_it(engine_dir:
 def test_an_openai_port_without_its_modules_is_no_traceback(engine_dir: Path, module: str) -> None:
     free = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
     ended = without(module, "--engine-dir", engine_dir, *free)
-    lacks = f"error: --openai-port needs {module}, which is not installed; pip install 'hemiola[serve]'\n"
+    lacks = f"error: --openai-port needs {module}, which is not installed; {install('serve')}\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", lacks)
 
 

@@ -66,7 +66,7 @@ def test_a_driver_older_than_the_engines_kernels_is_refused(load: Callable) -> N
 
 def test_without_cuda_python_an_engine_for_a_gpu_is_refused(load: Callable) -> None:
     with pytest.raises(
-        Refused, match=r"through cuda-bindings, which is not here .*pip install 'hemiola\[cuda\]'"
+        Refused, match=r"through cuda-bindings, which is not here .*pip install -e '.*\[cuda\]'"
     ):
         load(None)
 

@@ -1,5 +1,6 @@
 """`pip install '.[client]'` where nothing else is: the clients work, and the rest says what it lacks."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,7 @@ for name in heavy:
     raise AssertionError(f"{name} can be imported")
 print("works alone")
 """
-LACKS = "{} needs {}, which is not installed; pip install 'hemiola[engine]'"
+LACKS = r"{} needs {}, which is not installed; pip install 'hemiola\[engine\] @ file://.*/source'"
 
 
 def needed(requirement: str) -> set[str]:
@@ -104,9 +105,10 @@ def test_the_clients_need_no_engine(bare: Bare, triton: Triton, url: str) -> Non
 )
 def test_a_command_without_the_engine_says_so_in_one_line(bare: Bare, command: str, name: str) -> None:
     ran = bare(*command.split())
-    assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", f"error: {LACKS.format(name, 'typer')}\n")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert re.fullmatch(f"error: {LACKS.format(name, 'typer')}\n", ran.stderr)
 
 
 def test_llm_without_the_engine_says_so(bare: Bare) -> None:
     ran = bare("python", "-c", "from hemiola import LLM")
-    assert ran.stderr.splitlines()[-1] == "ImportError: " + LACKS.format("hemiola.LLM", "torch")
+    assert re.fullmatch("ImportError: " + LACKS.format("hemiola.LLM", "torch"), ran.stderr.splitlines()[-1])

@@ -1,1 +1,0 @@
-../../hemiola/__init__.py

@@ -1,0 +1,123 @@
+"""Where compiled kernels are kept: by what they are made of, never by the path of their source."""
+
+import atexit
+import hashlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+import numba.core.config as _config
+
+from hemiola.plugins.cpu.registers import CPU
+
+PACKAGE = Path(__file__).parent.parent.parent
+FOLDER = re.compile("[0-9a-f]{16}")
+IMPORT = re.compile(r"^\s*(?:from|import) (hemiola[\w.]*)(?: import (?:\(([^)]*)\)|(.*)))?", re.MULTILINE)
+KEPT_SECONDS = 30 * 86400  # since the folder of a CPU and a compiler was last used
+KEPT_VERSIONS = 8  # of a module: several checkouts share the cache
+RECENT_SECONDS = 3600  # another process may still write into a folder that was used so recently
+config: Any = _config  # numba makes its settings at run time
+
+
+def cache_dir() -> Path:
+    """A folder of the user's for kernels of this kind of CPU, by these compilers."""
+    made_by = repr((CPU, sys.version_info[:2], numba.__version__, llvmlite.__version__))
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "hemiola" / "kernels" / hashlib.sha256(made_by.encode()).hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.utime(folder)
+            others = (other for other in folder.parent.iterdir() if FOLDER.fullmatch(other.name))
+            _remove(others, KEPT_SECONDS)
+            return folder
+    except (OSError, RuntimeError):  # no home, or one that cannot be written
+        pass
+    folder = Path(tempfile.mkdtemp(prefix="hemiola-kernels-"))  # compiled once per process
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+class Locator:
+    """Where numba keeps a function's code. numba's own locators go by the path of the source, but a server
+    imports the package through a new folder at each start."""
+
+    def __init__(self, function: Callable[..., Any], file: str) -> None:
+        self._line = function.__code__.co_firstlineno
+        self._sources = sources(Path(file))
+        self._folder = Path(config.CACHE_DIR) / f"{function.__module__}-{self._sources[:16]}"
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], file: str) -> "Locator":
+        locator = cls(function, file)
+        _use(locator._folder)
+        return locator
+
+    def ensure_cache_path(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        return self._sources
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+@lru_cache
+def _use(folder: Path) -> None:
+    """This process uses this version of a module's kernels; the oldest versions go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    name = folder.name.rpartition("-")[0]
+    versions = sorted(folder.parent.glob(f"{name}-{'[0-9a-f]' * 16}"), key=_last_used, reverse=True)
+    _remove(versions[KEPT_VERSIONS:], RECENT_SECONDS)
+
+
+def _remove(folders: Iterable[Path], unused_seconds: float) -> None:
+    for folder in folders:
+        with suppress(OSError):  # another process removes it, too
+            if time.time() - folder.stat().st_mtime > unused_seconds:
+                shutil.rmtree(folder)
+
+
+def _last_used(folder: Path) -> float:
+    with suppress(OSError):
+        return folder.stat().st_mtime
+    return 0.0
+
+
+@lru_cache
+def sources(file: Path) -> str:
+    """sha256 of a source and of all that it imports from this package: kernels contain the code of what they
+    call and the values of the constants that they name."""
+    digest, seen, left = hashlib.sha256(), {file}, [file]
+    while left:
+        for imported in _imports(left.pop().read_text(encoding="utf-8")):
+            if imported not in seen:
+                seen.add(imported)
+                left.append(imported)
+    for each in sorted(seen - {file}):
+        digest.update(f"{each.relative_to(PACKAGE)}\n".encode() + each.read_bytes())
+    digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _imports(text: str) -> Iterator[Path]:
+    for found in IMPORT.finditer(text):
+        names = re.findall(r"\w+", found[2] or found[3] or "")
+        for module in (found[1], *(f"{found[1]}.{name}" for name in names)):
+            path = PACKAGE.joinpath(*module.split(".")[1:])
+            yield from (file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file())
