@@ -215,7 +215,7 @@ class App:
         with self._admit(1):
             prompt, expected = render(model, chat)
             structured = guide(chat, expected)
-            ids = await encode(model, prompt)
+            ids = await encode(model, prompt, special=False)
             most = request.max_output_tokens or max(model.max_len - len(ids), 1)
             (params,) = chat.params(most, None, structured)
             choice = ResponseChoice(ids, expected)

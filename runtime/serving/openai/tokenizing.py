@@ -41,8 +41,11 @@ async def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, An
         asked = {"model": request.model, "messages": request.messages, "tools": request.tools}
         kwargs = {"chat_template_kwargs": request.chat_template_kwargs}
         prompt, _ = render(model, ChatRequest.model_validate({**asked, **kwargs}))
-    encode = text.encode if request.add_special_tokens else text.encode_words
-    ids = encode(prompt) if len(prompt) < LONG_TEXT else await asyncio.to_thread(encode, prompt)
+    special = request.add_special_tokens and request.prompt is not None  # a template writes its own
+    if len(prompt) < LONG_TEXT:
+        ids = text.encode(prompt, None, special)
+    else:
+        ids = await asyncio.to_thread(text.encode, prompt, None, special)
     names = [model.tokens.name(token_id) for token_id in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_len, "tokens": ids, "token_strs": names}
 
