@@ -4,20 +4,21 @@ The tables hold the rules of the requests that have a slot, written once, when t
 are known on the device only reads them there. A step whose lines the host knows brings them along.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hemiola.runtime.device.transfer import upload
+from hemiola.runtime.engine.lists import LARGEST, Sizes, lists_of
 from hemiola.runtime.engine.request import Rule
 
 WORD = 2**32 - 1
-LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
 NO_TOP_P = 2.0  # more than all tokens together
 ALL = 2**31  # a top_k that leaves all tokens
+NO_LISTS = lists_of((), {}, ())
 FEW_BEST = 1024  # of so many a top_k is found without sorting a vocabulary
 
 
@@ -44,9 +45,12 @@ class Edits(NamedTuple):
     prompt_len: torch.Tensor  # [L] int64
     min_tokens: torch.Tensor  # [L] int64
     stop_ids: torch.Tensor  # [L, A] int64
-    words: torch.Tensor  # [L, B, C] int64: bad words at the right end
     biased: torch.Tensor  # [L, D] int64 ids
     biases: torch.Tensor  # [L, D] fp32
+    lasts: torch.Tensor  # [L, B] int64: bad words' last tokens
+    before: torch.Tensor  # [L, E] int32: their other tokens, each of
+    back: torch.Tensor  # [L, E] int32: so many places before the last one, and of
+    word: torch.Tensor  # [L, E] int32: this word
     penalties: torch.Tensor  # [L, 3, 1] fp32: repetition, frequency, presence; or of no length: none
 
 
@@ -102,41 +106,23 @@ def draws_of(rules: Sequence[Rule], device: torch.device) -> Draws:
 
 
 def edits_of(rules: Sequence[Rule], device: torch.device) -> Edits:
-    """Edits of lines with these rules, in tables as wide as they need."""
-    sizes = [_Sizes.of(rule) for rule in rules]
-    most = _Sizes._make(max(values) for values in zip(*sizes, strict=True))
-    lists = np.stack([_lists(rule, most) for rule in rules])
-    whole = np.array([_edit_ints(rule) for rule in rules], np.int64)
-    penalties = np.array([_penalties(rule) for rule in rules], np.float32)
+    """Edits of lines with these rules, in tables as wide as they need. A rule's lists go over once."""
+    place = {rule: n for n, rule in enumerate(dict.fromkeys(rules))}
+    most = Sizes._make(map(max, zip(*(rule.lists.sizes for rule in place), strict=True)))
+    lists = np.stack([rule.lists.line(most) for rule in place])
+    whole = np.array([_edit_ints(rule) for rule in place], np.int64)
+    penalties = np.array([_penalties(rule) for rule in place], np.float32)
     if (penalties == (1, 0, 0)).all():
         penalties = penalties[:, :0]
-    made = upload(device, whole, lists, penalties)
-    return _edits(made[0], made[1], made[2], most)
-
-
-class _Sizes(NamedTuple):
-    """How long the lists of a rule are."""
-
-    stops: int
-    biases: int
-    words: int
-    word_len: int
-
-    @staticmethod
-    def of(rule: Rule) -> "_Sizes":
-        stops = len(rule.stop_ids) if rule.params.min_tokens else 0
-        longest = max(map(len, rule.bad_words), default=0)
-        return _Sizes(stops, len(rule.params.logit_bias), len(rule.bad_words), longest)
-
-    @property
-    def width(self) -> int:
-        return self.stops + 2 * self.biases + self.words * self.word_len
+    own = np.array([place[rule] for rule in rules], np.int64)
+    line, *made = upload(device, own, whole, lists, penalties)
+    return _edits(made[0][line], made[1][line], made[2][line], most)
 
 
 class RuleTable:
     """Of every slot: the rule of the request that holds it."""
 
-    HELD = _Sizes(stops=32, biases=320, words=64, word_len=8)  # of the lists
+    HELD = Sizes(stops=32, biases=320, words=64, before=448)  # of the lists
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.device = device
@@ -149,7 +135,7 @@ class RuleTable:
     @classmethod
     def holds(cls, rule: Rule) -> bool:
         """Whether its lists are short enough."""
-        return all(size <= held for size, held in zip(_Sizes.of(rule), cls.HELD, strict=True))
+        return all(size <= held for size, held in zip(rule.lists.sizes, cls.HELD, strict=True))
 
     def open(self, slot_id: int, rule: Rule | None) -> None:
         """A request takes the slot; None: nobody, which is greedy."""
@@ -158,7 +144,7 @@ class RuleTable:
         whole = (*_draw_ints(rule), *_edit_ints(rule)) if rule else (ALL, 0, 0, 0, 0)
         floats = _floats(rule) if rule else (1.0, 0.0, NO_TOP_P)
         penalties = _penalties(rule) if rule else (1.0, 0.0, 0.0)
-        lists = _lists(rule, self.HELD)
+        lists = (rule.lists if rule else NO_LISTS).line(self.HELD)
         made = [np.array(whole, np.int64), np.array(floats), np.array(penalties, np.float32), lists]
         tables = (self._whole, self._floats, self._penalties, self._lists)
         for table, line in zip(tables, upload(self.device, *made), strict=True):
@@ -196,25 +182,6 @@ def _penalties(rule: Rule) -> tuple[float, float, float]:
     return repetition, params.frequency_penalty, params.presence_penalty
 
 
-def _lists(rule: Rule | None, sizes: _Sizes) -> np.ndarray:
-    """stop_ids, ids with a bias, the biases (as bits), bad words."""
-    bias = rule.params.logit_bias if rule else {}
-    biases = np.clip(list(bias.values()), -LARGEST, LARGEST).astype(np.float32)
-    words = np.full((sizes.words, sizes.word_len), -1, np.int32)
-    for place, word in enumerate(rule.bad_words if rule else ()):
-        words[place, sizes.word_len - len(word) :] = word
-    stops = rule.stop_ids if rule and rule.params.min_tokens else ()
-    ids = _filled(stops, sizes.stops, -1), _filled(bias, sizes.biases, -1)
-    return np.concatenate((*ids, _filled(biases.view(np.int32), sizes.biases, 0), words.reshape(-1)))
-
-
-def _filled(values: Iterable[int], width: int, rest: int) -> np.ndarray:
-    line = np.full(width, rest, np.int32)
-    given = np.fromiter(values, np.int32)
-    line[: len(given)] = given
-    return line
-
-
 def _draws(floats: torch.Tensor, whole: torch.Tensor, has_min_p: bool, most: int) -> Draws:
     top_k = whole[:, :1]
     return Draws(
@@ -229,15 +196,18 @@ def _draws(floats: torch.Tensor, whole: torch.Tensor, has_min_p: bool, most: int
     )
 
 
-def _edits(whole: torch.Tensor, lists: torch.Tensor, penalties: torch.Tensor, sizes: _Sizes) -> Edits:
-    widths = [sizes.stops, sizes.biases, sizes.biases, sizes.words * sizes.word_len]
-    stops, biased, biases, words = lists.split(widths, 1)
+def _edits(whole: torch.Tensor, lists: torch.Tensor, penalties: torch.Tensor, sizes: Sizes) -> Edits:
+    widths = [sizes.stops, *[sizes.biases] * 2, sizes.words, *[sizes.before] * 3]
+    stops, biased, biases, lasts, before, back, word = lists.split(widths, 1)
     return Edits(
         prompt_len=whole[:, 0],
         min_tokens=whole[:, 1],
         stop_ids=stops.to(torch.int64),
-        words=words.view(len(lists), sizes.words, sizes.word_len).to(torch.int64),
         biased=biased.to(torch.int64),
         biases=biases.contiguous().view(torch.float32),
+        lasts=lasts.to(torch.int64),
+        before=before,
+        back=back,
+        word=word,
         penalties=penalties.unsqueeze(-1),
     )
