@@ -84,7 +84,7 @@ def _filled(values: np.ndarray, width: int, rest: int) -> np.ndarray:
 
 
 class Forbidden:
-    """Ids that bad words and min_tokens forbid behind an output, on the host; the device's word is sampling.py."""
+    """Ids that bad words and min_tokens forbid behind an output: on the host what sampling.py is on a GPU."""
 
     def __init__(self, lists: Lists, words: Words, min_tokens: int) -> None:
         self._stops, self._min_tokens = lists.stops, min_tokens

@@ -227,9 +227,9 @@ def _checked_ids(prompt_ids: Sequence[int], vocab_size: int) -> np.ndarray:
         raise Refused(f"prompt is a list of {_kinds(prompt_ids)}; pass text or a list of token ids (int)")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(outside):
-        at = outside[0]
+        at, known = outside[0], f"0..{vocab_size - 1}"
         raise Refused(
-            f"token id {shown(int(ids[at]))} at position {at} of the prompt is not in the vocabulary 0..{vocab_size - 1}"
+            f"token id {shown(int(ids[at]))} at position {at} of the prompt is not in the vocabulary {known}"
         )
     return ids
 
