@@ -1,4 +1,6 @@
-"""What a request's rule lists, as arrays: made once, when the request opens, and in its caller's thread.
+"""What a request's rule says, as arrays: made once, when the request opens, and in its caller's thread.
+
+So what cannot be made is its caller's error, and a step only puts arrays of known types together.
 
 A bad word stands here as its last token and, one entry each, the tokens before it. So a line of logits costs
 as many comparisons as there are tokens in all words, whatever their number and lengths.
@@ -9,9 +11,37 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hemiola.runtime.api import SamplingParams
+
 LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)
+WORD = 2**32 - 1
+NO_TOP_P = 2.0  # more than all tokens together
+ALL = 2**31  # a top_k that leaves all tokens
 Words = tuple[tuple[int, ...], ...]
 NOTHING = np.empty(0, np.int32)
+
+
+class Numbers(NamedTuple):
+    """One of each, in any rule."""
+
+    floats: np.ndarray  # [3] fp64: temperature, min_p, top_p
+    whole: np.ndarray  # [5] int64: top_k, the seed's low and high word, prompt_len, min_tokens
+    penalties: np.ndarray  # [3] fp32: repetition, frequency, presence
+
+
+def numbers_of(params: SamplingParams, seed: int, prompt_len: int) -> Numbers:
+    """Of a greedy rule top_k is -1, which no other has; it draws from nothing."""
+    greedy = params.temperature == 0
+    top_p = params.top_p if params.top_p < 1 else NO_TOP_P
+    floats = (1.0, 0.0, NO_TOP_P) if greedy else (params.temperature, params.min_p, top_p)
+    top_k = -1 if greedy else params.top_k or ALL
+    repetition = min(max(params.repetition_penalty, SMALLEST), LARGEST)
+    return Numbers(
+        np.array(floats, np.float64),
+        np.array((top_k, seed & WORD, seed >> 32, prompt_len, params.min_tokens), np.int64),
+        np.array((repetition, params.frequency_penalty, params.presence_penalty), np.float32),
+    )
 
 
 class Sizes(NamedTuple):

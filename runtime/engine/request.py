@@ -12,7 +12,7 @@ from hemiola.runtime.api import FinishReason, Logprob, Metrics, SamplingParams, 
 from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.config import rebuilt_for
 from hemiola.runtime.engine.grammar import Grammar, Guide, Stuck
-from hemiola.runtime.engine.lists import Forbidden, Lists, Words, lists_of
+from hemiola.runtime.engine.lists import Forbidden, Lists, Numbers, Words, lists_of, numbers_of
 from hemiola.runtime.errors import Refused
 
 Encode = Callable[[str], Sequence[int]]  # text -> token ids, without special ones
@@ -27,6 +27,7 @@ class Rule:
     prompt_len: int
     stop_ids: frozenset[int]
     bad_words: Words = ()
+    numbers: Numbers = field(init=False)
     lists: Lists = field(init=False)
     greedy: bool = field(init=False)
     edits_logits: bool = field(init=False)  # the logits are changed before a token is chosen
@@ -35,6 +36,7 @@ class Rule:
     def __post_init__(self) -> None:
         params = self.params
         stop_ids = self.stop_ids if params.min_tokens else ()
+        object.__setattr__(self, "numbers", numbers_of(params, self.seed, self.prompt_len))
         object.__setattr__(self, "lists", lists_of(stop_ids, params.logit_bias, self.bad_words))
         penalties = (params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
         edits = any(penalties) or bool(params.logit_bias or self.bad_words)

@@ -11,18 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from hemiola.runtime.api import Logprob
+from hemiola.runtime.engine.lists import ALL, LARGEST, NO_TOP_P, WORD
 from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.rules import (
-    ALL,
-    FEW_BEST,
-    LARGEST,
-    NO_TOP_P,
-    WORD,
-    Draws,
-    Edits,
-    Group,
-    groups_of,
-)
+from hemiola.runtime.engine.rules import FEW_BEST, Draws, Edits, Group, groups_of
 
 AT_ONCE = 2**25  # numbers that are widened to 64 bits in one go
 SUM_BITS = 62  # of a line's weights

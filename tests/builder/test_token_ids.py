@@ -53,7 +53,8 @@ def test_an_engine_is_not_built_with_a_token_id_outside_of_the_vocabulary(
 
 
 def test_the_nested_config_of_a_text_model_is_looked_at_as_well(tmp_path: Path) -> None:
-    config = {"pad_token_id": -1, "bos_token_id": None, "text_config": {"eos_token_id": [1, VOCAB]}}
+    config = {"architectures": ["Any"], "pad_token_id": -1, "bos_token_id": None, "text_config": {}}
+    config["text_config"] = {"eos_token_id": [1, VOCAB]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = Checkpoint(tmp_path, RandomTensors)
     refuse_unknown_ids([checkpoint.config], VOCAB)
