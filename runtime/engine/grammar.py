@@ -93,6 +93,7 @@ class Grammars:
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
         """Wait for it, MOST_SECONDS at most. Raises Refused if it is wrong, too large, or cannot be met."""
+        _check_size(asked)
         with self._lock:
             self._vocabulary = self._vocabulary or self._threads.submit(self._make_vocabulary)
         vocabulary = self._vocabulary.result()
@@ -112,10 +113,16 @@ class Grammars:
         raise Refused(f"structured_outputs: {reason}")
 
 
-def _compile(vocabulary: Vocabulary, asked: StructuredOutputsParams) -> Grammar:
+def _check_size(asked: StructuredOutputsParams) -> None:
+    """Before it is kept, and a thread takes it up."""
     size = len(asked.model_dump_json(exclude_defaults=True))
     if size > MOST_CHARACTERS:
-        raise Refused(f"{size} characters are too many, the limit is {MOST_CHARACTERS}; shorten it")
+        raise Refused(
+            f"structured_outputs: {size} characters are too many, the limit is {MOST_CHARACTERS}; shorten it"
+        )
+
+
+def _compile(vocabulary: Vocabulary, asked: StructuredOutputsParams) -> Grammar:
     source = to_lark(asked)
     matcher = _matcher(vocabulary, source)
     if matcher.is_error():

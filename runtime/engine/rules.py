@@ -69,8 +69,8 @@ class Group(NamedTuple):
 
 
 def kinds_of(rule: Rule) -> int:
-    """What its lines take: see Group. Drawing with a filter is a kind of its own, and so are long lists, since a
-    table is as wide as its widest line."""
+    """What its lines take: see Group. Filters are a kind of their own, and so are long lists: a table is
+    as wide as its widest line."""
     filters = rule.params.top_p < 1 or rule.params.top_k > 0
     is_long = rule.edits_logits and not RuleTable.holds(rule)
     return rule.edits_logits * EDITED + (not rule.greedy) * (DRAWN + FILTERED * filters) + LONG * is_long
