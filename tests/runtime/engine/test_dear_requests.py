@@ -1,6 +1,7 @@
 """What the dearest legal request costs in a step: bytes and lines of Python are counted, not seconds."""
 
 import sys
+import tracemalloc
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -125,6 +126,17 @@ def test_a_dear_request_does_not_widen_the_tables_of_others() -> None:
     alone = [cheap] * LINES
     one = bytes_of_a_step([dear]).total
     assert bytes_of_a_step([*alone, dear]).total < bytes_of_a_step(alone).total + 2 * one
+
+
+@pytest.mark.parametrize("shape", WORDS)
+def test_the_dearest_request_holds_half_a_megabyte(shape: str) -> None:
+    a_request(**DEAR, bad_words_ids=WORDS[shape])
+    tracemalloc.start()
+    try:
+        held = a_request(**DEAR | {"max_tokens": 2**31 - 1}, bad_words_ids=WORDS[shape])
+        assert held.ids.nbytes == 4 * W and tracemalloc.get_traced_memory()[0] < 2**19
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("shape", WORDS)
