@@ -102,7 +102,7 @@ def a_tool(name: str) -> dict[str, Any]:
 
 
 # By field: a limit that stands in the table, who keeps it, the most that is taken and one more.
-LIMITS: list[tuple[str, int, Callable[..., None], dict[str, Any], dict[str, Any]]] = [
+LIMITS: list[tuple[str, int, Callable[..., object], dict[str, Any], dict[str, Any]]] = [
     *((name, INT, sampling, {name: INT}, {name: INT + 1}) for name in ("max_tokens", "top_k", "num_drafts")),
     ("max_completion_tokens", INT, chat, {"max_completion_tokens": INT}, {"max_completion_tokens": INT + 1}),
     ("min_tokens", INT, sampling, {"min_tokens": INT, "max_tokens": INT}, {"min_tokens": INT + 1}),
@@ -184,7 +184,7 @@ def test_every_number_among_the_limits_is_tried() -> None:
     ("name", "limit", "take", "most", "more"), LIMITS, ids=[f"{n}-{limit}" for n, limit, *_ in LIMITS]
 )
 def test_a_limit_takes_what_it_says_and_refuses_one_more(
-    name: str, limit: int, take: Callable[..., None], most: dict[str, Any], more: dict[str, Any]
+    name: str, limit: int, take: Callable[..., object], most: dict[str, Any], more: dict[str, Any]
 ) -> None:
     take(**most)
     with pytest.raises((Refused, ApiError)) as refused:

@@ -180,7 +180,7 @@ def test_the_dearest_stop_strings_cost_a_token_so_many_comparisons_as_they_have_
 
 def test_a_grammar_that_is_too_large_is_not_kept() -> None:
     made = grammars()
-    huge = StructuredOutputsParams(choice=["a" * 2**18, "b"])
+    huge = StructuredOutputsParams(choice=("a" * 2**18, "b"))
     with pytest.raises(Refused, match="are too many, the limit is 262144"):
         made.compile(huge)
     assert huge not in made._kept

@@ -96,8 +96,8 @@ def test_a_top_k_of_2_to_the_63_does_not_end_the_engine(llm: LLM, wanted: list[i
 
 def test_min_tokens_of_2_to_the_63_do_not_end_the_engine(llm: LLM, wanted: list[int]) -> None:
     with pytest.raises(Refused, match="_tokens"):
-        check_beside(llm, wanted, [SamplingParams(max_tokens=2**63, min_tokens=2**63, stop_token_ids=[3])])
-    check_beside(llm, wanted, [SamplingParams(max_tokens=MOST, min_tokens=MOST, stop_token_ids=[3])])
+        check_beside(llm, wanted, [SamplingParams(max_tokens=2**63, min_tokens=2**63, stop_token_ids=(3,))])
+    check_beside(llm, wanted, [SamplingParams(max_tokens=MOST, min_tokens=MOST, stop_token_ids=(3,))])
 
 
 @pytest.mark.parametrize("name", TAKEN)
