@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.api import MAX_ENTRIES, SamplingParams
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.json_size import check_size
 
@@ -70,6 +70,9 @@ def read_request(request: Any) -> dict[str, Any]:
         _put(asked, name, [value] if ALIASES.get(name, name) in LISTS else value)
     if request.timeout():
         asked["timeout"] = request.timeout()
+    num_ids = len(asked.get("cancel", ()))
+    if num_ids > MAX_ENTRIES:
+        raise Refused(f"cancel has {num_ids} ids, the limit is {MAX_ENTRIES}; send several requests")
     return asked
 
 

@@ -153,7 +153,7 @@ def test_engines_without_adaptive_drafts_have_the_buckets_that_they_had() -> Non
     [
         {"chooses": False},
         {"num_tokens": 9},
-        {"words": ((1,) * 9,)},
+        {"words": ((1,) * 450,)},
         {"values": {"logit_bias": dict.fromkeys(range(400), 1.0)}},
     ],
     ids=["a chunk of a prompt", "its end", "a long bad word", "many biases"],

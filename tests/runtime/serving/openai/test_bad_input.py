@@ -38,7 +38,7 @@ BAD = {
     "huge_id": (TEXT, {"prompt": [5, 2**70]}, "prompt", f"token id {2**70} at position 1"),
     "text_without_tokenizer": (TEXT, {"model": "ids"} | P, None, "model ids has no tokenizer"),
     "unknown_option": (TEXT, P | {"max_tokns": 5}, "max_tokns", "unknown option 'max_tokns'"),
-    "max_tokens_of_70_bits": (TEXT, P | {"max_tokens": 2**70}, "max_tokens", "needs more than 64 bits"),
+    "max_tokens_of_70_bits": (TEXT, P | {"max_tokens": 2**70}, "max_tokens", "or equal to 2147483647"),
     "temperature_text": (TEXT, P | {"temperature": "hot"}, "temperature", "temperature is 'hot'"),
     "seed_of_65_bits": (TEXT, P | {"seed": 2**64}, "seed", f"seed is {2**64}: it should be less than"),
     "n_0": (TEXT, P | {"n": 0}, "n", "n is 0"),
