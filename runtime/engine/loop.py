@@ -262,6 +262,13 @@ class Loop:
 
     # What the loop's thread does.
 
+    def audit(self) -> None:
+        """Every request whose user waits for an end runs or waits, once; and all that the scheduler owns."""
+        self.scheduler.audit()
+        held = {*self.scheduler.running, *self.scheduler.waiting}
+        for request in self.outbox.all():
+            assert request in held, f"request {request.id} is lost: it neither runs nor waits"
+
     def _run(self) -> None:
         try:
             while not self._closing or self._busy:
@@ -295,7 +302,7 @@ class Loop:
         """All messages there are; waits for one if nothing can run."""
         if not self._busy:
             self._turned = math.inf
-            message = self._inbox.wait(IDLE_SECONDS, self.scheduler.audit)
+            message = self._inbox.wait(IDLE_SECONDS, self.audit)
             self._turned = time.monotonic()
             self._read(message)
         for message in self._inbox.take():

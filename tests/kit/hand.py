@@ -124,7 +124,7 @@ class Hand:
     def audit(self) -> None:
         """Ownership; and the content of whatever is cached, where the session keeps tokens."""
         scheduler, session = self.loop.scheduler, self.loop.session
-        scheduler.audit()
+        self.loop.audit()
         assert self._looks == {} or not self.idle, "nobody looked at a step"
         if not isinstance(session, FakeSession):
             return
