@@ -125,7 +125,7 @@ class FakeSession:
         logits = torch.zeros(len(batch.logits_ids), VOCAB)
         for at, token in enumerate(batch.logits_ids.tolist()):
             answer = answers[token]
-            logits[at, answer or 0] = torch.nan if answer is None else 1.0
+            logits[at, slice(None) if answer is None else answer] = torch.nan if answer is None else 1.0
         return Computed(logits, torch.zeros(end, 1))
 
     def _check(self, batch: Batch) -> None:

@@ -173,6 +173,7 @@ class Storm:
             params["stop_token_ids"] = [EOS]
         elif kind == "penalties":
             params |= dice.choice(PENALTIES)
+            params["max_tokens"] = max(params["max_tokens"], params.get("min_tokens", 0))
         n = dice.choice([1, 1, 1, 3])
         self.reached["n > 1"] += n > 1
         self.reached[kind] += 1
@@ -277,17 +278,18 @@ class Storm:
         assert (session.pages[pages._free] == POISON).all(), "somebody wrote a page that nobody owns"
 
     def rage(self) -> None:
-        """The first moves of a turn may be many: then as many requests are cancelled as come."""
         moves = {name: getattr(self, name) for name in Chances._fields}
         for _ in range(NUM_TURNS):
             for name, chance in zip(moves, self.chances, strict=True):
-                if self.dice.random() < chance and (name != "arrive" or len(self.asked) < self.most_requests):
+                if self.dice.random() < chance and (name != "arrive" or self.has_room):
                     moves[name]()
             self.turn()
 
     @property
-    def most_requests(self) -> int:
-        return 60 if self.chances.abort < 0.1 else 150
+    def has_room(self) -> bool:
+        """While very many wait nobody arrives: the steps in which they end would be most of a storm."""
+        scheduler = self.hand.loop.scheduler
+        return len(scheduler.waiting) < 6 and len(self.asked) < 60
 
     def end(self) -> None:
         while not self.hand.idle:
