@@ -38,7 +38,7 @@ NUM_TURNS = 200
 
 
 def sizes_of(dice: random.Random) -> dict[str, int | bool]:
-    max_rows = dice.choice([1, 2, 4, 9])
+    max_rows = dice.choice([1, 2, 4, 4, 9])
     page_len = dice.choice([4, 8, 16])
     max_len = dice.choice([64, 96])
     least = max_len // page_len + 1
@@ -55,7 +55,7 @@ def sizes_of(dice: random.Random) -> dict[str, int | bool]:
         "num_slots": max_rows + 1 + (dice.choice([0, 1, 3, 20]) if prefix_cache else 0),
         "snapshot_interval": page_len * dice.choice([0, 0, 1, 3]) if prefix_cache else 0,
         "adaptive_drafts": dice.random() < 0.5,
-        "pipeline_depth": dice.choice([0, 1, 2]),
+        "pipeline_depth": dice.choice([0, 1, 1, 2]),
         "aging_s": dice.choice([0.0, 0.0, 7.0]),  # turns
     }
 
@@ -81,7 +81,12 @@ class Chances(NamedTuple):
     flush: float
 
 
-CHANCES = [Chances(0.25, 0.04, 0.06, 0.01)] * 2 + [Chances(0.5, 0.2, 0.02, 0.01), Chances(0.7, 1.0, 0.0, 0.0)]
+CHANCES = [
+    Chances(0.25, 0.04, 0.1, 0.01),
+    Chances(0.5, 0.2, 0.05, 0.01),
+    Chances(0.9, 0.4, 0.05, 0.0),
+    Chances(0.9, 1.0, 0.0, 0.0),
+]
 PENALTIES = [
     {"presence_penalty": 2.0},
     {"frequency_penalty": 0.4},
@@ -98,6 +103,9 @@ class Storm:
         sizes = sizes_of(dice) | changes
         self.chances = dice.choice(CHANCES)
         self.priorities = dice.choice([[0, 0, 0, 1, -1], [0, 5], [0, 1, 2, 3]])
+        self.short = dice.choice(
+            [0.0, 0.7]
+        )  # chance of a short prompt; then long ones are of the last priority
         self.one_of, self.salt = dice.choice([0, 0, 60]), dice.randbytes(4)  # contexts behind which is NaN
         proposer: Scripted | None = None
         if sizes["num_drafts"]:
@@ -156,14 +164,16 @@ class Storm:
 
     def arrive(self) -> None:
         dice = self.dice
-        prompt = dice.choices(range(VOCAB), k=dice.randint(1, 40))
-        if self.texts and dice.random() < 0.6:
+        is_short = dice.random() < self.short
+        prompt = dice.choices(range(VOCAB), k=dice.randint(1, 6 if is_short else 40))
+        if self.texts and dice.random() < 0.6 - is_short:
             text = dice.choice(self.texts)
             prompt = text[: dice.randint(1, len(text))] + prompt[: dice.randint(0, 9)]
         prompt = prompt[: self.max_len - 1]
+        priorities = self.priorities if is_short or not self.short else self.priorities[-1:]
         params = {
             "max_tokens": dice.randint(1, 30),
-            "priority": dice.choice(self.priorities),
+            "priority": dice.choice(priorities),
             "cache_salt": dice.choice(["", "", "other"]),
             "num_drafts": dice.choice([None, None, 0]),
         }
@@ -242,8 +252,10 @@ class Storm:
         guide.follow = follow_and_raise
 
     def abort(self) -> None:
-        """Anyone who has not heard of an end, at times one who has."""
+        """Anyone who has not heard of an end, at times one who has; or one that runs."""
         going = [r for r in self.hand.requests if self.dice.random() < 0.02 or not self.hand.ended(r.id)]
+        if self.dice.random() < 0.5:
+            going = [r for r in self.hand.loop.scheduler.running if r.finish_reason is None]
         if going:
             request = self.dice.choice(going)
             self._see("abort", request)
@@ -289,7 +301,7 @@ class Storm:
     def has_room(self) -> bool:
         """While very many wait nobody arrives: the steps in which they end would be most of a storm."""
         scheduler = self.hand.loop.scheduler
-        return len(scheduler.waiting) < 6 and len(self.asked) < 60
+        return len(scheduler.waiting) < 5 and len(self.asked) < 100
 
     def end(self) -> None:
         while not self.hand.idle:
@@ -348,14 +360,40 @@ def test_a_storm_is_repeated_by_its_seed(make_hand: Callable, seed: int) -> None
     assert runs[0] == runs[1]
 
 
-def test_storms_abort_and_preempt_requests_of_any_age_in_flight_and_at_rest(make_hand: Callable) -> None:
-    seen = set()
-    for seed in range(12):
+REACHED = [
+    "requests of two priorities ran",
+    "a newcomer took the place of a worse one within a step",
+    "waiting improved a priority",
+    "a row got no page",
+    "all pages were held",
+    "preempted",
+    "cancelled",
+    "n > 1",
+    "grammar",
+    "penalties",
+    "drafts stayed",
+    "drafts fell",
+    "NaN",
+    "a grammar raised",
+    "a listener raised",
+    "stop",
+    "length",
+]
+
+
+def test_storms_reach_all_that_they_are_for(make_hand: Callable) -> None:
+    """Aborts and preemptions of requests of any age, in flight and at rest; and everything in REACHED."""
+    seen, reached, with_cancels = set(), Counter(), 0
+    for seed in range(16):
         storm = Storm(make_hand, random.Random(seed))
         storm.rage()
+        with_cancels += storm.chances.abort == 1.0
+        storm.end()
         seen |= storm.seen
+        reached += storm.reached
     for kind in itertools.product(("abort", "preempt"), (True, False)):
         assert len({age for *move, age in seen if tuple(move) == kind}) > 5, kind
+    assert [name for name in REACHED if reached[name] < 3] == [] and with_cancels > 1, reached
 
 
 MOVES = st.lists(
