@@ -250,3 +250,82 @@ def test_a_preempted_request_keeps_what_it_gained_by_waiting_and_waits_anew(
     now[0] += 2.0
     hand.turn()
     assert request.priority == 1
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_preempted_request_waits_in_front_of_younger_ones(make_hand: Callable, depth: int) -> None:
+    hand = make_hand(max_rows=1, pipeline_depth=depth)
+    older, younger = hand.submit(prompt(4), max_tokens=20), hand.submit(prompt(5), max_tokens=5)
+    for _ in range(4):
+        hand.turn()
+    hand.preempt(hand.requests[older - 1])
+    hand.run()
+    first, second = hand.requests
+    assert first.metrics.num_preemptions == 1 and second.metrics.num_preemptions == 0
+    assert second.metrics.first_scheduled > first.metrics.last_token - 1e-9, "the younger one overtook"
+    assert hand.token_ids(older) == oracle(prompt(4), 20) and hand.token_ids(younger) == oracle(prompt(5), 5)
+
+
+def test_nobody_is_preempted_while_pages_of_a_cancelled_request_are_about_to_come_back(
+    make_hand: Callable,
+) -> None:
+    hand = make_hand(max_rows=3, pipeline_depth=1, num_pages=9, max_step_tokens=64)
+    ids = [hand.submit(prompt(length), max_tokens=50) for length in (8, 12, 13)]
+    first, cancelled, last = hand.requests
+    scheduler = hand.loop.scheduler
+    pages = scheduler.prefix.pages
+    for _ in range(40):
+        needs_page = first.slot_id and first.most_len == pages.capacity[first.slot_id]
+        if needs_page and not pages.num_free and cancelled.in_flight and last.in_flight:
+            break
+        hand.turn()
+    assert scheduler.num_preemptions == 0 and needs_page and not pages.num_free
+    hand.loop.abort(ids[1])
+    for _ in range(4):
+        hand.turn()
+        assert scheduler.num_preemptions == 0 and not last.leaving
+    hand.run()
+    assert hand.token_ids(ids[0]) == oracle(prompt(8), 50)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_one_gives_its_pages_where_every_row_needs_one(make_hand: Callable, depth: int) -> None:
+    """All come to the end of a page in the same step, and none is free: the pages of one are enough."""
+    hand = make_hand(max_rows=4, pipeline_depth=depth, num_pages=17, max_step_tokens=64)
+    ids = [hand.submit(prompt(16, n), max_tokens=32) for n in range(4)]
+    scheduler = hand.loop.scheduler
+    while scheduler.num_preemptions == 0:
+        hand.turn()
+    for _ in range(2 + depth):
+        hand.turn()
+    assert scheduler.num_preemptions == 1 and len(scheduler.running) == 3
+    hand.run()
+    assert [hand.token_ids(i) for i in ids] == [oracle(prompt(16, n), 32) for n in range(4)]
+    assert max(hand.last(i).metrics.num_preemptions for i in ids) == 1, "it thrashes"
+
+
+def test_two_prompts_leave_drafts_their_half_together(make_hand: Callable) -> None:
+    sizes = {"max_rows": 3, "num_drafts": 13, "max_step_tokens": 14, "chunk_len": 1}
+    hand = make_hand(proposer=always_right(hashed), **sizes)
+    hand.submit(prompt(4), max_tokens=50)
+    hand.turn()
+    hand.submit(prompt(5)), hand.submit(prompt(40))
+    hand.loop._read_inbox()
+    rows = hand.loop.scheduler.plan().rows
+    assert [row.num_tokens - row.num_drafts for row in rows] == [1, 5, 2] and rows[0].num_drafts == 6
+
+
+@pytest.mark.parametrize(("priority", "num_read"), [(-1, 12), (0, 9), (3, 9), (5, 6), (9, 6)])
+def test_a_prompt_leaves_tokens_to_drafts_of_the_same_or_a_better_priority_only(
+    make_hand: Callable, priority: int, num_read: int
+) -> None:
+    sizes = {"max_rows": 3, "num_drafts": 3, "max_step_tokens": 14, "chunk_len": 1}
+    hand = make_hand(proposer=always_right(hashed), **sizes)
+    for own in (0, 5):
+        hand.submit(prompt(4, own), max_tokens=50, priority=own)
+    hand.turn()
+    hand.submit(prompt(40), priority=priority)
+    hand.loop._read_inbox()
+    rows = hand.loop.scheduler.plan().rows
+    assert [row.num_tokens for row in rows if row.request.id == 3] == [num_read]
+    assert sum(row.num_drafts for row in rows) == 12 - num_read
