@@ -59,6 +59,11 @@ class ServeConfig(Strict):
     cuda_graphs: bool | Auto = Field(
         "auto", description="replay steps as CUDA graphs, all but those of long prompts; auto: on a GPU"
     )
+    aging_s: float = Field(
+        30.0,
+        ge=0,
+        description="seconds of waiting that improve a request's priority by one, up to the best; 0: never",
+    )
     memory_fraction: float = Field(
         default=0.5, gt=0, le=1, description="share of the free memory that auto may take"
     )
@@ -84,6 +89,7 @@ class Resolved(Strict):
     pipeline_depth: int
     cuda_graphs: bool
     vocab_size: int
+    aging_s: float
 
 
 def state_bytes(states: Sequence[State], kind: str) -> int:
@@ -124,6 +130,7 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
         pipeline_depth=_pipeline_depth(config, manifest),
         cuda_graphs=_cuda_graphs(config, manifest),
         vocab_size=manifest.vocab_size,
+        aging_s=config.aging_s,
     )
 
 

@@ -192,7 +192,7 @@ class Loop:
                 request.num_drafts = request.guide.follow(text, drafts[: request.num_drafts])
             except Stuck as stuck:
                 request.fail(f"structured_outputs: {stuck}")
-            except Exception as error:  # the library's; it may not take the other requests along
+            except Exception as error:  # the grammar library's; it may not take the other requests along
                 request.fail(f"structured_outputs: {type(error).__name__}: {error}")
 
     def _count(self, plan: Plan, events: list[Event]) -> None:
@@ -266,6 +266,13 @@ class Loop:
 
     # What the loop's thread does.
 
+    def audit(self) -> None:
+        """Every request whose user waits for an end runs or waits, once; and all that the scheduler owns."""
+        self.scheduler.audit()
+        held = {*self.scheduler.running, *self.scheduler.waiting}
+        for request in self.outbox.all():
+            assert request in held, f"request {request.id} is lost: it neither runs nor waits"
+
     def _run(self) -> None:
         try:
             while not self._closing or self._busy:
@@ -299,7 +306,7 @@ class Loop:
         """All messages there are; waits for one if nothing can run."""
         if not self._busy:
             self._turned = math.inf
-            message = self._inbox.wait(IDLE_SECONDS, self.scheduler.audit)
+            message = self._inbox.wait(IDLE_SECONDS, self.audit)
             self._turned = time.monotonic()
             self._read(message)
         for message in self._inbox.take():
@@ -311,7 +318,7 @@ class Loop:
                 self.outbox.open(request, on_piece)
                 if request.finish_reason is None:
                     self.scheduler.add(request)
-                else:  # its text cannot be begun
+                else:
                     self._deliver([self.outbox.end(request)])
             case Abort(request_id):
                 request = self.outbox.get(request_id)

@@ -34,14 +34,13 @@ class Outbox:
         self._letters: dict[int, _Letter] = {}
 
     def open(self, request: Request, on_piece: OnPiece) -> None:
-        """A request whose prompt the tokenizer cannot decode has failed then."""
-        growing = None
+        """A request whose prompt the tokenizer cannot decode fails here; `end` has its last piece."""
+        prompt, growing = request.ids[: request.prompt_len].tolist(), None
         try:
             if self._text is not None:
-                prompt = request.ids[: request.prompt_len].tolist()
                 growing = Growing(self._text, prompt, request.params.stop)
         except Exception as error:
-            request.fail(f"the tokenizer failed: {type(error).__name__}: {error}")
+            _fail(request, error)
         self._letters[request.id] = _Letter(request, on_piece, growing, request.prompt_len)
 
     def get(self, request_id: int) -> Request | None:
@@ -72,9 +71,9 @@ class Outbox:
         request = letter.request
         try:
             text = _new_text(letter, request.ids[letter.sent_len : request.total_len].tolist())
-        except Exception as error:  # a tokenizer's; it may not take the other requests along
+        except Exception as error:
             text = ""
-            request.fail(f"the tokenizer failed: {type(error).__name__}: {error}")
+            _fail(request, error)
         token_ids = request.ids[letter.sent_len : request.total_len].tolist()
         logprobs = None
         if request.params.logprobs is not None:
@@ -87,6 +86,11 @@ class Outbox:
         del self._letters[request.id]
         piece = Piece(text, token_ids, logprobs, request.finish_reason, request.metrics, request.error)
         return Event(request, piece, letter.on_piece)
+
+
+def _fail(request: Request, error: Exception) -> None:
+    """What a tokenizer raises may not take the other requests along."""
+    request.fail(f"the tokenizer failed: {type(error).__name__}: {error}")
 
 
 def _new_text(letter: _Letter, token_ids: list[int]) -> str:

@@ -64,6 +64,8 @@ class Request:
     committed_len: int = 0
     # the scheduler's
     age: int = 0  # place in the order of arrival
+    priority: int = field(init=False)  # as asked, or better: it has waited
+    waiting_since: float = 0.0  # by the scheduler's clock; or since its priority was last raised
     chain: Chain = field(init=False)
     slot_id: int = 0  # 0: not running
     hit_len: int = 0  # where it began, when it last got a slot
@@ -83,6 +85,7 @@ class Request:
     logprobs: list[Logprob] = field(default_factory=list)  # of the output tokens, if asked for
 
     def __post_init__(self) -> None:
+        self.priority = self.params.priority
         self.rule = Rule(self.params, self.seed, self.prompt_len, self.stop_ids, self.bad_words)
 
     @property

@@ -10,7 +10,9 @@ freed when no step that has it as a row is under way. Nothing is undone.
 
 Rank, (priority, age), decides everything. `running` and `waiting` are in order of rank; pages that run out
 are taken from the last. So the first request always advances, and since the cache holds at least one request
-of max_len (config.resolve), nothing of the best priority waits for ever.
+of max_len (config.resolve), nothing of the best priority waits for ever. For each aging_s seconds in which a
+request waits, its priority improves by one, up to the best of all requests, and it keeps what it has gained.
+So every request comes to the best priority, where only older ones precede it.
 
 A step's tokens go to known tokens before they go to guesses: first a token of every decoding row,
 then prompts, then drafts. But a prompt leaves up to half of what the decoding rows left to drafts of the same
@@ -18,9 +20,9 @@ or a better priority; otherwise drafting would stop whenever many prompts come.
 """
 
 import bisect
-import heapq
 import itertools
 import time
+from collections import deque
 
 from hemiola.runtime.cache.lease import Start
 from hemiola.runtime.cache.prefix import PrefixCache
@@ -28,6 +30,8 @@ from hemiola.runtime.config import Resolved
 from hemiola.runtime.engine.pace import Pace
 from hemiola.runtime.engine.request import Request
 from hemiola.runtime.engine.step import Opening, Outcome, Plan, Row
+
+AGING_LOOKS = 8  # per aging_s: a look goes through all requests that wait
 
 
 class Scheduler:
@@ -41,7 +45,9 @@ class Scheduler:
         self.waiting: list[Request] = []  # best rank first
         self.running: list[Request] = []  # best rank first; each holds a slot
         self.num_preemptions = 0
+        self.clock = time.monotonic  # of waiting
         self._ages = itertools.count()
+        self._next_look = 0.0  # when priorities are raised again
 
     @property
     def busy(self) -> bool:
@@ -52,6 +58,7 @@ class Scheduler:
         assert pages.count(len(request.ids)) < pages.num_pages, "can never fit: config.resolve was bypassed"
         request.age = next(self._ages)
         request.chain = self.prefix.chain(request.ids, request.params.cache_salt)
+        request.waiting_since = self.clock()
         bisect.insort(self.waiting, request, key=_rank)
 
     # Before a step.
@@ -62,12 +69,26 @@ class Scheduler:
         Empty if everything waits for the outcome of steps under way.
         """
         self.prefix.tick()
+        self._raise_priorities()
         plan = Plan()
         prompts = self._add_decodes(plan)
         self._add_drafts(plan, self._add_prompts(plan, prompts))
         self._grant_drafts(plan)
         self._take_snapshots(plan)
         return plan
+
+    def _raise_priorities(self) -> None:
+        """Of requests that have waited; only here, since ranks may not change while a step is planned."""
+        limit, now = self.config.aging_s, self.clock()
+        if limit == 0 or now < self._next_look:
+            return
+        self._next_look = now + limit / AGING_LOOKS
+        best = min((r.priority for r in (*self.running[:1], *self.waiting[:1])), default=0)
+        for request in self.waiting:
+            gained = int(min((now - request.waiting_since) / limit, 2**32))
+            request.priority = max(best, request.priority - gained)
+            request.waiting_since += gained * limit
+        self.waiting.sort(key=_rank)
 
     def _add_decodes(self, plan: Plan) -> list[Request]:
         """A token of every row whose prompt has been read; the others are returned."""
@@ -97,16 +118,24 @@ class Scheduler:
         """Chunks of prompts under way and of new requests; returns how many tokens the step has left."""
         spare = left = self.config.max_step_tokens - len(plan.rows)
         drafting = [row.request for row in plan.rows if row.request.num_drafts]
-        newcomers = self.waiting[: 1 + self.config.max_rows - len(self.running)]
-        blocked = False
-        for request in heapq.merge(prompts, newcomers, key=_rank):
-            drafts = sum(r.num_drafts for r in drafting if r.params.priority <= request.params.priority)
+        under_way, blocked = deque(prompts), False
+        while (request := self._next(under_way, blocked)) is not None:
+            drafts = sum(r.num_drafts for r in drafting if r.priority <= request.priority)
             budget = left - min(drafts, spare // 2)
             if request.slot_id == 0:
-                blocked = blocked or not self._admit(plan, request, budget)
+                blocked = not self._admit(plan, request, budget)
             if budget > 0 and request.slot_id and not request.leaving:
                 left -= self._add_chunk(plan, request, budget)
         return left
+
+    def _next(self, prompts: deque[Request], blocked: bool) -> Request | None:
+        """The best of the prompts under way (removed from them) and, unless blocked, of those that wait."""
+        while prompts and prompts[0].slot_id == 0:
+            prompts.popleft()  # an admission has preempted it, so it waits
+        waits = self.waiting[0] if self.waiting and not blocked else None
+        if waits is not None and (not prompts or _rank(waits) < _rank(prompts[0])):
+            return waits
+        return prompts.popleft() if prompts else None
 
     def _add_drafts(self, plan: Plan, left: int) -> None:
         """Add the drafts that were proposed, as far as tokens and pages are left."""
@@ -163,7 +192,7 @@ class Scheduler:
         while (start := self._start(request)) is None:
             if not self._give_way(request) or budget <= 0:
                 return False
-        self.waiting.pop(0)
+        self.waiting.remove(request)
         request.slot_id = start.slot_id
         request.committed_len = request.planned_len = request.hit_len = start.hit_len
         request.edge = start.hit_len
@@ -185,7 +214,7 @@ class Scheduler:
     def _give_way(self, request: Request) -> bool:
         """One of worse priority than a request that waits makes place for it; whether it has."""
         last = self.running[-1] if self.running else request
-        if last.params.priority <= request.params.priority or last.leaving or last.finish_reason is not None:
+        if last.priority <= request.priority or last.leaving or last.finish_reason is not None:
             return False
         self._send_away(last)
         return not last.leaving
@@ -200,6 +229,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Give slot and pages back; later it begins at the last snapshot of its text that is left."""
         self._release(request, donate=True)
+        request.waiting_since = self.clock()
         bisect.insort(self.waiting, request, key=_rank)
         request.metrics.num_preemptions += 1
         self.num_preemptions += 1
@@ -320,8 +350,11 @@ class Scheduler:
 
     def audit(self) -> None:
         """Pages, slots and requests add up."""
+        held = [*self.running, *self.waiting]
+        assert len(held) == len(set(held)), "a request runs or waits twice"
         slot_ids = {request.slot_id for request in self.running}
         assert len(slot_ids) == len(self.running) <= self.config.max_rows, "two requests in one slot"
+        assert 0 not in slot_ids, "a request runs without a slot"
         self.prefix.audit()
         for requests in (self.running, self.waiting):
             ranks = [_rank(request) for request in requests]
@@ -356,4 +389,4 @@ def _num_accepted(outcome: Outcome, n: int) -> int:
 
 
 def _rank(request: Request) -> tuple[int, int]:
-    return request.params.priority, request.age
+    return request.priority, request.age

@@ -154,7 +154,7 @@ class EngineHand(Hand):
     ) -> None:
         found = manifest.load(engine_dir)
         chosen = (
-            {"adaptive_drafts": False} | KINDS[kind] | options
+            {"adaptive_drafts": False, "aging_s": 0.0} | KINDS[kind] | options
         )  # how fast a step was must not matter here
         graphs = chosen.pop("cuda_graphs", DEVICE != "cpu")
         config = resolve(ServeConfig(**chosen), found, 2**30).model_copy(update={"cuda_graphs": graphs})

@@ -37,12 +37,13 @@ def oracle(prompt: Sequence[int], num_tokens: int, next_token: NextToken = hashe
     return ids[len(prompt) :]
 
 
-def resolved(**changes: int | str) -> Resolved:
+def resolved(**changes: float | str) -> Resolved:
     """Small sizes, with room for every row at max_len."""
     sizes = dict(max_len=64, max_rows=4, max_step_tokens=32, page_len=8, chunk_len=4, num_drafts=0) | dict(
         drafts="none", ngram_min=1, ngram_max=3, prefix_cache=False, snapshot_interval=0
     )
     sizes |= {"pipeline_depth": 0, "adaptive_drafts": False, "cuda_graphs": False, "vocab_size": VOCAB}
+    sizes |= {"aging_s": 0.0}
     sizes.update(changes)
     sizes.setdefault("num_pages", sizes["max_rows"] * -(-sizes["max_len"] // sizes["page_len"]) + 1)
     sizes.setdefault("num_slots", sizes["max_rows"] + 1 + 4 * sizes["prefix_cache"])
@@ -124,7 +125,7 @@ class FakeSession:
         logits = torch.zeros(len(batch.logits_ids), VOCAB)
         for at, token in enumerate(batch.logits_ids.tolist()):
             answer = answers[token]
-            logits[at, answer or 0] = torch.nan if answer is None else 1.0
+            logits[at, slice(None) if answer is None else answer] = torch.nan if answer is None else 1.0
         return Computed(logits, torch.zeros(end, 1))
 
     def _check(self, batch: Batch) -> None:

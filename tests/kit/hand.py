@@ -104,12 +104,24 @@ class Hand:
                     edges.append(entry.edge)
         return hit_len(len(known), prefix.page_len, cached_len, edges)
 
-    def submit(self, prompt: Sequence[int], grammar: Grammar | None = None, **params: object) -> int:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        grammar: Grammar | None = None,
+        on_piece: Callable[[Piece], None] = lambda piece: None,
+        **params: object,
+    ) -> int:
+        """on_piece: hears of each piece when the hand has kept it."""
         number, params = len(self.requests) + 1, SamplingParams(**params)
         request = new_request(number, prompt, params, self.bounds, grammar=grammar)
         self.requests.append(request)
-        self.pieces[request.id] = []
-        self.loop.submit(request, self.pieces[request.id].append)
+        pieces = self.pieces[request.id] = []
+
+        def keep(piece: Piece) -> None:
+            pieces.append(piece)
+            on_piece(piece)
+
+        self.loop.submit(request, keep)
         return request.id
 
     @property
@@ -124,7 +136,7 @@ class Hand:
     def audit(self) -> None:
         """Ownership; and the content of whatever is cached, where the session keeps tokens."""
         scheduler, session = self.loop.scheduler, self.loop.session
-        scheduler.audit()
+        self.loop.audit()
         assert self._looks == {} or not self.idle, "nobody looked at a step"
         if not isinstance(session, FakeSession):
             return

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from kit.fake_session import VOCAB, FakeSession, hashed, oracle, resolved
+from kit.guided import EOS, compiled
 from kit.proposers import always_right
 from tokenizers import Tokenizer, decoders, models
 
@@ -319,3 +320,60 @@ def test_a_tokenizer_that_raises_ends_its_request_only(make_hand: Callable, lett
     hand.run()
     assert hand.text(good) == spell(oracle([1, 2], 9))
     assert hand.last(bad).finish_reason == "error" and "ZeroDivisionError" in str(hand.last(bad).error)
+
+
+def test_a_tokenizer_that_raises_on_a_prompt_ends_its_request_only(
+    make_hand: Callable, letters: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the engine: the loop's thread decodes the end of each prompt."""
+    hand, decode = make_hand(letters), letters.decode
+    monkeypatch.setattr(letters, "decode", lambda ids: 1 // 0 if ids == [3, 4] else decode(ids))
+    good, bad = hand.submit([1, 2], max_tokens=9), hand.submit([3, 4], max_tokens=9)
+    hand.run()
+    assert hand.text(good) == spell(oracle([1, 2], 9))
+    assert hand.last(bad).finish_reason == "error" and "ZeroDivisionError" in str(hand.last(bad).error)
+    assert hand.token_ids(bad) == []
+
+
+def test_a_grammar_library_that_raises_ends_its_request_only(make_hand: Callable) -> None:
+    hand = make_hand()
+    grammar = {"grammar": compiled("a*b"), "stop_token_ids": [EOS]}
+    good, bad = hand.submit([1, 2], max_tokens=9), hand.submit([3, 4], **grammar, max_tokens=9)
+    hand.requests[bad - 1].guide.follow = lambda ids, drafts: 1 // 0
+    hand.run()
+    assert hand.token_ids(good) == oracle([1, 2], 9)
+    assert hand.last(bad).finish_reason == "error"
+    assert str(hand.last(bad).error).startswith("structured_outputs: ZeroDivisionError")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_cancels_reach_requests_that_wait_behind_others(make_hand: Callable, depth: int) -> None:
+    """One that waits for a row, one that came in the same turn, and one ahead of a request that then runs."""
+    hand = make_hand(max_rows=1, pipeline_depth=depth)
+    runs, waits = hand.submit([1, 2], max_tokens=20), hand.submit([3, 4], max_tokens=9)
+    hand.turn()
+    unread, last = hand.submit([5, 6], max_tokens=9), hand.submit([7, 8], max_tokens=9)
+    for request_id in (unread, waits):
+        hand.loop.abort(request_id)
+    hand.turn()
+    for request_id in (waits, unread):
+        (piece,) = hand.pieces[request_id]
+        assert (piece.finish_reason, piece.token_ids) == ("cancelled", [])
+        assert piece.metrics is not None and piece.metrics.first_scheduled == 0.0
+    assert not hand.ended(runs) and hand.loop.load().num_waiting == 1
+    hand.run()
+    assert [hand.token_ids(i) for i in (runs, last)] == [oracle([1, 2], 20), oracle([7, 8], 9)]
+
+
+def test_a_preempted_request_that_waits_is_cancelled_with_what_it_said(make_hand: Callable) -> None:
+    hand = make_hand(max_rows=1)
+    worse = hand.submit([1, 2], max_tokens=20, priority=1)
+    for _ in range(5):
+        hand.turn()
+    hand.submit([3, 4], max_tokens=9)
+    hand.turn()
+    assert hand.requests[worse - 1].slot_id == 0
+    hand.loop.abort(worse)
+    hand.turn()
+    assert hand.last(worse).finish_reason == "cancelled" and hand.token_ids(worse) == oracle([1, 2], 5)
+    hand.run()

@@ -1,6 +1,7 @@
 """Pieces from a request's ids, without a loop."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -56,3 +57,33 @@ def test_a_stop_string_that_ends_behind_min_tokens_stops(outbox: Outbox) -> None
 
 def test_a_stop_string_in_the_prompts_text_is_none(outbox: Outbox) -> None:
     assert say(outbox, opened(outbox, stop="ab"), "c").finish_reason is None
+
+
+def test_a_steps_several_tokens_share_its_time(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean is over all tokens after the first, not over steps."""
+    now = [5.0]
+    monkeypatch.setattr("hemiola.runtime.engine.outbox.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    request = opened(outbox)
+    said = []
+    for letters, seconds in (("a", 0.0), ("bcde", 2.0), ("", 7.0), ("fgh", 1.5)):
+        now[0] += seconds
+        said += say(outbox, request, letters).token_ids
+    metrics = request.metrics
+    assert (metrics.first_token, metrics.last_token, metrics.num_output_tokens) == (5.0, 15.5, 8)
+    assert metrics.time_per_output_token == pytest.approx(10.5 / 7)
+    assert len(said) == 8
+
+
+def test_the_first_steps_several_tokens_have_one_time(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a preemption, or where prompt lookup drafted at once: what follows is divided by all of them."""
+    now = [1.0]
+    monkeypatch.setattr("hemiola.runtime.engine.outbox.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    request = opened(outbox, stop="xy")
+    say(outbox, request, "abc")
+    now[0] = 2.0
+    piece = say(outbox, request, "dxyz")
+    assert piece.finish_reason == "stop" and piece.metrics is request.metrics
+    assert request.metrics.num_output_tokens == 6, "tokens behind a stop string are none"
+    assert request.metrics.time_per_output_token == pytest.approx(1 / 5)

@@ -3,6 +3,7 @@
 A simulated request accepts each draft with a given chance, if all before it were accepted; no clock is read.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from kit.proposers import Scripted, Text, always_right
 from hemiola.runtime.api import Metrics, SamplingParams
 from hemiola.runtime.device import transfer
 from hemiola.runtime.engine import loop
-from hemiola.runtime.engine.pace import Pace
+from hemiola.runtime.engine.pace import LONGEST_PAUSE, REPLAN, Pace
 from hemiola.runtime.engine.request import Request
 
 STEPS = 500
@@ -248,3 +249,20 @@ def test_a_first_step_of_no_time_made_drafts_free_for_ever() -> None:
     pace.timed(1, 0, 0, 0.0, 0.0)
     pace.timed(1, 0, 0, 1.0, 0.0)
     assert pace._costs(1).per_draft > 0 and pace._costs(1).per_pass > 0
+
+
+def test_trials_of_drafts_come_back_after_pauses_that_double_up_to_a_limit() -> None:
+    """However long no draft stayed; and one that stays makes trials frequent again."""
+    simulation = Simulation(Pace(3, True), 1, 3, CHEAP)
+    turns: list[int] = []
+    for turn in range(3000):
+        simulation.run(1, 0.0)
+        turns += [turn] if any(simulation.granted) else []
+    pauses = [after - before for before, after in itertools.pairwise(turns)]
+    settled = pauses[-5:]
+    assert len(settled) == 5 and all(LONGEST_PAUSE <= pause <= LONGEST_PAUSE + REPLAN for pause in settled)
+    assert all(later >= pause for pause, later in itertools.pairwise(pauses[-12:]))
+    simulation.run(2 * LONGEST_PAUSE, 0.95)
+    before = sum(simulation.totals)
+    simulation.run(100, 0.95)
+    assert sum(simulation.totals) - before > 200, "drafts are used again"
