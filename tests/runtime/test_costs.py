@@ -15,6 +15,7 @@ from hemiola.runtime.engine.request import Bounds, new_request
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.ask import ALIASES, FIXED, KEYS, read_ask, read_request
 from hemiola.runtime.serving.openai.errors import ApiError
+from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import ApiRequest, ChatRequest, CompletionRequest, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +98,11 @@ def chat(**values: Any) -> None:
     request.params(request.most_tokens or 16, request.num_logprobs)
 
 
+def response(**values: Any) -> None:
+    request = parse(ResponsesRequest, json.dumps({"model": "m", "input": "a"} | values).encode())
+    request.chat().params(request.max_output_tokens or 16, None)
+
+
 def a_tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
@@ -105,6 +111,7 @@ def a_tool(name: str) -> dict[str, Any]:
 LIMITS: list[tuple[str, int, Callable[..., object], dict[str, Any], dict[str, Any]]] = [
     *((name, INT, sampling, {name: INT}, {name: INT + 1}) for name in ("max_tokens", "top_k", "num_drafts")),
     ("max_completion_tokens", INT, chat, {"max_completion_tokens": INT}, {"max_completion_tokens": INT + 1}),
+    ("max_output_tokens", INT, response, {"max_output_tokens": INT}, {"max_output_tokens": INT + 1}),
     ("min_tokens", INT, sampling, {"min_tokens": INT, "max_tokens": INT}, {"min_tokens": INT + 1}),
     ("temperature", 0, sampling, {"temperature": 0.0}, {"temperature": -1e-9}),
     ("top_p", 1, sampling, {"top_p": 1.0}, {"top_p": 1.001}),
@@ -156,7 +163,11 @@ def test_every_field_of_a_request_has_a_row() -> None:
         *SamplingParams.model_fields,
         *(field.alias or name for name, field in StructuredOutputsParams.model_fields.items()),
         *set(KEYS) - set(ALIASES) - set(FIXED),
-        *(name for kind in (ApiRequest, ChatRequest, CompletionRequest) for name in kind.model_fields),
+        *(
+            name
+            for kind in (ApiRequest, ChatRequest, CompletionRequest, ResponsesRequest)
+            for name in kind.model_fields
+        ),
     }
     found = [name for row in rows() for name in row.fields]
     assert set(found) - set(ALIASES) == known, "a field has no row in docs/serving.md, or a row no field"
