@@ -15,7 +15,7 @@ from hemiola.builder import models, targets
 from hemiola.builder.checkpoint import Checkpoint, Files, Lazy, read_json
 from hemiola.builder.fuse import fuse
 from hemiola.builder.graph import Graph, Name, export
-from hemiola.builder.options import MOST_STEP_TOKENS, Options
+from hemiola.builder.options import Options
 from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
 from hemiola.builder.quantised import SINCE
 from hemiola.builder.random_weights import RandomTensors, drawn
@@ -29,7 +29,7 @@ from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of
 from hemiola.runtime.engine.bucket import ROWS
 from hemiola.runtime.errors import Refused, one_line
-from hemiola.runtime.manifest import Limits, Manifest, Segment, State
+from hemiola.runtime.manifest import MOST_PAGES, MOST_STEP_TOKENS, Limits, Manifest, Segment, State
 
 WEIGHTS = "weights.safetensors"
 KV_DTYPES = {"auto": None, "fp8": E4M3}
@@ -204,6 +204,11 @@ def _limits(
         chunk_len=options.chunk_len,
     )
     _refuse_short_steps(limits)
+    if limits.num_pages > MOST_PAGES:
+        raise Refused(
+            f"--max-rows {limits.max_rows} of --max-len {max_len} name {limits.num_pages} pages of --page-len"
+            f" {limits.page_len}, at most {MOST_PAGES} can be named; lower one of the former"
+        )
     return drafts, limits
 
 

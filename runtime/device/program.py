@@ -108,10 +108,7 @@ def _node(graph: Graph, nodes: dict[str, Node], line: Any) -> Node:
     _check_name(name, nodes)
     if called == "output":
         return _output(graph, name, args, nodes)
-    if called == "":
-        node = _input(graph, name, args, nodes)
-    else:
-        node = _call(graph, name, called, args, nodes)
+    node = _input(graph, name, args, nodes) if called == "" else _call(graph, name, called, args, nodes)
     if node.name != name:  # torch.fx writes code, and gave it another name
         raise ValueError(f"{shown(name)} is no name of a value")
     if value:

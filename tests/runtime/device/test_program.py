@@ -59,7 +59,7 @@ def test_a_name_in_a_program_is_not_run_as_code(tmp_path: Path, name: object, pl
     ],
 )  # fmt: skip
 def test_a_program_cannot_call_what_stands_in_no_list(tmp_path: Path, called: object) -> None:
-    with pytest.raises(Refused, match="line 2: .* which no program may call"):
+    with pytest.raises(Refused, match=r"line 2: .* which no program may call"):
         load_program(_file(tmp_path, X, ["y", called, ["/tmp/evil.so"]], END))
 
 
