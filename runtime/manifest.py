@@ -23,6 +23,7 @@ FORMAT = 8
 FILE = "manifest.json"
 PARTS = "parts"  # the folder of compiled parts
 NEXT = ".next"  # behind a state's name: what it is after the step
+HIDDEN = "mtp.hidden"  # the state in which an MTP head finds the trunk's hidden states
 PTX = "ptx"  # the form of an op whose kernels TensorRT has in its own engine
 Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]
 MOST_BYTES = 2**26  # of a manifest; one of 100 layers and 7 architectures has some 2**21
@@ -300,6 +301,13 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     wanted = ["trunk", "draft"] if manifest.drafts == "mtp" else ["trunk"]
     if sorted(s.name for s in segments) != sorted(wanted):
         yield f"segments are {shown([s.name for s in segments])}, drafts {manifest.drafts} needs {wanted}"
+    if manifest.drafts == "mtp":
+        needed = (limits.chunk_len + limits.num_drafts + 1, manifest.hidden_size)
+        carried = next((state for state in manifest.states if state.name == HIDDEN), None)
+        if carried is None or (carried.kind, carried.shape) != ("slot", needed):
+            yield f"states has no {HIDDEN} of {list(needed)}, which drafts mtp needs"
+        if manifest.draft_vocab is not None and manifest.draft_vocab > manifest.vocab_size:
+            yield f"draft_vocab is {manifest.draft_vocab}, vocab_size {manifest.vocab_size}"
     states = Counter(state.name for state in manifest.states)
     yield from (f"states has {name!r} twice" for name, count in states.items() if count > 1)
     for segment in segments:
