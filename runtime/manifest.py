@@ -42,8 +42,8 @@ def _inside(name: str) -> str:
 
 
 def _known_archs(names: str) -> str:
-    if not split(names) or (unknown := [name for name in split(names) if name not in ARCHS]):
-        raise ValueError(f"{', '.join(unknown) or 'nothing'} is none of {', '.join(ARCHS)}")
+    if not split(names) or any(name not in ARCHS for name in split(names)):
+        raise ValueError(f"it should be one or more of {', '.join(ARCHS)}")
     return names
 
 
@@ -175,8 +175,8 @@ class Manifest(Frozen):
     """Everything the runtime knows of an engine."""
 
     format: int
-    builder_version: str
-    torch_version: str
+    builder_version: Word
+    torch_version: Word
     architecture: Word
     layers: tuple[Word, ...]  # one word each: mamba2, attention, mlp, moe, delta
     vocab_size: Size
