@@ -195,8 +195,8 @@ class _Trial:
                 raise ValueError(f"{node.name} is {_told(part)}, which no step needs")
         declared = node.meta.get("val")
         if isinstance(declared, torch.Tensor):
-            fits = isinstance(made, torch.Tensor) and made.dtype == declared.dtype
-            if not fits or not _alike(declared.shape, made.shape):
+            is_tensor = isinstance(made, torch.Tensor)
+            if not is_tensor or made.dtype != declared.dtype or not _alike(declared.shape, made.shape):
                 raise ValueError(f"{node.name} is declared as {_told(declared)}, and is {_told(made)}")
         return made
 

@@ -17,7 +17,7 @@ from typing import Any
 
 ROOM = 3 * 2**30  # bytes of addresses that an engine may take beside what the imports took
 LIMIT_S = 120  # a hang; an engine opens in a fraction of a second
-OPTIONS = {"max_rows": 2, "num_pages": 40, "prefix_cache": False}
+OPTIONS: dict[str, Any] = {"max_rows": 2, "num_pages": 40, "prefix_cache": False}
 PROMPT, NUM_TOKENS = [5, 6, 7, 8, 9, 10, 11], 8
 CHAT = [{"role": "user", "content": "def f(x): return"}]
 
@@ -65,7 +65,9 @@ class Opener:
 def _outcome(engine_dir: str) -> dict[str, Any]:
     import traceback
 
-    from hemiola import LLM, Refused, SamplingParams
+    from hemiola.runtime.api import SamplingParams
+    from hemiola.runtime.errors import Refused
+    from hemiola.runtime.llm import LLM
 
     try:
         with LLM(engine_dir, **OPTIONS) as llm:

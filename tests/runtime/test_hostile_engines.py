@@ -7,7 +7,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -193,7 +193,7 @@ def test_a_field_that_is_missing_unknown_or_there_twice_is_refused_by_name(
         "constants",
     }
     for path in places(whole):
-        at, key = whole, path[-1]
+        key, at = path[-1], cast(Any, whole)
         for step in path[:-1]:
             at = at[step]
         if not isinstance(key, str) or key in optional or (path[-2:-1] and path[-2] in ("sha256", "ops")):
@@ -331,7 +331,8 @@ def test_a_tokenizer_that_is_wrong_is_refused(stranger: Stranger, name: str) -> 
 def test_a_tokenizer_with_ids_that_the_model_has_not_is_refused(stranger: Stranger) -> None:
     def more(text: bytes) -> bytes:
         content = json.loads(text)
-        content["added_tokens"].append({**content["added_tokens"][0], "id": 400, "content": "<more>"})
+        like, known = content["added_tokens"][0], len(content["model"]["vocab"])
+        content["added_tokens"] += [like | {"id": known + i, "content": f"<{i}>"} for i in range(50)]
         return json.dumps(content).encode()
 
     stranger.change("tokenizer/tokenizer.json", more)
