@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 
 import hemiola
 from hemiola.builder import models, targets
-from hemiola.builder.checkpoint import Checkpoint, Files, Lazy, read_json
+from hemiola.builder.checkpoint import Checkpoint, Files, Lazy, file_in, read_json
 from hemiola.builder.fuse import fuse
 from hemiola.builder.graph import Graph, Name, export
-from hemiola.builder.options import MOST_STEP_TOKENS, Options
+from hemiola.builder.options import Options
 from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
 from hemiola.builder.quantised import SINCE
 from hemiola.builder.random_weights import RandomTensors, drawn
@@ -30,9 +30,10 @@ from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of
 from hemiola.runtime.engine.bucket import ROWS
 from hemiola.runtime.errors import Refused, one_line
-from hemiola.runtime.manifest import Limits, Manifest, Segment, State
+from hemiola.runtime.manifest import MOST_PAGES, MOST_STEP_TOKENS, Limits, Manifest, Segment, State
 
 WEIGHTS = "weights.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 KV_DTYPES = {"auto": None, "fp8": E4M3}
 
 
@@ -65,7 +66,7 @@ def build(
     if model.draft is None and options.drafts is None:
         _warn_of_a_missing_head(model)
     refuse_unknown_ids(checkpoint.token_configs(model.config), model.vocab_size)
-    has_tokenizer = _check_tokenizer(path / "tokenizer.json", model.vocab_size)
+    has_tokenizer = _check_tokenizer(path, model.vocab_size)
     with fresh(engine_dir) as folder:
         if has_tokenizer:
             _copy_tokenizer(path, folder / "tokenizer")
@@ -206,6 +207,11 @@ def _limits(
         chunk_len=options.chunk_len,
     )
     _refuse_short_steps(limits)
+    if limits.num_pages > MOST_PAGES:
+        raise Refused(
+            f"--max-rows {limits.max_rows} of --max-len {max_len} name {limits.num_pages} pages of --page-len"
+            f" {limits.page_len}, at most {MOST_PAGES} can be named; lower one of the former"
+        )
     return drafts, limits
 
 
@@ -283,11 +289,12 @@ def _refuse_e4m3(target: str, archs: Sequence[str]) -> None:
         )
 
 
-def _check_tokenizer(path: Path, vocab_size: int) -> bool:
+def _check_tokenizer(folder: Path, vocab_size: int) -> bool:
     """Whether there is one. It must be readable, and every id that it makes one that the model knows."""
-    if not path.is_file():
+    path = file_in(folder, TOKENIZER_FILES[0])
+    if path is None:
         print(
-            f"warning: {path.parent} has no tokenizer.json: this engine takes and gives token ids; for text,"
+            f"warning: {folder} has no tokenizer.json: this engine takes and gives token ids; for text,"
             " save the tokenizer in the tokenizers format and build again",
             file=sys.stderr,
         )
@@ -304,11 +311,11 @@ def _check_tokenizer(path: Path, vocab_size: int) -> bool:
 def _copy_tokenizer(source: Path, folder: Path) -> None:
     """tokenizer.json, its config and the chat template, which older checkpoints keep inside the config."""
     folder.mkdir()
-    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    for name in (name for name in names if (source / name).is_file()):
-        shutil.copyfile(source / name, folder / name)
-    config = source / "tokenizer_config.json"
-    template = read_json(config).get("chat_template") if config.is_file() else None
+    for name in TOKENIZER_FILES:
+        if found := file_in(source, name):
+            shutil.copyfile(found, folder / name)
+    config = file_in(source, "tokenizer_config.json")
+    template = read_json(config).get("chat_template") if config else None
     if isinstance(template, list):  # several named ones
         template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
     if isinstance(template, str) and not (folder / "chat_template.jinja").exists():

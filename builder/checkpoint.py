@@ -1,6 +1,8 @@
 """A Hugging Face checkpoint folder: typed config reads, tensors that stay on disk until they are needed."""
 
 import re
+import stat
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,13 +130,23 @@ class Checkpoint:
         self.path = path
         if not path.is_dir():
             raise Refused(f"{path} is not a directory; pass a Hugging Face checkpoint folder")
-        if not (path / "config.json").is_file():
+        if (config := file_in(path, "config.json")) is None:
             raise Refused(f"{path} has no config.json; pass a Hugging Face checkpoint folder")
-        self.config = Config(read_json(path / "config.json"), str(path / "config.json"))
-        beside = path / MODELOPT
-        modelopt = read_json(beside) if beside.is_file() else None
+        self.config = Config(read_json(config), str(config))
+        self._tell_of_code()
+        beside = file_in(path, MODELOPT)
+        modelopt = read_json(beside) if beside else None
         refuse_quantised(self.config.where, self.config.values, modelopt, archs)
         self._tensors = (source or Files)(self)
+
+    def _tell_of_code(self) -> None:
+        """transformers would load it with trust_remote_code."""
+        if "auto_map" in self.config:
+            print(
+                f"warning: {self.config.where} names code of its own (auto_map); it is not run, hemiola has a"
+                " model of its own for each architecture",
+                file=sys.stderr,
+            )
 
     @property
     def text_config(self) -> Config:
@@ -171,8 +183,8 @@ class Checkpoint:
 
     def token_configs(self, text: Config) -> list[Config]:
         """The configs that name token ids; what the first has counts."""
-        path = self.path / "generation_config.json"
-        configs = [Config(read_json(path), str(path))] if path.is_file() else []
+        path = file_in(self.path, "generation_config.json")
+        configs = [Config(read_json(path), str(path))] if path else []
         return [*configs, text, self.config]
 
     def eos_ids(self, text: Config) -> tuple[int, ...]:
@@ -190,7 +202,7 @@ class Files:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.path = path = checkpoint.path
         self._places = self._read_index()
-        self._shards = {name: _open(path / name) for name in self._shard_names()}
+        self._shards = {name: _open(_shard(path, name)) for name in self._shard_names()}
         self._files = self._locate()
         self._used: set[str] = set()
 
@@ -226,15 +238,13 @@ class Files:
 
     def _read_index(self) -> dict[str, str]:
         """Tensor name -> file name, where an index says so."""
-        index = self.path / INDEX
-        if not index.is_file():
-            return {}
-        return Config(read_json(index), str(index)).read("weight_map", dict[str, str])
+        index = file_in(self.path, INDEX)
+        return Config(read_json(index), str(index)).read("weight_map", dict[str, str]) if index else {}
 
     def _shard_names(self) -> list[str]:
-        if (self.path / INDEX).is_file():
+        if file_in(self.path, INDEX):
             return sorted(set(self._places.values()))
-        if (self.path / "model.safetensors").is_file():
+        if file_in(self.path, "model.safetensors"):
             return ["model.safetensors"]
         raise Refused(
             f"{self.path} has no model.safetensors and no index of shards; convert the weights to safetensors"
@@ -276,6 +286,44 @@ def _open(path: Path) -> Any:
         raise Refused(
             f"{path} is not a complete safetensors file ({one_line(error)}); download it again"
         ) from None
+
+
+def file_in(folder: Path, name: str) -> Path | None:
+    """A checkpoint's file, or None. Raises Refused for what is no regular file, and for a link: it could lead
+    to any file of the user's. But a cache of the Hub's links to blobs of its own."""
+    path = folder / name
+    try:
+        kind = path.lstat().st_mode
+        if stat.S_ISLNK(kind):
+            if not _is_blob(folder.resolve(), path.resolve(strict=True)):
+                raise Refused(f"{path} is a link to {path.readlink()}; put the file itself into the folder")
+            kind = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        if path.is_symlink():
+            raise Refused(f"{path} is a link to nothing; download it again") from None
+        return None
+    except (OSError, ValueError, RuntimeError) as error:  # links in a circle, a name with a NUL
+        raise Refused(f"{folder}: {name!r} cannot be opened ({one_line(error)}); download it again") from None
+    if not stat.S_ISREG(kind):
+        raise Refused(f"{path} is no regular file; put the file itself into the folder")
+    return path
+
+
+def _is_blob(folder: Path, target: Path) -> bool:
+    """models--NAME/snapshots/REVISION/... links to models--NAME/blobs/SHA."""
+    snapshots = (place for place in (folder, *folder.parents) if place.parent.name == "snapshots")
+    return any(target.parent == place.parent.parent / "blobs" for place in snapshots)
+
+
+def _shard(folder: Path, name: str) -> Path:
+    """A file that an index names."""
+    if name in ("", "..") or name != Path(name).name or not name.isprintable():
+        raise Refused(
+            f"{folder / INDEX} names the file {name!r}, which is none of the folder's; download it again"
+        )
+    if (path := file_in(folder, name)) is None:
+        raise Refused(f"{folder / name} is missing, {INDEX} names it; download it again")
+    return path
 
 
 def read_json(path: Path) -> dict[str, Any]:

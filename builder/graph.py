@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from hemiola.builder.models import Model
 from hemiola.builder.models.layers import declared_states
 from hemiola.runtime.abi import INPUTS
+from hemiola.runtime.device.program import EXACT
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, State
 
@@ -24,9 +25,6 @@ Name = Literal["trunk", "draft"]
 DIMS = {"T": "tokens", "N": "rows", "W": "table", "L": "logits", "P": "pages", "S": "slots"}  # that are free
 # Sizes to trace with: no two equal, none 0 or 1, so that none can be mistaken for another or a constant.
 TRACED = {"T": 7, "N": 3, "W": 5, "L": 2, "P": 11, "S": 13}
-# What torch may compute between our ops: it moves numbers, or rounds each element once.
-MOVES = {"cat", "chunk", "index_select", "split", "split_with_sizes", "unsqueeze", "view"}
-EXACT = MOVES | {"add", "mul", "relu", "to"}
 
 
 @dataclass(frozen=True)
@@ -124,6 +122,7 @@ def _refuse_inexact(node: Node) -> None:
     packet = getattr(node.target, "_overloadpacket", None)
     if packet is None or node.op != "call_function" or packet in vars(torch.ops.hemiola).values():
         return
-    name = packet.__name__
-    if name not in EXACT and not name.startswith("sym_"):
-        raise Refused(f"the graph calls torch's {name}, which may round by place; make it an op of plugins/")
+    if node.target not in EXACT:
+        raise Refused(
+            f"the graph calls torch's {packet.__name__}, which may round by place; make it an op of plugins/"
+        )

@@ -6,10 +6,7 @@ from pydantic import Field, field_validator
 
 from hemiola.runtime.api import Strict
 from hemiola.runtime.errors import Refused
-
-# The longest text of the models here in one piece. Twice as many would fit no launch on a GPU: of conv's
-# programs, 65,535 at most, each has 8 tokens.
-MOST_STEP_TOKENS = 2**18
+from hemiola.runtime.manifest import MOST_STEP_TOKENS
 
 
 class Options(Strict):
@@ -30,6 +27,7 @@ class Options(Strict):
     max_len: int | None = Field(
         default=None,
         ge=1,
+        lt=2**31,
         description="longest prompt + output; default: what the checkpoint knows, at most 8192",
     )
     max_rows: int = Field(

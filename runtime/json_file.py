@@ -7,11 +7,12 @@ from typing import Any
 from hemiola.runtime.errors import Refused, one_line
 
 
-def parse_json(text: str) -> Any:
-    """The value of a text; whatever is wrong with it is a ValueError that says what."""
+def parse_json(text: str, unique: bool = False) -> Any:
+    """The value of a text; whatever is wrong with it is a ValueError that says what. unique: no object has a
+    key twice, of which other readers would take another one."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return json.loads(text, object_pairs_hook=_unique if unique else None)
+    except (json.JSONDecodeError, Repeated):
         raise
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -19,9 +20,34 @@ def parse_json(text: str) -> Any:
         raise ValueError("a number of too many digits") from None
 
 
+class Repeated(ValueError):
+    """A key stands twice in one object."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise Repeated(f"the key {key[:60]!r} stands twice in one object")
+        made[key] = value
+    return made
+
+
+def read_text(path: Path, way_out: str, most_bytes: int | None = None) -> str:
+    """A text of at most so many bytes."""
+    size = path.stat().st_size
+    if most_bytes is not None and size > most_bytes:
+        raise Refused(f"{path} has {size} bytes, at most {most_bytes} are read; {way_out}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(f"{path} cannot be read as JSON ({one_line(error)}); {way_out}") from None
+
+
 def read_json(path: Path, way_out: str) -> Any:
     """What a file holds."""
+    text = read_text(path, way_out)
     try:
-        return parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # bytes that are no UTF-8, too
+        return parse_json(text)
+    except ValueError as error:
         raise Refused(f"{path} cannot be read as JSON ({one_line(error)}); {way_out}") from None

@@ -39,7 +39,7 @@ from hemiola.runtime.device.memory import CPU, Storage, close_all, free_bytes, g
 from hemiola.runtime.device.session import Session, Trunk
 from hemiola.runtime.engine.decode import Decoder, Steps
 from hemiola.runtime.engine.drafts import NoDrafts, Proposer
-from hemiola.runtime.engine.drafts.mtp import HIDDEN, MtpProposer
+from hemiola.runtime.engine.drafts.mtp import MtpProposer
 from hemiola.runtime.engine.drafts.ngram import NgramProposer
 from hemiola.runtime.engine.feed import Feed
 from hemiola.runtime.engine.grammar import Grammar, Grammars
@@ -113,7 +113,7 @@ def make_proposer(
         case "ngram":
             return NgramProposer(ledger, config.ngram_min, config.ngram_max)
         case "mtp":
-            return MtpProposer(session, storage.tensors[HIDDEN], pages, ledger, config.vocab_size)
+            return MtpProposer(session, storage.tensors[manifests.HIDDEN], pages, ledger, config.vocab_size)
 
 
 def recorded_steps(
@@ -125,7 +125,7 @@ def recorded_steps(
         return None
     from hemiola.runtime.engine.recorded import Recorded  # numba is not needed elsewhere
 
-    ring = storage.tensors[HIDDEN] if config.drafts == "mtp" else torch.empty(0)
+    ring = storage.tensors[manifests.HIDDEN] if config.drafts == "mtp" else torch.empty(0)
     return Recorded(config, ledger, pages, records, ring, storage.poison)
 
 
@@ -178,6 +178,20 @@ def _open_loop(
     return loop
 
 
+def open_text(engine_dir: Path, manifest: manifests.Manifest) -> Text | None:
+    """The engine's tokenizer, if it has one: every id that it makes is one that the model knows."""
+    if not manifest.has_tokenizer:
+        return None
+    text = Text(engine_dir / "tokenizer")
+    most = max(text.tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if most >= manifest.vocab_size:
+        raise Refused(
+            f"{engine_dir / 'tokenizer/tokenizer.json'} has ids up to {most}, but vocab_size is"
+            f" {manifest.vocab_size}; run build-engine again"
+        )
+    return text
+
+
 def compile_ahead() -> None:
     """The kernels of this engine's ops, and what steps of any options call beside them: no request waits."""
     from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
@@ -216,7 +230,7 @@ class LLM:
                 self.config.max_len,
                 self.config.page_len,
             )
-        self._text = Text(engine_dir / "tokenizer") if self.manifest.has_tokenizer else None
+        self._text = open_text(engine_dir, self.manifest)
         self._grammars = self._text and Grammars(self._text.tokenizer, self.manifest.vocab_size)
         log.info("%s", shown_sizes(self.config, self.manifest, free))
         self._loop = open_loop(engine_dir, self.manifest, self.config, self._text, device)

@@ -3,26 +3,58 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 import hemiola
 from hemiola.plugins import OPS
 from hemiola.plugins.gpu.binaries import Binary, sources
 from hemiola.runtime.api import reason, shown
-from hemiola.runtime.errors import Refused
-from hemiola.runtime.json_file import read_json
+from hemiola.runtime.arch import ARCHS, split
+from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.json_file import parse_json, read_text
 
 FORMAT = 8
 FILE = "manifest.json"
 PARTS = "parts"  # the folder of compiled parts
 NEXT = ".next"  # behind a state's name: what it is after the step
+HIDDEN = "mtp.hidden"  # the state in which an MTP head finds the trunk's hidden states
 PTX = "ptx"  # the form of an op whose kernels TensorRT has in its own engine
 Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]
+MOST_BYTES = 2**26  # of a manifest; one of 100 layers and 7 architectures has some 2**21
+# The longest text of the models here in one piece. Twice as many would fit no launch on a GPU: of conv's
+# programs, 65,535 at most, each has 8 tokens.
+MOST_STEP_TOKENS = 2**18
+MOST_PAGES = 2**24  # that all rows of a step can name, and so the entries of a table on the host
+
+
+def _inside(name: str) -> str:
+    """A path in an engine's directory, or ""."""
+    parts = name.split("/") if name else []
+    if any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable():
+        raise ValueError("it should be the name of a file inside the engine directory")
+    return name
+
+
+def _known_archs(names: str) -> str:
+    if not split(names) or any(name not in ARCHS for name in split(names)):
+        raise ValueError(f"it should be one or more of {', '.join(ARCHS)}")
+    return names
+
+
+# What a stranger's manifest can say of a file, a size and a number.
+FileName = Annotated[str, AfterValidator(_inside), Field(max_length=1000)]
+Word = Annotated[str, Field(pattern=r"^[\w.,:+ -]*$", max_length=200)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Dtype = Annotated[str, Field(pattern=r"^(float32|bfloat16|float16|float8_e4m3fn|int32)$")]
+Shape = Annotated[tuple[Size, ...], Field(max_length=8)]
 
 
 class Frozen(BaseModel):
@@ -34,38 +66,45 @@ class Frozen(BaseModel):
 class Limits(Frozen):
     """Sizes that are compiled into an engine. Lengths are in tokens."""
 
-    max_len: int = Field(gt=0, description="longest prompt + output of one request")
-    max_rows: int = Field(gt=0, description="requests in one step")
-    max_step_tokens: int = Field(gt=0, description="tokens in one step, over all rows")
-    num_drafts: int = Field(ge=0, description="most drafts of one row in one step (K)")
-    page_len: int = Field(gt=0, description="tokens in one page of keys and values; a multiple of chunk_len")
-    chunk_len: int = Field(gt=0, description="tokens between two edges of the recurrence grid (C)")
+    max_len: int = Field(gt=0, lt=2**31, description="longest prompt + output of one request")
+    max_rows: int = Field(gt=0, le=MOST_STEP_TOKENS, description="requests in one step")
+    max_step_tokens: int = Field(gt=0, le=MOST_STEP_TOKENS, description="tokens in one step, over all rows")
+    num_drafts: int = Field(ge=0, le=MOST_STEP_TOKENS, description="most drafts of one row in one step (K)")
+    page_len: int = Field(
+        gt=0, lt=2**31, description="tokens in one page of keys and values; a multiple of chunk_len"
+    )
+    chunk_len: int = Field(gt=0, lt=2**31, description="tokens between two edges of the recurrence grid (C)")
+
+    @property
+    def num_pages(self) -> int:
+        """That all rows of a step can name."""
+        return self.max_rows * -(-self.max_len // self.page_len)
 
 
 class State(Frozen):
     """One named tensor that the engine updates in place, per page or per slot."""
 
-    name: str
+    name: Word
     kind: Literal["page", "slot"]
-    shape: tuple[int, ...]  # of one page or one slot
-    dtype: str
+    shape: tuple[Count, ...] = Field(max_length=8)  # of one page or one slot
+    dtype: Dtype
 
 
 class Drawn(Frozen):
     """A weight of normal numbers around 0 that is made when the engine is opened, to measure it."""
 
-    shape: tuple[int, ...]
-    dtype: str
-    std: float
+    shape: Shape
+    dtype: Dtype
+    std: float = Field(ge=0, allow_inf_nan=False)
 
 
 class OpNode(Frozen):
     """One call of an op of ours, in the order of the program."""
 
-    op: str
-    form: str
+    op: Word
+    form: Word
     refused: dict[str, str]  # by better form, why it is not that
-    sizes: tuple[int, ...]  # that the form gets behind the op's arguments
+    sizes: tuple[Count, ...]  # that the form gets behind the op's arguments
 
     @property
     def is_callback(self) -> bool:
@@ -86,24 +125,26 @@ class SegmentPiece(Frozen):
 class Profile(Frozen):
     """Sizes that compiled parts take: by name the least, the usual and the most."""
 
-    name: str
-    sizes: dict[str, tuple[int, int, int]]
+    name: Word
+    sizes: dict[str, tuple[Count, Count, Count]]
 
 
 class Segment(Frozen):
     """One exported program. It is called with its weights, states and inputs, in this order, flat."""
 
     name: Literal["trunk", "draft"]
-    file: str  # "" where it is in pieces
-    weights: tuple[str, ...]
-    states: tuple[str, ...]
-    inputs: tuple[str, ...]
+    file: FileName  # "" where it is in pieces
+    weights: tuple[Word, ...]
+    states: tuple[Word, ...]
+    inputs: tuple[Word, ...]
     nodes: tuple[OpNode, ...]
     pieces: tuple[SegmentPiece, ...] = ()  # in the order in which they run
     outputs: tuple[str, ...] = ()  # logits and hidden among the values of the pieces
-    compiler: str = ""  # of the parts: the target and its version
+    compiler: Word = ""  # of the parts: the target and its version
     profiles: tuple[Profile, ...] = ()  # of the parts, the one for the fewest tokens first
-    work_bytes: int = 0  # that its largest step takes on a GPU, beside weights, pages and slots
+    work_bytes: int = Field(
+        default=0, ge=0, lt=2**63
+    )  # that its largest step takes on a GPU, beside weights, pages and slots
 
     @property
     def files(self) -> list[str]:
@@ -115,15 +156,17 @@ class Segment(Frozen):
 class KernelFile(Frozen):
     """One compiled kernel."""
 
-    file: str
+    file: FileName
     binary: Binary
 
 
 class Kernels(Frozen):
     """All kernels that an engine can come to launch on GPUs of one architecture."""
 
-    arch: str
-    cuda: str  # version of the assembler: a driver must know its major
+    arch: Word
+    cuda: str = Field(
+        pattern=r"^\d{1,4}(\.\d{1,4})*$"
+    )  # version of the assembler: a driver must know its major
     sources: str  # plugins/gpu/binaries.py
     binaries: tuple[KernelFile, ...]
 
@@ -132,26 +175,28 @@ class Manifest(Frozen):
     """Everything the runtime knows of an engine."""
 
     format: int
-    builder_version: str
-    torch_version: str
-    architecture: str
-    layers: tuple[str, ...]  # one word each: mamba2, attention, mlp, moe, delta
-    vocab_size: int
-    hidden_size: int
+    builder_version: Word
+    torch_version: Word
+    architecture: Word
+    layers: tuple[Word, ...]  # one word each: mamba2, attention, mlp, moe, delta
+    vocab_size: Size
+    hidden_size: Size
     target: Target
     promise: Literal["bits", "tokens"]  # what every run has in common with the plain run
-    arch: str  # of runtime/arch.py; several, if parts were compiled for several: sm_89,sm_120
+    arch: Annotated[
+        Word, AfterValidator(_known_archs)
+    ]  # of runtime/arch.py; several, if parts were compiled for several: sm_89,sm_120
     drafts: Literal["none", "ngram", "mtp"]
-    draft_vocab: int | None = None  # an MTP head has logits of so many of the lowest ids; None: of all
+    draft_vocab: Size | None = None  # an MTP head has logits of so many of the lowest ids; None: of all
     eos_ids: tuple[int, ...]
     limits: Limits
-    weights_file: str
-    drawn: dict[str, Drawn]  # weights that are random numbers and stand in no file, by name
+    weights_file: FileName
+    drawn: dict[Word, Drawn]  # weights that are random numbers and stand in no file, by name
     states: tuple[State, ...]
     segments: tuple[Segment, ...]
     kernels: tuple[Kernels, ...]  # one for each architecture of a GPU
     ops: dict[str, str]  # schemas of the ops that the segments call, by name
-    sha256: dict[str, str]  # every other file of the engine, by its path inside the directory
+    sha256: dict[FileName, Digest]  # every other file of the engine, by its path inside the directory
     identity: str = ""  # sha256 of this manifest without this field
 
     def seal(self) -> str:
@@ -210,6 +255,7 @@ def load(engine_dir: Path) -> Manifest:
     _check_eos(path, manifest)
     _check_ops(path, manifest)
     for name, expected in manifest.sha256.items():
+        _check_inside(engine_dir, name)
         _check_file(engine_dir / name, expected)
     _check_strays(engine_dir, manifest)
     return manifest
@@ -218,7 +264,11 @@ def load(engine_dir: Path) -> Manifest:
 def parse(path: Path) -> Manifest:
     """Read a manifest without looking at the files that it names."""
     _check_regular(path)
-    content = read_json(path, "run build-engine again")
+    text = read_text(path, "run build-engine again", MOST_BYTES)
+    try:
+        content = parse_json(text, unique=True)
+    except ValueError as error:
+        raise Refused(f"{path} cannot be read as JSON ({one_line(error)}); run build-engine again") from None
     if not isinstance(content, dict):
         raise Refused(f"{path} is no JSON object; run build-engine again")
     if content.get("format") != FORMAT:
@@ -227,13 +277,62 @@ def parse(path: Path) -> Manifest:
             f"{path} has {found}, hemiola {hemiola.__version__} reads {FORMAT}; run build-engine again"
         )
     try:
-        return Manifest.model_validate(content)
+        manifest = Manifest.model_validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(step) for step in first["loc"])
+        where = ".".join(one_line(step) for step in first["loc"])[:200]
         missing = first["type"] == "missing"
         wrong = "is missing" if missing else f"is {shown(first['input'])}: {reason(first)}"
-        raise Refused(f"{path}: {where} {wrong}; run build-engine again") from None
+        raise Refused(f"{path}: {where} {one_line(wrong)}; run build-engine again") from None
+    for wrong in _contradictions(manifest):
+        raise Refused(f"{path}: {wrong}; run build-engine again")
+    return manifest
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """What no field is wrong about by itself."""
+    limits, segments = manifest.limits, manifest.segments
+    if limits.page_len % limits.chunk_len:
+        yield f"limits.page_len is {limits.page_len}, no multiple of chunk_len {limits.chunk_len}"
+    if limits.num_pages > MOST_PAGES:
+        yield (
+            f"limits.max_rows {limits.max_rows} of limits.max_len {limits.max_len} name {limits.num_pages}"
+            f" pages of limits.page_len {limits.page_len}, at most {MOST_PAGES} can be named"
+        )
+    wanted = ["trunk", "draft"] if manifest.drafts == "mtp" else ["trunk"]
+    if sorted(s.name for s in segments) != sorted(wanted):
+        yield f"segments are {shown([s.name for s in segments])}, drafts {manifest.drafts} needs {wanted}"
+    if manifest.drafts == "mtp":
+        needed = (limits.chunk_len + limits.num_drafts + 1, manifest.hidden_size)
+        carried = next((state for state in manifest.states if state.name == HIDDEN), None)
+        if carried is None or (carried.kind, carried.shape) != ("slot", needed):
+            yield f"states has no {HIDDEN} of {list(needed)}, which drafts mtp needs"
+        if manifest.draft_vocab is not None and manifest.draft_vocab > manifest.vocab_size:
+            yield f"draft_vocab is {manifest.draft_vocab}, vocab_size {manifest.vocab_size}"
+    states = Counter(state.name for state in manifest.states)
+    yield from (f"states has {name!r} twice" for name, count in states.items() if count > 1)
+    for segment in segments:
+        for kind in ("weights", "states", "inputs"):
+            names = getattr(segment, kind)
+            yield from (
+                f"segments.{segment.name}.{kind} has {name!r} twice"
+                for name, count in Counter(names).items()
+                if count > 1
+            )
+        lost = [name for name in segment.states if name not in states]
+        yield from (f"segments.{segment.name}.states names {name!r}, which states lacks" for name in lost)
+    for name in _files_named(manifest):
+        if name not in manifest.sha256:
+            yield f"it names the file {shown(name)}, of which sha256 says nothing"
+
+
+def _files_named(manifest: Manifest) -> Iterator[str]:
+    """Every file that is opened when the engine is."""
+    yield manifest.weights_file
+    for segment in manifest.segments:
+        yield from segment.files
+    for kernels in manifest.kernels:
+        yield from (entry.file for entry in kernels.binaries)
 
 
 def _check_versions(path: Path, manifest: Manifest) -> None:
@@ -268,7 +367,19 @@ def _check_ops(path: Path, manifest: Manifest) -> None:
         raise Refused(f"{path} was built from other kernels than this hemiola has; run build-engine again")
 
 
+def _check_inside(engine_dir: Path, name: str) -> None:
+    """A link, of a file or of a folder above it, may lead to any file of the user's."""
+    path = engine_dir.resolve() / name
+    if path.exists() and path.resolve() != path:
+        raise Refused(
+            f"{engine_dir / name} is a link, which might lead out of the engine directory; copy the engine"
+            " with cp -rL"
+        )
+
+
 def _check_regular(path: Path) -> None:
+    if path.is_symlink():
+        raise Refused(f"{path} is a link; copy the engine with cp -rL")
     if not path.is_file():
         wrong = "no regular file" if path.exists() else "missing"
         raise Refused(f"{path} is {wrong}; run build-engine again")

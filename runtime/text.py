@@ -35,9 +35,14 @@ class Text:
             raise Refused(f"{path} is not a tokenizer ({error}); run build-engine again") from None
         config = folder / "tokenizer_config.json"
         found = read_json(config, "run build-engine again") if config.is_file() else {}
+        if not isinstance(found, dict):
+            raise Refused(f"{config} is no JSON object; run build-engine again")
         self.special = {name: text for name, text in map(_special, found.items()) if text is not None}
         template = folder / "chat_template.jinja"
-        self.template = template.read_text() if template.is_file() else None
+        try:
+            self.template = template.read_text(encoding="utf-8") if template.is_file() else None
+        except UnicodeDecodeError as error:
+            raise Refused(f"{template} is not UTF-8 ({error}); run build-engine again") from None
 
     @cached_property
     def _most_characters(self) -> int | None:

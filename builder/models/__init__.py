@@ -1,6 +1,8 @@
 """Architecture name -> model."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -18,6 +20,15 @@ FAMILIES = {
     "Qwen3_5ForConditionalGeneration": qwen,
     "Qwen3_5MoeForCausalLM": qwen,
     "Qwen3_5MoeForConditionalGeneration": qwen,
+}
+# What config.json calls them, and its text_config where it has one.
+MODEL_TYPES = {
+    "NemotronHForCausalLM": ("nemotron_h", None),
+    "Qwen3NextForCausalLM": ("qwen3_next", None),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", None),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5_text"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", None),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_5_moe_text"),
 }
 
 
@@ -66,12 +77,36 @@ def load(
     logits."""
     architecture = checkpoint.architecture
     if architecture not in FAMILIES:
-        known = ", ".join(FAMILIES)
         raise Refused(
-            f"{checkpoint.config.where}: architecture {architecture} is not supported; supported are {known}"
+            f"{checkpoint.config.where}: architecture {architecture} is not supported"
+            f"{_nearest(architecture, FAMILIES)}; supported are {', '.join(FAMILIES)}"
         )
+    _check_types(checkpoint, architecture)
     kit = Kit(checkpoint, ops, chunk_len, max_len, dtype, kv_dtype, tells_best)
     parts = FAMILIES[architecture].load(kit)
     if draft_vocab is not None and parts.draft is not None:
         parts.draft.choose_among(parts.trunk.head.lowest(kit, draft_vocab))
     return Model(architecture, parts.config, parts.layers, parts.trunk, parts.draft, kit.sources)
+
+
+def _check_types(checkpoint: Checkpoint, architecture: str) -> None:
+    """Where model_type is another model's, its layers may be, too. A config may leave it out."""
+    whole, text = MODEL_TYPES[architecture]
+    configs = [(checkpoint.config, whole)]
+    if "text_config" in checkpoint.config:
+        configs.append((checkpoint.text_config, text or whole))
+    known = dict.fromkeys(name for pair in MODEL_TYPES.values() for name in pair if name)
+    for config, wanted in configs:
+        found = config.read("model_type", str, wanted)
+        if found == wanted:
+            continue
+        wrong = "is another architecture's" if found in known else f"is not supported{_nearest(found, known)}"
+        raise config.refused(
+            f"model_type {found!r} {wrong}; {architecture} has {wanted}; correct it, or use another one"
+        )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Behind a name that is not known."""
+    found = get_close_matches(name, list(known), 1, 0.5)
+    return f", the nearest that is: {found[0]}" if found else ""

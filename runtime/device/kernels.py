@@ -1,6 +1,7 @@
 """An engine's compiled kernels, loaded: nothing is compiled when it opens or runs."""
 
-from contextlib import ExitStack
+import re
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -8,11 +9,14 @@ from pathlib import Path
 import torch
 
 from hemiola.plugins.gpu.launch import Kernel
+from hemiola.runtime.api import shown
 from hemiola.runtime.arch import arch_here
 from hemiola.runtime.device.graphs import wait_for
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.extra import install
 from hemiola.runtime.manifest import Manifest
+
+KERNEL = re.compile(r"([a-z][a-z0-9_]*\.){1,2}[A-Za-z0-9_]+")
 
 
 def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> ExitStack:
@@ -24,7 +28,9 @@ def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> 
             f"{engine_dir} runs on a GPU through cuda-bindings, which is not here ({error});"
             f" run {install('cuda')}"
         ) from None
-    found = next(kernels for kernels in manifest.kernels if kernels.arch == arch_here())
+    found = next((kernels for kernels in manifest.kernels if kernels.arch == arch_here()), None)
+    if found is None:
+        raise Refused(f"{engine_dir} has no kernels for {arch_here()}; run build-engine again")
     known = driver.version()
     if known[0] < int(found.cuda.split(".")[0]):
         raise Refused(
@@ -33,9 +39,7 @@ def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> 
         )
     with ExitStack() as loaded:
         for file, binary in ((entry.file, entry.binary) for entry in found.binaries):
-            op, _, entry = binary.call.kernel.rpartition(".")
-            kernel = getattr(import_module(f"hemiola.plugins.{op}.cuda"), entry)
-            assert isinstance(kernel, Kernel)
+            kernel = _kernel(engine_dir, binary.call.kernel)
             cubin = (engine_dir / file).read_bytes()
             try:
                 kernel.take(binary.call, partial(driver.load, binary, cubin, device))
@@ -46,3 +50,17 @@ def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> 
             loaded.callback(kernel.leave, binary.call)
         loaded.callback(wait_for, device)  # first of all: a step may be under way
         return loaded.pop_all()
+
+
+def _kernel(engine_dir: Path, name: str) -> Kernel:
+    """What launches kernels of this name, such as delta._scan."""
+    found = None
+    if KERNEL.fullmatch(name):
+        op, _, entry = name.rpartition(".")
+        with suppress(ImportError):
+            found = getattr(import_module(f"hemiola.plugins.{op}.cuda"), entry, None)
+    if not isinstance(found, Kernel):
+        raise Refused(
+            f"{engine_dir} has a binary of {shown(name)}, which is no kernel; run build-engine again"
+        )
+    return found

@@ -1,7 +1,11 @@
-"""An engine's program as a file: its calls, one a line. To read it takes nothing of torch.export's."""
+"""An engine's program as a file: its calls, one a line. To read it takes nothing of torch.export's.
+
+A file may come from a stranger: names, calls and arguments are checked here, shapes in `checked.py`.
+"""
 
 import json
 import operator
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +13,29 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from hemiola.plugins import OPS
+from hemiola.runtime.api import shown
 from hemiola.runtime.arch import name_of
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.json_file import parse_json
 
 OPERATOR = "operator"
+aten = torch.ops.aten
+# What torch may compute between our ops: it moves numbers, or rounds each element once.
+MOVES = (
+    aten.cat.default, aten.chunk.default, aten.index_select.default, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.unsqueeze.default, aten.view.default,
+)  # fmt: skip
+EXACT = (*MOVES, aten.add.Tensor, aten.mul.Tensor, aten.relu.default, aten.to.dtype)
+# By name, all that a program may call.
+CALLS = {str(op.torch_op): op.torch_op for op in OPS.values()}
+CALLS |= {str(function): function for function in EXACT} | {f"{OPERATOR}.getitem": operator.getitem}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+DTYPES = {name_of(dtype): dtype for dtype in (*FLOATS, torch.int32, torch.int64)}
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,199}")
+MOST_BYTES = 2**26  # of a program; one of 100 layers has less than 2**20
+MOST_DIMS = 8
+MOST_SIZE = 2**31 - 1
 
 
 def store(graph: Graph, path: Path) -> None:
@@ -53,38 +76,120 @@ def _written(value: Any) -> Any:
 def load_program(path: Path) -> GraphModule:
     """A module that takes weights, states and inputs flat. The tensors of its nodes have no memory."""
     graph, nodes = Graph(), {}
-    try:
-        for name, called, args, *value in map(json.loads, path.read_text().splitlines()):
-            node = nodes[name] = _node(graph, name, called, _read(args, nodes))
-            if value:
-                dtype, sizes = _read(value, nodes)
-                sizes = [size or 0 for size in sizes]
-                node.meta["val"] = torch.empty(sizes, dtype=dtype, device="meta")
-        return GraphModule(torch.nn.Module(), graph)
-    except Exception as error:
+    for number, text in enumerate(_text(path).splitlines(), 1):
+        try:
+            node = _node(graph, nodes, parse_json(text))
+        except (ValueError, TypeError, RuntimeError) as error:  # of ours, and of torch about a size
+            raise Refused(f"{path}, line {number}: {one_line(error)}; run build-engine again") from None
+        nodes[node.name] = node
+    if "output" not in nodes:
+        raise Refused(f"{path} does not end with its output; run build-engine again")
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def _text(path: Path) -> str:
+    if path.stat().st_size > MOST_BYTES:
         raise Refused(
-            f"{path} cannot be loaded ({type(error).__name__}: {error}); run build-engine again"
-        ) from error
+            f"{path} has {path.stat().st_size} bytes, a program at most {MOST_BYTES}; run build-engine again"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(f"{path} cannot be loaded ({one_line(error)}); run build-engine again") from None
 
 
-def _node(graph: Graph, name: str, called: str, args: list[Any]) -> Node:
-    if not called:
-        return graph.placeholder(name)
+def _node(graph: Graph, nodes: dict[str, Node], line: Any) -> Node:
+    """Raises ValueError that says what is wrong with a line."""
+    if not isinstance(line, list) or len(line) not in (3, 5):
+        raise ValueError(f"{shown(line)} is no list of a name, a call and its arguments")
+    name, called, args, *value = line
+    if "output" in nodes:
+        raise ValueError(f"{shown(name)} stands behind the output")
+    _check_name(name, nodes)
     if called == "output":
-        return graph.output(tuple(args[0]))
-    space, *path = called.split(".")
-    target: Any = operator if space == OPERATOR else getattr(torch.ops, space)
-    for part in path:
-        target = getattr(target, part)
-    return graph.create_node("call_function", target, tuple(args), name=name)
+        return _output(graph, name, args, nodes)
+    node = _input(graph, name, args, nodes) if called == "" else _call(graph, name, called, args, nodes)
+    if node.name != name:  # torch.fx writes code, and gave it another name
+        raise ValueError(f"{shown(name)} is no name of a value")
+    if value:
+        node.meta["val"] = _tensor(*value)
+    return node
 
 
-def _read(value: Any, nodes: dict[str, Node]) -> Any:
+def _check_name(name: Any, nodes: dict[str, Node]) -> None:
+    """torch.fx writes names into code of Python's as they are."""
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name == "self":
+        raise ValueError(f"{shown(name)} is no name of a value")
+    if name in nodes:
+        raise ValueError(f"{name!r} is the name of two values")
+
+
+def _input(graph: Graph, name: str, args: Any, nodes: dict[str, Node]) -> Node:
+    if args != []:
+        raise ValueError(f"{name!r} is an input and has the arguments {shown(args)}")
+    if any(node.op != "placeholder" for node in nodes.values()):
+        raise ValueError(f"{name!r} is an input behind a call")
+    return graph.placeholder(name)
+
+
+def _output(graph: Graph, name: str, args: Any, nodes: dict[str, Node]) -> Node:
+    if name != "output":
+        raise ValueError(f"{name!r} is the output under another name")
+    match args:
+        case [[*results]] if results:
+            return graph.output(tuple(_value(result, nodes) for result in results))
+    raise ValueError(f"{shown(args)} are no results")
+
+
+def _call(graph: Graph, name: str, called: Any, args: Any, nodes: dict[str, Node]) -> Node:
+    target = CALLS.get(called) if isinstance(called, str) else None
+    if target is None:
+        raise ValueError(f"{name!r} is {shown(called)}, which no program may call")
+    if not isinstance(args, list):
+        raise ValueError(f"{name!r} has {shown(args)}, expected a list of arguments")
+    return graph.create_node("call_function", target, tuple(_read(a, nodes) for a in args), name=name)
+
+
+def _read(argument: Any, nodes: dict[str, Node]) -> Any:
+    """A value, or a list of values."""
+    if isinstance(argument, list):
+        return [_value(part, nodes) for part in argument]
+    return _value(argument, nodes)
+
+
+def _value(value: Any, nodes: dict[str, Node]) -> Any:
     match value:
-        case {"node": name}:
+        case {"node": name, **rest} if not rest:
+            if not isinstance(name, str) or name not in nodes:
+                raise ValueError(f"{shown(name)} was not computed before")
             return nodes[name]
-        case {"dtype": name}:
-            return getattr(torch, name)
-        case list():
-            return [_read(part, nodes) for part in value]
-    return value
+        case {"dtype": name, **rest} if not rest:
+            return _dtype(name)
+        case str() | bool() | None:
+            return value
+        case int() if abs(value) <= MOST_SIZE:
+            return value
+        case float() if value == value:  # no NaN
+            return value
+    raise ValueError(f"{shown(value)} is no argument")
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"{shown(name)} is no dtype of a program, which are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _tensor(dtype: Any, sizes: Any) -> torch.Tensor:
+    match dtype:
+        case {"dtype": name, **rest} if not rest:
+            known = _dtype(name)
+        case _:
+            raise ValueError(f"{shown(dtype)} is no dtype")
+    if not isinstance(sizes, list) or len(sizes) > MOST_DIMS or not all(map(_is_size, sizes)):
+        raise ValueError(f"{shown(sizes)} are no sizes of a tensor")
+    return torch.empty([size or 0 for size in sizes], dtype=known, device="meta")
+
+
+def _is_size(size: Any) -> bool:
+    return size is None or (type(size) is int and 0 <= size <= MOST_SIZE)

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.fx import GraphModule
 
 from hemiola.plugins import OPS
 from hemiola.plugins.gpu.checks import spared
+from hemiola.runtime.device.checked import check_program
 from hemiola.runtime.device.head import Best, Head, cut_head
 from hemiola.runtime.device.kernels import load_kernels
-from hemiola.runtime.device.memory import Storage
+from hemiola.runtime.device.memory import Storage, free_bytes_of_host
 from hemiola.runtime.device.program import load_program
 from hemiola.runtime.device.segments.pieces import CutSegment
+from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.manifest import Drawn, Manifest, Segment
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ class Program:
     def __init__(
         self,
         engine_dir: Path,
+        manifest: Manifest,
         segment: Segment,
         weights: dict[str, torch.Tensor],
         storage: Storage,
@@ -103,6 +106,7 @@ class Program:
             self._call = torch.inference_mode()(partial(CutSegment(engine_dir, segment), *bound))
             return
         program = load_program(engine_dir / segment.file)
+        check_program(program, segment, bound, manifest, storage.device.type)
         if storage.device.type == "cpu":
             from hemiola.runtime.device.lower import Lowered  # numba is not needed elsewhere
 
@@ -141,7 +145,9 @@ class Session:
         names = {name for segment in segments for name in segment.weights}
         weights = load_weights(engine_dir, manifest, names, storage.device)
         programs = [
-            Program(engine_dir, segment, weights, storage, drafts == "mtp" and segment.name == "trunk")
+            Program(
+                engine_dir, manifest, segment, weights, storage, drafts == "mtp" and segment.name == "trunk"
+            )
             for segment in segments
         ]
         self._trunk, self._draft = programs[0], programs[-1]
@@ -182,12 +188,20 @@ def load_weights(
     engine_dir: Path, manifest: Manifest, names: Iterable[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Weights by name, as they lie in the file. On the CPU it is mapped, and read when they are."""
-    drawn = manifest.drawn
-    with safe_open(engine_dir / manifest.weights_file, framework="pt", device=str(device)) as file:
-        return {
-            name: draw(name, drawn[name], device) if name in drawn else file.get_tensor(name)
-            for name in names
-        }
+    drawn, path = manifest.drawn, engine_dir / manifest.weights_file
+    if device.type == "cpu" and manifest.drawn_bytes > (free := free_bytes_of_host()):
+        raise Refused(
+            f"{engine_dir} draws {manifest.drawn_bytes} bytes of random weights, and {free} are free; use a"
+            " larger machine"
+        )
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            return {
+                name: draw(name, drawn[name], device) if name in drawn else file.get_tensor(name)
+                for name in names
+            }
+    except (SafetensorError, KeyError, ValueError, OverflowError) as error:
+        raise Refused(f"{path} cannot be read ({one_line(error)}); run build-engine again") from None
 
 
 def draw(name: str, drawn: Drawn, device: torch.device) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from kit import checkpoints
 from safetensors.torch import save_file
 
+from hemiola.builder.build import Options, build
 from hemiola.builder.checkpoint import Checkpoint, Config, Lazy, join
 from hemiola.runtime.errors import Refused
 
@@ -108,3 +112,103 @@ def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2, dtype=torch.int8)}, folder / "model.safetensors")
     with pytest.raises(Refused, match="w is I8, not one of BF16, F16, F32"):
         Checkpoint(folder).tensor("w", 2)
+
+
+OPTIONS = Options(max_len=64, max_rows=2, max_step_tokens=32, drafts="none")
+FILES = (
+    "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A copy that may be changed; its engine would go to `engine` beside it."""
+    return shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "models--a/snapshots/1")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_to_a_file_of_the_users_is_not_read(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    secret = tmp_path / "id_rsa"
+    shutil.copyfile(checkpoint / name, secret) if (checkpoint / name).exists() else secret.write_text("key")
+    (checkpoint / name).unlink(missing_ok=True)
+    (checkpoint / name).symlink_to(secret)
+    with pytest.raises(Refused, match=rf"{name} is a link to .*id_rsa; put the file itself into the folder"):
+        build(checkpoint, tmp_path / "engine", OPTIONS)
+    assert not (tmp_path / "engine").exists()
+
+
+@pytest.mark.parametrize("name", [*FILES, "model.safetensors.index.json", "hf_quant_config.json"])
+def test_a_pipe_in_a_checkpoint_is_refused_and_nobody_waits_for_it(
+    checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    (checkpoint / name).unlink(missing_ok=True)
+    os.mkfifo(checkpoint / name)
+    with pytest.raises(Refused, match=rf"{name} is no regular file"):
+        build(checkpoint, tmp_path / "engine", OPTIONS)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "chat_template.jinja", "/dev/zero", "../../blobs"])
+def test_a_link_in_a_circle_to_nothing_or_to_a_device_is_refused(
+    checkpoint: Path, tmp_path: Path, target: str
+) -> None:
+    (tmp_path / "models--a/blobs").mkdir()
+    (checkpoint / "chat_template.jinja").unlink(missing_ok=True)
+    (checkpoint / "chat_template.jinja").symlink_to(target)
+    with pytest.raises(Refused, match=r"chat_template.jinja"):
+        build(checkpoint, tmp_path / "engine", OPTIONS)
+
+
+def test_a_cache_of_the_hub_links_to_its_own_blobs(checkpoint: Path, tmp_path: Path) -> None:
+    blobs = tmp_path / "models--a/blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(checkpoint.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(f"../../blobs/{number}")
+    build(checkpoint, tmp_path / "engine", OPTIONS)
+    copied = tmp_path / "engine/tokenizer/tokenizer.json"
+    assert copied.read_bytes() == (checkpoint / "tokenizer.json").read_bytes() and not copied.is_symlink()
+
+
+@pytest.mark.parametrize("place", ["another repository", "behind a blob", "blobs that are a link"])
+def test_a_link_to_blobs_of_somebody_else_is_not_read(checkpoint: Path, tmp_path: Path, place: str) -> None:
+    blobs, others = tmp_path / "models--a/blobs", tmp_path / "models--b/blobs"
+    others.mkdir(parents=True)
+    (others / "key").write_text("key")
+    template = checkpoint / "chat_template.jinja"
+    template.unlink(missing_ok=True)
+    if place == "another repository":
+        template.symlink_to("../../../models--b/blobs/key")
+    elif place == "behind a blob":
+        blobs.mkdir()
+        (blobs / "key").symlink_to(others / "key")
+        template.symlink_to("../../blobs/key")
+    else:
+        blobs.symlink_to(others)
+        template.symlink_to("../../blobs/key")
+    with pytest.raises(Refused, match=r"chat_template.jinja is a link to"):
+        build(checkpoint, tmp_path / "engine", OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x.safetensors", "/etc/passwd", "a/../x", "", ".", "..", "a\0b", "a\nb", "x" * 300, "lost"]
+)
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
+    folder = folder_with(tmp_path / "a", {"w": torch.zeros(1)}, shards=2)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    save_file({"w": torch.zeros(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(Refused) as refused:
+        Checkpoint(folder)
+    assert "\n" not in str(refused.value) and "download it again" in str(refused.value)
+
+
+def test_code_that_a_config_names_is_not_run_and_that_is_said(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "evil.Config"}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    (checkpoint / "evil.py").write_text(f"open({str(tmp_path / 'made')!r}, 'w')")
+    build(checkpoint, tmp_path / "engine", OPTIONS)
+    assert "names code of its own (auto_map); it is not run" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()

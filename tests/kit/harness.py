@@ -43,7 +43,7 @@ class Harness:
         self.weights = weights = load_weights(engine_dir, self.manifest, names, self.device)
         if self.device.type == "cuda":
             load_kernels(engine_dir, self.manifest, self.device)
-        self.programs = {s.name: Program(engine_dir, s, weights, storage) for s in segments}
+        self.programs = {s.name: Program(engine_dir, self.manifest, s, weights, storage) for s in segments}
         self.requests: list[Request] = []
 
     def forget(self) -> None:

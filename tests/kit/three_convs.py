@@ -106,3 +106,4 @@ def load(kit: Kit) -> Parts:
 
 
 models.FAMILIES[ARCHITECTURE] = sys.modules[__name__]
+models.MODEL_TYPES[ARCHITECTURE] = ("qwen3_5_text", None)

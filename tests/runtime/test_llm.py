@@ -363,7 +363,7 @@ def test_programs_and_tokenizers_that_do_not_load_are_refused(copy: Path) -> Non
     program = (copy / "trunk.jsonl").read_bytes()
     (copy / "trunk.jsonl").write_bytes(b"nonsense")
     sealed(copy)
-    with pytest.raises(Refused, match=r"trunk.jsonl cannot be loaded"):
+    with pytest.raises(Refused, match=r"trunk.jsonl, line 1: "):
         LLM(copy)
     (copy / "trunk.jsonl").write_bytes(program)
     (copy / "tokenizer/tokenizer.json").write_text("{}")

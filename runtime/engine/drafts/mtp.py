@@ -27,7 +27,6 @@ from hemiola.runtime.engine.rules import Group
 from hemiola.runtime.engine.sampling import choose, takes_more_than_best, widened
 from hemiola.runtime.engine.step import Batch, Plan, Row
 
-HIDDEN = "mtp.hidden"  # the slot state [R, F]
 FIRST, NUM_TOKENS, _, SLOT, COMMITTED, *_ = range(len(COLUMNS))
 
 

@@ -101,3 +101,23 @@ def test_an_engine_has_every_kernel_that_its_steps_launch(
     assert (replay.manifest.arch, [k.arch for k in replay.manifest.kernels]) == ("sm_90", ["sm_90"])
     for tokens, rows, logits in ((1, 1, 1), (2, 1, 1), (2, 2, 2), (5, 2, 5), (3, 3, 3), (64, 3, 12)):
         assert not replay.missing(tokens, rows, logits), f"{tokens} tokens of {rows} rows"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "norm.norm",
+        "norm.torch",
+        "norm.__doc__",
+        "lost._norm",
+        "..os.system",
+        "norm",
+        "",
+        "norm._norm()",
+        "x" * 999,
+    ],
+)
+def test_a_binary_of_what_is_no_kernel_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(Refused, match=r"^engine has a binary of .*, which is no kernel; run"):
+        kernels._kernel(Path("engine"), name)
+    assert kernels._kernel(Path("engine"), "norm._norm") is norm._norm

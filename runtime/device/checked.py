@@ -1,0 +1,236 @@
+"""What a program would do, before it does anything: every call is made on tensors without memory.
+
+A kernel reads and writes where shapes say, and these come from a file that a stranger may have written. So
+each shape must follow from the tensors that are there, each op take its arguments, and each form its call.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hemiola.plugins import OPS
+from hemiola.plugins.spec import Call, Op
+from hemiola.runtime.abi import INPUTS
+from hemiola.runtime.api import shown
+from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.manifest import Manifest, OpNode, Segment
+
+# Sizes to try, by letter (abi.py; P pages, S slots): no two equal, and others the second time, so that a size
+# that is written down is not taken for one that is free.
+TRIED = (
+    {"T": 7, "N": 3, "W": 5, "L": 2, "P": 11, "S": 13},
+    {"T": 17, "N": 19, "W": 23, "L": 29, "P": 31, "S": 37},
+)
+MOST_WIDTH = 2**26  # numbers of one token in one value
+
+
+def check_program(
+    program: GraphModule, segment: Segment, bound: Sequence[torch.Tensor], manifest: Manifest, device: str
+) -> None:
+    """Refuses a program whose calls contradict its weights, its states or each other.
+
+    bound: the tensors of its weights, then of its states.
+    """
+    try:
+        for sizes in TRIED:
+            _Trial(program, segment, bound, manifest, device, sizes).run()
+    except (ValueError, TypeError, IndexError, KeyError, RuntimeError, AssertionError) as error:
+        reason = one_line(error)[:300]
+        raise Refused(f"{segment.file} does not fit together ({reason}); run build-engine again") from None
+
+
+class _Trial:
+    def __init__(
+        self,
+        program: GraphModule,
+        segment: Segment,
+        bound: Sequence[torch.Tensor],
+        manifest: Manifest,
+        device: str,
+        sizes: dict[str, int],
+    ) -> None:
+        self._segment, self._bound, self._device, self._sizes = segment, bound, device, sizes
+        self._manifest, self._limits = manifest, manifest.limits
+        self._nodes = list(program.graph.nodes)
+        self._forms = list(segment.nodes)
+        self._values: dict[Node, Any] = {}
+        self._weights: dict[Node, torch.Tensor] = {}  # as they lie in the file
+        self._seen: dict[Node, str] = {}  # in which layout a weight is wanted
+        self._states: set[Node] = set()
+
+    def run(self) -> None:
+        self._give()
+        ours = {op.torch_op: op for op in OPS.values()}
+        for node in self._nodes[len(self._values) : -1]:
+            if node.op != "call_function":
+                raise ValueError(f"{node.name} is one input more than the segment has")
+            args = [self._of(value) for value in node.args]
+            if node.target in ours:
+                self._check_op(node, ours[node.target], args)
+            self._values[node] = self._computed(node, node.target(*args))  # type: ignore[operator]
+        if self._forms:
+            raise ValueError(f"the manifest has {len(self._forms)} forms more than there are calls")
+        for node, layout in self._plain():
+            _same(f"{node.name}, a weight", self._weights[node], layout)
+        self._check_results([self._of(value) for value in self._nodes[-1].args[0]])
+
+    def _give(self) -> None:
+        """Values of the inputs: weights, states, and what a step brings."""
+        segment, num_bound = self._segment, len(self._bound)
+        wanted = INPUTS[segment.name]
+        if tuple(segment.inputs) != tuple(wanted):
+            raise ValueError(f"its inputs are {shown(list(segment.inputs))}, a step has {list(wanted)}")
+        given = self._nodes[: num_bound + len(wanted)]
+        if len(given) < num_bound + len(wanted) or any(node.op != "placeholder" for node in given):
+            raise ValueError(f"it has fewer inputs than the segment, which has {num_bound + len(wanted)}")
+        for index, (node, tensor) in enumerate(zip(given, self._bound, strict=False)):
+            value = node.meta.get("val")
+            if value is None:
+                raise ValueError(f"{node.name} has no sizes")
+            if index < len(segment.weights):
+                self._weights[node] = tensor
+                self._values[node] = value
+            else:
+                self._give_state(node, value, tensor)
+        for node, letters in zip(given[num_bound:], wanted.values(), strict=True):
+            self._give_input(node, letters)
+
+    def _give_state(self, node: Node, value: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Its first size, of pages or slots, is free."""
+        if value.shape[1:] != tensor.shape[1:] or value.dtype != tensor.dtype or value.dim() == 0:
+            raise ValueError(f"{node.name} is {_told(value)}, the state {_told(tensor)}")
+        pages = value.dim() == 4 and value.shape[1] == self._limits.page_len
+        first = self._sizes["P" if pages else "S"]
+        self._states.add(node)
+        self._values[node] = torch.empty((first, *value.shape[1:]), dtype=value.dtype, device="meta")
+
+    def _give_input(self, node: Node, letters: str) -> None:
+        value = node.meta.get("val")
+        if value is None or value.dim() != len(letters):
+            raise ValueError(f"{node.name} has not the sizes [{', '.join(letters)}]")
+        known = self._sizes | {"8": 8, "F": value.shape[-1]}
+        is_hidden = "F" in letters
+        if value.is_floating_point() != is_hidden or (not is_hidden and value.dtype != torch.int32):
+            raise ValueError(f"{node.name} is {value.dtype}")
+        shape = [known[letter] for letter in letters]
+        if letters.endswith("8") and value.shape[-1] != 8:
+            raise ValueError(f"{node.name} is {_told(value)}, rows have 8 numbers")
+        self._values[node] = torch.empty(shape, dtype=value.dtype, device="meta")
+
+    def _check_op(self, node: Node, op: Op, args: list[Any]) -> None:
+        """Its arguments, its attributes, its form, and in which layout the form gets weights."""
+        chosen = self._forms.pop(0) if self._forms else None
+        if chosen is None or chosen.op != op.name:
+            raise ValueError(f"{node.name} calls {op.name}, the manifest has {chosen and chosen.op}")
+        if len(args) != len(op.args) + len(op.attrs) or not all(
+            isinstance(value, torch.Tensor) for value in args[: len(op.args)]
+        ):
+            raise ValueError(f"{node.name} has {len(args)} arguments, which {op.name} does not take")
+        for attr, value in zip(op.attrs, args[len(op.args) :], strict=True):
+            if type(value) is not attr.type:
+                raise ValueError(f"{node.name}: {attr.name} is {value!r}, not {attr.type.__name__}")
+            if attr.name == "chunk_len" and value != self._limits.chunk_len:
+                raise ValueError(f"{node.name}: chunk_len is {value}, the engine's {self._limits.chunk_len}")
+        call = op.call(*args)
+        self._check_form(node, op, chosen, call)
+        for arg, value in zip(op.args, node.args, strict=False):
+            if arg.mutated and value not in self._states:
+                raise ValueError(f"{node.name} writes into {value}, which is no state")
+        self._check_sizes(node, op, args, call)
+
+    def _check_form(self, node: Node, op: Op, chosen: OpNode, call: Call) -> None:
+        form = next((f for f in op.forms if (f.name, f.device) == (chosen.form, self._device)), None)
+        if form is None:
+            raise ValueError(f"{node.name}: {op.name} has no form {chosen.form!r} on {self._device}")
+        if reason := form.refuses(call):
+            raise ValueError(f"{node.name}: {form.name} does not take it: {reason}")
+        sizes = tuple(call.sizes[letter] for letter in form.sizes)
+        if tuple(chosen.sizes) != sizes:
+            raise ValueError(f"{node.name}: its sizes are {sizes}, the manifest has {chosen.sizes}")
+        for arg, value in zip(op.args, node.args, strict=False):
+            if value in self._weights:
+                pack = form.packs.get(arg.name)
+                self._check_layout(value, pack)
+
+    def _check_layout(self, node: Any, pack: Any) -> None:
+        """A packed weight is what packing one of the declared shape makes, of its dtype or of bfloat16."""
+        declared, found = self._values[node], self._weights[node]
+        layout = "as it is" if pack is None else f"{pack.__module__}.{pack.__qualname__}"
+        if self._seen.setdefault(node, layout) != layout:
+            raise ValueError(f"{node.name} is wanted in two layouts")
+        if pack is not None:
+            packed = [pack(declared.to(dtype)) for dtype in (declared.dtype, torch.bfloat16)]
+            kind = next((made for made in packed if made.dtype == found.dtype), packed[0])
+            _same(f"{node.name}, a weight", found, kind)
+
+    def _plain(self) -> list[tuple[Node, torch.Tensor]]:
+        """Weights that no form packs lie as they were declared."""
+        return [(n, self._values[n]) for n in self._weights if self._seen.get(n, "as it is") == "as it is"]
+
+    def _check_sizes(self, node: Node, op: Op, args: list[Any], call: Call) -> None:
+        """What the host knows: how long rings are, and tables of positions."""
+        limits, vocab_size = self._limits, self._manifest.vocab_size
+        if op.name == "embed" and call.sizes["V"] != vocab_size:
+            raise ValueError(f"{node.name} knows {call.sizes['V']} tokens, vocab_size is {vocab_size}")
+        if op.name == "rope" and args[2].shape[0] < limits.max_len:
+            raise ValueError(
+                f"{node.name} has a table of {args[2].shape[0]} places, max_len={limits.max_len}"
+            )
+        if op.name == "attention" and args[3].shape[1] != limits.page_len:
+            raise ValueError(f"{node.name} has pages of {args[3].shape[1]}, page_len={limits.page_len}")
+        rings = [value for arg, value in zip(op.args, args, strict=False) if arg.shape.startswith("SR")]
+        least = limits.chunk_len + limits.num_drafts + (args[1].shape[1] - 1 if op.name == "conv" else 0)
+        for ring in rings:
+            if ring.shape[1] < least:
+                raise ValueError(f"{node.name} keeps {ring.shape[1]} records, it needs {least}")
+
+    def _computed(self, node: Node, made: Any) -> Any:
+        """The value of a call; what is declared of it must be so, where its sizes are not free."""
+        for part in made if isinstance(made, (list, tuple)) else [made]:
+            if not isinstance(part, torch.Tensor):
+                raise ValueError(f"{node.name} is {type(part).__name__}, no tensor")
+            if part.numel() > MOST_WIDTH * max(self._sizes.values()):
+                raise ValueError(f"{node.name} is {_told(part)}, which no step needs")
+        declared = node.meta.get("val")
+        if isinstance(declared, torch.Tensor):
+            is_tensor = isinstance(made, torch.Tensor)
+            if not is_tensor or made.dtype != declared.dtype or not _alike(declared.shape, made.shape):
+                raise ValueError(f"{node.name} is declared as {_told(declared)}, and is {_told(made)}")
+        return made
+
+    def _check_results(self, results: list[Any]) -> None:
+        if len(results) not in (2, 4) or any(not isinstance(part, torch.Tensor) for part in results):
+            raise ValueError(f"it has {len(results)} results, a step has logits and hidden states")
+        logits, hidden = results[:2]
+        manifest, lines, tokens = self._manifest, self._sizes["L"], self._sizes["T"]
+        chosen = manifest.draft_vocab if self._segment.name == "draft" else None
+        width = chosen or manifest.vocab_size
+        if tuple(logits.shape) != (lines, width) or logits.dtype != torch.float32:
+            raise ValueError(f"its logits are {_told(logits)}, a step has {width} of each line, in float32")
+        if tuple(hidden.shape) != (tokens, manifest.hidden_size):
+            raise ValueError(f"its hidden states are {_told(hidden)}, hidden_size is {manifest.hidden_size}")
+
+    def _of(self, value: Any) -> Any:
+        if isinstance(value, Node):
+            return self._values[value]
+        if isinstance(value, (list, tuple)):
+            return [self._of(part) for part in value]
+        return value
+
+
+def _alike(declared: torch.Size, found: torch.Size) -> bool:
+    """0 is a size that is free."""
+    return len(declared) == len(found) and all(a in (0, b) for a, b in zip(declared, found, strict=True))
+
+
+def _same(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        raise ValueError(f"{what}, is {_told(found)}, the program wants {_told(wanted)}")
+
+
+def _told(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")

@@ -1,0 +1,424 @@
+"""Engines that a stranger made: each field of each file, wrong in each way. They are refused in one line, or
+open and answer; never a traceback, a crash, a hang, gigabytes, or anything that is run."""
+
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kit.hostile import Opener
+from pydantic import BaseModel
+
+from hemiola.runtime import manifest
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import FILE, Manifest
+
+MADE = "made-by-code"  # in the engine's folder's parent, if any code runs
+CODE = "__import__('pathlib').Path('{made}').touch()"
+DEEP: Any = json.loads("[" * 200 + "]" * 200)
+# Each way in which a value can be wrong.
+WRONG: dict[str, Any] = {
+    "null": None, "true": True, "minus": -1, "zero": 0, "past 32 bits": 2**31, "past 64 bits": 2**64,
+    "2**60": 2**60, "fraction": 1.5, "nan": float("nan"), "infinity": float("inf"), "empty": "",
+    "number as text": "7", "above": "../../x", "absolute": "/etc/passwd", "nul": "a\0b", "line": "a\nb",
+    "code": CODE, "input of code": "x=" + CODE, "dunder": "__class__", "long": "x" * 10_000,
+    "library": "load_library", "list": [], "object": {}, "deep": DEEP, "many": [2**31 - 1] * 9,
+}  # fmt: skip
+# Free text, shown to people; and what is refused at another door, or is the same on every machine.
+SHOWN = {"architecture", "layers", "refused", "builder_version", "torch_version"}
+
+Path_ = tuple[str | int, ...]
+
+
+@pytest.fixture(scope="module")
+def opener() -> Iterator[Opener]:
+    made = Opener()
+    yield made
+    made.close()
+
+
+class Stranger:
+    """A copy of an engine whose files are changed and signed anew."""
+
+    def __init__(self, source: Path, folder: Path, opener: Opener) -> None:
+        self.source, self.opener, self.made = source, opener, folder / MADE
+        self.dir = folder / "engine"
+        self.reset()
+        self.expected = opener.open(source)
+        assert "tokens" in self.expected, self.expected
+
+    def reset(self) -> None:
+        shutil.rmtree(self.dir, ignore_errors=True)
+        shutil.copytree(self.source, self.dir)
+
+    def content(self) -> dict[str, Any]:
+        return json.loads((self.source / FILE).read_text())
+
+    def sign(self) -> str | None:
+        """Hashes and identity agree again with what the files say; or why the manifest is refused."""
+        try:
+            found = manifest.parse(self.dir / FILE)
+            hashes = {
+                name: hashlib.sha256((self.dir / name).read_bytes()).hexdigest()
+                if (self.dir / name).is_file()
+                else digest
+                for name, digest in found.sha256.items()
+            }
+        except Refused as error:
+            return str(error)
+        found.model_copy(update={"sha256": hashes}).write(self.dir)
+        return None
+
+    def outcome(self, sign: bool = True) -> dict[str, Any]:
+        refused = self.sign() if sign else None
+        found = {"refused": refused} if refused else self.opener.open(self.dir)
+        assert not self.made.exists(), f"code ran: {found}"
+        if "refused" in found:
+            said = found["refused"]
+            assert "\n" not in said and len(said) < 1200 and "; " in said, said
+        else:
+            assert "tokens" in found, found.get("error", found)
+        return found
+
+    def change(self, name: str, change: Callable[[bytes], bytes]) -> None:
+        path = self.dir / name
+        path.write_bytes(change((self.source / name).read_bytes()))
+
+
+@pytest.fixture
+def stranger(tiny_engine: Callable[..., Path], tmp_path: Path, opener: Opener) -> Stranger:
+    return Stranger(tiny_engine("nemotron_h_moe"), tmp_path, opener)
+
+
+def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """Of the leaves and what holds them: of a list its first, of equal entries one."""
+    if path:
+        yield path
+    if isinstance(value, dict):
+        for key in list(value):
+            yield from places(value[key], (*path, key))
+    elif isinstance(value, list) and value:
+        yield from places(value[0], (*path, 0))
+
+
+def put(value: Any, path: Path_, new: Any) -> Any:
+    copied = json.loads(json.dumps(value))
+    at = copied
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = new
+    return copied
+
+
+def filled(content: dict[str, Any]) -> dict[str, Any]:
+    """With what only engines for GPUs, cut ones and random ones have."""
+    content = json.loads(json.dumps(content))
+    tensor_map = {"swizzle": 3, "item": 9, "item_bytes": 2, "box": [64, 64]}
+    call = {"kernel": "delta._scan", "kinds": ["*bf16:16", "i32"], "constants": [["num_warps", 4]]}
+    binary = {
+        "call": call, "symbol": "_scan", "shared": 0, "threads": 128, "maps": [tensor_map], "waits": False
+    }  # fmt: skip
+    file = next(iter(content["sha256"]))
+    content["kernels"] = [
+        {"arch": "sm_90", "cuda": "12.8", "sources": "", "binaries": [{"file": file, "binary": binary}]}
+    ]
+    content["drawn"] = {"w": {"shape": [4], "dtype": "float32", "std": 0.5}}
+    segment = content["segments"][0]
+    part = {"kind": "part", "name": "x", "inputs": ["a"], "outputs": ["b"], "constants": [1]}
+    segment["pieces"], segment["compiler"] = [part], "onnxruntime 1.0"
+    segment["profiles"] = [{"name": "decode", "sizes": {"T": [1, 2, 3]}}]
+    content["sha256"]["parts/x"] = "0" * 64
+    return content
+
+
+def fields(kind: Any) -> Iterator[str]:
+    """Of a model, and of what it is made of."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        for name, field in kind.model_fields.items():
+            yield f"{kind.__name__}.{name}"
+            yield from fields(field.annotation)
+    for part in get_args(kind):
+        yield from fields(part)
+
+
+def test_the_table_has_every_field_of_a_manifest(stranger: Stranger) -> None:
+    content = filled(stranger.content())
+    seen = {step for path in places(content) for step in path if isinstance(step, str)}
+    lost = [name for name in fields(Manifest) if name.split(".")[1] not in seen]
+    assert not lost, f"fill them in: {lost}"
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_every_field_of_a_manifest_that_is_wrong_is_refused_or_harmless(
+    stranger: Stranger, wrong: str
+) -> None:
+    """What is refused as it stands needs no engine; the others are opened."""
+    value = WRONG[wrong]
+    value = value.replace("{made}", str(stranger.made)) if isinstance(value, str) else value
+    for whole in (stranger.content(), filled(stranger.content())):
+        for path in places(whole):
+            if path[0] in ("format", "identity"):
+                continue
+            (stranger.dir / FILE).write_text(json.dumps(put(whole, path, value)))
+            try:
+                manifest.parse(stranger.dir / FILE)
+            except Refused as error:
+                said = str(error)
+                assert "\n" not in said and len(said) < 1200 and said.endswith("; run build-engine again")
+                continue
+            found = stranger.outcome()
+            if "tokens" in found and not set(path) & {*SHOWN, "eos_ids", "ops", "sha256", "draft_vocab"}:
+                assert found == stranger.expected, path
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "twice"])
+def test_a_field_that_is_missing_unknown_or_there_twice_is_refused_by_name(
+    stranger: Stranger, change: str
+) -> None:
+    whole = filled(stranger.content())
+    optional = {
+        "draft_vocab",
+        "identity",
+        "pieces",
+        "outputs",
+        "compiler",
+        "profiles",
+        "work_bytes",
+        "constants",
+    }
+    for path in places(whole):
+        key, at = path[-1], cast(Any, whole)
+        for step in path[:-1]:
+            at = at[step]
+        if not isinstance(key, str) or key in optional or (path[-2:-1] and path[-2] in ("sha256", "ops")):
+            continue
+        if path[-2:-1] and path[-2] in ("refused", "sizes", "drawn"):
+            continue  # their keys are names
+        copied = json.loads(json.dumps(at))
+        if change == "missing":
+            del copied[key]
+        elif change == "extra":
+            copied[f"{key}_of_mine"] = 1
+        text = json.dumps(put(whole, path[:-1], copied) if path[:-1] else copied)
+        if change == "twice":
+            mark = json.dumps(put(whole, path, "MARK"))
+            text = mark.replace(f'{json.dumps(key)}: "MARK"', f"{json.dumps(key)}: 1, {json.dumps(key)}: 1")
+        (stranger.dir / FILE).write_text(text)
+        with pytest.raises(Refused) as refused:
+            manifest.parse(stranger.dir / FILE)
+        assert key in str(refused.value) or path == ("format",), path
+
+
+@pytest.mark.parametrize("kind", ["link", "link to a folder", "pipe", "folder", "device"])
+def test_a_file_that_leads_out_of_the_engine_is_refused(
+    stranger: Stranger, tmp_path: Path, kind: str
+) -> None:
+    for name in stranger.content()["sha256"]:
+        stranger.reset()
+        path = stranger.dir / name
+        if kind == "link to a folder":
+            if path.parent == stranger.dir:
+                continue
+            path.parent.rename(tmp_path / "elsewhere")
+            path.parent.symlink_to(tmp_path / "elsewhere")
+        else:
+            path.rename(tmp_path / "elsewhere")
+            replace(path, kind, tmp_path / "elsewhere")
+        said = stranger.outcome(sign=False)["refused"]
+        assert str(path.parent) in said, said
+        shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
+
+
+def replace(path: Path, kind: str, elsewhere: Path) -> None:
+    import os
+
+    match kind:
+        case "link":
+            path.symlink_to(elsewhere)
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "device":
+            path.symlink_to("/dev/zero")
+
+
+def program_lines(text: bytes) -> list[list[Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_every_place_of_a_program_that_is_wrong_is_refused_or_harmless(stranger: Stranger) -> None:
+    """One line of each call, each place of it, in four ways each; all ways come round."""
+    lines = program_lines((stranger.source / "trunk.jsonl").read_bytes())
+    ways = [*WRONG.values(), {"node": lines[0][0]}, {"node": lines[-3][0]}, {"dtype": "load"}]
+    first = {line[1]: number for number, line in reversed(list(enumerate(lines)))}
+    turn = 0
+    for number in first.values():
+        for path in places(lines[number]):
+            for _ in range(4):
+                turn += 1
+                value = ways[turn % len(ways)]
+                value = value.replace("{made}", str(stranger.made)) if isinstance(value, str) else value
+                changed = [*lines[:number], put(lines[number], path, value), *lines[number + 1 :]]
+                stranger.change("trunk.jsonl", lambda _, c=changed: "\n".join(map(json.dumps, c)).encode())
+                stranger.outcome()
+
+
+HEADERS: dict[str, Callable[[dict[str, Any], str], object]] = {
+    "huge shape": lambda header, name: header[name].update(shape=[2**60, 2**60]),
+    "shape past the file": lambda header, name: header[name].update(shape=[2**40]),
+    "negative": lambda header, name: header[name].update(shape=[-1]),
+    "another shape": lambda header, name: header[name].update(shape=[1, *header[name]["shape"]]),
+    "offsets behind the end": lambda header, name: header[name].update(data_offsets=[0, 2**62]),
+    "offsets that turn": lambda header, name: header[name].update(data_offsets=[64, 0]),
+    "dtype": lambda header, name: header[name].update(dtype="I8"),
+    "no dtype": lambda header, name: header[name].update(dtype="__class__"),
+    "no name": lambda header, name: header.pop(name),
+    "another name": lambda header, name: header.update({f"{name}.": header.pop(name)}),
+    "metadata": lambda header, name: header.update(__metadata__={"a": [1]}),
+    "deep": lambda header, name: header.update({name: DEEP}),
+    "nan": lambda header, name: header[name].update(shape=[float("nan")]),
+}
+
+
+@pytest.mark.parametrize("way", HEADERS)
+def test_a_header_of_weights_that_is_wrong_is_refused(stranger: Stranger, way: str) -> None:
+    path = stranger.source / "weights.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    names = json.loads(data[8 : 8 + size])
+    for name in list(names)[:: max(len(names) // 5, 1)]:
+        header = json.loads(data[8 : 8 + size])
+        HEADERS[way](header, name)
+        text = json.dumps(header).encode()
+        stranger.change(path.name, lambda d, t=text: len(t).to_bytes(8, "little") + t + d[8 + size :])
+        assert "refused" in stranger.outcome(), name
+
+
+@pytest.mark.parametrize("length", [0, 2**63, 2**64 - 1, 10**9])
+def test_a_header_of_another_length_is_refused(stranger: Stranger, length: int) -> None:
+    stranger.change("weights.safetensors", lambda data: length.to_bytes(8, "little") + data[8:])
+    assert "refused" in stranger.outcome()
+
+
+TEXTS = {
+    "tokenizer/tokenizer.json": [b"", b"{}", b"[" * 100_000, b"\xff\xfe", b"null", b"[]"],
+    "tokenizer/tokenizer_config.json": [b"", b"[]", b"7", b"null", b"[" * 100_000, b"\xff", b'{"a": 1e999}'],
+    "tokenizer/chat_template.jinja": [
+        b"\xff\xfe", b"{{", b"{% for %}", b"{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        b"{% include '/etc/passwd' %}", b"{% import 'os' as os %}", b"(" * 100_000 + b"{{" + b"(" * 100_000,
+        b"{{ cycler.__init__.__globals__.os.system('touch x') }}",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_tokenizer_that_is_wrong_is_refused(stranger: Stranger, name: str) -> None:
+    for text in TEXTS[name]:
+        stranger.reset()
+        stranger.change(name, lambda _, text=text: text)
+        found = stranger.outcome()
+        harmless = text in (b"{}", b'{"a": 1e999}') and name != "tokenizer/tokenizer.json"
+        assert "refused" in found or harmless, text[:40]
+
+
+def test_a_tokenizer_with_ids_that_the_model_has_not_is_refused(stranger: Stranger) -> None:
+    def more(text: bytes) -> bytes:
+        content = json.loads(text)
+        like, known = content["added_tokens"][0], len(content["model"]["vocab"])
+        content["added_tokens"] += [like | {"id": known + i, "content": f"<{i}>"} for i in range(50)]
+        return json.dumps(content).encode()
+
+    stranger.change("tokenizer/tokenizer.json", more)
+    assert "has ids up to" in stranger.outcome()["refused"]
+
+
+NAMES = (
+    FILE,
+    "trunk.jsonl",
+    "weights.safetensors",
+    "tokenizer/tokenizer.json",
+    "tokenizer/tokenizer_config.json",
+)
+FUZZ = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
+
+
+@given(dice=st.randoms(use_true_random=False), name=st.sampled_from(NAMES))
+@settings(FUZZ, max_examples=max(settings().max_examples // 4, 1))
+def test_bytes_that_change_are_noticed(stranger: Stranger, dice: random.Random, name: str) -> None:
+    """Without a new signature, nothing but what was built answers."""
+    stranger.reset()
+    stranger.change(name, lambda data: flipped(data, dice))
+    found = stranger.outcome(sign=False)
+    assert "refused" in found or found == stranger.expected
+
+
+@given(dice=st.randoms(use_true_random=False), name=st.sampled_from(NAMES))
+@settings(FUZZ, max_examples=max(settings().max_examples // 2, 1))
+def test_files_that_change_and_are_signed_anew_are_refused_or_answer(
+    stranger: Stranger, dice: random.Random, name: str
+) -> None:
+    stranger.reset()
+    change = flipped if dice.random() < 0.3 else mutated
+    stranger.change(name, lambda data: change(data, dice))
+    stranger.outcome()
+
+
+def flipped(data: bytes, dice: random.Random) -> bytes:
+    """A few bytes, in the first half of a kilobyte as often as elsewhere."""
+    changed = bytearray(data)
+    for _ in range(dice.choice([1, 1, 2, 8])):
+        at = dice.randrange(min(len(data), dice.choice([512, len(data)])))
+        changed[at] = dice.randrange(256)
+    return bytes(changed[: dice.choice([len(data), len(data), dice.randrange(len(data))])])
+
+
+def mutated(data: bytes, dice: random.Random) -> bytes:
+    """The structure of the JSON in it: values are exchanged, repeated, lost, or wrong in one of the ways."""
+    if data[:1] in b"{[" and b"\n[" in data:  # a line each
+        lines = data.splitlines()
+        at = dice.randrange(len(lines))
+        lines[at] = json.dumps(scrambled(json.loads(lines[at]), dice)).encode()
+        if dice.random() < 0.2:
+            lines.insert(dice.randrange(len(lines)), lines[dice.randrange(len(lines))])
+        return b"\n".join(lines)
+    if data[:1] == b"{":
+        return json.dumps(scrambled(json.loads(data), dice)).encode()
+    size = int.from_bytes(data[:8], "little")
+    header = json.dumps(scrambled(json.loads(data[8 : 8 + size]), dice)).encode()
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
+
+
+def scrambled(content: Any, dice: random.Random) -> Any:
+    every = list(all_places(content))
+    for _ in range(dice.choice([1, 1, 1, 2, 3])):
+        path = dice.choice(every)
+        try:
+            other = content
+            for step in dice.choice(every):
+                other = other[step]
+            value = dice.choice(
+                [other, dice.choice(list(WRONG.values())), dice.randrange(1 << dice.randrange(1, 64))]
+            )
+            content = put(content, path, value)
+        except (KeyError, IndexError, TypeError):
+            continue  # an earlier change took this place away
+    return content
+
+
+def all_places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
+    if path:
+        yield path
+    entries = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    )
+    for key, part in entries:
+        yield from all_places(part, (*path, key))
