@@ -1,5 +1,5 @@
-"""Hemiola as it is installed: a wheel made from a source archive, an editable install of a clone, and a
-checkout that is not installed, each from several folders.
+"""Hemiola as it is installed: a wheel made from a source archive, an editable install of a clone, a checkout
+that is not installed, each from several folders.
 
 The client without the engine: tests/runtime/serving/test_client_alone.py.
 """
