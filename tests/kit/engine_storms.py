@@ -13,7 +13,8 @@ def storm(
     num_turns: int,
     shortest: int = 3,
 ) -> None:
-    """Arrivals (prompts that begin, continue or leave greedy texts), aborts, preemptions, flushes.
+    """Arrivals (prompts that begin, continue or leave greedy texts; several at once) of
+    several priorities, aborts (in some storms in most turns), preemptions, flushes.
 
     Nobody arrives while very many wait: their steps, in which nothing else happens, would be most of it.
 
@@ -24,6 +25,8 @@ def storm(
     aborted: set[int] = set()
     before = len(hand.requests)  # of an earlier storm
     most = 8 + 2 * hand.config.max_rows
+    abort_chance = dice.choice([0.04, 0.04, 0.6])
+    priorities = dice.choice([[0, 0, 1, -1], [0, 5]])
 
     def arrive() -> None:
         text = story(dice.randrange(3))
@@ -33,10 +36,11 @@ def storm(
         tail = dice.choices(range(VOCAB), k=dice.choice([0, 0, 1, page_len]))
         tail = tail[: hand.config.max_len - 1 - length]
         salt = dice.choice(["", "", "other"])
-        options = {"priority": dice.choice([0, 0, 1, -1]), "num_drafts": dice.choice([None, None, 0])}
-        request_id = hand.submit(prompt + tail, max_tokens=num_tokens, cache_salt=salt, **options)
-        if not tail:
-            known[request_id] = text[length : length + num_tokens]
+        options = {"priority": dice.choice(priorities), "num_drafts": dice.choice([None, None, 0])}
+        for _ in range(dice.choice([1, 1, 1, 2])):  # n answers
+            request_id = hand.submit(prompt + tail, max_tokens=num_tokens, cache_salt=salt, **options)
+            if not tail:
+                known[request_id] = text[length : length + num_tokens]
 
     def going() -> list[int]:
         return [request.id for request in hand.requests[before:] if not hand.ended(request.id)]
@@ -44,7 +48,7 @@ def storm(
     for _ in range(num_turns):
         if dice.random() < 0.25 and len(going()) < most:
             arrive()
-        if hand.requests and dice.random() < 0.04:
+        if hand.requests and dice.random() < abort_chance:
             request_id = dice.choice(going() or [1])
             aborted.add(request_id)
             hand.loop.abort(request_id)
