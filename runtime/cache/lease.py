@@ -32,3 +32,5 @@ class Lease:
     taken: list[Take] = field(default_factory=list)  # asked for, and not known to be stored
     newest: Entry | None = None  # has its last decode snapshot
     stale: bool = False  # publishes nothing more
+    proven: bool = False  # it has chosen a token that was no NaN
+    unproven: list[Entry] = field(default_factory=list)  # snapshots it stored before, or began from
