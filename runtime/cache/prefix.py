@@ -29,12 +29,9 @@ Decisions:
   those that can be evicted, and admission counts on all of them.
 * What a step computes is not found in that step: entries know the step in which they were published.
 * A page goes only after those behind it, and takes its snapshot along: no snapshot is ever out of reach.
-* Pages and snapshots of a prompt's chunks are published before anybody can see whether they hold NaN. A
-  token that is chosen behind them proves them. A request that computes NaN withdraws all pages of its text,
-  those of its hit included, because any of them may be the cause, and all that is cached behind them. Others
-  that run from withdrawn pages keep them to their end, but publish nothing more, since what they compute may
-  depend on the same NaN. What nobody has proven leaves with the last request that holds it; only a preempted
-  request leaves it, because it begins from it again.
+* Chunks of a prompt are published before anybody can see whether they hold NaN; a token chosen behind them
+  proves them. NaN withdraws all pages of a text, the hit's too, and all behind them; others that run from them
+  publish nothing more. What nobody has proven leaves with its last holder, unless that is preempted.
 """
 
 from collections.abc import Iterator
@@ -111,10 +108,7 @@ class PrefixCache:
         start = len(path) * self.page_len
         self.slots.edge[slot_id] = start
         junction = junction if junction > start else 0
-        began = [] if hit is None else [hit]
-        self._leases[slot_id] = Lease(
-            chain, known_len, junction, path, stale=not self.enabled, unproven=began
-        )
+        self._leases[slot_id] = Lease(chain, known_len, junction, path, path[-1:], not self.enabled)
         self.evictor.clock += 1
         self.statistics.num_queries += 1
         self.statistics.num_hits += hit is not None

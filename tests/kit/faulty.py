@@ -12,7 +12,7 @@ from hemiola.runtime.engine.step import Batch
 
 
 class FaultySession(FakeSession):
-    """Steps whose numbers are in `faults` (from 0) compute `value` for all rows, or spoil only their states."""
+    """Steps whose numbers are in `faults` (from 0) compute `value` for all rows, or spoil states only."""
 
     def __init__(
         self,
