@@ -29,9 +29,9 @@ Decisions:
   those that can be evicted, and admission counts on all of them.
 * What a step computes is not found in that step: entries know the step in which they were published.
 * A page goes only after those behind it, and takes its snapshot along: no snapshot is ever out of reach.
-* Chunks of a prompt are published before anybody can see whether they hold NaN; a token chosen behind them
-  proves them. NaN withdraws all pages of a text, the hit's too, and all behind them; others that run from them
-  publish nothing more. What nobody has proven leaves with its last holder, unless that is preempted.
+* Chunks of a prompt are published before anybody can see if they hold NaN; a token chosen behind them proves
+  them. NaN withdraws all pages of a text and all behind them; others that run from them publish nothing more.
+  What nobody has proven leaves with its last holder, unless that is preempted.
 """
 
 from collections.abc import Iterator
@@ -391,8 +391,6 @@ class PrefixCache:
         self._tree.clear()
         for lease in self._leases.values():
             self._retire(lease)
-
-    # Audits.
 
     def contents(self) -> Iterator[tuple[list[int], Entry]]:
         """Every cached page with all tokens up to its edge, from which it and its snapshot were computed."""
