@@ -30,8 +30,9 @@ from hemiola.runtime.api import (
 )
 from hemiola.runtime.cache.eviction import Cost, Evictor
 from hemiola.runtime.cache.pages import PagePool
-from hemiola.runtime.cache.prefix import PrefixCache, Statistics
+from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.cache.slots import SlotPool
+from hemiola.runtime.cache.statistics import Statistics
 from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.graphs import Graphs

@@ -15,11 +15,12 @@ The scheduler's calls, in order. `slot_id` is the request's own slot, which stan
     plan, prompt's chunk    stop = prefix.chunk_end(slot_id, start, stop): one snapshot per row and step
     plan, last of all       take = prefix.take(slot_id, edge, next_edge) for each row: its snapshot slot and
                               edge in this step, or None. Last: admit goes first where slots are scarce
-    commit                  prefix.commit(slot_id, committed_len, total_len, stored_edge), after slots.commit,
-                              when the committed tokens' keys and values are written, the draft layers' too.
-                              Never for a row that failed
+    commit                  prefix.commit(slot_id, committed_len, total_len, stored_edge, chose), after
+                              slots.commit, when the committed tokens' keys and values are written, the draft
+                              layers' too. For a row that computed NaN instead: prefix.withdraw(slot_id)
     finish, preempt, abort  prefix.release(slot_id, donate) for pages.release and slots.release. donate: the
                               state is sound, and no step is under way that may write it
+    after finish or abort   prefix.forget_unproven(request.chain, total_len)
     between two steps       prefix.flush(); prefix.audit(), which audits pages and slots too
 
 Decisions:
@@ -28,35 +29,23 @@ Decisions:
   those that can be evicted, and admission counts on all of them.
 * What a step computes is not found in that step: entries know the step in which they were published.
 * A page goes only after those behind it, and takes its snapshot along: no snapshot is ever out of reach.
+* Chunks of a prompt are published before anybody can see if they hold NaN; a token chosen behind them proves
+  them. NaN withdraws all pages of a text and all behind them; others that run from them publish nothing more.
+  What nobody has proven leaves with its last holder, unless that is preempted.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
+from hemiola.runtime.cache.audit import audit
 from hemiola.runtime.cache.edges import hit_len, reusable_len, wanted_edges
-from hemiola.runtime.cache.eviction import Evictor, above
+from hemiola.runtime.cache.eviction import Evictor
 from hemiola.runtime.cache.lease import Lease, Start, Take
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.slots import SlotPool
+from hemiola.runtime.cache.statistics import Statistics
 from hemiola.runtime.cache.tree import Chain, Entry, Tree
-
-
-@dataclass(slots=True)
-class Statistics:
-    """Counts since the start."""
-
-    num_queries: int = 0
-    num_hits: int = 0
-    query_tokens: int = 0
-    hit_tokens: int = 0
-    page_hit_tokens: int = 0  # whose pages were there; in an engine with recurrences not always a state
-    num_snapshots: int = 0  # taken
-    refused_snapshots: int = 0  # not taken, because all others were worth more
-    evicted_snapshots: int = 0  # for another snapshot or for a request
-    stranded_snapshots: int = 0  # evicted with their page
-    evicted_pages: int = 0
 
 
 class PrefixCache:
@@ -118,9 +107,8 @@ class PrefixCache:
         assert grown, "fewer pages could be evicted than are idle"
         start = len(path) * self.page_len
         self.slots.edge[slot_id] = start
-        self._leases[slot_id] = Lease(
-            chain, known_len, junction if junction > start else 0, path, stale=not self.enabled
-        )
+        junction = junction if junction > start else 0
+        self._leases[slot_id] = Lease(chain, known_len, junction, path, path[-1:], not self.enabled)
         self.evictor.clock += 1
         self.statistics.num_queries += 1
         self.statistics.num_hits += hit is not None
@@ -195,8 +183,12 @@ class PrefixCache:
 
     def _evict(self, entry: Entry) -> None:
         self.statistics.evicted_pages += 1
+        self.statistics.stranded_snapshots += entry.slot_id > 0
+        self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        """Give up a page with nothing behind it, and its snapshot."""
         if entry.slot_id:
-            self.statistics.stranded_snapshots += 1
             self._drop_snapshot(entry)
         self.evictor.busy(entry)
         self.pages.drop(entry.page_id)
@@ -272,13 +264,18 @@ class PrefixCache:
 
     # After a step, and at the end.
 
-    def commit(self, slot_id: int, valid_len: int, known_len: int, stored_edge: int = 0) -> None:
+    def commit(
+        self, slot_id: int, valid_len: int, known_len: int, stored_edge: int = 0, chose: bool = False
+    ) -> None:
         """Publish the full pages among the first valid_len tokens, and the snapshot that was taken.
 
         known_len: of the request's ids. stored_edge: of the snapshot that the step stored: it was asked and
-        moved the state from before that edge to it or beyond. Calling it again changes nothing.
+        moved the state from before that edge to it or beyond. chose: the step chose a token behind them that
+        was no NaN. Calling it again changes nothing.
         """
         lease = self._leases[slot_id]
+        if chose and not lease.proven:
+            self._prove(lease)
         self._publish(lease, slot_id, min(valid_len, known_len) // self.page_len)
         while lease.taken and lease.taken[0].edge <= self.slots.edge[slot_id]:
             target, edge = lease.taken.pop(0)
@@ -287,6 +284,15 @@ class PrefixCache:
                 self.slots.release(target)
             else:
                 self._attach(lease, entry, target)
+
+    def _prove(self, lease: Lease) -> None:
+        """Of the pages that it has read. One that it is about to swap its own for is not among them."""
+        lease.proven = True
+        for entry in lease.path:
+            entry.proven = True
+        for entry in lease.unproven:
+            entry.snapshot_proven = True
+        lease.unproven.clear()
 
     def _publish(self, lease: Lease, slot_id: int, num_pages: int) -> None:
         while len(lease.path) < num_pages and not lease.stale:
@@ -297,6 +303,7 @@ class PrefixCache:
                 lease.stale = True
                 return
             if entry.page_id == page_id:
+                entry.proven = lease.proven
                 self.pages.keep(page_id)
                 if lease.path:
                     self.evictor.change(lease.path[-1])
@@ -313,6 +320,9 @@ class PrefixCache:
         self.slots.edge[slot_id] = entry.edge
         kind = self._kind(lease, entry.edge)
         self.evictor.attach(entry, slot_id, kind)
+        entry.snapshot_proven = lease.proven
+        if not lease.proven:
+            lease.unproven.append(entry)
         self.statistics.num_snapshots += 1
         if kind == "decode":
             self._drop_newest(lease)
@@ -340,6 +350,37 @@ class PrefixCache:
         if not entry.children and self.pages.refs[entry.page_id] == 0:
             self.evictor.idle(entry)
 
+    def withdraw(self, slot_id: int) -> None:
+        """The request computed NaN: forget the pages of its text, and all that is cached behind them."""
+        lease = self._leases[slot_id]
+        if lease.path:
+            self._withdraw(lease.path[0])
+        self._retire(lease)
+
+    def forget_unproven(self, chain: Chain, known_len: int) -> None:
+        """A request has ended: forget those of its pages and snapshots that nobody has proven or holds."""
+        for entry in self._tree.walk(chain, known_len // self.page_len, step=-1).path:
+            if not entry.proven and self.pages.refs[entry.page_id] == 0:
+                self._withdraw(entry)
+                return
+            if entry.slot_id and not entry.snapshot_proven:
+                self._drop_snapshot(entry)
+
+    def _withdraw(self, top: Entry) -> None:
+        """Forget a page and all behind it. Who runs from it goes on, but publishes nothing more."""
+        found = [top]
+        for entry in found:
+            found.extend(entry.children)
+        for lease in self._leases.values():
+            if lease.path and lease.path[0] is top:
+                self._retire(lease)
+        for entry in reversed(found):
+            self._forget(entry)
+
+    def _retire(self, lease: Lease) -> None:
+        lease.path, lease.newest, lease.stale = [], None, True
+        lease.unproven.clear()
+
     def flush(self) -> None:
         """Forget everything. What runs goes on, but publishes nothing more."""
         for _, entry in self.contents():
@@ -349,9 +390,7 @@ class PrefixCache:
             self.pages.drop(entry.page_id)
         self._tree.clear()
         for lease in self._leases.values():
-            lease.path, lease.newest, lease.stale = [], None, True
-
-    # Audits.
+            self._retire(lease)
 
     def contents(self) -> Iterator[tuple[list[int], Entry]]:
         """Every cached page with all tokens up to its edge, from which it and its snapshot were computed."""
@@ -359,42 +398,4 @@ class PrefixCache:
 
     def audit(self) -> None:
         """Pages, slots, entries and running requests add up."""
-        entries = list(self._tree.entries.values())
-        slot_ids = set(self._leases)
-        taken = [take.slot_id for lease in self._leases.values() for take in lease.taken]
-        snapshots = [entry.slot_id for entry in entries if entry.slot_id]
-        held = [*slot_ids, *taken, *snapshots]
-        assert len(held) == len(set(held)), "a slot serves two ends"
-        self.pages.audit(slot_ids)
-        self.slots.audit(set(held))
-        self._tree.audit()
-        cached = [page_id for page_id in range(self.pages.num_pages) if self.pages.is_cached(page_id)]
-        assert sorted(entry.page_id for entry in entries) == cached, "cached pages and entries differ"
-        assert {entry.slot_id for entry in self.evictor.snapshots.entries} == set(snapshots)
-        for entry in entries:
-            self._audit_entry(entry)
-        for slot_id, lease in self._leases.items():
-            self._audit_lease(slot_id, lease)
-        shared = {page_id for page_id, num_slots in enumerate(self.pages.refs) if num_slots > 1}
-        stale = any(lease.stale for lease in self._leases.values())
-        assert stale or shared <= set(cached), "two requests hold a page that either may write"
-
-    def _audit_entry(self, entry: Entry) -> None:
-        refs = self.pages.refs
-        behind = sum(refs[child.page_id] for child in entry.children)
-        assert behind <= refs[entry.page_id], f"page {entry.page_id} is held less than those behind it"
-        idle = refs[entry.page_id] == 0 and not entry.children
-        assert idle == self.evictor.is_idle(entry), f"page {entry.page_id} can be evicted: {idle}, not known"
-        if not entry.slot_id:
-            return
-        assert self.slots.edge[entry.slot_id] == entry.edge, f"snapshot {entry.slot_id} is not of its edge"
-        node = entry.parent
-        while node is not None and node.parent is not None and not node.slot_id:
-            node = node.parent
-        assert above(entry) is node, f"snapshot {entry.slot_id} saves other work than it is counted for"
-
-    def _audit_lease(self, slot_id: int, lease: Lease) -> None:
-        for index, entry in enumerate(lease.path):
-            assert self._tree.entries.get(entry.key) is entry, f"slot {slot_id} relies on an evicted page"
-            assert entry.page_id == self.pages.table[slot_id, index], f"slot {slot_id} holds another page"
-            assert entry.tokens == lease.chain.tokens(index), f"slot {slot_id} has other tokens than its page"
+        audit(self.pages, self.slots, self.evictor, self._tree, self._leases)

@@ -26,11 +26,13 @@ class Entry:
     page_id: int
     edge: int
     step: int  # in which it was published
+    proven: bool = False  # a token was chosen behind it, and was no NaN
     used: int = 0  # when (Evictor.clock)
     children: "set[Entry]" = field(default_factory=set)
     # of the snapshot
     slot_id: int = 0  # 0: none
     kind: str = ""
+    snapshot_proven: bool = False
     num_uses: int = 0
     pinned: int = -1  # step in which it is read
     above: "Entry | None" = None  # the nearest snapshot before it, or one that was, or a root

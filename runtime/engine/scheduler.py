@@ -305,6 +305,8 @@ class Scheduler:
                 request.ahead -= 1 + row.num_drafts
                 new_len += _num_accepted(outcome, n)
             request.committed_len = new_len
+            if n in outcome.broken:
+                self.prefix.withdraw(row.slot_id)
             if request.finish_reason is not None:
                 continue  # it ended while this step was under way
             if row.chooses:
@@ -312,9 +314,9 @@ class Scheduler:
             if n in outcome.broken and request.finish_reason is None:
                 request.fail(f"the engine computed NaN for the token at position {request.total_len}")
                 continue
-            if start != edge or old_len // page_len != new_len // page_len:
+            if start != edge or old_len // page_len != new_len // page_len or old_len < request.start_len:
                 stored_edge = row.snapshot_edge if start < row.snapshot_edge <= edge else 0
-                self.prefix.commit(row.slot_id, new_len, request.total_len, stored_edge)
+                self.prefix.commit(row.slot_id, new_len, request.total_len, stored_edge, row.chooses)
 
     def _append(self, request: Request, outcome: Outcome, n: int, num_planned: int) -> None:
         token_ids = outcome.token_ids[n]
@@ -337,6 +339,7 @@ class Scheduler:
                 continue
             if request.finish_reason is not None:
                 self._release(request, donate=request.finish_reason != "error")
+                self.prefix.forget_unproven(request.chain, request.total_len)
             elif request.leaving:
                 self._preempt(request)
 
@@ -347,6 +350,8 @@ class Scheduler:
             self.waiting.remove(request)
         elif request.in_flight == 0:
             self._release(request, donate=True)
+        if request.slot_id == 0:  # else a step under way has it, and reap does this
+            self.prefix.forget_unproven(request.chain, request.total_len)
 
     def audit(self) -> None:
         """Pages, slots and requests add up."""

@@ -74,7 +74,7 @@ class Metered(Protocol):
     @property
     def counters(self) -> Counters: ...
     @property
-    def reuse(self) -> Any: ...  # cache.prefix.Statistics
+    def reuse(self) -> Any: ...  # cache.statistics.Statistics
     def load(self) -> Load: ...
 
 

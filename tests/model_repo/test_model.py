@@ -20,7 +20,7 @@ from kit.served import until
 
 from hemiola.builder.build import Options, build
 from hemiola.runtime.api import Counters, Load, Logprob, Metrics, Piece, SamplingParams
-from hemiola.runtime.cache.prefix import Statistics
+from hemiola.runtime.cache.statistics import Statistics
 from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving.ask import read_tensor

@@ -1,8 +1,14 @@
 """What the pool refuses, and what its audit finds; all else: test_prefix.py, ../engine/test_storms.py."""
 
+import random
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
+import torch
 
 from hemiola.runtime.cache.pages import PagePool
+from hemiola.runtime.engine.decode import Decoder
 
 
 def make_pages() -> PagePool:
@@ -91,3 +97,39 @@ def test_the_audit_finds(harm: object) -> None:
     harm(pages)
     with pytest.raises(AssertionError):
         pages.audit({1, 2})
+
+
+# What a device's table is told.
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_entry_that_changed_twice_since_the_last_step_has_an_older_value(seed: int) -> None:
+    """A scatter with two values for a place may keep either. What a slot holds must be as the host has it."""
+    dice = random.Random(seed)
+    pages = make_pages()
+    pages.changes = {}
+    told = SimpleNamespace(_table=torch.zeros(pages.table.shape, dtype=torch.int32), pages=pages)
+    for _ in range(60):
+        for _ in range(dice.randint(1, 6)):  # between two steps
+            slot_id = dice.randint(1, 4)
+            if dice.random() < 0.5:
+                pages.release(slot_id)
+            else:
+                pages.grow(slot_id, dice.randint(1, 24))
+        places = list(pages.changes)
+        assert len(places) == len(set(places))
+        changes = np.array(list(pages.changes.items()), np.int64).reshape(-1, 2)
+        pages.changes = {}
+        Decoder._change(told, torch.from_numpy(changes[dice.sample(range(len(changes)), len(changes))]))
+        for slot_id in range(1, 5):
+            held = pages.capacity[slot_id] // pages.page_len
+            assert told._table[slot_id, :held].tolist() == pages.table[slot_id, :held].tolist()
+
+
+def test_a_swapped_page_is_not_told() -> None:
+    pages = make_pages()
+    (cached,) = cached_path(pages, 1, 1)
+    pages.grow(2, 4)
+    pages.changes = {}
+    pages.swap(2, 0, cached)
+    assert pages.changes == {2 * pages.table.shape[1]: cached}

@@ -88,12 +88,12 @@ class Pairs:
         self._commit(plan, outcome)
         self._read |= {row.slot_id: row.request.committed_len for row in plan.rows if row.reads}
 
-    def publish(self, slot_id: int, valid_len: int, known_len: int, stored_edge: int = 0) -> None:
+    def publish(self, slot_id: int, valid_len: int, known_len: int, *more: int) -> None:
         page_len = self._hand.loop.config.page_len
         (row,) = (row for row in self._plan.rows if row.slot_id == slot_id)
         full = min(valid_len, known_len) // page_len * page_len
         assert row.reads or full - 1 <= self._read[slot_id], "a page was published whose pairs are owed"
-        self._publish(slot_id, valid_len, known_len, stored_edge)
+        self._publish(slot_id, valid_len, known_len, *more)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

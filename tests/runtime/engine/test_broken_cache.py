@@ -1,0 +1,240 @@
+"""What a request leaves in the prefix cache if a step of it computed NaN, or if nobody looked for NaN.
+
+The device recovers: a fault strikes single steps, and only the cache could make it last.
+"""
+
+import math
+from collections.abc import Callable
+
+import pytest
+from kit.engine_hand import EngineHand, Wanted
+from kit.fake_session import oracle, resolved
+from kit.faulty import FaultySession
+from kit.hand import Hand, prompt
+
+from hemiola.runtime.engine.step import Plan
+
+P = 8  # tokens in a page
+TEXT = prompt(5 * P + 3)
+DEPTHS = [0, 1, 2]
+
+
+@pytest.fixture
+def faulty(make_hand: Callable[..., Hand]) -> Callable[..., Hand]:
+    """A hand whose steps have a page of prompt tokens; the first step is broken, if nothing else is said."""
+
+    def make(depth: int = 0, spoils: str = "all", value: float = math.nan, **sizes: int) -> Hand:
+        faults = sizes.pop("faults", {0})
+        hybrid = sizes.pop("hybrid", True)
+        small = {"max_step_tokens": P, "prefix_cache": True, "pipeline_depth": depth, "snapshot_interval": P}
+        return make_hand(
+            session=FaultySession(resolved(**small | sizes), faults, hybrid, value, spoils), hybrid=hybrid
+        )
+
+    return make
+
+
+def cached(hand: Hand) -> list[list[int]]:
+    return [list(tokens) for tokens, _ in hand.loop.scheduler.prefix.contents()]
+
+
+def dirty(hand: Hand) -> list[int]:
+    """Edges of what is cached and spoilt."""
+    session = hand.loop.session
+    found = [entry for _, entry in hand.loop.scheduler.prefix.contents()]
+    return [e.edge for e in found if session.dirty_pages[e.page_id].any() or e.slot_id in session.dirty_slots]
+
+
+def demand_answer(hand: Hand, text: list[int], hit: int | None = None) -> None:
+    """The oracle's, and no NaN, on a device that has recovered."""
+    hand.loop.session.faults.clear()
+    request_id = hand.submit(text, max_tokens=9)
+    hand.run()
+    assert hand.last(request_id).finish_reason == "length", hand.last(request_id).error
+    assert hand.token_ids(request_id) == oracle(text, 9)
+    assert hit is None or hand.requests[-1].hit_len == hit
+    assert dirty(hand) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("spoils", "hybrid"), [("all", True), ("states", True), ("all", False)])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_failed_requests_nan_stays_cached(
+    faulty: Callable[..., Hand], depth: int, spoils: str, hybrid: bool, value: float
+) -> None:
+    hand = faulty(depth, spoils, value, hybrid=hybrid)
+    failed = hand.submit(TEXT, max_tokens=9)
+    hand.run()
+    assert hand.last(failed).finish_reason == "error"
+    assert cached(hand) == []
+    demand_answer(hand, TEXT, hit=0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_nan_while_decoding_stays_cached(faulty: Callable[..., Hand], depth: int) -> None:
+    hand = faulty(depth, faults={12})
+    failed = hand.submit(TEXT, max_tokens=20)
+    hand.run()
+    assert hand.last(failed).finish_reason == "error" and cached(hand) == []
+    demand_answer(hand, TEXT, hit=0)
+
+
+@pytest.mark.parametrize("what", ["page", "snapshot"])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_hit_that_spoilt_since_fails_every_request_that_begins_there(
+    faulty: Callable[..., Hand], depth: int, what: str
+) -> None:
+    """And what is cached behind it goes, too."""
+    hand = faulty(depth, faults=set())
+    demand_answer(hand, TEXT)
+    demand_answer(hand, TEXT[: 4 * P] + prompt(P, 5))
+    session = hand.loop.session
+    for _, entry in hand.loop.scheduler.prefix.contents():
+        if what == "page" and entry.edge == P:
+            session.dirty_pages[entry.page_id] = True
+        if what == "snapshot" and entry.slot_id:
+            session.dirty_slots.add(entry.slot_id)
+    failed = hand.submit(TEXT, max_tokens=9)
+    hand.run()
+    assert hand.last(failed).finish_reason == "error" and hand.requests[-1].hit_len > 0
+    assert cached(hand) == []
+    demand_answer(hand, TEXT, hit=0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_who_began_from_withdrawn_pages_publishes_beneath_them(
+    faulty: Callable[..., Hand], depth: int
+) -> None:
+    """It begins while the other is at its prompt, and is longer."""
+    hand = faulty(depth, max_len=96)
+    first = hand.submit(TEXT, max_tokens=9)
+    while hand.requests[0].committed_len < 3 * P:
+        hand.turn()
+    second = hand.submit(TEXT + prompt(2 * P, 3), max_tokens=9, priority=0)
+    hand.run()
+    assert hand.last(first).finish_reason == "error"
+    assert dirty(hand) == []
+    if hand.last(second).finish_reason == "error":
+        assert cached(hand) == []
+    demand_answer(hand, TEXT)
+    demand_answer(hand, TEXT + prompt(2 * P, 3))
+
+
+@pytest.mark.parametrize("num_turns", range(9))
+@pytest.mark.parametrize("strike", [0, 2])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_cancelled_request_leaves_what_nobody_looked_at(
+    faulty: Callable[..., Hand], depth: int, strike: int, num_turns: int
+) -> None:
+    """Page and chunk are equal: its slot stands at an edge and would become a snapshot."""
+    hand = faulty(depth, faults={strike}, chunk_len=P)
+    request_id = hand.submit(TEXT, max_tokens=9)
+    for _ in range(num_turns):
+        hand.turn()
+    hand.loop.abort(request_id)
+    hand.run()
+    assert dirty(hand) == []
+    demand_answer(hand, TEXT)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_request_cancelled_while_it_waits_leaves_what_nobody_looked_at(
+    faulty: Callable[..., Hand], depth: int
+) -> None:
+    hand = faulty(depth)
+    request_id = hand.submit(TEXT, max_tokens=9)
+    while hand.requests[0].committed_len < 2 * P:
+        hand.turn()
+    hand.preempt(hand.requests[0])
+    scheduler = hand.loop.scheduler
+    plan, scheduler.plan = scheduler.plan, Plan  # it is not admitted again yet
+    while hand.requests[0].slot_id:
+        hand.turn()
+    hand.audit()
+    scheduler.plan = plan
+    assert cached(hand), "it begins from them again"
+    hand.loop.abort(request_id)
+    hand.loop._read_inbox()
+    assert cached(hand) == []
+    demand_answer(hand, TEXT, hit=0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_preempted_request_loses_its_prompts_pages_or_keeps_its_nan(
+    faulty: Callable[..., Hand], depth: int
+) -> None:
+    for faults in (set(), {0}):
+        hand = faulty(depth, faults=faults)
+        request_id = hand.submit(TEXT, max_tokens=9)
+        while hand.requests[0].committed_len < 3 * P:
+            hand.turn()
+        hand.preempt(hand.requests[0])
+        hand.run()
+        assert hand.requests[0].metrics.num_preemptions == 1 and hand.requests[0].hit_len >= 2 * P
+        assert hand.requests[0].metrics.cached_tokens == 0, "it reused its own work only"
+        assert hand.last(request_id).finish_reason == ("error" if faults else "length")
+        assert dirty(hand) == [] and bool(cached(hand)) == (not faults)
+        demand_answer(hand, TEXT)
+
+
+def test_a_cancel_takes_pages_from_those_who_still_compute_with_them(faulty: Callable[..., Hand]) -> None:
+    """Who began from a cancelled request's pages proves them."""
+    hand = faulty(faults=set())
+    first = hand.submit(TEXT, max_tokens=9)
+    while hand.requests[0].committed_len < 3 * P:
+        hand.turn()
+    second = hand.submit(TEXT, max_tokens=9)
+    while not hand.requests[1].slot_id:
+        hand.turn()
+    hand.loop.abort(first)
+    hand.run()
+    assert hand.requests[1].hit_len and hand.last(second).finish_reason == "length"
+    assert TEXT[: 5 * P] in cached(hand)
+    demand_answer(hand, TEXT, hit=5 * P)
+
+
+def test_a_sound_request_that_is_cancelled_later_leaves_nothing(faulty: Callable[..., Hand]) -> None:
+    hand = faulty(faults=set())
+    request_id = hand.submit(TEXT, max_tokens=9)
+    while hand.requests[0].total_len < len(TEXT) + 2:
+        hand.turn()
+    hand.loop.abort(request_id)
+    hand.run()
+    demand_answer(hand, TEXT, hit=5 * P)
+
+
+@pytest.mark.parametrize("salt", ["", "a"])
+def test_a_failure_withdraws_what_others_have(faulty: Callable[..., Hand], salt: str) -> None:
+    """Another text's pages, and another tenant's of the same text, stay."""
+    hand = faulty(faults={6})
+    kept = hand.submit(TEXT, max_tokens=1, cache_salt="b")
+    hand.run()
+    text = TEXT if salt else prompt(5 * P + 3, 4)
+    failed = hand.submit(text, max_tokens=9, cache_salt=salt)
+    hand.run()
+    assert hand.last(kept).finish_reason == "length" and hand.last(failed).finish_reason == "error"
+    assert sorted(map(len, cached(hand))) == [P, 2 * P, 3 * P, 4 * P, 5 * P]
+
+
+@pytest.mark.parametrize("what", ["page", "snapshot"])
+@pytest.mark.parametrize("kind", ["plain", "mtp"])
+def test_a_real_engines_nan_stays_cached(
+    engine_hands: Callable[..., EngineHand], wanted: Wanted, kind: str, what: str
+) -> None:
+    story = wanted.story("qwen3_5")
+    hand = engine_hands("qwen3_5", kind, {"num_drafts": 3} if kind == "mtp" else None)
+    length = 3 * hand.config.page_len + 2
+    first = hand.submit(story[:length], max_tokens=3)
+    hand.run()
+    entries = [entry for _, entry in hand.loop.scheduler.prefix.contents()]
+    if what == "page":
+        hand.storage.free_pages([entry.page_id for entry in entries])  # which fills them with NaN
+    else:
+        hand.storage.free_slots([entry.slot_id for entry in entries if entry.slot_id])
+    failed = hand.submit(story[:length], max_tokens=3)
+    hand.run()
+    assert hand.last(failed).finish_reason == "error" and hand.requests[-1].hit_len
+    again = hand.submit(story[:length], max_tokens=3)
+    hand.run()
+    assert hand.requests[-1].hit_len == 0
+    assert hand.token_ids(again) == hand.token_ids(first) == story[length : length + 3]
