@@ -141,6 +141,7 @@ LIMITS: list[tuple[str, int, Callable[..., object], dict[str, Any], dict[str, An
     ("regex", 2**18, guided, {"regex": "a"}, {"regex": "a" * 2**18}),
     ("grammar", 2**18, guided, {"grammar": 'root ::= "a"'}, {"grammar": 'root ::= "' + "a" * 2**18 + '"'}),
     ("json", 2**18, guided, {"json": {"const": "a"}}, {"json": {"const": "a" * 2**18}}),
+    ("text", 2**18, guided, {"json": {"const": "a"}}, {"json": {"const": "a" * 2**18}}),
     ("response_format", 2**18, guided, {"json": {"const": "a"}}, {"json": {"const": "a" * 2**18}}),
     ("tools", 2**18, guided, {"grammar": 'root ::= "a"'}, {"grammar": "#" * 2**18}),
     ("tools", 64, chat, {"tools": [a_tool("a" * 64)]}, {"tools": [a_tool("a" * 65)]}),
