@@ -30,8 +30,7 @@ Decisions:
 * What a step computes is not found in that step: entries know the step in which they were published.
 * A page goes only after those behind it, and takes its snapshot along: no snapshot is ever out of reach.
 * Chunks of a prompt are published before anybody can see if they hold NaN; a token chosen behind them proves
-  them. NaN withdraws all pages of a text and all behind them; others that run from them publish nothing more.
-  What nobody has proven leaves with its last holder, unless that is preempted.
+  them. NaN withdraws a text's pages and all behind them. What nobody has proven leaves with its last holder.
 """
 
 from collections.abc import Iterator
