@@ -30,7 +30,8 @@ Decisions:
 * What a step computes is not found in that step: entries know the step in which they were published.
 * A page goes only after those behind it, and takes its snapshot along: no snapshot is ever out of reach.
 * Chunks of a prompt are published before anybody can see if they hold NaN; a token chosen behind them proves
-  them. NaN withdraws a text's pages and all behind them. What nobody has proven leaves with its last holder.
+  them. NaN withdraws a text's pages and all behind them, and who runs from them starts anew. What nobody has
+  proven leaves with its last holder.
 """
 
 from collections.abc import Iterator
@@ -349,12 +350,15 @@ class PrefixCache:
         if not entry.children and self.pages.refs[entry.page_id] == 0:
             self.evictor.idle(entry)
 
-    def withdraw(self, slot_id: int) -> None:
-        """The request computed NaN: forget the pages of its text, and all that is cached behind them."""
+    def withdraw(self, slot_id: int) -> list[int]:
+        """The request computed NaN: forget the pages of its text, and all that is cached behind them.
+
+        Returns the other slots that hold such pages.
+        """
         lease = self._leases[slot_id]
-        if lease.path:
-            self._withdraw(lease.path[0])
+        affected = self._withdraw(lease.path[0]) if lease.path else []
         self._retire(lease)
+        return [other for other in affected if other != slot_id]
 
     def forget_unproven(self, chain: Chain, known_len: int) -> None:
         """A request has ended: forget those of its pages and snapshots that nobody has proven or holds."""
@@ -365,16 +369,17 @@ class PrefixCache:
             if entry.slot_id and not entry.snapshot_proven:
                 self._drop_snapshot(entry)
 
-    def _withdraw(self, top: Entry) -> None:
-        """Forget a page and all behind it. Who runs from it goes on, but publishes nothing more."""
+    def _withdraw(self, top: Entry) -> list[int]:
+        """Forget a page and all behind it; returns the slots that run from it. They publish nothing more."""
         found = [top]
         for entry in found:
             found.extend(entry.children)
-        for lease in self._leases.values():
-            if lease.path and lease.path[0] is top:
-                self._retire(lease)
+        affected = [slot for slot, lease in self._leases.items() if lease.path and lease.path[0] is top]
+        for slot_id in affected:
+            self._retire(self._leases[slot_id])
         for entry in reversed(found):
             self._forget(entry)
+        return affected
 
     def _retire(self, lease: Lease) -> None:
         lease.path, lease.newest, lease.stale = [], None, True

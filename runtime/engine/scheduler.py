@@ -241,7 +241,7 @@ class Scheduler:
         request.slot_id = 0
         request.committed_len = request.planned_len = request.edge = 0
         request.num_drafts = request.owed = 0
-        request.leaving = False
+        request.leaving = request.starts_anew = False
 
     def _grant_drafts(self, plan: Plan) -> None:
         """How many drafts may be proposed for the next step of each row; the pages for them are there."""
@@ -306,17 +306,26 @@ class Scheduler:
                 new_len += _num_accepted(outcome, n)
             request.committed_len = new_len
             if n in outcome.broken:
-                self.prefix.withdraw(row.slot_id)
+                self._distrust(row.slot_id)
             if request.finish_reason is not None:
                 continue  # it ended while this step was under way
             if row.chooses:
                 self._append(request, outcome, n, row.num_drafts)
-            if n in outcome.broken and request.finish_reason is None:
+            if n in outcome.broken and request.finish_reason is None and not request.starts_anew:
                 request.fail(f"the engine computed NaN for the token at position {request.total_len}")
+            if n in outcome.broken:
                 continue
             if start != edge or old_len // page_len != new_len // page_len or old_len < request.start_len:
                 stored_edge = row.snapshot_edge if start < row.snapshot_edge <= edge else 0
                 self.prefix.commit(row.slot_id, new_len, request.total_len, stored_edge, row.chooses)
+
+    def _distrust(self, slot_id: int) -> None:
+        """A request computed NaN: nothing of its prefix stays cached, and who shares it starts anew."""
+        affected = self.prefix.withdraw(slot_id)
+        for request in [one for one in self.running if one.slot_id in affected]:
+            if request.finish_reason is None:
+                request.starts_anew = True
+                self._send_away(request)
 
     def _append(self, request: Request, outcome: Outcome, n: int, num_planned: int) -> None:
         token_ids = outcome.token_ids[n]
@@ -377,7 +386,7 @@ class Scheduler:
         assert request.finish_reason is None or request.in_flight, (
             f"request {request.id} is finished and runs"
         )
-        if request.finish_reason is not None:
+        if request.finish_reason is not None or request.starts_anew:
             return
         assert 0 <= request.committed_len < request.total_len <= request.most_len <= len(request.ids)
         assert request.committed_len <= request.planned_len or request.planned_len == request.start_len

@@ -105,7 +105,7 @@ def test_a_hit_that_spoilt_since_fails_every_request_that_begins_there(
 def test_who_began_from_withdrawn_pages_publishes_beneath_them(
     faulty: Callable[..., Hand], depth: int
 ) -> None:
-    """It begins while the other is at its prompt, and is longer."""
+    """It begins while the other is at its prompt, and is longer. It starts anew, and is right."""
     hand = faulty(depth, max_len=96)
     first = hand.submit(TEXT, max_tokens=9)
     while hand.requests[0].committed_len < 3 * P:
@@ -114,8 +114,8 @@ def test_who_began_from_withdrawn_pages_publishes_beneath_them(
     hand.run()
     assert hand.last(first).finish_reason == "error"
     assert dirty(hand) == []
-    if hand.last(second).finish_reason == "error":
-        assert cached(hand) == []
+    assert hand.token_ids(second) == oracle(TEXT + prompt(2 * P, 3), 9), hand.last(second).error
+    assert hand.last(second).metrics.num_preemptions == 1
     demand_answer(hand, TEXT)
     demand_answer(hand, TEXT + prompt(2 * P, 3))
 
@@ -179,18 +179,36 @@ def test_a_preempted_request_loses_its_prompts_pages_or_keeps_its_nan(
 
 def test_a_cancel_takes_pages_from_those_who_still_compute_with_them(faulty: Callable[..., Hand]) -> None:
     """Who began from a cancelled request's pages proves them."""
-    hand = faulty(faults=set())
+    hand = faulty(faults=set(), max_step_tokens=2 * P)  # a chunk ends at a snapshot: there is room for two
     first = hand.submit(TEXT, max_tokens=9)
-    while hand.requests[0].committed_len < 3 * P:
+    while hand.requests[0].committed_len < 2 * P:
         hand.turn()
     second = hand.submit(TEXT, max_tokens=9)
     while not hand.requests[1].slot_id:
         hand.turn()
+    assert hand.requests[0].total_len == hand.requests[1].total_len == len(TEXT), "nobody has proven anything"
     hand.loop.abort(first)
     hand.run()
     assert hand.requests[1].hit_len and hand.last(second).finish_reason == "length"
     assert TEXT[: 5 * P] in cached(hand)
     demand_answer(hand, TEXT, hit=5 * P)
+
+
+def test_a_cancelled_requests_spoilt_state_stays_on_a_proven_page(faulty: Callable[..., Hand]) -> None:
+    """Another has proven the pages; the snapshot at the junction is the cancelled one's."""
+    hand = faulty(faults=set(), spoils="states", snapshot_interval=0)
+    hand.submit(TEXT, max_tokens=1)
+    hand.run()
+    session = hand.loop.session
+    session.faults = {len(session.shapes)}
+    branch = hand.submit(TEXT[: 2 * P] + prompt(2 * P, 5), max_tokens=9)
+    while hand.requests[1].committed_len < 2 * P:
+        hand.turn()
+    assert dirty(hand) == [2 * P]
+    hand.loop.abort(branch)
+    hand.run()
+    assert dirty(hand) == []
+    demand_answer(hand, TEXT[: 2 * P] + prompt(2 * P, 6))
 
 
 def test_a_sound_request_that_is_cancelled_later_leaves_nothing(faulty: Callable[..., Hand]) -> None:
