@@ -79,7 +79,7 @@ class Request:
     num_drafts: int = 0  # drafts that the next step may verify
     owed: int = 0  # tokens at its end whose pairs a drafting head has not read
     leaving: bool = False  # to be preempted when no step is under way
-    starts_anew: bool = False  # leaving, since its prefix is not trusted: NaN in its last steps is no failure
+    starts_anew: bool = False  # leaving, since its prefix is not trusted, nor are steps under way
     # how it ends
     finish_reason: FinishReason | None = None
     error: str | None = None

@@ -307,13 +307,12 @@ class Scheduler:
             request.committed_len = new_len
             if n in outcome.broken:
                 self._distrust(row.slot_id)
-            if request.finish_reason is not None:
-                continue  # it ended while this step was under way
+            if request.finish_reason is not None or request.starts_anew:
+                continue  # since this step was planned
             if row.chooses:
                 self._append(request, outcome, n, row.num_drafts)
-            if n in outcome.broken and request.finish_reason is None and not request.starts_anew:
+            if n in outcome.broken and request.finish_reason is None:
                 request.fail(f"the engine computed NaN for the token at position {request.total_len}")
-            if n in outcome.broken:
                 continue
             if start != edge or old_len // page_len != new_len // page_len or old_len < request.start_len:
                 stored_edge = row.snapshot_edge if start < row.snapshot_edge <= edge else 0
