@@ -41,6 +41,7 @@ LOOKS = 20  # within that time, at what it has read
 NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
 METRICS_TIMEOUT_S = 5.0
 ROOM = re.compile(r"in (\d+) rows?, and no more than max_queue=(\d+) may wait")  # model.py's words
+BEGUN = "begun"  # of a request: when its headers had come in, by time.perf_counter
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -96,6 +97,7 @@ class App:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keys, errors in OpenAI's shape, and one line per request, never with its text."""
         start, status = time.monotonic(), "left"
+        request[BEGUN] = time.perf_counter()
         try:
             self._check_key(request)
             response = await handler(request)
@@ -202,7 +204,7 @@ class App:
                 return await self._answer(http, request, work)
 
     async def _answer(self, http: web.Request, request: ApiRequest, work: Work) -> web.StreamResponse:
-        answers = self._wire.ask(request.model, work.asked)
+        answers = self._wire.ask(request.model, work.asked, http[BEGUN])
         try:
             if request.stream:
                 return await stream(http, work, answers, request.stream_options or StreamOptions())
