@@ -24,8 +24,8 @@ from hemiola.runtime.serving.http_request import (
     CHUNK,
     MAX_BODY,
     MAX_HEAD,
-    Head,
     Refusal,
+    RequestHead,
     read_body,
     read_head,
 )
@@ -152,7 +152,7 @@ class Guard:
             kept += [b"Content-Type: application/json", b"Content-Length: %d" % len(body)]
         return b"\r\n".join([*kept, b"", body])
 
-    async def _read_head(self, reader: asyncio.StreamReader) -> Head:
+    async def _read_head(self, reader: asyncio.StreamReader) -> RequestHead:
         try:
             async with asyncio.timeout(HEAD_TIMEOUT_S):
                 return read_head(await reader.readuntil(b"\r\n\r\n"))
@@ -162,7 +162,7 @@ class Guard:
             most = f"more than {MAX_HEAD} bytes; send less"
             raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the headers have {most}") from None
 
-    async def _read_body(self, head: Head, reader: asyncio.StreamReader) -> bytes:
+    async def _read_body(self, head: RequestHead, reader: asyncio.StreamReader) -> bytes:
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):

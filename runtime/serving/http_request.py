@@ -29,14 +29,14 @@ class Refusal(Exception):
         self.status = status
 
 
-class Head(NamedTuple):
+class RequestHead(NamedTuple):
     first_line: bytes
     kept: list[bytes]  # headers that go on
     length: int | None  # of the body; None: it comes in chunks
     continues: bool  # the client waits to be told before it sends the body
 
 
-def read_head(raw: bytes) -> Head:
+def read_head(raw: bytes) -> RequestHead:
     first_line, *lines = raw.removesuffix(b"\r\n\r\n").split(b"\r\n")
     kept, found = [], {}
     for line in lines:
@@ -51,7 +51,7 @@ def read_head(raw: bytes) -> Head:
             kept.append(line)
     if found.get(b"content-encoding", b"identity").lower() != b"identity":
         raise Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body is compressed; send it plain")
-    return Head(first_line, kept, _length(found), found.get(b"expect", b"").lower() == b"100-continue")
+    return RequestHead(first_line, kept, _length(found), found.get(b"expect", b"").lower() == b"100-continue")
 
 
 def _length(found: Mapping[bytes, bytes]) -> int | None:
@@ -64,7 +64,7 @@ def _length(found: Mapping[bytes, bytes]) -> int | None:
     raise Refusal(HTTPStatus.BAD_REQUEST, f"the length of the body is not clear; {right}")
 
 
-async def read_body(head: Head, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def read_body(head: RequestHead, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Pieces of a body, none of which is large."""
     if head.length is not None:
         async for piece in _pieces(reader, head.length):

@@ -17,8 +17,8 @@ class ServerOptions(Strict):
     )
     triton_host: str | None = Field(
         default=None,
-        description="address for HTTP, gRPC and metrics, which ask for no key; like --host, but 127.0.0.1 where"
-        " the OpenAI API has a key",
+        description="address of the HTTP, gRPC and metrics ports, which ask for no key (default: that of"
+        " --host, or 127.0.0.1 if the OpenAI API has a key)",
     )
     http_port: int = Field(
         default=8000, ge=0, le=MOST_PORT, description="port of HTTP; 0 takes a free one, here and below"

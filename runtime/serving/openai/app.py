@@ -41,7 +41,6 @@ LOOKS = 20  # within that time, at what it has read
 NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
 METRICS_TIMEOUT_S = 5.0
 ROOM = re.compile(r"in (\d+) rows?, and no more than max_queue=(\d+) may wait")  # model.py's words
-BEGUN = "begun"  # of a request: when its headers had come in, by time.perf_counter
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -60,6 +59,7 @@ class Work(NamedTuple):
     asked: list[tuple[list[int], SamplingParams]]
     choices: Sequence[Choice]
     reply: Reply
+    begun: float  # when its headers had come in, by time.perf_counter
 
     async def take(self, found: Found) -> None:
         for index, piece in found:
@@ -97,7 +97,6 @@ class App:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keys, errors in OpenAI's shape, and one line per request, never with its text."""
         start, status = time.monotonic(), "left"
-        request[BEGUN] = time.perf_counter()
         try:
             self._check_key(request)
             response = await handler(request)
@@ -169,6 +168,7 @@ class App:
     # ---- what is generated
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
+        begun = time.perf_counter()
         request = parse(CompletionRequest, await self._bodies.read(http))
         model = self._model(request.model)
         with self._admit(len(request.prompt) * request.num_choices):
@@ -184,9 +184,10 @@ class App:
                     echo = given if isinstance(given, str) else model.need_text("echo is").decode(given)
                 choices.append(TextChoice(index, ids, tokens, bool(request.return_token_ids), echo))
             reply = Reply("text_completion", model, choices, len(params))
-            return await self._answer(http, request, Work(asked, choices, reply))
+            return await self._answer(http, request, Work(asked, choices, reply, begun))
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
+        begun = time.perf_counter()
         request = parse(ChatRequest, await self._bodies.read(http))
         model = self._model(request.model)
         with self._admit(request.num_choices):
@@ -199,12 +200,12 @@ class App:
             with_ids = bool(request.return_token_ids)
             choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
             reply = Reply("chat.completion", model, choices, len(params))
-            work = Work([(ids, each) for each in params], choices, reply)
+            work = Work([(ids, each) for each in params], choices, reply, begun)
             with contextlib.nullcontext() if structured is None else said_as(request):
                 return await self._answer(http, request, work)
 
     async def _answer(self, http: web.Request, request: ApiRequest, work: Work) -> web.StreamResponse:
-        answers = self._wire.ask(request.model, work.asked, http[BEGUN])
+        answers = self._wire.ask(request.model, work.asked, work.begun)
         try:
             if request.stream:
                 return await stream(http, work, answers, request.stream_options or StreamOptions())
