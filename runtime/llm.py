@@ -3,6 +3,7 @@
 import itertools
 import logging
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -289,9 +290,13 @@ class LLM:
             raise Refused(f"{what} text, the engine has no tokenizer; pass {instead}")
         return self._text
 
-    def submit(self, prompt: Prompt, params: SamplingParams, on_piece: OnPiece) -> int:
-        """Queue a request and return its id; on_piece is called in the loop's thread. Refuses at once."""
-        request = self._request(prompt, params)
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, on_piece: OnPiece, arrival: float | None = None
+    ) -> int:
+        """Queue a request and return its id; on_piece is called in the loop's thread. Refuses at once.
+
+        arrival: when it came, by time.perf_counter, if not now."""
+        request = self._request(prompt, params, arrival)
         self._loop.submit(request, on_piece)
         return request.id
 
@@ -361,14 +366,16 @@ class LLM:
                 raise Refused(f"prompts[{index}]: {error}") from None
         return requests
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, arrival: float | None = None) -> Request:
+        arrival = time.perf_counter() if arrival is None else arrival  # before the prompt is tokenized
         if not isinstance(params, SamplingParams):
             raise Refused(f"params is {type(params).__name__}; pass a SamplingParams")
         if params.stop:
             self._tokenizer("stop is", "stop_token_ids")
         encode = self._text.encode_words if self._text is not None else None
         ids = self.encode(prompt)
-        return new_request(next(self._request_ids), ids, params, self._bounds, encode, self._grammar(params))
+        grammar = self._grammar(params)
+        return new_request(next(self._request_ids), ids, params, self._bounds, encode, grammar, arrival)
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """Compiled in a thread of its own, while steps go on; the caller waits."""

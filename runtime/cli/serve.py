@@ -22,12 +22,13 @@ from hemiola.runtime.serving.log import STDERR, Handler, say
 from hemiola.runtime.serving.openai.model import read_model
 from hemiola.runtime.serving.options import OpenaiOptions, ServerOptions
 from hemiola.runtime.serving.settings import LAUNCHERS, ModelSettings
-from hemiola.runtime.serving.tritonserver import Ports
+from hemiola.runtime.serving.tritonserver import Ports, address_of
 
 if TYPE_CHECKING:  # the extra `serve` may not be there
     from hemiola.runtime.serving.openai.front import Front
 
 SAME_S = 0.2  # `timeout` and terminals tell a process and then its group, which it is in: one wish, twice
+LOOPBACK = "127.0.0.1"
 API_KEY = "HEMIOLA_OPENAI_API_KEY"
 
 
@@ -59,9 +60,10 @@ def serve(
     _check(openai, ports)
     max_len = given(ServeConfig, options).get("max_len")
     max_lens = {name: settings_of.get(name, {}).get("max_len", max_len) for name in engines}
+    plan = FrontPlan(openai, max_lens, own.exit_timeout, own.host)
     server = Server(
         engines,
-        host=own.host,
+        host=triton_host(own, plan),
         ports=ports,
         options=given(ServeConfig, options) | given(ModelSettings, options),
         settings_of=settings_of,
@@ -77,7 +79,7 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):  # a script's background job starts with SIGINT ignored
         signal.signal(number, interrupt)
     try:
-        _serve(server, FrontPlan(openai, max_lens, own.exit_timeout), own.restart)
+        _serve(server, plan, own.restart)
     except KeyboardInterrupt:  # before it was ready, or for the second time
         sys.exit(130)
     except RuntimeError as error:
@@ -120,6 +122,7 @@ class FrontPlan(NamedTuple):
     options: OpenaiOptions
     max_lens: Mapping[str, int | str | None]  # by model; no number: as its engine was built
     exit_timeout_s: float
+    host: str = LOOPBACK
 
     @property
     def api_keys(self) -> tuple[str, ...]:
@@ -144,7 +147,31 @@ class FrontPlan(NamedTuple):
         wanted = {name: most for name, most in self.max_lens.items() if isinstance(most, int)}
         models = {name: read_model(name, path, wanted.get(name)) for name, path in server.engines.items()}
         settings = {"limits": limits, "exit_timeout_s": self.exit_timeout_s}
-        return Front(models, host=server.host, port=asked.openai_port, **settings)
+        return Front(models, host=address_of(self.host), port=asked.openai_port, **settings)
+
+
+def triton_host(own: ServerOptions, plan: FrontPlan) -> str:
+    """Triton's doors ask for no key: where the OpenAI API does, they stay on this machine by default."""
+    if own.triton_host is not None:
+        return own.triton_host
+    return LOOPBACK if plan.options.openai_port is not None and plan.api_keys else own.host
+
+
+def doors(server: Server, front: "Front | None", api_keys: tuple[str, ...]) -> list[str]:
+    """Who reaches each door, and with what."""
+    found = [(server.host, server.ports.http, "HTTP", "no key")]
+    found += [(server.host, server.ports.grpc, "gRPC", "no key")]
+    found += [(server.host, server.ports.metrics, "metrics", "no key")]
+    if front is not None:
+        key = "a key for /v1, none for /health and /metrics" if api_keys else "no key"
+        found.append((front.host, front.port, "OpenAI", key))
+    return [f"door     {host}:{port} {name}: {reached_by(host)}, {key}" for host, port, name, key in found]
+
+
+def reached_by(host: str) -> str:
+    if host.startswith("127."):
+        return "this machine only"
+    return "every network of this machine" if host == "0.0.0.0" else "the network of this address"
 
 
 def _serve(server: Server, plan: FrontPlan, restarts: int) -> None:
@@ -160,8 +187,10 @@ def _serve(server: Server, plan: FrontPlan, restarts: int) -> None:
         say(f"gRPC     {server.grpc_url}")
         say(f"metrics  {server.metrics_url}")
         if front is not None:
-            front.start(server.grpc_url, server.metrics_url)
+            front.start(server.grpc_url, server.metrics_url, server.door_key)
             say(f"OpenAI   {front.url}")
+        for line in doors(server, front, plan.api_keys if front is not None else ()):
+            say(line)
         gc.collect()
         gc.freeze()  # what stands is left alone: looking at all of it stopped the front for 0.07 s
         say(f"ready after {time.monotonic() - start:.1f} s; Ctrl-C ends it")
@@ -169,7 +198,8 @@ def _serve(server: Server, plan: FrontPlan, restarts: int) -> None:
             server.serve(restarts)
         except KeyboardInterrupt:
             say("waiting for streams in flight")
-        finally:
             if front is not None:
-                front.stop()
+                front.refuse()  # both drain at once: server is left now
+    if front is not None:
+        front.stop()
     say("stopped")

@@ -139,6 +139,7 @@ def new_request(
     bounds: Bounds,
     encode: Encode | None = None,
     grammar: Grammar | None = None,
+    arrival: float | None = None,
 ) -> Request:
     """Check a tokenised prompt. Raises Refused; nothing has been queued then. encode: for bad_words."""
     prompt_len = len(prompt_ids)
@@ -167,7 +168,9 @@ def new_request(
         ids=ids,
         prompt_len=prompt_len,
         total_len=prompt_len,
-        metrics=Metrics(num_prompt_tokens=prompt_len, arrival=time.perf_counter()),
+        metrics=Metrics(
+            num_prompt_tokens=prompt_len, arrival=time.perf_counter() if arrival is None else arrival
+        ),
         bad_words=bad_words,
     )
     if grammar is not None:

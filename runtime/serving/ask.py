@@ -8,6 +8,7 @@ import numpy as np
 
 from hemiola.runtime.api import MAX_ENTRIES, SamplingParams
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving import arrival
 from hemiola.runtime.serving.json_size import check_size
 
 MAX_N = 64
@@ -65,7 +66,7 @@ def read_request(request: Any) -> dict[str, Any]:
     for name, value in json.loads(request.parameters() or "{}").items():
         if name == "id":  # HTTP's generate repeats the request's id here
             continue
-        if name not in KEYS:
+        if name not in KEYS and name != arrival.NAME:
             raise Refused(f"unknown key {name!r}; the keys are {', '.join(KEYS)}")
         _put(asked, name, [value] if ALIASES.get(name, name) in LISTS else value)
     if request.timeout():
@@ -152,6 +153,15 @@ def read_json(name: str, text: object) -> object:
     if value is None:
         raise Refused(f"{name} is {str(text)[:80]!r}; give a text that is JSON, such as {JSON[name]}")
     return value
+
+
+def check_priority(priority: int, least: int) -> None:
+    """A lower number runs first: what callers may ask for is the operator's to say."""
+    if priority < least:
+        raise Refused(
+            f"priority is {priority}, this server takes {least} or more (--min-priority);"
+            " give a higher number"
+        )
 
 
 def read_flag(name: str, value: object) -> bool:

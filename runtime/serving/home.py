@@ -2,15 +2,20 @@
 
 import contextlib
 import fcntl
+import glob
 import os
+import re
 import shutil
 import signal
+import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 PREFIX = "hemiola-serve-"
 OWNER = "owner"  # a file that is locked while the folder's owner lives, by the kernel's word
 GONE = "-gone"  # ends the name of a folder that is being removed
+NAME = re.compile(rf"{PREFIX}[a-z0-9_]+({GONE})?")  # as mkdtemp writes it
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -27,7 +32,9 @@ class Home:
         self._lock = lock
         self.shm_prefix = f"{self.path.name}-"  # of everything of ours in shared memory
         self.beats = SHARED_MEMORY / f"{self.shm_prefix}beats"  # a full disk is no dead engine
-        self.beats.mkdir()
+        self.beats.mkdir(mode=0o700)
+        self.doors = SHARED_MEMORY / f"{self.shm_prefix}doors"  # a socket's path has at most 107 bytes
+        self.doors.mkdir(mode=0o700)
 
     def remove(self) -> None:
         _remove(self.path)
@@ -37,7 +44,7 @@ class Home:
 def remove_stale() -> None:
     """What is left of servers whose owners are dead."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        lock = _lock(path)
+        lock = _lock(path) if NAME.fullmatch(path.name) and _is_ours(path, stat.S_ISDIR) else None
         if lock is not None:
             try:
                 _end_processes(path)
@@ -46,10 +53,20 @@ def remove_stale() -> None:
                 os.close(lock)
 
 
+def _is_ours(path: Path, is_kind: Callable[[int], bool] = bool) -> bool:
+    """Everybody may write to /tmp and /dev/shm: what another user made, or a link, is not ours to remove."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return is_kind(found.st_mode) and found.st_uid == os.geteuid()
+    return False
+
+
 def _lock(path: Path) -> int | None:
     """A descriptor that holds this folder's lock; None if somebody else does, or it is not ours to have."""
+    if not _is_ours(path / OWNER, stat.S_ISREG):
+        return None
     try:
-        found = os.open(path / OWNER, os.O_RDWR)
+        found = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return None
     with contextlib.suppress(OSError):
@@ -71,8 +88,9 @@ def _end_processes(path: Path) -> None:
 def _remove(path: Path) -> None:
     """Under another name, for an engine may still write to this one; the owner's file last, for what is left
     then is the next start's."""
-    for region in SHARED_MEMORY.glob(f"{path.name}-*"):
-        _drop(region)
+    for region in SHARED_MEMORY.glob(f"{glob.escape(path.name)}-*"):
+        if _is_ours(region):
+            _drop(region)
     with contextlib.suppress(OSError):
         path = path.rename(path.with_name(path.name.removesuffix(GONE) + GONE))
     for inner in path.glob("*"):

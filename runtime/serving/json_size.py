@@ -9,10 +9,11 @@ from hemiola.runtime.errors import Refused
 
 MOST_VALUES = 2**20  # ids of a prompt among them; about 0.5 us each
 MOST_NAMES = 2**16  # and objects and lists; about 10 us each
+MOST_BRACKETS = 2**10  # of a request to tritonserver, whose values are flat
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
-def check_size(what: str, text: bytes) -> None:
+def check_size(what: str, text: bytes | bytearray) -> None:
     if len(text) < MOST_NAMES or max(_count(text)) < MOST_NAMES:
         return
     num_strings = (text.count(b'"') - text.count(b'\\"')) // 2  # few enough to be cut out in a moment
@@ -27,5 +28,15 @@ def check_size(what: str, text: bytes) -> None:
             raise Refused(f"{what} holds {count} {kind}, the limit is {most}; send less")
 
 
-def _count(text: bytes) -> tuple[int, int]:
+def check_brackets(what: str, text: bytes | bytearray) -> None:
+    """Of a body for tritonserver, which takes no nested values and whose parser recurses once for each."""
+    if text.count(b"[") + text.count(b"{") <= MOST_BRACKETS:
+        return
+    outside = STRING.sub(b"", text)
+    count = outside.count(b"[") + outside.count(b"{")
+    if count > MOST_BRACKETS:
+        raise Refused(f"{what} holds {count} lists and objects, the limit is {MOST_BRACKETS}; send less")
+
+
+def _count(text: bytes | bytearray) -> tuple[int, int]:
     return text.count(b",") + 1, text.count(b"{") + text.count(b"[") + text.count(b":")

@@ -3,12 +3,11 @@
 import contextlib
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,10 @@ from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
 from hemiola.runtime.errors import Refused, counted, within
 from hemiola.runtime.json_file import read_json
-from hemiola.runtime.serving import heartbeat, settings
+from hemiola.runtime.serving import arrival, heartbeat, settings
+from hemiola.runtime.serving.guard import Guard
 from hemiola.runtime.serving.home import Home
+from hemiola.runtime.serving.local import answers
 from hemiola.runtime.serving.log import Log, Printer
 from hemiola.runtime.serving.place import choose_gpu, share_memory
 from hemiola.runtime.serving.tritonserver import (
@@ -43,7 +44,6 @@ RECOVERED_S = 600  # of service, after which restarts are counted from 0 again
 MOST_WAIT_S = 60
 PORT_TRIES = 3
 READ_S = 10.0  # for the rest of what it said to be read
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own server is behind no proxy
 # Asks the kernel to kill the server if we end without stopping it, and becomes the server.
 LAUNCH = """
 import ctypes, os, signal, sys
@@ -141,6 +141,7 @@ class Server:
         self._control_key = control_key
         self._hang_timeout_s = hang_timeout_s
         self.num_restarts = 0
+        self.door_key = secrets.token_hex(16)  # of its doors, which date requests (arrival.py)
         self._tritonserver = tritonserver
         self._log_verbose = log_verbose
         self._start_timeout_s = start_timeout_s
@@ -148,6 +149,7 @@ class Server:
         self._triton: Triton | None = None  # of a check that was done
         self._process: subprocess.Popen[str] | None = None
         self._home: Home | None = None
+        self._guard: Guard | None = None
         self.printer = Printer()
 
     @property
@@ -208,6 +210,7 @@ class Server:
     def start(self) -> None:
         """Returns when every model answers; raises Refused with the reason when one will not."""
         triton = self._triton or self.check()
+        self._guard = Guard(self.host, self.ports, self.door_key)
         self._home = Home()
         write_repository(
             self._home.path,
@@ -217,6 +220,7 @@ class Server:
                     **found,
                     "heartbeat_file": str(self._home.beats / name),
                     "num_restarts": self.num_restarts,
+                    "door_key": self.door_key,
                 }
                 for name, found in self._settings.items()
             },
@@ -244,20 +248,22 @@ class Server:
             *locked(self._control_key),
             *(["--model-control-mode=explicit"] if self._control_key else []),
             *([f"--load-model={name}" for name in self.engines] if self._control_key else []),
-            f"--http-address={self.host}",
+            f"--http-address=unix:{home.doors / 'http'}",
             f"--http-port={self.ports.http}",
             f"--grpc-address={self.host}",
             f"--grpc-port={self.ports.grpc}",
-            f"--metrics-address={self.host}",
+            f"--http-header-forward-pattern={arrival.NAME}",
+            f"--metrics-address=unix:{home.doors / 'metrics'}",
             f"--metrics-port={self.ports.metrics}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
             f"--log-verbose={int(self._log_verbose)}",
         ]
 
     def _await_ready(self) -> None:
-        assert self._process is not None
+        assert self._process is not None and self._home is not None and self._guard is not None
         deadline = time.monotonic() + self._start_timeout_s
-        while not (self._answers(f"{self.http_url}/v2/health/ready") and self._answers(self.metrics_url)):
+        http, metrics = (self._home.doors / name for name in ("http", "metrics"))
+        while not (answers(http, "/v2/health/ready") and answers(metrics, "/metrics")):
             status = self._process.poll()
             if status is not None:
                 self.kill()  # whoever else holds its log open
@@ -269,14 +275,8 @@ class Server:
                     f" {self._log.reason()}"
                 )
             time.sleep(0.05)
+        self._guard.start({"http": http, "metrics": metrics})
         self._log.ready = True
-
-    def _answers(self, url: str) -> bool:
-        try:
-            with DIRECT.open(url, timeout=1) as answer:
-                return answer.status == 200
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            return False
 
     def serve(self, restarts: int = 0) -> None:
         """Until it is interrupted. A lost server starts again so many times in a row, then RuntimeError."""
@@ -322,7 +322,7 @@ class Server:
                 status = self._process.wait(WATCH_S)
                 self.kill()
                 return f"tritonserver ended by itself with {status}: {self._log.reason(READ_S)}"
-            if self._answers(f"{self.http_url}/v2/health/live"):
+            if self._home is not None and answers(self._home.doors / "http", "/v2/health/live"):
                 answered = time.monotonic()
             reason = self._trouble(time.monotonic() - answered)
             if reason:
@@ -355,6 +355,8 @@ class Server:
             return
         before = self._process.poll()
         try:
+            if self._guard is not None:
+                self._guard.refuse()
             self._process.terminate()
             lost = self._drain()
         finally:
@@ -408,6 +410,9 @@ class Server:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
         if self._home is not None:
             self._home.remove()
             self._home = None

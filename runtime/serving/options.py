@@ -15,6 +15,11 @@ class ServerOptions(Strict):
         default="127.0.0.1",
         description="IPv4 address to listen on, or a name of one (no IPv6); 0.0.0.0 is every interface",
     )
+    triton_host: str | None = Field(
+        default=None,
+        description="address of the HTTP, gRPC and metrics ports, which ask for no key (default: that of"
+        " --host, or 127.0.0.1 if the OpenAI API has a key)",
+    )
     http_port: int = Field(
         default=8000, ge=0, le=MOST_PORT, description="port of HTTP; 0 takes a free one, here and below"
     )

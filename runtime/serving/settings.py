@@ -26,13 +26,18 @@ class ModelSettings(Strict):
     max_queue: int = Field(
         default=256, ge=0, description="requests that may wait for a row; more are refused"
     )
+    min_priority: int = Field(
+        default=0, description="lowest priority that callers may ask for: lower numbers run first"
+    )
     log_requests: bool = Field(default=False, description="a line per request on stderr, without its text")
     heartbeat_file: str = Field(default="", description="shows `hemiola serve` that the engine moves")
     num_restarts: int = Field(default=0, ge=0, description="times that this server was started again")
 
+    door_key: str = Field(default="", description="proves that a door of `hemiola serve` marked an arrival")
+
 
 OWN = tuple(name for name in ModelSettings.model_fields)
-LAUNCHERS = ("heartbeat_file", "num_restarts")  # which nobody else may say
+LAUNCHERS = ("heartbeat_file", "num_restarts", "door_key")  # which nobody else may say
 KNOWN = tuple(name for name in (*OWN, *ServeConfig.model_fields) if name not in LAUNCHERS)
 
 

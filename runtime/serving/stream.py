@@ -1,15 +1,17 @@
 """One request to the Triton model on its way out: its answers, how it ended, what operators read of that."""
 
 import math
+import threading
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Literal
 
 from hemiola.runtime.api import Piece
 from hemiola.runtime.serving.ask import Ask
 from hemiola.runtime.serving.metrics import Outcome
 
 Failure = tuple[str, str]  # code and message
+Reason = Literal["", "cancelled", "timeout"]  # why a request is ended early
 
 
 class Branch:
@@ -25,19 +27,28 @@ class Branch:
 
 
 class Stream:
-    """One request on its way out."""
+    """One request on its way out. Several threads may end it early: the first reason stays."""
 
-    def __init__(self, name: str, sender: Any, ask: Ask, input_ids: list[int]) -> None:
+    def __init__(self, name: str, sender: Any, ask: Ask, arrival: float) -> None:
         self.name = name  # the caller's id, "" if none
         self.sender = sender
         self.flags = ask.flags
-        self.input_ids = input_ids
+        self.input_ids: list[int] = []  # known once the prompt is tokenized
         self.echo = "" if ask.flags["exclude_input_in_output"] else str(ask.prompt)
         self.branches = [Branch(self) for _ in range(ask.n)]
         self.num_running = ask.n
-        self.arrival = time.perf_counter()
+        self.arrival = arrival  # at the door
         self.deadline = self.arrival + ask.timeout_s if ask.timeout_s else math.inf
-        self.aborted = self.timed_out = False
+        self.reason: Reason = ""
+        self._lock = threading.Lock()
+
+    @property
+    def aborted(self) -> bool:
+        return bool(self.reason)
+
+    def end(self, reason: Reason) -> None:
+        with self._lock:
+            self.reason = self.reason or reason
 
 
 def error_of(stream: Stream, lasts: list[Piece]) -> Failure | None:
@@ -45,7 +56,7 @@ def error_of(stream: Stream, lasts: list[Piece]) -> Failure | None:
     reasons = [last.finish_reason for last in lasts]
     if "error" in reasons:
         return "INTERNAL", lasts[reasons.index("error")].error or "the engine failed"
-    if "cancelled" in reasons and not stream.timed_out:
+    if "cancelled" in reasons and stream.reason != "timeout":
         return "CANCELLED", "the request was cancelled"
     return None
 
@@ -53,7 +64,7 @@ def error_of(stream: Stream, lasts: list[Piece]) -> Failure | None:
 def outcome_of(stream: Stream, failure: Failure | None) -> Outcome:
     if failure is not None:
         return "cancelled" if failure[0] == "CANCELLED" else "error"
-    return "timeout" if stream.timed_out else "success"
+    return "timeout" if stream.reason == "timeout" else "success"
 
 
 def line_of(stream: Stream, lasts: list[Piece], outcome: str) -> str:

@@ -43,7 +43,7 @@ OWN = [  # each with other prompts, greedy and sampled
     {"structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}}}},
     {"structured_outputs": {"choice": ["日本 yes", "日本 no"]}},
     {"structured_outputs": {"grammar": 'root ::= "(" root? ")"'}},
-    {"ignore_eos": True, "num_drafts": 0, "priority": -1, "cache_salt": "me"},  # no other tokens, perhaps
+    {"ignore_eos": True, "num_drafts": 0, "priority": 1, "cache_salt": "me"},  # no other tokens, perhaps
 ]
 
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -23,8 +24,10 @@ from hemiola.runtime.api import Counters, Load, Logprob, Metrics, Piece, Samplin
 from hemiola.runtime.cache.statistics import Statistics
 from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.serving.arrival import make_mark
 from hemiola.runtime.serving.ask import read_tensor
 from hemiola.runtime.serving.metrics import Board, Series
+from hemiola.runtime.text import LONG_TEXT
 
 MODEL = Path(__file__).resolve().parents[2] / "model_repo/hemiola/1/model.py"
 FINAL = 1
@@ -112,6 +115,7 @@ class FakeLlm:
         self.requests: list[SimpleNamespace] = []
         self.aborted: list[int] = []
         self.before_submit_returns: Callable[[SimpleNamespace], None] = lambda request: None
+        self.before_encode_returns: Callable[[object], None] = lambda prompt: None
         self.config = SimpleNamespace(max_rows=2, num_drafts=3)
         self.manifest = SimpleNamespace(arch="cpu")
         self.counters, self.reuse = Counters(), Statistics()
@@ -124,16 +128,19 @@ class FakeLlm:
         return messages[-1]["content"]
 
     def encode(self, prompt: str | list[int]) -> list[int]:
+        self.before_encode_returns(prompt)
         return list(prompt.encode()) if isinstance(prompt, str) else prompt
 
-    def submit(self, prompt: list[int], params: SamplingParams, on_piece: Callable[[Piece], None]) -> int:
+    def submit(
+        self, prompt: list[int], params: SamplingParams, on_piece: Callable[[Piece], None], arrival: float
+    ) -> int:
         if prompt == [0]:
             raise Refused("prompt is zero")
         if prompt == [9]:
             raise Failed("the engine failed (x)")
         if prompt == [7]:
             raise ValueError("trouble")
-        request = SimpleNamespace(prompt=prompt, params=params, say=on_piece)
+        request = SimpleNamespace(prompt=prompt, params=params, say=on_piece, arrival=arrival)
         self.requests.append(request)
         number = len(self.requests)
         self.before_submit_returns(request)
@@ -382,6 +389,159 @@ def test_a_grammar_that_is_compiled_holds_nobody_up_but_its_own_request(model: A
     until(lambda: slow.sent)
     assert slow.sent == [("[CANCELLED] the request was cancelled", FINAL)]
     assert not model.outbox._open
+
+
+def test_a_timeout_that_comes_while_the_clock_is_looked_at_is_told_as_cancelled(model: Any) -> None:
+    """The engine's thread finds the time over between the look of another thread and what that one writes."""
+
+    class Deadline(float):
+        """Over for all who look but the first, who is overtaken."""
+
+        seen = False
+
+        def __lt__(self, now: float) -> bool:
+            overtaken, self.seen = not self.seen, True
+            if overtaken:
+                model.llm.requests[0].say(Piece("x", [1]))
+            return not overtaken
+
+    model.llm.abort = model.llm.aborted.append  # the engine ends a request in its next step
+    sender = ask(model, {"timeout": 10**12})
+    (stream,) = model.outbox._open.values()
+    stream.deadline = Deadline(0)
+    until(lambda: model.llm.aborted)
+    model.outbox._check()  # whoever was overtaken has gone on
+    model.llm.requests[0].say(last("cancelled"))
+    until(lambda: sender.sent)
+    ((said, _),) = sender.sent
+    assert said["finish_reason"] == "timeout"
+    assert model.meter._outcomes == {"timeout": 1}
+
+
+def test_a_cancel_after_the_timeout_or_a_timeout_after_the_cancel_changes_the_reason(model: Any) -> None:
+    senders = [ask(model, {"timeout": 10**12}, name=name) for name in ("late", "left")]
+    late, left = model.outbox._open.values()
+    late.end("timeout")
+    model.outbox.cancel(["late", "left"])
+    left.deadline = 0.0
+    left.end("timeout")
+    until(lambda: all(sender.sent for sender in senders))
+    assert senders[0].sent[0][0]["finish_reason"] == "timeout"
+    assert senders[1].sent == [("[CANCELLED] the request was cancelled", FINAL)]
+
+
+LONG = "a" * LONG_TEXT
+
+
+def test_a_prompt_that_is_tokenized_holds_other_requests_up(model: Any) -> None:
+    gate = threading.Event()
+    model.llm.before_encode_returns = lambda prompt: prompt == LONG and gate.wait(60)
+    slow = [
+        ask(model, body, prompt=[]) for body in ({"text_input": LONG}, {"text_input": LONG, "chat": True})
+    ]
+    ask(model)
+    until(lambda: len(model.llm.requests) == 1)
+    assert model.outbox.num_open == 3, "those that are tokenized have their room"
+    gate.set()
+    until(lambda: len(model.llm.requests) == 3)
+    for request in model.llm.requests:
+        request.say(last("stop"))
+    until(lambda: all(sender.sent for sender in slow))
+
+
+def test_latencies_and_timeouts_begin_behind_the_tokenizer(model: Any) -> None:
+    seen: list[float] = []
+    gate = threading.Event()
+
+    def tokenize(prompt: object) -> None:
+        seen.append(time.perf_counter())
+        assert gate.wait(60)
+
+    model.llm.before_encode_returns = tokenize
+    sender = ask(model, {"text_input": LONG, "timeout": 1}, prompt=[])
+    until(lambda: seen)
+    (stream,) = model.outbox._open.values()
+    until(lambda: stream.reason == "timeout")
+    gate.set()
+    until(lambda: sender.sent)
+    assert model.llm.requests[0].arrival == stream.arrival < seen[0]
+    assert sender.sent[0][0]["finish_reason"] == "timeout", "its time was over before it was queued"
+
+
+def test_an_arrival_at_a_door_is_ignored_and_one_that_a_caller_invents_is_taken(module: ModuleType) -> None:
+    served = module.TritonPythonModel()
+    served.initialize(config(engine_dir="/engine", door_key="SECRET"))
+    before = time.perf_counter()
+    ask(served, {"hemiola-arrival": make_mark("SECRET", before - 5.0)})
+    ask(served, {"hemiola-arrival": make_mark("SECRET", before + 1e9)})
+    assert served.llm.requests[0].arrival == before - 5.0
+    assert before < served.llm.requests[1].arrival <= time.perf_counter(), "no request comes from the future"
+    assert "cancelled" in str(
+        ask(served, {"cancel": "a", "hemiola-arrival": make_mark("SECRET", 1.0)}, []).sent
+    )
+    for wrong in ("", "secret 5.0", " 5.0", "é 1", 5):
+        ((said, _),) = ask(served, {"hemiola-arrival": wrong}).sent
+        assert said.startswith("[INVALID_ARG] hemiola-arrival is set by the doors of `hemiola serve` only")
+    served.finalize()
+
+
+def test_an_engine_without_doors_takes_any_arrival(model: Any) -> None:
+    """Its key is empty."""
+    ((said, _),) = ask(model, {"hemiola-arrival": make_mark("", 1.0)}).sent
+    assert said.startswith("[INVALID_ARG] hemiola-arrival is ")
+
+
+def test_any_caller_may_overtake_all_others(module: ModuleType) -> None:
+    for options, least in (({}, 0), ({"min_priority": "-3"}, -3), ({"min_priority": "5"}, 5)):
+        served = module.TritonPythonModel()
+        served.initialize(config(engine_dir="/engine", **options))
+        for priority in (least - 1, -(2**31)):
+            ((said, _),) = ask(served, {"priority": priority}).sent
+            assert said == (
+                f"[INVALID_ARG] priority is {priority}, this server takes {least} or more (--min-priority);"
+                " give a higher number"
+            )
+        ask(served, {"priority": least})
+        assert [request.params.priority for request in served.llm.requests] == [least]
+        served.finalize()
+
+
+def test_one_compiling_grammar_blocks_another(model: Any) -> None:
+    gate = threading.Event()
+    slow = json.dumps({"regex": "slow"})
+
+    def compile_it(request: SimpleNamespace) -> None:
+        assert request.params.structured_outputs.regex != "slow" or gate.wait(60)
+
+    model.llm.before_submit_returns = compile_it
+    waits = ask(model, {"structured_outputs": slow})
+    until(lambda: len(model.llm.requests) == 1)
+    quick = ask(model, {"structured_outputs": json.dumps({"regex": "quick"})})
+    until(lambda: len(model.llm.requests) == 2)
+    model.llm.requests[1].say(last("stop"))
+    until(lambda: quick.sent)
+    gate.set()
+    model.llm.requests[0].say(last("stop"))
+    until(lambda: waits.sent)
+
+
+def test_finished_exchanges_are_kept(model: Any) -> None:
+    """A server's memory grew with every request it ever had."""
+    kept: list[weakref.ref] = []
+    for number in range(64):
+        senders = [ask(model, {"stream": bool(number % 2)}), ask(model, prompt=[0])]
+        kept += map(weakref.ref, senders)
+        model.llm.requests[-1].say(last("stop"))
+        until(lambda senders=senders: all(sender.sent for sender in senders))
+    del senders
+    model.llm.requests.clear()
+    assert not model.outbox._open
+
+    def forgotten() -> bool:
+        gc.collect()
+        return sum(found() is not None for found in kept) <= 1  # the last one may be in a thread's hands
+
+    until(forgotten)
 
 
 def test_every_sampling_option_is_an_input_and_in_the_manual() -> None:

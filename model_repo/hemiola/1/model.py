@@ -23,18 +23,22 @@ from hemiola.runtime.api import Logprob, Piece
 from hemiola.runtime.errors import Busy, Failed, Refused, counted
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving import heartbeat, settings
-from hemiola.runtime.serving.ask import Ask, read_ask, read_request
+from hemiola.runtime.serving.arrival import NAME as ARRIVAL
+from hemiola.runtime.serving.arrival import read_mark
+from hemiola.runtime.serving.ask import Ask, check_priority, read_ask, read_request
 from hemiola.runtime.serving.heartbeat import Clock
 from hemiola.runtime.serving.leash import Leash
 from hemiola.runtime.serving.log import Printer
 from hemiola.runtime.serving.metrics import Board, Meter, Outcome
 from hemiola.runtime.serving.place import check_instances, check_place, take_place
-from hemiola.runtime.serving.stream import Branch, Failure, Stream, error_of, line_of, outcome_of
+from hemiola.runtime.serving.stream import Branch, Failure, Reason, Stream, error_of, line_of, outcome_of
+from hemiola.runtime.text import LONG_TEXT
 
 CHECK_S = 0.1  # between looks for callers that left and requests whose time is over
 METRICS_S = 1.0
 LEASH_S = 1.0  # between looks for the process that ends this one with its server
 NUM_COMPILING = 8  # requests whose grammars are compiled; others with a grammar wait for them
+NUM_READING = 2  # long prompts and chats that are tokenized; other long ones wait for them
 MOST_RETRY_S = 60
 
 
@@ -55,10 +59,11 @@ class TritonPythonModel:
         except Refused as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._most_open = self.llm.config.max_rows + own.max_queue
-        self._max_queue = own.max_queue
+        self._max_queue, self._min_priority, self._door_key = own.max_queue, own.min_priority, own.door_key
         self.meter = Meter(self.llm.config.num_drafts, own.num_restarts)
         self.outbox = Replies(self.llm, self.meter, own.log_requests)
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, "compiling")
+        self._reading = ThreadPoolExecutor(NUM_READING, "reading")
         labels = {"model": args["model_name"], "version": args["model_version"]}
         self._board = Board(pb_utils.MetricFamily, labels)
         self._clocks = [
@@ -85,15 +90,16 @@ class TritonPythonModel:
         heartbeat.write(self._beat_file, beat)
 
     def execute(self, requests: list[Any]) -> None:
+        now = time.perf_counter()
         for request in requests:
             try:
-                self._take(request)
+                self._take(request, now)
             except Exception as error:  # its caller cannot even be told; the others of the batch live on
                 log_error(f"request {request.request_id()!r}", error)
 
-    def _take(self, request: Any) -> None:
+    def _take(self, request: Any, now: float) -> None:
         sender = request.get_response_sender()
-        self._answer(sender, lambda: self._read(request, sender))
+        self._answer(sender, lambda: self._read(request, sender, now))
 
     def _answer(self, sender: Any, work: Callable[[], None]) -> None:
         """If it cannot be done, the caller hears why."""
@@ -108,37 +114,43 @@ class TritonPythonModel:
         except Exception as error:
             self._refuse(sender, "error", "INTERNAL", f"{type(error).__name__}: {error}")
 
-    def _read(self, request: Any, sender: Any) -> None:
+    def _read(self, request: Any, sender: Any, now: float) -> None:
         asked = read_request(request)
+        arrival = read_mark(asked.pop(ARRIVAL), self._door_key, now) if ARRIVAL in asked else now
         if "cancel" in asked:
             self._cancel(asked, sender)
         else:
-            self._enqueue(request.request_id(), read_ask(asked), sender)
+            self._enqueue(Stream(request.request_id(), sender, ask := read_ask(asked), arrival), ask)
 
     def _refuse(self, sender: Any, outcome: Outcome, code: str, message: str) -> None:
         self.meter.ended(outcome)
         send_error(sender, code, message)
 
-    def _enqueue(self, name: str, ask: Ask, sender: Any) -> None:
+    def _enqueue(self, stream: Stream, ask: Ask) -> None:
+        """What takes long is done by other threads: the next request does not wait for it."""
+        check_priority(ask.params.priority, self._min_priority)
         self._check_room(ask.n)
-        prompt = ask.prompt if ask.messages is None else self.llm.chat_text(ask.messages)
-        stream = Stream(name, sender, ask, self.llm.encode(prompt))
         self.outbox.add(stream)
-        if ask.params.structured_outputs is None:
+        if ask.params.structured_outputs is not None:
+            self._compiling.submit(self._answer, stream.sender, lambda: self._submit(stream, ask))
+        elif ask.messages is not None or (isinstance(ask.prompt, str) and len(ask.prompt) >= LONG_TEXT):
+            self._reading.submit(self._answer, stream.sender, lambda: self._submit(stream, ask))
+        else:
             self._submit(stream, ask)
-        else:  # which waits until the grammar is compiled: the next request shall not
-            self._compiling.submit(self._answer, sender, lambda: self._submit(stream, ask))
 
-    def _submit(self, stream: "Stream", ask: Ask) -> None:
+    def _submit(self, stream: Stream, ask: Ask) -> None:
         try:
+            prompt = ask.prompt if ask.messages is None else self.llm.chat_text(ask.messages)
+            stream.input_ids = self.llm.encode(prompt)
             for branch, params in zip(stream.branches, ask.params.each_of(ask.n), strict=True):
-                branch.request_id = self.llm.submit(stream.input_ids, params, self.outbox.listener(branch))
+                listener = self.outbox.listener(branch)
+                branch.request_id = self.llm.submit(stream.input_ids, params, listener, stream.arrival)
         except BaseException:
             self.outbox.drop(stream)
             raise
         self.meter.taken(len(stream.input_ids))
-        if stream.aborted:  # before its ids were known
-            self.outbox.abort(stream)
+        if stream.reason:  # before its ids were known
+            self.outbox.abort(stream, stream.reason)
 
     def _check_room(self, n: int) -> None:
         """So many requests may run, and so many more wait."""
@@ -236,8 +248,7 @@ class Replies:
                 self._meter.first(now - stream.arrival)
             branch.last_said = now
             if now > stream.deadline and piece.finish_reason is None and not stream.aborted:
-                stream.timed_out = True
-                self.abort(stream)
+                self.abort(stream, "timeout")
         branch.said.append(piece)
         stream.num_running -= piece.finish_reason is not None
         if stream.flags["stream"] or not stream.num_running:
@@ -249,9 +260,9 @@ class Replies:
             if stream.name in names and stream.name:
                 self.abort(stream)
 
-    def abort(self, stream: Stream) -> None:
+    def abort(self, stream: Stream, reason: Reason = "cancelled") -> None:
         """The engine answers with last pieces, which end the stream. No id yet: _submit aborts it."""
-        stream.aborted = True
+        stream.end(reason)
         for branch in stream.branches:
             if branch.request_id is not None:
                 self._llm.abort(branch.request_id)
@@ -313,10 +324,11 @@ class Replies:
         """Callers that went away, and requests whose time is over."""
         now = time.perf_counter()
         for stream in list(self._open.values()):
-            if stream.branches[-1].request_id is None or stream.aborted:
+            if stream.aborted:
                 continue
-            stream.timed_out = now > stream.deadline
-            if stream.timed_out or is_cancelled(stream):
+            if now > stream.deadline:
+                self.abort(stream, "timeout")
+            elif is_cancelled(stream):
                 self.abort(stream)
 
 

@@ -175,6 +175,7 @@ class App:
     # ---- what is generated
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
+        begun = time.perf_counter()
         request = parse(CompletionRequest, await self._bodies.read(http))
         model = self._model(request.model)
         with self._admit(len(request.prompt) * request.num_choices):
@@ -190,9 +191,10 @@ class App:
                     echo = given if isinstance(given, str) else model.need_text("echo is").decode(given)
                 choices.append(TextChoice(index, ids, tokens, bool(request.return_token_ids), echo))
             reply = Reply("text_completion", model, choices, len(params))
-            return await self._answer(http, request, Work(asked, choices, reply))
+            return await self._answer(http, request, Work(asked, choices, reply, begun))
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
+        begun = time.perf_counter()
         request = parse(ChatRequest, await self._bodies.read(http))
         model = self._model(request.model)
         with self._admit(request.num_choices):
@@ -205,11 +207,12 @@ class App:
             with_ids = bool(request.return_token_ids)
             choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
             reply = Reply("chat.completion", model, choices, len(params))
-            work = Work([(ids, each) for each in params], choices, reply)
+            work = Work([(ids, each) for each in params], choices, reply, begun)
             with contextlib.nullcontext() if structured is None else said_as(request):
                 return await self._answer(http, request, work)
 
     async def _respond(self, http: web.Request) -> web.StreamResponse:
+        begun = time.perf_counter()
         request = parse(ResponsesRequest, await self._bodies.read(http))
         model, chat = self._model(request.model), as_chat(request)
         with self._admit(1):
@@ -219,12 +222,12 @@ class App:
             most = request.max_output_tokens or max(model.max_len - len(ids), 1)
             (params,) = chat.params(most, None, structured)
             choice = ResponseChoice(ids, expected)
-            work = Work([(ids, params)], [choice], ResponseReply(model, request, choice))
+            work = Work([(ids, params)], [choice], ResponseReply(model, request, choice), begun)
             with contextlib.nullcontext() if structured is None else said_as(chat):
                 return await self._answer(http, request, work)
 
     async def _answer(self, http: web.Request, request: ApiRequest, work: Work) -> web.StreamResponse:
-        answers = self._wire.ask(request.model, work.asked)
+        answers = self._wire.ask(request.model, work.asked, work.begun)
         try:
             if request.stream:
                 return await stream(http, work, answers, request.stream_options or StreamOptions())

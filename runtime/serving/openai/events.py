@@ -33,6 +33,7 @@ class Work(NamedTuple):
     asked: list[tuple[list[int], SamplingParams]]
     choices: Sequence[Choice]
     reply: Reply | ResponseReply
+    begun: float  # when its headers had come in, by time.perf_counter
 
     async def take(self, found: Found) -> None:
         for index, piece in found:

@@ -1,6 +1,7 @@
 """The front as a thread of `hemiola serve`: a port, an event loop, and a clean end."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -56,22 +57,30 @@ class Front:
         self._limits = limits
         self._exit_timeout_s = exit_timeout_s
         self._socket = bind(host, port, "OpenAI", listens=False)  # until engines are ready
+        self.host = host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}/v1"
         self._started: Future[asyncio.AbstractEventLoop] = Future()
         self._ending = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="openai-front", daemon=True)
 
-    def start(self, grpc_url: str, metrics_url: str) -> None:
-        """Returns when it listens."""
+    def start(self, grpc_url: str, metrics_url: str, door_key: str = "") -> None:
+        """Returns when it listens. door_key: with it, engines are told when a request came (arrival.py)."""
+        self._door_key = door_key
         self._grpc_url, self._metrics_url = grpc_url, metrics_url
         self._thread.start()
         self._loop = self._started.result()
 
-    def stop(self) -> None:
-        """New connections are refused; answers under way may finish for exit_timeout_s."""
+    def refuse(self) -> None:
+        """New connections are refused; answers under way may finish for exit_timeout_s. Does not wait."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._ending.set)
+            with contextlib.suppress(RuntimeError):  # its loop has just ended
+                self._loop.call_soon_threadsafe(self._ending.set)
+
+    def stop(self) -> None:
+        """Refuses, and waits for answers under way."""
+        self.refuse()
+        if self._thread.is_alive():
             self._thread.join()
         self._socket.close()
 
@@ -85,7 +94,7 @@ class Front:
             log.exception("the OpenAI front ended")
 
     async def _serve(self) -> None:
-        wire = Wire(self._grpc_url, (*CHANNEL, NO_PROXY))
+        wire = Wire(self._grpc_url, (*CHANNEL, NO_PROXY), self._door_key)
         app = App(self._models, wire, self._metrics_url, self._limits)
         runner = web.AppRunner(
             app.routes(),

@@ -11,6 +11,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.errors import Lost
+from hemiola.runtime.serving import arrival
 from hemiola.runtime.serving.packing import (
     CANCEL,
     CANCEL_TIMEOUT_S,
@@ -45,7 +46,8 @@ Listener = Callable[[Found], Awaitable[None]]
 class Wire:
     """A running tritonserver; `options` are its channel's. To be made, used and closed in one event loop."""
 
-    def __init__(self, url: str, options: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, url: str, options: Sequence[tuple[str, int]], door_key: str = "") -> None:
+        self._door_key = door_key
         self._channel = aio.insecure_channel(url, options=options)
         self.stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._exchanges: set[AsyncExchange] = set()  # asyncio keeps no task alive by itself
@@ -60,9 +62,11 @@ class Wire:
         except aio.AioRpcError:
             return False
 
-    def ask(self, model: str, asked: list[tuple[list[int], SamplingParams]]) -> "Answers":
-        """Starts a request for each of these."""
+    def ask(self, model: str, asked: list[tuple[list[int], SamplingParams]], begun: float = 0.0) -> "Answers":
+        """Starts a request for each of these. begun: when they came, by time.perf_counter."""
         requests = [pack(model, ids, params, stream=True) for ids, params in asked]
+        for request in requests if self._door_key else ():
+            request.parameters[arrival.NAME].string_param = arrival.make_mark(self._door_key, begun)
         answers = Answers(len(requests))
         answers.exchanges = [self.begin(request, i, answers.tell) for i, request in enumerate(requests)]
         return answers

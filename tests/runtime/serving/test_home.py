@@ -113,3 +113,59 @@ def test_a_home_that_was_taken_for_a_dead_one_is_made_again(monkeypatch: pytest.
     home = Home()
     assert len(made) == 2 and str(home.path) == made[1] and home.path.is_dir() and not os.path.exists(made[0])
     home.remove()
+
+
+def dead(path: Path) -> Path:
+    """A folder as a killed server leaves it: nobody holds its lock."""
+    path.mkdir()
+    (path / homes.OWNER).touch()
+    (path / "models").mkdir()
+    return path
+
+
+def test_a_folder_with_a_star_in_its_name_removes_regions_of_running_servers(tmp_path: Path) -> None:
+    mine = Home()
+    region = tmp_path / f"shm/{mine.shm_prefix}region"
+    region.touch()
+    for name in ("*", "????????", "[a-z]*"):
+        dead(tmp_path / f"{homes.PREFIX}{name}")
+    remove_stale()
+    assert region.exists() and mine.beats.is_dir()
+    for name in (f"{homes.PREFIX}?*", "*"):
+        homes._remove(dead(tmp_path / name))
+    assert region.exists() and mine.beats.is_dir(), "the name is a pattern"
+    mine.remove()
+
+
+def test_a_link_in_tmp_removes_the_folder_that_it_names(tmp_path: Path) -> None:
+    project = dead(tmp_path / "project")
+    (tmp_path / f"{homes.PREFIX}abcdefgh").symlink_to(project)
+    remove_stale()
+    assert (project / "models").is_dir() and (project / homes.OWNER).is_file()
+    linked = dead(tmp_path / f"{homes.PREFIX}bcdefghi")  # its lock would be that of another file
+    (linked / homes.OWNER).unlink()
+    (linked / homes.OWNER).symlink_to(project / homes.OWNER)
+    remove_stale()
+    assert (linked / "models").is_dir()
+
+
+def test_a_folder_or_region_of_another_user_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs as root could."""
+    theirs = dead(tmp_path / f"{homes.PREFIX}abcdefgh")
+    region = tmp_path / f"shm/{theirs.name}-region"
+    region.touch()
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    remove_stale()
+    assert (theirs / "models").is_dir() and region.exists()
+    homes._remove(theirs)
+    assert region.exists()
+    monkeypatch.undo()
+
+
+def test_what_a_server_shares_in_memory_is_read_by_other_users() -> None:
+    home = Home()
+    assert home.beats.stat().st_mode & 0o077 == 0
+    home.remove()

@@ -5,9 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -56,20 +54,16 @@ def test_every_interface_is_reached_by_loopback() -> None:
 
 
 def test_tritonserver_is_told_no_name_which_it_takes_for_255_255_255_255() -> None:
+    """And its HTTP servers listen where only our own doors reach them."""
     server = Server({}, host="localhost")
     server.ports = Ports(1, 2, 3)
-    told = server._command(Triton(A, A, A), SimpleNamespace(path=A, shm_prefix="x"))
-    doors = {f"--{door}-address=127.0.0.1" for door in Ports._fields}
-    assert {word for word in told if "-address=" in word} == doors
+    told = server._command(Triton(A, A, A), SimpleNamespace(path=A, doors=B, shm_prefix="x"))
+    assert {word for word in told if "-address=" in word} == {
+        "--http-address=unix:b/http",
+        "--grpc-address=127.0.0.1",
+        "--metrics-address=unix:b/metrics",
+    }
     assert server.http_url == "http://127.0.0.1:1"
-
-
-@pytest.mark.usefixtures("dead_proxy")
-def test_its_own_server_is_not_asked_through_a_proxy() -> None:
-    """With `http_proxy` it was never ready."""
-    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as there:
-        Thread(target=there.handle_request).start()
-        assert Server({})._answers(f"http://127.0.0.1:{there.server_port}")
 
 
 def test_a_broken_engine_is_refused_before_anything_is_made(tmp_path: Path) -> None:
@@ -164,6 +158,25 @@ def test_requests_of_an_engine_that_died_are_not_waited_for(family: subprocess.P
         RuntimeError, match=rf"^2 requests in flight are lost: m: its process {gone.pid} has e"
     ):
         server.stop()
+
+
+def test_a_dead_engine_cuts_off_the_streams_of_another_that_drains(
+    family: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "DRAINED_S", 0.0)
+    server = serving(family, "m", "other")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    heartbeat.write(server._home.beats / "m", Beat(gone.pid, time.monotonic(), 0, 0, 2))
+    with ThreadPoolExecutor(1) as threads:
+        lost = threads.submit(server._drain)
+        looks, look = [], server._in_flight
+        monkeypatch.setattr(server, "_in_flight", lambda: looks.append(1) or look())
+        until(lambda: len(looks) > 5)
+        assert not lost.done(), "three requests of the other engine are under way"
+        heartbeat.write(server._home.beats / "other", heartbeat.now(0, 0, 0, ""))
+        assert lost.result(60) == f"2 requests in flight are lost: m: its process {gone.pid} has ended"
+    server.kill()
 
 
 def test_an_engine_that_raised_is_not_cut_off_while_it_tells_its_callers(

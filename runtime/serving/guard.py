@@ -1,0 +1,248 @@
+"""The HTTP doors of a server, before tritonserver's own, which only listens on sockets of a private folder.
+
+Some requests end tritonserver 2.51: its HTTP server (evhtp) copies a form body, or a query, to the stack
+(`evhtp_parse_query_wflags`), and its JSON parser recurses once per open bracket. So a request is read whole
+here, within limits of size and time, and goes on as JSON of known length; the answer passes as it comes. A
+connection carries one request: nobody has to find out where an answer ends.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving import arrival
+from hemiola.runtime.serving.http_request import (
+    CHUNK,
+    MAX_BODY,
+    MAX_HEAD,
+    Refusal,
+    RequestHead,
+    read_body,
+    read_head,
+)
+from hemiola.runtime.serving.json_size import check_brackets, check_size
+from hemiola.runtime.serving.tritonserver import Ports, bind
+
+log = logging.getLogger("hemiola.http")
+MAX_BODIES = 16 * MAX_BODY  # bytes, on their way at once
+SMALL_BODY = 2**16  # these always have room
+HEAD_TIMEOUT_S = 15.0
+BODY_TIMEOUT_S = 60.0
+WRITE_TIMEOUT_S = 60.0  # for a client to read anything of what is held for it
+NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
+LINGER_S = 5.0  # for a refused client to see why, while it still sends
+FLUSH_S = 1.0  # for the last words of a server that ended
+BACKLOG = 1024
+LATE = "did not arrive in time; send it again"
+
+
+class Guard:
+    """Holds the HTTP ports of a server; listens only while started. It has a thread and an event loop."""
+
+    def __init__(self, host: str, ports: Ports, door_key: str = "") -> None:
+        self._door_key = door_key
+        self._sockets = {"http": bind(host, ports.http, "http", listens=False)}
+        try:
+            self._sockets["metrics"] = bind(host, ports.metrics, "metrics", listens=False)
+        except Refused:
+            self._sockets["http"].close()
+            raise
+        self.ports = {name: int(held.getsockname()[1]) for name, held in self._sockets.items()}
+        self._num_bytes = 0  # of bodies that have not gone on yet
+        self._reading: set[asyncio.Task[None]] = set()  # connections whose request is not whole
+        self._answering: set[asyncio.Task[None]] = set()
+        self._started: Future[asyncio.AbstractEventLoop] = Future()
+        self._closing, self._ending = asyncio.Event(), asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="http-guard", daemon=True)
+
+    def start(self, targets: Mapping[str, Path]) -> None:
+        """Returns when it listens. targets: tritonserver's sockets, by our names."""
+        self._targets = targets
+        self._thread.start()
+        self._loop = self._started.result()
+
+    def refuse(self) -> None:
+        """New connections and requests are refused; answers under way go on."""
+        self._set(self._closing)
+
+    def close(self) -> None:
+        """Ends everything; what tritonserver has said may still reach its reader."""
+        self._set(self._closing)
+        self._set(self._ending)
+        if self._thread.is_alive():
+            self._thread.join()
+        for held in self._sockets.values():
+            held.close()
+
+    def _set(self, event: asyncio.Event) -> None:
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # its loop has just ended
+                self._loop.call_soon_threadsafe(event.set)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if not self._started.done():
+                self._started.set_exception(error)
+                return
+            log.exception("the HTTP doors ended")
+
+    async def _serve(self) -> None:
+        servers = [
+            await asyncio.start_server(
+                partial(self._connection, self._targets[name]), sock=held, limit=MAX_HEAD, backlog=BACKLOG
+            )
+            for name, held in self._sockets.items()
+        ]
+        self._started.set_result(asyncio.get_running_loop())
+        await self._closing.wait()
+        for server in servers:
+            server.close()
+        await self._ending.wait()
+        for task in self._reading:
+            task.cancel()
+        if self._answering:
+            await asyncio.wait(set(self._answering), timeout=FLUSH_S)
+
+    async def _connection(
+        self, target: Path, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading.add(task)
+        try:
+            request = await self._read(reader, writer)
+            self._reading.discard(task)
+            self._answering.add(task)
+            await exchange(target, request, reader, writer)
+        except Refusal as refusal:
+            with contextlib.suppress(OSError, TimeoutError):
+                await refuse(refusal, reader, writer)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            pass  # nobody is there to be told
+        finally:
+            self._reading.discard(task)
+            self._answering.discard(task)
+            writer.transport.abort()
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        """The request as it goes on."""
+        head = await self._read_head(reader)
+        begun = time.perf_counter()
+        if head.length is not None and head.length > MAX_BODY:
+            raise too_large()
+        if head.continues:
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = await self._read_body(head, reader)
+        if self._closing.is_set():
+            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the server ends; ask another, or try again later")
+        mark = f"{arrival.NAME}: {arrival.make_mark(self._door_key, begun)}".encode()
+        kept = [head.first_line, *head.kept, b"Connection: close", *([mark] if self._door_key else [])]
+        if body or not head.first_line.startswith((b"GET ", b"HEAD ")):
+            kept += [b"Content-Type: application/json", b"Content-Length: %d" % len(body)]
+        return b"\r\n".join([*kept, b"", body])
+
+    async def _read_head(self, reader: asyncio.StreamReader) -> RequestHead:
+        try:
+            async with asyncio.timeout(HEAD_TIMEOUT_S):
+                return read_head(await reader.readuntil(b"\r\n\r\n"))
+        except TimeoutError:
+            raise Refusal(HTTPStatus.REQUEST_TIMEOUT, f"the headers {LATE}") from None
+        except asyncio.LimitOverrunError:
+            most = f"more than {MAX_HEAD} bytes; send less"
+            raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the headers have {most}") from None
+
+    async def _read_body(self, head: RequestHead, reader: asyncio.StreamReader) -> bytes:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for piece in read_body(head, reader):
+                    body += piece
+                    self._num_bytes += len(piece)
+                    self._check(len(body))
+            check_size("the body", body)
+            check_brackets("the body", body)
+            return bytes(body)
+        except TimeoutError:
+            raise Refusal(HTTPStatus.REQUEST_TIMEOUT, f"the body {LATE}") from None
+        except asyncio.LimitOverrunError:
+            raise Refusal(HTTPStatus.BAD_REQUEST, "a chunk of the body has no length; correct it") from None
+        except Refused as error:
+            raise Refusal(HTTPStatus.BAD_REQUEST, str(error)) from None
+        finally:
+            self._num_bytes -= len(body)
+
+    def _check(self, length: int) -> None:
+        if length > MAX_BODY:
+            raise too_large()
+        if length > SMALL_BODY and self._num_bytes > MAX_BODIES:
+            why = f"bodies of more than {MAX_BODIES} bytes are on their way; try again in a moment"
+            raise Refusal(HTTPStatus.TOO_MANY_REQUESTS, why)
+
+
+def too_large() -> Refusal:
+    why = f"the body has more than {MAX_BODY} bytes; send less"
+    return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
+
+
+async def exchange(
+    target: Path, request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Until tritonserver's answer has ended, or its client has left: then tritonserver is left, too."""
+    try:
+        answer, asked = await asyncio.open_unix_connection(target)
+    except OSError:
+        why = "tritonserver does not answer; try again in a moment"
+        raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, why) from None
+    parts = [asyncio.create_task(part) for part in (relay(request, asked, answer, writer), left(reader))]
+    try:
+        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        if parts[0].done():
+            parts[0].result()
+    finally:
+        for part in parts:
+            part.cancel()
+        asked.transport.abort()
+
+
+async def relay(
+    request: bytes, asked: asyncio.StreamWriter, answer: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """The answer, piece by piece. A client that reads nothing of it for a time is left."""
+    asked.write(request)
+    with contextlib.suppress(ConnectionError):  # what it has said before it closed is the answer
+        await asked.drain()
+    while piece := await answer.read(CHUNK):
+        writer.write(piece)
+        if writer.transport.get_write_buffer_size() > NEVER_WAITS:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await writer.drain()
+    writer.close()
+    async with asyncio.timeout(WRITE_TIMEOUT_S):
+        await writer.wait_closed()
+
+
+async def left(reader: asyncio.StreamReader) -> None:
+    """Until the client has left. Another request on its connection is not answered."""
+    while await reader.read(CHUNK):
+        pass
+
+
+async def refuse(refusal: Refusal, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    body = json.dumps({"error": str(refusal)}).encode()
+    status = refusal.status
+    head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+    writer.write_eof()
+    async with asyncio.timeout(LINGER_S):
+        await left(reader)
