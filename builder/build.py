@@ -22,6 +22,7 @@ from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.kernels import compile_kernels
 from hemiola.builder.targets.torch import CompiledSegment, Job, Report
 from hemiola.builder.targets.work import work_bytes
+from hemiola.builder.token_ids import refuse_unknown_ids
 from hemiola.builder.weights import write_weights
 from hemiola.plugins import OPS
 from hemiola.plugins.spec import E4M3
@@ -63,6 +64,7 @@ def build(
     _refuse_draft_vocab(model, drafts, options)
     if model.draft is None and options.drafts is None:
         _warn_of_a_missing_head(model)
+    refuse_unknown_ids(checkpoint.token_configs(model.config), model.vocab_size)
     has_tokenizer = _check_tokenizer(path / "tokenizer.json", model.vocab_size)
     with fresh(engine_dir) as folder:
         if has_tokenizer:

@@ -169,11 +169,15 @@ class Checkpoint:
             raise Refused(f"{self.config.where}: architectures is {names}, expected one name; correct it")
         return names[0]
 
-    def eos_ids(self, text: Config) -> tuple[int, ...]:
-        """Ids that end a text: generation_config.json's if it has some, else the config's."""
+    def token_configs(self, text: Config) -> list[Config]:
+        """The configs that name token ids; what the first has counts."""
         path = self.path / "generation_config.json"
         configs = [Config(read_json(path), str(path))] if path.is_file() else []
-        for config in (*configs, text, self.config):
+        return [*configs, text, self.config]
+
+    def eos_ids(self, text: Config) -> tuple[int, ...]:
+        """Ids that end a text: generation_config.json's if it has some, else the config's."""
+        for config in self.token_configs(text):
             if "eos_token_id" in config:
                 ids = config.read("eos_token_id", int | list[int])  # type: ignore[arg-type]
                 return tuple(ids) if isinstance(ids, list) else (ids,)

@@ -18,6 +18,10 @@ from pydantic import (
 from hemiola.runtime.errors import Refused
 
 MAX_ENTRIES = 1024  # of a list in SamplingParams
+MAX_WORD_IDS = 4096  # token ids of all bad words: a line of logits is compared with each of them
+MAX_CHARACTERS = {"stop": 2048, "bad_words": 16384, "cache_salt": 1024}  # in all
+MAX_GRAMMAR = 2**18  # characters of structured_outputs
+LARGEST_INT = 2**31 - 1  # tokens, drafts and ranks are numbers of 32 bits in other places
 Prompt = str | Sequence[int]
 FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 
@@ -53,7 +57,10 @@ def reason(error: Mapping[str, Any]) -> str:
 
 
 def shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number of thousands of digits"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
@@ -62,6 +69,13 @@ def _check_unicode(value: tuple[str, ...] | str) -> None:
         "".join(value).encode()
     except UnicodeEncodeError:
         raise ValueError("not valid Unicode (a lone surrogate); remove it") from None
+
+
+def check_word_ids(name: str, words: Sequence[Sequence[int]]) -> None:
+    """Raises Refused. A line of logits is compared with every token of every bad word."""
+    size = sum(map(len, words))
+    if size > MAX_WORD_IDS:
+        raise Refused(f"{name} has {size} token ids in all, at most {MAX_WORD_IDS} are served; give fewer")
 
 
 class StructuredOutputsParams(Strict):
@@ -127,13 +141,14 @@ class SamplingParams(Strict):
     max_tokens: int = Field(
         default=16,
         ge=1,
+        le=LARGEST_INT,
         description="most tokens to generate; a text also ends where prompt and output are max_len",
     )
     temperature: float = Field(default=0.0, ge=0, description="0: always the best token (greedy)")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="draw from the best tokens with this much probability"
     )
-    top_k: int = Field(default=0, ge=0, description="draw from so many best tokens; 0: all")
+    top_k: int = Field(default=0, ge=0, le=LARGEST_INT, description="draw from so many best tokens; 0: all")
     min_p: float = Field(
         default=0.0, ge=0, le=1, description="draw from tokens this likely, relative to the best"
     )
@@ -149,7 +164,7 @@ class SamplingParams(Strict):
     )
     ignore_eos: bool = Field(default=False, description="do not end at the end token")
     min_tokens: int = Field(
-        default=0, ge=0, description="no stop token and no stop string ends the text before"
+        default=0, ge=0, le=LARGEST_INT, description="no stop token and no stop string ends the text before"
     )
     repetition_penalty: float = Field(
         default=1.0, gt=0, description="of tokens of the prompt and the output; above 1: fewer repetitions"
@@ -169,7 +184,9 @@ class SamplingParams(Strict):
     logprobs: int | None = Field(
         default=None, ge=0, le=20, description="also report this many best tokens per position"
     )
-    num_drafts: int | None = Field(default=None, ge=0, description="at most so many per step; 0: none")
+    num_drafts: int | None = Field(
+        default=None, ge=0, le=LARGEST_INT, description="at most so many per step; 0: none"
+    )
     priority: int = Field(default=0, ge=-(2**31), lt=2**31, description="lower runs first")
     cache_salt: str = Field(default="", description="prefixes are shared with requests of the same salt only")
 
@@ -205,6 +222,21 @@ class SamplingParams(Strict):
             raise ValueError(
                 f"{info.field_name} has {most} entries, at most {MAX_ENTRIES} are served; give fewer"
             )
+        return value
+
+    @field_validator(*MAX_CHARACTERS)
+    @classmethod
+    def _not_long(cls, value: tuple[str, ...] | str, info: ValidationInfo) -> tuple[str, ...] | str:
+        name = info.field_name or ""
+        size, most = sum(map(len, value)), MAX_CHARACTERS[name]
+        if size > most:
+            raise ValueError(f"{name} has {size} characters in all, at most {most} are served; shorten it")
+        return value
+
+    @field_validator("bad_words_ids")
+    @classmethod
+    def _not_many(cls, value: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        check_word_ids("bad_words_ids", value)
         return value
 
     @field_validator("stop")

@@ -207,6 +207,7 @@ def load(engine_dir: Path) -> Manifest:
         raise Refused(
             f"{path} was changed after the build (its identity does not match); run build-engine again"
         )
+    _check_eos(path, manifest)
     _check_ops(path, manifest)
     for name, expected in manifest.sha256.items():
         _check_file(engine_dir / name, expected)
@@ -244,6 +245,15 @@ def _check_versions(path: Path, manifest: Manifest) -> None:
     built, here = (v.split("+")[0].rsplit(".", 1)[0] for v in (manifest.torch_version, torch.__version__))
     if built != here:
         raise Refused(f"{path} was exported by torch {built}, this is torch {here}; run build-engine again")
+
+
+def _check_eos(path: Path, manifest: Manifest) -> None:
+    for token_id in manifest.eos_ids:
+        if not 0 <= token_id < manifest.vocab_size:
+            raise Refused(
+                f"{path}: eos_ids holds {token_id}, the vocabulary is 0..{manifest.vocab_size - 1};"
+                f" run build-engine again"
+            )
 
 
 def _check_ops(path: Path, manifest: Manifest) -> None:

@@ -13,7 +13,7 @@ import functools
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -123,7 +123,7 @@ def _compile(vocabulary: Vocabulary, asked: StructuredOutputsParams) -> Grammar:
         where = "" if asked.grammar is not None else PLACE  # in what we have made of the others
         raise Refused(f"{reason.removeprefix(where)}; correct it")
     try:
-        allowed(vocabulary, matcher, frozenset([0]))
+        allowed(vocabulary, matcher, np.array([0]))
     except Stuck as stuck:
         raise Refused(f"no text fits it ({stuck}); correct it") from None
     return Grammar(vocabulary, source, matcher)
@@ -179,7 +179,7 @@ def _one_line(error: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def allowed(vocabulary: Vocabulary, matcher: LLMatcher, end_ids: frozenset[int]) -> np.ndarray:
+def allowed(vocabulary: Vocabulary, matcher: LLMatcher, end_ids: np.ndarray) -> np.ndarray:
     """Bits [words] uint32 of the tokens that may come next. Raises Stuck if there are none."""
     bits = np.empty(vocabulary.num_words, np.uint32)
     num_bytes = -(-vocabulary.tokenizer.vocab_size // 32) * 4
@@ -191,8 +191,7 @@ def allowed(vocabulary: Vocabulary, matcher: LLMatcher, end_ids: frozenset[int])
     bits[word] &= np.uint32((1 << place) - 1)
     bits[word + 1 :] = 0
     if matcher.is_accepting():
-        for token_id in end_ids:
-            bits[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        np.bitwise_or.at(bits, end_ids >> 5, _bit(end_ids))
     if not bits.any():
         raise Stuck("no token goes on from here")
     return bits
@@ -206,11 +205,12 @@ class Guide:
         grammar: Grammar,
         prompt_len: int,
         end_ids: frozenset[int],
-        forbids: Callable[[Sequence[int]], Collection[int]],  # what other options forbid behind an output
+        forbids: Callable[[Sequence[int]], np.ndarray],  # ids that other options forbid behind an output
     ) -> None:
         self._grammar = grammar
         self._matcher = grammar.matcher.deep_copy()
         self._prompt_len, self._end_ids, self._forbids = prompt_len, end_ids, forbids
+        self._ends = np.fromiter(end_ids, np.int64)
         self._output: list[int] = []  # what the grammar has read
         self.masks: list[np.ndarray] = []  # of the next token, and of the one behind each draft
 
@@ -250,13 +250,17 @@ class Guide:
                 return
 
     def _mask(self, matcher: LLMatcher, output: Sequence[int]) -> np.ndarray:
-        bits = allowed(self._grammar.vocabulary, matcher, self._end_ids)
+        bits = allowed(self._grammar.vocabulary, matcher, self._ends)
         forbidden = self._forbids(output)
-        for token_id in forbidden:
-            bits[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
-        if forbidden and not bits.any():
+        np.bitwise_and.at(bits, forbidden >> 5, ~_bit(forbidden))
+        if len(forbidden) and not bits.any():
             raise Stuck("min_tokens and bad words leave no token that the grammar allows")
         return bits
+
+
+def _bit(token_ids: np.ndarray) -> np.ndarray:
+    """Of each id, in its word of a mask."""
+    return np.left_shift(np.uint32(1), (token_ids & 31).astype(np.uint32))
 
 
 def _holds(bits: np.ndarray, token_id: int) -> bool:

@@ -172,6 +172,8 @@ class Loop:
         flight.wait()
         self._clock(flight)
         outcome = flight.verdict.read(flight.num_drafts, flight.drafts)
+        for n, fault in outcome.faults.items():
+            plan.rows[n].request.fail(fault)
         self.scheduler.commit(plan, outcome)
         self._follow(plan, outcome)
         events = self.outbox.drain(plan)
@@ -190,6 +192,8 @@ class Loop:
                 request.num_drafts = request.guide.follow(text, drafts[: request.num_drafts])
             except Stuck as stuck:
                 request.fail(f"structured_outputs: {stuck}")
+            except Exception as error:  # the library's; it may not take the other requests along
+                request.fail(f"structured_outputs: {type(error).__name__}: {error}")
 
     def _count(self, plan: Plan, events: list[Event]) -> None:
         counters = self.counters
@@ -305,7 +309,10 @@ class Loop:
         match message:
             case Submit(request, on_piece):
                 self.outbox.open(request, on_piece)
-                self.scheduler.add(request)
+                if request.finish_reason is None:
+                    self.scheduler.add(request)
+                else:  # its text cannot be begun
+                    self._deliver([self.outbox.end(request)])
             case Abort(request_id):
                 request = self.outbox.get(request_id)
                 if request is not None:

@@ -34,8 +34,14 @@ class Outbox:
         self._letters: dict[int, _Letter] = {}
 
     def open(self, request: Request, on_piece: OnPiece) -> None:
-        prompt = request.ids[: request.prompt_len].tolist()
-        growing = Growing(self._text, prompt, request.params.stop) if self._text is not None else None
+        """A request whose prompt the tokenizer cannot decode has failed then."""
+        growing = None
+        try:
+            if self._text is not None:
+                prompt = request.ids[: request.prompt_len].tolist()
+                growing = Growing(self._text, prompt, request.params.stop)
+        except Exception as error:
+            request.fail(f"the tokenizer failed: {type(error).__name__}: {error}")
         self._letters[request.id] = _Letter(request, on_piece, growing, request.prompt_len)
 
     def get(self, request_id: int) -> Request | None:

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hemiola.runtime.api import FinishReason, Logprob, Metrics, SamplingParams
+from hemiola.runtime.api import FinishReason, Logprob, Metrics, SamplingParams, check_word_ids, shown
 from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.config import rebuilt_for
 from hemiola.runtime.engine.grammar import Grammar, Guide, Stuck
+from hemiola.runtime.engine.lists import Forbidden, Lists, Numbers, Words, lists_of, numbers_of
 from hemiola.runtime.errors import Refused
 
 Encode = Callable[[str], Sequence[int]]  # text -> token ids, without special ones
-Words = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -27,26 +27,23 @@ class Rule:
     prompt_len: int
     stop_ids: frozenset[int]
     bad_words: Words = ()
+    numbers: Numbers = field(init=False)
+    lists: Lists = field(init=False)
     greedy: bool = field(init=False)
     edits_logits: bool = field(init=False)  # the logits are changed before a token is chosen
     plain: bool = field(init=False)  # the best token, and nothing else is asked
 
     def __post_init__(self) -> None:
         params = self.params
+        stop_ids = self.stop_ids if params.min_tokens else ()
+        object.__setattr__(self, "numbers", numbers_of(params, self.seed, self.prompt_len))
+        object.__setattr__(self, "lists", lists_of(stop_ids, params.logit_bias, self.bad_words))
         penalties = (params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
         edits = any(penalties) or bool(params.logit_bias or self.bad_words)
         object.__setattr__(self, "greedy", params.temperature == 0)
         object.__setattr__(self, "edits_logits", edits or (params.min_tokens > 0 and bool(self.stop_ids)))
         plain = self.greedy and not self.edits_logits and params.logprobs is None
         object.__setattr__(self, "plain", plain)
-
-    def forbids(self, output: Sequence[int]) -> set[int]:
-        """Tokens that bad words and min_tokens forbid behind an output; the device's word is sampling.py."""
-        forbidden = set(self.stop_ids) if len(output) < self.params.min_tokens else set()
-        for *before, last in self.bad_words:
-            if list(output[len(output) - len(before) :]) == before:
-                forbidden.add(last)
-        return forbidden
 
 
 @dataclass(eq=False, slots=True)
@@ -181,7 +178,8 @@ def _guide(grammar: Grammar, request: Request) -> Guide:
             " drop ignore_eos, or give stop_token_ids"
         )
     rule = request.rule
-    guide = Guide(grammar, rule.prompt_len, rule.stop_ids, rule.forbids)
+    forbidden = Forbidden(rule.lists, rule.bad_words, rule.params.min_tokens)
+    guide = Guide(grammar, rule.prompt_len, rule.stop_ids, forbidden)
     try:
         guide.follow(request.ids[: request.prompt_len])
     except Stuck as stuck:
@@ -192,7 +190,9 @@ def _guide(grammar: Grammar, request: Request) -> Guide:
 def _check_ids(name: str, token_ids: Iterable[int], bounds: Bounds) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < bounds.vocab_size:
-            raise Refused(f"{name} holds {token_id}, the vocabulary is 0..{bounds.vocab_size - 1}; remove it")
+            raise Refused(
+                f"{name} holds {shown(token_id)}, the vocabulary is 0..{bounds.vocab_size - 1}; remove it"
+            )
 
 
 def _bad_words(params: SamplingParams, encode: Encode | None) -> Words:
@@ -206,7 +206,9 @@ def _bad_words(params: SamplingParams, encode: Encode | None) -> Words:
         if not all(spellings):
             raise Refused(f"bad_words holds {text!r}, which has no tokens in this tokenizer; remove it")
         words += spellings
-    return tuple(dict.fromkeys(words))
+    found = tuple(dict.fromkeys(words))
+    check_word_ids("bad_words, spelt in both ways," if params.bad_words else "bad_words_ids", found)
+    return found
 
 
 def _too_long(prompt_len: int, bounds: Bounds) -> str:
@@ -227,9 +229,9 @@ def _checked_ids(prompt_ids: Sequence[int], vocab_size: int) -> np.ndarray:
         raise Refused(f"prompt is a list of {_kinds(prompt_ids)}; pass text or a list of token ids (int)")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(outside):
-        at = outside[0]
+        at, known = outside[0], f"0..{vocab_size - 1}"
         raise Refused(
-            f"token id {ids[at]} at position {at} of the prompt is not in the vocabulary 0..{vocab_size - 1}"
+            f"token id {shown(int(ids[at]))} at position {at} of the prompt is not in the vocabulary {known}"
         )
     return ids
 

@@ -4,20 +4,19 @@ The tables hold the rules of the requests that have a slot, written once, when t
 are known on the device only reads them there. A step whose lines the host knows brings them along.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.device.transfer import upload
+from hemiola.runtime.engine.lists import ALL, Sizes, lists_of, numbers_of
 from hemiola.runtime.engine.request import Rule
 
-WORD = 2**32 - 1
-LARGEST = torch.finfo(torch.float32).max
-SMALLEST = torch.finfo(torch.float32).tiny
-NO_TOP_P = 2.0  # more than all tokens together
-ALL = 2**31  # a top_k that leaves all tokens
+NO_LISTS, NOBODYS_NUMBERS = lists_of((), {}, ()), numbers_of(SamplingParams(), 0, 0)
+EDITED, DRAWN, FILTERED, LONG = 1, 2, 4, 8  # what a line takes
 FEW_BEST = 1024  # of so many a top_k is found without sorting a vocabulary
 
 
@@ -44,9 +43,12 @@ class Edits(NamedTuple):
     prompt_len: torch.Tensor  # [L] int64
     min_tokens: torch.Tensor  # [L] int64
     stop_ids: torch.Tensor  # [L, A] int64
-    words: torch.Tensor  # [L, B, C] int64: bad words at the right end
     biased: torch.Tensor  # [L, D] int64 ids
     biases: torch.Tensor  # [L, D] fp32
+    lasts: torch.Tensor  # [L, B] int64: bad words' last tokens
+    before: torch.Tensor  # [L, E] int32: their other tokens, each of
+    back: torch.Tensor  # [L, E] int32: so many places before the last one, and of
+    word: torch.Tensor  # [L, E] int32: this word
     penalties: torch.Tensor  # [L, 3, 1] fp32: repetition, frequency, presence; or of no length: none
 
 
@@ -67,9 +69,11 @@ class Group(NamedTuple):
 
 
 def kinds_of(rule: Rule) -> int:
-    """What its lines take: see Group; drawing with a filter is a kind of its own."""
+    """What its lines take: see Group. Drawing with a filter is a kind of its own, and so are long lists, since a
+    table is as wide as its widest line."""
     filters = rule.params.top_p < 1 or rule.params.top_k > 0
-    return rule.edits_logits + (not rule.greedy) * (2 + 2 * filters)
+    is_long = rule.edits_logits and not RuleTable.holds(rule)
+    return rule.edits_logits * EDITED + (not rule.greedy) * (DRAWN + FILTERED * filters) + LONG * is_long
 
 
 def sorts(rule: Rule) -> bool:
@@ -88,55 +92,37 @@ def groups_of(rules: Sequence[Rule], device: torch.device) -> list[Group]:
     for kind, lines in found.items():
         own = [rules[line] for line in lines]
         (at,) = upload(device, np.array(lines, np.int64))
-        edits = edits_of(own, device) if kind & 1 else None
-        groups.append(Group(at, edits, draws_of(own, device) if kind > 1 else None))
+        edits = edits_of(own, device) if kind & EDITED else None
+        groups.append(Group(at, edits, draws_of(own, device) if kind & DRAWN else None))
     return groups
 
 
 def draws_of(rules: Sequence[Rule], device: torch.device) -> Draws:
     """Draws of lines with these rules."""
-    floats, whole = np.array([_floats(r) for r in rules]), np.array([_draw_ints(r) for r in rules], np.int64)
-    most = max((r.params.top_k or ALL for r in rules if kinds_of(r) & 4), default=0)
+    floats, whole = np.stack([r.numbers.floats for r in rules]), np.stack([r.numbers.whole for r in rules])
+    most = max((r.params.top_k or ALL for r in rules if kinds_of(r) & FILTERED), default=0)
     made = upload(device, floats, whole)
     return _draws(made[0], made[1], any(r.params.min_p for r in rules), most)
 
 
 def edits_of(rules: Sequence[Rule], device: torch.device) -> Edits:
-    """Edits of lines with these rules, in tables as wide as they need."""
-    sizes = [_Sizes.of(rule) for rule in rules]
-    most = _Sizes._make(max(values) for values in zip(*sizes, strict=True))
-    lists = np.stack([_lists(rule, most) for rule in rules])
-    whole = np.array([_edit_ints(rule) for rule in rules], np.int64)
-    penalties = np.array([_penalties(rule) for rule in rules], np.float32)
+    """Edits of lines with these rules, in tables as wide as they need. A rule's lists go over once."""
+    place = {rule: n for n, rule in enumerate(dict.fromkeys(rules))}
+    most = Sizes._make(map(max, zip(*(rule.lists.sizes for rule in place), strict=True)))
+    lists = np.stack([rule.lists.line(most) for rule in place])
+    whole = np.stack([rule.numbers.whole for rule in place])
+    penalties = np.stack([rule.numbers.penalties for rule in place])
     if (penalties == (1, 0, 0)).all():
         penalties = penalties[:, :0]
-    made = upload(device, whole, lists, penalties)
-    return _edits(made[0], made[1], made[2], most)
-
-
-class _Sizes(NamedTuple):
-    """How long the lists of a rule are."""
-
-    stops: int
-    biases: int
-    words: int
-    word_len: int
-
-    @staticmethod
-    def of(rule: Rule) -> "_Sizes":
-        stops = len(rule.stop_ids) if rule.params.min_tokens else 0
-        longest = max(map(len, rule.bad_words), default=0)
-        return _Sizes(stops, len(rule.params.logit_bias), len(rule.bad_words), longest)
-
-    @property
-    def width(self) -> int:
-        return self.stops + 2 * self.biases + self.words * self.word_len
+    own = np.array([place[rule] for rule in rules], np.int64)
+    line, *made = upload(device, own, whole, lists, penalties)
+    return _edits(made[0][line], made[1][line], made[2][line], most)
 
 
 class RuleTable:
     """Of every slot: the rule of the request that holds it."""
 
-    HELD = _Sizes(stops=32, biases=320, words=64, word_len=8)  # of the lists
+    HELD = Sizes(stops=32, biases=320, words=64, before=448)  # of the lists
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.device = device
@@ -149,17 +135,15 @@ class RuleTable:
     @classmethod
     def holds(cls, rule: Rule) -> bool:
         """Whether its lists are short enough."""
-        return all(size <= held for size, held in zip(_Sizes.of(rule), cls.HELD, strict=True))
+        return all(size <= held for size, held in zip(rule.lists.sizes, cls.HELD, strict=True))
 
     def open(self, slot_id: int, rule: Rule | None) -> None:
         """A request takes the slot; None: nobody, which is greedy."""
         if rule is not None and not self.holds(rule):
             rule = None  # it cannot be in a step that reads here
-        whole = (*_draw_ints(rule), *_edit_ints(rule)) if rule else (ALL, 0, 0, 0, 0)
-        floats = _floats(rule) if rule else (1.0, 0.0, NO_TOP_P)
-        penalties = _penalties(rule) if rule else (1.0, 0.0, 0.0)
-        lists = _lists(rule, self.HELD)
-        made = [np.array(whole, np.int64), np.array(floats), np.array(penalties, np.float32), lists]
+        numbers = rule.numbers if rule else NOBODYS_NUMBERS
+        lists = (rule.lists if rule else NO_LISTS).line(self.HELD)
+        made = [numbers.whole, numbers.floats, numbers.penalties, lists]
         tables = (self._whole, self._floats, self._penalties, self._lists)
         for table, line in zip(tables, upload(self.device, *made), strict=True):
             table[slot_id].copy_(line)
@@ -167,52 +151,10 @@ class RuleTable:
     def group(self, slot: torch.Tensor, edits: bool, most: int) -> Group:
         """For lines of these slots [L]: all that may be drawn, and edited. most: as in Draws."""
         whole, floats = self._whole[slot], self._floats[slot]
-        draws = _draws(floats, whole[:, :3], True, most)
+        draws = _draws(floats, whole, True, most)
         if not edits:
             return Group(None, None, draws)
-        return Group(None, _edits(whole[:, 3:], self._lists[slot], self._penalties[slot], self.HELD), draws)
-
-
-def _floats(rule: Rule) -> tuple[float, float, float]:
-    params = rule.params
-    if rule.greedy:
-        return 1.0, 0.0, NO_TOP_P
-    return params.temperature, params.min_p, params.top_p if params.top_p < 1 else NO_TOP_P
-
-
-def _draw_ints(rule: Rule) -> tuple[int, int, int]:
-    """top_k, and the seed's words; of a greedy rule top_k is -1, which no other has."""
-    top_k = -1 if rule.greedy else rule.params.top_k or ALL
-    return top_k, rule.seed & WORD, rule.seed >> 32
-
-
-def _edit_ints(rule: Rule) -> tuple[int, int]:
-    return rule.prompt_len, rule.params.min_tokens
-
-
-def _penalties(rule: Rule) -> tuple[float, float, float]:
-    params = rule.params
-    repetition = min(max(params.repetition_penalty, SMALLEST), LARGEST)
-    return repetition, params.frequency_penalty, params.presence_penalty
-
-
-def _lists(rule: Rule | None, sizes: _Sizes) -> np.ndarray:
-    """stop_ids, ids with a bias, the biases (as bits), bad words."""
-    bias = rule.params.logit_bias if rule else {}
-    biases = np.clip(list(bias.values()), -LARGEST, LARGEST).astype(np.float32)
-    words = np.full((sizes.words, sizes.word_len), -1, np.int32)
-    for place, word in enumerate(rule.bad_words if rule else ()):
-        words[place, sizes.word_len - len(word) :] = word
-    stops = rule.stop_ids if rule and rule.params.min_tokens else ()
-    ids = _filled(stops, sizes.stops, -1), _filled(bias, sizes.biases, -1)
-    return np.concatenate((*ids, _filled(biases.view(np.int32), sizes.biases, 0), words.reshape(-1)))
-
-
-def _filled(values: Iterable[int], width: int, rest: int) -> np.ndarray:
-    line = np.full(width, rest, np.int32)
-    given = np.fromiter(values, np.int32)
-    line[: len(given)] = given
-    return line
+        return Group(None, _edits(whole, self._lists[slot], self._penalties[slot], self.HELD), draws)
 
 
 def _draws(floats: torch.Tensor, whole: torch.Tensor, has_min_p: bool, most: int) -> Draws:
@@ -222,22 +164,25 @@ def _draws(floats: torch.Tensor, whole: torch.Tensor, has_min_p: bool, most: int
         min_p=floats[:, 1:2],
         top_p=floats[:, 2:],
         top_k=torch.where(top_k < 0, ALL, top_k),
-        seed=whole[:, 1:],
+        seed=whole[:, 1:3],
         greedy=top_k.squeeze(1) < 0,
         has_min_p=has_min_p,
         most=most,
     )
 
 
-def _edits(whole: torch.Tensor, lists: torch.Tensor, penalties: torch.Tensor, sizes: _Sizes) -> Edits:
-    widths = [sizes.stops, sizes.biases, sizes.biases, sizes.words * sizes.word_len]
-    stops, biased, biases, words = lists.split(widths, 1)
+def _edits(whole: torch.Tensor, lists: torch.Tensor, penalties: torch.Tensor, sizes: Sizes) -> Edits:
+    widths = [sizes.stops, *[sizes.biases] * 2, sizes.words, *[sizes.before] * 3]
+    stops, biased, biases, lasts, before, back, word = lists.split(widths, 1)
     return Edits(
-        prompt_len=whole[:, 0],
-        min_tokens=whole[:, 1],
+        prompt_len=whole[:, 3],
+        min_tokens=whole[:, 4],
         stop_ids=stops.to(torch.int64),
-        words=words.view(len(lists), sizes.words, sizes.word_len).to(torch.int64),
         biased=biased.to(torch.int64),
         biases=biases.contiguous().view(torch.float32),
+        lasts=lasts.to(torch.int64),
+        before=before,
+        back=back,
+        word=word,
         penalties=penalties.unsqueeze(-1),
     )

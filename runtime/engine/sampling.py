@@ -11,18 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from hemiola.runtime.api import Logprob
+from hemiola.runtime.engine.lists import ALL, LARGEST, NO_TOP_P, WORD
 from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.rules import (
-    ALL,
-    FEW_BEST,
-    LARGEST,
-    NO_TOP_P,
-    WORD,
-    Draws,
-    Edits,
-    Group,
-    groups_of,
-)
+from hemiola.runtime.engine.rules import FEW_BEST, Draws, Edits, Group, groups_of
 
 AT_ONCE = 2**25  # numbers that are widened to 64 bits in one go
 SUM_BITS = 62  # of a line's weights
@@ -120,33 +111,29 @@ def _forbid(scores: torch.Tensor, edits: Edits, position: torch.Tensor, ids: tor
     """-inf for stop ids before min_tokens, and for the last token of bad words whose others were written."""
     width = scores.shape[1] + 1  # the last column is no token's
     forbidden = torch.zeros(len(scores), width, dtype=torch.bool, device=scores.device)
-    if edits.words.numel():
-        hit = _written(edits.words[..., :-1], edits.prompt_len, position, ids)
-        _forbid_ids(forbidden, torch.where(hit, edits.words[..., -1], -1))
+    if edits.lasts.shape[1]:
+        _mark(forbidden, torch.where(_written(edits, position, ids), edits.lasts, -1))
     if edits.stop_ids.shape[1]:
         early = position - edits.prompt_len < edits.min_tokens
-        _forbid_ids(forbidden, torch.where(early.unsqueeze(1), edits.stop_ids, -1))
+        _mark(forbidden, torch.where(early.unsqueeze(1), edits.stop_ids, -1))
     scores.masked_fill_(forbidden[:, :-1], -torch.inf)
 
 
-def _forbid_ids(forbidden: torch.Tensor, token_ids: torch.Tensor) -> None:
+def _mark(table: torch.Tensor, columns: torch.Tensor) -> None:
     """Of each line; -1 is the last column."""
-    at = torch.where(token_ids < 0, forbidden.shape[1] - 1, token_ids)
-    forbidden.scatter_(1, at, True)
+    table.scatter_(1, torch.where(columns < 0, table.shape[1] - 1, columns).to(torch.int64), True)
 
 
-def _written(
-    starts: torch.Tensor,  # [L, B, C] what must stand before, at the right end, -1 before that
-    prompt_len: torch.Tensor,
-    position: torch.Tensor,
-    ids: torch.Tensor,
-) -> torch.Tensor:
-    """Which starts of words [L, B] are the end of the output."""
-    places = position.unsqueeze(1) + torch.arange(-starts.shape[2], 0, device=ids.device)
-    held = ids.gather(1, places.clamp(min=0)) if starts.shape[2] else ids[:, :0]
-    is_output = places >= prompt_len.unsqueeze(1)
-    same = (held.unsqueeze(1) == starts) & is_output.unsqueeze(1)
-    return (same | (starts < 0)).all(2)
+def _written(edits: Edits, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Of which bad words [L, B] all but the last token is the end of the output."""
+    num_lines, num_words = edits.lasts.shape
+    places = position.unsqueeze(1) - edits.back
+    differs = ids.gather(1, places.clamp(min=0)) != edits.before
+    differs |= places < edits.prompt_len.unsqueeze(1)
+    differs &= edits.before >= 0  # what fills the table
+    missed = torch.zeros(num_lines, num_words + 1, dtype=torch.bool, device=ids.device)
+    _mark(missed, torch.where(differs, edits.word, -1))
+    return ~missed[:, :num_words]
 
 
 # Draws.

@@ -129,6 +129,7 @@ class Outcome:
     broken: set[int]
     logprobs: dict[int, list[Logprob]]  # of rows that asked
     drafts: dict[int, list[int]] = field(default_factory=dict)  # proposed, if a row follows a grammar
+    faults: dict[int, str] = field(default_factory=dict)  # rows whose answers cannot be read, and why
 
 
 class Answer(Protocol):
@@ -166,14 +167,23 @@ class Verdict:
         counts = (self.num_accepted + ~broken).tolist()
         token_ids = [line[:n] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]
         kept = dict(zip(self.rows, token_ids, strict=True))
+        found, faults = self._logprobs(kept)
         return Outcome(
             token_ids=kept,
             num_judged=dict(zip(self.rows, self.num_judged.tolist(), strict=True)),
             num_drafts=dict(zip(self.rows, num_drafts.tolist(), strict=True)),
             broken={row for row, bad in zip(self.rows, broken.tolist(), strict=True) if bad},
-            logprobs={
-                row: to_logprobs(kept[row], *(part[: len(kept[row])] for part in parts))
-                for row, parts in self.logprobs.items()
-            },
+            logprobs=found,
             drafts={} if drafts is None else dict(zip(self.rows, drafts.tolist(), strict=True)),
+            faults=faults,
         )
+
+    def _logprobs(self, kept: dict[int, list[int]]) -> tuple[dict[int, list[Logprob]], dict[int, str]]:
+        """By row of the plan; and the rows for which that failed."""
+        found, faults = {}, {}
+        for row, parts in self.logprobs.items():
+            try:
+                found[row] = to_logprobs(kept[row], *(part[: len(kept[row])] for part in parts))
+            except Exception as error:
+                faults[row] = f"logprobs: {type(error).__name__}: {error}"
+        return found, faults

@@ -377,7 +377,9 @@ def test_rules_in_a_table_choose_the_same_tokens(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(found, wanted[few]) and few.sum() > 4 and 1 < most < V
     assert RuleTable.holds(rules[-1])
     assert not RuleTable.holds(rule(logit_bias={n: 1.0 for n in range(321)}))
-    assert not RuleTable.holds(rule(words=((1,) * 9,)))
+    assert RuleTable.holds(rule(words=((1,) * 449,) + ((2,),) * 63))
+    assert not RuleTable.holds(rule(words=((1,) * 450,)))
+    assert not RuleTable.holds(rule(words=((2,),) * 65))
 
 
 @pytest.mark.gpu
