@@ -41,6 +41,7 @@ storm: $(VENV)/dev.stamp  ## random arrivals, drafts, aborts, preemptions: STORM
 REQUESTS ?= 5000
 soak: $(VENV)/dev.stamp engines/qwen3.5-code/manifest.json  ## callers who leave, stall and err; kills and reloads; then all is as before
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py engines/qwen3.5-code --requests $(REQUESTS) --kills 3 --reloads 3
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/hostile.py engines/qwen3.5-code
 
 CLIENTS ?=
 clients: $(VENV)/dev.stamp  ## quick starts of openai, langchain, litellm, instructor, aiperf, tritonclient, promtool against a server
