@@ -11,7 +11,7 @@ from rich.console import Console
 from hemiola import Client, Refused, SamplingParams
 from hemiola.builder.build import Options, build
 from hemiola.runtime import manifest
-from hemiola.runtime.serving.launcher import DIRECT, Server
+from hemiola.runtime.serving.launcher import Server
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import read_model
 
@@ -98,7 +98,8 @@ def call(url: str, model: str) -> None:
         "stream": True,
     }
     request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode())
-    with DIRECT.open(request, timeout=60) as answer:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own server is behind no proxy
+    with direct.open(request, timeout=60) as answer:
         for line in answer:
             if not line.startswith(b"data: {"):
                 continue

@@ -31,7 +31,8 @@ def one_thread_for_each_engine() -> Iterator[None]:
 def server(engine_dirs: dict[str, Path]) -> Iterator[Server]:
     # a random head's drafts never stay, and the clock would soon say that none pay
     fixed = {"adaptive_drafts": False}
-    settings = {"hemiola": fixed, "second": {"drafts": "ngram"} | fixed}
+    # LLM does not bound priorities: what it takes, this server takes
+    settings = {"hemiola": {"min_priority": -(2**63)} | fixed, "second": {"drafts": "ngram"} | fixed}
     with Server(engine_dirs, start_timeout_s=600, settings_of=settings) as running:
         yield running
 

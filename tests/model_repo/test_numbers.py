@@ -87,7 +87,7 @@ def test_a_number_at_an_edge_is_taken_or_refused_as_the_llm_does(
 def test_a_priority_of_the_client_reaches_the_engine(server: Server, front: str) -> None:
     """A gRPC parameter of that name is Triton's own, which takes no number below 0 and passes none on."""
     with Client(server.grpc_url) as client:
-        for priority in (0, 2):
+        for priority in (-1, 2):
             assert client.generate([[5]], SamplingParams(max_tokens=1, priority=priority))[0].token_ids
             body = {"model": "hemiola", "prompt": [5], "max_tokens": 1, "priority": priority}
             assert requests.post(f"{front}/completions", json=body, timeout=60).status_code == 200

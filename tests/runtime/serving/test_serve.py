@@ -1,0 +1,82 @@
+"""Who reaches which door of a `hemiola serve`, and what ends when it is told to end."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hemiola.runtime.cli import serve
+from hemiola.runtime.cli.serve import API_KEY, FrontPlan, doors, triton_host
+from hemiola.runtime.serving.options import OpenaiOptions, ServerOptions
+from hemiola.runtime.serving.tritonserver import Ports
+
+
+@pytest.mark.parametrize(
+    ("server", "openai", "environment", "host"),
+    [
+        ({}, {}, "", "127.0.0.1"),
+        ({"host": "0.0.0.0"}, {}, "", "0.0.0.0"),
+        ({"host": "0.0.0.0"}, {"openai_port": 9000}, "", "0.0.0.0"),
+        ({"host": "0.0.0.0"}, {"openai_port": 9000, "openai_api_key": ("k",)}, "", "127.0.0.1"),
+        ({"host": "0.0.0.0"}, {"openai_port": 9000}, "k", "127.0.0.1"),
+        ({"host": "0.0.0.0"}, {}, "k", "0.0.0.0"),
+        (
+            {"host": "0.0.0.0", "triton_host": "10.0.0.1"},
+            {"openai_port": 9000, "openai_api_key": ("k",)},
+            "",
+            "10.0.0.1",
+        ),
+    ],
+)
+def test_a_key_guards_one_door_of_two(
+    monkeypatch: pytest.MonkeyPatch, server: dict, openai: dict, environment: str, host: str
+) -> None:
+    monkeypatch.delenv(API_KEY, raising=False)
+    if environment:
+        monkeypatch.setenv(API_KEY, environment)
+    own = ServerOptions(**server)
+    plan = FrontPlan(OpenaiOptions(**openai), {}, 30, own.host)
+    assert triton_host(own, plan) == host
+
+
+def test_nobody_is_told_who_reaches_which_door() -> None:
+    server = SimpleNamespace(host="127.0.0.1", ports=Ports(1, 2, 3))
+    front = SimpleNamespace(host="0.0.0.0", port=4)
+    assert doors(server, front, ("k",)) == [
+        "door     127.0.0.1:1 HTTP: this machine only, no key",
+        "door     127.0.0.1:2 gRPC: this machine only, no key",
+        "door     127.0.0.1:3 metrics: this machine only, no key",
+        "door     0.0.0.0:4 OpenAI: every network of this machine,"
+        " a key for /v1, none for /health and /metrics",
+    ]
+    assert doors(server, front, ())[-1].endswith("every network of this machine, no key")
+    server.host = "10.0.0.1"
+    assert doors(server, None, ())[-1] == "door     10.0.0.1:3 metrics: the network of this address, no key"
+
+
+def test_the_doors_drain_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The OpenAI API first, while tritonserver took new requests: up to two exit timeouts."""
+    happened: list[str] = []
+
+    class Server:
+        engines, http_url, grpc_url, metrics_url, door_key = {}, "", "", "", ""
+        host, ports, printer = "127.0.0.1", Ports(1, 2, 3), None
+
+        def check(self) -> None: ...
+        def serve(self, restarts: int) -> None:
+            raise KeyboardInterrupt
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *error: object) -> None:
+            happened.append("tritonserver drains")
+
+    def note(what: str) -> object:
+        return lambda *_: happened.append(what)
+
+    front = SimpleNamespace(
+        host="127.0.0.1", port=4, url="", start=note("starts"), refuse=note("refuses"), stop=note("waits")
+    )
+    monkeypatch.setattr(FrontPlan, "front", lambda plan, server: front)
+    monkeypatch.setattr(serve, "say", lambda *_: None)
+    monkeypatch.setattr(serve.gc, "freeze", lambda: None)
+    serve._serve(Server(), FrontPlan(OpenaiOptions(), {}, 30), 0)
+    assert happened == ["starts", "refuses", "tritonserver drains", "waits"]
