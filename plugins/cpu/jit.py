@@ -67,7 +67,7 @@ def _compile(signature: Any, function: Callable[..., None]) -> Any:
 def _say_that_it_takes_long() -> None:
     """Once per process: there are about a hundred of them, and one was not kept."""
     log.warning(
-        "compiling kernels for this CPU, once per user and machine, up to 15 seconds; kept in %s", _CACHE_DIR
+        "compiling kernels for this CPU, once per user and machine, about 20 seconds; kept in %s", _CACHE_DIR
     )
 
 

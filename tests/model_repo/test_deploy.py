@@ -18,7 +18,7 @@ from kit.served import until
 from tritonclient.grpc import model_config_pb2
 from typer.testing import CliRunner
 
-from hemiola.runtime.cli.main import app
+from hemiola.runtime.cli.main import new_main
 from hemiola.runtime.serving.ask import ALIASES, FIXED, FLAGS, KEYS, LISTS, MAX_N
 from hemiola.runtime.serving.tritonserver import ANY_PORTS, choose_ports
 
@@ -97,7 +97,7 @@ def test_every_key_is_an_input_of_its_type_and_in_the_manual() -> None:
 
 def test_replicas_have_options_and_ports_that_there_are() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    help_text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "300"}).output
+    help_text = CliRunner().invoke(new_main(["serve"]), ["serve", "--help"], env={"COLUMNS": "300"}).output
     replicas = {name for name in services if name.startswith("replica-")}
     assert len(replicas) >= 2
     for name in replicas:

@@ -291,7 +291,7 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
         (["--compare", "max_rows"], "--compare 'max_rows' holds 'max_rows'; write NAME=VALUE"),
         (["--max-rows", "many"], "--max-rows is 'many'"),
         (["--num-request", "3"], "No such option: --num-request"),
-        (["extra"], "unexpected extra argument"),
+        (["extra"], "--engine-dir engine and 'extra' were both given; drop one"),
         (["--max-rows"], "'--max-rows' requires an argument"),
         (["--request-rate", "nan"], "--request-rate is nan"),
         (["--concurrency", "0"], "--concurrency is 0"),

@@ -224,7 +224,7 @@ def test_a_models_file_that_is_not_there_is_not_called_broken(
     [
         (
             {"max_rowz": 8},
-            "unknown setting 'max_rowz'; the settings are engine_dir, device, max_queue, log_r",
+            "unknown setting 'max_rowz'; the settings are engine_dir, device, max_queue, min_p",
         ),
         ({"num_restarts": 8}, "unknown setting 'num_restarts'"),
         ({"heartbeat_file": "/tmp/x"}, "unknown setting 'heartbeat_file'"),
