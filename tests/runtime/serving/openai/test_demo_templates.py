@@ -59,3 +59,17 @@ def test_plain_prompts_are_those_of_the_training(name: str) -> None:
                 {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]  # fmt: skip
     plain = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     assert prompt_of(name, messages) == plain + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("name", ["nemotron-h-code", "qwen3.5-code"])
+def test_transformers_finds_the_one_template_and_renders_the_same(name: str) -> None:
+    from transformers import AutoTokenizer
+
+    assert "chat_template" not in json.loads((DEMO / name / "tokenizer_config.json").read_text())
+    messages = [{"role": "user", "content": "hi"}, ANSWER, *RESULTS, {"role": "user", "content": "and?"}]
+    theirs = AutoTokenizer.from_pretrained(DEMO / name)
+    calls = [one | {"function": CALL | {"arguments": ARGUMENTS}} for one in ANSWER["tool_calls"]]
+    given = [messages[0], ANSWER | {"tool_calls": calls}, *messages[2:]]
+    for tools in (None, [TOOL]):
+        wanted = theirs.apply_chat_template(given, tools=tools, tokenize=False, add_generation_prompt=True)
+        assert prompt_of(name, messages, tools=tools) == wanted
