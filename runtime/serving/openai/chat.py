@@ -46,7 +46,7 @@ def render(model: ServedModel, request: ChatRequest) -> tuple[str, Expected]:
 
 
 def _opens_thoughts(text: Text, prompt: str) -> bool:
-    """A model that learned to has a token for it. Any other would begin a thought by accident, and not end it."""
+    """A model that learned to has a token for it. Another would begin one by accident, and never end it."""
     has_token = text.tokenizer.token_to_id(THINK) is not None
     return THINK in (text.template or "") and has_token and not prompt.rstrip().endswith(THINK_END)
 

@@ -1,4 +1,4 @@
-"""Agents' loops with the bundled checkpoints as they are served: tools offered, called, and results sent back."""
+"""Agents' loops with the bundled checkpoints, served: tools are offered and called, results are sent back."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -27,11 +27,10 @@ TOOL = {"type": "function", "function": FUNCTION}
 
 @pytest.fixture(scope="module")
 def client(bundled: Callable[[str], Path]) -> Iterator[OpenAI]:
-    engines = [
-        option for name in MODELS for option in (f"--engine-dir={bundled(name)}", f"--model-name={name}")
-    ]
+    engines = [f"--engine-dir={bundled(name)}" for name in MODELS]
+    names = [f"--model-name={name}" for name in MODELS]
     with (
-        Served(*engines, "--openai-port=0") as served,
+        Served(*engines, *names, "--openai-port=0") as served,
         OpenAI(base_url=served.openai_url, api_key="any", max_retries=0) as connected,
     ):
         yield connected
