@@ -35,13 +35,6 @@ PRE_TOKEN = (
     r"|[ \t]+(?=[ \t]\S)|[ \t]+|\s+"
 )
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
 # Tables and test inputs that would teach the model columns of numbers, or are not meant to parse.
 SKIPPED = re.compile(
     r"(^|/)(site-packages|__pycache__)/|^encodings/(cp|mac_|iso8859|koi8|ptcp|kz|tis|hp_|palmos)"
@@ -88,6 +81,7 @@ def is_test(name: str) -> bool:
 
 
 def render_chat(user: str, assistant: str) -> str:
+    """As the chat templates of the demo checkpoints do without tools."""
     return f"{IM_START}user\n{user}{IM_END}\n{IM_START}assistant\n{assistant}{IM_END}\n"
 
 
@@ -182,10 +176,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> None:
             }
             for token in SPECIAL_TOKENS
         },
-        "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
 def encode_stream(tokenizer: Tokenizer, documents: list[str], seed: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 FAMILIES = ("nemotron-h", "qwen3.5")
+DEMO = Path(__file__).resolve().parents[1]  # has the chat template of each family, written by hand
 PATTERN, MTP_PATTERN = "MEM*-MEM*-", "*E"
 MAX_LEN = 4096
 END_ID, IM_END_ID = 0, 2
@@ -277,9 +278,14 @@ def save_checkpoint(model: PreTrainedModel, mtp: nn.Module, folder: Path, tokeni
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     generation = {"do_sample": False, "eos_token_id": [END_ID, IM_END_ID], "pad_token_id": END_ID}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if tokenizer_folder.resolve() != folder.resolve():
-            shutil.copyfile(tokenizer_folder / name, folder / name)
+    family = "nemotron-h" if isinstance(model, NemotronHForCausalLM) else "qwen3.5"
+    for source in (
+        tokenizer_folder / "tokenizer.json",
+        tokenizer_folder / "tokenizer_config.json",
+        DEMO / f"{family}-code/chat_template.jinja",
+    ):
+        if source.parent.resolve() != folder.resolve():
+            shutil.copyfile(source, folder / source.name)
 
 
 def load_checkpoint(folder: Path, device: str) -> tuple[PreTrainedModel, Mtp]:

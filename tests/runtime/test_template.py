@@ -6,12 +6,14 @@ import json
 
 import pytest
 
+from hemiola.runtime import template as rendering
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "Hé <b>", "tool_calls": [{"arguments": {"a": [1, 2]}}]}]
 LINES = "{% set lines = 'a\\n' * 100000 %}"
-# name: a template that would take hours or all memory
+LIMIT = 2**21  # of the work in these tests: a sixteenth of a server's
+# name: a template that would take hours or all memory, or more work than LIMIT in few turns
 ENDLESS = {
     "range": "{% for i in range(10**9) %}x{% endfor %}",
     "nested_loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
@@ -69,9 +71,8 @@ ENDLESS = {
     "tojson": "{% for i in range(99999) %}{% set x = range(999) | list | tojson %}{% endfor %}",
     "sum": "{{ range(9999) | map('list') }}{{ ([[1] * 1000] * 90000) | sum(start=[]) }}",
     "lists": "{% for i in range(99999) %}{% set x = range(99999) | list %}{% endfor %}",
-    "compared": LINES + "{% for i in range(99999) %}{% for j in range(99) %}{% if 'b' in lines %}{% endif %}{% endfor %}"
-    "{% endfor %}",
-    "counted": LINES + "{% for i in range(99999) %}{% if lines.count('b') %}{% endif %}{% endfor %}",
+    "compared": LINES + "{% for i in range(300) %}{% if 'b' in lines %}{% endif %}{% endfor %}",
+    "counted": LINES + "{% for i in range(300) %}{% if lines.count('b') %}{% endif %}{% endfor %}",
     "joiner": "{{ lipsum(10**9) }}",
     "urlize": LINES + "{{ lines | urlize }}",
     "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
@@ -81,6 +82,12 @@ ENDLESS = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "LEAST_WORK", LIMIT)
+
+
+@pytest.mark.usefixtures("small_limit")
 @pytest.mark.parametrize("how", ENDLESS)
 def test_a_template_that_would_not_end_is_refused(how: str) -> None:
     with pytest.raises(Refused, match=r"^the chat template ") as refusal:
@@ -172,6 +179,14 @@ def test_a_long_conversation_is_rendered() -> None:
     assert len(ChatTemplate(template).render({"messages": messages})) > 2 * 500 * 9999
 
 
+@pytest.mark.usefixtures("small_limit")
 def test_a_rendering_takes_no_work_from_the_next() -> None:
-    template = ChatTemplate("{% for i in range(90000) %}{{ i }}{% endfor %}")
+    template = ChatTemplate("{% for i in range(9000) %}{{ i }}{% endfor %}")
     assert len({template.render({"messages": MESSAGES}) for _ in range(15)}) == 1
+
+
+def test_half_a_million_turns_are_rendered_and_no_more() -> None:
+    turns = "{% for i in range(99000) %}{% endfor %}"
+    assert ChatTemplate(turns * 5).render({"messages": MESSAGES}) == ""
+    with pytest.raises(Refused, match=r"more work than 33\d{6} "):
+        ChatTemplate(turns * 6).render({"messages": MESSAGES})

@@ -231,6 +231,18 @@ def test_any_stop_strings_cut_where_the_first_of_them_begins(text: Text, seed: i
         assert "".join(grow(text, [], ids, stops)) == whole[: min(begins, default=len(whole))]
 
 
+def test_of_stop_strings_that_end_in_one_token_the_first_to_begin_counts() -> None:
+    assert StopStrings(["bc", "abcd"]).push("xabcd") == 1
+    assert StopStrings(["d", "bc"]).push("xabcd") == 2
+
+
+def test_a_stop_string_that_may_not_stop_yet_holds_back_no_more_than_another_begins_with(text: Text) -> None:
+    a, b, c = (text.tokenizer.token_to_id(char) for char in "abc")
+    growing = Growing(text, [], ["ab", "bc"])
+    assert [growing.push(a, may_stop=False), growing.push(b, may_stop=False)] == ["", "a"]
+    assert growing.push(c) == "" and growing.stopped
+
+
 def test_stop_strings_are_looked_for_once_in_each_character(
     text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +302,10 @@ SHRINKING = {
     "compose": (lambda t: setattr(t, "normalizer", normalizers.NFC()), "\u0391\u0314\u0342\u0345"),
     "cut": (lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), t.pre_tokenizer])), " "),
-    "added": (lambda t: t.add_special_tokens([AddedToken("<m>", lstrip=True)]), " "),
+    "removed": (lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), t.pre_tokenizer])), " "),
+    "added_left": (lambda t: t.add_special_tokens([AddedToken("<m>", lstrip=True)]), " "),
+    "added_right": (lambda t: t.add_special_tokens([AddedToken("<m>", rstrip=True)]), " "),
 }  # fmt: skip
 
 
@@ -301,7 +316,7 @@ def test_what_a_tokenizer_shortens_is_refused_by_its_length(tmp_path: Path, how:
     change, word = SHRINKING[how]
     change(tokenizer)
     text = save(tmp_path, tokenizer)
-    long = word * 20_000 + "<m>"
+    long = "<m>" + word * 20_000 if how == "added_right" else word * 20_000 + "<m>"
     ids = text.tokenizer.encode(long).ids
     assert len(long) > 20 * (len(ids) + 1), "no token is longer"
     assert text.encode(long, len(ids)) == ids

@@ -29,6 +29,7 @@ class Expected:
 
     thinking: bool = False  # the prompt ends within a thought
     may_think: bool = True  # a thought at the beginning is reasoning
+    opens_thoughts: bool = True  # and a grammar lets the model begin one
     tools: Mapping[str, Schema] | None = None  # parameters by name; None: a call is content
     one_call: bool = False  # later ones are dropped
     forced: bool = False  # behind its thought it is calls, by a grammar, and nothing else

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.serving.openai.answer import THINK, Expected
+from hemiola.runtime.serving.openai.answer import THINK, THINK_END, Expected
 from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.schema import ChatRequest, Message, Tool
+from hemiola.runtime.text import Text
 
 RESERVED = ("self", "messages", "tools", "chat_template")
 
@@ -36,11 +37,18 @@ def render(model: ServedModel, request: ChatRequest) -> tuple[str, Expected]:
     expected = Expected(
         thinking=prompt.rstrip().endswith(THINK),
         may_think=THINK in template,
+        opens_thoughts=_opens_thoughts(text, prompt),
         tools={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
         one_call=request.parallel_tool_calls is False,
         forced=request.forced,
     )
     return prompt, expected
+
+
+def _opens_thoughts(text: Text, prompt: str) -> bool:
+    """A model that learned to has a token for it. Another would begin one by accident, and never end it."""
+    has_token = text.tokenizer.token_to_id(THINK) is not None
+    return THINK in (text.template or "") and has_token and not prompt.rstrip().endswith(THINK_END)
 
 
 def _effort(effort: str | None, read: frozenset[str]) -> dict[str, Any]:

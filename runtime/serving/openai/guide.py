@@ -29,7 +29,7 @@ def guide(request: ChatRequest, expected: Expected) -> dict[str, Any] | None:
         return {"grammar": "\n".join([*_thought(expected, "calls"), *_calls(request)])}
     if schema is None:
         return None
-    if not (expected.thinking or expected.may_think or expected.tools):
+    if not (expected.thinking or expected.opens_thoughts or expected.tools):
         return {"json": schema}
     lines = list(_thought(expected, "answer"))
     if expected.tools:
@@ -64,10 +64,10 @@ def _check_alone(request: ChatRequest, expected: Expected, schema: dict[str, Any
 
 
 def _thought(expected: Expected, answer: str) -> Iterator[str]:
-    """Free until its end. The prompt may have begun it; else a model that thinks may begin it."""
+    """Free until its end. The prompt may have begun it; else a model that opens thoughts may begin it."""
     if expected.thinking:
         yield f"start: thought BREAKS {answer}"
-    elif expected.may_think:
+    elif expected.opens_thoughts:
         yield f'start: ("{THINK}" thought BREAKS)? {answer}'
     else:
         yield f"start: {answer}"

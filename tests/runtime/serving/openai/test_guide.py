@@ -30,9 +30,9 @@ ONE = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": 
 ANY = {"response_format": {"type": "json_object"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}}
-PLAIN, MAY = Expected(may_think=False), Expected()
+PLAIN, MAY = Expected(opens_thoughts=False), Expected()
 THINKING = Expected(thinking=True)
-TOOL = Expected(may_think=False, tools={"weather": PARAMETERS, "now": {}})
+TOOL = Expected(opens_thoughts=False, tools={"weather": PARAMETERS, "now": {}})
 # name: (options, what the answer may hold, texts that fit, texts that do not)
 CASES = {
     "required": (
