@@ -173,7 +173,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     loaded.LLM = FakeLlm
     MetricFamily.page.clear()
     loaded.close_inherited_sockets = lambda: None  # this process is no engine
-    loaded.Leash = lambda: SimpleNamespace(renew=lambda: False)
+    loaded.Watchdog = lambda: SimpleNamespace(restart_if_lost=lambda: False)
     return loaded
 
 

@@ -27,16 +27,16 @@ from hemiola.runtime.serving.arrival import NAME as ARRIVAL
 from hemiola.runtime.serving.arrival import read_mark
 from hemiola.runtime.serving.ask import Ask, check_priority, read_ask, read_request
 from hemiola.runtime.serving.heartbeat import Clock
-from hemiola.runtime.serving.leash import Leash
 from hemiola.runtime.serving.log import Printer
 from hemiola.runtime.serving.metrics import Board, Meter, Outcome
 from hemiola.runtime.serving.place import check_instances, check_place, take_place
 from hemiola.runtime.serving.stream import Branch, Failure, Reason, Stream, error_of, line_of, outcome_of
+from hemiola.runtime.serving.watchdog import Watchdog
 from hemiola.runtime.text import LONG_TEXT
 
 CHECK_S = 0.1  # between looks for callers that left and requests whose time is over
 METRICS_S = 1.0
-LEASH_S = 1.0  # between looks for the process that ends this one with its server
+WATCHDOG_S = 1.0  # between looks for the process that ends this one with its server
 NUM_COMPILING = 8  # requests whose grammars are compiled; others with a grammar wait for them
 NUM_READING = 2  # long prompts and chats that are tokenized; other long ones wait for them
 MOST_RETRY_S = 60
@@ -47,7 +47,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         close_inherited_sockets()
-        self._leash = Leash()
+        self._watchdog = Watchdog()
         folder = Path(args["model_repository"], args["model_version"])
         try:
             config, kind = json.loads(args["model_config"]), args["model_instance_kind"]
@@ -68,7 +68,7 @@ class TritonPythonModel:
         self._board = Board(pb_utils.MetricFamily, labels)
         self._clocks = [
             Clock("metrics", METRICS_S, lambda: self._board.post(self.meter.read(self.llm)), log_error),
-            Clock("leash", LEASH_S, self._renew_leash, log_error),
+            Clock("watchdog", WATCHDOG_S, self._check_watchdog, log_error),
         ]
         self._beat_file = Path(own.heartbeat_file)
         if own.heartbeat_file:
@@ -76,12 +76,12 @@ class TritonPythonModel:
         gc.collect()
         gc.freeze()  # what stands is left alone: looking at all of it stopped every stream for 0.2 s
 
-    def _renew_leash(self) -> None:
-        if self._leash.renew():
-            lost = (
-                f"the process that ends this engine with its server was ended ({self._leash.num_lost} so far)"
+    def _check_watchdog(self) -> None:
+        if self._watchdog.restart_if_lost():
+            count = counted(self._watchdog.num_lost, "time", "times")
+            pb_utils.Logger.log_error(
+                f"this engine's watchdog process was killed ({count} so far); started it again"
             )
-            pb_utils.Logger.log_error(f"{lost}; another is there")
 
     def _beat(self) -> None:
         load = self.llm.load()

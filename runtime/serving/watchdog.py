@@ -22,21 +22,21 @@ if engine not in dict(poll.poll()):
 """
 
 
-class Leash:
-    """While there is one, this process is killed when its server ends.
+class Watchdog:
+    """A process beside this one that kills it when its server ends.
 
-    That is its parent, which told it its id on the command line: if it has another, the server is gone.
+    The server is the parent, whose id stands on this process's command line: with another parent, it is gone.
     """
 
     def __init__(self) -> None:
-        told = Path("/proc/self/cmdline").read_text().split("\0")
+        words = Path("/proc/self/cmdline").read_text().split("\0")
         self._ends = os.pidfd_open(os.getppid()), os.pidfd_open(os.getpid())
-        if str(os.getppid()) not in told:
+        if str(os.getppid()) not in words:
             os.kill(os.getpid(), signal.SIGKILL)
         self.num_lost = 0
-        self._process = self._hold()
+        self._process = self._start()
 
-    def _hold(self) -> "subprocess.Popen[bytes]":
+    def _start(self) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", HOLD, *map(str, self._ends)],
             pass_fds=self._ends,
@@ -46,10 +46,10 @@ class Leash:
             start_new_session=True,  # no Ctrl-C of ours is for it
         )
 
-    def renew(self) -> bool:
-        """Whether the process beside us was gone; then another has taken its place."""
+    def restart_if_lost(self) -> bool:
+        """Whether the watchdog was gone; then a new one is started."""
         if self._process.poll() is None:
             return False
-        self._process = self._hold()
+        self._process = self._start()
         self.num_lost += 1
         return True

@@ -12,17 +12,17 @@ from kit.served import until
 ENGINE = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
-from hemiola.runtime.serving.leash import Leash
+from hemiola.runtime.serving.watchdog import Watchdog
 if sys.argv[1] == "late":
     sys.stdin.read()
-leash = Leash()
-assert not leash.renew()
+watchdog = Watchdog()
+assert not watchdog.restart_if_lost()
 if sys.argv[1] == "cut":
     for held in Path("/proc/self/task").glob("*/children"):
         os.kill(int(held.read_text()), signal.SIGKILL)
-    while not leash.renew():
+    while not watchdog.restart_if_lost():
         time.sleep(0.01)
-    assert leash.num_lost == 1 and not leash.renew()
+    assert watchdog.num_lost == 1 and not watchdog.restart_if_lost()
 print("tied", flush=True)
 (ctypes.PyDLL(None) if sys.argv[1] == "lock" else time).sleep(600)
 """
