@@ -124,7 +124,7 @@ def test_an_engine_whose_guard_was_killed_is_unguarded(served: Served) -> None:
         (guard,) = descendants(engine)
         os.kill(guard, signal.SIGKILL)
         until(lambda old=guard: (new := set(descendants(engine))) and old not in new)
-        until(lambda count=count: f"was ended ({count} so far); another is there" in served.said)
+        until(lambda count=count: f"watchdog process ended ({count} so far); started it again" in served.said)
 
 
 def test_without_restart_a_dead_engine_ends_the_command(engine_dirs: dict[str, Path]) -> None:

@@ -78,10 +78,8 @@ class TritonPythonModel:
 
     def _check_watchdog(self) -> None:
         if self._watchdog.restart_if_lost():
-            count = counted(self._watchdog.num_lost, "time", "times")
-            pb_utils.Logger.log_error(
-                f"this engine's watchdog process was killed ({count} so far); started it again"
-            )
+            lost = f"this engine's watchdog process ended ({self._watchdog.num_lost} so far)"
+            pb_utils.Logger.log_error(f"{lost}; started it again")
 
     def _beat(self) -> None:
         load = self.llm.load()
