@@ -5,9 +5,9 @@
 A storm is 200 turns of random arrivals of several priorities (some continue or branch from earlier texts,
 some follow a grammar, some have penalties, some come n at once), drafts, aborts, preemptions, flushes and
 rows that fail, with random sizes; in some storms pages are scarce, in some a request is cancelled in every
-turn. Every hit is checked against all that is cached. After every turn: ownership, and the content of all
-that is cached; free pages hold poison. A red storm prints its seed; `test_a_storm_of_choice` lets hypothesis
-shrink.
+turn, one in three is starved (kit/starved.py). Every hit is checked against all that is cached. After every
+turn: ownership, and the content of all that is cached; free pages hold poison. A red storm prints its seed;
+`test_a_storm_of_choice` lets hypothesis shrink.
 """
 
 import itertools
@@ -22,6 +22,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kit import starved
 from kit.fake_session import POISON, VOCAB, FakeSession, hashed, oracle, resolved
 from kit.guided import ASKED, EOS, compiled, guided_oracle
 from kit.plain_sampling import edited
@@ -87,6 +88,7 @@ CHANCES = [
     Chances(0.9, 0.4, 0.05, 0.0),
     Chances(0.9, 1.0, 0.0, 0.0),
 ]
+STARVED = Chances(0.7, 1.0, 0.0, 0.0)
 PENALTIES = [
     {"presence_penalty": 2.0},
     {"frequency_penalty": 0.4},
@@ -100,8 +102,9 @@ class Storm:
 
     def __init__(self, make_hand: Callable, dice: random.Random, **changes: float) -> None:
         self.dice = dice
-        sizes = sizes_of(dice) | changes
-        self.chances = dice.choice(CHANCES)
+        self.starved = dice.random() < 1 / 3
+        sizes = sizes_of(dice) | (starved.sizes(dice) if self.starved else {}) | changes
+        self.chances = STARVED if self.starved else dice.choice(CHANCES)
         self.priorities = dice.choice([[0, 0, 0, 1, -1], [0, 5], [0, 1, 2, 3]])
         self.short = dice.choice(
             [0.0, 0.7]
@@ -164,16 +167,10 @@ class Storm:
 
     def arrive(self) -> None:
         dice = self.dice
-        is_short = dice.random() < self.short
-        prompt = dice.choices(range(VOCAB), k=dice.randint(1, 6 if is_short else 40))
-        if self.texts and dice.random() < 0.6 - is_short:
-            text = dice.choice(self.texts)
-            prompt = text[: dice.randint(1, len(text))] + prompt[: dice.randint(0, 9)]
-        prompt = prompt[: self.max_len - 1]
-        priorities = self.priorities if is_short or not self.short else self.priorities[-1:]
+        prompt, priority, num_tokens = self._hungry() if self.starved else self._mixed()
         params = {
-            "max_tokens": dice.randint(1, 30),
-            "priority": dice.choice(priorities),
+            "max_tokens": num_tokens,
+            "priority": priority,
             "cache_salt": dice.choice(["", "", "other"]),
             "num_drafts": dice.choice([None, None, 0]),
         }
@@ -189,6 +186,22 @@ class Storm:
         self.reached[kind] += 1
         for _ in range(n):
             self._submit(prompt, pattern, params)
+
+    def _mixed(self) -> tuple[list[int], int, int]:
+        """A prompt, its priority, how many tokens it asks for."""
+        dice = self.dice
+        is_short = dice.random() < self.short
+        prompt = dice.choices(range(VOCAB), k=dice.randint(1, 6 if is_short else 40))
+        if self.texts and dice.random() < 0.6 - is_short:
+            text = dice.choice(self.texts)
+            prompt = text[: dice.randint(1, len(text))] + prompt[: dice.randint(0, 9)]
+        priorities = self.priorities if is_short or not self.short else self.priorities[-1:]
+        return prompt[: self.max_len - 1], dice.choice(priorities), dice.randint(1, 30)
+
+    def _hungry(self) -> tuple[list[int], int, int]:
+        if starved.better_comes(self.dice, self.hand.loop.scheduler):
+            return [self.dice.randrange(VOCAB)], 0, self.dice.randint(1, 8)
+        return self.dice.choices(range(VOCAB), k=self.dice.choice([1, 8])), 5, 30
 
     def _submit(self, prompt: list[int], pattern: str | None, params: dict) -> None:
         hand, raises_at = self.hand, self.dice.choice([0, 0, 0, 0, 0, 0, 0, self.dice.randint(1, 9)])
@@ -254,7 +267,9 @@ class Storm:
     def abort(self) -> None:
         """Anyone who has not heard of an end, at times one who has; or one that runs."""
         going = [r for r in self.hand.requests if self.dice.random() < 0.02 or not self.hand.ended(r.id)]
-        if self.dice.random() < 0.5:
+        if self.starved:
+            going = starved.leaves(self.hand.loop.scheduler)
+        elif self.dice.random() < 0.5:
             going = [r for r in self.hand.loop.scheduler.running if r.finish_reason is None]
         if going:
             request = self.dice.choice(going)
@@ -301,7 +316,10 @@ class Storm:
     def has_room(self) -> bool:
         """While very many wait nobody arrives: the steps in which they end would be most of a storm."""
         scheduler = self.hand.loop.scheduler
-        return len(scheduler.waiting) < 5 and len(self.asked) < 100
+        few_wait = len(scheduler.waiting) < 4 or (
+            starved.last_rests(scheduler) if self.starved else len(scheduler.waiting) < 5
+        )
+        return few_wait and len(self.asked) < 100
 
     def end(self) -> None:
         while not self.hand.idle:
