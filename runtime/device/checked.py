@@ -2,7 +2,8 @@
 
 A kernel reads and writes where shapes say, and these come from a file that a stranger may have written. So
 each shape must follow from the tensors that are there, each op take its arguments, and each form its call.
-What a kernel takes for the number of a slot, a page, a token or an expert must be the step's or `route`'s.
+What a kernel takes as an index (of a slot, a page, a token or an expert) must come from the step or from
+`route`.
 """
 
 import operator
@@ -63,7 +64,7 @@ class _Trial:
         self._seen: dict[Node, str] = {}  # in which layout a weight is wanted
         self._kinds = {state.name: state.kind for state in manifest.states}
         self._states: set[Node] = set()
-        self._numbers: dict[Node, str] = {}  # inputs of integers, which only arguments of their name may be
+        self._numbers: dict[Node, str] = {}  # inputs of integers by name; arguments of this name may be one
 
     def run(self) -> None:
         self._give()
@@ -129,7 +130,7 @@ class _Trial:
             self._numbers[node] = name
 
     def _check_use(self, node: Node, op: Op | None) -> None:
-        """States are for ops that change them; and what kernels take for numbers of lines was not computed."""
+        """Only ops that change a state may have it; and a program computes no index that a kernel takes."""
         for place, value in enumerate(node.args):
             arg = op.args[place] if op is not None and place < len(op.args) else None
             wanted = _number(node, place, arg)

@@ -1,4 +1,4 @@
-"""Programs whose shapes fit and which would still read or write where nothing of theirs is: each is refused."""
+"""Programs whose shapes fit, and which would read or write outside of their tensors: each is refused."""
 
 import json
 from collections.abc import Callable
