@@ -54,7 +54,7 @@ Word = Annotated[str, Field(pattern=r"^[\w.,:+ -]*$", max_length=200)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-Dtype = Annotated[str, Field(pattern=r"^(float32|bfloat16|float16|float8_e4m3fn|int32)$")]
+Dtype = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16|float8_e4m3fn|int32)$")]
 Shape = Annotated[tuple[Size, ...], Field(max_length=8)]
 
 
