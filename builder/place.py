@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hemiola.builder.checkpoint import read_json
 from hemiola.runtime import manifest
+from hemiola.runtime.engine_files import strays
 from hemiola.runtime.errors import Refused, one_line
 
 WORKSHOP = ".building-"  # behind an engine directory's name
@@ -34,7 +35,7 @@ def refuse_occupied(engine_dir: Path) -> None:
             f"--engine-dir {engine_dir} has files but no engine in it; choose an empty or a new directory"
         )
     if (engine_dir / manifest.FILE).is_file():
-        for stray in manifest.strays(engine_dir, _files_of(engine_dir / manifest.FILE)):
+        for stray in strays(engine_dir, [manifest.FILE, *_files_of(engine_dir / manifest.FILE)]):
             raise Refused(
                 f"--engine-dir {engine_dir} has an engine and beside it {stray}, which a new engine would"
                 " remove; move it, or choose another directory"

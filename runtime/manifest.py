@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +16,7 @@ from hemiola.plugins import OPS
 from hemiola.plugins.gpu.binaries import Binary, sources
 from hemiola.runtime.api import reason, shown
 from hemiola.runtime.arch import ARCHS, split
+from hemiola.runtime.engine_files import check_files, check_regular
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.json_file import parse_json, read_text
 
@@ -53,7 +54,7 @@ Word = Annotated[str, Field(pattern=r"^[\w.,:+ -]*$", max_length=200)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-Dtype = Annotated[str, Field(pattern=r"^(float32|bfloat16|float16|float8_e4m3fn|int32)$")]
+Dtype = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16|float8_e4m3fn|int32)$")]
 Shape = Annotated[tuple[Size, ...], Field(max_length=8)]
 
 
@@ -254,16 +255,13 @@ def load(engine_dir: Path) -> Manifest:
         )
     _check_eos(path, manifest)
     _check_ops(path, manifest)
-    for name, expected in manifest.sha256.items():
-        _check_inside(engine_dir, name)
-        _check_file(engine_dir / name, expected)
-    _check_strays(engine_dir, manifest)
+    check_files(engine_dir, manifest.sha256, FILE)
     return manifest
 
 
 def parse(path: Path) -> Manifest:
     """Read a manifest without looking at the files that it names."""
-    _check_regular(path)
+    check_regular(path)
     text = read_text(path, "run build-engine again", MOST_BYTES)
     try:
         content = parse_json(text, unique=True)
@@ -365,49 +363,3 @@ def _check_ops(path: Path, manifest: Manifest) -> None:
         )
     if any(kernels.sources != sources() for kernels in manifest.kernels):
         raise Refused(f"{path} was built from other kernels than this hemiola has; run build-engine again")
-
-
-def _check_inside(engine_dir: Path, name: str) -> None:
-    """A link, of a file or of a folder above it, may lead to any file of the user's."""
-    path = engine_dir.resolve() / name
-    if path.exists() and path.resolve() != path:
-        raise Refused(
-            f"{engine_dir / name} is a link, which might lead out of the engine directory; copy the engine"
-            " with cp -rL"
-        )
-
-
-def _check_regular(path: Path) -> None:
-    if path.is_symlink():
-        raise Refused(f"{path} is a link; copy the engine with cp -rL")
-    if not path.is_file():
-        wrong = "no regular file" if path.exists() else "missing"
-        raise Refused(f"{path} is {wrong}; run build-engine again")
-
-
-def _check_file(path: Path, expected: str) -> None:
-    _check_regular(path)
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
-        raise Refused(
-            f"{path} was changed after the build (sha256 {found[:12]}, expected {expected[:12]});"
-            f" run build-engine again"
-        )
-
-
-def _check_strays(engine_dir: Path, manifest: Manifest) -> None:
-    """Beside a tokenizer's files another one, such as a chat template, would be read."""
-    folders = {Path(name).parent for name in manifest.sha256} - {Path()}
-    for name in strays(engine_dir, manifest.sha256):
-        if Path(name).parent in folders:
-            raise Refused(
-                f"{engine_dir / name} was not there when the engine was built; remove it, or run build-engine"
-                " again"
-            )
-
-
-def strays(engine_dir: Path, own: Iterable[str]) -> list[str]:
-    """Files in an engine's directory that are not its own."""
-    files = {str(path.relative_to(engine_dir)) for path in engine_dir.rglob("*") if path.is_file()}
-    return sorted(files - {FILE, *own})

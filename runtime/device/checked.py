@@ -2,8 +2,11 @@
 
 A kernel reads and writes where shapes say, and these come from a file that a stranger may have written. So
 each shape must follow from the tensors that are there, each op take its arguments, and each form its call.
+What a kernel takes as an index (of a slot, a page, a token or an expert) must come from the step or from
+`route`.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hemiola.plugins import OPS
-from hemiola.plugins.spec import Call, Op
+from hemiola.plugins.spec import INT, Arg, Call, Op
 from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.api import shown
 from hemiola.runtime.errors import Refused, one_line
@@ -24,6 +27,7 @@ TRIED = (
     {"T": 17, "N": 19, "W": 23, "L": 29, "P": 31, "S": 37},
 )
 MOST_WIDTH = 2**26  # numbers of one token in one value
+SELECT = torch.ops.aten.index_select.default
 
 
 def check_program(
@@ -58,7 +62,9 @@ class _Trial:
         self._values: dict[Node, Any] = {}
         self._weights: dict[Node, torch.Tensor] = {}  # as they lie in the file
         self._seen: dict[Node, str] = {}  # in which layout a weight is wanted
+        self._kinds = {state.name: state.kind for state in manifest.states}
         self._states: set[Node] = set()
+        self._numbers: dict[Node, str] = {}  # inputs of integers by name; arguments of this name may be one
 
     def run(self) -> None:
         self._give()
@@ -67,8 +73,10 @@ class _Trial:
             if node.op != "call_function":
                 raise ValueError(f"{node.name} is one input more than the segment has")
             args = [self._of(value) for value in node.args]
-            if node.target in ours:
-                self._check_op(node, ours[node.target], args)
+            op = ours.get(node.target)
+            self._check_use(node, op)
+            if op is not None:
+                self._check_op(node, op, args)
             self._values[node] = self._computed(node, node.target(*args))  # type: ignore[operator]
         if self._forms:
             raise ValueError(f"the manifest has {len(self._forms)} forms more than there are calls")
@@ -93,20 +101,20 @@ class _Trial:
                 self._weights[node] = tensor
                 self._values[node] = value
             else:
-                self._give_state(node, value, tensor)
-        for node, letters in zip(given[num_bound:], wanted.values(), strict=True):
-            self._give_input(node, letters)
+                kind = self._kinds[segment.states[index - len(segment.weights)]]
+                self._give_state(node, value, tensor, kind)
+        for node, (name, letters) in zip(given[num_bound:], wanted.items(), strict=True):
+            self._give_input(node, name, letters)
 
-    def _give_state(self, node: Node, value: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _give_state(self, node: Node, value: torch.Tensor, tensor: torch.Tensor, kind: str) -> None:
         """Its first size, of pages or slots, is free."""
         if value.shape[1:] != tensor.shape[1:] or value.dtype != tensor.dtype or value.dim() == 0:
             raise ValueError(f"{node.name} is {_told(value)}, the state {_told(tensor)}")
-        pages = value.dim() == 4 and value.shape[1] == self._limits.page_len
-        first = self._sizes["P" if pages else "S"]
+        first = self._sizes["P" if kind == "page" else "S"]
         self._states.add(node)
         self._values[node] = torch.empty((first, *value.shape[1:]), dtype=value.dtype, device="meta")
 
-    def _give_input(self, node: Node, letters: str) -> None:
+    def _give_input(self, node: Node, name: str, letters: str) -> None:
         value = node.meta.get("val")
         if value is None or value.dim() != len(letters):
             raise ValueError(f"{node.name} has not the sizes [{', '.join(letters)}]")
@@ -118,6 +126,20 @@ class _Trial:
         if letters.endswith("8") and value.shape[-1] != 8:
             raise ValueError(f"{node.name} is {_told(value)}, rows have 8 numbers")
         self._values[node] = torch.empty(shape, dtype=value.dtype, device="meta")
+        if not is_hidden:
+            self._numbers[node] = name
+
+    def _check_use(self, node: Node, op: Op | None) -> None:
+        """Only ops that change a state may have it; and a program computes no index that a kernel takes."""
+        for place, value in enumerate(node.args):
+            arg = op.args[place] if op is not None and place < len(op.args) else None
+            wanted = _number(node, place, arg)
+            for part in value if isinstance(value, (list, tuple)) else [value]:
+                if part in self._states and not (arg and arg.mutated):
+                    raise ValueError(f"{node.name} reads {part}, a state, which no op of ours changes there")
+                found = self._numbers.get(part)
+                if found != wanted and not (wanted == "expert_ids" and _route(part) is not None):
+                    raise ValueError(f"{node.name} has {found or part} for its {wanted or 'argument'}")
 
     def _check_op(self, node: Node, op: Op, args: list[Any]) -> None:
         """Its arguments, its attributes, its form, and in which layout the form gets weights."""
@@ -170,8 +192,16 @@ class _Trial:
         return [(n, self._values[n]) for n in self._weights if self._seen.get(n, "as it is") == "as it is"]
 
     def _check_sizes(self, node: Node, op: Op, args: list[Any], call: Call) -> None:
-        """What the host knows: how long rings are, and tables of positions."""
+        """What the host knows: how many tokens, slots and pages there are, how long rings and tables are."""
         limits, vocab_size = self._limits, self._manifest.vocab_size
+        if any(arg.name == "rows" for arg in op.args):
+            for letter, free, what in (("T", "T", "tokens"), ("S", "S", "slots"), ("Z", "P", "pages")):
+                if call.sizes.get(letter, self._sizes[free]) != self._sizes[free]:
+                    raise ValueError(f"{node.name} has not the {what} of a step: {call.sizes[letter]}")
+        if op.name == "moe":
+            scores = self._values[_route(node.args[1]).args[0]]
+            if scores.shape[1] != call.sizes["E"]:
+                raise ValueError(f"{node.name} has {call.sizes['E']} experts, scores {scores.shape[1]}")
         if op.name == "embed" and call.sizes["V"] != vocab_size:
             raise ValueError(f"{node.name} knows {call.sizes['V']} tokens, vocab_size is {vocab_size}")
         if op.name == "rope" and args[2].shape[0] < limits.max_len:
@@ -218,6 +248,21 @@ class _Trial:
         if isinstance(value, (list, tuple)):
             return [self._of(part) for part in value]
         return value
+
+
+def _number(node: Node, place: int, arg: Arg | None) -> str | None:
+    """What of a step this argument numbers, if it does."""
+    if arg is not None:
+        return arg.name if arg.dtypes == INT else None
+    return "logits_ids" if node.target is SELECT and place == 2 else None
+
+
+def _route(node: Any) -> Node | None:
+    """The call of `route` whose second result this is."""
+    if not isinstance(node, Node) or node.target is not operator.getitem or node.args[1] != 1:
+        return None
+    source = node.args[0]
+    return source if isinstance(source, Node) and source.target is OPS["route"].torch_op else None
 
 
 def _alike(declared: torch.Size, found: torch.Size) -> bool:

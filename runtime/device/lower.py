@@ -4,8 +4,10 @@ Our ops write their calls down themselves (plugins/cpu/code.py); what torch comp
 views or kernels here. What is neither is refused by name.
 """
 
+import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from hemiola.plugins.cpu.sizes import FreeSize
 from hemiola.plugins.cpu.steps import RecordedStep
 from hemiola.plugins.linear.compiled import linear
 from hemiola.runtime.abi import INPUTS, OUTPUTS
+from hemiola.runtime.api import shown
 from hemiola.runtime.device.wanted import only_wanted
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import OpNode, Segment
@@ -130,11 +133,15 @@ class _Lowering:
     def _function(self, node: Node) -> Any:
         args = [_mapped(value, self._values) for value in node.args]
         if node.target is operator.getitem:
+            if not isinstance(args[0], (list, tuple)):
+                raise self._refused(node, f"takes item {args[1]} of one value")
             return args[0][args[1]]
         name = getattr(getattr(node.target, "_overloadpacket", None), "__name__", str(node.target))
-        handler: Callable[..., Any] | None = getattr(self, f"_lower_{name}", None)
+        handler: MethodType | None = getattr(self, f"_lower_{name}", None)
         if handler is None or node.kwargs:
             raise self._refused(node, f"calls torch's {name}, which no kernel computes")
+        if len(args) != handler.__code__.co_argcount - 2:  # besides self and node
+            raise self._refused(node, f"calls torch's {name} with {len(args)} arguments")
         return handler(node, *args)
 
     def _refused(self, node: Node, reason: str) -> Refused:
@@ -143,21 +150,30 @@ class _Lowering:
     # What torch's functions become, by name.
 
     def _lower_view(self, node: Node, x: View, shape: list[int]) -> View:
-        if shape[0] != -1 or not x.in_lines:
+        if shape[0] != -1 or not x.in_lines or math.prod(shape[1:]) != math.prod(x.shape[1:]):
             raise self._refused(node, f"views {x.shape} as {shape}, which would have to be copied")
         return x.view(shape[1:])
 
+    def _check_dim(self, node: Node, x: View, dim: int, last: int = -1) -> None:
+        """Views know no dimensions from the end, and lines stay whole."""
+        if not 1 <= dim <= len(x.shape) + last:
+            raise self._refused(node, f"takes {x.shape} apart in dimension {dim}")
+
     def _lower_unsqueeze(self, node: Node, x: View, dim: int) -> View:
+        self._check_dim(node, x, dim, last=0)
         return x.unsqueeze(dim)
 
     def _lower_split_with_sizes(self, node: Node, x: View, sizes: list[int], dim: int) -> list[View]:
+        self._check_dim(node, x, dim)
         return x.split(sizes, dim)
 
     def _lower_split(self, node: Node, x: View, size: int, dim: int) -> list[View]:
+        self._check_dim(node, x, dim)
         width = x.shape[dim]
         return x.split([min(size, width - at) for at in range(0, width, size)], dim)
 
     def _lower_chunk(self, node: Node, x: View, count: int, dim: int) -> list[View]:
+        self._check_dim(node, x, dim)
         return self._lower_split(node, x, -(-x.shape[dim] // count), dim)
 
     def _lower_cat(self, node: Node, parts: list[View], dim: int) -> View:
@@ -174,15 +190,22 @@ class _Lowering:
         return x if _is_squared(node) else moves.combine(moves.RELU, x, x)
 
     def _lower_mul(self, node: Node, a: View, b: View) -> View:
+        self._check_terms(node)
         if a is b and _is_squared(node.args[0]):
             return moves.combine(moves.SQUARED_RELU, a, a)
         return self._combine(node, moves.PRODUCT, a, b)
 
-    def _lower_add(self, node: Node, *terms: Any) -> View:
-        for layer, other in zip(node.args[::-1], terms, strict=True):
+    def _lower_add(self, node: Node, a: Any, b: Any) -> View:
+        self._check_terms(node)
+        for layer, other in zip(node.args[::-1], (a, b), strict=True):
             if isinstance(layer, Node) and _residual_of(layer) is node:
                 return self._linear(layer, other)
-        return self._combine(node, moves.SUM, *terms)
+        return self._combine(node, moves.SUM, a, b)
+
+    def _check_terms(self, node: Node) -> None:
+        for term in node.args:
+            if not isinstance(term, Node):
+                raise self._refused(node, f"calculates with {shown(term)}, which is no value of the program")
 
     def _lower_to(self, node: Node, x: View, dtype: torch.dtype) -> View:
         if dtype != x.dtype:

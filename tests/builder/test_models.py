@@ -108,8 +108,9 @@ def test_no_field_has_one_value_in_all_checkpoints(
         checkpoint = Checkpoint(tiny_checkpoint(family))
         code = models.FAMILIES[checkpoint.architecture].__name__
         models.load(checkpoint, references, chunk_len=16, max_len=64)
-    tested_here = {"architectures", "time_step_limit", "layers_block_type", "mtp_layers_block_type"}
-    assert {key for (_, key), found in values.items() if len(found) == 1} == tested_here
+    tested = {"architectures", "time_step_limit", "layers_block_type", "mtp_layers_block_type"}
+    tested.add("model_type")  # in test_build.py
+    assert {key for (_, key), found in values.items() if len(found) == 1} == tested
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def blocks(page: str) -> list[Block]:
     text = (ROOT / page).read_text()
     found = [*re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
     made = []
-    for block, after in zip(found, [*found[1:], None], strict=True):
+    for block, after in zip(found, [*found, None][1:], strict=True):
         between = text[block.end() : after.start()] if after else ""
         belongs = (
             after is not None and after[1] == "text" and not re.search(r"^(#|\|)", between, re.MULTILINE)

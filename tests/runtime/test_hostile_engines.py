@@ -1,7 +1,6 @@
 """Engines that a stranger made: each field of each file, wrong in each way. They are refused in one line, or
 open and answer; never a traceback, a crash, a hang, gigabytes, or anything that is run."""
 
-import hashlib
 import json
 import random
 import shutil
@@ -13,27 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.hostile import Opener
+from kit.stranger import DEEP, WRONG, Stranger, all_places, places, put
 from pydantic import BaseModel
 
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import FILE, Manifest
 
-MADE = "made-by-code"  # in the engine's folder's parent, if any code runs
-CODE = "__import__('pathlib').Path('{made}').touch()"
-DEEP: Any = json.loads("[" * 200 + "]" * 200)
-# Each way in which a value can be wrong.
-WRONG: dict[str, Any] = {
-    "null": None, "true": True, "minus": -1, "zero": 0, "past 32 bits": 2**31, "past 64 bits": 2**64,
-    "2**60": 2**60, "fraction": 1.5, "nan": float("nan"), "infinity": float("inf"), "empty": "",
-    "number as text": "7", "above": "../../x", "absolute": "/etc/passwd", "nul": "a\0b", "line": "a\nb",
-    "code": CODE, "input of code": "x=" + CODE, "dunder": "__class__", "long": "x" * 10_000,
-    "library": "load_library", "list": [], "object": {}, "deep": DEEP, "many": [2**31 - 1] * 9,
-}  # fmt: skip
 # Free text, shown to people; and what is refused at another door, or is the same on every machine.
 SHOWN = {"architecture", "layers", "refused", "builder_version", "torch_version"}
-
-Path_ = tuple[str | int, ...]
 
 
 @pytest.fixture(scope="module")
@@ -43,77 +30,9 @@ def opener() -> Iterator[Opener]:
     made.close()
 
 
-class Stranger:
-    """A copy of an engine whose files are changed and signed anew."""
-
-    def __init__(self, source: Path, folder: Path, opener: Opener) -> None:
-        self.source, self.opener, self.made = source, opener, folder / MADE
-        self.dir = folder / "engine"
-        self.reset()
-        self.expected = opener.open(source)
-        assert "tokens" in self.expected, self.expected
-
-    def reset(self) -> None:
-        shutil.rmtree(self.dir, ignore_errors=True)
-        shutil.copytree(self.source, self.dir)
-
-    def content(self) -> dict[str, Any]:
-        return json.loads((self.source / FILE).read_text())
-
-    def sign(self) -> str | None:
-        """Hashes and identity agree again with what the files say; or why the manifest is refused."""
-        try:
-            found = manifest.parse(self.dir / FILE)
-            hashes = {
-                name: hashlib.sha256((self.dir / name).read_bytes()).hexdigest()
-                if (self.dir / name).is_file()
-                else digest
-                for name, digest in found.sha256.items()
-            }
-        except Refused as error:
-            return str(error)
-        found.model_copy(update={"sha256": hashes}).write(self.dir)
-        return None
-
-    def outcome(self, sign: bool = True) -> dict[str, Any]:
-        refused = self.sign() if sign else None
-        found = {"refused": refused} if refused else self.opener.open(self.dir)
-        assert not self.made.exists(), f"code ran: {found}"
-        if "refused" in found:
-            said = found["refused"]
-            assert "\n" not in said and len(said) < 1200 and "; " in said, said
-        else:
-            assert "tokens" in found, found.get("error", found)
-        return found
-
-    def change(self, name: str, change: Callable[[bytes], bytes]) -> None:
-        path = self.dir / name
-        path.write_bytes(change((self.source / name).read_bytes()))
-
-
 @pytest.fixture
 def stranger(tiny_engine: Callable[..., Path], tmp_path: Path, opener: Opener) -> Stranger:
     return Stranger(tiny_engine("nemotron_h_moe"), tmp_path, opener)
-
-
-def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """Of the leaves and what holds them: of a list its first, of equal entries one."""
-    if path:
-        yield path
-    if isinstance(value, dict):
-        for key in list(value):
-            yield from places(value[key], (*path, key))
-    elif isinstance(value, list) and value:
-        yield from places(value[0], (*path, 0))
-
-
-def put(value: Any, path: Path_, new: Any) -> Any:
-    copied = json.loads(json.dumps(value))
-    at = copied
-    for step in path[:-1]:
-        at = at[step]
-    at[path[-1]] = new
-    return copied
 
 
 def filled(content: dict[str, Any]) -> dict[str, Any]:
@@ -254,13 +173,16 @@ def program_lines(text: bytes) -> list[list[Any]]:
 
 
 def test_every_place_of_a_program_that_is_wrong_is_refused_or_harmless(stranger: Stranger) -> None:
-    """One line of each call, each place of it, in four ways each; all ways come round."""
+    """One line of each call, each place of it, in four ways each; all ways come round. Some are values that
+    the program has: the first weight, each input of a step, a late result."""
     lines = program_lines((stranger.source / "trunk.jsonl").read_bytes())
-    ways = [*WRONG.values(), {"node": lines[0][0]}, {"node": lines[-3][0]}, {"dtype": "load"}]
+    inputs = [line[0] for line in lines if line[1] == ""]
+    known = [{"node": name} for name in (inputs[0], *inputs[-5:], lines[-3][0])]
+    ways = [*WRONG.values(), *known, {"dtype": "load"}]
     first = {line[1]: number for number, line in reversed(list(enumerate(lines)))}
     turn = 0
     for number in first.values():
-        for path in places(lines[number]):
+        for path in all_places(lines[number]):
             for _ in range(4):
                 turn += 1
                 value = ways[turn % len(ways)]
@@ -412,13 +334,3 @@ def scrambled(content: Any, dice: random.Random) -> Any:
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took this place away
     return content
-
-
-def all_places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    if path:
-        yield path
-    entries = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    )
-    for key, part in entries:
-        yield from all_places(part, (*path, key))

@@ -20,6 +20,7 @@ from hemiola.runtime import manifest
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.template import ChatTemplate
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +184,7 @@ def test_tools_come_into_the_prompt_where_the_template_shows_them(
         llm.chat_text(messages, tools[0])
     template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
     monkeypatch.setattr(llm._text, "template", template)
-    monkeypatch.setattr(llm._text, "variables", frozenset({"tools", "messages"}))
-    for cached in ("_compiled", "compiled"):
-        vars(llm._text).pop(cached, None)
+    monkeypatch.setitem(vars(llm._text), "_chat_template", ChatTemplate(template))
     assert llm.chat_text(messages, tools) == "add hi"
 
 

@@ -1,5 +1,6 @@
 """A lowered program: the bits of the program run node by node, and a refusal of what no kernel computes."""
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from kit import harness as harnesses
 from kit.checkpoints import FAMILIES
 from kit.harness import Harness
 from kit.ops import next_edge
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from hemiola.plugins.cpu.sizes import evaluate
 from hemiola.runtime import manifest
@@ -128,13 +129,29 @@ def test_results_of_a_step_are_not_overwritten_by_the_next(tiny_engine: Get) -> 
 
 
 aten = torch.ops.aten
+
+
+def _lines_wanted(node: Node) -> Node:
+    """The last input of the program: logits_ids."""
+    return [other for other in node.graph.nodes if other.op == "placeholder"][-1]
+
+
 FOREIGN = {
     "calls torch's sigmoid, which no kernel computes": (aten.sigmoid.default, lambda x: (x,)),
     "calls torch's add, which": (aten.add.Scalar, lambda x: (x, 1), {"alpha": 2}),
     r"views .* as \[64, -1\], which would have to": (aten.view.default, lambda x: (x, [64, -1])),
     "turns torch.float32 into torch.float64": (aten.to.dtype, lambda x: (x, torch.float64)),
     "in dimension 0, not lines side by side": (aten.cat.default, lambda x: ([x, x], 0)),
-    "in dimension 1, not lines": (aten.index_select.default, lambda x: (x, 1, x)),
+    "in dimension 1, not lines": (aten.index_select.default, lambda x: (x, 1, _lines_wanted(x))),
+    r"views .*64.* as \[-1, 32\], which would have to": (aten.view.default, lambda x: (x, [-1, 32])),
+    "takes .* apart in dimension 0": (aten.split.Tensor, lambda x: (x, 1, 0)),
+    "takes .* apart in dimension -1": (aten.chunk.default, lambda x: (x, 2, -1)),
+    "takes .*, 64). apart in dimension -1": (aten.unsqueeze.default, lambda x: (x, -1)),
+    "calls torch's split with 2 arguments": (aten.split.Tensor, lambda x: (x, 1)),
+    "calls torch's to with 3 arguments": (aten.to.dtype, lambda x: (x, torch.float32, True)),
+    "calculates with 2": (aten.add.Tensor, lambda x: (x, 2)),
+    "calculates with True": (aten.mul.Tensor, lambda x: (x, True)),
+    "takes item 0 of one value": (operator.getitem, lambda x: (x, 0)),
 }
 
 

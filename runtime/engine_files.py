@@ -1,0 +1,61 @@
+"""The files of an engine directory, compared with what its manifest says of them."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from hemiola.runtime.errors import Refused
+
+
+def check_files(engine_dir: Path, sha256: Mapping[str, str], manifest: str) -> None:
+    """Refuses an engine of which a file is missing, was changed, leads elsewhere or was added."""
+    for name, expected in sha256.items():
+        _check_inside(engine_dir, name)
+        _check_file(engine_dir / name, expected)
+    _check_strays(engine_dir, sha256, manifest)
+
+
+def _check_inside(engine_dir: Path, name: str) -> None:
+    """A link, of a file or of a folder above it, may lead to any file of the user's."""
+    path = engine_dir.resolve() / name
+    if path.exists() and path.resolve() != path:
+        raise Refused(
+            f"{engine_dir / name} is a link, which might lead out of the engine directory; copy the engine"
+            " with cp -rL"
+        )
+
+
+def check_regular(path: Path) -> None:
+    if path.is_symlink():
+        raise Refused(f"{path} is a link; copy the engine with cp -rL")
+    if not path.is_file():
+        wrong = "no regular file" if path.exists() else "missing"
+        raise Refused(f"{path} is {wrong}; run build-engine again")
+
+
+def _check_file(path: Path, expected: str) -> None:
+    check_regular(path)
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        raise Refused(
+            f"{path} was changed after the build (sha256 {found[:12]}, expected {expected[:12]});"
+            f" run build-engine again"
+        )
+
+
+def _check_strays(engine_dir: Path, sha256: Mapping[str, str], manifest: str) -> None:
+    """Beside a tokenizer's files another one, such as a chat template, would be read."""
+    folders = {Path(name).parent for name in sha256} - {Path()}
+    for name in strays(engine_dir, [manifest, *sha256]):
+        if Path(name).parent in folders:
+            raise Refused(
+                f"{engine_dir / name} was not there when the engine was built; remove it, or run build-engine"
+                " again"
+            )
+
+
+def strays(engine_dir: Path, own: Iterable[str]) -> list[str]:
+    """Files in an engine's directory that are not its own."""
+    files = {str(path.relative_to(engine_dir)) for path in engine_dir.rglob("*") if path.is_file()}
+    return sorted(files - set(own))

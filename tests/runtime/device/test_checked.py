@@ -1,0 +1,143 @@
+"""Programs whose shapes fit, and which would read or write outside of their tensors: each is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from hemiola.runtime import manifest
+from hemiola.runtime.device.checked import check_program
+from hemiola.runtime.device.program import load_program
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import Manifest
+
+Line = list[Any]
+INPUTS = ("token_ids", "positions", "rows", "page_table", "logits_ids")
+# Where an op has these arguments.
+ROWS = {"conv": 4, "mamba2": 11, "delta": 12, "attention": 6}
+
+
+class Trunk:
+    """The lines of an engine's trunk, to be changed and checked."""
+
+    def __init__(self, engine_dir: Path, folder: Path) -> None:
+        self.dir, self.path = engine_dir, folder / "trunk.jsonl"
+        self.manifest = manifest.load(engine_dir)
+        self.lines: list[Line] = [
+            json.loads(line) for line in (engine_dir / "trunk.jsonl").read_text().splitlines()
+        ]
+        names = [line[0] for line in self.lines if line[1] == ""]
+        self.inputs = dict(zip(INPUTS, names[-len(INPUTS) :], strict=True))
+
+    def call(self, op: str) -> int:
+        """The number of the line that calls it first."""
+        return next(n for n, line in enumerate(self.lines) if line[1] == f"hemiola.{op}.default")
+
+    def insert(self, before: int, called: str, *args: Any) -> dict[str, str]:
+        name = f"mine_{len(self.lines)}"
+        self.lines.insert(before, [name, called, list(args)])
+        return {"node": name}
+
+    def check(self, changed: Manifest | None = None) -> None:
+        whole = changed or self.manifest
+        segment = whole.segment("trunk")
+        self.path.write_text("\n".join(map(json.dumps, self.lines)))
+        states = {s.name: torch.empty((4, *s.shape), dtype=getattr(torch, s.dtype)) for s in whole.states}
+        with safe_open(self.dir / whole.weights_file, "pt") as file:
+            bound = [file.get_tensor(name) for name in segment.weights]
+        bound += [states[name] for name in segment.states]
+        check_program(load_program(self.path), segment, bound, whole, "cpu")
+
+    def refused(self, said: str, changed: Manifest | None = None) -> None:
+        with pytest.raises(Refused, match=f"does not fit together .*{said}.*; run build-engine again$"):
+            self.check(changed)
+
+
+@pytest.fixture
+def trunk(tiny_engine: Callable[..., Path], tmp_path: Path) -> Trunk:
+    return Trunk(tiny_engine("nemotron_h_moe"), tmp_path)
+
+
+def test_an_engine_of_ours_is_not_refused(trunk: Trunk) -> None:
+    trunk.check()
+
+
+@pytest.mark.parametrize("op", ["conv", "mamba2", "attention"])
+def test_rows_that_a_program_computes_are_refused(trunk: Trunk, op: str) -> None:
+    """Twice a slot's number is no slot."""
+    rows = {"node": trunk.inputs["rows"]}
+    at = trunk.call(op)
+    doubled = trunk.insert(at, "aten.add.Tensor", rows, rows)
+    trunk.lines[at + 1][2][ROWS[op]] = doubled
+    trunk.refused("rows")
+
+
+def test_pages_that_a_program_computes_are_refused(trunk: Trunk) -> None:
+    table = {"node": trunk.inputs["page_table"]}
+    at = trunk.call("attention")
+    trunk.lines[at + 1][2][5] = trunk.insert(at, "aten.add.Tensor", table, table)
+    trunk.refused("page_table")
+
+
+def test_positions_as_token_ids_are_refused(trunk: Trunk) -> None:
+    """A text is longer than a vocabulary."""
+    trunk.lines[trunk.call("embed")][2][1] = {"node": trunk.inputs["positions"]}
+    trunk.refused("token_ids")
+
+
+def test_token_ids_as_positions_are_refused(trunk: Trunk) -> None:
+    trunk.lines[trunk.call("attention")][2][7] = {"node": trunk.inputs["token_ids"]}
+    trunk.refused("positions")
+
+
+def test_experts_that_no_route_chose_are_refused(trunk: Trunk) -> None:
+    at = trunk.call("moe")
+    ids = trunk.lines[at][2][1]
+    trunk.lines[at + 1][2][1] = trunk.insert(at, "aten.add.Tensor", ids, ids)
+    trunk.refused("expert_ids")
+
+
+def test_experts_of_another_route_are_refused(trunk: Trunk) -> None:
+    """Scores of more experts than there are."""
+    at = trunk.call("route")
+    args = trunk.lines[at][2]
+    for place, dim in ((0, 1), (1, 0)):  # scores, and their bias
+        args[place] = trunk.insert(at, "aten.cat.default", [args[place], args[place]], dim)
+        at += 1
+    trunk.refused("experts")
+
+
+def test_fewer_tokens_than_the_rows_name_are_refused(trunk: Trunk) -> None:
+    """The others would be read and written behind the end."""
+    at = trunk.call("conv")
+    line = trunk.lines[at]
+    line[3:] = []
+    first = ["first", "operator.getitem", [trunk.insert(at, "aten.split.Tensor", line[2][0], 1, 0), 0]]
+    trunk.lines.insert(at + 1, first)
+    line[2][0] = {"node": "first"}
+    trunk.refused("tokens")
+
+
+def test_lines_that_are_selected_are_those_of_the_step(trunk: Trunk) -> None:
+    at = next(n for n, line in enumerate(trunk.lines) if line[1] == "aten.index_select.default")
+    trunk.lines[at][2][2] = {"node": trunk.inputs["token_ids"]}
+    trunk.refused("token_ids for its logits_ids")
+
+
+def test_a_state_that_is_read_as_something_else_is_refused(trunk: Trunk) -> None:
+    """There are as many slots as the machine has memory for, not as many as tokens."""
+    at = trunk.call("conv")
+    state = trunk.lines[at][2][3]
+    trunk.insert(at, "aten.view.default", state, [-1, 4])
+    trunk.refused("a state")
+
+
+@pytest.mark.parametrize(("kind", "said"), [("page", "slots"), ("slot", "pages")])
+def test_states_of_the_other_kind_are_refused(trunk: Trunk, kind: str, said: str) -> None:
+    """There would be as many of them as there are slots, and pages are written; or the other way round."""
+    states = tuple(state.model_copy(update={"kind": kind}) for state in trunk.manifest.states)
+    trunk.refused(said, trunk.manifest.model_copy(update={"states": states}))
