@@ -164,6 +164,9 @@ class Letters:
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(97 + token_id) for token_id in ids)
 
+    def is_silent(self, token_id: int) -> bool:
+        return False
+
 
 @pytest.mark.parametrize("num", [1, 64, MAX_ENTRIES])
 def test_the_dearest_stop_strings_cost_a_token_so_many_comparisons_as_they_have_characters(num: int) -> None:
