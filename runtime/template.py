@@ -16,6 +16,7 @@ from jinja2 import Template as Compiled
 from jinja2 import TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
@@ -108,6 +109,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         for name, plain in list(self.filters.items()):
             self.filters[name] = self._counted_filter(name, plain)
+        for name, plain in list(self.tests.items()):
+            self.tests[name] = self._counted_test(plain)
         self.filters |= {EACH: self._each, CONCAT: self._concat, MADE: self.made, READ: self._read}
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -134,7 +137,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         return size
 
     def _read(self, value: Any) -> Any:
-        self.spend(len(value) // TURN if isinstance(value, (str, list, tuple, dict)) else 0)
+        if isinstance(value, str):
+            self.spend(len(value) // TURN)
+        elif isinstance(value, (list, tuple, dict)):
+            size = self.size(value)
+            self.spend(size.items + size.characters // TURN)
         return value
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -157,14 +164,45 @@ class _Environment(ImmutableSandboxedEnvironment):
 
         @wraps(plain)  # with jinja's own marks
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if name == "join":  # of a generator, too
-                args = (*args[:num_passed], list(self._each(args[num_passed])), *args[num_passed + 1 :])
+            if name in ("join", "sum"):
+                value, *rest = self._attributes(name, *args[num_passed:], **kwargs)
+                args, kwargs = (*args[:num_passed], value, *rest), {}
             value, *others = [*args[num_passed:], *kwargs.values()]
             self.spend(TURN)
+            if name == "wordcount":
+                self.spend(len(value))
+            elif hasattr(value, "__len__"):  # some filters read all of it, and make little or nothing
+                self.spend(len(value) // TURN if isinstance(value, str) else ITEM * len(value))
             self._before_filter(name, value, others)
             return self.made(plain(*args, **kwargs))
 
         return counted
+
+    def _counted_test(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        num_passed = 1 if hasattr(plain, "jinja_pass_arg") else 0
+
+        @wraps(plain)
+        def counted(*args: Any) -> Any:
+            for arg in args[num_passed:]:
+                self._read(arg)
+            return plain(*args)
+
+        return counted
+
+    def _attributes(self, name: str, value: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Arguments of `join` and `sum`, with a list of what they put together in place of its holders."""
+        names = ("d", "attribute") if name == "join" else ("attribute", "start")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        items = list(self._each(value))
+        if (attribute := given.get("attribute")) is not None:
+            items = list(map(make_attrgetter(self, attribute), items))
+        if name == "join":
+            self._written(items)
+            return [items, given.get("d", "")]
+        start = given.get("start", 0)
+        if not all(isinstance(item, (int, float)) for item in (start, *items)):
+            self.spend(len(items) * sum(self.size([start, *items])))  # each sum copies the one before
+        return [items, None, start]
 
     def _before_filter(self, name: str, value: Any, others: list[Any]) -> None:
         """What it will make, where that may be more than it is given."""

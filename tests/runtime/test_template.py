@@ -3,6 +3,7 @@
 # ruff: noqa: E501
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -12,6 +13,8 @@ from hemiola.runtime.template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "Hé <b>", "tool_calls": [{"arguments": {"a": [1, 2]}}]}]
 LINES = "{% set lines = 'a\\n' * 100000 %}"
+ZEROS = "{% set zeros = [0] * 9999 %}"
+HELD = "{% set held = namespace(s='" + "x" * 100 + "' * 1000, l=[1] * 9999) %}"  # of no size itself
 LIMIT = 2**21  # of the work in these tests: a sixteenth of a server's
 # name: a template that would take hours or all memory, or more work than LIMIT in few turns
 ENDLESS = {
@@ -73,6 +76,20 @@ ENDLESS = {
     "lists": "{% for i in range(99999) %}{% set x = range(99999) | list %}{% endfor %}",
     "compared": LINES + "{% for i in range(300) %}{% if 'b' in lines %}{% endif %}{% endfor %}",
     "counted": LINES + "{% for i in range(300) %}{% if lines.count('b') %}{% endif %}{% endfor %}",
+    "join_held": HELD + "{{ ([held] * 3000) | map(attribute='s') | join }}",
+    "join_attribute": HELD + "{{ ([held] * 3000) | join('', 's') }}",
+    "join_method_held": HELD + "{{ ''.join(([held] * 3000) | map(attribute='s')) }}",
+    "sum_held": HELD + "{{ ([held] * 99) | sum('l', []) | length }}",
+    "sum_mapped": HELD + "{{ ([held] * 99) | map(attribute='l') | sum(start=[]) | length }}",
+    "selected": ZEROS + "{% for i in range(1000) %}{% set x = zeros | select('odd') | first %}{% endfor %}",
+    "rejected": ZEROS + "{% for i in range(1000) %}{% set x = zeros | select | first %}{% endfor %}",
+    "smallest": ZEROS + "{% for i in range(1000) %}{% set x = zeros | min %}{% endfor %}",
+    "trimmed": "{% set s = ' ' * 100000 %}{% for i in range(999) %}{% set x = s | trim %}{% endfor %}",
+    "counted_words": "{% set s = ' ' * 100000 %}{% for i in range(99) %}{% set x = s | wordcount %}{% endfor %}",
+    "tested": LINES + "{% for i in range(300) %}{% if lines is eq(lines) %}{% endif %}{% endfor %}",
+    "tested_each": LINES + "{{ range(300) | select('ne', lines) | list | length }}",
+    "nested_compared": "{% set n = namespace(s=[1], t=[1]) %}{% for i in range(13) %}{% set n.s = [n.s, n.s] %}"
+    "{% set n.t = [n.t, n.t] %}{% endfor %}{% for i in range(99) %}{% if n.s == n.t %}{% endif %}{% endfor %}",
     "joiner": "{{ lipsum(10**9) }}",
     "urlize": LINES + "{{ lines | urlize }}",
     "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
@@ -93,6 +110,18 @@ def test_a_template_that_would_not_end_is_refused(how: str) -> None:
     with pytest.raises(Refused, match=r"^the chat template ") as refusal:
         ChatTemplate(ENDLESS[how]).render({"messages": MESSAGES})
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
+
+
+@pytest.mark.usefixtures("small_limit")
+@pytest.mark.parametrize("how", ["join_held", "join_attribute", "join_method_held"])
+def test_a_long_text_is_refused_before_it_is_made(how: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refused, match="more work"):
+            ChatTemplate(ENDLESS[how]).render({"messages": MESSAGES})
+        assert tracemalloc.get_traced_memory()[1] < 64 * LIMIT
+    finally:
+        tracemalloc.stop()
 
 
 ESCAPES = [
