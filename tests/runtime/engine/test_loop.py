@@ -375,5 +375,5 @@ def test_a_preempted_request_that_waits_is_cancelled_with_what_it_said(make_hand
     assert hand.requests[worse - 1].slot_id == 0
     hand.loop.abort(worse)
     hand.turn()
-    assert hand.last(worse).finish_reason == "cancelled" and hand.token_ids(worse) == oracle([1, 2], 5)
+    assert hand.last(worse).finish_reason == "cancelled" and hand.token_ids(worse) == oracle([1, 2], 6)
     hand.run()
