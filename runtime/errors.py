@@ -4,10 +4,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MOST_SAID = 500  # characters of somebody else's in a line of ours
+
 
 def one_line(error: object) -> str:
-    """What somebody else said, for a line of ours."""
-    return " ".join(str(error).split())
+    """What somebody else said, for a line of ours. Libraries repeat what they refuse, however long it is."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
 
 
 def counted(num: int, one: str, more: str) -> str:

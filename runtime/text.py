@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.json_file import read_json
 from hemiola.runtime.stops import StopStrings
 from hemiola.runtime.template import ChatTemplate
@@ -32,7 +32,7 @@ class Text:
         try:
             self.tokenizer: Tokenizer = read_tokenizer(path)
         except Exception as error:  # tokenizers raises bare Exception
-            raise Refused(f"{path} is not a tokenizer ({error}); run build-engine again") from None
+            raise Refused(f"{path} is not a tokenizer ({one_line(error)}); run build-engine again") from None
         config = folder / "tokenizer_config.json"
         found = read_json(config, "run build-engine again") if config.is_file() else {}
         if not isinstance(found, dict):
@@ -42,7 +42,7 @@ class Text:
         try:
             self.template = template.read_text(encoding="utf-8") if template.is_file() else None
         except UnicodeDecodeError as error:
-            raise Refused(f"{template} is not UTF-8 ({error}); run build-engine again") from None
+            raise Refused(f"{template} is not UTF-8 ({one_line(error)}); run build-engine again") from None
 
     @cached_property
     def _most_characters(self) -> int | None:

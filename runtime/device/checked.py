@@ -41,7 +41,7 @@ def check_program(
         for sizes in TRIED:
             _Trial(program, segment, bound, manifest, device, sizes).run()
     except (ValueError, TypeError, IndexError, KeyError, RuntimeError, AssertionError) as error:
-        reason = one_line(error)[:300]
+        reason = one_line(error)
         raise Refused(f"{segment.file} does not fit together ({reason}); run build-engine again") from None
 
 

@@ -12,7 +12,7 @@ from hemiola.plugins.gpu.launch import Kernel
 from hemiola.runtime.api import shown
 from hemiola.runtime.arch import arch_here
 from hemiola.runtime.device.graphs import wait_for
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.extra import install
 from hemiola.runtime.manifest import Manifest
 
@@ -45,7 +45,7 @@ def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> 
                 kernel.take(binary.call, partial(driver.load, binary, cubin, device))
             except driver.DriverError as error:
                 raise Refused(
-                    f"{engine_dir / file} cannot be loaded ({error}); run build-engine again"
+                    f"{engine_dir / file} cannot be loaded ({one_line(error)}); run build-engine again"
                 ) from None
             loaded.callback(kernel.leave, binary.call)
         loaded.callback(wait_for, device)  # first of all: a step may be under way

@@ -80,7 +80,7 @@ def load_program(path: Path) -> GraphModule:
         try:
             node = _node(graph, nodes, parse_json(text))
         except (ValueError, TypeError, RuntimeError) as error:  # of ours, and of torch about a size
-            raise Refused(f"{path}, line {number}: {one_line(error)[:300]}; run build-engine again") from None
+            raise Refused(f"{path}, line {number}: {one_line(error)}; run build-engine again") from None
         nodes[node.name] = node
     if "output" not in nodes:
         raise Refused(f"{path} does not end with its output; run build-engine again")

@@ -201,7 +201,7 @@ def load_weights(
                 for name in names
             }
     except (SafetensorError, KeyError, ValueError, OverflowError) as error:
-        raise Refused(f"{path} cannot be read ({one_line(error)[:300]}); run build-engine again") from None
+        raise Refused(f"{path} cannot be read ({one_line(error)}); run build-engine again") from None
 
 
 def draw(name: str, drawn: Drawn, device: torch.device) -> torch.Tensor:

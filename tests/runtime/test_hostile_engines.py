@@ -230,7 +230,9 @@ def test_a_header_of_another_length_is_refused(stranger: Stranger, length: int) 
 
 
 TEXTS = {
-    "tokenizer/tokenizer.json": [b"", b"{}", b"[" * 100_000, b"\xff\xfe", b"null", b"[]"],
+    "tokenizer/tokenizer.json": [
+        b"", b"{}", b"[" * 100_000, b"\xff\xfe", b"null", b"[]", b'{"version": "%s"}' % (b"x" * 10_000),
+    ],
     "tokenizer/tokenizer_config.json": [b"", b"[]", b"7", b"null", b"[" * 100_000, b"\xff", b'{"a": 1e999}'],
     "tokenizer/chat_template.jinja": [
         b"\xff\xfe", b"{{", b"{% for %}", b"{{ ''.__class__.__mro__[1].__subclasses__() }}",
