@@ -269,6 +269,22 @@ def test_one_answer_in_one_row_is_not_told_in_plurals(module: ModuleType) -> Non
     model.finalize()
 
 
+def test_a_request_for_several_answers_needs_a_place_for_each(module: ModuleType) -> None:
+    """Counted as one, n = 3 came in where two had room, and the queue was longer than max_queue."""
+    model = module.TritonPythonModel()
+    model.initialize(config(engine_dir="/engine", max_queue="0"))
+    model.llm.config.max_rows = model._most_open = 4
+    ask(model, {"n": 2})
+    refused = ask(model, {"n": 3})
+    until(lambda: refused.sent)
+    ((said, _),) = refused.sent
+    assert "2 answers are under way in 4 rows" in said
+    assert len(model.llm.requests) == 2
+    ask(model, {"n": 2})
+    assert len(model.llm.requests) == 4 and model.outbox.num_open == 4
+    model.finalize()
+
+
 def test_a_full_collection_does_not_look_at_what_stands(model: Any) -> None:
     assert gc.get_freeze_count() > 10_000 > len(gc.get_objects())
     model.finalize()

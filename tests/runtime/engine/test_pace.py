@@ -16,7 +16,7 @@ from kit.proposers import Scripted, Text, always_right
 from hemiola.runtime.api import Metrics, SamplingParams
 from hemiola.runtime.device import transfer
 from hemiola.runtime.engine import loop
-from hemiola.runtime.engine.pace import LONGEST_PAUSE, REPLAN, Pace
+from hemiola.runtime.engine.pace import LONGEST_PAUSE, PAUSE, REPLAN, Pace
 from hemiola.runtime.engine.request import Request
 
 STEPS = 500
@@ -266,3 +266,13 @@ def test_trials_of_drafts_come_back_after_pauses_that_double_up_to_a_limit() -> 
     before = sum(simulation.totals)
     simulation.run(100, 0.95)
     assert sum(simulation.totals) - before > 200, "drafts are used again"
+
+
+def test_a_draft_that_stays_ends_the_long_pauses_between_trials() -> None:
+    simulation = Simulation(Pace(3, True), 1, 3, CHEAP)
+    simulation.run(2000, 0.0)
+    pace, (request,) = simulation.pace, simulation.requests
+    pace.judged(request, 1, 0)
+    assert pace._pause == LONGEST_PAUSE, "a draft that fell"
+    pace.judged(request, 1, 1)
+    assert pace._pause == PAUSE

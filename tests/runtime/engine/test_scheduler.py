@@ -42,9 +42,13 @@ def test_a_large_request_is_not_overtaken_for_ever(make_hand: Callable) -> None:
         assert hand.last(other).metrics.first_scheduled >= hand.last(large).metrics.first_scheduled
 
 
-def test_a_newcomer_is_not_let_in_to_be_thrown_out(make_hand: Callable) -> None:
-    """The first needs one more page soon; the newcomer would take the last ones and lose them again."""
-    hand = make_hand(num_pages=9)
+@pytest.mark.parametrize("num_pages", [9, 10])
+def test_a_newcomer_is_not_let_in_to_be_thrown_out(make_hand: Callable, num_pages: int) -> None:
+    """The first needs one more page soon; the newcomer would take the last ones and lose them again.
+
+    With 9 pages, page 0 included, there are too few for the newcomer; with 10 just enough, but none is spare.
+    """
+    hand = make_hand(num_pages=num_pages)
     hand.submit(prompt(8), max_tokens=30)
     hand.turn()
     newcomer = hand.submit(prompt(48), max_tokens=8)
