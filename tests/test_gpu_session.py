@@ -212,7 +212,13 @@ def test_models_are_measured_as_far_as_a_cpu_can(
     """A name that moved, or a number that nobody counts any more, would end the stage."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     models = importlib.import_module("gpu_models")
-    small = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 100_000}
+    small = {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "vocab_size": 100_000,
+        "eos_token_id": 1,
+    }
     config = json.loads((models.CONFIGS / "qwen3.5-0.8b/config.json").read_text()) | small
     (tmp_path / "qwen3.5-0.8b").mkdir()
     (tmp_path / "qwen3.5-0.8b/config.json").write_text(json.dumps(config))

@@ -34,7 +34,10 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 
 def _folder(file: Path) -> Any:
-    return SimpleNamespace(path=file.parent, config=Config({}, ""))
+    """A checkpoint that nothing but this file is read of."""
+    made = SimpleNamespace(path=file.parent, config=Config({}, ""))
+    made.token_configs = lambda text: Checkpoint.token_configs(made, text)
+    return made
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ FOREIGN = {
     r"views .*64.* as \[-1, 32\], which would have to": (aten.view.default, lambda x: (x, [-1, 32])),
     "takes .* apart in dimension 0": (aten.split.Tensor, lambda x: (x, 1, 0)),
     "takes .* apart in dimension -1": (aten.chunk.default, lambda x: (x, 2, -1)),
-    "takes .*, 64). apart in dimension -1": (aten.unsqueeze.default, lambda x: (x, -1)),
+    r"takes .*, 64\)? apart in dimension -1": (aten.unsqueeze.default, lambda x: (x, -1)),
     "calls torch's split with 2 arguments": (aten.split.Tensor, lambda x: (x, 1)),
     "calls torch's to with 3 arguments": (aten.to.dtype, lambda x: (x, torch.float32, True)),
     "calculates with 2": (aten.add.Tensor, lambda x: (x, 2)),
