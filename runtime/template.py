@@ -31,6 +31,7 @@ ITEM = 16  # of a list or the like, and each value within
 LEAST_WORK = 2**25  # half a million turns: about a second
 WORK_PER_CHARACTER = 64  # of the messages
 LARGEST = 2**1024  # numbers
+MOST_FORMAT = 256  # characters of a format of dates
 # Their work cannot be told from their arguments, and no chat needs them.
 NO_FILTERS = ("filesizeformat", "pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 NO_ATTRIBUTES = {"encode", "expandtabs", "from_bytes", "fromkeys", "maketrans", "to_bytes", "translate"}
@@ -113,7 +114,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             self.tests[name] = self._counted_test(plain)
         self.filters |= {EACH: self._each, CONCAT: self._concat, MADE: self.made, READ: self._read}
         self.globals["raise_exception"] = _raise
-        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.globals["strftime_now"] = self._time
         self.globals["namespace"] = _Namespace
         del self.globals["lipsum"]
 
@@ -124,6 +125,11 @@ class _Environment(ImmutableSandboxedEnvironment):
                 f"it takes more work than {self._limit} (characters and items made, {TURN} for each turn of a"
                 " loop); use another template, or fewer messages"
             )
+
+    def _time(self, form: str) -> str:
+        if len(form) > MOST_FORMAT or re.search(r"%[^a-zA-Z%]", form):
+            raise SecurityError(f"strftime_now takes at most {MOST_FORMAT} characters, and no widths")
+        return datetime.now().strftime(form)
 
     def made(self, value: Any) -> Any:
         """Counts a text or list that was made; what is in a list may not be too long when written out."""

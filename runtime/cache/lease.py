@@ -29,7 +29,9 @@ class Lease:
     prompt_len: int  # tokens known when it was admitted
     junction: int  # where it leaves a cached path that has no snapshot there; 0: nowhere
     path: list[Entry]  # its cached pages, from the first on
-    unproven: list[Entry]  # snapshots that it began from or stored before it was proven
+    unproven: list[
+        tuple[Entry, int]
+    ]  # snapshots that it began from or stored until it is proven, their slots
     stale: bool  # publishes nothing more
     taken: list[Take] = field(default_factory=list)  # asked for, and not known to be stored
     newest: Entry | None = None  # has its last decode snapshot

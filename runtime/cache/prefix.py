@@ -108,7 +108,8 @@ class PrefixCache:
         start = len(path) * self.page_len
         self.slots.edge[slot_id] = start
         junction = junction if junction > start else 0
-        self._leases[slot_id] = Lease(chain, known_len, junction, path, path[-1:], not self.enabled)
+        began = [(hit, hit.slot_id)] if hit is not None and hit.slot_id else []
+        self._leases[slot_id] = Lease(chain, known_len, junction, path, began, not self.enabled)
         self.evictor.clock += 1
         self.statistics.num_queries += 1
         self.statistics.num_hits += hit is not None
@@ -290,8 +291,8 @@ class PrefixCache:
         lease.proven = True
         for entry in lease.path:
             entry.proven = True
-        for entry in lease.unproven:
-            entry.snapshot_proven = True
+        for entry, slot_id in lease.unproven:
+            entry.snapshot_proven |= entry.slot_id == slot_id  # else another has taken it anew
         lease.unproven.clear()
 
     def _publish(self, lease: Lease, slot_id: int, num_pages: int) -> None:
@@ -322,7 +323,7 @@ class PrefixCache:
         self.evictor.attach(entry, slot_id, kind)
         entry.snapshot_proven = lease.proven
         if not lease.proven:
-            lease.unproven.append(entry)
+            lease.unproven.append((entry, slot_id))
         self.statistics.num_snapshots += 1
         if kind == "decode":
             self._drop_newest(lease)

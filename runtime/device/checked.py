@@ -137,7 +137,7 @@ class _Trial:
             for part in value if isinstance(value, (list, tuple)) else [value]:
                 if part in self._states and not (arg and arg.mutated):
                     raise ValueError(f"{node.name} reads {part}, a state, which no op of ours changes there")
-                found = self._numbers.get(part)
+                found = self._numbers.get(part) if isinstance(part, Node) else None
                 if found != wanted and not (wanted == "expert_ids" and _route(part) is not None):
                     raise ValueError(f"{node.name} has {found or part} for its {wanted or 'argument'}")
 
@@ -173,8 +173,9 @@ class _Trial:
             raise ValueError(f"{node.name}: its sizes are {sizes}, the manifest has {chosen.sizes}")
         for arg, value in zip(op.args, node.args, strict=False):
             if value in self._weights:
-                pack = form.packs.get(arg.name)
-                self._check_layout(value, pack)
+                self._check_layout(value, form.packs.get(arg.name))
+            elif arg.name in form.packs:
+                raise ValueError(f"{node.name}: {arg.name} is computed, {form.name} reads a packed weight")
 
     def _check_layout(self, node: Any, pack: Any) -> None:
         """A packed weight is what packing one of the declared shape makes, of its dtype or of bfloat16."""
@@ -199,7 +200,11 @@ class _Trial:
                 if call.sizes.get(letter, self._sizes[free]) != self._sizes[free]:
                     raise ValueError(f"{node.name} has not the {what} of a step: {call.sizes[letter]}")
         if op.name == "moe":
-            scores = self._values[_route(node.args[1]).args[0]]
+            route = _route(node.args[1])
+            source = route.args[0] if route is not None else None
+            if not isinstance(source, Node):
+                raise ValueError(f"{node.name} has experts that no route chose")
+            scores = self._values[source]
             if scores.shape[1] != call.sizes["E"]:
                 raise ValueError(f"{node.name} has {call.sizes['E']} experts, scores {scores.shape[1]}")
         if op.name == "embed" and call.sizes["V"] != vocab_size:

@@ -66,6 +66,7 @@ class Request:
     age: int = 0  # place in the order of arrival
     priority: int = field(init=False)  # as asked, or better: it has waited
     waiting_since: float = 0.0  # by the scheduler's clock; or since its priority was last raised
+    waited: float = 0.0  # seconds, when it last got a slot, that raised no priority yet
     chain: Chain = field(init=False)
     slot_id: int = 0  # 0: not running
     hit_len: int = 0  # where it began, when it last got a slot

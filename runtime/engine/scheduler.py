@@ -45,6 +45,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # best rank first
         self.running: list[Request] = []  # best rank first; each holds a slot
         self.num_preemptions = 0
+        self._anew: list[Request] = []  # since the last reap
         self.clock = time.monotonic  # of waiting
         self._ages = itertools.count()
         self._next_look = 0.0  # when priorities are raised again
@@ -193,6 +194,7 @@ class Scheduler:
             if not self._give_way(request) or budget <= 0:
                 return False
         self.waiting.remove(request)
+        request.waited = self.clock() - request.waiting_since
         request.slot_id = start.slot_id
         request.committed_len = request.planned_len = request.hit_len = start.hit_len
         request.edge = start.hit_len
@@ -229,7 +231,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Give slot and pages back; later it begins at the last snapshot of its text that is left."""
         self._release(request, donate=True)
-        request.waiting_since = self.clock()
+        request.waiting_since = self.clock() - request.waited
         bisect.insort(self.waiting, request, key=_rank)
         request.metrics.num_preemptions += 1
         self.num_preemptions += 1
@@ -323,8 +325,8 @@ class Scheduler:
         affected = self.prefix.withdraw(slot_id)
         for request in [one for one in self.running if one.slot_id in affected]:
             if request.finish_reason is None:
-                request.starts_anew = True
-                self._send_away(request)
+                request.starts_anew = request.leaving = True
+                self._anew.append(request)  # reap sends it away: it may still end in this step
 
     def _append(self, request: Request, outcome: Outcome, n: int, num_planned: int) -> None:
         token_ids = outcome.token_ids[n]
@@ -341,8 +343,8 @@ class Scheduler:
 
     def reap(self, plan: Plan) -> None:
         """Free what rows held that have ended, or must leave, and are in no step under way."""
-        for row in plan.rows:
-            request = row.request
+        anew, self._anew = self._anew, []
+        for request in (*(row.request for row in plan.rows), *anew):
             if request.slot_id == 0 or request.in_flight:
                 continue
             if request.finish_reason is not None:

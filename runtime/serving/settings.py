@@ -27,7 +27,9 @@ class ModelSettings(Strict):
         default=256, ge=0, description="requests that may wait for a row; more are refused"
     )
     min_priority: int = Field(
-        default=0, description="lowest priority that callers may ask for: lower numbers run first"
+        default=0,
+        le=0,  # who asks for none has 0
+        description="lowest priority that callers may ask for: lower numbers run first",
     )
     log_requests: bool = Field(default=False, description="a line per request on stderr, without its text")
     heartbeat_file: str = Field(default="", description="shows `hemiola serve` that the engine moves")

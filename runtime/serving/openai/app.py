@@ -11,13 +11,12 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from pydantic import ValidationError
 
 from hemiola import __version__
 from hemiola.runtime.errors import Busy, Refused
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.chat import render
-from hemiola.runtime.serving.openai.errors import ApiError, api_error, schema_error
+from hemiola.runtime.serving.openai.errors import ApiError, api_error
 from hemiola.runtime.serving.openai.events import Work, stream, too_many, writing
 from hemiola.runtime.serving.openai.guide import guide
 from hemiola.runtime.serving.openai.model import ServedModel
@@ -214,7 +213,7 @@ class App:
     async def _respond(self, http: web.Request) -> web.StreamResponse:
         begun = time.perf_counter()
         request = parse(ResponsesRequest, await self._bodies.read(http))
-        model, chat = self._model(request.model), as_chat(request)
+        model, chat = self._model(request.model), request.chat()
         with self._admit(1):
             prompt, expected = render(model, chat)
             structured = guide(chat, expected)
@@ -268,13 +267,6 @@ def said_as(request: ChatRequest) -> Iterator[None]:
             raise
         message = name + str(error).removeprefix(ours)
         raise ApiError(400, message, param=name, code="invalid_value") from None
-
-
-def as_chat(request: ResponsesRequest) -> ChatRequest:
-    try:
-        return request.chat()
-    except ValidationError as error:
-        raise schema_error(error, list(ResponsesRequest.model_fields)) from None
 
 
 async def encode(model: ServedModel, prompt: str | list[int], special: bool = True) -> list[int]:

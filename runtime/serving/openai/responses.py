@@ -12,6 +12,7 @@ from hemiola.runtime.serving.openai.schema import (
     Effort,
     Function,
     Items,
+    validated,
 )
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -153,7 +154,8 @@ class ResponsesRequest(ApiRequest):
         choice: Any = self.tool_choice
         if isinstance(choice, FlatChoice):
             choice = {"type": "function", "function": {"name": choice.name}}
-        return ChatRequest.model_validate(
+        return validated(
+            ChatRequest,
             {
                 **(self.model_extra or {}),
                 "model": self.model,
@@ -166,7 +168,8 @@ class ResponsesRequest(ApiRequest):
                 "response_format": self._format(),
                 "reasoning_effort": self.reasoning.effort if self.reasoning else None,
                 "chat_template_kwargs": self.chat_template_kwargs,
-            }
+            },
+            ResponsesRequest,
         )
 
     def _format(self) -> dict[str, Any] | None:

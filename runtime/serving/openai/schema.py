@@ -301,6 +301,14 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
     return request
 
 
+def validated(kind: type[Kind], values: dict[str, Any], asked: type[Body]) -> Kind:
+    """A body that another one means; what does not fit is named among the fields that were asked for."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise schema_error(error, list(asked.model_fields)) from None
+
+
 def _check_keys(pairs: list[tuple[str, object]]) -> None:
     """Pydantic would keep the last of two."""
     seen: set[str] = set()

@@ -8,8 +8,10 @@ from pydantic import model_validator
 from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.model import ServedModel
-from hemiola.runtime.serving.openai.schema import Body, ChatRequest, Items, Message, Tool
+from hemiola.runtime.serving.openai.schema import Body, ChatRequest, Items, Message, Tool, validated
 from hemiola.runtime.text import LONG_TEXT
+
+MOST_IDS = 2**15  # of a call: names and text are made in the event loop
 
 
 class TokenizeRequest(Body):
@@ -40,12 +42,16 @@ async def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, An
     if prompt is None:
         asked = {"model": request.model, "messages": request.messages, "tools": request.tools}
         kwargs = {"chat_template_kwargs": request.chat_template_kwargs}
-        prompt, _ = render(model, ChatRequest.model_validate({**asked, **kwargs}))
+        prompt, _ = render(model, validated(ChatRequest, {**asked, **kwargs}, TokenizeRequest))
     special = request.add_special_tokens and request.prompt is not None  # a template writes its own
     if len(prompt) < LONG_TEXT:
-        ids = text.encode(prompt, None, special)
+        ids = text.encode(prompt, MOST_IDS, special)
     else:
-        ids = await asyncio.to_thread(text.encode, prompt, None, special)
+        ids = await asyncio.to_thread(text.encode, prompt, MOST_IDS, special)
+    if len(ids) > MOST_IDS:
+        raise ApiError(
+            400, f"the prompt is {len(ids)} tokens, at most {MOST_IDS} are read here", param="prompt"
+        )
     names = [model.tokens.name(token_id) for token_id in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_len, "tokens": ids, "token_strs": names}
 
@@ -53,6 +59,10 @@ async def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, An
 def detokenize(model: ServedModel, request: DetokenizeRequest) -> dict[str, Any]:
     tokenizer = model.need_text("the answer is").tokenizer
     most = tokenizer.get_vocab_size(with_added_tokens=True) - 1
+    if len(request.tokens) > MOST_IDS:
+        raise ApiError(
+            400, f"tokens are {len(request.tokens)}, at most {MOST_IDS} are read here", param="tokens"
+        )
     for at, token_id in enumerate(request.tokens):
         if not 0 <= token_id <= most:
             raise ApiError(

@@ -230,7 +230,7 @@ def test_waiting_gains_no_better_priority_than_there_is(make_hand: Callable) -> 
     assert {request.priority for request in hand.requests} == {3}
 
 
-def test_a_preempted_request_keeps_what_it_gained_by_waiting_and_waits_anew(
+def test_a_preempted_request_keeps_what_it_gained_by_waiting_and_what_it_has_waited(
     make_hand: Callable,
 ) -> None:
     hand = make_hand(max_rows=1, aging_s=10.0)
@@ -246,11 +246,25 @@ def test_a_preempted_request_keeps_what_it_gained_by_waiting_and_waits_anew(
     now[0] += 9.0
     hand.submit(prompt(6), max_tokens=60)
     hand.turn()
-    assert request.priority == 2 and request.slot_id == 0, "what it waited before it ran does not count again"
+    assert request.priority == 1 and request.slot_id == 0, "it had waited 5 s more before it ran"
     for _ in range(2):  # at 36 s and at 39 s
         now[0] += 2.5
         hand.turn()
         assert request.priority == 1, "a second was counted twice"
+
+
+def test_a_request_that_is_preempted_again_and_again_starves(make_hand: Callable) -> None:
+    """None of its waits is as long as the limit; together they are."""
+    hand = make_hand(max_rows=1, max_step_tokens=8, aging_s=10.0)
+    now = [0.0]
+    hand.loop.scheduler.clock = lambda: now[0]
+    low = hand.submit(prompt(56), max_tokens=2, priority=1)
+    for seed in range(12):  # each better one runs for some 5 s of 9
+        hand.submit(prompt(30, seed), max_tokens=1, priority=0)
+        for _ in range(9):
+            hand.turn()
+            now[0] += 1
+    assert hand.ended(low) and hand.last(low).metrics.num_preemptions > 1
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

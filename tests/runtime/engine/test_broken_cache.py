@@ -256,3 +256,29 @@ def test_a_real_engines_nan_stays_cached(
     hand.run()
     assert hand.requests[-1].hit_len == 0
     assert hand.token_ids(again) == hand.token_ids(first) == story[length : length + 3]
+
+
+def test_a_request_that_ends_in_the_step_in_which_its_prefix_is_not_trusted_waits_for_ever(
+    faulty: Callable[..., Hand],
+) -> None:
+    """Its last piece has left; it may not be preempted then."""
+    hand = faulty(faults=set(), max_step_tokens=4 * P, max_len=96)
+    first = hand.submit(TEXT, max_tokens=20)
+    while hand.requests[0].total_len < len(TEXT) + 5:
+        hand.turn()
+        if hand.requests[0].total_len == len(TEXT) + 1:
+            second = hand.submit(TEXT[: 2 * P] + prompt(P, 2), max_tokens=30)
+    other, scheduler = hand.requests[1], hand.loop.scheduler
+    page = int(scheduler.prefix.pages.table[other.slot_id, 2])
+    hand.loop.session.dirty_pages[page] = True
+    end = hand.loop.outbox.drain
+
+    def drain(plan: Plan) -> list:
+        if hand.requests[0].finish_reason is None:
+            hand.requests[0].stop_at(hand.requests[0].total_len)  # as a stop string does
+        return end(plan)
+
+    hand.loop.outbox.drain = drain
+    hand.run()
+    assert hand.last(first).finish_reason == "stop" and hand.last(second).finish_reason == "error"
+    assert scheduler.waiting == scheduler.running == []

@@ -204,6 +204,11 @@ def test_tokens_of_a_text_and_of_a_conversation_and_back(
     assert bad.status_code == 400 and bad.json()["error"]["param"] == "tokens"
     both = requests.post(f"{url}/tokenize", json={"model": "tiny", "prompt": "a", "messages": messages})
     assert both.status_code == 400
+    none = requests.post(f"{url}/tokenize", json={"model": "tiny", "messages": []})
+    assert none.status_code == 400 and none.json()["error"]["param"] == "messages"
+    for path, body in (("tokenize", {"prompt": "é" * 2**15}), ("detokenize", {"tokens": [1] * (2**15 + 1)})):
+        long = requests.post(f"{url}/{path}", json={"model": "tiny", **body})
+        assert long.status_code == 400 and "32768" in long.json()["error"]["message"]
     assert requests.get(f"{url}/version").json() == {"version": __version__}
     assert not triton.requests
 
