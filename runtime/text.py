@@ -109,6 +109,11 @@ class Text:
             raise Refused(
                 "messages must have a role and a content each; pass [{'role': 'user', 'content': TEXT}]"
             )
+        for index, message in enumerate(messages):
+            content = message.get("content")
+            if content is not None and not isinstance(content, str):
+                kind = type(content).__name__
+                raise Refused(f"messages[{index}].content is {kind}; pass text, other kinds are not served")
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special, **variables}
         prompt = self._render(messages, given)
         for index, name in self._doubtful(messages):

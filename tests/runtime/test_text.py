@@ -394,6 +394,15 @@ def test_bad_chats_are_refused(tmp_path: Path) -> None:
             text.chat(bad)
 
 
+@pytest.mark.parametrize("content", [[{"type": "image"}], 5, {"text": "a"}, b"a"])
+def test_a_content_that_is_no_text_comes_into_the_prompt_as_python_spells_it(
+    tmp_path: Path, content: object
+) -> None:
+    text = with_template(tmp_path, "{{ messages[0].content }}")
+    with pytest.raises(Refused, match=rf"messages\[0\]\.content is {type(content).__name__}; pass text"):
+        text.chat([{"role": "user", "content": content}])
+
+
 GENERIC = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
 TALK = (
     "{% for m in messages %}{% if m.role != 'tool' or x %}{{ m.role + m.content }}"
