@@ -20,7 +20,7 @@ from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
 from hemiola.builder.quantised import SINCE
 from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.kernels import compile_kernels
-from hemiola.builder.targets.torch import CompiledSegment, Job, Report
+from hemiola.builder.targets.torch import CompiledSegment, Job
 from hemiola.builder.targets.work import work_bytes
 from hemiola.builder.token_ids import refuse_unknown_ids
 from hemiola.builder.weights import write_weights
@@ -31,6 +31,7 @@ from hemiola.runtime.arch import ARCHS, name_of
 from hemiola.runtime.engine.bucket import ROWS
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.manifest import MOST_PAGES, MOST_STEP_TOKENS, Limits, Manifest, Segment, State
+from hemiola.runtime.progress import Report, silent
 
 WEIGHTS = "weights.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -38,9 +39,7 @@ KV_DTYPES = {"auto": None, "fp8": E4M3}
 
 
 @memory_in_one_line()
-def build(
-    path: Path, engine_dir: Path, options: Options, report: Report = lambda stage, done, total: None
-) -> Manifest:
+def build(path: Path, engine_dir: Path, options: Options, report: Report = silent) -> Manifest:
     """Write an engine. It appears complete or not at all; an engine that stood there before is replaced."""
     target, archs = targets.pick(options.target, ",".join(options.arch))
     arch, dtype = ARCHS[archs[0]], _dtype(target, archs, options)

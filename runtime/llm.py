@@ -8,6 +8,9 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -54,6 +57,7 @@ from hemiola.runtime.engine.padded import Padded
 from hemiola.runtime.engine.request import Bounds, Request, new_request
 from hemiola.runtime.engine.scheduler import Scheduler
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.progress import Report, shown, silent
 from hemiola.runtime.text import Text
 
 log = logging.getLogger("hemiola")
@@ -69,6 +73,7 @@ def make_loop(
     proposer: "Callable[[Ledger], Proposer] | None" = None,
     device: torch.device = CPU,
     held: ExitStack | None = None,
+    report: Report = silent,
 ) -> Loop:
     """The parts of a running engine, put together; not started. held: gets what must be closed behind it."""
     slots = SlotPool(config.num_slots, config.chunk_len, storage.free_slots)
@@ -87,7 +92,7 @@ def make_loop(
         kind = LaunchedDecoder if device.type == "cuda" else Decoder
         decoder, padded = kind(config, ledger, pages, session, drafts), Padded(config, session, device)
         if device.type == "cuda":
-            capture(decoder, padded, device, held or ExitStack())
+            capture(decoder, padded, device, held or ExitStack(), report)
         trunk = padded
     elif isinstance(session, Session) and proposer is None:
         decoder = recorded_steps(config, storage, session, pages, ledger)
@@ -95,12 +100,18 @@ def make_loop(
     return Loop(config, scheduler, ledger, Feed(pages, ledger), storage, trunk, drafts, outbox, decoder)
 
 
-def capture(decoder: Decoder, padded: Padded, device: torch.device, held: ExitStack) -> None:
+def capture(
+    decoder: Decoder, padded: Padded, device: torch.device, held: ExitStack, report: Report = silent
+) -> None:
     """Graphs of all sizes, in one pool: a step begins when the results of the one before have been read."""
+    report("measuring steps of prompts", 0, 0)
     padded.drop_long_ones()
-    prompts = Graphs(padded.step, padded.sizes[::-1], padded.sizes, device)  # the largest come first
+    largest_first = padded.sizes[::-1]
+    told = partial(report, "capturing graphs of prompts")
+    prompts = Graphs(padded.step, largest_first, padded.sizes, device, report=told)
     held.callback(prompts.close)
-    steps = Graphs(decoder.step, decoder.buckets, decoder.warm, device, prompts.pool)
+    told = partial(report, "capturing graphs of decode steps")
+    steps = Graphs(decoder.step, decoder.buckets, decoder.warm, device, prompts.pool, told)
     held.callback(steps.close)
     padded.replay, decoder.run = prompts.replay, steps.replay
 
@@ -147,13 +158,18 @@ def shown_sizes(config: Resolved, manifest: manifests.Manifest, free: int) -> st
 
 
 def open_loop(
-    engine_dir: Path, manifest: manifests.Manifest, config: Resolved, text: Text | None, device: torch.device
+    engine_dir: Path,
+    manifest: manifests.Manifest,
+    config: Resolved,
+    text: Text | None,
+    device: torch.device,
+    report: Report = silent,
 ) -> Loop:
     """An engine that runs. What it takes is given back when it is closed, or here, where opening fails."""
     held, callers = ExitStack(), sys.exc_info()[1]
     held.callback(give_back, device)
     try:
-        return _open_loop(engine_dir, manifest, config, text, device, held)
+        return _open_loop(engine_dir, manifest, config, text, device, held, report)
     except BaseException as error:
         clear_frames(error, callers)
         close_all(held)
@@ -167,15 +183,17 @@ def _open_loop(
     text: Text | None,
     device: torch.device,
     held: ExitStack,
+    report: Report,
 ) -> Loop:
+    if device.type == "cpu":
+        compile_ahead(manifest, report)
+    report("taking memory for the cache", 0, 0)
     storage = Storage(manifest.states, config.num_pages, config.num_slots, device=device)
     held.callback(storage.close)
-    session = Session(engine_dir, manifest, storage, config.drafts)
+    session = Session(engine_dir, manifest, storage, config.drafts, report)
     held.callback(session.close)
-    cost = prefix_cost(manifest)
-    loop = make_loop(config, storage, session, text, cost, manifest.identity, device=device, held=held)
-    if device.type == "cpu":
-        compile_ahead()
+    cost, identity = prefix_cost(manifest), manifest.identity
+    loop = make_loop(config, storage, session, text, cost, identity, device=device, held=held, report=report)
     loop.start(held)
     return loop
 
@@ -194,12 +212,17 @@ def open_text(engine_dir: Path, manifest: manifests.Manifest) -> Text | None:
     return text
 
 
-def compile_ahead() -> None:
+def compile_ahead(manifest: manifests.Manifest, report: Report) -> None:
     """The kernels of this engine's ops, and what steps of any options call beside them: no request waits."""
+    report("importing", 0, 0)
     from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
-    from hemiola.runtime.engine import recorded  # noqa: F401  all of that is known when it is imported
+    from hemiola.runtime.device import lower  # noqa: F401  its kernels are known when it is imported
+    from hemiola.runtime.engine import recorded  # noqa: F401
 
-    jit.prepare()
+    for op in {node.op for segment in manifest.segments for node in segment.nodes}:
+        if find_spec(f"hemiola.plugins.{op}.compiled"):
+            import_module(f"hemiola.plugins.{op}.compiled")
+    jit.prepare(partial(report, "compiling kernels"))
 
 
 def clear_frames(error: BaseException, callers: BaseException | None) -> None:
@@ -216,8 +239,16 @@ def clear_frames(error: BaseException, callers: BaseException | None) -> None:
 class LLM:
     """Opens an engine directory and serves it from a thread of its own. Options are those of ServeConfig."""
 
-    def __init__(self, engine_dir: str | Path, **options: Any) -> None:
-        serve_config = ServeConfig(**options)
+    def __init__(
+        self, engine_dir: str | Path, *, progress: Report | bool | None = None, **options: Any
+    ) -> None:
+        """progress: True shows what opening does (a bar on a terminal, else lines on stderr), False does not;
+        None does on a terminal and in a notebook. A function is called with each stage, and how much of it is
+        done, of how much."""
+        with shown(progress) as report:
+            self._open(engine_dir, ServeConfig(**options), report)
+
+    def _open(self, engine_dir: str | Path, serve_config: ServeConfig, report: Report) -> None:
         if not isinstance(engine_dir, (str, Path)):
             raise Refused(f"engine_dir is {type(engine_dir).__name__}; pass a path")
         engine_dir = Path(engine_dir)
@@ -232,10 +263,11 @@ class LLM:
                 self.config.max_len,
                 self.config.page_len,
             )
+        report("reading the tokenizer", 0, 0)
         self._text = open_text(engine_dir, self.manifest)
         self._grammars = self._text and Grammars(self._text.tokenizer, self.manifest.vocab_size)
         log.info("%s", shown_sizes(self.config, self.manifest, free))
-        self._loop = open_loop(engine_dir, self.manifest, self.config, self._text, device)
+        self._loop = open_loop(engine_dir, self.manifest, self.config, self._text, device, report)
         weakref.finalize(self, self._loop.close)  # when forgotten, and at exit
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(

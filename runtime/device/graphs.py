@@ -59,9 +59,11 @@ class Graphs(Generic[Bucket, Made]):
         warm: Sequence[Bucket],
         device: torch.device,
         pool: Any = None,
+        report: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Capture all buckets; before, run some that have all kernels: none can be compiled meanwhile.
-        `pool`: of graphs that never run while what these gave is still wanted."""
+        `pool`: of graphs that never run while what these gave is still wanted. `report`: how many of all have
+        been captured."""
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Made]] = {}
         self._device = device
         self.pool = pool or torch.cuda.graph_pool_handle()
@@ -76,6 +78,7 @@ class Graphs(Generic[Bucket, Made]):
                 torch.cuda.synchronize(device)
                 torch.cuda.empty_cache()  # graphs have memory of their own
                 for bucket in buckets:
+                    report(len(self._graphs), len(buckets))
                     with _refusing(bucket, device):
                         self._graphs[bucket] = self._capture(step, bucket)
 
