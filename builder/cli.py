@@ -14,7 +14,7 @@ from rich.table import Table
 from hemiola.builder.options import Options
 from hemiola.runtime.cli.command import Version, new_app, run_command
 from hemiola.runtime.cli.options import made, options_of, takes
-from hemiola.runtime.progress import shown, size
+from hemiola.runtime.progress import show, size
 
 if TYPE_CHECKING:  # torch takes seconds; --help should not
     from hemiola.runtime.manifest import Manifest
@@ -68,7 +68,7 @@ def ends_in_one_line(engine_dir: Path) -> Iterator[list[int]]:
 
 def _build(checkpoint: Path, engine_dir: Path, options: Options, came: list[int]) -> "Manifest":
     """And say what it does."""
-    with shown(True) as display:
+    with show(True) as display:
 
         def report(stage: str, done: int, total: int) -> None:
             if came:

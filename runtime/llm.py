@@ -57,7 +57,7 @@ from hemiola.runtime.engine.padded import Padded
 from hemiola.runtime.engine.request import Bounds, Request, new_request
 from hemiola.runtime.engine.scheduler import Scheduler
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.progress import Report, shown, silent
+from hemiola.runtime.progress import READY, Report, show, silent
 from hemiola.runtime.text import Text
 
 log = logging.getLogger("hemiola")
@@ -243,10 +243,11 @@ class LLM:
         self, engine_dir: str | Path, *, progress: Report | bool | None = None, **options: Any
     ) -> None:
         """progress: True shows what opening does (a bar on a terminal, else lines on stderr), False does not;
-        None does on a terminal and in a notebook. A function is called with each stage, and how much of it is
-        done, of how much."""
-        with shown(progress) as report:
+        None does on a terminal and in a notebook. A function is called with each stage, how much of it is
+        done, and of how much; the last stage is "ready"."""
+        with show(progress) as report:
             self._open(engine_dir, ServeConfig(**options), report)
+            report(READY, 0, 0)
 
     def _open(self, engine_dir: str | Path, serve_config: ServeConfig, report: Report) -> None:
         if not isinstance(engine_dir, (str, Path)):

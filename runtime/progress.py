@@ -1,7 +1,7 @@
 """What a build or a start is doing now: a bar on a terminal, lines in a log.
 
-Whoever does the work reports (stage, done, total); a total of 0 means that the stage is not counted. A stage ends
-when the next one begins, or when all is done. A server shows several engines at once: each is a subject.
+Whoever does the work reports (stage, done, total); a total of 0 means that the stage is not counted. A stage
+ends when the next one begins, or when all is done. A server shows several engines at once: each is a subject.
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from hemiola.runtime.errors import Refused
 
 Report = Callable[[str, int, int], None]
-DONE = ""  # the stage behind the last one
+READY = "ready"  # the stage behind the last one
 WRITING = "writing weights"  # the stage that is counted in bytes; others count kernels, graphs, tensors
 SHORT_S = 1.0  # a stage that takes less gets no line
 FIRST_S = 5.0  # a log then says that the stage goes on; the next such line comes after twice the time
@@ -41,7 +41,7 @@ def say_on_stderr(line: str) -> None:
 
 
 @contextmanager
-def shown(
+def show(
     wanted: Report | bool | None, say: Callable[[str], None] = say_on_stderr, file: Any = None
 ) -> Iterator[Display]:
     """True: a bar if `file` (stderr) is a terminal, else lines by `say`. False: nothing. None: as True on a
@@ -62,6 +62,11 @@ def shown(
         yield silent
 
 
+def hide() -> AbstractContextManager[Display]:
+    """No display."""
+    return show(False)
+
+
 def _moves(file: Any) -> bool:
     """Whether the terminal can write over a line."""
     from rich.console import Console
@@ -79,8 +84,8 @@ def size(num_bytes: float) -> str:
 
 def amount(stage: str, done: int, total: int) -> str:
     """How much of a stage is done."""
-    shown = size if stage == WRITING else str
-    return f"{shown(done)} of {shown(total)}" if total else ""
+    text = size if stage == WRITING else str
+    return f"{text(done)} of {text(total)}" if total else ""
 
 
 @dataclass
@@ -97,8 +102,8 @@ class _Stage:
 
 
 class Lines:
-    """For a log: when a stage has ended, a line with its time, if it took a second; while a long one goes on, a
-    line now and then."""
+    """For a log: when a stage has ended, a line with its time, if it took a second; while a long one goes on,
+    a line now and then."""
 
     def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
         self._say, self._now = say, now
@@ -114,7 +119,7 @@ class Lines:
                 found.done, found.total = done, total
                 return
             self._end(subject)
-            if stage != DONE:
+            if stage != READY:
                 self._stages[subject] = _Stage(stage, done, total, self._now())
 
     def tick(self) -> None:
@@ -129,6 +134,7 @@ class Lines:
     def _end(self, subject: str) -> None:
         stage, now = self._stages.pop(subject, None), self._now()
         if stage is not None and now - stage.since >= SHORT_S:
+            stage.done = stage.total  # perhaps its last reports were not seen
             self._say(stage.line(subject, now))
 
     def _tick_until_over(self) -> None:
@@ -168,7 +174,7 @@ class Bar:
         self._tasks: dict[str, Any] = {}  # by subject
 
     def __call__(self, stage: str, done: int, total: int, subject: str = "") -> None:
-        if stage == DONE:
+        if stage == READY:
             if subject in self._tasks:
                 self._progress.remove_task(self._tasks.pop(subject))
             return
@@ -203,7 +209,7 @@ class File:
             self._draft.replace(self._path)
 
 
-def read(path: Path) -> tuple[str, int, int] | None:
+def read_report(path: Path) -> tuple[str, int, int] | None:
     """The last report in a file; None: there is none yet."""
     try:
         stage, done, total = json.loads(path.read_text())

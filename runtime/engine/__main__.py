@@ -7,14 +7,14 @@ from importlib.util import find_spec
 from hemiola.plugins import OPS
 from hemiola.plugins.cpu import jit
 from hemiola.runtime.engine import recorded  # noqa: F401  its kernels are known when it is imported
-from hemiola.runtime.progress import shown
+from hemiola.runtime.progress import show
 
 
 def main() -> None:
     for op in OPS:
         if find_spec(f"hemiola.plugins.{op}.compiled"):
             import_module(f"hemiola.plugins.{op}.compiled")
-    with shown(True) as report:
+    with show(True) as report:
         jit.prepare(partial(report, "compiling kernels"))
 
 

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
 from hemiola.runtime.errors import Refused, counted, within
 from hemiola.runtime.json_file import read_json
+from hemiola.runtime.progress import Display, hide, read_report, silent
 from hemiola.runtime.serving import arrival, heartbeat, settings
 from hemiola.runtime.serving.guard import Guard
 from hemiola.runtime.serving.home import Home
@@ -54,13 +56,11 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def name_engines(engine_dirs: Sequence[Path], names: Sequence[str]) -> dict[str, Path]:
-    """Pairs --engine-dir with --model-name, in order; a single engine is called hemiola."""
+    """Pairs engines with --model-name, in order; a single engine is called hemiola."""
     if not names and len(engine_dirs) == 1:
         names = ["hemiola"]
     if len(names) != len(engine_dirs):
-        raise Refused(
-            f"{len(engine_dirs)} --engine-dir but {len(names)} --model-name; give each engine a name"
-        )
+        raise Refused(f"{len(engine_dirs)} engines, but {len(names)} --model-name; give each engine a name")
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
             raise Refused(
@@ -77,10 +77,10 @@ def read_models(
     """Engines by model name, and each one's own settings, from a file or from the command line."""
     if file is None:
         if not engine_dirs:
-            raise Refused("no engine is given; pass --engine-dir or --models")
+            raise Refused("no engine is given; pass its folder, or --models")
         return name_engines(engine_dirs, names), {}
     if engine_dirs or names:
-        raise Refused("--models names the engines; leave --engine-dir and --model-name out")
+        raise Refused("--models names the engines; leave other engines and --model-name out")
     found = _read_json(file)
     if not (isinstance(found, dict) and found) or not all(
         isinstance(own, dict) and "engine_dir" in own for own in found.values()
@@ -127,6 +127,7 @@ class Server:
         log_verbose: bool = False,
         start_timeout_s: float = 300,
         exit_timeout_s: int = 30,
+        show: Callable[[], AbstractContextManager[Display]] = hide,  # how far a start is
     ) -> None:
         self.engines = dict(engines)
         self.host = address_of(host)
@@ -146,6 +147,7 @@ class Server:
         self._log_verbose = log_verbose
         self._start_timeout_s = start_timeout_s
         self._exit_timeout_s = exit_timeout_s
+        self._show = show
         self._triton: Triton | None = None  # of a check that was done
         self._process: subprocess.Popen[str] | None = None
         self._home: Home | None = None
@@ -200,14 +202,15 @@ class Server:
         """A free port may be somebody else's when tritonserver, with its engines loaded, comes to take it."""
         for left in reversed(range(PORT_TRIES)):
             try:
-                return self.start()
+                with self._show() as display:
+                    return self.start(display)
             except Refused as error:
                 if not left or 0 not in self._wanted or "already in use" not in str(error):
                     raise
                 self.kill()
                 self.ports = choose_ports(self.host, self._wanted)
 
-    def start(self) -> None:
+    def start(self, display: Display = silent) -> None:
         """Returns when every model answers; raises Refused with the reason when one will not."""
         triton = self._triton or self.check()
         self._guard = Guard(self.host, self.ports, self.door_key)
@@ -219,6 +222,7 @@ class Server:
                 name: {
                     **found,
                     "heartbeat_file": str(self._home.beats / name),
+                    "progress_file": str(self._home.stages / name),
                     "num_restarts": self.num_restarts,
                     "door_key": self.door_key,
                 }
@@ -236,7 +240,7 @@ class Server:
             start_new_session=True,  # Ctrl-C is for us; we forward it once
         )
         self._log = Log(self._process, self.printer, self._log_verbose)
-        self._await_ready()
+        self._await_ready(display)
 
     def _command(self, triton: Triton, home: Home) -> list[str]:
         return [
@@ -259,11 +263,15 @@ class Server:
             f"--log-verbose={int(self._log_verbose)}",
         ]
 
-    def _await_ready(self) -> None:
+    def _await_ready(self, display: Display) -> None:
         assert self._process is not None and self._home is not None and self._guard is not None
         deadline = time.monotonic() + self._start_timeout_s
         http, metrics = (self._home.doors / name for name in ("http", "metrics"))
         while not (answers(http, "/v2/health/ready") and answers(metrics, "/metrics")):
+            display("starting tritonserver", 0, 0)
+            for name in self.engines:
+                if report := read_report(self._home.stages / name):
+                    display(*report, subject=name)
             status = self._process.poll()
             if status is not None:
                 self.kill()  # whoever else holds its log open

@@ -22,6 +22,7 @@ import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingI
 from hemiola.runtime.api import Logprob, Piece
 from hemiola.runtime.errors import Busy, Failed, Refused, counted
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.progress import File
 from hemiola.runtime.serving import heartbeat, settings
 from hemiola.runtime.serving.arrival import NAME as ARRIVAL
 from hemiola.runtime.serving.arrival import read_mark
@@ -54,7 +55,8 @@ class TritonPythonModel:
             own, options = settings.read(folder, config["parameters"])
             check_instances(config["instance_group"])
             take_place(kind, int(args["model_instance_device_id"]), own.device)
-            self.llm = LLM(own.engine_dir, **options)
+            progress = File(Path(own.progress_file)) if own.progress_file else True
+            self.llm = LLM(own.engine_dir, progress=progress, **options)
             check_place(own.engine_dir, self.llm.manifest.arch, kind)
         except Refused as error:
             raise pb_utils.TritonModelException(str(error)) from None
