@@ -20,9 +20,10 @@ from hemiola.runtime.errors import Refused
 Report = Callable[[str, int, int], None]
 READY = "ready"  # the stage behind the last one
 WRITING = "writing weights"  # the stage that is counted in bytes; others count kernels, graphs, tensors
-SHORT_S = 1.0  # a stage that takes less gets no line
-FIRST_S = 5.0  # a log then says that the stage goes on; the next such line comes after twice the time
-MOST_S = 30.0  # between such lines
+LONG_S = 5.0  # a stage that takes less gets no line in a log
+MOST_S = (
+    30.0  # between lines of a stage that goes on; the first comes after LONG_S, the next after twice that
+)
 
 
 class Display(Protocol):
@@ -42,10 +43,10 @@ def say_on_stderr(line: str) -> None:
 
 @contextmanager
 def show(
-    wanted: Report | bool | None, say: Callable[[str], None] = say_on_stderr, file: Any = None
+    wanted: Report | bool | None, say: Callable[[str], None] | None = None, file: Any = None
 ) -> Iterator[Display]:
-    """True: a bar if `file` (stderr) is a terminal, else lines by `say`. False: nothing. None: as True on a
-    terminal and in a notebook, else nothing. A function gets every report."""
+    """True: a bar if `file` (stderr) is a terminal, else lines by `say` (on stderr). False: nothing. None: as
+    True on a terminal and in a notebook, else nothing. A function gets every report."""
     if callable(wanted):
         yield lambda stage, done, total, subject="": wanted(stage, done, total)
         return
@@ -56,7 +57,7 @@ def show(
     if wanted or (
         wanted is None and (at_terminal or "ipykernel" in sys.modules)
     ):  # a notebook is no terminal
-        with Bar(file) if at_terminal and _moves(file) else Lines(say) as display:
+        with Bar(file) if at_terminal and _moves(file) else Lines(say or say_on_stderr) as display:
             yield display
     else:
         yield silent
@@ -94,7 +95,7 @@ class _Stage:
     done: int
     total: int
     since: float
-    next_s: float = FIRST_S  # of its age, for the next line
+    next_s: float = LONG_S  # of its age, for the next line
 
     def line(self, subject: str, now: float, end: str = "") -> str:
         words = [f"{subject}:" if subject else "", self.name, amount(self.name, self.done, self.total)]
@@ -102,8 +103,7 @@ class _Stage:
 
 
 class Lines:
-    """For a log: when a stage has ended, a line with its time, if it took a second; while a long one goes on,
-    a line now and then."""
+    """For a log: when a long stage has ended, a line with its time; while it goes on, a line now and then."""
 
     def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
         self._say, self._now = say, now
@@ -133,7 +133,7 @@ class Lines:
 
     def _end(self, subject: str) -> None:
         stage, now = self._stages.pop(subject, None), self._now()
-        if stage is not None and now - stage.since >= SHORT_S:
+        if stage is not None and now - stage.since >= LONG_S:
             stage.done = stage.total  # perhaps its last reports were not seen
             self._say(stage.line(subject, now))
 

@@ -60,7 +60,8 @@ def name_engines(engine_dirs: Sequence[Path], names: Sequence[str]) -> dict[str,
     if not names and len(engine_dirs) == 1:
         names = ["hemiola"]
     if len(names) != len(engine_dirs):
-        raise Refused(f"{len(engine_dirs)} engines, but {len(names)} --model-name; give each engine a name")
+        num = counted(len(engine_dirs), "engine", "engines")
+        raise Refused(f"{num}, but {len(names)} --model-name; give each engine a name")
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
             raise Refused(

@@ -23,8 +23,11 @@ from hemiola.plugins.cpu.simd import f32, get, put
 class Compiled:
     """Stands for a kernel; counts how often it was compiled."""
 
-    def __init__(self) -> None:
-        self.times = 0
+    def __init__(self, kept: bool) -> None:
+        self.times, self._kept = 0, kept
+
+    def is_kept(self) -> bool:
+        return self._kept
 
     def compile(self) -> None:
         self.times += 1
@@ -32,7 +35,7 @@ class Compiled:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
-    made = [Compiled(), Compiled()]
+    made = [Compiled(True), Compiled(False), Compiled(False)]
     monkeypatch.setattr(jit, "KERNELS", made)
     return made
 
@@ -64,9 +67,13 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "hemiola"]
 
 
-def test_prepare_compiles_all_kernels(kernels: list[Compiled]) -> None:
-    jit.prepare()
-    assert [kernel.times for kernel in kernels] == [1, 1]
+def test_prepare_compiles_all_kernels_and_counts_those_that_no_earlier_process_has(
+    kernels: list[Compiled],
+) -> None:
+    counted: list[tuple[int, int]] = []
+    jit.prepare(lambda done, total: counted.append((done, total)))
+    assert all(kernel.times for kernel in kernels)
+    assert counted == [(0, 2), (1, 2), (1, 2), (2, 2)]
 
 
 def test_cache_dir_depends_on_the_cpu_and_the_compilers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

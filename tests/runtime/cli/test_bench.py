@@ -45,7 +45,7 @@ class FakeLLM(LLM):
     wrong: Callable[[dict[str, object], int], bool]
     before_run: Callable[[FakeSession], None]
 
-    def __init__(self, engine_dir: Path, **options: object) -> None:
+    def __init__(self, engine_dir: Path, *, progress: bool, **options: object) -> None:
         self.opened.append(options)
         if options.get("cache_bytes") == 1:
             raise Refused("the cache may take 1 bytes")
