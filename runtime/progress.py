@@ -6,7 +6,6 @@ ends when the next one begins, or when all is done. A server shows several engin
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -19,7 +18,8 @@ from hemiola.runtime.errors import Refused
 
 Report = Callable[[str, int, int], None]
 READY = "ready"  # the stage behind the last one
-WRITING = "writing weights"  # the stage that is counted in bytes; others count kernels, graphs, tensors
+WRITING, HASHING = "writing weights", "hashing"
+IN_BYTES = (WRITING, HASHING)  # stages that are counted in bytes; others count kernels, graphs, tensors
 LONG_S = 5.0  # a stage that takes less gets no line in a log
 MOST_S = (
     30.0  # between lines of a stage that goes on; the first comes after LONG_S, the next after twice that
@@ -85,7 +85,7 @@ def size(num_bytes: float) -> str:
 
 def amount(stage: str, done: int, total: int) -> str:
     """How much of a stage is done."""
-    text = size if stage == WRITING else str
+    text = size if stage in IN_BYTES else str
     return f"{text(done)} of {text(total)}" if total else ""
 
 
@@ -103,33 +103,26 @@ class _Stage:
 
 
 class Lines:
-    """For a log: when a long stage has ended, a line with its time; while it goes on, a line now and then."""
+    """For a log: when a long stage has ended, a line with its time; while it goes on, a line now and then.
+
+    Lines come with reports: a thread that wakes by itself would slow a build down that is short of memory."""
 
     def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
         self._say, self._now = say, now
         self._stages: dict[str, _Stage] = {}
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._tick_until_over, name="progress", daemon=True)
 
     def __call__(self, stage: str, done: int, total: int, subject: str = "") -> None:
-        with self._lock:
-            found = self._stages.get(subject)
-            if found is not None and found.name == stage:
-                found.done, found.total = done, total
-                return
+        found = self._stages.get(subject)
+        if found is None or found.name != stage:
             self._end(subject)
             if stage != READY:
                 self._stages[subject] = _Stage(stage, done, total, self._now())
-
-    def tick(self) -> None:
-        """A line for each stage that has gone on for long."""
-        with self._lock:
-            now = self._now()
-            for subject, stage in self._stages.items():
-                if now - stage.since >= stage.next_s:
-                    self._say(stage.line(subject, now, " so far"))
-                    stage.next_s = now - stage.since + min(stage.next_s, MOST_S)
+            return
+        found.done, found.total = done, total
+        now = self._now()
+        if now - found.since >= found.next_s:
+            self._say(found.line(subject, now, " so far"))
+            found.next_s = now - found.since + min(found.next_s, MOST_S)
 
     def _end(self, subject: str) -> None:
         stage, now = self._stages.pop(subject, None), self._now()
@@ -137,20 +130,13 @@ class Lines:
             stage.done = stage.total  # perhaps its last reports were not seen
             self._say(stage.line(subject, now))
 
-    def _tick_until_over(self) -> None:
-        while not self._over.wait(0.5):
-            self.tick()
-
     def __enter__(self) -> "Lines":
-        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """A stage that failed has not ended: the error says what became of it."""
-        self._over.set()
-        self._thread.join()
         for subject in list(self._stages) if error is None else ():
             self._end(subject)
 
