@@ -33,6 +33,7 @@ class CFunction:
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
+        self._compiled: Any = None
         self.name = function.__name__
         self.arguments = tuple(inspect.signature(function).parameters)
         KERNELS.append(self)
@@ -44,11 +45,12 @@ class CFunction:
     def compile(self) -> Any:
         """Do it now, if it has not been done by us or by an earlier process."""
         signature = numba.types.void(*[numba.types.int64] * len(self.arguments))
-        with _alone(f"{self._function.__module__}.{self.name}"):
-            compiled = _cached(lambda: _compile(signature, self._function))
-        if not compiled.cache_hits:
-            _say_that_it_takes_long()
-        return compiled
+        if self._compiled is None:  # or who has it would wait for another process that compiles it
+            with _alone(f"{self._function.__module__}.{self.name}"):
+                self._compiled = _cached(lambda: _compile(signature, self._function))
+            if not self._compiled.cache_hits:
+                _say_that_it_takes_long()
+        return self._compiled
 
     @cached_property
     def address(self) -> int:

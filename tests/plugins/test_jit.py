@@ -219,6 +219,19 @@ def test_a_kernel_is_compiled_once_and_loaded_by_the_next_process(
     assert before == jit.config.CACHE_DIR
 
 
+def test_a_kernel_that_is_loaded_does_not_wait_for_a_process_that_compiles_it(
+    own: Callable[[Callable], Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = own(count)
+    kernel.compile()
+
+    def held(name: str) -> None:
+        raise AssertionError("it waits for the lock")
+
+    monkeypatch.setattr(jit, "_alone", held)
+    assert kernel.address == kernel.compile().address
+
+
 def test_a_first_run_is_not_silent_because_a_kernel_was_compiled_before_prepare(
     own: Callable[[Callable], Kernel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
