@@ -67,6 +67,7 @@ class Graphs(Generic[Bucket, Made]):
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Made]] = {}
         self._device = device
         self.pool = pool or torch.cuda.graph_pool_handle()
+        report(0, len(buckets))
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -78,9 +79,9 @@ class Graphs(Generic[Bucket, Made]):
                 torch.cuda.synchronize(device)
                 torch.cuda.empty_cache()  # graphs have memory of their own
                 for bucket in buckets:
-                    report(len(self._graphs), len(buckets))
                     with _refusing(bucket, device):
                         self._graphs[bucket] = self._capture(step, bucket)
+                    report(len(self._graphs), len(buckets))
 
     def _capture(self, step: Callable[[Bucket], Made], bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, Made]:
         graph = torch.cuda.CUDAGraph()
