@@ -54,9 +54,8 @@ def show(
         raise Refused(f"progress is {wanted!r}; pass True, False, None or a function of (stage, done, total)")
     file = file or sys.stderr
     at_terminal = bool(file and file.isatty())
-    if wanted or (
-        wanted is None and (at_terminal or "ipykernel" in sys.modules)
-    ):  # a notebook is no terminal
+    in_notebook = "ipykernel" in sys.modules
+    if wanted or (wanted is None and (at_terminal or in_notebook)):
         with Bar(file) if at_terminal and _moves(file) else Lines(say or say_on_stderr) as display:
             yield display
     else:
