@@ -6,7 +6,7 @@ from hemiola.plugins.step.keep.reference import keep as reference
 
 KEEP = Op(
     name="step.keep",
-    args=(PLAN, Arg("rows", "N8", INT), LENGTHS, Arg("hidden", "TF"), Arg("ring", "SRF", mutated=True)),
+    args=(Arg("rows", "N8", INT), LENGTHS, Arg("hidden", "TF"), Arg("ring", "SRF", mutated=True)),
     attrs=(),
     results=(),
     reference=reference,
