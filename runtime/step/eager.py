@@ -120,4 +120,4 @@ def parts_of(config: Resolved, device: torch.device, trunk: Trunk, head: Drafter
         assert head is not None
         return head.draft(**pairs._asdict())
 
-    return Parts(trunk.run, draft, lambda num: places[:num])
+    return Parts(lambda batch: trunk.run(batch), draft, lambda num: places[:num])

@@ -1,6 +1,7 @@
 """Runs plans, each by the executor that takes it."""
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -10,7 +11,7 @@ from hemiola.plugins.step import forms
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.graphs import Graphs
-from hemiola.runtime.device.session import Drafter, Session, Trunk
+from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.step import Launched, Plan
 from hemiola.runtime.step.captured import Captured
@@ -26,8 +27,17 @@ if TYPE_CHECKING:
 class AllSteps:
     """Steps of fixed sizes or plain rows as one call; all others op by op."""
 
-    def __init__(self, ledger: Ledger, whole: "Captured | Recorded | None", eager: Eager) -> None:
-        self.ledger, self.whole, self.eager = ledger, whole, eager
+    def __init__(
+        self,
+        ops: SimpleNamespace,
+        ledger: Ledger,
+        table: PageTable,
+        whole: "Captured | Recorded | None",
+        eager: Eager,
+        trunk: Trunk,
+    ) -> None:
+        self.ops, self.ledger, self.table = ops, ledger, table
+        self.whole, self.eager, self.trunk = whole, eager, trunk
 
     def open(self, slot_id: int, ids: np.ndarray, start: int, rule: Rule) -> None:
         """A request takes a slot, and begins at `start`."""
@@ -66,14 +76,13 @@ def make_steps(
         captured = Captured(*given, session, session, ring)
         if device.type == "cuda":
             capture(captured, prompts, device, held)
-        return AllSteps(ledger, captured, Eager(*given, prompts, session, ring))
-    records = session.records if isinstance(session, Session) and device.type == "cpu" else []
-    whole = None
+        return AllSteps(ops, ledger, table, captured, Eager(*given, prompts, session, ring), prompts)
+    whole, records = None, getattr(session, "records", [])  # none where tests stand for a session
     if records:
         from hemiola.runtime.step.recorded import Recorded  # numba is not needed elsewhere
 
         whole = Recorded(*given, records, ring, poisoned)
-    return AllSteps(ledger, whole, Eager(*given, session, session, ring))
+    return AllSteps(ops, ledger, table, whole, Eager(*given, session, session, ring), session)
 
 
 def capture(captured: Captured, prompts: Prompts, device: torch.device, held: ExitStack) -> None:
