@@ -15,7 +15,7 @@ FEW_IDS = 3  # so that drafts are often right, and a text repeats itself
 class Shape:
     """How large a step is."""
 
-    num_rows: int = 5
+    num_rows: int = 7
     num_padding: int = 2  # rows of slot 0 behind them
     spare: int = 3  # items behind the ends
     longest: int = 40  # tokens of a row that is a part of a prompt
@@ -107,7 +107,7 @@ def _a_row(
     committed = max(CHUNK * dice.randrange(5) + dice.choice([-1, 0, 0, 1, 5]), 0)
     kind = dice.choice(shape.kinds)
     num_new = 1 if kind == "decode" else dice.randint(1, shape.longest)
-    num_drafts = dice.randint(0, shape.most) if kind == "decode" else 0
+    num_drafts = 0 if kind == "part" else dice.choice([0, dice.randint(0, shape.most), shape.most])
     num_lines = 0 if kind == "part" else 1 + num_drafts
     edge = committed // CHUNK * CHUNK
     edge = max(edge - CHUNK * (dice.random() < 0.4), 0)

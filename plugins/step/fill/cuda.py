@@ -6,7 +6,7 @@ from hemiola.plugins.gpu.launch import Kernel, cdiv
 
 _fill = Kernel("step.fill", "_fill")
 
-ITEMS, PAGES = 64, 256  # of a program, and of a pass of its loop
+ITEMS, PAGES = 32, 256  # of a program, and of a pass of its loop
 
 
 def fill(
