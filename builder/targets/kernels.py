@@ -20,6 +20,8 @@ from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.ledger import cuda as ledger
 from hemiola.plugins.gpu.pairs import cuda as pairs
 from hemiola.plugins.gpu.sizes import Size
+from hemiola.plugins.step import forms
+from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.abi import widths
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused, one_line
@@ -101,6 +103,32 @@ def calls_between(gpu: Gpu, limits: Limits, hidden: torch.Tensor | None) -> "set
         calls |= calls_at(pairs.keep, gpu, two, places, hidden, ring)
         calls |= calls_at(pairs.first_pairs, gpu, rows, two, two, two, rows, two, two, two, lengths, ids)
         calls |= calls_at(pairs.next_pairs, gpu, two, two, two, lengths, ids, 0)
+    return calls | calls_around(gpu, limits, hidden)
+
+
+def calls_around(gpu: Gpu, limits: Limits, hidden: torch.Tensor | None) -> "set[Call]":
+    """By the ops around the trunk (plugins/step), in steps of two rows."""
+    from hemiola.plugins.gpu.cover import calls_at
+
+    def made(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    op, long = forms("cuda"), torch.int64
+    plan, ids, lengths, two = made(3, len(COLUMNS)), made(3, limits.max_len), made(4, 3, dtype=long), 2
+    chosen, logit = made(two, dtype=long), made(two, dtype=torch.float32)
+    calls = calls_at(op.change, gpu, made(two, 2, dtype=long), ids)
+    calls |= calls_at(op.fill, gpu, plan, ids, lengths, ids, two, two)
+    calls |= calls_at(op.look_up, gpu, plan, lengths, ids, 1, 3)
+    for most in range(limits.num_drafts + 1):
+        answers, width = made(two, most + 9, dtype=long), 1 + most
+        calls |= calls_at(op.accept, gpu, plan, chosen, logit, lengths, ids, answers, width, limits.chunk_len)
+        calls |= calls_at(op.tell, gpu, plan, lengths, ids, answers, width, most)
+    if hidden is not None:
+        rows, ring = made(two, 8), hidden.new_empty(3, 2, hidden.shape[1])
+        calls |= calls_at(op.first_pairs, gpu, plan, rows, hidden, ring, lengths, ids, two, two)
+        calls |= calls_at(op.keep, gpu, rows, lengths, hidden, ring)
+        calls |= calls_at(op.write, gpu, plan, chosen, lengths, ids, 1)
+        calls |= calls_at(op.next_pairs, gpu, plan, lengths, ids, 1, two)
     return calls
 
 

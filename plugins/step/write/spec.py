@@ -7,7 +7,7 @@ from hemiola.plugins.step.write.reference import write as reference
 WRITE = Op(
     name="step.write",
     args=(PLAN, Arg("chosen", "D", LONG), LENGTHS, IDS),
-    attrs=(Attr("number", int)),
+    attrs=(Attr("number", int),),
     results=(),
     reference=reference,
     forms=FORMS,
