@@ -276,7 +276,11 @@ def test_what_cannot_be_told_ahead_calls_back_and_says_why(
         built = build(tiny_checkpoint("qwen3_5"), tmp_path / "e", options)
     forms = {node.op: (node.form, node.refused) for node in built.segments[0].nodes}
     assert forms["conv"] == ("ptx", {}) and forms["delta"][0] == "cuda"
-    assert {entry.binary.call.kernel.split(".")[0] for entry in built.kernels[0].binaries} == {"delta", "gpu"}
+    assert {entry.binary.call.kernel.split(".")[0] for entry in built.kernels[0].binaries} == {
+        "delta",
+        "gpu",
+        "step",
+    }
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(summary(built, tmp_path / "e"))
     assert "delta: python callback (delta._step needs" in (text := console.export_text())
