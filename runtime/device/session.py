@@ -83,7 +83,7 @@ class Drafter(Protocol):
     def draft(self, **inputs: torch.Tensor) -> Computed: ...
 
 
-class Program:
+class LoadedSegment:
     """One segment, bound to its forms, weights and states."""
 
     def __init__(
@@ -145,7 +145,7 @@ class Session:
         names = {name for segment in segments for name in segment.weights}
         weights = load_weights(engine_dir, manifest, names, storage.device)
         programs = [
-            Program(
+            LoadedSegment(
                 engine_dir, manifest, segment, weights, storage, drafts == "mtp" and segment.name == "trunk"
             )
             for segment in segments

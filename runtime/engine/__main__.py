@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from hemiola.plugins import OPS
 from hemiola.plugins.cpu import jit
-from hemiola.runtime.engine import recorded  # noqa: F401  its kernels are known when it is imported
+from hemiola.runtime.step import recorded  # noqa: F401  its kernels are known when it is imported
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ from torch.fx import Node
 from hemiola.runtime import llm as llms
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.device.graphs import Graphs
-from hemiola.runtime.engine.decode import Decoder
 from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.step.captured import Captured
 
 Get = Callable[..., Path]
 DRAFTS = pytest.mark.parametrize("drafts", ["none", "ngram", "mtp"])
@@ -213,7 +213,7 @@ def test_an_engine_that_does_not_open_gives_a_gpu_all_back(
             case "prompts":
                 monkeypatch.setattr(Graphs, "_capture", fails)
             case "steps":
-                monkeypatch.setattr(Decoder, "step", fails)
+                monkeypatch.setattr(Captured, "step", fails)
             case "thread":
                 monkeypatch.setattr("threading.Thread.start", fails)
         with pytest.raises((Refused, RuntimeError)) as error:

@@ -36,19 +36,3 @@ class Ledger:
         self.committed_len[slot_id].fill_(start)
         self.edge[slot_id].fill_(start)
         self.num_drafts[slot_id].fill_(0)
-
-    def empty_dump(self) -> None:
-        """Forget what padding rows left in the dump slot."""
-        self.lengths[:, 0].zero_()
-        self.ids[0].zero_()
-
-    def set_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor) -> None:
-        """The first num_drafts[n] of drafts[n] stand behind the text of slot_ids[n]."""
-        places = self.total_len[slot_ids].unsqueeze(1) + torch.arange(drafts.shape[1], device=self.device)
-        self.ids[slot_ids.unsqueeze(1), places] = drafts.to(torch.int32)
-        self.num_drafts[slot_ids] = num_drafts
-
-    def drafts(self, slot_ids: torch.Tensor, most: int) -> torch.Tensor:
-        """The first ids [R, most] behind the text; those beyond num_drafts mean nothing."""
-        places = self.total_len[slot_ids].unsqueeze(1) + torch.arange(most, device=self.device)
-        return self.ids[slot_ids.unsqueeze(1), places]

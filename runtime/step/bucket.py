@@ -6,16 +6,16 @@ greedy step pays for sampling.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from hemiola.plugins.rows import COLUMNS
+from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.config import Resolved
-from hemiola.runtime.engine.feed import known_of, ragged
 from hemiola.runtime.engine.rules import RuleTable, sorts
 from hemiola.runtime.engine.step import Plan, Row
+from hemiola.runtime.step.pack import pack, padded
 
 A = TypeVar("A")
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -38,25 +38,12 @@ class Bucket(NamedTuple):
         return self.tokens == self.rows
 
 
-class Fed(NamedTuple, Generic[A]):
-    """What the host knows of a step in a bucket: arrays there, tensors on the device."""
+class Sent(NamedTuple, Generic[A]):
+    """What goes over for a step in a bucket: arrays on the host, tensors on the device."""
 
-    rows: A  # [N, 8] int32, plugins/rows.py; the rest is int64
-    slot: A  # [N]
-    num_drafts: A  # [N] to be judged, at most
-    room: A  # [N] drafts to be proposed
-    row: A  # [T] of a token
-    offset: A  # [T] in its row
-    token_slot: A  # [T] 0: nobody's token
-    line_row: A  # [T] of a token's logits
-    line_offset: A  # [T] in its row, or behind all rows' ends
-    changes: A  # [C, 2] entries of the page table: place, page
-    pair_row: A  # [P]
-    pair_offset: A  # [P] behind the row's first token; up to 0 they are owed
-    pair_slot: A  # [P] 0: nobody's pair
-    head_rows: A  # [N, 8] int32
-    last: A  # [N] the pair behind a row's first token
-    mask: A  # [T] line of `bits` that says what a token's logits may choose, where there are grammars
+    plan: A  # [N + 1, 10] int32 (plugins/step/plan.py)
+    changes: A  # [E, 2] int64, entries of the page table: place, page
+    mask: A  # [T] int64, line of `bits` that says what a token's logits may choose, where there are grammars
     bits: A  # [1 + T, words] int32; the first: everything. The last, since only those used go over
 
 
@@ -70,23 +57,14 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def shapes_of(bucket: Bucket, vocab_size: int) -> Fed[tuple[tuple[int, ...], type]]:
-    """Shapes and dtypes of what is fed."""
+def shapes_of(bucket: Bucket, vocab_size: int) -> Sent[tuple[tuple[int, ...], type]]:
+    """Shapes and dtypes of what is sent."""
     masked = bucket.tokens if bucket.rules == ANY else 0
-    n, t, p = (bucket.rows,), (bucket.tokens,), (bucket.pairs,)
-    whole = {name: (shape, np.int64) for name, shape in (
-        *zip(("slot", "num_drafts", "room", "last"), [n] * 4, strict=True),
-        *zip(("row", "offset", "token_slot", "line_row", "line_offset"), [t] * 5, strict=True),
-        *zip(("pair_row", "pair_offset", "pair_slot"), [p] * 3, strict=True),
-    )}  # fmt: skip
-    table = ((bucket.rows, len(COLUMNS)), np.int32)
-    return Fed(
-        rows=table,
-        head_rows=table,
+    return Sent(
+        plan=((bucket.rows + 1, len(COLUMNS)), np.int32),
         changes=((num_changes(bucket.rows), 2), np.int64),
         mask=((masked,), np.int64),
         bits=((1 + masked, num_words(vocab_size) if masked else 0), np.int32),
-        **whole,
     )
 
 
@@ -133,7 +111,7 @@ def _small_kinds(config: Resolved, rows: int) -> Iterable[tuple[int, int, int]]:
         yield rows, 0, two
 
 
-class Fit:
+class Buckets:
     """Finds the bucket of a plan."""
 
     def __init__(self, config: Resolved) -> None:
@@ -170,67 +148,26 @@ def _rules_of(rows: list[Row]) -> int:
     return found
 
 
-def pack(plan: Plan, bucket: Bucket, width: int, vocab_size: int, changes: dict[int, int]) -> Fed[np.ndarray]:
-    """A plan in a bucket. width: most tokens of a row; changes of the page table, at most num_changes."""
-    rows, num = plan.rows, len(plan.rows)
-    *shapes, (_, word) = shapes_of(bucket, vocab_size)
-    fed = Fed._make([np.zeros(shape, dtype) for shape, dtype in shapes] + [np.zeros((1, 0), word)])
-    fed.rows[:num] = known_of(rows)
-    num_tokens = fed.rows[:num, 1].astype(np.int64)
-    fed.slot[:num], fed.num_drafts[:num] = fed.rows[:num, 3], fed.rows[:num, 2]
-    fed.room[:num] = [row.room for row in rows]
-    if bucket.is_dense:
-        fed.row[:] = fed.line_row[:] = fed.rows[:, 0] = np.arange(bucket.rows)
-    else:
-        row, offset = ragged(num_tokens)
-        fed.row[: len(row)] = fed.line_row[: len(row)] = row
-        fed.offset[: len(row)] = fed.line_offset[: len(row)] = offset
-        fed.line_offset[len(row) :] = width
-    total = int(num_tokens.sum())
-    fed.token_slot[:total] = fed.slot[fed.row[:total]]
-    for place, change in enumerate(changes.items()):
-        fed.changes[place] = change
-    if bucket.pairs:
-        _pack_pairs(rows, fed)
-    return fed._replace(bits=_pack_masks(rows, fed, num_words(vocab_size))) if bucket.rules == ANY else fed
+def send(
+    rows: Sequence[Row], bucket: Bucket, changes: np.ndarray, words: int, has_head: bool
+) -> Sent[np.ndarray]:
+    """A plan's rows in a bucket. changes of the page table: at most num_changes; words: of a grammar's
+    mask."""
+    numbers, _ = pack(rows, has_head)
+    plan = np.frombuffer(padded(numbers, bucket.rows), np.int32).reshape(-1, len(COLUMNS))
+    room = np.zeros((num_changes(bucket.rows), 2), np.int64)  # place 0, of the dump slot, has page 0
+    room[: len(changes)] = changes
+    if bucket.rules != ANY:
+        return Sent(plan, room, np.zeros(0, np.int64), np.zeros((1, 0), np.int32))
+    return Sent(plan, room, *_pack_masks(rows, bucket.tokens, words))
 
 
-def _pack_masks(rows: list[Row], fed: Fed[np.ndarray], words: int) -> np.ndarray:
-    """What grammars allow."""
-    bits, end = [np.full(words, 2**32 - 1, np.uint32)], 0
+def _pack_masks(rows: Sequence[Row], num_tokens: int, words: int) -> tuple[np.ndarray, np.ndarray]:
+    """What grammars allow: `mask` and `bits` of Sent."""
+    mask, bits, end = np.zeros(num_tokens, np.int64), [np.full(words, 2**32 - 1, np.uint32)], 0
     for row in rows:
         start, end = end, end + row.num_tokens
         if row.request.guide is not None:
-            fed.mask[start:end] = range(len(bits), len(bits) + row.num_tokens)
-            bits += [mask[:words] for mask in row.request.guide.masks[: row.num_tokens]]
-    return np.stack(bits).view(np.int32)
-
-
-def _pack_pairs(rows: list[Row], fed: Fed[np.ndarray]) -> None:
-    """What the head reads: pairs of a row stand together; rows that read nothing have none."""
-    num = len(rows)
-    owed, counts = counts_of(rows)
-    counts = counts * [row.reads for row in rows]
-    owed = owed * (counts > 0)
-    row, offset = ragged(counts)
-    fed.pair_row[: len(row)], fed.pair_slot[: len(row)] = row, fed.slot[row]
-    fed.pair_offset[:] = 1
-    fed.pair_offset[: len(row)] += offset - owed[row]
-    fed.head_rows[:num] = head_rows((fed.slot[:num] * (counts > 0)).tolist(), counts)
-    fed.head_rows[:num, 0] *= counts > 0
-    fed.last[:num] = fed.head_rows[:num, 0] + owed
-
-
-def counts_of(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
-    """Of rows that a head reads: pairs that earlier steps owe, and all pairs."""
-    owed = np.array([row.owed for row in rows], np.int64)
-    return owed, np.array([row.num_tokens for row in rows], np.int64) + owed
-
-
-def head_rows(slots: list[int], counts: np.ndarray) -> np.ndarray:
-    """Rows of the head [N, 8], without `committed`."""
-    rows = np.zeros((len(counts), len(COLUMNS)), np.int32)
-    rows[:, 0] = np.cumsum(counts) - counts
-    rows[:, 1] = counts
-    rows[:, 3] = slots
-    return rows
+            mask[start:end] = range(len(bits), len(bits) + row.num_tokens)
+            bits += [line[:words] for line in row.request.guide.masks[: row.num_tokens]]
+    return mask, np.stack(bits).view(np.int32)

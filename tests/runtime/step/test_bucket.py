@@ -4,7 +4,7 @@ That they compute what steps of free sizes do is a case of test_matrix_pairs.py 
 """
 
 import random
-from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +13,16 @@ import pytest
 import torch
 from kit.fake_session import VOCAB, resolved
 
+from hemiola.plugins.step.plan import PlanFields
 from hemiola.runtime.abi import widths
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.cache.pages import PagePool
-from hemiola.runtime.engine import bucket as buckets
-from hemiola.runtime.engine.bucket import Bucket, Fed, Fit, buckets_of, num_changes, pack, shapes_of
-from hemiola.runtime.engine.decode import Decoder
-from hemiola.runtime.engine.drafts import NoDrafts
-from hemiola.runtime.engine.ledger import Ledger
+from hemiola.runtime.device.session import Computed
 from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.step import Plan, Row
+from hemiola.runtime.step import bucket as buckets
+from hemiola.runtime.step.bucket import Bucket, Buckets, Sent, buckets_of, num_changes, send, shapes_of
+from hemiola.runtime.step.steps import make_steps
 
 SIZES = {"max_len": 256, "page_len": 16, "chunk_len": 16}
 CONFIGS = [
@@ -62,7 +62,7 @@ def some_rows(config: Any, dice: random.Random) -> list[Row]:
     "config", [*CONFIGS, *ADAPTIVE], ids=lambda c: f"{c.drafts} {c.num_drafts}, {c.max_rows} rows"
 )
 def test_every_step_that_decodes_has_a_bucket_within_the_engines_widths(config: Any) -> None:
-    dice, fit = random.Random(1), Fit(config)
+    dice, fit = random.Random(1), Buckets(config)
     trunk, head = widths(config, "trunk"), widths(config, "draft")
     for bucket in buckets_of(config):
         assert bucket.tokens <= trunk["T"] and bucket.pairs <= head["T"] and bucket.rows <= trunk["N"]
@@ -74,35 +74,34 @@ def test_every_step_that_decodes_has_a_bucket_within_the_engines_widths(config: 
         assert found is not None and found in buckets_of(config)
         assert len(plan.rows) <= found.rows and plan.num_tokens <= found.tokens
         assert max(row.room for row in plan.rows) <= found.passes
-        fed = pack(plan, found, 1 + config.num_drafts, VOCAB, {7: 9})
-        for array, (shape, dtype) in zip(fed, shapes_of(found, VOCAB), strict=True):
+        sent = send(plan.rows, found, np.array([[7, 9]]), 4, config.drafts == "mtp")
+        for array, (shape, dtype) in zip(sent, shapes_of(found, VOCAB), strict=True):
             assert array.shape == shape and array.dtype == dtype
-        _check_padding(plan, found, fed)
+        assert sent.changes.tolist() == [[7, 9], *[[0, 0]] * (len(sent.changes) - 1)]
+        _check_padding(plan, config.drafts == "mtp", sent)
 
 
-def _check_padding(plan: Plan, bucket: Bucket, fed: Fed[np.ndarray]) -> None:
-    """Tokens and pairs are those of live rows, in order; nobody's are in the dump slot."""
-    num = len(plan.rows)
-    assert not fed.rows[num:, 1:].any() and not fed.slot[num:].any() and not fed.room[num:].any()
-    owners = [row.slot_id for row in plan.rows for _ in range(row.num_tokens)]
-    assert fed.token_slot.tolist() == owners + [0] * (bucket.tokens - len(owners))
-    if bucket.pairs:
-        readers = [row for row in plan.rows if row.reads]
-        owners = [row.slot_id for row in readers for _ in range(row.owed + row.num_tokens)]
-        assert fed.pair_slot.tolist() == owners + [0] * (bucket.pairs - len(owners))
-        first = {row.slot_id: owners.index(row.slot_id) for row in readers}
-        for at, row in enumerate(plan.rows):
-            expected = (
-                (first[row.slot_id], row.owed + row.num_tokens, row.slot_id) if row.reads else (0, 0, 0)
-            )
-            assert tuple(fed.head_rows[at, [0, 1, 3]]) == expected
-            assert not row.reads or fed.last[at] == first[row.slot_id] + row.owed
+def _check_padding(plan: Plan, has_head: bool, sent: Sent[np.ndarray]) -> None:
+    """Items are those of live rows, in order; behind them are rows of the dump slot, which own nothing."""
+    lines, num = [PlanFields(*line) for line in sent.plan.tolist()], len(plan.rows)
+    for row, line, after in zip(plan.rows, lines, lines[1:], strict=False):
+        assert (line.slot, line.num_drafts, line.room, line.owed) == (
+            row.slot_id,
+            row.num_drafts,
+            row.room,
+            row.owed,
+        )
+        assert after.token - line.token == row.num_tokens and after.line - line.line == 1 + row.num_drafts
+        reads = has_head and row.reads
+        assert after.pair - line.pair == (row.num_tokens + row.owed) * reads
+        assert after.draft - line.draft == (reads and row.room > 0)
+    assert lines[0][:4] == (0, 0, 0, 0) and len(set(lines[num:])) == 1 and not any(lines[num][4:])
 
 
 def test_a_step_is_in_the_smallest_bucket_that_holds_it() -> None:
     config = CONFIGS[17]
     assert (config.drafts, config.max_rows) == ("mtp", 64)
-    fit = Fit(config)
+    fit = Buckets(config)
     rows = [a_row(slot=n, reads=False) for n in range(1, 10)]
     assert fit(Plan(rows)) == Bucket(0, 16, 16, 0, 0)
     assert fit(Plan([a_row(1, 10, room=1), *rows])) == Bucket(0, 16, 32, 1, 32)
@@ -121,7 +120,7 @@ def test_a_step_is_in_the_smallest_bucket_that_holds_it() -> None:
 def test_a_trial_of_one_draft_is_a_pass_behind_dense_rows_and_then_two_tokens_of_each() -> None:
     """Where drafts are adaptive; and the pairs of some rows are not padded to those of all."""
     (config,) = [config for config in ADAPTIVE if (config.max_rows, config.num_drafts) == (64, 5)]
-    fit, slots = Fit(config), range(1, 65)
+    fit, slots = Buckets(config), range(1, 65)
     for row in (plain := [a_row(slot=n, reads=False) for n in slots]):
         row.owed = 9
     assert fit(Plan(plain)) == Bucket(0, 64, 64, 0, 0)
@@ -159,27 +158,21 @@ def test_engines_without_adaptive_drafts_have_the_buckets_that_they_had() -> Non
     ids=["a chunk of a prompt", "its end", "a long bad word", "many biases"],
 )
 def test_prompts_and_rules_beyond_the_tables_have_none(changes: dict) -> None:
-    assert Fit(CONFIGS[12])(Plan([a_row(), a_row(**changes)])) is None
+    assert Buckets(CONFIGS[12])(Plan([a_row(), a_row(**changes)])) is None
 
 
-def decoder(config: Any, run: Callable = lambda batch: None) -> Decoder:
+def test_pages_that_came_since_the_last_step_reach_the_device_however_many() -> None:
+    config = CONFIGS[1].model_copy(update={"cuda_graphs": True})
     pages = PagePool(config.num_pages, config.page_len, config.num_slots, 16)
-    session: Any = SimpleNamespace(run=run)
-    return Decoder(config, Ledger(config, torch.device("cpu")), pages, session, NoDrafts())
-
-
-def test_pages_that_came_since_the_last_step_reach_the_device_however_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = decoder(CONFIGS[1])
-    monkeypatch.setattr(buckets, "num_changes", lambda rows: 2)
-    assert num_changes(4) > 4
-    for slot, num_tokens in ((1, 20), (2, 250), (1, 33), (1, 33)):
-        made.pages.grow(slot, num_tokens)
-        changes = made._changes(2)
-        assert len(changes) <= 2
-        made._change(torch.tensor([*changes.items()], dtype=torch.int64).view(-1, 2))
-        assert np.array_equal(made._table.numpy(), made.pages.table)
-    made.pages.release(1)
-    made.pages.grow(1, 5)
-    assert made._changes(2) == {16: made.pages.table[1, 0]}
+    session: Any = SimpleNamespace(run=lambda batch: Computed(torch.zeros(5, VOCAB), torch.zeros(5, 1)))
+    cpu = torch.device("cpu")
+    made = make_steps(config, session, pages, torch.empty(0), cpu, ExitStack())
+    assert made.whole is not None
+    for slot, num_tokens in ((1, 20), (2, 250), (1, 33), (1, 33), (3, 250), (4, 250)):
+        pages.grow(slot, num_tokens)
+        made.launch(Plan([a_row(0, slot)]))
+        assert np.array_equal(made.table.on_device.numpy(), pages.table)
+    assert num_changes(1) < 250 // 16, "more than go over with a step"
+    pages.release(1)
+    pages.grow(1, 5)
+    assert made.table.changes().tolist() == [[16, pages.table[1, 0]]]

@@ -39,14 +39,14 @@ class Inputs(NamedTuple):
     logits_ids: torch.Tensor
 
 
-class Padded:
+class Prompts:
     """A trunk for steps of any size. `replay` may be replaced by something that replays `step`."""
 
     def __init__(self, config: Resolved, session: Trunk, device: torch.device) -> None:
         self.session, self.device = session, device
         self.sizes = sizes_of(config)
         self._most = most = Size(*map(max, zip(*self.sizes, strict=True)))
-        self._found: Computed | None = None  # what all sizes leave, or each graph would keep its own
+        self._results: Computed | None = None  # what all sizes leave, or each graph would keep its own
         sizes = {"T": most.tokens, "N": most.rows, "L": most.lines, "W": widths(config, "trunk")["W"], "8": 8}
         shapes = [[sizes[letter] for letter in INPUTS["trunk"][name]] for name in Inputs._fields]
         self._there = Inputs(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
@@ -69,9 +69,9 @@ class Padded:
     def step(self, size: Size) -> Computed:
         """The step whose inputs lie where they always lie; so do its results."""
         out = self.session.run(self._views(size))
-        if self._found is None:
-            self._found = out.room(self._most.lines, max(self._most.tokens, self._most.lines))
-        return out.moved(self._found)
+        if self._results is None:
+            self._results = out.room(self._most.lines, max(self._most.tokens, self._most.lines))
+        return out.moved(self._results)
 
     def drop_long_ones(self) -> None:
         """Keep the sizes that a GPU has memory for, and has done soon after its host has launched them.

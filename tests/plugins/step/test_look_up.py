@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from hemiola.runtime.engine.drafts.ngram import lookup
+from hemiola.plugins.step import forms
+from hemiola.plugins.step.plan import DRAFTS, TOTAL
 
 
 def searched(ids: list[int], min_n: int, max_n: int, num_drafts: int) -> list[int]:
@@ -37,16 +38,24 @@ def searched(ids: list[int], min_n: int, max_n: int, num_drafts: int) -> list[in
 def test_a_proposal_is_what_followed_the_suffix(
     ids: list[int], min_n: int, max_n: int, drafts: list[int]
 ) -> None:
-    assert proposed([ids], min_n, max_n, 3) == [drafts]
+    for form in ("reference", "compiled"):
+        assert proposed([ids], min_n, max_n, 3, form) == [drafts]
 
 
-def proposed(texts: list[list[int]], min_n: int, max_n: int, num_drafts: int) -> list[list[int]]:
+def proposed(texts: list[list[int]], min_n: int, max_n: int, num_drafts: int, form: str) -> list[list[int]]:
     """In one call, behind each text what an earlier one may have left there."""
-    width = max(map(len, texts)) + num_drafts
-    ids = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], dtype=torch.int32)
-    total_len = torch.tensor([len(text) for text in texts])
-    drafts, found = lookup(ids, total_len, min_n, max_n, num_drafts)
-    return [line if any_ else [] for line, any_ in zip(drafts.tolist(), found.tolist(), strict=True)]
+    width, num = max(map(len, texts)) + num_drafts, len(texts)
+    ids = torch.zeros(num + 1, width, dtype=torch.int32)
+    lengths, plan = torch.zeros(4, num + 1, dtype=torch.int64), torch.zeros(num + 1, 10, dtype=torch.int32)
+    for slot, text in enumerate(texts, 1):
+        ids[slot, : len(text)], lengths[TOTAL, slot] = torch.tensor(text, dtype=torch.int32), len(text)
+        plan[slot - 1, 4], plan[slot - 1, 6] = slot, num_drafts
+    forms(form).look_up(plan, lengths, ids, min_n, max_n)
+    found = lengths[DRAFTS, 1:].tolist()
+    assert set(found) <= {0, num_drafts}
+    return [
+        line[len(text) : len(text) + n] for line, text, n in zip(ids[1:].tolist(), texts, found, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -57,4 +66,5 @@ def test_many_texts_at_once(seed: int) -> None:
     texts = [rng.choices(range(rng.randint(1, 4)), k=rng.randint(1, 40)) for _ in range(20)]
     num_drafts = rng.choice([1, 3, 64])
     wanted = [searched(ids, min_n, max_n, num_drafts) for ids in texts]
-    assert proposed(texts, min_n, max_n, num_drafts) == wanted, seed
+    for form in ("reference", "compiled"):
+        assert proposed(texts, min_n, max_n, num_drafts, form) == wanted, (seed, form)

@@ -7,8 +7,8 @@ import torch
 from kit.fake_session import resolved
 
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.engine import padded
-from hemiola.runtime.engine.padded import Inputs, Padded, Size, sizes_of
+from hemiola.runtime.step import prompts as module
+from hemiola.runtime.step.prompts import Inputs, Prompts, Size, sizes_of
 
 CPU = torch.device("cpu")
 SIZES = {"max_len": 4096, "max_rows": 20, "max_step_tokens": 300, "num_drafts": 3}
@@ -64,7 +64,7 @@ def test_sizes_of_an_engine() -> None:
 def test_a_step_gets_the_smallest_size_and_its_own_results(step: tuple[int, int, int], size: Size) -> None:
     """What an earlier, larger step left behind it is nobody's: a stale id of a logit lies outside."""
     trunk, config = Noting(), resolved(**SIZES)
-    prompts = Padded(config, trunk, CPU)
+    prompts = Prompts(config, trunk, CPU)
     width = prompts._there.page_table.shape[1]
     prompts.run(batch_of(300, 20, 80, width))
     batch = batch_of(*step, width)
@@ -81,7 +81,7 @@ def test_a_step_gets_the_smallest_size_and_its_own_results(step: tuple[int, int,
 @pytest.mark.parametrize("step", [(301, 1, 1), (64, 21, 1), (300, 20, 81)], ids=str)
 def test_a_step_that_fits_no_size_runs_as_it_is(step: tuple[int, int, int]) -> None:
     trunk = Noting()
-    prompts = Padded(resolved(**SIZES), trunk, CPU)
+    prompts = Prompts(resolved(**SIZES), trunk, CPU)
     batch = batch_of(*step, prompts._there.page_table.shape[1])
     prompts.run(batch)
     assert torch.equal(trunk.given[0].token_ids, batch.token_ids)
@@ -89,7 +89,7 @@ def test_a_step_that_fits_no_size_runs_as_it_is(step: tuple[int, int, int]) -> N
 
 def test_all_sizes_leave_their_results_in_one_place() -> None:
     """Each graph kept its own: gigabytes of logits that no memory plan knew of."""
-    prompts = Padded(resolved(**SIZES), Noting(), CPU)
+    prompts = Prompts(resolved(**SIZES), Noting(), CPU)
     left = [prompts.step(size) for size in prompts.sizes if size.lines]
     for part in zip(*left, strict=True):
         assert len({found.data_ptr() for found in part}) == 1
@@ -104,9 +104,9 @@ def test_sizes_without_memory_are_dropped(monkeypatch: pytest.MonkeyPatch) -> No
                 raise torch.OutOfMemoryError("no")
             return super().run(batch)
 
-    monkeypatch.setattr(padded.time, "perf_counter", lambda: 0.0)
-    monkeypatch.setattr(padded.torch.cuda, "synchronize", lambda device: None)
-    prompts = Padded(resolved(**SIZES), Small(), CPU)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(module.torch.cuda, "synchronize", lambda device: None)
+    prompts = Prompts(resolved(**SIZES), Small(), CPU)
     prompts.drop_long_ones()
     assert {size.tokens for size in prompts.sizes} == {64, 128}
 
@@ -123,8 +123,8 @@ def test_sizes_that_keep_a_gpu_busy_are_dropped(monkeypatch: pytest.MonkeyPatch)
     def wait(device: object) -> None:
         now[0] += 0.2 * tokens[-1] - 20.0 if tokens[-1] > 100 else 0.0  # 128 tokens: 5.6
 
-    monkeypatch.setattr(padded.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(padded.torch.cuda, "synchronize", wait)
-    prompts = Padded(resolved(**SIZES), Slow(), CPU)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(module.torch.cuda, "synchronize", wait)
+    prompts = Prompts(resolved(**SIZES), Slow(), CPU)
     prompts.drop_long_ones()
     assert {size.tokens for size in prompts.sizes} == {64} and set(tokens) == {64, 128}
