@@ -60,6 +60,7 @@ PARTS = {
     ),
     "ledger": ("gpu/test_ledger.py", "test"),
     "step": ("gpu/test_step.py", "test_steps_are_those_of_any_device and greedy and 0"),
+    "around": ("step/test_forms.py", "test_every_op_of_a_step and cuda and bfloat16"),
     "clock": ("gpu/test_clock.py", "test"),
 }
 LAUNCHED = "launched: "  # what a test's process says of kernels
