@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hemiola.plugins.step import forms
 from hemiola.runtime import manifest as manifests
 from hemiola.runtime.abi import widths
 from hemiola.runtime.api import (
@@ -140,8 +141,8 @@ def open_text(engine_dir: Path, manifest: manifests.Manifest) -> Text | None:
 def compile_ahead() -> None:
     """The kernels of this engine's ops, and what steps of any options call beside them: no request waits."""
     from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
-    from hemiola.runtime.step import recorded  # noqa: F401  all of that is known when it is imported
 
+    forms("compiled")  # a kernel is known when it is imported
     jit.prepare()
 
 

@@ -35,14 +35,14 @@ from hemiola.runtime.step.choice import Argmax, ByRules, Masks
 from hemiola.runtime.step.eager import parts_of
 from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.output import StepOutput
-from hemiola.runtime.step.program import MARKS, Feed, Program, State
+from hemiola.runtime.step.program import MARKS, Feed, Program, StepState
 from hemiola.runtime.step.table import PageTable
 
 log = logging.getLogger("hemiola")
 MOST_TOP = 20  # logprobs of a position
 
 
-class Result(NamedTuple):
+class CapturedResult(NamedTuple):
     """What a step leaves on the device, always in the same place."""
 
     told: torch.Tensor  # MARKS, then [N, width + 4 + told_drafts] flat, int64
@@ -63,7 +63,7 @@ class Captured:
         ring: torch.Tensor,
     ) -> None:
         self._ops, self._config, self._ledger, self._table = ops, config, ledger, table
-        state = State(table.on_device, ledger.lengths, ledger.ids, ring)
+        state = StepState(table.on_device, ledger.lengths, ledger.ids, ring)
         self.program = Program(ops, config, parts_of(config, ledger.device, trunk, head), state)
         self.rules = RuleTable(config.num_slots, ledger.device)
         self.buckets = buckets_of(config)
@@ -115,10 +115,10 @@ class Captured:
         self.num_steps += 1
         return self._output(plan, bucket, result)
 
-    def run(self, bucket: Bucket, /) -> Result:
+    def run(self, bucket: Bucket, /) -> CapturedResult:
         return self.step(bucket)
 
-    def step(self, bucket: Bucket) -> Result:
+    def step(self, bucket: Bucket) -> CapturedResult:
         """The step whose numbers lie on the stage."""
         sent: Sent[torch.Tensor] = Sent(*self._stage.views(self.shapes(bucket)))
         line = self.width(bucket) + ANSWERS + self.told_drafts(bucket)
@@ -139,7 +139,7 @@ class Captured:
             choice=choice,
         )
         self.program.step(feed)
-        return Result(told, choice.logprobs.get(0, ()) if isinstance(choice, ByRules) else ())
+        return CapturedResult(told, choice.logprobs.get(0, ()) if isinstance(choice, ByRules) else ())
 
     def _choice(self, bucket: Bucket, sent: Sent[torch.Tensor]) -> "Argmax | ByRules":
         """By the rules that requests left in their slots."""
@@ -156,7 +156,7 @@ class Captured:
         masks = Masks(None, sent.bits[sent.mask])
         return ByRules(self._ops, *of_ledger, group, group, masks, [(0, slice(None), MOST_TOP)])
 
-    def _output(self, plan: Plan, bucket: Bucket, result: Result) -> StepOutput:
+    def _output(self, plan: Plan, bucket: Bucket, result: CapturedResult) -> StepOutput:
         """On its way to the host."""
         (told,) = fetch([result.told])
         logprobs, end = {}, 0

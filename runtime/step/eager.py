@@ -18,11 +18,11 @@ from hemiola.runtime.step.choice import Argmax, ByRules, Masks
 from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.output import StepOutput
 from hemiola.runtime.step.pack import pack
-from hemiola.runtime.step.program import MARKS, Choice, Feed, Pairs, Parts, Program, State
+from hemiola.runtime.step.program import MARKS, Chooser, Feed, Pairs, Program, ProgramParts, StepState
 from hemiola.runtime.step.table import PageTable
 
 
-class Eager:
+class EagerSteps:
     """Runs any plan."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Eager:
             ops,
             config,
             parts_of(config, ledger.device, trunk, head),
-            State(table.on_device, ledger.lengths, ledger.ids, ring),
+            StepState(table.on_device, ledger.lengths, ledger.ids, ring),
         )
 
     def launch(self, plan: Plan) -> StepOutput:
@@ -77,7 +77,7 @@ class Eager:
         """The step itself."""
         self.program.step(feed)
 
-    def _choice(self, plan: Plan) -> Choice:
+    def _choice(self, plan: Plan) -> Chooser:
         """By the rules of the plan's rows."""
         choosing = [(n, row) for n, row in enumerate(plan.rows) if row.chooses]
         rules = [row.request.rule for _, row in choosing for _ in range(1 + row.num_drafts)]
@@ -112,7 +112,7 @@ class Eager:
         return Masks(*upload(self._ledger.device, np.array(lines), np.stack(bits).view(np.int32)))
 
 
-def parts_of(config: Resolved, device: torch.device, trunk: Trunk, head: Drafter | None) -> Parts:
+def parts_of(config: Resolved, device: torch.device, trunk: Trunk, head: Drafter | None) -> ProgramParts:
     """A session's programs as parts of a step."""
     places = torch.arange(config.max_rows, dtype=torch.int32, device=device)
 
@@ -120,4 +120,4 @@ def parts_of(config: Resolved, device: torch.device, trunk: Trunk, head: Drafter
         assert head is not None
         return head.draft(**pairs._asdict())
 
-    return Parts(lambda batch: trunk.run(batch), draft, lambda num: places[:num])
+    return ProgramParts(lambda batch: trunk.run(batch), draft, lambda num: places[:num])

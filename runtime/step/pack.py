@@ -8,7 +8,7 @@ from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.engine.step import Row
 
 
-class Sizes(NamedTuple):
+class PlanSizes(NamedTuple):
     """Of a step."""
 
     rows: int
@@ -20,7 +20,7 @@ class Sizes(NamedTuple):
     passes: int  # most drafts of a row
 
 
-def pack(rows: Sequence[Row], has_head: bool) -> "tuple[array[int], Sizes]":
+def pack(rows: Sequence[Row], has_head: bool) -> "tuple[array[int], PlanSizes]":
     """The table [N + 1, 10] int32, flat; has_head: an MTP head reads pairs and drafts."""
     numbers = array("i")
     tokens = lines = pairs = drafting = passes = 0
@@ -40,7 +40,7 @@ def pack(rows: Sequence[Row], has_head: bool) -> "tuple[array[int], Sizes]":
             drafting += room > 0
         passes = max(passes, room)
     numbers.extend((tokens, lines, pairs, drafting, 0, 0, 0, 0, 0, 0))
-    return numbers, Sizes(len(rows), tokens, lines, pairs, drafting, width, passes)
+    return numbers, PlanSizes(len(rows), tokens, lines, pairs, drafting, width, passes)
 
 
 def padded(numbers: "array[int]", num_rows: int) -> "array[int]":

@@ -17,7 +17,7 @@ Operand = Any  # torch.Tensor, or a view of a recording
 MARKS = 4  # nanoseconds: begin, behind the trunk, behind the choice, end
 
 
-class State(NamedTuple):
+class StepState(NamedTuple):
     """What lies on the device from step to step."""
 
     table: Operand  # [S, P] pages of each slot
@@ -50,7 +50,7 @@ class Pairs(NamedTuple):
     logits_ids: Operand
 
 
-class Choice(Protocol):
+class Chooser(Protocol):
     """How tokens are chosen (choice.py)."""
 
     def scores(self, out: Computed) -> Operand:
@@ -80,7 +80,7 @@ class Feed(NamedTuple):
     width: Any  # most lines of a row
     passes: int  # drafts that a row gets at most
     told_drafts: int  # ids of drafts in the answers
-    choice: Choice
+    choice: Chooser
 
 
 class Drafting(NamedTuple):
@@ -91,7 +91,7 @@ class Drafting(NamedTuple):
     hidden: Operand  # [D, F]
 
 
-class Parts(NamedTuple):
+class ProgramParts(NamedTuple):
     """The engine's programs, and how places 0, 1, ... are named."""
 
     trunk: Callable[[Batch], Computed]
@@ -102,7 +102,7 @@ class Parts(NamedTuple):
 class Program:
     """The ops of a step, bound to an engine's parts and state."""
 
-    def __init__(self, ops: SimpleNamespace, config: Resolved, parts: Parts, state: State) -> None:
+    def __init__(self, ops: SimpleNamespace, config: Resolved, parts: ProgramParts, state: StepState) -> None:
         self._ops, self._config, self._parts = ops, config, parts
         self._table, *self._ledger, self._ring = state
 

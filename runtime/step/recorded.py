@@ -22,8 +22,8 @@ from hemiola.runtime.engine.step import Plan
 from hemiola.runtime.step.choice import Argmax
 from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.output import StepOutput
-from hemiola.runtime.step.pack import Sizes, pack
-from hemiola.runtime.step.program import MARKS, Batch, Drafting, Feed, Pairs, Parts, Program, State
+from hemiola.runtime.step.pack import PlanSizes, pack
+from hemiola.runtime.step.program import MARKS, Batch, Drafting, Feed, Pairs, Program, ProgramParts, StepState
 from hemiola.runtime.step.table import PageTable
 
 Record = Callable[[Recorder, Mapping[str, View]], list[View]]
@@ -61,14 +61,14 @@ class Recorded:
     def open(self, slot_id: int, rule: Rule) -> None:
         """Nothing of a request is kept here."""
 
-    def fit(self, plan: Plan) -> "tuple[array[int], Sizes] | None":
+    def fit(self, plan: Plan) -> "tuple[array[int], PlanSizes] | None":
         """The packed plan; None: a row takes more than an argmax."""
         for row in plan.rows:
             if row.chooses and (not row.request.rule.plain or row.request.guide is not None):
                 return None
         return pack(plan.rows, self._has_head)
 
-    def launch(self, plan: Plan, fitted: "tuple[array[int], Sizes]") -> StepOutput:
+    def launch(self, plan: Plan, fitted: "tuple[array[int], PlanSizes]") -> StepOutput:
         """All of it is done when this returns."""
         numbers, sizes = fitted
         told = array("q", bytes(8 * (MARKS + sizes.rows * (sizes.width + ANSWERS))))
@@ -129,8 +129,8 @@ class Recorded:
             logits, hidden = self._records[-1](code, pairs._asdict())
             return Computed(logits, hidden)  # type: ignore[arg-type]
 
-        state = State(*map(code.given, (self._table.on_device, ledger.lengths, ledger.ids, self._ring)))
-        parts = Parts(trunk, head, lambda num: self._given(code, self._places, num))
+        state = StepState(*map(code.given, (self._table.on_device, ledger.lengths, ledger.ids, self._ring)))
+        parts = ProgramParts(trunk, head, lambda num: self._given(code, self._places, num))
         return Program(self._ops, self._config, parts, state)
 
     def _leave(self, drafting: Drafting) -> None:

@@ -17,7 +17,7 @@ from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.step import Launched, Plan
 from hemiola.runtime.manifest import HIDDEN
 from hemiola.runtime.step.captured import Captured
-from hemiola.runtime.step.eager import Eager
+from hemiola.runtime.step.eager import EagerSteps
 from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.prompts import Prompts
 from hemiola.runtime.step.table import PageTable
@@ -35,7 +35,7 @@ class AllSteps:
         ledger: Ledger,
         table: PageTable,
         whole: "Captured | Recorded | None",
-        eager: Eager,
+        eager: EagerSteps,
         trunk: Trunk,
     ) -> None:
         self.ops, self.ledger, self.table = ops, ledger, table
@@ -78,13 +78,13 @@ def make_steps(
         captured = Captured(*given, session, session, ring)
         if device.type == "cuda":
             capture(captured, prompts, device, held)
-        return AllSteps(ops, ledger, table, captured, Eager(*given, prompts, session, ring), prompts)
+        return AllSteps(ops, ledger, table, captured, EagerSteps(*given, prompts, session, ring), prompts)
     whole, recordings = None, getattr(session, "recordings", [])  # none where tests stand for a session
     if recordings:
         from hemiola.runtime.step.recorded import Recorded  # numba is not needed elsewhere
 
         whole = Recorded(*given, recordings, ring, storage.poison)
-    return AllSteps(ops, ledger, table, whole, Eager(*given, session, session, ring), session)
+    return AllSteps(ops, ledger, table, whole, EagerSteps(*given, session, session, ring), session)
 
 
 def capture(captured: Captured, prompts: Prompts, device: torch.device, held: ExitStack) -> None:

@@ -30,7 +30,7 @@ from hemiola.runtime.engine.sampling import logprobs, to_logprobs
 from hemiola.runtime.engine.step import Launched, Outcome, Plan
 from hemiola.runtime.llm import make_loop, prefix_cost
 from hemiola.runtime.step.bucket import Bucket
-from hemiola.runtime.step.captured import Captured, Result
+from hemiola.runtime.step.captured import Captured, CapturedResult
 from hemiola.runtime.step.program import Batch
 from hemiola.runtime.step.prompts import Prompts
 from hemiola.runtime.step.recorded import Recorded
@@ -220,7 +220,7 @@ class EngineHand(Hand):
         last = recorder.captured[-len(captured.buckets) :]  # behind the graphs of prompts; on a CPU none
         found = dict(zip(captured.buckets, last, strict=bool(last)))
 
-        def run_and_keep(bucket: Bucket) -> Result:
+        def run_and_keep(bucket: Bucket) -> CapturedResult:
             result = run(bucket)
             if found:
                 recorder.logits.append(found[bucket].clone())

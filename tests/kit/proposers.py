@@ -12,7 +12,7 @@ from hemiola.plugins.step.plan import ANSWERS, DRAFTS, PROPOSED, TOTAL
 from hemiola.runtime.device.transfer import upload
 from hemiola.runtime.engine.step import Plan
 from hemiola.runtime.step.bucket import Bucket
-from hemiola.runtime.step.captured import Captured, Result
+from hemiola.runtime.step.captured import Captured, CapturedResult
 from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.output import StepOutput
 from hemiola.runtime.step.program import MARKS, Feed
@@ -62,7 +62,7 @@ class Scripted:
             plans.append(plan)
             return launch(plan, bucket)
 
-        def run_and_propose(bucket: Bucket) -> Result:
+        def run_and_propose(bucket: Bucket) -> CapturedResult:
             result = run(bucket)
             answers = result.told[MARKS:].view(bucket.rows, -1)
             self.propose(plans.pop(), answers, captured.width(bucket))

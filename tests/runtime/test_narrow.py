@@ -22,6 +22,7 @@ from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.device import session
 from hemiola.runtime.step import steps
 
+CUDA, REFERENCE = forms("cuda"), forms("reference")
 PROMPTS = [list(range(3, 40)), [7, 8, 9] * 5]
 NUM_TOKENS = 12
 
@@ -78,7 +79,7 @@ def on_cpu(look: Instead, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm, "find_device", lambda engine_dir, arch: torch.device("cpu"))
     monkeypatch.setattr(Op, "bind", bind)
     monkeypatch.setattr(session, "LoadedSegment", as_on_a_gpu)
-    monkeypatch.setattr(steps, "forms", lambda name: forms("reference"))  # a CPU's own are for fp32
+    monkeypatch.setattr(steps, "forms", lambda name: REFERENCE)  # a CPU's own are for fp32
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -101,7 +102,7 @@ def looked_at(look: Instead, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> s
     done: set[str] = set()
 
     def both(name: str) -> Callable[..., Any]:
-        launched, plain = getattr(forms("cuda"), name), getattr(forms("reference"), name)
+        launched, plain = getattr(CUDA, name), getattr(REFERENCE, name)
 
         def run(*values: Any) -> Any:
             done.add(name)
@@ -132,7 +133,7 @@ def test_whatever_steps_of_fixed_sizes_launch_was_compiled(
         "drawn": {"temperature": 0.8, "seed": 3},
         "asked": {"logprobs": 1},
     }
-    with llm.LLM(engine_dir, drafts=drafts, num_pages=64) as engine:
+    with llm.LLM(engine_dir, drafts=drafts, num_pages=64, adaptive_drafts=False) as engine:
         for kind, values in kinds.items():
             params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **values)
             outputs = engine.generate(PROMPTS, params)

@@ -2,7 +2,6 @@
 
 import torch
 
-from hemiola.plugins.rows import RowFields
 from hemiola.plugins.step.plan import EDGE
 
 
@@ -16,13 +15,13 @@ def keep(
     snapshot that the step took gets the state before its edge."""
     ring_len = ring.shape[1]
     for line in rows.tolist():
-        row = RowFields(*line, 0, 0)
-        if row.slot == 0:
+        first, num_tokens, _, slot, committed, edge, snapshot_slot, snapshot_edge = line
+        if slot == 0:
             continue
-        last = row.snapshot_edge - 1
-        if row.snapshot_slot and row.edge <= last < int(lengths[EDGE, row.slot]):
-            is_new = last >= row.committed
-            state = hidden[row.first + last - row.committed] if is_new else ring[row.slot, last % ring_len]
-            ring[row.snapshot_slot, last % ring_len] = state
-        for token in range(max(0, row.num_tokens - ring_len), row.num_tokens):
-            ring[row.slot, (row.committed + token) % ring_len] = hidden[row.first + token]
+        last = snapshot_edge - 1
+        if snapshot_slot and edge <= last < int(lengths[EDGE, slot]):
+            is_new = last >= committed
+            state = hidden[first + last - committed] if is_new else ring[slot, last % ring_len]
+            ring[snapshot_slot, last % ring_len] = state
+        for token in range(max(0, num_tokens - ring_len), num_tokens):
+            ring[slot, (committed + token) % ring_len] = hidden[first + token]

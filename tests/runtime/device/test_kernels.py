@@ -23,7 +23,7 @@ from hemiola.runtime.errors import Refused
 Get = Callable[..., Path]
 
 
-NAMES = (*OPS, *(f"step.{op}" for op in STEP_OPS), "gpu.clock", "gpu.ledger", "gpu.pairs")
+NAMES = (*OPS, *(f"step.{op}" for op in STEP_OPS), "gpu.clock")
 
 
 def every_kernel() -> list[Kernel]:

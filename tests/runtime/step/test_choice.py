@@ -12,7 +12,7 @@ from hemiola.runtime.device.session import Computed
 from hemiola.runtime.engine.request import Bounds, new_request
 from hemiola.runtime.engine.step import Plan, Row
 from hemiola.runtime.step.choice import Argmax
-from hemiola.runtime.step.eager import Eager
+from hemiola.runtime.step.eager import EagerSteps
 from hemiola.runtime.step.ledger import Ledger
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -40,7 +40,7 @@ def choice_of(params: SamplingParams, guided: bool = False) -> object:
     request = new_request(
         1, [3, 4, 5], params, Bounds(64, 64, VOCAB, (EOS,)), grammar=compiled("a*b") if guided else None
     )
-    eager = Eager.__new__(Eager)
+    eager = EagerSteps.__new__(EagerSteps)
     eager._ops, eager._config, eager._ledger = OPS, config, Ledger(config, torch.device("cpu"))
     return eager._choice(Plan([Row(request, 1, 3, 0, True, 0, (0, 0))]))
 
