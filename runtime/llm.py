@@ -70,8 +70,7 @@ def make_loop(
         pages, slots, evictor, identity, config.snapshot_interval, enabled=config.prefix_cache
     )
     scheduler = Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts))
-    ring = storage.tensors[manifests.HIDDEN] if config.drafts == "mtp" else torch.empty(0)
-    steps = make_steps(config, session, pages, ring, device, held or ExitStack(), storage.poison)
+    steps = make_steps(config, storage, session, pages, device, held or ExitStack())
     return Loop(config, scheduler, storage, steps, Outbox(text), device)
 
 

@@ -164,7 +164,7 @@ class Session:
         return self._trunk(getattr(batch, name) for name in self._trunk.inputs)
 
     @property
-    def records(self) -> "list[Record]":
+    def recordings(self) -> "list[Record]":
         """Trunk and head as parts of a CPU's step: from their inputs to logits and hidden states. Or none."""
         found = [p.record for p in (self._trunk, self._draft) if p.record is not None]
         return found if len(found) == 2 else []

@@ -11,9 +11,11 @@ from hemiola.plugins.step import forms
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.graphs import Graphs
+from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.step import Launched, Plan
+from hemiola.runtime.manifest import HIDDEN
 from hemiola.runtime.step.captured import Captured
 from hemiola.runtime.step.eager import Eager
 from hemiola.runtime.step.ledger import Ledger
@@ -59,17 +61,17 @@ class Engine(Trunk, Drafter, Protocol):
 
 def make_steps(
     config: Resolved,
+    storage: Storage,
     session: Engine,
     pages: PagePool,
-    ring: torch.Tensor,
     device: torch.device,
     held: ExitStack,
-    poisoned: bool = False,
 ) -> AllSteps:
-    """An engine's executors. ring: the slot state of its MTP head; held: gets what must be closed behind
-    them."""
-    ops, ledger = forms("cuda" if device.type == "cuda" else "compiled"), Ledger(config, device)
-    table = PageTable(pages, device, is_copy=config.cuda_graphs or device.type == "cuda")
+    """An engine's executors. held: gets what must be closed behind them."""
+    ring = storage.tensors[HIDDEN] if config.drafts == "mtp" else torch.empty(0)
+    on_cpu = device.type == "cpu"
+    ops, ledger = forms("compiled" if on_cpu else "cuda"), Ledger(config, device)
+    table = PageTable(pages, device, is_copy=config.cuda_graphs or not on_cpu)
     given = (ops, config, ledger, table)
     if config.cuda_graphs:
         prompts = Prompts(config, session, device)
@@ -77,11 +79,11 @@ def make_steps(
         if device.type == "cuda":
             capture(captured, prompts, device, held)
         return AllSteps(ops, ledger, table, captured, Eager(*given, prompts, session, ring), prompts)
-    whole, records = None, getattr(session, "records", [])  # none where tests stand for a session
-    if records:
+    whole, recordings = None, getattr(session, "recordings", [])  # none where tests stand for a session
+    if recordings:
         from hemiola.runtime.step.recorded import Recorded  # numba is not needed elsewhere
 
-        whole = Recorded(*given, records, ring, poisoned)
+        whole = Recorded(*given, recordings, ring, storage.poison)
     return AllSteps(ops, ledger, table, whole, Eager(*given, session, session, ring), session)
 
 

@@ -112,8 +112,8 @@ class Recorder:
         return out
 
     @property
-    def records(self) -> list:
-        return self.session.records
+    def recordings(self) -> list:
+        return self.session.recordings
 
     def watch(self, prompts: Prompts) -> None:
         """Keep logits without their padding, replayed ones, too."""

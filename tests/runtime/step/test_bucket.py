@@ -38,7 +38,8 @@ PLAIN: dict[str, Any] = {}
 
 def a_row(num_drafts: int = 0, slot: int = 1, values: dict = PLAIN, words: Any = (), **changes: Any) -> Row:
     rule = Rule(SamplingParams(**values), 0, 1, frozenset(), words)
-    row = Row(SimpleNamespace(rule=rule, guide=None), slot, 1 + num_drafts, num_drafts, True, 0, (0, 0))  # pyright: ignore
+    request: Any = SimpleNamespace(rule=rule, guide=None, params=rule.params)
+    row = Row(request, slot, 1 + num_drafts, num_drafts, True, 0, (0, 0))
     for name, value in changes.items():
         setattr(row, name, value)
     return row
@@ -166,7 +167,8 @@ def test_pages_that_came_since_the_last_step_reach_the_device_however_many() -> 
     pages = PagePool(config.num_pages, config.page_len, config.num_slots, 16)
     session: Any = SimpleNamespace(run=lambda batch: Computed(torch.zeros(5, VOCAB), torch.zeros(5, 1)))
     cpu = torch.device("cpu")
-    made = make_steps(config, session, pages, torch.empty(0), cpu, ExitStack())
+    nothing: Any = None
+    made = make_steps(config, nothing, session, pages, cpu, ExitStack())
     assert made.whole is not None
     for slot, num_tokens in ((1, 20), (2, 250), (1, 33), (1, 33), (3, 250), (4, 250)):
         pages.grow(slot, num_tokens)

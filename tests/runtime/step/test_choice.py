@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kit.fake_session import VOCAB, resolved
-from kit.guided import compiled
+from kit.guided import EOS, compiled
 
 from hemiola.plugins.step import forms
 from hemiola.runtime.api import SamplingParams
@@ -38,7 +38,7 @@ def choice_of(params: SamplingParams, guided: bool = False) -> object:
     """Of a step with one row."""
     config = resolved()
     request = new_request(
-        1, [3, 4, 5], params, Bounds(64, 64, VOCAB, ()), grammar=compiled("a*b") if guided else None
+        1, [3, 4, 5], params, Bounds(64, 64, VOCAB, (EOS,)), grammar=compiled("a*b") if guided else None
     )
     eager = Eager.__new__(Eager)
     eager._ops, eager._config, eager._ledger = OPS, config, Ledger(config, torch.device("cpu"))

@@ -4,6 +4,8 @@ What would have to know a content (`tolist`, a boolean mask, `nonzero`) raises, 
 tensors of two devices, a copy from host to device included: those that do not wait are `upload` and `fetch`.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -12,15 +14,17 @@ from kit.guided import EOS, compiled
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hemiola.plugins.gpu.launch import launches
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.device.graphs import Stage
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.engine import decode, feed, ledger, loop, rules, step
-from hemiola.runtime.engine.drafts import mtp, ngram
+from hemiola.runtime.engine import loop, rules
 from hemiola.runtime.engine.request import Bounds, new_request
-from hemiola.runtime.engine.step import Batch, Outcome, Plan
+from hemiola.runtime.engine.step import Outcome, Plan
 from hemiola.runtime.llm import make_loop
+from hemiola.runtime.step import captured, eager, ledger
+from hemiola.runtime.step.program import Batch
 
 GPU = torch.device("meta")
 HIDDEN = 6
@@ -77,33 +81,22 @@ class Empty:
     free_pages = free_slots
 
 
-class Stopped:
-    """A watch without a clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        assert device == GPU
-
-    def mark(self) -> None: ...
-
-
 @pytest.fixture
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What asks CUDA for something makes it up."""
 
     def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
         dtypes = [torch.from_numpy(array).dtype for array in arrays]
         return [torch.empty(a.shape, dtype=d, device=device) for a, d in zip(arrays, dtypes, strict=True)]
 
-    for module in (feed, ledger, mtp, ngram, rules, decode, step):
+    for module in (ledger, rules, captured, eager):
         monkeypatch.setattr(module, "upload", upload)
-    monkeypatch.setattr(
-        mtp, "upload_ints", lambda device, values: upload(device, np.array(values, np.int64))[0]
-    )
-    monkeypatch.setattr(loop, "Watch", Stopped)
-    for module in (loop, decode):
+    for module in (captured, eager):
         monkeypatch.setattr(module, "fetch", lambda tensors: tensors)
     monkeypatch.setattr(Stage, "send", lambda stage, arrays: None)
     monkeypatch.setattr(loop, "fence", lambda device: lambda: None)
+    with launches(lambda *call: None):
+        yield
 
 
 def outcome(plan: Plan) -> Outcome:
@@ -137,12 +130,12 @@ def test_a_launch_mixes_no_devices_and_waits_for_nothing(
         while made.scheduler.busy:
             plan = made.scheduler.plan()
             flight = made._launch(plan)
-            assert flight.verdict.token_ids.device == flight.num_drafts.device == GPU
+            assert flight.output.numbers.device == GPU
             made.scheduler.commit(plan, outcome(plan))
             made.scheduler.reap(plan)
             num_steps += 1
     assert num_steps > 6 and empty.copies > 0
-    assert not graphs or made.decoder.num_steps > 3
+    assert not graphs or made.steps.whole.num_steps > 3
 
 
 @pytest.mark.parametrize("drafts", ["none", "ngram", "mtp"])
@@ -162,7 +155,7 @@ def test_a_launch_with_a_grammar_in_it_mixes_no_devices(drafts: str, without_gpu
         for _ in range(4):
             plan = made.scheduler.plan()
             flight = made._launch(plan)
-            assert flight.drafts is not None and flight.drafts.device == GPU
+            assert flight.output.told_drafts == num_drafts and flight.output.numbers.device == GPU
             made.scheduler.commit(plan, outcome(plan))
 
 
@@ -174,7 +167,7 @@ def test_no_bucket_mixes_devices_or_waits(drafts: str, without_gpu: None) -> Non
     config = resolved(drafts=drafts, num_drafts=num_drafts, **sizes)
     with OneDevice():
         empty = Empty(config.num_slots, vocab_size)
-        decoder = make_loop(config, empty, empty, None, Cost(10, 40), device=GPU).decoder
+        decoder = make_loop(config, empty, empty, None, Cost(10, 40), device=GPU).steps.whole
         for bucket in decoder.buckets:
             assert decoder.step(bucket).told.device == GPU
     assert {bucket.rules for bucket in decoder.buckets} == set(range(4))
@@ -200,7 +193,7 @@ def test_no_kernel_runs_for_the_first_time_while_a_graph_is_captured(drafts: str
     sizes = {"num_slots": 17, "vocab_size": 2 * rules.FEW_BEST, "cuda_graphs": True}
     config = resolved(drafts=drafts, num_drafts=num_drafts, **sizes)
     empty = Empty(config.num_slots, config.vocab_size)
-    decoder = make_loop(config, empty, empty, None, Cost(10, 40), device=GPU).decoder
+    decoder = make_loop(config, empty, empty, None, Cost(10, 40), device=GPU).steps.whole
     found: dict[tuple, set] = {}
     for bucket in decoder.buckets:
         with Seen() as seen:
