@@ -74,7 +74,7 @@ STAGES = (
     Stage("look", 30, "python3 scripts/gpu_look.py", True),
     Stage("engines", 200, f"{PYTEST} tests/gpu --ignore tests/gpu/test_tensorrt.py -m 'not more'"),
     Stage("kernels", 170, f"{PYTEST} tests/plugins/*/test_triton.py"
-          " tests/plugins/gpu/test_{clock,ledger,overlap,step}.py tests/plugins/step/test_forms.py"),
+          " tests/plugins/gpu/test_{clock,overlap}.py tests/plugins/step/test_forms.py"),
     Stage("matrix", 260, f"TEST_DEVICE=cuda {PYTEST} tests/runtime/engine/test_matrix*.py"
           " tests/runtime/engine/test_reports.py tests/runtime/engine/test_engine_storms.py"
           " tests/runtime/step/test_reduced_head.py"),
