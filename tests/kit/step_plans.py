@@ -77,7 +77,9 @@ def make(seed: int, shape: Shape) -> Step:
         rows.append(PlanFields(**ends, **row))
         ends = {name: first + sizes[name] for name, first in ends.items()}
     nobody = dict.fromkeys(COLUMNS[len(ends) :], 0)
-    rows += [PlanFields(**ends, **nobody | {"room": dice.randrange(3)}) for _ in range(shape.num_padding)]
+    for _ in range(shape.num_padding):
+        junk = {"room": dice.randrange(3), "num_drafts": dice.randrange(3)}  # which nobody may mind
+        rows.append(PlanFields(**ends, **nobody | junk))
     plan = torch.tensor([*rows, PlanFields(**ends, **nobody)], dtype=torch.int32)
     ids = torch.randint(
         FEW_IDS, (num_slots, int(lengths[TOTAL].max()) + 2 * shape.most + 1), generator=rng

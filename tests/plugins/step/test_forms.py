@@ -223,7 +223,7 @@ def test_what_followed_the_longest_suffix_is_proposed(form: str, case: str) -> N
 
 @pytest.mark.parametrize("num_ids", [4095, 4096, 4097, 4098, 9000, 32768])
 def test_long_texts_are_looked_through(form: str, num_ids: int) -> None:
-    """Once the only occurrence stands at the beginning, once over the border of two blocks, twice in each."""
+    """The occurrence stands at the beginning, or over the border of two blocks; or there are many."""
     rng = torch.Generator().manual_seed(num_ids)
     texts = [torch.randint(100, 30000, (num_ids,), generator=rng).tolist() for _ in range(3)]
     texts[0][:3] = texts[0][-3:] = [7, 8, 9]
@@ -232,9 +232,13 @@ def test_long_texts_are_looked_through(form: str, num_ids: int) -> None:
     for at in (5, 700, num_ids // 2, num_ids - 100):
         texts[2][at : at + 3] = [7, 8, 9]
     texts[2][-3:] = [7, 8, 9]
-    plan, lengths, ids = text_step(*texts, torch.randint(2, (num_ids,), generator=rng).tolist())
+    far = torch.randint(100, 30000, (num_ids,), generator=rng).tolist()
+    far[-3:] = [7, 8, 9]
+    for at in range(5, num_ids - 9, 4096):  # by one lane of a kernel
+        far[at : at + 3] = [7, 8, 9]
+    plan, lengths, ids = text_step(*texts, far, torch.randint(2, (num_ids,), generator=rng).tolist())
     compare(form, "look_up", plan, lengths, ids, 2, 5)
-    assert (lengths[DRAFTS, 1:4] == 4).all()
+    assert (lengths[DRAFTS, 1:5] == 4).all()
 
 
 def test_the_best_token_is_the_lowest_of_the_highest_and_what_is_no_number_shows(form: str) -> None:
