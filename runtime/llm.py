@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hemiola.plugins.step import forms
+from hemiola.plugins.step import import_forms
 from hemiola.runtime import manifest as manifests
 from hemiola.runtime.abi import widths
 from hemiola.runtime.api import (
@@ -142,7 +142,7 @@ def compile_ahead() -> None:
     """The kernels of this engine's ops, and what steps of any options call beside them: no request waits."""
     from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
 
-    forms("compiled")  # a kernel is known when it is imported
+    import_forms("compiled")  # a kernel is known when it is imported
     jit.prepare()
 
 

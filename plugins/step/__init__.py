@@ -19,6 +19,12 @@ STEP_OPS: dict[str, Op] = {
 }
 
 
+def import_forms(name: str) -> None:
+    """All ops' modules of this form, which make its kernels known."""
+    for op in STEP_OPS:
+        import_module(f"hemiola.plugins.step.{op}.{name}")
+
+
 def forms(name: str) -> SimpleNamespace:
     """All ops in one form: compiled (CPU) or cuda, each a function of the op's arguments; or the
     references."""

@@ -5,14 +5,14 @@ from importlib.util import find_spec
 
 from hemiola.plugins import OPS
 from hemiola.plugins.cpu import jit
-from hemiola.plugins.step import forms
+from hemiola.plugins.step import import_forms
 
 
 def main() -> None:
     for op in OPS:
         if find_spec(f"hemiola.plugins.{op}.compiled"):
             import_module(f"hemiola.plugins.{op}.compiled")
-    forms("compiled")
+    import_forms("compiled")
     jit.prepare()
 
 
