@@ -21,7 +21,7 @@ class Faults:
         """chance: of a fault, in each step."""
         self._hand, self._dice, self._chance = hand, dice, chance
         self.struck: set[int] = set()  # requests that a fault struck, or that hold what such a one computed
-        self._alive: list[Request] = []  # those of them that have not ended
+        self.alive: list[Request] = []  # those of them that have not ended
         self._spread = False  # others may still get hold of what they computed
         states = hand.manifest.states
         self._pages = [s.name for s in states if s.kind == "page" and not s.name.startswith("mtp.")]
@@ -39,29 +39,28 @@ class Faults:
     def _before_step(self, plan: Plan) -> None:
         if self._spread:
             self._note_readers(plan)
-        self._alive = [r for r in self._alive if r.finish_reason is None or r.slot_id]
-        self._spread = bool(self._alive)
-        if self._dice.random() < self._chance:
-            opened = {opening.slot_id for opening in plan.openings}
-            rows = [
-                row for row in plan.rows if row.slot_id not in opened and row.request.id not in self.struck
-            ]
-            if rows:
-                self._strike(self._dice.choice(rows))
+        self.alive = [r for r in self.alive if r.finish_reason is None or r.slot_id]
+        self._spread = bool(self.alive)
+        opened = {opening.slot_id for opening in plan.openings}
+        rows = [r for r in plan.rows if r.slot_id not in opened and r.request.id not in self.struck]
+        prompts = [row for row in rows if not row.chooses]  # what they compute nobody looks at yet
+        if rows and self._dice.random() < self._chance * (5 if prompts else 1):
+            self._strike(self._dice.choice(prompts or rows))
 
     def _strike(self, row: Row) -> None:
+        """Nothing, at a page's edge, where no slot holds anything: all that was computed may be cached."""
         pages, storage = self._hand.loop.scheduler.prefix.pages, self._hand.storage
         index, num_inside = divmod(_computed(row), pages.page_len)
-        if num_inside == 0:
-            return  # all of its pages are finished, and may be cached
-        storage.free_slots([row.slot_id])  # poison
-        storage.free_pages([int(pages.table[row.slot_id, index])])
-        self._add(row.request)
-        self._spread = True
+        if num_inside:
+            storage.free_pages([int(pages.table[row.slot_id, index])])  # poison
+        if num_inside or self._slots:
+            storage.free_slots([row.slot_id])
+            self._add(row.request)
+            self._spread = True
 
     def _add(self, request: Request) -> None:
         self.struck.add(request.id)
-        self._alive.append(request)
+        self.alive.append(request)
 
     def _note_readers(self, plan: Plan) -> None:
         restored = {opening.slot_id: opening.restore_from for opening in plan.openings}

@@ -12,11 +12,12 @@ run's, and so is what is cached.
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kit.engine_faults import Faults
 from kit.engine_hand import VOCAB, EngineHand
 from kit.guided import ASKED, EOS, compiled
+from kit.proposers import Scripted, Text
 
 from hemiola.runtime.engine.request import Request
 
@@ -49,17 +50,44 @@ class EngineStorm:
         self._abort = dice.choice([0.04, 0.04, 0.6, 1.0])
         self._hungry = dice.random() < 1 / 3
         self._first = len(hand.requests)  # behind those of an earlier storm
+        self._asked: list[tuple[str, list[int], str | None, dict, list[int]]] = []
         self._known: dict[int, list[int]] = {}  # outputs that an oracle knows
         self._aborted: set[int] = set()
-        self.faults = Faults(hand, dice, dice.choice([0.0, 0.0, 0.05]))
+        self.faults = Faults(hand, dice, dice.choice([0.0, 0.05, 0.2]))
         self.reached: Counter[str] = Counter()
+        if isinstance(hand.loop.drafts, Scripted):
+            self._script, hand.loop.drafts.script = hand.loop.drafts.script, self._remember
 
     @property
     def _requests(self) -> list[Request]:
         return self.hand.requests[self._first :]
 
+    def _remember(self, text: Text, room: int) -> Sequence[int]:
+        """Drafts from what another request has said behind the same text, right up to a random place."""
+        own = text.ids[: text.total_len]
+        for other in reversed(self._requests):
+            said = other.ids[text.total_len : other.total_len][:room].tolist()
+            if said and (other.ids[: text.total_len] == own).all():
+                num_right = self.dice.choice([len(said), self.dice.randint(0, len(said))])
+                return [*said[:num_right], *((token + 1) % VOCAB for token in said[num_right:])]
+        return self._script(text, room)
+
     def _arrive(self) -> None:
-        """n answers to a prompt."""
+        """n answers to a prompt; at times what was asked before is asked again."""
+        dice = self.dice
+        is_new = not self._asked or dice.random() < 0.7
+        self._asked.append(self._new() if is_new else dice.choice(self._asked))
+        kind, prompt, pattern, options, known = self._asked[-1]
+        n = dice.choice([1, 1, 1, 2, 3])
+        self.reached[kind] += 1
+        self.reached["n > 1"] += n > 1
+        for _ in range(n):
+            request_id = self._submit(prompt, pattern, options)
+            if known:
+                self._known[request_id] = known
+
+    def _new(self) -> tuple[str, list[int], str | None, dict, list[int]]:
+        """A kind, a prompt, a pattern, options, and the output if an oracle knows it."""
         dice, text = self.dice, self._story(self.dice.randrange(3))
         length, num_tokens = dice.randint(self._shortest, 80), dice.randint(1, 16)
         if self._hungry:
@@ -77,13 +105,9 @@ class EngineStorm:
         pattern = dice.choice(list(ASKED)) if kind.startswith("grammar") else None
         if pattern is not None:
             options["stop_token_ids"] = [EOS]
-        n = dice.choice([1, 1, 1, 2, 3])
-        self.reached[kind] += 1
-        self.reached["n > 1"] += n > 1
-        for _ in range(n):
-            request_id = self._submit(text[:length] + tail, pattern, options | {"seed": dice.getrandbits(64)})
-            if not tail and kind in ("plain", "logprobs"):
-                self._known[request_id] = text[length : length + num_tokens]
+        is_known = not tail and kind in ("plain", "logprobs")
+        known = text[length : length + num_tokens] if is_known else []
+        return kind, text[:length] + tail, pattern, options | {"seed": dice.getrandbits(64)}, known
 
     def _submit(self, prompt: list[int], pattern: str | None, options: dict) -> int:
         grammar = None if pattern is None else compiled(pattern, self.hand.config.vocab_size)
@@ -101,26 +125,34 @@ class EngineStorm:
         going = [request.id for request in self._requests if not hand.ended(request.id)]
         if dice.random() < 0.25 and len(going) < 8 + 2 * hand.config.max_rows:
             self._arrive()
-        if hand.requests and dice.random() < self._abort:
-            request_id = dice.choice(going or [1])
-            self._aborted.add(request_id)
-            hand.loop.abort(request_id)
+        struck = [request.id for request in self.faults.alive if not hand.ended(request.id)]
+        if going and dice.random() < self._abort:
+            self._cancel(dice.choice(going))
+        elif struck and dice.random() < 0.2:  # before anybody has seen what it computed
+            self._cancel(dice.choice(struck))
         running = hand.loop.scheduler.running
         if running and dice.random() < 0.08:
-            self.reached["preempted by the scheduler"] -= 1
             hand.preempt(dice.choice(running))
         if dice.random() < 0.02:
             hand.loop.scheduler.prefix.flush()
+        before = sum(request.leaving for request in running), hand.loop.scheduler.num_preemptions
         hand.turn()
+        self.reached["preempted by the scheduler"] += hand.loop.scheduler.num_preemptions > sum(before)
         self.reached["requests of two priorities ran"] += len({r.params.priority for r in running}) > 1
         if dice.random() < 0.1 and not self.faults.outstanding:
             hand.check_contents()
+
+    def _cancel(self, request_id: int) -> None:
+        self._aborted.add(request_id)
+        self.hand.loop.abort(request_id)
 
     def end(self) -> None:
         """Let all end, and demand everything of it; the hand is as it was before."""
         hand, prefix = self.hand, self.hand.loop.scheduler.prefix
         hand.run()
         self.faults.stop()
+        if isinstance(hand.loop.drafts, Scripted):
+            hand.loop.drafts.script = self._script
         hand.check_logits()
         hand.check_contents()
         for request in self._requests:
@@ -135,7 +167,6 @@ class EngineStorm:
         hand, last = self.hand, self.hand.last(request.id)
         self.reached[str(last.finish_reason)] += 1
         self.reached["drafts stayed"] += sum(last.metrics.accepted)
-        self.reached["preempted by the scheduler"] += last.metrics.num_preemptions
         assert sum(piece.finish_reason is not None for piece in hand.pieces[request.id]) == 1
         assert hand.token_ids(request.id) == request.ids[request.prompt_len : request.total_len].tolist()
         match last.finish_reason:

@@ -18,7 +18,7 @@ from kit.engine_storms import RULES, storm
 
 from hemiola.runtime.engine.recorded import Recorded
 
-STORMS = int(os.environ.get("ENGINE_STORMS", "30"))
+STORMS = int(os.environ.get("ENGINE_STORMS", "24"))
 SEED = int(os.environ.get("SEED", "0"))
 NUM_TURNS = 60
 FAMILIES = ["nemotron_h_moe", "qwen3_5", "three_convs", "attention_only"]
@@ -75,7 +75,7 @@ def test_a_storm(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: 
 
 def test_storms_reach_all_that_they_are_for(engine_hands: Callable[..., EngineHand], wanted: Wanted) -> None:
     reached: Counter[str] = Counter()
-    for seed in range(16):
+    for seed in range(24):
         reached += run(engine_hands, wanted, seed)
     ends = ("length", "stop", "cancelled", "error")
     moves = ("n > 1", "requests of two priorities ran", "preempted by the scheduler", "drafts stayed")
