@@ -8,8 +8,8 @@ bundled checkpoint's engine with graphs. Struck rows end with an error; all othe
 page and snapshot, are the plain run's. Storms of a seed use one engine, one after the other. Processes take
 turns on a GPU; each of eight is nearly as fast as one alone. A failure prints its seed:
 `--seed N --processes 1` repeats it. What an interrupt finds half done is not counted. A process that is still
-in a storm a minute behind the end hangs, and counts as failed; one whose engines do not open, three seeds in a
-row, stops.
+in a storm a minute behind the end hangs, and counts as failed; one whose engines do not open, three seeds in
+a row, stops.
 """
 
 import argparse
