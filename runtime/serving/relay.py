@@ -11,6 +11,7 @@ from hemiola.runtime.serving.http_request import CHUNK, MAX_LINE, Refusal
 from hemiola.runtime.serving.slow_reader import never_waits, writing
 
 LAST_CHUNK = b"0\r\n\r\n"
+STREAM = (b"\r\ncontent-type: text/event-stream", b"\r\ntransfer-encoding: chunked")
 EDGE = b"\n\r\n"  # of a chunk: events end with an empty line, and so do headers
 
 
@@ -30,7 +31,8 @@ async def exchange(
     except OSError:
         why = reason() or "tritonserver does not answer; try again in a moment"
         raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, why) from None
-    parts = [asyncio.create_task(part) for part in (_relay(request, asked, answer, writer, reason), left(reader))]
+    relayed = _relay(request, asked, answer, writer, reason)
+    parts = [asyncio.create_task(part) for part in (relayed, left(reader))]
     try:
         await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         if parts[0].done():
@@ -100,7 +102,7 @@ class Passed:
     def is_cut_stream(self) -> bool:
         """A stream of events that ended before its last chunk, between two of them."""
         head = self._head.partition(b"\r\n\r\n")[0].lower()
-        is_stream = b"\r\ncontent-type: text/event-stream" in head and b"\r\ntransfer-encoding: chunked" in head
+        is_stream = all(header in head for header in STREAM)
         return is_stream and self.tail != LAST_CHUNK and self.tail.endswith(EDGE)
 
 
