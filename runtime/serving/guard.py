@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.json_file import Repeated, parse_json
-from hemiola.runtime.serving import arrival
+from hemiola.runtime.serving import arrival, ending
 from hemiola.runtime.serving.door import BACKLOG, FLUSH_S, Door
 from hemiola.runtime.serving.http_request import (
     CUT,
@@ -111,7 +111,7 @@ class Guard(Door):
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await self._read_body(head, reader)
         if self.refuses:
-            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the server ends; ask another, or try again later")
+            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, ending.REASON)
         mark = f"{arrival.NAME}: {arrival.make_mark(self._door_key, begun)}".encode()
         kept = [head.first_line, *head.kept, b"Connection: close", *([mark] if self._door_key else [])]
         if body or not head.first_line.startswith((b"GET ", b"HEAD ")):

@@ -22,7 +22,7 @@ import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingI
 from hemiola.runtime.api import Logprob, Piece
 from hemiola.runtime.errors import Busy, Failed, Refused, counted
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.serving import heartbeat, settings
+from hemiola.runtime.serving import ending, heartbeat, settings
 from hemiola.runtime.serving.arrival import NAME as ARRIVAL
 from hemiola.runtime.serving.arrival import read_mark
 from hemiola.runtime.serving.ask import Ask, check_priority, read_ask, read_request
@@ -127,6 +127,8 @@ class TritonPythonModel:
     def _enqueue(self, stream: Stream, ask: Ask) -> None:
         """What takes long is done by other threads: the next request does not wait for it."""
         check_priority(ask.params.priority, self._min_priority)
+        if self._beat_file.name and ending.begun(self._beat_file):
+            raise Failed(ending.REASON)
         self._check_room(ask.n)
         self.outbox.add(stream)
         if ask.params.structured_outputs is not None:

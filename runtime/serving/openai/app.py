@@ -16,6 +16,7 @@ from aiohttp import web
 
 from hemiola import __version__
 from hemiola.runtime.errors import Busy, Refused
+from hemiola.runtime.serving import ending
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.errors import ApiError, api_error
 from hemiola.runtime.serving.openai.events import stream, too_many
@@ -145,7 +146,7 @@ class App:
 
     def _check_open(self) -> None:
         if self._refuses():
-            raise ApiError(503, "the server ends; ask another, or try again later", code="server_ends")
+            raise ApiError(503, ending.REASON, code="server_ends")
 
     def _check_key(self, request: web.Request) -> None:
         if not self._limits.api_keys or request.path in OPEN:

@@ -85,6 +85,11 @@ BAD = {
         CHAT, says(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
         "messages[0].tool_calls[0]", "arguments is not a JSON object",
     ),
+    "call_arguments_twice": (
+        CHAT,
+        says(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]),
+        "messages[0].tool_calls[0]", "the key 'a' stands twice in one object; give it once",
+    ),
     "call_that_no_template_shows": (
         CHAT,
         {"model": "bare"}
