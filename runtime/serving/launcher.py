@@ -41,7 +41,8 @@ FAREWELL_S = 1.0  # for what a lost engine has said to reach its callers
 MOST_FAREWELL_S = 5.0  # for an engine that has raised to say it to all
 RECOVERED_S = 600  # of service, after which restarts are counted from 0 again
 MOST_WAIT_S = 60
-PORT_TRIES = 3
+TRIES = 3  # to start
+OPEN_S = 120.0  # for a server whose engines are loaded to be ready, which takes a second
 READ_S = 10.0  # for the rest of what it said to be read
 # Asks the kernel to kill the server if we end without stopping it, and becomes the server.
 LAUNCH = """
@@ -50,6 +51,10 @@ ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
+
+
+class Stuck(Refused):
+    """A tritonserver that has loaded its engines and then does nothing: another may well start."""
 
 
 class Server:
@@ -142,14 +147,18 @@ class Server:
 
     def _start_first(self) -> None:
         """A free port may be somebody else's when tritonserver, with its engines loaded, comes to take it."""
-        for left in reversed(range(PORT_TRIES)):
+        for left in reversed(range(TRIES)):
             try:
                 return self.start()
             except Refused as error:
-                if not left or 0 not in self._wanted or "already in use" not in str(error):
+                taken = 0 in self._wanted and "already in use" in str(error)
+                if not left or not (taken or isinstance(error, Stuck)):
                     raise
                 self.kill()
-                self.ports = choose_ports(self.host, self._wanted)
+                if taken:
+                    self.ports = choose_ports(self.host, self._wanted)
+                else:
+                    self.printer.say(f"lost: {error}\nstarting again\n")
 
     def start(self) -> None:
         """Returns when every model answers; raises Refused with the reason when one will not."""
@@ -207,7 +216,8 @@ class Server:
 
     def _await_ready(self) -> None:
         assert self._process is not None and self._home is not None and self._guard is not None
-        deadline = time.monotonic() + self._start_timeout_s
+        loaded = time.monotonic()  # not before then
+        deadline = loaded + self._start_timeout_s
         http, metrics = (self._home.doors / name for name in ("http", "metrics"))
         while not (answers(http, "/v2/health/ready") and answers(metrics, "/metrics")):
             status = self._process.poll()
@@ -215,11 +225,17 @@ class Server:
                 self.kill()  # whoever else holds its log open
                 ended = "" if status == 1 else f" (it ended with {status})"  # 1: it says why
                 raise Refused(f"tritonserver did not start{ended}: {self._log.reason(READ_S)}")
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise Refused(
                     f"tritonserver was not ready after {self._start_timeout_s:g} s (--start-timeout):"
                     f" {self._log.reason()}"
                 )
+            if not all(path.exists() for path in self._beats()):
+                loaded = now
+            if now - loaded > OPEN_S:
+                loaded_but = "tritonserver has loaded its engines, but opened no door"
+                raise Stuck(f"{loaded_but} within {OPEN_S:g} s; start it again")
             time.sleep(0.05)
         self._guard.start({"http": http, "metrics": metrics})
         self._log.ready = True

@@ -60,19 +60,20 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
         self._most_open = self.llm.config.max_rows + own.max_queue
         self._max_queue, self._min_priority, self._door_key = own.max_queue, own.min_priority, own.door_key
+        self._beat_file = Path(own.heartbeat_file)
         self.meter = Meter(self.llm.config.num_drafts, own.num_restarts)
         self.outbox = Replies(self.llm, self.meter, own.log_requests)
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, "compiling")
         self._reading = ThreadPoolExecutor(NUM_READING, "reading")
         labels = {"model": args["model_name"], "version": args["model_version"]}
+        self._clocks: list[Clock] = []
+        if own.heartbeat_file:  # before anything is asked of tritonserver, which has been seen not to answer
+            self._clocks.append(Clock("heartbeat", heartbeat.BEAT_S, self._beat, log_error))
         self._board = Board(pb_utils.MetricFamily, labels)
-        self._clocks = [
+        self._clocks += [
             Clock("metrics", METRICS_S, lambda: self._board.post(self.meter.read(self.llm)), log_error),
             Clock("watchdog", WATCHDOG_S, self._check_watchdog, log_error),
         ]
-        self._beat_file = Path(own.heartbeat_file)
-        if own.heartbeat_file:
-            self._clocks.append(Clock("heartbeat", heartbeat.BEAT_S, self._beat, log_error))
         gc.collect()
         gc.freeze()  # what stands is left alone: looking at all of it stopped every stream for 0.2 s
 

@@ -216,6 +216,36 @@ def test_models_whose_names_differ_behind_a_dot_alone_write_each_its_own_heartbe
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("num_stuck", [1, 2, 3])
+def test_a_server_that_loads_and_never_opens_is_waited_for_until_the_start_timeout(
+    monkeypatch: pytest.MonkeyPatch, family: subprocess.Popen[str], num_stuck: int
+) -> None:
+    """Seen once: tritonserver's threads slept behind a loaded engine, and nothing listened."""
+    monkeypatch.setattr(launcher, "OPEN_S", 0.0)
+    server, starts, said = serving(family, "m"), [], []
+    monkeypatch.setattr(server.printer, "say", said.append)
+
+    def start() -> None:
+        starts.append(server.ports)
+        if len(starts) <= num_stuck:
+            server._process = server._process or SimpleNamespace(
+                poll=lambda: None, pid=0, wait=lambda *_: 0, terminate=lambda: None
+            )
+            server._guard = SimpleNamespace(reason="", close=lambda: None)
+            server._home = server._home or Home()
+            heartbeat.write(server._home.beats / "m", heartbeat.now(0, 0, 0, ""))
+            server._await_ready()
+
+    monkeypatch.setattr(server, "start", start)
+    monkeypatch.setattr(launcher.os, "killpg", lambda *_: family.kill())
+    words = r"^tritonserver has loaded its engines, but opened no door within 0 s; start it again$"
+    with pytest.raises(Refused, match=words) if num_stuck == launcher.TRIES else nullcontext():
+        server._start_first()
+    assert len(starts) == min(num_stuck + 1, launcher.TRIES)
+    assert len(said) == min(num_stuck, launcher.TRIES - 1)
+    server.kill()
+
+
 class FakeDoor:
     """Remembers what it was told, and whether the server still ran."""
 
