@@ -53,7 +53,7 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-class Stuck(Refused):
+class NeverOpened(Refused):
     """A tritonserver that has loaded its engines and then does nothing: another may well start."""
 
 
@@ -152,7 +152,7 @@ class Server:
                 return self.start()
             except Refused as error:
                 taken = 0 in self._wanted and "already in use" in str(error)
-                if not left or not (taken or isinstance(error, Stuck)):
+                if not left or not (taken or isinstance(error, NeverOpened)):
                     raise
                 self.kill()
                 if taken:
@@ -235,7 +235,7 @@ class Server:
                 loaded = now
             if now - loaded > OPEN_S:
                 loaded_but = "tritonserver has loaded its engines, but opened no door"
-                raise Stuck(f"{loaded_but} within {OPEN_S:g} s; start it again")
+                raise NeverOpened(f"{loaded_but} within {OPEN_S:g} s; start it again")
             time.sleep(0.05)
         self._guard.start({"http": http, "metrics": metrics})
         self._log.ready = True

@@ -5,13 +5,13 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from hemiola.runtime.api import Piece
-from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving.log import Printer
 from hemiola.runtime.serving.metrics import Meter
-from hemiola.runtime.serving.response import Named, tensors
+from hemiola.runtime.serving.response import ResponseTensor, tensors
 from hemiola.runtime.serving.stream import Branch, Failure, Reason, Stream, error_of, line_of, outcome_of
 
 CHECK_S = 0.1  # between looks for callers that left and requests whose time is over
@@ -20,7 +20,7 @@ CHECK_S = 0.1  # between looks for callers that left and requests whose time is 
 class Outlet(Protocol):
     """Tritonserver's Python backend, as far as an answer needs it."""
 
-    def send(self, sender: Any, response: list[Named], last: bool) -> None: ...
+    def send(self, sender: Any, response: list[ResponseTensor], last: bool) -> None: ...
 
     def fail(self, sender: Any, code: str, message: str) -> None: ...
 
@@ -38,8 +38,10 @@ class Replies:
     not a slower engine. The same thread looks for callers that went away.
     """
 
-    def __init__(self, llm: LLM, meter: Meter, outlet: Outlet, log_requests: bool = False) -> None:
-        self._llm = llm
+    def __init__(
+        self, abort: Callable[[int], None], meter: Meter, outlet: Outlet, log_requests: bool = False
+    ) -> None:
+        self._abort = abort  # the engine's, by request id
         self._outlet = outlet
         self._meter = meter
         self._log_requests = log_requests
@@ -105,7 +107,7 @@ class Replies:
         stream.end(reason)
         for branch in stream.branches:
             if branch.request_id is not None:
-                self._llm.abort(branch.request_id)
+                self._abort(branch.request_id)
 
     def close(self) -> None:
         """Sends what has been said and ends the thread."""

@@ -11,14 +11,14 @@ from hemiola.runtime.api import Logprob, Piece
 from hemiola.runtime.serving.stream import Stream
 
 
-class Named(NamedTuple):
+class ResponseTensor(NamedTuple):
     """A tensor."""
 
     name: str
     values: "np.ndarray[Any, Any]"
 
 
-def tensors(stream: Stream, said: list[list[Piece]], over: bool) -> list[Named]:
+def tensors(stream: Stream, said: list[list[Piece]], over: bool) -> list[ResponseTensor]:
     """One response that says all of these pieces, those of each branch."""
     texts = ["".join(piece.text for piece in pieces) for pieces in said]
     texts, stream.echo = [stream.echo + text for text in texts], ""
@@ -46,7 +46,7 @@ def tensors(stream: Stream, said: list[list[Piece]], over: bool) -> list[Named]:
     return out
 
 
-def logprob_tensors(stream: Stream, logprobs: list[list[Logprob]], over: bool) -> list[Named]:
+def logprob_tensors(stream: Stream, logprobs: list[list[Logprob]], over: bool) -> list[ResponseTensor]:
     """Ours, and TensorRT-LLM's."""
     if not any(logprobs) and not (over and stream.flags["return_log_probs"]):
         return []
@@ -61,13 +61,13 @@ def logprob_tensors(stream: Stream, logprobs: list[list[Logprob]], over: bool) -
     return out
 
 
-def string_tensor(name: str, texts: list[str]) -> Named:
-    return Named(name, np.array([text.encode() for text in texts], dtype=np.object_))
+def string_tensor(name: str, texts: list[str]) -> ResponseTensor:
+    return ResponseTensor(name, np.array([text.encode() for text in texts], dtype=np.object_))
 
 
-def int_tensor(name: str, values: list[int]) -> Named:
-    return Named(name, np.array(values, dtype=np.int32))
+def int_tensor(name: str, values: list[int]) -> ResponseTensor:
+    return ResponseTensor(name, np.array(values, dtype=np.int32))
 
 
-def float_tensor(name: str, values: list[float]) -> Named:
-    return Named(name, np.array(values, dtype=np.float32))
+def float_tensor(name: str, values: list[float]) -> ResponseTensor:
+    return ResponseTensor(name, np.array(values, dtype=np.float32))

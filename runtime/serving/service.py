@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hemiola.runtime.errors import Busy, Failed, Refused, counted
-from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving import ending, heartbeat, settings
 from hemiola.runtime.serving.arrival import NAME as ARRIVAL
 from hemiola.runtime.serving.arrival import read_mark
@@ -36,6 +35,7 @@ class Service:
 
     def __init__(
         self,
+        open_llm: Callable[..., Any],
         config: Mapping[str, Any],  # Triton's
         folder: Path,  # of model.py
         kind: str,  # of the instance, and the number of its device
@@ -49,12 +49,12 @@ class Service:
         own, options = settings.read(folder, config["parameters"])
         check_instances(config["instance_group"])
         take_place(kind, device_id, own.device)
-        self.llm = LLM(own.engine_dir, **options)
+        self.llm = open_llm(own.engine_dir, **options)
         check_place(own.engine_dir, self.llm.manifest.arch, kind)
         self._most_open = self.llm.config.max_rows + own.max_queue
         self._max_queue, self._min_priority, self._door_key = own.max_queue, own.min_priority, own.door_key
         self.meter = Meter(self.llm.config.num_drafts, own.num_restarts)
-        self.outbox = Replies(self.llm, self.meter, outlet, own.log_requests)
+        self.outbox = Replies(self.llm.abort, self.meter, outlet, own.log_requests)
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, "compiling")
         self._reading = ThreadPoolExecutor(NUM_READING, "reading")
         self._clocks: list[Clock] = []

@@ -172,7 +172,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("triton_model", MODEL)
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
-    monkeypatch.setattr(service, "LLM", FakeLlm)
+    loaded.LLM = FakeLlm
     MetricFamily.page.clear()
     loaded.close_inherited_sockets = lambda: None  # this process is no engine
     monkeypatch.setattr(service, "Watchdog", lambda: SimpleNamespace(restart_if_lost=lambda: False))
@@ -242,7 +242,7 @@ def test_an_engine_sees_the_gpu_of_its_instance_alone(
             self.manifest.arch = "sm_90"
             seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
 
-    monkeypatch.setattr(service, "LLM", Llm)
+    module.LLM = Llm
     model = module.TritonPythonModel()
     model.initialize(config(engine_dir="/engine", kind="GPU", gpus=[1]))
     model.finalize()
@@ -426,7 +426,7 @@ def test_a_timeout_that_comes_while_the_clock_is_looked_at_is_told_as_cancelled(
                 model.service.llm.requests[0].say(Piece("x", [1]))
             return not overtaken
 
-    model.service.llm.abort = model.service.llm.aborted.append  # the engine ends a request in its next step
+    model.service.outbox._abort = model.service.llm.aborted.append  # the engine ends a request in its next step
     sender = ask(model, {"timeout": 10**12})
     (stream,) = model.service.outbox._open.values()
     stream.deadline = Deadline(0)
@@ -721,15 +721,12 @@ def test_an_engine_that_is_loaded_again_shows_levels_of_the_one_before(module: M
 
 
 def test_an_engine_without_a_tokenizer_serves_ids_and_refuses_text(
-    module: ModuleType,
-    tiny_checkpoint: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType, tiny_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "source")
     (source / "tokenizer.json").unlink()
     build(source, tmp_path / "engine", Options(max_len=64, max_rows=2, max_step_tokens=64, drafts="none"))
-    monkeypatch.setattr(service, "LLM", LLM)
+    module.LLM = LLM
     served = module.TritonPythonModel()
     served.initialize(config(engine_dir=str(tmp_path / "engine")))
     sender = ask(served, {"max_tokens": 3, "ignore_eos": True})

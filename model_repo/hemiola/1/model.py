@@ -10,8 +10,9 @@ from typing import Any
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving.replies import error_line
-from hemiola.runtime.serving.response import Named
+from hemiola.runtime.serving.response import ResponseTensor
 from hemiola.runtime.serving.service import Service
 
 
@@ -22,6 +23,7 @@ class TritonPythonModel:
         close_inherited_sockets()
         try:
             self.service = Service(
+                LLM,
                 json.loads(args["model_config"]),
                 Path(args["model_repository"], args["model_version"]),
                 args["model_instance_kind"],
@@ -48,7 +50,7 @@ class TritonPythonModel:
 class Outlet:
     """How answers leave: serving/replies.py says which."""
 
-    def send(self, sender: Any, response: list[Named], last: bool) -> None:
+    def send(self, sender: Any, response: list[ResponseTensor], last: bool) -> None:
         made = pb_utils.InferenceResponse([pb_utils.Tensor(*tensor) for tensor in response])
         sender.send(made, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
 

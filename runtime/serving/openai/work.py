@@ -1,7 +1,7 @@
 """A body as requests to the engine: everything that its size makes dear, so that a thread may do it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused
@@ -71,7 +71,7 @@ def chat(model: ServedModel, request: ChatRequest) -> Work:
     with_ids = bool(request.return_token_ids)
     choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
     reply = Reply("chat.completion", model, choices, len(params))
-    return Work([(ids, each) for each in params], choices, reply, structured and grammar_name(request))
+    return Work([(ids, each) for each in params], choices, reply, grammar_name(request, structured))
 
 
 def response(model: ServedModel, request: ResponsesRequest) -> Work:
@@ -83,10 +83,12 @@ def response(model: ServedModel, request: ResponsesRequest) -> Work:
     (params,) = as_chat.params(most, None, structured)
     choice = ResponseChoice(ids, expected)
     reply = ResponseReply(model, request, choice)
-    return Work([(ids, params)], [choice], reply, structured and grammar_name(as_chat))
+    return Work([(ids, params)], [choice], reply, grammar_name(as_chat, structured))
 
 
-def grammar_name(request: ChatRequest) -> str:
+def grammar_name(request: ChatRequest, structured: dict[str, Any] | None) -> str | None:
+    if structured is None:
+        return None
     return "tools" if request.forced else "response_format"
 
 
