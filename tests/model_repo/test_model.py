@@ -426,7 +426,9 @@ def test_a_timeout_that_comes_while_the_clock_is_looked_at_is_told_as_cancelled(
                 model.service.llm.requests[0].say(Piece("x", [1]))
             return not overtaken
 
-    model.service.outbox._abort = model.service.llm.aborted.append  # the engine ends a request in its next step
+    model.service.outbox._abort = (
+        model.service.llm.aborted.append
+    )  # the engine ends a request in its next step
     sender = ask(model, {"timeout": 10**12})
     (stream,) = model.service.outbox._open.values()
     stream.deadline = Deadline(0)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Mapping
 
 from aiohttp import web
@@ -72,7 +73,8 @@ class Front(Door):
         """Refuses, and waits for answers under way: they have exit_timeout_s from the first `refuse` on."""
         self.refuse()
         if self._thread.is_alive():
-            self._thread.join(self._exit_timeout_s + CLOSE_S)
+            end = self._refused_at + self._exit_timeout_s + CLOSE_S
+            self._thread.join(max(0.0, end - time.monotonic()))
         self.close()
 
     async def _serve(self) -> None:
