@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from hemiola.builder.checkpoint import DTYPES, Lazy
+from hemiola.builder.checkpoint import DTYPES
+from hemiola.builder.lazy import Lazy
 from hemiola.builder.targets.torch import Report
 
 ALIGNMENT = 64  # bytes

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
+from hemiola.builder.lazy import Lazy
 from hemiola.plugins import OPS
 from hemiola.plugins.spec import Op, Unsupported
 from hemiola.runtime.device.program import store
