@@ -4,7 +4,7 @@ import torch
 
 from hemiola.builder.formats.declared import Declared
 from hemiola.builder.formats.module import Found, Module, unpacked
-from hemiola.plugins.groups import WeightGroup, Layout
+from hemiola.plugins.groups import Layout, WeightGroup
 
 KEY = "qweight"
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word the nibbles of eight neighbouring outputs are

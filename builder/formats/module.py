@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from hemiola.plugins.groups import WeightGroup, Layout
+from hemiola.plugins.groups import Layout, WeightGroup
 from hemiola.runtime.errors import Refused
 
 

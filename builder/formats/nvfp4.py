@@ -8,7 +8,7 @@ import torch
 
 from hemiola.builder.formats.declared import Declared
 from hemiola.builder.formats.module import Found, Module, by_row, nibbles
-from hemiola.plugins.groups import WeightGroup, Layout
+from hemiola.plugins.groups import Layout, WeightGroup
 
 GROUP = 16
 

@@ -5,7 +5,7 @@ import torch
 
 from hemiola.builder.formats.declared import Declared
 from hemiola.builder.formats.module import Found, Module, unpacked
-from hemiola.plugins.groups import WeightGroup, Layout
+from hemiola.plugins.groups import Layout, WeightGroup
 
 KEY = "weight_packed"
 

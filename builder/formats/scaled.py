@@ -8,7 +8,7 @@ import torch
 
 from hemiola.builder.formats.declared import Declared
 from hemiola.builder.formats.module import Found, Module, Stored, by_row
-from hemiola.plugins.groups import WeightGroup, Layout
+from hemiola.plugins.groups import Layout, WeightGroup
 
 KEY = "weight_scale"
 KINDS = {"F8_E4M3": "e4m3", "I8": "int8"}
