@@ -119,7 +119,7 @@ def _refuse_quantised(
         return
     names = declared.names if declared else ()
     what = f"{where}: weights are {' and '.join(names) or ', '.join(kinds)}"
-    if kinds or ARCHS[archs[0]].device != "cpu" or target.name != "torch":
+    if ARCHS[archs[0]].device != "cpu" or target.name != "torch":
         raise Refused(
             f"{what}, which --target {target.name} --arch {','.join(archs)} does not multiply yet;"
             f"{lacks(names, archs)} build for --target torch --arch cpu, or use the bf16 checkpoint"

@@ -19,7 +19,7 @@ from hemiola.runtime import json_file
 from hemiola.runtime.errors import Refused, one_line
 
 T = TypeVar("T")
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # of numbers
 INDEX = "model.safetensors.index.json"
 REQUIRED = object()
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from hemiola.builder.formats.module import Found
-from hemiola.plugins.groups import Layout, dequantised, joined
+from hemiola.plugins.groups import Layout, WeightGroup, dequantised, joined
+from hemiola.plugins.spec import Pack
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ class Lazy:
         assert self.found is None, "a quantised weight is changed by rows alone"
         result = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))
         return Lazy(tuple(result.shape), result.dtype, lambda: function(self.read()), self.std)
+
+    def packed(self, pack: Pack) -> "Lazy":
+        """In the layout that a form asks for."""
+        found = self.found
+        if found is None:
+            return self.map(pack)
+        result = pack(WeightGroup.empty(found.layout, self.shape))
+        return Lazy(tuple(result.shape), result.dtype, lambda: pack(found.read()))
 
     @property
     def nbytes(self) -> int:

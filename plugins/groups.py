@@ -10,7 +10,9 @@ import torch
 
 E4M3 = torch.float8_e4m3fn
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 8 to 15 are their negatives
-CODES = {"e4m3": E4M3, "e2m1": torch.uint8, "int8": torch.int8, "int4": torch.int8}  # dtype of codes by kind
+# The dtype of codes by kind.
+CODES = {"e4m3": E4M3, "e2m1": torch.uint8, "int8": torch.int8, "int4": torch.int8}
+ROW = "row"  # in the place of a span
 # What may stand beside codes and scales: zero points; one factor, or one divisor, of all scales of a row.
 OTHERS = ("zeros", "factor", "divisor")
 
@@ -19,21 +21,21 @@ class Layout(NamedTuple):
     """What a group consists of."""
 
     kind: str  # one of CODES
-    span: int  # neighbouring inputs that share a scale
+    span: int  # neighbouring inputs that share a scale; 0: all of a row
     others: tuple[str, ...] = ()  # of OTHERS
 
     def __str__(self) -> str:
-        return " ".join((self.kind, str(self.span), *self.others))
+        return " ".join((self.kind, str(self.span or ROW), *self.others))
 
     @staticmethod
     def parse(text: str) -> "Layout":
         """Raises ValueError for what is no layout."""
         kind, _, rest = text.partition(" ")
         span, *others = rest.split(" ")
-        known = span.isdecimal() and len(span) < 10 and int(span) > 0
+        known = span == ROW or (span.isdecimal() and len(span) < 10 and span[0] != "0")
         if kind not in CODES or not known or any(name not in OTHERS for name in others):
             raise ValueError(f"{text!r} is no layout of a quantised weight")
-        return Layout(kind, int(span), tuple(others))
+        return Layout(kind, 0 if span == ROW else int(span), tuple(others))
 
 
 class WeightGroup(NamedTuple):
@@ -42,6 +44,17 @@ class WeightGroup(NamedTuple):
     layout: Layout
     # codes [..., O, F], scales and zeros [..., O, ceil(F / span)], factor or divisor [..., O, 1]
     tensors: dict[str, torch.Tensor]
+
+    @staticmethod
+    def empty(layout: Layout, shape: tuple[int, ...]) -> "WeightGroup":
+        """One without memory."""
+        *outer, num_inputs = shape
+        num_spans = -(-num_inputs // layout.span) if layout.span else 1
+        widths = {"codes": (num_inputs, CODES[layout.kind]), "scales": (num_spans, torch.float32)}
+        others = {"zeros": (num_spans, torch.int16)}
+        widths |= {name: others.get(name, (1, torch.float32)) for name in layout.others}
+        made = {n: torch.empty((*outer, w), dtype=dtype, device="meta") for n, (w, dtype) in widths.items()}
+        return WeightGroup(layout, made)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,7 +95,7 @@ def dequantised(group: WeightGroup) -> torch.Tensor:
     """The weight, [..., O, F] fp32: (number - zero point) * scale, the product rounded once."""
 
     def spread(each: torch.Tensor) -> torch.Tensor:
-        return each.repeat_interleave(group.layout.span, -1)[..., : group.shape[-1]]
+        return each.repeat_interleave(group.layout.span or group.shape[-1], -1)[..., : group.shape[-1]]
 
     values = numbers(group)
     if "zeros" in group.tensors:

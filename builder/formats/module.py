@@ -83,12 +83,13 @@ class Module:
         return self.tensors[suffix]
 
     def span(self, scales: Stored, num_spans: int, declared: Collection[int]) -> int:
-        """Inputs that share one of `num_spans` scales; `declared` are the group sizes that configs name."""
+        """Inputs that share one of `num_spans` scales, 0 for all of a row; `declared`: the group sizes that
+        configs name."""
         fitting = [size for size in sorted(declared) if -(-self.num_inputs // size) == num_spans]
         if fitting:
-            return min(fitting[0], self.num_inputs)
+            return fitting[0] if num_spans > 1 else 0
         if not declared and num_spans and self.num_inputs % num_spans == 0:
-            return self.num_inputs // num_spans
+            return self.num_inputs // num_spans if num_spans > 1 else 0
         known = f"groups of {' or '.join(map(str, sorted(declared)))}" if declared else "equal groups"
         raise scales.refused(
             f"has shape {list(scales.shape)}, which does not cut {self.num_inputs} inputs into {known}",
@@ -102,8 +103,8 @@ class Module:
             return
         order.require("I32", "I64")
         order.require_shape(self.num_inputs)
-        found = order.read()
-        if not torch.equal(found, (torch.arange(self.num_inputs) // span).to(found.dtype)):
+        usual = torch.arange(self.num_inputs) // (span or self.num_inputs)
+        if not torch.equal(order.read().long(), usual):
             raise order.refused(
                 "orders inputs by activation (desc_act, actorder)",
                 "quantise the model without that, or use the bf16 checkpoint",

@@ -21,7 +21,7 @@ def find(module: Module, declared: Declared) -> Found:
         return in_blocks(module, scales, declared.block)
     weight, kind = _weight(module)
     scales.require(*FLOATS)
-    layout = Layout(kind, module.num_inputs)
+    layout = Layout(kind, 0)
 
     def read() -> WeightGroup:
         return WeightGroup(layout, {"codes": _codes(weight), "scales": by_row(scales.scales(), num_outputs)})
@@ -39,7 +39,7 @@ def in_blocks(module: Module, scales: Stored, block: tuple[int, int]) -> Found:
     grid = (*outer, -(-num_outputs // height), -(-num_inputs // width))
     if scales.shape != (*outer, grid[-2], 1, grid[-1], 1):
         scales.require_shape(*grid)
-    layout = Layout(kind, min(width, num_inputs))
+    layout = Layout(kind, width if grid[-1] > 1 else 0)
 
     def read() -> WeightGroup:
         rows = scales.scales().view(grid).repeat_interleave(height, -2)[..., :num_outputs, :]
