@@ -25,7 +25,7 @@ KINDS = {  # of every format one, over all families; and the layouts that its en
     ("compressed_nvfp4", "nemotron_h_dense"): {"e2m1 16 divisor"},
     ("compressed_int8", "nemotron_h_dense"): {"int8 row"},
     ("compressed_w4a16_asym", "qwen3_5_moe_experts"): {"int4 32 zeros", "int4 row zeros"},
-    ("gptq_v2", "nemotron_h_moe"): {"int8 16 zeros", "int8 row zeros"},
+    ("gptq_v2", "nemotron_h_moe"): {"int8 16 zeros"},
     ("auto_round", "qwen3_5"): {"int4 32"},
     ("awq", "qwen3_next"): {"int4 32 zeros", "int4 row zeros"},
 }
