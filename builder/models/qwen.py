@@ -97,7 +97,8 @@ class GatedDelta(nn.Module):
         columns = self.qk_width + self.v_width
 
         tensor = kit.checkpoint.tensor
-        fused = f"{prefix}in_proj_qkvz.weight" in kit.checkpoint
+        checkpoint = kit.checkpoint
+        fused = f"{prefix}in_proj_qkvz.weight" in checkpoint or checkpoint.any(f"{prefix}in_proj_qkvz.")
         *rows, b, a = self._interleaved(kit, prefix, hidden) if fused else self._separate(kit, prefix, hidden)
         gap = zeros(-self.v_heads % 8, hidden)  # what a kernel reads starts at 16 bytes
         self.in_proj = dense(kit, [*rows, b, gap, a, gap])

@@ -201,7 +201,7 @@ NEVER = (
     None,
 )
 HEAD = ("lm_head", None)
-ALL = r"(proj|lm_head|gate_up_proj|down_proj)(\.weight)?$"
+ALL = r"(proj|in_proj_(qkvz|qkv|z)|lm_head)(\.weight)?$"
 QWEN_FP8 = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [48, 32],
     "modules_to_not_convert": ["lm_head", "model.embed_tokens", "in_proj_ba", "mlp.gate"],
