@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 import hemiola
 from hemiola.builder import models, targets
-from hemiola.builder.checkpoint import Checkpoint, Files, file_in, read_json
+from hemiola.builder.checkpoint import Checkpoint, Files, Tensors, file_in, read_json
 from hemiola.builder.formats.declared import SINCE, lacks
+from hemiola.builder.formats.rounded import rounding
 from hemiola.builder.fuse import fuse
 from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.lazy import Lazy
@@ -50,7 +51,7 @@ def build(
         _refuse_rows(options.max_rows, archs)
     refuse_occupied(engine_dir)
     report("checking", 0, 0)
-    checkpoint = Checkpoint(path, RandomTensors if options.random_weights else Files)
+    checkpoint = Checkpoint(path, _source(options))
     max_len = _max_len(checkpoint, options)
     model = models.load(
         checkpoint,
@@ -105,6 +106,12 @@ def build(
         ).write(folder)
 
 
+def _source(options: Options) -> Callable[[Checkpoint], Tensors]:
+    """Where tensors come from."""
+    source = RandomTensors if options.random_weights else Files
+    return rounding(source, options.quantize) if options.quantize else source
+
+
 def _refuse_quantised(
     checkpoint: Checkpoint,
     model: models.Model,
@@ -119,14 +126,15 @@ def _refuse_quantised(
         return
     names = declared.names if declared else ()
     what = f"{where}: weights are {' and '.join(names) or ', '.join(kinds)}"
+    way_out = "leave --quantize out" if options.quantize else "use the bf16 checkpoint"
     if ARCHS[archs[0]].device != "cpu" or target.name != "torch":
         raise Refused(
             f"{what}, which --target {target.name} --arch {','.join(archs)} does not multiply yet;"
-            f"{lacks(names, archs)} build for --target torch --arch cpu, or use the bf16 checkpoint"
+            f"{lacks(names, archs)} build for --target torch --arch cpu, or {way_out}"
         )
     if not kinds:
-        told = "random weights are not quantised" if options.random_weights else "no tensor is quantised"
-        raise Refused(f"{what} by its config, but {told}; use the bf16 checkpoint")
+        told = "random weights are plain without --quantize" if options.random_weights else "no tensor is"
+        raise Refused(f"{what} by its config, but {told}; {way_out}")
 
 
 def _compile(

@@ -50,7 +50,8 @@ class WeightGroup(NamedTuple):
         """One without memory."""
         *outer, num_inputs = shape
         num_spans = -(-num_inputs // layout.span) if layout.span else 1
-        widths = {"codes": (num_inputs, CODES[layout.kind]), "scales": (num_spans, torch.float32)}
+        narrow = E4M3 if layout.kind == "e2m1" else torch.float32
+        widths = {"codes": (num_inputs, CODES[layout.kind]), "scales": (num_spans, narrow)}
         others = {"zeros": (num_spans, torch.int16)}
         widths |= {name: others.get(name, (1, torch.float32)) for name in layout.others}
         made = {n: torch.empty((*outer, w), dtype=dtype, device="meta") for n, (w, dtype) in widths.items()}

@@ -38,7 +38,7 @@ NOT_YET = "which --target torch --arch"
 @pytest.mark.parametrize(
     ("config", "beside", "archs", "expected"),
     [
-        (QWEN_FP8, None, "cpu", "weights are FP8 by its config, but no tensor is quantised"),
+        (QWEN_FP8, None, "cpu", "weights are FP8 by its config, but no tensor is; use"),
         (QWEN_FP8, None, "sm_80,sm_86,sm_89", NO_FP8),
         (MODELOPT_FP8, None, "sm_89", f"weights are FP8, {NOT_YET} sm_89 does not multiply yet; build for"),
         (NVFP4, None, "sm_89,sm_120", "sm_89 cannot multiply NVFP4, sm_100 and newer can; build for"),
