@@ -9,6 +9,8 @@ import torch
 from hemiola.plugins.groups import Layout, WeightGroup
 from hemiola.runtime.errors import Refused
 
+MOST = 2.0**100  # kernels scale by powers of two beside it
+
 
 class Stored(NamedTuple):
     """A tensor of a file."""
@@ -31,12 +33,12 @@ class Stored(NamedTuple):
             raise self.refused(f"has shape {list(self.shape)}, its format asks for {list(shape)}")
 
     def scales(self) -> torch.Tensor:
-        """Its content as fp32, all of which must be positive numbers."""
+        """Its content as fp32, all of which must be positive numbers, and none too large for any weight."""
         scales = self.read().float()
-        wrong = int((~(scales.isfinite() & (scales > 0))).sum())
+        wrong = int((~((scales < MOST) & (scales > 0))).sum())
         if wrong:
             raise self.refused(
-                f"holds {wrong} of {scales.numel()} scales that are zero, negative, infinite or NaN"
+                f"holds {wrong} of {scales.numel()} scales that are zero, negative, NaN or beyond {MOST:g}"
             )
         return scales
 

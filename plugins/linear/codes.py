@@ -9,16 +9,18 @@ import math
 
 import torch
 
-from hemiola.plugins.cpu.codes import (
-    load_high_e2m1,
-    load_high_int4,
-    load_int8,
-    load_low_e2m1,
-    load_low_int4,
+from hemiola.plugins.cpu.code_tiles import (
+    tile_of_e2m1,
+    tile_of_e4m3,
+    tile_of_int4,
+    tile_of_int8,
+    widen_e2m1,
+    widen_e4m3,
+    widen_int4,
+    widen_int8,
 )
-from hemiola.plugins.cpu.e4m3 import load_e4m3
 from hemiola.plugins.cpu.jit import helper
-from hemiola.plugins.cpu.simd import LANES, f32, load, mul, splat, store, sub
+from hemiola.plugins.cpu.simd import LANES
 from hemiola.plugins.cpu.tiles import DEPTH, STRIP
 from hemiola.plugins.groups import Layout, WeightGroup, factors
 
@@ -67,35 +69,40 @@ def _strips(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @helper
+def narrow_tile(
+    kind, num_rows, strips, panel, strip, strip_bytes, num_inputs, span, has_zeros, at, count, y, y_len
+):
+    """Few rows times strips side by side, inputs at .. at + count; codes are widened in registers."""
+    codes, scales, zeros = _places(kind, strip, num_inputs, span, has_zeros, at)
+    if kind == IN_E4M3:
+        tile_of_e4m3(num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, at)
+    elif kind == IN_INT8:
+        tile_of_int8(num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, at)
+    elif kind == IN_INT4:
+        tile_of_int4(num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, at)
+    else:
+        tile_of_e2m1(num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, at)
+
+
+@helper
 def widen_codes(kind, strip, num_inputs, span, has_zeros, at, count, target):
     """The weights of a strip for inputs at .. at + count become fp32 at `target`."""
-    half = LANES if kind >= IN_INT4 else STRIP
-    scales = strip + num_inputs * half
-    zeros = scales + 4 * STRIP * ((num_inputs + span - 1) // span)
-    codes = strip + at * half
-    k = 0
-    while k < count:
-        part = (at + k) // span
-        end = min(count, (part + 1) * span - at)
-        a, b = load(scales, part * STRIP), load(scales, part * STRIP + LANES)
-        c = splat(f32(8.0)) if kind == IN_INT4 else splat(f32(0.0))
-        d = c
-        if has_zeros != 0:
-            c, d = load(zeros, part * STRIP), load(zeros, part * STRIP + LANES)
-        if kind == IN_E4M3:
-            for i in range(k * STRIP, end * STRIP, STRIP):
-                store(target, i, mul(load_e4m3(codes, i), a))
-                store(target, i + LANES, mul(load_e4m3(codes, i + LANES), b))
-        elif kind == IN_INT8:
-            for i in range(k * STRIP, end * STRIP, STRIP):
-                store(target, i, mul(sub(load_int8(codes, i), c), a))
-                store(target, i + LANES, mul(sub(load_int8(codes, i + LANES), d), b))
-        elif kind == IN_INT4:
-            for i in range(k, end):
-                store(target, i * STRIP, mul(sub(load_low_int4(codes, i * LANES), c), a))
-                store(target, i * STRIP + LANES, mul(sub(load_high_int4(codes, i * LANES), d), b))
-        else:
-            for i in range(k, end):
-                store(target, i * STRIP, mul(load_low_e2m1(codes, i * LANES), a))
-                store(target, i * STRIP + LANES, mul(load_high_e2m1(codes, i * LANES), b))
-        k = end
+    codes, scales, zeros = _places(kind, strip, num_inputs, span, has_zeros, at)
+    if kind == IN_E4M3:
+        widen_e4m3(codes, scales, zeros, span, count, target)
+    elif kind == IN_INT8:
+        widen_int8(codes, scales, zeros, span, count, target)
+    elif kind == IN_INT4:
+        widen_int4(codes, scales, zeros, span, count, target)
+    else:
+        widen_e2m1(codes, scales, zeros, span, count, target)
+
+
+@helper
+def _places(kind, strip, num_inputs, span, has_zeros, at):
+    """Addresses of codes, scales and zero points (0: none) from input `at` on, where a span begins."""
+    size = LANES if kind >= IN_INT4 else STRIP
+    first = strip + num_inputs * size
+    scales = first + 4 * STRIP * (at // span)
+    all_scales = 4 * STRIP * ((num_inputs + span - 1) // span)
+    return strip + at * size, scales, scales + all_scales if has_zeros != 0 else 0

@@ -28,9 +28,16 @@ from hemiola.plugins.cpu.tiles import (
     widen,
 )
 from hemiola.plugins.groups import Layout, WeightGroup
-from hemiola.plugins.linear.codes import HALVES, KINDS, pack_group, packed_span, strip_bytes, widen_codes
+from hemiola.plugins.linear.codes import (
+    HALVES,
+    KINDS,
+    narrow_tile,
+    pack_group,
+    packed_span,
+    strip_bytes,
+    widen_codes,
+)
 
-SHORT = DEPTH // max(ABREAST)  # inputs for which strips side by side are widened at once
 BLOCK = 288  # most rows of an item: a strip's weights are read once for all of them
 UNIT = ABREAST[0]  # strips that stay in one item
 ITEMS = 4  # for each thread, or the last one to end keeps the others waiting
@@ -191,7 +198,7 @@ def _stretch(
         if strip >= full:
             out, out_len = beyond, STRIP
         if kind > HALVES:
-            _widened_tiles(
+            _coded_tiles(
                 scratch, num_rows, matrix + strip * strip_bytes, kind, span, has_zeros, strip_bytes,
                 num_inputs, abreast, at, count, room, out, out_len
             )  # fmt: skip
@@ -208,19 +215,18 @@ def _stretch(
 
 
 @helper
-def _widened_tiles(
+def _coded_tiles(
     panel, num_rows, strip, kind, span, has_zeros, strip_bytes, num_inputs, abreast, at, count, room, y, y_len
 ):
-    """Quantised strips side by side, a part of their inputs after the other, as fp32 in the first cache."""
-    most = SHORT if abreast > 1 else DEPTH
-    for begin in range(0, count, most):
-        part, strip_len = min(most, count - begin), most * STRIP
-        for n in range(abreast):
-            source, target = strip + n * strip_bytes, room + 4 * n * strip_len
-            widen_codes(kind, source, num_inputs, span, has_zeros, at + begin, part, target)
-        _tiles(
-            panel + 4 * begin, num_rows, room, 0, strip_len, abreast, part, room, y, y_len, at + begin, room
+    """As _tiles, of quantised strips: few rows widen them on their way, others in `room`."""
+    if num_rows <= FEW:
+        narrow_tile(
+            kind, num_rows, abreast, panel, strip, strip_bytes, num_inputs, span, has_zeros, at, count, y,
+            y_len
         )  # fmt: skip
+        return
+    widen_codes(kind, strip, num_inputs, span, has_zeros, at, count, room)
+    _tiles(panel, num_rows, room, 0, DEPTH * STRIP, 1, count, room, y, y_len, at, room)
 
 
 @helper
