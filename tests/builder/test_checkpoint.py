@@ -14,7 +14,8 @@ from kit import checkpoints
 from safetensors.torch import save_file
 
 from hemiola.builder.build import Options, build
-from hemiola.builder.checkpoint import Checkpoint, Config, Lazy, file_in, join
+from hemiola.builder.checkpoint import Checkpoint, Config, file_in
+from hemiola.builder.lazy import Lazy, join
 from hemiola.runtime.errors import Refused
 
 
