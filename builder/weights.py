@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
-from hemiola.builder.checkpoint import DTYPES, Lazy
+from hemiola.builder.checkpoint import DTYPES
+from hemiola.builder.lazy import Lazy
 from hemiola.runtime.progress import WRITING, Report
 
 ALIGNMENT = 64  # bytes
-STORED = {dtype: name for name, dtype in DTYPES.items()}
+STORED = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U8"}
 
 
 def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:

@@ -22,10 +22,11 @@ ROOMS = {
     "cache": {GROUND},
     "device": {GROUND},
     "engine": {GROUND, "cache", "device"},
-    "llm": {GROUND, "cache", "device", "engine"},
+    "step": {GROUND, "cache", "device", "engine"},
+    "llm": {GROUND, "cache", "device", "engine", "step"},
     "serving": {GROUND},
     "bench": {GROUND, "llm"},
-    "cli": {GROUND, "llm", "serving", "bench"},
+    "cli": {GROUND, "device", "llm", "serving", "bench"},
     "__main__": {GROUND, "cli"},
 }
 # What is the same thing on a CPU and on a GPU, or in several ops, may have one name.

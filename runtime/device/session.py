@@ -84,7 +84,7 @@ class Drafter(Protocol):
     def draft(self, **inputs: torch.Tensor) -> Computed: ...
 
 
-class Program:
+class LoadedSegment:
     """One segment, bound to its forms, weights and states."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Session:
         weights = load_weights(engine_dir, manifest, names, storage.device, report)
         report("reading programs", 0, 0)
         programs = [
-            Program(
+            LoadedSegment(
                 engine_dir, manifest, segment, weights, storage, drafts == "mtp" and segment.name == "trunk"
             )
             for segment in segments
@@ -169,7 +169,7 @@ class Session:
         return self._trunk(getattr(batch, name) for name in self._trunk.inputs)
 
     @property
-    def records(self) -> "list[Record]":
+    def recordings(self) -> "list[Record]":
         """Trunk and head as parts of a CPU's step: from their inputs to logits and hidden states. Or none."""
         found = [p.record for p in (self._trunk, self._draft) if p.record is not None]
         return found if len(found) == 2 else []
@@ -185,7 +185,7 @@ def bind_forms(program: GraphModule, segment: Segment) -> None:
     calls = [node for node in program.graph.nodes if node.target in ours]
     for node, chosen in zip(calls, segment.nodes, strict=True):
         assert ours[node.target].name == chosen.op, f"{segment.file}: {node} is not {chosen.op}"
-        node.target = OPS[chosen.op].bind(chosen.form, chosen.sizes)
+        node.target = OPS[chosen.op].bind(chosen.form, chosen.sizes, chosen.layouts)
     program.recompile()
 
 
