@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 .PHONY: demo test suite kernels check lint fuzz storm soak clients clean
 
 demo: $(VENV)/serve.stamp  ## engines from the two bundled checkpoints, a real tritonserver, one streamed prompt each
-	$(BIN)/python scripts/demo.py
+	@echo "demo: two engines are built, a tritonserver starts with both and answers, and stops"
+	@$(BIN)/python scripts/demo.py
 
 test: $(VENV)/dev.stamp  ## both of what follows, at once
 	@$(MAKE) --no-print-directory -j 2 suite kernels
@@ -60,15 +61,21 @@ lint: $(VENV)/dev.stamp  ## ruff and pyright
 clean:
 	rm -rf $(VENV) engines build dist *.egg-info
 
+# On a terminal pip shows what it downloads; in a log there is a line before.
+PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,-q) --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hemiola needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@echo "making an environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/serve.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[serve]'
+	@echo "installing hemiola[serve] into $(VENV): minutes, mostly for PyTorch and tritonserver"
+	$(PIP_INSTALL) -e '.[serve]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@echo "installing hemiola[dev] into $(VENV): minutes, mostly for PyTorch and tritonserver"
+	$(PIP_INSTALL) -e '.[dev]'
 	-$(BIN)/python scripts/tensorrt_wheels.py  # without them, and without gcc, some tests skip
 	@touch $@

@@ -22,7 +22,7 @@ from hemiola.builder.options import Options
 from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
 from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.kernels import compile_kernels
-from hemiola.builder.targets.torch import CompiledSegment, Job, Report
+from hemiola.builder.targets.torch import CompiledSegment, Job
 from hemiola.builder.targets.work import work_bytes
 from hemiola.builder.token_ids import refuse_unknown_ids
 from hemiola.builder.weights import write_weights
@@ -32,17 +32,17 @@ from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.manifest import MOST_PAGES, MOST_STEP_TOKENS, Limits, Manifest, Segment, State
+from hemiola.runtime.progress import HASHING, Report, silent
 from hemiola.runtime.step.bucket import ROWS
 
 WEIGHTS = "weights.safetensors"
+PART = 2**24  # bytes that are hashed between two reports
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 KV_DTYPES = {"auto": None, "fp8": E4M3}
 
 
 @memory_in_one_line()
-def build(
-    path: Path, engine_dir: Path, options: Options, report: Report = lambda stage, done, total: None
-) -> Manifest:
+def build(path: Path, engine_dir: Path, options: Options, report: Report = silent) -> Manifest:
     """Write an engine. It appears complete or not at all; an engine that stood there before is replaced."""
     target, archs = targets.pick(options.target, ",".join(options.arch))
     arch, dtype = ARCHS[archs[0]], _dtype(target, archs, options)
@@ -80,7 +80,6 @@ def build(
         absent = drawn(weights)
         write_weights({n: w for n, w in weights.items() if n not in absent}, folder / WEIGHTS, report)
         carried = (_hidden(model, limits),) if drafts == "mtp" else ()
-        report("hashing", 0, 0)
         return Manifest(
             format=manifest.FORMAT,
             builder_version=hemiola.__version__,
@@ -102,7 +101,7 @@ def build(
             segments=tuple(segments),
             kernels=kernels,
             ops={node.op: OPS[node.op].schema() for segment in segments for node in segment.nodes},
-            sha256=_hashes(folder),
+            sha256=_hashes(folder, report),
         ).write(folder)
 
 
@@ -356,11 +355,15 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
         (folder / "chat_template.jinja").write_text(template)
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): _sha256(path) for path in files}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _hashes(folder: Path, report: Report) -> dict[str, str]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    total, done, found = sum(path.stat().st_size for path in files), 0, {}
+    for path in files:
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while part := file.read(PART):
+                digest.update(part)
+                done += len(part)
+                report(HASHING, done, total)
+        found[str(path.relative_to(folder))] = digest.hexdigest()
+    return found

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hemiola.builder.options import Options
 from hemiola.runtime.cli.command import Version, new_app, run_command
 from hemiola.runtime.cli.options import made, options_of, takes
+from hemiola.runtime.progress import show, size
 
 if TYPE_CHECKING:  # torch takes seconds; --help should not
     from hemiola.runtime.manifest import Manifest
@@ -67,41 +67,23 @@ def ends_in_one_line(engine_dir: Path) -> Iterator[list[int]]:
 
 
 def _build(checkpoint: Path, engine_dir: Path, options: Options, came: list[int]) -> "Manifest":
-    """With a bar on a terminal."""
-    from hemiola.builder.build import build
-
-    console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description:<18}"),
-        BarColumn(),
-        TextColumn("{task.fields[amount]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting", total=None, amount="")
+    """And say what it does."""
+    with show(True) as display:
 
         def report(stage: str, done: int, total: int) -> None:
             if came:
                 raise ToldToEnd
-            shown = amount(stage, done, total)
-            progress.update(task, description=stage, completed=done, total=total or None, amount=shown)
+            display(stage, done, total)
+
+        report("starting", 0, 0)
+        from hemiola.builder.build import build  # takes seconds
 
         return build(checkpoint, engine_dir, options, report)
 
 
-def amount(stage: str, done: int, total: int) -> str:
-    """How much of a stage is done."""
-    from hemiola.builder.weights import WRITING
-    from hemiola.runtime.cli.inspect import size
-
-    shown = size if stage == WRITING else str
-    return f"{shown(done)} of {shown(total)}" if total else ""
-
-
 def summary(manifest: "Manifest", engine_dir: Path) -> Table:
     """What was built, for people."""
-    from hemiola.runtime.cli.inspect import PROMISES, runs, size
+    from hemiola.runtime.cli.inspect import PROMISES, runs
     from hemiola.runtime.config import state_bytes
 
     limits = manifest.limits

@@ -7,10 +7,9 @@ import torch
 
 from hemiola.builder.checkpoint import DTYPES
 from hemiola.builder.lazy import Lazy
-from hemiola.builder.targets.torch import Report
+from hemiola.runtime.progress import WRITING, Report
 
 ALIGNMENT = 64  # bytes
-WRITING = "writing weights"  # the stage that is counted in bytes; others count calls and kernels
 STORED = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U8"}
 
 

@@ -8,6 +8,9 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -46,6 +49,7 @@ from hemiola.runtime.engine.pace import Pace
 from hemiola.runtime.engine.request import Bounds, Request, new_request
 from hemiola.runtime.engine.scheduler import Scheduler
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.progress import READY, Report, show, silent
 from hemiola.runtime.step.steps import Engine, make_steps
 from hemiola.runtime.text import Text
 
@@ -61,6 +65,7 @@ def make_loop(
     identity: str = "",
     device: torch.device = CPU,
     held: ExitStack | None = None,
+    report: Report = silent,
 ) -> Loop:
     """The parts of a running engine, put together; not started. held: gets what must be closed behind it."""
     slots = SlotPool(config.num_slots, config.chunk_len, storage.free_slots)
@@ -71,7 +76,7 @@ def make_loop(
         pages, slots, evictor, identity, config.snapshot_interval, enabled=config.prefix_cache
     )
     scheduler = Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts))
-    steps = make_steps(config, storage, session, pages, device, held or ExitStack())
+    steps = make_steps(config, storage, session, pages, device, held or ExitStack(), report)
     return Loop(config, scheduler, storage, steps, Outbox(text), device)
 
 
@@ -91,13 +96,18 @@ def shown_sizes(config: Resolved, manifest: manifests.Manifest, free: int) -> st
 
 
 def open_loop(
-    engine_dir: Path, manifest: manifests.Manifest, config: Resolved, text: Text | None, device: torch.device
+    engine_dir: Path,
+    manifest: manifests.Manifest,
+    config: Resolved,
+    text: Text | None,
+    device: torch.device,
+    report: Report = silent,
 ) -> Loop:
     """An engine that runs. What it takes is given back when it is closed, or here, where opening fails."""
     held, callers = ExitStack(), sys.exc_info()[1]
     held.callback(give_back, device)
     try:
-        return _open_loop(engine_dir, manifest, config, text, device, held)
+        return _open_loop(engine_dir, manifest, config, text, device, held, report)
     except BaseException as error:
         clear_frames(error, callers)
         close_all(held)
@@ -111,15 +121,17 @@ def _open_loop(
     text: Text | None,
     device: torch.device,
     held: ExitStack,
+    report: Report,
 ) -> Loop:
+    if device.type == "cpu":
+        compile_ahead(manifest, report)
+    report("taking memory for the cache", 0, 0)
     storage = Storage(manifest.states, config.num_pages, config.num_slots, device=device)
     held.callback(storage.close)
-    session = Session(engine_dir, manifest, storage, config.drafts)
+    session = Session(engine_dir, manifest, storage, config.drafts, report)
     held.callback(session.close)
-    cost = prefix_cost(manifest)
-    loop = make_loop(config, storage, session, text, cost, manifest.identity, device=device, held=held)
-    if device.type == "cpu":
-        compile_ahead()
+    cost, identity = prefix_cost(manifest), manifest.identity
+    loop = make_loop(config, storage, session, text, cost, identity, device=device, held=held, report=report)
     loop.start(held)
     return loop
 
@@ -138,12 +150,18 @@ def open_text(engine_dir: Path, manifest: manifests.Manifest) -> Text | None:
     return text
 
 
-def compile_ahead() -> None:
+def compile_ahead(manifest: manifests.Manifest, report: Report) -> None:
     """The kernels of this engine's ops, and what steps of any options call beside them: no request waits."""
+    report("importing", 0, 0)
     from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
+    from hemiola.runtime.device import lower  # noqa: F401  its kernels are known when it is imported
+    from hemiola.runtime.step import recorded  # noqa: F401
 
-    import_forms("compiled")  # a kernel is known when it is imported
-    jit.prepare()
+    import_forms("compiled")
+    for op in {node.op for segment in manifest.segments for node in segment.nodes}:
+        if find_spec(f"hemiola.plugins.{op}.compiled"):
+            import_module(f"hemiola.plugins.{op}.compiled")
+    jit.prepare(partial(report, "compiling kernels"))
 
 
 def clear_frames(error: BaseException, callers: BaseException | None) -> None:
@@ -160,8 +178,17 @@ def clear_frames(error: BaseException, callers: BaseException | None) -> None:
 class LLM:
     """Opens an engine directory and serves it from a thread of its own. Options are those of ServeConfig."""
 
-    def __init__(self, engine_dir: str | Path, **options: Any) -> None:
-        serve_config = ServeConfig(**options)
+    def __init__(
+        self, engine_dir: str | Path, *, progress: Report | bool | None = None, **options: Any
+    ) -> None:
+        """progress: True shows what opening does (a bar on a terminal, else lines on stderr), False does not;
+        None does on a terminal and in a notebook. A function is called with each stage, how much of it is
+        done, and of how much; the last stage is "ready"."""
+        with show(progress) as report:
+            self._open(engine_dir, ServeConfig(**options), report)
+            report(READY, 0, 0)
+
+    def _open(self, engine_dir: str | Path, serve_config: ServeConfig, report: Report) -> None:
         if not isinstance(engine_dir, (str, Path)):
             raise Refused(f"engine_dir is {type(engine_dir).__name__}; pass a path")
         engine_dir = Path(engine_dir)
@@ -176,10 +203,11 @@ class LLM:
                 self.config.max_len,
                 self.config.page_len,
             )
+        report("reading the tokenizer", 0, 0)
         self._text = open_text(engine_dir, self.manifest)
         self._grammars = self._text and Grammars(self._text.tokenizer, self.manifest.vocab_size)
         log.info("%s", shown_sizes(self.config, self.manifest, free))
-        self._loop = open_loop(engine_dir, self.manifest, self.config, self._text, device)
+        self._loop = open_loop(engine_dir, self.manifest, self.config, self._text, device, report)
         weakref.finalize(self, self._loop.close)  # when forgotten, and at exit
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(

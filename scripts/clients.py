@@ -10,11 +10,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from hemiola.runtime.progress import show
 from hemiola.runtime.serving.launcher import Server
 from hemiola.runtime.serving.openai.app import FrontLimits
 from hemiola.runtime.serving.openai.front import Front
@@ -33,6 +35,7 @@ def environment(client: Path) -> Path:
     if not stamp.is_file() or stamp.read_text().split() != needs:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         if needs:
+            print(f"installing {', '.join(needs)} into {folder.relative_to(ROOT)}", flush=True)
             install = [folder / "bin/pip", "install", "-q", "--disable-pip-version-check", *needs]
             subprocess.run(install, check=True)
         stamp.write_text(" ".join(needs))
@@ -66,10 +69,11 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         engine = Path(folder) / "engine"
         build = [sys.executable, "-m", "hemiola.builder", str(CHECKPOINT), "--engine-dir", str(engine)]
+        print(f"building an engine of {CHECKPOINT.relative_to(ROOT)}", flush=True)
         subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
         model = read_model("hemiola", engine)
         front = Front({"hemiola": model}, limits=FrontLimits())
-        with Server({"hemiola": engine}) as server:
+        with Server({"hemiola": engine}, show=partial(show, True)) as server:
             front.start(server.grpc_url, server.metrics_url)
             addresses = {
                 "OPENAI_BASE_URL": front.url,

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.console import Console
 from hemiola import Client, Refused, SamplingParams
 from hemiola.builder.build import Options, build
 from hemiola.runtime import manifest
+from hemiola.runtime.progress import show
 from hemiola.runtime.serving.launcher import Server
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import read_model
@@ -39,6 +41,10 @@ TOOL = {
 console = Console(highlight=False)
 
 
+def say(line: str) -> None:
+    console.print(line, style="dim", soft_wrap=True, markup=False)
+
+
 def engine(name: str) -> Path:
     """The engine of a bundled checkpoint; kept from an earlier run while it still loads."""
     engine_dir = ROOT / "engines" / name
@@ -46,10 +52,10 @@ def engine(name: str) -> Path:
         manifest.load(engine_dir)
     except Refused:
         start = time.perf_counter()
-        build(ROOT / "demo" / name, engine_dir, Options())
-        console.print(
-            f"built {engine_dir.relative_to(ROOT)} in {time.perf_counter() - start:.1f} s", style="dim"
-        )
+        say(f"building {engine_dir.relative_to(ROOT)}")
+        with show(True, say, sys.stdout) as report:
+            build(ROOT / "demo" / name, engine_dir, Options(), report)
+        say(f"built {engine_dir.relative_to(ROOT)} in {time.perf_counter() - start:.1f} s")
     return engine_dir
 
 
@@ -65,9 +71,7 @@ def stream(url: str, model: str, prompt: str) -> None:
             console.print(piece.text, end="", markup=False, soft_wrap=True)
     end = time.perf_counter()
     rate = (count - 1) / (end - first)
-    console.print(
-        f"\n{count} tokens, first after {(first - start) * 1e3:.0f} ms, then {rate:.0f} tokens/s", style="dim"
-    )
+    say(f"\n{count} tokens, first after {(first - start) * 1e3:.0f} ms, then {rate:.0f} tokens/s")
 
 
 def together(url: str, model: str) -> None:
@@ -77,10 +81,9 @@ def together(url: str, model: str) -> None:
         start = time.perf_counter()
         count = sum(len(out.token_ids) for out in client.generate(TOGETHER, params))
         seconds = time.perf_counter() - start
-    console.print(
+    say(
         f"{len(TOGETHER)} requests at once: {count} tokens in {seconds * 1e3:.0f} ms,"
-        f" {count / seconds:.0f} tokens/s",
-        style="dim",
+        f" {count / seconds:.0f} tokens/s"
     )
 
 
@@ -107,19 +110,16 @@ def call(url: str, model: str) -> None:
             for part in choice["delta"].get("tool_calls", ()):
                 console.print(part["function"].get("name", ""), part["function"]["arguments"], end="", sep="")
             if choice["finish_reason"]:
-                console.print(f"\nfinish reason: {choice['finish_reason']}", style="dim")
+                say(f"\nfinish reason: {choice['finish_reason']}")
 
 
 def main() -> None:
     engines = {name: engine(name) for name in PROMPTS}
     start = time.perf_counter()
-    with Server(engines) as server:
+    say(f"starting tritonserver with {', '.join(engines)}")
+    with Server(engines, show=partial(show, True, say, sys.stdout)) as server:
         ready = time.perf_counter() - start
-        console.print(
-            f"tritonserver serves {', '.join(engines)} at {server.grpc_url} after {ready:.1f} s",
-            style="dim",
-            soft_wrap=True,
-        )
+        say(f"tritonserver serves them at {server.grpc_url} after {ready:.1f} s")
         for name, prompt in PROMPTS.items():
             stream(server.grpc_url, name, prompt)
             together(server.grpc_url, name)
@@ -127,7 +127,8 @@ def main() -> None:
         front.start(server.grpc_url, server.metrics_url)
         call(front.url, "qwen3.5-code")
         front.stop()
-    console.print("tritonserver stopped", style="dim")
+        say("stopping tritonserver")
+    say("tritonserver stopped")
 
 
 if __name__ == "__main__":

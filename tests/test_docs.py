@@ -26,6 +26,12 @@ NOT_RUN = {  # and why
     " --arch sm_89,sm_120,sm_121": "76 s; tests/builder/targets/test_rtx.py builds smaller ones",
     '"$triton"/bin/tritonserver --model-repository=triton_models --backend-directory=$PWD/triton_backends'
     " --disable-auto-complete-config": "it does not end; tests/model_repo/test_deploy.py starts it",
+    "hf download Qwen/Qwen3.5-0.8B --local-dir qwen3.5-0.8b": "no network",
+    "build-engine qwen3.5-0.8b --engine-dir engines/qwen3.5-0.8b": "no checkpoint",
+    "hemiola chat engines/qwen3.5-0.8b": "no checkpoint",
+    "hf download Qwen/Qwen3.5-9B --local-dir qwen3.5-9b": "no network",
+    "build-engine qwen3.5-9b --engine-dir engines/qwen3.5-9b --arch sm_90": "no checkpoint",
+    "hemiola serve engines/qwen3.5-9b --openai-port 9000": "no checkpoint",
     "hemiola bench --random-weights benchmarks/configs/qwen3.5-0.8b --max-len 1024 --max-rows 4"
     " --max-step-tokens 512 --num-requests 4": "3 GB of weights; tests/runtime/cli/test_bench.py has fewer",
 }

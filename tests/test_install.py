@@ -158,6 +158,31 @@ def test_a_second_start_from_another_folder_compiles_no_kernel(installed: Path, 
     assert [hits for _, hits in said] == ["[0]", "[1]"]
 
 
+OPEN = """
+import sys
+from hemiola import LLM
+import hemiola
+said = []
+LLM(sys.argv[1], progress=lambda *report: said.append(report)).close()
+print(hemiola.__file__, [report for report in said if report[0] == "compiling kernels"])
+"""
+
+
+def test_a_second_start_of_a_wheel_compiles_no_kernel_of_an_engine(
+    installed: Path, tmp_path: Path, tiny_engine: Callable[..., Path]
+) -> None:
+    """The first may find those of this checkout, which has the same sources."""
+    (package,) = installed.parents[1].glob("lib/python*/site-packages/hemiola")
+    said = []
+    for start in ("one", "two"):
+        (tmp_path / start).mkdir()
+        (tmp_path / start / "hemiola").symlink_to(package)  # as a server does
+        engine = tiny_engine("qwen3_5")
+        said.append(python(OPEN, engine, cwd=tmp_path / start, executable=installed).split(maxsplit=1))
+    assert all(Path(path).is_relative_to(tmp_path) for path, _ in said)
+    assert said[1][1] == "[]\n"
+
+
 def test_dir_shows_what_there_is() -> None:
     assert set(hemiola.__all__) == set(hemiola._HOMES) <= set(dir(hemiola))
     for name in hemiola.__all__:

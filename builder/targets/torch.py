@@ -15,8 +15,7 @@ from hemiola.plugins.spec import Op, Pack, Unsupported
 from hemiola.runtime.device.program import store
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, OpNode, Profile, SegmentPiece
-
-Report = Callable[[str, int, int], None]  # stage, how much is done, of how much (0: it is not counted)
+from hemiola.runtime.progress import Report, silent
 
 ASKED = {"chunk_len is": "--chunk-len", "L is": "--page-len"}  # what a form refuses, and the user chose
 
@@ -28,7 +27,7 @@ class Job(NamedTuple):
     device: str  # cpu | cuda
     archs: tuple[str, ...]
     limits: Limits
-    report: Report = lambda stage, done, total: None
+    report: Report = silent
 
 
 class CompiledSegment(NamedTuple):

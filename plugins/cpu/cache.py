@@ -55,7 +55,7 @@ class Locator:
     def __init__(self, function: Callable[..., Any], file: str) -> None:
         self._line = function.__code__.co_firstlineno
         self._sources = sources(Path(file))
-        self._folder = Path(config.CACHE_DIR) / f"{function.__module__}-{self._sources[:16]}"
+        self._folder = _folder(function, self._sources, Path(config.CACHE_DIR))
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], file: str) -> "Locator":
@@ -74,6 +74,17 @@ class Locator:
 
     def get_disambiguator(self) -> str:
         return str(self._line)
+
+
+def _folder(function: Callable[..., Any], found: str, root: Path) -> Path:
+    return root / f"{function.__module__}-{found[:16]}"
+
+
+def is_kept(function: Callable[..., Any], root: Path) -> bool:
+    """Whether compiled code of it lies there, by the name that numba gives to such files."""
+    found = sources(Path(function.__code__.co_filename))
+    line = function.__code__.co_firstlineno
+    return any(_folder(function, found, root).glob(f"*.{function.__qualname__}-{line}.*.nbi"))
 
 
 @lru_cache

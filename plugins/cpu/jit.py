@@ -13,7 +13,7 @@ from typing import Any
 
 import numba
 
-from hemiola.plugins.cpu.cache import Locator, cache_dir, config
+from hemiola.plugins.cpu.cache import Locator, cache_dir, config, is_kept
 
 LOCATOR = f"{Locator.__module__}.{Locator.__name__}"
 log = logging.getLogger("hemiola")
@@ -33,18 +33,24 @@ class CFunction:
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
+        self._compiled: Any = None
         self.name = function.__name__
         self.arguments = tuple(inspect.signature(function).parameters)
         KERNELS.append(self)
 
+    def is_kept(self) -> bool:
+        """Whether an earlier process has compiled it."""
+        return is_kept(self._function, _CACHE_DIR)
+
     def compile(self) -> Any:
         """Do it now, if it has not been done by us or by an earlier process."""
         signature = numba.types.void(*[numba.types.int64] * len(self.arguments))
-        with _alone(f"{self._function.__module__}.{self.name}"):
-            compiled = _cached(lambda: _compile(signature, self._function))
-        if not compiled.cache_hits:
-            _say_that_it_takes_long()
-        return compiled
+        if self._compiled is None:  # or who has it would wait for another process that compiles it
+            with _alone(f"{self._function.__module__}.{self.name}"):
+                self._compiled = _cached(lambda: _compile(signature, self._function))
+            if not self._compiled.cache_hits:
+                _say_that_it_takes_long()
+        return self._compiled
 
     @cached_property
     def address(self) -> int:
@@ -66,13 +72,18 @@ def _compile(signature: Any, function: Callable[..., None]) -> Any:
 @lru_cache
 def _say_that_it_takes_long() -> None:
     """Once per process: there are about a hundred of them, and one was not kept."""
-    log.warning(
-        "compiling kernels for this CPU, once per user and machine, about 20 seconds; kept in %s", _CACHE_DIR
-    )
+    log.warning("compiling kernels for this CPU, once per user and machine; kept in %s", _CACHE_DIR)
 
 
-def prepare() -> None:
-    """Compile every kernel, or load what was compiled before, so that no request waits for it."""
+def prepare(report: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Compile every kernel, or load what was compiled before, so that no request waits for it.
+
+    report: gets how many of the missing kernels are compiled, and how many were missing."""
+    missing = [kernel for kernel in KERNELS if not kernel.is_kept()]
+    for done, kernel in enumerate(missing):
+        report(done, len(missing))
+        kernel.compile()
+        report(done + 1, len(missing))
     for kernel in KERNELS:
         kernel.compile()
 

@@ -145,7 +145,7 @@ class _Bench:
 
     def measure(self, variant: BenchVariant) -> Finding:
         _say(f"opening {self.job.engine_dir} ({variant.name})")
-        with LLM(self.job.engine_dir, **variant.options) as llm:
+        with LLM(self.job.engine_dir, progress=True, **variant.options) as llm:
             self._architecture = llm.manifest.architecture
             if self._sessions is None:
                 self._sessions = self.job.asked.sessions(llm)
@@ -191,7 +191,7 @@ class _Bench:
     def _plain_answers(self, runs: Sequence[Sequence[BenchResult]]) -> dict[equality.Asked, list[int]]:
         options = equality.plain_options(self.job.engine_options)
         with (
-            LLM(self.job.engine_dir, **options) as llm,
+            LLM(self.job.engine_dir, progress=True, **options) as llm,
             _progress("plain run", len(equality.distinct(runs))) as advance,
         ):
             return equality.plain_run(llm, runs, advance)

@@ -77,9 +77,9 @@ def _engine(engine_dir: Path | None, config: Path | None, options: Mapping[str, 
         limits = {name: options[name] for name in BUILT if isinstance(options.get(name), int | str)}
         for name, value in limits.items():
             command += [] if value == "auto" else [f"--{name.replace('_', '-')}", str(value)]
-        built = subprocess.run([sys.executable, "-m", "hemiola.builder", *command], stderr=subprocess.PIPE)
+        built = subprocess.run([sys.executable, "-m", "hemiola.builder", *command])
         if built.returncode:
-            raise Refused(built.stderr.decode().strip().splitlines()[-1].removeprefix("error: "))
+            raise SystemExit(built.returncode)  # it has said why, and before that how far it was
         yield engine
 
 

@@ -38,7 +38,7 @@ def chat(
 
     params = SamplingParams(**DEFAULTS | given(SamplingParams, options))
     folder = only_engine(engine_dir, engine)
-    with LLM(folder, **LONE_REQUEST, **given(ServeConfig, options)) as llm, interruptible():
+    with LLM(folder, progress=True, **LONE_REQUEST, **given(ServeConfig, options)) as llm, interruptible():
         Conversation(llm, params, system).run()
 
 

@@ -43,7 +43,7 @@ def generate(
     asked = _read_prompt([*texts, *([] if prompt is None else [prompt])], prompt_ids, prompt_file)
     if chat and prompt_ids is not None:
         raise Refused("--chat makes text a user's message; drop it, or give --prompt TEXT")
-    with LLM(folder, **LONE_REQUEST, **given(ServeConfig, options)) as llm:
+    with LLM(folder, progress=True, **LONE_REQUEST, **given(ServeConfig, options)) as llm:
         if chat:
             asked = llm.chat_text([{"role": "user", "content": asked}])
         last = _show(llm.stream(asked, params), as_ids=prompt_ids is not None)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from hemiola.runtime.config import state_bytes
 from hemiola.runtime.manifest import Manifest, State
+from hemiola.runtime.progress import size
 
 LONGEST = 40  # layers of a few that repeat together
 KINDS = {
@@ -139,14 +140,6 @@ def spans(numbers: Sequence[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
-
-
-def size(num_bytes: float) -> str:
-    """For people."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes:g} B"
 
 
 def held_by(states: Sequence[State], page_len: int) -> list[tuple[str, list[str]]]:

@@ -15,11 +15,12 @@ from rich.table import Table
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of, split
 from hemiola.runtime.bench.plot import refuse_picture
-from hemiola.runtime.cli.graph_plot import draw, size, spans
+from hemiola.runtime.cli.graph_plot import draw, spans
 from hemiola.runtime.cli.options import made, only_engine, options_of, takes
 from hemiola.runtime.cli.stored_weights import stored_weights
 from hemiola.runtime.config import ENDLESS, Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.manifest import Manifest, Segment
+from hemiola.runtime.progress import size
 
 PROMISES = {
     "bits": "every logit is the plain run's, bit for bit",

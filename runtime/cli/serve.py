@@ -9,15 +9,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from hemiola.runtime.api import shown
 from hemiola.runtime.cli.options import given, made, options_of, takes
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.extra import lacking
+from hemiola.runtime.progress import show
 from hemiola.runtime.serving.engines import read_models
 from hemiola.runtime.serving.launcher import Server
 from hemiola.runtime.serving.log import STDERR, Handler, say
@@ -41,8 +44,10 @@ API_KEY = "HEMIOLA_OPENAI_API_KEY"
     options_of(ModelSettings, leave_out=("engine_dir", *LAUNCHERS)),
 )
 def serve(
+    engine: Annotated[list[str] | None, typer.Argument(metavar="ENGINE", hidden=True)] = None,
     engine_dir: Annotated[
-        list[Path] | None, typer.Option(help="made by build-engine; repeat for several engines")
+        list[Path] | None,
+        typer.Option(help="made by build-engine; the same as an argument ENGINE; may be repeated"),
     ] = None,
     models: Annotated[
         Path | None, typer.Option(help="JSON instead: model name -> its engine_dir and options")
@@ -56,7 +61,7 @@ def serve(
     **options: Any,
 ) -> None:
     """Serve engines with a real tritonserver until SIGINT or SIGTERM."""
-    engines, settings_of = read_models(models, engine_dir or [], model_name or [])
+    engines, settings_of = read_models(models, engine_dirs(engine_dir, engine), model_name or [])
     own, openai = made(ServerOptions, options), made(OpenaiOptions, options)
     ports = Ports(own.http_port, own.grpc_port, own.metrics_port)
     _check(openai, ports)
@@ -76,6 +81,7 @@ def serve(
         log_verbose=log_verbose,
         start_timeout_s=own.start_timeout,
         exit_timeout_s=own.exit_timeout,
+        show=partial(show, not log_verbose, say, sys.stdout),
     )
     interrupt = once(SAME_S)
     for number in (signal.SIGINT, signal.SIGTERM):  # a script's background job starts with SIGINT ignored
@@ -87,6 +93,15 @@ def serve(
     except RuntimeError as error:
         say(f"error: {error}", STDERR)
         sys.exit(1)
+
+
+def engine_dirs(options: list[Path] | None, arguments: list[str] | None) -> list[Path]:
+    """The engines, by --engine-dir or as arguments."""
+    if options and arguments:
+        raise Refused(f"--engine-dir {options[0]} and {shown(arguments[0])} were both given; use one of them")
+    if arguments and "" in arguments:
+        raise Refused("ENGINE is empty; give a folder")
+    return options or [Path(argument) for argument in arguments or []]
 
 
 def once(seconds: float) -> Callable[[int, object], None]:

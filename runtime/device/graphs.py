@@ -48,12 +48,15 @@ class Graphs(Generic[Bucket, Made]):
         warm: Sequence[Bucket],
         device: torch.device,
         pool: Any = None,
+        report: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Capture all buckets; before, run some that have all kernels: none can be compiled meanwhile.
-        `pool`: of graphs that never run while what these gave is still wanted."""
+        `pool`: of graphs that never run while what these gave is still wanted. `report`: how many of all have
+        been captured."""
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Made]] = {}
         self._device = device
         self.pool = pool or torch.cuda.graph_pool_handle()
+        report(0, len(buckets))
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -67,6 +70,7 @@ class Graphs(Generic[Bucket, Made]):
                 for bucket in buckets:
                     with _refusing(bucket, device):
                         self._graphs[bucket] = self._capture(step, bucket)
+                    report(len(self._graphs), len(buckets))
 
     def _capture(self, step: Callable[[Bucket], Made], bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, Made]:
         graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,7 @@
 """An engine's program with its weights and states: a batch in, logits and hidden out. Sees no request."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from hemiola.runtime.device.program import load_program
 from hemiola.runtime.device.segments.pieces import CutSegment
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.manifest import Drawn, Manifest, Segment
+from hemiola.runtime.progress import Report, silent
 
 if TYPE_CHECKING:
     from hemiola.plugins.cpu.code import Recorder, View  # numba is not needed elsewhere
@@ -139,11 +140,14 @@ def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
 class Session:
     """The trunk, and the MTP head where one is to draft; they share embeddings and output head."""
 
-    def __init__(self, engine_dir: Path, manifest: Manifest, storage: Storage, drafts: str) -> None:
+    def __init__(
+        self, engine_dir: Path, manifest: Manifest, storage: Storage, drafts: str, report: Report = silent
+    ) -> None:
         names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         segments = [manifest.segment(name) for name in names]
         names = {name for segment in segments for name in segment.weights}
-        weights = load_weights(engine_dir, manifest, names, storage.device)
+        weights = load_weights(engine_dir, manifest, names, storage.device, report)
+        report("reading programs", 0, 0)
         programs = [
             LoadedSegment(
                 engine_dir, manifest, segment, weights, storage, drafts == "mtp" and segment.name == "trunk"
@@ -153,6 +157,7 @@ class Session:
         self._trunk, self._draft = programs[0], programs[-1]
         self._kernels = ExitStack()
         if storage.device.type != "cpu":
+            report("loading kernels", 0, 0)
             self._kernels = load_kernels(engine_dir, manifest, storage.device)
 
     def close(self) -> None:
@@ -185,7 +190,11 @@ def bind_forms(program: GraphModule, segment: Segment) -> None:
 
 
 def load_weights(
-    engine_dir: Path, manifest: Manifest, names: Iterable[str], device: torch.device
+    engine_dir: Path,
+    manifest: Manifest,
+    names: Collection[str],
+    device: torch.device,
+    report: Report = silent,
 ) -> dict[str, torch.Tensor]:
     """Weights by name, as they lie in the file. On the CPU it is mapped, and read when they are."""
     drawn, path = manifest.drawn, engine_dir / manifest.weights_file
@@ -196,10 +205,11 @@ def load_weights(
         )
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            return {
-                name: draw(name, drawn[name], device) if name in drawn else file.get_tensor(name)
-                for name in names
-            }
+            found = {}
+            for name in names:
+                report("opening weights", len(found), len(names))
+                found[name] = draw(name, drawn[name], device) if name in drawn else file.get_tensor(name)
+            return found
     except (SafetensorError, KeyError, ValueError, OverflowError) as error:
         raise Refused(f"{path} cannot be read ({one_line(error)}); run build-engine again") from None
 

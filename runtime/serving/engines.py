@@ -8,19 +8,18 @@ from typing import Any
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
-from hemiola.runtime.errors import Refused, within
+from hemiola.runtime.errors import Refused, counted, within
 from hemiola.runtime.json_file import read_json
 from hemiola.runtime.serving import settings
 
 
 def name_engines(engine_dirs: Sequence[Path], names: Sequence[str]) -> dict[str, Path]:
-    """Pairs --engine-dir with --model-name, in order; a single engine is called hemiola."""
+    """Pairs engines with --model-name, in order; a single engine is called hemiola."""
     if not names and len(engine_dirs) == 1:
         names = ["hemiola"]
     if len(names) != len(engine_dirs):
-        raise Refused(
-            f"{len(engine_dirs)} --engine-dir but {len(names)} --model-name; give each engine a name"
-        )
+        num = counted(len(engine_dirs), "engine", "engines")
+        raise Refused(f"{num}, but {len(names)} --model-name; give each engine a name")
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
             raise Refused(
@@ -37,10 +36,10 @@ def read_models(
     """Engines by model name, and each one's own settings, from a file or from the command line."""
     if file is None:
         if not engine_dirs:
-            raise Refused("no engine is given; pass --engine-dir or --models")
+            raise Refused("no engine is given; pass its folder, or --models")
         return name_engines(engine_dirs, names), {}
     if engine_dirs or names:
-        raise Refused("--models names the engines; leave --engine-dir and --model-name out")
+        raise Refused("--models names the engines; leave other engines and --model-name out")
     found = _read_json(file)
     if not (isinstance(found, dict) and found) or not all(
         isinstance(own, dict) and "engine_dir" in own for own in found.values()

@@ -33,6 +33,8 @@ class Home:
         self.shm_prefix = f"{self.path.name}-"  # of everything of ours in shared memory
         self.beats = SHARED_MEMORY / f"{self.shm_prefix}beats"  # a full disk is no dead engine
         self.beats.mkdir(mode=0o700)
+        self.stages = SHARED_MEMORY / f"{self.shm_prefix}stages"  # of engines that start
+        self.stages.mkdir(mode=0o700)
         self.doors = SHARED_MEMORY / f"{self.shm_prefix}doors"  # a socket's path has at most 107 bytes
         self.doors.mkdir(mode=0o700)
 

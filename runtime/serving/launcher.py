@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused, counted, within
+from hemiola.runtime.progress import Display, hide, read_report, silent
 from hemiola.runtime.serving import arrival, ending, heartbeat, settings
 from hemiola.runtime.serving.door import Door
 from hemiola.runtime.serving.engines import check_sizes
@@ -69,6 +71,7 @@ class Server:
         log_verbose: bool = False,
         start_timeout_s: float = 300,
         exit_timeout_s: int = 30,
+        show: Callable[[], AbstractContextManager[Display]] = hide,  # how far a start is
     ) -> None:
         self.engines = dict(engines)
         self.host = address_of(host)
@@ -88,6 +91,7 @@ class Server:
         self._log_verbose = log_verbose
         self._start_timeout_s = start_timeout_s
         self._exit_timeout_s = exit_timeout_s
+        self._show = show
         self._triton: Triton | None = None  # of a check that was done
         self._process: subprocess.Popen[str] | None = None
         self._home: Home | None = None
@@ -143,7 +147,8 @@ class Server:
         """A free port may be somebody else's when tritonserver, with its engines loaded, comes to take it."""
         for left in reversed(range(TRIES)):
             try:
-                return self.start()
+                with self._show() as display:
+                    return self.start(display)
             except Refused as error:
                 taken = 0 in self._wanted and "already in use" in str(error)
                 if not left or not (taken or isinstance(error, NeverOpened)):
@@ -154,7 +159,7 @@ class Server:
                 else:
                     self.printer.say(f"lost: {error}\nstarting again\n")
 
-    def start(self) -> None:
+    def start(self, display: Display = silent) -> None:
         """Returns when every model answers; raises Refused with the reason when one will not."""
         triton = self._triton or self.check()
         for front in self.fronts:
@@ -168,6 +173,7 @@ class Server:
                 name: {
                     **found,
                     "heartbeat_file": str(self._home.beats / name),
+                    "progress_file": str(self._home.stages / name),
                     "num_restarts": self.num_restarts,
                     "door_key": self.door_key,
                 }
@@ -185,7 +191,7 @@ class Server:
             start_new_session=True,  # Ctrl-C is for us; we forward it once
         )
         self._log = Log(self._process, self.printer, self._log_verbose)
-        self._await_ready()
+        self._await_ready(display)
 
     def _command(self, triton: Triton, home: Home) -> list[str]:
         return [
@@ -208,12 +214,16 @@ class Server:
             f"--log-verbose={int(self._log_verbose)}",
         ]
 
-    def _await_ready(self) -> None:
+    def _await_ready(self, display: Display) -> None:
         assert self._process is not None and self._home is not None and self._guard is not None
         loaded = time.monotonic()  # not before then
         deadline = loaded + self._start_timeout_s
         http, metrics = (self._home.doors / name for name in ("http", "metrics"))
         while not (answers(http, "/v2/health/ready") and answers(metrics, "/metrics")):
+            display("starting tritonserver", 0, 0)
+            for name in self.engines:
+                if report := read_report(self._home.stages / name):
+                    display(*report, subject=name)
             status = self._process.poll()
             if status is not None:
                 self.kill()  # whoever else holds its log open

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hemiola.runtime.errors import Busy, Failed, Refused, counted
+from hemiola.runtime.progress import File
 from hemiola.runtime.serving import ending, heartbeat, settings
 from hemiola.runtime.serving.arrival import NAME as ARRIVAL
 from hemiola.runtime.serving.arrival import read_mark
@@ -49,7 +50,8 @@ class Service:
         own, options = settings.read(folder, config["parameters"])
         check_instances(config["instance_group"])
         take_place(kind, device_id, own.device)
-        self.llm = open_llm(own.engine_dir, **options)
+        progress = File(Path(own.progress_file)) if own.progress_file else True
+        self.llm = open_llm(own.engine_dir, progress=progress, **options)
         check_place(own.engine_dir, self.llm.manifest.arch, kind)
         self._most_open = self.llm.config.max_rows + own.max_queue
         self._max_queue, self._min_priority, self._door_key = own.max_queue, own.min_priority, own.door_key

@@ -33,13 +33,14 @@ class ModelSettings(Strict):
     )
     log_requests: bool = Field(default=False, description="a line per request on stderr, without its text")
     heartbeat_file: str = Field(default="", description="shows `hemiola serve` that the engine moves")
+    progress_file: str = Field(default="", description="shows `hemiola serve` how far the engine is")
     num_restarts: int = Field(default=0, ge=0, description="times that this server was started again")
 
     door_key: str = Field(default="", description="proves that a door of `hemiola serve` marked an arrival")
 
 
 OWN = tuple(name for name in ModelSettings.model_fields)
-LAUNCHERS = ("heartbeat_file", "num_restarts", "door_key")  # which nobody else may say
+LAUNCHERS = ("heartbeat_file", "progress_file", "num_restarts", "door_key")  # which nobody else may say
 KNOWN = tuple(name for name in (*OWN, *ServeConfig.model_fields) if name not in LAUNCHERS)
 
 

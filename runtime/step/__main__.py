@@ -1,11 +1,13 @@
 """python -m hemiola.runtime.step: compile every kernel for this CPU now, so that no start waits for it."""
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
 from hemiola.plugins import OPS
 from hemiola.plugins.cpu import jit
 from hemiola.plugins.step import import_forms
+from hemiola.runtime.progress import show
 
 
 def main() -> None:
@@ -13,7 +15,8 @@ def main() -> None:
         if find_spec(f"hemiola.plugins.{op}.compiled"):
             import_module(f"hemiola.plugins.{op}.compiled")
     import_forms("compiled")
-    jit.prepare()
+    with show(True) as report:
+        jit.prepare(partial(report, "compiling kernels"))
 
 
 if __name__ == "__main__":

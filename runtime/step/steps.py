@@ -1,6 +1,7 @@
 """Runs plans, each by the executor that takes it."""
 
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +17,7 @@ from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.engine.request import Rule
 from hemiola.runtime.engine.step import Launched, Plan
 from hemiola.runtime.manifest import HIDDEN
+from hemiola.runtime.progress import Report, silent
 from hemiola.runtime.step.captured import Captured
 from hemiola.runtime.step.eager import EagerSteps
 from hemiola.runtime.step.ledger import Ledger
@@ -66,6 +68,7 @@ def make_steps(
     pages: PagePool,
     device: torch.device,
     held: ExitStack,
+    report: Report = silent,
 ) -> AllSteps:
     """An engine's executors. held: gets what must be closed behind them."""
     ring = storage.tensors[HIDDEN] if config.drafts == "mtp" else torch.empty(0)
@@ -77,7 +80,7 @@ def make_steps(
         prompts = Prompts(config, session, device)
         captured = Captured(*given, session, session, ring)
         if device.type == "cuda":
-            capture(captured, prompts, device, held)
+            capture(captured, prompts, device, held, report)
         return AllSteps(ops, ledger, table, captured, EagerSteps(*given, prompts, session, ring), prompts)
     whole, recordings = None, getattr(session, "recordings", [])  # none where tests stand for a session
     if recordings:
@@ -87,11 +90,16 @@ def make_steps(
     return AllSteps(ops, ledger, table, whole, EagerSteps(*given, session, session, ring), session)
 
 
-def capture(captured: Captured, prompts: Prompts, device: torch.device, held: ExitStack) -> None:
+def capture(
+    captured: Captured, prompts: Prompts, device: torch.device, held: ExitStack, report: Report
+) -> None:
     """Graphs of all sizes, in one pool: a step begins when the results of the one before have been read."""
+    report("measuring steps of prompts", 0, 0)
     prompts.drop_long_ones()
-    trunks = Graphs(prompts.step, prompts.sizes[::-1], prompts.sizes, device)  # the largest come first
+    largest_first, said = prompts.sizes[::-1], partial(report, "capturing graphs of prompts")
+    trunks = Graphs(prompts.step, largest_first, prompts.sizes, device, report=said)
     held.callback(trunks.close)
-    steps = Graphs(captured.step, captured.buckets, captured.warm, device, trunks.pool)
+    said = partial(report, "capturing graphs of decode steps")
+    steps = Graphs(captured.step, captured.buckets, captured.warm, device, trunks.pool, said)
     held.callback(steps.close)
     prompts.replay, captured.run = trunks.replay, steps.replay

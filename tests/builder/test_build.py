@@ -15,11 +15,12 @@ import pytest
 import torch
 from kit import checkpoints
 from kit.harness import Harness
+from kit.stages import without_stages
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from hemiola.builder import build, cli, place
-from hemiola.runtime import manifest
+from hemiola.runtime import manifest, progress
 from hemiola.runtime.errors import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +53,7 @@ def run(
         except SystemExit as stop:
             code = stop.code
         out = capsys.readouterr()
-        return code, out.out, out.err
+        return code, out.out, without_stages(out.err)
 
     return call
 
@@ -96,7 +97,7 @@ def test_help_and_module_entry(tmp_path: Path) -> None:
         [*command, tmp_path / "no", "--engine-dir", tmp_path / "e"], cwd=ROOT, capture_output=True
     )
     assert (result.returncode, result.stdout) == (2, b"")
-    assert result.stderr.decode().splitlines() == [
+    assert without_stages(result.stderr.decode()).splitlines() == [
         f"error: {tmp_path / 'no'} is not a directory; pass a Hugging Face checkpoint folder"
     ]
 
@@ -340,7 +341,12 @@ SPOILED = {
         "config.json: text_config: model_type 'qwen3_6_text' is not supported, the nearest",
     ),
     "no architecture": (QWEN, config(architectures="REMOVED"), "has no architectures"),
-    "quantised": (QWEN, config(quantization_config={"quant_method": "fp8"}), "FP8 by its config", "no tensor is"),
+    "quantised": (
+        QWEN,
+        config(quantization_config={"quant_method": "fp8"}),
+        "FP8 by its config",
+        "no tensor is",
+    ),
     "modelopt": (QWEN, write("hf_quant_config.json", "{}"), "hf_quant_config.json", "quantised"),
     "missing size": (QWEN, config(num_attention_heads="REMOVED"), "has no num_attention_heads"),
     "size is text": (QWEN, config(hidden_size="64"), "hidden_size is '64', expected int"),
@@ -507,14 +513,15 @@ def test_an_interrupt_within_exec_does_not_end_python_m_by_the_signal(tmp_path: 
         text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 130
-    assert done.stderr == "interrupted; no engine was made, and e is as it was before\n"
+    said = without_stages(done.stderr)
+    assert said == "interrupted; no engine was made, and e is as it was before\n"
 
 
 @pytest.mark.parametrize(
     ("stage", "shown"), [("writing weights", "4.0 KiB of 1.0 MiB"), ("trunk: kernels", "4096 of 1048576")]
 )
 def test_kernels_of_plugins_are_not_counted_in_bytes(stage: str, shown: str) -> None:
-    assert cli.amount(stage, 4096, 1 << 20) == shown and cli.amount(stage, 0, 0) == ""
+    assert progress.amount(stage, 4096, 1 << 20) == shown and progress.amount(stage, 0, 0) == ""
 
 
 def test_an_empty_architecture_is_not_shown_as_a_tuple(

@@ -53,6 +53,7 @@ class Doomed:
 def _serve() -> None:
     import torch._dynamo
     from kit import kernels
+    from kit.stages import without_stages
 
     from hemiola.builder import build, cli  # noqa: F401
     from hemiola.builder.targets import TARGETS, rtx  # noqa: F401
@@ -69,7 +70,7 @@ def _serve() -> None:
                     _run(*json.loads(line))
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             said.seek(0)
-            print(json.dumps([status, said.read().splitlines()]), flush=True)
+            print(json.dumps([status, without_stages(said.read()).splitlines()]), flush=True)
 
 
 def _run(command: list[str], limit: tuple[str, int] | None, end: tuple[str, str] | None) -> None:

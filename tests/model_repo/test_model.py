@@ -24,6 +24,7 @@ from hemiola.runtime.api import Counters, Load, Logprob, Metrics, Piece, Samplin
 from hemiola.runtime.cache.statistics import Statistics
 from hemiola.runtime.errors import Failed, Lost, Refused
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.progress import File, read_report
 from hemiola.runtime.serving import ending, service
 from hemiola.runtime.serving.arrival import make_mark
 from hemiola.runtime.serving.ask import read_tensor
@@ -112,8 +113,8 @@ class MetricFamily:
 class FakeLlm:
     """Says what the test says."""
 
-    def __init__(self, engine_dir: str, **options: object) -> None:
-        self.opened = engine_dir, options
+    def __init__(self, engine_dir: str, *, progress: bool | File, **options: object) -> None:
+        self.opened, self.progress = (engine_dir, options), progress
         self.requests: list[SimpleNamespace] = []
         self.aborted: list[int] = []
         self.before_submit_returns: Callable[[SimpleNamespace], None] = lambda request: None
@@ -226,6 +227,19 @@ def test_options_are_the_parameters_by_their_json_spelling(model: Any) -> None:
         "/engine",
         {"max_rows": 4, "memory_fraction": 0.25, "drafts": "ngram"},
     )
+    said = model.service.llm.progress
+    assert said is True, "without `hemiola serve` the server's log says how far the engine is"
+
+
+def test_an_engine_tells_its_server_how_far_it_is(module: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    model = module.TritonPythonModel()
+    own = json.dumps({"engine_dir": "/engine", "progress_file": str(tmp_path / "hemiola")})
+    (tmp_path / "1" / "model.json").write_text(own)
+    model.initialize(config(str(tmp_path)))
+    model.service.llm.progress("compiling kernels", 3, 34)
+    model.finalize()
+    assert read_report(tmp_path / "hemiola") == ("compiling kernels", 3, 34)
 
 
 def test_an_engine_sees_the_gpu_of_its_instance_alone(
@@ -237,7 +251,7 @@ def test_an_engine_sees_the_gpu_of_its_instance_alone(
     seen = []
 
     class Llm(FakeLlm):
-        def __init__(self, engine_dir: str, **options: object) -> None:
+        def __init__(self, engine_dir: str, **options: Any) -> None:
             super().__init__(engine_dir, **options)
             self.manifest.arch = "sm_90"
             seen.append(os.environ["CUDA_VISIBLE_DEVICES"])

@@ -23,8 +23,11 @@ from hemiola.plugins.cpu.simd import f32, get, put
 class Compiled:
     """Stands for a kernel; counts how often it was compiled."""
 
-    def __init__(self) -> None:
-        self.times = 0
+    def __init__(self, kept: bool) -> None:
+        self.times, self._kept = 0, kept
+
+    def is_kept(self) -> bool:
+        return self._kept
 
     def compile(self) -> None:
         self.times += 1
@@ -32,7 +35,7 @@ class Compiled:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
-    made = [Compiled(), Compiled()]
+    made = [Compiled(True), Compiled(False), Compiled(False)]
     monkeypatch.setattr(jit, "KERNELS", made)
     return made
 
@@ -64,9 +67,13 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "hemiola"]
 
 
-def test_prepare_compiles_all_kernels(kernels: list[Compiled]) -> None:
-    jit.prepare()
-    assert [kernel.times for kernel in kernels] == [1, 1]
+def test_prepare_compiles_all_kernels_and_counts_those_that_no_earlier_process_has(
+    kernels: list[Compiled],
+) -> None:
+    counted: list[tuple[int, int]] = []
+    jit.prepare(lambda done, total: counted.append((done, total)))
+    assert all(kernel.times for kernel in kernels)
+    assert counted == [(0, 2), (1, 2), (1, 2), (2, 2)]
 
 
 def test_cache_dir_depends_on_the_cpu_and_the_compilers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +217,19 @@ def test_a_kernel_is_compiled_once_and_loaded_by_the_next_process(
         assert own(count).compile() is entries[-1]
     assert [entry.cache_hits for entry in entries] == [0, 1]
     assert before == jit.config.CACHE_DIR
+
+
+def test_a_kernel_that_is_loaded_does_not_wait_for_a_process_that_compiles_it(
+    own: Callable[[Callable], Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = own(count)
+    kernel.compile()
+
+    def held(name: str) -> None:
+        raise AssertionError("it waits for the lock")
+
+    monkeypatch.setattr(jit, "_alone", held)
+    assert kernel.address == kernel.compile().address
 
 
 def test_a_first_run_is_not_silent_because_a_kernel_was_compiled_before_prepare(

@@ -12,6 +12,7 @@ from kit.fake_session import VOCAB, FakeSession, resolved
 from kit.hand import Hand
 from kit.plain import Plain
 from kit.proposers import Scripted
+from kit.stages import without_stages
 from oracle import Oracle
 
 from hemiola.builder.build import Options, build
@@ -41,7 +42,8 @@ def hemiola(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
             main()
         except SystemExit as ended:
             status = ended.code
-        return Ended(status, *capsys.readouterr())
+        out, err = capsys.readouterr()
+        return Ended(status, out, without_stages(err))
 
     return run
 

@@ -71,7 +71,7 @@ def test_an_open_engine_has_compiled_the_kernels_it_runs(tiny_engine: Callable[.
 import sys
 from hemiola.plugins.cpu import jit
 seen = []
-jit.prepare = lambda: seen.extend(kernel.name for kernel in jit.KERNELS)
+jit.prepare = lambda report: seen.extend(kernel.name for kernel in jit.KERNELS)
 from hemiola import LLM
 LLM(sys.argv[1]).close()
 assert {"multiply", "_attend", "_scan", "_route", "_group"} <= set(seen), seen

@@ -4,6 +4,8 @@ import itertools
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 from kit.fake_session import VOCAB, FakeSession, hashed, resolved
+from kit.stages import without_stages
 
 from hemiola.runtime.api import OnPiece, SamplingParams
 from hemiola.runtime.bench import bench, plot
@@ -45,7 +48,7 @@ class FakeLLM(LLM):
     wrong: Callable[[dict[str, object], int], bool]
     before_run: Callable[[FakeSession], None]
 
-    def __init__(self, engine_dir: Path, **options: object) -> None:
+    def __init__(self, engine_dir: Path, *, progress: bool, **options: object) -> None:
         self.opened.append(options)
         if options.get("cache_bytes") == 1:
             raise Refused("the cache may take 1 bytes")
@@ -457,5 +460,12 @@ def test_an_engine_of_a_config_is_made_measured_and_removed(
     ):
         ended = bench_of(*arguments)
         assert ended.status == 2 and words in ended.err
-    ended = bench_of("--random-weights", tmp_path / "none", engine_dir=None)
-    assert ended.status == 2 and ended.err.startswith(f"error: {tmp_path / 'none'} is not a directory")
+
+
+def test_a_build_that_fails_says_why_once_and_is_not_silent_before(tmp_path: Path) -> None:
+    """What build-engine says of its stages was read, and thrown away."""
+    command = [sys.executable, "-m", "hemiola", "bench", "--random-weights", str(tmp_path / "none")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    said = without_stages(ended.stderr)
+    assert said.startswith(f"error: {tmp_path / 'none'} is not a directory") and said.count("\n") == 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from kit.stages import without_stages
 
 from hemiola import __version__
 from hemiola.builder import cli as builder
@@ -77,7 +78,7 @@ def test_every_sampling_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatc
 
     class FakeLlm:
         def __init__(self, engine_dir: Path, **options: object) -> None:
-            assert options == {"max_rows": 1, "prefix_cache": False}
+            assert options == {"progress": True, "max_rows": 1, "prefix_cache": False}
 
         def __enter__(self) -> "FakeLlm":
             return self
@@ -120,7 +121,7 @@ def test_a_full_disk_is_one_line_and_no_traceback(engine_dir: Path, compiled: No
     engine = () if words == "--help" else ("--engine-dir", str(engine_dir))
     with open("/dev/full", "w") as full:
         done = in_a_shell(*words.split(), *engine, stdout=full)
-    assert (done.returncode, done.stderr) == (2, "error: output: No space left on device\n")
+    assert (done.returncode, without_stages(done.stderr)) == (2, "error: output: No space left on device\n")
 
 
 def test_a_reader_that_went_away_gets_no_complaint(engine_dir: Path, compiled: None) -> None:
@@ -129,7 +130,7 @@ def test_a_reader_that_went_away_gets_no_complaint(engine_dir: Path, compiled: N
         os.close(read)
         done = in_a_shell(*arguments, "--engine-dir", str(engine_dir), stdout=write)
         os.close(write)
-        assert (done.returncode, done.stderr) == (1, "")
+        assert (done.returncode, without_stages(done.stderr)) == (1, "")
 
 
 def test_inspect_shows_the_engine(

@@ -78,6 +78,44 @@ def test_every_option_of_an_engine_is_an_option_of_the_command(monkeypatch: pyte
     assert made[1][1]["options"] == {}
 
 
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, hemiola: Callable[..., Any]) -> Callable[..., dict[str, Path]]:
+    """The engines that `hemiola serve` would serve with these arguments."""
+    made: list[dict[str, Path]] = []
+    monkeypatch.setattr(serve, "Server", lambda engines, **settings: made.append(engines))
+    monkeypatch.setattr(serve, "_serve", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(*arguments: object) -> dict[str, Path]:
+        assert hemiola("serve", *arguments) == (0, "", "")
+        return made.pop()
+
+    return run
+
+
+def test_engines_are_not_options_here_and_arguments_elsewhere(served: Callable[..., dict[str, Path]]) -> None:
+    a, b = Path("a"), Path("b")
+    assert served("a") == served("--engine-dir", "a") == served("--max-rows", 4, "a") == {"hemiola": a}
+    names = ("--model-name", "x", "--model-name", "y")
+    assert served("a", "b", *names) == served("--engine-dir=a", "--engine-dir=b", *names) == {"x": a, "y": b}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--engine-dir", "a", "b"), "--engine-dir a and 'b' were both given; use one of them"),
+        (("a", ""), "ENGINE is empty; give a folder"),
+        (("--models", "m.json", "a"), "--models names the engines; leave other engines and --model-name out"),
+        ((), "no engine is given; pass its folder, or --models"),
+        (("a", "b"), "2 engines, but 0 --model-name; give each engine a name"),
+    ],
+)
+def test_engines_that_are_named_twice_or_never_are_refused(
+    refused: Callable[..., str], arguments: tuple[str, ...], reason: str
+) -> None:
+    assert refused(*arguments, engine=False) == reason
+
+
 def test_a_signal_that_comes_twice_at_once_is_one_wish(monkeypatch: pytest.MonkeyPatch) -> None:
     now, heard = [0.0], []
     monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: now[0]))

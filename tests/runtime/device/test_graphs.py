@@ -57,6 +57,14 @@ def test_kernels_are_run_before_anything_is_captured(log: list[str]) -> None:
     assert made.replay("b") == "bb" and log == ["replay"]
 
 
+def test_a_count_begins_before_the_first_step_is_run(log: list[str]) -> None:
+    """Which may load kernels."""
+    Graphs(log.append, ["a", "b"], ["b"], CPU, report=lambda done, total: log.append(f"{done} of {total}"))
+    assert [line for line in log if " of " in line or line in "ab"] == [
+        "0 of 2", "b", "a", "1 of 2", "b", "2 of 2",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_graphs_of_an_engine_that_is_gone_are_not_freed_while_one_is_captured(
     log: list[str], fails: bool

@@ -14,6 +14,7 @@ import pytest
 from kit.served import until
 
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.progress import Display
 from hemiola.runtime.serving import ending, heartbeat, launcher
 from hemiola.runtime.serving.engines import name_engines
 from hemiola.runtime.serving.heartbeat import Beat
@@ -33,8 +34,8 @@ def test_engines_are_named_in_order() -> None:
 @pytest.mark.parametrize(
     ("engine_dirs", "names", "message"),
     [
-        ([A, B], [], "2 --engine-dir but 0 --model-name"),
-        ([A], ["x", "y"], "1 --engine-dir but 2 --model-name"),
+        ([A, B], [], "2 engines, but 0 --model-name"),
+        ([A], ["x", "y"], "1 engine, but 2 --model-name"),
         ([A, B], ["x", "x"], "x, x are not all different"),
         ([A], ["../x"], r"'\.\./x' cannot be a path in a URL"),
         ([A], [""], "'' cannot be"),
@@ -84,7 +85,7 @@ def test_a_free_port_that_somebody_else_takes_first_is_no_refusal(
     """Tritonserver takes its ports when its engines are loaded; one that was asked for is no other."""
     tried: list[Ports] = []
 
-    def start(server: Server) -> None:
+    def start(server: Server, display: Display) -> None:
         tried.append(server.ports)
         if len(tried) < 3:
             raise Refused("failed to start GRPC service: Unavailable - Socket '127.0.0.1:1' already in use")
@@ -225,7 +226,7 @@ def test_a_server_that_loads_and_never_opens_is_waited_for_until_the_start_timeo
     server, starts, said = serving(family, "m"), [], []
     monkeypatch.setattr(server.printer, "say", said.append)
 
-    def start() -> None:
+    def start(display: Display) -> None:
         starts.append(server.ports)
         if len(starts) <= num_stuck:
             server._process = server._process or SimpleNamespace(
