@@ -340,7 +340,7 @@ SPOILED = {
         "config.json: text_config: model_type 'qwen3_6_text' is not supported, the nearest",
     ),
     "no architecture": (QWEN, config(architectures="REMOVED"), "has no architectures"),
-    "quantised": (QWEN, config(quantization_config={"quant_method": "fp8"}), "quant_method fp8"),
+    "quantised": (QWEN, config(quantization_config={"quant_method": "fp8"}), "weights are FP8", "bf16"),
     "modelopt": (QWEN, write("hf_quant_config.json", "{}"), "hf_quant_config.json", "quantised"),
     "missing size": (QWEN, config(num_attention_heads="REMOVED"), "has no num_attention_heads"),
     "size is text": (QWEN, config(hidden_size="64"), "hidden_size is '64', expected int"),
