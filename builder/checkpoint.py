@@ -308,10 +308,12 @@ def file_in(folder: Path, name: str) -> Path | None:
             if not _is_blob(folder.resolve(), path.resolve(strict=True)):
                 raise Refused(f"{path} is a link to {path.readlink()}; put the file itself into the folder")
             kind = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         if path.is_symlink():
             raise Refused(f"{path} is a link to nothing; download it again") from None
         return None
+    except Refused:
+        raise
     except (OSError, ValueError, RuntimeError) as error:  # links in a circle, a name with a NUL
         raise Refused(f"{folder}: {name!r} cannot be opened ({one_line(error)}); download it again") from None
     if not stat.S_ISREG(kind):

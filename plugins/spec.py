@@ -101,7 +101,7 @@ class FormChoice(NamedTuple):
 class Op:
     """A declared op; `forms` are in order of preference."""
 
-    name: str  # and that of its folder
+    name: str  # and that of its folder: `step.fill` is plugins/step/fill
     args: tuple[Arg, ...]
     attrs: tuple[Attr, ...]
     results: tuple[Result, ...]
@@ -152,7 +152,7 @@ class Op:
     ) -> Callable[..., Any]:
         """The form's function with the op's arguments alone; `sizes` of the letters that it asks for,
         `layouts` of quantised weights by argument."""
-        function = getattr(import_module(f"hemiola.plugins.{self.name}.{form}"), self.name)
+        function = getattr(import_module(f"hemiola.plugins.{self.name}.{form}"), self.name.split(".")[-1])
         if not sizes and not layouts:
             return function
         named = {f"{name}_layout": layout for name, layout in layouts.items()}

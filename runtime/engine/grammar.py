@@ -12,6 +12,7 @@ parsing, token by token, without tables of the whole grammar; its own limits bou
 import functools
 import json
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ from hemiola.runtime.errors import Refused
 
 MOST_CHARACTERS = 2**18  # of a grammar
 MOST_SECONDS = 10.0  # that a request waits for its grammar
+NAME = "structured_outputs"
 MOST_KEPT = 64  # compiled grammars
 NUM_THREADS = 2
 SHOWN = 300  # characters of a message
@@ -94,9 +96,19 @@ class Grammars:
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
         """Wait for it, MOST_SECONDS at most. Raises Refused if it is wrong, too large, or cannot be met."""
         _check_size(asked)
+        end = time.monotonic() + MOST_SECONDS
         with self._lock:
             self._vocabulary = self._vocabulary or self._threads.submit(self._make_vocabulary)
-        vocabulary = self._vocabulary.result()
+        try:
+            vocabulary = self._vocabulary.result(MOST_SECONDS)
+            return self._compiling(vocabulary, asked).result(max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            reason = f"it was not compiled within {MOST_SECONDS:.0f} s; simplify it, or try again later"
+        except Refused as error:
+            reason = str(error)
+        raise Refused(reason if reason.startswith(NAME) else f"{NAME}: {reason}")
+
+    def _compiling(self, vocabulary: Vocabulary, asked: StructuredOutputsParams) -> "Future[Grammar]":
         with self._lock:
             future = self._kept.get(asked)
             if future is None:
@@ -104,13 +116,7 @@ class Grammars:
             self._kept.move_to_end(asked)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
-        try:
-            return future.result(MOST_SECONDS)
-        except TimeoutError:
-            reason = f"it was not compiled within {MOST_SECONDS:.0f} s; simplify it, or try again later"
-        except Refused as error:
-            reason = str(error)
-        raise Refused(f"structured_outputs: {reason}")
+            return future
 
 
 def _check_size(asked: StructuredOutputsParams) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from hemiola.runtime.api import Logprob, Metrics, Output, Piece, Prompt, SamplingParams
 from hemiola.runtime.errors import Busy, Cancelled, Failed, Lost, Refused
 from hemiola.runtime.extra import install
+from hemiola.runtime.serving import ending
 
 try:
     from tritonclient.grpc import service_pb2
@@ -24,8 +25,8 @@ KINDS: dict[str, type[Exception]] = {
     "[OVERLOADED]": Busy,
     "[CANCELLED]": Cancelled,
 }
-# What tritonserver says of a model that died or is reloaded.
-GONE = ("is not healthy", "has no available versions")
+# What tritonserver says of a model that died or is reloaded, and a model of a server that ends.
+GONE = ("is not healthy", "has no available versions", ending.REASON)
 # Of a channel. A server that was started again is found soon: grpc's own wait grows to two minutes.
 CHANNEL = (
     ("grpc.max_receive_message_length", -1),

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from kit.demands import Demands, later
 from kit.fake_session import check_inputs
+from kit.guided import fitting
 from kit.hand import Hand
 from kit.plain import Plain, places
 from kit.proposers import Scripted, Text
@@ -25,15 +26,15 @@ from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.device.transfer import upload_ints
-from hemiola.runtime.engine.bucket import Bucket, Fed
-from hemiola.runtime.engine.decode import MARKS, TOLD, Decoder, Done, Told
-from hemiola.runtime.engine.drafts import Proposer
-from hemiola.runtime.engine.padded import Padded
-from hemiola.runtime.engine.recorded import Fitted, Recorded
 from hemiola.runtime.engine.request import Bounds, Request, Rule
-from hemiola.runtime.engine.sampling import logprobs, to_logprobs
-from hemiola.runtime.engine.step import Batch, Outcome, Plan
-from hemiola.runtime.llm import make_loop, prefix_cost, recorded_steps
+from hemiola.runtime.engine.sampling import choose, logprobs, to_logprobs
+from hemiola.runtime.engine.step import Launched, Outcome, Plan, Row
+from hemiola.runtime.llm import make_loop, prefix_cost
+from hemiola.runtime.step.bucket import Bucket
+from hemiola.runtime.step.captured import Captured, CapturedResult
+from hemiola.runtime.step.program import Batch
+from hemiola.runtime.step.prompts import Prompts
+from hemiola.runtime.step.recorded import Recorded
 
 VOCAB = 320
 KINDS = {
@@ -111,9 +112,13 @@ class Recorder:
         (self.captured if is_capturing else self.logits).append(logits.clone())
         return out
 
-    def watch(self, padded: Padded) -> None:
+    @property
+    def recordings(self) -> list:
+        return self.session.recordings
+
+    def watch(self, prompts: Prompts) -> None:
         """Keep logits without their padding, replayed ones, too."""
-        run = padded.run
+        run = prompts.run
 
         def run_and_keep(batch: Batch) -> Computed:
             num = len(self.logits)
@@ -123,21 +128,7 @@ class Recorder:
             self.logits.append(out.logits.clone())
             return out
 
-        padded.run = run_and_keep
-
-
-class Prompted:
-    """An MTP head that does its work; then other drafts take the place of its own, which are never right."""
-
-    def __init__(self, head: Proposer, script: Scripted) -> None:
-        self._head, self.script = head, script
-
-    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
-        self._head.propose(plan, batch, hidden)
-        ledger = self.script.ledger
-        slots = [row.slot_id for row in plan.rows if row.room > 0]
-        ledger.num_drafts.index_fill_(0, upload_ints(ledger.device, slots), 0)
-        self.script.propose(plan, batch, hidden)
+        prompts.run = run_and_keep
 
 
 class EngineHand(Hand):
@@ -162,25 +153,24 @@ class EngineHand(Hand):
         sizes = config.num_pages, config.num_slots
         self.storage = Storage(found.states, *sizes, poison=True, device=device)
         recorder = Recorder(Session(engine_dir, found, self.storage, config.drafts), config)
-        scripted = proposer if kind == "scripted" else None
-        loop = make_loop(
-            config, self.storage, recorder, None, prefix_cost(found), proposer=scripted, device=device
-        )
-        self.recorder = recorder
-        if isinstance(loop.session, Padded):
-            recorder.watch(loop.session)
-        if loop.decoder is None and proposer is None:
-            pages = loop.scheduler.prefix.pages
-            loop.decoder = recorded_steps(config, self.storage, recorder.session, pages, loop.ledger)
-        if proposer is not None and kind == "mtp":
-            loop.drafts = Prompted(loop.drafts, proposer(loop.ledger))
+        loop = make_loop(config, self.storage, recorder, None, prefix_cost(found), device=device)
+        self.recorder, steps = recorder, loop.steps
+        if isinstance(steps.trunk, Prompts):
+            recorder.watch(steps.trunk)
+        self._is_scripted = proposer is not None
+        self.scripted = proposer if kind == "scripted" else None
         sizes = config.max_len, found.limits.max_len, found.vocab_size
         super().__init__(loop, Bounds(*sizes, eos_ids=()))
+        if proposer is not None:
+            proposer.drive(steps)
         self.config, self.plain, self.manifest = config, plain, found
         self.demands = Demands(found.promise == "bits")
         self.mtp = config.drafts == "mtp"
         self.recorded: dict[tuple[int, ...], list[torch.Tensor]] = {}  # logits behind a text, every copy
         self.proposed: dict[tuple[int, ...], list[tuple[list[int], Rule]]] = {}  # drafts of an MTP head
+        self.patterns: dict[int, str] = {}  # what the outputs of requests with a grammar must match
+        self.before_step: Callable[[Plan], None] = lambda plan: None
+        self.num_plain_steps = 0  # whose rows all take the best token, and ask for nothing else
         self._shuffle = shuffle
         self._num_done = 0  # requests of which all has been demanded
         self._watch()
@@ -193,6 +183,8 @@ class EngineHand(Hand):
             made = plan()
             if self._shuffle is not None:
                 self._shuffle.shuffle(made.rows)
+            self.before_step(made)
+            self.num_plain_steps += bool(made.rows) and all(map(_is_plain, made.rows))
             return made
 
         def keep(plan: Plan, outcome: Outcome) -> None:
@@ -200,76 +192,63 @@ class EngineHand(Hand):
             commit(plan, outcome)
 
         scheduler.plan, scheduler.commit = shuffled, keep
-        if self.config.drafts != "none" and not isinstance(self.loop.drafts, (Scripted, Prompted)):
-            propose = self.loop.drafts.propose
+        steps = self.loop.steps
+        launch = steps.launch
 
-            def propose_and_keep(plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
-                propose(plan, batch, hidden)
+        def launch_and_keep(plan: Plan) -> Launched:
+            output = launch(plan)
+            if not self._is_scripted:
                 self._keep_drafts(plan)
+            if self.config.cuda_graphs:
+                self._look_at_table(plan)
+            return output
 
-            self.loop.drafts.propose = propose_and_keep
-        if isinstance(self.loop.decoder, Decoder):
-            self._watch_decoder(self.loop.decoder)
-        elif isinstance(self.loop.decoder, Recorded):
-            self._watch_recorded(self.loop.decoder)
+        steps.launch = launch_and_keep
+        if isinstance(steps.whole, Captured):
+            self._watch_captured(steps.whole)
+        elif steps.whole is not None:
+            self._watch_recorded(steps.whole)
 
-    def _watch_recorded(self, decoder: Recorded) -> None:
-        """A step as one call: what it is fed is looked at, and its logits are kept."""
-        launch = decoder.launch
+    def _watch_recorded(self, recorded: Recorded) -> None:
+        """A step as one call keeps its logits."""
+        launch = recorded.launch
 
-        def launch_and_keep(plan: Plan, fitted: Fitted) -> Told:
-            batch = self.loop.feed.fill(plan)  # noted, and read by nobody else
-            check_inputs(self.config, "trunk", {name: getattr(batch, name) for name in INPUTS["trunk"]})
-            told = launch(plan, fitted)
-            self.recorder.logits.append(decoder.logits[: len(batch.logits_ids)].clone())
-            if self.config.drafts != "none":
-                self._keep_drafts(plan)
-            return told
+        def launch_and_keep(plan: Plan, fitted: object) -> Launched:
+            output, (_, sizes) = launch(plan, fitted), fitted
+            self.recorder.logits.append(recorded.logits[: sizes.lines].clone())
+            return output
 
-        decoder.launch = launch_and_keep
+        recorded.launch = launch_and_keep
 
-    def _watch_decoder(self, decoder: Decoder) -> None:
-        """A step in a bucket: logits are kept, and scripted drafts take the place of its own."""
-        recorder, run, launch = self.recorder, decoder.run, decoder.launch
+    def _watch_captured(self, captured: Captured) -> None:
+        """A step in a bucket: its logits are kept."""
+        recorder, run = self.recorder, captured.run
         recorder.logits.clear()  # of warming up
-        last = recorder.captured[-len(decoder.buckets) :]  # behind the graphs of prompts; on a CPU none
-        captured = dict(zip(decoder.buckets, last, strict=bool(last)))
-        plans: list[Plan] = []
+        last = recorder.captured[-len(captured.buckets) :]  # behind the graphs of prompts; on a CPU none
+        found = dict(zip(captured.buckets, last, strict=bool(last)))
 
-        def run_and_keep(bucket: Bucket) -> Done:
-            done, drafts, ledger = run(bucket), self.loop.drafts, self.loop.ledger
-            if captured:
-                recorder.logits.append(captured[bucket].clone())
-            if isinstance(drafts, (Scripted, Prompted)):
-                slots = upload_ints(ledger.device, [row.slot_id for row in plans[-1].rows])
-                if any(row.room for row in plans[-1].rows):
-                    ledger.num_drafts.index_fill_(0, slots, 0)
-                (drafts if isinstance(drafts, Scripted) else drafts.script).propose(plans[-1], None, None)
-                lines = done.told[MARKS:].view(bucket.rows, -1)
-                lines[: len(slots), decoder.width(bucket) + TOLD - 1] = ledger.num_drafts[slots]
-            return done
+        def run_and_keep(bucket: Bucket) -> CapturedResult:
+            result = run(bucket)
+            if found:
+                recorder.logits.append(found[bucket].clone())
+            return result
 
-        def launch_and_keep(plan: Plan, bucket: Bucket) -> object:
-            plans.append(plan)
-            flight = launch(plan, bucket)
-            held, fed = self.loop.scheduler.prefix.pages, Fed(*decoder._stage.views(decoder.shapes(bucket)))
-            slots = [(row.slot_id, slice(held.capacity[row.slot_id] // held.page_len)) for row in plan.rows]
-            own, found = [held.table[place].tolist() for place in slots], later(decoder._table, fed.rows)
+        captured.run = run_and_keep
 
-            def look() -> None:
-                table, rows = found()
-                assert [table[place].tolist() for place in slots] == own
-                self.note(plan, rows)
+    def _look_at_table(self, plan: Plan) -> None:
+        """The device's copy is the host's."""
+        held = self.loop.scheduler.prefix.pages
+        slots = [(row.slot_id, slice(held.capacity[row.slot_id] // held.page_len)) for row in plan.rows]
+        own, found = [held.table[place].tolist() for place in slots], later(self.loop.steps.table.on_device)
 
-            self.look(plan, look)
-            if not isinstance(self.loop.drafts, (Scripted, Prompted)):
-                self._keep_drafts(plan)
-            return flight
+        def look() -> None:
+            (table,) = found()
+            assert [table[place].tolist() for place in slots] == own
 
-        decoder.run, decoder.launch = run_and_keep, launch_and_keep
+        self.look(plan, look)
 
     def _keep_drafts(self, plan: Plan) -> None:
-        ledger, rows = self.loop.ledger, [row for row in plan.rows if row.room and self.mtp]
+        ledger, rows = self.loop.steps.ledger, [row for row in plan.rows if row.room and self.mtp]
         if not rows:
             return
         found = later(ledger.total_len, ledger.num_drafts, ledger.ids)
@@ -289,7 +268,7 @@ class EngineHand(Hand):
         logits, first = self.recorder.logits.popleft(), 0
         for n, row in enumerate(plan.rows):
             request = row.request
-            if row.chooses and request.finish_reason is None:
+            if row.chooses and request.finish_reason is None and not request.starts_anew:
                 token_ids = outcome.token_ids[n]
                 ids = [*request.ids[: request.total_len].tolist(), *token_ids]
                 for at in range(len(token_ids)):
@@ -324,14 +303,26 @@ class EngineHand(Hand):
                 for copy in self.recorded[ids[:at]]:
                     self.demands.same(copy, logits[at - 1], f"{request.id}: position {at}")
                 checked.add(ids[:at])
-                if request.rule.greedy and not request.rule.edits_logits:
-                    self.demands.true(logits[at - 1].argmax() == ids[at], f"{request.id}: token {at}")
+            self._check_tokens(request, logits[request.prompt_len - 1 :])
         for request in due:
             self._check_logprobs(request)
         for ids in self.recorded.keys() - checked:  # of windows that ended early
             for copy in self.recorded[ids]:
                 self.demands.same(copy, self.plain.logits(ids)[-1], f"behind {len(ids)} tokens")
         self.demands.settle()
+
+    def _check_tokens(self, request: Request, logits: torch.Tensor) -> None:
+        """They are what the request's rule and its grammar choose from the logits [T, V] of its own text."""
+        rule, device = request.rule, logits.device
+        if not self.demands.bits and not (rule.greedy and not rule.edits_logits):
+            return  # what is nearly the same may choose otherwise
+        ids = torch.from_numpy(request.ids[None, : request.total_len]).to(device)
+        if request.id in self.patterns:
+            output = request.ids[request.prompt_len : request.total_len].tolist()
+            logits = fitting(self.patterns[request.id], output, logits)
+        position = torch.arange(request.prompt_len, request.total_len, device=device)
+        chosen = choose(logits, [rule] * len(logits), torch.zeros_like(position), position, ids)
+        self.demands.true((chosen == ids[0, position]).all(), f"{request.id}: tokens")
 
     def _check_logprobs(self, request: Request) -> None:
         """They are those of the request's own tokens, from the logits of its own text."""
@@ -431,6 +422,10 @@ class EngineHand(Hand):
         self.check_logits()
         self.check_drafts()
         self.check_contents()
+
+
+def _is_plain(row: Row) -> bool:
+    return not row.chooses or (row.request.rule.plain and row.request.guide is None)
 
 
 def table(said: Sequence[Logprob]) -> torch.Tensor:

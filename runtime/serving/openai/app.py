@@ -3,29 +3,28 @@
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp import web
 
 from hemiola import __version__
 from hemiola.runtime.errors import Busy, Refused
+from hemiola.runtime.serving import ending
 from hemiola.runtime.serving.openai.body import Bodies
-from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.errors import ApiError, api_error
-from hemiola.runtime.serving.openai.events import Work, stream, too_many, writing
-from hemiola.runtime.serving.openai.guide import guide
+from hemiola.runtime.serving.openai.events import stream, too_many
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.page import engines_page
-from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, TextChoice
-from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
+from hemiola.runtime.serving.openai.readers import Readers
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import (
-    DEFAULT_MAX_TOKENS,
     ApiRequest,
     ChatRequest,
     CompletionRequest,
@@ -38,12 +37,15 @@ from hemiola.runtime.serving.openai.tokenizing import (
     detokenize,
     tokenize,
 )
-from hemiola.runtime.serving.openai.wire import Wire
-from hemiola.runtime.text import LONG_TEXT
+from hemiola.runtime.serving.openai.work import Work, chat, completion, response
+from hemiola.runtime.serving.slow_reader import writing
+from hemiola.runtime.serving.wire import Wire
 
 log = logging.getLogger("hemiola.openai")
 METRICS_TIMEOUT_S = 5.0
 OPEN = {"/health", "/metrics", "/version"}  # need no key
+Asked = TypeVar("Asked", bound=ApiRequest)
+AskedText = TypeVar("AskedText", TokenizeRequest, DetokenizeRequest)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -60,14 +62,30 @@ class App:
     """The front's handlers. To be made and used within one event loop."""
 
     def __init__(
-        self, models: Mapping[str, ServedModel], wire: Wire, metrics_url: str, limits: FrontLimits
+        self,
+        models: Mapping[str, ServedModel],
+        wire: Wire,
+        metrics_url: str,
+        limits: FrontLimits,
+        refuses: Callable[[], bool] = lambda: False,  # the server has begun to end
     ) -> None:
         self._models = models
         self._wire = wire
         self._metrics_url = metrics_url
         self._limits = limits
         self._bodies = Bodies(limits.max_body)
-        self._num_open = 0
+        self._readers = Readers()
+        self._refuses = refuses
+        self._num_open = 0  # requests to the engine
+        self._num_handled = 0  # requests of callers
+
+    @property
+    def num_answering(self) -> int:
+        """Requests whose body is whole, and whose answer is not."""
+        return self._num_handled - self._bodies.num_reading
+
+    def close(self) -> None:
+        self._readers.close()
 
     def routes(self) -> web.Application:
         app = web.Application(middlewares=[self._guard])
@@ -91,10 +109,12 @@ class App:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keys, errors in OpenAI's shape, and one line per request, never with its text."""
         start, status = time.monotonic(), "left"
+        self._num_handled += 1
         try:
+            self._check_open()
             self._check_key(request)
             response = await handler(request)
-            async with writing(request):
+            async with writing(request.transport):
                 await response.prepare(request)
                 await response.write_eof()
             status = str(response.status)
@@ -111,10 +131,22 @@ class App:
             if found.status == 500:
                 log.error("%s %s: %s", request.method, request.path, error, exc_info=error)
             status = str(found.status)
-            return error_response(found)
+            return self._error_response(found)
         finally:
+            self._num_handled -= 1
             seconds = time.monotonic() - start
             log.debug("%s %s %s %.3f s", request.method, request.path, status, seconds)
+
+    def _error_response(self, error: ApiError) -> web.Response:
+        accepted = {"Accept-Encoding": "gzip, identity"} if error.status == 415 else {}
+        response = web.json_response(error.body(), status=error.status, headers=error.headers | accepted)
+        if self._refuses():
+            response.force_close()
+        return response
+
+    def _check_open(self) -> None:
+        if self._refuses():
+            raise ApiError(503, ending.REASON, code="server_ends")
 
     def _check_key(self, request: web.Request) -> None:
         if not self._limits.api_keys or request.path in OPEN:
@@ -158,12 +190,21 @@ class App:
         return web.json_response({"version": __version__})
 
     async def _tokenize(self, http: web.Request) -> web.Response:
-        request = parse(TokenizeRequest, await self._bodies.read(http))
-        return web.json_response(await tokenize(self._model(request.model), request))
+        return await self._of_text(http, TokenizeRequest, tokenize)
 
     async def _detokenize(self, http: web.Request) -> web.Response:
-        request = parse(DetokenizeRequest, await self._bodies.read(http))
-        return web.json_response(detokenize(self._model(request.model), request))
+        return await self._of_text(http, DetokenizeRequest, detokenize)
+
+    async def _of_text(
+        self, http: web.Request, kind: type[AskedText], make: Callable[[ServedModel, AskedText], Any]
+    ) -> web.Response:
+        body = await self._read(http)
+
+        def answer() -> str:
+            request = parse(kind, body)
+            return json.dumps(make(self._model(request.model), request))
+
+        return web.Response(text=await self._readers.run(len(body), answer), content_type="application/json")
 
     def _model(self, name: str) -> ServedModel:
         if name not in self._models:
@@ -174,66 +215,51 @@ class App:
     # ---- what is generated
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
-        begun = time.perf_counter()
-        request = parse(CompletionRequest, await self._bodies.read(http))
-        model = self._model(request.model)
-        with self._admit(len(request.prompt) * request.num_choices):
-            prompts = [await encode(model, prompt) for prompt in request.prompt]
-            params = request.params(request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs)
-            tokens = model.tokens if request.logprobs is not None else None
-            asked = [(ids, each) for ids in prompts for each in params]
-            choices: list[Choice] = []
-            for index, (ids, _) in enumerate(asked):
-                echo = ""
-                if request.echo:
-                    given = request.prompt[index // len(params)]
-                    echo = given if isinstance(given, str) else model.need_text("echo is").decode(given)
-                choices.append(TextChoice(index, ids, tokens, bool(request.return_token_ids), echo))
-            reply = Reply("text_completion", model, choices, len(params))
-            return await self._answer(http, request, Work(asked, choices, reply, begun))
+        return await self._generate(http, CompletionRequest, completion)
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
-        begun = time.perf_counter()
-        request = parse(ChatRequest, await self._bodies.read(http))
-        model = self._model(request.model)
-        with self._admit(request.num_choices):
-            prompt, expected = render(model, request)
-            structured = guide(request, expected)
-            ids = await encode(model, prompt, special=False)
-            most = request.most_tokens or max(model.max_len - len(ids), 1)
-            params = request.params(most, request.num_logprobs, structured)
-            tokens = model.tokens if request.logprobs else None
-            with_ids = bool(request.return_token_ids)
-            choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
-            reply = Reply("chat.completion", model, choices, len(params))
-            work = Work([(ids, each) for each in params], choices, reply, begun)
-            with contextlib.nullcontext() if structured is None else said_as(request):
-                return await self._answer(http, request, work)
+        return await self._generate(http, ChatRequest, chat)
 
     async def _respond(self, http: web.Request) -> web.StreamResponse:
-        begun = time.perf_counter()
-        request = parse(ResponsesRequest, await self._bodies.read(http))
-        model, chat = self._model(request.model), request.chat()
-        with self._admit(1):
-            prompt, expected = render(model, chat)
-            structured = guide(chat, expected)
-            ids = await encode(model, prompt, special=False)
-            most = request.max_output_tokens or max(model.max_len - len(ids), 1)
-            (params,) = chat.params(most, None, structured)
-            choice = ResponseChoice(ids, expected)
-            work = Work([(ids, params)], [choice], ResponseReply(model, request, choice), begun)
-            with contextlib.nullcontext() if structured is None else said_as(chat):
-                return await self._answer(http, request, work)
+        return await self._generate(http, ResponsesRequest, response)
 
-    async def _answer(self, http: web.Request, request: ApiRequest, work: Work) -> web.StreamResponse:
-        answers = self._wire.ask(request.model, work.asked, work.begun)
+    async def _generate(
+        self, http: web.Request, kind: type[Asked], make: Callable[[ServedModel, Asked], Work]
+    ) -> web.StreamResponse:
+        begun = time.perf_counter()
+        body = await self._read(http)
+        request = await self._readers.run(len(body), partial(parse, kind, body))
+        model = self._model(request.model)
+
+        def prepare() -> tuple[Work, list[Any]]:
+            work = make(model, request)
+            return work, self._wire.pack(request.model, work.asked, begun)
+
+        with self._admit(request.num_requests):
+            work, packed = await self._readers.run(len(body), prepare)
+            return await self._answer(http, request, work, packed)
+
+    async def _read(self, http: web.Request) -> bytes:
+        """Its body; a server that has begun to end meanwhile takes it no more."""
+        body = await self._bodies.read(http)
+        self._check_open()
+        return body
+
+    async def _answer(
+        self, http: web.Request, request: ApiRequest, work: Work, packed: list[Any]
+    ) -> web.StreamResponse:
+        answers = self._wire.ask(packed)
         try:
             if request.stream:
                 return await stream(http, work, answers, request.stream_options or StreamOptions())
             await answers.each(work.take)
-            return web.json_response(work.reply.whole(), headers={"X-Request-Id": work.reply.id})
+            text = await self._readers.run(work.num_tokens, work.reply.text)
+            headers = {"X-Request-Id": work.reply.id}
+            return web.Response(text=text, content_type="application/json", headers=headers)
         except Busy as error:
             raise too_many(error, len(work.asked)) from None
+        except Refused as error:
+            raise work.refused(error) from None
         finally:
             answers.close()
 
@@ -256,28 +282,6 @@ class App:
             self._num_open -= num_requests
 
 
-@contextlib.contextmanager
-def said_as(request: ChatRequest) -> Iterator[None]:
-    """A grammar that we have made is refused by the name under which it was asked for."""
-    try:
-        yield
-    except Refused as error:
-        ours, name = "structured_outputs", "tools" if request.forced else "response_format"
-        if not str(error).startswith(ours):
-            raise
-        message = name + str(error).removeprefix(ours)
-        raise ApiError(400, message, param=name, code="invalid_value") from None
-
-
-async def encode(model: ServedModel, prompt: str | list[int], special: bool = True) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    text = model.need_text("the prompt is")
-    if len(prompt) < LONG_TEXT:
-        return text.encode(prompt, model.max_len, special)
-    return await asyncio.to_thread(text.encode, prompt, model.max_len, special)
-
-
 def describe(model: ServedModel) -> dict[str, Any]:
     own = {"owned_by": "hemiola", "max_model_len": model.max_len}
     return {"id": model.name, "object": "model", "created": model.created, **own}
@@ -292,7 +296,3 @@ def http_error(request: web.Request, error: web.HTTPException) -> ApiError:
             return ApiError(405, f"{request.path} does not take {request.method}", code="method_not_allowed")
         case status:
             return ApiError(status, error.text or error.reason)
-
-
-def error_response(error: ApiError) -> web.Response:
-    return web.json_response(error.body(), status=error.status, headers=error.headers)

@@ -1,10 +1,10 @@
 """A conversation as a prompt, by the checkpoint's chat template, and what its answer may hold."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving.openai.answer import THINK, THINK_END, Expected
 from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.model import ServedModel
@@ -98,8 +98,12 @@ def _message(message: Message, index: int, knows_developer: bool) -> dict[str, A
 
 def _arguments(text: str, place: str) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        found = parse_json(text or "{}", unique=True)
+    except Repeated as error:
+        raise ApiError(
+            400, f"{place}.function.arguments: {error}; give it once", param=place, code="invalid_value"
+        ) from None
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise ApiError(

@@ -1,0 +1,69 @@
+"""The engines of a server: their names, their own settings, and what is refused before one is started."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hemiola.runtime import manifest
+from hemiola.runtime.arch import ARCHS, split
+from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
+from hemiola.runtime.errors import Refused, within
+from hemiola.runtime.json_file import read_json
+from hemiola.runtime.serving import settings
+
+
+def name_engines(engine_dirs: Sequence[Path], names: Sequence[str]) -> dict[str, Path]:
+    """Pairs --engine-dir with --model-name, in order; a single engine is called hemiola."""
+    if not names and len(engine_dirs) == 1:
+        names = ["hemiola"]
+    if len(names) != len(engine_dirs):
+        raise Refused(
+            f"{len(engine_dirs)} --engine-dir but {len(names)} --model-name; give each engine a name"
+        )
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+            raise Refused(
+                f"model name {name!r} cannot be a path in a URL; use letters, digits, '_', '-' and '.'"
+            )
+    if len(set(names)) != len(names):
+        raise Refused(f"model names {', '.join(names)} are not all different; give each engine its own")
+    return dict(zip(names, engine_dirs, strict=True))
+
+
+def read_models(
+    file: Path | None, engine_dirs: Sequence[Path], names: Sequence[str]
+) -> tuple[dict[str, Path], dict[str, dict[str, Any]]]:
+    """Engines by model name, and each one's own settings, from a file or from the command line."""
+    if file is None:
+        if not engine_dirs:
+            raise Refused("no engine is given; pass --engine-dir or --models")
+        return name_engines(engine_dirs, names), {}
+    if engine_dirs or names:
+        raise Refused("--models names the engines; leave --engine-dir and --model-name out")
+    found = _read_json(file)
+    if not (isinstance(found, dict) and found) or not all(
+        isinstance(own, dict) and "engine_dir" in own for own in found.values()
+    ):
+        raise Refused(
+            f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}; correct it'
+        )
+    for name, own in found.items():
+        with within(f"{file}: {name}"):
+            settings.split(own)
+    paths = [file.parent / own["engine_dir"] for own in found.values()]
+    return name_engines(paths, list(found)), found
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return read_json(file, "correct it")
+    except OSError as error:
+        raise Refused(f"--models {file} cannot be read ({error.strerror}); pass another file") from None
+
+
+def check_sizes(found: Mapping[str, Any], engine: manifest.Manifest) -> None:
+    """What the model would refuse when it is loaded, whatever memory is free then."""
+    if split(engine.arch)[0] in ARCHS:  # else it says that
+        _, options = settings.split(found)
+        resolve(ServeConfig(**options), engine, ENDLESS)
