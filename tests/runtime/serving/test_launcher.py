@@ -235,7 +235,7 @@ def test_a_server_that_loads_and_never_opens_is_waited_for_until_the_start_timeo
             server._guard = SimpleNamespace(reason="", close=lambda: None)
             server._home = server._home or Home()
             heartbeat.write(server._home.beats / "m", heartbeat.now(0, 0, 0, ""))
-            server._await_ready()
+            server._await_ready(display)
 
     monkeypatch.setattr(server, "start", start)
     monkeypatch.setattr(launcher.os, "killpg", lambda *_: family.kill())
