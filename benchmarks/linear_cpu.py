@@ -1,12 +1,15 @@
 """The compiled dense layer beside MKL: one row per case, equality of bits checked in the same run.
 
     PYTHONPATH=. python benchmarks/linear_cpu.py [--threads 2] [--shapes 256x1288 ...] [--tokens 1 8] [--step]
+    PYTHONPATH=. python benchmarks/linear_cpu.py --quantised [--threads 2] [--shapes 4096x12288 ...]
 
 Times are the fastest of many calls, ours and MKL's in turn, so each finds a cache that the other has
 used. With one thread they are the thread's CPU time, which other work on the machine disturbs least; with
 more, time by the clock. MKL multiplies fp32 weights; for bf16 ones, the same widened beforehand. `bits` says
 whether rows of a prompt equal the same rows alone. With --step both are called from compiled code, as a step
-calls its kernels: no call of torch or Python counts. For narrower registers, on a machine with AVX-512:
+calls its kernels: no call of torch or Python counts. With --quantised each format of
+`build-engine --quantize` stands beside our own bf16, and `bits` says whether they equal those of the same
+numbers in fp32. For narrower registers, on a machine with AVX-512:
 
     MKL_ENABLE_INSTRUCTIONS=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma PYTHONPATH=. python ...
 """
@@ -22,10 +25,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from hemiola.builder.formats.rounded import LAYOUTS, rounded
 from hemiola.plugins.cpu.code import Recorder
 from hemiola.plugins.cpu.registers import REGISTERS
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, invoke
 from hemiola.plugins.cpu.steps import RecordedStep
+from hemiola.plugins.groups import dequantised
 from hemiola.plugins.linear.compiled import linear, pack
 
 SHAPES = ("256x1288", "256x4096", "768x256", "1024x3584", "4096x12288")  # inputs x outputs
@@ -72,6 +77,32 @@ def measure(num_inputs: int, num_outputs: int, num_tokens: list[int], threads: i
                 f"| {num_inputs} x {num_outputs} | {tokens} | {name} | {threads} | {ours * 1e6:.0f} "
                 f"| {mkl * 1e6:.0f} | {mkl / ours:.2f} | {flops:.0f} | {bandwidth:.1f} "
                 f"| {'equal' if equal else 'DIFFERENT'} |",
+                flush=True,
+            )
+
+
+def quantised(num_inputs: int, num_outputs: int, num_tokens: list[int], threads: int, seconds: float) -> None:
+    """Every format beside bf16."""
+    weight = torch.randn(num_outputs, num_inputs) * num_inputs**-0.5
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    halves = pack(weight.bfloat16())
+    groups = {name: rounded(weight, layout) for name, layout in LAYOUTS.items()}
+    packed = {name: pack(group) for name, group in groups.items()}
+
+    def run(x: torch.Tensor, name: str) -> torch.Tensor:
+        return linear(x, packed[name], NONE, num_outputs, weight_layout=LAYOUTS[name])
+
+    for tokens in num_tokens:
+        x = torch.randn(tokens, num_inputs)
+        calls: list[Callable[[], object]] = [lambda: linear(x, halves, NONE, num_outputs)]  # noqa: B023
+        calls += [lambda name=name: run(x, name) for name in groups]  # noqa: B023
+        usual, *times = fastest(calls, seconds, clock)
+        for (name, group), spent in zip(groups.items(), times, strict=True):
+            same = torch.equal(run(x, name), linear(x, pack(dequantised(group)), NONE, num_outputs))
+            print(
+                f"| {num_inputs} x {num_outputs} | {tokens} | {name} | {threads} | {spent * 1e6:.0f} |"
+                f" {usual * 1e6:.0f} | {usual / spent:.2f} | {1e-9 * packed[name].numel() / spent:.1f} |"
+                f" {'equal' if same else 'DIFFERENT'} |",
                 flush=True,
             )
 
@@ -144,6 +175,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--step", action="store_true", help="both from compiled code, with one thread")
+    parser.add_argument("--quantised", action="store_true", help="every format beside bf16, not MKL")
     parser.add_argument("--seconds", type=float, default=0.5, help="per case")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -154,6 +186,13 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|---|")
         for shape in options.shapes:
             in_a_step(*map(int, shape.split("x")), options.tokens, options.seconds)
+        return
+    if options.quantised:
+        print("| shape | tokens | weights | threads | us | us bf16 | ratio | weights GB/s | bits |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for shape in options.shapes:
+            sizes = map(int, shape.split("x"))
+            quantised(*sizes, options.tokens, options.threads, options.seconds)
         return
     print("| shape | tokens | weights | threads | us | us MKL | ratio | GFLOP/s | weights GB/s | bits |")
     print("|---|---|---|---|---|---|---|---|---|---|")

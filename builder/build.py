@@ -151,7 +151,7 @@ def _compile(
         launches, own = _launches(target, job.device), model.weights(segment)
         compiled = target.compile(graphs[-1], fuse(graphs[-1], own) if launches else own, job)
         work = work_bytes(graphs[-1], compiled.nodes, job.limits) if launches else 0
-        segments.append(_segment(compiled, graphs[-1], work))
+        segments.append(_segment(compiled, graphs[-1], own, work))
         weights = compiled.weights | weights
     return graphs, segments, weights
 
@@ -169,11 +169,12 @@ def _kernels(graphs: Sequence[Graph], segments: Sequence[Segment], job: Job) -> 
     return compile_kernels(graphs, ops, job)
 
 
-def _segment(compiled: CompiledSegment, graph: Graph, work: int) -> Segment:
+def _segment(compiled: CompiledSegment, graph: Graph, sources: dict[str, Lazy], work: int) -> Segment:
     return Segment(
         name=graph.name,
         work_bytes=work,
         weights=tuple(name for name in graph.weights if name in compiled.weights),
+        layouts={name: str(lazy.layout) for name, lazy in sources.items() if lazy.layout},
         states=tuple(state.name for state in graph.states),
         inputs=graph.inputs,
         **{key: value for key, value in compiled._asdict().items() if key != "weights"},

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 
 from hemiola.plugins.gpu.dtypes import ENGINES
-from hemiola.plugins.groups import E4M3, Layout, WeightGroup
+from hemiola.plugins.groups import E4M3, Layout
 
 LIBRARY = torch.library.Library("hemiola", "DEF")
 
 FLOAT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FP32 = (torch.float32, torch.float64)
 INT = (torch.int32,)
-Pack = Callable[[torch.Tensor | WeightGroup], torch.Tensor]  # a weight's layout for a form
+Pack = Callable[[Any], torch.Tensor]  # of a weight, or of a WeightGroup where a form takes its layout
 
 
 class Unsupported(ValueError):
@@ -84,7 +84,8 @@ class Form(NamedTuple):
     def reason(self, call: Call) -> str:
         """Why it does not take a call, or ""."""
         for name, layout in call.layouts.items():
-            if reason := self.refuses_layout(layout):
+            reason = self.refuses_layout(layout) or ("" if name in self.packs else "it is not packed")
+            if reason:
                 return f"{name} is {layout}: {reason}"
         return self.refuses(call)
 
@@ -147,14 +148,14 @@ class Op:
         raise Unsupported(f"{self.name} cannot run on {device} ({reasons or 'it has no form there'})")
 
     def bind(
-        self, form: str, sizes: Sequence[int], layouts: Mapping[str, str] = MappingProxyType({})
+        self, form: str, sizes: Sequence[int], layouts: Mapping[str, Layout] = MappingProxyType({})
     ) -> Callable[..., Any]:
         """The form's function with the op's arguments alone; `sizes` of the letters that it asks for,
         `layouts` of quantised weights by argument."""
         function = getattr(import_module(f"hemiola.plugins.{self.name}.{form}"), self.name.split(".")[-1])
         if not sizes and not layouts:
             return function
-        named = {f"{name}_layout": Layout.parse(text) for name, text in layouts.items()}
+        named = {f"{name}_layout": layout for name, layout in layouts.items()}
 
         def run(*values: Any, **more: Any) -> Any:
             return function(*values, *sizes, **named, **more)

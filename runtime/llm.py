@@ -155,6 +155,7 @@ def compile_ahead(manifest: manifests.Manifest, report: Report) -> None:
     report("importing", 0, 0)
     from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
     from hemiola.runtime.device import lower  # noqa: F401  its kernels are known when it is imported
+    from hemiola.runtime.step import recorded  # noqa: F401
 
     import_forms("compiled")
     for op in {node.op for segment in manifest.segments for node in segment.nodes}:

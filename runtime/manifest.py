@@ -106,7 +106,6 @@ class OpNode(Frozen):
     form: Word
     refused: dict[str, str]  # by better form, why it is not that
     sizes: tuple[Count, ...]  # that the form gets behind the op's arguments
-    layouts: dict[Word, Word] = {}  # of quantised weights, by argument (plugins/groups.py)
 
     @property
     def is_callback(self) -> bool:
@@ -140,6 +139,7 @@ class Segment(Frozen):
     states: tuple[Word, ...]
     inputs: tuple[Word, ...]
     nodes: tuple[OpNode, ...]
+    layouts: dict[Word, Word] = {}  # of quantised weights, by name (plugins/groups.py)
     pieces: tuple[SegmentPiece, ...] = ()  # in the order in which they run
     outputs: tuple[str, ...] = ()  # logits and hidden among the values of the pieces
     compiler: Word = ""  # of the parts: the target and its version

@@ -71,8 +71,7 @@ def choose_forms(
             wanted = next((option for said, option in ASKED.items() if said in str(error)), "checkpoint")
             raise Refused(f"{graph.name}, {node.name}: {error}; use another {wanted}") from None
         sizes = tuple(call.sizes[letter] for letter in form.sizes)
-        layouts = {name: str(layout) for name, layout in call.layouts.items()}
-        nodes.append(OpNode(op=op.name, form=form.name, refused=refused, sizes=sizes, layouts=layouts))
+        nodes.append(OpNode(op=op.name, form=form.name, refused=refused, sizes=sizes))
         for arg, value in zip(op.args, node.args, strict=False):
             if isinstance(value, Node) and value in names:
                 name = names[value]

@@ -65,7 +65,7 @@ def show(engine_dir: Path, found: Manifest, config: ServeConfig) -> None:
     console.print(facts(engine_dir, found))
     console.print(states(found))
     console.print(segments(engine_dir, found))
-    if any(node.layouts for segment in found.segments for node in segment.nodes):
+    if any(segment.layouts for segment in found.segments):
         console.print(weights(engine_dir, found))
     if any(segment.profiles for segment in found.segments):
         console.print(profiles(found))

@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 from safetensors import safe_open
 
-from hemiola.plugins import OPS
 from hemiola.plugins.groups import Layout
-from hemiola.runtime.device.program import load_program
-from hemiola.runtime.manifest import Manifest, Segment
+from hemiola.runtime.manifest import Manifest
 
 REST = "what is not quantised"
 
@@ -24,27 +22,9 @@ class StoredWeights(NamedTuple):
     num_bytes: int
 
 
-def layouts_of(engine_dir: Path, segment: Segment) -> dict[str, str]:
-    """Of a segment's quantised weights, by name."""
-    if not any(node.layouts for node in segment.nodes):
-        return {}
-    program = load_program(engine_dir / segment.file)
-    names = dict(zip(program.graph.nodes, segment.weights, strict=False))
-    ours = {op.torch_op: op for op in OPS.values()}
-    calls = [node for node in program.graph.nodes if node.target in ours]
-    found = {}
-    for node, chosen in zip(calls, segment.nodes, strict=True):
-        for arg, value in zip(ours[node.target].args, node.args, strict=False):
-            if arg.name in chosen.layouts:
-                found[names[value]] = chosen.layouts[arg.name]
-    return found
-
-
 def stored_weights(engine_dir: Path, manifest: Manifest) -> list[StoredWeights]:
     """Quantised ones by name and layout, then all others; empty where none is quantised."""
-    layouts: dict[str, str] = {}
-    for segment in manifest.segments:
-        layouts |= layouts_of(engine_dir, segment)
+    layouts = {name: text for segment in manifest.segments for name, text in segment.layouts.items()}
     if not layouts:
         return []
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)

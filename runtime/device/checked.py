@@ -18,6 +18,7 @@ from hemiola.plugins.groups import Layout, WeightGroup
 from hemiola.plugins.spec import INT, Arg, Call, Op
 from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.api import shown
+from hemiola.runtime.device.program import layouts_of
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.manifest import Manifest, OpNode, Segment
 
@@ -60,6 +61,7 @@ class _Trial:
         self._manifest, self._limits = manifest, manifest.limits
         self._nodes = list(program.graph.nodes)
         self._forms = list(segment.nodes)
+        self._layouts = layouts_of(self._nodes, segment)
         self._values: dict[Node, Any] = {}
         self._weights: dict[Node, torch.Tensor] = {}  # as they lie in the file
         self._seen: dict[Node, str] = {}  # in which layout a weight is wanted
@@ -157,7 +159,7 @@ class _Trial:
             if attr.name == "chunk_len" and value != self._limits.chunk_len:
                 raise ValueError(f"{node.name}: chunk_len is {value}, the engine's {self._limits.chunk_len}")
         call = op.call(*args)
-        call = call._replace(layouts={name: Layout.parse(text) for name, text in chosen.layouts.items()})
+        call = call._replace(layouts=self._layouts[node])
         self._check_form(node, op, chosen, call)
         for arg, value in zip(op.args, node.args, strict=False):
             if arg.mutated and value not in self._states:
@@ -168,8 +170,6 @@ class _Trial:
         form = next((f for f in op.forms if (f.name, f.device) == (chosen.form, self._device)), None)
         if form is None:
             raise ValueError(f"{node.name}: {op.name} has no form {chosen.form!r} on {self._device}")
-        if lost := set(call.layouts) - set(form.packs):
-            raise ValueError(f"{node.name}: {form.name} packs no {', '.join(sorted(lost))}")
         if reason := form.reason(call):
             raise ValueError(f"{node.name}: {form.name} does not take it: {reason}")
         sizes = tuple(call.sizes[letter] for letter in form.sizes)
@@ -187,7 +187,7 @@ class _Trial:
         layout = "as it is" if pack is None else f"{pack.__module__}.{pack.__qualname__}, {group}"
         if self._seen.setdefault(node, layout) != layout:
             raise ValueError(f"{node.name} is wanted in two layouts")
-        if group is not None:
+        if group is not None and pack is not None:
             _same(f"{node.name}, a weight", found, pack(WeightGroup.empty(group, tuple(declared.shape))))
         elif pack is not None:
             packed = [pack(declared.to(dtype)) for dtype in (declared.dtype, torch.bfloat16)]

@@ -18,8 +18,10 @@ from hemiola.plugins.cpu import moves
 from hemiola.plugins.cpu.code import Recorder, View
 from hemiola.plugins.cpu.sizes import FreeSize
 from hemiola.plugins.cpu.steps import RecordedStep
+from hemiola.plugins.groups import Layout
 from hemiola.runtime.abi import INPUTS, OUTPUTS
 from hemiola.runtime.api import shown
+from hemiola.runtime.device.program import layouts_of
 from hemiola.runtime.device.wanted import only_wanted
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import OpNode, Segment
@@ -96,9 +98,11 @@ class _Lowering:
         self._ops = iter(segment.nodes)
         self._chosen: dict[Node, OpNode] = {}
         self._values: dict[Node, Any] = {}
+        self._layouts: dict[Node, dict[str, Layout]] = {}  # of quantised weights
 
     def run(self, program: GraphModule) -> list[View]:
         """The program's results."""
+        self._layouts = layouts_of([*program.graph.nodes], self._segment)
         ours = {op.torch_op for op in OPS.values()}
         for node in program.graph.nodes:
             match node.op:
@@ -124,10 +128,13 @@ class _Lowering:
 
     def _op(self, node: Node) -> Any:
         """Our op, in the form that was chosen when the engine was built."""
-        chosen = self._chosen[node]
-        function = OPS[chosen.op].bind(chosen.form, chosen.sizes, chosen.layouts)
+        function = self._bound(node)
         named = {name: _mapped(value, self._values) for name, value in node.kwargs.items()}
         return function(*(_mapped(value, self._values) for value in node.args), **named)
+
+    def _bound(self, node: Node) -> Any:
+        chosen = self._chosen[node]
+        return OPS[chosen.op].bind(chosen.form, chosen.sizes, self._layouts[node])
 
     def _function(self, node: Node) -> Any:
         args = [_mapped(value, self._values) for value in node.args]
@@ -219,9 +226,7 @@ class _Lowering:
     def _linear(self, node: Node, residual: View) -> View:
         """A dense layer that adds its outputs to what is there."""
         x, weight, bias = (_mapped(value, self._values) for value in node.args)
-        chosen = self._chosen[node]
-        function = OPS[chosen.op].bind(chosen.form, chosen.sizes, chosen.layouts)
-        return function(x, weight, bias, residual=residual)
+        return self._bound(node)(x, weight, bias, residual=residual)
 
 
 def _mapped(value: Any, values: dict[Node, Any]) -> Any:

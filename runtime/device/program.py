@@ -6,7 +6,7 @@ A file may come from a stranger: names, calls and arguments are checked here, sh
 import json
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from hemiola.plugins import OPS
+from hemiola.plugins.groups import Layout
 from hemiola.runtime.api import shown
 from hemiola.runtime.arch import name_of
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.json_file import parse_json
+from hemiola.runtime.manifest import Segment
 
 OPERATOR = "operator"
 aten = torch.ops.aten
@@ -28,6 +30,7 @@ MOVES = (
 )  # fmt: skip
 EXACT = (*MOVES, aten.add.Tensor, aten.mul.Tensor, aten.relu.default, aten.to.dtype)
 # By name, all that a program may call.
+OURS = {op.torch_op: op for op in OPS.values()}
 CALLS = {str(op.torch_op): op.torch_op for op in OPS.values()}
 CALLS |= {str(function): function for function in EXACT} | {f"{OPERATOR}.getitem": operator.getitem}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -85,6 +88,19 @@ def load_program(path: Path) -> GraphModule:
     if "output" not in nodes:
         raise Refused(f"{path} does not end with its output; run build-engine again")
     return GraphModule(torch.nn.Module(), graph)
+
+
+def layouts_of(nodes: Sequence[Node], segment: Segment) -> dict[Node, dict[str, Layout]]:
+    """Of the quantised weights of each call of ours, by argument. Raises ValueError for what is no layout."""
+    layouts = {name: Layout.parse(text) for name, text in segment.layouts.items()}
+    weights = dict(zip(nodes, segment.weights, strict=False))
+    found = {}
+    for node in nodes:
+        op = OURS.get(node.target)
+        given = zip(op.args, node.args, strict=False) if op is not None else ()
+        pairs = [(arg.name, layouts.get(weights.get(value, ""))) for arg, value in given if value in weights]
+        found[node] = {name: layout for name, layout in pairs if layout is not None}
+    return found
 
 
 def _text(path: Path) -> str:

@@ -91,15 +91,15 @@ def make_steps(
 
 
 def capture(
-    captured: Captured, prompts: Prompts, device: torch.device, held: ExitStack, report: Report = silent
+    captured: Captured, prompts: Prompts, device: torch.device, held: ExitStack, report: Report
 ) -> None:
     """Graphs of all sizes, in one pool: a step begins when the results of the one before have been read."""
     report("measuring steps of prompts", 0, 0)
     prompts.drop_long_ones()
-    largest_first, told = prompts.sizes[::-1], partial(report, "capturing graphs of prompts")
-    trunks = Graphs(prompts.step, largest_first, prompts.sizes, device, report=told)
+    largest_first, said = prompts.sizes[::-1], partial(report, "capturing graphs of prompts")
+    trunks = Graphs(prompts.step, largest_first, prompts.sizes, device, report=said)
     held.callback(trunks.close)
-    told = partial(report, "capturing graphs of decode steps")
-    steps = Graphs(captured.step, captured.buckets, captured.warm, device, trunks.pool, told)
+    said = partial(report, "capturing graphs of decode steps")
+    steps = Graphs(captured.step, captured.buckets, captured.warm, device, trunks.pool, said)
     held.callback(steps.close)
     prompts.replay, captured.run = trunks.replay, steps.replay

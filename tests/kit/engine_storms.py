@@ -166,6 +166,7 @@ class EngineStorm:
     def _check(self, request: Request) -> None:
         hand, last = self.hand, self.hand.last(request.id)
         self.reached[str(last.finish_reason)] += 1
+        assert last.metrics is not None
         self.reached["drafts stayed"] += sum(last.metrics.accepted)
         assert sum(piece.finish_reason is not None for piece in hand.pieces[request.id]) == 1
         assert hand.token_ids(request.id) == request.ids[request.prompt_len : request.total_len].tolist()

@@ -227,7 +227,8 @@ def test_options_are_the_parameters_by_their_json_spelling(model: Any) -> None:
         "/engine",
         {"max_rows": 4, "memory_fraction": 0.25, "drafts": "ngram"},
     )
-    assert model.service.llm.progress is True, "without `hemiola serve` the server's log says how far it is"
+    said = model.service.llm.progress
+    assert said is True, "without `hemiola serve` the server's log says how far the engine is"
 
 
 def test_an_engine_tells_its_server_how_far_it_is(module: ModuleType, tmp_path: Path) -> None:

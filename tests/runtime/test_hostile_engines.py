@@ -36,7 +36,7 @@ def stranger(tiny_engine: Callable[..., Path], tmp_path: Path, opener: Opener) -
 
 
 def filled(content: dict[str, Any]) -> dict[str, Any]:
-    """With what only engines for GPUs, cut ones and random ones have."""
+    """With what only engines for GPUs, cut ones, random ones and quantised ones have."""
     content = json.loads(json.dumps(content))
     tensor_map = {"swizzle": 3, "item": 9, "item_bytes": 2, "box": [64, 64]}
     call = {"kernel": "delta._scan", "kinds": ["*bf16:16", "i32"], "constants": [["num_warps", 4]]}
@@ -51,6 +51,7 @@ def filled(content: dict[str, Any]) -> dict[str, Any]:
     segment = content["segments"][0]
     part = {"kind": "part", "name": "x", "inputs": ["a"], "outputs": ["b"], "constants": [1]}
     segment["pieces"], segment["compiler"] = [part], "onnxruntime 1.0"
+    segment["layouts"] = {"w": "int4 32"}
     segment["profiles"] = [{"name": "decode", "sizes": {"T": [1, 2, 3]}}]
     content["sha256"]["parts/x"] = "0" * 64
     return content
@@ -110,6 +111,7 @@ def test_a_field_that_is_missing_unknown_or_there_twice_is_refused_by_name(
         "profiles",
         "work_bytes",
         "constants",
+        "layouts",
     }
     for path in places(whole):
         key, at = path[-1], cast(Any, whole)
@@ -117,7 +119,7 @@ def test_a_field_that_is_missing_unknown_or_there_twice_is_refused_by_name(
             at = at[step]
         if not isinstance(key, str) or key in optional or (path[-2:-1] and path[-2] in ("sha256", "ops")):
             continue
-        if path[-2:-1] and path[-2] in ("refused", "sizes", "drawn"):
+        if path[-2:-1] and path[-2] in ("refused", "sizes", "drawn", "layouts"):
             continue  # their keys are names
         copied = json.loads(json.dumps(at))
         if change == "missing":

@@ -41,6 +41,7 @@ def test_a_nested_snapshot_is_worth_what_the_one_above_it_saves_already(evictor:
     work = [evictor.cost.work(edge) for edge in edges]
     assert gains == [after - before for before, after in itertools.pairwise(work)]
     assert sum(gains) == evictor.cost.work(6 * P)
+    assert evictor._density(chosen[2]) == gains[2] / (40 + 10 * 3), "those above it stay"
     evictor.detach(chosen[1])
     assert evictor.value(chosen[2]) == work[3] - work[1] and evictor.value(chosen[0]) == work[1]
 

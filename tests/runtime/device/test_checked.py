@@ -198,3 +198,28 @@ def test_states_of_the_other_kind_are_refused(trunk: Trunk, kind: str, said: str
     """There would be as many of them as there are slots, and pages are written; or the other way round."""
     states = tuple(state.model_copy(update={"kind": kind}) for state in trunk.manifest.states)
     trunk.refused(said, trunk.manifest.model_copy(update={"states": states}))
+
+
+@pytest.mark.parametrize(
+    "layout, said",
+    [
+        ("int4 32", "the program wants uint8"),
+        ("int4 24", "a scale for 24 inputs, no multiple of 16"),
+        ("e5m2 128", "'e5m2 128' is no layout of a quantised weight"),
+        ("", "'' is no layout"),
+    ],
+)
+def test_a_layout_that_a_weight_does_not_have_is_refused(trunk: Trunk, layout: str, said: str) -> None:
+    """A kernel would read codes and scales behind the weight's end."""
+    segment = trunk.manifest.segment("trunk")
+    (name,) = [name for name in segment.weights if name.endswith("head.weight")]
+    changed = segment.model_copy(update={"layouts": {name: layout}})
+    others = [each for each in trunk.manifest.segments if each.name != "trunk"]
+    trunk.refused(said, trunk.manifest.model_copy(update={"segments": (changed, *others)}))
+
+
+def test_a_layout_of_what_no_form_packs_is_refused(trunk: Trunk) -> None:
+    segment = trunk.manifest.segment("trunk")
+    (name,) = [name for name in segment.weights if name.endswith("embed.weight")]
+    changed = segment.model_copy(update={"layouts": {name: "e4m3 row"}})
+    trunk.refused("it reads no quantised weights", trunk.manifest.model_copy(update={"segments": (changed,)}))

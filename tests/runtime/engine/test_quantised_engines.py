@@ -78,8 +78,8 @@ def test_the_manifest_says_what_is_quantised(
 ) -> None:
     ours, theirs = (manifest.load(folder) for folder in engines)
     wanted = KINDS[request.node.callspec.params["engines"]]
-    found = {text for segment in ours.segments for node in segment.nodes for text in node.layouts.values()}
+    found = {text for segment in ours.segments for text in segment.layouts.values()}
     assert found == wanted and ours.identity != theirs.identity
-    assert not any(node.layouts for segment in theirs.segments for node in segment.nodes)
+    assert not any(segment.layouts for segment in theirs.segments)
     small, large = ((f / m.weights_file).stat().st_size for f, m in zip(engines, (ours, theirs), strict=True))
     assert small < 0.8 * large

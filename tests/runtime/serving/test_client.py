@@ -196,7 +196,7 @@ def test_a_server_that_dies_in_a_stream_is_an_error_with_its_address(
         list(client.stream("x"))
 
 
-@pytest.mark.parametrize("where", ["client.grpc.insecure_channel", "openai.wire.aio.insecure_channel"])
+@pytest.mark.parametrize("where", ["client.grpc.insecure_channel", "wire.aio.insecure_channel"])
 def test_a_server_that_was_away_is_looked_for_every_second(
     url: str, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
