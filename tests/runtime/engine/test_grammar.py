@@ -283,10 +283,10 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_are_not(monkeypatch
 
 def test_the_limit_of_a_grammar_begins_behind_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first waited for that without a limit, and then as long as it may for its own compiling."""
-    refused, plain = threading.Event(), module._vocabulary
+    refused, plain, in_time = threading.Event(), module._vocabulary, []
 
     def slow(*given: object) -> object:
-        refused.wait(10)
+        in_time.append(refused.wait(30))
         return plain(*given)
 
     monkeypatch.setattr(module, "_vocabulary", slow)
@@ -297,6 +297,7 @@ def test_the_limit_of_a_grammar_begins_behind_the_vocabulary(monkeypatch: pytest
     refused.set()
     monkeypatch.setattr(module, "MOST_SECONDS", 60.0)
     assert made.compile(StructuredOutputsParams(regex="a"))
+    assert in_time == [True]
 
 
 def test_a_tokenizer_that_is_not_of_bytes_is_refused() -> None:
