@@ -14,10 +14,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 import hemiola
 from hemiola.plugins import OPS
 from hemiola.plugins.gpu.binaries import Binary, sources
-from hemiola.runtime.api import reason, shown
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.engine_files import check_files, check_regular
-from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.errors import Refused, one_line, shown
+from hemiola.runtime.fields import refused_by
 from hemiola.runtime.json_file import parse_json, read_text
 
 FORMAT = 8
@@ -277,11 +277,8 @@ def parse(path: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(one_line(step) for step in first["loc"])[:200]
-        missing = first["type"] == "missing"
-        wrong = "is missing" if missing else f"is {shown(first['input'])}: {reason(first)}"
-        raise Refused(f"{path}: {where} {one_line(wrong)}; run build-engine again") from None
+        wrong = refused_by(error, content, instead="run build-engine again")
+        raise Refused("damaged", wrong.field[:200], said=f"{path}: {one_line(wrong)}") from None
     for wrong in _contradictions(manifest):
         raise Refused(f"{path}: {wrong}; run build-engine again")
     return manifest

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from hemiola.runtime.api import Piece, SamplingParams, shown
+from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.cli.options import engine_and_rest, given, not_utf8, options_of, takes, utf8
 from hemiola.runtime.config import ServeConfig
-from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.errors import Failed, Refused, shown
 
 LONE_REQUEST = {"max_rows": 1}
 DEFAULTS: dict[str, Any] = {"max_tokens": 128}

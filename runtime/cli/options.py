@@ -13,8 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, ParameterInfo
 
-from hemiola.runtime.api import Strict, shown
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.api import Strict
+from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.json_file import parse_json
 
 Made = TypeVar("Made", bound=Strict)

@@ -16,8 +16,7 @@ from torch.fx import GraphModule, Node
 from hemiola.plugins import OPS
 from hemiola.plugins.spec import INT, Arg, Call, Op
 from hemiola.runtime.abi import INPUTS
-from hemiola.runtime.api import shown
-from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.manifest import Manifest, OpNode, Segment
 
 # Sizes to try, by letter (abi.py; P pages, S slots): no two equal, and others the second time, so that a size

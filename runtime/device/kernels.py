@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from hemiola.plugins.gpu.launch import Kernel
-from hemiola.runtime.api import shown
 from hemiola.runtime.arch import arch_here
 from hemiola.runtime.device.graphs import wait_for
-from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.extra import install
 from hemiola.runtime.manifest import Manifest
 

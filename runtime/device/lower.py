@@ -20,9 +20,8 @@ from hemiola.plugins.cpu.sizes import FreeSize
 from hemiola.plugins.cpu.steps import RecordedStep
 from hemiola.plugins.linear.compiled import linear
 from hemiola.runtime.abi import INPUTS, OUTPUTS
-from hemiola.runtime.api import shown
 from hemiola.runtime.device.wanted import only_wanted
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.manifest import OpNode, Segment
 
 SIZES = "TNWL"  # what is free in a step

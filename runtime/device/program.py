@@ -14,9 +14,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from hemiola.plugins import OPS
-from hemiola.runtime.api import shown
 from hemiola.runtime.arch import name_of
-from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.json_file import parse_json
 
 OPERATOR = "operator"

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -27,6 +27,7 @@ from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import (
     DEFAULT_MAX_TOKENS,
     ApiRequest,
+    Body,
     ChatRequest,
     CompletionRequest,
     StreamOptions,
@@ -44,7 +45,9 @@ from hemiola.runtime.text import LONG_TEXT
 log = logging.getLogger("hemiola.openai")
 METRICS_TIMEOUT_S = 5.0
 OPEN = {"/health", "/metrics", "/version"}  # need no key
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Kind = TypeVar("Kind", bound=Body)
+Answer = Awaitable[web.StreamResponse]
+Handler = Callable[[web.Request], Answer]
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,12 @@ class App:
                 web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._list_models),
                 web.get("/v1/models/{model}", self._show_model),
-                web.post("/v1/completions", self._complete),
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/responses", self._respond),
+                web.post("/v1/completions", self._taking(CompletionRequest, self._complete)),
+                web.post("/v1/chat/completions", self._taking(ChatRequest, self._chat)),
+                web.post("/v1/responses", self._taking(ResponsesRequest, self._respond)),
                 web.get("/version", self._version),
-                web.post("/tokenize", self._tokenize),
-                web.post("/detokenize", self._detokenize),
+                web.post("/tokenize", self._taking(TokenizeRequest, self._tokenize)),
+                web.post("/detokenize", self._taking(DetokenizeRequest, self._detokenize)),
             ]
         )
         return app
@@ -157,13 +160,24 @@ class App:
     async def _version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": __version__})
 
-    async def _tokenize(self, http: web.Request) -> web.Response:
-        request = parse(TokenizeRequest, await self._bodies.read(http))
+    async def _tokenize(self, _: web.Request, request: TokenizeRequest, begun: float) -> web.Response:
         return web.json_response(await tokenize(self._model(request.model), request))
 
-    async def _detokenize(self, http: web.Request) -> web.Response:
-        request = parse(DetokenizeRequest, await self._bodies.read(http))
+    async def _detokenize(self, _: web.Request, request: DetokenizeRequest, begun: float) -> web.Response:
         return web.json_response(detokenize(self._model(request.model), request))
+
+    def _taking(self, kind: type[Kind], answer: Callable[[web.Request, Kind, float], Answer]) -> Handler:
+        """Reads a body of this kind. What is refused from there on has the names of its fields."""
+
+        async def handle(http: web.Request) -> web.StreamResponse:
+            begun = time.perf_counter()
+            request = parse(kind, await self._bodies.read(http))
+            try:
+                return await answer(http, request, begun)
+            except Refused as error:
+                raise api_error(error, request.names()) from None
+
+        return handle
 
     def _model(self, name: str) -> ServedModel:
         if name not in self._models:
@@ -173,9 +187,9 @@ class App:
 
     # ---- what is generated
 
-    async def _complete(self, http: web.Request) -> web.StreamResponse:
-        begun = time.perf_counter()
-        request = parse(CompletionRequest, await self._bodies.read(http))
+    async def _complete(
+        self, http: web.Request, request: CompletionRequest, begun: float
+    ) -> web.StreamResponse:
         model = self._model(request.model)
         with self._admit(len(request.prompt) * request.num_choices):
             prompts = [await encode(model, prompt) for prompt in request.prompt]
@@ -187,14 +201,12 @@ class App:
                 echo = ""
                 if request.echo:
                     given = request.prompt[index // len(params)]
-                    echo = given if isinstance(given, str) else model.need_text("echo is").decode(given)
+                    echo = given if isinstance(given, str) else model.need_text("echo").decode(given)
                 choices.append(TextChoice(index, ids, tokens, bool(request.return_token_ids), echo))
             reply = Reply("text_completion", model, choices, len(params))
             return await self._answer(http, request, Work(asked, choices, reply, begun))
 
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
-        begun = time.perf_counter()
-        request = parse(ChatRequest, await self._bodies.read(http))
+    async def _chat(self, http: web.Request, request: ChatRequest, begun: float) -> web.StreamResponse:
         model = self._model(request.model)
         with self._admit(request.num_choices):
             prompt, expected = render(model, request)
@@ -207,12 +219,11 @@ class App:
             choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
             reply = Reply("chat.completion", model, choices, len(params))
             work = Work([(ids, each) for each in params], choices, reply, begun)
-            with contextlib.nullcontext() if structured is None else said_as(request):
-                return await self._answer(http, request, work)
+            return await self._answer(http, request, work)
 
-    async def _respond(self, http: web.Request) -> web.StreamResponse:
-        begun = time.perf_counter()
-        request = parse(ResponsesRequest, await self._bodies.read(http))
+    async def _respond(
+        self, http: web.Request, request: ResponsesRequest, begun: float
+    ) -> web.StreamResponse:
         model, chat = self._model(request.model), request.chat()
         with self._admit(1):
             prompt, expected = render(model, chat)
@@ -222,8 +233,7 @@ class App:
             (params,) = chat.params(most, None, structured)
             choice = ResponseChoice(ids, expected)
             work = Work([(ids, params)], [choice], ResponseReply(model, request, choice), begun)
-            with contextlib.nullcontext() if structured is None else said_as(chat):
-                return await self._answer(http, request, work)
+            return await self._answer(http, request, work)
 
     async def _answer(self, http: web.Request, request: ApiRequest, work: Work) -> web.StreamResponse:
         answers = self._wire.ask(request.model, work.asked, work.begun)
@@ -241,9 +251,8 @@ class App:
     def _admit(self, num_requests: int) -> Iterator[None]:
         most = self._limits.max_requests
         if num_requests > most:
-            raise ApiError(
-                400, f"prompts x n is {num_requests}, the server takes {most} at once; send fewer", param="n"
-            )
+            said = f"prompts x n is {num_requests}, the server takes {most} at once"
+            raise Refused("too_long", "n", said=said, way_out="send fewer")
         if self._num_open + num_requests > most:
             raise ApiError(
                 429, f"requests under way: {self._num_open} of {most}; try again in a moment",
@@ -256,23 +265,10 @@ class App:
             self._num_open -= num_requests
 
 
-@contextlib.contextmanager
-def said_as(request: ChatRequest) -> Iterator[None]:
-    """A grammar that we have made is refused by the name under which it was asked for."""
-    try:
-        yield
-    except Refused as error:
-        ours, name = "structured_outputs", "tools" if request.forced else "response_format"
-        if not str(error).startswith(ours):
-            raise
-        message = name + str(error).removeprefix(ours)
-        raise ApiError(400, message, param=name, code="invalid_value") from None
-
-
 async def encode(model: ServedModel, prompt: str | list[int], special: bool = True) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
-    text = model.need_text("the prompt is")
+    text = model.need_text("prompt")
     if len(prompt) < LONG_TEXT:
         return text.encode(prompt, model.max_len, special)
     return await asyncio.to_thread(text.encode, prompt, model.max_len, special)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import fcntl
 import logging
-import re
 import sys
 import termios
 from collections.abc import AsyncIterator, Sequence
@@ -13,8 +12,8 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.errors import Busy, counted
-from hemiola.runtime.serving.openai.errors import ApiError, api_error
+from hemiola.runtime.errors import Busy, Refused, counted
+from hemiola.runtime.serving.openai.errors import api_error
 from hemiola.runtime.serving.openai.reply import Choice, Json, Reply
 from hemiola.runtime.serving.openai.response_reply import ResponseReply
 from hemiola.runtime.serving.openai.schema import StreamOptions
@@ -24,7 +23,6 @@ log = logging.getLogger("hemiola.openai")
 WRITE_TIMEOUT_S = 60.0  # for a client to read anything of what fills its socket
 LOOKS = 20  # within that time, at what it has read
 NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
-ROOM = re.compile(r"in (\d+) rows?, and no more than max_queue=(\d+) may wait")  # model.py's words
 
 
 class Work(NamedTuple):
@@ -42,16 +40,12 @@ class Work(NamedTuple):
 
 def too_many(error: Exception, num_asked: int) -> Exception:
     """A batch that the engine never has room for is no matter of coming back later."""
-    room = ROOM.search(str(error)) if isinstance(error, Busy) else None
-    if room is None or num_asked <= (most := sum(map(int, room.groups()))):
+    most = error.max_rows + error.max_queue if isinstance(error, Busy) else 0
+    if not isinstance(error, Busy) or not 0 < most < num_asked:
         return error
-    rows, queue = map(int, room.groups())
-    return ApiError(
-        400,
-        f"prompts x n is {num_asked}, the engine takes {most} at once"
-        f" ({counted(rows, 'row', 'rows')}, max_queue={queue}); send fewer",
-        param="n",
-    )
+    room = f"{counted(error.max_rows, 'row', 'rows')}, max_queue={error.max_queue}"
+    said = f"prompts x n is {num_asked}, the engine takes {most} at once ({room})"
+    return Refused("too_long", "n", said=said, way_out="send fewer")
 
 
 async def stream(
