@@ -166,9 +166,9 @@ class Refused(ValueError):
         field = door(Name(self.field)) if self.field else ""
         return Refused(self.code, field, self.value, said=self.sentence(door))
 
-    def at(self, place: str) -> "Refused":
-        """The same, in this file, line or variant."""
-        made = copy.copy(self)
+    def at(self, place: str, door: Door | None = None) -> "Refused":
+        """The same, in this file, line or variant. door: how names are written there."""
+        made = copy.copy(self) if door is None else self.renamed(door)
         made._where = (f"{place}: ", *self._where)
         return made
 
@@ -200,12 +200,12 @@ def _phrase(value: object) -> str:
 
 
 @contextmanager
-def within(name: str) -> Iterator[None]:
-    """What is refused there names it."""
+def within(place: str, door: Door | None = None) -> Iterator[None]:
+    """What is refused there names it; door: as in Refused.at."""
     try:
         yield
     except Refused as error:
-        raise error.at(name) from None
+        raise error.at(place, door) from None
 
 
 class Failed(RuntimeError):

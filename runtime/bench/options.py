@@ -47,7 +47,7 @@ class BenchOptions(Strict):
     @classmethod
     def _not_empty(cls, value: str) -> str:
         if not value:
-            raise Refused("workload is empty; give random, multi-turn or a file")
+            raise Refused("missing", said="workload is empty", way_out="give random, multi-turn or a file")
         return value
 
     @property

@@ -104,16 +104,14 @@ def _check(openai: OpenaiOptions, ports: Ports) -> None:
     """Refuses what would be dropped in silence, and ports that are one."""
     if openai.openai_port is None:
         for name in openai.model_fields_set:
-            raise Refused(
-                f"--{name.replace('_', '-')} is given, but no --openai-port: there is no OpenAI API;"
-                " add --openai-port"
-            )
+            said = f"--{name.replace('_', '-')} is given, but no --openai-port: there is no OpenAI API"
+            raise Refused("missing", "openai_port", said=said, way_out="add --openai-port")
     if "" in openai.openai_api_key:
-        raise Refused("--openai-api-key is empty, callers would need none; give one, or leave it out")
+        said = "--openai-api-key is empty, callers would need none"
+        raise Refused("missing", "openai_api_key", said=said, way_out="give one, or leave it out")
     if openai.openai_port and openai.openai_port in ports:
-        raise Refused(
-            f"--openai-port {openai.openai_port} is the server's own; choose another, or 0 for a free one"
-        )
+        said = f"--openai-port {openai.openai_port} is the server's own"
+        raise Refused("in_use", "openai_port", said=said, way_out="choose another, or 0 for a free one")
 
 
 class FrontPlan(NamedTuple):
@@ -131,7 +129,8 @@ class FrontPlan(NamedTuple):
         if self.options.openai_api_key or found is None:
             return self.options.openai_api_key
         if not found.split():  # a secret that did not arrive would open the API to all
-            raise Refused(f"{API_KEY} is empty, callers would need no key; give one there, or unset it")
+            said = f"{API_KEY} is empty, callers would need no key"
+            raise Refused("missing", "openai_api_key", said=said, way_out="give one there, or unset it")
         return tuple(found.split())
 
     def front(self, server: Server) -> "Front | None":
@@ -142,7 +141,7 @@ class FrontPlan(NamedTuple):
             from hemiola.runtime.serving.openai.app import FrontLimits
             from hemiola.runtime.serving.openai.front import Front
         except ModuleNotFoundError as error:
-            raise Refused(lacking("--openai-port", error)) from None
+            raise Refused("not_found", "openai_port", said=lacking("--openai-port", error)) from None
         limits = FrontLimits(asked.openai_max_requests, asked.openai_max_body, self.api_keys)
         wanted = {name: most for name, most in self.max_lens.items() if isinstance(most, int)}
         models = {name: read_model(name, path, wanted.get(name)) for name, path in server.engines.items()}

@@ -41,7 +41,8 @@ def check_program(
             _Trial(program, segment, bound, manifest, device, sizes).run()
     except (ValueError, TypeError, IndexError, KeyError, RuntimeError, AssertionError) as error:
         reason = one_line(error)
-        raise Refused(f"{segment.file} does not fit together ({reason}); run build-engine again") from None
+        said = f"{segment.file} does not fit together ({reason})"
+        raise Refused("damaged", said=said, way_out="run build-engine again") from None
 
 
 class _Trial:

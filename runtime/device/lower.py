@@ -144,7 +144,8 @@ class _Lowering:
         return handler(node, *args)
 
     def _refused(self, node: Node, reason: str) -> Refused:
-        return Refused(f"{self._segment.file}: {node.name} {reason}; run build-engine again")
+        said = f"{self._segment.file}: {node.name} {reason}"
+        return Refused("damaged", said=said, way_out="run build-engine again")
 
     # What torch's functions become, by name.
 

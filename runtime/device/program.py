@@ -79,22 +79,24 @@ def load_program(path: Path) -> GraphModule:
         try:
             node = _node(graph, nodes, parse_json(text))
         except (ValueError, TypeError, RuntimeError) as error:  # of ours, and of torch about a size
-            raise Refused(f"{path}, line {number}: {one_line(error)}; run build-engine again") from None
+            said = f"{path}, line {number}: {one_line(error)}"
+            raise Refused("damaged", said=said, way_out="run build-engine again") from None
         nodes[node.name] = node
     if "output" not in nodes:
-        raise Refused(f"{path} does not end with its output; run build-engine again")
+        said = f"{path} does not end with its output"
+        raise Refused("damaged", said=said, way_out="run build-engine again")
     return GraphModule(torch.nn.Module(), graph)
 
 
 def _text(path: Path) -> str:
     if path.stat().st_size > MOST_BYTES:
-        raise Refused(
-            f"{path} has {path.stat().st_size} bytes, a program at most {MOST_BYTES}; run build-engine again"
-        )
+        said = f"{path} has {path.stat().st_size} bytes, a program at most {MOST_BYTES}"
+        raise Refused("damaged", said=said, way_out="run build-engine again")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise Refused(f"{path} cannot be loaded ({one_line(error)}); run build-engine again") from None
+        said = f"{path} cannot be loaded ({one_line(error)})"
+        raise Refused("damaged", said=said, way_out="run build-engine again") from None
 
 
 def _node(graph: Graph, nodes: dict[str, Node], line: Any) -> Node:

@@ -20,11 +20,11 @@ NAMED = {kind: error for error, kind in KINDS.items()}
 
 
 def kind_of(error: Exception) -> str:
-    return KINDS.get(type(error), INTERNAL)
+    return next((kind for one, kind in KINDS.items() if isinstance(error, one)), INTERNAL)
 
 
 def text_of(error: Exception, as_data: bool) -> str:
-    if type(error) not in KINDS:
+    if kind_of(error) == INTERNAL:
         return f"{type(error).__name__}: {error}"
     return json.dumps(_data(error)) if as_data else str(error)
 

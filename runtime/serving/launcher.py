@@ -15,7 +15,7 @@ from typing import Any
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
-from hemiola.runtime.errors import Refused, counted, within
+from hemiola.runtime.errors import Refused, counted, in_python, within
 from hemiola.runtime.json_file import read_json
 from hemiola.runtime.serving import arrival, heartbeat, settings
 from hemiola.runtime.serving.guard import Guard
@@ -89,7 +89,7 @@ def read_models(
             f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}; correct it'
         )
     for name, own in found.items():
-        with within(f"{file}: {name}"):
+        with within(f"{file}: {name}", in_python):
             settings.split(own)
     paths = [file.parent / own["engine_dir"] for own in found.values()]
     return name_engines(paths, list(found)), found
@@ -186,7 +186,8 @@ class Server:
         """Refuses what cannot start, before anything does."""
         manifests = {name: manifest.load(engine_dir) for name, engine_dir in self.engines.items()}
         for name, found in self._settings.items():
-            with within(name if self._models_file is None else f"{self._models_file}: {name}"):
+            file = self._models_file
+            with within(name) if file is None else within(f"{file}: {name}", in_python):
                 check_sizes(found, manifests[name])
                 found["device"] = choose_gpu(self.engines[name], manifests[name].arch, found.get("device"))
         share_memory(self._settings.values())

@@ -407,15 +407,15 @@ OPTIONS = {
     "tiny steps": ("--max-step-tokens 9", "--max-step-tokens 9 cannot hold --max-rows 64", "256"),
     "a step that no machine holds": (
         "--max-step-tokens 4611686018427387904",
-        "--max-step-tokens is 4611686018427387904: it should be less than or equal to 262144",
+        "--max-step-tokens is 4611686018427387904; give at most 262144",
     ),
     "a step that no GPU holds": (
         "--max-step-tokens 262145 --arch sm_90",
-        "--max-step-tokens is 262145: it should be less than or equal to 262144",
+        "--max-step-tokens is 262145; give at most 262144",
     ),
     "rows that no step holds": (
         "--max-rows 1000000000",
-        "--max-rows is 1000000000: it should be less than or equal to 262144",
+        "--max-rows is 1000000000; give at most 262144",
     ),
     "a way out that is refused, too": (
         "--max-rows 65537",
@@ -539,7 +539,7 @@ def refused(run: Callable, source: Path, tmp_path: Path, options: list[str], wor
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n")
     assert all(word in err for word in words), err
-    assert ";" in err or "it should be" in err, f"no way out in: {err}"
+    assert ";" in err, f"no way out in: {err}"
     assert not any((tmp_path / "engines").iterdir())
 
 

@@ -41,7 +41,7 @@ WATCHDOG_S = 1.0  # between looks for the process that ends this one with its se
 NUM_COMPILING = 8  # requests whose grammars are compiled; others with a grammar wait for them
 NUM_READING = 2  # long prompts and chats that are tokenized; other long ones wait for them
 MOST_RETRY_S = 60
-OUTCOMES: dict[type[Exception], Outcome] = {Refused: "invalid", Busy: "rejected"}
+OUTCOMES: dict[str, Outcome] = {"INVALID_ARG": "invalid", "OVERLOADED": "rejected"}  # by kind of error
 
 
 class TritonPythonModel:
@@ -106,8 +106,9 @@ class TritonPythonModel:
         try:
             work()
         except Exception as error:
-            self.meter.ended(OUTCOMES.get(type(error), "error"))
-            send_error(sender, kind_of(error), text_of(error, as_data))
+            kind = kind_of(error)
+            self.meter.ended(OUTCOMES.get(kind, "error"))
+            send_error(sender, kind, text_of(error, as_data))
 
     def _read(self, request: Any, sender: Any, now: float) -> None:
         asked = read_request(request)

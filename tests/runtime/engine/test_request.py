@@ -108,7 +108,7 @@ BAD_PARAMS = [
     ({"frequency_penalty": -2.1}, "out_of_range", "frequency_penalty"),
     ({"logit_bias": {1: float("inf")}}, "out_of_range", "logit_bias[1]"),
     ({"logit_bias": {1: float("nan")}}, "out_of_range", "logit_bias[1]"),
-    ({"logit_bias": {"1": 1.0}}, "wrong_type", "logit_bias[1]"),
+    ({"logit_bias": {"1": 1.0}}, "wrong_type", "logit_bias.1"),
     ({"logit_bias": [1, 2]}, "wrong_type", "logit_bias"),
     ({"bad_words": ["a", ""]}, "out_of_range", "bad_words"),
     ({"bad_words": [[1]]}, "wrong_type", "bad_words[0]"),
