@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hemiola.runtime.api import Strict
 from hemiola.runtime.arch import ARCHS, split
-from hemiola.runtime.errors import Name, Refused
+from hemiola.runtime.errors import Name, Refused, any_of
 from hemiola.runtime.manifest import Manifest, State
 
 Auto = Literal["auto"]
@@ -244,8 +244,8 @@ def _cache_sizes(
         given_by = "memory_fraction" if config.cache_bytes == "auto" else "cache_bytes"
     if num_pages < per_request + 1:
         limit = (", but one request of ", Name("max_len", max_len), f" needs {per_request + 1}")
-        more = ("raise ", Name("num_pages"), ", ", Name("cache_bytes"), " or ", Name("memory_fraction"))
-        less = (", or lower ", Name("max_len"), " or ", Name("max_rows"))
+        more = ("raise ", *any_of("num_pages", "cache_bytes", "memory_fraction"))
+        less = (", or lower ", *any_of("max_len", "max_rows"))
         said = (*source, *limit, " with the dump page")
         raise Refused("exhausted", given_by, num_pages, said=said, way_out=(*more, *less))
     return max_rows + 1 + num_snapshots, num_pages
@@ -266,6 +266,6 @@ def _num_snapshots(config: ServeConfig, useful: bool, most: int, left: int, slot
     if config.num_snapshots * slot_bytes > left:
         room = f"but the cache may take {max(left, 0)} beside the slots of its rows"
         limit = f"each of {slot_bytes} bytes, {room}"
-        way_out = ("lower it or raise ", Name("cache_bytes"), " or ", Name("memory_fraction"))
+        way_out = ("lower it or raise ", *any_of("cache_bytes", "memory_fraction"))
         raise Refused("exhausted", "num_snapshots", config.num_snapshots, limit, way_out)
     return config.num_snapshots

@@ -88,6 +88,13 @@ Text: TypeAlias = str | tuple[str | Name, ...]
 Door: TypeAlias = Callable[[Name], str]  # how a door writes a name
 
 
+def any_of(*fields: str) -> tuple[str | Name, ...]:
+    """`a, b or c`."""
+    *most, last = fields
+    before = [part for field in most for part in (Name(field), ", ")][:-1]
+    return (*before, *([" or "] if most else []), Name(last))
+
+
 def in_python(name: Name) -> str:
     return name.field if name.value is ABSENT else f"{name.field}={name.value!r}"
 
@@ -95,7 +102,8 @@ def in_python(name: Name) -> str:
 def as_option(name: Name) -> str:
     """As it is written on a command line."""
     option = f"--{name.field.replace('_', '-')}"
-    return option if name.value is ABSENT else f"{option} {name.value}"
+    value = str(name.value).lower() if isinstance(name.value, bool) else name.value
+    return option if value is ABSENT else f"{option} {value}"
 
 
 def joined(name: str, field: str) -> str:

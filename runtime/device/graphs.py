@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hemiola.runtime.device.transfer import Shapes, send, spans, unpack
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Name, Refused, any_of
 
 _CAPTURING = threading.Lock()
 Bucket = TypeVar("Bucket", bound=Hashable)
@@ -131,10 +131,10 @@ def _refusing(bucket: object, device: torch.device) -> Iterator[None]:
             f"there is no memory for a step of {bucket}: weights, pages and slots leave {free} of {total}"
             " bytes"
         )
-        way_out = "lower max_rows, max_step_tokens, memory_fraction or cache_bytes"
-        raise Refused("exhausted", said=said, way_out=way_out) from error
+        lower = any_of("max_rows", "max_step_tokens", "memory_fraction", "cache_bytes")
+        raise Refused("exhausted", "max_rows", said=said, way_out=("lower ", *lower)) from error
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0]
         said = f"the step of {bucket} cannot be captured as a CUDA graph ({reason})"
-        way_out = "report it, and start with cuda_graphs=False (--cuda-graphs false) meanwhile"
+        way_out = ("report it, and start with ", Name("cuda_graphs", False), " meanwhile")
         raise Refused("failed", "cuda_graphs", said=said, way_out=way_out) from error

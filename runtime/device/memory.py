@@ -14,7 +14,7 @@ from hemiola.runtime.config import state_bytes
 from hemiola.runtime.device.graphs import one_at_a_time
 from hemiola.runtime.device.pinned import PINNED
 from hemiola.runtime.device.transfer import upload_ints
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, any_of
 from hemiola.runtime.manifest import State
 
 log = logging.getLogger("hemiola")
@@ -25,6 +25,8 @@ _LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+
+FEWER = ("lower ", *any_of("num_pages", "cache_bytes", "max_rows"))
 
 
 class Storage:
@@ -52,8 +54,7 @@ class Storage:
             }
         except (RuntimeError, OSError, TypeError, OverflowError):  # the latter two: sizes beyond 64 bits
             said = f"there is no memory for {num_pages} pages and {num_slots} slots"
-            way_out = "lower num_pages, cache_bytes or max_rows"
-            raise Refused("exhausted", said=said, way_out=way_out) from None
+            raise Refused("exhausted", "num_pages", said=said, way_out=FEWER) from None
         self._pages = [self.tensors[s.name] for s in states if s.kind == "page"]
         self._slots = [self.tensors[s.name] for s in states if s.kind == "slot"]
         self.poison = poison
@@ -84,8 +85,7 @@ def _check_host(needed: int, what: str) -> None:
     free = free_bytes_of_host()
     if needed > free:
         said = f"there is no memory for {what}: they take {needed} bytes, and {free} are free"
-        way_out = "lower num_pages, cache_bytes or max_rows, or close what else is open"
-        raise Refused("exhausted", said=said, way_out=way_out)
+        raise Refused("exhausted", "num_pages", said=said, way_out=(*FEWER, ", or close what else is open"))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

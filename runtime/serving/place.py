@@ -27,8 +27,8 @@ def choose_gpu(engine_dir: Path, arch: str, device: int | None) -> int | None:
     """Before a server starts: the number of the engine's GPU among those that there are; None is the CPU."""
     if not is_for_gpu(arch):
         if device is not None:
-            said = f"device is {device}, but {engine_dir} was built for {arch}"
-            raise Refused("conflict", "device", said=said, way_out="leave it out")
+            limit = f"but {engine_dir} was built for {arch}"
+            raise Refused("conflict", "device", device, limit, "leave it out")
         return None
     found, number = torch.cuda.device_count(), device or 0
     if number < found:
@@ -68,9 +68,9 @@ def check_instances(groups: Sequence[Mapping[str, Any]]) -> None:
 def take_place(kind: str, number: int, device: int | None) -> None:
     """In an engine's process, before CUDA is called: of the server's GPUs, it sees its own and no other."""
     if device is not None and (kind != "GPU" or device != number):
-        said = f"device is {device}, but Triton's instance is KIND_{kind} {number}"
+        limit = f"but Triton's instance is KIND_{kind} {number}"
         way_out = f"leave device out, and write {group_of(device)} into config.pbtxt"
-        raise Refused("conflict", "device", said=said, way_out=way_out)
+        raise Refused("conflict", "device", device, limit, way_out)
     if kind == "GPU":
         named = os.environ.get(VISIBLE)
         os.environ[VISIBLE] = str(number) if named is None else named.split(",")[number].strip()

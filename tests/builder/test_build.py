@@ -459,7 +459,7 @@ OPTIONS = {
     ),
     "dtype": ("--dtype float16", "--dtype is 'float16'", "'bfloat16' or 'float32'"),
     "no arch": ("--arch ,", "a name is empty; give cpu, or kinds of GPUs such as sm_89,sm_120"),
-    "half an arch": ("--arch sm_90,", "--arch is 'sm_90,': a name is empty"),
+    "half an arch": ("--arch sm_90,", "--arch is 'sm_90,', where a name is empty"),
     "unknown option": ("--beam 4", "--beam", "--help"),
     "not a number": ("--max-len long", "--max-len is 'long'", "integer"),
 }
@@ -521,7 +521,9 @@ def test_an_empty_architecture_is_not_shown_as_a_tuple(
     tiny_checkpoint: Get, run: Callable, tmp_path: Path
 ) -> None:
     code, _, err = run(tiny_checkpoint(QWEN), "--engine-dir", tmp_path / "engine", "--arch", "")
-    assert code == 2 and err.startswith("error: --arch is '': a name is empty; give cpu, or kinds of GPUs")
+    assert code == 2 and err.startswith(
+        "error: --arch is '', where a name is empty; give cpu, or kinds of GPUs"
+    )
 
 
 def test_an_empty_engine_directory_is_not_the_one_that_is_worked_in(

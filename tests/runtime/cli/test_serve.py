@@ -256,10 +256,10 @@ def test_a_models_file_without_models_starts_no_server(refused: Callable[..., st
         ("--max-rows=9999", "--max-rows is 9999, the engine was built for"),
         ("--max-len=99999999", "--max-len is 99999999, the engine was built for"),
         ("--max-rows=0", "--max-rows is 0; give at least 1"),
-        ("--max-rows=many", "--max-rows is 'many': "),
+        ("--max-rows=many", "--max-rows is 'many'; "),
         ("--cuda-graphs=true", "--cuda-graphs is on, but the engine was built for cpu"),
-        ("--memory-fraction=nan", "--memory-fraction is nan: "),
-        ("--device=-1", "--device is -1: "),
+        ("--memory-fraction=nan", "--memory-fraction is nan; "),
+        ("--device=-1", "--device is -1; "),
         ("--device=3", "--device is 3, but "),
     ],
 )
