@@ -4,7 +4,7 @@ PIP_ARGS ?=
 VENV := .venv
 JOBS ?= 2
 KERNELS := $(wildcard tests/plugins/*/test_triton.py tests/plugins/gpu/test_interpreted*.py) \
-           tests/plugins/gpu/test_ledger.py tests/plugins/gpu/test_step.py
+           tests/plugins/step/test_forms.py
 BIN := $(VENV)/bin
 
 .PHONY: demo test suite kernels check lint fuzz storm soak clients clean

@@ -28,9 +28,9 @@ from hemiola.plugins import OPS
 from hemiola.plugins.spec import E4M3
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of
-from hemiola.runtime.engine.bucket import ROWS
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.manifest import MOST_PAGES, MOST_STEP_TOKENS, Limits, Manifest, Segment, State
+from hemiola.runtime.step.bucket import ROWS
 
 WEIGHTS = "weights.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -103,7 +103,7 @@ class FormChoice(NamedTuple):
 class Op:
     """A declared op; `forms` are in order of preference."""
 
-    name: str  # and that of its folder
+    name: str  # and that of its folder: `step.fill` is plugins/step/fill
     args: tuple[Arg, ...]
     attrs: tuple[Attr, ...]
     results: tuple[Result, ...]
@@ -153,7 +153,7 @@ class Op:
 
     def bind(self, form: str, sizes: Sequence[int]) -> Callable[..., Any]:
         """The form's function with the op's arguments alone; `sizes` of the letters that it asks for."""
-        function = getattr(import_module(f"hemiola.plugins.{self.name}.{form}"), self.name)
+        function = getattr(import_module(f"hemiola.plugins.{self.name}.{form}"), self.name.split(".")[-1])
         if not sizes:
             return function
 

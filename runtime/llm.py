@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hemiola.plugins.step import import_forms
 from hemiola.runtime import manifest as manifests
 from hemiola.runtime.abi import widths
 from hemiola.runtime.api import (
@@ -36,24 +37,16 @@ from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.cache.statistics import Statistics
 from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.device.find import find_device
-from hemiola.runtime.device.graphs import Graphs
 from hemiola.runtime.device.memory import CPU, Storage, close_all, free_bytes, give_back
-from hemiola.runtime.device.session import Session, Trunk
-from hemiola.runtime.engine.decode import Decoder, Steps
-from hemiola.runtime.engine.drafts import NoDrafts, Proposer
-from hemiola.runtime.engine.drafts.mtp import MtpProposer
-from hemiola.runtime.engine.drafts.ngram import NgramProposer
-from hemiola.runtime.engine.feed import Feed
+from hemiola.runtime.device.session import Session
 from hemiola.runtime.engine.grammar import Grammar, Grammars
-from hemiola.runtime.engine.launched import LaunchedDecoder
-from hemiola.runtime.engine.ledger import Ledger
-from hemiola.runtime.engine.loop import Engine, Loop
+from hemiola.runtime.engine.loop import Loop
 from hemiola.runtime.engine.outbox import Outbox
 from hemiola.runtime.engine.pace import Pace
-from hemiola.runtime.engine.padded import Padded
 from hemiola.runtime.engine.request import Bounds, Request, new_request
 from hemiola.runtime.engine.scheduler import Scheduler
 from hemiola.runtime.errors import Name, Refused
+from hemiola.runtime.step.steps import Engine, make_steps
 from hemiola.runtime.text import Text
 
 log = logging.getLogger("hemiola")
@@ -66,7 +59,6 @@ def make_loop(
     text: Text | None,
     cost: Cost,
     identity: str = "",
-    proposer: "Callable[[Ledger], Proposer] | None" = None,
     device: torch.device = CPU,
     held: ExitStack | None = None,
 ) -> Loop:
@@ -78,57 +70,9 @@ def make_loop(
     prefix = PrefixCache(
         pages, slots, evictor, identity, config.snapshot_interval, enabled=config.prefix_cache
     )
-    ledger = Ledger(config, device)
-    drafts = proposer(ledger) if proposer else make_proposer(config, storage, session, pages, ledger)
     scheduler = Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts))
-    decoder: Steps | None = None
-    trunk: Trunk = session
-    if config.cuda_graphs:
-        kind = LaunchedDecoder if device.type == "cuda" else Decoder
-        decoder, padded = kind(config, ledger, pages, session, drafts), Padded(config, session, device)
-        if device.type == "cuda":
-            capture(decoder, padded, device, held or ExitStack())
-        trunk = padded
-    elif isinstance(session, Session) and proposer is None:
-        decoder = recorded_steps(config, storage, session, pages, ledger)
-    outbox = Outbox(text)
-    return Loop(config, scheduler, ledger, Feed(pages, ledger), storage, trunk, drafts, outbox, decoder)
-
-
-def capture(decoder: Decoder, padded: Padded, device: torch.device, held: ExitStack) -> None:
-    """Graphs of all sizes, in one pool: a step begins when the results of the one before have been read."""
-    padded.drop_long_ones()
-    prompts = Graphs(padded.step, padded.sizes[::-1], padded.sizes, device)  # the largest come first
-    held.callback(prompts.close)
-    steps = Graphs(decoder.step, decoder.buckets, decoder.warm, device, prompts.pool)
-    held.callback(steps.close)
-    padded.replay, decoder.run = prompts.replay, steps.replay
-
-
-def make_proposer(
-    config: Resolved, storage: Storage, session: Engine, pages: PagePool, ledger: Ledger
-) -> Proposer:
-    """The proposer that the options name."""
-    match config.drafts:
-        case "none":
-            return NoDrafts()
-        case "ngram":
-            return NgramProposer(ledger, config.ngram_min, config.ngram_max)
-        case "mtp":
-            return MtpProposer(session, storage.tensors[manifests.HIDDEN], pages, ledger, config.vocab_size)
-
-
-def recorded_steps(
-    config: Resolved, storage: Storage, session: Session, pages: PagePool, ledger: Ledger
-) -> Steps | None:
-    """Steps as one call each, if the session's programs are compiled for a CPU."""
-    records = session.records
-    if not records:
-        return None
-    from hemiola.runtime.engine.recorded import Recorded  # numba is not needed elsewhere
-
-    ring = storage.tensors[manifests.HIDDEN] if config.drafts == "mtp" else torch.empty(0)
-    return Recorded(config, ledger, pages, records, ring, storage.poison)
+    steps = make_steps(config, storage, session, pages, device, held or ExitStack())
+    return Loop(config, scheduler, storage, steps, Outbox(text), device)
 
 
 def prefix_cost(manifest: manifests.Manifest) -> Cost:
@@ -196,8 +140,8 @@ def open_text(engine_dir: Path, manifest: manifests.Manifest) -> Text | None:
 def compile_ahead() -> None:
     """The kernels of this engine's ops, and what steps of any options call beside them: no request waits."""
     from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
-    from hemiola.runtime.engine import recorded  # noqa: F401  all of that is known when it is imported
 
+    import_forms("compiled")  # a kernel is known when it is imported
     jit.prepare()
 
 

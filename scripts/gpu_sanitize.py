@@ -58,8 +58,7 @@ PARTS = {
         "test_an_id_that_is_no_row or test_gates_far_out or test_ties_go_to"
         " or test_what_is_not_a_number or test_a_place_that_the_table or test_lines_that_start",
     ),
-    "ledger": ("gpu/test_ledger.py", "test"),
-    "step": ("gpu/test_step.py", "test_steps_are_those_of_any_device and greedy and 0"),
+    "step": ("step/test_forms.py", "test_every_op_of_a_step and cuda and bfloat16"),
     "clock": ("gpu/test_clock.py", "test"),
 }
 LAUNCHED = "launched: "  # what a test's process says of kernels

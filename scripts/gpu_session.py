@@ -74,10 +74,10 @@ STAGES = (
     Stage("look", 30, "python3 scripts/gpu_look.py", True),
     Stage("engines", 200, f"{PYTEST} tests/gpu --ignore tests/gpu/test_tensorrt.py -m 'not more'"),
     Stage("kernels", 170, f"{PYTEST} tests/plugins/*/test_triton.py"
-          " tests/plugins/gpu/test_{clock,ledger,overlap,step}.py"),
+          " tests/plugins/gpu/test_{clock,overlap}.py tests/plugins/step/test_forms.py"),
     Stage("matrix", 260, f"TEST_DEVICE=cuda {PYTEST} tests/runtime/engine/test_matrix*.py"
           " tests/runtime/engine/test_reports.py tests/runtime/engine/test_engine_storms.py"
-          " tests/runtime/engine/drafts/test_reduced_head.py"),
+          " tests/runtime/step/test_reduced_head.py"),
     Stage("models", 110, f"{MODELS} --models 9b,0.8b --rows 1,64", True),
     Stage("numbers", 60, "python3 benchmarks/gpu_numbers.py", True),
     Stage("prompts", 60, f"{MODELS} --models 9b --rows '' --prompts", True),

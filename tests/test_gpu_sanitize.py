@@ -33,7 +33,7 @@ def test_every_ops_kernels_have_tests_under_the_sanitizer(sanitize: SimpleNamesp
             assert any(test.startswith(name) for test in there), f"{file}: {name}"
     asked = {file for file, _ in sanitize.PARTS.values()}
     assert asked >= {str(path.relative_to(folder)) for path in folder.glob("*/test_triton.py")}
-    assert {"linear._dense", "gpu.ledger._fill", "delta._few"} < sanitize.all_kernels()
+    assert {"linear._dense", "step.fill._fill", "delta._few"} < sanitize.all_kernels()
 
 
 CLEAN = """\

@@ -15,11 +15,10 @@ from torch import fx
 from hemiola.builder.graph import Graph
 from hemiola.builder.targets.torch import Job, op_of
 from hemiola.plugins.gpu.binaries import sources
-from hemiola.plugins.gpu.clock.cuda import write_time
 from hemiola.plugins.gpu.device import Gpu
-from hemiola.plugins.gpu.ledger import cuda as ledger
-from hemiola.plugins.gpu.pairs import cuda as pairs
 from hemiola.plugins.gpu.sizes import Size
+from hemiola.plugins.step import forms
+from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.abi import widths
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused, one_line
@@ -78,28 +77,29 @@ def _compile(nodes: "set[Node]", graphs: Sequence[Graph], arch: str, job: Job) -
 
 
 def calls_between(gpu: Gpu, limits: Limits, hidden: torch.Tensor | None) -> "set[Call]":
-    """Around the programs: the time, ids and lengths, and what a drafting head keeps of `hidden` states."""
+    """By the ops around the trunk (plugins/step), in steps of two rows. hidden: of two tokens, for a head."""
     from hemiola.plugins.gpu.cover import calls_at
 
-    def made(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def made(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    rows, ids = made(2, 8, dtype=torch.int32), made(3, limits.max_len, dtype=torch.int32)
-    two, lengths, logits = made(2), made(4, 3), made(2, dtype=torch.float32)
-    calls = calls_at(write_time, gpu, two, 1)
-    calls |= calls_at(ledger.change, gpu, made(2, 2), ids)
-    calls |= calls_at(ledger.fill, gpu, rows, two, two, two, ids, lengths, ids)
+    op, long = forms("cuda"), torch.int64
+    plan, ids, lengths, two = made(3, len(COLUMNS)), made(3, limits.max_len), made(4, 3, dtype=long), 2
+    chosen, logit = made(two, dtype=long), made(two, dtype=torch.float32)
+    calls = calls_at(op.mark, gpu, made(two, dtype=long), 1)
+    calls |= calls_at(op.change, gpu, made(two, 2, dtype=long), ids)
+    calls |= calls_at(op.fill, gpu, plan, ids, lengths, ids, two, two)
+    calls |= calls_at(op.look_up, gpu, plan, lengths, ids, 1, 3)
     for most in range(limits.num_drafts + 1):
-        told, chunk_len = made(2, most + 9), limits.chunk_len
-        given = (rows, two, two, two, logits, lengths, ids, told)
-        calls |= calls_at(ledger.accept, gpu, *given, 1 + most, chunk_len)
-        calls |= calls_at(ledger.tell, gpu, two, lengths, ids, told, 1 + most, most)
+        answers, width = made(two, most + 9, dtype=long), 1 + most
+        calls |= calls_at(op.accept, gpu, plan, chosen, logit, lengths, ids, answers, width, limits.chunk_len)
+        calls |= calls_at(op.tell, gpu, plan, lengths, ids, answers, width, most)
     if hidden is not None:
-        ring, places = hidden.new_empty(3, 2, hidden.shape[1]), made(2, dtype=torch.int32)
-        calls |= calls_at(pairs.states_before, gpu, two, two, rows, lengths, hidden, ring)
-        calls |= calls_at(pairs.keep, gpu, two, places, hidden, ring)
-        calls |= calls_at(pairs.first_pairs, gpu, rows, two, two, two, rows, two, two, two, lengths, ids)
-        calls |= calls_at(pairs.next_pairs, gpu, two, two, two, lengths, ids, 0)
+        rows, ring = made(two, 8), hidden.new_empty(3, 2, hidden.shape[1])
+        calls |= calls_at(op.first_pairs, gpu, plan, rows, hidden, ring, lengths, ids, two, two)
+        calls |= calls_at(op.keep, gpu, rows, lengths, hidden, ring)
+        calls |= calls_at(op.write, gpu, plan, chosen, lengths, ids, 1)
+        calls |= calls_at(op.next_pairs, gpu, plan, lengths, ids, 1, two)
     return calls
 
 

@@ -28,11 +28,22 @@ class PagePool:
         self.capacity = [0] * num_slots  # tokens for which the slot has pages
         self.refs = [0] * num_pages  # slots that hold the page
         self.num_idle = 0  # cached pages that no slot holds
-        # entries of the flat table since somebody looked, if any does
-        self.changes: dict[int, int] | None = None
+        self._changes: dict[int, int] | None = None  # of the flat table, if somebody takes them
         self._cached = bytearray(num_pages)
         self._free = list(range(num_pages - 1, 0, -1))
         self._on_free = on_free
+
+    def keep_changes(self) -> None:
+        """From now on, for `take_changes`."""
+        self._changes = {}
+
+    def take_changes(self) -> dict[int, int]:
+        """Entries of the flat table that got a page since the last call: place and page. None are kept unless
+        somebody asked for them."""
+        changes = self._changes or {}
+        if changes:
+            self._changes = {}
+        return changes
 
     @property
     def num_free(self) -> int:
@@ -100,8 +111,8 @@ class PagePool:
 
     def _enter(self, slot_id: int, index: int, page_id: int) -> None:
         self.table[slot_id, index] = page_id
-        if self.changes is not None:
-            self.changes[slot_id * self.table.shape[1] + index] = page_id
+        if self._changes is not None:
+            self._changes[slot_id * self.table.shape[1] + index] = page_id
 
     def _leave(self, page_ids: list[int]) -> None:
         unheld: list[int] = []

@@ -7,7 +7,6 @@ one pool of memory, for no two of them run at once.
 
 import gc
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -37,16 +36,6 @@ class Stage:
     def views(self, shapes: Shapes) -> list[torch.Tensor]:
         """What was sent, as tensors."""
         return unpack(self._there, shapes)
-
-
-def mark(times: torch.Tensor, at: int) -> None:
-    """Let the device write its time in nanoseconds, when it comes to this."""
-    if times.is_cuda:
-        from hemiola.plugins.gpu.clock.cuda import write_time
-
-        write_time(times, at)
-    else:
-        times[at] = time.perf_counter_ns()
 
 
 class Graphs(Generic[Bucket, Made]):

@@ -83,7 +83,7 @@ class Drafter(Protocol):
     def draft(self, **inputs: torch.Tensor) -> Computed: ...
 
 
-class Program:
+class LoadedSegment:
     """One segment, bound to its forms, weights and states."""
 
     def __init__(
@@ -145,7 +145,7 @@ class Session:
         names = {name for segment in segments for name in segment.weights}
         weights = load_weights(engine_dir, manifest, names, storage.device)
         programs = [
-            Program(
+            LoadedSegment(
                 engine_dir, manifest, segment, weights, storage, drafts == "mtp" and segment.name == "trunk"
             )
             for segment in segments
@@ -164,7 +164,7 @@ class Session:
         return self._trunk(getattr(batch, name) for name in self._trunk.inputs)
 
     @property
-    def records(self) -> "list[Record]":
+    def recordings(self) -> "list[Record]":
         """Trunk and head as parts of a CPU's step: from their inputs to logits and hidden states. Or none."""
         found = [p.record for p in (self._trunk, self._draft) if p.record is not None]
         return found if len(found) == 2 else []

@@ -15,27 +15,17 @@ import torch
 from hemiola.runtime.api import Counters, Load, OnPiece
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.memory import close_all
-from hemiola.runtime.device.session import Drafter, Trunk
-from hemiola.runtime.device.transfer import Watch, fence, fetch
-from hemiola.runtime.engine.decode import Marks, Steps
-from hemiola.runtime.engine.drafts import Proposer
-from hemiola.runtime.engine.feed import Feed
+from hemiola.runtime.device.transfer import fence
 from hemiola.runtime.engine.grammar import Stuck
 from hemiola.runtime.engine.inbox import Abort, Close, Flush, Inbox, Message, Submit
-from hemiola.runtime.engine.judge import judge, scores_of
-from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.outbox import Event, Outbox
 from hemiola.runtime.engine.request import Request
 from hemiola.runtime.engine.scheduler import Scheduler
-from hemiola.runtime.engine.step import Answer, Outcome, Plan, Verdict
+from hemiola.runtime.engine.step import Launched, Outcome, Plan, Steps
 from hemiola.runtime.errors import Failed, Refused
 
 IDLE_SECONDS = 1.0  # without work before the caches are audited
 log = logging.getLogger("hemiola")
-
-
-class Engine(Trunk, Drafter, Protocol):
-    """A Session, or in tests something that checks what a session is given."""
 
 
 class Store(Protocol):
@@ -49,10 +39,7 @@ class _Flight:
     """A step under way: what the host needs to end it."""
 
     plan: Plan
-    verdict: Answer
-    num_drafts: torch.Tensor  # [R] proposed for the next step
-    drafts: torch.Tensor | None  # [R, K] and these, if a row follows a grammar
-    watch: Watch | Marks
+    output: Launched
     wait: Callable[[], None]  # until the rest can be read
     launch_seconds: float  # of the host
     busy: float  # share of them in which it had a core
@@ -76,30 +63,22 @@ class Loop:
         self,
         config: Resolved,
         scheduler: Scheduler,
-        ledger: Ledger,
-        feed: Feed,
         storage: Store,
-        session: Trunk,
-        drafts: Proposer,
+        steps: Steps,
         outbox: Outbox,
-        decoder: Steps | None = None,
+        device: torch.device,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
-        self.ledger = ledger
-        self.feed = feed
         self.storage = storage
-        self.session = session
-        self.drafts = drafts
+        self.steps = steps
         self.outbox = outbox
-        self.decoder = decoder  # of steps that can be done as one
-        self._judge: Callable[..., Verdict] = judge
+        self.device = device
         self._num_calls: Callable[[], int] = lambda: 0  # of kernels, also within a step
-        if ledger.device.type == "cpu":
+        if device.type == "cpu":
             from hemiola.plugins.cpu.steps import num_calls  # numba is not needed elsewhere
-            from hemiola.runtime.engine import compiled
 
-            self._judge, self._num_calls = compiled.judge, num_calls
+            self._num_calls = num_calls
         self.counters = Counters()
         self._flights: deque[_Flight] = deque()
         self._inbox = Inbox()
@@ -129,40 +108,20 @@ class Loop:
         for opening in plan.openings:
             if opening.restore_from:
                 self.storage.copy_slot(opening.restore_from, opening.slot_id)
-            self.ledger.open(opening.slot_id, opening.ids, opening.start)
-            if self.decoder is not None:
-                self.decoder.open(opening.slot_id, opening.rule)
-        fitted = self.decoder.fit(plan) if self.decoder is not None else None
-        if self.decoder is not None and fitted is not None:
-            launched, passed = self.decoder.launch(plan, fitted), fence(self.ledger.device)
-            return _Flight(plan, *launched, passed, *took.seconds())
-        batch = self.feed.fill(plan)
-        watch = Watch(self.ledger.device)
-        watch.mark()
-        out = self.session.run(batch)
-        scores = scores_of(batch, out)
-        watch.mark()
-        verdict = self._judge(batch, scores, self.ledger, self.config.chunk_len)
-        watch.mark()
-        self.drafts.propose(plan, batch, out.hidden)
-        watch.mark()
-        slot_id, drafts = batch.choices.slot_id, None
-        (num_drafts,) = fetch([self.ledger.num_drafts[slot_id]])
-        if batch.masks is not None:
-            (drafts,) = fetch([self.ledger.drafts(slot_id, self.config.num_drafts)])
-        fetched, passed = verdict.fetched(), fence(self.ledger.device)
-        return _Flight(plan, fetched, num_drafts, drafts, watch, passed, *took.seconds())
+            self.steps.open(opening.slot_id, opening.ids, opening.start, opening.rule)
+        output = self.steps.launch(plan)
+        return _Flight(plan, output, fence(self.device), *took.seconds())
 
     def _clock(self, flight: _Flight) -> None:
         plan = flight.plan
-        running, judging, drafting = (flight.watch.seconds(mark) for mark in range(3))
+        running, judging, drafting = (flight.output.seconds(mark) for mark in range(3))
         self.counters.engine_seconds += running
         self.counters.device_seconds += running + judging + drafting
         if self.scheduler.pace.adaptive and all(row.num_tokens == 1 + row.num_drafts for row in plan.rows):
             num_drafts = sum(row.num_drafts for row in plan.rows)
             num_passes = max(row.room for row in plan.rows)
             step = running + judging
-            if self.ledger.device.type == "cpu":  # which is busy with all of a step, or with other processes
+            if self.device.type == "cpu":  # which is busy with all of a step, or with other processes
                 step, drafting = (flight.launch_seconds - drafting) * flight.busy, drafting * flight.busy
             self.scheduler.pace.timed(len(plan.rows), num_drafts, num_passes, step, drafting)
 
@@ -171,7 +130,7 @@ class Loop:
         plan = flight.plan
         flight.wait()
         self._clock(flight)
-        outcome = flight.verdict.read(flight.num_drafts, flight.drafts)
+        outcome = flight.output.read()
         for n, fault in outcome.faults.items():
             plan.rows[n].request.fail(fault)
         self.scheduler.commit(plan, outcome)
@@ -289,7 +248,7 @@ class Loop:
     def _let_go(self) -> None:
         """The next engine finds free what this one had on the device, whoever still holds this loop."""
         self._flights.clear()
-        del self.ledger, self.feed, self.storage, self.session, self.drafts, self.decoder
+        del self.storage, self.steps
         close_all(self._held)
 
     @property

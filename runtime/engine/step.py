@@ -1,17 +1,12 @@
-"""What a step is on its way: a Plan, a Batch for the device, a Verdict there, an Outcome for the host."""
+"""What the scheduler says of a step, and what it learns: a Plan, and an Outcome."""
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from hemiola.runtime.api import Logprob
-from hemiola.runtime.device.transfer import fetch, upload
 from hemiola.runtime.engine.request import Request, Rule
-from hemiola.runtime.engine.rules import Group
-from hemiola.runtime.engine.sampling import to_logprobs
 
 
 @dataclass(slots=True)
@@ -55,71 +50,6 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """The tokens to choose, for the R rows that reach the end of their text; together they have L logits."""
-
-    rows: list[int]  # their places in the plan
-    width: int  # most logits of a row
-    dense: bool  # every row has so many
-    slot_id: torch.Tensor  # [R] int64
-    num_drafts: torch.Tensor  # [R] int64
-    row: torch.Tensor  # [L] int64, which of the R
-    offset: torch.Tensor  # [L] int64, 0 for the first token behind the text; `width`: nobody's
-    rules: list[Rule] | list[Group]  # of the L
-    asked: list[tuple[int, slice, int]]  # rows that want logprobs, their logits, and of how many best tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """What grammars allow, for G of the L logits."""
-
-    lines: torch.Tensor | None  # [G] int64; None: all
-    bits: torch.Tensor  # [G, words] int32, of the tokens that may be chosen
-
-    @staticmethod
-    def of(plan: Plan, device: torch.device) -> "Masks | None":
-        """None: no row follows a grammar."""
-        lines: list[int] = []
-        bits: list[np.ndarray] = []
-        end = 0
-        for row in plan.rows:
-            start, end = end, end + (1 + row.num_drafts) * row.chooses
-            if row.chooses and row.request.guide is not None:
-                lines += range(start, end)
-                bits += row.request.guide.masks[: end - start]
-        if not lines:
-            return None
-        return Masks(*upload(device, np.array(lines, np.int64), np.stack(bits).view(np.int32)))
-
-
-def asked_of(rows: list[int], num_lines: list[int], rules: list[Rule]) -> list[tuple[int, slice, int]]:
-    """Rows that want logprobs, their logits, and of how many best tokens."""
-    asked = []
-    for row, num, end in zip(rows, num_lines, itertools.accumulate(num_lines), strict=True):
-        num_top = rules[end - 1].params.logprobs
-        if num_top is not None:
-            asked.append((row, slice(end - num, end), num_top))
-    return asked
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What the engine reads (abi.py), and what choosing needs. All tensors for the engine are int32."""
-
-    # plan and ledger: which rows, and how many tokens of each
-    rows: torch.Tensor  # [N, 8], plugins/rows.py
-    logits_ids: torch.Tensor  # [L] tokens whose logits are wanted
-    page_table: torch.Tensor  # [N, W]
-    token_ids: torch.Tensor  # [T]
-    positions: torch.Tensor  # [T]
-    # not for the engine
-    slots: torch.Tensor  # [N] int64
-    final_len: torch.Tensor  # [N] int64, tokens whose state is final when the step is done, drafts apart
-    choices: Choices
-    masks: Masks | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """What the host learns of a step, by row of the plan, for the rows that chose."""
 
@@ -132,58 +62,23 @@ class Outcome:
     faults: dict[int, str] = field(default_factory=dict)  # rows whose answers cannot be read, and why
 
 
-class Answer(Protocol):
-    """What a step has found."""
+class Launched(Protocol):
+    """A step under way; to be read behind a fence."""
 
-    def read(self, num_drafts: torch.Tensor, drafts: torch.Tensor | None) -> Outcome:
-        """As the host understands it; num_drafts [R], drafts [R, K]: proposed for the rows' next step."""
+    def seconds(self, mark: int) -> float:
+        """Of the device: 0, its trunk; 1, choosing and accepting; 2, drafting."""
         ...
 
+    def read(self) -> Outcome: ...
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A step's outcome; R rows chose."""
 
-    rows: list[int]  # their places in the plan
-    token_ids: torch.Tensor  # [R, 1 + K] int64: the accepted drafts, the next token, and what nobody keeps
-    num_accepted: torch.Tensor  # [R]
-    num_judged: torch.Tensor  # [R] drafts that there were; a row may have been planned with more
-    broken: torch.Tensor  # [R] whether the engine computed NaN for the next token
-    logprobs: dict[int, tuple[torch.Tensor, ...]]  # by row of the plan that asked: of its tokens
+class Steps(Protocol):
+    """What runs plans (runtime/step/steps.py), or in tests something that stands before it."""
 
-    def fetched(self) -> "Verdict":
-        """On its way to the host (device/transfer.py)."""
-        if not self.token_ids.is_cuda:
-            return self
-        token_ids, num_accepted, num_judged, broken = fetch(
-            [self.token_ids, self.num_accepted, self.num_judged, self.broken]
-        )
-        logprobs = {row: tuple(fetch(parts)) for row, parts in self.logprobs.items()}
-        return Verdict(self.rows, token_ids, num_accepted, num_judged, broken, logprobs)
+    def open(self, slot_id: int, ids: np.ndarray, start: int, rule: Rule) -> None:
+        """A request takes a slot, and begins at `start`, up to which slot and pages are filled."""
+        ...
 
-    def read(self, num_drafts: torch.Tensor, drafts: torch.Tensor | None) -> Outcome:
-        """See Answer."""
-        broken = self.broken.to(torch.bool)
-        counts = (self.num_accepted + ~broken).tolist()
-        token_ids = [line[:n] for line, n in zip(self.token_ids.tolist(), counts, strict=True)]
-        kept = dict(zip(self.rows, token_ids, strict=True))
-        found, faults = self._logprobs(kept)
-        return Outcome(
-            token_ids=kept,
-            num_judged=dict(zip(self.rows, self.num_judged.tolist(), strict=True)),
-            num_drafts=dict(zip(self.rows, num_drafts.tolist(), strict=True)),
-            broken={row for row, bad in zip(self.rows, broken.tolist(), strict=True) if bad},
-            logprobs=found,
-            drafts={} if drafts is None else dict(zip(self.rows, drafts.tolist(), strict=True)),
-            faults=faults,
-        )
-
-    def _logprobs(self, kept: dict[int, list[int]]) -> tuple[dict[int, list[Logprob]], dict[int, str]]:
-        """By row of the plan; and the rows for which that failed."""
-        found, faults = {}, {}
-        for row, parts in self.logprobs.items():
-            try:
-                found[row] = to_logprobs(kept[row], *(part[: len(kept[row])] for part in parts))
-            except Exception as error:
-                faults[row] = f"logprobs: {type(error).__name__}: {error}"
-        return found, faults
+    def launch(self, plan: Plan) -> Launched:
+        """Start a step; nothing here waits for the device."""
+        ...

@@ -38,7 +38,7 @@ def test_steps_shared_with_anybody_give_the_plain_runs_bits(
     for request in hand.requests:
         hand.check(request.id, text[request.prompt_len : request.prompt_len + 20])
     assert hand.last(len(hand.requests)).metrics.cached_tokens > 0
-    assert not graphs or hand.loop.decoder.num_steps > hand.loop.counters.num_steps / 2
+    assert not graphs or hand.loop.steps.whole.num_steps > hand.loop.counters.num_steps / 2
     hand.end()
 
 
@@ -101,13 +101,7 @@ def test_no_launch_waits_for_the_gpu(
     sizes = {"max_step_tokens": 90, "pipeline_depth": 1}
     hand, text = make_hand(family, kind, cuda_graphs=graphs, **sizes), story(family)
     hand.storage.poison = False
-    for part, name in (
-        (hand.loop.drafts, "propose"),
-        (hand.loop.feed, "fill"),
-        (hand.loop.decoder, "launch"),
-    ):
-        if part is not None:
-            vars(part).pop(name)  # the hand's own, which looks
+    vars(hand.loop.steps).pop("launch")  # the hand's own, which looks
     launch = hand.loop._launch
 
     def strict(plan: object) -> object:

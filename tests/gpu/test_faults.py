@@ -27,7 +27,7 @@ with LLM(sys.argv[1]) as llm:
     loop, launch = llm._loop, llm._loop._launch
 
     def beyond(plan):
-        device = loop.ledger.device
+        device = loop.device
         torch.zeros(4, device=device)[torch.full((1,), 9, device=device)]
         return launch(plan)
 

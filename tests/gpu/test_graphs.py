@@ -16,12 +16,12 @@ from kit.gpu_engines import FAMILIES, MARKS, NO_REHEARSAL, NUM_DRAFTS, PAGE, SAM
 from kit.proposers import Scripted
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.engine import bucket
-from hemiola.runtime.engine.bucket import Bucket
-from hemiola.runtime.engine.decode import Decoder
 from hemiola.runtime.engine.request import Request
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.step import bucket
+from hemiola.runtime.step.bucket import Bucket
+from hemiola.runtime.step.captured import Captured
 
 pytestmark = MARKS
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -45,7 +45,7 @@ def test_every_bucket_gives_the_plain_runs_bits(
     drafts = "mtp" if is_adaptive else kind
     monkeypatch.setattr(bucket, "FEW_PAIRS", 1)  # as if there were many rows
     hand = make_hand(family, drafts, cuda_graphs=True, pipeline_depth=1, adaptive_drafts=is_adaptive)
-    decoder, used = hand.loop.decoder, set()
+    decoder, used = hand.loop.steps.whole, set()
     run = decoder.run
     decoder.run = lambda size: used.add(size) or run(size)
     idle = random.Random(3)  # stretches without drafts, whose pairs the head reads later
@@ -88,7 +88,7 @@ def test_pages_of_e4m3_keep_the_plain_runs_bits(
                 hand.preempt(hand.loop.scheduler.running[-1])
     hand.end()
     assert sum(hand.last(request.id).metrics.cached_tokens for request in hand.requests) > 0
-    assert hand.loop.decoder.num_steps > 10
+    assert hand.loop.steps.whole.num_steps > 10
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + STORMS))
@@ -116,7 +116,7 @@ def test_000_many_rows_with_hits_and_drafts_outgrow_a_graphs_buffers(
                 out.token_ids == text[start : start + 12] for out, start in zip(outputs, starts, strict=False)
             )
         assert sum(out.metrics.cached_tokens > 0 for out in outputs) > 200
-        assert llm._loop.decoder.num_steps > 5
+        assert llm._loop.steps.whole.num_steps > 5
 
 
 @NO_REHEARSAL
@@ -134,7 +134,7 @@ def test_001_a_needle_and_a_tool_call_survive_graphs_and_drafts(
     with LLM(engine(family), drafts=drafts) as llm:
         for _ in range(2):
             assert [out.token_ids for out in llm.generate(prompts, params)] == wanted
-        assert llm._loop.decoder.num_steps > 20
+        assert llm._loop.steps.whole.num_steps > 20
 
 
 @NO_REHEARSAL
@@ -159,7 +159,7 @@ def test_a_grammar_in_a_graph_allows_what_it_allows_without(
         ]
     with LLM(engine(family), drafts="mtp", adaptive_drafts=False) as llm:
         assert [out.token_ids for out in llm.generate(prompts, params)] == wanted
-        assert llm._loop.decoder.num_steps > llm.counters.num_steps / 3
+        assert llm._loop.steps.whole.num_steps > llm.counters.num_steps / 3
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -185,24 +185,24 @@ def test_003_and_004_long_windows_beside_none_cross_edges(
     hand.end()
     for request in hand.requests:
         hand.check(request.id, text[request.prompt_len : request.prompt_len + 120])
-    assert hand.loop.decoder.num_steps > hand.loop.counters.num_steps / 2
+    assert hand.loop.steps.whole.num_steps > hand.loop.counters.num_steps / 2
 
 
 @NO_REHEARSAL
 def test_a_step_that_cannot_be_captured_is_refused_with_a_way_out(
     engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Decoder.step
+    step = Captured.step
 
-    def waits(decoder: Decoder, bucket: Bucket) -> object:
+    def waits(decoder: Captured, bucket: Bucket) -> object:
         done = step(decoder, bucket)
         done.told[0].item()
         return done
 
     with monkeypatch.context() as changed:
-        changed.setattr(Decoder, "step", waits)
+        changed.setattr(Captured, "step", waits)
         with pytest.raises(Refused, match=r"cannot be captured.*cuda_graphs=False"):
             LLM(engine(FAMILIES[1]))
     with LLM(engine(FAMILIES[1]), max_rows=2) as llm:
-        assert llm.config.cuda_graphs and llm._loop.decoder.buckets[0].rows == 2
+        assert llm.config.cuda_graphs and llm._loop.steps.whole.buckets[0].rows == 2
         assert SIZES["max_rows"] > 2 and len(llm.generate([[5, 6, 7]])[0].token_ids) == 16

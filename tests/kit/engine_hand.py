@@ -25,15 +25,15 @@ from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.device.transfer import upload_ints
-from hemiola.runtime.engine.bucket import Bucket, Fed
-from hemiola.runtime.engine.decode import MARKS, TOLD, Decoder, Done, Told
-from hemiola.runtime.engine.drafts import Proposer
-from hemiola.runtime.engine.padded import Padded
-from hemiola.runtime.engine.recorded import Fitted, Recorded
 from hemiola.runtime.engine.request import Bounds, Request, Rule
 from hemiola.runtime.engine.sampling import logprobs, to_logprobs
-from hemiola.runtime.engine.step import Batch, Outcome, Plan
-from hemiola.runtime.llm import make_loop, prefix_cost, recorded_steps
+from hemiola.runtime.engine.step import Launched, Outcome, Plan
+from hemiola.runtime.llm import make_loop, prefix_cost
+from hemiola.runtime.step.bucket import Bucket
+from hemiola.runtime.step.captured import Captured, CapturedResult
+from hemiola.runtime.step.program import Batch
+from hemiola.runtime.step.prompts import Prompts
+from hemiola.runtime.step.recorded import Recorded
 
 VOCAB = 320
 KINDS = {
@@ -111,9 +111,13 @@ class Recorder:
         (self.captured if is_capturing else self.logits).append(logits.clone())
         return out
 
-    def watch(self, padded: Padded) -> None:
+    @property
+    def recordings(self) -> list:
+        return self.session.recordings
+
+    def watch(self, prompts: Prompts) -> None:
         """Keep logits without their padding, replayed ones, too."""
-        run = padded.run
+        run = prompts.run
 
         def run_and_keep(batch: Batch) -> Computed:
             num = len(self.logits)
@@ -123,21 +127,7 @@ class Recorder:
             self.logits.append(out.logits.clone())
             return out
 
-        padded.run = run_and_keep
-
-
-class Prompted:
-    """An MTP head that does its work; then other drafts take the place of its own, which are never right."""
-
-    def __init__(self, head: Proposer, script: Scripted) -> None:
-        self._head, self.script = head, script
-
-    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
-        self._head.propose(plan, batch, hidden)
-        ledger = self.script.ledger
-        slots = [row.slot_id for row in plan.rows if row.room > 0]
-        ledger.num_drafts.index_fill_(0, upload_ints(ledger.device, slots), 0)
-        self.script.propose(plan, batch, hidden)
+        prompts.run = run_and_keep
 
 
 class EngineHand(Hand):
@@ -162,20 +152,15 @@ class EngineHand(Hand):
         sizes = config.num_pages, config.num_slots
         self.storage = Storage(found.states, *sizes, poison=True, device=device)
         recorder = Recorder(Session(engine_dir, found, self.storage, config.drafts), config)
-        scripted = proposer if kind == "scripted" else None
-        loop = make_loop(
-            config, self.storage, recorder, None, prefix_cost(found), proposer=scripted, device=device
-        )
-        self.recorder = recorder
-        if isinstance(loop.session, Padded):
-            recorder.watch(loop.session)
-        if loop.decoder is None and proposer is None:
-            pages = loop.scheduler.prefix.pages
-            loop.decoder = recorded_steps(config, self.storage, recorder.session, pages, loop.ledger)
-        if proposer is not None and kind == "mtp":
-            loop.drafts = Prompted(loop.drafts, proposer(loop.ledger))
+        loop = make_loop(config, self.storage, recorder, None, prefix_cost(found), device=device)
+        self.recorder, steps = recorder, loop.steps
+        if isinstance(steps.trunk, Prompts):
+            recorder.watch(steps.trunk)
+        self._is_scripted = proposer is not None
         sizes = config.max_len, found.limits.max_len, found.vocab_size
         super().__init__(loop, Bounds(*sizes, eos_ids=()))
+        if proposer is not None:
+            proposer.drive(steps)
         self.config, self.plain, self.manifest = config, plain, found
         self.demands = Demands(found.promise == "bits")
         self.mtp = config.drafts == "mtp"
@@ -200,76 +185,63 @@ class EngineHand(Hand):
             commit(plan, outcome)
 
         scheduler.plan, scheduler.commit = shuffled, keep
-        if self.config.drafts != "none" and not isinstance(self.loop.drafts, (Scripted, Prompted)):
-            propose = self.loop.drafts.propose
+        steps = self.loop.steps
+        launch = steps.launch
 
-            def propose_and_keep(plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
-                propose(plan, batch, hidden)
+        def launch_and_keep(plan: Plan) -> Launched:
+            output = launch(plan)
+            if not self._is_scripted:
                 self._keep_drafts(plan)
+            if self.config.cuda_graphs:
+                self._look_at_table(plan)
+            return output
 
-            self.loop.drafts.propose = propose_and_keep
-        if isinstance(self.loop.decoder, Decoder):
-            self._watch_decoder(self.loop.decoder)
-        elif isinstance(self.loop.decoder, Recorded):
-            self._watch_recorded(self.loop.decoder)
+        steps.launch = launch_and_keep
+        if isinstance(steps.whole, Captured):
+            self._watch_captured(steps.whole)
+        elif steps.whole is not None:
+            self._watch_recorded(steps.whole)
 
-    def _watch_recorded(self, decoder: Recorded) -> None:
-        """A step as one call: what it is fed is looked at, and its logits are kept."""
-        launch = decoder.launch
+    def _watch_recorded(self, recorded: Recorded) -> None:
+        """A step as one call keeps its logits."""
+        launch = recorded.launch
 
-        def launch_and_keep(plan: Plan, fitted: Fitted) -> Told:
-            batch = self.loop.feed.fill(plan)  # noted, and read by nobody else
-            check_inputs(self.config, "trunk", {name: getattr(batch, name) for name in INPUTS["trunk"]})
-            told = launch(plan, fitted)
-            self.recorder.logits.append(decoder.logits[: len(batch.logits_ids)].clone())
-            if self.config.drafts != "none":
-                self._keep_drafts(plan)
-            return told
+        def launch_and_keep(plan: Plan, fitted: object) -> Launched:
+            output, (_, sizes) = launch(plan, fitted), fitted
+            self.recorder.logits.append(recorded.logits[: sizes.lines].clone())
+            return output
 
-        decoder.launch = launch_and_keep
+        recorded.launch = launch_and_keep
 
-    def _watch_decoder(self, decoder: Decoder) -> None:
-        """A step in a bucket: logits are kept, and scripted drafts take the place of its own."""
-        recorder, run, launch = self.recorder, decoder.run, decoder.launch
+    def _watch_captured(self, captured: Captured) -> None:
+        """A step in a bucket: its logits are kept."""
+        recorder, run = self.recorder, captured.run
         recorder.logits.clear()  # of warming up
-        last = recorder.captured[-len(decoder.buckets) :]  # behind the graphs of prompts; on a CPU none
-        captured = dict(zip(decoder.buckets, last, strict=bool(last)))
-        plans: list[Plan] = []
+        last = recorder.captured[-len(captured.buckets) :]  # behind the graphs of prompts; on a CPU none
+        found = dict(zip(captured.buckets, last, strict=bool(last)))
 
-        def run_and_keep(bucket: Bucket) -> Done:
-            done, drafts, ledger = run(bucket), self.loop.drafts, self.loop.ledger
-            if captured:
-                recorder.logits.append(captured[bucket].clone())
-            if isinstance(drafts, (Scripted, Prompted)):
-                slots = upload_ints(ledger.device, [row.slot_id for row in plans[-1].rows])
-                if any(row.room for row in plans[-1].rows):
-                    ledger.num_drafts.index_fill_(0, slots, 0)
-                (drafts if isinstance(drafts, Scripted) else drafts.script).propose(plans[-1], None, None)
-                lines = done.told[MARKS:].view(bucket.rows, -1)
-                lines[: len(slots), decoder.width(bucket) + TOLD - 1] = ledger.num_drafts[slots]
-            return done
+        def run_and_keep(bucket: Bucket) -> CapturedResult:
+            result = run(bucket)
+            if found:
+                recorder.logits.append(found[bucket].clone())
+            return result
 
-        def launch_and_keep(plan: Plan, bucket: Bucket) -> object:
-            plans.append(plan)
-            flight = launch(plan, bucket)
-            held, fed = self.loop.scheduler.prefix.pages, Fed(*decoder._stage.views(decoder.shapes(bucket)))
-            slots = [(row.slot_id, slice(held.capacity[row.slot_id] // held.page_len)) for row in plan.rows]
-            own, found = [held.table[place].tolist() for place in slots], later(decoder._table, fed.rows)
+        captured.run = run_and_keep
 
-            def look() -> None:
-                table, rows = found()
-                assert [table[place].tolist() for place in slots] == own
-                self.note(plan, rows)
+    def _look_at_table(self, plan: Plan) -> None:
+        """The device's copy is the host's."""
+        held = self.loop.scheduler.prefix.pages
+        slots = [(row.slot_id, slice(held.capacity[row.slot_id] // held.page_len)) for row in plan.rows]
+        own, found = [held.table[place].tolist() for place in slots], later(self.loop.steps.table.on_device)
 
-            self.look(plan, look)
-            if not isinstance(self.loop.drafts, (Scripted, Prompted)):
-                self._keep_drafts(plan)
-            return flight
+        def look() -> None:
+            (table,) = found()
+            assert [table[place].tolist() for place in slots] == own
 
-        decoder.run, decoder.launch = run_and_keep, launch_and_keep
+        self.look(plan, look)
 
     def _keep_drafts(self, plan: Plan) -> None:
-        ledger, rows = self.loop.ledger, [row for row in plan.rows if row.room and self.mtp]
+        ledger, rows = self.loop.steps.ledger, [row for row in plan.rows if row.room and self.mtp]
         if not rows:
             return
         found = later(ledger.total_len, ledger.num_drafts, ledger.ids)

@@ -8,7 +8,7 @@ from kit.fake_session import FakeSession, hashed
 from hemiola.plugins.rows import live_rows
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.engine.step import Batch
+from hemiola.runtime.step.program import Batch
 
 
 class FaultySession(FakeSession):

@@ -3,23 +3,41 @@
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from kit.demands import later
 from kit.fake_session import VOCAB, FakeSession
 
 from hemiola.plugins.rows import live_rows
+from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.cache.edges import hit_len
 from hemiola.runtime.cache.lease import Start
 from hemiola.runtime.cache.tree import Chain
+from hemiola.runtime.device.transfer import upload
 from hemiola.runtime.engine.grammar import Grammar
 from hemiola.runtime.engine.loop import Loop
 from hemiola.runtime.engine.request import Bounds, Request, new_request
-from hemiola.runtime.engine.step import Batch, Outcome, Plan
+from hemiola.runtime.engine.step import Launched, Outcome, Plan
+from hemiola.runtime.step.pack import pack
+from hemiola.runtime.step.program import Batch
+from hemiola.runtime.step.steps import AllSteps
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed * 1000 + length).choices(range(VOCAB), k=length)
+
+
+def filled(steps: AllSteps, plan: Plan, has_head: bool) -> Batch:
+    """What a step will be given, before it is launched."""
+    numbers, sizes = pack(plan.rows, has_head)
+    table = np.frombuffer(numbers, np.int32).reshape(-1, len(COLUMNS))
+    ledger = steps.ledger
+    (packed,) = upload(ledger.device, table)
+    made = steps.ops.fill(
+        packed, steps.table.on_device, ledger.lengths, ledger.ids, sizes.tokens, sizes.lines
+    )
+    return Batch._make(made)
 
 
 class Hand:
@@ -35,9 +53,9 @@ class Hand:
         self._looks: dict[int, tuple[Plan, list[Callable[[], None]]]] = {}  # by id of a plan under way
         self._watch_hits()
         self._watch_steps()
-        if isinstance(loop.session, FakeSession):
+        if isinstance(loop.storage, FakeSession):
             pages = loop.scheduler.prefix.pages
-            loop.session.may_write = lambda page_id: (
+            loop.storage.may_write = lambda page_id: (
                 page_id != 0 and not pages.is_cached(page_id) and pages.refs[page_id] == 1
             )
 
@@ -54,21 +72,21 @@ class Hand:
         prefix.admit = admit_and_check
 
     def _watch_steps(self) -> None:
-        feed, scheduler = self.loop.feed, self.loop.scheduler
-        fill, commit = feed.fill, scheduler.commit
+        steps, scheduler = self.loop.steps, self.loop.scheduler
+        launch, commit = steps.launch, scheduler.commit
+        has_head = self.loop.config.drafts == "mtp"
 
-        def fill_and_note(plan: Plan) -> Batch:
-            batch = fill(plan)
-            found = later(batch.rows)
+        def launch_and_note(plan: Plan) -> Launched:
+            found = later(filled(steps, plan, has_head).rows)
             self.look(plan, lambda: self.note(plan, *found()))
-            return batch
+            return launch(plan)
 
         def look_and_commit(plan: Plan, outcome: Outcome) -> None:
             for look in self._looks.pop(id(plan), (plan, []))[1]:
                 look()
             commit(plan, outcome)
 
-        feed.fill, scheduler.commit = fill_and_note, look_and_commit
+        steps.launch, scheduler.commit = launch_and_note, look_and_commit
 
     def look(self, plan: Plan, look: Callable[[], None]) -> None:
         """As soon as the step is done: a wait before that would keep steps from being under way together."""
@@ -135,7 +153,7 @@ class Hand:
 
     def audit(self) -> None:
         """Ownership; and the content of whatever is cached, where the session keeps tokens."""
-        scheduler, session = self.loop.scheduler, self.loop.session
+        scheduler, session = self.loop.scheduler, self.loop.storage
         self.loop.audit()
         assert self._looks == {} or not self.idle, "nobody looked at a step"
         if not isinstance(session, FakeSession):

@@ -13,7 +13,7 @@ from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.kernels import load_kernels
 from hemiola.runtime.device.memory import Storage
-from hemiola.runtime.device.session import Computed, Program, load_weights
+from hemiola.runtime.device.session import Computed, LoadedSegment, load_weights
 from hemiola.runtime.device.transfer import upload
 
 
@@ -43,7 +43,8 @@ class Harness:
         self.weights = weights = load_weights(engine_dir, self.manifest, names, self.device)
         if self.device.type == "cuda":
             load_kernels(engine_dir, self.manifest, self.device)
-        self.programs = {s.name: Program(engine_dir, self.manifest, s, weights, storage) for s in segments}
+        given = engine_dir, self.manifest
+        self.programs = {s.name: LoadedSegment(*given, s, weights, storage) for s in segments}
         self.requests: list[Request] = []
 
     def forget(self) -> None:

@@ -42,9 +42,10 @@ class House(Hand):
             snapshot_interval=interval,
         )
         self.session = FakeSession(config, next_token, hybrid)
-        proposer = shuffled(0, next_token, NUM_WORDS) if num_drafts else None
         cost = Cost(10, 40 if hybrid else 0)
-        loop = make_loop(config, self.session, self.session, None, cost, identity, proposer)
+        loop = make_loop(config, self.session, self.session, None, cost, identity)
+        if num_drafts:
+            shuffled(0, next_token, NUM_WORDS).drive(loop.steps)
         super().__init__(loop, Bounds(config.max_len, config.max_len, 1000, ()))
         self.scheduler, self.prefix = loop.scheduler, loop.scheduler.prefix
         self.pages, self.slots, self.evictor = self.prefix.pages, self.prefix.slots, self.prefix.evictor

@@ -8,9 +8,16 @@ import numpy as np
 import torch
 from kit.demands import here
 
+from hemiola.plugins.step.plan import ANSWERS, DRAFTS, PROPOSED, TOTAL
 from hemiola.runtime.device.transfer import upload
-from hemiola.runtime.engine.ledger import Ledger
-from hemiola.runtime.engine.step import Batch, Plan
+from hemiola.runtime.engine.step import Plan
+from hemiola.runtime.step.bucket import Bucket
+from hemiola.runtime.step.captured import Captured, CapturedResult
+from hemiola.runtime.step.ledger import Ledger
+from hemiola.runtime.step.output import StepOutput
+from hemiola.runtime.step.program import MARKS, Feed
+from hemiola.runtime.step.recorded import Recorded
+from hemiola.runtime.step.steps import AllSteps
 
 
 @dataclass
@@ -30,15 +37,67 @@ class Scripted:
     def __init__(self, script: Callable[[Text, int], Sequence[int]]) -> None:
         self.script = script
 
-    def __call__(self, ledger: Ledger) -> "Scripted":
-        """Into a loop."""
-        self.ledger = ledger
-        return self
+    def drive(self, steps: AllSteps) -> None:
+        """From now on these drafts take the place of what the steps propose."""
+        self.ledger = steps.ledger
+        self._drive_eager(steps)
+        if isinstance(steps.whole, Captured):
+            self._drive_captured(steps.whole)
+        elif steps.whole is not None:
+            self._drive_recorded(steps.whole)
 
-    def propose(self, plan: Plan, batch: Batch, hidden: torch.Tensor) -> None:
+    def _drive_eager(self, steps: AllSteps) -> None:
+        eager, run = steps.eager, steps.eager.run
+
+        def run_and_propose(plan: Plan, feed: Feed) -> None:
+            run(plan, feed)
+            self.propose(plan, feed.answers, feed.width)
+
+        eager.run = run_and_propose
+
+    def _drive_captured(self, captured: Captured) -> None:
+        run, launch, plans = captured.run, captured.launch, []
+
+        def launch_known(plan: Plan, bucket: Bucket) -> object:
+            plans.append(plan)
+            return launch(plan, bucket)
+
+        def run_and_propose(bucket: Bucket) -> CapturedResult:
+            result = run(bucket)
+            answers = result.told[MARKS:].view(bucket.rows, -1)
+            self.propose(plans.pop(), answers, captured.width(bucket))
+            return result
+
+        captured.launch, captured.run = launch_known, run_and_propose
+
+    def _drive_recorded(self, recorded: Recorded) -> None:
+        launch = recorded.launch
+
+        def launch_and_propose(plan: Plan, fitted: object) -> StepOutput:
+            output = launch(plan, fitted)
+            answers = torch.frombuffer(output.numbers, dtype=torch.int64)[MARKS:].view(len(plan.rows), -1)
+            self.propose(plan, answers, output.width)
+            return output
+
+        recorded.launch = launch_and_propose
+
+    def propose(self, plan: Plan, answers: torch.Tensor, width: int) -> None:
+        """Behind a step, into the ledger, and into what the host reads."""
+        self._propose(plan)
+        ledger, slots = self.ledger, [row.slot_id for row in plan.rows]
+        (places,) = upload(ledger.device, np.array(slots, np.int64))
+        num, total_len = ledger.lengths[DRAFTS, places], ledger.lengths[TOTAL, places]
+        answers[: len(slots), width + PROPOSED] = num
+        told = answers.shape[1] - width - ANSWERS
+        at = total_len.unsqueeze(1) + torch.arange(told, device=ledger.device)
+        answers[: len(slots), width + ANSWERS :] = ledger.ids[places.unsqueeze(1), at].to(torch.int64)
+
+    def _propose(self, plan: Plan) -> None:
         rows, ledger = [row for row in plan.rows if row.room > 0], self.ledger
         if not rows:
             return
+        (asked,) = upload(ledger.device, np.array([row.slot_id for row in rows], np.int64))
+        ledger.num_drafts.index_fill_(0, asked, 0)
         total_lens, nums, all_ids = here(ledger.total_len, ledger.num_drafts, ledger.ids)
         drafts = np.zeros((len(rows), max(row.room for row in rows)), np.int64)
         num_drafts = np.zeros(len(rows), np.int64)
@@ -49,10 +108,14 @@ class Scripted:
             own = list(self.script(text, row.room))[: row.room]
             drafts[n, : len(own)], num_drafts[n] = own, len(own)
         slots = np.array([row.slot_id for row in rows], np.int64)
-        ledger.set_drafts(*upload(ledger.device, slots, drafts, num_drafts))
+        set_drafts(ledger, *upload(ledger.device, slots, drafts, num_drafts))
 
-    def propose_fed(self, *step: object) -> None:
-        """In a bucket who asks calls `propose` afterwards (EngineHand)."""
+
+def set_drafts(ledger: Ledger, slots: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor) -> None:
+    """The first num_drafts[n] of drafts[n] stand behind the text of slots[n]."""
+    places = ledger.total_len[slots].unsqueeze(1) + torch.arange(drafts.shape[1], device=ledger.device)
+    ledger.ids[slots.unsqueeze(1), places] = drafts.to(torch.int32)
+    ledger.num_drafts[slots] = num_drafts
 
 
 def always_right(next_token: Callable[[Sequence[int]], int]) -> Scripted:

@@ -23,7 +23,7 @@ from hemiola.plugins.cpu.simd import get_int, put_int, put_long
 from hemiola.plugins.cpu.sizes import FreeSize, Number
 from hemiola.plugins.cpu.team import MEMBER_WORDS, MEMBERS, SCRATCH, Crew, Team
 from hemiola.runtime.device import lower, memory
-from hemiola.runtime.engine import ledger, recorded
+from hemiola.runtime.step import ledger, recorded
 
 ZONE = 1024  # bytes
 # A signalling NaN, which arithmetic makes a quiet one, and other bits at every address: what was read outside

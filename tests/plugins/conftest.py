@@ -77,3 +77,17 @@ def kernels_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
         on_demand()
     yield
+
+
+@pytest.fixture(params=["forwards", "backwards"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which a kernel's programs run, interpreted: a GPU has none, so nobody may count on one."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    forwards = builder.set_grid_idx
+
+    def backwards(*place: int) -> None:
+        forwards(*(size - 1 - at for size, at in zip(builder.grid_dim, place, strict=True)))
+
+    if request.param == "backwards":
+        monkeypatch.setattr(builder, "set_grid_idx", backwards)

@@ -11,13 +11,12 @@ from kit.engine_hand import DEVICE, NUM_DRAFTS, SMALL, EngineHand, Wanted, own_a
 from kit.fake_session import VOCAB, FakeSession, resolved
 from kit.hand import Hand
 from kit.plain import Plain
+from kit.proposers import Scripted
 from oracle import Oracle
 
 from hemiola.builder.build import Options, build
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.cli.main import main
-from hemiola.runtime.engine.drafts import Proposer
-from hemiola.runtime.engine.ledger import Ledger
 from hemiola.runtime.engine.request import Bounds
 from hemiola.runtime.llm import make_loop
 from hemiola.runtime.text import Text
@@ -57,13 +56,15 @@ def make_hand() -> Callable[..., Hand]:
     def make(
         text: Text | None = None,
         session: FakeSession | None = None,
-        proposer: Callable[[Ledger], Proposer] | None = None,
+        proposer: Scripted | None = None,
         hybrid: bool = True,
         **sizes: int | str,
     ) -> Hand:
         config = session.config if session is not None else resolved(**sizes)
         session = session or FakeSession(config, hybrid=hybrid)
-        loop = make_loop(config, session, session, text, Cost(10, 40 if hybrid else 0), proposer=proposer)
+        loop = make_loop(config, session, session, text, Cost(10, 40 if hybrid else 0))
+        if proposer is not None:
+            proposer.drive(loop.steps)
         return Hand(loop, Bounds(config.max_len, config.max_len, VOCAB, eos_ids=()))
 
     return make

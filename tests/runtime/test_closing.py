@@ -19,9 +19,9 @@ from torch.fx import Node
 from hemiola.runtime import llm as llms
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.device.graphs import Graphs
-from hemiola.runtime.engine.decode import Decoder
 from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.step.captured import Captured
 
 Get = Callable[..., Path]
 DRAFTS = pytest.mark.parametrize("drafts", ["none", "ngram", "mtp"])
@@ -113,7 +113,7 @@ def test_an_engine_that_does_not_open_keeps_no_tensor(
         made.extend(watch.new())
         raise Refused("no")
 
-    monkeypatch.setattr(llms, "Feed", fails)
+    monkeypatch.setattr(llms, "Outbox", fails)
     with pytest.raises(Refused) as error:
         LLM(engine_dir)
     assert len(made) > 50 and shapes(made) == shapes(watch.new()) == []
@@ -126,7 +126,7 @@ def test_what_fails_behind_an_error_of_opening_does_not_take_its_place(
     def fails(*given: object) -> None:
         raise Refused("lower max_rows")
 
-    monkeypatch.setattr(llms, "Feed", fails)
+    monkeypatch.setattr(llms, "Outbox", fails)
     monkeypatch.setattr(llms, "give_back", lambda device: 1 // 0)
     with pytest.raises(Refused, match="lower max_rows"):
         LLM(engine_dir)
@@ -138,7 +138,7 @@ def test_errors_of_the_caller_keep_their_frames(engine_dir: Path, monkeypatch: p
         mine = 5
         raise ValueError(mine)
 
-    monkeypatch.setattr(llms, "Feed", lambda *given: 1 // 0)
+    monkeypatch.setattr(llms, "Outbox", lambda *given: 1 // 0)
     try:
         caller()
     except ValueError as error:
@@ -213,7 +213,7 @@ def test_an_engine_that_does_not_open_gives_a_gpu_all_back(
             case "prompts":
                 monkeypatch.setattr(Graphs, "_capture", fails)
             case "steps":
-                monkeypatch.setattr(Decoder, "step", fails)
+                monkeypatch.setattr(Captured, "step", fails)
             case "thread":
                 monkeypatch.setattr("threading.Thread.start", fails)
         with pytest.raises((Refused, RuntimeError)) as error:

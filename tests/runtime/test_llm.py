@@ -36,7 +36,7 @@ from hemiola.plugins.cpu.jit import KERNELS, CFunction
 compiled, compile = [], CFunction.compile
 CFunction.compile = lambda kernel: (compiled.append(kernel), compile(kernel))[1]
 LLM(sys.argv[1], drafts="none").close()
-from hemiola.runtime.engine import recorded
+from hemiola.runtime.step import recorded
 print([kernel.name for kernel in KERNELS if kernel not in compiled])
 """
 
@@ -94,8 +94,8 @@ def test_a_snapshot_interval_keeps_states_along_a_prompt(engine_dir: Path, inter
 @pytest.fixture
 def slow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """Takes 40 seconds for 400 tokens: whoever leaves, leaves before the end."""
-    run = llm._loop.session.run
-    monkeypatch.setattr(llm._loop.session, "run", lambda batch: (time.sleep(0.1), run(batch))[1])
+    launch = llm._loop.steps.launch
+    monkeypatch.setattr(llm._loop.steps, "launch", lambda plan: (time.sleep(0.1), launch(plan))[1])
     return llm
 
 

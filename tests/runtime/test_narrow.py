@@ -16,16 +16,13 @@ from oracle import Oracle
 
 from hemiola.plugins.gpu.launch import Instead, Kernel, Values, kind_of, launches
 from hemiola.plugins.spec import Op
+from hemiola.plugins.step import STEP_OPS, forms
 from hemiola.runtime import llm, manifest
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.device import session
-from hemiola.runtime.engine import compiled as compiled_steps
-from hemiola.runtime.engine.decode import Decoder
-from hemiola.runtime.engine.drafts.mtp import MtpProposer
-from hemiola.runtime.engine.feed import Feed
-from hemiola.runtime.engine.judge import judge
-from hemiola.runtime.engine.launched import LaunchedDecoder
+from hemiola.runtime.step import steps
 
+CUDA, REFERENCE = forms("cuda"), forms("reference")
 PROMPTS = [list(range(3, 40)), [7, 8, 9] * 5]
 NUM_TOKENS = 12
 
@@ -66,9 +63,9 @@ def on_cpu(look: Instead, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    program: Any = session.Program
+    program: Any = session.LoadedSegment
 
-    def as_on_a_gpu(*arguments: Any) -> session.Program:
+    def as_on_a_gpu(*arguments: Any) -> session.LoadedSegment:
         *others, storage, every_line = arguments
         narrow: Any = SimpleNamespace(device=torch.device("cuda"), tensors=storage.tensors)
         return program(*others, narrow, every_line)
@@ -81,11 +78,8 @@ def on_cpu(look: Instead, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "load_weights", load_weights)
     monkeypatch.setattr(llm, "find_device", lambda engine_dir, arch: torch.device("cpu"))
     monkeypatch.setattr(Op, "bind", bind)
-    monkeypatch.setattr(session, "Program", as_on_a_gpu)
-    # what a CPU has of its own for fp32 engines
-    monkeypatch.setattr(Feed, "fill", Feed.fill_anywhere)
-    monkeypatch.setattr(MtpProposer, "propose", MtpProposer.propose_anywhere)
-    monkeypatch.setattr(compiled_steps, "judge", judge)
+    monkeypatch.setattr(session, "LoadedSegment", as_on_a_gpu)
+    monkeypatch.setattr(steps, "forms", lambda name: REFERENCE)  # a CPU's own are for fp32
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -102,42 +96,25 @@ def test_greedy_tokens_are_the_oracles(
         assert [output.token_ids for output in again] == [*wanted, wanted[0]]
 
 
-class Nobody:
-    """An MTP head of another run: what it is asked does not count."""
-
-    def draft(self, **inputs: torch.Tensor) -> session.Computed:
-        zeros = torch.zeros(len(inputs["logits_ids"]), 4)
-        return session.Computed(zeros, inputs["hidden"].new_zeros(len(zeros), inputs["hidden"].shape[1]))
-
-
 @pytest.fixture
-def looked_at(look: Instead, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Parts of steps of fixed sizes: what a GPU would launch is looked up, then it is done with tensors."""
-    done: list[str] = []
+def looked_at(look: Instead, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Ops of steps of fixed sizes: what a GPU would launch is looked up, then the reference does it."""
+    done: set[str] = set()
 
     def both(name: str) -> Callable[..., Any]:
-        launched, plain = getattr(LaunchedDecoder, name), getattr(Decoder, name)
+        launched, plain = getattr(CUDA, name), getattr(REFERENCE, name)
 
         def run(*values: Any) -> Any:
-            done.append(name)
+            done.add(name)
             with launches(look):
                 launched(*values)
             return plain(*values)
 
         return run
 
-    def propose(self: MtpProposer, *values: Any) -> None:
-        done.append("propose")
-        head, self._session = self._session, Nobody()
-        with launches(look):
-            self._propose_launched(*values)
-        self._session = head
-        plain(self, *values)
-
-    for name in ("_change", "_join", "_judge", "_tell"):
-        monkeypatch.setattr(Decoder, name, both(name))
-    plain = MtpProposer.propose_fed
-    monkeypatch.setattr(MtpProposer, "propose_fed", propose)
+    monkeypatch.setattr(
+        steps, "forms", lambda kind: SimpleNamespace(**{name: both(name) for name in STEP_OPS})
+    )
     resolve = llm.resolve
     monkeypatch.setattr(
         llm, "resolve", lambda *given: resolve(*given).model_copy(update={"cuda_graphs": True})
@@ -145,10 +122,9 @@ def looked_at(look: Instead, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("drafts", ["none", "mtp", "ngram"])
 def test_whatever_steps_of_fixed_sizes_launch_was_compiled(
-    family: str, engine_dir: Path, looked_at: list[str], tiny_checkpoint: Callable[..., Path], drafts: str
+    family: str, engine_dir: Path, looked_at: set[str], tiny_checkpoint: Callable[..., Path], drafts: str
 ) -> None:
     oracle = Oracle(tiny_checkpoint(family))
     wanted = [oracle.generate(prompt, NUM_TOKENS).token_ids for prompt in PROMPTS]
@@ -157,10 +133,10 @@ def test_whatever_steps_of_fixed_sizes_launch_was_compiled(
         "drawn": {"temperature": 0.8, "seed": 3},
         "asked": {"logprobs": 1},
     }
-    with llm.LLM(engine_dir, drafts=drafts, num_pages=64) as engine:
+    with llm.LLM(engine_dir, drafts=drafts, num_pages=64, adaptive_drafts=False) as engine:
         for kind, values in kinds.items():
             params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **values)
             outputs = engine.generate(PROMPTS, params)
             assert kind != "greedy" or [output.token_ids for output in outputs] == wanted
-    expected = {"_change", "_join", "_judge", "_tell"} | ({"propose"} if drafts == "mtp" else set())
-    assert set(looked_at) == expected
+    drafting = {"none": set(), "ngram": {"look_up"}, "mtp": {"first_pairs", "keep", "write", "next_pairs"}}
+    assert looked_at == {"mark", "change", "fill", "best", "accept", "tell"} | drafting[drafts]

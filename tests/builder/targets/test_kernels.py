@@ -29,6 +29,7 @@ from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import Call
 from hemiola.plugins.gpu.sizes import Size
 from hemiola.plugins.spec import E4M3
+from hemiola.plugins.step import STEP_OPS, forms
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused
@@ -89,6 +90,36 @@ def test_whatever_a_step_is_like_its_kernels_are_among_those_compiled(
             assert made <= covered(node, capability), size
 
 
+@pytest.mark.parametrize("width", [8, 600, 4096])
+def test_whatever_a_plan_is_like_the_kernels_around_the_trunk_are_compiled(width: int) -> None:
+    """Of any size, none of an item among them."""
+    rng, gpu, op = random.Random(width), Gpu(90, 132), forms("cuda")
+    compiled = kernels.calls_between(gpu, LIMITS, torch.empty(2, width, dtype=torch.bfloat16, device="meta"))
+
+    def made(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for _ in range(40):
+        num_rows, num_slots, ids_len, ring_len = (int(2 ** rng.uniform(0, 11)) for _ in range(4))
+        tokens, lines, pairs, drafting = (rng.choice([0, 1, int(2 ** rng.uniform(0, 13))]) for _ in range(4))
+        most, number = rng.randint(0, LIMITS.num_drafts), rng.randint(0, LIMITS.num_drafts)
+        plan, rows, ids = made(num_rows + 1, 10), made(num_rows, 8), made(num_slots, ids_len)
+        lengths, chosen = made(4, num_slots, dtype=torch.int64), made(lines, dtype=torch.int64)
+        hidden, ring = (made(*s, width, dtype=torch.bfloat16) for s in ((tokens,), (num_slots, ring_len)))
+        answers, most_lines = made(num_rows, 20, dtype=torch.int64), 1 + most
+        accepted = plan, chosen, made(lines, dtype=torch.float32), lengths, ids, answers, most_lines, 16
+        launched = calls_at(op.change, gpu, made(tokens, 2, dtype=torch.int64), ids)
+        launched |= calls_at(op.fill, gpu, plan, ids, lengths, ids, tokens, lines)
+        launched |= calls_at(op.accept, gpu, *accepted)
+        launched |= calls_at(op.look_up, gpu, plan, lengths, ids, 1, rng.randint(1, 64))
+        launched |= calls_at(op.first_pairs, gpu, plan, rows, hidden, ring, lengths, ids, pairs, drafting)
+        launched |= calls_at(op.keep, gpu, rows, lengths, hidden, ring)
+        launched |= calls_at(op.write, gpu, plan, chosen, lengths, ids, number)
+        launched |= calls_at(op.next_pairs, gpu, plan, lengths, ids, number, drafting)
+        launched |= calls_at(op.tell, gpu, plan, lengths, ids, answers, most_lines, most)
+        assert launched <= compiled, launched - compiled
+
+
 def entries(nodes: list[kernels.Node], capability: int) -> list[Call]:
     """One call of every kernel, and of each way in which a dense layer ends."""
     gpu = Gpu(capability, 132)
@@ -107,7 +138,8 @@ def test_every_kernel_is_compiled_for_every_architecture(arch: str, nodes: list[
     capability = 10 * major + minor
     calls = entries(nodes, capability)
     own = {op for op in OPS if find_spec(f"hemiola.plugins.{op}.triton")}  # others launch an op's that has
-    between = {"gpu.clock", "gpu.ledger", "gpu.pairs"}
+    around = {op.name for op in STEP_OPS.values() if find_spec(f"hemiola.plugins.{op.name}.triton")}
+    between = {"gpu.clock"} | around
     assert {call.kernel.rpartition(".")[0] for call in calls} == own | between
     with ThreadPoolExecutor(2) as pool:
         made = [*pool.map(lambda call: compile.compile_call(call, capability), calls)]

@@ -1,14 +1,13 @@
 """What the pool refuses, and what its audit finds; all else: test_prefix.py, ../engine/test_storms.py."""
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from hemiola.plugins.step import forms
 from hemiola.runtime.cache.pages import PagePool
-from hemiola.runtime.engine.decode import Decoder
 
 
 def make_pages() -> PagePool:
@@ -107,8 +106,8 @@ def test_an_entry_that_changed_twice_since_the_last_step_has_an_older_value(seed
     """A scatter with two values for a place may keep either. What a slot holds must be as the host has it."""
     dice = random.Random(seed)
     pages = make_pages()
-    pages.changes = {}
-    told = SimpleNamespace(_table=torch.zeros(pages.table.shape, dtype=torch.int32), pages=pages)
+    pages.keep_changes()
+    there = torch.zeros(pages.table.shape, dtype=torch.int32)
     for _ in range(60):
         for _ in range(dice.randint(1, 40)):  # between two steps
             slot_id = dice.randint(1, 4)
@@ -116,20 +115,19 @@ def test_an_entry_that_changed_twice_since_the_last_step_has_an_older_value(seed
                 pages.release(slot_id)
             else:
                 pages.grow(slot_id, dice.randint(1, 24))
-        places = list(pages.changes)
-        assert len(places) == len(set(places))
-        changes = np.array(list(pages.changes.items()), np.int64).reshape(-1, 2)
-        pages.changes = {}
-        Decoder._change(told, torch.from_numpy(changes[dice.sample(range(len(changes)), len(changes))]))
+        changes = np.array(list(pages.take_changes().items()), np.int64).reshape(-1, 2)
+        assert len(np.unique(changes[:, 0])) == len(changes)
+        shuffled = changes[dice.sample(range(len(changes)), len(changes))]
+        forms("compiled").change(torch.from_numpy(shuffled), there)
         for slot_id in range(1, 5):
             held = pages.capacity[slot_id] // pages.page_len
-            assert told._table[slot_id, :held].tolist() == pages.table[slot_id, :held].tolist()
+            assert there[slot_id, :held].tolist() == pages.table[slot_id, :held].tolist()
 
 
 def test_a_swapped_page_is_not_told() -> None:
     pages = make_pages()
     (cached,) = cached_path(pages, 1, 1)
     pages.grow(2, 4)
-    pages.changes = {}
+    pages.keep_changes()
     pages.swap(2, 0, cached)
-    assert pages.changes == {2 * pages.table.shape[1]: cached}
+    assert pages.take_changes() == {2 * pages.table.shape[1]: cached} and pages.take_changes() == {}

@@ -12,7 +12,7 @@ import torch
 from kit.gpu_double import fake_cuda
 
 from hemiola.runtime.device import graphs
-from hemiola.runtime.device.graphs import Graphs, Stage, mark
+from hemiola.runtime.device.graphs import Graphs, Stage
 from hemiola.runtime.device.memory import give_back
 from hemiola.runtime.errors import Refused
 
@@ -164,10 +164,3 @@ def test_a_stage_holds_what_was_sent_last_at_the_same_place() -> None:
         for view, array in zip(views[:3], arrays, strict=False):
             assert np.array_equal(view.numpy(), array) and view.dtype == torch.from_numpy(array).dtype
         assert np.array_equal(views[3][:2].numpy(), arrays[3][:2])
-
-
-def test_marks_rise() -> None:
-    times = torch.zeros(3, dtype=torch.int64)
-    for at in range(3):
-        mark(times, at)
-    assert 0 < times[0] <= times[1] <= times[2]

@@ -15,6 +15,7 @@ from hemiola.plugins import OPS, gpu
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import Kernel
 from hemiola.plugins.norm import cuda as norm
+from hemiola.plugins.step import STEP_OPS
 from hemiola.runtime import manifest
 from hemiola.runtime.device import kernels
 from hemiola.runtime.errors import Refused
@@ -22,7 +23,7 @@ from hemiola.runtime.errors import Refused
 Get = Callable[..., Path]
 
 
-NAMES = (*OPS, "gpu.clock", "gpu.ledger", "gpu.pairs")
+NAMES = (*OPS, *(f"step.{op}" for op in STEP_OPS), "gpu.clock")
 
 
 def every_kernel() -> list[Kernel]:

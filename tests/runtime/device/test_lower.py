@@ -17,7 +17,7 @@ from hemiola.plugins.cpu.sizes import evaluate
 from hemiola.runtime import manifest
 from hemiola.runtime.device import lower
 from hemiola.runtime.device.program import load_program
-from hemiola.runtime.device.session import Program, bind_forms
+from hemiola.runtime.device.session import LoadedSegment, bind_forms
 from hemiola.runtime.errors import Refused
 
 Get = Callable[..., Path]
@@ -89,7 +89,7 @@ def test_lines_that_nobody_wants_are_not_computed_and_no_other_bit_changes(
     """Pages and slots hold the same behind both; a line has its bits, whatever others are wanted."""
     engine_dir, found, costs = tiny_engine(family), [], []
     for every_line in (True, False):
-        monkeypatch.setattr(harnesses, "Program", partial(Program, every_line=every_line))
+        monkeypatch.setattr(harnesses, "LoadedSegment", partial(LoadedSegment, every_line=every_line))
         harness = Harness(engine_dir)
         request, parts = harness.request(), []
         for size, wanted in ((37, [36]), (5, [4, 0, 2]), (3, [])):
@@ -110,7 +110,7 @@ def test_lines_that_nobody_wants_are_not_computed_and_no_other_bit_changes(
     assert all(some < every for every, some in zip(*costs, strict=True)), "less is computed per token"
 
 
-def _line_costs(programs: dict[str, Program]) -> list[int]:
+def _line_costs(programs: dict[str, LoadedSegment]) -> list[int]:
     """What each program's calls are said to cost for 1,000 tokens of which one has logits."""
     sizes = {"T": 1000, "N": 1, "W": 70, "L": 1}
     return [

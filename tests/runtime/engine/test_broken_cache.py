@@ -40,14 +40,14 @@ def cached(hand: Hand) -> list[list[int]]:
 
 def dirty(hand: Hand) -> list[int]:
     """Edges of what is cached and spoilt."""
-    session = hand.loop.session
+    session = hand.loop.storage
     found = [entry for _, entry in hand.loop.scheduler.prefix.contents()]
     return [e.edge for e in found if session.dirty_pages[e.page_id].any() or e.slot_id in session.dirty_slots]
 
 
 def demand_answer(hand: Hand, text: list[int], hit: int | None = None) -> None:
     """The oracle's, and no NaN, on a device that has recovered."""
-    hand.loop.session.faults.clear()
+    hand.loop.storage.faults.clear()
     request_id = hand.submit(text, max_tokens=9)
     hand.run()
     assert hand.last(request_id).finish_reason == "length", hand.last(request_id).error
@@ -88,7 +88,7 @@ def test_a_hit_that_spoilt_since_fails_every_request_that_begins_there(
     hand = faulty(depth, faults=set())
     demand_answer(hand, TEXT)
     demand_answer(hand, TEXT[: 4 * P] + prompt(P, 5))
-    session = hand.loop.session
+    session = hand.loop.storage
     for _, entry in hand.loop.scheduler.prefix.contents():
         if what == "page" and entry.edge == P:
             session.dirty_pages[entry.page_id] = True
@@ -199,7 +199,7 @@ def test_a_cancelled_requests_spoilt_state_stays_on_a_proven_page(faulty: Callab
     hand = faulty(faults=set(), spoils="states", snapshot_interval=0)
     hand.submit(TEXT, max_tokens=1)
     hand.run()
-    session = hand.loop.session
+    session = hand.loop.storage
     session.faults = {len(session.shapes)}
     branch = hand.submit(TEXT[: 2 * P] + prompt(2 * P, 5), max_tokens=9)
     while hand.requests[1].committed_len < 2 * P:
@@ -270,7 +270,7 @@ def test_a_request_that_ends_in_the_step_in_which_its_prefix_is_not_trusted_wait
             second = hand.submit(TEXT[: 2 * P] + prompt(P, 2), max_tokens=30)
     other, scheduler = hand.requests[1], hand.loop.scheduler
     page = int(scheduler.prefix.pages.table[other.slot_id, 2])
-    hand.loop.session.dirty_pages[page] = True
+    hand.loop.storage.dirty_pages[page] = True
     end = hand.loop.outbox.drain
 
     def drain(plan: Plan) -> list:

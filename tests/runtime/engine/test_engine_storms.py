@@ -14,7 +14,7 @@ import pytest
 from kit.engine_hand import SMALL, EngineHand, Wanted
 from kit.engine_storms import storm
 
-from hemiola.runtime.engine.recorded import Recorded
+from hemiola.runtime.step.recorded import Recorded
 
 STORMS = int(os.environ.get("ENGINE_STORMS", "20"))
 SEED = int(os.environ.get("SEED", "0"))
@@ -61,5 +61,5 @@ def test_a_storm(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: 
             idle.choice([0, 0, 0, min(m, 1), m]) for m in most
         ]
     storm(hand, dice, lambda number: wanted.story(family, number, 100), NUM_TURNS)
-    if isinstance(hand.loop.decoder, Recorded):
-        assert hand.loop.decoder.num_steps == hand.loop.counters.num_steps, "all of them are one call"
+    if isinstance(hand.loop.steps.whole, Recorded):
+        assert hand.loop.steps.whole.num_steps == hand.loop.counters.num_steps, "all of them are one call"

@@ -18,12 +18,11 @@ from tokenizers import Tokenizer, decoders, models
 from hemiola.plugins.rows import live_rows
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.cache.eviction import Cost
-from hemiola.runtime.device import transfer
 from hemiola.runtime.engine import loop
 from hemiola.runtime.engine.request import Bounds, new_request
-from hemiola.runtime.engine.step import Batch
 from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.llm import make_loop
+from hemiola.runtime.step.program import Batch
 from hemiola.runtime.text import Text
 
 
@@ -241,8 +240,9 @@ def test_the_pace_counts_no_time_in_which_other_processes_had_the_core(
     """Else a busy machine makes drafts look dear at random, and an engine may stop drafting for long."""
     pace, timed, now = running.loop.scheduler.pace, [], {"wall": 0.0, "own": 0.0}
     clock = {name: lambda: now["wall"] for name in ("perf_counter", "monotonic")}
-    for module in (loop, transfer):
-        monkeypatch.setattr(module, "time", SimpleNamespace(**clock, thread_time=lambda: now["own"]))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(**clock, thread_time=lambda: now["own"]))
+    marked = lambda times, place: times.__setitem__(place, int(1e9 * now["wall"]))  # noqa: E731
+    monkeypatch.setattr(running.loop.steps.ops, "mark", marked)
     monkeypatch.setattr(pace, "adaptive", True)
     monkeypatch.setattr(pace, "timed", lambda *told: timed.append(told[-2:]))
     running.session.before_run = lambda batch: now.update(wall=now["wall"] + 8.0, own=now["own"] + 0.5)

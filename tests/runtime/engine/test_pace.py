@@ -14,7 +14,6 @@ from kit.fake_session import hashed
 from kit.proposers import Scripted, Text, always_right
 
 from hemiola.runtime.api import Metrics, SamplingParams
-from hemiola.runtime.device import transfer
 from hemiola.runtime.engine import loop
 from hemiola.runtime.engine.pace import LONGEST_PAUSE, PAUSE, REPLAN, Pace
 from hemiola.runtime.engine.request import Request
@@ -218,18 +217,19 @@ def test_it_hears_of_every_window_and_of_steps_that_only_decode(
 ) -> None:
     """Two of the first request's three drafts are right; the second has two drafts only, and both are."""
     now = [0.0]
-    for module in (loop, transfer):
-        clock = SimpleNamespace(**dict.fromkeys(("perf_counter", "thread_time", "monotonic"), lambda: now[0]))
-        monkeypatch.setattr(module, "time", clock)
+    clock = SimpleNamespace(**dict.fromkeys(("perf_counter", "thread_time", "monotonic"), lambda: now[0]))
+    monkeypatch.setattr(loop, "time", clock)
     right = always_right(hashed)
 
     def script(request: Text, room: int) -> list[int]:
-        now[0] += 2.0
         ids = right.script(request, room)
         return [*ids[:2], ids[2] + 1] if request.id == 1 else ids[:2]
 
     hand = make_hand(proposer=Scripted(script), num_drafts=3, adaptive_drafts=True, pipeline_depth=depth)
-    hand.loop.session.before_run = lambda batch: now.append(now.pop() + 3.0)  # seconds
+    hand.loop.storage.before_run = lambda batch: now.append(now.pop() + 3.0)  # seconds
+    ops = hand.loop.steps.ops
+    ops.mark = lambda times, place: times.__setitem__(place, int(now[0] * 1e9))
+    ops.tell = lambda *given: now.append(now.pop() + 4.0)
     told = Told([], [])
     told.listen(hand.loop.scheduler.pace)
     for length in (4, 5):

@@ -32,4 +32,4 @@ def test_rows_of_all_lengths_write_to_their_own_memory_alone(
         if request.prompt_len >= 3:
             hand.check(request.id, text[request.prompt_len : request.prompt_len + 11])
     hand.check_logits()
-    assert hand.loop.decoder.num_steps > 0
+    assert hand.loop.steps.whole.num_steps > 0

@@ -19,7 +19,7 @@ from kit.hand import Hand
 from kit.proposers import Scripted, Text, always_right
 
 from hemiola.plugins import OPS
-from hemiola.runtime.engine.step import Batch
+from hemiola.runtime.step.program import Batch
 
 FAMILIES = ["nemotron_h_moe", "qwen3_5"]  # Mamba2 + attention + experts; gated delta rule + attention
 DEPTHS = [0, 1, 2]

@@ -11,8 +11,9 @@ from kit.hand import Hand
 from kit.proposers import always_right
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.engine import outbox, request, step
+from hemiola.runtime.engine import outbox, request
 from hemiola.runtime.engine.request import Bounds, new_request
+from hemiola.runtime.step import output
 from hemiola.runtime.text import Text
 
 PROMPTS = [[1, 2], [3, 4], [5, 6, 7]]
@@ -51,7 +52,7 @@ def neighbours(hand: Hand) -> list[tuple[int, list[int]]]:
 def test_logprobs_that_cannot_be_read_end_one_row(
     make_hand: Callable[..., Hand], monkeypatch: pytest.MonkeyPatch, turns: int, depth: int
 ) -> None:
-    hand, right = a_hand(make_hand, pipeline_depth=depth), step.to_logprobs
+    hand, right = a_hand(make_hand, pipeline_depth=depth), output.to_logprobs
     good, bad = neighbours(hand), hand.submit(PROMPTS[1], max_tokens=NUM_TOKENS, logprobs=3)
     for _ in range(turns):
         hand.turn()
@@ -59,7 +60,7 @@ def test_logprobs_that_cannot_be_read_end_one_row(
     def to_logprobs(token_ids: list[int], *parts: Any) -> Any:
         return (fails if parts[1].shape[1] == 3 else right)(token_ids, *parts)
 
-    monkeypatch.setattr(step, "to_logprobs", to_logprobs)
+    monkeypatch.setattr(output, "to_logprobs", to_logprobs)
     check(hand, bad, good)
 
 

@@ -29,7 +29,7 @@ def test_chunks_end_on_edges_where_the_budget_allows(
     hand = make_hand(max_step_tokens=budget, max_rows=1)
     hand.submit(prompt(length), max_tokens=1)
     hand.run()
-    assert hand.loop.session.shapes == [(num,) for num in chunks]
+    assert hand.loop.storage.shapes == [(num,) for num in chunks]
 
 
 def test_a_large_request_is_not_overtaken_for_ever(make_hand: Callable) -> None:

@@ -301,7 +301,7 @@ class Storm:
             r.priority < r.params.priority for r in scheduler.running
         )
         self.reached["all pages were held"] += scheduler.prefix.num_available == 0
-        session, pages = self.hand.loop.session, scheduler.prefix.pages
+        session, pages = self.hand.loop.storage, scheduler.prefix.pages
         assert (session.pages[pages._free] == POISON).all(), "somebody wrote a page that nobody owns"
 
     def rage(self) -> None:
@@ -371,7 +371,7 @@ def test_a_storm_is_repeated_by_its_seed(make_hand: Callable, seed: int) -> None
     runs, pauses = [], random.Random(seed)
     for pause in (0.0, 1e-3):
         storm = Storm(make_hand, random.Random(seed), adaptive_drafts=True, num_drafts=3)
-        session = storm.hand.loop.session
+        session = storm.hand.loop.storage
         session.before_run = lambda batch, pause=pause: time.sleep(pauses.random() * pause)
         storm.rage()
         runs.append(session.shapes)

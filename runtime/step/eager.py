@@ -1,0 +1,123 @@
+"""A step op by op, at any size and with any rules."""
+
+import itertools
+from array import array
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from hemiola.plugins.step.plan import ANSWERS, COLUMNS
+from hemiola.runtime.config import Resolved
+from hemiola.runtime.device.session import Computed, Drafter, Trunk
+from hemiola.runtime.device.transfer import fetch, upload
+from hemiola.runtime.engine.request import Rule
+from hemiola.runtime.engine.sampling import takes_more_than_best
+from hemiola.runtime.engine.step import Plan
+from hemiola.runtime.step.choice import Argmax, ByRules, Masks
+from hemiola.runtime.step.ledger import Ledger
+from hemiola.runtime.step.output import StepOutput
+from hemiola.runtime.step.pack import pack
+from hemiola.runtime.step.program import MARKS, Chooser, Feed, Pairs, Program, ProgramParts, StepState
+from hemiola.runtime.step.table import PageTable
+
+
+class EagerSteps:
+    """Runs any plan."""
+
+    def __init__(
+        self,
+        ops: SimpleNamespace,
+        config: Resolved,
+        ledger: Ledger,
+        table: PageTable,
+        trunk: Trunk,
+        head: Drafter | None,
+        ring: torch.Tensor,
+    ) -> None:
+        self._ops, self._config, self._ledger, self._table = ops, config, ledger, table
+        self._has_head = config.drafts == "mtp"
+        self.program = Program(
+            ops,
+            config,
+            parts_of(config, ledger.device, trunk, head),
+            StepState(table.on_device, ledger.lengths, ledger.ids, ring),
+        )
+
+    def launch(self, plan: Plan) -> StepOutput:
+        """Start a step; its output can be read when a fence behind it has been passed."""
+        numbers, sizes = pack(plan.rows, self._has_head)
+        device = self._ledger.device
+        packed = np.frombuffer(numbers, np.int32).reshape(-1, len(COLUMNS))
+        table, changes = upload(device, packed, self._table.changes())
+        told_drafts = self._config.num_drafts if any(row.request.guide for row in plan.rows) else 0
+        line = sizes.width + ANSWERS + told_drafts
+        told = torch.zeros(MARKS + sizes.rows * line, dtype=torch.int64, device=device)
+        choice = self._choice(plan)
+        feed = Feed(
+            plan=table,
+            changes=changes if len(changes) else None,
+            marks=told,
+            answers=told[MARKS:].view(sizes.rows, line),
+            tokens=sizes.tokens,
+            lines=sizes.lines,
+            pairs=sizes.pairs,
+            drafting=sizes.drafting,
+            width=sizes.width,
+            passes=sizes.passes,
+            told_drafts=told_drafts,
+            choice=choice,
+        )
+        self.run(plan, feed)
+        logprobs = choice.logprobs if isinstance(choice, ByRules) else {}
+        found = {row: tuple(fetch(parts)) for row, parts in logprobs.items()}
+        return StepOutput(plan, fetch([told])[0], sizes.width, told_drafts, found)
+
+    def run(self, plan: Plan, feed: Feed) -> None:
+        """The step itself."""
+        self.program.step(feed)
+
+    def _choice(self, plan: Plan) -> Chooser:
+        """By the rules of the plan's rows."""
+        choosing = [(n, row) for n, row in enumerate(plan.rows) if row.chooses]
+        rules = [row.request.rule for _, row in choosing for _ in range(1 + row.num_drafts)]
+        ends = list(itertools.accumulate(1 + row.num_drafts for _, row in choosing))
+        asked = [
+            (n, slice(end - 1 - row.num_drafts, end), row.request.params.logprobs)
+            for (n, row), end in zip(choosing, ends, strict=True)
+            if row.request.params.logprobs is not None
+        ]
+        masks = self._masks(plan)
+        if not (asked or masks or takes_more_than_best(rules)):
+            return Argmax(self._ops)
+        drafting = [row for row in plan.rows if row.reads and row.room > 0]
+
+        def draft_rules(slot: torch.Tensor, number: int) -> list[Rule]:
+            return [row.request.rule for row in drafting]
+
+        ledger, vocab_size = self._ledger, self._config.vocab_size
+        of_ledger = (ledger.lengths, ledger.ids, vocab_size)
+        return ByRules(self._ops, *of_ledger, lambda slot: rules, draft_rules, masks, asked)
+
+    def _masks(self, plan: Plan) -> Masks | None:
+        """None: no row follows a grammar."""
+        lines, bits, end = array("q"), [], 0
+        for row in plan.rows:
+            start, end = end, end + (1 + row.num_drafts) * row.chooses
+            if row.chooses and row.request.guide is not None:
+                lines.extend(range(start, end))
+                bits += row.request.guide.masks[: end - start]
+        if not lines:
+            return None
+        return Masks(*upload(self._ledger.device, np.array(lines), np.stack(bits).view(np.int32)))
+
+
+def parts_of(config: Resolved, device: torch.device, trunk: Trunk, head: Drafter | None) -> ProgramParts:
+    """A session's programs as parts of a step."""
+    places = torch.arange(config.max_rows, dtype=torch.int32, device=device)
+
+    def draft(pairs: Pairs) -> Computed:
+        assert head is not None
+        return head.draft(**pairs._asdict())
+
+    return ProgramParts(lambda batch: trunk.run(batch), draft, lambda num: places[:num])

@@ -1,0 +1,49 @@
+"""A plan as one table of numbers, for every kind of step (plugins/step/plan.py)."""
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hemiola.plugins.step.plan import COLUMNS
+from hemiola.runtime.engine.step import Row
+
+
+class PlanSizes(NamedTuple):
+    """Of a step."""
+
+    rows: int
+    tokens: int
+    lines: int  # of logits
+    pairs: int  # that a drafting head reads
+    drafting: int  # rows that it drafts for
+    width: int  # most lines of a row
+    passes: int  # most drafts of a row
+
+
+def pack(rows: Sequence[Row], has_head: bool) -> "tuple[array[int], PlanSizes]":
+    """The table [N + 1, 10] int32, flat; has_head: an MTP head reads pairs and drafts."""
+    numbers = array("i")
+    tokens = lines = pairs = drafting = passes = 0
+    width = 1
+    for row in rows:
+        room = row.room
+        numbers.extend((
+            tokens, lines, pairs, drafting, row.slot_id, row.num_drafts, room, row.owed,
+            row.snapshot_slot, row.snapshot_edge,
+        ))  # fmt: skip
+        tokens += row.num_tokens
+        if row.chooses:
+            lines += 1 + row.num_drafts
+            width = max(width, 1 + row.num_drafts)
+        if has_head and row.reads:
+            pairs += row.num_tokens + row.owed
+            drafting += room > 0
+        passes = max(passes, room)
+    numbers.extend((tokens, lines, pairs, drafting, 0, 0, 0, 0, 0, 0))
+    return numbers, PlanSizes(len(rows), tokens, lines, pairs, drafting, width, passes)
+
+
+def padded(numbers: "array[int]", num_rows: int) -> "array[int]":
+    """A packed plan with so many rows: the last line again, and again."""
+    width = len(COLUMNS)
+    return numbers + numbers[-width:] * (num_rows + 1 - len(numbers) // width)

@@ -1,0 +1,144 @@
+"""A CPU's step as one call into compiled code, without Python between its ops.
+
+Every pass of an MTP head behind the first is a recording of its own, which is repeated. Rows that take more
+than an argmax are left to eager.py.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+
+from hemiola.plugins.cpu.code import Recorder, View
+from hemiola.plugins.cpu.sizes import FreeSize
+from hemiola.plugins.cpu.steps import RecordedStep, run_all
+from hemiola.plugins.step.plan import ANSWERS, COLUMNS
+from hemiola.runtime.config import Resolved
+from hemiola.runtime.device.session import Computed
+from hemiola.runtime.engine.request import Rule
+from hemiola.runtime.engine.step import Plan
+from hemiola.runtime.step.choice import Argmax
+from hemiola.runtime.step.ledger import Ledger
+from hemiola.runtime.step.output import StepOutput
+from hemiola.runtime.step.pack import PlanSizes, pack
+from hemiola.runtime.step.program import MARKS, Batch, Drafting, Feed, Pairs, Program, ProgramParts, StepState
+from hemiola.runtime.step.table import PageTable
+
+Record = Callable[[Recorder, Mapping[str, View]], list[View]]
+SIZES = ("rows", "tokens", "lines", "pairs", "drafting", "width")
+INPUTS = [*SIZES, "number", "plan", "told", "logits"]
+
+
+class Recorded:
+    """`records`: trunk and head as parts of a step. ring: the head's slot state; empty: no head drafts."""
+
+    def __init__(
+        self,
+        ops: SimpleNamespace,
+        config: Resolved,
+        ledger: Ledger,
+        table: PageTable,
+        records: Sequence[Record],
+        ring: torch.Tensor,
+        poisoned: bool = False,
+    ) -> None:
+        self._ops, self._config, self._ledger, self._table, self._ring = ops, config, ledger, table, ring
+        self._records, self._poisoned = records, poisoned
+        self._has_head = config.drafts == "mtp"
+        # what one pass of the head leaves for the next
+        self._states = torch.empty(config.max_rows, ring.shape[-1])
+        self._pages = torch.empty(config.max_rows, table.on_device.shape[1], dtype=torch.int32)
+        self._places = torch.arange(config.max_rows, dtype=torch.int32)
+        self.logits = torch.empty(0, config.vocab_size)  # of the last step
+        if self._has_head:
+            self._steps = [self._record(kind) for kind in ("begin", "again", "end")]
+        else:
+            self._steps = [self._record("step")]
+        self.num_steps = 0
+
+    def open(self, slot_id: int, rule: Rule) -> None:
+        """Nothing of a request is kept here."""
+
+    def fit(self, plan: Plan) -> "tuple[array[int], PlanSizes] | None":
+        """The packed plan; None: a row takes more than an argmax."""
+        for row in plan.rows:
+            if row.chooses and (not row.request.rule.plain or row.request.guide is not None):
+                return None
+        return pack(plan.rows, self._has_head)
+
+    def launch(self, plan: Plan, fitted: "tuple[array[int], PlanSizes]") -> StepOutput:
+        """All of it is done when this returns."""
+        numbers, sizes = fitted
+        told = array("q", bytes(8 * (MARKS + sizes.rows * (sizes.width + ANSWERS))))
+        if sizes.lines > len(self.logits):
+            self.logits = torch.empty(sizes.lines, self._config.vocab_size)
+        inputs = dict(zip(SIZES, sizes, strict=False)) | {
+            "number": 0,
+            "plan": numbers.buffer_info()[0],
+            "told": told.buffer_info()[0],
+            "logits": self.logits.data_ptr(),
+        }
+        first, *rest = self._steps
+        steps = [(first, inputs)]
+        if rest:
+            again, end = rest
+            steps += [(again, inputs | {"number": number}) for number in range(1, sizes.passes)]
+            steps.append((end, inputs))
+        run_all(steps)
+        self.num_steps += 1
+        return StepOutput(plan, told, sizes.width, 0, {})
+
+    def _record(self, kind: str) -> RecordedStep:
+        """The whole step; or its begin, one more pass of the head, its end."""
+        code, (rows, tokens, lines, pairs, drafting, width) = Recorder(), map(FreeSize, SIZES)
+        told = code.input("told", (1, 1), torch.int64)
+        line = width + ANSWERS
+        answers = replace(told, offset=MARKS, shape=(rows, line), strides=(line, 1))
+        plan = code.input("plan", (rows + 1, len(COLUMNS)), torch.int32)
+        feed = Feed(
+            plan, None, told, answers, tokens, lines, pairs, drafting, width, 1, 0, Argmax(self._ops)
+        )  # fmt: skip
+        program = self._program(code)
+        match kind:
+            case "step":
+                program.step(feed)
+            case "begin":
+                made = program.begin(feed)
+                assert made is not None
+                self._leave(made)
+            case "again":
+                given = Drafting(
+                    self._given(code, self._pages, rows), told, self._given(code, self._states, drafting)
+                )
+                self._leave(program.draft_again(feed, given, FreeSize("number")))  # type: ignore[arg-type]
+            case "end":
+                program.end(feed)
+        return RecordedStep(code, INPUTS, self._poisoned)
+
+    def _program(self, code: Recorder) -> Program:
+        ledger = self._ledger
+
+        def trunk(batch: Batch) -> Computed:
+            logits, hidden = self._records[0](code, batch._asdict())
+            logits.buffer.input = "logits"
+            return Computed(logits, hidden)  # type: ignore[arg-type]
+
+        def head(pairs: Pairs) -> Computed:
+            logits, hidden = self._records[-1](code, pairs._asdict())
+            return Computed(logits, hidden)  # type: ignore[arg-type]
+
+        state = StepState(*map(code.given, (self._table.on_device, ledger.lengths, ledger.ids, self._ring)))
+        parts = ProgramParts(trunk, head, lambda num: self._given(code, self._places, num))
+        return Program(self._ops, self._config, parts, state)
+
+    def _leave(self, drafting: Drafting) -> None:
+        """For the next pass, in memory that stays."""
+        drafting.page_table.buffer.tensor = self._pages
+        drafting.hidden.buffer.tensor = self._states
+
+    def _given(self, code: Recorder, tensor: torch.Tensor, num: FreeSize) -> View:
+        """The first lines of a tensor that stays."""
+        whole = code.given(tensor)
+        return replace(whole, shape=(num, *whole.shape[1:]))

@@ -1,0 +1,97 @@
+"""Runs plans, each by the executor that takes it."""
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from hemiola.plugins.step import forms
+from hemiola.runtime.cache.pages import PagePool
+from hemiola.runtime.config import Resolved
+from hemiola.runtime.device.graphs import Graphs
+from hemiola.runtime.device.memory import Storage
+from hemiola.runtime.device.session import Drafter, Trunk
+from hemiola.runtime.engine.request import Rule
+from hemiola.runtime.engine.step import Launched, Plan
+from hemiola.runtime.manifest import HIDDEN
+from hemiola.runtime.step.captured import Captured
+from hemiola.runtime.step.eager import EagerSteps
+from hemiola.runtime.step.ledger import Ledger
+from hemiola.runtime.step.prompts import Prompts
+from hemiola.runtime.step.table import PageTable
+
+if TYPE_CHECKING:
+    from hemiola.runtime.step.recorded import Recorded  # numba is not needed elsewhere
+
+
+class AllSteps:
+    """Steps of fixed sizes or plain rows as one call; all others op by op."""
+
+    def __init__(
+        self,
+        ops: SimpleNamespace,
+        ledger: Ledger,
+        table: PageTable,
+        whole: "Captured | Recorded | None",
+        eager: EagerSteps,
+        trunk: Trunk,
+    ) -> None:
+        self.ops, self.ledger, self.table = ops, ledger, table
+        self.whole, self.eager, self.trunk = whole, eager, trunk
+
+    def open(self, slot_id: int, ids: np.ndarray, start: int, rule: Rule) -> None:
+        """A request takes a slot, and begins at `start`."""
+        self.ledger.open(slot_id, ids, start)
+        if self.whole is not None:
+            self.whole.open(slot_id, rule)
+
+    def launch(self, plan: Plan) -> Launched:
+        """Start a step; its output can be read when a fence behind it has been passed."""
+        fitted = self.whole.fit(plan) if self.whole is not None else None
+        if self.whole is None or fitted is None:
+            return self.eager.launch(plan)
+        return self.whole.launch(plan, fitted)  # type: ignore[arg-type]
+
+
+class Engine(Trunk, Drafter, Protocol):
+    """A Session, or in tests something that checks what a session is given."""
+
+
+def make_steps(
+    config: Resolved,
+    storage: Storage,
+    session: Engine,
+    pages: PagePool,
+    device: torch.device,
+    held: ExitStack,
+) -> AllSteps:
+    """An engine's executors. held: gets what must be closed behind them."""
+    ring = storage.tensors[HIDDEN] if config.drafts == "mtp" else torch.empty(0)
+    on_cpu = device.type == "cpu"
+    ops, ledger = forms("compiled" if on_cpu else "cuda"), Ledger(config, device)
+    table = PageTable(pages, device, is_copy=config.cuda_graphs or not on_cpu)
+    given = (ops, config, ledger, table)
+    if config.cuda_graphs:
+        prompts = Prompts(config, session, device)
+        captured = Captured(*given, session, session, ring)
+        if device.type == "cuda":
+            capture(captured, prompts, device, held)
+        return AllSteps(ops, ledger, table, captured, EagerSteps(*given, prompts, session, ring), prompts)
+    whole, recordings = None, getattr(session, "recordings", [])  # none where tests stand for a session
+    if recordings:
+        from hemiola.runtime.step.recorded import Recorded  # numba is not needed elsewhere
+
+        whole = Recorded(*given, recordings, ring, storage.poison)
+    return AllSteps(ops, ledger, table, whole, EagerSteps(*given, session, session, ring), session)
+
+
+def capture(captured: Captured, prompts: Prompts, device: torch.device, held: ExitStack) -> None:
+    """Graphs of all sizes, in one pool: a step begins when the results of the one before have been read."""
+    prompts.drop_long_ones()
+    trunks = Graphs(prompts.step, prompts.sizes[::-1], prompts.sizes, device)  # the largest come first
+    held.callback(trunks.close)
+    steps = Graphs(captured.step, captured.buckets, captured.warm, device, trunks.pool)
+    held.callback(steps.close)
+    prompts.replay, captured.run = trunks.replay, steps.replay
