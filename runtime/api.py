@@ -17,6 +17,7 @@ from pydantic import (
 
 from hemiola.runtime.errors import Amount, Name, Refused
 from hemiola.runtime.fields import refused_by
+from hemiola.runtime.json_file import parse_json
 
 MAX_ENTRIES = 1024  # of a list in SamplingParams
 MAX_WORD_IDS = 4096  # token ids of all bad words: a line of logits is compared with each of them
@@ -72,7 +73,7 @@ class StructuredOutputsParams(Strict):
     @classmethod
     def _as_text(cls, value: object) -> object:
         try:
-            schema = json.loads(value) if isinstance(value, str) else value
+            schema = parse_json(value, unique=True) if isinstance(value, str) else value
             text = json.dumps(schema, allow_nan=False)
         except (ValueError, TypeError) as error:
             limit, way_out = f"which is not JSON ({error})", "give a schema, as an object or as its text"

@@ -1,5 +1,6 @@
 """`hemiola serve`"""
 
+import contextlib
 import gc
 import logging
 import math
@@ -17,7 +18,8 @@ from hemiola.runtime.cli.options import given, made, options_of, takes
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.extra import lacking
-from hemiola.runtime.serving.launcher import Server, read_models
+from hemiola.runtime.serving.engines import read_models
+from hemiola.runtime.serving.launcher import Server
 from hemiola.runtime.serving.log import STDERR, Handler, say
 from hemiola.runtime.serving.openai.model import read_model
 from hemiola.runtime.serving.options import OpenaiOptions, ServerOptions
@@ -180,7 +182,11 @@ def _serve(server: Server, plan: FrontPlan, restarts: int) -> None:
     front = plan.front(server)
     engines = ", ".join(f"{name} ({engine_dir})" for name, engine_dir in server.engines.items())
     say(f"starting tritonserver with {engines}")
-    with server:
+    with contextlib.ExitStack() as stack:
+        if front is not None:
+            server.fronts.append(front)
+            stack.push(lambda kind, *_: front.stop() if kind is None else front.close())
+        stack.enter_context(server)
         for name in server.engines:
             say(f"HTTP     {server.http_url}/v2/models/{name}/generate_stream")
         say(f"gRPC     {server.grpc_url}")
@@ -196,9 +202,6 @@ def _serve(server: Server, plan: FrontPlan, restarts: int) -> None:
         try:
             server.serve(restarts)
         except KeyboardInterrupt:
+            server.refuse()  # all doors at once: it is left now, and drains
             say("waiting for streams in flight")
-            if front is not None:
-                front.refuse()  # both drain at once: server is left now
-    if front is not None:
-        front.stop()
     say("stopped")

@@ -12,6 +12,7 @@ parsing, token by token, without tables of the whole grammar; its own limits bou
 import functools
 import json
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ from hemiola.runtime.errors import Refused
 
 MOST_CHARACTERS = 2**18  # of a grammar
 MOST_SECONDS = 10.0  # that a request waits for its grammar
+NAME = "structured_outputs"
 MOST_KEPT = 64  # compiled grammars
 NUM_THREADS = 2
 SHOWN = 300  # characters of a message
@@ -100,9 +102,17 @@ class Grammars:
 
     def _wait(self, asked: StructuredOutputsParams) -> Grammar:
         _check_size(asked)
+        end = time.monotonic() + MOST_SECONDS
         with self._lock:
             self._vocabulary = self._vocabulary or self._threads.submit(self._make_vocabulary)
-        vocabulary = self._vocabulary.result()
+        try:
+            vocabulary = self._vocabulary.result(MOST_SECONDS)
+            return self._compiling(vocabulary, asked).result(max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            said = f"it was not compiled within {MOST_SECONDS:.0f} s"
+            raise Refused("too_long", said=said, way_out="simplify it, or try again later") from None
+
+    def _compiling(self, vocabulary: Vocabulary, asked: StructuredOutputsParams) -> "Future[Grammar]":
         with self._lock:
             future = self._kept.get(asked)
             if future is None:
@@ -110,11 +120,7 @@ class Grammars:
             self._kept.move_to_end(asked)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
-        try:
-            return future.result(MOST_SECONDS)
-        except TimeoutError:
-            said = f"it was not compiled within {MOST_SECONDS:.0f} s"
-            raise Refused("too_long", said=said, way_out="simplify it, or try again later") from None
+            return future
 
 
 def _check_size(asked: StructuredOutputsParams) -> None:

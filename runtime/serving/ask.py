@@ -1,6 +1,5 @@
 """What a Triton request asks for, as far as it can be said without an engine: keys, other names, types."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from hemiola.runtime.api import MAX_ENTRIES, SamplingParams
 from hemiola.runtime.errors import Amount, Refused
+from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving import arrival
 from hemiola.runtime.serving.json_size import check_size
 
@@ -62,7 +62,7 @@ class Ask(NamedTuple):
 def wants_data(request: Any) -> bool:
     """Whether errors go out as data, of a request that may be wrong in any other way."""
     try:
-        return json.loads(request.parameters() or "{}").get("error_data") is True
+        return parse_json(request.parameters() or "{}").get("error_data") is True
     except ValueError:
         return False
 
@@ -72,7 +72,7 @@ def read_request(request: Any) -> dict[str, Any]:
     asked: dict[str, Any] = {}
     for tensor in request.inputs():
         _put(asked, tensor.name(), read_tensor(tensor))
-    for name, value in json.loads(request.parameters() or "{}").items():
+    for name, value in parse_once("parameters", request.parameters() or "{}").items():
         if name == "id":  # HTTP's generate repeats the request's id here
             continue
         if name not in KEYS and name != arrival.NAME:
@@ -153,14 +153,34 @@ def read_json(name: str, text: object) -> object:
     if isinstance(text, str):
         check_size(name, text.encode())
     try:
-        value = json.loads(text) if isinstance(text, str) else None
+        value = parse_once(name, text) if isinstance(text, str) else None
         if name == "logit_bias" and isinstance(value, dict):
-            value = {int(key): bias for key, bias in value.items()}
-    except (ValueError, RecursionError):
+            value = read_biases(value)
+    except Refused:
+        raise
+    except ValueError:
         value = None
     if value is None:
         raise Refused("malformed", name, text, way_out=f"give a text that is JSON, such as {JSON[name]}")
     return value
+
+
+def parse_once(name: str, text: str) -> Any:
+    """The value of a JSON text. Of a name that stands twice in an object, no value is taken."""
+    try:
+        return parse_json(text, unique=True)
+    except Repeated as error:
+        raise Refused("conflict", name, said=f"{name}: {error}", way_out="give it once") from None
+
+
+def read_biases(given: Mapping[str, Any]) -> dict[int, Any]:
+    biases: dict[int, Any] = {}
+    for key, bias in given.items():
+        if (token_id := int(key)) in biases:
+            said = f"logit_bias has two keys for token id {token_id}"
+            raise Refused("conflict", "logit_bias", said=said, way_out="give one")
+        biases[token_id] = bias
+    return biases
 
 
 def check_priority(priority: int, least: int) -> None:

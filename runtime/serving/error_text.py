@@ -15,8 +15,9 @@ KINDS: dict[type[Exception], str] = {
     Busy: "OVERLOADED",
     Failed: "UNAVAILABLE",
     Cancelled: "CANCELLED",
+    Lost: "UNAVAILABLE",  # of a server that ends: as data, for it may be asked again when it is back
 }
-NAMED = {kind: error for error, kind in KINDS.items()}
+NAMED = {kind: error for error, kind in KINDS.items() if error is not Lost}
 
 
 def kind_of(error: Exception) -> str:
@@ -51,7 +52,7 @@ def _data(error: Exception) -> dict[str, Any]:
             numbers = ("retry_after_s", "max_rows", "max_queue")
             return {"said": str(error)} | {name: getattr(error, name) for name in numbers}
         case _:
-            return {"said": str(error)}
+            return {"said": str(error), "lost": isinstance(error, Lost)}
 
 
 def _name(name: Name) -> dict[str, object]:
@@ -63,4 +64,6 @@ def _made(kind: type[Exception], data: dict[str, Any]) -> Exception:
     if kind is Refused:
         said = tuple(part if isinstance(part, str) else Name(**part) for part in data["said"])
         return Refused(data["code"] if data["code"] in CODES else "other", data["field"], said=said)
-    return Busy(data.pop("said"), **data) if kind is Busy else kind(data["said"])
+    if kind is Busy:
+        return Busy(data.pop("said"), **data)
+    return Lost(data["said"]) if data.get("lost") else kind(data["said"])

@@ -10,18 +10,18 @@ import asyncio
 import contextlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.serving import arrival
+from hemiola.runtime.json_file import Repeated, parse_json
+from hemiola.runtime.serving import arrival, ending
+from hemiola.runtime.serving.door import BACKLOG, FLUSH_S, Door
 from hemiola.runtime.serving.http_request import (
-    CHUNK,
+    CUT,
     MAX_BODY,
     MAX_HEAD,
     Refusal,
@@ -30,72 +30,38 @@ from hemiola.runtime.serving.http_request import (
     read_head,
 )
 from hemiola.runtime.serving.json_size import check_brackets, check_size
+from hemiola.runtime.serving.relay import exchange, left
 from hemiola.runtime.serving.tritonserver import Ports, bind
 
-log = logging.getLogger("hemiola.http")
 MAX_BODIES = 16 * MAX_BODY  # bytes, on their way at once
 SMALL_BODY = 2**16  # these always have room
 HEAD_TIMEOUT_S = 15.0
 BODY_TIMEOUT_S = 60.0
-WRITE_TIMEOUT_S = 60.0  # for a client to read anything of what is held for it
-NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
 LINGER_S = 5.0  # for a refused client to see why, while it still sends
-FLUSH_S = 1.0  # for the last words of a server that ended
-BACKLOG = 1024
 LATE = "did not arrive in time; send it again"
 
 
-class Guard:
-    """Holds the HTTP ports of a server; listens only while started. It has a thread and an event loop."""
+class Guard(Door):
+    """The HTTP ports of a server."""
 
     def __init__(self, host: str, ports: Ports, door_key: str = "") -> None:
         self._door_key = door_key
-        self._sockets = {"http": bind(host, ports.http, "http", listens=False)}
+        sockets = {"http": bind(host, ports.http, "http", listens=False)}
         try:
-            self._sockets["metrics"] = bind(host, ports.metrics, "metrics", listens=False)
+            sockets["metrics"] = bind(host, ports.metrics, "metrics", listens=False)
         except Refused:
-            self._sockets["http"].close()
+            sockets["http"].close()
             raise
-        self.ports = {name: int(held.getsockname()[1]) for name, held in self._sockets.items()}
+        self.ports = {name: int(held.getsockname()[1]) for name, held in sockets.items()}
         self._num_bytes = 0  # of bodies that have not gone on yet
         self._reading: set[asyncio.Task[None]] = set()  # connections whose request is not whole
         self._answering: set[asyncio.Task[None]] = set()
-        self._started: Future[asyncio.AbstractEventLoop] = Future()
-        self._closing, self._ending = asyncio.Event(), asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="http-guard", daemon=True)
+        super().__init__("http-guard", sockets, logging.getLogger("hemiola.http"))
 
     def start(self, targets: Mapping[str, Path]) -> None:
         """Returns when it listens. targets: tritonserver's sockets, by our names."""
         self._targets = targets
-        self._thread.start()
-        self._loop = self._started.result()
-
-    def refuse(self) -> None:
-        """New connections and requests are refused; answers under way go on."""
-        self._set(self._closing)
-
-    def close(self) -> None:
-        """Ends everything; what tritonserver has said may still reach its reader."""
-        self._set(self._closing)
-        self._set(self._ending)
-        if self._thread.is_alive():
-            self._thread.join()
-        for held in self._sockets.values():
-            held.close()
-
-    def _set(self, event: asyncio.Event) -> None:
-        if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # its loop has just ended
-                self._loop.call_soon_threadsafe(event.set)
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:
-            if not self._started.done():
-                self._started.set_exception(error)
-                return
-            log.exception("the HTTP doors ended")
+        self._open()
 
     async def _serve(self) -> None:
         servers = [
@@ -104,8 +70,8 @@ class Guard:
             )
             for name, held in self._sockets.items()
         ]
-        self._started.set_result(asyncio.get_running_loop())
-        await self._closing.wait()
+        self._is_open()
+        await self._refusing.wait()
         for server in servers:
             server.close()
         await self._ending.wait()
@@ -124,7 +90,7 @@ class Guard:
             request = await self._read(reader, writer)
             self._reading.discard(task)
             self._answering.add(task)
-            await exchange(target, request, reader, writer)
+            await exchange(target, request, reader, writer, lambda: self.reason)
         except Refusal as refusal:
             with contextlib.suppress(OSError, TimeoutError):
                 await refuse(refusal, reader, writer)
@@ -144,8 +110,8 @@ class Guard:
         if head.continues:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await self._read_body(head, reader)
-        if self._closing.is_set():
-            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the server ends; ask another, or try again later")
+        if self.refuses:
+            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, ending.REASON)
         mark = f"{arrival.NAME}: {arrival.make_mark(self._door_key, begun)}".encode()
         kept = [head.first_line, *head.kept, b"Connection: close", *([mark] if self._door_key else [])]
         if body or not head.first_line.startswith((b"GET ", b"HEAD ")):
@@ -155,12 +121,9 @@ class Guard:
     async def _read_head(self, reader: asyncio.StreamReader) -> RequestHead:
         try:
             async with asyncio.timeout(HEAD_TIMEOUT_S):
-                return read_head(await reader.readuntil(b"\r\n\r\n"))
+                return await read_head(reader)
         except TimeoutError:
             raise Refusal(HTTPStatus.REQUEST_TIMEOUT, f"the headers {LATE}") from None
-        except asyncio.LimitOverrunError:
-            most = f"more than {MAX_HEAD} bytes; send less"
-            raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the headers have {most}") from None
 
     async def _read_body(self, head: RequestHead, reader: asyncio.StreamReader) -> bytes:
         body = bytearray()
@@ -172,11 +135,14 @@ class Guard:
                     self._check(len(body))
             check_size("the body", body)
             check_brackets("the body", body)
+            check_names(body)
             return bytes(body)
         except TimeoutError:
             raise Refusal(HTTPStatus.REQUEST_TIMEOUT, f"the body {LATE}") from None
         except asyncio.LimitOverrunError:
             raise Refusal(HTTPStatus.BAD_REQUEST, "a chunk of the body has no length; correct it") from None
+        except asyncio.IncompleteReadError:
+            raise Refusal(HTTPStatus.BAD_REQUEST, f"the body {CUT}") from None
         except Refused as error:
             raise Refusal(HTTPStatus.BAD_REQUEST, str(error)) from None
         finally:
@@ -195,53 +161,22 @@ def too_large() -> Refusal:
     return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
 
 
-async def exchange(
-    target: Path, request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    """Until tritonserver's answer has ended, or its client has left: then tritonserver is left, too."""
+def check_names(body: bytearray) -> None:
+    """Of two values under one name, tritonserver would take one without a word."""
     try:
-        answer, asked = await asyncio.open_unix_connection(target)
-    except OSError:
-        why = "tritonserver does not answer; try again in a moment"
-        raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, why) from None
-    parts = [asyncio.create_task(part) for part in (relay(request, asked, answer, writer), left(reader))]
-    try:
-        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-        if parts[0].done():
-            parts[0].result()
-    finally:
-        for part in parts:
-            part.cancel()
-        asked.transport.abort()
-
-
-async def relay(
-    request: bytes, asked: asyncio.StreamWriter, answer: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    """The answer, piece by piece. A client that reads nothing of it for a time is left."""
-    asked.write(request)
-    with contextlib.suppress(ConnectionError):  # what it has said before it closed is the answer
-        await asked.drain()
-    while piece := await answer.read(CHUNK):
-        writer.write(piece)
-        if writer.transport.get_write_buffer_size() > NEVER_WAITS:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await writer.drain()
-    writer.close()
-    async with asyncio.timeout(WRITE_TIMEOUT_S):
-        await writer.wait_closed()
-
-
-async def left(reader: asyncio.StreamReader) -> None:
-    """Until the client has left. Another request on its connection is not answered."""
-    while await reader.read(CHUNK):
-        pass
+        parse_json(body.decode(errors="replace"), unique=True)
+    except Repeated as error:
+        raise Refused("conflict", said=f"{error}", way_out="give it once") from None
+    except ValueError:
+        pass  # no JSON: tritonserver says so
 
 
 async def refuse(refusal: Refusal, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     body = json.dumps({"error": str(refusal)}).encode()
     status = refusal.status
     head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
+    if status is HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
+        head += "Accept-Encoding: identity\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
     writer.write_eof()
     async with asyncio.timeout(LINGER_S):

@@ -9,14 +9,18 @@ from typing import NamedTuple
 from hemiola.runtime.serving import arrival
 
 MAX_HEAD = 2**16  # bytes
+MAX_LINE = 8000  # bytes of one of its lines; tritonserver closes a connection with a longer one unanswered
 MAX_BODY = 16 * 2**20
 MOST_TRAILERS = 100
+CUT = "is cut: the connection ends before it does; send all of it"
 CHUNK = 2**16  # bytes that are read at once
 OURS = {
     b"connection", b"content-length", b"content-type", b"expect", b"keep-alive", b"te", b"trailer",
     b"transfer-encoding", b"upgrade", arrival.NAME.encode(),
 }  # fmt: skip  # headers that our door writes, or that end there
-NAME = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+FIRST_LINE = re.compile(rb"[A-Z]{1,20} (?:https?://[!-.0-~]+)?/[!-~\x80-\xff]* HTTP/1\.[01]")
+HEADER = re.compile(rb"([A-Za-z0-9!#$%&'*+.^_`|~-]+):([\t -~\x80-\xff]*)")
+ONCE = (b"content-length", b"transfer-encoding", b"content-encoding")
 LENGTH = re.compile(rb"[0-9]{1,19}")
 CHUNK_LENGTH = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?\r\n")
 
@@ -36,22 +40,50 @@ class RequestHead(NamedTuple):
     continues: bool  # the client waits to be told before it sends the body
 
 
-def read_head(raw: bytes) -> RequestHead:
-    first_line, *lines = raw.removesuffix(b"\r\n\r\n").split(b"\r\n")
-    kept, found = [], {}
-    for line in lines:
-        name, colon, value = line.partition(b":")
-        if not colon or not NAME.fullmatch(name) or b"\n" in line or b"\r" in line:
+async def read_head(reader: asyncio.StreamReader) -> RequestHead:
+    """Line by line, so that a bare LF is refused at once. Empty lines may stand before the first line."""
+    first_line = b""
+    while not first_line:
+        first_line = await _line(reader, HTTPStatus.REQUEST_URI_TOO_LONG, "the first line")
+    if not FIRST_LINE.fullmatch(first_line):
+        raise Refusal(HTTPStatus.BAD_REQUEST, "the first line is no HTTP; send METHOD /PATH HTTP/1.1")
+    kept, found, left = [], {}, MAX_HEAD
+    while line := await _line(reader, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "a header"):
+        left -= len(line)
+        if left < 0:
+            why = f"the headers have more than {MAX_HEAD} bytes; send less"
+            raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, why)
+        matched = HEADER.fullmatch(line)
+        if matched is None:
             raise Refusal(HTTPStatus.BAD_REQUEST, "a header is no HTTP; correct it")
-        name = name.lower()
-        if name in (b"content-length", b"transfer-encoding") and name in found:
+        name = matched[1].lower()
+        if name in ONCE and name in found:
             raise Refusal(HTTPStatus.BAD_REQUEST, f"{name.decode()} is given twice; give it once")
-        found[name] = value.strip()
+        found[name] = matched[2].strip()
         if name not in OURS:
             kept.append(line)
-    if found.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body is compressed; send it plain")
+    coding = found.get(b"content-encoding") or b"identity"
+    if coding.lower() != b"identity":
+        why = f"the body is sent with Content-Encoding {coding[:80].decode('latin-1')}; send it plain"
+        raise Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
     return RequestHead(first_line, kept, _length(found), found.get(b"expect", b"").lower() == b"100-continue")
+
+
+async def _line(reader: asyncio.StreamReader, too_long: HTTPStatus, what: str) -> bytes:
+    """A line of the head, without its end."""
+    try:
+        line = await reader.readuntil(b"\n")
+    except asyncio.LimitOverrunError:
+        line = b"\r\n".rjust(MAX_LINE + 3)
+    except asyncio.IncompleteReadError as error:
+        if not error.partial and too_long is HTTPStatus.REQUEST_URI_TOO_LONG:
+            raise  # nothing was asked
+        raise Refusal(HTTPStatus.BAD_REQUEST, f"the head {CUT}") from None
+    if len(line) > MAX_LINE + 2:
+        raise Refusal(too_long, f"{what} has more than {MAX_LINE} bytes; send less")
+    if not line.endswith(b"\r\n"):
+        raise Refusal(HTTPStatus.BAD_REQUEST, f"{what} does not end in CR LF; correct it")
+    return line[:-2]
 
 
 def _length(found: Mapping[bytes, bytes]) -> int | None:

@@ -2,24 +2,23 @@
 
 import contextlib
 import os
-import re
 import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hemiola.runtime import manifest
-from hemiola.runtime.arch import ARCHS, split
-from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
 from hemiola.runtime.errors import Refused, counted, in_python, within
-from hemiola.runtime.json_file import read_json
-from hemiola.runtime.serving import arrival, heartbeat, settings
+from hemiola.runtime.serving import arrival, ending, heartbeat, settings
+from hemiola.runtime.serving.door import Door
+from hemiola.runtime.serving.engines import check_sizes
 from hemiola.runtime.serving.guard import Guard
 from hemiola.runtime.serving.home import Home
+from hemiola.runtime.serving.listener import refuse_connections
 from hemiola.runtime.serving.local import answers
 from hemiola.runtime.serving.log import Log, Printer
 from hemiola.runtime.serving.place import choose_gpu, share_memory
@@ -28,6 +27,7 @@ from hemiola.runtime.serving.tritonserver import (
     Ports,
     Triton,
     address_of,
+    are_free,
     check_python,
     choose_ports,
     find_triton,
@@ -42,7 +42,8 @@ FAREWELL_S = 1.0  # for what a lost engine has said to reach its callers
 MOST_FAREWELL_S = 5.0  # for an engine that has raised to say it to all
 RECOVERED_S = 600  # of service, after which restarts are counted from 0 again
 MOST_WAIT_S = 60
-PORT_TRIES = 3
+TRIES = 3  # to start
+OPEN_S = 120.0  # for a server whose engines are loaded to be ready, which takes a second
 READ_S = 10.0  # for the rest of what it said to be read
 # Asks the kernel to kill the server if we end without stopping it, and becomes the server.
 LAUNCH = """
@@ -53,60 +54,8 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-def name_engines(engine_dirs: Sequence[Path], names: Sequence[str]) -> dict[str, Path]:
-    """Pairs --engine-dir with --model-name, in order; a single engine is called hemiola."""
-    if not names and len(engine_dirs) == 1:
-        names = ["hemiola"]
-    if len(names) != len(engine_dirs):
-        raise Refused(
-            f"{len(engine_dirs)} --engine-dir but {len(names)} --model-name; give each engine a name"
-        )
-    for name in names:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-            raise Refused(
-                f"model name {name!r} cannot be a path in a URL; use letters, digits, '_', '-' and '.'"
-            )
-    if len(set(names)) != len(names):
-        raise Refused(f"model names {', '.join(names)} are not all different; give each engine its own")
-    return dict(zip(names, engine_dirs, strict=True))
-
-
-def read_models(
-    file: Path | None, engine_dirs: Sequence[Path], names: Sequence[str]
-) -> tuple[dict[str, Path], dict[str, dict[str, Any]]]:
-    """Engines by model name, and each one's own settings, from a file or from the command line."""
-    if file is None:
-        if not engine_dirs:
-            raise Refused("no engine is given; pass --engine-dir or --models")
-        return name_engines(engine_dirs, names), {}
-    if engine_dirs or names:
-        raise Refused("--models names the engines; leave --engine-dir and --model-name out")
-    found = _read_json(file)
-    if not (isinstance(found, dict) and found) or not all(
-        isinstance(own, dict) and "engine_dir" in own for own in found.values()
-    ):
-        raise Refused(
-            f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}; correct it'
-        )
-    for name, own in found.items():
-        with within(f"{file}: {name}", in_python):
-            settings.split(own)
-    paths = [file.parent / own["engine_dir"] for own in found.values()]
-    return name_engines(paths, list(found)), found
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return read_json(file, "correct it")
-    except OSError as error:
-        raise Refused(f"--models {file} cannot be read ({error.strerror}); pass another file") from None
-
-
-def check_sizes(found: Mapping[str, Any], engine: manifest.Manifest) -> None:
-    """What the model would refuse when it is loaded, whatever memory is free then."""
-    if split(engine.arch)[0] in ARCHS:  # else it says that
-        _, options = settings.split(found)
-        resolve(ServeConfig(**options), engine, ENDLESS)
+class NeverOpened(Refused):
+    """A tritonserver that has loaded its engines and then does nothing: another may well start."""
 
 
 class Server:
@@ -130,7 +79,7 @@ class Server:
     ) -> None:
         self.engines = dict(engines)
         self.host = address_of(host)
-        self._wanted = ports
+        self._wanted = self.ports = ports  # `check` chooses those that are 0
         self._settings = {
             name: {**(options or {}), **(settings_of or {}).get(name, {}), "engine_dir": str(path.resolve())}
             for name, path in self.engines.items()
@@ -150,6 +99,7 @@ class Server:
         self._process: subprocess.Popen[str] | None = None
         self._home: Home | None = None
         self._guard: Guard | None = None
+        self.fronts: list[Door] = []  # further doors to it, which whoever made them closes
         self.printer = Printer()
 
     @property
@@ -199,18 +149,24 @@ class Server:
 
     def _start_first(self) -> None:
         """A free port may be somebody else's when tritonserver, with its engines loaded, comes to take it."""
-        for left in reversed(range(PORT_TRIES)):
+        for left in reversed(range(TRIES)):
             try:
                 return self.start()
             except Refused as error:
-                if not left or 0 not in self._wanted or "already in use" not in str(error):
-                    raise
                 self.kill()
-                self.ports = choose_ports(self.host, self._wanted)
+                taken = 0 in self._wanted and not are_free(self.host, self.ports)
+                if not left or not (taken or isinstance(error, NeverOpened)):
+                    raise
+                if taken:
+                    self.ports = choose_ports(self.host, self._wanted)
+                else:
+                    self.printer.say(f"lost: {error}\nstarting again\n")
 
     def start(self) -> None:
         """Returns when every model answers; raises Refused with the reason when one will not."""
         triton = self._triton or self.check()
+        for front in self.fronts:
+            front.reason = ""
         self._guard = Guard(self.host, self.ports, self.door_key)
         self._home = Home()
         write_repository(
@@ -262,19 +218,27 @@ class Server:
 
     def _await_ready(self) -> None:
         assert self._process is not None and self._home is not None and self._guard is not None
-        deadline = time.monotonic() + self._start_timeout_s
+        loaded = time.monotonic()  # not before then
+        deadline = loaded + self._start_timeout_s
         http, metrics = (self._home.doors / name for name in ("http", "metrics"))
         while not (answers(http, "/v2/health/ready") and answers(metrics, "/metrics")):
             status = self._process.poll()
             if status is not None:
                 self.kill()  # whoever else holds its log open
                 ended = "" if status == 1 else f" (it ended with {status})"  # 1: it says why
-                raise Refused(f"tritonserver did not start{ended}: {self._log.reason(READ_S)}")
-            if time.monotonic() > deadline:
-                raise Refused(
+                raise Refused("failed", said=f"tritonserver did not start{ended}: {self._log.reason(READ_S)}")
+            now = time.monotonic()
+            if now > deadline:
+                said = (
                     f"tritonserver was not ready after {self._start_timeout_s:g} s (--start-timeout):"
                     f" {self._log.reason()}"
                 )
+                raise Refused("failed", said=said)
+            if not all(path.exists() for path in self._beats()):
+                loaded = now
+            if now - loaded > OPEN_S:
+                loaded_but = "tritonserver has loaded its engines, but opened no door"
+                raise NeverOpened(f"{loaded_but} within {OPEN_S:g} s; start it again")
             time.sleep(0.05)
         self._guard.start({"http": http, "metrics": metrics})
         self._log.ready = True
@@ -321,6 +285,7 @@ class Server:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(WATCH_S)
+                self._tell("tritonserver ended by itself")
                 self.kill()
                 return f"tritonserver ended by itself with {status}: {self._log.reason(READ_S)}"
             if self._home is not None and answers(self._home.doors / "http", "/v2/health/live"):
@@ -328,6 +293,7 @@ class Server:
             reason = self._trouble(time.monotonic() - answered)
             if reason:
                 self._hear_out()
+                self._tell(reason)
                 self.kill()  # nothing else ends streams whose engine is gone
                 return reason
 
@@ -349,17 +315,26 @@ class Server:
             return f"tritonserver answers nobody for {silent_s:.0f} s (--hang-timeout)"
         return ""
 
+    def refuse(self) -> None:
+        """Nothing new is taken from now on, at any door; does not wait."""
+        for door in self._doors:
+            door.refuse()
+        if self._home is not None:
+            ending.begin(self._home.beats)
+        if self._process is not None:
+            refuse_connections(self._process.pid, self.ports.grpc)
+
     def stop(self) -> None:
         """Requests in flight may finish for exit_timeout_s; RuntimeError if some did not."""
         if self._process is None:
             self.kill()
             return
         before = self._process.poll()
+        self.refuse()
         try:
-            if self._guard is not None:
-                self._guard.refuse()
             self._process.terminate()
             lost = self._drain()
+            self._tell(lost)
         finally:
             self.kill()
         if before is not None:
@@ -404,8 +379,18 @@ class Server:
     def _beats(self) -> list[Path]:
         return [self._home.beats / name for name in self.engines] if self._home else []
 
+    @property
+    def _doors(self) -> list[Door]:
+        return [*([self._guard] if self._guard else []), *self.fronts]
+
+    def _tell(self, reason: str) -> None:
+        """Why streams are cut, if they are; the first reason stays."""
+        for door in self._doors:
+            door.reason = door.reason or reason
+
     def kill(self) -> None:
         """At once, whatever is in flight; leaves no process, shared memory or files behind."""
+        self._tell("the server was ended")
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):  # the stub can outlive the server
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -11,6 +11,8 @@ from collections import deque
 from hemiola.runtime.errors import counted
 
 HARMLESS = "CudaDriverHelper has not been initialized"  # an error, wherever there is no GPU
+# Not for operators; the last is gRPC's, whose port the launcher closes before the server does (listener.py).
+QUIET = r"[IW]\d{4} |Signal \(|E\d{4} .* Failed accept4: Invalid argument"
 MOST_LINES = 10_000  # that wait for a slow reader; more are lost, and counted
 FLUSH_S = 1.0
 STDOUT, STDERR = 1, 2
@@ -107,7 +109,7 @@ class Log:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.append(line)
-            if self._verbose or (self.ready and not re.match(r"[IW]\d{4} |Signal \(", line)):
+            if self._verbose or (self.ready and not re.match(QUIET, line)):
                 self._printer.say(line)
 
     def reason(self, wait_s: float = 0.0) -> str:

@@ -156,6 +156,14 @@ def choose_ports(host: str, wanted: Ports) -> Ports:
             bound.close()
 
 
+def are_free(host: str, ports: Ports) -> bool:
+    try:
+        choose_ports(host, ports)
+    except Refused:
+        return False
+    return True
+
+
 def bind(host: str, port: int, name: str, listens: bool) -> socket.socket:
     """On an `address_of`. Connections are refused as long as it does not listen."""
     bound = socket.socket()

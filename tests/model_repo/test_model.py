@@ -22,10 +22,12 @@ from kit.served import until
 from hemiola.builder.build import Options, build
 from hemiola.runtime.api import Counters, Load, Logprob, Metrics, Piece, SamplingParams
 from hemiola.runtime.cache.statistics import Statistics
-from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.errors import Failed, Lost, Refused
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.serving import ending, service
 from hemiola.runtime.serving.arrival import make_mark
 from hemiola.runtime.serving.ask import read_tensor
+from hemiola.runtime.serving.error_text import error_from
 from hemiola.runtime.serving.metrics import Board, Series
 from hemiola.runtime.text import LONG_TEXT
 
@@ -173,7 +175,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     loaded.LLM = FakeLlm
     MetricFamily.page.clear()
     loaded.close_inherited_sockets = lambda: None  # this process is no engine
-    loaded.Watchdog = lambda: SimpleNamespace(restart_if_lost=lambda: False)
+    monkeypatch.setattr(service, "Watchdog", lambda: SimpleNamespace(restart_if_lost=lambda: False))
     return loaded
 
 
@@ -220,7 +222,10 @@ def ask(model: Any, *request: object, **named: object) -> Sender:
 
 
 def test_options_are_the_parameters_by_their_json_spelling(model: Any) -> None:
-    assert model.llm.opened == ("/engine", {"max_rows": 4, "memory_fraction": 0.25, "drafts": "ngram"})
+    assert model.service.llm.opened == (
+        "/engine",
+        {"max_rows": 4, "memory_fraction": 0.25, "drafts": "ngram"},
+    )
 
 
 def test_an_engine_sees_the_gpu_of_its_instance_alone(
@@ -259,7 +264,7 @@ def test_a_placeholder_left_in_the_config_is_refused(module: ModuleType) -> None
 def test_one_answer_in_one_row_is_not_told_in_plurals(module: ModuleType) -> None:
     model = module.TritonPythonModel()
     model.initialize(config(engine_dir="/engine", max_queue="0"))
-    model.llm.config.max_rows = model._most_open = 1
+    model.service.llm.config.max_rows = model.service._most_open = 1
     ask(model)
     sender = ask(model)
     until(lambda: sender.sent)
@@ -273,15 +278,15 @@ def test_a_request_for_several_answers_needs_a_place_for_each(module: ModuleType
     """Counted as one, n = 3 came in where two had room, and the queue was longer than max_queue."""
     model = module.TritonPythonModel()
     model.initialize(config(engine_dir="/engine", max_queue="0"))
-    model.llm.config.max_rows = model._most_open = 4
+    model.service.llm.config.max_rows = model.service._most_open = 4
     ask(model, {"n": 2})
     refused = ask(model, {"n": 3})
     until(lambda: refused.sent)
     ((said, _),) = refused.sent
     assert "2 answers are under way in 4 rows" in said
-    assert len(model.llm.requests) == 2
+    assert len(model.service.llm.requests) == 2
     ask(model, {"n": 2})
-    assert len(model.llm.requests) == 4 and model.outbox.num_open == 4
+    assert len(model.service.llm.requests) == 4 and model.service.outbox.num_open == 4
     model.finalize()
 
 
@@ -293,7 +298,7 @@ def test_a_full_collection_does_not_look_at_what_stands(model: Any) -> None:
 
 def test_pieces_said_while_a_send_is_slow_leave_as_one_response(model: Any) -> None:
     sender = ask(model, {"stream": True, "logprobs": 1})
-    (request,) = model.llm.requests
+    (request,) = model.service.llm.requests
     sender.gate.clear()
     for i in range(5):
         request.say(Piece(str(i), [i], [Logprob(i, -0.5, ((i, -0.5),))]))
@@ -317,7 +322,7 @@ def test_the_engines_thread_never_waits_for_a_send(model: Any) -> None:
     sender = ask(model, {"stream": True})
     sender.gate.clear()
     for i in range(1000):
-        model.llm.requests[0].say(Piece("", [i]))
+        model.service.llm.requests[0].say(Piece("", [i]))
     assert not sender.sent
     sender.gate.set()
 
@@ -325,10 +330,10 @@ def test_the_engines_thread_never_waits_for_a_send(model: Any) -> None:
 def test_without_stream_there_is_one_response(model: Any) -> None:
     sender = ask(model)
     for i in range(3):
-        model.llm.requests[0].say(Piece("x", [i]))
+        model.service.llm.requests[0].say(Piece("x", [i]))
     time.sleep(0.05)
     assert not sender.sent
-    model.llm.requests[0].say(last("length"))
+    model.service.llm.requests[0].say(last("length"))
     until(lambda: sender.sent)
     ((response, flags),) = sender.sent
     assert (response["text_output"], response["output_ids"], flags) == ("xxx", [0, 1, 2], FINAL)
@@ -336,7 +341,7 @@ def test_without_stream_there_is_one_response(model: Any) -> None:
 
 def test_a_failed_engine_ends_every_stream_with_its_reason(model: Any) -> None:
     senders = [ask(model, {"stream": stream}) for stream in (True, False, True)]
-    for request in model.llm.requests:
+    for request in model.service.llm.requests:
         request.say(last("error", "the engine failed: ValueError: x"))
     until(lambda: all(sender.sent for sender in senders))
     for sender in senders:
@@ -350,12 +355,12 @@ def test_what_the_engine_does_not_take_is_answered_and_forgotten(
     model: Any, prompt: list[int], said: str
 ) -> None:
     assert ask(model, prompt=prompt).sent == [(said, FINAL)]
-    assert not model.outbox._open
+    assert not model.service.outbox._open
 
 
 def test_json_texts_become_what_they_say(model: Any) -> None:
     ask(model, {"logit_bias": '{"5": -1.5, "7": 2}', "bad_words_ids": "[[1, 2], [3]]", "bad_words": "x"})
-    params = model.llm.requests[0].params
+    params = model.service.llm.requests[0].params
     assert params.logit_bias == {5: -1.5, 7: 2.0}
     assert (params.bad_words_ids, params.bad_words) == (((1, 2), (3,)), ("x",))
 
@@ -391,20 +396,20 @@ def test_a_grammar_that_is_compiled_holds_nobody_up_but_its_own_request(model: A
         if request.params.structured_outputs is not None:
             assert compiled.wait(60)
 
-    model.llm.before_submit_returns = compile_it
+    model.service.llm.before_submit_returns = compile_it
     slow = ask(model, {"structured_outputs": '{"regex": "a"}'}, name="slow")
     refused = ask(model, {"structured_outputs": '{"regex": "a"}'}, prompt=[0])
     quick = ask(model)
-    until(lambda: len(model.llm.requests) == 2 and refused.sent)
+    until(lambda: len(model.service.llm.requests) == 2 and refused.sent)
     assert refused.sent == [("[INVALID_ARG] prompt is zero", FINAL)]
-    by_params = {request.params.structured_outputs is None: request for request in model.llm.requests}
+    by_params = {request.params.structured_outputs is None: request for request in model.service.llm.requests}
     by_params[True].say(last("stop"))
     until(lambda: quick.sent)
-    model.outbox.cancel(["slow"])
+    model.service.outbox.cancel(["slow"])
     compiled.set()
     until(lambda: slow.sent)
     assert slow.sent == [("[CANCELLED] the request was cancelled", FINAL)]
-    assert not model.outbox._open
+    assert not model.service.outbox._open
 
 
 def test_a_timeout_that_comes_while_the_clock_is_looked_at_is_told_as_cancelled(model: Any) -> None:
@@ -418,27 +423,27 @@ def test_a_timeout_that_comes_while_the_clock_is_looked_at_is_told_as_cancelled(
         def __lt__(self, now: float) -> bool:
             overtaken, self.seen = not self.seen, True
             if overtaken:
-                model.llm.requests[0].say(Piece("x", [1]))
+                model.service.llm.requests[0].say(Piece("x", [1]))
             return not overtaken
 
-    model.llm.abort = model.llm.aborted.append  # the engine ends a request in its next step
+    model.service.outbox._abort = model.service.llm.aborted.append  # it ends in the next step
     sender = ask(model, {"timeout": 10**12})
-    (stream,) = model.outbox._open.values()
+    (stream,) = model.service.outbox._open.values()
     stream.deadline = Deadline(0)
-    until(lambda: model.llm.aborted)
-    model.outbox._check()  # whoever was overtaken has gone on
-    model.llm.requests[0].say(last("cancelled"))
+    until(lambda: model.service.llm.aborted)
+    model.service.outbox._check()  # whoever was overtaken has gone on
+    model.service.llm.requests[0].say(last("cancelled"))
     until(lambda: sender.sent)
     ((said, _),) = sender.sent
     assert said["finish_reason"] == "timeout"
-    assert model.meter._outcomes == {"timeout": 1}
+    assert model.service.meter._outcomes == {"timeout": 1}
 
 
 def test_a_cancel_after_the_timeout_or_a_timeout_after_the_cancel_changes_the_reason(model: Any) -> None:
     senders = [ask(model, {"timeout": 10**12}, name=name) for name in ("late", "left")]
-    late, left = model.outbox._open.values()
+    late, left = model.service.outbox._open.values()
     late.end("timeout")
-    model.outbox.cancel(["late", "left"])
+    model.service.outbox.cancel(["late", "left"])
     left.deadline = 0.0
     left.end("timeout")
     until(lambda: all(sender.sent for sender in senders))
@@ -451,16 +456,16 @@ LONG = "a" * LONG_TEXT
 
 def test_a_prompt_that_is_tokenized_holds_other_requests_up(model: Any) -> None:
     gate = threading.Event()
-    model.llm.before_encode_returns = lambda prompt: prompt == LONG and gate.wait(60)
+    model.service.llm.before_encode_returns = lambda prompt: prompt == LONG and gate.wait(60)
     slow = [
         ask(model, body, prompt=[]) for body in ({"text_input": LONG}, {"text_input": LONG, "chat": True})
     ]
     ask(model)
-    until(lambda: len(model.llm.requests) == 1)
-    assert model.outbox.num_open == 3, "those that are tokenized have their room"
+    until(lambda: len(model.service.llm.requests) == 1)
+    assert model.service.outbox.num_open == 3, "those that are tokenized have their room"
     gate.set()
-    until(lambda: len(model.llm.requests) == 3)
-    for request in model.llm.requests:
+    until(lambda: len(model.service.llm.requests) == 3)
+    for request in model.service.llm.requests:
         request.say(last("stop"))
     until(lambda: all(sender.sent for sender in slow))
 
@@ -473,14 +478,14 @@ def test_latencies_and_timeouts_begin_behind_the_tokenizer(model: Any) -> None:
         seen.append(time.perf_counter())
         assert gate.wait(60)
 
-    model.llm.before_encode_returns = tokenize
+    model.service.llm.before_encode_returns = tokenize
     sender = ask(model, {"text_input": LONG, "timeout": 1}, prompt=[])
     until(lambda: seen)
-    (stream,) = model.outbox._open.values()
+    (stream,) = model.service.outbox._open.values()
     until(lambda: stream.reason == "timeout")
     gate.set()
     until(lambda: sender.sent)
-    assert model.llm.requests[0].arrival == stream.arrival < seen[0]
+    assert model.service.llm.requests[0].arrival == stream.arrival < seen[0]
     assert sender.sent[0][0]["finish_reason"] == "timeout", "its time was over before it was queued"
 
 
@@ -490,8 +495,10 @@ def test_an_arrival_at_a_door_is_ignored_and_one_that_a_caller_invents_is_taken(
     before = time.perf_counter()
     ask(served, {"hemiola-arrival": make_mark("SECRET", before - 5.0)})
     ask(served, {"hemiola-arrival": make_mark("SECRET", before + 1e9)})
-    assert served.llm.requests[0].arrival == before - 5.0
-    assert before < served.llm.requests[1].arrival <= time.perf_counter(), "no request comes from the future"
+    assert served.service.llm.requests[0].arrival == before - 5.0
+    assert before < served.service.llm.requests[1].arrival <= time.perf_counter(), (
+        "no request comes from the future"
+    )
     assert "cancelled" in str(
         ask(served, {"cancel": "a", "hemiola-arrival": make_mark("SECRET", 1.0)}, []).sent
     )
@@ -518,7 +525,7 @@ def test_any_caller_may_overtake_all_others(module: ModuleType) -> None:
                 " give a higher number"
             )
         ask(served, {"priority": least})
-        assert [request.params.priority for request in served.llm.requests] == [least]
+        assert [request.params.priority for request in served.service.llm.requests] == [least]
         served.finalize()
 
 
@@ -529,16 +536,56 @@ def test_one_compiling_grammar_blocks_another(model: Any) -> None:
     def compile_it(request: SimpleNamespace) -> None:
         assert request.params.structured_outputs.regex != "slow" or gate.wait(60)
 
-    model.llm.before_submit_returns = compile_it
+    model.service.llm.before_submit_returns = compile_it
     waits = ask(model, {"structured_outputs": slow})
-    until(lambda: len(model.llm.requests) == 1)
+    until(lambda: len(model.service.llm.requests) == 1)
     quick = ask(model, {"structured_outputs": json.dumps({"regex": "quick"})})
-    until(lambda: len(model.llm.requests) == 2)
-    model.llm.requests[1].say(last("stop"))
+    until(lambda: len(model.service.llm.requests) == 2)
+    model.service.llm.requests[1].say(last("stop"))
     until(lambda: quick.sent)
     gate.set()
-    model.llm.requests[0].say(last("stop"))
+    model.service.llm.requests[0].say(last("stop"))
     until(lambda: waits.sent)
+
+
+def test_a_grammar_behind_others_that_take_for_ever_waits_for_ever(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    model.service.llm.before_submit_returns = lambda request: gate.wait(60)
+    asked = {"structured_outputs": json.dumps({"regex": "slow"})}
+    monkeypatch.setattr(model.service, "_most_open", 100)
+    waits = [ask(model, asked) for _ in range(service.NUM_COMPILING)]
+    until(lambda: len(model.service.llm.requests) == service.NUM_COMPILING)
+    behind = ask(model, asked)
+    monkeypatch.setattr(service, "MOST_WAIT_S", 0.0)
+    gate.set()
+    until(lambda: behind.sent)
+    ((said, flags),) = behind.sent
+    assert (said, flags) == (
+        "[OVERLOADED] grammars of other requests took 0 s to compile; try again in 1 s",
+        FINAL,
+    )
+    for request in model.service.llm.requests:
+        request.say(last("stop"))
+    until(lambda: all(sender.sent for sender in waits))
+    assert len(model.service.llm.requests) == service.NUM_COMPILING and not model.service.outbox._open
+
+
+def test_an_engine_takes_new_requests_while_its_server_ends(module: ModuleType, tmp_path: Path) -> None:
+    """Over gRPC connections that callers keep; what is under way goes on, and may be cancelled."""
+    served = module.TritonPythonModel()
+    served.initialize(config(engine_dir="/engine", heartbeat_file=str(tmp_path / "m")))
+    begun = ask(served, name="begun")
+    ending.begin(tmp_path)
+    refused = ask(served)
+    assert refused.sent == [("[UNAVAILABLE] the server ends; ask another, or try again later", FINAL)]
+    ((text, _),) = ask(served, {"error_data": True}).sent
+    assert isinstance(error_from(text), Lost), "clients ask again"
+    assert not begun.sent
+    ask(served, {"cancel": "begun"}, [])
+    until(lambda: begun.sent)
+    served.finalize()
 
 
 def test_finished_exchanges_are_kept(model: Any) -> None:
@@ -547,11 +594,11 @@ def test_finished_exchanges_are_kept(model: Any) -> None:
     for number in range(64):
         senders = [ask(model, {"stream": bool(number % 2)}), ask(model, prompt=[0])]
         kept += map(weakref.ref, senders)
-        model.llm.requests[-1].say(last("stop"))
+        model.service.llm.requests[-1].say(last("stop"))
         until(lambda senders=senders: all(sender.sent for sender in senders))
     del senders
-    model.llm.requests.clear()
-    assert not model.outbox._open
+    model.service.llm.requests.clear()
+    assert not model.service.outbox._open
 
     def forgotten() -> bool:
         gc.collect()
@@ -570,25 +617,25 @@ def test_every_sampling_option_is_an_input_and_in_the_manual() -> None:
 def test_a_broken_stream_is_aborted_and_the_next_is_served(model: Any) -> None:
     broken, whole = ask(model, {"stream": True}), ask(model, {"stream": True})
     broken.broken = True
-    model.llm.requests[0].say(Piece("x", [1]))
-    until(lambda: model.llm.aborted == [1])
-    model.llm.requests[1].say(last("stop"))
+    model.service.llm.requests[0].say(Piece("x", [1]))
+    until(lambda: model.service.llm.aborted == [1])
+    model.service.llm.requests[1].say(last("stop"))
     until(lambda: whole.sent)
-    assert not model.outbox._open
+    assert not model.service.outbox._open
 
 
 def test_a_send_that_fails_before_submit_has_returned_ends_the_request(model: Any) -> None:
     def speak_at_once(request: SimpleNamespace) -> None:
         request.say(Piece("x", [1]))
-        (stream,) = model.outbox._open.values()
+        (stream,) = model.service.outbox._open.values()
         until(lambda: stream.aborted)
 
-    model.llm.before_submit_returns = speak_at_once
+    model.service.llm.before_submit_returns = speak_at_once
     sender = Sender()
     sender.broken = True
     model.execute([triton_request(sender, {"stream": True})])
-    until(lambda: model.llm.aborted == [1])
-    until(lambda: not model.outbox._open)
+    until(lambda: model.service.llm.aborted == [1])
+    until(lambda: not model.service.outbox._open)
 
 
 @pytest.mark.parametrize("prompt", [[0], [9], [7], []], ids=["refused", "failed", "trouble", "cancel"])
@@ -599,10 +646,10 @@ def test_an_error_that_cannot_be_sent_loses_no_other_request_of_the_batch(
     broken.broken = True
     bad = triton_request(broken, {} if prompt else {"cancel": "a"}, prompt)
     model.execute([triton_request(first), bad, triton_request(last_one)])
-    for request in model.llm.requests:
+    for request in model.service.llm.requests:
         request.say(last("stop"))
     until(lambda: first.sent and last_one.sent)
-    assert not model.outbox._open
+    assert not model.service.outbox._open
 
 
 def test_a_request_without_a_sender_loses_no_other_of_the_batch(model: Any) -> None:
@@ -612,16 +659,16 @@ def test_a_request_without_a_sender_loses_no_other_of_the_batch(model: Any) -> N
     bad, whole = triton_request(Sender()), Sender()
     bad.get_response_sender = no_sender
     model.execute([bad, triton_request(whole)])
-    model.llm.requests[0].say(last("stop"))
+    model.service.llm.requests[0].say(last("stop"))
     until(lambda: whole.sent)
 
 
 def test_a_sender_that_cannot_say_whether_its_caller_left_is_given_up_alone(model: Any) -> None:
     lost = ask(model)
     lost.lost = True
-    until(lambda: model.llm.aborted == [1])
+    until(lambda: model.service.llm.aborted == [1])
     whole = ask(model)
-    model.llm.requests[1].say(last("stop"))
+    model.service.llm.requests[1].say(last("stop"))
     until(lambda: whole.sent)
 
 
@@ -629,7 +676,7 @@ def test_a_silent_request_whose_caller_left_is_aborted_soon(model: Any) -> None:
     sender = ask(model)
     sender.cancelled = True
     until(lambda: sender.sent)
-    assert model.llm.aborted == [1]
+    assert model.service.llm.aborted == [1]
     assert sender.sent == [("[CANCELLED] the request was cancelled", FINAL)]
 
 
@@ -638,9 +685,9 @@ def test_cancel_ends_the_requests_it_names_and_no_other(model: Any) -> None:
     answer = ask(model, {"cancel": "a"}, prompt=[])
     assert answer.sent == [({"finish_reason": "cancelled"}, FINAL)]
     until(lambda: senders["a"].sent)
-    assert model.llm.aborted == [1]
+    assert model.service.llm.aborted == [1]
     assert ask(model, {"cancel": ""}, prompt=[]).sent, "no request is called nothing"
-    assert model.llm.aborted == [1]
+    assert model.service.llm.aborted == [1]
 
 
 def test_a_cancel_that_comes_twice_or_for_nobody_or_too_early_is_no_error_and_not_remembered(
@@ -651,10 +698,10 @@ def test_a_cancel_that_comes_twice_or_for_nobody_or_too_early_is_no_error_and_no
         answer = ask(model, {"cancel": name}, prompt=[])
         assert answer.sent == [({"finish_reason": "cancelled"}, FINAL)]
     until(lambda: sender.sent)
-    aborted = list(model.llm.aborted)
+    aborted = list(model.service.llm.aborted)
     assert set(aborted) == {1}
     ask(model, name="later")
-    assert model.llm.aborted == aborted
+    assert model.service.llm.aborted == aborted
 
 
 def test_a_temperature_sent_as_fp32_is_the_one_that_was_written(module: ModuleType) -> None:

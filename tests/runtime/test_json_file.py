@@ -14,7 +14,7 @@ from hemiola.runtime.bench.dataset import read_entries
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.json_file import read_json
 from hemiola.runtime.serving import settings
-from hemiola.runtime.serving.launcher import read_models
+from hemiola.runtime.serving.engines import read_models
 
 ENDLESS = {
     "[" * 100_000: "nested too deeply",

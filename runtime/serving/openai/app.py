@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -14,18 +16,15 @@ from aiohttp import web
 
 from hemiola import __version__
 from hemiola.runtime.errors import Busy, Refused
+from hemiola.runtime.serving import ending
 from hemiola.runtime.serving.openai.body import Bodies
-from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.errors import ApiError, api_error
-from hemiola.runtime.serving.openai.events import Work, stream, too_many, writing
-from hemiola.runtime.serving.openai.guide import guide
+from hemiola.runtime.serving.openai.events import stream, too_many
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.page import engines_page
-from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, TextChoice
-from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
+from hemiola.runtime.serving.openai.readers import Readers
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import (
-    DEFAULT_MAX_TOKENS,
     ApiRequest,
     Body,
     ChatRequest,
@@ -40,14 +39,15 @@ from hemiola.runtime.serving.openai.tokenizing import (
     tokenize,
 )
 from hemiola.runtime.serving.openai.wire import Wire
-from hemiola.runtime.text import LONG_TEXT
+from hemiola.runtime.serving.openai.work import Work, chat, completion, response
+from hemiola.runtime.serving.slow_reader import writing
 
 log = logging.getLogger("hemiola.openai")
 METRICS_TIMEOUT_S = 5.0
 OPEN = {"/health", "/metrics", "/version"}  # need no key
-Kind = TypeVar("Kind", bound=Body)
-Answer = Awaitable[web.StreamResponse]
-Handler = Callable[[web.Request], Answer]
+Asked = TypeVar("Asked", bound=ApiRequest)
+AskedText = TypeVar("AskedText", TokenizeRequest, DetokenizeRequest)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,30 @@ class App:
     """The front's handlers. To be made and used within one event loop."""
 
     def __init__(
-        self, models: Mapping[str, ServedModel], wire: Wire, metrics_url: str, limits: FrontLimits
+        self,
+        models: Mapping[str, ServedModel],
+        wire: Wire,
+        metrics_url: str,
+        limits: FrontLimits,
+        refuses: Callable[[], bool] = lambda: False,  # the server has begun to end
     ) -> None:
         self._models = models
         self._wire = wire
         self._metrics_url = metrics_url
         self._limits = limits
         self._bodies = Bodies(limits.max_body)
-        self._num_open = 0
+        self._readers = Readers()
+        self._refuses = refuses
+        self._num_open = 0  # requests to the engine
+        self._num_handled = 0  # requests of callers
+
+    @property
+    def num_answering(self) -> int:
+        """Requests whose body is whole, and whose answer is not."""
+        return self._num_handled - self._bodies.num_reading
+
+    def close(self) -> None:
+        self._readers.close()
 
     def routes(self) -> web.Application:
         app = web.Application(middlewares=[self._guard])
@@ -80,12 +96,12 @@ class App:
                 web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._list_models),
                 web.get("/v1/models/{model}", self._show_model),
-                web.post("/v1/completions", self._taking(CompletionRequest, self._complete)),
-                web.post("/v1/chat/completions", self._taking(ChatRequest, self._chat)),
-                web.post("/v1/responses", self._taking(ResponsesRequest, self._respond)),
+                web.post("/v1/completions", self._complete),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/responses", self._respond),
                 web.get("/version", self._version),
-                web.post("/tokenize", self._taking(TokenizeRequest, self._tokenize)),
-                web.post("/detokenize", self._taking(DetokenizeRequest, self._detokenize)),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
             ]
         )
         return app
@@ -94,10 +110,12 @@ class App:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keys, errors in OpenAI's shape, and one line per request, never with its text."""
         start, status = time.monotonic(), "left"
+        self._num_handled += 1
         try:
+            self._check_open()
             self._check_key(request)
             response = await handler(request)
-            async with writing(request):
+            async with writing(request.transport):
                 await response.prepare(request)
                 await response.write_eof()
             status = str(response.status)
@@ -114,10 +132,22 @@ class App:
             if found.status == 500:
                 log.error("%s %s: %s", request.method, request.path, error, exc_info=error)
             status = str(found.status)
-            return error_response(found)
+            return self._error_response(found)
         finally:
+            self._num_handled -= 1
             seconds = time.monotonic() - start
             log.debug("%s %s %s %.3f s", request.method, request.path, status, seconds)
+
+    def _error_response(self, error: ApiError) -> web.Response:
+        accepted = {"Accept-Encoding": "gzip, identity"} if error.status == 415 else {}
+        response = web.json_response(error.body(), status=error.status, headers=error.headers | accepted)
+        if self._refuses():
+            response.force_close()
+        return response
+
+    def _check_open(self) -> None:
+        if self._refuses():
+            raise ApiError(503, ending.REASON, code="server_ends")
 
     def _check_key(self, request: web.Request) -> None:
         if not self._limits.api_keys or request.path in OPEN:
@@ -160,24 +190,23 @@ class App:
     async def _version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": __version__})
 
-    async def _tokenize(self, _: web.Request, request: TokenizeRequest, begun: float) -> web.Response:
-        return web.json_response(await tokenize(self._model(request.model), request))
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        return await self._of_text(http, TokenizeRequest, tokenize)
 
-    async def _detokenize(self, _: web.Request, request: DetokenizeRequest, begun: float) -> web.Response:
-        return web.json_response(detokenize(self._model(request.model), request))
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        return await self._of_text(http, DetokenizeRequest, detokenize)
 
-    def _taking(self, kind: type[Kind], answer: Callable[[web.Request, Kind, float], Answer]) -> Handler:
-        """Reads a body of this kind. What is refused from there on has the names of its fields."""
+    async def _of_text(
+        self, http: web.Request, kind: type[AskedText], make: Callable[[ServedModel, AskedText], Any]
+    ) -> web.Response:
+        body = await self._read(http)
 
-        async def handle(http: web.Request) -> web.StreamResponse:
-            begun = time.perf_counter()
-            request = parse(kind, await self._bodies.read(http))
-            try:
-                return await answer(http, request, begun)
-            except Refused as error:
-                raise api_error(error, request.names()) from None
+        def answer() -> str:
+            request = parse(kind, body)
+            with named(request):
+                return json.dumps(make(self._model(request.model), request))
 
-        return handle
+        return web.Response(text=await self._readers.run(len(body), answer), content_type="application/json")
 
     def _model(self, name: str) -> ServedModel:
         if name not in self._models:
@@ -187,61 +216,48 @@ class App:
 
     # ---- what is generated
 
-    async def _complete(
-        self, http: web.Request, request: CompletionRequest, begun: float
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, CompletionRequest, completion)
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, ChatRequest, chat)
+
+    async def _respond(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, ResponsesRequest, response)
+
+    async def _generate(
+        self, http: web.Request, kind: type[Asked], make: Callable[[ServedModel, Asked], Work]
     ) -> web.StreamResponse:
+        begun = time.perf_counter()
+        body = await self._read(http)
+        request = await self._readers.run(len(body), partial(parse, kind, body))
         model = self._model(request.model)
-        with self._admit(len(request.prompt) * request.num_choices):
-            prompts = [await encode(model, prompt) for prompt in request.prompt]
-            params = request.params(request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs)
-            tokens = model.tokens if request.logprobs is not None else None
-            asked = [(ids, each) for ids in prompts for each in params]
-            choices: list[Choice] = []
-            for index, (ids, _) in enumerate(asked):
-                echo = ""
-                if request.echo:
-                    given = request.prompt[index // len(params)]
-                    echo = given if isinstance(given, str) else model.need_text("echo").decode(given)
-                choices.append(TextChoice(index, ids, tokens, bool(request.return_token_ids), echo))
-            reply = Reply("text_completion", model, choices, len(params))
-            return await self._answer(http, request, Work(asked, choices, reply, begun))
 
-    async def _chat(self, http: web.Request, request: ChatRequest, begun: float) -> web.StreamResponse:
-        model = self._model(request.model)
-        with self._admit(request.num_choices):
-            prompt, expected = render(model, request)
-            structured = guide(request, expected)
-            ids = await encode(model, prompt, special=False)
-            most = request.most_tokens or max(model.max_len - len(ids), 1)
-            params = request.params(most, request.num_logprobs, structured)
-            tokens = model.tokens if request.logprobs else None
-            with_ids = bool(request.return_token_ids)
-            choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
-            reply = Reply("chat.completion", model, choices, len(params))
-            work = Work([(ids, each) for each in params], choices, reply, begun)
-            return await self._answer(http, request, work)
+        def prepare() -> tuple[Work, list[Any]]:
+            work = make(model, request)
+            return work, self._wire.pack(request.model, work.asked, begun)
 
-    async def _respond(
-        self, http: web.Request, request: ResponsesRequest, begun: float
+        with named(request), self._admit(request.num_requests):
+            work, packed = await self._readers.run(len(body), prepare)
+            return await self._answer(http, request, work, packed)
+
+    async def _read(self, http: web.Request) -> bytes:
+        """Its body; a server that has begun to end meanwhile takes it no more."""
+        body = await self._bodies.read(http)
+        self._check_open()
+        return body
+
+    async def _answer(
+        self, http: web.Request, request: ApiRequest, work: Work, packed: list[Any]
     ) -> web.StreamResponse:
-        model, chat = self._model(request.model), request.chat()
-        with self._admit(1):
-            prompt, expected = render(model, chat)
-            structured = guide(chat, expected)
-            ids = await encode(model, prompt, special=False)
-            most = request.max_output_tokens or max(model.max_len - len(ids), 1)
-            (params,) = chat.params(most, None, structured)
-            choice = ResponseChoice(ids, expected)
-            work = Work([(ids, params)], [choice], ResponseReply(model, request, choice), begun)
-            return await self._answer(http, request, work)
-
-    async def _answer(self, http: web.Request, request: ApiRequest, work: Work) -> web.StreamResponse:
-        answers = self._wire.ask(request.model, work.asked, work.begun)
+        answers = self._wire.ask(packed)
         try:
             if request.stream:
                 return await stream(http, work, answers, request.stream_options or StreamOptions())
             await answers.each(work.take)
-            return web.json_response(work.reply.whole(), headers={"X-Request-Id": work.reply.id})
+            text = await self._readers.run(work.num_tokens, work.reply.text)
+            headers = {"X-Request-Id": work.reply.id}
+            return web.Response(text=text, content_type="application/json", headers=headers)
         except Busy as error:
             raise too_many(error, len(work.asked)) from None
         finally:
@@ -265,13 +281,13 @@ class App:
             self._num_open -= num_requests
 
 
-async def encode(model: ServedModel, prompt: str | list[int], special: bool = True) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    text = model.need_text("prompt")
-    if len(prompt) < LONG_TEXT:
-        return text.encode(prompt, model.max_len, special)
-    return await asyncio.to_thread(text.encode, prompt, model.max_len, special)
+@contextlib.contextmanager
+def named(request: Body) -> Iterator[None]:
+    """What is refused there has the names of this body's fields."""
+    try:
+        yield
+    except Refused as error:
+        raise api_error(error, request.names()) from None
 
 
 def describe(model: ServedModel) -> dict[str, Any]:
@@ -288,7 +304,3 @@ def http_error(request: web.Request, error: web.HTTPException) -> ApiError:
             return ApiError(405, f"{request.path} does not take {request.method}", code="method_not_allowed")
         case status:
             return ApiError(status, error.text or error.reason)
-
-
-def error_response(error: ApiError) -> web.Response:
-    return web.json_response(error.body(), status=error.status, headers=error.headers)

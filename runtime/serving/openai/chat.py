@@ -1,10 +1,10 @@
 """A conversation as a prompt, by the checkpoint's chat template, and what its answer may hold."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from hemiola.runtime.errors import Name, Refused
+from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving.openai.answer import THINK, THINK_END, Expected
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.schema import ChatRequest, Message, Tool
@@ -93,12 +93,15 @@ def _message(message: Message, index: int, knows_developer: bool) -> dict[str, A
 
 
 def _arguments(text: str, call: str) -> dict[str, Any]:
+    field = f"{call}.function.arguments"
     try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        found = parse_json(text or "{}", unique=True)
+    except Repeated as error:
+        said = (Name(field), f": {error}")
+        raise Refused("conflict", field, said=said, way_out="give it once") from None
+    except ValueError:
         found = None
     if not isinstance(found, dict):
-        field = f"{call}.function.arguments"
         said = (Name(field), " is not a JSON object")
         raise Refused("malformed", field, said=said, way_out="send what the call had")
     return found

@@ -1,41 +1,20 @@
 """An answer as server-sent events, written as fast as its client reads, but not for ever."""
 
 import asyncio
-import contextlib
-import fcntl
 import logging
-import sys
-import termios
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiohttp import web
 
-from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Busy, Refused, counted
 from hemiola.runtime.serving.openai.errors import api_error
-from hemiola.runtime.serving.openai.reply import Choice, Json, Reply
-from hemiola.runtime.serving.openai.response_reply import ResponseReply
+from hemiola.runtime.serving.openai.reply import Json
 from hemiola.runtime.serving.openai.schema import StreamOptions
 from hemiola.runtime.serving.openai.wire import Answers, Found
+from hemiola.runtime.serving.openai.work import Work
+from hemiola.runtime.serving.slow_reader import never_waits, writing
 
 log = logging.getLogger("hemiola.openai")
-WRITE_TIMEOUT_S = 60.0  # for a client to read anything of what fills its socket
-LOOKS = 20  # within that time, at what it has read
-NEVER_WAITS = 2**15  # bytes; asyncio holds twice as many back before a writer has to wait
-
-
-class Work(NamedTuple):
-    """A body as requests to the engine: one for each choice."""
-
-    asked: list[tuple[list[int], SamplingParams]]
-    choices: Sequence[Choice]
-    reply: Reply | ResponseReply
-    begun: float  # when its headers had come in, by time.perf_counter
-
-    async def take(self, found: Found) -> None:
-        for index, piece in found:
-            self.choices[index].take(piece)
 
 
 def too_many(error: Exception, num_asked: int) -> Exception:
@@ -102,44 +81,8 @@ class Events:
         write = self._response.write_eof if last else self._response.write
         if not (data or last):
             return
-        if transport is None or transport.get_write_buffer_size() + len(data) < NEVER_WAITS:
+        if never_waits(transport, len(data)):
             await write(data)
             return
-        async with writing(self._http):
+        async with writing(transport):
             await write(data)
-
-
-@contextlib.asynccontextmanager
-async def writing(http: web.Request) -> AsyncIterator[None]:
-    """Waits for a client to read, slowly if it likes, but not for ever."""
-    watch = None
-    try:
-        async with asyncio.timeout(WRITE_TIMEOUT_S) as limit:
-            watch = asyncio.create_task(extend(limit, http))
-            yield
-    except TimeoutError:
-        raise ConnectionResetError(f"the client read nothing for {WRITE_TIMEOUT_S:g} s") from None
-    finally:
-        if watch is not None:
-            watch.cancel()
-
-
-async def extend(limit: asyncio.Timeout, http: web.Request) -> None:
-    """Moves the limit whenever the client has read something."""
-    before = unread(http)
-    while True:
-        await asyncio.sleep(WRITE_TIMEOUT_S / LOOKS)
-        if limit.expired():
-            return
-        if (now := unread(http)) != before:
-            before = now
-            limit.reschedule(asyncio.get_running_loop().time() + WRITE_TIMEOUT_S)
-
-
-def unread(http: web.Request) -> int:
-    """Bytes that the client's machine has not taken yet: those of asyncio, and those of the kernel."""
-    transport = http.transport
-    if transport is None or transport.is_closing():
-        return 0
-    queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-    return transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)

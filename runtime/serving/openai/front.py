@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from hemiola.runtime.serving.door import BACKLOG, CLOSE_S, FLUSH_S, Door
 from hemiola.runtime.serving.openai.app import App, FrontLimits
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.wire import Wire
@@ -17,7 +16,8 @@ from hemiola.runtime.serving.packing import CHANNEL, NO_PROXY
 from hemiola.runtime.serving.tritonserver import bind
 
 log = logging.getLogger("hemiola.openai")
-BACKLOG = 1024
+DRAIN_S = 0.02  # between looks at answers under way
+LATE = "this answer did not end within {:g} s (--exit-timeout)"
 IDLE_TIMEOUT_S = 75.0  # for a request's headers to arrive; more than the 60 s of usual proxies
 
 
@@ -41,8 +41,8 @@ wire_log = logging.getLogger("hemiola.openai.http")
 wire_log.addFilter(NoHttp())
 
 
-class Front:
-    """Holds its port from the beginning, but listens only while entered."""
+class Front(Door):
+    """The port of the OpenAI-compatible API."""
 
     def __init__(
         self,
@@ -56,59 +56,53 @@ class Front:
         self._models = models
         self._limits = limits
         self._exit_timeout_s = exit_timeout_s
-        self._socket = bind(host, port, "OpenAI", listens=False)  # until engines are ready
+        held = bind(host, port, "OpenAI", listens=False)  # until engines are ready
         self.host = host
-        self.port: int = self._socket.getsockname()[1]
+        self.port: int = held.getsockname()[1]
         self.url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}/v1"
-        self._started: Future[asyncio.AbstractEventLoop] = Future()
-        self._ending = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="openai-front", daemon=True)
+        super().__init__("openai-front", {"openai": held}, log)
 
     def start(self, grpc_url: str, metrics_url: str, door_key: str = "") -> None:
         """Returns when it listens. door_key: with it, engines are told when a request came (arrival.py)."""
         self._door_key = door_key
         self._grpc_url, self._metrics_url = grpc_url, metrics_url
-        self._thread.start()
-        self._loop = self._started.result()
-
-    def refuse(self) -> None:
-        """New connections are refused; answers under way may finish for exit_timeout_s. Does not wait."""
-        if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # its loop has just ended
-                self._loop.call_soon_threadsafe(self._ending.set)
+        self._open()
 
     def stop(self) -> None:
-        """Refuses, and waits for answers under way."""
+        """Refuses, and waits for answers under way: they have exit_timeout_s from the first `refuse` on."""
         self.refuse()
         if self._thread.is_alive():
-            self._thread.join()
-        self._socket.close()
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:
-            if not self._started.done():
-                self._started.set_exception(error)
-                return
-            log.exception("the OpenAI front ended")
+            self._thread.join(self._exit_timeout_s + CLOSE_S)
+        self.close()
 
     async def _serve(self) -> None:
-        wire = Wire(self._grpc_url, (*CHANNEL, NO_PROXY), self._door_key)
-        app = App(self._models, wire, self._metrics_url, self._limits)
+        wire = Wire(self._grpc_url, (*CHANNEL, NO_PROXY), self._door_key, lambda: self.reason)
+        app = App(self._models, wire, self._metrics_url, self._limits, lambda: self.refuses)
         runner = web.AppRunner(
             app.routes(),
             handler_cancellation=True,  # a client that leaves ends its requests
             access_log=None,
             logger=wire_log,
+            auto_decompress=False,  # body.py does it
             keepalive_timeout=IDLE_TIMEOUT_S,  # counted from the connection or its last answer
-            shutdown_timeout=self._exit_timeout_s,
+            shutdown_timeout=FLUSH_S,
         )
         await runner.setup()
         try:
-            await web.SockSite(runner, self._socket, backlog=BACKLOG).start()
-            self._started.set_result(asyncio.get_running_loop())
-            await self._ending.wait()
+            site = web.SockSite(runner, self._sockets["openai"], backlog=BACKLOG)
+            await site.start()
+            self._is_open()
+            await self._refusing.wait()
+            await site.stop()
+            await self._drain(app)
+            wire.end(self.reason or f"the server ends, and {LATE.format(self._exit_timeout_s)}")
         finally:
             await runner.cleanup()
-            await wire.close()
+            await wire.close(FLUSH_S)
+            app.close()
+
+    async def _drain(self, app: App) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._exit_timeout_s):
+                while app.num_answering and not self._ending.is_set():
+                    await asyncio.sleep(DRAIN_S)

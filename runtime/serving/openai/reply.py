@@ -196,9 +196,11 @@ class Reply:
         """A chunk, as a server-sent event."""
         return event(f"{self._opening},{ENCODER.encode({'choices': choices, **more})[1:]}")
 
-    def whole(self) -> Json:
-        choices = [choice.whole() for choice in self.choices]
-        return {"id": self.id, "object": self._kind, **self._head, "choices": choices, **self.totals()}
+    def text(self) -> str:
+        """The whole answer, written choice by choice: while one is written, no other thread runs."""
+        head = ENCODER.encode({"id": self.id, "object": self._kind, **self._head})[:-1]
+        choices = ",".join(ENCODER.encode(choice.whole()) for choice in self.choices)
+        return f'{head},"choices":[{choices}],{ENCODER.encode(self.totals())[1:]}'
 
     def ending(self, include_usage: bool) -> str:
         """The last events of a stream."""

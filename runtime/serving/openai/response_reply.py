@@ -26,7 +26,7 @@ class ResponseItem:
     def __init__(self, index: int, part: AnswerPart) -> None:
         self.kind, self.call_id = part.kind, part.call_id
         kind, prefix, self._content, self._events = KINDS[part.kind]
-        self._text = ""
+        self._texts: list[str] = []
         self._own: Json = {"id": _new_id(prefix), "type": kind, "status": "in_progress"}
         self._at = {"item_id": self._own["id"], "output_index": index}
         match self.kind:
@@ -48,8 +48,12 @@ class ResponseItem:
         if self._content:
             yield {"type": "response.content_part.added", **self._at, "part": self._part("")}
 
+    @property
+    def _text(self) -> str:
+        return "".join(self._texts)
+
     def add(self, text: str) -> Iterator[Json]:
-        self._text += text
+        self._texts.append(text)
         if text:
             yield {"type": f"{self._events}.delta", **self._at, "delta": text, **self._logprobs()}
 
@@ -167,6 +171,10 @@ class ResponseReply:
         body = {"code": "server_error", "message": str(error)}
         response = {**self._head, "status": "failed", "error": body, "output": [], "usage": None}
         return self._numbered({"type": "response.failed", "response": response})
+
+    def text(self) -> str:
+        """The whole answer."""
+        return ENCODER.encode(self.whole())
 
     def whole(self) -> Json:
         details = {"reason": "max_output_tokens"} if self._choice.is_cut else None

@@ -75,6 +75,11 @@ class ApiRequest(Body):
     def num_choices(self) -> int:
         return self.n or 1
 
+    @property
+    def num_requests(self) -> int:
+        """To the engine."""
+        return self.num_choices
+
     def params(
         self, max_tokens: int, logprobs: int | None, structured: dict[str, Any] | None = None
     ) -> list[SamplingParams]:
@@ -143,6 +148,10 @@ class CompletionRequest(ApiRequest):
             said = "echo with logprobs: a prompt's are not computed"
             raise Refused("unsupported", "echo", said=said, way_out="leave one out")
         return self
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.prompt) * self.num_choices
 
 
 def _all(kind: type, values: list[Any]) -> bool:

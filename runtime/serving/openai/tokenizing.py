@@ -1,6 +1,5 @@
 """`/tokenize` and `/detokenize`, by vLLM's names."""
 
-import asyncio
 from typing import Any, Self
 
 from pydantic import model_validator
@@ -9,9 +8,8 @@ from hemiola.runtime.errors import Amount, Refused
 from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.schema import Body, Items, Message, Tool, as_chat
-from hemiola.runtime.text import LONG_TEXT
 
-MOST_IDS = 2**15  # of a call: names and text are made in the event loop
+MOST_IDS = 2**15  # of a call: each costs some microseconds
 
 
 class TokenizeRequest(Body):
@@ -40,17 +38,14 @@ class DetokenizeRequest(Body):
     tokens: Items[int]
 
 
-async def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:
+def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:
     text, prompt = model.need_text("prompt"), request.prompt
     if prompt is None:
         asked = {"model": request.model, "messages": request.messages, "tools": request.tools}
         kwargs = {"chat_template_kwargs": request.chat_template_kwargs}
         prompt, _ = render(model, as_chat({**asked, **kwargs}))
     special = request.add_special_tokens and request.prompt is not None  # a template writes its own
-    if len(prompt) < LONG_TEXT:
-        ids = text.encode(prompt, MOST_IDS, special)
-    else:
-        ids = await asyncio.to_thread(text.encode, prompt, MOST_IDS, special)
+    ids = text.encode(prompt, MOST_IDS, special)
     if len(ids) > MOST_IDS:
         said = f"the prompt is {len(ids)} tokens, at most {MOST_IDS} are read here"
         raise Refused("too_long", "prompt", len(ids), said=said)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import grpc
 from grpc import aio
@@ -46,11 +47,19 @@ Listener = Callable[[Found], Awaitable[None]]
 class Wire:
     """A running tritonserver; `options` are its channel's. To be made, used and closed in one event loop."""
 
-    def __init__(self, url: str, options: Sequence[tuple[str, int]], door_key: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        options: Sequence[tuple[str, int]],
+        door_key: str = "",
+        reason: Callable[[], str] = str,  # why the server ends, once it does
+    ) -> None:
         self._door_key = door_key
+        self._reason = reason
         self._channel = aio.insecure_channel(url, options=options)
         self.stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._exchanges: set[AsyncExchange] = set()  # asyncio keeps no task alive by itself
+        self._answers: WeakSet[Answers] = WeakSet()
 
     async def is_ready(self, models: Mapping[str, object]) -> bool:
         try:
@@ -62,27 +71,38 @@ class Wire:
         except aio.AioRpcError:
             return False
 
-    def ask(self, model: str, asked: list[tuple[list[int], SamplingParams]], begun: float = 0.0) -> "Answers":
-        """Starts a request for each of these. begun: when they came, by time.perf_counter."""
+    def pack(self, model: str, asked: list[tuple[list[int], SamplingParams]], begun: float) -> list[Any]:
+        """A request for each of these. begun: when they came, by time.perf_counter."""
         requests = [pack(model, ids, params, stream=True) for ids, params in asked]
         for request in requests if self._door_key else ():
             request.parameters[arrival.NAME].string_param = arrival.make_mark(self._door_key, begun)
+        return requests
+
+    def ask(self, requests: Sequence[Any]) -> "Answers":
+        """Starts each of these."""
         answers = Answers(len(requests))
         answers.exchanges = [self.begin(request, i, answers.tell) for i, request in enumerate(requests)]
+        self._answers.add(answers)
         return answers
+
+    def end(self, reason: str) -> None:
+        """Answers under way end with an error that says why."""
+        for answers in list(self._answers):
+            answers.fail(Lost(reason))
 
     def begin(self, request: Any, number: int, tell: Tell) -> "AsyncExchange":
         """Starts one request, which reads on by itself when nobody listens any more."""
-        exchange = AsyncExchange(self.stub, request, number, tell)
+        exchange = AsyncExchange(self.stub, request, number, tell, self._reason)
         self._exchanges.add(exchange)
         exchange.task.add_done_callback(lambda _: self._exchanges.discard(exchange))
         return exchange
 
-    async def close(self) -> None:
-        """Cancels what is in flight and ends the connection."""
+    async def close(self, timeout_s: float | None = None) -> None:
+        """Cancels what is in flight and ends the connection; a server that does not answer has that time."""
         for exchange in list(self._exchanges):
             exchange.cancel()
-        await asyncio.gather(*(exchange.task for exchange in self._exchanges), return_exceptions=True)
+        if self._exchanges:
+            await asyncio.wait([exchange.task for exchange in self._exchanges], timeout=timeout_s)
         await self._channel.close()
 
 
@@ -93,8 +113,9 @@ class AsyncExchange:
     by `cancel`.
     """
 
-    def __init__(self, stub: Any, request: Any, index: int, tell: Tell) -> None:
+    def __init__(self, stub: Any, request: Any, index: int, tell: Tell, reason: Callable[[], str]) -> None:
         self._stub = stub
+        self._reason = reason
         self._request = request
         self._index = index
         self._tell_it = tell
@@ -114,9 +135,10 @@ class AsyncExchange:
             await self._read()
         except aio.AioRpcError as error:
             text = f"the server: {error.code().name}: {error.details()}"
-            await self._tell(error=Lost(text) if error.code() in GONE else RuntimeError(text))
+            gone = error.code() in GONE
+            await self._tell(error=Lost(self._reason() or text) if gone else RuntimeError(text))
         except asyncio.CancelledError:
-            await self._tell(error=Lost("the server does not answer"))
+            await self._tell(error=Lost(self._reason() or "the server does not answer"))
         except Exception as error:
             log.exception("request %s", self._request.id)
             await self._tell(error=error)
@@ -138,7 +160,8 @@ class AsyncExchange:
                 ended = True
                 await self._send(last=True)
         if not ended:
-            await self._tell(error=Lost("the server ended the stream before the request was finished"))
+            text = "the server ended the stream before the request was finished"
+            await self._tell(error=Lost(self._reason() or text))
 
     async def _send(self, request: Any = None, last: bool = False) -> None:
         async with self._writing:
@@ -220,6 +243,10 @@ class Answers:
         self._error = self._error or error
         self._over.set()
         self._begun.set()
+
+    def fail(self, error: Exception) -> None:
+        if not self._over.is_set():
+            self._end(error)
 
     def close(self) -> None:
         self._over.set()

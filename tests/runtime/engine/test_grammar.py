@@ -281,6 +281,24 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_are_not(monkeypatch
     assert slow.compile(StructuredOutputsParams(regex="fast"))
 
 
+def test_the_limit_of_a_grammar_begins_behind_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first waited for that without a limit, and then as long as it may for its own compiling."""
+    refused, plain = threading.Event(), module._vocabulary
+
+    def slow(*given: object) -> object:
+        refused.wait(10)
+        return plain(*given)
+
+    monkeypatch.setattr(module, "_vocabulary", slow)
+    monkeypatch.setattr(module, "MOST_SECONDS", 0.2)
+    made = Grammars(tokenizer(), VOCAB)
+    with pytest.raises(Refused, match=r"^structured_outputs: it was not compiled within"):
+        made.compile(StructuredOutputsParams(regex="a"))
+    refused.set()
+    monkeypatch.setattr(module, "MOST_SECONDS", 60.0)
+    assert made.compile(StructuredOutputsParams(regex="a"))
+
+
 def test_a_tokenizer_that_is_not_of_bytes_is_refused() -> None:
     words = Grammars(Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b")), 2)
     for _ in range(2):

@@ -11,6 +11,7 @@ import pytest
 from kit.served import until
 
 from hemiola.runtime.serving import guard as guards
+from hemiola.runtime.serving import slow_reader
 from hemiola.runtime.serving.guard import Guard
 from hemiola.runtime.serving.tritonserver import ANY_PORTS
 
@@ -25,6 +26,9 @@ class Upstream:
 
     def __init__(self, path: Path) -> None:
         self.asked: list[bytes] = []
+        self.answer = ANSWER
+        self.gate = threading.Event()  # before it closes the connection
+        self.gate.set()
         self.endless = False
         self.num_sent = self.num_left = 0
         self._listener = socket.socket(socket.AF_UNIX)
@@ -47,7 +51,8 @@ class Upstream:
             while len(body) < length:
                 body += connection.recv(2**16)
             self.asked.append(head + b"\r\n\r\n" + body)
-            connection.sendall(ANSWER)
+            connection.sendall(self.answer)
+            self.gate.wait(60)
             while self.endless:
                 connection.sendall(b"x" * 2**16)
                 self.num_sent += 2**16
@@ -109,8 +114,12 @@ def test_a_form_body_reaches_the_parser_of_forms(guard: Guard, upstream: Upstrea
         (400, b"X-A: 1\nContent-Length: 3\r\n\r\n"),
         (400, b"X-A : 1\r\n\r\n"),
         (400, b"Content-Length: 2000\r\n\r\n" + b"[" * 2000),
-        (415, b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}"),
+        (400, b"X-A: \0\r\n\r\n"),
+        (400, b'Content-Length: 25\r\n\r\n{"timeout":1,"timeout":2}'),
+        (400, b'Content-Length: 19\r\n\r\n{"a":1,"\\u0061":2 }'),
         (431, b"X-A: %s\r\n\r\n" % (b"a" * 2**17)),
+        (431, b"X-A: %s\r\n\r\n" % (b"a" * 9000)),
+        (431, b"X-A: %s\r\n" % (b"a" * 7000) * 10 + b"\r\n"),
     ],
 )
 def test_what_is_no_plain_request_goes_on(
@@ -120,6 +129,120 @@ def test_what_is_no_plain_request_goes_on(
     assert found.startswith(b"HTTP/1.1 %d " % status), found
     assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]
     assert not upstream.asked
+
+
+GET = b"GET /x HTTP/1.1"
+
+
+@pytest.mark.parametrize(
+    ("status", "first_line"),
+    [
+        (400, b"GET /x"),
+        (400, b"GET /x HTTP/2.0"),
+        (400, b"GET /x HTTX/1.1"),
+        (400, b"GET x HTTP/1.1"),
+        (400, b"GET  /x HTTP/1.1"),
+        (400, b"GET\t/x HTTP/1.1"),
+        (400, b"get /x HTTP/1.1"),
+        (400, b"GET /x\0 HTTP/1.1"),
+        (400, b"CONNECT a:80 HTTP/1.1"),
+        (400, b"OPTIONS * HTTP/1.1"),
+        (400, b"\x16\x03\x01\0\xa5"),
+        (400, b" "),
+        (414, b"GET /x?%s HTTP/1.1" % (b"a" * 9000)),
+        (414, b"GET /x?%s HTTP/1.1" % (b"a" * 60_000)),
+        (414, b"GET /x?%s HTTP/1.1" % (b"a" * 10_000_000)),
+        (200, b"GET http://127.0.0.1:8000/x HTTP/1.1"),
+        (200, b"GET /x HTTP/1.0"),
+        (200, "GET /ä HTTP/1.1".encode()),
+        (200, b"\r\n" + GET),
+        (200, b"\r\n\r\n" + GET),
+    ],
+)
+def test_a_first_line_that_is_no_http_gets_no_answer(
+    guard: Guard, upstream: Upstream, status: int, first_line: bytes
+) -> None:
+    found = said(guard, first_line + b"\r\nHost: a\r\n\r\n")
+    assert found.startswith(b"HTTP/1.1 %d " % status), found
+    assert bool(upstream.asked) == (status == 200)
+    if status != 200:
+        assert "\n" not in json.loads(found.partition(b"\r\n\r\n")[2])["error"]
+
+
+@pytest.mark.parametrize("begun", [GET + b"\n", GET + b"\nX: y\r\n\r\n", GET + b"\r\nX: y\n", b"\n" + GET])
+def test_a_line_that_ends_in_a_bare_lf_is_taken_for_the_beginning_of_another(
+    guard: Guard, upstream: Upstream, begun: bytes
+) -> None:
+    with socket.create_connection(("127.0.0.1", guard.ports["http"]), timeout=60) as connection:
+        connection.sendall(begun)
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 400 ")
+    assert not upstream.asked
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"br", b"zstd", b"x-gzip", b"gzip, identity", b"nonsense"])
+def test_a_compressed_body_is_not_told_what_to_send(guard: Guard, upstream: Upstream, coding: bytes) -> None:
+    found = said(guard, POST + b"Content-Encoding: %s\r\nContent-Length: 2\r\n\r\n{}" % coding)
+    assert found.startswith(b"HTTP/1.1 415 ") and b"\r\nAccept-Encoding: identity\r\n" in found
+    assert coding.decode() in json.loads(found.partition(b"\r\n\r\n")[2])["error"]
+    twice = b"Content-Encoding: %s\r\nContent-Encoding: identity\r\nContent-Length: 2\r\n\r\n{}" % coding
+    assert said(guard, POST + twice).startswith(b"HTTP/1.1 400 ")
+    assert not upstream.asked
+
+
+def test_an_answer_without_a_byte_is_passed_on(guard: Guard, upstream: Upstream) -> None:
+    upstream.answer = b""
+    assert said(guard, GET + b"\r\n\r\n").startswith(b"HTTP/1.1 502 ")
+
+
+def test_a_request_that_ends_before_it_is_whole_gets_no_answer(guard: Guard) -> None:
+    for begun in (GET, GET + b"\r\nHost: a\r\n", POST + b"Content-Length: 9\r\n\r\n{"):
+        with socket.create_connection(("127.0.0.1", guard.ports["http"]), timeout=60) as connection:
+            connection.sendall(begun)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(2**16).startswith(b"HTTP/1.1 400 ")
+
+
+EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENT = b"a\r\ndata: {}\n\n\r\n"
+
+
+def events_of(answer: bytes) -> list[bytes]:
+    """Of a chunked stream that is whole."""
+    body, events = answer.partition(b"\r\n\r\n")[2], b""
+    while True:
+        length, _, body = body.partition(b"\r\n")
+        if not int(length, 16):
+            assert body == b"\r\n"
+            return [event.removeprefix(b"data: ") for event in events.split(b"\n\n")[:-1]]
+        events, body = events + body[: int(length, 16)], body[int(length, 16) :].removeprefix(b"\r\n")
+
+
+@pytest.mark.parametrize("passed", [EVENTS, EVENTS + EVENT, EVENTS + EVENT * 3])
+@pytest.mark.parametrize("reason", ["", "not ended within 30 s"])
+def test_a_stream_that_tritonserver_cuts_ends_without_an_error(
+    guard: Guard, upstream: Upstream, passed: bytes, reason: str
+) -> None:
+    upstream.answer = passed
+    upstream.gate.clear()
+    with socket.create_connection(("127.0.0.1", guard.ports["http"]), timeout=60) as connection:
+        connection.sendall(GET + b"\r\n\r\n")
+        found = connection.recv(1)
+        guard.reason = reason
+        upstream.gate.set()
+        found += b"".join(iter(lambda: connection.recv(2**16), b""))
+    *whole, last = events_of(found)
+    assert whole == [b"{}"] * passed.count(b"data")
+    assert (reason or "tritonserver ended") in json.loads(last)["error"]
+
+
+@pytest.mark.parametrize(
+    "passed", [EVENTS + EVENT + b"0\r\n\r\n", EVENTS + EVENT[:-6], ANSWER.replace(b": 2", b": 9")]
+)
+def test_an_answer_that_is_whole_or_cut_within_an_event_gets_one_more(
+    guard: Guard, upstream: Upstream, passed: bytes
+) -> None:
+    upstream.answer = passed
+    assert said(guard, GET + b"\r\n\r\n") == passed
 
 
 @pytest.mark.parametrize(
@@ -136,7 +259,7 @@ def test_a_client_that_trickles_stays_for_ever(
 def test_a_reader_that_is_dead_holds_a_growing_buffer(
     guard: Guard, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "WRITE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(slow_reader, "WRITE_TIMEOUT_S", 1.0)
     upstream.endless = True
     with socket.create_connection(("127.0.0.1", guard.ports["http"])) as dead:
         dead.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
@@ -182,3 +305,19 @@ def test_a_door_that_drains_takes_new_connections_or_cuts_answers(guard: Guard, 
         until(refused)
         for _ in range(100):
             assert held.recv(2**16)
+
+
+def test_a_probe_behind_the_word_to_refuse_is_answered_by_tritonserver(
+    guard: Guard, upstream: Upstream
+) -> None:
+    """The loop comes to know of it later, and so may have taken the connection already."""
+    with socket.create_connection(("127.0.0.1", guard.ports["http"]), timeout=60) as probe:
+        until(lambda: guard._reading)
+        held, gate = threading.Event(), threading.Event()
+        guard._loop.call_soon_threadsafe(lambda: held.set() or gate.wait(60))
+        held.wait(60)
+        probe.sendall(b"GET /v2/health/ready HTTP/1.1\r\n\r\n")
+        guard.refuse()
+        gate.set()
+        assert probe.recv(2**16).startswith(b"HTTP/1.1 503 ")
+    assert not upstream.asked

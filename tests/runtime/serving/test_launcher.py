@@ -1,10 +1,12 @@
 """What a server decides before and after tritonserver; tests/model_repo has the real one."""
 
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +14,13 @@ import pytest
 from kit.served import until
 
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.serving import heartbeat, launcher
+from hemiola.runtime.serving import ending, heartbeat, launcher
+from hemiola.runtime.serving.engines import name_engines
 from hemiola.runtime.serving.heartbeat import Beat
 from hemiola.runtime.serving.home import Home
-from hemiola.runtime.serving.launcher import Server, name_engines
-from hemiola.runtime.serving.tritonserver import ANY_PORTS, Ports, Triton, choose_ports
+from hemiola.runtime.serving.launcher import Server
+from hemiola.runtime.serving.listener import refuse_connections
+from hemiola.runtime.serving.tritonserver import ANY_PORTS, Ports, Triton, bind, choose_ports
 
 A, B = Path("a"), Path("b")
 
@@ -79,18 +83,35 @@ def test_a_free_port_that_somebody_else_takes_first_is_no_refusal(
 ) -> None:
     """Tritonserver takes its ports when its engines are loaded; one that was asked for is no other."""
     tried: list[Ports] = []
+    others = ExitStack()
 
     def start(server: Server) -> None:
         tried.append(server.ports)
         if len(tried) < 3:
-            raise Refused("failed to start GRPC service: Unavailable - Socket '127.0.0.1:1' already in use")
+            others.enter_context(bind(server.host, server.ports.grpc, "grpc", listens=True))
+            raise Refused("failed", said="tritonserver did not start: Socket '127.0.0.1:1'")
 
     monkeypatch.setattr(Server, "start", start)
     server = Server({}, ports=wanted)
     server.ports = choose_ports(server.host, ANY_PORTS)
-    with pytest.raises(Refused, match="already in use") if all(wanted) else nullcontext(), server:
+    with others, pytest.raises(Refused, match="did not start") if all(wanted) else nullcontext(), server:
         pass
     assert len(set(tried)) == (1 if all(wanted) else 3)
+
+
+def test_a_server_that_cannot_start_on_free_ports_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Ports] = []
+
+    def start(server: Server) -> None:
+        tried.append(server.ports)
+        raise Refused("failed", said="the port of another program is already in use")
+
+    monkeypatch.setattr(Server, "start", start)
+    server = Server({})
+    server.ports = choose_ports(server.host, ANY_PORTS)
+    with pytest.raises(Refused, match="of another program"), server:
+        pass
+    assert len(tried) == 1
 
 
 @pytest.fixture
@@ -210,3 +231,108 @@ def test_models_whose_names_differ_behind_a_dot_alone_write_each_its_own_heartbe
     for name in failures:
         heartbeat.remove(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_stuck", [1, 2, 3])
+def test_a_server_that_loads_and_never_opens_is_waited_for_until_the_start_timeout(
+    monkeypatch: pytest.MonkeyPatch, family: subprocess.Popen[str], num_stuck: int
+) -> None:
+    """Seen once: tritonserver's threads slept behind a loaded engine, and nothing listened."""
+    monkeypatch.setattr(launcher, "OPEN_S", 0.0)
+    server, starts, said = serving(family, "m"), [], []
+    monkeypatch.setattr(server.printer, "say", said.append)
+
+    def start() -> None:
+        starts.append(server.ports)
+        if len(starts) <= num_stuck:
+            server._process = server._process or SimpleNamespace(
+                poll=lambda: None, pid=0, wait=lambda *_: 0, terminate=lambda: None
+            )
+            server._guard = SimpleNamespace(reason="", close=lambda: None)
+            server._home = server._home or Home()
+            heartbeat.write(server._home.beats / "m", heartbeat.now(0, 0, 0, ""))
+            server._await_ready()
+
+    monkeypatch.setattr(server, "start", start)
+    monkeypatch.setattr(launcher.os, "killpg", lambda *_: family.kill())
+    words = r"^tritonserver has loaded its engines, but opened no door within 0 s; start it again$"
+    with pytest.raises(Refused, match=words) if num_stuck == launcher.TRIES else nullcontext():
+        server._start_first()
+    assert len(starts) == min(num_stuck + 1, launcher.TRIES)
+    assert len(said) == min(num_stuck, launcher.TRIES - 1)
+    server.kill()
+
+
+class FakeDoor:
+    """Remembers what it was told, and whether the server still ran."""
+
+    def __init__(self, server: Server) -> None:
+        self.told: list[tuple[str, bool]] = []
+        self.refused = False
+        self._server = server
+
+    @property
+    def reason(self) -> str:
+        return self.told[-1][0] if self.told else ""
+
+    @reason.setter
+    def reason(self, text: str) -> None:
+        if text != self.reason:
+            self.told.append(
+                (text, self._server._process is not None and self._server._process.poll() is None)
+            )
+
+    def refuse(self) -> None:
+        self.refused = True
+
+
+def test_a_front_is_told_why_its_streams_are_cut_when_they_are_cut_already(
+    family: subprocess.Popen[str],
+) -> None:
+    server = serving(family, "m", exit_timeout_s=0)
+    front = FakeDoor(server)
+    server.fronts.append(front)
+    with pytest.raises(RuntimeError, match="3 requests in flight are lost"):
+        server.stop()
+    assert front.refused
+    assert front.told == [("3 requests in flight are lost: not ended within 0 s (--exit-timeout)", True)]
+
+
+def test_an_engine_takes_new_requests_of_a_server_that_ends(family: subprocess.Popen[str]) -> None:
+    """Over gRPC connections that it has: tritonserver serves these until it is gone."""
+    server = serving(family, "m")
+    beat = server._home.beats / "m"
+    assert not ending.begun(beat)
+    server.refuse()
+    assert ending.begun(beat)
+    server.kill()
+
+
+LISTENS = """
+import socket, sys
+held = socket.create_server(("127.0.0.1", 0))
+print(held.getsockname()[1], flush=True)
+taken = held.accept()[0]
+while data := taken.recv(9):
+    taken.sendall(data)
+"""
+
+
+def test_grpcs_port_takes_connections_while_the_server_drains() -> None:
+    process = subprocess.Popen([sys.executable, "-c", LISTENS], stdout=subprocess.PIPE, text=True)
+    try:
+        port = int(process.stdout.readline())
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as kept:
+            kept.sendall(b"a")
+            assert kept.recv(9) == b"a"
+            assert not refuse_connections(process.pid, port + 1)
+            if not refuse_connections(process.pid, port):
+                pytest.skip("this kernel gives nobody another process's sockets")
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+            kept.sendall(b"b")
+            assert kept.recv(9) == b"b"
+    finally:
+        process.kill()
+        process.wait()
+    assert not refuse_connections(process.pid, port)

@@ -1,5 +1,6 @@
 """Who reaches which door of a `hemiola serve`, and what ends when it is told to end."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -53,30 +54,54 @@ def test_nobody_is_told_who_reaches_which_door() -> None:
     assert doors(server, None, ())[-1] == "door     10.0.0.1:3 metrics: the network of this address, no key"
 
 
-def test_the_doors_drain_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The OpenAI API first, while tritonserver took new requests: up to two exit timeouts."""
+@pytest.mark.parametrize(
+    ("serves", "drains", "expected"),
+    [
+        (KeyboardInterrupt, None, ["starts", "refuses", "says so", "tritonserver drains", "waits"]),
+        (KeyboardInterrupt, RuntimeError, ["starts", "refuses", "says so", "tritonserver drains", "closes"]),
+        (RuntimeError, RuntimeError, ["starts", "tritonserver drains", "closes"]),
+    ],
+)
+def test_the_doors_drain_one_after_the_other_or_are_left_open(
+    monkeypatch: pytest.MonkeyPatch,
+    serves: type[BaseException],
+    drains: type[BaseException] | None,
+    expected: list[str],
+) -> None:
+    """The OpenAI API first, while tritonserver took new requests; and not at all, if requests were lost."""
     happened: list[str] = []
 
     class Server:
         engines, http_url, grpc_url, metrics_url, door_key = {}, "", "", "", ""
         host, ports, printer = "127.0.0.1", Ports(1, 2, 3), None
 
+        def __init__(self) -> None:
+            self.fronts: list[SimpleNamespace] = []
+
         def check(self) -> None: ...
         def serve(self, restarts: int) -> None:
-            raise KeyboardInterrupt
+            raise serves
+
+        def refuse(self) -> None:
+            for front in self.fronts:
+                front.refuse()
 
         def __enter__(self) -> None: ...
         def __exit__(self, *error: object) -> None:
             happened.append("tritonserver drains")
+            if drains is not None:
+                raise drains
 
     def note(what: str) -> object:
         return lambda *_: happened.append(what)
 
     front = SimpleNamespace(
-        host="127.0.0.1", port=4, url="", start=note("starts"), refuse=note("refuses"), stop=note("waits")
-    )
+        host="127.0.0.1", port=4, url="", start=note("starts"), refuse=note("refuses"), stop=note("waits"),
+        close=note("closes"),
+    )  # fmt: skip
     monkeypatch.setattr(FrontPlan, "front", lambda plan, server: front)
-    monkeypatch.setattr(serve, "say", lambda *_: None)
+    monkeypatch.setattr(serve, "say", lambda line, *_: happened.append("says so") if "wait" in line else None)
     monkeypatch.setattr(serve.gc, "freeze", lambda: None)
-    serve._serve(Server(), FrontPlan(OpenaiOptions(), {}, 30), 0)
-    assert happened == ["starts", "refuses", "tritonserver drains", "waits"]
+    with pytest.raises(drains) if drains else nullcontext():
+        serve._serve(Server(), FrontPlan(OpenaiOptions(), {}, 30), 0)
+    assert happened == expected

@@ -1,5 +1,6 @@
 """Every bad body has its status, its code and a message that names it; the next good request works."""
 
+import gzip
 import json
 from collections.abc import Callable, Iterator
 
@@ -83,6 +84,11 @@ BAD = {
     "call_arguments": (
         CHAT, says(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
         "messages[0].tool_calls[0].function.arguments", "arguments is not a JSON object",
+    ),
+    "call_arguments_twice": (
+        CHAT,
+        says(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]),
+        "messages[0].tool_calls[0].function.arguments", "the key 'a' stands twice in one object",
     ),
     "call_that_no_template_shows": (
         CHAT,
@@ -204,12 +210,37 @@ def test_other_paths_and_methods_have_the_shape_too(post: object, start: Callabl
     check(requests.get(f"{url}/models/gpt", timeout=60), 404, "no model 'gpt'")
     unknown = requests.post(f"{url}/{TEXT}", json={"model": "gpt"} | P, timeout=60)
     assert check(unknown, 404, "no model 'gpt', there is tiny, ids, bare")["param"] == "model"
-    for encoding in ("gzip", "deflate", "br"):
-        body, head = json.dumps({"model": "tiny"} | P), {"Content-Encoding": encoding}
-        check(
-            requests.post(f"{url}/{TEXT}", data=body, headers=head, timeout=60),
-            400,
-            "the body cannot be read",
-        )
+    body = json.dumps({"model": "tiny"} | P).encode()
+    packed = gzip.compress(body)
+    for broken in (body, packed[:-9], packed + b"x", packed[:20] + b"xx" + packed[22:], b"\x1f\x8b"):
+        head = {"Content-Encoding": "gzip"}
+        answer = requests.post(f"{url}/{TEXT}", data=broken, headers=head, timeout=60)
+        check(answer, 400, "the body cannot be read")
     huge = requests.get(f"{url}/models", headers={"X-Flood": "x" * 100_000}, timeout=60)
     assert huge.status_code == 400
+
+
+@pytest.mark.parametrize("coding", ["br", "zstd", "deflate", "compress", "x-gzip", "gzip, gzip", "nonsense"])
+@pytest.mark.parametrize("route", [TEXT, CHAT, "responses", "../tokenize"])
+def test_a_body_in_a_coding_that_nobody_reads_is_read_as_plain_text(
+    start: Callable[..., Front], triton: ScriptedTriton, coding: str, route: str
+) -> None:
+    head = {"Content-Encoding": coding}
+    body = json.dumps({"model": "tiny"} | P)
+    answer = requests.post(f"{start().url}/{route}", data=body, headers=head, timeout=60)
+    check(answer, 415, f"the body is sent with Content-Encoding {coding}; send it plain, or gzip")
+    assert answer.headers["Accept-Encoding"] == "gzip, identity"
+    assert not triton.requests
+
+
+def test_a_gzip_body_of_several_members_or_beyond_the_limit_is_cut(
+    start: Callable[..., Front], triton: ScriptedTriton
+) -> None:
+    triton.script = script("ok")
+    url = f"{start(max_body=3 * 2**20).url}/{TEXT}"
+    head = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    body = json.dumps({"model": "tiny"} | P).encode().ljust(2 * 2**20)  # as much as 8 pieces
+    for packed in (gzip.compress(body), gzip.compress(body[:9]) + gzip.compress(body[9:])):
+        assert requests.post(url, data=packed, headers=head, timeout=60).status_code == 200
+    bomb = gzip.compress(bytes(20 * 2**20), 1)
+    check(requests.post(url, data=bomb, headers=head, timeout=60), 413, "more than 3145728 bytes")

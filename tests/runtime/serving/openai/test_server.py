@@ -184,5 +184,5 @@ def test_a_body_ends_tritonserver_and_every_stream(
 
 def test_a_long_query_ends_tritonserver(served: Served) -> None:
     answer = requests.get(f"{served.http_url}/v2/health/ready?{'a' * (10 << 20)}", timeout=60)
-    assert answer.status_code == 431
+    assert answer.status_code == 414
     assert requests.get(f"{served.http_url}/v2/health/ready", timeout=60).status_code == 200

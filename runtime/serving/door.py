@@ -1,0 +1,68 @@
+"""Ports that one thread with an event loop serves: guard.py's, and that of the OpenAI front."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+FLUSH_S = 1.0  # for the last words of a server that ended
+CLOSE_S = 4.0  # for all of the end; whatever takes longer is left alone, in a thread that holds up no exit
+BACKLOG = 1024
+
+
+class Door(ABC):
+    """Holds its ports from the beginning, but listens only once opened."""
+
+    def __init__(self, name: str, sockets: Mapping[str, socket.socket], log: logging.Logger) -> None:
+        self._sockets = sockets
+        self._log = log
+        self.refuses = False  # new requests; set at once, before the loop comes to know of it
+        self.reason = ""  # why answers under way end, once they do
+        self._refusing, self._ending = asyncio.Event(), asyncio.Event()
+        self._started: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @abstractmethod
+    async def _serve(self) -> None:
+        """Opens, calls `_is_open`, and serves: refuses from `_refusing` on, ends soon after `_ending`."""
+
+    def _open(self) -> None:
+        """Returns when it listens."""
+        self._thread.start()
+        self._loop = self._started.result()
+
+    def _is_open(self) -> None:
+        self._started.set_result(asyncio.get_running_loop())
+
+    def refuse(self) -> None:
+        """New connections and requests are refused; answers under way go on. Does not wait."""
+        self.refuses = True
+        self._set(self._refusing)
+
+    def close(self, reason: str = "") -> None:
+        """Ends everything within CLOSE_S; streams that are cut end with an event that gives the reason."""
+        self.reason = self.reason or reason
+        self.refuse()
+        self._set(self._ending)
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+        for held in self._sockets.values():
+            held.close()
+
+    def _set(self, event: asyncio.Event) -> None:
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # its loop has just ended
+                self._loop.call_soon_threadsafe(event.set)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if not self._started.done():
+                self._started.set_exception(error)
+                return
+            self._log.exception("%s ended", self._thread.name)

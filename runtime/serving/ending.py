@@ -1,0 +1,21 @@
+"""A server that has begun to end takes no new requests, at any door: what each says, and how engines know.
+
+Callers of gRPC keep their connections, which tritonserver serves until it is gone: there the engine refuses.
+"""
+
+import contextlib
+from pathlib import Path
+
+REASON = "the server ends; ask another, or try again later"
+FILE = "~ends"  # beside the heartbeats; no model's name begins so
+
+
+def begin(beats: Path) -> None:
+    """For the models whose heartbeats stand there."""
+    with contextlib.suppress(OSError):
+        (beats / FILE).touch()
+
+
+def begun(heartbeat: Path) -> bool:
+    """Whether the server of the model that writes this file has begun to end."""
+    return heartbeat.with_name(FILE).exists()

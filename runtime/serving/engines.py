@@ -1,0 +1,71 @@
+"""The engines of a server: their names, their own settings, and what is refused before one is started."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hemiola.runtime import manifest
+from hemiola.runtime.arch import ARCHS, split
+from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
+from hemiola.runtime.errors import Refused, in_python, within
+from hemiola.runtime.json_file import read_json
+from hemiola.runtime.serving import settings
+
+
+def name_engines(engine_dirs: Sequence[Path], names: Sequence[str]) -> dict[str, Path]:
+    """Pairs --engine-dir with --model-name, in order; a single engine is called hemiola."""
+    if not names and len(engine_dirs) == 1:
+        names = ["hemiola"]
+    if len(names) != len(engine_dirs):
+        said = f"{len(engine_dirs)} --engine-dir but {len(names)} --model-name"
+        raise Refused("conflict", "model_name", said=said, way_out="give each engine a name")
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+            said = f"model name {name!r} cannot be a path in a URL"
+            way_out = "use letters, digits, '_', '-' and '.'"
+            raise Refused("malformed", "model_name", said=said, way_out=way_out)
+    if len(set(names)) != len(names):
+        said = f"model names {', '.join(names)} are not all different"
+        raise Refused("conflict", "model_name", said=said, way_out="give each engine its own")
+    return dict(zip(names, engine_dirs, strict=True))
+
+
+def read_models(
+    file: Path | None, engine_dirs: Sequence[Path], names: Sequence[str]
+) -> tuple[dict[str, Path], dict[str, dict[str, Any]]]:
+    """Engines by model name, and each one's own settings, from a file or from the command line."""
+    if file is None:
+        if not engine_dirs:
+            said = "no engine is given"
+            raise Refused("missing", "engine_dir", said=said, way_out="pass --engine-dir or --models")
+        return name_engines(engine_dirs, names), {}
+    if engine_dirs or names:
+        said = "--models names the engines"
+        raise Refused("conflict", "models", said=said, way_out="leave --engine-dir and --model-name out")
+    found = _read_json(file)
+    if not (isinstance(found, dict) and found) or not all(
+        isinstance(own, dict) and "engine_dir" in own for own in found.values()
+    ):
+        said = f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}'
+        raise Refused("malformed", "models", said=said, way_out="correct it")
+    for name, own in found.items():
+        with within(f"{file}: {name}", in_python):
+            settings.split(own)
+    paths = [file.parent / own["engine_dir"] for own in found.values()]
+    return name_engines(paths, list(found)), found
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return read_json(file, "correct it")
+    except OSError as error:
+        said = f"--models {file} cannot be read ({error.strerror})"
+        raise Refused("not_found", "models", said=said, way_out="pass another file") from None
+
+
+def check_sizes(found: Mapping[str, Any], engine: manifest.Manifest) -> None:
+    """What the model would refuse when it is loaded, whatever memory is free then."""
+    if split(engine.arch)[0] in ARCHS:  # else it says that
+        _, options = settings.split(found)
+        resolve(ServeConfig(**options), engine, ENDLESS)

@@ -1,0 +1,87 @@
+"""A body as requests to the engine: everything that its size makes dear, so that a thread may do it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.openai.chat import render
+from hemiola.runtime.serving.openai.guide import guide
+from hemiola.runtime.serving.openai.model import ServedModel
+from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, TextChoice
+from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
+from hemiola.runtime.serving.openai.responses import ResponsesRequest
+from hemiola.runtime.serving.openai.schema import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
+from hemiola.runtime.serving.openai.wire import Found
+
+
+class Work(NamedTuple):
+    """One request to the engine for each choice."""
+
+    asked: list[tuple[list[int], SamplingParams]]
+    choices: Sequence[Choice]
+    reply: Reply | ResponseReply
+
+    async def take(self, found: Found) -> None:
+        for index, piece in found:
+            self.choices[index].take(piece)
+
+    @property
+    def num_tokens(self) -> int:
+        """That the whole answer names: ids, and the best of each place."""
+        tokens = (
+            (choice.num_output_tokens + len(choice.prompt_ids)) * (1 + (params.logprobs or 0))
+            for choice, (_, params) in zip(self.choices, self.asked, strict=True)
+        )
+        return sum(tokens)
+
+
+def completion(model: ServedModel, request: CompletionRequest) -> Work:
+    prompts = [encode(model, prompt) for prompt in request.prompt]
+    params = request.params(request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs)
+    tokens = model.tokens if request.logprobs is not None else None
+    choices: list[Choice] = []
+    for prompt, ids in zip(request.prompt, prompts, strict=True):
+        echo = ""
+        if request.echo:
+            echo = prompt if isinstance(prompt, str) else model.need_text("echo").decode(prompt)
+        for _ in params:
+            choices.append(TextChoice(len(choices), ids, tokens, bool(request.return_token_ids), echo))
+    asked = [(ids, each) for ids in prompts for each in params]
+    return Work(asked, choices, Reply("text_completion", model, choices, len(params)))
+
+
+def chat(model: ServedModel, request: ChatRequest) -> Work:
+    prompt, expected = render(model, request)
+    structured = guide(request, expected)
+    ids = encode(model, prompt, special=False)
+    most = request.most_tokens or max(model.max_len - len(ids), 1)
+    params = request.params(most, request.num_logprobs, structured)
+    tokens = model.tokens if request.logprobs else None
+    with_ids = bool(request.return_token_ids)
+    choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
+    reply = Reply("chat.completion", model, choices, len(params))
+    return Work([(ids, each) for each in params], choices, reply)
+
+
+def response(model: ServedModel, request: ResponsesRequest) -> Work:
+    as_chat = request.chat()
+    prompt, expected = render(model, as_chat)
+    structured = guide(as_chat, expected)
+    ids = encode(model, prompt, special=False)
+    most = request.max_output_tokens or max(model.max_len - len(ids), 1)
+    (params,) = as_chat.params(most, None, structured)
+    choice = ResponseChoice(ids, expected)
+    reply = ResponseReply(model, request, choice)
+    return Work([(ids, params)], [choice], reply)
+
+
+def encode(model: ServedModel, prompt: str | list[int], special: bool = True) -> list[int]:
+    """The ids of a prompt. One that can never fit is refused here: it would be sent once for each choice."""
+    if isinstance(prompt, str):
+        prompt = model.need_text("prompt").encode(prompt, model.max_len, special)
+    if len(prompt) > model.max_len:
+        limit = f"max_len={model.max_len} must hold it and at least one more"
+        said = f"prompt is {len(prompt)} tokens, {limit}"
+        raise Refused("too_long", "prompt", len(prompt), said=said, way_out="shorten it")
+    return prompt

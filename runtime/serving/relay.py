@@ -1,0 +1,112 @@
+"""One exchange with tritonserver: the request goes to it whole, the answer comes back as it is made."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+
+from hemiola.runtime.serving.http_request import CHUNK, MAX_LINE, Refusal
+from hemiola.runtime.serving.slow_reader import never_waits, writing
+
+LAST_CHUNK = b"0\r\n\r\n"
+STREAM = (b"\r\ncontent-type: text/event-stream", b"\r\ntransfer-encoding: chunked")
+EDGE = b"\n\r\n"  # of a chunk: events end with an empty line, and so do headers
+
+
+async def exchange(
+    target: Path,
+    request: bytes,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    reason: Callable[[], str],
+) -> None:
+    """Until tritonserver's answer has ended, or its client has left: then tritonserver is left, too.
+
+    reason: why the server ends, if it does.
+    """
+    try:
+        answer, asked = await asyncio.open_unix_connection(target)
+    except OSError:
+        why = reason() or "tritonserver does not answer; try again in a moment"
+        raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, why) from None
+    relayed = _relay(request, asked, answer, writer, reason)
+    parts = [asyncio.create_task(part) for part in (relayed, left(reader))]
+    try:
+        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        if parts[0].done():
+            parts[0].result()
+    finally:
+        for part in parts:
+            part.cancel()
+        asked.transport.abort()
+
+
+async def _relay(
+    request: bytes,
+    asked: asyncio.StreamWriter,
+    answer: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    reason: Callable[[], str],
+) -> None:
+    """The answer, piece by piece. A client that reads nothing of it for a time is left."""
+    asked.write(request)
+    with contextlib.suppress(ConnectionError):  # what it has said before it closed is the answer
+        await asked.drain()
+    passed = Passed()
+    while piece := await _read(answer):
+        passed.add(piece)
+        await _write(writer, piece)
+    if not passed.tail:
+        why = reason() or "tritonserver closed the connection without an answer; try again in a moment"
+        raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE if reason() else HTTPStatus.BAD_GATEWAY, why)
+    if passed.is_cut_stream:
+        why = reason() or "tritonserver ended before the answer did"
+        event = f"data: {json.dumps({'error': why})}\n\n".encode()
+        await _write(writer, b"%x\r\n%b\r\n%b" % (len(event), event, LAST_CHUNK))
+    writer.close()
+    async with writing(writer.transport):
+        await writer.wait_closed()
+
+
+async def _read(answer: asyncio.StreamReader) -> bytes:
+    """b"" where the server closed it, or was killed."""
+    try:
+        return await answer.read(CHUNK)
+    except ConnectionError:
+        return b""
+
+
+async def _write(writer: asyncio.StreamWriter, piece: bytes) -> None:
+    watched = not never_waits(writer.transport, len(piece))
+    writer.write(piece)
+    if watched:
+        async with writing(writer.transport):
+            await writer.drain()
+
+
+class Passed:
+    """What of an answer has passed, as far as it matters at its end."""
+
+    def __init__(self) -> None:
+        self._head = b""
+        self.tail = b""
+
+    def add(self, piece: bytes) -> None:
+        if b"\r\n\r\n" not in self._head and len(self._head) < MAX_LINE:
+            self._head += piece[:MAX_LINE]
+        self.tail = (self.tail + piece)[-len(LAST_CHUNK) :]
+
+    @property
+    def is_cut_stream(self) -> bool:
+        """A stream of events that ended before its last chunk, between two of them."""
+        head = self._head.partition(b"\r\n\r\n")[0].lower()
+        is_stream = all(header in head for header in STREAM)
+        return is_stream and self.tail != LAST_CHUNK and self.tail.endswith(EDGE)
+
+
+async def left(reader: asyncio.StreamReader) -> None:
+    """Until the client has left. Another request on its connection is not answered."""
+    while await reader.read(CHUNK):
+        pass

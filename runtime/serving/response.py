@@ -1,0 +1,73 @@
+"""Pieces as the tensors of a response; model_repo/hemiola/config.pbtxt names them all."""
+
+import json
+from dataclasses import asdict
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hemiola.runtime.api import Logprob, Piece
+from hemiola.runtime.serving.stream import Stream
+
+
+class ResponseTensor(NamedTuple):
+    """A tensor."""
+
+    name: str
+    values: "np.ndarray[Any, Any]"
+
+
+def tensors(stream: Stream, said: list[list[Piece]], over: bool) -> list[ResponseTensor]:
+    """One response that says all of these pieces, those of each branch."""
+    texts = ["".join(piece.text for piece in pieces) for pieces in said]
+    texts, stream.echo = [stream.echo + text for text in texts], ""
+    ids = [[token_id for piece in pieces for token_id in piece.token_ids] for pieces in said]
+    for branch, own in zip(stream.branches, ids, strict=True):
+        branch.num_tokens += len(own)
+    out = [string_tensor("text_output", texts), int_tensor("output_ids", list(chain(*ids)))]
+    logprobs = [[logprob for piece in pieces for logprob in piece.logprobs or ()] for pieces in said]
+    out += logprob_tensors(stream, logprobs, over)
+    if over:
+        lasts = [pieces[-1] for pieces in said]
+        reasons = [
+            "timeout" if last.finish_reason == "cancelled" else str(last.finish_reason) for last in lasts
+        ]
+        out += [
+            string_tensor("finish_reason", reasons),
+            int_tensor("num_input_tokens", [len(stream.input_ids)]),
+            int_tensor("num_output_tokens", [branch.num_tokens for branch in stream.branches]),
+        ]
+        if stream.flags["return_input_ids"]:
+            out.append(int_tensor("input_ids", stream.input_ids))
+        if stream.flags["return_metrics"]:
+            found = [json.dumps(asdict(last.metrics)) for last in lasts if last.metrics is not None]
+            out.append(string_tensor("metrics", found))
+    return out
+
+
+def logprob_tensors(stream: Stream, logprobs: list[list[Logprob]], over: bool) -> list[ResponseTensor]:
+    """Ours, and TensorRT-LLM's."""
+    if not any(logprobs) and not (over and stream.flags["return_log_probs"]):
+        return []
+    if not stream.flags["return_log_probs"]:
+        found = [json.dumps([logprob._asdict() for logprob in own]) for own in logprobs]
+        return [string_tensor("logprobs", found)]
+    for branch, own in zip(stream.branches, logprobs, strict=True):
+        branch.cum_logprob += sum(logprob.logprob for logprob in own)
+    out = [float_tensor("output_log_probs", [logprob.logprob for own in logprobs for logprob in own])]
+    if over:
+        out.append(float_tensor("cum_log_probs", [branch.cum_logprob for branch in stream.branches]))
+    return out
+
+
+def string_tensor(name: str, texts: list[str]) -> ResponseTensor:
+    return ResponseTensor(name, np.array([text.encode() for text in texts], dtype=np.object_))
+
+
+def int_tensor(name: str, values: list[int]) -> ResponseTensor:
+    return ResponseTensor(name, np.array(values, dtype=np.int32))
+
+
+def float_tensor(name: str, values: list[float]) -> ResponseTensor:
+    return ResponseTensor(name, np.array(values, dtype=np.float32))

@@ -1,0 +1,190 @@
+"""While one caller's large body is read, the event loop serves the others."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+from kit.scripted_triton import ScriptedTriton, script
+from kit.served import until
+
+from hemiola.runtime.serving.openai import app, readers, work
+from hemiola.runtime.serving.openai.front import Front
+from hemiola.runtime.serving.openai.reply import Reply
+from hemiola.runtime.serving.openai.wire import Wire
+from hemiola.runtime.text import Text
+
+USER = {"role": "user", "content": "hi"}
+
+
+def tool(number: int) -> dict:
+    return {"type": "function", "function": {"name": f"tool_{number}"}}
+
+
+ENUM = {"name": "one", "schema": {"enum": [f"value {i}" for i in range(20_000)]}}
+LARGE = {
+    "18,000 items": ("responses", {"input": [USER] * 18_000}),
+    "8,000 tools": ("chat/completions", {"messages": [USER], "tools": [tool(i) for i in range(8000)]}),
+    "1M prompt ids": ("completions", {"prompt": [5] * 1_000_000}),
+    "an enum of 20,000 values": (
+        "chat/completions",
+        {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": ENUM}},
+    ),
+}
+
+
+class Gate:
+    """Holds each call of a function up until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def around(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self.entered.set()
+            assert self.opened.wait(300)
+            return plain(*args, **kwargs)
+
+        return held
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.opened.set()
+
+
+@pytest.fixture
+def post() -> Iterator[Callable[..., "Future[requests.Response]"]]:
+    with ThreadPoolExecutor(8) as threads:
+        yield lambda url, body: threads.submit(requests.post, url, data=body, timeout=300)
+
+
+def turns(front: Front) -> None:
+    """Its loop answers somebody else."""
+    assert requests.get(f"{front.url}/models", timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_a_large_body_holds_up_everybody_while_it_is_read(
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    gate: Gate,
+    post: Callable[..., "Future[requests.Response]"],
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+) -> None:
+    monkeypatch.setattr(app, "parse", gate.around(app.parse))
+    triton.script = script("ok")
+    route, given = LARGE[case]
+    front = start()
+    answer = post(f"{front.url}/{route}", json.dumps({"model": "tiny", **given}).encode())
+    assert gate.entered.wait(60)
+    turns(front)
+    gate.opened.set()
+    too_long = case in ("18,000 items", "8,000 tools", "1M prompt ids")
+    assert answer.result().status_code == (400 if too_long else 200)
+    if too_long:
+        assert answer.result().json()["error"]["code"] == "context_length_exceeded"
+        assert not triton.requests
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (work, "render"),
+        (work, "guide"),
+        (Text, "encode"),
+        (app.ApiRequest, "params"),
+        (Wire, "pack"),
+        (Reply, "text"),
+    ],
+)
+def test_a_part_of_the_work_on_a_large_body_is_done_in_the_event_loop(
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    gate: Gate,
+    post: Callable[..., "Future[requests.Response]"],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+) -> None:
+    monkeypatch.setattr(readers, "SMALL", 100)
+    monkeypatch.setattr(owner, name, gate.around(getattr(owner, name)))
+    triton.script = script(*["a"] * 200)
+    front = start()
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a" * 200}]}
+    answer = post(f"{front.url}/chat/completions", json.dumps(body).encode())
+    assert gate.entered.wait(60)
+    turns(front)
+    gate.opened.set()
+    assert answer.result().json()["usage"]["completion_tokens"] == 200
+
+
+@pytest.mark.parametrize("route", ["tokenize", "detokenize"])
+def test_tokenizing_for_one_caller_holds_up_the_others(
+    start: Callable[..., Front],
+    gate: Gate,
+    post: Callable[..., "Future[requests.Response]"],
+    monkeypatch: pytest.MonkeyPatch,
+    route: str,
+) -> None:
+    monkeypatch.setattr(app, route, gate.around(getattr(app, route)))
+    front = start()
+    given = {"prompt": "a " * 9000} if route == "tokenize" else {"tokens": [5] * 9000}
+    answer = post(f"{front.url[:-3]}/{route}", json.dumps({"model": "tiny", **given}).encode())
+    assert gate.entered.wait(60)
+    turns(front)
+    gate.opened.set()
+    assert answer.result().status_code == 200
+
+
+def test_a_long_prompt_waits_behind_the_largest(
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    gate: Gate,
+    post: Callable[..., "Future[requests.Response]"],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    triton.script = script("ok")
+    plain = app.parse
+    held = gate.around(plain)
+    monkeypatch.setattr(app, "parse", lambda kind, body: (held if len(body) > 10**6 else plain)(kind, body))
+    front = start()
+    large = json.dumps({"model": "tiny", "prompt": [5] * 10**6}).encode()
+    answers = [post(f"{front.url}/completions", large) for _ in range(4)]
+    assert gate.entered.wait(60)
+    medium = json.dumps({"model": "tiny", "prompt": "a", "user": "a" * 9000}).encode()
+    assert post(f"{front.url}/completions", medium).result().status_code == 200
+    gate.opened.set()
+    assert {answer.result().status_code for answer in answers} == {400}
+
+
+def test_a_caller_that_left_is_read_on(
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it had sent is not even begun, if its thread was busy until then."""
+    parsed: list[int] = []
+    plain = gate.around(app.parse)
+    monkeypatch.setattr(app, "parse", lambda kind, body: parsed.append(len(body)) or plain(kind, body))
+    front = start()
+    url, sent = f"{front.url}/completions", json.dumps({"model": "tiny", "prompt": [5] * 10**5}).encode()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(requests.post, url, data=sent, timeout=300)
+        assert gate.entered.wait(60)
+        with pytest.raises(requests.Timeout):
+            requests.post(url, data=sent, timeout=0.5)
+        until(lambda: parsed == [len(sent)])
+        turns(front)  # so the loop has seen it leave
+        gate.opened.set()
+        first.result()
+    turns(front)
+    assert requests.post(url, data=sent, timeout=60).status_code == 400
+    assert len(parsed) == 2, "that of the caller that had left was read"
