@@ -31,7 +31,7 @@ from kit.scripted_triton import ScriptedTriton, script
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import ServedModel
-from hemiola.runtime.serving.openai.wire import Found, Wire
+from hemiola.runtime.serving.wire import Found, Wire
 from hemiola.runtime.text import Text
 
 STEP_S, PER_STREAM = 0.005, 3
@@ -86,7 +86,7 @@ async def ask_grpc(wire: Wire, encoder: Text, num_tokens: int) -> tuple[float, s
         text += "".join(piece.text for _, piece in found)
 
     ids = encoder.encode(encoder.chat(MESSAGES))
-    await wire.ask("tiny", [(ids, SamplingParams(max_tokens=num_tokens))]).each(take)
+    await wire.ask(wire.pack("tiny", [(ids, SamplingParams(max_tokens=num_tokens))])).each(take)
     return first - start, text
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,12 +12,14 @@ from tokenizers import Tokenizer
 
 import hemiola
 from hemiola.builder import models, targets
-from hemiola.builder.checkpoint import Checkpoint, Files, Lazy, file_in, read_json
+from hemiola.builder.checkpoint import Checkpoint, Files, Tensors, file_in, read_json
+from hemiola.builder.formats.declared import SINCE, lacks
+from hemiola.builder.formats.rounded import rounding
 from hemiola.builder.fuse import fuse
 from hemiola.builder.graph import Graph, Name, export
+from hemiola.builder.lazy import Lazy
 from hemiola.builder.options import Options
 from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
-from hemiola.builder.quantised import SINCE
 from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.kernels import compile_kernels
 from hemiola.builder.targets.torch import CompiledSegment, Job, Report
@@ -49,7 +51,7 @@ def build(
         _refuse_rows(options.max_rows, archs)
     refuse_occupied(engine_dir)
     report("checking", 0, 0)
-    checkpoint = Checkpoint(path, RandomTensors if options.random_weights else Files, archs)
+    checkpoint = Checkpoint(path, _source(options))
     max_len = _max_len(checkpoint, options)
     model = models.load(
         checkpoint,
@@ -61,6 +63,7 @@ def build(
         draft_vocab=options.draft_vocab,
         tells_best=_launches(target, arch.device),
     )
+    _refuse_quantised(checkpoint, model, options, target, archs)
     drafts, limits = _limits(model, options, max_len)
     _refuse_draft_vocab(model, drafts, options)
     if model.draft is None and options.drafts is None:
@@ -101,6 +104,37 @@ def build(
             ops={node.op: OPS[node.op].schema() for segment in segments for node in segment.nodes},
             sha256=_hashes(folder),
         ).write(folder)
+
+
+def _source(options: Options) -> Callable[[Checkpoint], Tensors]:
+    """Where tensors come from."""
+    source = RandomTensors if options.random_weights else Files
+    return rounding(source, options.quantize) if options.quantize else source
+
+
+def _refuse_quantised(
+    checkpoint: Checkpoint,
+    model: models.Model,
+    options: Options,
+    target: targets.Target,
+    archs: Sequence[str],
+) -> None:
+    """Where nothing multiplies quantised weights; and a config that declares what no tensor is."""
+    declared, where = checkpoint.declared, checkpoint.config.where
+    kinds = sorted({str(lazy.layout.kind) for lazy in model.sources.values() if lazy.layout})
+    if declared is None and not kinds:
+        return
+    names = declared.names if declared else ()
+    what = f"{where}: weights are {' and '.join(names) or ', '.join(kinds)}"
+    way_out = "leave --quantize out" if options.quantize else "use the bf16 checkpoint"
+    if ARCHS[archs[0]].device != "cpu" or target.name != "torch":
+        raise Refused(
+            f"{what}, which --target {target.name} --arch {','.join(archs)} does not multiply yet;"
+            f"{lacks(names, archs)} build for --target torch --arch cpu, or {way_out}"
+        )
+    if not kinds:
+        told = "random weights are plain without --quantize" if options.random_weights else "no tensor is"
+        raise Refused(f"{what} by its config, but {told}; {way_out}")
 
 
 def _compile(

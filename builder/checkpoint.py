@@ -3,8 +3,7 @@
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -12,12 +11,15 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from hemiola.builder.quantised import MODELOPT, refuse_quantised
+from hemiola.builder import formats
+from hemiola.builder.formats.declared import MODELOPT, Declared, read_declared
+from hemiola.builder.formats.module import Module, Stored
+from hemiola.builder.lazy import Lazy
 from hemiola.runtime import json_file
 from hemiola.runtime.errors import Refused, one_line
 
 T = TypeVar("T")
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # of numbers
 INDEX = "model.safetensors.index.json"
 REQUIRED = object()
 
@@ -73,39 +75,6 @@ class Config:
         return self.values.get(key) is not None
 
 
-@dataclass(frozen=True)
-class Lazy:
-    """A tensor that is not in memory: its shape and dtype are known, `read()` makes it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
-    std: float | None = None  # of normal numbers that stand for the weight (random_weights.py)
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> "Lazy":
-        return Lazy(tuple(tensor.shape), tensor.dtype, lambda: tensor)
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Lazy":
-        """`function` of this tensor, applied when it is read."""
-        result = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))
-        return Lazy(tuple(result.shape), result.dtype, lambda: function(self.read()), self.std)
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def join(parts: list[Lazy], function: Callable[[list[torch.Tensor]], torch.Tensor] = torch.cat) -> Lazy:
-    """Several tensors as one, along the first dimension, in the smallest dtype that holds them all."""
-    empty = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parts]
-    dtype = empty[0].dtype
-    for tensor in empty:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    shape = function(empty).shape
-    return Lazy(tuple(shape), dtype, lambda: function([p.read().to(dtype) for p in parts]), parts[0].std)
-
-
 class Tensors(Protocol):
     """Where a checkpoint's tensors come from: its files, or a generator of random numbers."""
 
@@ -114,6 +83,8 @@ class Tensors(Protocol):
     def any(self, prefix: str) -> bool: ...
 
     def tensor(self, name: str, *shape: int) -> Lazy: ...
+
+    def matrix(self, name: str, *shape: int) -> Lazy: ...
 
     def leftovers(self) -> Iterable[str]: ...
 
@@ -125,7 +96,6 @@ class Checkpoint:
         self,
         path: Path,
         source: "Callable[[Checkpoint], Tensors] | None" = None,
-        archs: Sequence[str] = (),  # that an engine is wanted for: named where they lack something
     ) -> None:
         self.path = path
         if not path.is_dir():
@@ -136,7 +106,7 @@ class Checkpoint:
         self._tell_of_code()
         beside = file_in(path, MODELOPT)
         modelopt = read_json(beside) if beside else None
-        refuse_quantised(self.config.where, self.config.values, modelopt, archs)
+        self.declared = read_declared(self.config.where, self.config.values, modelopt)
         self._tensors = (source or Files)(self)
 
     def _tell_of_code(self) -> None:
@@ -164,9 +134,19 @@ class Checkpoint:
         """The named tensor, which must have this shape."""
         return self._tensors.tensor(name, *shape)
 
+    def matrix(self, name: str, *shape: int) -> Lazy:
+        """The named weight of a dense layer or of experts, which may be quantised."""
+        return self._tensors.matrix(name, *shape)
+
     def refuse_leftovers(self, ignorable: str) -> None:
         """Every tensor must have been asked for or match the pattern `ignorable`."""
         left = sorted(name for name in self._tensors.leftovers() if not re.match(ignorable, name))
+        scales = [name for name in left if name.rpartition(".")[2] in formats.SUFFIXES - {"weight"}]
+        if scales:
+            raise Refused(
+                f"{self.path} has {scales[0]}, but no layer that may be quantised has this weight;"
+                " use another checkpoint"
+            )
         if left:
             names = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
             raise Refused(
@@ -204,6 +184,7 @@ class Files:
         self._places = self._read_index()
         self._shards = {name: _open(_shard(path, name)) for name in self._shard_names()}
         self._files = self._locate()
+        self._declared = checkpoint.declared or Declared(checkpoint.config.where)
         self._used: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -227,11 +208,37 @@ class Files:
             )
         if dtype not in DTYPES:
             raise Refused(
-                f"{self.path / file}: {name} is {dtype}, not one of {', '.join(DTYPES)}; "
-                "use an unquantised checkpoint"
+                f"{self.path / file}: {name} is {dtype}, not one of {', '.join(DTYPES)}; only weights of"
+                " dense layers and experts may be quantised; use another checkpoint"
             )
         self._used.add(name)
         return Lazy(found, DTYPES[dtype], lambda: self._read(file, name))
+
+    def matrix(self, name: str, *shape: int) -> Lazy:
+        module = self._module(name, shape)
+        found = formats.find(module, self._declared) if module.tensors else None
+        if found is None:
+            return self.tensor(name, *shape)
+        self._used.update(stored.name for stored in module.tensors.values())
+        return Lazy.quantised(shape, found)
+
+    def _module(self, name: str, shape: tuple[int, ...]) -> Module:
+        """What there is of a weight: X.weight and what stands beside it. Stacked experts have no such end."""
+        stem = name.removesuffix(".weight")
+        names = {suffix: f"{stem}.{suffix}" for suffix in formats.SUFFIXES}
+        if stem == name:
+            names = {"weight": name, "weight_scale_inv": f"{name}_scale_inv"}
+        return Module(stem, shape, {key: self._stored(n) for key, n in names.items() if n in self._files})
+
+    def _stored(self, name: str) -> Stored:
+        file = self._files[name]
+        header = self._shards[file].get_slice(name)
+
+        def read() -> torch.Tensor:
+            return self._content(file, name)
+
+        where = str(self.path / file)
+        return Stored(name, where, header.get_dtype(), tuple(header.get_shape()), read)
 
     def leftovers(self) -> Iterable[str]:
         return self._files.keys() - self._used
@@ -261,13 +268,16 @@ class Files:
                 )
         return stored
 
-    def _read(self, file: str, name: str) -> torch.Tensor:
+    def _content(self, file: str, name: str) -> torch.Tensor:
         try:
-            tensor: torch.Tensor = self._shards[file].get_tensor(name)
+            return self._shards[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise Refused(
                 f"{self.path / file}: cannot read {name} ({one_line(error)}); download it again"
             ) from None
+
+    def _read(self, file: str, name: str) -> torch.Tensor:
+        tensor = self._content(file, name)
         num_finite = int(tensor.isfinite().sum())
         if num_finite < tensor.numel():
             raise Refused(
@@ -298,10 +308,12 @@ def file_in(folder: Path, name: str) -> Path | None:
             if not _is_blob(folder.resolve(), path.resolve(strict=True)):
                 raise Refused(f"{path} is a link to {path.readlink()}; put the file itself into the folder")
             kind = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         if path.is_symlink():
             raise Refused(f"{path} is a link to nothing; download it again") from None
         return None
+    except Refused:
+        raise
     except (OSError, ValueError, RuntimeError) as error:  # links in a circle, a name with a NUL
         raise Refused(f"{folder}: {name!r} cannot be opened ({one_line(error)}); download it again") from None
     if not stat.S_ISREG(kind):
@@ -346,8 +358,3 @@ def _with_floats(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_floats(item) for item in value]
     return float(value) if value in ("Infinity", "-Infinity") else value
-
-
-def stacked(parts: Iterable[Lazy]) -> Lazy:
-    """Tensors of one shape along a new first dimension."""
-    return join(list(parts), torch.stack)

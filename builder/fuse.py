@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch.fx import Node
 
-from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
+from hemiola.builder.lazy import Lazy
 from hemiola.plugins import OPS
 from hemiola.plugins.fused_linear.reference import EIGHT
 from hemiola.plugins.fused_linear.spec import by_eights

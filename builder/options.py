@@ -51,6 +51,10 @@ class Options(Strict):
         default="auto",
         description="numbers in pages of keys and values: auto (the engine's own) or fp8 (e4m3, a byte each)",
     )
+    quantize: Literal["fp8", "int8", "int4", "nvfp4"] | None = Field(
+        default=None,
+        description="round weights of dense layers and experts to 8 or 4 bits; output heads and routers stay",
+    )
     page_len: int = Field(default=64, ge=1, description="tokens in a page of keys and values")
     random_weights: bool = Field(
         default=False,

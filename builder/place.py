@@ -46,9 +46,10 @@ def refuse_occupied(engine_dir: Path) -> None:
 def _files_of(path: Path) -> Iterable[str]:
     """What a manifest of any version names; a damaged one names nothing."""
     try:
-        return read_json(path).get("sha256", {})
-    except Refused:
+        files = read_json(path).get("sha256")
+    except (Refused, OSError):
         return ()
+    return files if isinstance(files, dict) else ()
 
 
 @contextmanager

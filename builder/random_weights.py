@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 import torch
 
-from hemiola.builder.checkpoint import Checkpoint, Lazy
+from hemiola.builder.checkpoint import Checkpoint
+from hemiola.builder.lazy import Lazy
 from hemiola.runtime.arch import name_of
 from hemiola.runtime.manifest import Drawn
 
@@ -36,6 +37,9 @@ class RandomTensors:
     def tensor(self, name: str, *shape: int) -> Lazy:
         std = shape[-1] ** -0.5 if len(shape) > 1 else None
         return Lazy(shape, torch.bfloat16, lambda: _random(name, shape, std, self._middle(name)), std)
+
+    def matrix(self, name: str, *shape: int) -> Lazy:
+        return self.tensor(name, *shape)
 
     def _middle(self, name: str) -> float:
         """Of numbers that are no matrix: scales stand around 1, Qwen's norms around 0, but for one."""

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 
-from hemiola.builder.checkpoint import DTYPES, Lazy
+from hemiola.builder.checkpoint import DTYPES
+from hemiola.builder.lazy import Lazy
 from hemiola.builder.targets.torch import Report
 
 ALIGNMENT = 64  # bytes
 WRITING = "writing weights"  # the stage that is counted in bytes; others count calls and kernels
-STORED = {dtype: name for name, dtype in DTYPES.items()}
+STORED = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U8"}
 
 
 def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:

@@ -6,22 +6,24 @@ letters, one per dimension: T tokens, N rows, S slots, H heads, and so on; a let
 wherever it stands in one declaration, a digit itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from hemiola.plugins.gpu.dtypes import ENGINES
+from hemiola.plugins.groups import E4M3, Layout, WeightGroup
 
 LIBRARY = torch.library.Library("hemiola", "DEF")
 
 FLOAT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FP32 = (torch.float32, torch.float64)
-E4M3 = torch.float8_e4m3fn
 INT = (torch.int32,)
+Pack = Callable[[torch.Tensor | WeightGroup], torch.Tensor]  # a weight's layout for a form
 
 
 class Reason(str):
@@ -76,20 +78,30 @@ class Call(NamedTuple):
     dtypes: dict[str, torch.dtype]  # by argument, absent ones left out
     sizes: dict[str, int]  # by letter, of those that are constant
     attrs: dict[str, Any]
+    layouts: dict[str, Layout] = {}  # noqa: RUF012  # by argument, of those that are quantised weights
 
 
 class Form(NamedTuple):
     """One way to run an op: `plugins/<op>/<name>.py` has a function of the op's name and arguments.
 
     Arguments named in `packs` it gets in the layout that their function makes of a weight, applied when the
-    engine is built; `sizes` are letters whose sizes it gets behind the op's arguments.
+    engine is built; `sizes` are letters whose sizes it gets behind the op's arguments. A quantised weight is
+    packed as a group (groups.py); its layout comes as `<argument>_layout`.
     """
 
     name: str
     device: str  # cpu | cuda
     refuses: Callable[[Call], str]  # "" or the reason
-    packs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # noqa: RUF012
+    packs: dict[str, Pack] = {}  # noqa: RUF012
     sizes: str = ""
+    refuses_layout: Callable[[Layout], str] = lambda layout: "it reads no quantised weights"
+
+    def reason(self, call: Call) -> str:
+        """Why it does not take a call, or ""."""
+        for name, layout in call.layouts.items():
+            if reason := self.refuses_layout(layout):
+                return f"{name} is {layout}: {reason}"
+        return self.refuses(call)
 
 
 class FormChoice(NamedTuple):
@@ -143,7 +155,7 @@ class Op:
         for form in self.forms:
             if form.device != device:
                 continue
-            reason = form.refuses(call)
+            reason = form.reason(call)
             if not reason:
                 return FormChoice(form, refused)
             refused[form.name] = str(reason)
@@ -151,14 +163,18 @@ class Op:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise Unsupported(f"{self.name} cannot run on {device} ({reasons or 'it has no form there'})", option)
 
-    def bind(self, form: str, sizes: Sequence[int]) -> Callable[..., Any]:
-        """The form's function with the op's arguments alone; `sizes` of the letters that it asks for."""
+    def bind(
+        self, form: str, sizes: Sequence[int], layouts: Mapping[str, str] = MappingProxyType({})
+    ) -> Callable[..., Any]:
+        """The form's function with the op's arguments alone; `sizes` of the letters that it asks for,
+        `layouts` of quantised weights by argument."""
         function = getattr(import_module(f"hemiola.plugins.{self.name}.{form}"), self.name.split(".")[-1])
-        if not sizes:
+        if not sizes and not layouts:
             return function
+        named = {f"{name}_layout": Layout.parse(text) for name, text in layouts.items()}
 
-        def run(*values: Any) -> Any:
-            return function(*values, *sizes)
+        def run(*values: Any, **more: Any) -> Any:
+            return function(*values, *sizes, **named, **more)
 
         return run
 

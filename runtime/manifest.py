@@ -106,6 +106,7 @@ class OpNode(Frozen):
     form: Word
     refused: dict[str, str]  # by better form, why it is not that
     sizes: tuple[Count, ...]  # that the form gets behind the op's arguments
+    layouts: dict[Word, Word] = {}  # of quantised weights, by argument (plugins/groups.py)
 
     @property
     def is_callback(self) -> bool:

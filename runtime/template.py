@@ -229,7 +229,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             self.spend(sum(self.size(value)) * (1 + width))
         elif name == "round":
             self.spend(width * width)
-        elif name in ("batch", "center", "slice", "truncate"):
+        elif name in ("batch", "center", "slice"):
             self.spend(width)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

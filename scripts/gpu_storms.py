@@ -2,12 +2,14 @@
 
     PYTHONPATH=.:tests python3 scripts/gpu_storms.py [--seconds 180] [--processes 8] [--turns 200] [--seed 0]
 
-A storm (tests/kit/engine_storms.py) is so many turns of arrivals, drafts, aborts, preemptions and flushes on
-a bundled checkpoint's engine with graphs; every logit, token, page and snapshot is the plain run's. Storms of
-a seed use one engine, one after the other. Processes take turns on a GPU; each of eight is nearly as fast as
-one alone. A failure prints its seed: `--seed N --processes 1` repeats it. What an interrupt finds half done
-is not counted. A process that is still in a storm a minute behind the end hangs, and counts as failed;
-one whose engines do not open, three seeds in a row, stops.
+A storm (tests/kit/engine_storms.py) is so many turns of arrivals of several priorities (greedy, drawn, with
+penalties, with grammars; n at once), drafts, aborts, preemptions, flushes and rows struck by NaN, on a
+bundled checkpoint's engine with graphs. Struck rows end with an error; all other logits and tokens, and every
+page and snapshot, are the plain run's. Storms of a seed use one engine, one after the other. Processes take
+turns on a GPU; each of eight is nearly as fast as one alone. A failure prints its seed:
+`--seed N --processes 1` repeats it. What an interrupt finds half done is not counted. A process that is still
+in a storm a minute behind the end hangs, and counts as failed; one whose engines do not open, three seeds in
+a row, stops.
 """
 
 import argparse

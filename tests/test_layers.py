@@ -26,7 +26,7 @@ ROOMS = {
     "llm": {GROUND, "cache", "device", "engine", "step"},
     "serving": {GROUND},
     "bench": {GROUND, "llm"},
-    "cli": {GROUND, "llm", "serving", "bench"},
+    "cli": {GROUND, "device", "llm", "serving", "bench"},
     "__main__": {GROUND, "cli"},
 }
 # What is the same thing on a CPU and on a GPU, or in several ops, may have one name.

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hemiola.builder.checkpoint import Checkpoint, Config, Lazy
+from hemiola.builder.checkpoint import Checkpoint, Config
+from hemiola.builder.lazy import Lazy
 from hemiola.builder.models import nemotron_h, qwen
 from hemiola.builder.models.layers import Draft, Kit, Trunk
 from hemiola.runtime.errors import Refused

@@ -4,13 +4,15 @@ A module is made on the meta device, so that a model of any size costs nothing u
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hemiola.builder.checkpoint import Checkpoint, Config, Lazy, join, stacked
+from hemiola.builder.checkpoint import Checkpoint, Config
+from hemiola.builder.lazy import Lazy, join, stacked
 from hemiola.plugins.spec import E4M3
 from hemiola.runtime.arch import name_of
 from hemiola.runtime.errors import Refused
@@ -86,7 +88,7 @@ class Stateful(Protocol):
 
 
 class Linear(nn.Module):
-    """x @ weight.T + bias."""
+    """x @ weight.T + bias; the weight may be quantised."""
 
     def __init__(self, kit: Kit, weight: Lazy, bias: Lazy | None = None) -> None:
         super().__init__()
@@ -97,7 +99,7 @@ class Linear(nn.Module):
     def lowest(self, kit: Kit, num: int) -> "Linear":
         """Its first outputs, with a copy of their weights."""
         biased = self.bias.numel() > 0
-        parts = [kit.sources[part].map(lambda w: w[:num]) for part in (self.weight, self.bias)]
+        parts = [kit.sources[part].take(lambda rows: rows[:num]) for part in (self.weight, self.bias)]
         return Linear(kit, parts[0], parts[1] if biased else None)
 
     @classmethod
@@ -113,6 +115,24 @@ class Linear(nn.Module):
     def best(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The highest output of each line, and which it is."""
         return self.ops.linear_argmax(x, self.weight, self.bias)
+
+
+class SideBySide(nn.Module):
+    """The outputs of several layers, one behind the other."""
+
+    def __init__(self, layers: Sequence[Linear]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([layer(x) for layer in self.layers], dim=1)
+
+
+def dense(kit: Kit, parts: Sequence[Lazy]) -> Linear | SideBySide:
+    """One layer with the outputs of all parts; neighbours that are quantised alike are one weight."""
+    wanted = [part for part in parts if part.shape[0]]
+    layers = [Linear(kit, join([*run])) for _, run in groupby(wanted, lambda part: part.layout)]
+    return layers[0] if len(layers) == 1 else SideBySide(layers)
 
 
 class Embedding(nn.Module):
@@ -158,8 +178,8 @@ class Relu2Mlp(nn.Module):
 
     def __init__(self, kit: Kit, prefix: str, width: int, inner: int) -> None:
         super().__init__()
-        self.up = Linear(kit, kit.checkpoint.tensor(f"{prefix}up_proj.weight", inner, width))
-        self.down = Linear(kit, kit.checkpoint.tensor(f"{prefix}down_proj.weight", width, inner))
+        self.up = Linear(kit, kit.checkpoint.matrix(f"{prefix}up_proj.weight", inner, width))
+        self.down = Linear(kit, kit.checkpoint.matrix(f"{prefix}down_proj.weight", width, inner))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         hidden = F.relu(self.up(x))
@@ -172,10 +192,10 @@ class SwigluMlp(nn.Module):
     def __init__(self, kit: Kit, prefix: str, width: int, inner: int) -> None:
         super().__init__()
         gate_up = [
-            kit.checkpoint.tensor(f"{prefix}{part}_proj.weight", inner, width) for part in ("gate", "up")
+            kit.checkpoint.matrix(f"{prefix}{part}_proj.weight", inner, width) for part in ("gate", "up")
         ]
-        self.gate_up = Linear(kit, join(gate_up))
-        self.down = Linear(kit, kit.checkpoint.tensor(f"{prefix}down_proj.weight", width, inner))
+        self.gate_up = dense(kit, gate_up)
+        self.down = Linear(kit, kit.checkpoint.matrix(f"{prefix}down_proj.weight", width, inner))
         self.ops = kit.ops
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -202,11 +222,15 @@ def expert_tensors(
 ) -> Lazy:
     """One tensor per expert on disk, [E, parts * out, width] here."""
 
-    def one(expert: int) -> Lazy:
-        names = [f"{prefix}{expert}.{part}_proj.weight" for part in parts]
-        return join([kit.checkpoint.tensor(name, out, width) for name in names])
-
-    return stacked(one(expert) for expert in range(num_experts))
+    matrix, experts = kit.checkpoint.matrix, range(num_experts)
+    found = [[matrix(f"{prefix}{e}.{part}_proj.weight", out, width) for part in parts] for e in experts]
+    kinds = {str(each.layout or "not quantised") for expert in found for each in expert}
+    if len(kinds) > 1:
+        raise Refused(
+            f"{kit.checkpoint.path}: the experts of {prefix} are {' and '.join(sorted(kinds))}; those of a"
+            " layer must be alike; use another checkpoint"
+        )
+    return stacked(join(expert) for expert in found)
 
 
 class Pages(nn.Module):

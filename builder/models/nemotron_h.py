@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from hemiola.builder.checkpoint import Config, join
+from hemiola.builder.checkpoint import Config
 from hemiola.builder.models.layers import (
     Conv,
     Draft,
@@ -21,6 +21,7 @@ from hemiola.builder.models.layers import (
     Residual,
     Step,
     Trunk,
+    dense,
     expert_tensors,
     slot_states,
 )
@@ -101,8 +102,8 @@ class Mamba2(nn.Module):
         columns = self.inner + 2 * self.shared
         rows = self.inner + columns + self.heads
 
-        tensor = kit.checkpoint.tensor
-        self.in_proj = Linear(kit, tensor(f"{prefix}in_proj.weight", rows, hidden))
+        tensor, matrix = kit.checkpoint.tensor, kit.checkpoint.matrix
+        self.in_proj = Linear(kit, matrix(f"{prefix}in_proj.weight", rows, hidden))
         self.dt_bias = kit.weight(tensor(f"{prefix}dt_bias", self.heads), wide=True)
         taps = tensor(f"{prefix}conv1d.weight", columns, 1, conv_len).map(lambda w: w.squeeze(1))
         self.conv = Conv(kit, name, taps, tensor(f"{prefix}conv1d.bias", columns))
@@ -110,7 +111,7 @@ class Mamba2(nn.Module):
         self.D = kit.weight(tensor(f"{prefix}D", self.heads), wide=True)
         eps, group_len = cfg.read("layer_norm_epsilon", float, 1e-5), self.inner // self.groups
         self.norm = Norm(kit, tensor(f"{prefix}norm.weight", self.inner), eps, group_len, gate_first=True)
-        self.out_proj = Linear(kit, tensor(f"{prefix}out_proj.weight", hidden, self.inner))
+        self.out_proj = Linear(kit, matrix(f"{prefix}out_proj.weight", hidden, self.inner))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         z, xbc, dt = self.in_proj(x).split([self.inner, self.inner + 2 * self.shared, self.heads], dim=1)
@@ -137,13 +138,12 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = cfg.sizes("num_attention_heads", "num_key_value_heads")
         self.head_dim, hidden = cfg.size("head_dim"), cfg.size("hidden_size")
         widths = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
-        tensor = kit.checkpoint.tensor
-        self.qkv = Linear(
-            kit,
-            join([tensor(f"{prefix}{p}_proj.weight", n * self.head_dim, hidden) for p, n in widths.items()]),
+        matrix = kit.checkpoint.matrix
+        self.qkv = dense(
+            kit, [matrix(f"{prefix}{p}_proj.weight", n * self.head_dim, hidden) for p, n in widths.items()]
         )
         self.pages = Pages(kit, prefix, name, self.kv_heads, self.head_dim)
-        self.out = Linear(kit, tensor(f"{prefix}o_proj.weight", hidden, self.heads * self.head_dim))
+        self.out = Linear(kit, matrix(f"{prefix}o_proj.weight", hidden, self.heads * self.head_dim))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         heads = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
@@ -164,7 +164,7 @@ class Moe(nn.Module):
         self.scale, self.ops = cfg.read("routed_scaling_factor", float, 1.0), kit.ops
         self._check(cfg)
 
-        tensor = kit.checkpoint.tensor
+        tensor, matrix = kit.checkpoint.tensor, kit.checkpoint.matrix
         self.router = Linear(kit, tensor(f"{prefix}gate.weight", self.num_experts, hidden))
         bias = tensor(f"{prefix}gate.e_score_correction_bias", self.num_experts)
         self.choice_bias = kit.weight(bias, wide=True)
@@ -176,8 +176,8 @@ class Moe(nn.Module):
         self.shared = Relu2Mlp(kit, f"{prefix}shared_experts.", hidden, shared)
         self.enter = self.leave = nn.Identity()
         if latent:
-            self.enter = Linear(kit, tensor(f"{prefix}fc1_latent_proj.weight", latent, hidden))
-            self.leave = Linear(kit, tensor(f"{prefix}fc2_latent_proj.weight", hidden, latent))
+            self.enter = Linear(kit, matrix(f"{prefix}fc1_latent_proj.weight", latent, hidden))
+            self.leave = Linear(kit, matrix(f"{prefix}fc2_latent_proj.weight", hidden, latent))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         groups = (self.num_groups, self.top_groups, self.renormalise, self.scale)
@@ -206,7 +206,7 @@ def load(kit: Kit) -> Parts:
     tensor = kit.checkpoint.tensor
     embed = Embedding(kit, tensor("backbone.embeddings.weight", vocab, hidden))
     layers = [_layer(kit, cfg, kind, "backbone.", "", i) for i, kind in enumerate(letters)]
-    head = Linear(kit, tensor("lm_head.weight", vocab, hidden))
+    head = Linear(kit, kit.checkpoint.matrix("lm_head.weight", vocab, hidden))
     trunk = Trunk(kit, embed, layers, _norm(kit, cfg, "backbone.norm_f"), head)
     mtp = _mtp(kit, cfg) if kit.checkpoint.any("mtp.") else None
     kit.checkpoint.refuse_leftovers(IGNORABLE)
@@ -226,7 +226,7 @@ def _mtp(kit: Kit, cfg: Config) -> Mtp:
     return Mtp(
         token_norm=_norm(kit, cfg, "mtp.layers.0.enorm"),
         hidden_norm=_norm(kit, cfg, "mtp.layers.0.hnorm"),
-        enter=Linear(kit, kit.checkpoint.tensor("mtp.layers.0.eh_proj.weight", hidden, 2 * hidden)),
+        enter=Linear(kit, kit.checkpoint.matrix("mtp.layers.0.eh_proj.weight", hidden, 2 * hidden)),
         layers=[_layer(kit, cfg, kind, "mtp.", "mtp.", i) for i, kind in enumerate(letters)],
         norm=_norm(kit, cfg, f"mtp.layers.{last}.final_layernorm"),
     )

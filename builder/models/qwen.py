@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from hemiola.builder.checkpoint import Config, Lazy, join
+from hemiola.builder.checkpoint import Config
+from hemiola.builder.lazy import Lazy, join
 from hemiola.builder.models.layers import (
     Conv,
     Draft,
@@ -20,6 +21,7 @@ from hemiola.builder.models.layers import (
     Step,
     SwigluMlp,
     Trunk,
+    dense,
     expert_tensors,
     slot_states,
     zeros,
@@ -54,13 +56,14 @@ class GatedAttention(nn.Module):
         self.ops, self.table = kit.ops, rope.table
         self.heads, self.kv_heads = cfg.sizes("num_attention_heads", "num_key_value_heads")
         self.head_dim, hidden = head_dim(cfg), cfg.size("hidden_size")
-        tensor, size = kit.checkpoint.tensor, self.head_dim
-        q_gate = tensor(f"{prefix}q_proj.weight", self.heads * 2 * size, hidden).map(
-            lambda w: w.view(self.heads, 2, size, hidden)
+        tensor, matrix, size = kit.checkpoint.tensor, kit.checkpoint.matrix, self.head_dim
+        q_gate = matrix(f"{prefix}q_proj.weight", self.heads * 2 * size, hidden)
+        q, gate = (
+            q_gate.take(lambda rows, part=part: rows.view(self.heads, 2, size)[:, part].flatten())
+            for part in (0, 1)
         )
-        q, gate = (q_gate.map(lambda w, part=part: w[:, part].reshape(-1, hidden)) for part in (0, 1))
-        k, v = (tensor(f"{prefix}{part}_proj.weight", self.kv_heads * size, hidden) for part in ("k", "v"))
-        self.proj = Linear(kit, join([q, k, v, gate]))
+        k, v = (matrix(f"{prefix}{part}_proj.weight", self.kv_heads * size, hidden) for part in ("k", "v"))
+        self.proj = dense(kit, [q, k, v, gate])
         self.widths = [(self.heads + self.kv_heads) * size, self.kv_heads * size, self.heads * size]
 
         norms = {"q_norm": self.heads, "k_norm": self.kv_heads}
@@ -70,7 +73,7 @@ class GatedAttention(nn.Module):
         ]
         self.norm = Norm(kit, join(scales), eps(cfg), group_len=size)
         self.pages = Pages(kit, prefix, name, self.kv_heads, size)
-        self.out = Linear(kit, tensor(f"{prefix}o_proj.weight", hidden, self.heads * size))
+        self.out = Linear(kit, matrix(f"{prefix}o_proj.weight", hidden, self.heads * size))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         qk, v, gate = self.proj(x).split(self.widths, dim=1)
@@ -94,10 +97,11 @@ class GatedDelta(nn.Module):
         columns = self.qk_width + self.v_width
 
         tensor = kit.checkpoint.tensor
-        fused = f"{prefix}in_proj_qkvz.weight" in kit.checkpoint
+        checkpoint = kit.checkpoint
+        fused = f"{prefix}in_proj_qkvz.weight" in checkpoint or checkpoint.any(f"{prefix}in_proj_qkvz.")
         *rows, b, a = self._interleaved(kit, prefix, hidden) if fused else self._separate(kit, prefix, hidden)
         gap = zeros(-self.v_heads % 8, hidden)  # what a kernel reads starts at 16 bytes
-        self.in_proj = Linear(kit, join([*rows, b, gap, a, gap]))
+        self.in_proj = dense(kit, [*rows, b, gap, a, gap])
         self.widths = [columns, self.v_width, *[self.v_heads, gap.shape[0]] * 2]
         taps = tensor(f"{prefix}conv1d.weight", columns, 1, conv_len).map(lambda w: w.squeeze(1))
         self.conv = Conv(kit, name, taps, zeros(columns))
@@ -107,7 +111,7 @@ class GatedDelta(nn.Module):
         self.A = kit.weight(tensor(f"{prefix}A_log", self.v_heads).map(lambda w: -w.float().exp()), wide=True)
         scale = tensor(f"{prefix}norm.weight", self.v_dim).map(lambda w: w.repeat(self.v_heads))
         self.norm = Norm(kit, scale, eps(cfg), group_len=self.v_dim)
-        self.out_proj = Linear(kit, tensor(f"{prefix}out_proj.weight", hidden, self.v_width))
+        self.out_proj = Linear(kit, kit.checkpoint.matrix(f"{prefix}out_proj.weight", hidden, self.v_width))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         qkv, z, b, _, a, _ = self.in_proj(x).split(self.widths, dim=1)
@@ -145,7 +149,7 @@ class GatedDelta(nn.Module):
             "a": self.v_heads,
         }
         return [
-            kit.checkpoint.tensor(f"{prefix}in_proj_{part}.weight", rows, hidden)
+            kit.checkpoint.matrix(f"{prefix}in_proj_{part}.weight", rows, hidden)
             for part, rows in widths.items()
         ]
 
@@ -158,11 +162,11 @@ class GatedDelta(nn.Module):
         }
         rows = []
         for part, widths in groups.items():
-            whole = kit.checkpoint.tensor(
+            whole = kit.checkpoint.matrix(
                 f"{prefix}in_proj_{part}.weight", self.k_heads * sum(widths), hidden
             )
             for i in range(len(widths)):
-                rows.append(whole.map(_deinterleave(self.k_heads, widths, i)))
+                rows.append(whole.take(_deinterleave(self.k_heads, widths, i)))
         return rows
 
 
@@ -180,13 +184,13 @@ class SwigluMoe(nn.Module):
             )
         self.renormalise = cfg.read("norm_topk_prob", bool, True)
         self.ops, self.absent = kit.ops, kit.absent
-        tensor = kit.checkpoint.tensor
+        tensor, matrix = kit.checkpoint.tensor, kit.checkpoint.matrix
         router = tensor(f"{prefix}gate.weight", self.num_experts, hidden)
         self.router = Linear(kit, join([router, tensor(f"{prefix}shared_expert_gate.weight", 1, hidden)]))
         experts = f"{prefix}experts."
         if f"{experts}gate_up_proj" in kit.checkpoint:
-            up = tensor(f"{experts}gate_up_proj", self.num_experts, 2 * inner, hidden)
-            down = tensor(f"{experts}down_proj", self.num_experts, hidden, inner)
+            up = matrix(f"{experts}gate_up_proj", self.num_experts, 2 * inner, hidden)
+            down = matrix(f"{experts}down_proj", self.num_experts, hidden, inner)
         else:
             up = expert_tensors(kit, experts, ("gate", "up"), self.num_experts, inner, hidden)
             down = expert_tensors(kit, experts, ("down",), self.num_experts, hidden, inner)
@@ -248,7 +252,7 @@ def load(kit: Kit) -> Parts:
     if tied:
         head = Linear.sharing(kit, embed.weight)
     else:
-        head = Linear(kit, checkpoint.tensor("lm_head.weight", vocab, hidden))
+        head = Linear(kit, checkpoint.matrix("lm_head.weight", vocab, hidden))
     trunk = Trunk(kit, embed, layers, norm(kit, cfg, f"{prefix}norm"), head)
     mtp = _mtp(kit, cfg, rope) if checkpoint.any("mtp.") else None
     checkpoint.refuse_leftovers(rf"{IGNORABLE}|lm_head\.weight$" if tied else IGNORABLE)
@@ -262,7 +266,7 @@ def _mtp(kit: Kit, cfg: Config, rope: Rope) -> Mtp:
     return Mtp(
         token_norm=norm(kit, cfg, "mtp.pre_fc_norm_embedding"),
         hidden_norm=norm(kit, cfg, "mtp.pre_fc_norm_hidden"),
-        enter=Linear(kit, kit.checkpoint.tensor("mtp.fc.weight", hidden, 2 * hidden)),
+        enter=Linear(kit, kit.checkpoint.matrix("mtp.fc.weight", hidden, 2 * hidden)),
         layers=[Layer(kit, cfg, rope, "full_attention", 0, "mtp.", "mtp.")],
         norm=norm(kit, cfg, "mtp.norm"),
     )
@@ -323,7 +327,7 @@ def _rope(cfg: Config) -> Config:
 
 
 def _deinterleave(heads: int, widths: list[int], part: int):
-    def pick(w: torch.Tensor) -> torch.Tensor:
-        return w.view(heads, sum(widths), -1).split(widths, dim=1)[part].reshape(heads * widths[part], -1)
+    def pick(rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(heads, sum(widths)).split(widths, dim=1)[part].flatten()
 
     return pick

@@ -5,8 +5,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Literal, NamedTuple
 
-from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
+from hemiola.builder.lazy import Lazy
 from hemiola.builder.targets.torch import CompiledSegment, Job
 from hemiola.runtime import arch as known
 from hemiola.runtime import manifest

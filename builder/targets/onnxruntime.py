@@ -2,8 +2,8 @@
 
 import onnxruntime
 
-from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
+from hemiola.builder.lazy import Lazy
 from hemiola.builder.onnx import outputs, to_onnx
 from hemiola.builder.partition import cut
 from hemiola.builder.targets.torch import CompiledSegment, Job, choose_forms

@@ -13,8 +13,8 @@ from typing import Any
 
 import onnx
 
-from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
+from hemiola.builder.lazy import Lazy
 from hemiola.builder.onnx import outputs, to_onnx
 from hemiola.builder.partition import cut
 from hemiola.builder.targets.engines import lay_out, make_profiles, refused, shapes_of

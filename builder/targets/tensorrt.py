@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
+from hemiola.builder.lazy import Lazy
 from hemiola.builder.onnx import outputs, to_onnx, with_weights
 from hemiola.builder.targets.engines import interrupts_wait, lay_out, make_profiles, refused, shapes_of
 from hemiola.builder.targets.network import NotBuilt, build, log_of

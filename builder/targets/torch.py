@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
+from hemiola.builder.lazy import Lazy
 from hemiola.plugins import OPS
-from hemiola.plugins.spec import Op, Unsupported
+from hemiola.plugins.groups import Layout, WeightGroup
+from hemiola.plugins.spec import Op, Pack, Unsupported
 from hemiola.runtime.device.program import store
 from hemiola.runtime.errors import Name, Refused
 from hemiola.runtime.manifest import Limits, OpNode, Profile, SegmentPiece
@@ -55,13 +56,14 @@ def choose_forms(
     inputs = [node for node in graph.program.graph.nodes if node.op == "placeholder"]
     names = dict(zip(inputs, graph.weights, strict=False))
     plain = {name: _cast(node.meta["val"].dtype) for node, name in names.items()}
-    packs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+    packs: dict[str, Pack] = {}
     nodes = []
     for node in graph.program.graph.nodes:
         op = op_of(node)
         if op is None or not is_ours(op):
             continue
         call = op.call(*(value.meta["val"] if isinstance(value, Node) else value for value in node.args))
+        call = call._replace(layouts=_layouts(op, node, names, weights))
         try:
             form, refused = op.choose(call, device)
         except Unsupported as error:
@@ -69,15 +71,22 @@ def choose_forms(
             said, way_out = f"{graph.name}, {node.name}: {error}", ("use another ", other)
             raise Refused("unsupported", error.option, said=said, way_out=way_out) from None
         sizes = tuple(call.sizes[letter] for letter in form.sizes)
-        nodes.append(OpNode(op=op.name, form=form.name, refused=refused, sizes=sizes))
+        layouts = {name: str(layout) for name, layout in call.layouts.items()}
+        nodes.append(OpNode(op=op.name, form=form.name, refused=refused, sizes=sizes, layouts=layouts))
         for arg, value in zip(op.args, node.args, strict=False):
             if isinstance(value, Node) and value in names:
                 name = names[value]
                 pack = form.packs.get(arg.name, plain[name])
                 other = packs.setdefault(name, pack)
                 assert other is pack, f"{name} is wanted in two layouts"
-    packed = {name: weights[name].map(packs.get(name, plain[name])) for name in graph.weights}
+    packed = {name: weights[name].packed(packs.get(name, plain[name])) for name in graph.weights}
     return tuple(nodes), packed
+
+
+def _layouts(op: Op, node: Node, names: dict[Node, str], weights: dict[str, Lazy]) -> dict[str, Layout]:
+    """Of a call's quantised weights, by argument."""
+    given = {arg.name: weights[names[v]] for arg, v in zip(op.args, node.args, strict=False) if v in names}
+    return {name: lazy.layout for name, lazy in given.items() if lazy.layout is not None}
 
 
 def op_of(node: Node) -> Op | None:
@@ -87,6 +96,11 @@ def op_of(node: Node) -> Op | None:
     return op if op is not None and node.target is op.torch_op else None
 
 
-def _cast(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+def _cast(dtype: torch.dtype) -> Pack:
     """The layout of what no form packs: as it is, in the dtype that the graph was traced with."""
-    return lambda weight: weight.to(dtype)
+
+    def cast(weight: torch.Tensor | WeightGroup) -> torch.Tensor:
+        assert isinstance(weight, torch.Tensor), "a form takes a quantised weight that it does not pack"
+        return weight.to(dtype)
+
+    return cast

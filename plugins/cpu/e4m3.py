@@ -23,21 +23,26 @@ def _ints(value: int) -> Any:
     return ir.Constant(INTS, [value] * LANES)
 
 
+def widened(b: Any, raw: Any) -> Any:
+    """Code that makes 16 numbers of 8 bits fp32."""
+    wide = b.zext(raw, INTS)
+    size, sign = b.and_(wide, _ints(0x7F)), b.shl(b.and_(wide, _ints(0x80)), _ints(24))
+    small = b.icmp_unsigned("<", size, _ints(8))
+    # exponents are counted from 7, and from 127; a small one is read as LEAST more than it is
+    base = b.select(small, _ints(121 << 23), _ints(120 << 23))
+    excess = b.select(small, ir.Constant(VECTOR, [LEAST] * LANES), ir.Constant(VECTOR, [0.0] * LANES))
+    value = b.fsub(b.bitcast(b.add(b.shl(size, _ints(20)), base), VECTOR), excess)
+    bits = b.or_(b.bitcast(value, INTS), sign)
+    nan = b.icmp_unsigned("==", size, _ints(0x7F))
+    return b.bitcast(b.select(nan, b.or_(_ints(0x7FF00000), sign), bits), VECTOR)
+
+
 @intrinsic
 def load_e4m3(typing: Any, address: Any, offset: Any) -> Any:
     """The 16 numbers behind an address and an offset, as fp32."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        wide = b.zext(b.load(place(b, args[0], args[1], BYTES), align=1), INTS)
-        size, sign = b.and_(wide, _ints(0x7F)), b.shl(b.and_(wide, _ints(0x80)), _ints(24))
-        small = b.icmp_unsigned("<", size, _ints(8))
-        # exponents are counted from 7, and from 127; a small one is read as LEAST more than it is
-        base = b.select(small, _ints(121 << 23), _ints(120 << 23))
-        excess = b.select(small, ir.Constant(VECTOR, [LEAST] * LANES), ir.Constant(VECTOR, [0.0] * LANES))
-        value = b.fsub(b.bitcast(b.add(b.shl(size, _ints(20)), base), VECTOR), excess)
-        bits = b.or_(b.bitcast(value, INTS), sign)
-        nan = b.icmp_unsigned("==", size, _ints(0x7F))
-        return b.bitcast(b.select(nan, b.or_(_ints(0x7FF00000), sign), bits), VECTOR)
+        return widened(b, b.load(place(b, args[0], args[1], BYTES), align=1))
 
     return vector(types.int64, types.int64), build
 

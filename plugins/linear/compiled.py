@@ -1,12 +1,15 @@
 """The dense layer, compiled: every output is one chain of fused multiply-adds in the order of the inputs.
 
-Weights lie in strips of STRIP outputs, and stay bfloat16 if they came so: few tokens run at the speed of
-memory. Tokens are taken in blocks, inputs in stretches of DEPTH; y holds the sums from stretch to stretch.
+Weights lie in strips of STRIP outputs, and stay bfloat16 or quantised if they came so: few tokens run at the
+speed of memory. Tokens are taken in blocks, inputs in stretches of DEPTH; y holds the sums from stretch to
+stretch.
 """
+
+from typing import NamedTuple
 
 import torch
 
-from hemiola.plugins.cpu.code import Code, Operand, code_of, lines, numel
+from hemiola.plugins.cpu.code import Code, Operand, code_of, lines
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.moves import move
@@ -24,6 +27,16 @@ from hemiola.plugins.cpu.tiles import (
     tile_of_halves,
     widen,
 )
+from hemiola.plugins.groups import Layout, WeightGroup
+from hemiola.plugins.linear.codes import (
+    HALVES,
+    KINDS,
+    narrow_tile,
+    pack_group,
+    packed_span,
+    strip_bytes,
+    widen_codes,
+)
 
 BLOCK = 288  # most rows of an item: a strip's weights are read once for all of them
 UNIT = ABREAST[0]  # strips that stay in one item
@@ -31,8 +44,11 @@ ITEMS = 4  # for each thread, or the last one to end keeps the others waiting
 SCRATCH = 4 * (BLOCK * DEPTH + DEPTH * STRIP + BLOCK * STRIP)
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [..., O, F] as [..., ceil(O / STRIP), F, STRIP]; what is not bfloat16 becomes fp32."""
+def pack(weight: torch.Tensor | WeightGroup) -> torch.Tensor:
+    """A weight [..., O, F] as [..., ceil(O / STRIP), F, STRIP]; what is not bfloat16 becomes fp32.
+    Quantised: see codes.py."""
+    if isinstance(weight, WeightGroup):
+        return pack_group(weight)
     *outer, num_outputs, num_inputs = weight.shape
     halves = weight.dtype is torch.bfloat16
     wide = torch.nn.functional.pad(weight if halves else weight.float(), (0, 0, 0, -num_outputs % STRIP))
@@ -42,26 +58,49 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return strips.contiguous()
 
 
+class Packed(NamedTuple):
+    """What `multiply` must know of a packed weight besides its address."""
+
+    kind: int  # of codes.py
+    span: int  # inputs that share a scale
+    has_zeros: bool
+    strip_bytes: int
+
+    @staticmethod
+    def of(packed: Operand, layout: Layout | None, num_outputs: int, num_inputs: int) -> "Packed":
+        """Raises ValueError where this is not packed from a weight [.., num_outputs, num_inputs]."""
+        num_strips = -(-num_outputs // STRIP)
+        if layout is None:
+            expected, kind = (num_strips, num_inputs, STRIP), int(packed.dtype is torch.bfloat16)
+            found = Packed(kind, DEPTH, False, num_inputs * STRIP * packed.itemsize)
+        else:
+            expected = (num_strips, strip_bytes(layout, num_inputs))
+            found = Packed(KINDS[layout.kind], packed_span(layout), "zeros" in layout.others, expected[1])
+        if tuple(packed.shape[-len(expected) :]) != expected:
+            raise ValueError(
+                f"linear: {tuple(packed.shape)} is not packed from {num_outputs} outputs of"
+                f" {num_inputs} inputs"
+            )
+        return found
+
+
 def linear(
     x: Operand,  # [T, F]
     packed: Operand,  # pack(weight [O, F])
     bias: Operand,  # [O], or zero-length: none
     num_outputs: int,  # O
     residual: Operand = None,  # [T, O] that is added, rounded by itself
+    weight_layout: Layout | None = None,  # of a quantised weight
 ) -> Operand:  # [T, O]
     """See reference.py."""
     num_tokens, num_inputs = x.shape
-    num_strips, depth, _ = packed.shape
-    if depth != num_inputs or num_strips != -(-num_outputs // STRIP):
-        raise ValueError(
-            f"linear: {tuple(packed.shape)} is not packed from {num_outputs} outputs of {num_inputs} inputs"
-        )
+    form, num_strips = Packed.of(packed, weight_layout, num_outputs, num_inputs), packed.shape[0]
     code, x, num_blocks = code_of(x), lines(x), ceil_div(num_tokens, BLOCK)
     y, num_groups = code.empty(num_tokens, num_outputs), split(code, num_strips, num_blocks)
     code.call(
-        multiply, num_blocks * num_groups, work(numel(packed), packed.itemsize, num_tokens),
+        multiply, num_blocks * num_groups, work(num_strips, num_inputs, form, num_tokens),
         num_blocks, 0, num_tokens, num_groups, x, x.stride(0), 0,
-        packed, packed.dtype is torch.bfloat16, num_inputs, num_outputs,
+        packed, *form, num_inputs, num_outputs,
         bias if bias.shape[0] else 0, 0 if residual is None else residual,
         0 if residual is None else residual.stride(0), y, scratch=SCRATCH,
     )  # fmt: skip
@@ -73,9 +112,12 @@ def split(code: Code, num_strips: int, num_blocks: Number) -> Number:
     return least(ceil_div(num_strips, UNIT), ceil_div(code.threads * ITEMS, most(num_blocks, 1)))
 
 
-def work(size: int, itemsize: int, num_rows: Number) -> Number | float:
-    """Nanoseconds of reading so many weights and multiplying them by so many rows, roughly."""
-    return num_rows * (0.01 * size) + 0.05 * itemsize * size
+def work(
+    num_strips: int, num_inputs: int, form: Packed, num_rows: Number, reads: Number = 1
+) -> Number | float:
+    """Nanoseconds of reading a weight `reads` times and multiplying it by so many rows, roughly."""
+    per_row = 0.01 * num_strips * num_inputs * STRIP
+    return num_rows * per_row + reads * (0.05 * num_strips * form.strip_bytes)
 
 
 @Kernel
@@ -89,8 +131,11 @@ def multiply(
     x,
     x_len,  # from row to row
     rows,  # [R] int64: the row of x for each row of y; or 0: the same one
-    packed,  # [E, strips, F, STRIP]
-    halves,  # whether it is bfloat16
+    packed,  # [E, strips, F, STRIP], or [E, strips, bytes]
+    kind,  # of codes.py
+    span,
+    has_zeros,
+    strip_bytes,
     num_inputs,
     num_outputs,
     bias,  # or 0
@@ -108,8 +153,7 @@ def multiply(
         return
     num_strips = (num_outputs + STRIP - 1) // STRIP
     begin, end = _share((num_strips + UNIT - 1) // UNIT, num_groups, group)
-    size = num_inputs * STRIP * (2 if halves else 4)
-    matrix = packed + expert * num_strips * size
+    matrix = packed + expert * num_strips * strip_bytes
     panel, out = scratch, y + 4 * first * num_outputs
     for at in range(0, num_inputs, DEPTH):
         count = min(DEPTH, num_inputs - at)
@@ -117,7 +161,7 @@ def multiply(
             row = n if rows == 0 else get_long(rows, n)
             move(x, row * x_len + at, panel, (n - first) * DEPTH, count)
         _stretch(
-            scratch, last - first, matrix, halves, num_inputs, at, count,
+            scratch, last - first, matrix, kind, span, has_zeros, strip_bytes, num_inputs, at, count,
             begin * UNIT, min(end * UNIT, num_strips), num_outputs, out
         )  # fmt: skip
     added = residual + 4 * first * residual_len if residual != 0 else 0
@@ -134,7 +178,10 @@ def _share(size, parts, part):
 
 
 @helper
-def _stretch(scratch, num_rows, matrix, halves, num_inputs, at, count, begin, end, num_outputs, y):
+def _stretch(
+    scratch, num_rows, matrix, kind, span, has_zeros, strip_bytes, num_inputs, at, count, begin, end,
+    num_outputs, y
+):  # fmt: skip
     """Inputs at .. at + count of the rows in scratch times strips begin .. end, added to y.
 
     The sums of a last strip that goes beyond the outputs lie in scratch.
@@ -142,21 +189,44 @@ def _stretch(scratch, num_rows, matrix, halves, num_inputs, at, count, begin, en
     room = scratch + 4 * BLOCK * DEPTH
     beyond = room + 4 * DEPTH * STRIP
     full = min(end, num_outputs // STRIP)
-    strip_len, size = num_inputs * STRIP, 2 if halves else 4
+    strip_len, size = num_inputs * STRIP, 2 if kind == HALVES else 4
     most = ABREAST[num_rows - 1] if num_rows <= len(ABREAST) else 1
     strip = begin
     while strip < end:
         abreast = most if strip + most <= full else 1
+        out, out_len = y + 4 * strip * STRIP, num_outputs
+        if strip >= full:
+            out, out_len = beyond, STRIP
+        if kind > HALVES:
+            _coded_tiles(
+                scratch, num_rows, matrix + strip * strip_bytes, kind, span, has_zeros, strip_bytes,
+                num_inputs, abreast, at, count, room, out, out_len
+            )  # fmt: skip
+            strip += abreast
+            continue
         weight = matrix + size * (strip * strip_len + at * STRIP)
         if strip + abreast < end:
             soon = weight + size * abreast * strip_len
         else:
             soon = matrix + size * (begin * strip_len + (at + DEPTH) * STRIP)
-        out, out_len = y + 4 * strip * STRIP, num_outputs
-        if strip >= full:
-            out, out_len = beyond, STRIP
+        halves = 1 if kind == HALVES else 0
         _tiles(scratch, num_rows, weight, halves, strip_len, abreast, count, room, out, out_len, at, soon)
         strip += abreast
+
+
+@helper
+def _coded_tiles(
+    panel, num_rows, strip, kind, span, has_zeros, strip_bytes, num_inputs, abreast, at, count, room, y, y_len
+):
+    """As _tiles, of quantised strips: few rows widen them on their way, others in `room`."""
+    if num_rows <= FEW:
+        narrow_tile(
+            kind, num_rows, abreast, panel, strip, strip_bytes, num_inputs, span, has_zeros, at, count, y,
+            y_len
+        )  # fmt: skip
+        return
+    widen_codes(kind, strip, num_inputs, span, has_zeros, at, count, room)
+    _tiles(panel, num_rows, room, 0, DEPTH * STRIP, 1, count, room, y, y_len, at, room)
 
 
 @helper

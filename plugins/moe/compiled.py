@@ -7,7 +7,7 @@ in their order. So a token's bits depend on it, its experts and its weights alon
 import torch
 
 from hemiola.plugins.cpu.activations import silu
-from hemiola.plugins.cpu.code import Case, Operand, code_of, lines, numbers, numel
+from hemiola.plugins.cpu.code import Case, Operand, code_of, lines, numbers
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import (
     LANES,
@@ -24,7 +24,8 @@ from hemiola.plugins.cpu.simd import (
     store_some,
 )
 from hemiola.plugins.cpu.sizes import ceil_div, least
-from hemiola.plugins.linear.compiled import BLOCK, SCRATCH, multiply, split, work
+from hemiola.plugins.groups import Layout
+from hemiola.plugins.linear.compiled import BLOCK, SCRATCH, Packed, multiply, split, work
 from hemiola.plugins.moe.spec import ACTIVATIONS
 
 LINES = 16  # lines or tokens of an item
@@ -38,12 +39,14 @@ def moe(
     down: Operand,  # pack([E, F, I])
     activation: str,
     inner: int,  # I
+    up_layout: Layout | None = None,  # of quantised weights
+    down_layout: Layout | None = None,
 ) -> Operand:  # [T, F]
     """See reference.py."""
     num_tokens, num_slots = expert_ids.shape
     code, width, num_experts, num_lines = code_of(x), x.shape[1], up.shape[0], num_tokens * num_slots
     num_hidden = inner * ACTIVATIONS[activation]
-    if (num_experts, width, inner) != (down.shape[0], up.shape[2], down.shape[2]):
+    if num_experts != down.shape[0]:
         raise ValueError(f"moe: {tuple(up.shape)} and {tuple(down.shape)} are not one layer's packed experts")
     num_blocks = least(num_experts, num_lines) + num_lines // BLOCK
     tokens, places = (code.empty(num_lines, dtype=torch.int64) for _ in range(2))
@@ -52,25 +55,32 @@ def moe(
     grouping = (num_lines, num_slots, num_experts, num_blocks, numbers(expert_ids), tokens, places, blocks)
     code.call(_group, 1, num_lines * 4.0, *grouping, fault, scratch=8 * num_experts)
 
-    def times(source: Operand, rows: Operand, packed: Operand, num_inputs: int, num_outputs: int) -> Operand:
+    def times(
+        source: Operand,
+        rows: Operand,
+        packed: Operand,
+        layout: Layout | None,
+        num_inputs: int,
+        num_outputs: int,
+    ) -> Operand:
         """The lines' rows of source times their experts' weights."""
+        form, num_strips = Packed.of(packed, layout, num_outputs, num_inputs), packed.shape[1]
         result = code.empty(num_lines, num_outputs)
-        num_groups = split(code, packed.shape[1], num_blocks)
-        size = numel(packed) // num_experts
-        cost = least(num_experts, num_lines) * work(size, packed.itemsize, 0) + num_lines * work(size, 0, 1)
+        num_groups = split(code, num_strips, num_blocks)
+        cost = work(num_strips, num_inputs, form, num_lines, least(num_experts, num_lines))
         code.call(
             multiply, num_blocks * num_groups, cost, num_blocks, blocks, num_lines, num_groups,
-            source, source.stride(0), rows, packed, packed.dtype is torch.bfloat16, num_inputs, num_outputs,
+            source, source.stride(0), rows, packed, *form, num_inputs, num_outputs,
             0, 0, 0, result, scratch=SCRATCH,
         )  # fmt: skip
         return result
 
-    hidden = times(lines(x), tokens, up, width, num_hidden)
+    hidden = times(lines(x), tokens, up, up_layout, width, num_hidden)
     code.call(
         _activate, ceil_div(num_lines, LINES), num_lines * (0.1 * inner), num_lines, inner, num_hidden,
         ACTIVATIONS[activation], hidden, scratch=4 * LANES,
     )  # fmt: skip
-    parts, y = times(hidden, 0, down, inner, width), code.empty(num_tokens, width)
+    parts, y = times(hidden, 0, down, down_layout, inner, width), code.empty(num_tokens, width)
     code.call(
         _combine, ceil_div(num_tokens, LINES), num_lines * (0.1 * width), num_tokens, num_slots, width,
         places, numbers(expert_weights), parts, y, scratch=4 * LANES,

@@ -1,6 +1,6 @@
 """A mixture of experts after its router: two dense layers per used expert, combined in slot order."""
 
-from hemiola.plugins.linear.spec import strips
+from hemiola.plugins.linear.spec import refuses_layout, strips
 from hemiola.plugins.moe.reference import moe as reference
 from hemiola.plugins.spec import (
     FP32,
@@ -46,7 +46,8 @@ MOE = Op(
             "cpu",
             first_reason(_refuses, fp32_in_sixteens("")),
             {"up": strips, "down": strips},
-            sizes="I",
+            "I",
+            refuses_layout,
         ),
         Form("cuda", "cuda", first_reason(_refuses, one_dtype(wide=["expert_weights"]))),
     ),

@@ -7,7 +7,7 @@ counted in admitted requests, so that load does not matter.
 
 A choice looks at all entries, or at a random SAMPLE of them if there are more; pages that save nothing come
 from a heap. All else that is done to an entry is O(log n), but for taking a snapshot, which walks the pages
-up and down to the next ones.
+up and down to the next ones, and giving up a branch, for which those of the sample are walked up.
 """
 
 import heapq
@@ -265,7 +265,8 @@ class Evictor:
         return self.cost.work(entry.edge) - self.cost.work(above(entry).edge)
 
     def _density(self, entry: Entry) -> float:
-        num_pages = (entry.edge - above(entry).edge) // self.page_len
+        """Value by bytes that its eviction frees: pages that another branch needs too would stay."""
+        num_pages = (entry.edge - _fork_above(entry).edge) // self.page_len
         return self.value(entry) / (self.cost.slot_bytes + num_pages * self.cost.page_bytes)
 
 
@@ -280,6 +281,15 @@ def above(entry: Entry) -> Entry:
     while not node.slot_id and node.above is not None:
         node = node.above
     entry.above = node
+    return node
+
+
+def _fork_above(entry: Entry) -> Entry:
+    """The nearest page before it that something else needs: a snapshot, another branch; or the root."""
+    node = entry.parent
+    assert node is not None
+    while node.parent is not None and not node.slot_id and len(node.children) == 1:
+        node = node.parent
     return node
 
 

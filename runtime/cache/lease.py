@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hemiola.runtime.cache.edges import reusable_len
 from hemiola.runtime.cache.tree import Chain, Entry
 
 
@@ -36,3 +37,12 @@ class Lease:
     taken: list[Take] = field(default_factory=list)  # asked for, and not known to be stored
     newest: Entry | None = None  # has its last decode snapshot
     proven: bool = False  # it has chosen a token that was no NaN
+
+    def kind_of(self, edge: int, page_len: int, interval: int) -> str:
+        """Why a snapshot is taken at an edge."""
+        last = reusable_len(self.prompt_len, page_len)
+        if edge == self.junction:
+            return "junction"
+        if edge == last:
+            return "prompt"
+        return "decode" if edge > last and not (interval and edge % interval == 0) else "interval"

@@ -222,7 +222,7 @@ class PrefixCache:
         if not edges:
             return None
         edge = edges[0]
-        kind = self._kind(lease, edge)
+        kind = lease.kind_of(edge, self.page_len, self.interval)
         if kind == "decode" and not self.slots.num_free:
             self._drop_newest(lease)
         near = next((entry.edge for entry in reversed(lease.path) if entry.slot_id), 0)
@@ -237,14 +237,6 @@ class PrefixCache:
             return []
         edges = wanted_edges(start, stop, lease.prompt_len, self.page_len, lease.junction, self.interval)
         return [edge for edge in edges if not self._has_snapshot(lease, edge)]
-
-    def _kind(self, lease: Lease, edge: int) -> str:
-        last = reusable_len(lease.prompt_len, self.page_len)
-        if edge == lease.junction:
-            return "junction"
-        if edge == last:
-            return "prompt"
-        return "decode" if edge > last and not (self.interval and edge % self.interval == 0) else "interval"
 
     def _has_snapshot(self, lease: Lease, edge: int) -> bool:
         """Whether somebody else, in the meantime, stored the snapshot of an edge within the prompt."""
@@ -319,7 +311,7 @@ class PrefixCache:
 
     def _attach(self, lease: Lease, entry: Entry, slot_id: int) -> None:
         self.slots.edge[slot_id] = entry.edge
-        kind = self._kind(lease, entry.edge)
+        kind = lease.kind_of(entry.edge, self.page_len, self.interval)
         self.evictor.attach(entry, slot_id, kind)
         entry.snapshot_proven = lease.proven
         if not lease.proven:

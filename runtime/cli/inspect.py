@@ -17,6 +17,7 @@ from hemiola.runtime.arch import ARCHS, name_of, split
 from hemiola.runtime.bench.plot import refuse_picture
 from hemiola.runtime.cli.graph_plot import draw, size, spans
 from hemiola.runtime.cli.options import made, only_engine, options_of, takes
+from hemiola.runtime.cli.stored_weights import stored_weights
 from hemiola.runtime.config import ENDLESS, Resolved, ServeConfig, resolve, state_bytes
 from hemiola.runtime.manifest import Manifest, Segment
 
@@ -63,6 +64,8 @@ def show(engine_dir: Path, found: Manifest, config: ServeConfig) -> None:
     console.print(facts(engine_dir, found))
     console.print(states(found))
     console.print(segments(engine_dir, found))
+    if any(node.layouts for segment in found.segments for node in segment.nodes):
+        console.print(weights(engine_dir, found))
     if any(segment.profiles for segment in found.segments):
         console.print(profiles(found))
     console.print(forms(found))
@@ -134,6 +137,16 @@ def segments(engine_dir: Path, found: Manifest) -> Table:
         total = size(_bytes_of(engine_dir, segment.files))
         counts = str(len(segment.weights)), str(len(segment.states))
         table.add_row(segment.name, runs(segment), total, *counts, " ".join(segment.inputs))
+    return table
+
+
+def weights(engine_dir: Path, found: Manifest) -> Table:
+    """Formats of quantised weights. Whatever a weight is stored as, activations and sums are wide."""
+    table = Table(title=f"weights: codes are widened to fp32, activations are {computes_in(found)}")
+    for column in ("weight", "layers", "stored as", "bytes"):
+        table.add_column(column, justify="right" if column == "bytes" else "left")
+    for group in stored_weights(engine_dir, found):
+        table.add_row(group.name, spans(group.layers), group.stored, f"{group.num_bytes:,}")
     return table
 
 
@@ -239,6 +252,7 @@ def described(engine_dir: Path, found: Manifest, config: ServeConfig) -> dict[st
         "states": [
             {**state.model_dump(), "bytes": state_bytes([state], state.kind)} for state in found.states
         ],
+        "quantised_weights": [group._asdict() for group in stored_weights(engine_dir, found)],
         "segments": [_described(engine_dir, segment) for segment in found.segments],
         "kernels": [
             {

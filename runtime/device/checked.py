@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hemiola.plugins import OPS
+from hemiola.plugins.groups import Layout, WeightGroup
 from hemiola.plugins.spec import INT, Arg, Call, Op
 from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.errors import Refused, one_line, shown
@@ -156,6 +157,7 @@ class _Trial:
             if attr.name == "chunk_len" and value != self._limits.chunk_len:
                 raise ValueError(f"{node.name}: chunk_len is {value}, the engine's {self._limits.chunk_len}")
         call = op.call(*args)
+        call = call._replace(layouts={name: Layout.parse(text) for name, text in chosen.layouts.items()})
         self._check_form(node, op, chosen, call)
         for arg, value in zip(op.args, node.args, strict=False):
             if arg.mutated and value not in self._states:
@@ -166,24 +168,28 @@ class _Trial:
         form = next((f for f in op.forms if (f.name, f.device) == (chosen.form, self._device)), None)
         if form is None:
             raise ValueError(f"{node.name}: {op.name} has no form {chosen.form!r} on {self._device}")
-        if reason := form.refuses(call):
+        if lost := set(call.layouts) - set(form.packs):
+            raise ValueError(f"{node.name}: {form.name} packs no {', '.join(sorted(lost))}")
+        if reason := form.reason(call):
             raise ValueError(f"{node.name}: {form.name} does not take it: {reason}")
         sizes = tuple(call.sizes[letter] for letter in form.sizes)
         if tuple(chosen.sizes) != sizes:
             raise ValueError(f"{node.name}: its sizes are {sizes}, the manifest has {chosen.sizes}")
         for arg, value in zip(op.args, node.args, strict=False):
             if value in self._weights:
-                self._check_layout(value, form.packs.get(arg.name))
+                self._check_layout(value, form.packs.get(arg.name), call.layouts.get(arg.name))
             elif arg.name in form.packs:
                 raise ValueError(f"{node.name}: {arg.name} is computed, {form.name} reads a packed weight")
 
-    def _check_layout(self, node: Any, pack: Any) -> None:
-        """A packed weight is what packing one of the declared shape makes, of its dtype or of bfloat16."""
+    def _check_layout(self, node: Any, pack: Any, group: Layout | None) -> None:
+        """A packed weight is what packing one of the declared shape makes: a group, its dtype or bfloat16."""
         declared, found = self._values[node], self._weights[node]
-        layout = "as it is" if pack is None else f"{pack.__module__}.{pack.__qualname__}"
+        layout = "as it is" if pack is None else f"{pack.__module__}.{pack.__qualname__}, {group}"
         if self._seen.setdefault(node, layout) != layout:
             raise ValueError(f"{node.name} is wanted in two layouts")
-        if pack is not None:
+        if group is not None:
+            _same(f"{node.name}, a weight", found, pack(WeightGroup.empty(group, tuple(declared.shape))))
+        elif pack is not None:
             packed = [pack(declared.to(dtype)) for dtype in (declared.dtype, torch.bfloat16)]
             kind = next((made for made in packed if made.dtype == found.dtype), packed[0])
             _same(f"{node.name}, a weight", found, kind)

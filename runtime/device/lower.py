@@ -18,7 +18,6 @@ from hemiola.plugins.cpu import moves
 from hemiola.plugins.cpu.code import Recorder, View
 from hemiola.plugins.cpu.sizes import FreeSize
 from hemiola.plugins.cpu.steps import RecordedStep
-from hemiola.plugins.linear.compiled import linear
 from hemiola.runtime.abi import INPUTS, OUTPUTS
 from hemiola.runtime.device.wanted import only_wanted
 from hemiola.runtime.errors import Refused, shown
@@ -125,7 +124,7 @@ class _Lowering:
     def _op(self, node: Node) -> Any:
         """Our op, in the form that was chosen when the engine was built."""
         chosen = self._chosen[node]
-        function = OPS[chosen.op].bind(chosen.form, chosen.sizes)
+        function = OPS[chosen.op].bind(chosen.form, chosen.sizes, chosen.layouts)
         named = {name: _mapped(value, self._values) for name, value in node.kwargs.items()}
         return function(*(_mapped(value, self._values) for value in node.args), **named)
 
@@ -220,7 +219,9 @@ class _Lowering:
     def _linear(self, node: Node, residual: View) -> View:
         """A dense layer that adds its outputs to what is there."""
         x, weight, bias = (_mapped(value, self._values) for value in node.args)
-        return linear(x, weight, bias, *self._chosen[node].sizes, residual=residual)
+        chosen = self._chosen[node]
+        function = OPS[chosen.op].bind(chosen.form, chosen.sizes, chosen.layouts)
+        return function(x, weight, bias, residual=residual)
 
 
 def _mapped(value: Any, values: dict[Node, Any]) -> Any:

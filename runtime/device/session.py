@@ -180,7 +180,7 @@ def bind_forms(program: GraphModule, segment: Segment) -> None:
     calls = [node for node in program.graph.nodes if node.target in ours]
     for node, chosen in zip(calls, segment.nodes, strict=True):
         assert ours[node.target].name == chosen.op, f"{segment.file}: {node} is not {chosen.op}"
-        node.target = OPS[chosen.op].bind(chosen.form, chosen.sizes)
+        node.target = OPS[chosen.op].bind(chosen.form, chosen.sizes, chosen.layouts)
     program.recompile()
 
 

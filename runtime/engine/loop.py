@@ -151,7 +151,7 @@ class Loop:
                 request.num_drafts = request.guide.follow(text, drafts[: request.num_drafts])
             except Stuck as stuck:
                 request.fail(f"structured_outputs: {stuck}")
-            except Exception as error:  # the grammar library's; it may not take the other requests along
+            except BaseException as error:  # the grammar library's, panics, too: it costs no other request
                 request.fail(f"structured_outputs: {type(error).__name__}: {error}")
 
     def _count(self, plan: Plan, events: list[Event]) -> None:

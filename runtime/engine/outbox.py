@@ -39,7 +39,7 @@ class Outbox:
         try:
             if self._text is not None:
                 growing = Growing(self._text, prompt, request.params.stop)
-        except Exception as error:
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             _fail(request, error)
         self._letters[request.id] = _Letter(request, on_piece, growing, request.prompt_len)
 
@@ -71,7 +71,7 @@ class Outbox:
         request = letter.request
         try:
             text = _new_text(letter, request.ids[letter.sent_len : request.total_len].tolist())
-        except Exception as error:
+        except BaseException as error:
             text = ""
             _fail(request, error)
         token_ids = request.ids[letter.sent_len : request.total_len].tolist()
@@ -88,7 +88,7 @@ class Outbox:
         return Event(request, piece, letter.on_piece)
 
 
-def _fail(request: Request, error: Exception) -> None:
+def _fail(request: Request, error: BaseException) -> None:
     """What a tokenizer raises may not take the other requests along."""
     request.fail(f"the tokenizer failed: {type(error).__name__}: {error}")
 

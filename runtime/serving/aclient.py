@@ -21,7 +21,7 @@ from hemiola.runtime.serving.packing import (
 import grpc  # isort: skip  # after packing, which says how to install it
 
 from hemiola.runtime.serving.client import RETRY_S
-from hemiola.runtime.serving.openai.wire import Said, Wire
+from hemiola.runtime.serving.wire import Said, Wire
 
 
 class AsyncClient:

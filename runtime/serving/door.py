@@ -5,12 +5,13 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
 
 FLUSH_S = 1.0  # for the last words of a server that ended
-CLOSE_S = 4.0  # for all of the end; whatever takes longer is left alone, in a thread that holds up no exit
+CLOSE_S = 3.0  # for all of the end; whatever takes longer is left alone, in a thread that holds up no exit
 BACKLOG = 1024
 
 
@@ -21,6 +22,7 @@ class Door(ABC):
         self._sockets = sockets
         self._log = log
         self.refuses = False  # new requests; set at once, before the loop comes to know of it
+        self._refused_at = 0.0  # by time.monotonic
         self.reason = ""  # why answers under way end, once they do
         self._refusing, self._ending = asyncio.Event(), asyncio.Event()
         self._started: Future[asyncio.AbstractEventLoop] = Future()
@@ -40,7 +42,8 @@ class Door(ABC):
 
     def refuse(self) -> None:
         """New connections and requests are refused; answers under way go on. Does not wait."""
-        self.refuses = True
+        if not self.refuses:
+            self.refuses, self._refused_at = True, time.monotonic()
         self._set(self._refusing)
 
     def close(self, reason: str = "") -> None:

@@ -24,6 +24,7 @@ from hemiola.runtime.serving.log import Log, Printer
 from hemiola.runtime.serving.place import choose_gpu, share_memory
 from hemiola.runtime.serving.tritonserver import (
     ANY_PORTS,
+    LAUNCH,
     Ports,
     Triton,
     address_of,
@@ -45,13 +46,6 @@ MOST_WAIT_S = 60
 TRIES = 3  # to start
 OPEN_S = 120.0  # for a server whose engines are loaded to be ready, which takes a second
 READ_S = 10.0  # for the rest of what it said to be read
-# Asks the kernel to kill the server if we end without stopping it, and becomes the server.
-LAUNCH = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class NeverOpened(Refused):

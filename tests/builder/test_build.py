@@ -340,7 +340,12 @@ SPOILED = {
         "config.json: text_config: model_type 'qwen3_6_text' is not supported, the nearest",
     ),
     "no architecture": (QWEN, config(architectures="REMOVED"), "has no architectures"),
-    "quantised": (QWEN, config(quantization_config={"quant_method": "fp8"}), "quant_method fp8"),
+    "quantised": (
+        QWEN,
+        config(quantization_config={"quant_method": "fp8"}),
+        "FP8 by its config",
+        "no tensor is",
+    ),
     "modelopt": (QWEN, write("hf_quant_config.json", "{}"), "hf_quant_config.json", "quantised"),
     "missing size": (QWEN, config(num_attention_heads="REMOVED"), "has no num_attention_heads"),
     "size is text": (QWEN, config(hidden_size="64"), "hidden_size is '64', expected int"),
@@ -594,3 +599,44 @@ def test_a_file_beside_an_older_engine_is_not_removed(
     code, _, err = run(*build_it)
     assert code == 2 and "beside it notes.txt, which a new engine would remove" in err
     assert (tmp_path / "engine/notes.txt").read_text() == "mine"
+
+
+DAMAGED = [
+    "",
+    "7",
+    "[]",
+    "{}",
+    '{"sha256": 7}',
+    '{"sha256": null}',
+    '{"sha256": [{}]}',
+    '{"sha256": ["a.txt"]}',
+    "[",
+]
+
+
+@pytest.mark.parametrize("content", [*DAMAGED, "[" * 10**5, None])
+def test_an_old_engine_with_a_damaged_manifest_is_refused_or_replaced(
+    tiny_checkpoint: Get, run: Callable, tmp_path: Path, content: str | None
+) -> None:
+    """A number in place of its list of files was a traceback."""
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    if content is None:
+        (engine / "manifest.json").symlink_to("/proc/self/mem")  # a regular file, which cannot be read
+    else:
+        (engine / "manifest.json").write_text(content)
+    place.refuse_occupied(engine)  # nothing else is in it that could be lost
+    (engine / "a.txt").write_text("mine")
+    code, out, err = run(tiny_checkpoint(QWEN), "--engine-dir", engine, "--drafts", "none", *SMALL)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "beside it a.txt" in err
+    assert (engine / "a.txt").read_text() == "mine"
+
+
+def test_an_old_engine_with_a_damaged_manifest_alone_is_replaced(
+    tiny_checkpoint: Get, run: Callable, tmp_path: Path
+) -> None:
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    (engine / "manifest.json").write_text('{"sha256": [[]]}')
+    assert run(tiny_checkpoint(QWEN), "--engine-dir", engine, "--drafts", "none", *SMALL)[0] == 0
+    assert manifest.load(engine)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ from kit import checkpoints
 from safetensors.torch import save_file
 
 from hemiola.builder.build import Options, build
-from hemiola.builder.checkpoint import Checkpoint, Config, Lazy, join
+from hemiola.builder.checkpoint import Checkpoint, Config, file_in
+from hemiola.builder.lazy import Lazy, join
 from hemiola.runtime.errors import Refused
 
 
@@ -148,15 +150,60 @@ def test_a_pipe_in_a_checkpoint_is_refused_and_nobody_waits_for_it(
         build(checkpoint, tmp_path / "engine", OPTIONS)
 
 
-@pytest.mark.parametrize("target", ["nowhere", "chat_template.jinja", "/dev/zero", "../../blobs"])
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("nowhere", "is a link to nothing; download it again"),
+        ("../../blobs/lost", "is a link to nothing; download it again"),
+        ("chat_template.jinja", "cannot be opened"),
+        ("/dev/zero", "is a link to /dev/zero; put the file itself into the folder"),
+        ("../../blobs", "is a link to ../../blobs; put the file itself into the folder"),
+    ],
+)
 def test_a_link_in_a_circle_to_nothing_or_to_a_device_is_refused(
-    checkpoint: Path, tmp_path: Path, target: str
+    checkpoint: Path, tmp_path: Path, target: str, said: str
 ) -> None:
     (tmp_path / "models--a/blobs").mkdir()
     (checkpoint / "chat_template.jinja").unlink(missing_ok=True)
     (checkpoint / "chat_template.jinja").symlink_to(target)
-    with pytest.raises(Refused, match=r"chat_template.jinja"):
+    with pytest.raises(Refused, match=rf"^[^ ]*( '|/)chat_template.jinja'? {re.escape(said)}"):
         build(checkpoint, tmp_path / "engine", OPTIONS)
+
+
+def test_a_link_to_a_blob_that_is_a_pipe_or_a_folder_is_refused(tmp_path: Path) -> None:
+    folder, blobs = tmp_path / "models--a/snapshots/1", tmp_path / "models--a/blobs"
+    folder.mkdir(parents=True)
+    (blobs / "folder").mkdir(parents=True)
+    os.mkfifo(blobs / "pipe")
+    for target in ("pipe", "folder"):
+        (folder / target).symlink_to(f"../../blobs/{target}")
+        with pytest.raises(Refused, match=f"{target} is no regular file"):
+            file_in(folder, target)
+
+
+def test_a_folder_within_a_snapshot_and_a_link_to_one_have_the_snapshots_blobs(tmp_path: Path) -> None:
+    folder, blobs = tmp_path / "models--a/snapshots/1", tmp_path / "models--a/blobs"
+    for place in (folder / "original", blobs):
+        place.mkdir(parents=True)
+    (blobs / "0").write_text("{}")
+    (tmp_path / "current").symlink_to(folder)
+    (folder / "config.json").symlink_to("../../blobs/0")
+    (folder / "original/config.json").symlink_to("../../../blobs/0")
+    for place in (folder, folder / "original", tmp_path / "current", tmp_path / "current/original"):
+        assert file_in(place, "config.json") == place / "config.json"
+    assert file_in(folder, "lost") is None
+
+
+def test_a_link_to_blobs_from_a_folder_that_is_no_snapshot_is_not_read(tmp_path: Path) -> None:
+    folder, blobs = tmp_path / "models--a/copies/1", tmp_path / "models--a/blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "0").write_text("{}")
+    (folder / "config.json").symlink_to("../../blobs/0")
+    with pytest.raises(
+        Refused, match=r"^[^ ]* is a link to ../../blobs/0; put the file itself into the folder$"
+    ):
+        file_in(folder, "config.json")
 
 
 def test_a_cache_of_the_hub_links_to_its_own_blobs(checkpoint: Path, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import torch
 from kit.segments import LIMITS, inputs_of
 
 from hemiola.builder import models
-from hemiola.builder.checkpoint import Checkpoint, Lazy
+from hemiola.builder.checkpoint import Checkpoint
 from hemiola.builder.fuse import fuse
 from hemiola.builder.graph import Graph, Name, export
+from hemiola.builder.lazy import Lazy
 from hemiola.builder.targets.torch import op_of
 
 Get = Callable[..., Path]

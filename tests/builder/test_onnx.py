@@ -10,7 +10,8 @@ from kit import checkpoints
 from kit.onnx_steps import Steps, evaluator
 
 from hemiola.builder import graph, models
-from hemiola.builder.checkpoint import Checkpoint, Lazy
+from hemiola.builder.checkpoint import Checkpoint
+from hemiola.builder.lazy import Lazy
 from hemiola.builder.onnx import to_onnx, with_weights
 from hemiola.builder.weights import write_weights
 from hemiola.plugins import OPS

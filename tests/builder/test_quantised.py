@@ -1,4 +1,4 @@
-"""Quantised checkpoints are refused by name; configs as published ones have them, their lists cut short."""
+"""What nothing multiplies is refused by name; configs as published ones have them, their lists cut short."""
 
 import json
 import shutil
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hemiola.builder.build import build
+from hemiola.builder.formats.declared import is_about_pages, read_declared
 from hemiola.builder.options import Options
-from hemiola.builder.quantised import is_about_pages, refuse_quantised
 from hemiola.runtime.errors import Refused
 
 QWEN_FP8 = {  # Qwen/Qwen3-Next-80B-A3B-Instruct-FP8
@@ -31,32 +31,22 @@ MIXED = {  # Nemotron-3-Super: hf_quant_config.json
 }  # fmt: skip
 AUTO_FP8 = {"activation_scheme": "static", "kv_cache_scheme": "static", "quant_method": "fp8"}
 AWQ = {"bits": 4, "group_size": 128, "quant_method": "awq", "zero_point": True}
-BY = "(quantization_config, quant_method"
-NO_FP8 = "sm_80, sm_86 cannot multiply FP8, sm_89 and newer can; use the bf16"
+NO_FP8 = "sm_80, sm_86 cannot multiply FP8, sm_89 and newer can; build for --target torch --arch cpu"
+NOT_YET = "which --target torch --arch"
 
 
 @pytest.mark.parametrize(
     ("config", "beside", "archs", "expected"),
     [
-        (QWEN_FP8, None, "cpu", f"config.json: weights are FP8 {BY} fp8), and this"),
+        (QWEN_FP8, None, "cpu", "weights are FP8 by its config, but no tensor is; use"),
         (QWEN_FP8, None, "sm_80,sm_86,sm_89", NO_FP8),
-        (MODELOPT_FP8, None, "sm_89", f"are FP8 {BY} modelopt), and this version"),
-        (
-            NVFP4,
-            None,
-            "sm_89,sm_120",
-            "fp32; sm_89 cannot multiply NVFP4, sm_100 and newer can; use the bf16",
-        ),
-        (NVFP4, None, "sm_120", f"weights are NVFP4 {BY} modelopt), and this version"),
+        (MODELOPT_FP8, None, "sm_89", f"weights are FP8, {NOT_YET} sm_89 does not multiply yet; build for"),
+        (NVFP4, None, "sm_89,sm_120", "sm_89 cannot multiply NVFP4, sm_100 and newer can; build for"),
+        (NVFP4, None, "sm_120", f"weights are NVFP4, {NOT_YET} sm_120"),
         (COMPRESSED, None, "sm_90", "sm_90 cannot multiply NVFP4"),
-        (
-            None,
-            MIXED,
-            "sm_80",
-            "weights are FP8 and NVFP4 (hf_quant_config.json), and this version reads bf16",
-        ),
-        (AUTO_FP8, None, "cpu", f"weights are FP8 {BY} fp8)"),
-        (AWQ, None, "sm_90", f"weights are INT4 {BY} awq)"),
+        (None, MIXED, "sm_80", f"weights are FP8 and NVFP4, {NOT_YET} sm_80"),
+        (AUTO_FP8, None, "cpu", "weights are FP8 by its config"),
+        (AWQ, None, "sm_90", f"weights are INT4, {NOT_YET} sm_90"),
     ],
 )
 def test_it_is_refused_with_what_the_architectures_lack_and_the_way_out(
@@ -92,5 +82,5 @@ def test_keys_and_values_alone_are_no_quantised_weights() -> None:
 
 def test_a_file_that_says_nothing_is_no_word_about_pages() -> None:
     """Of no declaration at all, all were about pages: the checkpoint was read as if it were not quantised."""
-    with pytest.raises(Refused, match=r"weights are quantised \(hf_quant_config.json\)"):
-        refuse_quantised("config.json", {}, {"quantization": {}}, ["cpu"])
+    with pytest.raises(Refused, match=r"weights are quantised \(hf_quant_config.json does not say how\)"):
+        read_declared("config.json", {}, {"quantization": {}})

@@ -12,12 +12,12 @@ class Demands:
 
     def __init__(self, bits: bool) -> None:
         """bits: else parts round by the number of rows; a state, or a token, of another place is far off."""
-        self._bits = bits
+        self.bits = bits
         self._asked: list[tuple[torch.Tensor, str]] = []
 
     def same(self, held: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
         assert held.shape == wanted.shape and held.dtype == wanted.dtype, where
-        equal = held == wanted if self._bits else torch.isclose(held, wanted, rtol=1e-4, atol=1e-4)
+        equal = held == wanted if self.bits else torch.isclose(held, wanted, rtol=1e-4, atol=1e-4)
         self.true(equal.all(), where)
 
     def true(self, outcome: torch.Tensor, where: str) -> None:

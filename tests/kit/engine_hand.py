@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from kit.demands import Demands, later
 from kit.fake_session import check_inputs
+from kit.guided import fitting
 from kit.hand import Hand
 from kit.plain import Plain, places
 from kit.proposers import Scripted, Text
@@ -26,8 +27,8 @@ from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.engine.request import Bounds, Request, Rule
-from hemiola.runtime.engine.sampling import logprobs, to_logprobs
-from hemiola.runtime.engine.step import Launched, Outcome, Plan
+from hemiola.runtime.engine.sampling import choose, logprobs, to_logprobs
+from hemiola.runtime.engine.step import Launched, Outcome, Plan, Row
 from hemiola.runtime.llm import make_loop, prefix_cost
 from hemiola.runtime.step.bucket import Bucket
 from hemiola.runtime.step.captured import Captured, CapturedResult
@@ -157,6 +158,7 @@ class EngineHand(Hand):
         if isinstance(steps.trunk, Prompts):
             recorder.watch(steps.trunk)
         self._is_scripted = proposer is not None
+        self.scripted = proposer if kind == "scripted" else None
         sizes = config.max_len, found.limits.max_len, found.vocab_size
         super().__init__(loop, Bounds(*sizes, eos_ids=()))
         if proposer is not None:
@@ -166,6 +168,9 @@ class EngineHand(Hand):
         self.mtp = config.drafts == "mtp"
         self.recorded: dict[tuple[int, ...], list[torch.Tensor]] = {}  # logits behind a text, every copy
         self.proposed: dict[tuple[int, ...], list[tuple[list[int], Rule]]] = {}  # drafts of an MTP head
+        self.patterns: dict[int, str] = {}  # what the outputs of requests with a grammar must match
+        self.before_step: Callable[[Plan], None] = lambda plan: None
+        self.num_plain_steps = 0  # whose rows all take the best token, and ask for nothing else
         self._shuffle = shuffle
         self._num_done = 0  # requests of which all has been demanded
         self._watch()
@@ -178,6 +183,8 @@ class EngineHand(Hand):
             made = plan()
             if self._shuffle is not None:
                 self._shuffle.shuffle(made.rows)
+            self.before_step(made)
+            self.num_plain_steps += bool(made.rows) and all(map(_is_plain, made.rows))
             return made
 
         def keep(plan: Plan, outcome: Outcome) -> None:
@@ -261,7 +268,7 @@ class EngineHand(Hand):
         logits, first = self.recorder.logits.popleft(), 0
         for n, row in enumerate(plan.rows):
             request = row.request
-            if row.chooses and request.finish_reason is None:
+            if row.chooses and request.finish_reason is None and not request.starts_anew:
                 token_ids = outcome.token_ids[n]
                 ids = [*request.ids[: request.total_len].tolist(), *token_ids]
                 for at in range(len(token_ids)):
@@ -296,14 +303,26 @@ class EngineHand(Hand):
                 for copy in self.recorded[ids[:at]]:
                     self.demands.same(copy, logits[at - 1], f"{request.id}: position {at}")
                 checked.add(ids[:at])
-                if request.rule.greedy and not request.rule.edits_logits:
-                    self.demands.true(logits[at - 1].argmax() == ids[at], f"{request.id}: token {at}")
+            self._check_tokens(request, logits[request.prompt_len - 1 :])
         for request in due:
             self._check_logprobs(request)
         for ids in self.recorded.keys() - checked:  # of windows that ended early
             for copy in self.recorded[ids]:
                 self.demands.same(copy, self.plain.logits(ids)[-1], f"behind {len(ids)} tokens")
         self.demands.settle()
+
+    def _check_tokens(self, request: Request, logits: torch.Tensor) -> None:
+        """They are what the request's rule and its grammar choose from the logits [T, V] of its own text."""
+        rule, device = request.rule, logits.device
+        if not self.demands.bits and not (rule.greedy and not rule.edits_logits):
+            return  # what is nearly the same may choose otherwise
+        ids = torch.from_numpy(request.ids[None, : request.total_len]).to(device)
+        if request.id in self.patterns:
+            output = request.ids[request.prompt_len : request.total_len].tolist()
+            logits = fitting(self.patterns[request.id], output, logits)
+        position = torch.arange(request.prompt_len, request.total_len, device=device)
+        chosen = choose(logits, [rule] * len(logits), torch.zeros_like(position), position, ids)
+        self.demands.true((chosen == ids[0, position]).all(), f"{request.id}: tokens")
 
     def _check_logprobs(self, request: Request) -> None:
         """They are those of the request's own tokens, from the logits of its own text."""
@@ -403,6 +422,10 @@ class EngineHand(Hand):
         self.check_logits()
         self.check_drafts()
         self.check_contents()
+
+
+def _is_plain(row: Row) -> bool:
+    return not row.chooses or (row.request.rule.plain and row.request.guide is None)
 
 
 def table(said: Sequence[Logprob]) -> torch.Tensor:

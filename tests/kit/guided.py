@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 
 import regex
+import torch
 from kit.fake_session import VOCAB, hashed
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -42,13 +43,14 @@ def tokenizer() -> Tokenizer:
 
 
 @functools.cache
-def compiled(pattern: str) -> Grammar:
-    return grammars().compile(StructuredOutputsParams(**ASKED[pattern]))
+def compiled(pattern: str, vocab_size: int = VOCAB) -> Grammar:
+    return grammars(vocab_size).compile(StructuredOutputsParams(**ASKED[pattern]))
 
 
 @functools.cache
-def grammars() -> Grammars:
-    return Grammars(tokenizer(), VOCAB)
+def grammars(vocab_size: int = VOCAB) -> Grammars:
+    """For an engine of so many ids; those behind VOCAB stand for nothing."""
+    return Grammars(tokenizer(), vocab_size)
 
 
 def text_of(token_ids: Sequence[int]) -> str:
@@ -62,6 +64,14 @@ def allowed(pattern: str, text: str) -> list[int]:
         i for i, token in enumerate(TEXTS) if regex.fullmatch(pattern, text + token, partial=True) is not None
     ]
     return fits + [EOS] * (regex.fullmatch(pattern, text) is not None)
+
+
+def fitting(pattern: str, output: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    """Logits [T, V] from which an output was chosen, with -inf for tokens that do not fit."""
+    may = torch.zeros(logits.shape, dtype=torch.bool)
+    for at in range(len(output)):
+        may[at, allowed(pattern, text_of(output[:at]))] = True
+    return logits.masked_fill(~may.to(logits.device), -torch.inf)
 
 
 def guided_oracle(prompt: Sequence[int], num_tokens: int, pattern: str) -> list[int]:

@@ -2,8 +2,8 @@
 
 import torch
 
-from hemiola.builder.checkpoint import Lazy
 from hemiola.builder.graph import Graph
+from hemiola.builder.lazy import Lazy
 from hemiola.plugins.rows import COLUMNS
 from hemiola.runtime.manifest import Limits
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from hemiola.builder import models
-from hemiola.builder.checkpoint import Config, join
+from hemiola.builder.checkpoint import Config
+from hemiola.builder.lazy import join
 from hemiola.builder.models import qwen
 from hemiola.builder.models.layers import (
     Conv,

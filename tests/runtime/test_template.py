@@ -22,6 +22,8 @@ ENDLESS = {
     "nested_loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "loops_of_sets": "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}",
     "loop_within_itself": "{% for i in range(99) recursive %}{{ loop(range(99)) }}{% endfor %}",
+    "turns_of_a_loop_within_itself": "{% for i in [1] recursive %}{% if loop.depth == 1 %}"
+    "{{ loop(range(99999)) }}{% endif %}{% endfor %}",
     "filtered_loop": "{% for i in range(99999) for j in x %}{% endfor %}",
     "macro": "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
     "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
@@ -70,6 +72,7 @@ ENDLESS = {
     "batch": "{{ [1] | batch(10**10, 1) | list }}",
     "slice": "{{ [1] | slice(10**10) | list }}",
     "round": "{{ 1.5 | round(10**10, 'ceil') }}",
+    "round_to_thousands_of_digits": "{{ 15 | round(3000, 'ceil') }}",
     "tojson_indent": "{{ [1] | tojson(indent=10**10) }}",
     "tojson": "{% for i in range(99999) %}{% set x = range(999) | list | tojson %}{% endfor %}",
     "sum": "{{ range(9999) | map('list') }}{{ ([[1] * 1000] * 90000) | sum(start=[]) }}",
@@ -112,13 +115,23 @@ def test_a_template_that_would_not_end_is_refused(how: str) -> None:
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
 
 
+LONG = "{% set s = '" + "x" * 1000 + "' * 1000 %}"
+# name: a template that is refused when its text has been made, if it is not refused before
+LARGE = {name: ENDLESS[name] for name in ("join_held", "join_attribute", "join_method_held")} | {
+    "join_separators": LONG + "{{ range(200) | join(s) }}",
+    "join_method_separators": LONG + "{{ s.join('" + "a" * 200 + "') }}",
+    "indent_by_text": LONG + "{{ ('a\n' * 200) | indent(s) }}",
+    "tilde": LONG + "{{ " + " ~ ".join(["s"] * 200) + " }}",
+}  # fmt: skip
+
+
 @pytest.mark.usefixtures("small_limit")
-@pytest.mark.parametrize("how", ["join_held", "join_attribute", "join_method_held"])
+@pytest.mark.parametrize("how", LARGE)
 def test_a_long_text_is_refused_before_it_is_made(how: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(Refused, match="more work"):
-            ChatTemplate(ENDLESS[how]).render({"messages": MESSAGES})
+            ChatTemplate(LARGE[how]).render({"messages": MESSAGES})
         assert tracemalloc.get_traced_memory()[1] < 64 * LIMIT
     finally:
         tracemalloc.stop()
@@ -136,6 +149,8 @@ ESCAPES = [
     "{{ '{0.__class__}'.format('') }}",
     "{{ '{0.__class__.__mro__}'.format(messages) }}",
     "{{ '{a.__class__}'.format_map({'a': 1}) }}",
+    "{{ '{0}'.format_map({'a': 1}) }}",
+    "{{ ('{:5}' | safe).format('a') }}",
     "{% set f = '{0.__class__}'.format %}{{ f('') }}",
     "{{ ['{0.__class__}'.format] | map('string') | list }}{{ ('{0.__class__}' | attr('format'))('') }}",
     "{{ ('{0.__class__}' | safe).format('') }}",
@@ -182,6 +197,7 @@ ORDINARY = [
     "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ messages | map(attribute='role') | join(', ') }}",
     "{% for i in [[1, [2]], [3]] recursive %}{{ loop(i) if i is iterable else i }}{{ loop.depth }}{% endfor %}",
     "{{ 'user' in ['user', 'b'] }}{{ (1, 2) == (1, 2) }}{{ 1 < 2 < 3 }}{{ messages[0].content is string }}",
+    "{{ 'a b' | truncate(10**12) }}{{ 'a b c' | truncate(3, leeway=0) }}{{ 15 | round(2) }}{{ ['a', 'b'] | join('-' * 9) }}",
     "{{ none }}{{ undefined }}{{ true }}{{ 1.5 | round(1) }}{{ 'a\\nb' | indent(4) }}{{ {'a': 1} }}{{ [1, 'x'] }}",
     "{% for i in nothing %}{% endfor %}{% for c in 'abc' %}{{ c }}{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}",
     "{{ dict(a=1) }}{{ ['b', 'a'] | sort | first }}{{ 'a,b'.split(',') | last }}{{ '<b>' | e }}{{ ' '.join(['a', 'b']) }}",

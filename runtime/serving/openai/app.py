@@ -38,9 +38,9 @@ from hemiola.runtime.serving.openai.tokenizing import (
     detokenize,
     tokenize,
 )
-from hemiola.runtime.serving.openai.wire import Wire
 from hemiola.runtime.serving.openai.work import Work, chat, completion, response
 from hemiola.runtime.serving.slow_reader import writing
+from hemiola.runtime.serving.wire import Wire
 
 log = logging.getLogger("hemiola.openai")
 METRICS_TIMEOUT_S = 5.0

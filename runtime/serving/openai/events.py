@@ -10,9 +10,9 @@ from hemiola.runtime.errors import Busy, Refused, counted
 from hemiola.runtime.serving.openai.errors import api_error
 from hemiola.runtime.serving.openai.reply import Json
 from hemiola.runtime.serving.openai.schema import StreamOptions
-from hemiola.runtime.serving.openai.wire import Answers, Found
 from hemiola.runtime.serving.openai.work import Work
 from hemiola.runtime.serving.slow_reader import never_waits, writing
+from hemiola.runtime.serving.wire import Answers, Found
 
 log = logging.getLogger("hemiola.openai")
 

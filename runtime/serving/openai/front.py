@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Mapping
 
 from aiohttp import web
@@ -11,9 +12,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from hemiola.runtime.serving.door import BACKLOG, CLOSE_S, FLUSH_S, Door
 from hemiola.runtime.serving.openai.app import App, FrontLimits
 from hemiola.runtime.serving.openai.model import ServedModel
-from hemiola.runtime.serving.openai.wire import Wire
 from hemiola.runtime.serving.packing import CHANNEL, NO_PROXY
 from hemiola.runtime.serving.tritonserver import bind
+from hemiola.runtime.serving.wire import Wire
 
 log = logging.getLogger("hemiola.openai")
 DRAIN_S = 0.02  # between looks at answers under way
@@ -72,7 +73,8 @@ class Front(Door):
         """Refuses, and waits for answers under way: they have exit_timeout_s from the first `refuse` on."""
         self.refuse()
         if self._thread.is_alive():
-            self._thread.join(self._exit_timeout_s + CLOSE_S)
+            end = self._refused_at + self._exit_timeout_s + CLOSE_S
+            self._thread.join(max(0.0, end - time.monotonic()))
         self.close()
 
     async def _serve(self) -> None:

@@ -12,7 +12,7 @@ from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, Text
 from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
-from hemiola.runtime.serving.openai.wire import Found
+from hemiola.runtime.serving.wire import Found
 
 
 class Work(NamedTuple):

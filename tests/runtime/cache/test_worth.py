@@ -57,6 +57,24 @@ def test_pages_above_a_shared_snapshot_are_charged_to_every_leaf_behind_it(evict
         assert evictor._density(leaf) == saved / (40 + 10 * num_pages)
 
 
+def test_pages_that_two_leaves_share_are_charged_to_both(
+    evictor: Evictor,
+) -> None:
+    """They were charged to every leaf: one whose own pages are few seemed to free most."""
+    common = chain(node(None, 0), 8)[-1]
+    leaves = [chain(common, num)[-1] for num in (1, 3)]
+    for slot_id, entry in enumerate(leaves, 1):
+        evictor.attach(entry, slot_id, "prompt")
+    for leaf, num_pages in zip(leaves, (1, 3), strict=True):
+        assert evictor._density(leaf) == evictor.cost.work(leaf.edge) / (40 + 10 * num_pages)
+    evictor.detach(leaves[0])
+    last = leaves[0]
+    while last is not common:  # as its pages are evicted
+        last.parent.children.remove(last)
+        last = last.parent
+    assert evictor._density(leaves[1]) == evictor.cost.work(leaves[1].edge) / (40 + 10 * 11)
+
+
 def test_the_leaf_of_least_value_goes_before_that_of_least_value_per_byte(evictor: Evictor) -> None:
     """The long one saves more, but less for each of its bytes."""
     root = node(None, 0)

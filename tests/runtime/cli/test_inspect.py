@@ -4,8 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kit import quantised
 from rich.table import Table
 
+from hemiola.builder.build import build
+from hemiola.builder.options import Options
 from hemiola.runtime import manifest
 from hemiola.runtime.cli import inspect
 from hemiola.runtime.cli.graph_plot import (
@@ -21,6 +24,7 @@ from hemiola.runtime.cli.graph_plot import (
     held_by,
     layers_of,
 )
+from hemiola.runtime.cli.stored_weights import stored_weights
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 
@@ -40,6 +44,27 @@ def test_equal_states_of_equal_layers_share_a_line(tiny_engine: Get) -> None:
     assert ["mtp.k_pages", "0"] in [line[:2] for line in table], "the head's are not the trunk's"
     assert ["mtp.hidden", ""] in [line[:2] for line in table]
     assert len(table) == 11 < len(found.states)
+
+
+def test_quantised_weights_are_listed_with_their_format_and_bytes(
+    tiny_checkpoint: Get, tmp_path: Path
+) -> None:
+    recipe = quantised.RECIPES["modelopt_mixed"]
+    copies = quantised.quantise(tiny_checkpoint("qwen3_5"), tmp_path, recipe)
+    found = build(copies.quantised, tmp_path / "engine", Options(max_len=256, page_len=32))
+    table = lines(inspect.weights(tmp_path / "engine", found))
+    assert ["mixer.body.out_proj.weight", "0-1, 3", "e4m3 by output", "9,984"] in table
+    assert ["head.weight", "", "e2m1 by 16", f"{320 * 64 // 2 + 320 * 4 * 4:,}"] in table
+    told = inspect.described(tmp_path / "engine", found, ServeConfig())["quantised_weights"]
+    assert [entry["name"] for entry in told] == [line[0] for line in table]
+    assert (
+        sum(entry["num_bytes"] for entry in told) < (tmp_path / "engine" / found.weights_file).stat().st_size
+    )
+
+
+def test_an_engine_without_quantised_weights_lists_none(tiny_engine: Get) -> None:
+    engine_dir = tiny_engine("qwen3_5")
+    assert stored_weights(engine_dir, manifest.load(engine_dir)) == []
 
 
 def test_spans_of_layers() -> None:

@@ -42,6 +42,22 @@ class Trunk:
         self.lines.insert(before, [name, called, list(args)])
         return {"node": name}
 
+    def shortened(self, ending: str) -> Manifest:
+        """States of this kind hold one number less in their first dimension, here and in the manifest."""
+        names = [line[0] for line in self.lines if line[1] == ""]
+        segment = self.manifest.segment("trunk")
+        first = len(names) - len(INPUTS) - len(segment.states)
+        for name, line in zip(segment.states, self.lines[first:], strict=False):
+            if name.endswith(ending):
+                line[4][1] -= 1
+        states = tuple(
+            state.model_copy(update={"shape": (state.shape[0] - 1, *state.shape[1:])})
+            if state.name.endswith(ending)
+            else state
+            for state in self.manifest.states
+        )
+        return self.manifest.model_copy(update={"states": states})
+
     def check(self, changed: Manifest | None = None) -> None:
         whole = changed or self.manifest
         segment = whole.segment("trunk")
@@ -62,8 +78,49 @@ def trunk(tiny_engine: Callable[..., Path], tmp_path: Path) -> Trunk:
     return Trunk(tiny_engine("nemotron_h_moe"), tmp_path)
 
 
-def test_an_engine_of_ours_is_not_refused(trunk: Trunk) -> None:
+@pytest.fixture
+def qwen(tiny_engine: Callable[..., Path], tmp_path: Path) -> Trunk:
+    return Trunk(tiny_engine("qwen3_5"), tmp_path)
+
+
+def test_engines_of_ours_are_not_refused(trunk: Trunk, qwen: Trunk) -> None:
     trunk.check()
+    qwen.check()
+
+
+@pytest.mark.parametrize(
+    ("limit", "more", "said"),
+    [
+        ("num_drafts", 1, "conv.* keeps 22 records, it needs 23"),
+        ("page_len", -16, "attention.* has pages of 32, page_len=16"),
+        ("page_len", 16, "attention.* has pages of 32, page_len=48"),
+        ("max_len", 1, "rope.* has a table of 512 places, max_len=513"),
+        ("chunk_len", -8, "chunk_len is 16, the engine's 8"),
+    ],
+)
+def test_limits_that_the_program_was_not_made_for_are_refused(
+    qwen: Trunk, limit: str, more: int, said: str
+) -> None:
+    """Rings, pages and tables of positions would be too short."""
+    limits = qwen.manifest.limits
+    limits = limits.model_copy(update={limit: getattr(limits, limit) + more})
+    qwen.refused(said, qwen.manifest.model_copy(update={"limits": limits}))
+
+
+@pytest.mark.parametrize(
+    ("family", "ending", "said"),
+    [
+        ("qwen3_5", "_records", "delta.* keeps 18 records, it needs 19"),
+        ("nemotron_h_moe", "_records", "mamba2.* keeps 18 records, it needs 19"),
+        ("qwen3_5", ".conv", "conv.* keeps 21 records, it needs 22"),
+    ],
+)
+def test_rings_that_are_one_record_too_short_are_refused(
+    tiny_engine: Callable[..., Path], tmp_path: Path, family: str, ending: str, said: str
+) -> None:
+    """A window of drafts would overwrite what the chunk's tokens still read."""
+    trunk = Trunk(tiny_engine(family), tmp_path)
+    trunk.refused(said, trunk.shortened(ending))
 
 
 @pytest.mark.parametrize("op", ["conv", "mamba2", "attention"])

@@ -12,6 +12,7 @@ from kit.proposers import always_right
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.engine import outbox, request
+from hemiola.runtime.engine.grammar import Stuck
 from hemiola.runtime.engine.request import Bounds, new_request
 from hemiola.runtime.step import output
 from hemiola.runtime.text import Text
@@ -74,6 +75,75 @@ def test_a_grammar_that_raises_ends_one_row(make_hand: Callable[..., Hand], dept
     assert own.guide is not None and own.finish_reason is None
     own.guide.follow = fails
     check(hand, bad, [*good, (asked, guided_oracle(PROMPTS[2], 12, PATTERN))])
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("turns", [1, 4])
+def test_a_grammar_that_is_stuck_ends_one_row_with_its_own_words(
+    make_hand: Callable[..., Hand], depth: int, turns: int
+) -> None:
+    """The users need no name of a Python class."""
+    hand, options = a_hand(make_hand, pipeline_depth=depth), {"max_tokens": 12, "stop_token_ids": [EOS]}
+    good, bad = neighbours(hand), hand.submit(PROMPTS[1], compiled(PATTERN), **options)
+    for _ in range(turns):
+        hand.turn()
+    own = hand.requests[bad - 1]
+    assert own.guide is not None and own.finish_reason is None
+    said = hand.token_ids(bad)
+
+    def stuck(*_: object) -> int:
+        raise Stuck("sabotaged")
+
+    own.guide.follow = stuck
+    check(hand, bad, good)
+    assert hand.last(bad).error == "structured_outputs: sabotaged"
+    output = guided_oracle(PROMPTS[1], 12, PATTERN)
+    assert hand.token_ids(bad) == output[: len(hand.token_ids(bad))] and len(hand.token_ids(bad)) >= len(said)
+
+
+class Panic(BaseException):
+    """What libraries in Rust raise: no Exception."""
+
+
+@pytest.mark.parametrize("error", [ValueError, Panic])
+def test_a_tokenizer_that_panics_ends_one_row(
+    make_hand: Callable[..., Hand], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type
+) -> None:
+    """When a request opens, and when its text grows."""
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    hand, right = a_hand(make_hand, Text(tmp_path)), outbox.Growing
+    good = neighbours(hand)
+
+    def panics(*_: object, **__: object) -> Any:
+        raise error("sabotaged")
+
+    def growing(text: Text, prompt: list[int], stop: Any) -> Any:
+        return panics() if prompt == PROMPTS[1] else right(text, prompt, stop)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(outbox, "Growing", growing)
+        bad = hand.submit(PROMPTS[1], max_tokens=NUM_TOKENS)
+        hand.turn()
+    assert "the tokenizer failed: " in str(hand.last(bad).error) and hand.token_ids(bad) == []
+    late = hand.submit(PROMPTS[1], max_tokens=NUM_TOKENS)
+    hand.turn()
+    growing_text = hand.loop.outbox._letters[late].growing
+    assert growing_text is not None and not hand.ended(late)
+    growing_text.push = panics
+    check(hand, late, good)
+
+
+@pytest.mark.parametrize("error", [ValueError, Panic])
+def test_a_grammar_library_that_panics_ends_one_row(make_hand: Callable[..., Hand], error: type) -> None:
+    hand, options = a_hand(make_hand), {"max_tokens": 12, "stop_token_ids": [EOS]}
+    good, bad = neighbours(hand), hand.submit(PROMPTS[1], compiled(PATTERN), **options)
+    hand.turn()
+
+    def panics(*_: object) -> int:
+        raise error("sabotaged")
+
+    hand.requests[bad - 1].guide.follow = panics
+    check(hand, bad, good)
 
 
 def test_a_prompt_that_the_tokenizer_cannot_decode_ends_one_row(

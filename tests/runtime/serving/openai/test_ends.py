@@ -12,8 +12,8 @@ import requests
 from kit.scripted_triton import ScriptedTriton, script
 from kit.served import until
 
-from hemiola.runtime.serving import slow_reader
-from hemiola.runtime.serving.openai import body, wire
+from hemiola.runtime.serving import slow_reader, wire
+from hemiola.runtime.serving.openai import body
 from hemiola.runtime.serving.openai.front import Front
 
 ASKED = {"model": "tiny", "prompt": "x"}

@@ -28,7 +28,7 @@ from hemiola.runtime.serving.openai.app import FrontLimits
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import ServedModel
-from hemiola.runtime.serving.openai.wire import Answers
+from hemiola.runtime.serving.wire import Answers
 
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [

@@ -14,7 +14,7 @@ from kit.served import until
 from hemiola.runtime.serving.openai import app, readers, work
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.reply import Reply
-from hemiola.runtime.serving.openai.wire import Wire
+from hemiola.runtime.serving.wire import Wire
 from hemiola.runtime.text import Text
 
 USER = {"role": "user", "content": "hi"}

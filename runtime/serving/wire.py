@@ -71,7 +71,9 @@ class Wire:
         except aio.AioRpcError:
             return False
 
-    def pack(self, model: str, asked: list[tuple[list[int], SamplingParams]], begun: float) -> list[Any]:
+    def pack(
+        self, model: str, asked: list[tuple[list[int], SamplingParams]], begun: float = 0.0
+    ) -> list[Any]:
         """A request for each of these. begun: when they came, by time.perf_counter."""
         requests = [pack(model, ids, params, stream=True) for ids, params in asked]
         for request in requests if self._door_key else ():

@@ -1,0 +1,43 @@
+"""NVFP4: e2m1 codes, an e4m3 scale for 16 inputs and one number for all scales.
+
+ModelOpt: X.weight U8 [O, F / 2], X.weight_scale, X.weight_scale_2, which multiplies. compressed-tensors:
+X.weight_packed, X.weight_scale, X.weight_global_scale, which divides.
+"""
+
+import torch
+
+from hemiola.builder.formats.declared import Declared
+from hemiola.builder.formats.module import Found, Module, by_row, nibbles
+from hemiola.plugins.groups import Layout, WeightGroup
+
+GROUP = 16
+
+
+def find_modelopt(module: Module, declared: Declared) -> Found:
+    return _find(module, "weight", "weight_scale_2", "factor")
+
+
+def find_compressed(module: Module, declared: Declared) -> Found:
+    return _find(module, "weight_packed", "weight_global_scale", "divisor")
+
+
+def _find(module: Module, weight_name: str, whole_name: str, role: str) -> Found:
+    weight, scales, whole = (module.of(name) for name in (weight_name, "weight_scale", whole_name))
+    num_outputs, num_inputs = module.shape
+    weight.require("U8")
+    scales.require("F8_E4M3")
+    whole.require("F32")
+    weight.require_shape(num_outputs, num_inputs // 2)
+    scales.require_shape(num_outputs, -(-num_inputs // GROUP))
+    if whole.shape not in ((), (1,)):
+        whole.require_shape()
+    if num_inputs % GROUP:
+        raise weight.refused(f"has {num_inputs} inputs, no multiple of {GROUP}")
+    layout = Layout("e2m1", GROUP, (role,))
+
+    def read() -> WeightGroup:
+        scales.scales()
+        tensors: dict[str, torch.Tensor] = {"codes": nibbles(weight.read()), "scales": scales.read()}
+        return WeightGroup(layout, tensors | {role: by_row(whole.scales(), num_outputs)})
+
+    return Found(layout, read)

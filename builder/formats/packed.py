@@ -1,0 +1,47 @@
+"""compressed-tensors' pack-quantized (W4A16, W8A16): X.weight_packed I32 [O, F * bits / 32], X.weight_scale,
+X.weight_shape, and X.weight_zero_point, packed along the outputs, where codes have zero points."""
+
+import torch
+
+from hemiola.builder.formats.declared import Declared
+from hemiola.builder.formats.module import Found, Module, unpacked
+from hemiola.plugins.groups import Layout, WeightGroup
+
+KEY = "weight_packed"
+
+
+def find(module: Module, declared: Declared) -> Found:
+    words, scales, shape = (module.of(name) for name in (KEY, "weight_scale", "weight_shape"))
+    num_outputs, num_inputs = module.shape
+    words.require("I32")
+    scales.require("F32", "BF16", "F16")
+    shape.require("I64", "I32")
+    shape.require_shape(2)
+    if shape.read().tolist() != [num_outputs, num_inputs]:
+        raise shape.refused(f"is {shape.read().tolist()}, config.json asks for {[num_outputs, num_inputs]}")
+    bits = next((b for b in (4, 8) if words.shape == (num_outputs, -(-num_inputs * b // 32))), 0)
+    if not bits:
+        raise words.refused(
+            f"has shape {list(words.shape)}, which holds {num_outputs} x {num_inputs} numbers of neither 4"
+            " nor 8 bits"
+        )
+    if scales.shape[:1] != (num_outputs,) or len(scales.shape) != 2:
+        scales.require_shape(num_outputs, -(-num_inputs // min(declared.group_sizes, default=128)))
+    num_spans = scales.shape[1]
+    span = module.span(scales, num_spans, declared.group_sizes)
+    module.refuse_order("weight_g_idx", span)
+    zeros = module.tensors.get("weight_zero_point")
+    if zeros is not None:
+        zeros.require("I32")
+        zeros.require_shape(-(-num_outputs * bits // 32), num_spans)
+    layout = Layout(f"int{bits}", span, ("zeros",) if zeros is not None else ())
+    middle = 1 << (bits - 1)
+
+    def read() -> WeightGroup:
+        codes = (unpacked(words.read(), bits)[:, :num_inputs] - middle).to(torch.int8)
+        tensors = {"codes": codes, "scales": scales.scales()}
+        if zeros is not None:
+            tensors["zeros"] = unpacked(zeros.read().T.contiguous(), bits).T[:num_outputs] - middle
+        return WeightGroup(layout, tensors)
+
+    return Found(layout, read)

@@ -1,0 +1,267 @@
+"""Tiles of a matrix product whose weights are codes: for few rows, widened in registers on their way into the
+sums; for more, strips are widened in memory first.
+
+A number is (code - zero point) * scale, rounded, as in groups.py, and sums are the chains of tiles.py, so
+bits are those of the widened weight.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from hemiola.plugins.cpu.e4m3 import widened
+from hemiola.plugins.cpu.registers import CPU
+from hemiola.plugins.cpu.simd import F32, INTS, LANES, LONG, VECTOR, intrinsic, place
+from hemiola.plugins.cpu.tiles import ABREAST, AHEAD, DEPTH, FEW, NEAREST, READ, STRIP
+
+BYTE, SHORTS = ir.IntType(8), ir.VectorType(ir.IntType(16), LANES)
+BYTES, HALVES = ir.VectorType(BYTE, LANES), ir.VectorType(ir.HalfType(), LANES)
+CONVERTS = CPU[0].startswith(("aarch64", "arm64")) or "+f16c" in CPU[2]  # numbers of 16 bits, by itself
+# Rows and strips.
+SHAPES = [(rows, n) for rows, most in enumerate(ABREAST, 1) for n in sorted({1, most})]
+SHAPES += [(rows, 1) for rows in range(len(ABREAST) + 1, FEW + 1)]
+
+
+def _ints(value: int) -> Any:
+    return ir.Constant(INTS, [value] * LANES)
+
+
+def _shorts(value: int) -> Any:
+    return ir.Constant(SHORTS, [value] * LANES)
+
+
+def _floats(value: float) -> Any:
+    return ir.Constant(VECTOR, [value] * LANES)
+
+
+class Codes(NamedTuple):
+    """How codes of a kind become numbers."""
+
+    bytes_of_input: int  # of a strip
+    unit: float  # numbers are in units of it: what a scale is multiplied with
+    middle: float  # the zero point where there is no other
+    has_zeros: bool
+    load: Any  # builder, address -> two vectors, in units
+
+
+def _raw(b: Any, address: Any, index: int) -> Any:
+    return b.load(place(b, address, LONG(LANES * index), BYTES), align=1)
+
+
+def _load_e4m3(b: Any, address: Any) -> list[Any]:
+    if not CONVERTS:
+        return [widened(b, _raw(b, address, n)) for n in (0, 1)]
+    found = []
+    for n in (0, 1):  # the bits of a number of 16 bits that is smaller by 2^8
+        bits = b.and_(b.shl(b.sext(_raw(b, address, n), SHORTS), _shorts(7)), _shorts(0xBFFF))
+        found.append(b.fpext(b.bitcast(bits, HALVES), VECTOR))
+    return found
+
+
+def _half(b: Any, codes: Any) -> Any:
+    """Of codes of 4 bits, and more above: the lower three and a sign as numbers of 16 bits, widened."""
+    size = b.shl(b.and_(codes, _shorts(7)), _shorts(9))
+    sign = b.shl(b.and_(codes, _shorts(8)), _shorts(12))
+    return b.fpext(b.bitcast(b.or_(size, sign), HALVES), VECTOR)
+
+
+def _load_int8(b: Any, address: Any) -> list[Any]:
+    return [b.sitofp(b.sext(_raw(b, address, n), INTS), VECTOR) for n in (0, 1)]
+
+
+def _load_int4(b: Any, address: Any) -> list[Any]:
+    pairs = b.zext(_raw(b, address, 0), INTS)
+    return [b.sitofp(code, VECTOR) for code in (b.and_(pairs, _ints(15)), b.lshr(pairs, _ints(4)))]
+
+
+def _load_e2m1(b: Any, address: Any) -> list[Any]:
+    """A sign, two bits of exponent, one of mantissa; an exponent of 0 is read as 1 more than it is."""
+    if CONVERTS:  # the bits of a number of 16 bits that is smaller by 2^14
+        pairs = b.zext(_raw(b, address, 0), SHORTS)
+        return [_half(b, pairs), _half(b, b.lshr(pairs, _shorts(4)))]
+    pairs, found = b.zext(_raw(b, address, 0), INTS), []
+    for code in (b.and_(pairs, _ints(15)), b.lshr(pairs, _ints(4))):
+        size, sign = b.and_(code, _ints(7)), b.shl(b.and_(code, _ints(8)), _ints(28))
+        small = b.icmp_unsigned("<", size, _ints(2))
+        base = b.select(small, _ints(127 << 23), _ints(126 << 23))
+        value = b.bitcast(b.add(b.shl(size, _ints(22)), base), VECTOR)
+        value = b.fsub(value, b.select(small, _floats(1.0), _floats(0.0)))
+        found.append(b.bitcast(b.or_(b.bitcast(value, INTS), sign), VECTOR))
+    return found
+
+
+E4M3_CODES = Codes(STRIP, 2.0**8 if CONVERTS else 1.0, 0.0, False, _load_e4m3)
+INT8_CODES = Codes(STRIP, 1.0, 0.0, True, _load_int8)
+INT4_CODES = Codes(LANES, 1.0, 8.0, True, _load_int4)
+E2M1_CODES = Codes(LANES, 2.0**14 if CONVERTS else 1.0, 0.0, False, _load_e2m1)
+
+
+class _Strips(NamedTuple):
+    """Strips side by side: addresses of the first one's codes, scales and zero points (or 0)."""
+
+    builder: Any
+    kind: Codes
+    codes: Any
+    scales: Any
+    zeros: Any
+    strip_bytes: Any
+    span: Any
+    count: Any
+
+    def each(self, strips: int, use: Callable[[Any, list[Any]], None]) -> None:
+        """use(k, the weights of input k), for every input; scales are loaded once for a span."""
+        b, kind = self.builder, self.kind
+        num_spans = b.sdiv(b.add(self.count, b.sub(self.span, LONG(1))), self.span)
+        with cgutils.for_range(b, num_spans) as spans:
+            begin = b.mul(spans.index, self.span)
+            rest = b.sub(self.count, begin)
+            size = b.select(b.icmp_signed("<", rest, self.span), rest, self.span)
+            scales, zeros = self._scales(strips, b.mul(spans.index, LONG(4 * STRIP)))
+            with cgutils.for_range(b, size) as loop:
+                k = b.add(begin, loop.index)
+                weights = []
+                for strip in range(strips):
+                    address = b.add(self.codes, b.mul(self.strip_bytes, LONG(strip)))
+                    address = b.add(address, b.mul(k, LONG(kind.bytes_of_input)))
+                    self._fetch(address)
+                    weights += kind.load(b, address)
+                if kind.has_zeros:
+                    weights = [b.fsub(weight, zero) for weight, zero in zip(weights, zeros, strict=True)]
+                use(k, [b.fmul(weight, scale) for weight, scale in zip(weights, scales, strict=True)])
+
+    def _scales(self, strips: int, offset: Any) -> tuple[list[Any], list[Any]]:
+        """And what codes lie above: zero points, or the middle of all codes."""
+        b, kind = self.builder, self.kind
+        absent = b.icmp_signed("==", self.zeros, LONG(0))
+        scales, zeros = [], []
+        for n in range(2 * strips):
+            at = b.add(offset, b.mul(self.strip_bytes, LONG(n // 2)))
+            scale = b.load(place(b, b.add(self.scales, at), LONG(n % 2 * LANES), VECTOR), align=4)
+            scales.append(b.fmul(scale, _floats(kind.unit)) if kind.unit != 1 else scale)
+            if kind.has_zeros:
+                start = b.add(b.select(absent, self.scales, self.zeros), at)
+                zero = b.load(place(b, start, LONG(n % 2 * LANES), VECTOR), align=4)
+                zeros.append(b.select(absent, _floats(kind.middle), zero))
+        return scales, zeros
+
+    def _fetch(self, address: Any) -> None:
+        """What is wanted soon: behind a part of a strip lies its next part."""
+        b, pointer, number = self.builder, BYTE.as_pointer(), ir.IntType(32)
+        kinds = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = cgutils.get_or_insert_function(b.module, kinds, "llvm.prefetch.p0")
+        there = b.inttoptr(b.add(address, LONG(AHEAD)), pointer)
+        b.call(function, [there, number(READ), number(NEAREST), number(1)])
+
+
+class _Tile(NamedTuple):
+    """Rows whose numbers lie DEPTH apart, and their sums."""
+
+    builder: Any
+    x: Any
+    y: Any
+    y_len: Any
+    going_on: Any
+
+    def emit(self, weights: _Strips, rows: int, strips: int) -> None:
+        """sums = y if going_on else 0; sums += x times the weights; y = sums"""
+        b, sums = self.builder, []
+        for row in range(rows):
+            for v in range(2 * strips):
+                at = b.add(b.mul(self.y_len, LONG(row)), LONG(LANES * v))
+                sums.append((place(b, self.y, at, VECTOR), cgutils.alloca_once(b, VECTOR)))
+        with b.if_else(b.icmp_signed("!=", self.going_on, LONG(0))) as (taken_up, begun):
+            with taken_up:
+                for address, sum_ in sums:
+                    b.store(b.load(address, align=4), sum_)
+            with begun:
+                for _, sum_ in sums:
+                    b.store(_floats(0.0), sum_)
+
+        def add(k: Any, weights: list[Any]) -> None:
+            for n, (_, sum_) in enumerate(sums):
+                x = self._splat(b.add(k, LONG(n // len(weights) * DEPTH)))
+                b.store(b.call(self._fma(), [x, weights[n % len(weights)], b.load(sum_)]), sum_)
+
+        weights.each(strips, add)
+        for address, sum_ in sums:
+            b.store(b.load(sum_), address, align=4)
+
+    def _splat(self, offset: Any) -> Any:
+        b, nothing = self.builder, ir.Constant(VECTOR, ir.Undefined)
+        number = b.load(place(b, self.x, offset, F32), align=4)
+        first = b.insert_element(nothing, number, ir.IntType(32)(0))
+        return b.shuffle_vector(first, nothing, _ints(0))
+
+    def _fma(self) -> Any:
+        kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+        return cgutils.get_or_insert_function(self.builder.module, kind, "llvm.fma.v16f32")
+
+
+def _tile_of(kind: Codes) -> Any:
+    def tile(
+        typing: Any,
+        rows: Any,
+        strips: Any,
+        x: Any,  # address of the first row's first number; rows lie DEPTH numbers apart
+        codes: Any,  # addresses of the first strip's first codes, scales and zero points, or 0
+        scales: Any,
+        zeros: Any,
+        strip_bytes: Any,  # from strip to strip
+        span: Any,  # inputs that share a scale; the first begins a span
+        count: Any,  # how many inputs
+        y: Any,  # address of the first row's first sum
+        y_len: Any,  # numbers from row to row
+        going_on: Any,  # whether y has sums already
+    ) -> Any:
+        """y[rows, 32 * strips] = or += x times weight, for one of SHAPES; nothing for others."""
+
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            rows, strips, x, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on = args
+            weights = _Strips(builder, kind, codes, scales, zeros, strip_bytes, span, count)
+            shape = builder.add(builder.shl(strips, LONG(8)), rows)
+            end = builder.append_basic_block("end")
+            switch = builder.switch(shape, end)
+            for num_rows, num_strips in SHAPES:
+                case = builder.append_basic_block(f"tile.{num_rows}.{num_strips}")
+                switch.add_case(LONG((num_strips << 8) + num_rows), case)
+                builder.position_at_end(case)
+                _Tile(builder, x, y, y_len, going_on).emit(weights, num_rows, num_strips)
+                builder.branch(end)
+            builder.position_at_end(end)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 12), build
+
+    return intrinsic(tile)
+
+
+def _widen_of(kind: Codes) -> Any:
+    def widen(typing: Any, codes: Any, scales: Any, zeros: Any, span: Any, count: Any, target: Any) -> Any:
+        """The weights of a strip for `count` inputs become fp32 at `target`."""
+
+        def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            codes, scales, zeros, span, count, target = args
+
+            def put(k: Any, weights: list[Any]) -> None:
+                for n, weight in enumerate(weights):
+                    at = b.add(b.mul(k, LONG(STRIP)), LONG(n * LANES))
+                    b.store(weight, place(b, target, at, VECTOR), align=4)
+
+            _Strips(b, kind, codes, scales, zeros, LONG(0), span, count).each(1, put)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), build
+
+    return intrinsic(widen)
+
+
+tile_of_e4m3 = _tile_of(E4M3_CODES)
+tile_of_int8 = _tile_of(INT8_CODES)
+tile_of_int4 = _tile_of(INT4_CODES)
+tile_of_e2m1 = _tile_of(E2M1_CODES)
+widen_e4m3 = _widen_of(E4M3_CODES)
+widen_int8 = _widen_of(INT8_CODES)
+widen_int4 = _widen_of(INT4_CODES)
+widen_e2m1 = _widen_of(E2M1_CODES)

@@ -1,0 +1,108 @@
+"""Quantised weights for the compiled dense layer: how they are packed, and how they become fp32 numbers.
+
+The strip of STRIP outputs is a row of bytes: its codes input by input (two of 4 bits in a byte: outputs j and
+16 + j), then a scale of fp32 for each output and span of inputs, then zero points likewise, if there are any.
+A weight is widened to the very numbers of `groups.dequantised`, so that sums are those of the fp32 weight.
+"""
+
+import math
+
+import torch
+
+from hemiola.plugins.cpu.code_tiles import (
+    tile_of_e2m1,
+    tile_of_e4m3,
+    tile_of_int4,
+    tile_of_int8,
+    widen_e2m1,
+    widen_e4m3,
+    widen_int4,
+    widen_int8,
+)
+from hemiola.plugins.cpu.jit import helper
+from hemiola.plugins.cpu.simd import LANES
+from hemiola.plugins.cpu.tiles import DEPTH, STRIP
+from hemiola.plugins.groups import Layout, WeightGroup, factors
+
+FLOATS, HALVES, IN_E4M3, IN_INT8, IN_INT4, IN_E2M1 = range(6)  # what a packed weight consists of
+KINDS = {"e4m3": IN_E4M3, "int8": IN_INT8, "int4": IN_INT4, "e2m1": IN_E2M1}
+MIDDLE = {"int4": 8}  # what codes lie above when they are packed: 0 to 15
+
+
+def packed_span(layout: Layout) -> int:
+    """Inputs that share a scale in a packed weight: a part of DEPTH."""
+    return math.gcd(layout.span, DEPTH)  # DEPTH for a row
+
+
+def strip_bytes(layout: Layout, num_inputs: int) -> int:
+    half = layout.kind in ("int4", "e2m1")
+    each_span = 4 * STRIP * (1 + ("zeros" in layout.others))
+    return num_inputs * STRIP // (1 + half) + -(-num_inputs // packed_span(layout)) * each_span
+
+
+def pack_group(group: WeightGroup) -> torch.Tensor:
+    """A weight [..., O, F] as [..., ceil(O / STRIP), bytes of a strip]."""
+    layout, num_inputs = group.layout, group.shape[-1]
+    span = packed_span(layout)
+    places = torch.arange(0, num_inputs, span) // (layout.span or num_inputs)
+
+    def each_span(values: torch.Tensor) -> torch.Tensor:
+        return values.index_select(-1, places.to(values.device))
+
+    codes = _strips(group.tensors["codes"].view(torch.uint8))
+    if layout.kind in MIDDLE:
+        codes = codes + MIDDLE[layout.kind]  # of int8, as uint8
+    if layout.kind in ("int4", "e2m1"):
+        codes = codes[..., :LANES] | codes[..., LANES:] << 4
+    parts = [codes, _strips(each_span(factors(group)))]
+    if "zeros" in group.tensors:
+        zeros = group.tensors["zeros"].float() + MIDDLE.get(layout.kind, 0)
+        parts.append(_strips(each_span(zeros)))
+    return torch.cat([part.contiguous().flatten(-2).view(torch.uint8) for part in parts], -1)
+
+
+def _strips(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., O, n] as [..., strips, n, STRIP], outputs that are none zero."""
+    *outer, num_outputs, num = tensor.shape
+    padded = torch.nn.functional.pad(tensor, (0, 0, 0, -num_outputs % STRIP))
+    return padded.view(*outer, -1, STRIP, num).mT
+
+
+@helper
+def narrow_tile(
+    kind, num_rows, strips, panel, strip, strip_bytes, num_inputs, span, has_zeros, at, count, y, y_len
+):
+    """Few rows times strips side by side, inputs at .. at + count; codes are widened in registers."""
+    codes, scales, zeros = _places(kind, strip, num_inputs, span, has_zeros, at)
+    if kind == IN_E4M3:
+        tile_of_e4m3(num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, at)
+    elif kind == IN_INT8:
+        tile_of_int8(num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, at)
+    elif kind == IN_INT4:
+        tile_of_int4(num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, at)
+    else:
+        tile_of_e2m1(num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, at)
+
+
+@helper
+def widen_codes(kind, strip, num_inputs, span, has_zeros, at, count, target):
+    """The weights of a strip for inputs at .. at + count become fp32 at `target`."""
+    codes, scales, zeros = _places(kind, strip, num_inputs, span, has_zeros, at)
+    if kind == IN_E4M3:
+        widen_e4m3(codes, scales, zeros, span, count, target)
+    elif kind == IN_INT8:
+        widen_int8(codes, scales, zeros, span, count, target)
+    elif kind == IN_INT4:
+        widen_int4(codes, scales, zeros, span, count, target)
+    else:
+        widen_e2m1(codes, scales, zeros, span, count, target)
+
+
+@helper
+def _places(kind, strip, num_inputs, span, has_zeros, at):
+    """Addresses of codes, scales and zero points (0: none) from input `at` on, where a span begins."""
+    size = LANES if kind >= IN_INT4 else STRIP
+    first = strip + num_inputs * size
+    scales = first + 4 * STRIP * (at // span)
+    all_scales = 4 * STRIP * ((num_inputs + span - 1) // span)
+    return strip + at * size, scales, scales + all_scales if has_zeros != 0 else 0

@@ -1,0 +1,135 @@
+"""Every format: the numbers that its makers' readers find, bit for bit, whatever a family does with rows."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import quantised
+from kit.ops import same_bits
+from kit.quantised import RECIPES, Written
+
+from hemiola.builder import models
+from hemiola.builder.checkpoint import Checkpoint
+from hemiola.builder.lazy import Lazy
+from hemiola.plugins import references
+
+Get = Callable[..., Path]
+FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe_experts", "nemotron_h_dense", "nemotron_h_moe")
+CASES = [(recipe, family) for recipe in RECIPES for family in FAMILIES] + [("qwen_fp8", "qwen3_5_moe")]
+SIZES = [(256, 192), (192, 256), (80, 320)]
+WRITERS: dict[str, tuple[quantised.Writer, dict[str, Any]]] = {
+    "fp8 block": (quantised.fp8_block(), quantised.QWEN_FP8 | {"weight_block_size": [128, 128]}),
+    "fp8 block, fp32": (quantised.fp8_block(dtype=torch.float32), {}),
+    "modelopt fp8": (quantised.fp8_tensor, RECIPES["modelopt_fp8"].config),
+    "modelopt nvfp4": (quantised.nvfp4_modelopt, RECIPES["modelopt_nvfp4"].config),
+    "ct nvfp4": (quantised.nvfp4_compressed, RECIPES["compressed_nvfp4"].config),
+    "ct fp8": (quantised.fp8_channel, RECIPES["compressed_fp8"].config),
+    "ct int8": (quantised.int8_channel, RECIPES["compressed_int8"].config),
+    "ct w4 g32": (quantised.packed(4, 32), RECIPES["compressed_w4a16"].config),
+    "ct w4 g128 ragged": (
+        quantised.packed(4, 128),
+        quantised.compressed("pack-quantized", 4, "int", "group", 128),
+    ),
+    "ct w4 g32 asym": (quantised.packed(4, 32, False), RECIPES["compressed_w4a16_asym"].config),
+    "ct w8 channel": (quantised.packed(8, 0), RECIPES["compressed_w8a16"].config),
+    "gptq": (quantised.gptq(4, 32), RECIPES["gptq"].config),
+    "gptq g16 v2 8 bits": (quantised.gptq(8, 16, False, 2), RECIPES["gptq_v2"].config),
+    "auto-round": (quantised.gptq(4, 32, ordered=False), RECIPES["auto_round"].config),
+    "awq": (quantised.awq(32), RECIPES["awq"].config),
+}
+
+
+def random(num_outputs: int, num_inputs: int, seed: int = 0) -> torch.Tensor:
+    """Weights whose groups have scales far apart, one of them zeros."""
+    rng = torch.Generator().manual_seed(seed)
+    weight = torch.randn(num_outputs, num_inputs, generator=rng)
+    weight *= torch.logspace(-3, 1, num_outputs)[:, None]
+    weight[3, :32] = 0
+    return weight
+
+
+def written(name: str, size: tuple[int, int]) -> Written:
+    made = WRITERS[name][0](random(*size))
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_numbers_are_those_of_the_format(
+    name: str, size: tuple[int, int], alone: Callable[..., Checkpoint]
+) -> None:
+    made = written(name, size)
+    lazy = alone(made.tensors, WRITERS[name][1]).matrix("X.weight", *size)
+    assert lazy.layout is not None and same_bits(lazy.read(), made.numbers)
+    order = torch.randperm(size[0], generator=torch.Generator().manual_seed(1))[:50]
+    assert same_bits(lazy.take(lambda rows: rows[order]).read(), made.numbers[order])
+
+
+@pytest.mark.parametrize("recipe, family", CASES, ids=map("-".join, CASES))
+def test_a_family_finds_the_numbers_of_the_twin(
+    recipe: str, family: str, tiny_checkpoint: Get, tmp_path: Path
+) -> None:
+    """Rows that are interleaved, joined and stacked; layers of which a part is quantised; MTP heads."""
+    copies = quantised.quantise(tiny_checkpoint(family), tmp_path, RECIPES[recipe])
+    ours, theirs = (loaded(copy) for copy in (copies.quantised, copies.twin))
+    assert any(lazy.layout for lazy in ours.values())
+    assert same_bits(numbers(ours), numbers(theirs))
+
+
+def numbers(weights: dict[str, Lazy]) -> torch.Tensor:
+    """All of them behind each other, which does not depend on how rows are cut into weights."""
+    return torch.cat([lazy.read().float().flatten() for lazy in weights.values()])
+
+
+def loaded(folder: Path) -> dict[str, Lazy]:
+    model = models.load(Checkpoint(folder), references, chunk_len=16, max_len=64)
+    assert model.draft is not None
+    return model.weights(model.draft) | model.weights(model.trunk)
+
+
+COMPRESSED = pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
+)
+
+
+@COMPRESSED
+@pytest.mark.parametrize("size", SIZES[:2], ids=str)
+@pytest.mark.parametrize("name", [n for n in WRITERS if n.startswith("ct ") and "ragged" not in n])
+def test_compressed_tensors_reads_the_same_numbers(
+    name: str, size: tuple[int, int], alone: Callable[..., Checkpoint]
+) -> None:
+    """In fp32: with scales of bf16 it would round products to bf16."""
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    made, config = written(name, size), WRITERS[name][1]
+    args = QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
+    wide = {end: tensor.float() if end == "weight_scale" else tensor for end, tensor in made.tensors.items()}
+    if name == "ct nvfp4":
+        codes = unpack_fp4_from_uint8(wide["weight_packed"], *size, dtype=torch.float32)
+        scales = wide["weight_scale"], wide["weight_global_scale"]
+        theirs = dequantize(codes, scales[0], args=args, global_scale=scales[1], dtype=torch.float32)
+    else:
+        compressor = BaseCompressor.get_value_from_registry(config["format"])
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        theirs = compressor.decompress(wide, scheme)["weight"]
+    lazy = alone(made.tensors, config).matrix("X.weight", *size)
+    assert theirs.dtype is torch.float32 and same_bits(lazy.read(), theirs)
+
+
+@pytest.mark.parametrize("size", [(256, 128), (128, 384)], ids=str)
+def test_transformers_reads_the_same_fp8_numbers(
+    size: tuple[int, int], alone: Callable[..., Checkpoint]
+) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    made = written("fp8 block, fp32", size)
+    theirs = Fp8Dequantize(None)._dequantize_one(made.tensors["weight"], made.tensors["weight_scale_inv"])
+    lazy = alone(made.tensors, {}).matrix("X.weight", *size)
+    assert same_bits(lazy.read(), theirs.float())

@@ -1,0 +1,126 @@
+"""`--quantize`: the nearest codes, in weights of dense layers and experts alone."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from kit import quantised
+from kit.harness import Harness
+from kit.ops import same_bits
+from safetensors.torch import load_file, save_file
+
+from hemiola.builder.build import build
+from hemiola.builder.checkpoint import Checkpoint, Files
+from hemiola.builder.formats.rounded import KEPT, LAYOUTS, rounded, rounding
+from hemiola.builder.options import Options
+from hemiola.plugins.groups import Layout, WeightGroup, dequantised, factors, numbers
+from hemiola.runtime import manifest
+from hemiola.runtime.errors import Refused
+
+Get = Callable[..., Path]
+EACH = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+SIZES = {"max_len": 256, "max_rows": 4, "max_step_tokens": 128, "page_len": 32, "num_drafts": 2}
+
+
+def all_codes(layout: Layout) -> torch.Tensor:
+    """Every number that a code stands for."""
+    codes = torch.arange(256).to(torch.uint8)
+    if layout.kind == "e4m3":
+        codes = codes[codes % 128 != 127].view(torch.float8_e4m3fn)
+    else:
+        codes = {"int8": codes.view(torch.int8), "int4": torch.arange(-8, 8), "e2m1": codes[:16]}[layout.kind]
+    return numbers(WeightGroup(layout, {"codes": codes}))
+
+
+@EACH
+def test_every_code_is_the_nearest(layout: Layout) -> None:
+    weight = torch.randn(40, 320, generator=torch.Generator().manual_seed(0))
+    weight *= torch.logspace(-6, 3, 40)[:, None]
+    weight[5], weight[6, :128], weight[7, 3] = 0, 1e-42, 1e4
+    group = rounded(weight, layout)
+    scales = factors(group).repeat_interleave(layout.span, -1)[:, :320]
+    empty = WeightGroup.empty(layout, (40, 320))
+    assert (scales > 0).all()
+    for name, tensor in group.tensors.items():
+        assert (tensor.shape, tensor.dtype) == (empty.tensors[name].shape, empty.tensors[name].dtype)
+    nearest = (weight / scales).unsqueeze(-1).sub(all_codes(layout)).abs().amin(-1)
+    assert torch.equal((weight / scales - numbers(group)).abs(), nearest)
+
+
+def test_ties_go_to_the_even_code() -> None:
+    weight = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -5.0] + [0.0] * 6]) * 448
+    group = rounded(weight, LAYOUTS["nvfp4"])
+    assert float(group.tensors["factor"]) == 1 and float(group.tensors["scales"].float()) == 448
+    assert numbers(group)[0, :10].tolist() == [0, 1, 1, 2, 2, 4, 4, 6, 0, -4]
+
+
+@EACH
+def test_stacked_experts_are_rounded_one_by_one(layout: Layout) -> None:
+    weight = torch.randn(3, 40, 160, generator=torch.Generator().manual_seed(1))
+    stacked, alone = rounded(weight, layout), [rounded(each, layout) for each in weight]
+    assert same_bits(dequantised(stacked), torch.stack([dequantised(group) for group in alone]))
+
+
+@pytest.mark.parametrize(
+    "name, family",
+    [
+        ("fp8", "qwen3_next"),
+        ("int8", "nemotron_h_moe"),
+        ("int4", "qwen3_5_moe"),
+        ("nvfp4", "nemotron_h_dense"),
+    ],
+)
+def test_an_engine_has_the_bits_of_its_fp32_twin(
+    name: str, family: str, tiny_checkpoint: Get, tmp_path: Path
+) -> None:
+    source = tiny_checkpoint(family)
+    ours = build(source, tmp_path / "ours", Options(**SIZES, quantize=name))
+    copies = quantised.quantise(source, tmp_path, quantised.Recipe({}, ()))
+    tensors = load_file(copies.twin / "model.safetensors")
+    narrow = Checkpoint(source, rounding(Files, name))
+    matrices = [n for n, tensor in tensors.items() if tensor.dim() > 1 and is_matrix(n)]
+    wide = {n: narrow.matrix(n, *tensors[n].shape).read().float() for n in matrices}
+    assert sum(not torch.equal(wide[n], tensors[n].float()) for n in matrices) > len(matrices) / 2
+    save_file(tensors | wide, copies.twin / "model.safetensors", metadata={"format": "pt"})
+    build(copies.twin, tmp_path / "theirs", Options(**SIZES))
+    tokens = [*range(5, 75)]
+    found, wanted = (Harness(tmp_path / which).run(tokens, 30, 1, 2) for which in ("ours", "theirs"))
+    assert same_bits(found, wanted)
+    kinds = {text.split()[0] for s in ours.segments for node in s.nodes for text in node.layouts.values()}
+    assert kinds == {LAYOUTS[name].kind}
+    plain = build(source, tmp_path / "plain", Options(**SIZES))
+    assert plain.identity != ours.identity
+    kept = [
+        node
+        for segment in ours.segments
+        for node in segment.nodes
+        if node.op == "linear" and not node.layouts
+    ]
+    assert kept, "output heads stay"
+
+
+def is_matrix(name: str) -> bool:
+    """What a family asks for as a weight of a dense layer or of experts."""
+    other = ("embed", "conv1d", "norm", "mlp.gate.", "mixer.gate.", "shared_expert_gate", "visual")
+    return not KEPT.search(name) and not any(part in name for part in other)
+
+
+def test_a_quantised_checkpoint_is_not_rounded_again(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    copies = quantised.quantise(tiny_checkpoint("qwen3_5"), tmp_path, quantised.RECIPES["awq"])
+    with pytest.raises(Refused, match=r"quantised already \(int4 .*leave --quantize out"):
+        build(copies.quantised, tmp_path / "engine", Options(quantize="fp8"))
+
+
+def test_what_cannot_multiply_it_is_refused(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"weights are int4, which --target torch --arch sm_90"):
+        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(quantize="int4", arch=("sm_90",)))
+
+
+def test_random_weights_are_rounded_and_stored(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    config = json.loads((tiny_checkpoint("qwen3_5") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = build(tmp_path, tmp_path / "engine", Options(**SIZES, quantize="int4", random_weights=True))
+    assert manifest.load(tmp_path / "engine") == made
+    assert any(node.layouts for node in made.segment("trunk").nodes)
