@@ -192,10 +192,11 @@ def _dtype(target: targets.Target, archs: tuple[str, ...], options: Options) -> 
     arch = ARCHS[archs[0]]
     dtype = getattr(torch, options.dtype) if options.dtype else arch.dtype
     if dtype is not arch.dtype and (arch.device, target.name) != ("cuda", "torch"):
-        raise Refused(
+        said = (
             f"--dtype {options.dtype} is not supported by --target {target.name} --arch {','.join(archs)},"
-            f" only {name_of(arch.dtype)}; leave --dtype out"
+            f" only {name_of(arch.dtype)}"
         )
+        raise Refused("unsupported", "dtype", said=said, way_out="leave --dtype out")
     return dtype
 
 
@@ -203,9 +204,8 @@ def _max_len(checkpoint: Checkpoint, options: Options) -> int:
     """Tokens of the longest request."""
     longest = checkpoint.text_config.size("max_position_embeddings")
     if options.max_len is not None and options.max_len > longest:
-        raise Refused(
-            f"--max-len {options.max_len} is more than max_position_embeddings; use at most {longest}"
-        )
+        said = f"--max-len {options.max_len} is more than max_position_embeddings"
+        raise Refused("out_of_range", "max_len", said=said, way_out=f"use at most {longest}")
     return options.max_len or min(longest, 8192)
 
 
@@ -215,23 +215,22 @@ def _limits(
     """Resolve what was left open, and refuse what does not fit together."""
     drafts = options.drafts or ("mtp" if model.draft else "none")
     if drafts == "mtp" and model.draft is None:
-        raise Refused(
-            "--drafts mtp: the checkpoint has no mtp.* tensors; use --drafts ngram or --drafts none"
-        )
+        said = "--drafts mtp: the checkpoint has no mtp.* tensors"
+        raise Refused("unsupported", "drafts", said=said, way_out="use --drafts ngram or --drafts none")
     num_drafts = (0 if drafts == "none" else 3) if options.num_drafts is None else options.num_drafts
     if drafts == "none" and num_drafts:
-        raise Refused(f"--num-drafts {num_drafts} with --drafts none; use 0, or --drafts ngram or mtp")
+        said = f"--num-drafts {num_drafts} with --drafts none"
+        raise Refused("conflict", "num_drafts", said=said, way_out="use 0, or --drafts ngram or mtp")
     if drafts != "none" and not num_drafts:
-        raise Refused(f"--num-drafts 0 with --drafts {drafts}; use --num-drafts 1 or more, or --drafts none")
+        said = f"--num-drafts 0 with --drafts {drafts}"
+        way_out = "use --num-drafts 1 or more, or --drafts none"
+        raise Refused("conflict", "num_drafts", said=said, way_out=way_out)
     if max_len < options.page_len:
-        raise Refused(
-            f"--max-len {max_len} is less than one page of --page-len {options.page_len}; change one of them"
-        )
+        said = f"--max-len {max_len} is less than one page of --page-len {options.page_len}"
+        raise Refused("conflict", "max_len", said=said, way_out="change one of them")
     if num_drafts >= max_len:
-        raise Refused(
-            f"--num-drafts {num_drafts} is more than a request of --max-len {max_len} can take;"
-            f" use at most {max_len - 1}"
-        )
+        said = f"--num-drafts {num_drafts} is more than a request of --max-len {max_len} can take"
+        raise Refused("conflict", "num_drafts", said=said, way_out=f"use at most {max_len - 1}")
     limits = Limits(
         max_len=max_len,
         max_rows=options.max_rows,
@@ -242,10 +241,11 @@ def _limits(
     )
     _refuse_short_steps(limits)
     if limits.num_pages > MOST_PAGES:
-        raise Refused(
-            f"--max-rows {limits.max_rows} of --max-len {max_len} name {limits.num_pages} pages of --page-len"
-            f" {limits.page_len}, at most {MOST_PAGES} can be named; lower one of the former"
+        said = (
+            f"--max-rows {limits.max_rows} of --max-len {max_len} name {limits.num_pages} pages of"
+            f" --page-len {limits.page_len}, at most {MOST_PAGES} can be named"
         )
+        raise Refused("out_of_range", "max_rows", said=said, way_out="lower one of the former")
     return drafts, limits
 
 
@@ -254,28 +254,28 @@ def _refuse_short_steps(limits: Limits) -> None:
     rows, drafts, each = limits.max_rows, limits.num_drafts, limits.num_drafts + 1
     most = MOST_STEP_TOKENS
     if rows * each > most:
-        raise Refused(
+        said = (
             f"--max-rows {rows} with {drafts} drafts each are {rows * each} tokens in one step, at most"
-            f" {most} can be; use --max-rows {most // each} at most, or fewer --num-drafts"
+            f" {most} can be"
         )
+        way_out = f"use --max-rows {most // each} at most, or fewer --num-drafts"
+        raise Refused("out_of_range", "max_rows", said=said, way_out=way_out)
     if limits.max_step_tokens < rows * each:
-        raise Refused(
+        said = (
             f"--max-step-tokens {limits.max_step_tokens} cannot hold --max-rows {rows} with {drafts} drafts"
-            f" each; use at least {rows * each}"
+            " each"
         )
+        raise Refused("conflict", "max_step_tokens", said=said, way_out=f"use at least {rows * each}")
 
 
 def _refuse_draft_vocab(model: models.Model, drafts: str, options: Options) -> None:
     """A head to reduce, and fewer rows than it has."""
     if options.draft_vocab is not None and drafts != "mtp":
-        raise Refused(
-            f"--draft-vocab {options.draft_vocab} is about an MTP head, but drafts are {drafts}; leave it out"
-        )
+        said = f"--draft-vocab {options.draft_vocab} is about an MTP head, but drafts are {drafts}"
+        raise Refused("conflict", "draft_vocab", said=said, way_out="leave it out")
     if options.draft_vocab is not None and options.draft_vocab >= model.vocab_size:
-        raise Refused(
-            f"--draft-vocab {options.draft_vocab} is no part of a vocabulary of {model.vocab_size};"
-            f" use fewer, or leave it out"
-        )
+        said = f"--draft-vocab {options.draft_vocab} is no part of a vocabulary of {model.vocab_size}"
+        raise Refused("out_of_range", "draft_vocab", said=said, way_out="use fewer, or leave it out")
 
 
 def _warn_of_a_missing_head(model: models.Model) -> None:
@@ -294,33 +294,32 @@ def _warn_of_a_missing_head(model: models.Model) -> None:
 def _refuse_rows(max_rows: int, archs: Sequence[str]) -> None:
     """Graphs there have sizes up to the last of ROWS; kernels are looked at for each number of rows."""
     if max_rows > ROWS[-1]:
-        raise Refused(
+        said = (
             f"--max-rows {max_rows} is more than --arch {','.join(archs)} can take in one step, which is"
-            f" {ROWS[-1]}; use at most {ROWS[-1]}, and an engine on another GPU for more requests at once"
+            f" {ROWS[-1]}"
         )
+        way_out = f"use at most {ROWS[-1]}, and an engine on another GPU for more requests at once"
+        raise Refused("out_of_range", "max_rows", said=said, way_out=way_out)
 
 
 def _refuse_pages(options: Options, target: targets.Target, archs: Sequence[str]) -> None:
     if options.page_len % options.chunk_len:
-        raise Refused(
-            f"--page-len {options.page_len} is not a multiple of --chunk-len {options.chunk_len}; "
-            "choose them so that pages end on chunk edges"
-        )
+        said = f"--page-len {options.page_len} is not a multiple of --chunk-len {options.chunk_len}"
+        way_out = "choose them so that pages end on chunk edges"
+        raise Refused("conflict", "page_len", said=said, way_out=way_out)
     if options.kv_dtype == "fp8":
         _refuse_e4m3(target.name, archs)
 
 
 def _refuse_e4m3(target: str, archs: Sequence[str]) -> None:
     if target != "torch":
-        raise Refused(
-            f"--kv-dtype fp8 is not supported by --target {target}, only by torch; leave one of them out"
-        )
+        said = f"--kv-dtype fp8 is not supported by --target {target}, only by torch"
+        raise Refused("unsupported", "kv_dtype", said=said, way_out="leave one of them out")
     known = {name: capability for name in archs if (capability := ARCHS[name].capability)}
     without = [name for name, (major, minor) in known.items() if 10 * major + minor < SINCE["FP8"]]
     if without:
-        raise Refused(
-            f"--kv-dtype fp8: {', '.join(without)} cannot convert e4m3, sm_89 and newer can; leave one out"
-        )
+        said = f"--kv-dtype fp8: {', '.join(without)} cannot convert e4m3, sm_89 and newer can"
+        raise Refused("unsupported", "kv_dtype", said=said, way_out="leave one out")
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> bool:
@@ -336,9 +335,11 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> bool:
     try:
         ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
     except Exception as error:  # tokenizers raises nothing narrower
-        raise Refused(f"{path} is not a tokenizer ({one_line(error)}); download it again") from None
+        said = f"{path} is not a tokenizer ({one_line(error)})"
+        raise Refused("damaged", said=said, way_out="download it again") from None
     if max(ids, default=0) >= vocab_size:
-        raise Refused(f"{path} has ids up to {max(ids)}, but vocab_size is {vocab_size}; correct one of them")
+        said = f"{path} has ids up to {max(ids)}, but vocab_size is {vocab_size}"
+        raise Refused("conflict", said=said, way_out="correct one of them")
     return True
 
 

@@ -123,6 +123,5 @@ def _refuse_inexact(node: Node) -> None:
     if packet is None or node.op != "call_function" or packet in vars(torch.ops.hemiola).values():
         return
     if node.target not in EXACT:
-        raise Refused(
-            f"the graph calls torch's {packet.__name__}, which may round by place; make it an op of plugins/"
-        )
+        said = f"the graph calls torch's {packet.__name__}, which may round by place"
+        raise Refused("unsupported", said=said, way_out="make it an op of plugins/")

@@ -71,8 +71,6 @@ class Options(Strict):
             return value
         names = [name for part in parts for word in part.split(",") for name in word.split() or [""]]
         if not all(names):
-            raise Refused(
-                f"arch is {','.join(parts)!r}: a name is empty;"
-                " give cpu, or kinds of GPUs such as sm_89,sm_120"
-            )
+            way_out = "give cpu, or kinds of GPUs such as sm_89,sm_120"
+            raise Refused("missing", "arch", ",".join(parts), "where a name is empty", way_out)
         return tuple(dict.fromkeys(names))

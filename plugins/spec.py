@@ -26,8 +26,23 @@ INT = (torch.int32,)
 Pack = Callable[[Any], torch.Tensor]  # of a weight, or of a WeightGroup where a form takes its layout
 
 
+class Reason(str):
+    """Why a form does not take a call, and the option of an engine that decides it, if one does."""
+
+    option: str
+
+    def __new__(cls, text: str, option: str) -> "Reason":
+        made = super().__new__(cls, text)
+        made.option = option
+        return made
+
+
 class Unsupported(ValueError):
-    """No form of an op takes a call; the message says why."""
+    """No form of an op takes a call; the message says why, and `option` what a user may choose otherwise."""
+
+    def __init__(self, message: str, option: str = "") -> None:
+        super().__init__(message)
+        self.option = option
 
 
 class Arg(NamedTuple):
@@ -137,15 +152,17 @@ class Op:
     def choose(self, call: Call, device: str) -> FormChoice:
         """The first form for `device` that takes the call. Raises Unsupported with all reasons."""
         refused: dict[str, str] = {}
+        option = ""
         for form in self.forms:
             if form.device != device:
                 continue
             reason = form.reason(call)
             if not reason:
                 return FormChoice(form, refused)
-            refused[form.name] = reason
+            refused[form.name] = str(reason)
+            option = option or getattr(reason, "option", "")
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise Unsupported(f"{self.name} cannot run on {device} ({reasons or 'it has no form there'})")
+        raise Unsupported(f"{self.name} cannot run on {device} ({reasons or 'it has no form there'})", option)
 
     def bind(
         self, form: str, sizes: Sequence[int], layouts: Mapping[str, Layout] = MappingProxyType({})
@@ -270,7 +287,7 @@ def on_the_grid(letter: str) -> Callable[[Call], str]:
     def refuses(call: Call) -> str:
         size, chunk_len = call.sizes[letter], call.attrs["chunk_len"]
         if chunk_len not in (16, 32):
-            return f"chunk_len is {chunk_len}, not 16 or 32"
+            return Reason(f"chunk_len is {chunk_len}, not 16 or 32", "chunk_len")
         return f"{letter} is {size}, not a power of two from 16 up" if size < 16 or size & (size - 1) else ""
 
     return refuses

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -15,7 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Amount, Name, Refused
+from hemiola.runtime.fields import refused_by
 from hemiola.runtime.json_file import parse_json
 
 MAX_ENTRIES = 1024  # of a list in SamplingParams
@@ -36,46 +37,22 @@ class Strict(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             names = [field.alias or name for name, field in type(self).model_fields.items()]
-            raise Refused(_one_line(error, names)) from None
+            raise refused_by(error, values, names) from None
 
 
-def _one_line(error: ValidationError, names: list[str]) -> str:
-    first = error.errors()[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, Refused):  # by a validator that says it all
-        return str(cause)
-    name = first["loc"][0] if first["loc"] else "options"
-    if first["type"] == "extra_forbidden":
-        return f"unknown option {name!r}; the options are {', '.join(names)}"
-    why = reason(first)
-    return why if str(name) in why.split(" ")[:1] else f"{name} is {shown(first['input'])}: {why}"
-
-
-def reason(error: Mapping[str, Any]) -> str:
-    """Why pydantic does not take a value, behind the value."""
-    return error["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-
-
-def shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
-        return "a number of thousands of digits"
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-
-
-def _check_unicode(value: tuple[str, ...] | str) -> None:
+def _check_unicode(name: str, value: tuple[str, ...] | str) -> None:
     try:
         "".join(value).encode()
     except UnicodeEncodeError:
-        raise ValueError("not valid Unicode (a lone surrogate); remove it") from None
+        limit = "which is not valid Unicode (a lone surrogate)"
+        raise Refused("malformed", name, value, limit, "remove it") from None
 
 
 def check_word_ids(name: str, words: Sequence[Sequence[int]]) -> None:
     """Raises Refused. A line of logits is compared with every token of every bad word."""
-    size = sum(map(len, words))
-    if size > MAX_WORD_IDS:
-        raise Refused(f"{name} has {size} token ids in all, at most {MAX_WORD_IDS} are served; give fewer")
+    size = Amount(sum(map(len, words)), "token ids in all")
+    if size.number > MAX_WORD_IDS:
+        raise Refused("too_long", name, size, f"at most {MAX_WORD_IDS} are served", "give fewer")
 
 
 class StructuredOutputsParams(Strict):
@@ -99,11 +76,13 @@ class StructuredOutputsParams(Strict):
             schema = parse_json(value, unique=True) if isinstance(value, str) else value
             text = json.dumps(schema, allow_nan=False)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"not JSON ({error}); give a schema, as an object or as its text") from None
+            limit, way_out = f"which is not JSON ({error})", "give a schema, as an object or as its text"
+            raise Refused("malformed", "json", value, limit, way_out) from None
         except RecursionError:
-            raise ValueError("nested too deeply; give a flatter schema") from None
+            limit = "which is nested too deeply"
+            raise Refused("too_long", "json", value, limit, "give a flatter schema") from None
         if value is not None and not isinstance(schema, (Mapping, bool)):
-            raise ValueError('a schema is an object, such as {"type": "integer"}')
+            raise Refused("wrong_type", "json", value, way_out='give a schema, such as {"type": "integer"}')
         return None if value is None else text
 
     @field_validator("choice", mode="before")
@@ -115,13 +94,15 @@ class StructuredOutputsParams(Strict):
     @classmethod
     def _any(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if value == ():
-            raise ValueError("nothing to choose from; give at least one text")
+            raise Refused("out_of_range", "choice", value, way_out="give at least one text")
         return value
 
     @field_validator("json_schema", "regex", "grammar", "choice")
     @classmethod
-    def _is_unicode(cls, value: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
-        _check_unicode(value or "")
+    def _is_unicode(
+        cls, value: tuple[str, ...] | str | None, info: ValidationInfo
+    ) -> tuple[str, ...] | str | None:
+        _check_unicode((info.field_name or "").removesuffix("_schema"), value or "")
         return value
 
     @model_validator(mode="after")
@@ -129,9 +110,11 @@ class StructuredOutputsParams(Strict):
         values = self.model_dump(by_alias=True)
         given = [name for name, value in values.items() if value not in (None, False)]
         if len(given) != 1:
-            raise Refused(
-                f"{' and '.join(given) or 'nothing'} given; give exactly one of {', '.join(values)}"
+            said, way_out = (
+                f"{' and '.join(given) or 'nothing'} given",
+                f"give exactly one of {', '.join(values)}",
             )
+            raise Refused("conflict" if given else "missing", said=said, way_out=way_out)
         return self
 
 
@@ -207,7 +190,7 @@ class SamplingParams(Strict):
         try:
             return StructuredOutputsParams(**value)
         except Refused as error:
-            raise Refused(f"structured_outputs: {error}") from None
+            raise error.under("structured_outputs") from None
 
     @field_validator("stop", "stop_token_ids", "bad_words", "bad_words_ids", "logit_bias", mode="before")
     @classmethod
@@ -217,20 +200,19 @@ class SamplingParams(Strict):
             for each in (value, *(value if isinstance(value, (list, tuple)) else ()))
             if isinstance(each, (list, tuple, Mapping))
         ]
-        most = max(map(len, lists), default=0)
-        if most > MAX_ENTRIES:
-            raise ValueError(
-                f"{info.field_name} has {most} entries, at most {MAX_ENTRIES} are served; give fewer"
-            )
+        size = Amount(max(map(len, lists), default=0), "entries")
+        if size.number > MAX_ENTRIES:
+            limit = f"at most {MAX_ENTRIES} are served"
+            raise Refused("too_long", info.field_name or "", size, limit, "give fewer")
         return value
 
     @field_validator(*MAX_CHARACTERS)
     @classmethod
     def _not_long(cls, value: tuple[str, ...] | str, info: ValidationInfo) -> tuple[str, ...] | str:
         name = info.field_name or ""
-        size, most = sum(map(len, value)), MAX_CHARACTERS[name]
-        if size > most:
-            raise ValueError(f"{name} has {size} characters in all, at most {most} are served; shorten it")
+        size, most = Amount(sum(map(len, value)), "characters in all"), MAX_CHARACTERS[name]
+        if size.number > most:
+            raise Refused("too_long", name, size, f"at most {most} are served", "shorten it")
         return value
 
     @field_validator("bad_words_ids")
@@ -243,20 +225,24 @@ class SamplingParams(Strict):
     @classmethod
     def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "" in value:
-            raise ValueError("an empty stop string would end every text at once; leave it out")
+            limit = "but an empty stop string would end every text at once"
+            raise Refused("out_of_range", "stop", list(value), limit, "leave it out")
         return value
 
     @field_validator("bad_words", "bad_words_ids")
     @classmethod
-    def _not_nothing(cls, value: tuple[Sequence[object], ...]) -> tuple[Sequence[object], ...]:
+    def _not_nothing(
+        cls, value: tuple[Sequence[object], ...], info: ValidationInfo
+    ) -> tuple[Sequence[object], ...]:
         if not all(map(len, value)):
-            raise ValueError("an empty bad word would forbid every token; leave it out")
+            limit = "but an empty bad word would forbid every token"
+            raise Refused("out_of_range", info.field_name or "", list(value), limit, "leave it out")
         return value
 
     @field_validator("stop", "bad_words", "cache_salt")
     @classmethod
-    def _is_unicode(cls, value: tuple[str, ...] | str) -> tuple[str, ...] | str:
-        _check_unicode(value)
+    def _is_unicode(cls, value: tuple[str, ...] | str, info: ValidationInfo) -> tuple[str, ...] | str:
+        _check_unicode(info.field_name or "", value)
         return value
 
     @field_validator("seed")
@@ -269,7 +255,8 @@ class SamplingParams(Strict):
     def _within_max_tokens(cls, value: int, info: ValidationInfo) -> int:
         most = info.data.get("max_tokens", value)  # absent: refused itself
         if value > most:
-            raise ValueError(f"max_tokens is {most}; raise it or lower min_tokens")
+            limit, way_out = (Name("max_tokens"), f" is {most}"), ("raise it or lower ", Name("min_tokens"))
+            raise Refused("conflict", "min_tokens", value, limit, way_out)
         return value
 
     def each_of(self, num_answers: int) -> list["SamplingParams"]:
@@ -284,15 +271,16 @@ def pairs(
 ) -> list[tuple[Prompt, SamplingParams]]:
     """What `generate` was asked, one by one."""
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
-        raise Refused(f"prompts is {type(prompts).__name__}; pass a list of prompts")
+        raise Refused("wrong_type", "prompts", type(prompts), way_out="pass a list of prompts")
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
     if not isinstance(params, Sequence):
-        raise Refused(f"params is {type(params).__name__}; pass a SamplingParams, or one per prompt")
-    if len(params) != len(prompts):
         raise Refused(
-            f"{len(prompts)} prompts and {len(params)} SamplingParams; pass one each, or one for all"
+            "wrong_type", "params", type(params), way_out="pass a SamplingParams, or one per prompt"
         )
+    if len(params) != len(prompts):
+        said = f"{len(prompts)} prompts and {len(params)} SamplingParams"
+        raise Refused("conflict", "params", said=said, way_out="pass one each, or one for all")
     return list(zip(prompts, params, strict=True))
 
 

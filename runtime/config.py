@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hemiola.runtime.api import Strict
 from hemiola.runtime.arch import ARCHS, split
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Name, Refused, any_of
 from hemiola.runtime.manifest import Manifest, State
 
 Auto = Literal["auto"]
@@ -105,10 +105,9 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
     max_rows = _bounded("max_rows", config.max_rows, 1, limits.max_rows)
     max_step_tokens = _bounded("max_step_tokens", config.max_step_tokens, 1, limits.max_step_tokens)
     if max_rows > max_step_tokens:
-        raise Refused(
-            f"max_rows is {max_rows}, max_step_tokens is {max_step_tokens}: each row needs a token per step;"
-            f" lower max_rows or raise max_step_tokens"
-        )
+        limit = (Name("max_step_tokens"), f" is {max_step_tokens}: each row needs a token per step")
+        way_out = ("lower ", Name("max_rows"), " or raise ", Name("max_step_tokens"))
+        raise Refused("conflict", "max_rows", max_rows, limit, way_out)
     drafts, num_drafts = _drafts(config, manifest)
     prefix_cache = _prefix_cache(config, manifest, max_len)
     num_slots, num_pages = _cache_sizes(config, manifest, max_len, max_rows, prefix_cache, free_bytes)
@@ -139,7 +138,7 @@ def _pipeline_depth(config: ServeConfig, manifest: Manifest) -> int:
     if config.pipeline_depth == "auto":
         return int(ARCHS[split(manifest.arch)[0]].device == "cuda")
     if not 0 <= config.pipeline_depth <= 2:
-        raise Refused(f"pipeline_depth is {config.pipeline_depth}; use 0, 1 or 2")
+        raise Refused("out_of_range", "pipeline_depth", config.pipeline_depth, way_out="use 0, 1 or 2")
     return config.pipeline_depth
 
 
@@ -147,7 +146,8 @@ def _cuda_graphs(config: ServeConfig, manifest: Manifest) -> bool:
     """A host launches a step's kernels one by one more slowly than a GPU runs them."""
     on_gpu = ARCHS[split(manifest.arch)[0]].device == "cuda"
     if config.cuda_graphs is True and not on_gpu:
-        raise Refused(f"cuda_graphs is on, but the engine was built for {manifest.arch}; leave it out")
+        said = (Name("cuda_graphs"), f" is on, but the engine was built for {manifest.arch}")
+        raise Refused("conflict", "cuda_graphs", said=said, way_out="leave it out")
     return on_gpu if config.cuda_graphs == "auto" else config.cuda_graphs
 
 
@@ -157,23 +157,21 @@ def _drafts(config: ServeConfig, manifest: Manifest) -> tuple[Drafts, int]:
     drafts = manifest.drafts if config.drafts == "auto" else config.drafts
     if drafts == "none":
         if config.num_drafts not in ("auto", 0):
-            raise Refused(f"num_drafts is {config.num_drafts}, but drafts is none; leave it out")
+            limit = ("but ", Name("drafts"), " is none")
+            raise Refused("conflict", "num_drafts", config.num_drafts, limit, "leave it out")
         return "none", 0
     if drafts == "mtp" and manifest.drafts != "mtp":
-        raise Refused(
-            "drafts is mtp, but the engine was built without an MTP head; rebuild with --drafts mtp"
-        )
+        limit = "but the engine was built without an MTP head"
+        raise Refused("unsupported", "drafts", drafts, limit, "rebuild with --drafts mtp")
     if built == 0:
-        raise Refused(
-            f"drafts is {drafts}, but the engine was built for num_drafts=0; rebuild with --num-drafts 3"
-        )
+        limit = "but the engine was built for num_drafts=0"
+        raise Refused("unsupported", "drafts", drafts, limit, "rebuild with --num-drafts 3")
     if config.num_drafts == 0:
-        raise Refused(
-            "num_drafts is 0: it should be greater than or equal to 1;"
-            ' to run without drafts give drafts="none"'
-        )
+        way_out = ("give at least 1, or ", Name("drafts", "none"), " to run without drafts")
+        raise Refused("out_of_range", "num_drafts", 0, way_out=way_out)
     if config.ngram_min > config.ngram_max:
-        raise Refused(f"ngram_min is {config.ngram_min}, ngram_max is {config.ngram_max}; raise ngram_max")
+        limit = (Name("ngram_max"), f" is {config.ngram_max}")
+        raise Refused("conflict", "ngram_min", config.ngram_min, limit, ("raise ", Name("ngram_max")))
     return drafts, _bounded("num_drafts", config.num_drafts, 1, built)
 
 
@@ -181,12 +179,12 @@ def _bounded(name: str, value: int | Auto, least: int, most: int) -> int:
     if value == "auto":
         return most
     if value < least:
-        raise Refused(f"{name} is {value}: it should be greater than or equal to {least}")
+        raise Refused("out_of_range", name, value, way_out=f"give at least {least}")
     if value > most:
         rebuilt = (
             rebuilt_for(value) if name == "max_len" else f"rebuild with --{name.replace('_', '-')} {value}"
         )
-        raise Refused(f"{name} is {value}, the engine was built for {most}; {rebuilt}")
+        raise Refused("out_of_range", name, value, f"the engine was built for {most}", rebuilt)
     return value
 
 
@@ -200,20 +198,18 @@ def _prefix_cache(config: ServeConfig, manifest: Manifest, max_len: int) -> bool
     page_len = manifest.limits.page_len
     can_hit = max_len >= page_len + 2
     if config.prefix_cache is True and not can_hit:
-        raise Refused(
-            f"prefix_cache is on, but max_len={max_len} leaves no token behind a page of {page_len}: nothing"
-            f" would ever be found; raise max_len to {page_len + 2}, rebuild with a smaller --page-len,"
-            f" or leave it out"
-        )
+        page = f" leaves no token behind a page of {page_len}: nothing would ever be found"
+        said = (Name("prefix_cache"), " is on, but ", Name("max_len", max_len), page)
+        ways = ("raise ", Name("max_len"), f" to {page_len + 2}, rebuild with a smaller --page-len")
+        raise Refused("conflict", "prefix_cache", said=said, way_out=(*ways, ", or leave it out"))
     used = can_hit if config.prefix_cache == "auto" else config.prefix_cache
     if not used and config.num_snapshots not in ("auto", 0):
-        raise Refused(f"num_snapshots is {config.num_snapshots}, but prefix_cache is off; leave it out")
+        limit = ("but ", Name("prefix_cache"), " is off")
+        raise Refused("conflict", "num_snapshots", config.num_snapshots, limit, "leave it out")
     if config.snapshot_interval % page_len:
         below = config.snapshot_interval // page_len * page_len
-        raise Refused(
-            f"snapshot_interval is {config.snapshot_interval}, pages are {page_len} tokens;"
-            f" choose a multiple, for instance {max(below, page_len)}"
-        )
+        limit, way_out = f"pages are {page_len} tokens", f"choose a multiple, such as {max(below, page_len)}"
+        raise Refused("out_of_range", "snapshot_interval", config.snapshot_interval, limit, way_out)
     return used
 
 
@@ -230,24 +226,28 @@ def _cache_sizes(
     wanted = (2 if prefix_cache else 1) * max_rows * per_request + 1
     slot_bytes, page_bytes = (state_bytes(manifest.states, kind) for kind in ("slot", "page"))
     if config.num_pages != "auto" and config.cache_bytes != "auto":
-        raise Refused("num_pages and cache_bytes were both given; choose one")
+        said = (Name("num_pages"), " and ", Name("cache_bytes"), " were both given")
+        raise Refused("conflict", "num_pages", said=said, way_out="choose one")
     if config.cache_bytes != "auto" and config.cache_bytes <= 0:
-        raise Refused(f"cache_bytes is {config.cache_bytes}: it should be greater than 0")
+        raise Refused("out_of_range", "cache_bytes", config.cache_bytes, way_out="give more than 0")
     given = int(free_bytes * config.memory_fraction) if config.cache_bytes == "auto" else config.cache_bytes
     left = given - (max_rows + 1) * slot_bytes
     num_snapshots = _num_snapshots(config, prefix_cache and slot_bytes > 0, 4 * max_rows, left, slot_bytes)
     if config.num_pages != "auto":
-        num_pages, source = config.num_pages, f"num_pages is {config.num_pages}"
+        num_pages, given_by = config.num_pages, "num_pages"
+        source: tuple[str | Name, ...] = (Name("num_pages"), f" is {config.num_pages}")
     else:
         left -= num_snapshots * slot_bytes
         fitting = left // page_bytes if page_bytes else (wanted if left >= 0 else 0)
         num_pages = min(wanted, fitting)
-        source = f"the cache may take {given} bytes, room for {max(fitting, 0)} pages"
+        source = (f"the cache may take {given} bytes, room for {max(fitting, 0)} pages",)
+        given_by = "memory_fraction" if config.cache_bytes == "auto" else "cache_bytes"
     if num_pages < per_request + 1:
-        raise Refused(
-            f"{source}, but one request of max_len={max_len} needs {per_request + 1} with the dump page;"
-            f" raise num_pages, cache_bytes or memory_fraction, or lower max_len or max_rows"
-        )
+        limit = (", but one request of ", Name("max_len", max_len), f" needs {per_request + 1}")
+        more = ("raise ", *any_of("num_pages", "cache_bytes", "memory_fraction"))
+        less = (", or lower ", *any_of("max_len", "max_rows"))
+        said = (*source, *limit, " with the dump page")
+        raise Refused("exhausted", given_by, num_pages, said=said, way_out=(*more, *less))
     return max_rows + 1 + num_snapshots, num_pages
 
 
@@ -258,13 +258,14 @@ def _num_snapshots(config: ServeConfig, useful: bool, most: int, left: int, slot
     if config.num_snapshots == "auto":
         return max(0, min(most, left // 4 // slot_bytes))
     if config.num_snapshots < 1:
-        raise Refused(
-            f"num_snapshots is {config.num_snapshots}: without one nothing would ever be found;"
-            f" raise it or start with prefix_cache off"
+        limit, way_out = (
+            "and without one nothing is ever found",
+            ("raise it or switch ", Name("prefix_cache"), " off"),
         )
+        raise Refused("out_of_range", "num_snapshots", config.num_snapshots, limit, way_out)
     if config.num_snapshots * slot_bytes > left:
-        raise Refused(
-            f"num_snapshots is {config.num_snapshots}, each of {slot_bytes} bytes, but the cache may take"
-            f" {max(left, 0)} beside the slots of its rows; lower it or raise cache_bytes or memory_fraction"
-        )
+        room = f"but the cache may take {max(left, 0)} beside the slots of its rows"
+        limit = f"each of {slot_bytes} bytes, {room}"
+        way_out = ("lower it or raise ", *any_of("cache_bytes", "memory_fraction"))
+        raise Refused("exhausted", "num_snapshots", config.num_snapshots, limit, way_out)
     return config.num_snapshots

@@ -48,7 +48,7 @@ from hemiola.runtime.engine.outbox import Outbox
 from hemiola.runtime.engine.pace import Pace
 from hemiola.runtime.engine.request import Bounds, Request, new_request
 from hemiola.runtime.engine.scheduler import Scheduler
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Name, Refused
 from hemiola.runtime.progress import READY, Report, show, silent
 from hemiola.runtime.step.steps import Engine, make_steps
 from hemiola.runtime.text import Text
@@ -143,10 +143,9 @@ def open_text(engine_dir: Path, manifest: manifests.Manifest) -> Text | None:
     text = Text(engine_dir / "tokenizer")
     most = max(text.tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if most >= manifest.vocab_size:
-        raise Refused(
-            f"{engine_dir / 'tokenizer/tokenizer.json'} has ids up to {most}, but vocab_size is"
-            f" {manifest.vocab_size}; run build-engine again"
-        )
+        path = engine_dir / "tokenizer/tokenizer.json"
+        said = f"{path} has ids up to {most}, but vocab_size is {manifest.vocab_size}"
+        raise Refused("damaged", said=said, way_out="run build-engine again")
     return text
 
 
@@ -190,7 +189,7 @@ class LLM:
 
     def _open(self, engine_dir: str | Path, serve_config: ServeConfig, report: Report) -> None:
         if not isinstance(engine_dir, (str, Path)):
-            raise Refused(f"engine_dir is {type(engine_dir).__name__}; pass a path")
+            raise Refused("wrong_type", "engine_dir", type(engine_dir), way_out="pass a path")
         engine_dir = Path(engine_dir)
         self.manifest = manifests.load(engine_dir)
         device = find_device(engine_dir, self.manifest.arch)
@@ -234,10 +233,10 @@ class LLM:
         """The token ids of a prompt, as `submit` would use them; must_fit: one far too long is not read."""
         if isinstance(prompt, str):
             max_len = self.config.max_len if must_fit else None
-            return self._tokenizer("prompt is", "token ids").encode(prompt, max_len)
+            return self._tokenizer("prompt", " is", "token ids").encode(prompt, max_len)
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
-            kind = type(prompt).__name__
-            raise Refused(f"prompt is {kind}; pass text (str) or a list of token ids")
+            way_out = "pass text (str) or a list of token ids"
+            raise Refused("wrong_type", "prompt", type(prompt), way_out=way_out)
         return list(prompt)
 
     def chat_text(
@@ -247,19 +246,22 @@ class LLM:
     ) -> str:
         """The prompt for a conversation, by the checkpoint's chat template. tools: in OpenAI's format."""
         if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
-            raise Refused(f"messages is {type(messages).__name__}; pass a list of role and content")
-        text = self._tokenizer("messages are", "token ids")
+            raise Refused("wrong_type", "messages", type(messages), way_out="pass a list of role and content")
+        text = self._tokenizer("messages", " are", "token ids")
         if tools is None:
             return text.chat(messages)
         if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
-            raise Refused(f"tools is {type(tools).__name__}; pass a list of functions in OpenAI's format")
+            way_out = "pass a list of functions in OpenAI's format"
+            raise Refused("wrong_type", "tools", type(tools), way_out=way_out)
         if tools and text.template is not None and "tools" not in text.variables:
-            raise Refused("tools are given, the chat template shows none to the model; leave them out")
+            said = (Name("tools"), " are given, the chat template shows none to the model")
+            raise Refused("unsupported", "tools", said=said, way_out="leave them out")
         return text.chat(messages, tools=list(tools) or None)
 
-    def _tokenizer(self, what: str, instead: str) -> Text:
+    def _tokenizer(self, field: str, verb: str, instead: str) -> Text:
         if self._text is None:
-            raise Refused(f"{what} text, the engine has no tokenizer; pass {instead}")
+            said = (Name(field), f"{verb} text, the engine has no tokenizer")
+            raise Refused("unsupported", field, said=said, way_out=("pass ", Name(instead)))
         return self._text
 
     def submit(
@@ -335,15 +337,15 @@ class LLM:
             try:
                 requests.append(self._request(prompt, own))
             except Refused as error:
-                raise Refused(f"prompts[{index}]: {error}") from None
+                raise error.at(f"prompts[{index}]") from None
         return requests
 
     def _request(self, prompt: Prompt, params: SamplingParams, arrival: float | None = None) -> Request:
         arrival = time.perf_counter() if arrival is None else arrival  # before the prompt is tokenized
         if not isinstance(params, SamplingParams):
-            raise Refused(f"params is {type(params).__name__}; pass a SamplingParams")
+            raise Refused("wrong_type", "params", type(params), way_out="pass a SamplingParams")
         if params.stop:
-            self._tokenizer("stop is", "stop_token_ids")
+            self._tokenizer("stop", " is", "stop_token_ids")
         encode = self._text.encode_words if self._text is not None else None
         ids = self.encode(prompt)
         grammar = self._grammar(params)
@@ -354,10 +356,9 @@ class LLM:
         if params.structured_outputs is None:
             return None
         if self._grammars is None:
-            raise Refused(
-                "structured_outputs is about text, the engine has no tokenizer;"
-                " leave it out, or build from a checkpoint that has one"
-            )
+            said = (Name("structured_outputs"), " is about text, the engine has no tokenizer")
+            way_out = "leave it out, or build from a checkpoint that has one"
+            raise Refused("unsupported", "structured_outputs", said=said, way_out=way_out)
         return self._grammars.compile(params.structured_outputs)
 
     def close(self, drain: bool = False) -> None:

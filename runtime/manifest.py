@@ -14,10 +14,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 import hemiola
 from hemiola.plugins import OPS
 from hemiola.plugins.gpu.binaries import Binary, sources
-from hemiola.runtime.api import reason, shown
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.engine_files import check_files, check_regular
-from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.errors import Refused, one_line, shown
+from hemiola.runtime.fields import refused_by
 from hemiola.runtime.json_file import parse_json, read_text
 
 FORMAT = 8
@@ -243,17 +243,18 @@ def load(engine_dir: Path) -> Manifest:
     """Read and check an engine's manifest and the files it names. Raises Refused with the reason."""
     path = engine_dir / FILE
     if not engine_dir.is_dir():
-        raise Refused(f"{engine_dir} is not a directory; pass an engine directory made by build-engine")
+        said = f"{engine_dir} is not a directory"
+        way_out = "pass an engine directory made by build-engine"
+        raise Refused("not_found", "engine_dir", said=said, way_out=way_out)
     if not path.exists():
-        raise Refused(
-            f"{engine_dir} has no {FILE}; make one with build-engine CHECKPOINT --engine-dir {engine_dir}"
-        )
+        said = f"{engine_dir} has no {FILE}"
+        way_out = f"make one with build-engine CHECKPOINT --engine-dir {engine_dir}"
+        raise Refused("not_found", "engine_dir", said=said, way_out=way_out)
     manifest = parse(path)
     _check_versions(path, manifest)
     if manifest.identity != manifest.seal():
-        raise Refused(
-            f"{path} was changed after the build (its identity does not match); run build-engine again"
-        )
+        said = f"{path} was changed after the build (its identity does not match)"
+        raise Refused("damaged", said=said, way_out="run build-engine again")
     _check_eos(path, manifest)
     _check_ops(path, manifest)
     check_files(engine_dir, manifest.sha256, FILE)
@@ -267,24 +268,21 @@ def parse(path: Path) -> Manifest:
     try:
         content = parse_json(text, unique=True)
     except ValueError as error:
-        raise Refused(f"{path} cannot be read as JSON ({one_line(error)}); run build-engine again") from None
+        said = f"{path} cannot be read as JSON ({one_line(error)})"
+        raise Refused("damaged", said=said, way_out="run build-engine again") from None
     if not isinstance(content, dict):
-        raise Refused(f"{path} is no JSON object; run build-engine again")
+        raise Refused("damaged", said=f"{path} is no JSON object", way_out="run build-engine again")
     if content.get("format") != FORMAT:
         found = f"format {shown(content['format'])}" if "format" in content else "no format"
-        raise Refused(
-            f"{path} has {found}, hemiola {hemiola.__version__} reads {FORMAT}; run build-engine again"
-        )
+        said = f"{path} has {found}, hemiola {hemiola.__version__} reads {FORMAT}"
+        raise Refused("unsupported", said=said, way_out="run build-engine again")
     try:
         manifest = Manifest.model_validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(one_line(step) for step in first["loc"])[:200]
-        missing = first["type"] == "missing"
-        wrong = "is missing" if missing else f"is {shown(first['input'])}: {reason(first)}"
-        raise Refused(f"{path}: {where} {one_line(wrong)}; run build-engine again") from None
+        wrong = refused_by(error, content, instead="run build-engine again")
+        raise Refused("damaged", wrong.field[:200], said=f"{path}: {one_line(wrong)}") from None
     for wrong in _contradictions(manifest):
-        raise Refused(f"{path}: {wrong}; run build-engine again")
+        raise Refused("damaged", said=f"{path}: {wrong}", way_out="run build-engine again")
     return manifest
 
 
@@ -336,31 +334,27 @@ def _files_named(manifest: Manifest) -> Iterator[str]:
 
 def _check_versions(path: Path, manifest: Manifest) -> None:
     if manifest.builder_version != hemiola.__version__:
-        raise Refused(
-            f"{path} was built by hemiola {manifest.builder_version}, this is {hemiola.__version__};"
-            f" run build-engine again"
-        )
+        said = f"{path} was built by hemiola {manifest.builder_version}, this is {hemiola.__version__}"
+        raise Refused("unsupported", said=said, way_out="run build-engine again")
     built, here = (v.split("+")[0].rsplit(".", 1)[0] for v in (manifest.torch_version, torch.__version__))
     if built != here:
-        raise Refused(f"{path} was exported by torch {built}, this is torch {here}; run build-engine again")
+        said = f"{path} was exported by torch {built}, this is torch {here}"
+        raise Refused("unsupported", said=said, way_out="run build-engine again")
 
 
 def _check_eos(path: Path, manifest: Manifest) -> None:
     for token_id in manifest.eos_ids:
         if not 0 <= token_id < manifest.vocab_size:
-            raise Refused(
-                f"{path}: eos_ids holds {token_id}, the vocabulary is 0..{manifest.vocab_size - 1};"
-                f" run build-engine again"
-            )
+            said = f"{path}: eos_ids holds {token_id}, the vocabulary is 0..{manifest.vocab_size - 1}"
+            raise Refused("damaged", "eos_ids", said=said, way_out="run build-engine again")
 
 
 def _check_ops(path: Path, manifest: Manifest) -> None:
     here = {name: op.schema() for name, op in OPS.items()}
     other = sorted(name for name, schema in manifest.ops.items() if here.get(name) != schema)
     if other:
-        raise Refused(
-            f"{path} was built for other forms of the ops {', '.join(other)} than this hemiola has;"
-            f" run build-engine again"
-        )
+        said = f"{path} was built for other forms of the ops {', '.join(other)} than this hemiola has"
+        raise Refused("unsupported", said=said, way_out="run build-engine again")
     if any(kernels.sources != sources() for kernels in manifest.kernels):
-        raise Refused(f"{path} was built from other kernels than this hemiola has; run build-engine again")
+        said = f"{path} was built from other kernels than this hemiola has"
+        raise Refused("unsupported", said=said, way_out="run build-engine again")

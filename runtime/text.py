@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.errors import Name, Refused, one_line
 from hemiola.runtime.json_file import read_json
 from hemiola.runtime.stops import StopStrings
 from hemiola.runtime.template import ChatTemplate
@@ -17,6 +17,8 @@ from hemiola.runtime.tokenizer import most_characters, read_tokenizer
 BROKEN = "\ufffd"  # what an incomplete character decodes to
 ROLES = {"system", "user", "assistant"}  # those that every template shows
 LABELS = {"role", "content", "name", "tool_call_id", "reasoning_content"}  # good templates drop some of them
+AGAIN = "run build-engine again"
+EXAMPLE = "[{'role': 'user', 'content': TEXT}]"
 LONG_TEXT = 4096  # characters; shorter ones are encoded before another thread could wake
 LOOK_BACK = 6  # tokens before the text, so that a decoder sees where a word begins
 LONG_WINDOW = 32  # tokens; half of them hold more than the 3 bytes and 3 characters that may yet change
@@ -28,21 +30,23 @@ class Text:
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise Refused(f"{path} is missing; run build-engine again")
+            raise Refused("not_found", said=f"{path} is missing", way_out=AGAIN)
         try:
             self.tokenizer: Tokenizer = read_tokenizer(path)
         except Exception as error:  # tokenizers raises bare Exception
-            raise Refused(f"{path} is not a tokenizer ({one_line(error)}); run build-engine again") from None
+            said = f"{path} is not a tokenizer ({one_line(error)})"
+            raise Refused("damaged", said=said, way_out=AGAIN) from None
         config = folder / "tokenizer_config.json"
-        found = read_json(config, "run build-engine again") if config.is_file() else {}
+        found = read_json(config, AGAIN) if config.is_file() else {}
         if not isinstance(found, dict):
-            raise Refused(f"{config} is no JSON object; run build-engine again")
+            raise Refused("damaged", said=f"{config} is no JSON object", way_out=AGAIN)
         self.special = {name: text for name, text in map(_special, found.items()) if text is not None}
         template = folder / "chat_template.jinja"
         try:
             self.template = template.read_text(encoding="utf-8") if template.is_file() else None
         except UnicodeDecodeError as error:
-            raise Refused(f"{template} is not UTF-8 ({one_line(error)}); run build-engine again") from None
+            said = f"{template} is not UTF-8 ({one_line(error)})"
+            raise Refused("damaged", said=said, way_out=AGAIN) from None
 
     @cached_property
     def _most_characters(self) -> int | None:
@@ -57,16 +61,15 @@ class Text:
         if max_len is not None and len(text) > max(max_len, LONG_TEXT):
             most = self._most_characters
             if most is not None and len(text) > (max_len + 1) * most:  # one: a second BOS
-                raise Refused(
-                    f"prompt is {len(text)} characters, and max_len={max_len} tokens have at most"
-                    f" {most} each; shorten it"
+                said = (
+                    f"prompt is {len(text)} characters, and max_len={max_len} tokens have at most {most} each"
                 )
+                raise Refused("too_long", "prompt", len(text), said=said, way_out="shorten it")
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise Refused(
-                f"prompt is not valid Unicode at character {error.start} (a lone surrogate); remove it"
-            ) from None
+            said = f"prompt is not valid Unicode at character {error.start} (a lone surrogate)"
+            raise Refused("malformed", "prompt", said=said, way_out="remove it") from None
         if len(text) < LONG_TEXT:
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         else:  # while which other threads run
@@ -100,28 +103,25 @@ class Text:
     def chat(self, messages: Sequence[Mapping[str, object]], **variables: object) -> str:
         """The prompt for a conversation, up to where the assistant speaks; nothing it says vanishes."""
         if self.template is None:
-            raise Refused(
-                "the engine has no chat template; pass a prompt, or build from a checkpoint that has one"
-            )
+            way_out = "pass a prompt, or build from a checkpoint that has one"
+            raise Refused("unsupported", "messages", said="the engine has no chat template", way_out=way_out)
         if not all(
             isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages
         ):
-            raise Refused(
-                "messages must have a role and a content each; pass [{'role': 'user', 'content': TEXT}]"
-            )
+            said, way_out = "messages must have a role and a content each", f"pass {EXAMPLE}"
+            raise Refused("missing", "messages", said=said, way_out=way_out)
         for index, message in enumerate(messages):
             content = message.get("content")
             if content is not None and not isinstance(content, str):
-                kind = type(content).__name__
-                raise Refused(f"messages[{index}].content is {kind}; pass text, other kinds are not served")
+                way_out = "pass text, other kinds are not served"
+                raise Refused("wrong_type", f"messages[{index}].content", type(content), way_out=way_out)
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special, **variables}
         prompt = self._render(messages, given)
         for index, name in self._doubtful(messages):
             if prompt == self._without(messages, index, name, given):
-                raise Refused(
-                    f"messages[{index}].{name} changes nothing: the chat template does not show that of a"
-                    f" message by {messages[index]['role']}; take it out"
-                )
+                field, role = f"messages[{index}].{name}", messages[index]["role"]
+                why = f" changes nothing: the chat template does not show that of a message by {role}"
+                raise Refused("unsupported", field, said=(Name(field), why), way_out="take it out")
         return prompt
 
     def _doubtful(self, messages: Sequence[Mapping[str, object]]) -> Iterator[tuple[int, str]]:

@@ -78,10 +78,11 @@ def load(
     logits."""
     architecture = checkpoint.architecture
     if architecture not in FAMILIES:
-        raise Refused(
-            f"{checkpoint.config.where}: architecture {architecture} is not supported"
-            f"{_nearest(architecture, FAMILIES)}; supported are {', '.join(FAMILIES)}"
+        said = (
+            f"{checkpoint.config.where}: architecture {architecture} is not"
+            f" supported{_nearest(architecture, FAMILIES)}"
         )
+        raise Refused("unsupported", said=said, way_out=f"supported are {', '.join(FAMILIES)}")
     _check_types(checkpoint, architecture)
     kit = Kit(checkpoint, ops, chunk_len, max_len, dtype, kv_dtype, tells_best)
     parts = FAMILIES[architecture].load(kit)

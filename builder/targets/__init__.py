@@ -40,32 +40,30 @@ TARGETS: dict[str, Target] = {
 def pick(target: str, arch: str) -> tuple[Target, tuple[str, ...]]:
     """The target and the architectures that it compiles for, or the list of what exists."""
     if target not in TARGETS:
-        raise Refused(
-            f"--target {target} is not supported by this version, only {', '.join(TARGETS)}; use one of these"
-        )
+        said = f"--target {target} is not supported by this version, only {', '.join(TARGETS)}"
+        raise Refused("unknown", "target", said=said, way_out="use one of these")
     found, archs = TARGETS[target], tuple(dict.fromkeys(known.split(arch)))
     if archs == ("cpu",) and "cpu" not in found.archs:
         number = "one" if target == "tensorrt" else "one or more"
-        raise Refused(f"--target {target} is not for CPUs; give --arch, {number} of {', '.join(found.archs)}")
+        said = f"--target {target} is not for CPUs"
+        way_out = f"give --arch, {number} of {', '.join(found.archs)}"
+        raise Refused("conflict", "arch", said=said, way_out=way_out)
     for name in archs or [arch]:
         if name not in found.archs:
             meant = "".join(get_close_matches(name.lower(), found.archs, 1, cutoff=0.85))
-            raise Refused(
-                f"--arch {name} is not supported by --target {target}, only {', '.join(found.archs)};"
-                f" {f'is it {meant}?' if meant else 'pass --arch with some of these'}"
-            )
+            said = f"--arch {name} is not supported by --target {target}, only {', '.join(found.archs)}"
+            way_out = f"{f'is it {meant}?' if meant else 'pass --arch with some of these'}"
+            raise Refused("unsupported", "arch", said=said, way_out=way_out)
     if len({known.ARCHS[name].device for name in archs}) > 1:
-        raise Refused(
-            f"--arch {arch}: an engine for the CPU computes in other numbers than one for GPUs;"
-            f" build one for each"
-        )
+        said = f"--arch {arch}: an engine for the CPU computes in other numbers than one for GPUs"
+        raise Refused("conflict", "arch", said=said, way_out="build one for each")
     try:
         import_module(f"hemiola.builder.targets.{found.module}")
     except ModuleNotFoundError as error:
         where = " on the machine whose GPU the engine is for" if target == "tensorrt" else ""
-        raise Refused(f"--target {target} needs {error.name}; {install(target)}{where}") from None
+        said = f"--target {target} needs {error.name}"
+        raise Refused("not_found", "target", said=said, way_out=f"{install(target)}{where}") from None
     except ImportError as error:
-        raise Refused(
-            f"--target {target}: its compiler cannot be loaded ({error}); {install(target)} again"
-        ) from None
+        said = f"--target {target}: its compiler cannot be loaded ({error})"
+        raise Refused("failed", said=said, way_out=f"{install(target)} again") from None
     return found, archs

@@ -102,4 +102,5 @@ def refused(trt: Any, failure: NotBuilt) -> Exception:
     if lack := next(filter(says_lack_of_memory, errors), ""):
         return MemoryError(f"{name} {trt.__version__}: {lack}")
     reason = errors[-1] if errors else "it gives no reason"
-    return Refused(f"{name} {trt.__version__} cannot {failure.what} the graph ({reason}); use --target torch")
+    said = f"{name} {trt.__version__} cannot {failure.what} the graph ({reason})"
+    return Refused("failed", "target", said=said, way_out="use --target torch")

@@ -35,10 +35,8 @@ UNNAMED_GPU = 132  # multiprocessors: they choose among tiles that all are compi
 def compile_kernels(graphs: Sequence[Graph], ops: Collection[str], job: Job) -> tuple[Kernels, ...]:
     """Binaries of these ops in the engine directory, an architecture after the other."""
     if find_spec("triton") is None:
-        raise Refused(
-            f"--arch {','.join(job.archs)}: kernels are compiled by Triton, which is not here;"
-            f" run {install('cuda')}"
-        )
+        said = f"--arch {','.join(job.archs)}: kernels are compiled by Triton, which is not here"
+        raise Refused("not_found", "arch", said=said, way_out=f"run {install('cuda')}")
     nodes = {node for graph in graphs for node in nodes_of(graph) if node.op in ops}
     return tuple(_compile(nodes, graphs, arch, job) for arch in job.archs)
 
@@ -71,7 +69,8 @@ def _compile(nodes: "set[Node]", graphs: Sequence[Graph], arch: str, job: Job) -
                 files.append(KernelFile(file=file, binary=compiled.binary))
                 job.report(f"kernels for {arch}", len(files), len(calls))
         except TooLarge as error:
-            raise Refused(f"--arch {arch}: {error}; leave this architecture out") from None
+            said = f"--arch {arch}: {error}"
+            raise Refused("unsupported", "arch", said=said, way_out="leave this architecture out") from None
         finally:
             pool.shutdown(cancel_futures=True)  # nobody waits for the rest
     return Kernels(arch=arch, cuda=cuda_version(gpu.capability), sources=sources(), binaries=tuple(files))
@@ -124,10 +123,9 @@ def triton_in_one_line(arch: str) -> Iterator[None]:
         yield
     except (OSError, PTXASError) as error:
         places = f"{tempfile.gettempdir()} and {knobs.cache.dir}"
-        raise Refused(
-            f"--arch {arch}: Triton cannot compile ({one_line(error)});"
-            f" free space in {places}, its folders, and build again"
-        ) from None
+        said = f"--arch {arch}: Triton cannot compile ({one_line(error)})"
+        way_out = f"free space in {places}, its folders, and build again"
+        raise Refused("failed", said=said, way_out=way_out) from None
 
 
 class Tensor(NamedTuple):

@@ -128,18 +128,18 @@ def _inspected(content: bytes) -> str:
 def _refuse_other_gpus(archs: tuple[str, ...]) -> None:
     arch, *more = archs
     if more:
-        raise Refused(
-            f"--arch {','.join(archs)}: --target tensorrt compiles for one; build an engine for each"
-        )
+        said = f"--arch {','.join(archs)}: --target tensorrt compiles for one"
+        raise Refused("unsupported", "arch", said=said, way_out="build an engine for each")
     needed = ".".join(map(str, ARCHS[arch].capability or ()))
     law = (
         f"--target tensorrt compiles on the GPU that the engine is for ({arch}, compute capability {needed})"
     )
     if not torch.cuda.is_available():
-        raise Refused(
-            f"{law}, and torch finds no CUDA device here; use --target tensorrt-rtx or torch, which need none"
-        )
+        said = f"{law}, and torch finds no CUDA device here"
+        way_out = "use --target tensorrt-rtx or torch, which need none"
+        raise Refused("not_found", "arch", said=said, way_out=way_out)
     found = ".".join(map(str, torch.cuda.get_device_capability(0)))
     if found != needed:
         name = torch.cuda.get_device_name(0)
-        raise Refused(f"{law}, but {name} has {found}; use --arch sm_{found.replace('.', '')}")
+        said = f"{law}, but {name} has {found}"
+        raise Refused("unsupported", said=said, way_out=f"use --arch sm_{found.replace('.', '')}")

@@ -13,11 +13,9 @@ from hemiola.plugins import OPS
 from hemiola.plugins.groups import Layout, WeightGroup
 from hemiola.plugins.spec import Op, Pack, Unsupported
 from hemiola.runtime.device.program import store
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Name, Refused
 from hemiola.runtime.manifest import Limits, OpNode, Profile, SegmentPiece
 from hemiola.runtime.progress import Report, silent
-
-ASKED = {"chunk_len is": "--chunk-len", "L is": "--page-len"}  # what a form refuses, and the user chose
 
 
 class Job(NamedTuple):
@@ -68,8 +66,9 @@ def choose_forms(
         try:
             form, refused = op.choose(call, device)
         except Unsupported as error:
-            wanted = next((option for said, option in ASKED.items() if said in str(error)), "checkpoint")
-            raise Refused(f"{graph.name}, {node.name}: {error}; use another {wanted}") from None
+            other = Name(error.option) if error.option else "checkpoint"
+            said, way_out = f"{graph.name}, {node.name}: {error}", ("use another ", other)
+            raise Refused("unsupported", error.option, said=said, way_out=way_out) from None
         sizes = tuple(call.sizes[letter] for letter in form.sizes)
         nodes.append(OpNode(op=op.name, form=form.name, refused=refused, sizes=sizes))
         for arg, value in zip(op.args, node.args, strict=False):

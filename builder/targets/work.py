@@ -61,7 +61,7 @@ class _Run(fx.Interpreter):
         try:
             return op.bind(chosen.form, chosen.sizes)(*arguments)
         except ValueError as error:  # of sizes that no declaration tells: where a part of a projection starts
-            raise Refused(f"{error}; use another checkpoint") from None
+            raise Refused("unsupported", said=f"{error}", way_out="use another checkpoint") from None
 
 
 class Peak(TorchDispatchMode):

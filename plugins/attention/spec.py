@@ -11,6 +11,7 @@ from hemiola.plugins.spec import (
     Call,
     Form,
     Op,
+    Reason,
     Result,
     first_reason,
     fp32_in_sixteens,
@@ -24,7 +25,7 @@ def _refuses_on_cuda(call: Call) -> str:
     depth, page_len = call.sizes["D"], call.sizes["L"]
     if depth not in (16, 32, 64, 128, 256):
         return f"D is {depth}, not 16, 32, 64, 128 or 256"
-    return f"L is {page_len}, no multiple of 16" if page_len % 16 else ""
+    return Reason(f"L is {page_len}, no multiple of 16", "page_len") if page_len % 16 else ""
 
 
 def _refuses_scales(call: Call) -> str:

@@ -22,7 +22,7 @@ from hemiola.runtime.bench.report import Column, table
 from hemiola.runtime.bench.statistics import Summary, summarize
 from hemiola.runtime.bench.workloads import Turns
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
-from hemiola.runtime.errors import Refused, within
+from hemiola.runtime.errors import Refused, in_python, within
 from hemiola.runtime.llm import LLM
 
 SHOWN_FAILURES = 10
@@ -113,7 +113,7 @@ def _refuse_unfit(job: BenchJob, variants: Sequence[BenchVariant]) -> None:
 
 def _of_variant(variant: BenchVariant, number: int) -> AbstractContextManager[None]:
     """What is refused within names it; the first has the command's own options."""
-    return within(f"--compare {variant.name}") if number else nullcontext()
+    return within(f"--compare {variant.name}", in_python) if number else nullcontext()
 
 
 def _name(options: Mapping[str, Any]) -> str:
@@ -138,7 +138,7 @@ class _Bench:
             except Refused as refusal:
                 if not findings:
                     raise
-                return findings, Refused(f"--compare {variant.name}: {refusal}")
+                return findings, refusal.at(f"--compare {variant.name}", in_python)
             if findings[-1].measured.interrupted:
                 break
         return findings, None

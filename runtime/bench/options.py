@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import ConfigDict, Field, field_validator
 
 from hemiola.runtime.api import Strict
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Name, Refused
 
 RANDOM, MULTI_TURN = "random", "multi-turn"
 
@@ -47,7 +47,8 @@ class BenchOptions(Strict):
     @classmethod
     def _not_empty(cls, value: str) -> str:
         if not value:
-            raise Refused("workload is empty; give random, multi-turn or a file")
+            said, way_out = (Name("workload"), " is empty"), "give random, multi-turn or a file"
+            raise Refused("missing", "workload", said=said, way_out=way_out)
         return value
 
     @property

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from hemiola.runtime.api import Piece, SamplingParams, shown
+from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.cli.options import engine_and_rest, given, not_utf8, options_of, takes, utf8
 from hemiola.runtime.config import ServeConfig
-from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.errors import Failed, Refused, shown
 
 LONE_REQUEST = {"max_rows": 1}
 DEFAULTS: dict[str, Any] = {"max_tokens": 128}
@@ -42,7 +42,8 @@ def generate(
     folder, texts = engine_and_rest(engine_dir, engine, text)
     asked = _read_prompt([*texts, *([] if prompt is None else [prompt])], prompt_ids, prompt_file)
     if chat and prompt_ids is not None:
-        raise Refused("--chat makes text a user's message; drop it, or give --prompt TEXT")
+        said = "--chat makes text a user's message"
+        raise Refused("conflict", "chat", said=said, way_out="drop it, or give --prompt TEXT")
     with LLM(folder, progress=True, **LONE_REQUEST, **given(ServeConfig, options)) as llm:
         if chat:
             asked = llm.chat_text([{"role": "user", "content": asked}])
@@ -74,7 +75,8 @@ def _report(last: Piece) -> None:
 
 def _read_prompt(texts: list[str], prompt_ids: str | None, prompt_file: Path | None) -> str | list[int]:
     if len(texts) + (prompt_ids is not None) + (prompt_file is not None) != 1:
-        raise Refused("give one of PROMPT, --prompt TEXT, --prompt-ids IDS and --prompt-file PATH")
+        said = "give one of PROMPT, --prompt TEXT, --prompt-ids IDS and --prompt-file PATH"
+        raise Refused("missing", "prompt", said=said)
     if prompt_ids is not None:
         return _read_ids(prompt_ids)
     return texts[0] if texts else _read_file(f"--prompt-file {prompt_file}", str(prompt_file))
@@ -84,7 +86,8 @@ def _read_file(named: str, path: str) -> str:
     try:
         return utf8(named, sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise Refused(f"{named} cannot be read ({error.strerror}); give a readable file") from None
+        said = f"{named} cannot be read ({error.strerror})"
+        raise Refused("not_found", "prompt_file", said=said, way_out="give a readable file") from None
     except UnicodeDecodeError as error:
         raise not_utf8(named, error) from None
 
@@ -93,4 +96,5 @@ def _read_ids(text: str) -> list[int]:
     try:
         return [int(word) for word in re.split(r"\s*,\s*|\s+", text.strip())]
     except ValueError:
-        raise Refused(f"--prompt-ids is {shown(text)}; give token ids, such as 5,6,7") from None
+        said = f"--prompt-ids is {shown(text)}"
+        raise Refused("malformed", "prompt_ids", said=said, way_out="give token ids, such as 5,6,7") from None

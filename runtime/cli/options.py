@@ -13,8 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, ParameterInfo
 
-from hemiola.runtime.api import Strict, shown
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.api import Strict
+from hemiola.runtime.errors import Door, Name, Refused, as_option, in_python, one_line, shown
 from hemiola.runtime.json_file import parse_json
 
 Made = TypeVar("Made", bound=Strict)
@@ -52,7 +52,7 @@ def takes(*groups: list[inspect.Parameter]) -> Callable[[Callable[..., None]], C
             try:
                 command(*arguments, **checked)
             except Refused as error:
-                raise Refused(as_options(str(error), names)) from None
+                raise error.renamed(options_named(names)) from None
 
         run.__annotations__ = {}  # typer would believe them rather than the signature
         vars(run)["__signature__"] = inspect.Signature([_for_typer(parameter) for parameter in own + added])
@@ -61,19 +61,26 @@ def takes(*groups: list[inspect.Parameter]) -> Callable[[Callable[..., None]], C
     return extend
 
 
-def as_options(said: str, names: Collection[str]) -> str:
-    """The field that is refused, perhaps a model's, as it is written on a command line."""
-    subject = rf"^((?:[\w.-]+: )?)({'|'.join(names)})(?= is )"
-    return re.sub(subject, lambda found: found[1] + _flag(found[2]), said)
+def options_named(names: Collection[str]) -> Door:
+    """The door of a command: these fields, and what is within them, are written as its options."""
+
+    def write(name: Name) -> str:
+        head = re.split(r"[.[]", name.field, maxsplit=1)[0]
+        if head not in names:
+            return in_python(name)
+        return as_option(Name(f"{_flag(head)[2:]}{name.field[len(head) :]}", name.value))
+
+    return write
 
 
 def engine_and_rest(engine_dir: Path | None, *words: str | None) -> tuple[Path, list[str]]:
     """The engine, by --engine-dir or as the first argument, and the arguments behind it."""
     rest = [word for word in words if word is not None]
     if engine_dir is None and not rest:
-        raise Refused("no engine is given; pass its folder as the first argument, or as --engine-dir")
+        way_out = "pass its folder as the first argument, or as --engine-dir"
+        raise Refused("missing", "engine_dir", said="no engine is given", way_out=way_out)
     if engine_dir is None and not rest[0]:
-        raise Refused("ENGINE is empty; give a folder")
+        raise Refused("missing", "engine_dir", said="ENGINE is empty", way_out="give a folder")
     return (Path(rest.pop(0)) if engine_dir is None else engine_dir), rest
 
 
@@ -81,7 +88,8 @@ def only_engine(engine_dir: Path | None, engine: str | None) -> Path:
     """For commands that take no other argument."""
     found, rest = engine_and_rest(engine_dir, engine)
     if rest:
-        raise Refused(f"--engine-dir {found} and {shown(rest[0])} were both given; drop one")
+        said = f"--engine-dir {found} and {shown(rest[0])} were both given"
+        raise Refused("conflict", "engine_dir", said=said, way_out="drop one")
     return found
 
 
@@ -94,7 +102,8 @@ def utf8(named: str, text: str) -> str:
 
 
 def not_utf8(named: str, error: UnicodeDecodeError) -> Refused:
-    return Refused(f"{named} is not UTF-8 ({error.reason} at byte {error.start}); convert it")
+    said = f"{named} is not UTF-8 ({error.reason} at byte {error.start})"
+    return Refused("malformed", named, said=said, way_out="convert it")
 
 
 def given(model: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +132,7 @@ def read(model: type[Strict], name: str, text: str | list[str]) -> object:
     pairs = [each.partition("=") for each in text]
     for before, equals, after in pairs:
         if not equals:
-            raise Refused(f"{_flag(name)} is {before + after!r}; write {_metavar(annotation)}")
+            raise Refused("malformed", name, before + after, way_out=f"write {_metavar(annotation)}")
     return {_read(key, before): _read(value, after) for before, _, after in pairs}
 
 
@@ -148,7 +157,8 @@ def _read_json(name: str, text: str) -> object:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise Refused(f"{_flag(name)} is {shown(text)}: {error}; give JSON") from None
+        limit = f"which is not JSON ({one_line(error)})"
+        raise Refused("malformed", name, text, limit, "give JSON") from None
 
 
 def _checked(named: str, value: object, is_path: bool) -> object:
@@ -159,7 +169,8 @@ def _checked(named: str, value: object, is_path: bool) -> object:
     if not is_path:
         return utf8(named, value)
     if not value:
-        raise Refused(f"{named} is empty; give a {'folder' if named in FOLDERS else 'file'}")
+        kind = "folder" if named in FOLDERS else "file"
+        raise Refused("missing", named, said=f"{named} is empty", way_out=f"give a {kind}")
     return Path(value)
 
 

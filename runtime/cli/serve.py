@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from hemiola.runtime.api import shown
 from hemiola.runtime.cli.options import given, made, options_of, takes
 from hemiola.runtime.config import ServeConfig
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.extra import lacking
 from hemiola.runtime.progress import show
 from hemiola.runtime.serving.engines import read_models
@@ -98,7 +97,8 @@ def serve(
 def engine_dirs(options: list[Path] | None, arguments: list[str] | None) -> list[Path]:
     """The engines, by --engine-dir or as arguments."""
     if options and arguments:
-        raise Refused(f"--engine-dir {options[0]} and {shown(arguments[0])} were both given; use one of them")
+        said = f"--engine-dir {options[0]} and {shown(arguments[0])} were both given"
+        raise Refused("conflict", "engine_dir", said=said, way_out="use one of them")
     if arguments and "" in arguments:
         raise Refused("ENGINE is empty; give a folder")
     return options or [Path(argument) for argument in arguments or []]
@@ -121,16 +121,14 @@ def _check(openai: OpenaiOptions, ports: Ports) -> None:
     """Refuses what would be dropped in silence, and ports that are one."""
     if openai.openai_port is None:
         for name in openai.model_fields_set:
-            raise Refused(
-                f"--{name.replace('_', '-')} is given, but no --openai-port: there is no OpenAI API;"
-                " add --openai-port"
-            )
+            said = f"--{name.replace('_', '-')} is given, but no --openai-port: there is no OpenAI API"
+            raise Refused("missing", "openai_port", said=said, way_out="add --openai-port")
     if "" in openai.openai_api_key:
-        raise Refused("--openai-api-key is empty, callers would need none; give one, or leave it out")
+        said = "--openai-api-key is empty, callers would need none"
+        raise Refused("missing", "openai_api_key", said=said, way_out="give one, or leave it out")
     if openai.openai_port and openai.openai_port in ports:
-        raise Refused(
-            f"--openai-port {openai.openai_port} is the server's own; choose another, or 0 for a free one"
-        )
+        said = f"--openai-port {openai.openai_port} is the server's own"
+        raise Refused("in_use", "openai_port", said=said, way_out="choose another, or 0 for a free one")
 
 
 class FrontPlan(NamedTuple):
@@ -148,7 +146,8 @@ class FrontPlan(NamedTuple):
         if self.options.openai_api_key or found is None:
             return self.options.openai_api_key
         if not found.split():  # a secret that did not arrive would open the API to all
-            raise Refused(f"{API_KEY} is empty, callers would need no key; give one there, or unset it")
+            said = f"{API_KEY} is empty, callers would need no key"
+            raise Refused("missing", "openai_api_key", said=said, way_out="give one there, or unset it")
         return tuple(found.split())
 
     def front(self, server: Server) -> "Front | None":
@@ -159,7 +158,7 @@ class FrontPlan(NamedTuple):
             from hemiola.runtime.serving.openai.app import FrontLimits
             from hemiola.runtime.serving.openai.front import Front
         except ModuleNotFoundError as error:
-            raise Refused(lacking("--openai-port", error)) from None
+            raise Refused("not_found", "openai_port", said=lacking("--openai-port", error)) from None
         limits = FrontLimits(asked.openai_max_requests, asked.openai_max_body, self.api_keys)
         wanted = {name: most for name, most in self.max_lens.items() if isinstance(most, int)}
         models = {name: read_model(name, path, wanted.get(name)) for name, path in server.engines.items()}

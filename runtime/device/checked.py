@@ -17,9 +17,8 @@ from hemiola.plugins import OPS
 from hemiola.plugins.groups import Layout, WeightGroup
 from hemiola.plugins.spec import INT, Arg, Call, Op
 from hemiola.runtime.abi import INPUTS
-from hemiola.runtime.api import shown
 from hemiola.runtime.device.program import layouts_of
-from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.manifest import Manifest, OpNode, Segment
 
 # Sizes to try, by letter (abi.py; P pages, S slots): no two equal, and others the second time, so that a size
@@ -44,7 +43,8 @@ def check_program(
             _Trial(program, segment, bound, manifest, device, sizes).run()
     except (ValueError, TypeError, IndexError, KeyError, RuntimeError, AssertionError) as error:
         reason = one_line(error)
-        raise Refused(f"{segment.file} does not fit together ({reason}); run build-engine again") from None
+        said = f"{segment.file} does not fit together ({reason})"
+        raise Refused("damaged", said=said, way_out="run build-engine again") from None
 
 
 class _Trial:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hemiola.runtime.device.transfer import Shapes, send, spans, unpack
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Name, Refused, any_of
 
 _CAPTURING = threading.Lock()
 Bucket = TypeVar("Bucket", bound=Hashable)
@@ -120,13 +120,14 @@ def _refusing(bucket: object, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise Refused(
+        said = (
             f"there is no memory for a step of {bucket}: weights, pages and slots leave {free} of {total}"
-            f" bytes; lower max_rows, max_step_tokens, memory_fraction or cache_bytes"
-        ) from error
+            " bytes"
+        )
+        lower = any_of("max_rows", "max_step_tokens", "memory_fraction", "cache_bytes")
+        raise Refused("exhausted", "max_rows", said=said, way_out=("lower ", *lower)) from error
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0]
-        raise Refused(
-            f"the step of {bucket} cannot be captured as a CUDA graph ({reason}); report it, and start with"
-            f" cuda_graphs=False (--cuda-graphs false) meanwhile"
-        ) from error
+        said = f"the step of {bucket} cannot be captured as a CUDA graph ({reason})"
+        way_out = ("report it, and start with ", Name("cuda_graphs", False), " meanwhile")
+        raise Refused("failed", "cuda_graphs", said=said, way_out=way_out) from error

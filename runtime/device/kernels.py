@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from hemiola.plugins.gpu.launch import Kernel
-from hemiola.runtime.api import shown
 from hemiola.runtime.arch import arch_here
 from hemiola.runtime.device.graphs import wait_for
-from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.extra import install
 from hemiola.runtime.manifest import Manifest
 
@@ -24,19 +23,17 @@ def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> 
     try:
         from hemiola.plugins.gpu import driver  # cuda-python is not needed elsewhere
     except ImportError as error:
-        raise Refused(
-            f"{engine_dir} runs on a GPU through cuda-bindings, which is not here ({error});"
-            f" run {install('cuda')}"
-        ) from None
+        said = f"{engine_dir} runs on a GPU through cuda-bindings, which is not here ({error})"
+        raise Refused("not_found", said=said, way_out=f"run {install('cuda')}") from None
     found = next((kernels for kernels in manifest.kernels if kernels.arch == arch_here()), None)
     if found is None:
-        raise Refused(f"{engine_dir} has no kernels for {arch_here()}; run build-engine again")
+        said = f"{engine_dir} has no kernels for {arch_here()}"
+        raise Refused("unsupported", said=said, way_out="run build-engine again")
     known = driver.version()
     if known[0] < int(found.cuda.split(".")[0]):
-        raise Refused(
-            f"{engine_dir} has kernels of CUDA {found.cuda}, the driver here knows {known[0]}.{known[1]};"
-            f" install a newer driver, or run build-engine with an older Triton"
-        )
+        said = f"{engine_dir} has kernels of CUDA {found.cuda}, the driver here knows {known[0]}.{known[1]}"
+        way_out = "install a newer driver, or run build-engine with an older Triton"
+        raise Refused("unsupported", said=said, way_out=way_out)
     with ExitStack() as loaded:
         for file, binary in ((entry.file, entry.binary) for entry in found.binaries):
             kernel = _kernel(engine_dir, binary.call.kernel)
@@ -44,9 +41,8 @@ def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> 
             try:
                 kernel.take(binary.call, partial(driver.load, binary, cubin, device))
             except driver.DriverError as error:
-                raise Refused(
-                    f"{engine_dir / file} cannot be loaded ({one_line(error)}); run build-engine again"
-                ) from None
+                said = f"{engine_dir / file} cannot be loaded ({one_line(error)})"
+                raise Refused("damaged", said=said, way_out="run build-engine again") from None
             loaded.callback(kernel.leave, binary.call)
         loaded.callback(wait_for, device)  # first of all: a step may be under way
         return loaded.pop_all()
@@ -60,7 +56,6 @@ def _kernel(engine_dir: Path, name: str) -> Kernel:
         with suppress(ImportError):
             found = getattr(import_module(f"hemiola.plugins.{op}.cuda"), entry, None)
     if not isinstance(found, Kernel):
-        raise Refused(
-            f"{engine_dir} has a binary of {shown(name)}, which is no kernel; run build-engine again"
-        )
+        said = f"{engine_dir} has a binary of {shown(name)}, which is no kernel"
+        raise Refused("damaged", said=said, way_out="run build-engine again")
     return found

@@ -20,10 +20,9 @@ from hemiola.plugins.cpu.sizes import FreeSize
 from hemiola.plugins.cpu.steps import RecordedStep
 from hemiola.plugins.groups import Layout
 from hemiola.runtime.abi import INPUTS, OUTPUTS
-from hemiola.runtime.api import shown
 from hemiola.runtime.device.program import layouts_of
 from hemiola.runtime.device.wanted import only_wanted
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.manifest import OpNode, Segment
 
 SIZES = "TNWL"  # what is free in a step
@@ -151,7 +150,8 @@ class _Lowering:
         return handler(node, *args)
 
     def _refused(self, node: Node, reason: str) -> Refused:
-        return Refused(f"{self._segment.file}: {node.name} {reason}; run build-engine again")
+        said = f"{self._segment.file}: {node.name} {reason}"
+        return Refused("damaged", said=said, way_out="run build-engine again")
 
     # What torch's functions become, by name.
 

@@ -14,7 +14,7 @@ from hemiola.runtime.config import state_bytes
 from hemiola.runtime.device.graphs import one_at_a_time
 from hemiola.runtime.device.pinned import PINNED
 from hemiola.runtime.device.transfer import upload_ints
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, any_of
 from hemiola.runtime.manifest import State
 
 log = logging.getLogger("hemiola")
@@ -25,6 +25,8 @@ _LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+
+FEWER = ("lower ", *any_of("num_pages", "cache_bytes", "max_rows"))
 
 
 class Storage:
@@ -51,10 +53,8 @@ class Storage:
                 s.name: _zeros((counts[s.kind], *s.shape), getattr(torch, s.dtype), device) for s in states
             }
         except (RuntimeError, OSError, TypeError, OverflowError):  # the latter two: sizes beyond 64 bits
-            raise Refused(
-                f"there is no memory for {num_pages} pages and {num_slots} slots;"
-                f" lower num_pages, cache_bytes or max_rows"
-            ) from None
+            said = f"there is no memory for {num_pages} pages and {num_slots} slots"
+            raise Refused("exhausted", "num_pages", said=said, way_out=FEWER) from None
         self._pages = [self.tensors[s.name] for s in states if s.kind == "page"]
         self._slots = [self.tensors[s.name] for s in states if s.kind == "slot"]
         self.poison = poison
@@ -84,10 +84,8 @@ def _check_host(needed: int, what: str) -> None:
     """The kernel would promise more than it has, and kill a process once the promised pages are written."""
     free = free_bytes_of_host()
     if needed > free:
-        raise Refused(
-            f"there is no memory for {what}: they take {needed} bytes, and {free} are free;"
-            f" lower num_pages, cache_bytes or max_rows, or close what else is open"
-        )
+        said = f"there is no memory for {what}: they take {needed} bytes, and {free} are free"
+        raise Refused("exhausted", "num_pages", said=said, way_out=(*FEWER, ", or close what else is open"))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -119,11 +117,15 @@ def free_bytes(device: torch.device, weights: Path, drawn_bytes: int = 0, work_b
     free, total = torch.cuda.mem_get_info(device)
     needed = weights.stat().st_size + drawn_bytes
     if free <= needed + work_bytes:
-        raise Refused(
+        said = (
             f"{weights} has {needed} bytes of weights and a step takes up to {work_bytes}, but of the GPU's"
-            f" {total} bytes {free} are free; stop what else runs there, use a larger GPU, or build the"
-            f" engine with a smaller --max-step-tokens or --max-rows"
+            f" {total} bytes {free} are free"
         )
+        way_out = (
+            "stop what else runs there, use a larger GPU, or build the engine with a smaller"
+            " --max-step-tokens or --max-rows"
+        )
+        raise Refused("exhausted", said=said, way_out=way_out)
     return free - needed - work_bytes
 
 

@@ -15,9 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from hemiola.plugins import OPS
 from hemiola.plugins.groups import Layout
-from hemiola.runtime.api import shown
 from hemiola.runtime.arch import name_of
-from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.json_file import parse_json
 from hemiola.runtime.manifest import Segment
 
@@ -83,10 +82,12 @@ def load_program(path: Path) -> GraphModule:
         try:
             node = _node(graph, nodes, parse_json(text))
         except (ValueError, TypeError, RuntimeError) as error:  # of ours, and of torch about a size
-            raise Refused(f"{path}, line {number}: {one_line(error)}; run build-engine again") from None
+            said = f"{path}, line {number}: {one_line(error)}"
+            raise Refused("damaged", said=said, way_out="run build-engine again") from None
         nodes[node.name] = node
     if "output" not in nodes:
-        raise Refused(f"{path} does not end with its output; run build-engine again")
+        said = f"{path} does not end with its output"
+        raise Refused("damaged", said=said, way_out="run build-engine again")
     return GraphModule(torch.nn.Module(), graph)
 
 
@@ -105,13 +106,13 @@ def layouts_of(nodes: Sequence[Node], segment: Segment) -> dict[Node, dict[str, 
 
 def _text(path: Path) -> str:
     if path.stat().st_size > MOST_BYTES:
-        raise Refused(
-            f"{path} has {path.stat().st_size} bytes, a program at most {MOST_BYTES}; run build-engine again"
-        )
+        said = f"{path} has {path.stat().st_size} bytes, a program at most {MOST_BYTES}"
+        raise Refused("damaged", said=said, way_out="run build-engine again")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise Refused(f"{path} cannot be loaded ({one_line(error)}); run build-engine again") from None
+        said = f"{path} cannot be loaded ({one_line(error)})"
+        raise Refused("damaged", said=said, way_out="run build-engine again") from None
 
 
 def _node(graph: Graph, nodes: dict[str, Node], line: Any) -> Node:

@@ -199,10 +199,8 @@ def load_weights(
     """Weights by name, as they lie in the file. On the CPU it is mapped, and read when they are."""
     drawn, path = manifest.drawn, engine_dir / manifest.weights_file
     if device.type == "cpu" and manifest.drawn_bytes > (free := free_bytes_of_host()):
-        raise Refused(
-            f"{engine_dir} draws {manifest.drawn_bytes} bytes of random weights, and {free} are free; use a"
-            " larger machine"
-        )
+        said = f"{engine_dir} draws {manifest.drawn_bytes} bytes of random weights, and {free} are free"
+        raise Refused("exhausted", said=said, way_out="use a larger machine")
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             found = {}
@@ -211,7 +209,8 @@ def load_weights(
                 found[name] = draw(name, drawn[name], device) if name in drawn else file.get_tensor(name)
             return found
     except (SafetensorError, KeyError, ValueError, OverflowError) as error:
-        raise Refused(f"{path} cannot be read ({one_line(error)}); run build-engine again") from None
+        said = f"{path} cannot be read ({one_line(error)})"
+        raise Refused("damaged", said=said, way_out="run build-engine again") from None
 
 
 def draw(name: str, drawn: Drawn, device: torch.device) -> torch.Tensor:

@@ -95,6 +95,12 @@ class Grammars:
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
         """Wait for it, MOST_SECONDS at most. Raises Refused if it is wrong, too large, or cannot be met."""
+        try:
+            return self._wait(asked)
+        except Refused as error:
+            raise error.under("structured_outputs") from None
+
+    def _wait(self, asked: StructuredOutputsParams) -> Grammar:
         _check_size(asked)
         end = time.monotonic() + MOST_SECONDS
         with self._lock:
@@ -103,10 +109,8 @@ class Grammars:
             vocabulary = self._vocabulary.result(MOST_SECONDS)
             return self._compiling(vocabulary, asked).result(max(0.0, end - time.monotonic()))
         except TimeoutError:
-            reason = f"it was not compiled within {MOST_SECONDS:.0f} s; simplify it, or try again later"
-        except Refused as error:
-            reason = str(error)
-        raise Refused(reason if reason.startswith(NAME) else f"{NAME}: {reason}")
+            said = f"it was not compiled within {MOST_SECONDS:.0f} s"
+            raise Refused("too_long", said=said, way_out="simplify it, or try again later") from None
 
     def _compiling(self, vocabulary: Vocabulary, asked: StructuredOutputsParams) -> "Future[Grammar]":
         with self._lock:
@@ -123,9 +127,8 @@ def _check_size(asked: StructuredOutputsParams) -> None:
     """Before it is kept, and a thread takes it up."""
     size = len(asked.model_dump_json(exclude_defaults=True))
     if size > MOST_CHARACTERS:
-        raise Refused(
-            f"structured_outputs: {size} characters are too many, the limit is {MOST_CHARACTERS}; shorten it"
-        )
+        said = f"{size} characters are too many, the limit is {MOST_CHARACTERS}"
+        raise Refused("too_long", said=said, way_out="shorten it")
 
 
 def _compile(vocabulary: Vocabulary, asked: StructuredOutputsParams) -> Grammar:
@@ -134,11 +137,11 @@ def _compile(vocabulary: Vocabulary, asked: StructuredOutputsParams) -> Grammar:
     if matcher.is_error():
         reason = _reason(matcher)
         where = "" if asked.grammar is not None else PLACE  # in what we have made of the others
-        raise Refused(f"{reason.removeprefix(where)}; correct it")
+        raise Refused("malformed", said=reason.removeprefix(where), way_out="correct it")
     try:
         allowed(vocabulary, matcher, np.array([0]))
     except Stuck as stuck:
-        raise Refused(f"no text fits it ({stuck}); correct it") from None
+        raise Refused("malformed", said=f"no text fits it ({stuck})", way_out="correct it") from None
     return Grammar(vocabulary, source, matcher)
 
 
@@ -154,10 +157,8 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     try:
         made = LLTokenizer(longer.to_str(), eos_token=end_id, n_vocab=end_id + 1, slices=SLICES)
     except ValueError as error:
-        raise Refused(
-            f"structured_outputs: grammars read tokenizers of bytes only, not this engine's"
-            f" ({_one_line(str(error))}); leave it out"
-        ) from None
+        said = f"grammars read tokenizers of bytes only, not this engine's ({_one_line(str(error))})"
+        raise Refused("unsupported", said=said, way_out="leave it out") from None
     return Vocabulary(made, -(-max(vocab_size, made.vocab_size) // 32), min(vocab_size, end_id))
 
 
@@ -175,9 +176,11 @@ def to_lark(asked: StructuredOutputsParams) -> str:
         try:
             text = any_to_lark(asked.grammar or "")
         except RecursionError:
-            raise Refused("grammar is nested too deeply; give names to its parts") from None
+            said = "grammar is nested too deeply"
+            raise Refused("too_long", said=said, way_out="give names to its parts") from None
         except Exception as error:  # the converter raises bare Exception
-            raise Refused(f"grammar is no GBNF ({_one_line(str(error))}); correct it") from None
+            said = f"grammar is no GBNF ({_one_line(str(error))})"
+            raise Refused("malformed", said=said, way_out="correct it") from None
     return text + OPTIONS
 
 

@@ -217,7 +217,7 @@ class Loop:
     def close(self, drain: bool = False) -> None:
         """Take no more requests, finish (drain) or cancel those there are, and end the thread; with it goes
         all that lies on the device."""
-        self._inbox.refuse(Refused("the engine is closed; open it again"))
+        self._inbox.refuse(Refused("closed", said="the engine is closed", way_out="open it again"))
         if self._thread is not None and self._thread.is_alive():
             self._inbox.put(Close(drain))
             if self._thread is not threading.current_thread():  # it may be an on_piece that closes

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hemiola.runtime.api import FinishReason, Logprob, Metrics, SamplingParams, check_word_ids, shown
+from hemiola.runtime.api import FinishReason, Logprob, Metrics, SamplingParams, check_word_ids
 from hemiola.runtime.cache.tree import Chain
 from hemiola.runtime.config import rebuilt_for
 from hemiola.runtime.engine.grammar import Grammar, Guide, Stuck
 from hemiola.runtime.engine.lists import Forbidden, Lists, Numbers, Words, lists_of, numbers_of
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Name, Refused, Text, shown
 
 Encode = Callable[[str], Sequence[int]]  # text -> token ids, without special ones
 
@@ -145,9 +145,9 @@ def new_request(
     """Check a tokenised prompt. Raises Refused; nothing has been queued then. encode: for bad_words."""
     prompt_len = len(prompt_ids)
     if prompt_len == 0:
-        raise Refused("prompt is empty; give at least one token")
+        raise Refused("out_of_range", "prompt", said="prompt is empty", way_out="give at least one token")
     if prompt_len >= bounds.max_len:
-        raise Refused(_too_long(prompt_len, bounds))
+        raise _too_long(prompt_len, bounds)
     ids = np.zeros(min(prompt_len + params.max_tokens, bounds.max_len), np.int32)
     ids[:prompt_len] = _checked_ids(prompt_ids, bounds.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, bounds)
@@ -158,9 +158,8 @@ def new_request(
     bad_words = _bad_words(params, encode)
     forbidden = {word[0] for word in bad_words if len(word) == 1} | (stop_ids if params.min_tokens else set())
     if len(forbidden) >= bounds.vocab_size:
-        raise Refused(
-            f"bad words, and stop ids before min_tokens, forbid all {bounds.vocab_size} tokens; leave one"
-        )
+        said = f"bad words, and stop ids before min_tokens, forbid all {bounds.vocab_size} tokens"
+        raise Refused("conflict", "bad_words", said=said, way_out="leave one")
     request = Request(
         id=request_id,
         params=params,
@@ -181,26 +180,25 @@ def new_request(
 
 def _guide(grammar: Grammar, request: Request) -> Guide:
     if not request.stop_ids:
-        raise Refused(
-            "structured_outputs must be able to end, but no token ends this request;"
-            " drop ignore_eos, or give stop_token_ids"
-        )
+        said = (Name("structured_outputs"), " must be able to end, but no token ends this request")
+        way_out = ("drop ", Name("ignore_eos"), ", or give ", Name("stop_token_ids"))
+        raise Refused("conflict", "structured_outputs", said=said, way_out=way_out)
     rule = request.rule
     forbidden = Forbidden(rule.lists, rule.bad_words, rule.params.min_tokens)
     guide = Guide(grammar, rule.prompt_len, rule.stop_ids, forbidden)
     try:
         guide.follow(request.ids[: request.prompt_len])
     except Stuck as stuck:
-        raise Refused(f"structured_outputs: {stuck}; change one of them") from None
+        said = (Name("structured_outputs"), f": {stuck}")
+        raise Refused("conflict", "structured_outputs", said=said, way_out="change one of them") from None
     return guide
 
 
 def _check_ids(name: str, token_ids: Iterable[int], bounds: Bounds) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < bounds.vocab_size:
-            raise Refused(
-                f"{name} holds {shown(token_id)}, the vocabulary is 0..{bounds.vocab_size - 1}; remove it"
-            )
+            said = (Name(name), f" holds {shown(token_id)}, the vocabulary is 0..{bounds.vocab_size - 1}")
+            raise Refused("out_of_range", name, said=said, way_out="remove it")
 
 
 def _bad_words(params: SamplingParams, encode: Encode | None) -> Words:
@@ -208,22 +206,25 @@ def _bad_words(params: SamplingParams, encode: Encode | None) -> Words:
     words = list(params.bad_words_ids)
     for text in params.bad_words:
         if encode is None:
-            raise Refused("bad_words is text, the engine has no tokenizer; pass bad_words_ids")
+            said = (Name("bad_words"), " is text, the engine has no tokenizer")
+            raise Refused("unsupported", "bad_words", said=said, way_out=("pass ", Name("bad_words_ids")))
         bare = text.lstrip(" ")
         spellings = [tuple(encode(spelling)) for spelling in ((bare, f" {bare}") if bare else (text,))]
         if not all(spellings):
-            raise Refused(f"bad_words holds {text!r}, which has no tokens in this tokenizer; remove it")
+            said = (Name("bad_words"), f" holds {text!r}, which has no tokens in this tokenizer")
+            raise Refused("out_of_range", "bad_words", said=said, way_out="remove it")
         words += spellings
     found = tuple(dict.fromkeys(words))
-    check_word_ids("bad_words, spelt in both ways," if params.bad_words else "bad_words_ids", found)
+    check_word_ids("bad_words" if params.bad_words else "bad_words_ids", found)
     return found
 
 
-def _too_long(prompt_len: int, bounds: Bounds) -> str:
-    room = f"prompt is {prompt_len} tokens, max_len={bounds.max_len} must hold it and at least one more"
+def _too_long(prompt_len: int, bounds: Bounds) -> Refused:
+    said = f"prompt is {prompt_len} tokens, max_len={bounds.max_len} must hold it and at least one more"
+    way_out: Text = f"shorten it or {rebuilt_for(prompt_len + 1)}"
     if bounds.max_len < bounds.built_max_len and prompt_len < bounds.built_max_len:
-        return f"{room}; shorten it or start with max_len={prompt_len + 1}"
-    return f"{room}; shorten it or {rebuilt_for(prompt_len + 1)}"
+        way_out = ("shorten it or start with ", Name("max_len", prompt_len + 1))
+    return Refused("too_long", "prompt", prompt_len, said=said, way_out=way_out)
 
 
 def _checked_ids(prompt_ids: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -234,14 +235,18 @@ def _checked_ids(prompt_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     if not np.issubdtype(ids.dtype, np.integer) and {type(value) for value in prompt_ids} == {int}:
         ids = np.array(prompt_ids, object)  # some need more than 64 bits
     elif ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise Refused(f"prompt is a list of {_kinds(prompt_ids)}; pass text or a list of token ids (int)")
+        said = f"prompt is a list of {_kinds(prompt_ids)}"
+        raise Refused("wrong_type", "prompt", said=said, way_out="pass text or a list of token ids (int)")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(outside):
         at, known = outside[0], f"0..{vocab_size - 1}"
-        raise Refused(
-            f"token id {shown(int(ids[at]))} at position {at} of the prompt is not in the vocabulary {known}"
-        )
+        raise bad_id(int(ids[at]), at, known)
     return ids
+
+
+def bad_id(token_id: int, at: int, known: str) -> Refused:
+    said = f"token id {shown(token_id)} at position {at} of the prompt is not in the vocabulary {known}"
+    return Refused("out_of_range", "prompt", token_id, said=said)
 
 
 def _kinds(values: Sequence[object]) -> str:

@@ -39,10 +39,11 @@ class AsyncClient:
             asked = pb2.ModelReadyRequest(name=self.model)
             ready: bool = (await self._wire.stub.ModelReady(asked, timeout=READY_TIMEOUT_S)).ready
         except grpc.RpcError as error:
-            details = error.details()
-            raise Refused(f"no server answers at {self.url} ({details}); start `hemiola serve`") from None
+            said = f"no server answers at {self.url} ({error.details()})"
+            raise Refused("not_found", "url", said=said, way_out="start `hemiola serve`") from None
         if not ready:
-            raise Refused(f"the server at {self.url} has no model {self.model!r} that is ready; pass another")
+            said = f"the server at {self.url} has no model {self.model!r} that is ready"
+            raise Refused("not_found", "model", said=said, way_out="pass another")
 
     async def generate(
         self,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hemiola.runtime.api import MAX_ENTRIES, SamplingParams
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Amount, Refused
 from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving import arrival
 from hemiola.runtime.serving.json_size import check_size
@@ -20,6 +20,7 @@ FLAGS = {  # and what they are if nothing is said
     "return_metrics": False,
     "return_log_probs": False,
     "exclude_input_in_output": True,
+    "error_data": False,
 }
 SAMPLING = tuple(SamplingParams.model_fields)
 ALIASES = {  # TensorRT-LLM's name -> ours
@@ -58,6 +59,14 @@ class Ask(NamedTuple):
     params: SamplingParams
 
 
+def wants_data(request: Any) -> bool:
+    """Whether errors go out as data, of a request that may be wrong in any other way."""
+    try:
+        return parse_json(request.parameters() or "{}").get("error_data") is True
+    except ValueError:
+        return False
+
+
 def read_request(request: Any) -> dict[str, Any]:
     """What the request says, in tensors and request parameters alike, by our names."""
     asked: dict[str, Any] = {}
@@ -67,27 +76,26 @@ def read_request(request: Any) -> dict[str, Any]:
         if name == "id":  # HTTP's generate repeats the request's id here
             continue
         if name not in KEYS and name != arrival.NAME:
-            raise Refused(f"unknown key {name!r}; the keys are {', '.join(KEYS)}")
+            known = f"the keys are {', '.join(KEYS)}"
+            raise Refused("unknown", name[:80], said=f"unknown key {name[:80]!r}", way_out=known)
         _put(asked, name, [value] if ALIASES.get(name, name) in LISTS else value)
     if request.timeout():
         asked["timeout"] = request.timeout()
-    num_ids = len(asked.get("cancel", ()))
-    if num_ids > MAX_ENTRIES:
-        raise Refused(f"cancel has {num_ids} ids, the limit is {MAX_ENTRIES}; send several requests")
+    ids = Amount(len(asked.get("cancel", ())), "ids")
+    if ids.number > MAX_ENTRIES:
+        raise Refused("too_long", "cancel", ids, f"the limit is {MAX_ENTRIES}", "send several requests")
     return asked
 
 
 def _put(asked: dict[str, Any], name: str, value: Any) -> None:
     if name in FIXED:
         if value != FIXED[name]:
-            raise Refused(f"{name} is {value!r}, only {FIXED[name]!r} is served; leave it out")
+            raise Refused("unsupported", name, value, f"only {FIXED[name]!r} is served", "leave it out")
         return
     ours = ALIASES.get(name, name)
     if ours in asked:
-        raise Refused(
-            f"{ours} is given twice, as a tensor or a request parameter, perhaps by its other name;"
-            f" give it once"
-        )
+        said = f"{ours} is given twice, as a tensor or a request parameter, perhaps by its other name"
+        raise Refused("conflict", ours, said=said, way_out="give it once")
     asked[ours] = value
 
 
@@ -96,7 +104,8 @@ def read_ask(asked: dict[str, Any]) -> Ask:
     n = read_count("n", asked.pop("n", 1), 1, MAX_N)
     timeout_s = read_count("timeout", asked.pop("timeout", 0), 0, 2**63) / 1e6
     if n > 1 and flags["stream"]:
-        raise Refused(f"n is {n} in a stream, which has one answer; send {n} requests, or leave stream out")
+        said = f"n is {n} in a stream, which has one answer"
+        raise Refused("conflict", "n", said=said, way_out=f"send {n} requests, or leave stream out")
     asked.update({name: read_json(name, asked[name]) for name in JSON if name in asked})
     messages = asked.pop("messages", None)
     prompt = "" if messages is not None else read_prompt(asked)
@@ -104,12 +113,12 @@ def read_ask(asked: dict[str, Any]) -> Ask:
         _check_messages(asked, messages)
     elif flags["chat"]:
         if not isinstance(prompt, str):
-            raise Refused(
-                "chat makes text_input a user's message, this request has input_ids; give text_input"
-            )
+            said = "chat makes text_input a user's message, this request has input_ids"
+            raise Refused("conflict", "chat", said=said, way_out="give text_input")
         messages = [{"role": "user", "content": prompt}]
     if not flags["exclude_input_in_output"] and (messages is not None or not isinstance(prompt, str)):
-        raise Refused("exclude_input_in_output is false, which repeats text_input; give text_input, no chat")
+        said = "exclude_input_in_output is false, which repeats text_input"
+        raise Refused("conflict", "exclude_input_in_output", said=said, way_out="give text_input, no chat")
     if flags["return_log_probs"]:
         asked.setdefault("logprobs", 0)
     return Ask(prompt, messages, flags, n, timeout_s, SamplingParams(**asked))
@@ -127,7 +136,7 @@ def read_tensor(tensor: Any) -> Any:
     if ALIASES.get(name, name) in LISTS:
         return content
     if len(content) != 1:
-        raise Refused(f"{name} has {len(content)} values; give one")
+        raise Refused("too_long", name, Amount(len(content), "values"), way_out="give one")
     return content[0]
 
 
@@ -135,9 +144,8 @@ def read_text(name: str, value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as error:
-        raise Refused(
-            f"{name} is not UTF-8 ({error.reason} at byte {error.start}); send UTF-8 or input_ids"
-        ) from None
+        said = f"{name} is not UTF-8 ({error.reason} at byte {error.start})"
+        raise Refused("malformed", name, said=said, way_out="send UTF-8 or input_ids") from None
 
 
 def read_json(name: str, text: object) -> object:
@@ -153,7 +161,7 @@ def read_json(name: str, text: object) -> object:
     except ValueError:
         value = None
     if value is None:
-        raise Refused(f"{name} is {str(text)[:80]!r}; give a text that is JSON, such as {JSON[name]}")
+        raise Refused("malformed", name, text, way_out=f"give a text that is JSON, such as {JSON[name]}")
     return value
 
 
@@ -162,14 +170,15 @@ def parse_once(name: str, text: str) -> Any:
     try:
         return parse_json(text, unique=True)
     except Repeated as error:
-        raise Refused(f"{name}: {error}; give it once") from None
+        raise Refused("conflict", name, said=f"{name}: {error}", way_out="give it once") from None
 
 
 def read_biases(given: Mapping[str, Any]) -> dict[int, Any]:
     biases: dict[int, Any] = {}
     for key, bias in given.items():
         if (token_id := int(key)) in biases:
-            raise Refused(f"logit_bias has two keys for token id {token_id}; give one")
+            said = f"logit_bias has two keys for token id {token_id}"
+            raise Refused("conflict", "logit_bias", said=said, way_out="give one")
         biases[token_id] = bias
     return biases
 
@@ -177,21 +186,19 @@ def read_biases(given: Mapping[str, Any]) -> dict[int, Any]:
 def check_priority(priority: int, least: int) -> None:
     """A lower number runs first: what callers may ask for is the operator's to say."""
     if priority < least:
-        raise Refused(
-            f"priority is {priority}, this server takes {least} or more (--min-priority);"
-            " give a higher number"
-        )
+        limit = f"this server takes {least} or more (--min-priority)"
+        raise Refused("out_of_range", "priority", priority, limit, "give a higher number")
 
 
 def read_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise Refused(f"{name} is {value!r}; give true or false")
+        raise Refused("wrong_type", name, value, way_out="give true or false")
     return value
 
 
 def read_count(name: str, value: object, least: int, most: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise Refused(f"{name} is {value!r}; give a whole number of {least} to {most}")
+        raise Refused("out_of_range", name, value, way_out=f"give a whole number of {least} to {most}")
     return value
 
 
@@ -200,13 +207,17 @@ def read_prompt(asked: dict[str, Any]) -> str | list[int]:
     text, ids = asked.pop("text_input", None), asked.pop("input_ids", None)
     if (text is None) == (ids is None):
         given = "neither" if text is None else "both"
-        raise Refused(f"a request has either text_input or input_ids, this one has {given}; give one of them")
+        said = f"a request has either text_input or input_ids, this one has {given}"
+        raise Refused("conflict" if text else "missing", "prompt", said=said, way_out="give one of them")
     return ids if text is None else text
 
 
 def _check_messages(asked: dict[str, Any], messages: object) -> None:
     beside = [name for name in ("text_input", "input_ids") if name in asked]
     if beside:
-        raise Refused(f"a request with messages has no {beside[0]}; give one of them")
+        said = f"a request with messages has no {beside[0]}"
+        raise Refused("conflict", beside[0], said=said, way_out="give one of them")
     if not isinstance(messages, list) or not messages:
-        raise Refused(f"messages is {str(messages)[:80]}; give a JSON list, such as {JSON['messages']}")
+        raise Refused(
+            "wrong_type", "messages", messages, way_out=f"give a JSON list, such as {JSON['messages']}"
+        )

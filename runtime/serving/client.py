@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from hemiola.runtime.api import Output, Piece, Prompt, SamplingParams, pairs
 from hemiola.runtime.errors import Busy, Lost, Refused
+from hemiola.runtime.serving.error_text import error_from
 from hemiola.runtime.serving.packing import (
     CANCEL,
     CANCEL_TIMEOUT_S,
@@ -22,7 +23,6 @@ from hemiola.runtime.serving.packing import (
     pb2,
     read_output,
     read_piece,
-    refusal,
     unpack,
 )
 
@@ -58,14 +58,11 @@ class Client:
             if self._stub.ModelReady(asked, timeout=READY_TIMEOUT_S).ready:
                 return
         except grpc.RpcError as error:
-            raise Refused(
-                f"no server answers at {self.url} ({error.details()});"
-                f" start `hemiola serve`, or pass the gRPC address that it printed"
-            ) from None
-        raise Refused(
-            f"the server at {self.url} has no model {self.model!r} that is ready{self._others()};"
-            f" pass one of its models"
-        )
+            said = f"no server answers at {self.url} ({error.details()})"
+            way_out = "start `hemiola serve`, or pass the gRPC address that it printed"
+            raise Refused("not_found", "url", said=said, way_out=way_out) from None
+        said = f"the server at {self.url} has no model {self.model!r} that is ready{self._others()}"
+        raise Refused("not_found", "model", said=said, way_out="pass one of its models")
 
     def _others(self) -> str:
         try:
@@ -200,7 +197,7 @@ class Exchange:
             else:
                 yield message
         if failure:
-            raise refusal(failure)
+            raise error_from(failure)
         if last is None:
             raise Lost(f"the server at {self._url} ended the stream before the request was finished")
         yield last

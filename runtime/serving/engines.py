@@ -8,7 +8,7 @@ from typing import Any
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
-from hemiola.runtime.errors import Refused, counted, within
+from hemiola.runtime.errors import Refused, counted, in_python, within
 from hemiola.runtime.json_file import read_json
 from hemiola.runtime.serving import settings
 
@@ -18,15 +18,16 @@ def name_engines(engine_dirs: Sequence[Path], names: Sequence[str]) -> dict[str,
     if not names and len(engine_dirs) == 1:
         names = ["hemiola"]
     if len(names) != len(engine_dirs):
-        num = counted(len(engine_dirs), "engine", "engines")
-        raise Refused(f"{num}, but {len(names)} --model-name; give each engine a name")
+        said = f"{counted(len(engine_dirs), 'engine', 'engines')}, but {len(names)} --model-name"
+        raise Refused("conflict", "model_name", said=said, way_out="give each engine a name")
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-            raise Refused(
-                f"model name {name!r} cannot be a path in a URL; use letters, digits, '_', '-' and '.'"
-            )
+            said = f"model name {name!r} cannot be a path in a URL"
+            way_out = "use letters, digits, '_', '-' and '.'"
+            raise Refused("malformed", "model_name", said=said, way_out=way_out)
     if len(set(names)) != len(names):
-        raise Refused(f"model names {', '.join(names)} are not all different; give each engine its own")
+        said = f"model names {', '.join(names)} are not all different"
+        raise Refused("conflict", "model_name", said=said, way_out="give each engine its own")
     return dict(zip(names, engine_dirs, strict=True))
 
 
@@ -36,19 +37,20 @@ def read_models(
     """Engines by model name, and each one's own settings, from a file or from the command line."""
     if file is None:
         if not engine_dirs:
-            raise Refused("no engine is given; pass its folder, or --models")
+            said = "no engine is given"
+            raise Refused("missing", "engine_dir", said=said, way_out="pass its folder, or --models")
         return name_engines(engine_dirs, names), {}
     if engine_dirs or names:
-        raise Refused("--models names the engines; leave other engines and --model-name out")
+        said, way_out = "--models names the engines", "leave other engines and --model-name out"
+        raise Refused("conflict", "models", said=said, way_out=way_out)
     found = _read_json(file)
     if not (isinstance(found, dict) and found) or not all(
         isinstance(own, dict) and "engine_dir" in own for own in found.values()
     ):
-        raise Refused(
-            f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}; correct it'
-        )
+        said = f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}'
+        raise Refused("malformed", "models", said=said, way_out="correct it")
     for name, own in found.items():
-        with within(f"{file}: {name}"):
+        with within(f"{file}: {name}", in_python):
             settings.split(own)
     paths = [file.parent / own["engine_dir"] for own in found.values()]
     return name_engines(paths, list(found)), found
@@ -58,7 +60,8 @@ def _read_json(file: Path) -> Any:
     try:
         return read_json(file, "correct it")
     except OSError as error:
-        raise Refused(f"--models {file} cannot be read ({error.strerror}); pass another file") from None
+        said = f"--models {file} cannot be read ({error.strerror})"
+        raise Refused("not_found", "models", said=said, way_out="pass another file") from None
 
 
 def check_sizes(found: Mapping[str, Any], engine: manifest.Manifest) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hemiola.runtime import manifest
-from hemiola.runtime.errors import Refused, counted, within
+from hemiola.runtime.errors import Refused, counted, in_python, within
 from hemiola.runtime.progress import Display, hide, read_report, silent
 from hemiola.runtime.serving import arrival, ending, heartbeat, settings
 from hemiola.runtime.serving.door import Door
@@ -30,6 +30,7 @@ from hemiola.runtime.serving.tritonserver import (
     Ports,
     Triton,
     address_of,
+    are_free,
     check_python,
     choose_ports,
     find_triton,
@@ -133,7 +134,8 @@ class Server:
         """Refuses what cannot start, before anything does."""
         manifests = {name: manifest.load(engine_dir) for name, engine_dir in self.engines.items()}
         for name, found in self._settings.items():
-            with within(name if self._models_file is None else f"{self._models_file}: {name}"):
+            file = self._models_file
+            with within(name) if file is None else within(f"{file}: {name}", in_python):
                 check_sizes(found, manifests[name])
                 found["device"] = choose_gpu(self.engines[name], manifests[name].arch, found.get("device"))
         share_memory(self._settings.values())
@@ -150,10 +152,10 @@ class Server:
                 with self._show() as display:
                     return self.start(display)
             except Refused as error:
-                taken = 0 in self._wanted and "already in use" in str(error)
+                self.kill()
+                taken = 0 in self._wanted and not are_free(self.host, self.ports)
                 if not left or not (taken or isinstance(error, NeverOpened)):
                     raise
-                self.kill()
                 if taken:
                     self.ports = choose_ports(self.host, self._wanted)
                 else:
@@ -228,13 +230,14 @@ class Server:
             if status is not None:
                 self.kill()  # whoever else holds its log open
                 ended = "" if status == 1 else f" (it ended with {status})"  # 1: it says why
-                raise Refused(f"tritonserver did not start{ended}: {self._log.reason(READ_S)}")
+                raise Refused("failed", said=f"tritonserver did not start{ended}: {self._log.reason(READ_S)}")
             now = time.monotonic()
             if now > deadline:
-                raise Refused(
+                said = (
                     f"tritonserver was not ready after {self._start_timeout_s:g} s (--start-timeout):"
                     f" {self._log.reason()}"
                 )
+                raise Refused("failed", said=said)
             if not all(path.exists() for path in self._beats()):
                 loaded = now
             if now - loaded > OPEN_S:

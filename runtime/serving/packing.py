@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from hemiola.runtime.api import Logprob, Metrics, Output, Piece, Prompt, SamplingParams
-from hemiola.runtime.errors import Busy, Cancelled, Failed, Lost, Refused
+from hemiola.runtime.errors import Name, Refused, shown
 from hemiola.runtime.extra import install
-from hemiola.runtime.serving import ending
 
 try:
     from tritonclient.grpc import service_pb2
@@ -19,14 +18,6 @@ except ImportError as error:
     raise ImportError(f"hemiola.Client needs tritonclient; {install('client')}") from error
 
 pb2: Any = service_pb2  # its classes are made when it is imported
-KINDS: dict[str, type[Exception]] = {
-    "[INVALID_ARG]": Refused,
-    "[UNAVAILABLE]": Failed,
-    "[OVERLOADED]": Busy,
-    "[CANCELLED]": Cancelled,
-}
-# What tritonserver says of a model that died or is reloaded, and a model of a server that ends.
-GONE = ("is not healthy", "has no available versions", ending.REASON)
 # Of a channel. A server that was started again is found soon: grpc's own wait grows to two minutes.
 CHANNEL = (
     ("grpc.max_receive_message_length", -1),
@@ -68,15 +59,6 @@ def read_output(piece: Piece, input_ids: list[int]) -> Output:
     )
 
 
-def refusal(message: str) -> Exception:
-    """A server's message as the error that LLM would have raised."""
-    if any(words in message for words in GONE):
-        return Lost(message)
-    code, _, text = message.partition("] ")
-    kind = KINDS.get(f"{code}]")
-    return kind(text) if kind else RuntimeError(message)
-
-
 def pack(
     model: str,
     prompt: Prompt | Chat,
@@ -88,18 +70,20 @@ def pack(
 ) -> Any:
     """Lists travel as tensors, the rest as request parameters: those keep all 64 bits of a float."""
     if not isinstance(params, SamplingParams):
-        raise Refused(f"params is {type(params).__name__}; pass a SamplingParams")
+        raise Refused("wrong_type", "params", type(params), way_out="pass a SamplingParams")
     request = pb2.ModelInferRequest(model_name=model, id=request_id or uuid.uuid4().hex)
     if timeout_s is not None:
         if not 0 < timeout_s < 2**40:
-            raise Refused(f"timeout_s is {timeout_s}; give seconds, more than 0")
+            raise Refused("out_of_range", "timeout_s", timeout_s, way_out="give seconds, more than 0")
         request.parameters["timeout"].int64_param = max(1, round(timeout_s * 1e6))
-    for flag, value in {"stream": stream, "return_input_ids": not stream, "return_metrics": True}.items():
+    flags = {"stream": stream, "return_input_ids": not stream, "return_metrics": True, "error_data": True}
+    for flag, value in flags.items():
         request.parameters[flag].bool_param = value
     if isinstance(prompt, str):
         add_strings(request, "text_input", [prompt])
     elif isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
-        raise Refused(f"prompt is {type(prompt).__name__}; pass text (str) or a list of token ids")
+        way_out = "pass text (str) or a list of token ids"
+        raise Refused("wrong_type", "prompt", type(prompt), way_out=way_out)
     elif len(prompt) and all(isinstance(message, Mapping) for message in prompt):
         add_strings(request, "messages", [json.dumps(prompt)])
     else:
@@ -121,7 +105,8 @@ def pack(
             case int() if name == "seed":  # its 64 bits, signed
                 request.parameters[name].int64_param = value - (value >> 63 << 64)
             case int() if not -(2**63) <= value < 2**63:
-                raise Refused(f"{name} is {value}, which needs more than 64 bits; give a smaller number")
+                limit = "which needs more than 64 bits"
+                raise Refused("out_of_range", name, value, limit, "give a smaller number")
             case int() if name == "priority":  # a parameter of that name is Triton's own
                 add_ints(request, name, [value])
             case int():
@@ -135,9 +120,8 @@ def add_strings(request: Any, name: str, texts: Sequence[str]) -> None:
     try:
         encoded = [text.encode() for text in texts]
     except UnicodeEncodeError as error:
-        raise Refused(
-            f"{name} is not valid Unicode at character {error.start} (a lone surrogate); remove it"
-        ) from None
+        said = (Name(name), f" is not valid Unicode at character {error.start} (a lone surrogate)")
+        raise Refused("malformed", name, said=said, way_out="remove it") from None
     request.inputs.add(name=name, datatype="BYTES", shape=[len(encoded)])
     request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
 
@@ -149,10 +133,10 @@ def add_ints(request: Any, name: str, values: Sequence[int]) -> None:
         large = [at for at, value in enumerate(values) if type(value) is int and abs(value) >= 2**63]
         if large and name == "input_ids":  # in the engine's words
             at = large[0]
-            raise Refused(
-                f"token id {values[at]} at position {at} of the prompt is not in the vocabulary"
-            ) from None
-        raise Refused(f"{name} cannot be sent ({error}); pass token ids of the vocabulary") from None
+            said = f"token id {shown(values[at])} at position {at} of the prompt is not in the vocabulary"
+            raise Refused("out_of_range", "prompt", said=said) from None
+        said, way_out = (Name(name), f" cannot be sent ({error})"), "pass token ids of the vocabulary"
+        raise Refused("wrong_type", name, said=said, way_out=way_out) from None
     request.inputs.add(name=name, datatype="INT64", shape=[len(values)])
     request.raw_input_contents.append(content)
 

@@ -27,15 +27,18 @@ def choose_gpu(engine_dir: Path, arch: str, device: int | None) -> int | None:
     """Before a server starts: the number of the engine's GPU among those that there are; None is the CPU."""
     if not is_for_gpu(arch):
         if device is not None:
-            raise Refused(f"device is {device}, but {engine_dir} was built for {arch}; leave it out")
+            limit = f"but {engine_dir} was built for {arch}"
+            raise Refused("conflict", "device", device, limit, "leave it out")
         return None
     found, number = torch.cuda.device_count(), device or 0
     if number < found:
         return number
-    raise Refused(
+    said = (
         f"{engine_dir} was built for {arch} and is to run on GPU {number}, but {found} GPUs are visible"
-        f" here{visible()}; {'choose a lower device' if found else rebuilt_for('cpu')}"
+        f" here{visible()}"
     )
+    way_out = f"{'choose a lower device' if found else rebuilt_for('cpu')}"
+    raise Refused("not_found", "device", said=said, way_out=way_out)
 
 
 def share_memory(models: Collection[dict[str, Any]]) -> None:
@@ -54,19 +57,20 @@ def check_instances(groups: Sequence[Mapping[str, Any]]) -> None:
     """Triton spreads requests over instances; what is cached or cancelled in one is unknown to the others."""
     num = sum(group["count"] * max(1, len(group["gpus"])) for group in groups)
     if num != 1:
-        raise Refused(
-            f"instance_group asks for {num} instances, and an engine has one; write count: 1 and a single"
-            f" number in gpus, and give every further GPU a model or a server of its own (docs/scaling.md)"
+        said = f"instance_group asks for {num} instances, and an engine has one"
+        way_out = (
+            "write count: 1 and a single number in gpus, and give every further GPU a model or a server of"
+            " its own (docs/scaling.md)"
         )
+        raise Refused("unsupported", said=said, way_out=way_out)
 
 
 def take_place(kind: str, number: int, device: int | None) -> None:
     """In an engine's process, before CUDA is called: of the server's GPUs, it sees its own and no other."""
     if device is not None and (kind != "GPU" or device != number):
-        raise Refused(
-            f"device is {device}, but Triton's instance is KIND_{kind} {number}; leave device out, and write"
-            f" {group_of(device)} into config.pbtxt"
-        )
+        limit = f"but Triton's instance is KIND_{kind} {number}"
+        way_out = f"leave device out, and write {group_of(device)} into config.pbtxt"
+        raise Refused("conflict", "device", device, limit, way_out)
     if kind == "GPU":
         named = os.environ.get(VISIBLE)
         os.environ[VISIBLE] = str(number) if named is None else named.split(",")[number].strip()
@@ -76,8 +80,8 @@ def check_place(engine_dir: str, arch: str, kind: str) -> None:
     """Of an open engine."""
     if kind != "MODEL" and is_for_gpu(arch) != (kind == "GPU"):
         right = "KIND_GPU" if is_for_gpu(arch) else "KIND_MODEL"
-        raise Refused(
-            f"{engine_dir} was built for {arch}, but its instance_group is KIND_{kind}; write {right}"
-        )
+        said = f"{engine_dir} was built for {arch}, but its instance_group is KIND_{kind}"
+        raise Refused("conflict", said=said, way_out=f"write {right}")
     if kind == "GPU" and torch._C._cuda_getDeviceCount() != 1:
-        raise Refused(f"CUDA was called before {VISIBLE} could name the engine's GPU; write KIND_MODEL")
+        said = f"CUDA was called before {VISIBLE} could name the engine's GPU"
+        raise Refused("failed", said=said, way_out="write KIND_MODEL")

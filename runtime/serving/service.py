@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hemiola.runtime.errors import Busy, Failed, Refused, counted
+from hemiola.runtime.errors import Busy, Lost, Refused, counted
 from hemiola.runtime.progress import File
 from hemiola.runtime.serving import ending, heartbeat, settings
 from hemiola.runtime.serving.arrival import NAME as ARRIVAL
 from hemiola.runtime.serving.arrival import read_mark
-from hemiola.runtime.serving.ask import Ask, check_priority, read_ask, read_request
+from hemiola.runtime.serving.ask import Ask, check_priority, read_ask, read_request, wants_data
+from hemiola.runtime.serving.error_text import kind_of, text_of
 from hemiola.runtime.serving.heartbeat import Clock
 from hemiola.runtime.serving.metrics import Board, Meter, Outcome
 from hemiola.runtime.serving.place import check_instances, check_place, take_place
@@ -29,6 +30,7 @@ NUM_COMPILING = 8  # requests whose grammars are compiled; others with a grammar
 MOST_WAIT_S = 10.0  # so long
 NUM_READING = 2  # long prompts and chats that are tokenized; other long ones wait for them
 MOST_RETRY_S = 60
+OUTCOMES: dict[str, Outcome] = {"INVALID_ARG": "invalid", "OVERLOADED": "rejected"}  # by kind of error
 
 
 class Service:
@@ -87,20 +89,16 @@ class Service:
     def take(self, request: Any, now: float) -> None:
         """A request of Triton's that came at this time."""
         sender = request.get_response_sender()
-        self._answer(sender, lambda: self._read(request, sender, now))
+        self._answer(sender, wants_data(request), lambda: self._read(request, sender, now))
 
-    def _answer(self, sender: Any, work: Callable[[], None]) -> None:
+    def _answer(self, sender: Any, as_data: bool, work: Callable[[], None]) -> None:
         """If it cannot be done, the caller hears why."""
         try:
             work()
-        except Refused as error:
-            self._refuse(sender, "invalid", "INVALID_ARG", str(error))
-        except Busy as error:
-            self._refuse(sender, "rejected", "OVERLOADED", str(error))
-        except Failed as error:
-            self._refuse(sender, "error", "UNAVAILABLE", str(error))
         except Exception as error:
-            self._refuse(sender, "error", "INTERNAL", f"{type(error).__name__}: {error}")
+            kind = kind_of(error)
+            self.meter.ended(OUTCOMES.get(kind, "error"))
+            self._outlet.fail(sender, kind, text_of(error, as_data))
 
     def _read(self, request: Any, sender: Any, now: float) -> None:
         asked = read_request(request)
@@ -110,24 +108,21 @@ class Service:
         else:
             self._enqueue(Stream(request.request_id(), sender, ask := read_ask(asked), arrival), ask)
 
-    def _refuse(self, sender: Any, outcome: Outcome, code: str, message: str) -> None:
-        self.meter.ended(outcome)
-        self._outlet.fail(sender, code, message)
-
     def _enqueue(self, stream: Stream, ask: Ask) -> None:
         """What takes long is done by other threads: the next request does not wait for it."""
         check_priority(ask.params.priority, self._min_priority)
         if self._beat_file.name and ending.begun(self._beat_file):
-            raise Failed(ending.REASON)
+            raise Lost(ending.REASON)
         self._check_room(ask.n)
         self.outbox.add(stream)
+        as_data = ask.flags["error_data"]
         if ask.params.structured_outputs is not None:
             begun = time.monotonic()
             self._compiling.submit(
-                self._answer, stream.sender, lambda: self._submit_guided(stream, ask, begun)
+                self._answer, stream.sender, as_data, lambda: self._submit_guided(stream, ask, begun)
             )
         elif ask.messages is not None or (isinstance(ask.prompt, str) and len(ask.prompt) >= LONG_TEXT):
-            self._reading.submit(self._answer, stream.sender, lambda: self._submit(stream, ask))
+            self._reading.submit(self._answer, stream.sender, as_data, lambda: self._submit(stream, ask))
         else:
             self._submit(stream, ask)
 
@@ -159,17 +154,22 @@ class Service:
         if num_open + n <= self._most_open:
             return
         wait = min(MOST_RETRY_S, max(1, math.ceil(self.outbox.seconds_per_answer * num_open / 2)))
+        max_rows, max_queue = self.llm.config.max_rows, self._max_queue
         raise Busy(
             f"{counted(num_open, 'answer is', 'answers are')} under way in"
-            f" {counted(self.llm.config.max_rows, 'row', 'rows')}, and no more than"
-            f" max_queue={self._max_queue} may wait; try again in {wait} s"
+            f" {counted(max_rows, 'row', 'rows')}, and no more than"
+            f" max_queue={max_queue} may wait; try again in {wait} s",
+            retry_after_s=wait,
+            max_rows=max_rows,
+            max_queue=max_queue,
         )
 
     def _cancel(self, asked: dict[str, Any], sender: Any) -> None:
         """Dropping a gRPC stream cancels too, but can lock tritonserver 2.51 up while it writes to it."""
         if len(asked) > 1:
             others = ", ".join(name for name in asked if name != "cancel")
-            raise Refused(f"cancel stands alone, this request also has {others}; send two requests")
+            said = f"cancel stands alone, this request also has {others}"
+            raise Refused("conflict", "cancel", said=said, way_out="send two requests")
         self.outbox.cancel(asked["cancel"])
         self._outlet.send(sender, [string_tensor("finish_reason", ["cancelled"])], last=True)
 

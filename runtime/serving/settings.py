@@ -55,9 +55,11 @@ def read(folder: Path, parameters: Mapping[str, Mapping[str, str]]) -> tuple[Mod
             found[name] = text
     for name, value in found.items():
         if isinstance(value, str) and value.startswith("${"):
-            raise Refused(f"{name} is still {value}; fill {FILE} in, or start with `hemiola serve`")
+            said = f"{name} is still {value}"
+            raise Refused("missing", said=said, way_out=f"fill {FILE} in, or start with `hemiola serve`")
     if "engine_dir" not in found:
-        raise Refused(f"{folder / FILE} has no engine_dir; add it, or start with `hemiola serve`")
+        said = f"{folder / FILE} has no engine_dir"
+        raise Refused("missing", "engine_dir", said=said, way_out="add it, or start with `hemiola serve`")
     return split(found, LAUNCHERS)
 
 
@@ -65,7 +67,8 @@ def split(found: Mapping[str, Any], beside: Collection[str] = ()) -> tuple[Model
     """Checked: no key is unknown. beside: further ones that may be there."""
     for name in found:
         if name not in KNOWN and name not in beside:
-            raise Refused(f"unknown setting {name!r}; the settings are {', '.join(KNOWN)}")
+            said = f"unknown setting {name!r}"
+            raise Refused("unknown", said=said, way_out=f"the settings are {', '.join(KNOWN)}")
     own = ModelSettings(**{name: value for name, value in found.items() if name in OWN})
     options = {name: value for name, value in found.items() if name not in OWN}
     ServeConfig(**options)
@@ -77,5 +80,6 @@ def _from_file(path: Path) -> dict[str, Any]:
         return {}
     found = read_json(path, "correct it")
     if not isinstance(found, dict):
-        raise Refused(f"{path} holds a {type(found).__name__}; write an object of settings")
+        said = f"{path} holds a {type(found).__name__}"
+        raise Refused("wrong_type", said=said, way_out="write an object of settings")
     return found

@@ -55,20 +55,24 @@ def find_triton(server: Path | None = None) -> Triton:
     if server is None:
         package = util.find_spec("pytriton")  # found, not imported: that takes a second
         if package is None or not package.submodule_search_locations:
-            raise Refused(f"tritonserver is not installed; {install('serve')} or pass --tritonserver PATH")
+            said = "tritonserver is not installed"
+            raise Refused("not_found", said=said, way_out=f"{install('serve')} or pass --tritonserver PATH")
         server = Path(package.submodule_search_locations[0]) / "tritonserver/bin/tritonserver"
     if not os.access(server, os.X_OK) or not server.is_file():
-        raise Refused(f"{server} is not an executable file; pass --tritonserver PATH/bin/tritonserver")
+        said = f"{server} is not an executable file"
+        raise Refused("not_found", said=said, way_out="pass --tritonserver PATH/bin/tritonserver")
     home = server.resolve().parent.parent
     backend = home / "backends/python"
     if not (backend / "libtriton_python.so").is_file():
-        raise Refused(f"{backend} has no libtriton_python.so; pass a tritonserver with the Python backend")
+        said = f"{backend} has no libtriton_python.so"
+        raise Refused("not_found", said=said, way_out="pass a tritonserver with the Python backend")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     stubs = home / "python_backend_stubs"
     stub = (stubs / python if stubs.is_dir() else backend) / "triton_python_backend_stub"
     if not stub.is_file():
         have = ", ".join(sorted(path.name for path in stubs.glob("*"))) if stubs.is_dir() else "none"
-        raise Refused(f"{home} has no stub for Python {python} (it has {have}); use one of these Pythons")
+        said = f"{home} has no stub for Python {python} (it has {have})"
+        raise Refused("unsupported", said=said, way_out="use one of these Pythons")
     return Triton(server, backend, stub)
 
 
@@ -76,21 +80,18 @@ def check_python(triton: Triton, environment: Mapping[str, str]) -> None:
     """The interpreter that the Python backend will embed must be this one, complete, with numpy 1."""
     numpy = metadata.version("numpy")
     if int(numpy.split(".")[0]) >= 2:
-        raise Refused(
-            f"numpy is {numpy}, tritonserver's Python backend needs numpy < 2; pip install 'numpy<2'"
-        )
+        said = f"numpy is {numpy}, tritonserver's Python backend needs numpy < 2"
+        raise Refused("unsupported", said=said, way_out="pip install 'numpy<2'")
     found = shutil.which("python3", path=environment["PATH"])
     if found is None or not os.path.samefile(found, sys.executable):
-        raise Refused(
-            f"python3 beside {sys.executable} is {found}, another interpreter; run hemiola from a venv"
-        )
+        said = f"python3 beside {sys.executable} is {found}, another interpreter"
+        raise Refused("unsupported", said=said, way_out="run hemiola from a venv")
     linked = subprocess.run(["ldd", str(triton.stub)], env=dict(environment), capture_output=True, text=True)
     missing = re.findall(r"(\S+) => not found", linked.stdout)
     if missing:
-        raise Refused(
-            f"{triton.stub} does not find {', '.join(missing)};"
-            f" install it (Debian: apt install libpython3-dev) or add its folder to LD_LIBRARY_PATH"
-        )
+        said = f"{triton.stub} does not find {', '.join(missing)}"
+        way_out = "install it (Debian: apt install libpython3-dev) or add its folder to LD_LIBRARY_PATH"
+        raise Refused("not_found", said=said, way_out=way_out)
 
 
 def locked(control_key: str) -> list[str]:
@@ -123,19 +124,22 @@ def address_of(host: str) -> str:
     """What a name means here, in IPv4: tritonserver 2.51 takes any name for 255.255.255.255."""
     right = "pass --host with an IPv4 address of this machine"
     if not host.strip():
-        raise Refused(f"--host is empty; {right}")
+        raise Refused("missing", "host", said="--host is empty", way_out=f"{right}")
     if _is_ipv6(host):
-        raise Refused(f"--host {host} is an IPv6 address, and hemiola listens on IPv4 only; {right}")
+        said = f"--host {host} is an IPv6 address, and hemiola listens on IPv4 only"
+        raise Refused("out_of_range", "host", said=said, way_out=f"{right}")
     try:
         address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
         with socket.socket() as tried:
             tried.bind((address, 0))
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise Refused(f"nothing can listen on {host} ({reason}); {right}") from None
+        said = f"nothing can listen on {host} ({reason})"
+        raise Refused("out_of_range", "host", said=said, way_out=f"{right}") from None
     found = ipaddress.IPv4Address(address)
     if found.is_multicast or found.is_reserved:
-        raise Refused(f"--host {host} is no address of one machine; {right}")
+        said = f"--host {host} is no address of one machine"
+        raise Refused("out_of_range", "host", said=said, way_out=f"{right}")
     return str(found)
 
 
@@ -159,6 +163,14 @@ def choose_ports(host: str, wanted: Ports) -> Ports:
             bound.close()
 
 
+def are_free(host: str, ports: Ports) -> bool:
+    try:
+        choose_ports(host, ports)
+    except Refused:
+        return False
+    return True
+
+
 def bind(host: str, port: int, name: str, listens: bool) -> socket.socket:
     """On an `address_of`. Connections are refused as long as it does not listen."""
     bound = socket.socket()
@@ -170,10 +182,12 @@ def bind(host: str, port: int, name: str, listens: bool) -> socket.socket:
     except (OSError, OverflowError) as error:
         bound.close()
         reason = getattr(error, "strerror", error)
-        right = "a free one" if isinstance(error, OSError) else "one of 0 to 65535"
-        raise Refused(
-            f"{name} port {port} on {host} cannot be used ({reason}); pass --{name.lower()}-port with {right}"
-        ) from None
+        is_taken = isinstance(error, OSError)
+        right = "a free one" if is_taken else "one of 0 to 65535"
+        said = f"{name} port {port} on {host} cannot be used ({reason})"
+        way_out = f"pass --{name.lower()}-port with {right}"
+        code = "in_use" if is_taken else "out_of_range"
+        raise Refused(code, f"{name.lower()}_port", port, said=said, way_out=way_out) from None
     return bound
 
 
@@ -214,4 +228,5 @@ def find_model() -> Path:
     for home in hemiola.__path__:
         if (Path(home) / "model_repo/hemiola/config.pbtxt").is_file():
             return Path(home).resolve() / "model_repo/hemiola"
-    raise Refused(f"no model_repo/hemiola in {list(hemiola.__path__)}; install hemiola again")
+    said = f"no model_repo/hemiola in {list(hemiola.__path__)}"
+    raise Refused("not_found", said=said, way_out="install hemiola again")

@@ -13,6 +13,7 @@ from tritonclient.grpc import service_pb2_grpc
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.errors import Lost
 from hemiola.runtime.serving import arrival
+from hemiola.runtime.serving.error_text import error_from
 from hemiola.runtime.serving.packing import (
     CANCEL,
     CANCEL_TIMEOUT_S,
@@ -20,7 +21,6 @@ from hemiola.runtime.serving.packing import (
     pack,
     pb2,
     read_piece,
-    refusal,
     unpack,
 )
 
@@ -155,7 +155,7 @@ class AsyncExchange:
                 continue
             message = unpack(response.infer_response)
             if response.error_message:
-                await self._tell(error=refusal(response.error_message))
+                await self._tell(error=error_from(response.error_message))
             else:
                 await self._tell(read_piece(message), input_ids=message.get("input_ids"))
             if response.error_message or "finish_reason" in message:

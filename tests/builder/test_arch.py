@@ -92,7 +92,7 @@ def test_one_numerics_for_all_gpus(tiny_engine: Get) -> None:
 
 def test_sizes_that_no_kernel_takes_are_refused_by_name(tiny_checkpoint: Get, tmp_path: Path) -> None:
     for family, op in (("nemotron_h_dense", "mamba2"), ("qwen3_5", "delta")):
-        reason = rf"{op} cannot run on cuda \(cuda: chunk_len is 8, not 16 or 32\); use another --chunk-len$"
+        reason = rf"{op} cannot run on cuda \(cuda: chunk_len is 8, not 16 or 32\); use another chunk_len$"
         with pytest.raises(Refused, match=reason):
             build(tiny_checkpoint(family), tmp_path / family, Options(arch="sm_90", chunk_len=8))
 

@@ -413,15 +413,15 @@ OPTIONS = {
     "tiny steps": ("--max-step-tokens 9", "--max-step-tokens 9 cannot hold --max-rows 64", "256"),
     "a step that no machine holds": (
         "--max-step-tokens 4611686018427387904",
-        "--max-step-tokens is 4611686018427387904: it should be less than or equal to 262144",
+        "--max-step-tokens is 4611686018427387904; give at most 262144",
     ),
     "a step that no GPU holds": (
         "--max-step-tokens 262145 --arch sm_90",
-        "--max-step-tokens is 262145: it should be less than or equal to 262144",
+        "--max-step-tokens is 262145; give at most 262144",
     ),
     "rows that no step holds": (
         "--max-rows 1000000000",
-        "--max-rows is 1000000000: it should be less than or equal to 262144",
+        "--max-rows is 1000000000; give at most 262144",
     ),
     "a way out that is refused, too": (
         "--max-rows 65537",
@@ -465,7 +465,7 @@ OPTIONS = {
     ),
     "dtype": ("--dtype float16", "--dtype is 'float16'", "'bfloat16' or 'float32'"),
     "no arch": ("--arch ,", "a name is empty; give cpu, or kinds of GPUs such as sm_89,sm_120"),
-    "half an arch": ("--arch sm_90,", "--arch is 'sm_90,': a name is empty"),
+    "half an arch": ("--arch sm_90,", "--arch is 'sm_90,', where a name is empty"),
     "unknown option": ("--beam 4", "--beam", "--help"),
     "not a number": ("--max-len long", "--max-len is 'long'", "integer"),
 }
@@ -528,7 +528,9 @@ def test_an_empty_architecture_is_not_shown_as_a_tuple(
     tiny_checkpoint: Get, run: Callable, tmp_path: Path
 ) -> None:
     code, _, err = run(tiny_checkpoint(QWEN), "--engine-dir", tmp_path / "engine", "--arch", "")
-    assert code == 2 and err.startswith("error: --arch is '': a name is empty; give cpu, or kinds of GPUs")
+    assert code == 2 and err.startswith(
+        "error: --arch is '', where a name is empty; give cpu, or kinds of GPUs"
+    )
 
 
 def test_an_empty_engine_directory_is_not_the_one_that_is_worked_in(
@@ -546,7 +548,7 @@ def refused(run: Callable, source: Path, tmp_path: Path, options: list[str], wor
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n")
     assert all(word in err for word in words), err
-    assert ";" in err or "it should be" in err, f"no way out in: {err}"
+    assert ";" in err, f"no way out in: {err}"
     assert not any((tmp_path / "engines").iterdir())
 
 

@@ -14,12 +14,13 @@ from kit.served import until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hemiola.runtime.api import Metrics, Piece
+from hemiola.runtime.serving.error_text import KINDS, kind_of, text_of
 
 pb2: Any = service_pb2
 
 
 class ScriptedTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Every request is answered by `script`; an Exception in it becomes the error of its text."""
+    """Every request is answered by `script`. Errors of ours in it travel as data, others as their text."""
 
     def __init__(self, workers: int = 64, address: str = "127.0.0.1:0") -> None:
         self.script: Sequence[Piece | Exception] = ()
@@ -81,7 +82,8 @@ class ScriptedTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 def response(piece: Piece | Exception) -> Any:
     if isinstance(piece, Exception):
-        return pb2.ModelStreamInferResponse(error_message=str(piece))
+        text = f"[{kind_of(piece)}] {text_of(piece, as_data=True)}" if type(piece) in KINDS else str(piece)
+        return pb2.ModelStreamInferResponse(error_message=text)
     texts: dict[str, str | None] = {"text_output": piece.text, "finish_reason": piece.finish_reason}
     if piece.logprobs is not None:
         texts["logprobs"] = json.dumps([logprob._asdict() for logprob in piece.logprobs])

@@ -24,7 +24,7 @@ from hemiola.runtime.serving.tritonserver import ANY_PORTS, choose_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, DEPLOY = ROOT / "model_repo/hemiola", ROOT / "docs/deploy"
-PARAMETER_ONLY = {"timeout"}  # Triton has its own place for it
+PARAMETER_ONLY = {"timeout", "error_data"}  # Triton's own; read before anything else is
 
 
 def config() -> model_config_pb2.ModelConfig:

@@ -28,8 +28,8 @@ from hemiola.runtime.progress import File, read_report
 from hemiola.runtime.serving import ending, service
 from hemiola.runtime.serving.arrival import make_mark
 from hemiola.runtime.serving.ask import read_tensor
+from hemiola.runtime.serving.error_text import error_from
 from hemiola.runtime.serving.metrics import Board, Series
-from hemiola.runtime.serving.packing import refusal
 from hemiola.runtime.text import LONG_TEXT
 
 MODEL = Path(__file__).resolve().parents[2] / "model_repo/hemiola/1/model.py"
@@ -385,13 +385,13 @@ def test_json_texts_become_what_they_say(model: Any) -> None:
         ("logit_bias", "{", """logit_bias is '{'; give a text that is JSON, such as {"5": -100}"""),
         ("logit_bias", '{"a": 1}', "give a text that is JSON"),
         ("logit_bias", "null", "give a text that is JSON"),
-        ("logit_bias", 5, "logit_bias is '5'; give a text that is JSON"),
-        ("logit_bias", '{"5": NaN}', "logit_bias is nan: it should be a finite number"),
-        ("logit_bias", "[1]", "logit_bias is [1]: "),
+        ("logit_bias", 5, "logit_bias is 5; give a text that is JSON"),
+        ("logit_bias", '{"5": NaN}', "logit_bias[5] is nan; give a finite number"),
+        ("logit_bias", "[1]", "logit_bias is [1]; give an object"),
         ("bad_words_ids", "[" * 60_000, "give a text that is JSON, such as [[5, 6]]"),
         ("bad_words_ids", "[" * 100_000, "holds 100000 objects, lists and names, the limit is 65536"),
         ("bad_words_ids", "[[]]", "an empty bad word would forbid every token"),
-        ("bad_words_ids", '["a"]', "bad_words_ids is 'a': "),
+        ("bad_words_ids", '["a"]', "bad_words_ids[0] is 'a'; give a list"),
         ("structured_outputs", "[0-9]+", """give a text that is JSON, such as {"regex": "[0-9]+"}"""),
         ("structured_outputs", '{"5": "a"}', "structured_outputs: unknown option '5'; the options are json,"),
         ("structured_outputs", '{"regex": "a", "choice": ["a"]}', "regex and choice given; give exactly one"),
@@ -440,9 +440,7 @@ def test_a_timeout_that_comes_while_the_clock_is_looked_at_is_told_as_cancelled(
                 model.service.llm.requests[0].say(Piece("x", [1]))
             return not overtaken
 
-    model.service.outbox._abort = (
-        model.service.llm.aborted.append
-    )  # the engine ends a request in its next step
+    model.service.outbox._abort = model.service.llm.aborted.append  # it ends in the next step
     sender = ask(model, {"timeout": 10**12})
     (stream,) = model.service.outbox._open.values()
     stream.deadline = Deadline(0)
@@ -596,7 +594,8 @@ def test_an_engine_takes_new_requests_while_its_server_ends(module: ModuleType, 
     ending.begin(tmp_path)
     refused = ask(served)
     assert refused.sent == [("[UNAVAILABLE] the server ends; ask another, or try again later", FINAL)]
-    assert isinstance(refusal(refused.sent[0][0]), Lost), "clients ask again"
+    ((text, _),) = ask(served, {"error_data": True}).sent
+    assert isinstance(error_from(text), Lost), "clients ask again"
     assert not begun.sent
     ask(served, {"cancel": "begun"}, [])
     until(lambda: begun.sent)

@@ -33,7 +33,7 @@ BAD = {
     "prompt_too_long": ({"input_ids": [5] * 1100}, "prompt is 1100 tokens, max_len=1024"),
     "empty_text": ({"text_input": ""}, "prompt is empty"),
     "empty_ids": ({"input_ids": []}, "prompt is empty"),
-    "bad_json": ({"text_input": "a", "logit_bias": "5"}, "logit_bias is 5: "),
+    "bad_json": ({"text_input": "a", "logit_bias": "5"}, "logit_bias is 5; "),
     "no_json": ({"text_input": "a", "bad_words_ids": "x"}, "give a text that is JSON, such as [[5, 6]]"),
     "chat_of_ids": ({"input_ids": [5], "chat": True}, "chat makes text_input a user's message"),
     "timeout": ({"text_input": "a", "timeout": -5}, "timeout is -5; give a whole number of 0 to"),
@@ -160,6 +160,7 @@ def test_client_raises_what_the_llm_raises(server: Server, client: Client, llm: 
             next(iter(client.stream(prompt)))
         if prompt in ("", [], [5] * 1100, [320]):
             assert str(there.value) == str(here.value)
+            assert (there.value.code, there.value.field) == (here.value.code, here.value.field)
     with pytest.raises(Refused, match="prompt is empty"):
         client.generate(["a", "", "b"], LONG)
     with pytest.raises(Refused, match=r"no model 'nobody' that is ready \(it has hemiola, second\)"):

@@ -272,8 +272,8 @@ def test_an_edited_manifest_is_refused(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (-4, "limits.max_rows is -4: it should be greater than 0"),
-        ("many", "limits.max_rows is 'many': it should be a valid integer"),
+        (-4, "limits.max_rows is -4, expected more than 0"),
+        ("many", "limits.max_rows is 'many', expected a whole number"),
         (None, "limits.max_rows is missing"),
     ],
 )

@@ -18,14 +18,12 @@ def opener(compiler: str) -> Callable[[Path], "TensorRtPart"]:
     try:
         trt: Any = import_module(name.replace("-", "_"))
     except ImportError as error:
-        raise Refused(
-            f"this engine's parts need {compiler} ({error}); pip install {name}-cu13=={version}"
-        ) from None
+        said = f"this engine's parts need {compiler} ({error})"
+        raise Refused("not_found", said=said, way_out=f"pip install {name}-cu13=={version}") from None
     if trt.__version__ != version:
-        raise Refused(
-            f"this engine's parts were built by {compiler}, here is {trt.__version__};"
-            f" run build-engine again, or pip install {name}-cu13=={version}"
-        )
+        said = f"this engine's parts were built by {compiler}, here is {trt.__version__}"
+        way_out = f"run build-engine again, or pip install {name}-cu13=={version}"
+        raise Refused("unsupported", said=said, way_out=way_out)
     if name == "tensorrt":
         register()
     runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
@@ -33,9 +31,8 @@ def opener(compiler: str) -> Callable[[Path], "TensorRtPart"]:
     def open_part(path: Path) -> TensorRtPart:
         engine = runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:
-            raise Refused(
-                f"{path} cannot be loaded by {compiler}, which has said why; run build-engine again"
-            )
+            said = f"{path} cannot be loaded by {compiler}, which has said why"
+            raise Refused("damaged", said=said, way_out="run build-engine again")
         return TensorRtPart(trt, engine)
 
     return open_part

@@ -26,6 +26,7 @@ from hemiola.runtime.serving.openai.readers import Readers
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import (
     ApiRequest,
+    Body,
     ChatRequest,
     CompletionRequest,
     StreamOptions,
@@ -202,7 +203,8 @@ class App:
 
         def answer() -> str:
             request = parse(kind, body)
-            return json.dumps(make(self._model(request.model), request))
+            with named(request):
+                return json.dumps(make(self._model(request.model), request))
 
         return web.Response(text=await self._readers.run(len(body), answer), content_type="application/json")
 
@@ -235,7 +237,7 @@ class App:
             work = make(model, request)
             return work, self._wire.pack(request.model, work.asked, begun)
 
-        with self._admit(request.num_requests):
+        with named(request), self._admit(request.num_requests):
             work, packed = await self._readers.run(len(body), prepare)
             return await self._answer(http, request, work, packed)
 
@@ -258,8 +260,6 @@ class App:
             return web.Response(text=text, content_type="application/json", headers=headers)
         except Busy as error:
             raise too_many(error, len(work.asked)) from None
-        except Refused as error:
-            raise work.refused(error) from None
         finally:
             answers.close()
 
@@ -267,9 +267,8 @@ class App:
     def _admit(self, num_requests: int) -> Iterator[None]:
         most = self._limits.max_requests
         if num_requests > most:
-            raise ApiError(
-                400, f"prompts x n is {num_requests}, the server takes {most} at once; send fewer", param="n"
-            )
+            said = f"prompts x n is {num_requests}, the server takes {most} at once"
+            raise Refused("too_long", "n", said=said, way_out="send fewer")
         if self._num_open + num_requests > most:
             raise ApiError(
                 429, f"requests under way: {self._num_open} of {most}; try again in a moment",
@@ -280,6 +279,15 @@ class App:
             yield
         finally:
             self._num_open -= num_requests
+
+
+@contextlib.contextmanager
+def named(request: Body) -> Iterator[None]:
+    """What is refused there has the names of this body's fields."""
+    try:
+        yield
+    except Refused as error:
+        raise api_error(error, request.names()) from None
 
 
 def describe(model: ServedModel) -> dict[str, Any]:

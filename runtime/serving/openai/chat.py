@@ -3,20 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Name, Refused
 from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving.openai.answer import THINK, THINK_END, Expected
-from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.schema import ChatRequest, Message, Tool
 from hemiola.runtime.text import Text
 
+KWARGS = "chat_template_kwargs"
 RESERVED = ("self", "messages", "tools", "chat_template")
 
 
 def render(model: ServedModel, request: ChatRequest) -> tuple[str, Expected]:
     """The prompt, and what to look for in the answer."""
-    text = model.need_text("messages are")
+    text = model.need_text("messages")
     template = text.template or ""
     variables = request.chat_template_kwargs or {}
     variables = _effort(request.reasoning_effort, text.variables) | variables
@@ -25,15 +25,10 @@ def render(model: ServedModel, request: ChatRequest) -> tuple[str, Expected]:
         _check_variables(variables, text.variables)
     shown = [_tool(tool) for tool in tools or ()] or None
     if shown and "tools" not in text.variables and template and not request.forced:
-        raise ApiError(
-            400, "this checkpoint's chat template shows no tools to the model; force one by tool_choice",
-            param="tools",
-        )  # fmt: skip
+        said = "this checkpoint's chat template shows no tools to the model"
+        raise Refused("unsupported", "tools", said=said, way_out=("force one by ", Name("tool_choice")))
     messages = [_message(message, i, "developer" in template) for i, message in enumerate(request.messages)]
-    try:
-        prompt = text.chat(messages, tools=shown, **variables)
-    except Refused as error:
-        raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+    prompt = text.chat(messages, tools=shown, **variables)
     expected = Expected(
         thinking=prompt.rstrip().endswith(THINK),
         may_think=THINK in template,
@@ -62,13 +57,14 @@ def _effort(effort: str | None, read: frozenset[str]) -> dict[str, Any]:
 def _check_variables(given: Mapping[str, Any], read: frozenset[str]) -> None:
     for name in given:
         if name in RESERVED:
-            reason = "which is none of its own; take it out"
+            reason = "which is none of its own"
         elif name not in read:
             own = ", ".join(sorted(read - set(RESERVED))) or "none"
-            reason = f"which the checkpoint's chat template does not read (it reads {own}); take it out"
+            reason = f"which the checkpoint's chat template does not read (it reads {own})"
         else:
             continue
-        raise ApiError(400, f"chat_template_kwargs holds {name!r}, {reason}", param="chat_template_kwargs")
+        said = (Name(KWARGS), f" holds {name!r}, {reason}")
+        raise Refused("unknown", KWARGS, said=said, way_out="take it out")
 
 
 def _message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
@@ -96,20 +92,18 @@ def _message(message: Message, index: int, knows_developer: bool) -> dict[str, A
     return made
 
 
-def _arguments(text: str, place: str) -> dict[str, Any]:
+def _arguments(text: str, call: str) -> dict[str, Any]:
+    field = f"{call}.function.arguments"
     try:
         found = parse_json(text or "{}", unique=True)
     except Repeated as error:
-        raise ApiError(
-            400, f"{place}.function.arguments: {error}; give it once", param=place, code="invalid_value"
-        ) from None
+        said = (Name(field), f": {error}")
+        raise Refused("conflict", field, said=said, way_out="give it once") from None
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ApiError(
-            400, f"{place}.function.arguments is not a JSON object; send what the call had",
-            param=place, code="invalid_value",
-        )  # fmt: skip
+        said = (Name(field), " is not a JSON object")
+        raise Refused("malformed", field, said=said, way_out="send what the call had")
     return found
 
 

@@ -2,13 +2,12 @@
 
 import asyncio
 import logging
-import re
 from typing import Any
 
 from aiohttp import web
 
-from hemiola.runtime.errors import Busy, counted
-from hemiola.runtime.serving.openai.errors import ApiError, api_error
+from hemiola.runtime.errors import Busy, Refused, counted
+from hemiola.runtime.serving.openai.errors import api_error
 from hemiola.runtime.serving.openai.reply import Json
 from hemiola.runtime.serving.openai.schema import StreamOptions
 from hemiola.runtime.serving.openai.work import Work
@@ -16,21 +15,16 @@ from hemiola.runtime.serving.slow_reader import never_waits, writing
 from hemiola.runtime.serving.wire import Answers, Found
 
 log = logging.getLogger("hemiola.openai")
-ROOM = re.compile(r"in (\d+) rows?, and no more than max_queue=(\d+) may wait")  # model.py's words
 
 
 def too_many(error: Exception, num_asked: int) -> Exception:
     """A batch that the engine never has room for is no matter of coming back later."""
-    room = ROOM.search(str(error)) if isinstance(error, Busy) else None
-    if room is None or num_asked <= (most := sum(map(int, room.groups()))):
+    most = error.max_rows + error.max_queue if isinstance(error, Busy) else 0
+    if not isinstance(error, Busy) or not 0 < most < num_asked:
         return error
-    rows, queue = map(int, room.groups())
-    return ApiError(
-        400,
-        f"prompts x n is {num_asked}, the engine takes {most} at once"
-        f" ({counted(rows, 'row', 'rows')}, max_queue={queue}); send fewer",
-        param="n",
-    )
+    room = f"{counted(error.max_rows, 'row', 'rows')}, max_queue={error.max_queue}"
+    said = f"prompts x n is {num_asked}, the engine takes {most} at once ({room})"
+    return Refused("too_long", "n", said=said, way_out="send fewer")
 
 
 async def stream(

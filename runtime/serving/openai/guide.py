@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hemiola.runtime.errors import Name, Refused
 from hemiola.runtime.serving.openai.answer import THINK, THINK_END, Expected
-from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.schema import ChatRequest, Tool, ToolChoice
 
 CALL_END = "}\n</tool_call>"
@@ -50,17 +50,15 @@ def _schema(request: ChatRequest) -> dict[str, Any] | None:
 
 def _check_alone(request: ChatRequest, expected: Expected, schema: dict[str, Any] | None) -> None:
     if request.forced or schema is not None:
-        raise ApiError(
-            400, "structured_outputs beside response_format or a forced tool_choice; give one of them",
-            param="structured_outputs",
-        )  # fmt: skip
+        others = (Name("response_format"), " or a forced ", Name("tool_choice"))
+        said = (Name("structured_outputs"), " beside ", *others)
+        raise Refused("conflict", "structured_outputs", said=said, way_out="give one of them")
     if expected.thinking:
-        raise ApiError(
-            400,
-            "structured_outputs is about the whole answer, but the prompt ends within a thought;"
-            ' give chat_template_kwargs {"enable_thinking": false}, or response_format instead',
-            param="structured_outputs",
-        )
+        why = " is about the whole answer, but the prompt ends within a thought"
+        kwargs = (Name("chat_template_kwargs"), ' {"enable_thinking": false}')
+        way_out = ("give ", *kwargs, ", or ", Name("response_format"), " instead")
+        said = (Name("structured_outputs"), why)
+        raise Refused("conflict", "structured_outputs", said=said, way_out=way_out)
 
 
 def _thought(expected: Expected, answer: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hemiola.runtime import manifest
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Name, Refused
 from hemiola.runtime.text import BROKEN, Text
 
 
@@ -21,16 +21,15 @@ class ServedModel:
     text: Text | None  # None: it takes and gives token ids
     created: int = 0  # seconds since 1970
 
-    def need_text(self, what: str) -> Text:
+    def need_text(self, field: str) -> Text:
         if self.text is None:
-            raise Refused(
-                f"{what} text, model {self.name} has no tokenizer; pass token ids to /v1/completions"
-            )
+            said = (Name(field), f" is text, but model {self.name} has no tokenizer")
+            raise Refused("unsupported", field, said=said, way_out="pass token ids to /v1/completions")
         return self.text
 
     @cached_property
     def tokens(self) -> "Tokens":
-        return Tokens(self.need_text("logprobs name tokens by their"))
+        return Tokens(self.need_text("logprobs"))
 
 
 class Tokens:

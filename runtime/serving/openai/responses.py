@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from hemiola.runtime.serving.openai.errors import ApiError
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai.schema import (
     ApiRequest,
     Body,
@@ -12,9 +12,19 @@ from hemiola.runtime.serving.openai.schema import (
     Effort,
     Function,
     Items,
-    validated,
+    as_chat,
 )
 
+NAMES = {  # path in a chat -> path in a body of this kind
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "tool_choice.function": "tool_choice",
+    "reasoning_effort": "reasoning.effort",
+}
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -131,21 +141,15 @@ class ResponsesRequest(ApiRequest):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if self.max_tokens is not None:
-            raise ApiError(
-                400,
-                "max_tokens is a chat's; give max_output_tokens",
-                param="max_tokens",
-                code="invalid_value",
-            )
+            said = "max_tokens is a chat's"
+            raise Refused("unknown", "max_tokens", said=said, way_out="give max_output_tokens")
         if self.num_choices > 1 or self.return_token_ids:
             name = "n" if self.num_choices > 1 else "return_token_ids"
-            raise ApiError(
-                400, f"{name} is not served here; use /v1/chat/completions", param=name, code="invalid_value"
-            )
+            said = f"{name} is not served here"
+            raise Refused("unsupported", name, said=said, way_out="use /v1/chat/completions")
         if not self.input:
-            raise ApiError(
-                400, "input is empty; give a text or at least one item", param="input", code="invalid_value"
-            )
+            way_out = "give a text or at least one item"
+            raise Refused("out_of_range", "input", said="input is empty", way_out=way_out)
         return self
 
     def chat(self) -> ChatRequest:
@@ -154,13 +158,12 @@ class ResponsesRequest(ApiRequest):
         choice: Any = self.tool_choice
         if isinstance(choice, FlatChoice):
             choice = {"type": "function", "function": {"name": choice.name}}
-        return validated(
-            ChatRequest,
+        return as_chat(
             {
                 **(self.model_extra or {}),
                 "model": self.model,
                 "stream": self.stream,
-                "messages": self._messages(),
+                "messages": self.as_messages().messages,
                 "max_completion_tokens": self.max_output_tokens,
                 "tools": tools,
                 "tool_choice": choice,
@@ -168,8 +171,7 @@ class ResponsesRequest(ApiRequest):
                 "response_format": self._format(),
                 "reasoning_effort": self.reasoning.effort if self.reasoning else None,
                 "chat_template_kwargs": self.chat_template_kwargs,
-            },
-            ResponsesRequest,
+            }
         )
 
     def _format(self) -> dict[str, Any] | None:
@@ -179,23 +181,65 @@ class ResponsesRequest(ApiRequest):
         schema = {"name": wanted.name, "schema": wanted.schema_, "strict": wanted.strict}
         return {"type": "json_schema", "json_schema": schema}
 
-    def _messages(self) -> list[dict[str, Any]]:
-        """Reasoning, text and calls that stand together are one message of the assistant."""
-        made: list[dict[str, Any]] = []
+    def as_messages(self) -> "Messages":
+        made = Messages()
         if self.instructions:
-            made.append({"role": "system", "content": self.instructions})
+            made.give({"role": "system", "content": self.instructions}, "instructions", "instructions")
         if isinstance(self.input, str):
-            return [*made, {"role": "user", "content": self.input}]
-        turn: dict[str, Any] | None = None  # the assistant's, while it goes on
-        for item in self.input:
-            if _is_said(item):
-                if turn is None:
-                    made.append(turn := {"role": "assistant", "content": None})
-                _add(turn, item)
-            else:
-                turn = None
-                made.append(_given(item))
+            made.give({"role": "user", "content": self.input}, "input", "input")
+        else:
+            for i, item in enumerate(self.input):
+                made.add(item, f"input[{i}]")
         return made
+
+    def names(self) -> dict[str, str]:
+        grammar = "tools" if self.tool_choice not in (None, "none", "auto") else "text.format"
+        if (self.model_extra or {}).get("structured_outputs") is not None:
+            grammar = "structured_outputs"
+        tools = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(self.tools or ()))}
+        return NAMES | {"structured_outputs": grammar} | tools | self.as_messages().places
+
+
+class Messages:
+    """The messages of a chat, and where each part of them stands in the input."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.places: dict[str, str] = {}  # by path in a chat
+        self._turn: dict[str, Any] | None = None  # the assistant's, while it goes on
+
+    def give(self, message: dict[str, Any], place: str, content: str) -> None:
+        path = f"messages[{len(self.messages)}]"
+        self.places |= {path: place, f"{path}.content": content}
+        self.messages.append(message)
+
+    def add(self, item: Item, place: str) -> None:
+        """Reasoning, text and calls that stand together are one message of the assistant."""
+        content = f"{place}.content"
+        if not _is_said(item):
+            self._turn = None
+            self.give(_given(item), place, f"{place}.output" if isinstance(item, InputResult) else content)
+            return
+        if self._turn is None:
+            self._turn = {"role": "assistant", "content": None}
+            self.give(self._turn, place, content)
+        path = f"messages[{len(self.messages) - 1}]"
+        match item:
+            case InputReasoning():
+                text = "".join(part.text for part in item.content or ())
+                if text:
+                    self._turn["reasoning_content"] = self._turn.get("reasoning_content", "") + text
+                    self.places[f"{path}.reasoning_content"] = content
+            case InputMessage():
+                self._turn["content"] = (self._turn["content"] or "") + _text(item.content)
+                self.places[f"{path}.content"] = content
+            case InputCall():
+                calls = self._turn.setdefault("tool_calls", [])
+                call = f"{path}.tool_calls[{len(calls)}]"
+                self.places.setdefault(f"{path}.tool_calls", place)
+                self.places |= {call: place, f"{call}.function": place}
+                function = {"name": item.name, "arguments": item.arguments}
+                calls.append({"id": item.call_id, "function": function})
 
 
 def _tool(tool: FlatTool) -> dict[str, Any]:
@@ -205,19 +249,6 @@ def _tool(tool: FlatTool) -> dict[str, Any]:
 def _is_said(item: Item) -> bool:
     """By the assistant."""
     return isinstance(item, InputReasoning | InputCall) or getattr(item, "role", "") == "assistant"
-
-
-def _add(turn: dict[str, Any], item: Item) -> None:
-    match item:
-        case InputReasoning():
-            text = "".join(part.text for part in item.content or ())
-            if text:
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-        case InputMessage():
-            turn["content"] = (turn["content"] or "") + _text(item.content)
-        case InputCall():
-            function = {"name": item.name, "arguments": item.arguments}
-            turn.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
 
 
 def _given(item: Item) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Amount, Name, Refused
+from hemiola.runtime.fields import MOST_CHARACTERS, refused_by
 from hemiola.runtime.serving.json_size import check_size
-from hemiola.runtime.serving.openai.errors import ApiError, schema_error
 
 MAX_N = 128
 MAX_STOPS = 64
@@ -26,6 +26,10 @@ class Body(BaseModel):
     """Strict; null is as good as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    def names(self) -> dict[str, str]:
+        """What this kind of body calls the fields that the engine, or a chat, refuses."""
+        return {}
 
 
 class StreamOptions(Body):
@@ -59,16 +63,12 @@ class ApiRequest(Body):
         unknown = [name for name in self.model_extra or {} if name not in PASSED]
         if unknown:
             names = ", ".join((*type(self).model_fields, *PASSED))
-            raise ApiError(
-                400,
-                f"unknown option {unknown[0]!r}; the options are {names}",
-                param=unknown[0],
-                code="unknown_parameter",
-            )
+            name = unknown[0][:MOST_CHARACTERS]
+            said = f"unknown option {name!r}"
+            raise Refused("unknown", name, said=said, way_out=f"the options are {names}")
         if self.stream_options is not None and not self.stream:
-            raise ApiError(
-                400, "stream_options is given without stream; set stream to true", param="stream_options"
-            )
+            said = "stream_options is given without stream"
+            raise Refused("conflict", "stream_options", said=said, way_out="set stream to true")
         return self
 
     @property
@@ -100,27 +100,19 @@ def _biases(given: dict[str, Any]) -> dict[int, Any]:
     try:
         biases = {int(token): bias for token, bias in given.items()}
     except ValueError as error:
-        raise ApiError(
-            400,
-            f"logit_bias has a key that is no token id ({error}); give {{'token id': bias}}",
-            param="logit_bias",
-            code="invalid_value",
-        ) from None
+        said = f"logit_bias has a key that is no token id ({error})"
+        raise Refused("wrong_type", "logit_bias", said=said, way_out="give {'token id': bias}") from None
     if len(biases) < len(given):
-        raise ApiError(
-            400, "logit_bias has two keys for one token id; give one", param="logit_bias",
-            code="invalid_value",
-        )  # fmt: skip
+        said = "logit_bias has two keys for one token id"
+        raise Refused("conflict", "logit_bias", said=said, way_out="give one")
     return biases
 
 
 def _check_stops(stop: object) -> None:
     """Each costs time at each token."""
     if isinstance(stop, list) and len(stop) > MAX_STOPS:
-        raise ApiError(
-            400, f"stop has {len(stop)} texts, the limit is {MAX_STOPS}; give fewer", param="stop",
-            code="invalid_value",
-        )  # fmt: skip
+        size = Amount(len(stop), "texts")
+        raise Refused("too_long", "stop", size, f"the limit is {MAX_STOPS}", "give fewer")
 
 
 Prompts = tuple[str | list[int], ...]
@@ -140,21 +132,21 @@ class CompletionRequest(ApiRequest):
         """A text, token ids, or a list of either."""
         prompts = value if isinstance(value, list) and value and not _all(int, value) else [value]
         if not all(isinstance(one, str) or (isinstance(one, list) and _all(int, one)) for one in prompts):
-            raise ValueError("give a text, a list of token ids, or a list of texts or of lists of token ids")
+            way_out = "give a text, a list of token ids, or a list of texts or of lists of token ids"
+            raise Refused("wrong_type", "prompt", value, way_out=way_out)
         if not all(prompts):
-            raise ValueError("a prompt is empty; give at least one token")
+            limit = "but a prompt is empty"
+            raise Refused("out_of_range", "prompt", value, limit, "give at least one token")
         return tuple(prompts)
 
     @model_validator(mode="after")
     def _served(self) -> Self:
         if self.best_of is not None and self.best_of != self.num_choices:
-            raise ApiError(
-                400, f"best_of is {self.best_of}, but nothing is ranked here; give n instead", param="best_of"
-            )
+            limit = "but nothing is ranked here"
+            raise Refused("unsupported", "best_of", self.best_of, limit, "give n instead")
         if self.echo and self.logprobs is not None:
-            raise ApiError(
-                400, "echo with logprobs: a prompt's are not computed; leave one out", param="echo"
-            )
+            said = "echo with logprobs: a prompt's are not computed"
+            raise Refused("unsupported", "echo", said=said, way_out="leave one out")
         return self
 
     @property
@@ -233,7 +225,8 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with the type json_schema, and only with it")
+            said = "json_schema goes with the type json_schema, and only with it"
+            raise Refused("conflict", "json_schema", said=said)
         return self
 
 
@@ -255,7 +248,7 @@ class ChatRequest(ApiRequest):
     @classmethod
     def _not_empty(cls, messages: list[Message]) -> list[Message]:
         if not messages:
-            raise ValueError("nothing is asked; give at least one message")
+            raise Refused("out_of_range", "messages", [], way_out="give at least one message")
         return messages
 
     @model_validator(mode="after")
@@ -264,22 +257,36 @@ class ChatRequest(ApiRequest):
         choice = self.tool_choice
         if isinstance(choice, ToolChoice) and choice.function.name not in names:
             known = ", ".join(names) or "none"
-            raise ApiError(
-                400, f"tool_choice names {choice.function.name!r}, the tools are {known}", param="tool_choice"
-            )
+            said = (Name("tool_choice"), f" names {choice.function.name!r}, the tools are {known}")
+            raise Refused("unknown", "tool_choice", said=said)
         if choice not in (None, "none", "auto") and not names:
-            raise ApiError(400, f"tool_choice is {choice!r} without tools; give tools", param="tool_choice")
+            said = (Name("tool_choice"), f" is {choice!r} without ", Name("tools"))
+            raise Refused("conflict", "tool_choice", said=said, way_out=("give ", Name("tools")))
         if len(set(names)) < len(names):
-            raise ApiError(400, "two tools have one name; give each its own", param="tools")
+            raise Refused("conflict", "tools", said="two tools have one name", way_out="give each its own")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(
-                400, "top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs"
-            )
+            said = "top_logprobs is given without logprobs"
+            raise Refused("conflict", "top_logprobs", said=said, way_out="set logprobs to true")
         if None not in (self.max_tokens, self.max_completion_tokens):
-            raise ApiError(
-                400, "max_tokens and max_completion_tokens mean the same; give one", param="max_tokens"
-            )
+            said = "max_tokens and max_completion_tokens mean the same"
+            raise Refused("conflict", "max_tokens", said=said, way_out="give one")
         return self
+
+    def names(self) -> dict[str, str]:
+        most = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {
+            "prompt": "messages",
+            "max_tokens": most,
+            "logprobs": "top_logprobs",
+            "structured_outputs": self.grammar,
+        }
+
+    @property
+    def grammar(self) -> str:
+        """What asks for a grammar, if something does."""
+        if (self.model_extra or {}).get("structured_outputs") is not None:
+            return "structured_outputs"
+        return "tools" if self.forced else "response_format"
 
     @property
     def most_tokens(self) -> int | None:
@@ -299,23 +306,29 @@ Kind = TypeVar("Kind", bound=Body)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
+    check_size("the body", body)
     try:
-        check_size("the body", body)
         request = kind.model_validate_json(body)
     except ValidationError as error:
-        raise schema_error(error, list(kind.model_fields)) from None
-    except Refused as error:
-        raise ApiError(400, str(error)) from None
+        raise _refused(error, body, list(kind.model_fields)) from None
     json.loads(body, object_pairs_hook=_check_keys, parse_int=str)  # str: of any length
     return request
 
 
-def validated(kind: type[Kind], values: dict[str, Any], asked: type[Body]) -> Kind:
-    """A body that another one means; what does not fit is named among the fields that were asked for."""
+def _refused(error: ValidationError, body: bytes, names: list[str]) -> Refused:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        said = f"the body is not JSON ({first.get('ctx', {}).get('error')})"
+        return Refused("malformed", said=said, way_out="send a JSON object")
+    return refused_by(error, json.loads(body, parse_int=str), names)
+
+
+def as_chat(values: dict[str, Any]) -> "ChatRequest":
+    """The chat that another body means."""
     try:
-        return kind.model_validate(values)
+        return ChatRequest.model_validate(values)
     except ValidationError as error:
-        raise schema_error(error, list(asked.model_fields)) from None
+        raise refused_by(error, values, list(ChatRequest.model_fields)) from None
 
 
 def _check_keys(pairs: list[tuple[str, object]]) -> None:
@@ -323,7 +336,6 @@ def _check_keys(pairs: list[tuple[str, object]]) -> None:
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
-            raise ApiError(
-                400, f"{name[:80]!r} stands twice in one object; give it once", code="invalid_value"
-            )
+            said = f"{name[:80]!r} stands twice in one object"
+            raise Refused("conflict", name[:80], said=said, way_out="give it once")
         seen.add(name)

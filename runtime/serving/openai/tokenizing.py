@@ -4,10 +4,10 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from hemiola.runtime.errors import Amount, Refused
 from hemiola.runtime.serving.openai.chat import render
-from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.model import ServedModel
-from hemiola.runtime.serving.openai.schema import Body, ChatRequest, Items, Message, Tool, validated
+from hemiola.runtime.serving.openai.schema import Body, Items, Message, Tool, as_chat
 
 MOST_IDS = 2**15  # of a call: each costs some microseconds
 
@@ -26,8 +26,11 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+            raise Refused("conflict", "prompt", said="give either prompt or messages")
         return self
+
+    def names(self) -> dict[str, str]:
+        return {} if self.messages is None else {"prompt": "messages"}
 
 
 class DetokenizeRequest(Body):
@@ -36,32 +39,27 @@ class DetokenizeRequest(Body):
 
 
 def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:
-    text, prompt = model.need_text("the prompt is"), request.prompt
+    text, prompt = model.need_text("prompt"), request.prompt
     if prompt is None:
         asked = {"model": request.model, "messages": request.messages, "tools": request.tools}
         kwargs = {"chat_template_kwargs": request.chat_template_kwargs}
-        prompt, _ = render(model, validated(ChatRequest, {**asked, **kwargs}, TokenizeRequest))
+        prompt, _ = render(model, as_chat({**asked, **kwargs}))
     special = request.add_special_tokens and request.prompt is not None  # a template writes its own
     ids = text.encode(prompt, MOST_IDS, special)
     if len(ids) > MOST_IDS:
-        raise ApiError(
-            400, f"the prompt is {len(ids)} tokens, at most {MOST_IDS} are read here", param="prompt"
-        )
+        said = f"the prompt is {len(ids)} tokens, at most {MOST_IDS} are read here"
+        raise Refused("too_long", "prompt", len(ids), said=said)
     names = [model.tokens.name(token_id) for token_id in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_len, "tokens": ids, "token_strs": names}
 
 
 def detokenize(model: ServedModel, request: DetokenizeRequest) -> dict[str, Any]:
-    tokenizer = model.need_text("the answer is").tokenizer
+    tokenizer = model.need_text("tokens").tokenizer
     most = tokenizer.get_vocab_size(with_added_tokens=True) - 1
     if len(request.tokens) > MOST_IDS:
-        raise ApiError(
-            400, f"tokens are {len(request.tokens)}, at most {MOST_IDS} are read here", param="tokens"
-        )
+        size = Amount(len(request.tokens), "ids")
+        raise Refused("too_long", "tokens", size, f"at most {MOST_IDS} are read here", "send fewer")
     for at, token_id in enumerate(request.tokens):
         if not 0 <= token_id <= most:
-            raise ApiError(
-                400, f"tokens[{at}] is {token_id}, the tokenizer has 0..{most}", param="tokens",
-                code="invalid_value",
-            )  # fmt: skip
+            raise Refused("out_of_range", f"tokens[{at}]", token_id, f"the tokenizer has 0..{most}")
     return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}

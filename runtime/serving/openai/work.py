@@ -1,12 +1,11 @@
 """A body as requests to the engine: everything that its size makes dear, so that a thread may do it."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai.chat import render
-from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.guide import guide
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, TextChoice
@@ -22,7 +21,6 @@ class Work(NamedTuple):
     asked: list[tuple[list[int], SamplingParams]]
     choices: Sequence[Choice]
     reply: Reply | ResponseReply
-    grammar: str | None = None  # the name under which the grammar that we have made was asked for
 
     async def take(self, found: Found) -> None:
         for index, piece in found:
@@ -37,14 +35,6 @@ class Work(NamedTuple):
         )
         return sum(tokens)
 
-    def refused(self, error: Refused) -> Exception:
-        """A grammar that we have made is refused by the name under which it was asked for."""
-        ours = "structured_outputs"
-        if self.grammar is None or not str(error).startswith(ours):
-            return error
-        message = self.grammar + str(error).removeprefix(ours)
-        return ApiError(400, message, param=self.grammar, code="invalid_value")
-
 
 def completion(model: ServedModel, request: CompletionRequest) -> Work:
     prompts = [encode(model, prompt) for prompt in request.prompt]
@@ -54,7 +44,7 @@ def completion(model: ServedModel, request: CompletionRequest) -> Work:
     for prompt, ids in zip(request.prompt, prompts, strict=True):
         echo = ""
         if request.echo:
-            echo = prompt if isinstance(prompt, str) else model.need_text("echo is").decode(prompt)
+            echo = prompt if isinstance(prompt, str) else model.need_text("echo").decode(prompt)
         for _ in params:
             choices.append(TextChoice(len(choices), ids, tokens, bool(request.return_token_ids), echo))
     asked = [(ids, each) for ids in prompts for each in params]
@@ -71,7 +61,7 @@ def chat(model: ServedModel, request: ChatRequest) -> Work:
     with_ids = bool(request.return_token_ids)
     choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
     reply = Reply("chat.completion", model, choices, len(params))
-    return Work([(ids, each) for each in params], choices, reply, grammar_name(request, structured))
+    return Work([(ids, each) for each in params], choices, reply)
 
 
 def response(model: ServedModel, request: ResponsesRequest) -> Work:
@@ -83,25 +73,15 @@ def response(model: ServedModel, request: ResponsesRequest) -> Work:
     (params,) = as_chat.params(most, None, structured)
     choice = ResponseChoice(ids, expected)
     reply = ResponseReply(model, request, choice)
-    return Work([(ids, params)], [choice], reply, grammar_name(as_chat, structured))
-
-
-def grammar_name(request: ChatRequest, structured: dict[str, Any] | None) -> str | None:
-    if structured is None:
-        return None
-    return "tools" if request.forced else "response_format"
+    return Work([(ids, params)], [choice], reply)
 
 
 def encode(model: ServedModel, prompt: str | list[int], special: bool = True) -> list[int]:
     """The ids of a prompt. One that can never fit is refused here: it would be sent once for each choice."""
     if isinstance(prompt, str):
-        prompt = model.need_text("the prompt is").encode(prompt, model.max_len, special)
+        prompt = model.need_text("prompt").encode(prompt, model.max_len, special)
     if len(prompt) > model.max_len:
-        raise ApiError(
-            400,
-            f"prompt is {len(prompt)} tokens, max_len={model.max_len} must hold it and at least one more;"
-            " shorten it",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        limit = f"max_len={model.max_len} must hold it and at least one more"
+        said = f"prompt is {len(prompt)} tokens, {limit}"
+        raise Refused("too_long", "prompt", len(prompt), said=said, way_out="shorten it")
     return prompt

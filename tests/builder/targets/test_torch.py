@@ -112,7 +112,7 @@ def test_what_no_form_takes_is_refused_with_the_reason(
     model = load(tiny_checkpoint("nemotron_h_dense"))
     with pytest.raises(
         Refused,
-        match=r"trunk, attention.* on cpu \(compiled: L is 24, no multiple of 16.*; use another --page-len$",
+        match=r"trunk, attention.* on cpu \(compiled: L is 24, no multiple of 16.*; use another page_len$",
     ):
         compiled(model, tmp_path, LIMITS.model_copy(update={"page_len": 24, "chunk_len": 8}))
     monkeypatch.setitem(OPS["embed"].__dict__, "forms", (Form("cuda", "cuda", fp32_in_sixteens("")),))

@@ -314,8 +314,11 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
         (["--workload", ""], "--workload is empty; give random, multi-turn or a file"),
         (["--json", ""], "--json is empty; give a file"),
         (["--text", ""], "--text is empty; give a file"),
-        (["--compare", "drafts=foo"], "--compare drafts=foo: drafts is 'foo': it should be"),
-        (["--memory-fraction", "nan", "--compare", "max_rows=2"], "--memory-fraction is nan: it should be"),
+        (["--compare", "drafts=foo"], "--compare drafts=foo: drafts is 'foo'; give 'none'"),
+        (
+            ["--memory-fraction", "nan", "--compare", "max_rows=2"],
+            "--memory-fraction is nan; give a",
+        ),
         (["--workload", "rando"], "cannot read rando: No such file or directory"),
         (["--workload", "multi-turn", "--text", "/absent.txt"], "--text /absent.txt cannot be read"),
         (["--workload", __file__, "--text", __file__], "were both given; drop one"),

@@ -11,7 +11,7 @@ from hemiola.runtime.api import SamplingParams, Strict
 from hemiola.runtime.bench.options import BenchOptions
 from hemiola.runtime.cli.options import options_of, read, spelled, takes
 from hemiola.runtime.config import ServeConfig
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Name, Refused, in_python
 
 
 @pytest.mark.parametrize("model", [ServeConfig, SamplingParams, BenchOptions])
@@ -54,8 +54,11 @@ def test_a_value_is_read_as_its_type_says(
 
 
 def test_a_pair_without_an_equals_sign_is_refused() -> None:
-    with pytest.raises(Refused, match="--logit-bias is '5'; write INT=FLOAT"):
+    with pytest.raises(Refused, match="logit_bias is '5'; write INT=FLOAT"):
         read(SamplingParams, "logit_bias", ["5"])
+
+
+LONG = Refused("out_of_range", "max_len", 9, way_out=("raise num_pages or start with ", Name("max_len", 10)))
 
 
 class Shown(Strict):
@@ -64,7 +67,7 @@ class Shown(Strict):
     text: Path | None = None
 
 
-def command_of(says: str = "") -> Callable[..., dict[str, object]]:
+def command_of(refuses: Refused | None = None) -> Callable[..., dict[str, object]]:
     """A command with options of its own and those of a model, and what it is called with."""
     called: dict[str, object] = {}
 
@@ -76,8 +79,8 @@ def command_of(says: str = "") -> Callable[..., dict[str, object]]:
         **options: Any,
     ) -> None:
         called.update(engine_dir=engine_dir, many=many, name=name, **options)
-        if says:
-            raise Refused(says)
+        if refuses is not None:
+            raise refuses
 
     app = typer.Typer()
     app.command()(command)
@@ -121,24 +124,28 @@ def test_bytes_of_a_text_that_are_no_utf8_are_not_called_surrogates(option: str)
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"),
+    ("refused", "shown"),
     [
-        ("max_len is 9, raise num_pages", "--max-len is 9, raise num_pages"),
-        ("drafts is 'foo': it should be other", "--drafts is 'foo': it should be other"),
-        ("chat: max_len is 9", "chat: --max-len is 9"),
-        ("no memory: max_len is 9; lower it", "no memory: max_len is 9; lower it"),
-        ("the text is long, of drafts", "the text is long, of drafts"),
-        ("--compare max_len=9: max_len is 9", "--compare max_len=9: max_len is 9"),
-        ("models.json: chat: max_len is 9", "models.json: chat: max_len is 9"),
-        ("/tmp/e/manifest.json: limits.max_len is 9", "/tmp/e/manifest.json: limits.max_len is 9"),
-        ("/tmp/max_len is no folder", "/tmp/max_len is no folder"),
-        ("--name is 'max_len'", "--name is 'max_len'"),
+        (LONG, "--max-len is 9; raise num_pages or start with --max-len 10"),
+        (Refused("wrong_type", "drafts[0]", 5), "--drafts[0] is 5"),
+        (Refused("unknown", "drafts.x", said=(Name("drafts.x"), " is unknown")), "--drafts.x is unknown"),
+        (Refused("wrong_type", "num_pages", "x"), "num_pages is 'x'"),
+        (LONG.at("chat"), "chat: --max-len is 9; raise num_pages or start with --max-len 10"),
+        (LONG.at("a.json: chat", in_python), f"a.json: chat: {LONG}"),
+        (LONG.at("--compare max_len=9", in_python), f"--compare max_len=9: {LONG}"),
+        (Refused("exhausted", said="no memory: max_len is 9"), "no memory: max_len is 9"),
+        (
+            Refused("damaged", "limits.max_len", said="a.json: limits.max_len is 9"),
+            "a.json: limits.max_len is 9",
+        ),
+        (Refused("not_found", said="/tmp/max_len is no folder"), "/tmp/max_len is no folder"),
+        (Refused("--name is 'max_len'"), "--name is 'max_len'"),
     ],
 )
-def test_what_a_command_refuses_is_not_named_as_in_python(said: str, shown: str) -> None:
-    with pytest.raises(Refused) as refused:
-        command_of(said)()
-    assert str(refused.value) == shown
+def test_what_a_command_refuses_is_not_named_as_in_python(refused: Refused, shown: str) -> None:
+    with pytest.raises(Refused) as caught:
+        command_of(refused)()
+    assert (str(caught.value), caught.value.code) == (shown, refused.code)
 
 
 @pytest.mark.parametrize(
@@ -149,4 +156,4 @@ def test_json_that_cannot_be_read_says_why_and_is_not_shown_whole(text: str, rea
     with pytest.raises(Refused) as refused:
         read(SamplingParams, "structured_outputs", text)
     said = str(refused.value)
-    assert said.startswith("--structured-outputs is '") and f": {reason}" in said and len(said) < 200
+    assert said.startswith("structured_outputs is '") and f"({reason}" in said and len(said) < 200

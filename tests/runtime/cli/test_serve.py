@@ -196,25 +196,25 @@ def test_a_secret_that_did_not_arrive_does_not_open_the_api_to_all(monkeypatch: 
 @pytest.mark.parametrize(
     ("option", "shown", "limit"),
     [
-        ("--hang-timeout=0", "0.0", "greater than or equal to 1"),
+        ("--hang-timeout=0", "0.0", "at least 1"),
         ("--hang-timeout=nan", "nan", "a finite number"),
-        ("--exit-timeout=-5", "-5", "greater than or equal to 0"),
-        ("--exit-timeout=9999999999", "9999999999", "less than or equal to 2147483647"),
-        ("--start-timeout=-5", "-5.0", "greater than 0"),
-        ("--restart=-1", "-1", "greater than or equal to 0"),
-        ("--openai-max-body=-1", "-1", "greater than or equal to 1"),
-        ("--openai-max-requests=0", "0", "greater than or equal to 1"),
-        ("--http-port=99999", "99999", "less than or equal to 65535"),
-        ("--metrics-port=-1", "-1", "greater than or equal to 0"),
-        ("--openai-port=65536", "65536", "less than or equal to 65535"),
-        ("--grpc-port=80x", "'80x'", "a valid integer"),
+        ("--exit-timeout=-5", "-5", "at least 0"),
+        ("--exit-timeout=9999999999", "9999999999", "at most 2147483647"),
+        ("--start-timeout=-5", "-5.0", "more than 0"),
+        ("--restart=-1", "-1", "at least 0"),
+        ("--openai-max-body=-1", "-1", "at least 1"),
+        ("--openai-max-requests=0", "0", "at least 1"),
+        ("--http-port=99999", "99999", "at most 65535"),
+        ("--metrics-port=-1", "-1", "at least 0"),
+        ("--openai-port=65536", "65536", "at most 65535"),
+        ("--grpc-port=80x", "'80x'", "a whole number"),
     ],
 )
 def test_a_number_that_cannot_be_is_refused_with_its_limit(
     refused: Callable[..., str], option: str, shown: str, limit: str
 ) -> None:
     said = refused(option)
-    assert said.startswith(f"{option.partition('=')[0]} is {shown}: it should be {limit}"), said
+    assert said.startswith(f"{option.partition('=')[0]} is {shown}; give {limit}"), said
 
 
 @pytest.mark.parametrize("host", ["300.1.1.1", "203.0.113.7", "a..b", "é..x", "127.0.0.1:80"])
@@ -266,8 +266,8 @@ def test_a_models_file_that_is_not_there_is_not_called_broken(
         ),
         ({"num_restarts": 8}, "unknown setting 'num_restarts'"),
         ({"heartbeat_file": "/tmp/x"}, "unknown setting 'heartbeat_file'"),
-        ({"max_queue": -1}, "max_queue is -1: it should be greater than or equal to 0"),
-        ({"engine_dir": 5}, "engine_dir is 5: it should be a valid string"),
+        ({"max_queue": -1}, "max_queue is -1; give at least 0"),
+        ({"engine_dir": 5}, "engine_dir is 5; give a text"),
         ({"max_rows": 9999}, "max_rows is 9999, the engine was built for"),
         ({"device": 3}, "device is 3, but "),
     ],
@@ -293,11 +293,11 @@ def test_a_models_file_without_models_starts_no_server(refused: Callable[..., st
     [
         ("--max-rows=9999", "--max-rows is 9999, the engine was built for"),
         ("--max-len=99999999", "--max-len is 99999999, the engine was built for"),
-        ("--max-rows=0", "--max-rows is 0: it should be greater than or equal to 1"),
-        ("--max-rows=many", "--max-rows is 'many': "),
+        ("--max-rows=0", "--max-rows is 0; give at least 1"),
+        ("--max-rows=many", "--max-rows is 'many'; "),
         ("--cuda-graphs=true", "--cuda-graphs is on, but the engine was built for cpu"),
-        ("--memory-fraction=nan", "--memory-fraction is nan: "),
-        ("--device=-1", "--device is -1: "),
+        ("--memory-fraction=nan", "--memory-fraction is nan; "),
+        ("--device=-1", "--device is -1; "),
         ("--device=3", "--device is 3, but "),
     ],
 )

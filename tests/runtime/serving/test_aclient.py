@@ -12,8 +12,10 @@ from hemiola.runtime.serving import aclient
 from hemiola.runtime.serving import client as clients
 from hemiola.runtime.serving.aclient import AsyncClient
 from hemiola.runtime.serving.client import Client
+from hemiola.runtime.serving.error_text import kind_of, text_of
 
-BUSY = "[OVERLOADED] 5 answers are under way; try again in 1 s"
+FULL = Busy("5 answers are under way", retry_after_s=0.01)
+BUSY = f"[{kind_of(FULL)}] {text_of(FULL, as_data=True)}"
 CHAT = [{"role": "user", "content": "é"}]
 WHOLE = {"input_ids": [9, 9], "text_output": "é", "output_ids": [5]}
 
@@ -51,7 +53,6 @@ def of_both(client: Client, url: str, method: str, *given: object) -> list[Any]:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (clients, aclient):
         monkeypatch.setattr(module, "RETRY_S", 0.01)
-    monkeypatch.setattr(Busy, "retry_after_s", 0.01)
 
 
 def test_generate_stream_and_chat(url: str, triton: Triton) -> None:

@@ -63,6 +63,7 @@ def test_what_was_set_travels_exactly_and_nothing_else(client: Client, triton: T
         "stream": True,
         "return_input_ids": False,
         "return_metrics": True,
+        "error_data": True,
         "max_tokens": 5,
         "temperature": 0.1,
         "ignore_eos": True,

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from hemiola.runtime.serving.heartbeat import Beat
 from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.launcher import Server
 from hemiola.runtime.serving.listener import refuse_connections
-from hemiola.runtime.serving.tritonserver import ANY_PORTS, Ports, Triton, choose_ports
+from hemiola.runtime.serving.tritonserver import ANY_PORTS, Ports, Triton, bind, choose_ports
 
 A, B = Path("a"), Path("b")
 
@@ -84,18 +84,35 @@ def test_a_free_port_that_somebody_else_takes_first_is_no_refusal(
 ) -> None:
     """Tritonserver takes its ports when its engines are loaded; one that was asked for is no other."""
     tried: list[Ports] = []
+    others = ExitStack()
 
     def start(server: Server, display: Display) -> None:
         tried.append(server.ports)
         if len(tried) < 3:
-            raise Refused("failed to start GRPC service: Unavailable - Socket '127.0.0.1:1' already in use")
+            others.enter_context(bind(server.host, server.ports.grpc, "grpc", listens=True))
+            raise Refused("failed", said="tritonserver did not start: Socket '127.0.0.1:1'")
 
     monkeypatch.setattr(Server, "start", start)
     server = Server({}, ports=wanted)
     server.ports = choose_ports(server.host, ANY_PORTS)
-    with pytest.raises(Refused, match="already in use") if all(wanted) else nullcontext(), server:
+    with others, pytest.raises(Refused, match="did not start") if all(wanted) else nullcontext(), server:
         pass
     assert len(set(tried)) == (1 if all(wanted) else 3)
+
+
+def test_a_server_that_cannot_start_on_free_ports_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Ports] = []
+
+    def start(server: Server) -> None:
+        tried.append(server.ports)
+        raise Refused("failed", said="the port of another program is already in use")
+
+    monkeypatch.setattr(Server, "start", start)
+    server = Server({})
+    server.ports = choose_ports(server.host, ANY_PORTS)
+    with pytest.raises(Refused, match="of another program"), server:
+        pass
+    assert len(tried) == 1
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def tool(**changes: object) -> dict:
 # name: (route, what the body has beside the model, param, a part of the message)
 # More numbers: tests/model_repo/test_numbers.py.
 BAD = {
-    "no_model": (TEXT, {"model": None} | P, "model", "model is None: it should be a valid string"),
+    "no_model": (TEXT, {"model": None} | P, "model", "model is None; give a text"),
     "no_prompt": (TEXT, {}, "prompt", "prompt is missing"),
     "empty_prompt": (TEXT, {"prompt": ""}, "prompt", "a prompt is empty"),
     "empty_ids": (TEXT, {"prompt": []}, "prompt", "a prompt is empty"),
@@ -37,11 +37,11 @@ BAD = {
     "float_ids": (TEXT, {"prompt": [1.5]}, "prompt", "give a text, a list of token ids"),
     "boolean_ids": (TEXT, {"prompt": [True]}, "prompt", "give a text, a list of token ids"),
     "huge_id": (TEXT, {"prompt": [5, 2**70]}, "prompt", f"token id {2**70} at position 1"),
-    "text_without_tokenizer": (TEXT, {"model": "ids"} | P, None, "model ids has no tokenizer"),
+    "text_without_tokenizer": (TEXT, {"model": "ids"} | P, "prompt", "model ids has no tokenizer"),
     "unknown_option": (TEXT, P | {"max_tokns": 5}, "max_tokns", "unknown option 'max_tokns'"),
-    "max_tokens_of_70_bits": (TEXT, P | {"max_tokens": 2**70}, "max_tokens", "or equal to 2147483647"),
+    "max_tokens_of_70_bits": (TEXT, P | {"max_tokens": 2**70}, "max_tokens", "give at most 2147483647"),
     "temperature_text": (TEXT, P | {"temperature": "hot"}, "temperature", "temperature is 'hot'"),
-    "seed_of_65_bits": (TEXT, P | {"seed": 2**64}, "seed", f"seed is {2**64}: it should be less than"),
+    "seed_of_65_bits": (TEXT, P | {"seed": 2**64}, "seed", f"seed is {2**64}; give less than"),
     "n_0": (TEXT, P | {"n": 0}, "n", "n is 0"),
     "n_129": (TEXT, P | {"n": 129}, "n", "n is 129"),
     "best_of": (TEXT, P | {"best_of": 3}, "best_of", "give n instead"),
@@ -50,10 +50,10 @@ BAD = {
     "logprobs_21": (TEXT, P | {"logprobs": 21}, "logprobs", "logprobs is 21"),
     "logprobs_true": (TEXT, P | {"logprobs": True}, "logprobs", "logprobs is True"),
     "empty_stop": (TEXT, P | {"stop": ""}, "stop", "an empty stop string"),
-    "stop_number": (TEXT, P | {"stop": [5]}, "stop", "stop is 5"),
+    "stop_number": (TEXT, P | {"stop": [5]}, "stop[0]", "stop[0] is 5; give a text"),
     "1000_stops": (TEXT, P | {"stop": ["x"] * 1000}, "stop", "stop has 1000 texts, the limit is 64"),
     "bias_key": (TEXT, P | {"logit_bias": {"x": 1}}, "logit_bias", "a key that is no token id"),
-    "bias_value": (TEXT, P | {"logit_bias": {"5": "x"}}, "logit_bias", "logit_bias is 'x'"),
+    "bias_value": (TEXT, P | {"logit_bias": {"5": "x"}}, "logit_bias[5]", "logit_bias[5] is 'x'"),
     "bias_of_one_id_twice": (
         TEXT, P | {"logit_bias": {"01": 5, "1": -5}}, "logit_bias", "two keys for one token id",
     ),
@@ -68,13 +68,13 @@ BAD = {
     ),
     "chat_in_completions": (TEXT, M, "prompt", "prompt is missing"),
     "no_messages": (CHAT, {}, "messages", "messages is missing"),
-    "empty_messages": (CHAT, {"messages": []}, "messages", "messages is []: nothing is asked"),
+    "empty_messages": (CHAT, {"messages": []}, "messages", "messages is []; give at least one message"),
     "messages_text": (CHAT, {"messages": "hi"}, "messages", "messages is 'hi'"),
     "role": (CHAT, says(role="robot"), "messages[0].role", "messages[0].role is 'robot'"),
     "content_number": (CHAT, says(content=5), "messages[0].content", "messages[0].content"),
     "image": (
         CHAT, says(content=[{"type": "image_url", "image_url": {"url": "x"}}]),
-        "messages[0].content[0].type", "it should be 'text'",
+        "messages[0].content[0].type", "give 'text'",
     ),
     "message_key": (CHAT, says(colour="red"), "messages[0].colour", "unknown option"),
     "call_without_function": (
@@ -83,21 +83,21 @@ BAD = {
     ),
     "call_arguments": (
         CHAT, says(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
-        "messages[0].tool_calls[0]", "arguments is not a JSON object",
+        "messages[0].tool_calls[0].function.arguments", "arguments is not a JSON object",
     ),
     "call_arguments_twice": (
         CHAT,
         says(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]),
-        "messages[0].tool_calls[0]", "the key 'a' stands twice in one object; give it once",
+        "messages[0].tool_calls[0].function.arguments", "the key 'a' stands twice in one object",
     ),
     "call_that_no_template_shows": (
         CHAT,
         {"model": "bare"}
         | says(role="assistant", content=None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]),
-        "messages", "messages[0].tool_calls changes nothing",
+        "messages[0].tool_calls", "messages[0].tool_calls changes nothing",
     ),
     "tool_type": (CHAT, M | {"tools": [{"type": "web"}]}, "tools[0].type", "tools[0].type is 'web'"),
-    "tool_name": (CHAT, tool(name="a b"), "tools[0].function.name", "is 'a b': it should match"),
+    "tool_name": (CHAT, tool(name="a b"), "tools[0].function.name", "is 'a b'; give a text that ^[A-"),
     "tool_parameters": (CHAT, tool(parameters=[]), "tools[0].function.parameters", "an object"),
     "two_of_a_name": (CHAT, M | {"tools": [TOOL, TOOL]}, "tools", "two tools have one name"),
     "choice_without_tools": (CHAT, M | {"tool_choice": "required"}, "tool_choice", "without tools"),
@@ -111,10 +111,10 @@ BAD = {
     "two_limits": (CHAT, M | {"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens", "mean the same"),
     "format": (CHAT, M | {"response_format": {"type": "xml"}}, "response_format.type", "is 'xml'"),
     "format_without_schema": (
-        CHAT, M | {"response_format": {"type": "json_schema"}}, "response_format",
+        CHAT, M | {"response_format": {"type": "json_schema"}}, "response_format.json_schema",
         "json_schema goes with the type json_schema",
     ),
-    "audio": (CHAT, M | {"modalities": ["audio"]}, "modalities[0]", "it should be 'text'"),
+    "audio": (CHAT, M | {"modalities": ["audio"]}, "modalities[0]", "give 'text'"),
     "template_kwargs": (
         CHAT, M | {"chat_template_kwargs": {"chat_template": "{{ x }}"}}, "chat_template_kwargs",
         "take it out",
@@ -141,7 +141,7 @@ BAD = {
     ),
     "template_self": (CHAT, M | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "take it out"),
     "store": (CHAT, M | {"store": True}, "store", "store is True"),
-    "chat_without_tokenizer": (CHAT, {"model": "ids"} | M, None, "messages are text, model ids has no"),
+    "chat_without_tokenizer": (CHAT, {"model": "ids"} | M, "messages", "is text, but model ids has no"),
 }  # fmt: skip
 # name: (body, a part of the message)
 RAW = {

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from hemiola.runtime.api import Logprob, Piece
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Busy, Cancelled, Failed, Refused
 from hemiola.runtime.serving import slow_reader
 from hemiola.runtime.serving.openai import app
 from hemiola.runtime.serving.openai.app import FrontLimits
@@ -289,52 +289,52 @@ def test_events_are_ascii_and_end_with_done(start: Callable[..., Front], triton:
 
 
 @pytest.mark.parametrize(
-    ("message", "status", "code"),
+    ("error", "status", "code", "param"),
     [
-        ("[INVALID_ARG] prompt is 600 tokens, max_len=512; shorten it", 400, "context_length_exceeded"),
         (
-            "[INVALID_ARG] prompt is 99 characters, and max_len=4 tokens have at most 23 each; shorten it",
+            Refused("too_long", "prompt", said="prompt is 600 tokens"),
             400,
             "context_length_exceeded",
+            "prompt",
         ),
-        ("[INVALID_ARG] seed is bad", 400, "invalid_value"),
-        ("[UNAVAILABLE] the engine failed", 503, None),
-        ("[INTERNAL] boom", 500, "internal_error"),
-        ("[OVERLOADED] 8 run and 256 wait; try again in 7 s", 429, "overloaded"),
-        ("Request for unknown model: 'tiny' has no available versions", 503, "model_not_ready"),
-        ("[CANCELLED] the request was cancelled", 503, "cancelled"),
+        (Refused("too_long", "stop", 9), 400, "invalid_value", "stop"),
+        (Refused("out_of_range", "seed", 5), 400, "invalid_value", "seed"),
+        (Refused("unknown", "seeed", said="unknown"), 400, "unknown_parameter", "seeed"),
+        (Refused("closed", said="the engine is closed"), 400, None, None),
+        (Failed("the engine failed"), 503, "engine_failed", None),
+        (RuntimeError("[INTERNAL] boom"), 500, "internal_error", None),
+        (Busy("8 run and 256 wait; try again in 7 s", retry_after_s=7), 429, "overloaded", None),
+        (RuntimeError("unknown model: 'tiny' has no available versions"), 503, "server_lost", None),
+        (Cancelled("the request was cancelled"), 503, "cancelled", None),
     ],
 )
 def test_what_the_model_refuses_has_its_status(
-    client: OpenAI, triton: ScriptedTriton, message: str, status: int, code: str | None
+    client: OpenAI, triton: ScriptedTriton, error: Exception, status: int, code: str | None, param: str | None
 ) -> None:
-    triton.script = [RuntimeError(message)]
+    triton.script = [error]
     for stream in (False, True):
         with pytest.raises(APIStatusError) as caught:
             client.completions.create(model="tiny", prompt="x", stream=stream)
-        assert caught.value.status_code == status
-        assert code in (None, caught.value.code)
-        assert code == "model_not_ready" or message.split("] ")[1] in caught.value.message
-        after = caught.value.response.headers.get("Retry-After")
-        assert after == {429: "7", 503: "1"}.get(status)
+        found = caught.value
+        assert (found.status_code, found.code, found.param) == (status, code, param)
+        assert str(error) in found.message
+        assert found.response.headers.get("Retry-After") == {429: "7", 503: "1"}.get(status)
     triton.script = script("fine")
     assert client.completions.create(model="tiny", prompt="x").choices[0].text == "fine"
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("num_prompts", "status"), [(5, 429), (6, 400)])
-@pytest.mark.parametrize(("begun", "rows", "queue"), [(False, "2 rows", 3), (True, "1 row", 4)])
+@pytest.mark.parametrize(("begun", "rows", "queue"), [(False, 2, 3), (True, 1, 4)])
 def test_a_batch_that_never_has_room_is_told_to_come_back(
-    client: OpenAI, triton: ScriptedTriton, stream: bool, begun: bool, rows: str, queue: int,
+    client: OpenAI, triton: ScriptedTriton, stream: bool, begun: bool, rows: int, queue: int,
     num_prompts: int, status: int,
 ) -> None:  # fmt: skip
-    room = f"5 answers are under way in {rows}, and no more than max_queue={queue} may wait"
-    busy = f"[OVERLOADED] {room}; try again in 2 s"
-    triton.script = [Piece("a", [7])] * begun + [RuntimeError(busy)]
+    busy = Busy("full; try again in 2 s", retry_after_s=2, max_rows=rows, max_queue=queue)
+    triton.script = [Piece("a", [7])] * begun + [busy]
+    room = f"{rows} row{'s' * (rows > 1)}, max_queue={queue}"
     said = (
-        rf"prompts x n is 6, the engine takes 5 at once \({rows}, max_queue={queue}\)"
-        if status == 400
-        else "try again in 2 s"
+        rf"prompts x n is 6, the engine takes 5 at once \({room}\)" if status == 400 else "try again in 2 s"
     )
     with pytest.raises(APIError, match=said) as caught:
         list(client.completions.create(model="tiny", prompt=["x"] * num_prompts, stream=stream))
@@ -353,7 +353,8 @@ def test_a_batch_that_never_has_room_is_told_to_come_back(
 def test_a_grammar_is_refused_by_a_name_that_nobody_gave(
     client: OpenAI, triton: ScriptedTriton, asked: dict, param: str, stream: bool
 ) -> None:
-    triton.script = [RuntimeError("[INVALID_ARG] structured_outputs: no format 'x'; correct it")]
+    refused = Refused("malformed", said="no format 'x'", way_out="correct it")
+    triton.script = [refused.under("structured_outputs")]
     with pytest.raises(APIStatusError, match=f"{param}: no format 'x'; correct it") as caught:
         client.chat.completions.create(model="bare", messages=USER, stream=stream, **asked)
     assert (caught.value.status_code, caught.value.param) == (400, param)

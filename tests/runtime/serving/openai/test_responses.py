@@ -10,6 +10,7 @@ from kit.scripted_triton import ScriptedTriton, script
 from openai import BadRequestError, OpenAI
 
 from hemiola import __version__
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import PASSED
@@ -152,6 +153,67 @@ def test_a_chats_option_is_refused_by_name(
     assert caught.value.param == next(iter(given)) and not triton.requests
 
 
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+ASKED = {"role": "user", "content": "hi"}
+SCHEMA = {"type": "json_schema", "name": "x", "schema": {}}
+# name: (what the body has beside the model, param, a part of the message)
+OWN_NAMES = {
+    "limit": ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0; give at least 1"),
+    "min": ({"max_output_tokens": 5, "min_tokens": 9}, "min_tokens", "min_tokens is 9, max_output_tokens is"),
+    "item_key": ({"input": [ASKED | {"x": 1}]}, "input[0].x", "unknown option 'input[0].x'"),
+    "item_type": ({"input": [{"type": "audio"}]}, "input[0]", "is {'type': 'audio'}; give 'message', "),
+    "no_item_type": ({"input": [{"x": 1}]}, "input[0].type", "input[0].type is missing"),
+    "part": ({"input": [ASKED | {"content": [5]}]}, "input[0].content[0]", "is 5; give an object"),
+    "no_role": ({"input": [{"type": "message", "content": "x"}]}, "input[0].role", "is missing"),
+    "call": ({"input": [ASKED, CALL | {"arguments": "{"}]}, "input[1].arguments", "is not a JSON object"),
+    "second_call": ({"input": [CALL, CALL | {"arguments": "[]"}]}, "input[1].arguments", "is not a JSON"),
+    "hidden_call": ({"model": "bare", "input": [ASKED, CALL]}, "input[1]", "input[1] changes nothing"),
+    "schema_name": ({"text": {"format": SCHEMA | {"name": "a b"}}}, "text.format.name", "is 'a b'; give"),
+    "schema": ({"text": {"format": SCHEMA | {"schema": 5}}}, "text.format.schema", "is 5; give an object"),
+    "tool_name": ({"tools": [TOOL | {"name": "a b"}]}, "tools[0].name", "is 'a b'; give a text"),
+    "two_tools": ({"tools": [TOOL, TOOL]}, "tools", "two tools have one name"),
+    "choice": ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "tool_choice names 'f'"),
+    "effort": ({"reasoning": {"effort": "most"}}, "reasoning.effort", "is 'most'; give 'none'"),
+    "two_grammars": (
+        {"text": {"format": SCHEMA}, "structured_outputs": {"regex": "a"}}, "structured_outputs",
+        "structured_outputs beside text.format or a forced tool_choice",
+    ),
+    "no_text": ({"model": "ids"}, "input", "input is text, but model ids has no tokenizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OWN_NAMES)
+def test_errors_name_a_chats_fields(start: Callable[..., Front], triton: ScriptedTriton, case: str) -> None:
+    given, param, message = OWN_NAMES[case]
+    body = {"model": "tiny", "input": "hi"} | given
+    answer = requests.post(f"{start().url}/responses", json=body, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert message in error["message"] and "messages" not in error["message"]
+    assert not triton.requests
+
+
+GRAMMAR = Refused("malformed", "structured_outputs", 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "param"),
+    [
+        ({}, Refused("too_long", "prompt", 600), "input"),
+        ({"text": {"format": SCHEMA}}, GRAMMAR, "text.format"),
+        ({"tools": [TOOL], "tool_choice": "required"}, GRAMMAR, "tools"),
+        ({"structured_outputs": {"regex": "a"}}, GRAMMAR, "structured_outputs"),
+    ],
+)
+def test_what_the_engine_refuses_has_a_chats_name(
+    start: Callable[..., Front], triton: ScriptedTriton, given: dict, error: Refused, param: str
+) -> None:
+    triton.script = [error]
+    body = {"model": "bare", "input": "hi", "stream": True} | given
+    found = requests.post(f"{start().url}/responses", json=body, timeout=60).json()["error"]
+    assert (found["param"], found["message"]) == (param, f"{param} is {error.value}")
+
+
 def test_every_option_of_the_official_client_is_served_or_refused_by_name(
     client: OpenAI, triton: ScriptedTriton
 ) -> None:
@@ -201,7 +263,7 @@ def test_tokens_of_a_text_and_of_a_conversation_and_back(
     back = requests.post(f"{url}/detokenize", json={"model": "tiny", "tokens": chat["tokens"]}).json()
     assert back == {"prompt": text.tokenizer.decode(chat["tokens"], skip_special_tokens=False)}
     bad = requests.post(f"{url}/detokenize", json={"model": "tiny", "tokens": [2**40]})
-    assert bad.status_code == 400 and bad.json()["error"]["param"] == "tokens"
+    assert bad.status_code == 400 and bad.json()["error"]["param"] == "tokens[0]"
     both = requests.post(f"{url}/tokenize", json={"model": "tiny", "prompt": "a", "messages": messages})
     assert both.status_code == 400
     none = requests.post(f"{url}/tokenize", json={"model": "tiny", "messages": []})
