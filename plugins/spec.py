@@ -260,7 +260,9 @@ def one_dtype(wide: Sequence[str] = (), narrow: Sequence[str] = ()) -> Callable[
     return refuses
 
 
-def fp32_in_sixteens(letters: str, narrow: Sequence[str] = ()) -> Callable[[Call], str]:
+def fp32_in_sixteens(
+    letters: str, narrow: Sequence[str] = (), options: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Call], str]:
     """Refuses what 16-lane kernels of fp32 do not take: other dtypes, and other sizes of `letters`.
 
     The arguments `narrow` may be e4m3, all of them.
@@ -275,7 +277,8 @@ def fp32_in_sixteens(letters: str, narrow: Sequence[str] = ()) -> Callable[[Call
                 return f"{name} is {dtype}, not torch.float32"
         for letter in letters:
             if call.sizes[letter] % 16:
-                return f"{letter} is {call.sizes[letter]}, no multiple of 16"
+                reason = f"{letter} is {call.sizes[letter]}, no multiple of 16"
+                return Reason(reason, options[letter]) if letter in options else reason
         return ""
 
     return refuses

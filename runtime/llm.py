@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hemiola.plugins import OPS
 from hemiola.plugins.step import import_forms
 from hemiola.runtime import manifest as manifests
 from hemiola.runtime.abi import widths
@@ -157,7 +158,7 @@ def compile_ahead(manifest: manifests.Manifest, report: Report) -> None:
     from hemiola.runtime.step import recorded  # noqa: F401
 
     import_forms("compiled")
-    for op in {node.op for segment in manifest.segments for node in segment.nodes}:
+    for op in OPS.keys() & {node.op for segment in manifest.segments for node in segment.nodes}:
         if find_spec(f"hemiola.plugins.{op}.compiled"):
             import_module(f"hemiola.plugins.{op}.compiled")
     jit.prepare(partial(report, "compiling kernels"))

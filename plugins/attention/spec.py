@@ -55,7 +55,7 @@ ATTENTION = Op(
         Form(
             "compiled",
             "cpu",
-            first_reason(_refuses_scales, fp32_in_sixteens("DL", narrow=NARROW)),
+            first_reason(_refuses_scales, fp32_in_sixteens("DL", NARROW, {"L": "page_len"})),
         ),
         Form("cuda", "cuda", first_reason(_refuses_on_cuda, _refuses_scales, one_dtype(narrow=NARROW))),
     ),

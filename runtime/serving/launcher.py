@@ -51,7 +51,8 @@ READ_S = 10.0  # for the rest of what it said to be read
 
 
 class NeverOpened(Refused):
-    """A tritonserver that has loaded its engines and then does nothing: another may well start."""
+    """A tritonserver that has loaded its engines and then does nothing, or that aborted in boost's locks (seen
+    once in some hundred starts): another may well start."""
 
 
 class Server:
@@ -230,7 +231,8 @@ class Server:
             if status is not None:
                 self.kill()  # whoever else holds its log open
                 ended = "" if status == 1 else f" (it ended with {status})"  # 1: it says why
-                raise Refused("failed", said=f"tritonserver did not start{ended}: {self._log.reason(READ_S)}")
+                kind = NeverOpened if status == -signal.SIGABRT else Refused
+                raise kind("failed", said=f"tritonserver did not start{ended}: {self._log.reason(READ_S)}")
             now = time.monotonic()
             if now > deadline:
                 said = (

@@ -467,7 +467,7 @@ OPTIONS = {
     "no arch": ("--arch ,", "a name is empty; give cpu, or kinds of GPUs such as sm_89,sm_120"),
     "half an arch": ("--arch sm_90,", "--arch is 'sm_90,', where a name is empty"),
     "unknown option": ("--beam 4", "--beam", "--help"),
-    "not a number": ("--max-len long", "--max-len is 'long'", "integer"),
+    "not a number": ("--max-len long", "--max-len is 'long'", "whole number"),
 }
 
 

@@ -205,7 +205,7 @@ def test_bad_input_is_one_line_and_status_2(engine_dir: Path, tmp_path: Path, he
         ((generate, *engine, "--prompt", "x", "--max-rows", "2"), "No such option: --max-rows"),
         (
             (generate, *engine, "--prompt", "x", "--min-tokens", "999"),
-            "--min-tokens is 999: max_tokens is 128; raise it or lower min_tokens",
+            "--min-tokens is 999, --max-tokens is 128; raise it or lower --min-tokens",
         ),
         ((generate, *engine, "--prompt", "x", "--logit-bias", "5"), "--logit-bias is '5'; write INT=FLOAT"),
         ((generate, *engine, "--prompt", "x", "--logit-bias", "5=inf"), "--logit-bias[5] is inf; "),

@@ -145,7 +145,7 @@ def test_the_collector_may_close_an_engine_before_a_capture(log: list[str]) -> N
     ("error", "message"),
     [
         (torch.OutOfMemoryError("no"), "no memory for a step of b: .* leave 5 of 80 bytes; lower max_rows"),
-        (RuntimeError("it waits\nand more"), r"b cannot be captured .*\(it waits\); .*--cuda-graphs false"),
+        (RuntimeError("it waits\nand more"), r"b cannot be captured .*\(it waits\); .*cuda_graphs=False"),
     ],
     ids=["memory", "a wait"],
 )

@@ -121,7 +121,7 @@ def test_greedy_tokens_are_the_best_of_those_that_fit(
     engine_dir = tiny_engine("qwen3_5")
     out = alone("qwen3_5")[list(PARAMS).index("endless")]
     with LLM(engine_dir, max_rows=1) as llm:
-        texts = [llm._tokenizer("", "").decode([i]) for i in range(llm.manifest.vocab_size)]
+        texts = [llm._tokenizer("", "", "").decode([i]) for i in range(llm.manifest.vocab_size)]
         eos_ids = llm.manifest.eos_ids
     ids = [*out.prompt_token_ids, *out.token_ids]
     logits = plain_runs(engine_dir).logits(ids[:-1])

@@ -1,5 +1,6 @@
 """What a server decides before and after tritonserver; tests/model_repo has the real one."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def test_a_free_port_that_somebody_else_takes_first_is_no_refusal(
 def test_a_server_that_cannot_start_on_free_ports_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Ports] = []
 
-    def start(server: Server) -> None:
+    def start(server: Server, display: Display) -> None:
         tried.append(server.ports)
         raise Refused("failed", said="the port of another program is already in use")
 
@@ -262,6 +263,28 @@ def test_a_server_that_loads_and_never_opens_is_waited_for_until_the_start_timeo
     assert len(starts) == min(num_stuck + 1, launcher.TRIES)
     assert len(said) == min(num_stuck, launcher.TRIES - 1)
     server.kill()
+
+
+def test_a_tritonserver_that_aborts_while_it_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, family: subprocess.Popen[str]
+) -> None:
+    """Seen once: boost::interprocess::lock_exception, and the whole server was refused."""
+    server, said = serving(family, "m"), []
+    statuses = iter([-signal.SIGABRT, 1])
+    monkeypatch.setattr(server.printer, "say", said.append)
+    monkeypatch.setattr(server, "kill", lambda: None)
+
+    def start(display: Display) -> None:
+        status = next(statuses)
+        server._process = SimpleNamespace(poll=lambda: status)
+        server._home, server._guard = Home(), SimpleNamespace(reason="")
+        server._log = SimpleNamespace(reason=lambda *_: "boost::interprocess::lock_exception")
+        server._await_ready(display)
+
+    monkeypatch.setattr(server, "start", start)
+    with pytest.raises(Refused, match=r"^tritonserver did not start: boost"):
+        server._start_first()
+    assert len(said) == 1 and "it ended with -6" in said[0], "the first start was said and repeated"
 
 
 class FakeDoor:
