@@ -51,8 +51,8 @@ READ_S = 10.0  # for the rest of what it said to be read
 
 
 class NeverOpened(Refused):
-    """A tritonserver that has loaded its engines and then does nothing, or that aborted in boost's locks (seen
-    once in some hundred starts): another may well start."""
+    """A tritonserver that has loaded its engines and then does nothing, or aborts (in boost's locks, once in
+    some hundred starts): another may well start."""
 
 
 class Server:

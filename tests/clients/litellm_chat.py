@@ -16,4 +16,6 @@ answer = litellm.completion(**common)
 assert answer.choices[0].message.content and answer.usage.completion_tokens
 pieces = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(stream=True, **common)]
 assert "".join(pieces)
+second = {"messages": [*common["messages"], answer.choices[0].message.model_dump(), common["messages"][0]]}
+assert litellm.completion(**common | second).choices[0].message.content, "what it got is sent back"
 print(repr(answer.choices[0].message.content[:50]))

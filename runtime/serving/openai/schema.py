@@ -188,6 +188,7 @@ class Message(Body):
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None  # litellm's
 
 
 class Function(Body):
