@@ -174,11 +174,11 @@ def test_a_body_ends_tritonserver_and_every_stream(
     asked = {"model": "hemiola", "prompt": "def ", "temperature": 0, "max_tokens": 300}
     asked["extra_body"] = {"ignore_eos": True, "num_drafts": 0}
     stream = client.completions.create(**asked, stream=True)
-    next(stream)
+    first = next(stream)  # on a busy machine it may bring all there is
     data = iter(body) if isinstance(body, list) else body
     answer = requests.post(url, data=data, headers=FORM, timeout=60)
     assert answer.status_code == status or (door != "generate" and 400 <= answer.status_code < 500), answer
-    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    assert [chunk.choices[0].finish_reason for chunk in (first, *stream)][-1] == "length"
     assert served.pid("bin/tritonserver") == tritonserver and "lost" not in served.said
 
 
