@@ -1,7 +1,6 @@
-"""Between host and device: numbers go over without a wait, and time is measured where the work is done."""
+"""Between host and device: numbers go over without a wait."""
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -88,24 +87,3 @@ def fence(device: torch.device) -> Callable[[], None]:
     event = torch.cuda.Event()
     event.record()
     return event.synchronize
-
-
-class Watch:
-    """Seconds of the device between marks; on a GPU to be read behind a `fence`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._marks: list[Any] = []  # times, or CUDA's events
-
-    def mark(self) -> None:
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def seconds(self, mark: int) -> float:
-        """From this mark to the next."""
-        start, end = self._marks[mark : mark + 2]
-        return end - start if not self._on_gpu else start.elapsed_time(end) / 1000

@@ -32,10 +32,10 @@ from hemiola.runtime.step.bucket import (
     shapes_of,
 )
 from hemiola.runtime.step.choice import Argmax, ByRules, Masks
-from hemiola.runtime.step.eager import parts_of
+from hemiola.runtime.step.eager import program_of
 from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.output import StepOutput
-from hemiola.runtime.step.program import MARKS, Feed, Program, StepState
+from hemiola.runtime.step.program import MARKS, Feed
 from hemiola.runtime.step.table import PageTable
 
 log = logging.getLogger("hemiola")
@@ -63,8 +63,7 @@ class Captured:
         ring: torch.Tensor,
     ) -> None:
         self._ops, self._config, self._ledger, self._table = ops, config, ledger, table
-        state = StepState(table.on_device, ledger.lengths, ledger.ids, ring)
-        self.program = Program(ops, config, parts_of(config, ledger.device, trunk, head), state)
+        self.program = program_of(ops, config, ledger, table, trunk, head, ring)
         self.rules = RuleTable(config.num_slots, ledger.device)
         self.buckets = buckets_of(config)
         self._find = Buckets(config)

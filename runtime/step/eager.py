@@ -37,12 +37,7 @@ class EagerSteps:
     ) -> None:
         self._ops, self._config, self._ledger, self._table = ops, config, ledger, table
         self._has_head = config.drafts == "mtp"
-        self.program = Program(
-            ops,
-            config,
-            parts_of(config, ledger.device, trunk, head),
-            StepState(table.on_device, ledger.lengths, ledger.ids, ring),
-        )
+        self.program = program_of(ops, config, ledger, table, trunk, head, ring)
 
     def launch(self, plan: Plan) -> StepOutput:
         """Start a step; its output can be read when a fence behind it has been passed."""
@@ -112,12 +107,22 @@ class EagerSteps:
         return Masks(*upload(self._ledger.device, np.array(lines), np.stack(bits).view(np.int32)))
 
 
-def parts_of(config: Resolved, device: torch.device, trunk: Trunk, head: Drafter | None) -> ProgramParts:
-    """A session's programs as parts of a step."""
-    places = torch.arange(config.max_rows, dtype=torch.int32, device=device)
+def program_of(
+    ops: SimpleNamespace,
+    config: Resolved,
+    ledger: Ledger,
+    table: PageTable,
+    trunk: Trunk,
+    head: Drafter | None,
+    ring: torch.Tensor,
+) -> Program:
+    """A step of tensors, with a session's programs as its parts."""
+    places = torch.arange(config.max_rows, dtype=torch.int32, device=ledger.device)
 
     def draft(pairs: Pairs) -> Computed:
         assert head is not None
         return head.draft(**pairs._asdict())
 
-    return ProgramParts(lambda batch: trunk.run(batch), draft, lambda num: places[:num])
+    parts = ProgramParts(lambda batch: trunk.run(batch), draft, lambda num: places[:num])
+    state = StepState(table.on_device, ledger.lengths, ledger.ids, ring)
+    return Program(ops, config, parts, state)

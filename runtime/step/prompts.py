@@ -1,7 +1,7 @@
 """Steps with prompts, padded to fixed sizes for which a GPU has graphs of the trunk.
 
 A host launches the trunk's kernels one by one, in 25 ms for a model of 32 layers; a short prompt runs in a
-quarter of that. Padding is tokens, rows and logits of nobody, which ops pass over: bits stay. PlanSizes whose
+quarter of that. Padding is tokens, rows and logits of nobody, which ops pass over: bits stay. Sizes whose
 dense layers keep a GPU busy for longer than they keep its host are left out.
 """
 
