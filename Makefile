@@ -3,11 +3,12 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 JOBS ?= 2
-KERNELS := $(wildcard tests/plugins/*/test_triton.py tests/plugins/gpu/test_interpreted*.py) \
+KERNELS := $(wildcard tests/plugins/*/test_triton.py tests/plugins/*/test_e4m3.py \
+                      tests/plugins/gpu/test_interpreted*.py) \
            tests/plugins/step/test_forms.py
 BIN := $(VENV)/bin
 
-.PHONY: demo test suite kernels check lint fuzz storm soak clients clean
+.PHONY: demo test suite kernels check lint fuzz storm soak clients cluster clean
 
 demo: $(VENV)/serve.stamp  ## engines from the two bundled checkpoints, a real tritonserver, one streamed prompt each
 	@echo "demo: two engines are built, a tritonserver starts with both and answers, and stops"
@@ -35,18 +36,25 @@ fuzz: $(VENV)/dev.stamp  ## property tests, 20 times as many examples, and storm
 	done
 
 STORMS ?= 1000
+RANK_STORMS ?= 100
 SEED ?= 0
-storm: $(VENV)/dev.stamp  ## random arrivals, drafts, aborts, preemptions: STORMS of 200 steps each, from SEED on
-	STORMS=$(STORMS) SEED=$(SEED) $(BIN)/python -m pytest -q -n $(JOBS) -k "test_a_storm[" tests/runtime/engine/test_storms.py
+storm: $(VENV)/dev.stamp  ## random arrivals, drafts, aborts, preemptions: STORMS of 200 steps each, from SEED on; and of ranks
+	STORMS=$(STORMS) RANK_STORMS=$(RANK_STORMS) SEED=$(SEED) $(BIN)/python -m pytest -q -n $(JOBS) -k "test_a_storm[" \
+		tests/runtime/schedule/test_storms.py tests/runtime/engine/test_rank_storms.py
 
 REQUESTS ?= 5000
 soak: $(VENV)/dev.stamp engines/qwen3.5-code/manifest.json  ## callers who leave, stall and err; kills and reloads; then all is as before
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py engines/qwen3.5-code --requests $(REQUESTS) --kills 3 --reloads 3
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/hostile.py engines/qwen3.5-code
+	SERVED_RANKS=1 $(BIN)/python -m pytest -q tests/model_repo/test_ranks.py
 
 CLIENTS ?=
-clients: $(VENV)/dev.stamp  ## quick starts of openai, langchain, litellm, instructor, aiperf, tritonclient, promtool against a server
+clients: $(VENV)/dev.stamp  ## quick starts of openai, langchain, litellm, instructor, aiperf, tritonclient, promtool, envoy against a server; the Kubernetes manifests
 	PYTHONPATH=. $(BIN)/python scripts/clients.py $(CLIENTS)
+
+TURNS ?= 2000
+cluster: $(VENV)/dev.stamp engines/qwen3.5-code/manifest.json  ## Dynamo's frontend and workers that are killed, drained and added: all answers
+	$(BIN)/python scripts/cluster.py engines/qwen3.5-code --turns $(TURNS)
 
 engines/%/manifest.json: $(VENV)/dev.stamp runtime/manifest.py
 	$(BIN)/build-engine demo/$* --engine-dir engines/$*

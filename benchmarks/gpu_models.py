@@ -1,6 +1,6 @@
 """Decode steps of models of real dimensions on a GPU (random weights), beside their floors and vLLM's steps.
 
-    PYTHONPATH=. python benchmarks/gpu_models.py [--models 9b,9b/32k,0.8b,nano,30b] [--rows 1,64,256]
+    PYTHONPATH=. python benchmarks/gpu_models.py [--models 9b,9b/32k,9b/fp8,0.8b,nano,30b] [--rows 1,64,256]
         [--drafts none,mtp,adaptive] [--context 2048] [--prompts] [--engines FOLDER] [--build]
 
 Of each model it makes an engine, in --engines if that is named and has none yet; with --build it does no
@@ -36,6 +36,7 @@ from hemiola.builder.options import Options
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.arch import arch_here
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.manifest import Manifest
 
 CONFIGS = Path(__file__).parent / "configs"
 NAMES = {
@@ -44,6 +45,7 @@ NAMES = {
     "nano": "nemotron-nano-9b-v2",
     "30b": "nemotron-3.5-30b-a3b",
 }
+CODES = ("fp8", "int8", "int4", "nvfp4")  # behind a model's name and a slash: its weights are rounded to them
 FEW = "/32k"  # behind a model's name: drafts are chosen among the 32,768 lowest ids
 ADAPTIVE = "adaptive"
 NUM_DRAFTS, TOKENS_A_STEP = 3, 3.05
@@ -62,6 +64,7 @@ KNOWN = {
 PROMPT_LEN, SHARED_LEN, TAIL_LEN, PROMPT_ROWS = 8192, 10_000, 100, 8
 VLLMS_MS = {"9b": (213, 261, 32.3, 66.5)}  # of the four lines about prompts
 THEIRS = "vLLM's ms"
+BANDWIDTH = 4.3e12  # bytes a second
 PEAK = 790e12  # operations a second, bf16
 
 
@@ -134,7 +137,7 @@ def lines(model: str, engine_dir: Path, rows: list[int], kinds: list[str], conte
                         # what is not there yet is loaded; graphs are, and many prompts take long
                         decode(llm, prompts[: num if num <= 64 else 8], (0, 8))
                     for found in decode(llm, prompts[:num], *windows):
-                        print_line(model, drafts, num, found, plain)
+                        print_line(model, drafts, num, found, plain, saved_ms_of(llm.manifest, drafts))
 
 
 def opened(model: str, engine_dir: Path, drafts: str) -> LLM:
@@ -147,14 +150,23 @@ def opened(model: str, engine_dir: Path, drafts: str) -> LLM:
     return llm
 
 
-def print_line(model: str, drafts: str, num: int, found: Decoding, plain: list[list[int]]) -> None:
+def saved_ms_of(found: Manifest, drafts: str) -> float:
+    """Of the floor, by weights that are quantised."""
+    drawn = (d for name, d in found.drawn.items() if d.layout and (drafts != "none" or "mtp" not in name))
+    return 1e3 * sum(2 * math.prod(d.shape) - d.nbytes for d in drawn) / BANDWIDTH
+
+
+def print_line(
+    model: str, drafts: str, num: int, found: Decoding, plain: list[list[int]], saved_ms: float
+) -> None:
     """Of the table; `plain`: tokens of the first rows' plain runs."""
     same = all(
         found_ids[:num_ids] == ids[:num_ids]
         for found_ids, ids in zip(found.token_ids, plain, strict=False)
         for num_ids in [min(len(found_ids), len(ids))]
     )
-    floor, theirs = KNOWN.get((model.removesuffix(FEW), drafts), {}).get(num, (float("nan"),) * 2)
+    floor, theirs = KNOWN.get((model.partition("/")[0], drafts), {}).get(num, (float("nan"),) * 2)
+    floor -= saved_ms
     speed = num * (TOKENS_A_STEP if drafts == "mtp" else 1) / found.step_ms * 1e3
     print(
         f"| {model} | {drafts} | {num} | {found.step_ms:.2f} | {found.step_ms / floor:.2f} |"
@@ -228,8 +240,9 @@ def made(model: str, folder: Path, max_rows: int, max_len: int) -> Path:
         arch = arch_here() if torch.cuda.is_available() else "sm_90"
         sizes = {"max_len": max_len, "max_rows": max_rows, "max_step_tokens": 8192}
         few = 32_768 if model.endswith(FEW) else None
-        options = Options(arch=arch, random_weights=True, draft_vocab=few, **sizes)
-        build(CONFIGS / NAMES[model.removesuffix(FEW)], engine_dir, options)
+        codes = next((name for name in CODES if model.endswith(f"/{name}")), None)
+        options = Options(arch=arch, random_weights=True, draft_vocab=few, quantize=codes, **sizes)
+        build(CONFIGS / NAMES[model.partition("/")[0]], engine_dir, options)
     return engine_dir
 
 

@@ -20,8 +20,8 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.engine.grammar import LIMITS, Grammar, Grammars
-from hemiola.runtime.engine.request import Bounds, Request, new_request
+from hemiola.runtime.choose.grammar import LIMITS, Grammar, Grammars
+from hemiola.runtime.schedule.request import Bounds, Request, new_request
 
 REPEATS = 3
 SCHEMA = {

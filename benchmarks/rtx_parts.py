@@ -18,10 +18,11 @@ import torch
 from hemiola.builder import graph, models
 from hemiola.builder.checkpoint import Checkpoint
 from hemiola.builder.onnx import to_onnx
-from hemiola.builder.partition import cut
+from hemiola.builder.passes.cut import cut
 from hemiola.builder.random_weights import RandomTensors
-from hemiola.builder.targets import RTX, rtx
-from hemiola.builder.targets.engines import make_profiles
+from hemiola.builder.targets import RTX
+from hemiola.builder.targets.trt import rtx
+from hemiola.builder.targets.trt.engines import make_profiles
 from hemiola.runtime.manifest import Limits
 
 LIMITS = Limits(max_len=8192, max_rows=64, max_step_tokens=2048, num_drafts=3, page_len=64, chunk_len=16)

@@ -19,10 +19,10 @@ from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.engine.loop import Loop
-from hemiola.runtime.engine.request import Bounds, new_request
-from hemiola.runtime.engine.step import Batch
 from hemiola.runtime.llm import make_loop
+from hemiola.runtime.schedule.loop import Loop
+from hemiola.runtime.schedule.plan import Batch
+from hemiola.runtime.schedule.request import Bounds, new_request
 from hemiola.runtime.text import Text
 
 VOCAB, PROMPT_LEN, NUM_STEPS, PAGE_LEN = 4096, 64, 300, 64

@@ -18,12 +18,12 @@ from triton.backends.nvidia.compiler import get_ptxas
 from hemiola.builder import graph, models
 from hemiola.builder.checkpoint import Checkpoint, Files
 from hemiola.builder.random_weights import RandomTensors
-from hemiola.builder.targets.engines import lay_out
 from hemiola.builder.targets.kernels import nodes_of
-from hemiola.builder.targets.plugins import told_beforehand
 from hemiola.builder.targets.torch import Job
+from hemiola.builder.targets.trt.engines import lay_out
+from hemiola.builder.targets.trt.nodes import told_beforehand
+from hemiola.builder.targets.trt.ptx import Ahead
 from hemiola.plugins import OPS
-from hemiola.plugins.gpu.ptx import Ahead
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.manifest import Limits
 

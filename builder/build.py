@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,78 +12,101 @@ from tokenizers import Tokenizer
 
 import hemiola
 from hemiola.builder import models, targets
-from hemiola.builder.checkpoint import Checkpoint, Files, Tensors, file_in, read_json
-from hemiola.builder.formats.declared import SINCE, lacks
+from hemiola.builder.checkpoint import TOKENIZER_FILES, Checkpoint, Files, Tensors, file_in, read_json
+from hemiola.builder.cut import SEGMENTS, Cut
+from hemiola.builder.formats.declared import SINCE
 from hemiola.builder.formats.rounded import rounding
-from hemiola.builder.fuse import fuse
 from hemiola.builder.graph import Graph, Name, export
+from hemiola.builder.hub import Origin, fetch_weights, locate
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.options import Options
 from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
 from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.kernels import compile_kernels
-from hemiola.builder.targets.torch import CompiledSegment, Job
+from hemiola.builder.targets.torch import CompiledSegment, Job, choose_forms
 from hemiola.builder.targets.work import work_bytes
 from hemiola.builder.token_ids import refuse_unknown_ids
 from hemiola.builder.weights import write_weights
 from hemiola.plugins import OPS
-from hemiola.plugins.spec import E4M3
+from hemiola.plugins.attention.pages import FORMATS
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of
+from hemiola.runtime.config import lossy
 from hemiola.runtime.errors import Refused, one_line
-from hemiola.runtime.manifest import MOST_PAGES, MOST_STEP_TOKENS, Limits, Manifest, Segment, State
+from hemiola.runtime.manifest import GROUP, MOST_PAGES, MOST_STEP_TOKENS, Limits, Manifest, Segment, State
 from hemiola.runtime.progress import HASHING, Report, silent
 from hemiola.runtime.step.bucket import ROWS
+from hemiola.runtime.tokenizer import panics_as_errors
 
 WEIGHTS = "weights.safetensors"
+RANK_WEIGHTS = "weights.rank{}.safetensors"
 PART = 2**24  # bytes that are hashed between two reports
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-KV_DTYPES = {"auto": None, "fp8": E4M3}
 
 
 @memory_in_one_line()
 def build(path: Path, engine_dir: Path, options: Options, report: Report = silent) -> Manifest:
-    """Write an engine. It appears complete or not at all; an engine that stood there before is replaced."""
+    """Write an engine of a checkpoint's folder, or of its name on the Hub. It appears complete or not at all;
+    an engine that stood there before is replaced."""
     target, archs = targets.pick(options.target, ",".join(options.arch))
     arch, dtype = ARCHS[archs[0]], _dtype(target, archs, options)
     _refuse_pages(options, target, archs)
+    if options.draft_head is not None and target.name != "torch":
+        said = f"--draft-head {options.draft_head} is not supported by --target {target.name}, only by torch"
+        raise Refused("unsupported", "draft_head", said=said, way_out="leave one of them out")
+    _refuse_narrow_inputs(options, target, archs)
+    _refuse_ranks(options, target, archs)
     if arch.device == "cuda":
         _refuse_rows(options.max_rows, archs)
     refuse_occupied(engine_dir)
+    origin = locate(path, options.revision, report)
     report("checking", 0, 0)
-    checkpoint = Checkpoint(path, _source(options))
+    checkpoint = Checkpoint(origin.folder, _source(origin, options, report), options.act_dtype == "fp8")
     max_len = _max_len(checkpoint, options)
-    model = models.load(
-        checkpoint,
-        torch.ops.hemiola,
-        chunk_len=options.chunk_len,
-        max_len=max_len,
-        dtype=dtype,
-        kv_dtype=KV_DTYPES[options.kv_dtype],
-        draft_vocab=options.draft_vocab,
-        tells_best=_launches(target, arch.device),
-    )
+    num_segments = SEGMENTS if options.same_bits else 1
+    ranks = [
+        models.load(
+            checkpoint,
+            torch.ops.hemiola,
+            chunk_len=options.chunk_len,
+            max_len=max_len,
+            dtype=dtype,
+            kv_dtype=options.kv_dtype,
+            draft_vocab=options.draft_vocab,
+            draft_head=options.draft_head,
+            tells_best=_launches(target, arch.device),
+            cut=Cut(options.tp, rank),
+            num_segments=num_segments,
+        )
+        for rank in range(options.tp)
+    ]
+    model = ranks[0]
     _refuse_quantised(checkpoint, model, options, target, archs)
+    _refuse_wide_inputs(checkpoint, model, options)
     drafts, limits = _limits(model, options, max_len)
     _refuse_draft_vocab(model, drafts, options)
+    _refuse_draft_head(model, drafts, options)
     if model.draft is None and options.drafts is None:
         _warn_of_a_missing_head(model)
+    if words := lossy(options.kv_dtype):
+        print(f"warning: {words}", file=sys.stderr)
     refuse_unknown_ids(checkpoint.token_configs(model.config), model.vocab_size)
-    has_tokenizer = _check_tokenizer(path, model.vocab_size)
+    has_tokenizer = _check_tokenizer(origin.folder, model.vocab_size)
     with fresh(engine_dir) as folder:
         if has_tokenizer:
-            _copy_tokenizer(path, folder / "tokenizer")
+            _copy_tokenizer(origin.folder, folder / "tokenizer")
         job = Job(folder, arch.device, archs, limits, report)
         names: list[Name] = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
-        graphs, segments, weights = _compile(model, names, target, job)
+        graphs, segments, weights = _compile(ranks, names, target, job)
         kernels = _kernels(graphs, segments, job)
-        absent = drawn(weights)
-        write_weights({n: w for n, w in weights.items() if n not in absent}, folder / WEIGHTS, report)
+        absent = drawn(weights[0])
+        rank_files = _write(weights, absent, folder, report)
         carried = (_hidden(model, limits),) if drafts == "mtp" else ()
         return Manifest(
             format=manifest.FORMAT,
             builder_version=hemiola.__version__,
             torch_version=torch.__version__,
+            repo=origin.repo,
+            commit=origin.commit,
             architecture=model.architecture,
             layers=model.layers,
             vocab_size=model.vocab_size,
@@ -93,21 +116,33 @@ def build(path: Path, engine_dir: Path, options: Options, report: Report = silen
             arch=",".join(archs),
             drafts=drafts,
             draft_vocab=options.draft_vocab,
+            draft_head=options.draft_head,
+            kv_dtype=options.kv_dtype,
+            act_dtype="fp8" if options.act_dtype == "fp8" else name_of(dtype),
             eos_ids=checkpoint.eos_ids(model.config),
             limits=limits,
+            tp=options.tp,
+            sum_segments=num_segments,
             weights_file=WEIGHTS,
+            rank_files=rank_files,
             drawn=absent,
             states=tuple(state for graph in graphs for state in graph.states) + carried,
             segments=tuple(segments),
             kernels=kernels,
-            ops={node.op: OPS[node.op].schema() for segment in segments for node in segment.nodes},
+            ops={node.op: OPS[node.op].schema() for segment in segments for node in segment.calls},
             sha256=_hashes(folder, report),
         ).write(folder)
 
 
-def _source(options: Options) -> Callable[[Checkpoint], Tensors]:
-    """Where tensors come from."""
-    source = RandomTensors if options.random_weights else Files
+def _source(origin: Origin, options: Options, report: Report) -> Callable[[Checkpoint], Tensors]:
+    """Where tensors come from. A model that no family knows is refused before its weights are fetched."""
+
+    def files(checkpoint: Checkpoint) -> Files:
+        models.refuse_unknown(checkpoint)
+        fetch_weights(origin, report)
+        return Files(checkpoint)
+
+    source = RandomTensors if options.random_weights else files
     return rounding(source, options.quantize) if options.quantize else source
 
 
@@ -120,40 +155,60 @@ def _refuse_quantised(
 ) -> None:
     """Where nothing multiplies quantised weights; and a config that declares what no tensor is."""
     declared, where = checkpoint.declared, checkpoint.config.where
-    kinds = sorted({str(lazy.layout.kind) for lazy in model.sources.values() if lazy.layout})
+    head = model.draft.own_head if model.draft else None
+    ours = head.weight if head and options.draft_head else None  # what --draft-head has rounded
+    layouts = (lazy.layout for weight, lazy in model.sources.items() if weight is not ours)
+    kinds = sorted({str(layout.kind) for layout in layouts if layout})
     if declared is None and not kinds:
         return
     names = declared.names if declared else ()
     what = f"{where}: weights are {' and '.join(names) or ', '.join(kinds)}"
     way_out = "leave --quantize out" if options.quantize else "use the bf16 checkpoint"
-    if ARCHS[archs[0]].device != "cpu" or target.name != "torch":
-        raise Refused(
-            f"{what}, which --target {target.name} --arch {','.join(archs)} does not multiply yet;"
-            f"{lacks(names, archs)} build for --target torch --arch cpu, or {way_out}"
-        )
+    if not target.takes_codes:
+        said = f"{what}, which --target {target.name} does not multiply"
+        field, way_out = "quantize" if options.quantize else "", f"build for --target torch, or {way_out}"
+        raise Refused("unsupported", field, said=said, way_out=way_out)
     if not kinds:
         told = "random weights are plain without --quantize" if options.random_weights else "no tensor is"
-        raise Refused(f"{what} by its config, but {told}; {way_out}")
+        raise Refused("conflict", said=f"{what} by its config, but {told}", way_out=way_out)
 
 
 def _compile(
-    model: models.Model, names: Sequence[Name], target: targets.Target, job: Job
-) -> tuple[list[Graph], list[Segment], dict[str, Lazy]]:
-    """Graphs and segments of these names, and the weights of all of them."""
+    ranks: Sequence[models.Model], names: Sequence[Name], target: targets.Target, job: Job
+) -> tuple[list[Graph], list[Segment], list[dict[str, Lazy]]]:
+    """Graphs and segments of these names, which all ranks run, and each rank's weights of all of them."""
     graphs: list[Graph] = []
     segments: list[Segment] = []
-    weights: dict[str, Lazy] = {}
+    model, weights = ranks[0], [dict[str, Lazy]() for _ in ranks]
     for name in names:
         job.report(f"exporting {name}", 0, 0)
         graphs.append(export(model, name, job.limits))
         segment = model.trunk if name == "trunk" else model.draft
         assert segment is not None
         launches, own = _launches(target, job.device), model.weights(segment)
-        compiled = target.compile(graphs[-1], fuse(graphs[-1], own) if launches else own, job)
-        work = work_bytes(graphs[-1], compiled.nodes, job.limits) if launches else 0
-        segments.append(_segment(compiled, graphs[-1], own, work))
-        weights = compiled.weights | weights
+        compiled = target.compile(graphs[-1], own, job)
+        made = _segment(compiled, graphs[-1], own)
+        work = work_bytes(graphs[-1], made, job.limits) if launches else 0
+        segments.append(made.model_copy(update={"work_bytes": work}))
+        weights[0] = compiled.weights | weights[0]
+        for rank, other in enumerate(ranks[1:], 1):
+            part = other.trunk if name == "trunk" else other.draft
+            assert part is not None
+            weights[rank] |= choose_forms(graphs[-1], other.weights(part), job.device)[1]
     return graphs, segments, weights
+
+
+def _write(
+    ranks: Sequence[dict[str, Lazy]], drawn: Collection[str], folder: Path, report: Report
+) -> tuple[str, ...]:
+    """Weights that stand in files: what all ranks have in one, the parts of each rank in one of its own."""
+    stored = [{n: w for n, w in rank.items() if n not in drawn and n != GROUP} for rank in ranks]
+    whole = {name: lazy for name, lazy in stored[0].items() if len(ranks) == 1 or not lazy.ranked}
+    write_weights(whole, folder / WEIGHTS, report)
+    files = [RANK_WEIGHTS.format(rank) for rank in range(len(ranks))] if len(ranks) > 1 else []
+    for file, weights in zip(files, stored, strict=False):
+        write_weights({n: lazy for n, lazy in weights.items() if n not in whole}, folder / file, report)
+    return tuple(files)
 
 
 def _launches(target: targets.Target, device: str) -> bool:
@@ -165,15 +220,15 @@ def _kernels(graphs: Sequence[Graph], segments: Sequence[Segment], job: Job) -> 
     """What a GPU's process launches itself; TensorRT has the others' PTX in its engines."""
     if job.device == "cpu":
         return ()
-    ops = {node.op for segment in segments for node in segment.nodes if node.form != manifest.PTX}
-    return compile_kernels(graphs, ops, job)
+    ops = {node.op for segment in segments for node in segment.calls if node.form != manifest.PTX}
+    return compile_kernels(graphs, segments, ops, job)
 
 
-def _segment(compiled: CompiledSegment, graph: Graph, sources: dict[str, Lazy], work: int) -> Segment:
+def _segment(compiled: CompiledSegment, graph: Graph, sources: dict[str, Lazy]) -> Segment:
+    own = (name for name in graph.weights if name in compiled.weights)
     return Segment(
         name=graph.name,
-        work_bytes=work,
-        weights=tuple(name for name in graph.weights if name in compiled.weights),
+        weights=tuple(dict.fromkeys((*own, *compiled.weights))),
         layouts={name: str(lazy.layout) for name, lazy in sources.items() if lazy.layout},
         states=tuple(state.name for state in graph.states),
         inputs=graph.inputs,
@@ -278,6 +333,17 @@ def _refuse_draft_vocab(model: models.Model, drafts: str, options: Options) -> N
         raise Refused("out_of_range", "draft_vocab", said=said, way_out="use fewer, or leave it out")
 
 
+def _refuse_draft_head(model: models.Model, drafts: str, options: Options) -> None:
+    """A head to round, which is wide."""
+    asked, layout = options.draft_head, model.sources[model.trunk.head.weight].layout
+    if asked is not None and drafts != "mtp":
+        said = f"--draft-head {asked} is about an MTP head, but drafts are {drafts}"
+        raise Refused("conflict", "draft_head", said=said, way_out="leave it out")
+    if asked is not None and layout is not None:
+        said = f"--draft-head {asked}: the checkpoint's output head is quantised already ({layout})"
+        raise Refused("conflict", "draft_head", said=said, way_out="leave it out")
+
+
 def _warn_of_a_missing_head(model: models.Model) -> None:
     """transformers drops mtp.* when it saves a model, and leaves the config as it is."""
     config = model.config
@@ -289,6 +355,14 @@ def _warn_of_a_missing_head(model: models.Model) -> None:
                 " --drafts none",
                 file=sys.stderr,
             )
+
+
+def _refuse_ranks(options: Options, target: targets.Target, archs: Sequence[str]) -> None:
+    if (options.tp > 1 or options.same_bits) and (ARCHS[archs[0]].device != "cpu" or target.name != "torch"):
+        where = f"--target {target.name} --arch {','.join(archs)}"
+        asked = f"--tp {options.tp}" if options.tp > 1 else "--same-bits"
+        said = f"{asked} is not supported by {where} yet, only by --target torch --arch cpu"
+        raise Refused("unsupported", "tp", options.tp, said=said, way_out="leave it out")
 
 
 def _refuse_rows(max_rows: int, archs: Sequence[str]) -> None:
@@ -307,19 +381,45 @@ def _refuse_pages(options: Options, target: targets.Target, archs: Sequence[str]
         said = f"--page-len {options.page_len} is not a multiple of --chunk-len {options.chunk_len}"
         way_out = "choose them so that pages end on chunk edges"
         raise Refused("conflict", "page_len", said=said, way_out=way_out)
-    if options.kv_dtype == "fp8":
-        _refuse_e4m3(target.name, archs)
+    if options.kv_dtype != "auto":
+        _refuse_narrow_pages(options.kv_dtype, target.name, archs)
 
 
-def _refuse_e4m3(target: str, archs: Sequence[str]) -> None:
+def _refuse_narrow_pages(kv_dtype: str, target: str, archs: Sequence[str]) -> None:
     if target != "torch":
-        said = f"--kv-dtype fp8 is not supported by --target {target}, only by torch"
+        said = f"--kv-dtype {kv_dtype} is not supported by --target {target}, only by torch"
         raise Refused("unsupported", "kv_dtype", said=said, way_out="leave one of them out")
-    known = {name: capability for name in archs if (capability := ARCHS[name].capability)}
-    without = [name for name, (major, minor) in known.items() if 10 * major + minor < SINCE["FP8"]]
-    if without:
-        said = f"--kv-dtype fp8: {', '.join(without)} cannot convert e4m3, sm_89 and newer can"
+    if FORMATS[kv_dtype].key_bits != 8:
+        return
+    if without := _without_e4m3(archs):
+        said = f"--kv-dtype {kv_dtype}: {', '.join(without)} cannot convert e4m3, sm_89 and newer can"
         raise Refused("unsupported", "kv_dtype", said=said, way_out="leave one out")
+
+
+def _refuse_narrow_inputs(options: Options, target: targets.Target, archs: Sequence[str]) -> None:
+    if options.act_dtype != "fp8":
+        return
+    if target.name != "torch":
+        said = f"--act-dtype fp8 is not supported by --target {target.name}, only by torch"
+        raise Refused("unsupported", "act_dtype", said=said, way_out="leave one of them out")
+    if without := _without_e4m3(archs):
+        said = f"--act-dtype fp8: {', '.join(without)} cannot multiply e4m3, sm_89 and newer can"
+        raise Refused("unsupported", "act_dtype", said=said, way_out="leave one out")
+
+
+def _refuse_wide_inputs(checkpoint: Checkpoint, model: models.Model, options: Options) -> None:
+    """Where none would be narrow."""
+    layouts = [lazy.layout for lazy in model.sources.values() if lazy.layout]
+    if options.act_dtype == "fp8" and not any(layout.inputs for layout in layouts):
+        said = f"--act-dtype fp8: {checkpoint.config.where} says of no weight that its inputs are FP8"
+        way_out = "leave it out, or round weights with --quantize fp8" if not layouts else "leave it out"
+        raise Refused("conflict", "act_dtype", said=said, way_out=way_out)
+
+
+def _without_e4m3(archs: Sequence[str]) -> list[str]:
+    """GPUs among these whose instructions do not know it."""
+    known = {name: capability for name in archs if (capability := ARCHS[name].capability)}
+    return [name for name, (major, minor) in known.items() if 10 * major + minor < SINCE["FP8"]]
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> bool:
@@ -333,7 +433,8 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> bool:
         )
         return False
     try:
-        ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
+        with panics_as_errors():
+            ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
     except Exception as error:  # tokenizers raises nothing narrower
         said = f"{path} is not a tokenizer ({one_line(error)})"
         raise Refused("damaged", said=said, way_out="download it again") from None
@@ -352,9 +453,14 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
     config = file_in(source, "tokenizer_config.json")
     template = read_json(config).get("chat_template") if config else None
     if isinstance(template, list):  # several named ones
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if isinstance(template, str) and not (folder / "chat_template.jinja").exists():
-        (folder / "chat_template.jinja").write_text(template)
+        try:
+            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        except UnicodeEncodeError as error:
+            said = f"{config}: chat_template is not Unicode ({one_line(error)})"
+            raise Refused("malformed", said=said, way_out="correct it") from None
 
 
 def _hashes(folder: Path, report: Report) -> dict[str, str]:

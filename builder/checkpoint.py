@@ -1,5 +1,6 @@
 """A Hugging Face checkpoint folder: typed config reads, tensors that stay on disk until they are needed."""
 
+import math
 import re
 import stat
 import sys
@@ -7,21 +8,27 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
 
 from hemiola.builder import formats
 from hemiola.builder.formats.declared import MODELOPT, Declared, read_declared
-from hemiola.builder.formats.module import Module, Stored
+from hemiola.builder.formats.inputs import in_e4m3
+from hemiola.builder.formats.module import Module
 from hemiola.builder.lazy import Lazy
+from hemiola.builder.shard import DTYPES as STORED
+from hemiola.builder.shard import Shard
 from hemiola.runtime import json_file
-from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.errors import Code, Refused, one_line, shown
 
 T = TypeVar("T")
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # of numbers
+DTYPES = {name: STORED[name] for name in ("BF16", "F16", "F32")}  # of numbers
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 REQUIRED = object()
+MOST_SIZE = 2**24  # of anything that a config counts
+MOST_JSON = 2**26  # bytes of a JSON file; the largest index known has some 10 MB
+INFINITIES = ("Infinity", "-Infinity")
 
 
 class Config:
@@ -36,26 +43,38 @@ class Config:
         value = self.values.get(key)
         if value is None:
             if default is REQUIRED:
-                raise Refused(f"{self.where} has no {key}; add it, or use a complete checkpoint")
+                said = f"{self.where} has no {key}"
+                raise Refused("missing", key, said=said, way_out="add it, or use a complete checkpoint")
             return default  # type: ignore[return-value]
         try:
             return TypeAdapter(kind).validate_python(value, strict=True)
         except ValidationError:
             name = getattr(kind, "__name__", str(kind)) if not hasattr(kind, "__args__") else str(kind)
-            raise self.refused(f"{key} is {value!r}, expected {name}; correct it") from None
+            reason = f"{key} is {shown(value)}, expected {name}"
+            raise self.refused("wrong_type", key, reason, "correct it") from None
 
-    def size(self, key: str, default: object = REQUIRED) -> int:
+    def size(self, key: str, default: object = REQUIRED, most: int = MOST_SIZE) -> int:
         """A positive int."""
         value = self.read(key, int, default)
-        if value <= 0:
-            raise self.refused(f"{key} is {value}, expected a positive number; correct it")
+        if not 0 < value <= most:
+            what = "expected a positive number" if value <= 0 else f"the most that is read is {most}"
+            raise self.refused("out_of_range", key, f"{key} is {shown(value)}, {what}", "correct it")
+        return value
+
+    def positive(self, key: str, default: object = REQUIRED) -> float:
+        """A positive number that is finite."""
+        value = self.read(key, float, default)
+        if not 0 < value < math.inf:
+            reason = f"{key} is {value}, expected a positive number"
+            raise self.refused("out_of_range", key, reason, "correct it")
         return value
 
     def sizes(self, many: str, few: str) -> tuple[int, int]:
         """Two positive ints, the first a multiple of the second."""
         a, b = self.size(many), self.size(few)
         if a % b:
-            raise self.refused(f"{many} {a} is not a multiple of {few} {b}; correct one of them")
+            reason = f"{many} {a} is not a multiple of {few} {b}"
+            raise self.refused("conflict", many, reason, "correct one of them")
         return a, b
 
     def require(self, key: str, *accepted: object) -> None:
@@ -63,10 +82,12 @@ class Config:
         value = self.values.get(key, accepted[0])
         if not any(type(value) is type(good) and value == good for good in accepted):
             known = " or ".join(repr(good) for good in accepted)
-            raise self.refused(f"{key} = {value!r} is not supported, only {known}; use another checkpoint")
+            reason = f"{key} = {shown(value)} is not supported, only {known}"
+            raise self.refused("unsupported", key, reason, "use another checkpoint")
 
-    def refused(self, reason: str) -> Refused:
-        return Refused(f"{self.where}: {reason}")
+    def refused(self, code: Code, key: str, reason: str, way_out: str) -> Refused:
+        """The key is the error's field."""
+        return Refused(code, key, said=f"{self.where}: {reason}", way_out=way_out)
 
     def section(self, key: str) -> "Config":
         return Config(self.read(key, dict), f"{self.where}: {key}")
@@ -96,17 +117,20 @@ class Checkpoint:
         self,
         path: Path,
         source: "Callable[[Checkpoint], Tensors] | None" = None,
+        narrow_inputs: bool = False,
     ) -> None:
-        self.path = path
+        self.path, self.narrow_inputs = path, narrow_inputs  # inputs of layers are e4m3 where it says so
         if not path.is_dir():
-            raise Refused(f"{path} is not a directory; pass a Hugging Face checkpoint folder")
+            way_out = "pass a Hugging Face checkpoint folder"
+            raise Refused("not_found", said=f"{path} is not a directory", way_out=way_out)
         if (config := file_in(path, "config.json")) is None:
-            raise Refused(f"{path} has no config.json; pass a Hugging Face checkpoint folder")
+            way_out = "pass a Hugging Face checkpoint folder"
+            raise Refused("not_found", said=f"{path} has no config.json", way_out=way_out)
         self.config = Config(read_json(config), str(config))
         self._tell_of_code()
         beside = file_in(path, MODELOPT)
         modelopt = read_json(beside) if beside else None
-        self.declared = read_declared(self.config.where, self.config.values, modelopt)
+        self.declared = read_declared(self.config.where, self.config.values, modelopt, formats.METHODS)
         self._tensors = (source or Files)(self)
 
     def _tell_of_code(self) -> None:
@@ -143,22 +167,19 @@ class Checkpoint:
         left = sorted(name for name in self._tensors.leftovers() if not re.match(ignorable, name))
         scales = [name for name in left if name.rpartition(".")[2] in formats.SUFFIXES - {"weight"}]
         if scales:
-            raise Refused(
-                f"{self.path} has {scales[0]}, but no layer that may be quantised has this weight;"
-                " use another checkpoint"
-            )
+            said = f"{self.path} has {scales[0]}, but no layer that may be quantised has this weight"
+            raise Refused("unsupported", scales[0], said=said, way_out="use another checkpoint")
         if left:
             names = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
-            raise Refused(
-                f"{self.path} has tensors that {self.architecture} does not know: {names}; "
-                "use a checkpoint without them"
-            )
+            said = f"{self.path} has tensors that {self.architecture} does not know: {names}"
+            raise Refused("unsupported", left[0], said=said, way_out="use a checkpoint without them")
 
     @property
     def architecture(self) -> str:
         names = self.config.read("architectures", list[str])
         if len(names) != 1:
-            raise Refused(f"{self.config.where}: architectures is {names}, expected one name; correct it")
+            reason = f"architectures is {shown(names)}, expected one name"
+            raise self.config.refused("unsupported", "architectures", reason, "correct it")
         return names[0]
 
     def token_configs(self, text: Config) -> list[Config]:
@@ -181,10 +202,11 @@ class Files:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.path = path = checkpoint.path
-        self._places = self._read_index()
-        self._shards = {name: _open(_shard(path, name)) for name in self._shard_names()}
+        self._places = _read_index(path)
+        self._shards = {name: Shard(_shard(path, name)) for name in self._shard_names()}
         self._files = self._locate()
         self._declared = checkpoint.declared or Declared(checkpoint.config.where)
+        self._narrow_inputs = checkpoint.narrow_inputs
         self._used: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -195,24 +217,21 @@ class Files:
 
     def tensor(self, name: str, *shape: int) -> Lazy:
         if name not in self._files:
-            raise Refused(
-                f"{self.path} has no tensor {name}; the checkpoint is incomplete, download it again"
-            )
-        file = self._files[name]
-        header = self._shards[file].get_slice(name)
-        found, dtype = tuple(header.get_shape()), header.get_dtype()
+            way_out = "the checkpoint is incomplete, download it again"
+            raise Refused("missing", name, said=f"{self.path} has no tensor {name}", way_out=way_out)
+        stored = self._shards[self._files[name]].stored(name)
+        found, dtype = stored.shape, stored.dtype
         if found != shape and (shape or found != (1,)):  # one number may be a list of one
-            raise Refused(
-                f"{self.path / file}: {name} has shape {list(found)}, config.json asks for {list(shape)}; "
-                "correct one of them"
-            )
+            said = f"{stored.where}: {name} has shape {list(found)}, config.json asks for {list(shape)}"
+            raise Refused("conflict", name, said=said, way_out="correct one of them")
         if dtype not in DTYPES:
-            raise Refused(
-                f"{self.path / file}: {name} is {dtype}, not one of {', '.join(DTYPES)}; only weights of"
-                " dense layers and experts may be quantised; use another checkpoint"
+            said = (
+                f"{stored.where}: {name} is {dtype}, not one of {', '.join(DTYPES)}; only weights of"
+                " dense layers and experts may be quantised"
             )
+            raise Refused("unsupported", name, said=said, way_out="use another checkpoint")
         self._used.add(name)
-        return Lazy(found, DTYPES[dtype], lambda: self._read(file, name))
+        return Lazy(found, DTYPES[dtype], stored.finite)
 
     def matrix(self, name: str, *shape: int) -> Lazy:
         module = self._module(name, shape)
@@ -220,6 +239,8 @@ class Files:
         if found is None:
             return self.tensor(name, *shape)
         self._used.update(stored.name for stored in module.tensors.values())
+        if self._narrow_inputs:
+            found = in_e4m3(module, self._declared, found)
         return Lazy.quantised(shape, found)
 
     def _module(self, name: str, shape: tuple[int, ...]) -> Module:
@@ -228,74 +249,38 @@ class Files:
         names = {suffix: f"{stem}.{suffix}" for suffix in formats.SUFFIXES}
         if stem == name:
             names = {"weight": name, "weight_scale_inv": f"{name}_scale_inv"}
-        return Module(stem, shape, {key: self._stored(n) for key, n in names.items() if n in self._files})
-
-    def _stored(self, name: str) -> Stored:
-        file = self._files[name]
-        header = self._shards[file].get_slice(name)
-
-        def read() -> torch.Tensor:
-            return self._content(file, name)
-
-        where = str(self.path / file)
-        return Stored(name, where, header.get_dtype(), tuple(header.get_shape()), read)
+        found = {key: n for key, n in names.items() if n in self._files}
+        return Module(stem, shape, {key: self._shards[self._files[n]].stored(n) for key, n in found.items()})
 
     def leftovers(self) -> Iterable[str]:
         return self._files.keys() - self._used
 
-    def _read_index(self) -> dict[str, str]:
-        """Tensor name -> file name, where an index says so."""
-        index = file_in(self.path, INDEX)
-        return Config(read_json(index), str(index)).read("weight_map", dict[str, str]) if index else {}
-
     def _shard_names(self) -> list[str]:
-        if file_in(self.path, INDEX):
-            return sorted(set(self._places.values()))
-        if file_in(self.path, "model.safetensors"):
-            return ["model.safetensors"]
-        raise Refused(
-            f"{self.path} has no model.safetensors and no index of shards; convert the weights to safetensors"
-        )
+        names = shard_names(self.path)
+        if names == [SINGLE] and file_in(self.path, SINGLE) is None:
+            said = f"{self.path} has no {SINGLE} and no index of shards"
+            raise Refused("not_found", said=said, way_out="convert the weights to safetensors")
+        return names
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> file name."""
-        stored = {name: file for file, shard in self._shards.items() for name in shard.keys()}  # noqa: SIM118
+        stored = {name: file for file, shard in self._shards.items() for name in shard.names}
         for name, file in self._places.items():
             if stored.get(name) != file:
-                raise Refused(
-                    f"{self.path / INDEX} says that {name} is in {file}, but it is not; download the"
-                    " checkpoint again"
-                )
+                said = f"{self.path / INDEX} says that {name} is in {file}, but it is not"
+                raise Refused("damaged", name, said=said, way_out="download the checkpoint again")
         return stored
 
-    def _content(self, file: str, name: str) -> torch.Tensor:
-        try:
-            return self._shards[file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise Refused(
-                f"{self.path / file}: cannot read {name} ({one_line(error)}); download it again"
-            ) from None
 
-    def _read(self, file: str, name: str) -> torch.Tensor:
-        tensor = self._content(file, name)
-        num_finite = int(tensor.isfinite().sum())
-        if num_finite < tensor.numel():
-            raise Refused(
-                f"{self.path / file}: {name} holds NaN or infinity ({tensor.numel() - num_finite} of"
-                f" {tensor.numel()} values); download it again or use another checkpoint"
-            )
-        return tensor
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, where an index says so."""
+    index = file_in(folder, INDEX)
+    return Config(read_json(index), str(index)).read("weight_map", dict[str, str]) if index else {}
 
 
-def _open(path: Path) -> Any:
-    if not path.is_file():
-        raise Refused(f"{path} is missing, but {INDEX} names it; download it")
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise Refused(
-            f"{path} is not a complete safetensors file ({one_line(error)}); download it again"
-        ) from None
+def shard_names(folder: Path) -> list[str]:
+    """Files that should have a checkpoint's weights."""
+    return sorted(set(_read_index(folder).values())) if file_in(folder, INDEX) else [SINGLE]
 
 
 def file_in(folder: Path, name: str) -> Path | None:
@@ -306,55 +291,67 @@ def file_in(folder: Path, name: str) -> Path | None:
         kind = path.lstat().st_mode
         if stat.S_ISLNK(kind):
             if not _is_blob(folder.resolve(), path.resolve(strict=True)):
-                raise Refused(f"{path} is a link to {path.readlink()}; put the file itself into the folder")
+                said = f"{path} is a link to {path.readlink()}"
+                raise Refused("unsupported", said=said, way_out="put the file itself into the folder")
             kind = path.stat().st_mode
     except FileNotFoundError:
         if path.is_symlink():
-            raise Refused(f"{path} is a link to nothing; download it again") from None
+            said = f"{path} is a link to nothing"
+            raise Refused("not_found", said=said, way_out="download it again") from None
         return None
     except Refused:
         raise
     except (OSError, ValueError, RuntimeError) as error:  # links in a circle, a name with a NUL
-        raise Refused(f"{folder}: {name!r} cannot be opened ({one_line(error)}); download it again") from None
+        said = f"{folder}: {name!r} cannot be opened ({one_line(error)})"
+        raise Refused("failed", said=said, way_out="download it again") from None
     if not stat.S_ISREG(kind):
-        raise Refused(f"{path} is no regular file; put the file itself into the folder")
+        said = f"{path} is no regular file"
+        raise Refused("unsupported", said=said, way_out="put the file itself into the folder")
     return path
 
 
 def _is_blob(folder: Path, target: Path) -> bool:
-    """models--NAME/snapshots/REVISION/... links to models--NAME/blobs/SHA."""
+    """CACHE/models--NAME/snapshots/REVISION/... links to CACHE/models--NAME/blobs/SHA, or by way of it to
+    CACHE/blobs/AB/ABCD..., which all models share."""
     snapshots = (place for place in (folder, *folder.parents) if place.parent.name == "snapshots")
-    return any(target.parent == place.parent.parent / "blobs" for place in snapshots)
+    own = (place.parent.parent for place in snapshots)
+    return any(target.parent == repo / "blobs" or _is_shared(repo.parent, target) for repo in own)
+
+
+def _is_shared(cache: Path, target: Path) -> bool:
+    name = target.name
+    return bool(re.fullmatch("[0-9a-f]{64}", name)) and target == cache / "blobs" / name[:2] / name
 
 
 def _shard(folder: Path, name: str) -> Path:
     """A file that an index names."""
     if name in ("", "..") or name != Path(name).name or not name.isprintable():
-        raise Refused(
-            f"{folder / INDEX} names the file {name!r}, which is none of the folder's; download it again"
-        )
+        said = f"{folder / INDEX} names the file {name!r}, which is none of the folder's"
+        raise Refused("damaged", said=said, way_out="download it again")
     if (path := file_in(folder, name)) is None:
-        raise Refused(f"{folder / name} is missing, {INDEX} names it; download it again")
+        said = f"{folder / name} is missing, {INDEX} names it"
+        raise Refused("not_found", said=said, way_out="download it again")
     return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, with infinities as floats."""
-    content = json_file.read_json(path, "download it again")
+    content = json_file.read_json(path, "download it again", MOST_JSON)
     if not isinstance(content, dict):
-        raise Refused(f"{path} is not a JSON object; download it again")
+        raise Refused("damaged", said=f"{path} is not a JSON object", way_out="download it again")
     try:
-        return _with_floats(content)
+        return {key: _with_floats(value) for key, value in content.items()}
     except RecursionError:
-        raise Refused(f"{path} cannot be read as JSON (nested too deeply); download it again") from None
+        said = f"{path} cannot be read as JSON (nested too deeply)"
+        raise Refused("malformed", said=said, way_out="download it again") from None
 
 
 def _with_floats(value: Any) -> Any:
     """transformers writes infinity as {"__float__": "Infinity"}; json itself reads a bare Infinity."""
     if isinstance(value, dict):
-        if value.keys() == {"__float__"}:
+        if value.keys() == {"__float__"} and value["__float__"] in INFINITIES:
             return float(value["__float__"])
         return {key: _with_floats(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_floats(item) for item in value]
-    return float(value) if value in ("Infinity", "-Infinity") else value
+    return float(value) if value in INFINITIES else value

@@ -32,7 +32,8 @@ def build_engine(
     version: Version = False,
     **options: Any,
 ) -> None:
-    """Compile CHECKPOINT, a folder in the format of Hugging Face, into an engine directory."""
+    """Compile CHECKPOINT into an engine directory. CHECKPOINT is a folder in the format of Hugging Face, or a
+    name on its Hub: Qwen/Qwen3.5-0.8B. A folder of this name comes first."""
     chosen = made(Options, options)
     with ends_in_one_line(engine_dir) as came:
         manifest = _build(checkpoint, engine_dir, chosen, came)

@@ -5,8 +5,9 @@ logits and hidden, then every state after the step. Sizes that may change are na
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from torch.fx import Node
 
 import hemiola
-from hemiola.builder.graph import DIMS, Graph
-from hemiola.builder.targets.torch import op_of
+from hemiola.builder.dequantise import SCALES, TYPES
+from hemiola.builder.graph import DIMS, Graph, op_of
 from hemiola.plugins import onnx as plugin_nodes
+from hemiola.plugins.groups import Layout
 from hemiola.plugins.onnx import DOMAIN, DTYPES, OPSET, PLUGIN
 from hemiola.plugins.spec import Op
 from hemiola.runtime.abi import OUTPUTS
@@ -26,10 +28,11 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import NEXT
 
 
-def to_onnx(graph: Graph) -> onnx.ModelProto:
-    """The graph without weights: they are inputs."""
+def to_onnx(graph: Graph, layouts: Mapping[str, Layout] = MappingProxyType({})) -> onnx.ModelProto:
+    """The graph without weights: they are inputs. `layouts` of dense layers' quantised weights, which are two
+    inputs each (builder/dequantise.py)."""
     plugin_nodes.register()
-    return _Writer(graph).model()
+    return _Writer(graph, layouts).model()
 
 
 def with_weights(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
@@ -65,8 +68,8 @@ def outputs(graph: Graph) -> list[str]:
 class _Writer:
     """Walks the program once. It is the `Emit` of the bodies in plugins/onnx.py."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, layouts: Mapping[str, Layout]) -> None:
+        self.graph, self.layouts = graph, layouts
         self.nodes: list[NodeProto] = []
         self.constants: list[TensorProto] = []
         self.known: list[ValueInfoProto] = []
@@ -86,7 +89,12 @@ class _Writer:
             if node.op == "call_function":
                 self.at, self.first = node.name, len(self.nodes)
                 self._write(node)
-        inputs = [self._info(self._name(n), n.meta["val"]) for n in self.names if n.op == "placeholder"]
+        places = {self._name(n): n.meta["val"] for n in self.names if n.op == "placeholder"}
+        inputs = [self._info(name, value, self.layouts.get(name)) for name, value in places.items()]
+        for name, layout in self.layouts.items():
+            spans = [places[name].shape[1] // layout.span] if layout.span else []
+            shape = [places[name].shape[0], *spans]
+            inputs.append(helper.make_tensor_value_info(name + SCALES, TensorProto.FLOAT, shape))
         outputs = [self._info(name, node.meta["val"]) for node, name in self.results.items()]
         outputs += [self._info(name, self.states[s].meta["val"]) for s, name in self.written.items()]
         made = helper.make_graph(
@@ -129,10 +137,18 @@ class _Writer:
             made = self._plugin(op, node)
         elif op is not None:
             call = op.call(*(value.meta["val"] if isinstance(value, Node) else value for value in node.args))
-            made = [plugin_nodes.body(op)(self, call, *self._values(node.args[: len(op.args)]))]
+            values = self._values(node.args[: len(op.args)])
+            if op.name == "linear" and values[1] in self.layouts:
+                values[1] = self._dequantised(values[1], call.dtypes["x"])
+            made = [plugin_nodes.body(op)(self, call, *values)]
         else:
             made = self._of_torch(node)
         self._keep(node, made)
+
+    def _dequantised(self, name: str, dtype: torch.dtype) -> str:
+        span = self.layouts[name].span
+        how = {"axis": 1, "block_size": span} if span else {"axis": 0}
+        return self.cast(self("DequantizeLinear", [name, name + SCALES], **how), torch.float32, dtype)
 
     def _plugin(self, op: Op, node: Node) -> list[str]:
         """A node of our domain, whose states come out under their name and `NEXT`."""
@@ -192,6 +208,7 @@ class _Writer:
     def _values(self, nodes: Any) -> list[str]:
         return [self._name(node) for node in nodes]
 
-    def _info(self, name: str, value: torch.Tensor) -> ValueInfoProto:
+    def _info(self, name: str, value: torch.Tensor, layout: Layout | None = None) -> ValueInfoProto:
         shape = [size if isinstance(size, int) else self.symbols[str(size)] for size in value.shape]
-        return helper.make_tensor_value_info(name, DTYPES[value.dtype], shape)
+        kind = DTYPES[value.dtype] if layout is None else TYPES[layout.kind]
+        return helper.make_tensor_value_info(name, kind, shape)

@@ -4,20 +4,25 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from hemiola.plugins.ranks import SIZES
 from hemiola.runtime.api import Strict
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import MOST_STEP_TOKENS
+from hemiola.runtime.manifest import MOST_STEP_TOKENS, KvDtype
 
 
 class Options(Strict):
     """None is decided from the checkpoint. Lengths are in tokens."""
 
+    revision: str | None = Field(
+        default=None,
+        description="branch, tag or commit of a CHECKPOINT that is a name on the Hub; default: main",
+    )
     target: str = Field(
         default="torch", description="what runs the engine: torch, tensorrt, tensorrt-rtx, onnxruntime"
     )
     arch: tuple[str, ...] = Field(
         default=("cpu",),
-        description="what it runs on: cpu (if none is named), or kinds of GPUs: sm_89,sm_120",
+        description="device: cpu (default), or one or more GPU architectures: sm_89,sm_120",
     )
     dtype: Literal["bfloat16", "float32"] | None = Field(
         default=None,
@@ -28,39 +33,70 @@ class Options(Strict):
         default=None,
         ge=1,
         lt=2**31,
-        description="longest prompt + output; default: what the checkpoint knows, at most 8192",
+        description="maximum of prompt and output tokens together; default: the checkpoint's, at most 8192",
     )
     max_rows: int = Field(
-        default=64, ge=1, le=MOST_STEP_TOKENS, description="requests in one step; on GPUs at most 1024"
+        default=64,
+        ge=1,
+        le=MOST_STEP_TOKENS,
+        description="maximum of requests in one step; on GPUs at most 1024",
     )
     max_step_tokens: int = Field(
-        default=2048, ge=1, le=MOST_STEP_TOKENS, description="tokens in one step, at most 262144"
+        default=2048, ge=1, le=MOST_STEP_TOKENS, description="maximum of tokens in one step, at most 262144"
     )
     drafts: Literal["none", "ngram", "mtp"] | None = Field(
-        default=None, description="who proposes tokens; default: mtp if the checkpoint has it"
+        default=None, description="what proposes drafts; default: mtp if the checkpoint has it"
     )
     num_drafts: int | None = Field(
-        default=None, ge=0, description="most drafts of one request in one step; default: 3, or 0 without"
+        default=None,
+        ge=0,
+        description="maximum of drafts per request and step; default: 3, or 0 without drafts",
     )
     draft_vocab: int | None = Field(
         default=None,
         ge=1,
-        description="MTP drafts are chosen among so many of the lowest token ids; default: among all",
+        description="choose MTP drafts among this many of the lowest token ids; default: among all",
     )
-    kv_dtype: Literal["auto", "fp8"] = Field(
+    draft_head: Literal["fp8", "int4"] | None = Field(
+        default=None,
+        description="MTP drafts read a copy of the output head in 8 or 4 bits; tokens and logits stay as"
+        " they are",
+    )
+    kv_dtype: KvDtype = Field(
         default="auto",
-        description="numbers in pages of keys and values: auto (the engine's own) or fp8 (e4m3, a byte each)",
+        description="numbers in pages of keys and values: auto (the engine's own), fp8 (e4m3, a byte each),"
+        " or vLLM's codes of 8, 4 and 3 bits: turboquant_k8v4, turboquant_4bit_nc, turboquant_k3v4_nc,"
+        " turboquant_3bit_nc",
     )
     quantize: Literal["fp8", "int8", "int4", "nvfp4"] | None = Field(
         default=None,
-        description="round weights of dense layers and experts to 8 or 4 bits; output heads and routers stay",
+        description="round weights of dense layers and experts, but not of heads and routers, to 8 or 4 bits",
+    )
+    act_dtype: Literal["auto", "fp8", "bf16"] = Field(
+        default="auto",
+        description="inputs of FP8 layers: auto and bf16 leave them as wide as the engine computes; fp8 makes"
+        " them e4m3 where the checkpoint says so, or with --quantize fp8",
+    )
+    tp: int = Field(
+        default=1, description="processes that compute each step together, each with a part: 1, 2, 4 or 8"
+    )
+    same_bits: bool = Field(
+        default=False,
+        description="the same bits for every --tp: ranks add in 8 segments, which takes time",
     )
     page_len: int = Field(default=64, ge=1, description="tokens in a page of keys and values")
     random_weights: bool = Field(
         default=False,
-        description="random numbers for CHECKPOINT/config.json: an engine of its dimensions, to measure",
+        description="random weights with the dimensions of CHECKPOINT/config.json, to measure speed",
     )
-    chunk_len: int = Field(default=16, ge=1, description="tokens between two edges of the recurrence grid")
+    chunk_len: int = Field(default=16, ge=1, description="tokens between two edges, where states are stored")
+
+    @field_validator("tp")
+    @classmethod
+    def _known_size(cls, value: int) -> int:
+        if value not in SIZES:
+            raise Refused("out_of_range", "tp", value, way_out="give 1, 2, 4 or 8")
+        return value
 
     @field_validator("arch", mode="before")
     @classmethod

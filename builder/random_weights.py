@@ -36,7 +36,11 @@ class RandomTensors:
 
     def tensor(self, name: str, *shape: int) -> Lazy:
         std = shape[-1] ** -0.5 if len(shape) > 1 else None
-        return Lazy(shape, torch.bfloat16, lambda: _random(name, shape, std, self._middle(name)), std)
+
+        def make() -> torch.Tensor:
+            return _random(name, shape, std, self._middle(name))
+
+        return Lazy.all_at_once(shape, torch.bfloat16, make, std)
 
     def matrix(self, name: str, *shape: int) -> Lazy:
         return self.tensor(name, *shape)
@@ -53,7 +57,13 @@ class RandomTensors:
 def drawn(weights: dict[str, Lazy]) -> dict[str, Drawn]:
     """The large ones, by name."""
     return {
-        name: Drawn(shape=lazy.shape, dtype=name_of(lazy.dtype), std=lazy.std)
+        name: Drawn(
+            shape=lazy.words.shape if lazy.words else lazy.shape,
+            dtype=name_of(lazy.dtype) if lazy.words is None else "bfloat16",
+            std=lazy.std,
+            layout=str(lazy.words.layout) if lazy.words else "",
+            ranked=lazy.ranked,
+        )
         for name, lazy in weights.items()
         if lazy.std is not None and math.prod(lazy.shape) >= LARGE
     }

@@ -13,9 +13,8 @@ def refuse_unknown_ids(configs: Iterable[Config], vocab_size: int) -> None:
     for config in configs:
         for key, token_id in _ids(config):
             if not 0 <= token_id < vocab_size and (key, token_id) != ("pad_token_id", NO_PAD):
-                raise config.refused(
-                    f"{key} holds {token_id}, the vocabulary is 0..{vocab_size - 1}; correct one of them"
-                )
+                reason = f"{key} holds {token_id}, the vocabulary is 0..{vocab_size - 1}"
+                raise config.refused("out_of_range", key, reason, "correct one of them")
 
 
 def _ids(config: Config) -> Iterator[tuple[str, int]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from hemiola.builder.checkpoint import DTYPES
-from hemiola.builder.lazy import Lazy
+from hemiola.builder.lazy import PIECE, Lazy
 from hemiola.runtime.progress import WRITING, Report
 
 ALIGNMENT = 64  # bytes
@@ -14,7 +14,8 @@ STORED = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U8"}
 
 
 def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:
-    """A safetensors file, one tensor in memory at a time; whole cache lines first, which keep alignment."""
+    """A safetensors file, a piece of a weight in memory at a time; whole cache lines first, which keep
+    alignment."""
     ordered = sorted(weights.items(), key=lambda item: item[1].nbytes % ALIGNMENT != 0)
     header, offset = {}, 0
     for name, lazy in ordered:
@@ -31,8 +32,10 @@ def write_weights(weights: dict[str, Lazy], path: Path, report: Report) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, lazy in ordered:
-            tensor = lazy.read().contiguous()
-            assert tuple(tensor.shape) == lazy.shape and tensor.dtype == lazy.dtype
-            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-            done += lazy.nbytes
-            report(WRITING, done, offset)
+            begin = done
+            for piece in lazy.pieces(PIECE):
+                assert piece.shape[1:] == lazy.shape[1:] and piece.dtype == lazy.dtype
+                file.write(piece.contiguous().view(-1).view(torch.uint8).numpy().data)
+                done += piece.nbytes
+                report(WRITING, done, offset)
+            assert done - begin == lazy.nbytes

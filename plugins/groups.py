@@ -15,6 +15,10 @@ CODES = {"e4m3": E4M3, "e2m1": torch.uint8, "int8": torch.int8, "int4": torch.in
 ROW = "row"  # in the place of a span
 # What may stand beside codes and scales: zero points; one factor, or one divisor, of all scales of a row.
 OTHERS = ("zeros", "factor", "divisor")
+# What a layer's inputs are rounded to e4m3 by: a scale for each token and SPAN inputs, for each token, or one
+# of the checkpoint's for all; plugins/inputs.py. "": they stay as wide as they come.
+INPUTS = ("", "group", "token", "static")
+_BY = " x e4m3 by "
 
 
 class Layout(NamedTuple):
@@ -23,26 +27,31 @@ class Layout(NamedTuple):
     kind: str  # one of CODES
     span: int  # neighbouring inputs that share a scale; 0: all of a row
     others: tuple[str, ...] = ()  # of OTHERS
+    inputs: str = ""  # of INPUTS
 
     def __str__(self) -> str:
-        return " ".join((self.kind, str(self.span or ROW), *self.others))
+        weight = " ".join((self.kind, str(self.span or ROW), *self.others))
+        return weight + (_BY + self.inputs if self.inputs else "")
 
     @staticmethod
     def parse(text: str) -> "Layout":
         """Raises ValueError for what is no layout."""
-        kind, _, rest = text.partition(" ")
+        weight, by, inputs = text.partition(_BY)
+        kind, _, rest = weight.partition(" ")
         span, *others = rest.split(" ")
         known = span == ROW or (span.isdecimal() and len(span) < 10 and span[0] != "0")
+        known &= inputs in (INPUTS[1:] if by else INPUTS[:1])
         if kind not in CODES or not known or any(name not in OTHERS for name in others):
             raise ValueError(f"{text!r} is no layout of a quantised weight")
-        return Layout(kind, 0 if span == ROW else int(span), tuple(others))
+        return Layout(kind, 0 if span == ROW else int(span), tuple(others), inputs)
 
 
 class WeightGroup(NamedTuple):
     """A quantised weight [..., O, F]."""
 
     layout: Layout
-    # codes [..., O, F], scales and zeros [..., O, ceil(F / span)], factor or divisor [..., O, 1]
+    # codes [..., O, F], scales and zeros [..., O, ceil(F / span)], factor or divisor [..., O, 1]; input
+    # [..., O, 1], the static scale of a matrix's inputs, the same in all of its rows
     tensors: dict[str, torch.Tensor]
 
     @staticmethod
@@ -53,7 +62,8 @@ class WeightGroup(NamedTuple):
         narrow = E4M3 if layout.kind == "e2m1" else torch.float32
         widths = {"codes": (num_inputs, CODES[layout.kind]), "scales": (num_spans, narrow)}
         others = {"zeros": (num_spans, torch.int16)}
-        widths |= {name: others.get(name, (1, torch.float32)) for name in layout.others}
+        beside = (*layout.others, *(["input"] if layout.inputs == "static" else []))
+        widths |= {name: others.get(name, (1, torch.float32)) for name in beside}
         made = {n: torch.empty((*outer, w), dtype=dtype, device="meta") for n, (w, dtype) in widths.items()}
         return WeightGroup(layout, made)
 
@@ -64,6 +74,14 @@ class WeightGroup(NamedTuple):
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "WeightGroup":
         """`function` of every tensor; it may move rows, and nothing within a row."""
         return WeightGroup(self.layout, {name: function(tensor) for name, tensor in self.tensors.items()})
+
+    def columns(self, begin: int, end: int) -> "WeightGroup":
+        """These inputs, whole spans."""
+        span = self.layout.span or self.shape[-1]
+        spans = slice(begin // span, -(-end // span))
+        cuts = {"codes": slice(begin, end), "scales": spans, "zeros": spans}
+        made = {name: tensor[..., cuts.get(name, slice(None))] for name, tensor in self.tensors.items()}
+        return WeightGroup(self.layout, made)
 
 
 def joined(

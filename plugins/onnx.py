@@ -29,6 +29,7 @@ DTYPES = {
     torch.float16: TensorProto.FLOAT16,
     torch.float64: TensorProto.DOUBLE,
     torch.float8_e4m3fn: TensorProto.FLOAT8E4M3FN,
+    torch.uint8: TensorProto.UINT8,
     torch.int32: TensorProto.INT32,
     torch.int64: TensorProto.INT64,
 }

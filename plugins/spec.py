@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hemiola.plugins.gpu.dtypes import ENGINES
-from hemiola.plugins.groups import E4M3, Layout
+from hemiola.plugins.groups import E4M3 as E4M3
+from hemiola.plugins.groups import Layout
 
 LIBRARY = torch.library.Library("hemiola", "DEF")
 
@@ -79,6 +80,7 @@ class Call(NamedTuple):
     sizes: dict[str, int]  # by letter, of those that are constant
     attrs: dict[str, Any]
     layouts: dict[str, Layout] = {}  # noqa: RUF012  # by argument, of those that are quantised weights
+    options: tuple[str, ...] = ()  # that the call has
 
 
 class Form(NamedTuple):
@@ -95,9 +97,13 @@ class Form(NamedTuple):
     packs: dict[str, Pack] = {}  # noqa: RUF012
     sizes: str = ""
     refuses_layout: Callable[[Layout], str] = lambda layout: "it reads no quantised weights"
+    options: tuple[str, ...] = ()  # of the op's, that it takes
 
     def reason(self, call: Call) -> str:
         """Why it does not take a call, or ""."""
+        for name in call.options:
+            if name not in self.options:
+                return f"it takes no {name}"
         for name, layout in call.layouts.items():
             reason = self.refuses_layout(layout) or ("" if name in self.packs else "it is not packed")
             if reason:
@@ -122,8 +128,13 @@ class Op:
     results: tuple[Result, ...]
     reference: Callable[..., Any]
     forms: tuple[Form, ...]
+    options: tuple[Arg, ...] = ()  # tensors behind the attributes, put there by a pass of the builder
     by_line: bool = False  # line t of the results depends on line t of the arguments alone
     is_fusion: bool = False  # does the work of other ops; engines of our own kernels only
+
+    def runs_on(self, device: str) -> bool:
+        """Whether it has a form for it."""
+        return any(form.device == device for form in self.forms)
 
     @property
     def has_onnx_body(self) -> bool:
@@ -135,6 +146,7 @@ class Op:
         marks = iter("abcdefghijk")
         parts = [f"Tensor({next(marks)}!) {a.name}" if a.mutated else f"Tensor {a.name}" for a in self.args]
         parts += [f"{a.type.__name__} {a.name}" for a in self.attrs]
+        parts += [f"Tensor? {a.name}=None" for a in self.options]
         result = ", ".join(["Tensor"] * len(self.results))
         return f"{self.name}({', '.join(parts)}) -> {f'({result})' if len(self.results) > 1 else result}"
 
@@ -172,10 +184,12 @@ class Op:
         function = getattr(import_module(f"hemiola.plugins.{self.name}.{form}"), self.name.split(".")[-1])
         if not sizes and not layouts:
             return function
-        named = {f"{name}_layout": layout for name, layout in layouts.items()}
+        named = named_layouts(layouts)
+        num = len(self.args) + len(self.attrs)
 
-        def run(*values: Any, **more: Any) -> Any:
-            return function(*values, *sizes, **named, **more)
+        def run(*values: Any) -> Any:
+            options = dict(zip((arg.name for arg in self.options), values[num:], strict=False))
+            return function(*values[:num], *sizes, **named, **options)
 
         return run
 
@@ -184,15 +198,27 @@ class Op:
 
     def call(self, *values: object) -> Call:
         """What is constant about a call with these arguments, attributes included."""
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        attrs = {attr.name: value for attr, value in zip(self.attrs, values[len(self.args) :], strict=True)}
-        dtypes = {
-            arg.name: tensor.dtype
-            for arg, tensor in zip(self.args, tensors, strict=True)
-            if not _is_absent(arg, tensor)
-        }
+        first, num = len(self.args), len(self.args) + len(self.attrs)
+        attrs = {attr.name: value for attr, value in zip(self.attrs, values[first:num], strict=True)}
         sizes = {letter: size for letter, size in self.check(*values).items() if isinstance(size, int)}
-        return Call(dtypes, sizes, attrs)
+        tensors = {arg.name: value for arg, value in self._tensors(values) if not _is_absent(arg, value)}
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        options = tuple(arg.name for arg in self.options if arg.name in tensors)
+        return Call(dtypes, sizes, attrs, options=options)
+
+    def arg_at(self, place: int) -> Arg | None:
+        """The tensor that a call has at this place; None: an attribute stands there, or nothing."""
+        first_option = len(self.args) + len(self.attrs)
+        known = dict(enumerate(self.args)) | dict(enumerate(self.options, first_option))
+        return known.get(place)
+
+    def _tensors(self, values: Sequence[Any]) -> Iterator[tuple[Arg, torch.Tensor]]:
+        """Arguments, then the options that are given."""
+        for place, value in enumerate(values):
+            arg = self.arg_at(place)
+            if arg is not None and not (value is None and arg in self.options):
+                assert isinstance(value, torch.Tensor)
+                yield arg, value
 
     def _fake(self, *values: Any) -> Any:
         sizes = self.check(*values)
@@ -210,8 +236,7 @@ class Op:
         for attr, value in zip(self.attrs, values[len(self.args) :], strict=False):
             if attr.letter and isinstance(value, int):
                 sizes[attr.letter] = value
-        for arg, value in zip(self.args, values, strict=False):
-            assert isinstance(value, torch.Tensor)
+        for arg, value in self._tensors(values):
             if value.dtype not in arg.dtypes:
                 raise ValueError(f"{self.name}: {arg.name} is {value.dtype}, expected one of {arg.dtypes}")
             for letter, size in self._letters(arg, value):
@@ -230,6 +255,11 @@ class Op:
         yield from zip(letters, value.shape, strict=True)
 
 
+def named_layouts(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Layouts of quantised weights by argument, as a form's function takes them."""
+    return {f"{name}_layout": layout for name, layout in layouts.items()}
+
+
 def _is_absent(arg: Arg, value: torch.Tensor) -> bool:
     return arg.shape.endswith("*") and value.dim() == 1 and value.shape[0] == 0
 
@@ -239,18 +269,13 @@ def first_reason(*refusals: Callable[[Call], str]) -> Callable[[Call], str]:
     return lambda call: next(filter(None, (refuses(call) for refuses in refusals)), "")
 
 
-def one_dtype(wide: Sequence[str] = (), narrow: Sequence[str] = ()) -> Callable[[Call], str]:
-    """Refuses floats that are not all bf16, or all fp32; those of the arguments `wide` that are not fp32.
-
-    The arguments `narrow` may be e4m3, all of them.
-    """
+def one_dtype(wide: Sequence[str] = ()) -> Callable[[Call], str]:
+    """Refuses floats that are not all bf16, or all fp32; those of the arguments `wide` that are not fp32."""
 
     def refuses(call: Call) -> str:
         floats = {name: dtype for name, dtype in call.dtypes.items() if dtype.is_floating_point}
-        own = next((dtype for name, dtype in floats.items() if name not in (*wide, *narrow)), torch.float32)
+        own = next((dtype for name, dtype in floats.items() if name not in wide), torch.float32)
         own = own if own in ENGINES else torch.bfloat16
-        if {floats[name] for name in narrow} == {E4M3}:
-            floats = {name: dtype for name, dtype in floats.items() if name not in narrow}
         for name, dtype in floats.items():
             expected = torch.float32 if name in wide else own
             if dtype is not expected:
@@ -261,18 +286,12 @@ def one_dtype(wide: Sequence[str] = (), narrow: Sequence[str] = ()) -> Callable[
 
 
 def fp32_in_sixteens(
-    letters: str, narrow: Sequence[str] = (), options: Mapping[str, str] = MappingProxyType({})
+    letters: str, options: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Call], str]:
-    """Refuses what 16-lane kernels of fp32 do not take: other dtypes, and other sizes of `letters`.
-
-    The arguments `narrow` may be e4m3, all of them.
-    """
+    """Refuses what 16-lane kernels of fp32 do not take: other dtypes, and other sizes of `letters`."""
 
     def refuses(call: Call) -> str:
-        kinds = {call.dtypes[name] for name in narrow}
         for name, dtype in call.dtypes.items():
-            if name in narrow and kinds == {E4M3}:
-                continue
             if dtype.is_floating_point and dtype is not torch.float32:
                 return f"{name} is {dtype}, not torch.float32"
         for letter in letters:
@@ -280,6 +299,16 @@ def fp32_in_sixteens(
                 reason = f"{letter} is {call.sizes[letter]}, no multiple of 16"
                 return Reason(reason, options[letter]) if letter in options else reason
         return ""
+
+    return refuses
+
+
+def quantised(*names: str) -> Callable[[Call], str]:
+    """Refuses calls in which one of these weights is plain."""
+
+    def refuses(call: Call) -> str:
+        plain = [name for name in names if name not in call.layouts]
+        return f"{plain[0]} is not quantised" if plain else ""
 
     return refuses
 

@@ -19,7 +19,9 @@ INPUTS = {
         "logits_ids": "L",
     },
 }
-OUTPUTS = ("logits", "hidden")  # [L, V] fp32, and [T, F] after the final norm
+# [L, V] fp32; and after the final norm [T, F], or [L, F] of the lines that have logits: in a draft segment,
+# and in a trunk's program for steps that draft nothing (Segment.lines_file).
+OUTPUTS = ("logits", "hidden")
 
 
 def widths(config: Resolved | Limits, segment: str) -> dict[str, int]:

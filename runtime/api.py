@@ -125,53 +125,82 @@ class SamplingParams(Strict):
         default=16,
         ge=1,
         le=LARGEST_INT,
-        description="most tokens to generate; a text also ends where prompt and output are max_len",
+        description="maximum of tokens to generate; prompt and output together have at most max_len",
     )
     temperature: float = Field(default=0.0, ge=0, description="0: always the best token (greedy)")
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="draw from the best tokens with this much probability"
+        default=1.0,
+        gt=0,
+        le=1,
+        description="draw from the smallest set of best tokens whose probabilities sum to this",
     )
-    top_k: int = Field(default=0, ge=0, le=LARGEST_INT, description="draw from so many best tokens; 0: all")
+    top_k: int = Field(
+        default=0, ge=0, le=LARGEST_INT, description="draw from this many of the best tokens; 0: from all"
+    )
     min_p: float = Field(
-        default=0.0, ge=0, le=1, description="draw from tokens this likely, relative to the best"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="draw from tokens at least this probable, relative to the best token",
     )
     seed: int | None = Field(
         default=None,
         ge=-(2**63),
         lt=2**64,
-        description="same seed, same text; default: a new one. -1 is 2**64 - 1",
+        description="the same seed draws the same text; default: a random seed. -1 is 2**64 - 1",
     )
-    stop: tuple[str, ...] = Field(default=(), description="the text ends before the first of these")
+    stop: tuple[str, ...] = Field(default=(), description="the text ends before the first of these strings")
     stop_token_ids: tuple[int, ...] = Field(
-        default=(), description="the text ends at the first of these tokens"
+        default=(), description="the text ends at the first of these token ids"
     )
-    ignore_eos: bool = Field(default=False, description="do not end at the end token")
+    ignore_eos: bool = Field(default=False, description="continue after the end token")
     min_tokens: int = Field(
-        default=0, ge=0, le=LARGEST_INT, description="no stop token and no stop string ends the text before"
+        default=0,
+        ge=0,
+        le=LARGEST_INT,
+        description="stop tokens and stop strings are ignored before this many tokens",
     )
     repetition_penalty: float = Field(
-        default=1.0, gt=0, description="of tokens of the prompt and the output; above 1: fewer repetitions"
+        default=1.0,
+        gt=0,
+        description="penalty of tokens that prompt or output already contain; above 1: fewer repetitions",
     )
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="of tokens of the output")
+    presence_penalty: float = Field(
+        default=0.0, ge=-2, le=2, description="penalty of tokens that the output already contains"
+    )
     frequency_penalty: float = Field(
-        default=0.0, ge=-2, le=2, description="of tokens of the output, each time they occur"
+        default=0.0, ge=-2, le=2, description="penalty of a token for each time that the output contains it"
     )
-    logit_bias: Mapping[int, float] = Field(default={}, description="token id and what is added to its logit")
-    bad_words: tuple[str, ...] = Field(default=(), description="never written, at a word's beginning")
+    logit_bias: Mapping[int, float] = Field(
+        default={}, description="a number to add to the logit of this token id"
+    )
+    bad_words: tuple[str, ...] = Field(
+        default=(), description="words that the output never contains, at the beginning of a word"
+    )
     bad_words_ids: tuple[tuple[int, ...], ...] = Field(
         default=(), fail_fast=True, description="the same, as token ids"
     )
     structured_outputs: StructuredOutputsParams | None = Field(
-        default=None, description="what the whole output must be: JSON, a regex, a grammar, a choice"
+        default=None, description="form of the whole output: JSON, a regex, a grammar or a choice"
     )
     logprobs: int | None = Field(
-        default=None, ge=0, le=20, description="also report this many best tokens per position"
+        default=None,
+        ge=0,
+        le=20,
+        description="report log-probabilities, also of this many best tokens per position",
+    )
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=20, description="the same of the prompt's tokens, with this many best ones"
     )
     num_drafts: int | None = Field(
-        default=None, ge=0, le=LARGEST_INT, description="at most so many per step; 0: none"
+        default=None, ge=0, le=LARGEST_INT, description="maximum of drafts per step; 0: none"
     )
-    priority: int = Field(default=0, ge=-(2**31), lt=2**31, description="lower runs first")
-    cache_salt: str = Field(default="", description="prefixes are shared with requests of the same salt only")
+    priority: int = Field(
+        default=0, ge=-(2**31), lt=2**31, description="requests with a lower number run first"
+    )
+    cache_salt: str = Field(
+        default="", description="cached prefixes are shared among requests with the same salt only"
+    )
 
     @field_validator("stop", "stop_token_ids", "bad_words", "bad_words_ids", mode="before")
     @classmethod
@@ -260,10 +289,12 @@ class SamplingParams(Strict):
         return value
 
     def each_of(self, num_answers: int) -> list["SamplingParams"]:
-        """Of so many answers to one prompt: with a seed, seed + i."""
+        """Of so many answers to one prompt: with a seed, seed + i. The first one scores the prompt."""
+        later = self if self.prompt_logprobs is None else self.model_copy(update={"prompt_logprobs": None})
+        each: list[SamplingParams] = [self, *[later] * (num_answers - 1)]
         if self.seed is None:
-            return [self] * num_answers
-        return [self.model_copy(update={"seed": (self.seed + i) % 2**64}) for i in range(num_answers)]
+            return each
+        return [one.model_copy(update={"seed": (self.seed + i) % 2**64}) for i, one in enumerate(each)]
 
 
 def pairs(
@@ -362,9 +393,13 @@ class Logprob(NamedTuple):
     top: tuple[tuple[int, float], ...]  # (token_id, logprob), best first
 
 
+PromptLogprobs = list[Logprob | None]  # None: the first token, which nothing predicts
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a step added to a request. The last piece has a finish_reason and metrics."""
+    """What a step added to a request. The last piece has a finish_reason and metrics; the first one with
+    tokens has the prompt's log-probabilities, if they were asked for."""
 
     text: str
     token_ids: list[int]
@@ -372,6 +407,8 @@ class Piece:
     finish_reason: FinishReason | None = None
     metrics: Metrics | None = None
     error: str | None = None  # why, when finish_reason is "error"
+    prompt_logprobs: PromptLogprobs | None = None
+    refused: Refused | None = None  # the error, where what the request asks for is the reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +422,7 @@ class Output:
     logprobs: list[Logprob] | None
     metrics: Metrics
     error: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # of each token of the prompt
 
 
 OnPiece = Callable[[Piece], None]

@@ -6,10 +6,11 @@ from typing import Literal
 import torch
 from pydantic import Field
 
+from hemiola.plugins.attention.pages import FORMATS
 from hemiola.runtime.api import Strict
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.errors import Name, Refused, any_of
-from hemiola.runtime.manifest import Manifest, State
+from hemiola.runtime.manifest import KvDtype, Manifest, State
 
 Auto = Literal["auto"]
 Drafts = Literal["none", "ngram", "mtp"]
@@ -20,52 +21,64 @@ class ServeConfig(Strict):
     """What may be chosen when an engine is started. Lengths are in tokens."""
 
     max_len: int | Auto = Field(
-        default="auto", description="longest prompt + output; auto: as the engine was built"
+        default="auto",
+        description="maximum of prompt and output tokens together; auto: as the engine was built",
     )
     max_rows: int | Auto = Field(
-        default="auto", description="requests in one step; auto: as the engine was built"
+        default="auto", description="maximum of requests in one step; auto: as the engine was built"
     )
     max_step_tokens: int | Auto = Field(
-        "auto", description="tokens in one step; auto: as the engine was built"
+        "auto", description="maximum of tokens in one step; auto: as the engine was built"
     )
     num_pages: int | Auto = Field(
-        default="auto", description="pages of keys and values, the dump page included"
+        default="auto", description="pages of keys and values, including the dump page"
     )
     cache_bytes: int | Auto = Field(
         "auto", description="bytes for pages and slots; auto: see memory_fraction"
     )
-    drafts: Drafts | Auto = Field("auto", description="who proposes; auto: as the engine was built")
-    num_drafts: int | Auto = Field("auto", description="most drafts per row and step; auto: as it was built")
+    drafts: Drafts | Auto = Field("auto", description="what proposes drafts; auto: as the engine was built")
+    num_drafts: int | Auto = Field("auto", description="maximum of drafts per row and step; auto: as built")
     adaptive_drafts: bool = Field(
-        True, description="draft fewer where more would cost time; false: always num_drafts"
+        True, description="propose fewer drafts when more would be slower; false: always num_drafts"
     )
-    ngram_min: int = Field(2, ge=1, le=64, description="shortest suffix that prompt lookup looks for")
-    ngram_max: int = Field(5, ge=1, le=64, description="longest suffix that prompt lookup looks for")
+    ngram_min: int = Field(2, ge=1, le=64, description="shortest suffix that ngram drafting searches for")
+    ngram_max: int = Field(5, ge=1, le=64, description="longest suffix that ngram drafting searches for")
     prefix_cache: bool | Auto = Field(
-        "auto", description="reuse the states of earlier prompts; auto: where a page fits into max_len"
+        "auto", description="reuse cached prefixes of earlier requests; auto: if a page fits into max_len"
     )
     num_snapshots: int | Auto = Field(
-        "auto", description="slots that keep states for reuse; auto: 4 per row, as memory allows"
+        "auto", description="slots for snapshots, states kept for reuse; auto: 4 per row if memory allows"
     )
     snapshot_interval: int = Field(
         0,
         ge=0,
-        description="also keep a state every so many tokens of a prompt, a multiple of page_len; 0: no",
+        description="also take a snapshot every so many tokens of a prompt, a multiple of page_len; 0: no",
     )
     pipeline_depth: int | Auto = Field(
         "auto",
-        description="steps whose outcome the scheduler does not wait for, 0 to 2; auto: 1 on a GPU, else 0",
+        description="steps that run ahead of their commits, 0 to 2; auto: 1 on a GPU, else 0",
     )
     cuda_graphs: bool | Auto = Field(
-        "auto", description="replay steps as CUDA graphs, all but those of long prompts; auto: on a GPU"
+        "auto", description="replay steps as CUDA graphs, except long prompts; auto: on a GPU"
     )
     aging_s: float = Field(
         30.0,
         ge=0,
-        description="seconds of waiting that improve a request's priority by one, up to the best; 0: never",
+        description="seconds of waiting after which a request's priority improves by one; 0: never",
     )
+    host_cache_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="bytes of the host's memory for pages and states that the cache has no more room for",
+    )
+    disk_cache_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder for pages and states that outlive the process; needs host_cache_bytes",
+    )
+    disk_cache_bytes: int = Field(default=0, ge=0, description="bytes of that folder that this engine takes")
     memory_fraction: float = Field(
-        default=0.5, gt=0, le=1, description="share of the free memory that auto may take"
+        default=0.5, gt=0, le=1, description="share of the free memory that auto values may use"
     )
 
 
@@ -90,6 +103,19 @@ class Resolved(Strict):
     cuda_graphs: bool
     vocab_size: int
     aging_s: float
+    host_cache_bytes: int
+    disk_cache_dir: str | None
+    disk_cache_bytes: int
+
+
+def lossy(kv_dtype: KvDtype) -> str:
+    """What to warn of: pages whose codes have 3 bits; "" for others."""
+    if not FORMATS[kv_dtype].loses_much:
+        return ""
+    return (
+        f"--kv-dtype {kv_dtype} keeps keys or values in 3 bits: in vLLM's study such pages cost some 20"
+        " points in tests of reasoning; measure your own task, or build with turboquant_4bit_nc or fp8"
+    )
 
 
 def state_bytes(states: Sequence[State], kind: str) -> int:
@@ -130,6 +156,9 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
         cuda_graphs=_cuda_graphs(config, manifest),
         vocab_size=manifest.vocab_size,
         aging_s=config.aging_s,
+        host_cache_bytes=_tier_bytes("host_cache_bytes", config.host_cache_bytes, manifest, prefix_cache),
+        disk_cache_dir=_disk_cache_dir(config),
+        disk_cache_bytes=_tier_bytes("disk_cache_bytes", config.disk_cache_bytes, manifest, prefix_cache),
     )
 
 
@@ -211,6 +240,31 @@ def _prefix_cache(config: ServeConfig, manifest: Manifest, max_len: int) -> bool
         limit, way_out = f"pages are {page_len} tokens", f"choose a multiple, such as {max(below, page_len)}"
         raise Refused("out_of_range", "snapshot_interval", config.snapshot_interval, limit, way_out)
     return used
+
+
+def _tier_bytes(field: str, num_bytes: int, manifest: Manifest, prefix_cache: bool) -> int:
+    """Refused where nothing would ever be kept there."""
+    if num_bytes == 0:
+        return 0
+    if not prefix_cache:
+        said = (Name(field), " is given, but ", Name("prefix_cache"), " is off")
+        raise Refused("conflict", field, said=said, way_out="leave it out")
+    least = manifest.tp * sum(state_bytes(manifest.states, kind) for kind in ("page", "slot"))
+    if num_bytes < 2 * least:
+        limit = f"a page and a state take {least}, and it needs twice that"
+        raise Refused("out_of_range", field, num_bytes, limit, "raise it")
+    return num_bytes
+
+
+def _disk_cache_dir(config: ServeConfig) -> str | None:
+    """What is on disk comes and goes through the host's memory."""
+    if (config.disk_cache_dir is None) != (config.disk_cache_bytes == 0):
+        said = (Name("disk_cache_dir"), " and ", Name("disk_cache_bytes"), " go together")
+        raise Refused("conflict", "disk_cache_dir", said=said, way_out="give both or none")
+    if config.disk_cache_dir is not None and config.host_cache_bytes == 0:
+        said = (Name("disk_cache_dir"), " needs ", Name("host_cache_bytes"))
+        raise Refused("conflict", "disk_cache_dir", said=said, way_out=("give ", Name("host_cache_bytes")))
+    return config.disk_cache_dir
 
 
 def _cache_sizes(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, NamedTuple, TypeAlias, get_args, overload
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 MOST_SAID = 500  # characters of somebody else's in a line of ours
 
@@ -40,7 +40,7 @@ Code = Literal[
     "in_use",  # somebody else has it: a port, a folder
     "closed",  # it has ended
     "failed",  # a tool or library that is needed for it failed
-    "other",  # nobody has given it a code yet
+    "other",  # from a server of another version, which names no code that is known here
 ]
 CODES: tuple[Code, ...] = get_args(Code)
 
@@ -117,7 +117,6 @@ class Refused(ValueError):
     code: Code
     field: str
 
-    @overload
     def __init__(
         self,
         code: Code,
@@ -127,23 +126,7 @@ class Refused(ValueError):
         way_out: Text = "",
         *,
         said: Text = "",
-    ) -> None: ...
-
-    @overload
-    def __init__(self, code: str, /) -> None: ...  # a whole sentence, by a room that gives no codes yet
-
-    def __init__(
-        self,
-        code: str,
-        field: str = "",
-        value: object = ABSENT,
-        limit: Text = "",
-        way_out: Text = "",
-        *,
-        said: Text = "",
     ) -> None:
-        if code not in CODES:
-            code, said = "other", code
         super().__init__(code, field, value, limit, way_out)  # what pickle and copy make it from
         self.code = code
         self.field = field
@@ -220,6 +203,14 @@ class Failed(RuntimeError):
     """The engine is lost and takes no more requests, whatever they ask; the message is one line."""
 
 
+class Lost(RuntimeError):
+    """The connection to the server, or the server, went away with the request."""
+
+
+class RankLost(Failed, Lost):
+    """A rank of the engine has ended, hangs or differs from the others, and with it all of the engine."""
+
+
 class Busy(RuntimeError):
     """The server has too many requests. Nothing of this one was done; it may be sent again."""
 
@@ -234,7 +225,3 @@ class Busy(RuntimeError):
 
 class Cancelled(RuntimeError):
     """Somebody cancelled the request."""
-
-
-class Lost(RuntimeError):
-    """The connection to the server, or the server, went away with the request."""

@@ -10,9 +10,19 @@ from shlex import quote
 
 import hemiola
 
-ENGINE = {"torch", "numba", "safetensors", "tokenizers", "jinja2", "llguidance", "typer", "rich"}
+ENGINE = {
+    "torch",
+    "numba",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "jinja2",
+    "llguidance",
+    "typer",
+    "rich",
+}
 SERVE = {"aiohttp", "tritonclient", "grpc"}  # nvidia-pytriton is not imported
-EXTRAS = {"engine": ENGINE, "serve": SERVE}
+EXTRAS = {"engine": ENGINE, "serve": SERVE, "nixl": {"nixl"}}
 
 
 def lacking(what: str, error: ModuleNotFoundError) -> str:

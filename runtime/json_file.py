@@ -46,9 +46,9 @@ def read_text(path: Path, way_out: str, most_bytes: int | None = None) -> str:
         raise Refused("malformed", said=said, way_out=f"{way_out}") from None
 
 
-def read_json(path: Path, way_out: str) -> Any:
+def read_json(path: Path, way_out: str, most_bytes: int | None = None) -> Any:
     """What a file holds."""
-    text = read_text(path, way_out)
+    text = read_text(path, way_out, most_bytes)
     try:
         return parse_json(text)
     except ValueError as error:

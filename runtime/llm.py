@@ -6,11 +6,9 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
+from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -19,14 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
+import hemiola
 from hemiola.plugins import OPS
-from hemiola.plugins.step import import_forms
 from hemiola.runtime import manifest as manifests
 from hemiola.runtime.abi import widths
 from hemiola.runtime.api import (
     Counters,
     Load,
-    Logprob,
     OnPiece,
     Output,
     Piece,
@@ -34,23 +31,34 @@ from hemiola.runtime.api import (
     SamplingParams,
     pairs,
 )
+from hemiola.runtime.cache.depth import Observer
+from hemiola.runtime.cache.disk import Content, DiskTier
 from hemiola.runtime.cache.eviction import Cost, Evictor
+from hemiola.runtime.cache.layout import PrefixLayout
+from hemiola.runtime.cache.packed import PackedForm
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.cache.statistics import Statistics
-from hemiola.runtime.config import Resolved, ServeConfig, resolve, state_bytes
+from hemiola.runtime.cache.tier import Tier, TierUse
+from hemiola.runtime.choose.grammar import Grammar, Grammars
+from hemiola.runtime.config import Resolved, ServeConfig, lossy, resolve, state_bytes
 from hemiola.runtime.device.find import find_device
+from hemiola.runtime.device.followers import FollowerProcesses
 from hemiola.runtime.device.memory import CPU, Storage, close_all, free_bytes, give_back
 from hemiola.runtime.device.session import Session
-from hemiola.runtime.engine.grammar import Grammar, Grammars
-from hemiola.runtime.engine.loop import Loop
-from hemiola.runtime.engine.outbox import Outbox
-from hemiola.runtime.engine.pace import Pace
-from hemiola.runtime.engine.request import Bounds, Request, new_request
-from hemiola.runtime.engine.scheduler import Scheduler
-from hemiola.runtime.errors import Name, Refused
+from hemiola.runtime.errors import Name, Refused, counted
 from hemiola.runtime.progress import READY, Report, show, silent
+from hemiola.runtime.schedule.carrier import Carrier
+from hemiola.runtime.schedule.collector import Collector
+from hemiola.runtime.schedule.loop import Loop
+from hemiola.runtime.schedule.outbox import Outbox
+from hemiola.runtime.schedule.pace import Pace
+from hemiola.runtime.schedule.request import Bounds, Request, checked_ids, new_request
+from hemiola.runtime.schedule.scheduler import Scheduler
+from hemiola.runtime.step.ahead import compile_ahead
+from hemiola.runtime.step.follower import build
+from hemiola.runtime.step.ranked import Followers, RankedSteps, RankedUnits
 from hemiola.runtime.step.steps import Engine, make_steps
 from hemiola.runtime.text import Text
 
@@ -67,18 +75,79 @@ def make_loop(
     device: torch.device = CPU,
     held: ExitStack | None = None,
     report: Report = silent,
+    followers: Followers | None = None,
 ) -> Loop:
-    """The parts of a running engine, put together; not started. held: gets what must be closed behind it."""
+    """The parts of a running engine, put together; not started. held: gets what must be closed behind it.
+    followers: of an engine for several ranks."""
     slots = SlotPool(config.num_slots, config.chunk_len, storage.free_slots)
     table_width = widths(config, "trunk")["W"]
     pages = PagePool(config.num_pages, config.page_len, config.num_slots, table_width, storage.free_pages)
     evictor = Evictor(cost, config.page_len)
-    prefix = PrefixCache(
-        pages, slots, evictor, identity, config.snapshot_interval, enabled=config.prefix_cache
-    )
+    held = held or ExitStack()
+    tiers = make_tiers(config, storage, cost, identity, device, held, followers)
+    given = identity, config.snapshot_interval, config.prefix_cache
+    prefix = PrefixCache(pages, slots, evictor, *given, *tiers)
     scheduler = Scheduler(config, prefix, Pace(config.num_drafts, config.adaptive_drafts))
-    steps = make_steps(config, storage, session, pages, device, held or ExitStack(), report)
-    return Loop(config, scheduler, storage, steps, Outbox(text), device)
+    steps = make_steps(config, storage, session, pages, device, held, report)
+    if followers is None:
+        return Loop(config, scheduler, storage, steps, Outbox(text), device)
+    ranked = RankedSteps(steps, storage, pages, followers, config.drafts == "mtp")
+    return Loop(config, scheduler, ranked, ranked, Outbox(text), device)
+
+
+def make_tiers(
+    config: Resolved,
+    storage: Storage,
+    cost: Cost,
+    identity: str,
+    device: torch.device,
+    held: ExitStack,
+    followers: Followers | None,
+) -> tuple[Tier | None, DiskTier | None, Content | None]:
+    """Where pages and snapshots go that the cache gives up: the host's memory, a file; and the former's
+    content."""
+    if config.host_cache_bytes == 0:
+        return None, None, None
+    if followers is None:
+        units = storage.host_units(config.host_cache_bytes)
+    else:
+        units = RankedUnits(storage.host_units(config.host_cache_bytes, followers.share()), followers)
+    host = Tier(cost, config.page_len, units)
+    if config.disk_cache_dir is None:
+        return host, None, units
+    form = content_form(config, identity, device)
+    path = Path(config.disk_cache_dir) / f"{form[:32]}.prefixes"
+    disk = DiskTier(path, config.disk_cache_bytes, form, cost, config.page_len, host, units)
+    held.callback(disk.close)
+    return host, disk, units
+
+
+def content_fields(config: Resolved, identity: str, device: torch.device) -> dict[str, str | bool | int]:
+    """What the bits of a page and of a snapshot depend on, besides the tokens before them."""
+    machine = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    return {
+        "hemiola": hemiola.__version__,
+        "engine": identity,
+        "machine": machine,
+        "mtp_head": config.drafts == "mtp",
+        "page_len": config.page_len,
+        "chunk_len": config.chunk_len,
+    }
+
+
+def content_form(config: Resolved, identity: str, device: torch.device) -> str:
+    """The same in one word."""
+    parts = tuple(content_fields(config, identity, device).values())
+    return sha256(repr(parts).encode()).hexdigest()
+
+
+def packed_form(config: Resolved, manifest: manifests.Manifest, device: torch.device) -> PackedForm:
+    """Of the engine's prefixes."""
+    fields = content_fields(config, manifest.identity, device)
+    layout = PrefixLayout(manifest.states, manifest.limits, config.drafts == "mtp")
+    return PackedForm(fields, layout, config.vocab_size, config.max_len)
 
 
 def prefix_cost(manifest: manifests.Manifest) -> Cost:
@@ -103,12 +172,15 @@ def open_loop(
     text: Text | None,
     device: torch.device,
     report: Report = silent,
+    followers: FollowerProcesses | None = None,
 ) -> Loop:
     """An engine that runs. What it takes is given back when it is closed, or here, where opening fails."""
     held, callers = ExitStack(), sys.exc_info()[1]
     held.callback(give_back, device)
+    if followers is not None:
+        held.callback(followers.close)
     try:
-        return _open_loop(engine_dir, manifest, config, text, device, held, report)
+        return _open_loop(engine_dir, manifest, config, text, device, held, report, followers)
     except BaseException as error:
         clear_frames(error, callers)
         close_all(held)
@@ -123,18 +195,47 @@ def _open_loop(
     device: torch.device,
     held: ExitStack,
     report: Report,
+    followers: FollowerProcesses | None,
 ) -> Loop:
     if device.type == "cpu":
-        compile_ahead(manifest, report)
+        ops = {call.op for segment in manifest.segments for call in segment.calls}
+        compile_ahead(OPS.keys() & ops, report)
+    if followers is not None:
+        followers.configure(config.model_dump(), max(1, torch.get_num_threads() // manifest.tp))
     report("taking memory for the cache", 0, 0)
     storage = Storage(manifest.states, config.num_pages, config.num_slots, device=device)
     held.callback(storage.close)
-    session = Session(engine_dir, manifest, storage, config.drafts, report)
+    group = None if followers is None else followers.memory.group(0)
+    session = Session(engine_dir, manifest, storage, config.drafts, report, group)
     held.callback(session.close)
     cost, identity = prefix_cost(manifest), manifest.identity
-    loop = make_loop(config, storage, session, text, cost, identity, device=device, held=held, report=report)
+    ends = {"device": device, "held": held, "report": report, "followers": followers}
+    loop = make_loop(config, storage, session, text, cost, identity, **ends)
+    if followers is not None:
+        report("waiting for the other ranks", 0, 0)
+        followers.ready(loop.lose)
     loop.start(held)
     return loop
+
+
+def start_followers(
+    engine_dir: Path, manifest: manifests.Manifest, report: Report
+) -> FollowerProcesses | None:
+    """The other ranks of an engine that has several."""
+    if manifest.tp == 1:
+        return None
+    report("starting the other ranks", 0, 0)
+    if manifest.arch == "cpu":
+        _warn_of_few_cores(manifest.tp)
+    return FollowerProcesses(engine_dir, manifest.tp, manifest.identity, build())
+
+
+def _warn_of_few_cores(num_ranks: int) -> None:
+    from hemiola.plugins.cpu.team import quota  # numba is not needed elsewhere
+
+    if num_ranks > (num_cores := quota()):
+        shared = counted(num_cores, "core", "cores")
+        log.warning("%d ranks share %s and wait for each other in every layer", num_ranks, shared)
 
 
 def open_text(engine_dir: Path, manifest: manifests.Manifest) -> Text | None:
@@ -148,20 +249,6 @@ def open_text(engine_dir: Path, manifest: manifests.Manifest) -> Text | None:
         said = f"{path} has ids up to {most}, but vocab_size is {manifest.vocab_size}"
         raise Refused("damaged", said=said, way_out="run build-engine again")
     return text
-
-
-def compile_ahead(manifest: manifests.Manifest, report: Report) -> None:
-    """The kernels of this engine's ops, and what steps of any options call beside them: no request waits."""
-    report("importing", 0, 0)
-    from hemiola.plugins.cpu import jit  # numba is not needed elsewhere
-    from hemiola.runtime.device import lower  # noqa: F401  its kernels are known when it is imported
-    from hemiola.runtime.step import recorded  # noqa: F401
-
-    import_forms("compiled")
-    for op in OPS.keys() & {node.op for segment in manifest.segments for node in segment.nodes}:
-        if find_spec(f"hemiola.plugins.{op}.compiled"):
-            import_module(f"hemiola.plugins.{op}.compiled")
-    jit.prepare(partial(report, "compiling kernels"))
 
 
 def clear_frames(error: BaseException, callers: BaseException | None) -> None:
@@ -196,6 +283,25 @@ class LLM:
         device = find_device(engine_dir, self.manifest.arch)
         weights, own = engine_dir / self.manifest.weights_file, self.manifest
         free = free_bytes(device, weights, own.drawn_bytes, own.work_bytes)
+        followers = start_followers(engine_dir, own, report)
+        try:
+            self._open_with(engine_dir, serve_config, report, device, free, followers)
+        except BaseException:
+            if followers is not None:
+                followers.close()
+            raise
+
+    def _open_with(
+        self,
+        engine_dir: Path,
+        serve_config: ServeConfig,
+        report: Report,
+        device: torch.device,
+        free: int,
+        followers: FollowerProcesses | None,
+    ) -> None:
+        if followers is not None:  # sizes are those that the poorest rank has memory for
+            free = min(free, followers.opened()) // (self.manifest.tp if device.type == "cpu" else 1)
         self.config = resolve(serve_config, self.manifest, free)
         if serve_config.prefix_cache == "auto" and not self.config.prefix_cache:
             log.warning(
@@ -203,11 +309,14 @@ class LLM:
                 self.config.max_len,
                 self.config.page_len,
             )
+        if words := lossy(self.manifest.kv_dtype):
+            log.warning("%s", words)
         report("reading the tokenizer", 0, 0)
         self._text = open_text(engine_dir, self.manifest)
         self._grammars = self._text and Grammars(self._text.tokenizer, self.manifest.vocab_size)
         log.info("%s", shown_sizes(self.config, self.manifest, free))
-        self._loop = open_loop(engine_dir, self.manifest, self.config, self._text, device, report)
+        given = engine_dir, self.manifest, self.config, self._text, device, report, followers
+        self._loop = open_loop(*given)
         weakref.finalize(self, self._loop.close)  # when forgotten, and at exit
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(
@@ -225,6 +334,11 @@ class LLM:
     def reuse(self) -> Statistics:
         """What the prefix cache has found, kept and given up."""
         return self._loop.scheduler.prefix.statistics
+
+    @property
+    def tiers(self) -> dict[str, TierUse]:
+        """What the tiers below the prefix cache, "host" and "disk", have done and hold."""
+        return self._loop.scheduler.prefix.tiers
 
     def load(self) -> Load:
         """What the engine holds now."""
@@ -266,12 +380,19 @@ class LLM:
         return self._text
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, on_piece: OnPiece, arrival: float | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        on_piece: OnPiece,
+        arrival: float | None = None,
+        output_ids: Sequence[int] = (),
     ) -> int:
         """Queue a request and return its id; on_piece is called in the loop's thread. Refuses at once.
 
-        arrival: when it came, by time.perf_counter, if not now."""
-        request = self._request(prompt, params, arrival)
+        arrival: when it came, by time.perf_counter, if not now.
+        output_ids: the first tokens of its output, which another engine of this identity chose. The pieces
+        have what follows, as if this engine had chosen all; params are those of the whole output."""
+        request = self._request(prompt, params, arrival, output_ids)
         self._loop.submit(request, on_piece)
         return request.id
 
@@ -282,6 +403,36 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget all kept pages and states; what runs goes on."""
         self._loop.flush()
+
+    def watch_cache(self, observer: Observer) -> None:
+        """Let one observer know which pages requests can start behind: those there are, then each change."""
+        self._loop.watch(observer)
+
+    def export_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> bytearray:
+        """What is stored of a prompt up to its deepest edge, packed: pages, and the state of the recurrences.
+        `import_prefix` of an LLM with the same engine takes it. The prompt's ids and the salt are in clear.
+
+        Needs host_cache_bytes. Waits for the step under way. Raises Refused where nothing is stored."""
+        carrier = self._carrier("export_prefix")
+        SamplingParams(cache_salt=cache_salt)  # checks it
+        return carrier.pack(checked_ids(self.encode(prompt, must_fit=False), self._bounds), cache_salt)
+
+    def import_prefix(self, packed: bytes | bytearray | memoryview) -> int:
+        """Let requests start from a prefix that `export_prefix` packed; returns its tokens. It goes to the
+        host's memory, as if the cache had given it up.
+
+        Needs host_cache_bytes. Waits for the step under way. Raises Refused for what is damaged, or of
+        another engine, and nothing has changed then: requests compute it."""
+        return self._carrier("import_prefix").unpack(packed)
+
+    def _carrier(self, asked: str) -> Carrier:
+        if self.manifest.tp > 1:
+            said = f"{asked}: each of the engine's {self.manifest.tp} ranks has its own pages and states"
+            raise Refused("unsupported", said=said, way_out="build with --tp 1")
+        if self.config.host_cache_bytes == 0:
+            said = (f"{asked} needs ", Name("host_cache_bytes"), ": prefixes move through the host's memory")
+            raise Refused("conflict", said=said, way_out=("open it with ", Name("host_cache_bytes", 2**30)))
+        return Carrier(self._loop.visit, packed_form(self.config, self.manifest, self._loop.device))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Pieces as they come; who stops reading aborts the request. Refuses before the first piece."""
@@ -308,8 +459,8 @@ class LLM:
         """All outputs, in the order of the prompts; one prompt (a text, or token ids) gives a list of one.
         One bad prompt: Refused, and none has been queued."""
         requests = self._requests(_as_list(prompts), params)
-        done: SimpleQueue[_Collector] = SimpleQueue()
-        collectors = [_Collector(request, done.put) for request in requests]
+        done: SimpleQueue[Collector] = SimpleQueue()
+        collectors = [Collector(request, done.put) for request in requests]
         try:
             for collector in collectors:
                 self._loop.submit(collector.request, collector)
@@ -341,16 +492,33 @@ class LLM:
                 raise error.at(f"prompts[{index}]") from None
         return requests
 
-    def _request(self, prompt: Prompt, params: SamplingParams, arrival: float | None = None) -> Request:
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival: float | None = None,
+        output_ids: Sequence[int] = (),
+    ) -> Request:
         arrival = time.perf_counter() if arrival is None else arrival  # before the prompt is tokenized
         if not isinstance(params, SamplingParams):
             raise Refused("wrong_type", "params", type(params), way_out="pass a SamplingParams")
+        if params.prompt_logprobs is not None:
+            self._check_scoring()
         if params.stop:
             self._tokenizer("stop", " is", "stop_token_ids")
         encode = self._text.encode_words if self._text is not None else None
         ids = self.encode(prompt)
         grammar = self._grammar(params)
-        return new_request(next(self._request_ids), ids, params, self._bounds, encode, grammar, arrival)
+        request_id, bounds = next(self._request_ids), self._bounds
+        return new_request(request_id, ids, params, bounds, encode, grammar, arrival, output_ids)
+
+    def _check_scoring(self) -> None:
+        """A compiler that cut the program has the output head inside of a part, for the lines that choose."""
+        target = self.manifest.segment("trunk").compiler.split()
+        if target:
+            said = (Name("prompt_logprobs"), f" are not computed by engines of {target[0]}")
+            way_out = "leave it out, or build with --target torch"
+            raise Refused("unsupported", "prompt_logprobs", said=said, way_out=way_out)
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """Compiled in a thread of its own, while steps go on; the caller waits."""
@@ -366,6 +534,8 @@ class LLM:
         """Cancel (or with drain: finish) what runs, end the thread and give all memory back: before it
         returns, or from on_piece soon after. Safe to call twice."""
         self._loop.close(drain)
+        if self._grammars is not None:
+            self._grammars.close()
 
     def __enter__(self) -> "LLM":
         self._loop.check_open()
@@ -381,36 +551,6 @@ def _as_list(prompts: Any) -> Sequence[Prompt]:
     """Prompts, or one prompt as a list of one."""
     ids = isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
     return [prompts] if isinstance(prompts, str) or (ids and not isinstance(prompts, bytes)) else prompts
-
-
-class _Collector:
-    """An on_piece that puts a request's pieces together."""
-
-    def __init__(self, request: Request, on_done: Callable[["_Collector"], None]) -> None:
-        self.request = request
-        self.output: Output | None = None
-        self._on_done = on_done
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[Logprob] | None = None if request.params.logprobs is None else []
-
-    def __call__(self, piece: Piece) -> None:
-        self._text.append(piece.text)
-        self._token_ids += piece.token_ids
-        if self._logprobs is not None and piece.logprobs is not None:
-            self._logprobs += piece.logprobs
-        if piece.finish_reason is None or piece.metrics is None:
-            return
-        self.output = Output(
-            prompt_token_ids=self.request.ids[: self.request.prompt_len].tolist(),
-            token_ids=self._token_ids,
-            text="".join(self._text),
-            finish_reason=piece.finish_reason,
-            logprobs=self._logprobs,
-            metrics=piece.metrics,
-            error=piece.error,
-        )
-        self._on_done(self)
 
 
 def _progress(total: int, shown: bool) -> Iterator[int]:

@@ -9,23 +9,45 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 import hemiola
 from hemiola.plugins import OPS
+from hemiola.plugins.attention.pages import FORMATS
 from hemiola.plugins.gpu.binaries import Binary, sources
-from hemiola.runtime.arch import ARCHS, split
+from hemiola.plugins.gpu.words import form_of, num_bytes, refuses_layout
+from hemiola.plugins.groups import Layout
+from hemiola.plugins.ranks import SIZES
+from hemiola.runtime.arch import ARCHS, name_of, split
 from hemiola.runtime.engine_files import check_files, check_regular
 from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.fields import refused_by
 from hemiola.runtime.json_file import parse_json, read_text
 
-FORMAT = 8
+FORMAT = 10
 FILE = "manifest.json"
 PARTS = "parts"  # the folder of compiled parts
 NEXT = ".next"  # behind a state's name: what it is after the step
+GROUP = "group"  # the weight that stands in no file: who the ranks are (plugins/ranks.py)
 HIDDEN = "mtp.hidden"  # the state in which an MTP head finds the trunk's hidden states
 PTX = "ptx"  # the form of an op whose kernels TensorRT has in its own engine
+KvDtype = Literal[  # plugins/attention/pages.py
+    "auto",
+    "fp8",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "turboquant_k3v4_nc",
+    "turboquant_3bit_nc",
+]
+NARROW = {"float8_e4m3fn", "uint8"}  # dtypes of pages alone
 Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]
 MOST_BYTES = 2**26  # of a manifest; one of 100 layers and 7 architectures has some 2**21
 # The longest text of the models here in one piece. Twice as many would fit no launch on a GPU: of conv's
@@ -48,13 +70,20 @@ def _known_archs(names: str) -> str:
     return names
 
 
+def _known_tp(size: int) -> int:
+    if size not in SIZES:
+        raise ValueError("it should be 1, 2, 4 or 8")
+    return size
+
+
 # What a stranger's manifest can say of a file, a size and a number.
 FileName = Annotated[str, AfterValidator(_inside), Field(max_length=1000)]
 Word = Annotated[str, Field(pattern=r"^[\w.,:+ -]*$", max_length=200)]
+RepoName = Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+)?$", max_length=200)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-Dtype = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16|float8_e4m3fn|int32)$")]
+Dtype = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16|float8_e4m3fn|uint8|int32)$")]
 Shape = Annotated[tuple[Size, ...], Field(max_length=8)]
 
 
@@ -97,6 +126,25 @@ class Drawn(Frozen):
     shape: Shape
     dtype: Dtype
     std: float = Field(ge=0, allow_inf_nan=False)
+    ranked: bool = False  # each rank draws numbers of its own
+    layout: Word = ""  # of a quantised weight for a GPU (plugins/gpu/words.py), which has this shape unpacked
+
+    @field_validator("layout")
+    @classmethod
+    def _is_layout(cls, text: str, info: ValidationInfo) -> str:
+        if text and len(info.data.get("shape", ())) < 2:
+            raise ValueError("a quantised weight has outputs and inputs")
+        if text and (reason := refuses_layout(Layout.parse(text))):
+            raise ValueError(f"{text!r}: {reason}")
+        return text
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        if not self.layout:
+            return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+        *outer, outputs, inputs = self.shape
+        return math.prod(outer) * num_bytes(form_of(Layout.parse(self.layout)), outputs, inputs)
 
 
 class OpNode(Frozen):
@@ -111,6 +159,12 @@ class OpNode(Frozen):
     def is_callback(self) -> bool:
         """TensorRT calls it in Python; why it cannot launch it by itself, stands in `refused`."""
         return PTX in self.refused
+
+
+class HeadCall(OpNode):
+    """A call that computes logits, or the best of them, of lines of hidden states."""
+
+    weights: tuple[Word, ...]  # behind the lines
 
 
 class SegmentPiece(Frozen):
@@ -135,10 +189,15 @@ class Segment(Frozen):
 
     name: Literal["trunk", "draft"]
     file: FileName  # "" where it is in pieces
+    lines_file: FileName = ""  # the trunk for steps that draft nothing: hidden states where there are logits
     weights: tuple[Word, ...]
     states: tuple[Word, ...]
     inputs: tuple[Word, ...]
     nodes: tuple[OpNode, ...]
+    # What a program that ends with lines of hidden states leaves to who asks: logits, and the best of them.
+    head: tuple[HeadCall, ...] = ()
+    # Logits of any line of hidden states: a call of the program or of the head.
+    scores: HeadCall | None = None
     layouts: dict[Word, Word] = {}  # of quantised weights, by name (plugins/groups.py)
     pieces: tuple[SegmentPiece, ...] = ()  # in the order in which they run
     outputs: tuple[str, ...] = ()  # logits and hidden among the values of the pieces
@@ -152,7 +211,12 @@ class Segment(Frozen):
     def files(self) -> list[str]:
         """What the segment consists of, inside the engine directory; segments may share parts."""
         parts = dict.fromkeys(f"{PARTS}/{piece.name}" for piece in self.pieces if piece.kind == "part")
-        return [*parts] or [self.file]
+        return [*parts] or [self.file, *([self.lines_file] if self.lines_file else [])]
+
+    @property
+    def calls(self) -> tuple[OpNode, ...]:
+        """Of ops of ours."""
+        return (*self.nodes, *self.head)
 
 
 class KernelFile(Frozen):
@@ -179,6 +243,8 @@ class Manifest(Frozen):
     format: int
     builder_version: Word
     torch_version: Word
+    repo: RepoName = ""  # the checkpoint's name on the Hub, if it came from there
+    commit: Word = ""  # of the checkpoint there
     architecture: Word
     layers: tuple[Word, ...]  # one word each: mamba2, attention, mlp, moe, delta
     vocab_size: Size
@@ -190,9 +256,17 @@ class Manifest(Frozen):
     ]  # of runtime/arch.py; several, if parts were compiled for several: sm_89,sm_120
     drafts: Literal["none", "ngram", "mtp"]
     draft_vocab: Size | None = None  # an MTP head has logits of so many of the lowest ids; None: of all
+    draft_head: Literal["fp8", "int4"] | None = (
+        None  # the codes of the head that it reads; None: the trunk's head
+    )
+    kv_dtype: KvDtype  # what pages hold
+    act_dtype: Word  # of inputs of FP8 layers: fp8, or what the engine computes in (builder/options.py)
     eos_ids: tuple[int, ...]
     limits: Limits
+    tp: Annotated[int, AfterValidator(_known_tp)] = 1  # ranks that run each step together
+    sum_segments: Literal[1, 8] = 1  # of what ranks add; 8: bits do not depend on tp
     weights_file: FileName
+    rank_files: tuple[FileName, ...] = ()  # of each rank, with its parts of weights that are cut
     drawn: dict[Word, Drawn]  # weights that are random numbers and stand in no file, by name
     states: tuple[State, ...]
     segments: tuple[Segment, ...]
@@ -221,8 +295,11 @@ class Manifest(Frozen):
     @property
     def drawn_bytes(self) -> int:
         """Memory of the weights that stand in no file."""
-        sizes = (math.prod(d.shape) * getattr(torch, d.dtype).itemsize for d in self.drawn.values())
-        return sum(sizes)
+        return sum(drawn.nbytes for drawn in self.drawn.values())
+
+    def weights_files(self, rank: int) -> tuple[str, ...]:
+        """What a rank reads."""
+        return (self.weights_file, *self.rank_files[rank : rank + 1])
 
     @property
     def callbacks(self) -> dict[str, str]:
@@ -296,6 +373,11 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             f"limits.max_rows {limits.max_rows} of limits.max_len {limits.max_len} name {limits.num_pages}"
             f" pages of limits.page_len {limits.page_len}, at most {MOST_PAGES} can be named"
         )
+    if len(manifest.rank_files) != (manifest.tp if manifest.tp > 1 else 0):
+        yield f"rank_files has {len(manifest.rank_files)} files, tp is {manifest.tp}"
+    kinds = {state.dtype for state in manifest.states if state.kind == "page"}
+    if kinds and NARROW & kinds != NARROW & _kinds_of(manifest.kv_dtype):
+        yield f"pages are {' and '.join(sorted(kinds))}, which kv_dtype {manifest.kv_dtype} has not"
     wanted = ["trunk", "draft"] if manifest.drafts == "mtp" else ["trunk"]
     if sorted(s.name for s in segments) != sorted(wanted):
         yield f"segments are {shown([s.name for s in segments])}, drafts {manifest.drafts} needs {wanted}"
@@ -323,9 +405,14 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"it names the file {shown(name)}, of which sha256 says nothing"
 
 
+def _kinds_of(kv_dtype: KvDtype) -> set[str]:
+    return {name_of(dtype) for dtype in FORMATS[kv_dtype].dtypes(torch.float32)}
+
+
 def _files_named(manifest: Manifest) -> Iterator[str]:
     """Every file that is opened when the engine is."""
     yield manifest.weights_file
+    yield from manifest.rank_files
     for segment in manifest.segments:
         yield from segment.files
     for kernels in manifest.kernels:

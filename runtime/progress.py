@@ -18,8 +18,12 @@ from hemiola.runtime.errors import Refused
 
 Report = Callable[[str, int, int], None]
 READY = "ready"  # the stage behind the last one
-WRITING, HASHING = "writing weights", "hashing"
-IN_BYTES = (WRITING, HASHING)  # stages that are counted in bytes; others count kernels, graphs, tensors
+FETCHING, WRITING, HASHING = "fetching", "writing weights", "hashing"
+IN_BYTES = (
+    FETCHING,
+    WRITING,
+    HASHING,
+)  # stages that are counted in bytes; others count kernels, graphs, tensors
 LONG_S = 5.0  # a stage that takes less gets no line in a log
 MOST_S = (
     30.0  # between lines of a stage that goes on; the first comes after LONG_S, the next after twice that
@@ -51,7 +55,8 @@ def show(
         yield lambda stage, done, total, subject="": wanted(stage, done, total)
         return
     if wanted not in (True, False, None):
-        raise Refused(f"progress is {wanted!r}; pass True, False, None or a function of (stage, done, total)")
+        way_out = "pass True, False, None or a function of (stage, done, total)"
+        raise Refused("wrong_type", "progress", wanted, way_out=way_out)
     file = file or sys.stderr
     at_terminal = bool(file and file.isatty())
     in_notebook = "ipykernel" in sys.modules

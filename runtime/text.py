@@ -12,7 +12,7 @@ from hemiola.runtime.errors import Name, Refused, one_line
 from hemiola.runtime.json_file import read_json
 from hemiola.runtime.stops import StopStrings
 from hemiola.runtime.template import ChatTemplate
-from hemiola.runtime.tokenizer import most_characters, read_tokenizer
+from hemiola.runtime.tokenizer import most_characters, panics_as_errors, read_tokenizer
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
 ROLES = {"system", "user", "assistant"}  # those that every template shows
@@ -70,10 +70,7 @@ class Text:
         except UnicodeEncodeError as error:
             said = f"prompt is not valid Unicode at character {error.start} (a lone surrogate)"
             raise Refused("malformed", "prompt", said=said, way_out="remove it") from None
-        if len(text) < LONG_TEXT:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
-        else:  # while which other threads run
-            ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        ids = self._ids(text, special)
         bos = self.special.get("bos_token")
         if (
             special
@@ -86,7 +83,18 @@ class Text:
 
     def encode_words(self, text: str) -> list[int]:
         """Ids of a text, without special tokens."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self._ids(text, False)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        try:
+            with panics_as_errors():
+                if len(text) < LONG_TEXT:
+                    return self.tokenizer.encode(text, add_special_tokens=special).ids
+                # while which other threads run
+                return self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        except Exception as error:  # tokenizers raises nothing narrower
+            said = f"the engine's tokenizer fails on this text ({one_line(error)})"
+            raise Refused("failed", "prompt", said=said, way_out="change it") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

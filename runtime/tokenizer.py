@@ -2,17 +2,32 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from hemiola.runtime.errors import one_line
+
 MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"}
 SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}  # characters that may become one
 
 
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """The library's panics are BaseExceptions: they would pass everybody who answers for an error."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise RuntimeError(one_line(error)) from None
+
+
+@panics_as_errors()
 def read_tokenizer(path: Path) -> Tokenizer:
     """Without the truncation and padding of its training.
 

@@ -96,7 +96,7 @@ STAGES = (
     Stage("more rows", 100, f"{MODELS} --models 0.8b --rows 8,256", True),
     Stage("more vllm", 330, f"{PEER} --configs 0.8b-off,0.8b-mtp3,nano9b-off", True, VLLM / "site/.peer_sum"),
     Stage("recurrences", 60, RECURRENCES, True),
-    Stage("tensorrt", 90, f"{PYTEST} tests/gpu/test_tensorrt.py tests/plugins/gpu/test_ptx.py"),
+    Stage("tensorrt", 90, f"{PYTEST} tests/gpu/test_tensorrt.py tests/builder/targets/trt/test_ptx.py"),
     Stage("more engines", 120, f"{PYTEST} tests/gpu -m more"),
     Stage("vllm exact", 170, f"mkdir -p $OUT/exact; OUT=$OUT/exact VLLM_BATCH_INVARIANT=1 {PEER} --again"
           " --configs 9b-off", True, VLLM / "site/.peer_sum"),

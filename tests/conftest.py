@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from kit import checkpoints, gpu_engines
+from kit import checkpoints, gpu_engines, quantised
 from kit.engine_hand import DEVICE
 from kit.kernels import uncompiled
 
@@ -107,14 +107,24 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(shared: Callable[..., Path]) -> Callable[[str], Path]:
-    """family -> checkpoint folder (checkpoints.FAMILIES). Do not change it; copy it first."""
+    """family -> checkpoint folder (checkpoints.FAMILIES). Do not change it; copy it first.
+
+    "recipe+family" is a quantised copy (kit.quantised.RECIPES).
+    """
 
     def get(family: str) -> Path:
+        recipe, _, source = family.rpartition("+")
+        if recipe:
+            return shared(("checkpoint", family), "quantised", partial(make_quantised, recipe, get(source)))
         if family in checkpoints.TEST_FAMILIES:
             import_module(f"kit.{family}")  # which makes it known
         return shared(("checkpoint", family), family, partial(checkpoints.make, family))
 
     return get
+
+
+def make_quantised(recipe: str, source: Path, folder: Path) -> None:
+    quantised.quantise(source, folder.parent, quantised.RECIPES[recipe])
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ Whatever the runtime does, its greedy tokens must equal these.
 """
 
 import sys
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,16 +32,16 @@ class Oracle:
         checkpoint: Path,
         dtype: torch.dtype = torch.float32,
         max_len: int = 8192,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: str = "auto",
     ) -> None:
-        """kv_dtype: of pages, if they round more than the rest does."""
+        """kv_dtype: what pages hold, as for build-engine."""
         self.model = models.load(
             Checkpoint(checkpoint), references, chunk_len=1, max_len=max_len, kv_dtype=kv_dtype
         )
         self.weights = {
             name: lazy.read().to(dtype) for name, lazy in self.model.weights(self.model.trunk).items()
         }
-        self.dtypes = {"slot": dtype, "page": kv_dtype or dtype}
+        self.dtype = dtype
 
     def generate(self, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...] = ()) -> Generated:
         """Greedy. The stopping token is the last one of the result."""
@@ -63,10 +64,12 @@ class Oracle:
             max_len=length, max_rows=1, max_step_tokens=1, num_drafts=0, page_len=length, chunk_len=1
         )
         states = declared_states(self.model.trunk, limits)
-        return {
-            state.name: torch.full((2, *state.shape), torch.nan, dtype=self.dtypes[state.kind])
-            for state in states
-        }
+        return {state.name: self._poison((2, *state.shape), state.dtype) for state in states}
+
+    def _poison(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        """NaN; for codes the bytes of it."""
+        kind = self.dtype if dtype == "float32" else getattr(torch, dtype)
+        return torch.full((prod(shape) * kind.itemsize,), 0xFF, dtype=torch.uint8).view(kind).view(shape)
 
     def _feed(self, states: dict[str, torch.Tensor], token: int, position: int) -> torch.Tensor:
         step = {

@@ -1,6 +1,7 @@
 """Every command and every example of README.md and docs/*.md runs, and says what its page shows."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,22 +24,37 @@ NOT_RUN = {  # and why
     "ENGINE_DIR=$PWD/engines/qwen docker compose -f docs/deploy/compose.yaml up --build": "no docker in CI;"
     " tests/model_repo/test_deploy.py reads what it starts",
     "build-engine demo/qwen3.5-code --engine-dir engines/qwen-rtx --target tensorrt-rtx"
-    " --arch sm_89,sm_120,sm_121": "76 s; tests/builder/targets/test_rtx.py builds smaller ones",
+    " --arch sm_89,sm_120,sm_121": "76 s; tests/builder/targets/trt/test_rtx.py builds smaller ones",
     '"$triton"/bin/tritonserver --model-repository=triton_models --backend-directory=$PWD/triton_backends'
     " --disable-auto-complete-config": "it does not end; tests/model_repo/test_deploy.py starts it",
-    "hf download Qwen/Qwen3.5-0.8B --local-dir qwen3.5-0.8b": "no network",
-    "build-engine qwen3.5-0.8b --engine-dir engines/qwen3.5-0.8b": "no checkpoint",
+    "build-engine Qwen/Qwen3.5-0.8B --engine-dir engines/qwen3.5-0.8b": "no network",
     "hemiola chat engines/qwen3.5-0.8b": "no checkpoint",
-    "hf download Qwen/Qwen3.5-9B --local-dir qwen3.5-9b": "no network",
-    "build-engine qwen3.5-9b --engine-dir engines/qwen3.5-9b --arch sm_90": "no checkpoint",
+    "build-engine Qwen/Qwen3.5-9B --engine-dir engines/qwen3.5-9b --arch sm_90": "no network",
     "hemiola serve engines/qwen3.5-9b --openai-port 9000": "no checkpoint",
     "hemiola bench --random-weights benchmarks/configs/qwen3.5-0.8b --max-len 1024 --max-rows 4"
     " --max-step-tokens 512 --num-requests 4": "3 GB of weights; tests/runtime/cli/test_bench.py has fewer",
 }
+DYNAMO = "no ai-dynamo in CI; tests/runtime/dynamo/test_cluster.py starts the same where it is"
+NOT_RUN |= dict.fromkeys(
+    [
+        "python3 -m venv .dynamo && . .dynamo/bin/activate",
+        "pip install -c <(grep -v ^pydantic constraints.txt) -e '.[dynamo]'"
+        " && pip install --no-deps ai-dynamo==1.6.1",
+        "export DYN_DISCOVERY_BACKEND=file DYN_FILE_KV=$PWD/cluster DYN_TCP_RPC_HOST=127.0.0.1"
+        " DYN_EVENT_PLANE_HOST=127.0.0.1 DYN_TCP_RESPONSE_STREAM_HOST=127.0.0.1",
+        "python -m dynamo.frontend --router-mode kv --migration-limit 3 --http-host 127.0.0.1"
+        " --http-port 9100 &",
+        "for n in 1 2 3; do hemiola dynamo-worker engines/qwen & done",
+        "curl -N -H 'Content-Type: application/json' 127.0.0.1:9100/v1/completions -d '{\"model\":"
+        ' "hemiola", "prompt": "def ", "max_tokens": 900, "temperature": 0, "stream": true}\'',
+    ],
+    DYNAMO,
+)
 NO_COMMANDS = {"docs/bench.md": '{"prompt": "TEXT"'}  # blocks of a file's lines
 SHORTER = {"hemiola bench": "--num-requests 4 --turns 2"}  # of two options, the last counts
 DEFAULT = f"{SERVE}--engine-dir engines/qwen"  # where a page's commands need a server and it starts none
 BUILD = "build-engine demo/qwen3.5-code --engine-dir engines/qwen"
+OUTSIDE = re.compile(r"[\s=](~|/(etc|home|opt|root|srv|var))/")
 SHIM = '#!/bin/sh\nexec "{python}" -m {module} "$@"\n'
 
 
@@ -106,6 +122,12 @@ def shortened(command: str) -> str:
     return next(
         (f"{command} {more}" for start, more in SHORTER.items() if command.startswith(start)), command
     )
+
+
+def test_a_page_filled_the_disk_of_the_machine_outside_the_checkout() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            assert not (is_run(block, page) and OUTSIDE.search(block.text)), f"{page}: {block.text}"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -243,7 +243,7 @@ def test_models_are_measured_as_far_as_a_cpu_can(
 @pytest.mark.parametrize(
     ("command", "kernels"),
     [
-        ("gpu_attention.py --models 30B-A3B --no-fp8 --prefill 640", ("_write", "_attend", "_join")),
+        ("gpu_attention.py --models 30B-A3B --pages auto --prefill 640", ("_write", "_attend", "_join")),
         ("gpu_dense.py small,conv", ("norm._norm", "gate._gate", "rope._rope", "route._route", "conv._conv")),
     ],
 )

@@ -3,7 +3,7 @@
 import torch
 
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Found, Module, unpacked
+from hemiola.builder.formats.module import Format, Found, Module, centred, unpacked
 from hemiola.plugins.groups import Layout, WeightGroup
 
 KEY = "qweight"
@@ -12,26 +12,22 @@ MIDDLE = 8
 
 
 def is_awq(module: Module) -> bool:
-    num_outputs, num_inputs = module.shape
-    return module.of(KEY).shape == (num_inputs, num_outputs // 8) and num_outputs % 8 == 0
+    num_words = module.num_outputs // 8
+    is_packed = KEY in module.tensors and module.num_outputs % 8 == 0
+    return is_packed and module.of(KEY).shape == (module.num_inputs, num_words)
 
 
 def find(module: Module, declared: Declared) -> Found:
-    words, scales, zeros = (module.of(name) for name in (KEY, "scales", "qzeros"))
-    num_outputs = module.num_outputs
-    words.require("I32")
-    zeros.require("I32")
-    scales.require("F16", "BF16", "F32")
-    num_spans = scales.shape[0] if len(scales.shape) == 2 else 0
-    scales.require_shape(num_spans, num_outputs)
-    span = module.span(scales, num_spans, declared.group_sizes)
-    zeros.require_shape(num_spans, num_outputs // 8)
+    words, scales, zeros, span = module.packed_words(declared.group_sizes, module.num_outputs // 8)
     layout = Layout("int4", span, ("zeros",))
 
-    def read() -> WeightGroup:
-        codes, points = (_in_order(each.read()) - MIDDLE for each in (words, zeros))
-        tensors = {"codes": codes.T.to(torch.int8).contiguous(), "zeros": points.T.contiguous()}
-        return WeightGroup(layout, tensors | {"scales": scales.scales().T.contiguous()})
+    def read(begin: int = 0, end: int | None = None) -> WeightGroup:
+        first, last = begin // 8, -(-(module.num_outputs if end is None else end) // 8)
+        own = slice(begin - 8 * first, None if end is None else end - 8 * first)
+        read = (_in_order(each.read(first, last, 1))[:, own].T for each in (words, zeros))
+        codes, points = (centred(each.contiguous(), MIDDLE) for each in read)
+        tensors = {"codes": codes, "zeros": points.short()}
+        return WeightGroup(layout, tensors | {"scales": scales.scales(begin, end, 1).T.contiguous()})
 
     return Found(layout, read)
 
@@ -39,3 +35,6 @@ def find(module: Module, declared: Declared) -> Found:
 def _in_order(words: torch.Tensor) -> torch.Tensor:
     """int32 [n, O / 8] as [n, O]."""
     return unpacked(words, 4).unflatten(-1, (-1, 8))[..., PLACES].flatten(-2)
+
+
+FORMATS = (Format("AWQ", ("awq", "auto-round"), frozenset(("qweight", "scales", "qzeros")), is_awq, find),)

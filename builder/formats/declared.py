@@ -4,8 +4,8 @@ they cannot show: which version of GPTQ it is, how a ragged row is cut into grou
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from hemiola.runtime.arch import ARCHS
-from hemiola.runtime.errors import Refused
+from hemiola.plugins.inputs import SPAN
+from hemiola.runtime.errors import Refused, shown
 
 MODELOPT = "hf_quant_config.json"
 SINCE = {"FP8": 89, "NVFP4": 100}  # the first compute capability whose tensor cores multiply it
@@ -17,11 +17,14 @@ KINDS = {
 }  # as makers and as groups.py call them
 READ = "bf16, fp16, fp32, FP8, NVFP4, INT4 and INT8"
 PACKINGS = ("pack-quantized", "float-quantized", "int-quantized", "nvfp4-pack-quantized")  # CT's
-METHODS = ("fp8", "modelopt", "compressed-tensors", "gptq", "auto-round", "awq")
 ALGORITHMS = (  # of ModelOpt
     "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "NVFP4", "W4A16_NVFP4",
     "MIXED_PRECISION", "NONE",
 )  # fmt: skip
+GROUP, TENSOR = "group", "tensor"  # dynamic scales of inputs: for a token and SPAN of them, for all tokens
+INPUTS = {  # of ModelOpt's algorithms; PB_WO is for weights alone
+    "FP8": "static", "FP8_PER_CHANNEL_PER_TOKEN": "token", "FP8_BLOCK_SCALES": GROUP,
+}  # fmt: skip
 WHOLE_ROW = 2**31  # a group size that no matrix has
 WAY_OUT = "use the bf16 checkpoint"
 
@@ -35,6 +38,7 @@ class Declared(NamedTuple):
     group_sizes: frozenset[int] = frozenset()
     block: tuple[int, int] = (128, 128)  # outputs, inputs
     symmetric: bool = False  # codes have one zero point, their middle
+    inputs: frozenset[str] = frozenset()  # of FP8 weights, as formats/inputs.py reads them; "": wide ones
     zero_version: int = 0  # of GPTQ's zero points: 1, 2, or 0 where nobody says
 
     @property
@@ -42,9 +46,12 @@ class Declared(NamedTuple):
         return {KINDS[name] for name in self.names}
 
 
-def read_declared(where: str, config: dict[str, Any], modelopt: dict[str, Any] | None) -> Declared | None:
-    """`config` is config.json's content, `modelopt` that of the file beside it. None: they declare nothing of
-    weights. Raises Refused for what is not supported, and for two that disagree."""
+def read_declared(
+    where: str, config: dict[str, Any], modelopt: dict[str, Any] | None, methods: Sequence[str]
+) -> Declared | None:
+    """`config` is config.json's content, `modelopt` that of the file beside it, `methods` are those of the
+    formats. None: they declare nothing of weights. Raises Refused for what is not supported, and for two that
+    disagree."""
     text = config.get("text_config")
     own = config.get("quantization_config")
     own = own or (text.get("quantization_config") if isinstance(text, dict) else None)
@@ -56,16 +63,18 @@ def read_declared(where: str, config: dict[str, Any], modelopt: dict[str, Any] |
     if declared and all(map(is_about_pages, declared)):
         return None
     if not declared:
-        raise Refused(f"{where}: weights are quantised ({MODELOPT} does not say how); {WAY_OUT}")
+        said = f"{where}: weights are quantised ({MODELOPT} does not say how)"
+        raise Refused("unsupported", "quantization", said=said, way_out=WAY_OUT)
     _refuse_disagreement(where, found, beside)
     names = kinds_of(found) or kinds_of(beside)
     method = str(found.get("quant_method") or ("modelopt" if beside else "")).removeprefix("intel/")
     source = f"quantization_config, quant_method {method or '?'}" if own else MODELOPT
     told = f"{where}: weights are {' and '.join(names) or 'quantised'} ({source})"
     for each in declared:
-        _refuse_unknown(told, method, each)
+        _refuse_unknown(told, method, each, methods)
     if any(name not in KINDS for name in names):
-        raise Refused(f"{told}, and this version reads {READ}; {WAY_OUT}")
+        said = f"{told}, and this version reads {READ}"
+        raise Refused("unsupported", "quantization_config", said=said, way_out=WAY_OUT)
     return Declared(
         where,
         method,
@@ -73,6 +82,7 @@ def read_declared(where: str, config: dict[str, Any], modelopt: dict[str, Any] |
         frozenset(size for each in declared for size in _group_sizes(each)),
         _block(found),
         _symmetric(found),
+        frozenset(each_of for each in declared for each_of in inputs_of(each)),
         _zero_version(method, found),
     )
 
@@ -81,21 +91,23 @@ def _refuse_disagreement(where: str, found: dict[str, Any], beside: dict[str, An
     for what, read in (("kinds", kinds_of), ("group sizes", lambda each: sorted(set(_group_sizes(each))))):
         ours, theirs = read(found), read(beside)
         if ours and theirs and not set(ours) & set(theirs):
-            raise Refused(
+            said = (
                 f"{where}: quantization_config declares the {what} {', '.join(map(str, ours))}, {MODELOPT}"
-                f" {', '.join(map(str, theirs))}; correct one of them"
+                f" {', '.join(map(str, theirs))}"
             )
+            raise Refused("conflict", "quantization_config", said=said, way_out="correct one of them")
 
 
-def _refuse_unknown(told: str, method: str, each: dict[str, Any]) -> None:
+def _refuse_unknown(told: str, method: str, each: dict[str, Any], methods: Sequence[str]) -> None:
     """What would compute something else than codes times scales."""
 
     def refuse(key: str, value: object, known: Iterable[object]) -> None:
         known = " or ".join(map(repr, known))
-        raise Refused(f"{told} with {key} = {value!r}, and this version reads only {known}; {WAY_OUT}")
+        said = f"{told} with {key} = {shown(value)}, and this version reads only {known}"
+        raise Refused("unsupported", key, said=said, way_out=WAY_OUT)
 
-    if method not in METHODS:
-        refuse("quant_method", method, METHODS)
+    if method not in methods:
+        refuse("quant_method", method, methods)
     algorithm = str(each.get("quant_algo") or "NONE")
     layers = each.get("quantized_layers") or {}
     for name in [algorithm, *(str(layer.get("quant_algo")) for layer in layers.values())]:
@@ -143,15 +155,31 @@ def kinds_of(declared: dict[str, Any]) -> list[str]:
     return sorted({next((kind for kind in SINCE if kind in name), name) for name in names})
 
 
-def lacks(kinds: Sequence[str], archs: Sequence[str]) -> str:
-    """What the architectures' tensor cores do not multiply."""
-    told = []
-    numbers = {name: known for name in archs if (known := ARCHS[name].capability)}
-    for kind in (kind for kind in kinds if kind in SINCE):
-        lacking = [name for name, (major, minor) in numbers.items() if 10 * major + minor < SINCE[kind]]
-        if lacking:
-            told.append(f" {', '.join(lacking)} cannot multiply {kind}, sm_{SINCE[kind]} and newer can;")
-    return "".join(told)
+def inputs_of(declared: dict[str, Any]) -> set[str]:
+    """What a config says of the inputs of FP8 weights: of groups.INPUTS, TENSOR, or a strategy as it is."""
+    if groups := declared.get("config_groups"):
+        schemes = [group for group in groups.values() if _is_fp8(group.get("weights"))]
+        return {_of_scheme(group.get("input_activations")) for group in schemes}
+    if layers := declared.get("quantized_layers"):
+        names = {str(layer.get("quant_algo")) for layer in layers.values()}
+        return {INPUTS.get(name, "") for name in names if "FP8" in name}
+    if declared.get("quant_method") == "fp8":
+        by_block = GROUP if declared.get("weight_block_size") else TENSOR
+        return {{"dynamic": by_block, "static": "static"}.get(str(declared.get("activation_scheme")), "")}
+    return {INPUTS[name]} if (name := declared.get("quant_algo")) in INPUTS else set()
+
+
+def _is_fp8(scheme: Any) -> bool:
+    return isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+
+
+def _of_scheme(scheme: Any) -> str:
+    if not _is_fp8(scheme):
+        return ""
+    if not scheme.get("dynamic"):
+        return "static"
+    strategy, size = str(scheme.get("strategy") or TENSOR), scheme.get("group_size")
+    return strategy if strategy != GROUP or size == SPAN else f"group of {size}"
 
 
 def _of_group(weights: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ middle of the codes (`sym`), they tell by themselves which one it is.
 import torch
 
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Found, Module, Stored, unpacked
+from hemiola.builder.formats.module import Format, Found, Module, Stored, centred, unpacked
 from hemiola.plugins.groups import Layout, WeightGroup
 
 KEY = "qweight"
@@ -16,33 +16,27 @@ KEY = "qweight"
 
 def is_gptq(module: Module) -> bool:
     """Or AWQ, which packs the outputs of an input into a word."""
-    return bool(_bits(module))
+    return KEY in module.tensors and bool(_bits(module))
 
 
 def find(module: Module, declared: Declared) -> Found:
-    words, scales, zeros = (module.of(name) for name in (KEY, "scales", "qzeros"))
-    num_outputs = module.num_outputs
-    bits = _bits(module)
-    words.require("I32")
-    zeros.require("I32")
-    scales.require("F16", "BF16", "F32")
-    num_spans = scales.shape[0] if len(scales.shape) == 2 else 0
-    scales.require_shape(num_spans, num_outputs)
-    span = module.span(scales, num_spans, declared.group_sizes)
-    zeros.require_shape(num_spans, -(-num_outputs * bits // 32))
+    bits, num_outputs = _bits(module), module.num_outputs
+    width = -(-num_outputs * bits // 32)
+    words, scales, zeros, span = module.packed_words(declared.group_sizes, width)
     module.refuse_order("g_idx", span)
     if not declared.symmetric and declared.zero_version != 2:
         raise zeros.refused(
             "has zero points of GPTQ's first version with sym = false, in which a zero point of 0 is lost",
             "save the checkpoint with checkpoint_format gptq_v2",
+            "unsupported",
         )
     layout = Layout(f"int{bits}", span, () if declared.symmetric else ("zeros",))
     middle = 1 << (bits - 1)
 
-    def read() -> WeightGroup:
-        codes = unpacked(words.read().T.contiguous(), bits) - middle
-        tensors = {"codes": codes.to(torch.int8), "scales": scales.scales().T.contiguous()}
-        points = unpacked(zeros.read(), bits)[:, :num_outputs]
+    def read(begin: int = 0, end: int | None = None) -> WeightGroup:
+        codes = centred(unpacked(words.read(begin, end, 1).T, bits), middle)
+        tensors = {"codes": codes, "scales": scales.scales(begin, end, 1).T.contiguous()}
+        points = unpacked(zeros.read(), bits).short()[:, :num_outputs][:, begin:end]
         if declared.symmetric:
             _check_middle(zeros, points, middle)
         else:
@@ -65,4 +59,16 @@ def _check_middle(zeros: Stored, points: torch.Tensor, middle: int) -> None:
             f"has zero points {found[:4]}, but config.json says sym = true; all would be {middle} or"
             f" {middle - 1}",
             "correct one of them",
+            "conflict",
         )
+
+
+FORMATS = (
+    Format(
+        "GPTQ or AutoRound",
+        ("gptq", "auto-round"),
+        frozenset(("qweight", "scales", "qzeros", "g_idx")),
+        is_gptq,
+        find,
+    ),
+)

@@ -4,10 +4,8 @@ ModelOpt: X.weight U8 [O, F / 2], X.weight_scale, X.weight_scale_2, which multip
 X.weight_packed, X.weight_scale, X.weight_global_scale, which divides.
 """
 
-import torch
-
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Found, Module, by_row, nibbles
+from hemiola.builder.formats.module import Format, Found, Module, by_row, has, nibbles
 from hemiola.plugins.groups import Layout, WeightGroup
 
 GROUP = 16
@@ -35,9 +33,28 @@ def _find(module: Module, weight_name: str, whole_name: str, role: str) -> Found
         raise weight.refused(f"has {num_inputs} inputs, no multiple of {GROUP}")
     layout = Layout("e2m1", GROUP, (role,))
 
-    def read() -> WeightGroup:
-        scales.scales()
-        tensors: dict[str, torch.Tensor] = {"codes": nibbles(weight.read()), "scales": scales.read()}
-        return WeightGroup(layout, tensors | {role: by_row(whole.scales(), num_outputs)})
+    def read(begin: int = 0, end: int | None = None) -> WeightGroup:
+        scales.scales(begin, end)
+        codes = nibbles(weight.read(begin, end))
+        tensors = {"codes": codes, "scales": scales.read(begin, end)}
+        return WeightGroup(layout, tensors | {role: by_row(whole.scales(), num_outputs)[begin:end]})
 
     return Found(layout, read)
+
+
+FORMATS = (
+    Format(
+        "NVFP4 of compressed-tensors",
+        ("compressed-tensors",),
+        frozenset(("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")),
+        has("weight_global_scale"),
+        find_compressed,
+    ),
+    Format(
+        "NVFP4 of ModelOpt",
+        ("modelopt",),
+        frozenset(("weight", "weight_scale", "weight_scale_2", "input_scale")),
+        has("weight_scale_2"),
+        find_modelopt,
+    ),
+)

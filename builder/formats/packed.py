@@ -1,10 +1,8 @@
 """compressed-tensors' pack-quantized (W4A16, W8A16): X.weight_packed I32 [O, F * bits / 32], X.weight_scale,
 X.weight_shape, and X.weight_zero_point, packed along the outputs, where codes have zero points."""
 
-import torch
-
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Found, Module, unpacked
+from hemiola.builder.formats.module import Format, Found, Module, centred, has, unpacked
 from hemiola.plugins.groups import Layout, WeightGroup
 
 KEY = "weight_packed"
@@ -37,11 +35,23 @@ def find(module: Module, declared: Declared) -> Found:
     layout = Layout(f"int{bits}", span, ("zeros",) if zeros is not None else ())
     middle = 1 << (bits - 1)
 
-    def read() -> WeightGroup:
-        codes = (unpacked(words.read(), bits)[:, :num_inputs] - middle).to(torch.int8)
-        tensors = {"codes": codes, "scales": scales.scales()}
+    def read(begin: int = 0, end: int | None = None) -> WeightGroup:
+        codes = centred(unpacked(words.read(begin, end), bits)[:, :num_inputs], middle)
+        tensors = {"codes": codes, "scales": scales.scales(begin, end)}
         if zeros is not None:
-            tensors["zeros"] = unpacked(zeros.read().T.contiguous(), bits).T[:num_outputs] - middle
+            points = unpacked(zeros.read().T, bits).T[:num_outputs].short() - middle
+            tensors["zeros"] = points[begin:end]
         return WeightGroup(layout, tensors)
 
     return Found(layout, read)
+
+
+FORMATS = (
+    Format(
+        "packed integers of compressed-tensors",
+        ("compressed-tensors",),
+        frozenset(("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")),
+        has(KEY),
+        find,
+    ),
+)

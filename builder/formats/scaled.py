@@ -7,7 +7,7 @@ activations (input_scale) are not read: activations stay wide.
 import torch
 
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Found, Module, Stored, by_row
+from hemiola.builder.formats.module import Format, Found, Module, Stored, by_row, has
 from hemiola.plugins.groups import Layout, WeightGroup
 
 KEY = "weight_scale"
@@ -23,8 +23,9 @@ def find(module: Module, declared: Declared) -> Found:
     scales.require(*FLOATS)
     layout = Layout(kind, 0)
 
-    def read() -> WeightGroup:
-        return WeightGroup(layout, {"codes": _codes(weight), "scales": by_row(scales.scales(), num_outputs)})
+    def read(begin: int = 0, end: int | None = None) -> WeightGroup:
+        rows = by_row(scales.scales(), num_outputs)[begin:end]
+        return WeightGroup(layout, {"codes": _codes(weight, begin, end), "scales": rows})
 
     return Found(layout, read)
 
@@ -41,9 +42,16 @@ def in_blocks(module: Module, scales: Stored, block: tuple[int, int]) -> Found:
         scales.require_shape(*grid)
     layout = Layout(kind, width if grid[-1] > 1 else 0)
 
-    def read() -> WeightGroup:
-        rows = scales.scales().view(grid).repeat_interleave(height, -2)[..., :num_outputs, :]
-        return WeightGroup(layout, {"codes": _codes(weight), "scales": rows.contiguous()})
+    def read(begin: int = 0, end: int | None = None) -> WeightGroup:
+        if outer:  # lines are matrices
+            own = scales.scales(begin, end).view(-1, *grid[1:])
+            rows = own.repeat_interleave(height, -2)[..., :num_outputs, :]
+        else:
+            last = num_outputs if end is None else min(end, num_outputs)
+            first = begin // height
+            own = scales.scales().view(grid)[first : -(-last // height)].repeat_interleave(height, 0)
+            rows = own[begin - first * height : last - first * height]
+        return WeightGroup(layout, {"codes": _codes(weight, begin, end), "scales": rows.contiguous()})
 
     return Found(layout, read)
 
@@ -55,5 +63,16 @@ def _weight(module: Module) -> tuple[Stored, str]:
     return weight, KINDS[weight.dtype]
 
 
-def _codes(weight: Stored) -> torch.Tensor:
-    return weight.e4m3() if weight.dtype == "F8_E4M3" else weight.read()
+def _codes(weight: Stored, begin: int, end: int | None) -> torch.Tensor:
+    return weight.e4m3(begin, end) if weight.dtype == "F8_E4M3" else weight.read(begin, end)
+
+
+FORMATS = (
+    Format(
+        "FP8 or INT8 with scales",
+        ("modelopt", "compressed-tensors"),
+        frozenset(("weight", "weight_scale", "input_scale")),
+        has(KEY),
+        find,
+    ),
+)

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from hemiola.builder.checkpoint import Checkpoint, Config
+from hemiola.builder.cut import WHOLE, Cut
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.models import nemotron_h, qwen
 from hemiola.builder.models.layers import Draft, Kit, Trunk
-from hemiola.runtime.errors import Refused
+from hemiola.plugins.attention.pages import FORMATS
+from hemiola.runtime.errors import Refused, shown
 
 FAMILIES = {
     "NemotronHForCausalLM": nemotron_h,
@@ -68,14 +70,31 @@ def load(
     chunk_len: int,
     max_len: int,
     dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: str = "auto",
     draft_vocab: int | None = None,
+    draft_head: str | None = None,
     tells_best: bool = False,
+    cut: Cut = WHOLE,
+    num_segments: int = 1,
 ) -> Model:
     """Refuses what it cannot compute before any weight is read. `max_len`: tokens of the longest request;
-    `kv_dtype`: of pages, if not that of activations; `draft_vocab`: rows of the output head that an MTP head
-    chooses from, if not all; `tells_best`: segments compute the best token of a line, too, which takes no
-    logits."""
+    `kv_dtype`: of pages, a name of plugins/attention/pages.py; `draft_vocab`: rows of the output
+    head that an MTP head chooses from, if not all; `draft_head`: the codes in which it reads them, if any;
+    `tells_best`: segments compute the best token of a line,
+    too, which takes no logits; `cut`: whose part of the weights, where several ranks run the model;
+    `num_segments`: cut.py."""
+    refuse_unknown(checkpoint)
+    architecture = checkpoint.architecture
+    pages = FORMATS[kv_dtype]
+    kit = Kit(checkpoint, ops, chunk_len, max_len, dtype, pages, tells_best, cut, num_segments)
+    parts = FAMILIES[architecture].load(kit)
+    if parts.draft is not None and (draft_vocab is not None or draft_head is not None):
+        parts.draft.choose_by(parts.trunk.head.smaller(kit, draft_vocab, draft_head))
+    return Model(architecture, parts.config, parts.layers, parts.trunk, parts.draft, kit.sources)
+
+
+def refuse_unknown(checkpoint: Checkpoint) -> None:
+    """What config.json says alone, without a tensor."""
     architecture = checkpoint.architecture
     if architecture not in FAMILIES:
         said = (
@@ -84,11 +103,6 @@ def load(
         )
         raise Refused("unsupported", said=said, way_out=f"supported are {', '.join(FAMILIES)}")
     _check_types(checkpoint, architecture)
-    kit = Kit(checkpoint, ops, chunk_len, max_len, dtype, kv_dtype, tells_best)
-    parts = FAMILIES[architecture].load(kit)
-    if draft_vocab is not None and parts.draft is not None:
-        parts.draft.choose_among(parts.trunk.head.lowest(kit, draft_vocab))
-    return Model(architecture, parts.config, parts.layers, parts.trunk, parts.draft, kit.sources)
 
 
 def _check_types(checkpoint: Checkpoint, architecture: str) -> None:
@@ -103,9 +117,8 @@ def _check_types(checkpoint: Checkpoint, architecture: str) -> None:
         if found == wanted:
             continue
         wrong = "is another architecture's" if found in known else f"is not supported{_nearest(found, known)}"
-        raise config.refused(
-            f"model_type {found!r} {wrong}; {architecture} has {wanted}; correct it, or use another one"
-        )
+        reason = f"model_type {shown(found)} {wrong}; {architecture} has {wanted}"
+        raise config.refused("conflict", "model_type", reason, "correct it, or use another one")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -12,8 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from hemiola.builder.checkpoint import Checkpoint, Config
+from hemiola.builder.cut import WHOLE, Cut
+from hemiola.builder.formats.rounded import quantised
 from hemiola.builder.lazy import Lazy, join, stacked
-from hemiola.plugins.spec import E4M3
+from hemiola.plugins.attention.pages import FORMATS, PageFormat
+from hemiola.plugins.ranks import WORDS
+from hemiola.plugins.sum.reference import tree
 from hemiola.runtime.arch import name_of
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, State
@@ -32,14 +36,19 @@ class Kit:
         chunk_len: int,
         max_len: int,
         dtype: torch.dtype = torch.float32,
-        kv_dtype: torch.dtype | None = None,
+        pages: PageFormat = FORMATS["auto"],
         tells_best: bool = False,
+        cut: Cut = WHOLE,
+        num_segments: int = 1,
     ) -> None:
         self.checkpoint, self.ops, self.chunk_len, self.max_len = checkpoint, ops, chunk_len, max_len
         self.dtype = dtype  # of activations, and of what is not wide
-        self.kv_dtype = kv_dtype or dtype  # of pages
+        self.pages = pages
         self.tells_best = tells_best  # a segment's last outputs: the best logit and its token
+        self.cut, self.segments = cut, cut.segments(num_segments)
         self.sources: dict[nn.Parameter, Lazy] = {}
+        self.whole: dict[nn.Parameter, Lazy] = {}  # what a weight of which a rank has rows is cut from
+        self.group = None if cut.size == 1 else self._group()
         # stands for a gate or a bias that a layer has not
         self.absent = self.weight(Lazy.of(torch.zeros(0)), wide=True)
 
@@ -51,17 +60,22 @@ class Kit:
         """Of the keys ("k") or values ("v") of a layer: what e4m3 pages hold them in units of."""
         spellings = (f"{prefix}{part}_proj.{part}_scale", f"{prefix}{part}_scale")
         known = {name: self.checkpoint.tensor(name) for name in spellings if name in self.checkpoint}
-        if self.kv_dtype is not E4M3:
-            return 1.0
+        if self.pages != FORMATS["fp8"]:
+            return 1.0  # formats of TurboQuant have e4m3 keys without a scale
         for name, lazy in known.items():
             scale = float(lazy.read())
             if scale <= 0:
-                raise Refused(
-                    f"{self.checkpoint.path}: {name} is {scale}, expected a positive number; correct it, or"
-                    " leave --kv-dtype fp8 out"
-                )
+                said = f"{self.checkpoint.path}: {name} is {scale}, expected a positive number"
+                way_out = "correct it, or leave --kv-dtype fp8 out"
+                raise Refused("out_of_range", name, said=said, way_out=way_out)
             return scale
         return 1.0
+
+    def _group(self) -> nn.Parameter:
+        """What ops get that exchange with other ranks; it comes from the runtime (plugins/ranks.py)."""
+        group = nn.Parameter(torch.empty(WORDS, dtype=torch.int64, device="meta"), requires_grad=False)
+        self.sources[group] = Lazy.of(torch.zeros(WORDS, dtype=torch.int64))
+        return group
 
     def weight(self, source: Lazy, wide: bool = False) -> nn.Parameter:
         """A parameter whose content comes from `source` when the engine is written; a wide one is fp32."""
@@ -96,15 +110,31 @@ class Linear(nn.Module):
         self.weight = kit.weight(weight)
         self.bias = kit.absent if bias is None else kit.weight(bias)
 
-    def lowest(self, kit: Kit, num: int) -> "Linear":
-        """Its first outputs, with a copy of their weights."""
-        biased = self.bias.numel() > 0
-        parts = [kit.sources[part].take(lambda rows: rows[:num]) for part in (self.weight, self.bias)]
-        return Linear(kit, parts[0], parts[1] if biased else None)
+    def smaller(self, kit: Kit, num: int | None, codes: str | None) -> "Linear":
+        """A copy of its first `num` outputs, if not of all; in codes (formats/rounded.py), if any."""
+        known = kit.sources | kit.whole
+        weight, bias = known[self.weight], known[self.bias]
+        if num is not None:
+            weight, bias = (part.take(lambda rows: rows[:num]) for part in (weight, bias))
+        if codes is not None and weight.layout is None:
+            weight = quantised(weight, codes)
+        if self.bias.numel() > 0:
+            return Linear(kit, weight, bias)
+        return Linear.head(kit, weight, "vocab_size" if num is None else "--draft-vocab")
+
+    @classmethod
+    def head(cls, kit: Kit, weight: Lazy, what: str = "vocab_size") -> "Linear":
+        """Rows of tokens, of which a rank has its part."""
+        kit.cut.share(what, weight.shape[0])
+        linear = cls(kit, kit.cut.rows(weight, [weight.shape[0]]))
+        kit.whole[linear.weight] = weight
+        return linear
 
     @classmethod
     def sharing(cls, kit: Kit, weight: nn.Parameter) -> "Linear":
-        """With a weight [O, F] that another module has already."""
+        """With a weight [O, F] that another module has already, unless it is cut here."""
+        if kit.group is not None:
+            return cls.head(kit, kit.sources[weight])
         linear = cls(kit, kit.sources[weight])
         linear.weight = weight
         return linear
@@ -115,6 +145,42 @@ class Linear(nn.Module):
     def best(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The highest output of each line, and which it is."""
         return self.ops.linear_argmax(x, self.weight, self.bias)
+
+
+class Down(Linear):
+    """A dense layer whose inputs are cut between ranks; from its whole weight."""
+
+    def __init__(self, kit: Kit, weight: Lazy) -> None:
+        first, *rest = (cut.columns(weight) for cut in kit.segments)
+        super().__init__(kit, first)
+        self.rest, self.sum = nn.ModuleList(Linear(kit, part) for part in rest), Sum(kit)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sum(self.parts(x))
+
+    def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Of this rank alone, by segment."""
+        if not len(self.rest):
+            return [super().forward(x)]
+        first, *others = x.chunk(1 + len(self.rest), dim=1)
+        rest = (layer(other) for layer, other in zip(self.rest, others, strict=True))
+        return [super().forward(first), *rest]
+
+
+class Sum(nn.Module):
+    """Of all segments of all ranks, in one tree; of one segment of one rank it is that."""
+
+    def __init__(self, kit: Kit) -> None:
+        super().__init__()
+        self.ops, self.group, self.num_segments = kit.ops, kit.group, len(kit.segments)
+
+    @property
+    def is_one(self) -> bool:
+        return self.group is None and self.num_segments == 1
+
+    def forward(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        own = tree(parts)
+        return own if self.group is None else self.ops.sum(own, self.group)
 
 
 class SideBySide(nn.Module):
@@ -131,7 +197,7 @@ class SideBySide(nn.Module):
 def dense(kit: Kit, parts: Sequence[Lazy]) -> Linear | SideBySide:
     """One layer with the outputs of all parts; neighbours that are quantised alike are one weight."""
     wanted = [part for part in parts if part.shape[0]]
-    layers = [Linear(kit, join([*run])) for _, run in groupby(wanted, lambda part: part.layout)]
+    layers = [Linear(kit, join([*run])) for _, run in groupby(wanted, lambda part: part.kind)]
     return layers[0] if len(layers) == 1 else SideBySide(layers)
 
 
@@ -178,12 +244,21 @@ class Relu2Mlp(nn.Module):
 
     def __init__(self, kit: Kit, prefix: str, width: int, inner: int) -> None:
         super().__init__()
-        self.up = Linear(kit, kit.checkpoint.matrix(f"{prefix}up_proj.weight", inner, width))
-        self.down = Linear(kit, kit.checkpoint.matrix(f"{prefix}down_proj.weight", width, inner))
+        kit.cut.share(f"the width of {prefix}up_proj", inner)
+        up = kit.checkpoint.matrix(f"{prefix}up_proj.weight", inner, width)
+        self.up = Linear(kit, kit.cut.rows(up, [inner]))
+        self.down = Down(kit, kit.checkpoint.matrix(f"{prefix}down_proj.weight", width, inner))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.down(self._hidden(x))
+
+    def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """See Down."""
+        return self.down.parts(self._hidden(x))
+
+    def _hidden(self, x: torch.Tensor) -> torch.Tensor:
         hidden = F.relu(self.up(x))
-        return self.down(hidden * hidden)
+        return hidden * hidden
 
 
 class SwigluMlp(nn.Module):
@@ -191,20 +266,49 @@ class SwigluMlp(nn.Module):
 
     def __init__(self, kit: Kit, prefix: str, width: int, inner: int) -> None:
         super().__init__()
-        gate_up = [
-            kit.checkpoint.matrix(f"{prefix}{part}_proj.weight", inner, width) for part in ("gate", "up")
-        ]
-        self.gate_up = dense(kit, gate_up)
-        self.down = Linear(kit, kit.checkpoint.matrix(f"{prefix}down_proj.weight", width, inner))
+        kit.cut.share(f"the width of {prefix}up_proj", inner)
+        matrix = kit.checkpoint.matrix
+        gate_up = [matrix(f"{prefix}{part}_proj.weight", inner, width) for part in ("gate", "up")]
+        self.gate_up = dense(kit, [kit.cut.rows(part, [inner]) for part in gate_up])
+        self.down = Down(kit, matrix(f"{prefix}down_proj.weight", width, inner))
         self.ops = kit.ops
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.down(self._hidden(x))
+
+    def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """See Down."""
+        return self.down.parts(self._hidden(x))
+
+    def _hidden(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=1)
-        return self.down(self.ops.gate(up, gate, "silu"))
+        return self.ops.gate(up, gate, "silu")
 
 
 class Experts(nn.Module):
-    """The routed experts of one layer; `activation` is "relu2" or "swiglu"."""
+    """The routed experts of one layer, cut within each; from whole weights. `activation` is "relu2" or
+    "swiglu"."""
+
+    def __init__(self, kit: Kit, up: Lazy, down: Lazy, activation: str) -> None:
+        super().__init__()
+        inner = down.shape[-1]
+        kit.cut.share("the width of experts", inner)
+        rows = [inner] * (up.shape[1] // inner)  # gate and up are cut apart
+        first, *rest = ((cut.rows(up, rows, dim=1), cut.columns(down)) for cut in kit.segments)
+        self.ops, self.activation = kit.ops, activation
+        self.up, self.down = map(kit.weight, first)
+        self.rest = nn.ModuleList(_ExpertSegment(kit, *pair, activation) for pair in rest)
+
+    def parts(
+        self, x: torch.Tensor, expert_weights: torch.Tensor, expert_ids: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Of this rank alone, by segment."""
+        own = self.ops.moe(x, expert_ids, expert_weights, self.up, self.down, self.activation)
+        return [own, *(segment(x, expert_weights, expert_ids) for segment in self.rest)]
+
+
+class _ExpertSegment(nn.Module):
+    """The same, of another segment."""
 
     def __init__(self, kit: Kit, up: Lazy, down: Lazy, activation: str) -> None:
         super().__init__()
@@ -220,16 +324,21 @@ class Experts(nn.Module):
 def expert_tensors(
     kit: Kit, prefix: str, parts: tuple[str, ...], num_experts: int, out: int, width: int
 ) -> Lazy:
-    """One tensor per expert on disk, [E, parts * out, width] here."""
+    """One tensor per expert on disk, [E, parts * out, width] here, whole."""
 
     matrix, experts = kit.checkpoint.matrix, range(num_experts)
     found = [[matrix(f"{prefix}{e}.{part}_proj.weight", out, width) for part in parts] for e in experts]
     kinds = {str(each.layout or "not quantised") for expert in found for each in expert}
     if len(kinds) > 1:
-        raise Refused(
+        said = (
             f"{kit.checkpoint.path}: the experts of {prefix} are {' and '.join(sorted(kinds))}; those of a"
-            " layer must be alike; use another checkpoint"
+            " layer must be alike"
         )
+        raise Refused("unsupported", said=said, way_out="use another checkpoint")
+    for e, expert in enumerate(found):
+        if len({each.kind for each in expert}) > 1:
+            said = f"{kit.checkpoint.path}: {' and '.join(parts)} of {prefix}{e} have inputs of unlike scales"
+            raise Refused("unsupported", said=said, way_out="leave --act-dtype out")
     return stacked(join(expert) for expert in found)
 
 
@@ -238,11 +347,12 @@ class Pages(nn.Module):
 
     def __init__(self, kit: Kit, prefix: str, name: str, kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.ops, self.dtype_name = kit.ops, name_of(kit.kv_dtype)
+        self.ops = kit.ops
         self.scales = [kit.page_scale(prefix, part) for part in "kv"]
         self.first = 1 if name.startswith("mtp.") else 0  # an MTP head has no pair at place 0
         self.k_name, self.v_name = f"{name}.k_pages", f"{name}.v_pages"
         self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.dtypes, self.widths = kit.pages.dtypes(kit.dtype), kit.pages.widths(head_dim)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
         k_pages, v_pages = step.states[self.k_name], step.states[self.v_name]
@@ -251,10 +361,10 @@ class Pages(nn.Module):
         return self.ops.attention(q, k, v, k_pages, v_pages, *where, *numbers)
 
     def states(self, limits: Limits) -> list[State]:
-        shape = (limits.page_len, self.kv_heads, self.head_dim)
+        kinds = zip((self.k_name, self.v_name), self.widths, self.dtypes, strict=True)
         return [
-            State(name=name, kind="page", shape=shape, dtype=self.dtype_name)
-            for name in (self.k_name, self.v_name)
+            State(name=name, kind="page", shape=(limits.page_len, self.kv_heads, width), dtype=name_of(dtype))
+            for name, width, dtype in kinds
         ]
 
 
@@ -313,14 +423,15 @@ class Trunk(nn.Module):
         head: Linear,
     ) -> None:
         super().__init__()
-        self.embed, self.absent = embed, kit.absent
+        self.embed, self.absent, self.group = embed, kit.absent, kit.group
         self.layers, self.norm, self.head = nn.ModuleList(layers), norm, head
         self.tells_best = kit.tells_best
 
     def forward(self, states: Tensors, batch: Tensors) -> tuple[torch.Tensor, ...]:
         """See outputs."""
         hidden = self.norm(run(self.layers, self.embed(batch["token_ids"]), states, batch))
-        return outputs(self.head, hidden, batch, self.tells_best)
+        lines = hidden.index_select(0, batch["logits_ids"])
+        return outputs(self.head, lines, hidden, self.tells_best)
 
 
 class Mtp(nn.Module):
@@ -340,24 +451,25 @@ class Draft(nn.Module):
 
     def __init__(self, trunk: Trunk, mtp: Mtp) -> None:
         super().__init__()
-        self.embed, self.absent = trunk.embed, trunk.absent
+        self.embed, self.absent, self.group = trunk.embed, trunk.absent, trunk.group
         self.head: Linear | None = trunk.head
-        self.lowest: Linear | None = None  # in the place of `head`: its first rows
+        self.own_head: Linear | None = None  # in the place of `head`
         self.mtp, self.tells_best = mtp, trunk.tells_best
 
-    def choose_among(self, lowest: Linear) -> None:
-        """Draft only tokens that these rows of the head stand for."""
-        self.head, self.lowest = None, lowest
+    def choose_by(self, head: Linear) -> None:
+        """Draft only tokens that this head has, and by its logits."""
+        self.head, self.own_head = None, head
 
     def forward(self, states: Tensors, batch: Tensors) -> tuple[torch.Tensor, ...]:
-        """See outputs."""
+        """See outputs; hidden states are those of the lines, [L, F]."""
         mtp = self.mtp
         token = mtp.token_norm(self.embed(batch["token_ids"]))
         x = mtp.enter(torch.cat((token, mtp.hidden_norm(batch["hidden"])), dim=1))
         hidden = mtp.norm(run(mtp.layers, x, states, batch))
-        head = self.lowest or self.head
+        head = self.own_head or self.head
         assert head is not None
-        return outputs(head, hidden, batch, self.tells_best)
+        lines = hidden.index_select(0, batch["logits_ids"])
+        return outputs(head, lines, lines, self.tells_best)
 
 
 class Parts(NamedTuple):
@@ -369,10 +481,11 @@ class Parts(NamedTuple):
     draft: Draft | None
 
 
-def outputs(head: Linear, hidden: torch.Tensor, batch: Tensors, tells_best: bool) -> tuple[torch.Tensor, ...]:
-    """Logits [L, V], fp32 whatever the head computes in, and hidden [T, F]; then the best logit of each line
+def outputs(
+    head: Linear, lines: torch.Tensor, hidden: torch.Tensor, tells_best: bool
+) -> tuple[torch.Tensor, ...]:
+    """Logits [L, V], fp32 whatever the head computes in, and hidden states; then the best logit of each line
     [L] fp32 and its token [L] int64, if it tells that."""
-    lines = hidden.index_select(0, batch["logits_ids"])
     logits = head(lines)
     wide = logits if logits.dtype.itemsize >= 4 else logits.float()
     return (wide, hidden, *head.best(lines)) if tells_best else (wide, hidden)

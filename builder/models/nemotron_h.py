@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from hemiola.builder.checkpoint import Config
+from hemiola.builder.lazy import Lazy
 from hemiola.builder.models.layers import (
     Conv,
+    Down,
     Draft,
     Embedding,
     Experts,
@@ -20,11 +22,13 @@ from hemiola.builder.models.layers import (
     Relu2Mlp,
     Residual,
     Step,
+    Sum,
     Trunk,
     dense,
     expert_tensors,
     slot_states,
 )
+from hemiola.runtime.errors import shown
 from hemiola.runtime.manifest import Limits, State
 
 IGNORABLE = r"$."  # nothing
@@ -59,9 +63,8 @@ def pattern(cfg: Config, prefix: str = "", default: str | None = None) -> str:
             words = cfg.read(key, list[str])
             unknown = [word for word in words if word not in LETTERS]
             if unknown:
-                raise cfg.refused(
-                    f"{key} has {unknown[0]!r}, known are {', '.join(LETTERS)}; use another checkpoint"
-                )
+                reason = f"{key} has {shown(unknown[0])}, known are {', '.join(LETTERS)}"
+                raise cfg.refused("unsupported", key, reason, "use another checkpoint")
             return "".join(LETTERS[word] for word in words)
     key = f"{prefix}hybrid_override_pattern"
     if default is not None and key not in cfg:
@@ -69,9 +72,8 @@ def pattern(cfg: Config, prefix: str = "", default: str | None = None) -> str:
     letters = cfg.read(key, str)
     unknown = [letter for letter in letters if letter not in WORDS]
     if unknown:
-        raise cfg.refused(
-            f"{key} has the letter {unknown[0]!r}, known are {''.join(WORDS)}; use another checkpoint"
-        )
+        reason = f"{key} has the letter {shown(unknown[0])}, known are {''.join(WORDS)}"
+        raise cfg.refused("unsupported", key, reason, "use another checkpoint")
     return letters
 
 
@@ -94,24 +96,31 @@ class Mamba2(nn.Module):
         super().__init__()
         self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
         self.dtype_name = kit.dtype_name
-        self.heads, self.groups = cfg.sizes("mamba_num_heads", "n_groups")
+        heads, groups = cfg.sizes("mamba_num_heads", "n_groups")
         self.head_dim, self.state_dim = cfg.size("mamba_head_dim"), cfg.size("ssm_state_size")
-        self.inner, self.shared = self.heads * self.head_dim, self.groups * self.state_dim
         self.dt_min, self.dt_max = _time_step_limit(cfg)
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("conv_kernel")
-        columns = self.inner + 2 * self.shared
-        rows = self.inner + columns + self.heads
+        inner, shared = heads * self.head_dim, groups * self.state_dim
+        columns = [inner, shared, shared]
 
-        tensor, matrix = kit.checkpoint.tensor, kit.checkpoint.matrix
-        self.in_proj = Linear(kit, matrix(f"{prefix}in_proj.weight", rows, hidden))
-        self.dt_bias = kit.weight(tensor(f"{prefix}dt_bias", self.heads), wide=True)
-        taps = tensor(f"{prefix}conv1d.weight", columns, 1, conv_len).map(lambda w: w.squeeze(1))
-        self.conv = Conv(kit, name, taps, tensor(f"{prefix}conv1d.bias", columns))
-        self.A = kit.weight(tensor(f"{prefix}A_log", self.heads).map(lambda w: -w.float().exp()), wide=True)
-        self.D = kit.weight(tensor(f"{prefix}D", self.heads), wide=True)
-        eps, group_len = cfg.read("layer_norm_epsilon", float, 1e-5), self.inner // self.groups
-        self.norm = Norm(kit, tensor(f"{prefix}norm.weight", self.inner), eps, group_len, gate_first=True)
-        self.out_proj = Linear(kit, matrix(f"{prefix}out_proj.weight", hidden, self.inner))
+        tensor, matrix, cut = kit.checkpoint.tensor, kit.checkpoint.matrix, kit.cut
+        self.groups, self.heads = cut.share("n_groups", groups), cut.share("mamba_num_heads", heads)
+        self.inner, self.shared = self.heads * self.head_dim, self.groups * self.state_dim
+
+        def of_heads(part: str) -> Lazy:
+            return cut.rows(tensor(f"{prefix}{part}", heads), [heads])
+
+        rows = [inner, *columns, heads]
+        self.in_proj = Linear(kit, cut.rows(matrix(f"{prefix}in_proj.weight", sum(rows), hidden), rows))
+        self.dt_bias = kit.weight(of_heads("dt_bias"), wide=True)
+        taps = tensor(f"{prefix}conv1d.weight", sum(columns), 1, conv_len).map(lambda w: w.squeeze(1))
+        bias = tensor(f"{prefix}conv1d.bias", sum(columns))
+        self.conv = Conv(kit, name, cut.rows(taps, columns), cut.rows(bias, columns))
+        self.A = kit.weight(of_heads("A_log").map(lambda w: -w.float().exp()), wide=True)
+        self.D = kit.weight(of_heads("D"), wide=True)
+        eps, scale = cfg.positive("layer_norm_epsilon", 1e-5), tensor(f"{prefix}norm.weight", inner)
+        self.norm = Norm(kit, cut.rows(scale, [inner]), eps, inner // groups, gate_first=True)
+        self.out_proj = Down(kit, matrix(f"{prefix}out_proj.weight", hidden, inner))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         z, xbc, dt = self.in_proj(x).split([self.inner, self.inner + 2 * self.shared, self.heads], dim=1)
@@ -135,15 +144,16 @@ class Attention(nn.Module):
 
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
-        self.heads, self.kv_heads = cfg.sizes("num_attention_heads", "num_key_value_heads")
+        heads, kv_heads = cfg.sizes("num_attention_heads", "num_key_value_heads")
         self.head_dim, hidden = cfg.size("head_dim"), cfg.size("hidden_size")
-        widths = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
-        matrix = kit.checkpoint.matrix
-        self.qkv = dense(
-            kit, [matrix(f"{prefix}{p}_proj.weight", n * self.head_dim, hidden) for p, n in widths.items()]
-        )
-        self.pages = Pages(kit, prefix, name, self.kv_heads, self.head_dim)
-        self.out = Linear(kit, matrix(f"{prefix}o_proj.weight", hidden, self.heads * self.head_dim))
+        matrix, cut, size = kit.checkpoint.matrix, kit.cut, self.head_dim
+        self.kv_heads = cut.share_of_kv_heads(heads, kv_heads)
+        self.heads = cut.share("num_attention_heads", heads)
+        q = cut.rows(matrix(f"{prefix}q_proj.weight", heads * size, hidden), [heads * size])
+        k, v = (matrix(f"{prefix}{part}_proj.weight", kv_heads * size, hidden) for part in ("k", "v"))
+        self.qkv = dense(kit, [q, cut.kv_rows(k, kv_heads), cut.kv_rows(v, kv_heads)])
+        self.pages = Pages(kit, prefix, name, self.kv_heads, size)
+        self.out = Down(kit, matrix(f"{prefix}o_proj.weight", hidden, heads * size))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         heads = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
@@ -161,7 +171,7 @@ class Moe(nn.Module):
         self.num_experts, self.top_k = cfg.size("n_routed_experts"), cfg.size("num_experts_per_tok")
         self.num_groups, self.top_groups = cfg.size("n_group", 1), cfg.size("topk_group", 1)
         self.renormalise = cfg.read("norm_topk_prob", bool, True)
-        self.scale, self.ops = cfg.read("routed_scaling_factor", float, 1.0), kit.ops
+        self.scale, self.ops = cfg.positive("routed_scaling_factor", 1.0), kit.ops
         self._check(cfg)
 
         tensor, matrix = kit.checkpoint.tensor, kit.checkpoint.matrix
@@ -178,23 +188,27 @@ class Moe(nn.Module):
         if latent:
             self.enter = Linear(kit, matrix(f"{prefix}fc1_latent_proj.weight", latent, hidden))
             self.leave = Linear(kit, matrix(f"{prefix}fc2_latent_proj.weight", hidden, latent))
+        self.sum, self.widths = Sum(kit), [width, hidden]
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         groups = (self.num_groups, self.top_groups, self.renormalise, self.scale)
         chosen = self.ops.route(self.router(x), self.choice_bias, "sigmoid", self.top_k, *groups)
-        return self.leave(self.experts(self.enter(x), *chosen)) + self.shared(x, step)
+        pairs = [*zip(self.experts.parts(self.enter(x), *chosen), self.shared.parts(x), strict=True)]
+        if isinstance(self.leave, Linear) and not self.sum.is_one:  # one message of both
+            whole = self.sum([torch.cat(pair, dim=1) for pair in pairs])
+            routed, shared = whole.split(self.widths, dim=1)
+            return self.leave(routed) + shared
+        return self.sum([self.leave(routed) + shared for routed, shared in pairs])
 
     def _check(self, cfg: Config) -> None:
         per_group = self.num_experts // self.num_groups
         groups = f"n_group {self.num_groups} with topk_group {self.top_groups}"
         if self.num_experts % self.num_groups or self.top_groups > self.num_groups or per_group < 2:
-            raise cfg.refused(
-                f"{groups} does not fit n_routed_experts {self.num_experts}; correct one of them"
-            )
+            reason = f"{groups} does not fit n_routed_experts {self.num_experts}"
+            raise cfg.refused("conflict", "n_group", reason, "correct one of them")
         if self.top_k > self.top_groups * per_group:
-            raise cfg.refused(
-                f"num_experts_per_tok {self.top_k} is more than {groups} leaves; correct one of them"
-            )
+            reason = f"num_experts_per_tok {self.top_k} is more than {groups} leaves"
+            raise cfg.refused("conflict", "num_experts_per_tok", reason, "correct one of them")
 
 
 def load(kit: Kit) -> Parts:
@@ -206,7 +220,7 @@ def load(kit: Kit) -> Parts:
     tensor = kit.checkpoint.tensor
     embed = Embedding(kit, tensor("backbone.embeddings.weight", vocab, hidden))
     layers = [_layer(kit, cfg, kind, "backbone.", "", i) for i, kind in enumerate(letters)]
-    head = Linear(kit, kit.checkpoint.matrix("lm_head.weight", vocab, hidden))
+    head = Linear.head(kit, kit.checkpoint.matrix("lm_head.weight", vocab, hidden))
     trunk = Trunk(kit, embed, layers, _norm(kit, cfg, "backbone.norm_f"), head)
     mtp = _mtp(kit, cfg) if kit.checkpoint.any("mtp.") else None
     kit.checkpoint.refuse_leftovers(IGNORABLE)
@@ -218,10 +232,8 @@ def _mtp(kit: Kit, cfg: Config) -> Mtp:
     cfg.require("num_nextn_predict_layers", 1)
     letters = pattern(cfg, "mtp_", "*E")
     if "M" in letters:
-        raise cfg.refused(
-            f"the MTP pattern {letters!r} has a recurrent layer (M), which is not supported; "
-            "use another checkpoint"
-        )
+        reason = f"the MTP pattern {shown(letters)} has a recurrent layer (M), which is not supported"
+        raise cfg.refused("unsupported", "mtp_hybrid_override_pattern", reason, "use another checkpoint")
     hidden, last = cfg.size("hidden_size"), len(letters) - 1
     return Mtp(
         token_norm=_norm(kit, cfg, "mtp.layers.0.enorm"),
@@ -240,11 +252,12 @@ def _layer(kit: Kit, cfg: Config, kind: str, source: str, target: str, index: in
 
 def _norm(kit: Kit, cfg: Config, name: str) -> Norm:
     weight = kit.checkpoint.tensor(f"{name}.weight", cfg.size("hidden_size"))
-    return Norm(kit, weight, cfg.read("layer_norm_epsilon", float, 1e-5))
+    return Norm(kit, weight, cfg.positive("layer_norm_epsilon", 1e-5))
 
 
 def _time_step_limit(cfg: Config) -> tuple[float, float]:
     limit = cfg.read("time_step_limit", list[float], [0.0, math.inf])
     if len(limit) != 2 or not 0 <= limit[0] < limit[1]:
-        raise cfg.refused(f"time_step_limit is {limit}, expected two rising numbers from 0 up; correct it")
+        reason = f"time_step_limit is {limit}, expected two rising numbers from 0 up"
+        raise cfg.refused("out_of_range", "time_step_limit", reason, "correct it")
     return limit[0], limit[1]

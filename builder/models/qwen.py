@@ -1,5 +1,7 @@
 """Qwen3-Next and Qwen3.5, dense and MoE: gated delta rule, gated attention, zero-centred norms."""
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
@@ -7,6 +9,7 @@ from hemiola.builder.checkpoint import Config
 from hemiola.builder.lazy import Lazy, join
 from hemiola.builder.models.layers import (
     Conv,
+    Down,
     Draft,
     Embedding,
     Experts,
@@ -19,6 +22,7 @@ from hemiola.builder.models.layers import (
     Residual,
     Rope,
     Step,
+    Sum,
     SwigluMlp,
     Trunk,
     dense,
@@ -26,10 +30,12 @@ from hemiola.builder.models.layers import (
     slot_states,
     zeros,
 )
+from hemiola.runtime.errors import shown
 from hemiola.runtime.manifest import Limits, State
 
 IGNORABLE = r"model\.visual\.|.*rotary_emb\.inv_freq$"
 WORDS = {"linear_attention": "delta", "full_attention": "attention"}
+MOST_LAYERS, MOST_HEAD_DIM = 2**12, 2**12
 
 
 def refuse(cfg: Config) -> None:
@@ -54,15 +60,21 @@ class GatedAttention(nn.Module):
     def __init__(self, kit: Kit, cfg: Config, rope: Rope, prefix: str, name: str) -> None:
         super().__init__()
         self.ops, self.table = kit.ops, rope.table
-        self.heads, self.kv_heads = cfg.sizes("num_attention_heads", "num_key_value_heads")
+        heads, kv_heads = cfg.sizes("num_attention_heads", "num_key_value_heads")
         self.head_dim, hidden = head_dim(cfg), cfg.size("hidden_size")
-        tensor, matrix, size = kit.checkpoint.tensor, kit.checkpoint.matrix, self.head_dim
-        q_gate = matrix(f"{prefix}q_proj.weight", self.heads * 2 * size, hidden)
+        tensor, matrix, cut, size = kit.checkpoint.tensor, kit.checkpoint.matrix, kit.cut, self.head_dim
+        self.kv_heads = cut.share_of_kv_heads(heads, kv_heads)
+        self.heads = cut.share("num_attention_heads", heads)
+        q_gate = matrix(f"{prefix}q_proj.weight", heads * 2 * size, hidden)
         q, gate = (
-            q_gate.take(lambda rows, part=part: rows.view(self.heads, 2, size)[:, part].flatten())
+            q_gate.take(lambda rows, part=part: rows.view(heads, 2, size)[:, part].flatten())
             for part in (0, 1)
         )
-        k, v = (matrix(f"{prefix}{part}_proj.weight", self.kv_heads * size, hidden) for part in ("k", "v"))
+        q, gate = (cut.rows(part, [heads * size]) for part in (q, gate))
+        k, v = (
+            cut.kv_rows(matrix(f"{prefix}{part}_proj.weight", kv_heads * size, hidden), kv_heads)
+            for part in ("k", "v")
+        )
         self.proj = dense(kit, [q, k, v, gate])
         self.widths = [(self.heads + self.kv_heads) * size, self.kv_heads * size, self.heads * size]
 
@@ -73,7 +85,7 @@ class GatedAttention(nn.Module):
         ]
         self.norm = Norm(kit, join(scales), eps(cfg), group_len=size)
         self.pages = Pages(kit, prefix, name, self.kv_heads, size)
-        self.out = Linear(kit, matrix(f"{prefix}o_proj.weight", hidden, self.heads * size))
+        self.out = Down(kit, matrix(f"{prefix}o_proj.weight", hidden, heads * size))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         qk, v, gate = self.proj(x).split(self.widths, dim=1)
@@ -83,6 +95,20 @@ class GatedAttention(nn.Module):
         return self.out(self.ops.gate(o.view(-1, self.heads * self.head_dim), gate, "sigmoid"))
 
 
+class DeltaHeads(NamedTuple):
+    """Of a layer before it is cut."""
+
+    v: int
+    k: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def qkv(self) -> list[int]:
+        """Rows of queries, keys and values."""
+        return [self.k * self.k_dim, self.k * self.k_dim, self.v * self.v_dim]
+
+
 class GatedDelta(nn.Module):
     """The gated delta rule behind a short convolution."""
 
@@ -90,28 +116,32 @@ class GatedDelta(nn.Module):
         super().__init__()
         self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
         self.dtype_name = kit.dtype_name
-        self.v_heads, self.k_heads = cfg.sizes("linear_num_value_heads", "linear_num_key_heads")
         self.k_dim, self.v_dim = cfg.size("linear_key_head_dim"), cfg.size("linear_value_head_dim")
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("linear_conv_kernel_dim")
-        self.qk_width, self.v_width = 2 * self.k_heads * self.k_dim, self.v_heads * self.v_dim
-        columns = self.qk_width + self.v_width
+        heads = DeltaHeads(
+            *cfg.sizes("linear_num_value_heads", "linear_num_key_heads"), self.k_dim, self.v_dim
+        )
 
-        tensor = kit.checkpoint.tensor
-        checkpoint = kit.checkpoint
+        tensor, checkpoint, cut = kit.checkpoint.tensor, kit.checkpoint, kit.cut
+        self.k_heads = cut.share("linear_num_key_heads", heads.k)
+        self.v_heads = cut.share("linear_num_value_heads", heads.v)
+        self.qk_width, self.v_width = 2 * self.k_heads * self.k_dim, self.v_heads * self.v_dim
         fused = f"{prefix}in_proj_qkvz.weight" in checkpoint or checkpoint.any(f"{prefix}in_proj_qkvz.")
-        *rows, b, a = self._interleaved(kit, prefix, hidden) if fused else self._separate(kit, prefix, hidden)
+        *rows, b, a = (interleaved if fused else separate)(kit, heads, prefix, hidden)
         gap = zeros(-self.v_heads % 8, hidden)  # what a kernel reads starts at 16 bytes
         self.in_proj = dense(kit, [*rows, b, gap, a, gap])
-        self.widths = [columns, self.v_width, *[self.v_heads, gap.shape[0]] * 2]
+        self.widths = [self.qk_width + self.v_width, self.v_width, *[self.v_heads, gap.shape[0]] * 2]
+        columns = sum(heads.qkv)
         taps = tensor(f"{prefix}conv1d.weight", columns, 1, conv_len).map(lambda w: w.squeeze(1))
-        self.conv = Conv(kit, name, taps, zeros(columns))
+        self.conv = Conv(kit, name, cut.rows(taps, heads.qkv), zeros(self.qk_width + self.v_width))
         self.qk_norm = self._unit_norm(kit)
-        dt_bias = tensor(f"{prefix}dt_bias", self.v_heads).map(lambda w: w.unsqueeze(1))
-        self.dt_bias = kit.weight(dt_bias, wide=True)
-        self.A = kit.weight(tensor(f"{prefix}A_log", self.v_heads).map(lambda w: -w.float().exp()), wide=True)
+        dt_bias, a_log = (cut.rows(tensor(f"{prefix}{n}", heads.v), [heads.v]) for n in ("dt_bias", "A_log"))
+        self.dt_bias = kit.weight(dt_bias.map(lambda w: w.unsqueeze(1)), wide=True)
+        self.A = kit.weight(a_log.map(lambda w: -w.float().exp()), wide=True)
         scale = tensor(f"{prefix}norm.weight", self.v_dim).map(lambda w: w.repeat(self.v_heads))
         self.norm = Norm(kit, scale, eps(cfg), group_len=self.v_dim)
-        self.out_proj = Linear(kit, kit.checkpoint.matrix(f"{prefix}out_proj.weight", hidden, self.v_width))
+        out = checkpoint.matrix(f"{prefix}out_proj.weight", hidden, heads.v * self.v_dim)
+        self.out_proj = Down(kit, out)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         qkv, z, b, _, a, _ = self.in_proj(x).split(self.widths, dim=1)
@@ -140,34 +170,30 @@ class GatedDelta(nn.Module):
         scale = torch.cat((torch.full((width,), self.k_dim**-1.0), torch.full((width,), self.k_dim**-0.5)))
         return Norm(kit, Lazy.of(scale), 1e-6 / self.k_dim, group_len=self.k_dim)
 
-    def _separate(self, kit: Kit, prefix: str, hidden: int) -> list[Lazy]:
-        """Qwen3.5: rows of q k v, z, b and a."""
-        widths = {
-            "qkv": self.qk_width + self.v_width,
-            "z": self.v_width,
-            "b": self.v_heads,
-            "a": self.v_heads,
-        }
-        return [
-            kit.checkpoint.matrix(f"{prefix}in_proj_{part}.weight", rows, hidden)
-            for part, rows in widths.items()
-        ]
 
-    def _interleaved(self, kit: Kit, prefix: str, hidden: int) -> list[Lazy]:
-        """Qwen3-Next: per key head its q, k, values and gates, then per key head its b and a."""
-        ratio = self.v_heads // self.k_heads
-        groups = {
-            "qkvz": [self.k_dim, self.k_dim, ratio * self.v_dim, ratio * self.v_dim],
-            "ba": [ratio, ratio],
-        }
-        rows = []
-        for part, widths in groups.items():
-            whole = kit.checkpoint.matrix(
-                f"{prefix}in_proj_{part}.weight", self.k_heads * sum(widths), hidden
-            )
-            for i in range(len(widths)):
-                rows.append(whole.take(_deinterleave(self.k_heads, widths, i)))
-        return rows
+def separate(kit: Kit, heads: DeltaHeads, prefix: str, hidden: int) -> list[Lazy]:
+    """Qwen3.5: rows of q k v, z, b and a."""
+    parts = {"qkv": heads.qkv, "z": heads.qkv[2:], "b": [heads.v], "a": [heads.v]}
+    return [
+        kit.cut.rows(kit.checkpoint.matrix(f"{prefix}in_proj_{part}.weight", sum(rows), hidden), rows)
+        for part, rows in parts.items()
+    ]
+
+
+def interleaved(kit: Kit, heads: DeltaHeads, prefix: str, hidden: int) -> list[Lazy]:
+    """Qwen3-Next: per key head its q, k, values and gates, then per key head its b and a."""
+    ratio = heads.v // heads.k
+    groups = {
+        "qkvz": [heads.k_dim, heads.k_dim, ratio * heads.v_dim, ratio * heads.v_dim],
+        "ba": [ratio, ratio],
+    }
+    rows = []
+    for part, widths in groups.items():
+        whole = kit.checkpoint.matrix(f"{prefix}in_proj_{part}.weight", heads.k * sum(widths), hidden)
+        own = kit.cut.rows(whole, [whole.shape[0]])  # whole key heads
+        for i in range(len(widths)):
+            rows.append(own.take(_deinterleave(heads.k // kit.cut.size, widths, i)))
+    return rows
 
 
 class SwigluMoe(nn.Module):
@@ -178,10 +204,8 @@ class SwigluMoe(nn.Module):
         hidden, inner = cfg.size("hidden_size"), cfg.size("moe_intermediate_size")
         self.num_experts, self.top_k = cfg.size("num_experts"), cfg.size("num_experts_per_tok")
         if self.top_k > self.num_experts:
-            raise cfg.refused(
-                f"num_experts_per_tok {self.top_k} is more than num_experts {self.num_experts}; "
-                "correct one of them"
-            )
+            reason = f"num_experts_per_tok {self.top_k} is more than num_experts {self.num_experts}"
+            raise cfg.refused("conflict", "num_experts_per_tok", reason, "correct one of them")
         self.renormalise = cfg.read("norm_topk_prob", bool, True)
         self.ops, self.absent = kit.ops, kit.absent
         tensor, matrix = kit.checkpoint.tensor, kit.checkpoint.matrix
@@ -194,7 +218,7 @@ class SwigluMoe(nn.Module):
         else:
             up = expert_tensors(kit, experts, ("gate", "up"), self.num_experts, inner, hidden)
             down = expert_tensors(kit, experts, ("down",), self.num_experts, hidden, inner)
-        self.experts = Experts(kit, up, down, "swiglu")
+        self.experts, self.sum = Experts(kit, up, down, "swiglu"), Sum(kit)
         self.shared = SwigluMlp(
             kit, f"{prefix}shared_expert.", hidden, cfg.size("shared_expert_intermediate_size")
         )
@@ -202,7 +226,8 @@ class SwigluMoe(nn.Module):
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         scores, shared_gate = self.router(x).split([self.num_experts, 1], dim=1)
         chosen = self.ops.route(scores, self.absent, "softmax", self.top_k, 1, 1, self.renormalise, 1.0)
-        return self.experts(x, *chosen) + self.ops.gate(self.shared(x, step), shared_gate, "sigmoid")
+        pairs = zip(self.experts.parts(x, *chosen), self.shared.parts(x), strict=True)
+        return self.sum([routed + self.ops.gate(shared, shared_gate, "sigmoid") for routed, shared in pairs])
 
 
 class Layer(nn.Module):
@@ -219,9 +244,8 @@ class Layer(nn.Module):
             case "full_attention":
                 mixer = GatedAttention(kit, cfg, rope, f"{prefix}self_attn.", name)
             case _:
-                raise cfg.refused(
-                    f"layer_types has {kind!r}, known are {', '.join(WORDS)}; use another checkpoint"
-                )
+                reason = f"layer_types has {shown(kind)}, known are {', '.join(WORDS)}"
+                raise cfg.refused("unsupported", "layer_types", reason, "use another checkpoint")
         self.mixer = Residual(norm(kit, cfg, f"{prefix}input_layernorm"), mixer)
         # no config says whether an MTP layer is sparse
         sparse = f"{prefix}mlp.gate.weight" in kit.checkpoint if target else is_sparse(cfg, index)
@@ -252,7 +276,7 @@ def load(kit: Kit) -> Parts:
     if tied:
         head = Linear.sharing(kit, embed.weight)
     else:
-        head = Linear(kit, checkpoint.matrix("lm_head.weight", vocab, hidden))
+        head = Linear.head(kit, checkpoint.matrix("lm_head.weight", vocab, hidden))
     trunk = Trunk(kit, embed, layers, norm(kit, cfg, f"{prefix}norm"), head)
     mtp = _mtp(kit, cfg, rope) if checkpoint.any("mtp.") else None
     checkpoint.refuse_leftovers(rf"{IGNORABLE}|lm_head\.weight$" if tied else IGNORABLE)
@@ -273,14 +297,13 @@ def _mtp(kit: Kit, cfg: Config, rope: Rope) -> Mtp:
 
 
 def layer_kinds(cfg: Config) -> list[str]:
-    count = cfg.size("num_hidden_layers")
+    count = cfg.size("num_hidden_layers", most=MOST_LAYERS)
     interval = cfg.size("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
     kinds = cfg.read("layer_types", list[str], default)
     if len(kinds) != count:
-        raise cfg.refused(
-            f"layer_types has {len(kinds)} entries, num_hidden_layers is {count}; correct one of them"
-        )
+        reason = f"layer_types has {len(kinds)} entries, num_hidden_layers is {count}"
+        raise cfg.refused("conflict", "layer_types", reason, "correct one of them")
     return kinds
 
 
@@ -291,26 +314,26 @@ def is_sparse(cfg: Config, index: int) -> bool:
 
 
 def head_dim(cfg: Config) -> int:
-    return cfg.size("head_dim", cfg.size("hidden_size") // cfg.size("num_attention_heads"))
+    default = cfg.size("hidden_size") // cfg.size("num_attention_heads")
+    return cfg.size("head_dim", default, most=MOST_HEAD_DIM)
 
 
 def rotary_dim(cfg: Config) -> int:
     fraction = _rope(cfg).read("partial_rotary_factor", float, cfg.read("partial_rotary_factor", float, 0.25))
-    dim = int(head_dim(cfg) * fraction)
+    dim = int(head_dim(cfg) * fraction) if 0 < fraction <= 1 else 0
     if dim % 2 or not 0 < dim <= head_dim(cfg):
-        raise cfg.refused(
-            f"partial_rotary_factor {fraction} turns {dim} of {head_dim(cfg)} channels; "
-            "correct it to turn an even number"
-        )
+        reason = f"partial_rotary_factor {fraction} turns {dim} of {head_dim(cfg)} channels"
+        way_out = "correct it to turn an even number"
+        raise cfg.refused("unsupported", "partial_rotary_factor", reason, way_out)
     return dim
 
 
 def rope_theta(cfg: Config) -> float:
-    return _rope(cfg).read("rope_theta", float, cfg.read("rope_theta", float, 10000.0))
+    return _rope(cfg).positive("rope_theta", cfg.positive("rope_theta", 10000.0))
 
 
 def eps(cfg: Config) -> float:
-    return cfg.read("rms_norm_eps", float, 1e-6)
+    return cfg.positive("rms_norm_eps", 1e-6)
 
 
 def norm(kit: Kit, cfg: Config, name: str) -> Norm:

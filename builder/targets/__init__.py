@@ -19,6 +19,7 @@ class Target(NamedTuple):
     archs: tuple[str, ...]
     module: str  # of this package; its `compile` puts a segment into the engine directory
     promise: Literal["bits", "tokens"] = "bits"  # tokens: parts may round by the number of tokens beside one
+    takes_codes: bool = False  # quantised weights
 
     @property
     def compile(self) -> Callable[[Graph, dict[str, Lazy], Job], CompiledSegment]:
@@ -29,10 +30,10 @@ RTX = ("sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        Target("torch", tuple(known.ARCHS), "torch"),
+        Target("torch", tuple(known.ARCHS), "torch", takes_codes=True),
         Target("onnxruntime", ("cpu",), "onnxruntime", "tokens"),
-        Target("tensorrt", tuple(name for name in known.ARCHS if name != "cpu"), "tensorrt", "tokens"),
-        Target("tensorrt-rtx", RTX, "rtx", "tokens"),
+        Target("tensorrt", tuple(name for name in known.ARCHS if name != "cpu"), "trt.tensorrt", "tokens"),
+        Target("tensorrt-rtx", RTX, "trt.rtx", "tokens", takes_codes=True),
     )
 }
 

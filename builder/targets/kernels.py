@@ -3,7 +3,7 @@
 import hashlib
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
-from hemiola.builder.graph import Graph
-from hemiola.builder.targets.torch import Job, op_of
+from hemiola.builder.graph import Graph, op_of
+from hemiola.builder.targets.torch import Job, layouts_in, packed_empty
 from hemiola.plugins.gpu.binaries import sources
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.sizes import Size
+from hemiola.plugins.groups import Layout
+from hemiola.plugins.spec import named_layouts
 from hemiola.plugins.step import forms
 from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.abi import widths
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.extra import install
-from hemiola.runtime.manifest import KernelFile, Kernels, Limits
+from hemiola.runtime.manifest import KernelFile, Kernels, Limits, Segment
 
 if TYPE_CHECKING:
     from hemiola.plugins.gpu.launch import Call
@@ -32,12 +34,17 @@ FOLDER = "kernels"
 UNNAMED_GPU = 132  # multiprocessors: they choose among tiles that all are compiled
 
 
-def compile_kernels(graphs: Sequence[Graph], ops: Collection[str], job: Job) -> tuple[Kernels, ...]:
+def compile_kernels(
+    graphs: Sequence[Graph], segments: Sequence[Segment], ops: Collection[str], job: Job
+) -> tuple[Kernels, ...]:
     """Binaries of these ops in the engine directory, an architecture after the other."""
     if find_spec("triton") is None:
         said = f"--arch {','.join(job.archs)}: kernels are compiled by Triton, which is not here"
         raise Refused("not_found", "arch", said=said, way_out=f"run {install('cuda')}")
-    nodes = {node for graph in graphs for node in nodes_of(graph) if node.op in ops}
+    pairs = zip(graphs, segments, strict=True)
+    nodes = {
+        n for graph, segment in pairs for n in nodes_of(graph, layouts_in(graph, segment)) if n.op in ops
+    }
     return tuple(_compile(nodes, graphs, arch, job) for arch in job.archs)
 
 
@@ -56,7 +63,8 @@ def _compile(nodes: "set[Node]", graphs: Sequence[Graph], arch: str, job: Job) -
     calls = calls_between(gpu, job.limits, hidden_of(graphs))
     for done, node in enumerate(nodes):
         job.report(f"calls for {arch}", done, len(nodes))
-        calls |= calls_of(node.op, node.arguments, node.most(job.limits), gpu)
+        most, layouts = node.most(job.limits), named_layouts(dict(node.layouts))
+        calls |= calls_of(node.op, node.arguments, most, gpu, node.form, layouts)
     (job.folder / FOLDER / arch).mkdir(parents=True)
     files = []
     # threads, since a compilation waits for an assembler of its own
@@ -152,6 +160,8 @@ class Node(NamedTuple):
     op: str
     segment: str
     values: tuple[Any, ...]  # tensors and constants, and the sizes that its form gets
+    form: str = "cuda"
+    layouts: tuple[tuple[str, Layout], ...] = ()  # of quantised weights, by argument
 
     def arguments(self, size: Size) -> list[Any]:
         letters = {"T": size.tokens, "L": size.tokens, "N": size.rows, "W": size.pages, "P": 3, "S": 3}
@@ -162,18 +172,33 @@ class Node(NamedTuple):
         return Size(max(sizes["T"], sizes["L"]), sizes["N"], sizes["W"])
 
 
-def nodes_of(graph: Graph) -> Iterator[Node]:
-    """The calls of our ops in a graph."""
-    names = graph.letters()
+def nodes_of(graph: Graph, layouts: Mapping[fx.Node, dict[str, Layout]] | None = None) -> Iterator[Node]:
+    """The calls of our ops in a graph; `layouts` of quantised weights by call and argument."""
+    names, layouts = graph.letters(), layouts or {}
     for node in graph.program.graph.nodes:
         op = op_of(node)
         if op is None:
             continue
-        values = [_traced(v.meta["val"], names) if isinstance(v, fx.Node) else v for v in node.args]
-        yield Node(op.name, graph.name, tuple(values))
+        given = [v.meta["val"] if isinstance(v, fx.Node) else v for v in node.args]
+        found = layouts.get(node, {})
+        if not found:
+            yield Node(op.name, graph.name, tuple(_traced(value, names) for value in given))
+            continue
+        call = op.call(*given)._replace(layouts=found)
+        form = op.choose(call, "cuda").form
+        for at, arg in enumerate(op.args):
+            if arg.name in found:
+                given[at] = packed_empty(form, arg.name, found[arg.name], given[at])
+        sizes = [call.sizes[letter] for letter in form.sizes]
+        values = (*(_traced(value, names) for value in given), *sizes)
+        yield Node(op.name, graph.name, values, form.name, tuple(found.items()))
 
 
-def _traced(value: torch.Tensor, names: dict[str, str]) -> Tensor:
+def _traced(value: Any, names: dict[str, str]) -> Any:
+    """A tensor, or a constant as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+
     def known(sizes: Sequence[Any]) -> tuple[int | str, ...]:
         return tuple(size if isinstance(size, int) else names[str(size)] for size in sizes)
 

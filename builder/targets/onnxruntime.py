@@ -5,7 +5,7 @@ import onnxruntime
 from hemiola.builder.graph import Graph
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.onnx import outputs, to_onnx
-from hemiola.builder.partition import cut
+from hemiola.builder.passes.cut import cut
 from hemiola.builder.targets.torch import CompiledSegment, Job, choose_forms
 from hemiola.plugins.onnx import is_plugin
 from hemiola.runtime.manifest import PARTS

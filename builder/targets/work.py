@@ -4,7 +4,7 @@ The program and its launchers run on tensors without content; what these hold at
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,28 +12,36 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hemiola.builder.graph import Graph
-from hemiola.builder.targets.torch import op_of
+from hemiola.builder.graph import Graph, op_of
+from hemiola.builder.targets.torch import layouts_in, packed_empty
 from hemiola.plugins.gpu.launch import launches
+from hemiola.plugins.groups import Layout
 from hemiola.runtime.abi import INPUTS, widths
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import Limits, OpNode
+from hemiola.runtime.manifest import Limits, OpNode, Segment
+
+Layouts = dict[fx.Node, dict[str, Layout]]  # of quantised weights, by call and argument
 
 
-def work_bytes(graph: Graph, nodes: Sequence[OpNode], limits: Limits) -> int:
+def work_bytes(graph: Graph, segment: Segment, limits: Limits) -> int:
     """Of intermediate tensors, outputs and what launchers take for themselves."""
-    given = list(_given(graph, widths(limits, graph.name)))
+    layouts = layouts_in(graph, segment)
+    given = list(_given(graph, layouts, widths(limits, graph.name)))
     with launches(lambda *launch: None), torch.inference_mode(), Peak() as peak:
-        _Run(graph.program.graph_module, nodes).run(*given)
+        _Run(graph.program.graph_module, segment.calls, layouts).run(*given)
     return peak.most
 
 
-def _given(graph: Graph, most: dict[str, int]) -> list[torch.Tensor]:
+def _given(graph: Graph, layouts: Layouts, most: dict[str, int]) -> list[torch.Tensor]:
     """Weights, states and inputs of the largest step, as the program takes them."""
     places = graph.placeholders()
+    coded = dict(_packed(layouts))
     first = len(places) - len(graph.inputs)
     given = []
     for at, node in enumerate(places):
+        if node in coded:
+            given.append(coded[node])
+            continue
         traced = node.meta["val"]
         shape = [size if isinstance(size, int) else 3 for size in traced.shape]  # pages or slots
         if at >= first:
@@ -43,11 +51,26 @@ def _given(graph: Graph, most: dict[str, int]) -> list[torch.Tensor]:
     return given
 
 
+def _packed(layouts: Layouts) -> Iterator[tuple[fx.Node, torch.Tensor]]:
+    """Quantised weights, without memory."""
+    for node, found in layouts.items():
+        op = op_of(node)
+        if op is None or not found:
+            continue
+        forms = [form for form in op.forms if form.device == "cuda"]
+        for arg, value in zip(op.args, node.args, strict=False):
+            if arg.name in found and isinstance(value, fx.Node):
+                layout = found[arg.name]
+                form = next(form for form in forms if not form.refuses_layout(layout))
+                yield value, packed_empty(form, arg.name, layout, value.meta["val"])
+
+
 class _Run(fx.Interpreter):
     """The program with its forms; a value is dropped behind its last use, as in a run, or at once."""
 
-    def __init__(self, program: fx.GraphModule, nodes: Sequence[OpNode]) -> None:
+    def __init__(self, program: fx.GraphModule, nodes: Sequence[OpNode], layouts: Layouts) -> None:
         super().__init__(program)
+        self._layouts = layouts
         self._forms = iter(nodes)
         self.extra_traceback = False
 
@@ -59,7 +82,7 @@ class _Run(fx.Interpreter):
         chosen = next(self._forms)
         arguments, _ = self.fetch_args_kwargs_from_env(n)
         try:
-            return op.bind(chosen.form, chosen.sizes)(*arguments)
+            return op.bind(chosen.form, chosen.sizes, self._layouts[n])(*arguments)
         except ValueError as error:  # of sizes that no declaration tells: where a part of a projection starts
             raise Refused("unsupported", said=f"{error}", way_out="use another checkpoint") from None
 

@@ -1,4 +1,4 @@
-"""Paged attention, compiled: keys are read where they lie, those of 8 bits by way of a span's fp32 numbers;
+"""Paged attention, compiled: keys are read where they lie, narrow ones by way of a span's fp32 numbers;
 bits depend on a token's own sequence alone.
 
 The keys of a sequence come in spans of SPAN at absolute places, in order; each moves the maximum, the sum
@@ -8,6 +8,8 @@ work is one key head of a few tokens of one row.
 
 import torch
 
+from hemiola.plugins.attention.codes import rotate, store_key, store_value
+from hemiola.plugins.attention.pages import CENTRES, bits_of
 from hemiola.plugins.attention.spans import (
     LENS,
     ROOM,
@@ -16,6 +18,7 @@ from hemiola.plugins.attention.spans import (
     WEIGHTS,
     WIDE,
     begin,
+    code_place,
     find,
     lay_out,
     visit,
@@ -43,7 +46,6 @@ from hemiola.plugins.cpu.simd import (
     store,
 )
 from hemiola.plugins.cpu.sizes import Number
-from hemiola.plugins.spec import E4M3
 
 QUERIES = 64  # of an item of work, unless a token alone has more
 
@@ -52,8 +54,8 @@ def attention(
     q: Operand,  # [T, H, D]
     k: Operand,  # [T, G, D]
     v: Operand,  # [T, G, D]
-    k_pages: Operand,  # [pages, page_len, G, D], written
-    v_pages: Operand,  # [pages, page_len, G, D], written
+    k_pages: Operand,  # [pages, page_len, G, A], written; see pages.py
+    v_pages: Operand,  # [pages, page_len, G, B], written
     page_table: Operand,  # [N, W] int32
     rows: Operand,  # [N, 8]
     positions: Operand,  # [T] int32
@@ -61,11 +63,11 @@ def attention(
     first: int,
     k_scale: float,
     v_scale: float,
-    wanted: Operand | None = None,  # [L] int32
+    logits_ids: Operand | None = None,  # [I] int32
 ) -> Operand:  # [T, H, D]
     """See reference.py. Raises IndexError for tokens, places and pages that are not there.
 
-    With `wanted`, other tokens are written to their pages, but need not attend: their outputs are anything.
+    Tokens that are not in `logits_ids`, if it is given, are written to their pages, and need not attend.
     """
     code, q, k, v = code_of(q), lines(q), lines(k), lines(v)
     (num_tokens, num_heads, _), (groups, depth), page_len = q.shape, k.shape[1:], k_pages.shape[1]
@@ -82,17 +84,20 @@ def attention(
             "attention: a position is outside of a table of {0} pages, or a page id outside of {1} pages",
         )
     )
-    narrow = int(k_pages.dtype is E4M3)
-    lines_ = (k, k.stride(0), k_scale, v, v.stride(0), v_scale, narrow, k_pages.shape[0], fault)
-    code.call(_write, num_tiles, numel(k) * 0.2, *table, *lines_)
+    k_bits = bits_of("key", k_pages.dtype, k_pages.shape[3], depth)
+    v_bits = bits_of("value", v_pages.dtype, v_pages.shape[3], depth)
+    narrow, turned = int(k_bits != 0), int(k_bits in CENTRES)
+    lines_ = (k, k.stride(0), k_scale, v, v.stride(0), v_scale, k_bits, v_bits, k_pages.shape[0], fault)
+    code.call(_write, num_tiles, numel(k) * 0.2, *table, *lines_, scratch=8 * depth)
     cost = num_tokens * table_len * (0.04 * num_heads * depth * page_len)
     room = -(-tile_len * copies // LANES) * LANES + PANEL * LANES
-    heads = (q, q.stride(0), copies, room, scale * k_scale, v_scale, first, narrow, out)
-    if wanted is not None:
-        some = code.empty(num_tiles, 3, dtype=torch.int64)
-        code.call(_narrow, num_tiles, wanted.shape[0] * 1.0, tiles, wanted.shape[0], wanted, some)
-        cost, table = wanted.shape[0] * table_len * (0.04 * num_heads * depth * page_len), (some, *table[1:])
-    scratch = (8 * depth + STATE) * room + ROOM + narrow * WIDE * depth
+    score_scale = scale * k_scale * (depth**-0.5 if turned else 1.0)
+    heads = (q, q.stride(0), copies, room, score_scale, v_scale, first, k_bits, v_bits, turned, out)
+    if logits_ids is not None:
+        some, num = code.empty(num_tiles, 3, dtype=torch.int64), logits_ids.shape[0]
+        code.call(_narrow, num_tiles, num * 1.0, tiles, num, logits_ids, some)
+        cost, table = num * table_len * (0.04 * num_heads * depth * page_len), (some, *table[1:])
+    scratch = (8 * depth + STATE) * room + ROOM + narrow * WIDE * depth + turned * 4 * depth * room
     code.call(_attend, num_tiles * groups, cost, *table, *heads, scratch=scratch)
     return out
 
@@ -160,7 +165,7 @@ def _narrow(tile, scratch, tiles, num_wanted, wanted, some):
 @Kernel
 def _write(
     tile, scratch, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
-    k, k_len, k_scale_bits, v, v_len, v_scale_bits, narrow, num_pages, fault,
+    k, k_len, k_scale_bits, v, v_len, v_scale_bits, k_bits, v_bits, num_pages, fault,
 ):  # fmt: skip
     """New keys and values of a tile go to their pages. k_len is from token to token."""
     width = groups * depth
@@ -178,13 +183,21 @@ def _write(
     for t in range(start, start + num):
         place = get_int(positions, t)
         page = get_int(page_table, row * table_len + place // page_len)
-        target = (page * page_len + place % page_len) * width
-        if narrow:
-            _round(k, t * k_len, from_bits(k_scale_bits), k_pages, target, width)
-            _round(v, t * v_len, from_bits(v_scale_bits), v_pages, target, width)
-        else:
-            copy(k, t * k_len, k_pages, target, width)
-            copy(v, t * v_len, v_pages, target, width)
+        head = (page * page_len + place % page_len) * groups
+        if k_bits == 0:
+            copy(k, t * k_len, k_pages, head * depth, width)
+            copy(v, t * v_len, v_pages, head * depth, width)
+        if k_bits == 8:
+            _round(k, t * k_len, from_bits(k_scale_bits), k_pages, head * depth, width)
+        if v_bits == 8:
+            _round(v, t * v_len, from_bits(v_scale_bits), v_pages, head * depth, width)
+        for g in range(groups):
+            if k_bits == 3 or k_bits == 4:
+                codes, notes = code_place(k_pages, page_len * groups, head + g, depth // 8 * k_bits, 2)
+                store_key(k_bits, k, t * k_len + g * depth, depth, codes, notes, scratch)
+            if v_bits == 3 or v_bits == 4:
+                codes, notes = code_place(v_pages, page_len * groups, head + g, depth // 8 * v_bits, 4)
+                store_value(v_bits, v, t * v_len + g * depth, depth, codes, notes)
 
 
 @helper
@@ -197,10 +210,11 @@ def _round(source, source_at, scale, target, target_at, size):
 @Kernel
 def _attend(
     item, scratch, tiles, page_table, table_len, page_len, positions, k_pages, v_pages, groups, depth,
-    q, q_len, copies, room, scale_bits, v_scale_bits, first, narrow, out,
+    q, q_len, copies, room, scale_bits, v_scale_bits, first, k_bits, v_bits, turned, out,
 ):  # fmt: skip
     """An item is one key head of one tile. q_len is from token to token of q; room is for more queries
-    than an item has, by the lanes of a panel. Pages of 8 bits are read a span at a time."""
+    than an item has, by the lanes of a panel. Narrow pages are read a span at a time; queries are turned like
+    the keys of codes."""
     tile, group = item // groups, item % groups
     row, start, num = _tile_of(tiles, tile)
     if num == 0:
@@ -212,6 +226,7 @@ def _attend(
     shares = partials + 4 * PARTIALS  # numbers [SPAN, queries of a panel], or of few queries [queries, SPAN]
     places = shares + 4 * SPAN * LANES * PANEL  # of the keys of a span
     keys, values, apart = k_pages, v_pages, groups * depth
+    narrow = k_bits != 0
     if narrow:
         keys, apart = places + 8 * SPAN, depth
         values = keys + 4 * SPAN * depth
@@ -222,12 +237,19 @@ def _attend(
         put_long(state + LENS * room, n, position + 1)
     begin(state, count, room, sums, depth)
     source = q + 4 * (start * q_len + group * copies * depth)
+    if turned:
+        own = values + 4 * SPAN * depth
+        for n in range(count):
+            copy(source, n // copies * q_len + n % copies * depth, own, n * depth, depth)
+            rotate(own + 4 * n * depth, depth)
+        source, q_len = own, copies * depth
     lay_out(source, q_len, copies, count, depth, from_bits(scale_bits), queries)
     for span in range(first // SPAN * SPAN, last + 1, SPAN):
         table, num_keys = page_table + 4 * row * table_len, min(SPAN, last + 1 - span)
         find(table, page_len, span, num_keys, groups, group, depth, places)
         if narrow:
-            widen(k_pages, v_pages, num_keys, depth, places, keys, values)
+            heads = page_len * groups
+            widen(k_pages, v_pages, k_bits, v_bits, heads, num_keys, depth, places, keys, values)
         at = 0
         while at < count:
             at += visit(

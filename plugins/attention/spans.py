@@ -6,6 +6,7 @@ chains and trees of sums, so that a query's bits do not depend on its company.
 
 import numpy as np
 
+from hemiola.plugins.attention.codes import load_key, load_value
 from hemiola.plugins.attention.tiles import KEYS, PANEL, PARTIALS, ROWS, WIDEST, output_tile, score_tile
 from hemiola.plugins.cpu.activations import exp
 from hemiola.plugins.cpu.e4m3 import load_e4m3
@@ -93,14 +94,36 @@ def find(page_table, page_len, span, num_keys, groups, group, depth, places):
 
 
 @helper
-def widen(k_pages, v_pages, num_keys, depth, places, keys, values):
-    """e4m3 keys and values of a span as fp32, [SPAN, depth] each, and their places there."""
+def code_place(pages, heads, head, code_len, note_len):
+    """Addresses of a head's codes, of code_len bytes, and notes. `heads`: of all tokens of a page."""
+    page, inside = pages + head // heads * heads * (code_len + note_len), head % heads
+    return page + inside * code_len, page + heads * code_len + inside * note_len
+
+
+@helper
+def widen(k_pages, v_pages, k_bits, v_bits, heads, num_keys, depth, places, keys, values):
+    """Keys and values of a span as fp32, [SPAN, depth] each, and their places there.
+
+    Pages have e4m3 or codes; `heads` is how many a page has, of all its tokens."""
     for j in range(-(-num_keys // LANES) * LANES):
         source, target = get_long(places, j), j * depth
         put_long(places, j, target)
-        for d in range(0, depth, LANES):
-            store(keys, target + d, load_e4m3(k_pages, source + d))
-            store(values, target + d, load_e4m3(v_pages, source + d))
+        if k_bits == 8:
+            _widen_e4m3(k_pages, source, keys, target, depth)
+        else:
+            codes, notes = code_place(k_pages, heads, source // depth, depth // 8 * k_bits, 2)
+            load_key(k_bits, codes, notes, depth, keys, target)
+        if v_bits == 8:
+            _widen_e4m3(v_pages, source, values, target, depth)
+        else:
+            codes, notes = code_place(v_pages, heads, source // depth, depth // 8 * v_bits, 4)
+            load_value(v_bits, codes, notes, depth, values, target)
+
+
+@helper
+def _widen_e4m3(pages, source, numbers, target, depth):
+    for d in range(0, depth, LANES):
+        store(numbers, target + d, load_e4m3(pages, source + d))
 
 
 @helper

@@ -1,5 +1,8 @@
 """Causal attention over paged keys and values, for rows of any number of tokens."""
 
+from collections.abc import Callable
+
+from hemiola.plugins.attention.pages import CODES, bits_of, refuses_codes
 from hemiola.plugins.attention.reference import attention as reference
 from hemiola.plugins.spec import (
     E4M3,
@@ -18,7 +21,9 @@ from hemiola.plugins.spec import (
     one_dtype,
 )
 
-PAGES, NARROW = (*FLOAT, E4M3), ("k_pages", "v_pages")
+NARROW = (E4M3, CODES)
+PAGES = (*FLOAT, *NARROW)
+PARTS = (("key", "k_pages", "A"), ("value", "v_pages", "B"))
 
 
 def _refuses_on_cuda(call: Call) -> str:
@@ -29,11 +34,39 @@ def _refuses_on_cuda(call: Call) -> str:
 
 
 def _refuses_scales(call: Call) -> str:
-    """Only pages of 8 bits have units of their own."""
-    scales = call.attrs["k_scale"], call.attrs["v_scale"]
-    if scales == (1.0, 1.0) or call.dtypes["k_pages"] is E4M3:
-        return ""
-    return f"k_scale and v_scale are {scales[0]} and {scales[1]}, k_pages is {call.dtypes['k_pages']}"
+    """Only pages of e4m3 have units of their own."""
+    for name, scale in (("k", call.attrs["k_scale"]), ("v", call.attrs["v_scale"])):
+        kind = call.dtypes[f"{name}_pages"]
+        if scale != 1.0 and kind is not E4M3:
+            return f"{name}_scale is {scale}, {name}_pages is {kind}"
+    return ""
+
+
+def _refuses_pages(call: Call) -> str:
+    """Pages in other numbers than the engine's, on both sides or none; and of other widths than theirs."""
+    depth, plain = call.sizes["D"], call.dtypes["q"]
+    for _, name, _ in PARTS:
+        other = next((call.dtypes[n] for _, n, _ in PARTS if n != name), plain)
+        if (kind := call.dtypes[name]) is not plain and (kind not in NARROW or other is plain):
+            return f"{name} is {kind}, not {plain}"
+    for part, name, letter in PARTS:
+        try:
+            bits = bits_of(part, call.dtypes[name], call.sizes[letter], depth)
+        except ValueError as error:
+            return str(error)
+        if reason := refuses_codes(part, bits, depth):
+            return Reason(reason, "kv_dtype")
+    return ""
+
+
+def _but_pages(refuses: Callable[[Call], str]) -> Callable[[Call], str]:
+    """Looks at all else."""
+
+    def others(call: Call) -> str:
+        dtypes = {name: dtype for name, dtype in call.dtypes.items() if not name.endswith("_pages")}
+        return refuses(call._replace(dtypes=dtypes))
+
+    return others
 
 
 ATTENTION = Op(
@@ -42,8 +75,8 @@ ATTENTION = Op(
         Arg("q", "THD"),
         Arg("k", "TGD"),
         Arg("v", "TGD"),
-        Arg("k_pages", "ZLGD", PAGES, mutated=True),  # Z pages of L tokens
-        Arg("v_pages", "ZLGD", PAGES, mutated=True),
+        Arg("k_pages", "ZLGA", PAGES, mutated=True),  # Z pages of L tokens, see pages.py
+        Arg("v_pages", "ZLGB", PAGES, mutated=True),
         Arg("page_table", "NW", INT),
         ROWS,
         Arg("positions", "T", INT),
@@ -55,8 +88,16 @@ ATTENTION = Op(
         Form(
             "compiled",
             "cpu",
-            first_reason(_refuses_scales, fp32_in_sixteens("DL", NARROW, {"L": "page_len"})),
+            first_reason(
+                _but_pages(fp32_in_sixteens("DL", {"L": "page_len"})), _refuses_pages, _refuses_scales
+            ),
+            options=("logits_ids",),
         ),
-        Form("cuda", "cuda", first_reason(_refuses_on_cuda, _refuses_scales, one_dtype(narrow=NARROW))),
+        Form(
+            "cuda",
+            "cuda",
+            first_reason(_refuses_on_cuda, _but_pages(one_dtype()), _refuses_pages, _refuses_scales),
+        ),
     ),
+    options=(Arg("logits_ids", "I", INT),),  # builder/passes/lines.py
 )

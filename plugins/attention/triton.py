@@ -5,12 +5,15 @@ a group are joined in order, then groups (Milakov and Gimelshein 2018, arXiv 180
 gives every group to another program, or a few tiles where few rows leave the GPU empty; `_join` joins their
 numbers in the same order. Others walk all groups in one program. All queries of a key head that fit a tile of
 queries share what is read. Row sums are products with ones: tl.sum would depend on how warps share a row.
-Multiply-adds are contracted where it says `tl.fma`, nowhere else.
+Multiply-adds are contracted where it says `tl.fma`, nowhere else. What pages of codes hold is
+multiplied in fp16 (triton_narrow.py).
 """
 
 import triton
 import triton.language as tl
 
+from hemiola.plugins.attention.triton_narrow import in_fp16, read_keys, read_values
+from hemiola.plugins.attention.triton_narrow import pack as pack
 from hemiola.plugins.gpu.precise import dot
 from hemiola.plugins.gpu.rows import CLEAR_TOKENS, clear_dead_tokens
 
@@ -21,10 +24,11 @@ _NOTHING = tl.constexpr(-1e30)
 def _write(
     k, v, k_pages, v_pages, page_table, rows, positions, o, k_scale, v_scale, num_rows, num_tokens, table_len,
     k_len, v_len, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, L: tl.constexpr, N_ROWS: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr,
 ):  # fmt: skip
     # Grid: one program per 16 tokens that stores their k and v, one that clears dead tokens' outputs.
     # Tile: [16 tokens, D] of one key head after the other.
-    # Traffic: k and v of live tokens once in and once out.
+    # Traffic: k and v of live tokens once in and once out, where pages have no codes of them.
     block = tl.program_id(0) // 2
     if tl.program_id(0) % 2 == 1:
         clear_dead_tokens(o, rows, num_rows, num_tokens, block, G * R * D)
@@ -46,11 +50,17 @@ def _write(
         at = (page.to(tl.int64) * L + position % L) * (G * D)
         for g in range(G):
             source = token.to(tl.int64)[:, None]
-            value_k = tl.load(k + source * k_len + (g * D + d)[None, :], mask=live[:, None], other=0.0)
-            value_v = tl.load(v + source * v_len + (g * D + d)[None, :], mask=live[:, None], other=0.0)
             to = at[:, None] + (g * D + d)[None, :]
-            tl.store(k_pages + to, _rounded(value_k, k_scale, k_pages.dtype.element_ty), mask=live[:, None])
-            tl.store(v_pages + to, _rounded(value_v, v_scale, v_pages.dtype.element_ty), mask=live[:, None])
+            if K_BITS == 0:
+                value_k = tl.load(k + source * k_len + (g * D + d)[None, :], mask=live[:, None], other=0.0)
+            if V_BITS == 0:
+                value_v = tl.load(v + source * v_len + (g * D + d)[None, :], mask=live[:, None], other=0.0)
+            if K_BITS == 0:
+                kept = _rounded(value_k, k_scale, k_pages.dtype.element_ty)
+                tl.store(k_pages + to, kept, mask=live[:, None])
+            if V_BITS == 0:
+                kept = _rounded(value_v, v_scale, v_pages.dtype.element_ty)
+                tl.store(v_pages + to, kept, mask=live[:, None])
 
 
 @triton.jit
@@ -99,7 +109,8 @@ def _of(values, n, row):
 def _attend(
     q, k_pages, v_pages, page_table, rows, o, partial, scale, unit_v, first, num_rows, table_len,
     most, capacity, enough, q_len, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, L: tl.constexpr,
-    N_ROWS: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    N_ROWS: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
 ):  # fmt: skip
     # Grid: programs that share out items: a group or a few tiles of a row of few queries, or all keys of BM
     # queries.
@@ -109,6 +120,7 @@ def _attend(
         rows, num_rows, most, capacity, enough, G, R, N_ROWS, BM, GROUP, TILE
     )
     RUNS: tl.constexpr = BM < 128  # shared memory for tiles of two loops
+    CODED: tl.constexpr = (K_BITS > 0 or V_BITS > 0) and o.dtype.element_ty != tl.float32
     at_once = tl.maximum(tl.cdiv(tl.sum(pieces, 0) * G, tl.num_programs(0)), 1)
     item_len = tl.where((piece_len < GROUP) & RUNS, at_once, 1) * piece_len
     items = tl.where(pieces > 0, tl.cdiv(keys, item_len), blocks)
@@ -133,21 +145,26 @@ def _attend(
             token = row_begin.to(tl.int64) + t
             at = token[:, None] * q_len + (head[:, None] * D + d[None, :])
             q_m = tl.load(q + at, mask=live[:, None], other=0.0)
+            row_scale = tl.zeros((BM,), tl.float32) + scale
+            if CODED:
+                q_m, unit = in_fp16(q_m)
+                row_scale *= unit
             low = tl.where(row_pieces > 0, inside * item_len, 0)
             high = row_committed + tl.minimum(row_num - 1, (block * BM + BM - 1) // R) + 1
             high = tl.where(row_pieces > 0, tl.minimum(low + item_len, high), high)
-            k_head, v_head, table = k_pages + g * D, v_pages + g * D, page_table + row * table_len
+            table = page_table + row * table_len
             all_sums = partial + (capacity * G * BM).to(tl.int64) * D
             row_start = _of(start, n, row)
             if (row_pieces > 0) & (piece_len < GROUP) & RUNS:
                 _apart(
-                    q_m, k_head, v_head, table, low, high, position, first, scale, partial, all_sums,
-                    row_start, g, live, G, D, L, BM, TILE,
+                    q_m, k_pages, v_pages, table, low, high, position, first, row_scale, partial, all_sums,
+                    row_start, g, live, G, D, L, BM, TILE, K_BITS, V_BITS,
                 )  # fmt: skip
             else:
                 best, weight, left, right = _span(
-                    q_m, k_head, v_head, table, low, high, position, first, scale, G, D, L, BM, GROUP, TILE
-                )
+                    q_m, k_pages, v_pages, table, low, high, position, first, row_scale, g, G, D, L, BM,
+                    GROUP, TILE, K_BITS, V_BITS,
+                )  # fmt: skip
                 if row_pieces > 0:
                     place = ((row_start + inside) * G + g) * BM
                     _keep(partial, all_sums, place, best, weight, left, right, live, D, BM)
@@ -194,6 +211,7 @@ def _keep(partial, all_sums, place, best, weight, left, right, live, D: tl.const
 def _apart(
     q_m, k_pages, v_pages, table, low, high, position, first, scale, partial, all_sums, start, g, live,
     G: tl.constexpr, D: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr,
 ):  # fmt: skip
     """Tiles whose numbers are kept one by one."""
     nothing, zero = tl.full((BM,), _NOTHING, tl.float32), tl.zeros((BM,), tl.float32)
@@ -201,7 +219,7 @@ def _apart(
     page = tl.load(table + low // L)
     for place in range(low, high, TILE):
         score, v_left, v_right = _read_tile(
-            q_m, k_pages, v_pages, table, page, place, high, position, first, G, D, L, TILE
+            q_m, k_pages, v_pages, table, page, place, high, position, first, g, G, D, L, TILE, K_BITS, V_BITS
         )
         page = tl.load(table + (place + TILE) // L, mask=place + TILE < high, other=0)
         best, weight, left, right = _tile(score, v_left, v_right, scale, nothing, zero, zeros, zeros, TILE)
@@ -211,8 +229,9 @@ def _apart(
 
 @triton.jit
 def _span(
-    q_m, k_pages, v_pages, table, low, high, position, first, scale, G: tl.constexpr, D: tl.constexpr,
-    L: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    q_m, k_pages, v_pages, table, low, high, position, first, scale, g, G: tl.constexpr, D: tl.constexpr,
+    L: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
 ):  # fmt: skip
     """Groups joined: largest score, sum of weights, both halves of the weighted sum of values.
 
@@ -224,7 +243,7 @@ def _span(
     for begin in range(low, high, GROUP):
         own_best, own_weight, own_left, own_right = _group(
             q_m, k_pages, v_pages, table, begin, tl.minimum(begin + GROUP, high), position, first, scale,
-            G, D, L, BM, TILE,
+            g, G, D, L, BM, TILE, K_BITS, V_BITS,
         )  # fmt: skip
         best, mine, other = _faded(best, own_best)
         weight = tl.fma(own_weight, other, weight * mine)
@@ -235,8 +254,8 @@ def _span(
 
 @triton.jit
 def _group(
-    q_m, k_pages, v_pages, table, low, high, position, first, scale, G: tl.constexpr, D: tl.constexpr,
-    L: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
+    q_m, k_pages, v_pages, table, low, high, position, first, scale, g, G: tl.constexpr, D: tl.constexpr,
+    L: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
 ):  # fmt: skip
     """Tiles joined."""
     best, weight = tl.full((BM,), _NOTHING, tl.float32), tl.zeros((BM,), tl.float32)
@@ -244,7 +263,7 @@ def _group(
     page = tl.load(table + low // L)  # one tile ahead: then keys and values can be several ahead
     for place in range(low, high, TILE):
         score, v_left, v_right = _read_tile(
-            q_m, k_pages, v_pages, table, page, place, high, position, first, G, D, L, TILE
+            q_m, k_pages, v_pages, table, page, place, high, position, first, g, G, D, L, TILE, K_BITS, V_BITS
         )
         page = tl.load(table + (place + TILE) // L, mask=place + TILE < high, other=0)
         best, weight, left, right = _tile(score, v_left, v_right, scale, best, weight, left, right, TILE)
@@ -253,16 +272,27 @@ def _group(
 
 @triton.jit
 def _read_tile(
-    q_m, k_pages, v_pages, table, page, place, high, position, first,
-    G: tl.constexpr, D: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr,
+    q_m, k_pages, v_pages, table, page, place, high, position, first, g, G: tl.constexpr, D: tl.constexpr,
+    L: tl.constexpr, TILE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
 ):  # fmt: skip
     """Scores of a tile's keys, and both halves of its values."""
-    k_n = _read(k_pages, table, page, place, first, high, D, G, D, L, TILE, q_m.dtype)
     key = place + tl.arange(0, TILE)
     seen = (key[None, :] <= position[:, None]) & (key >= first)[None, :]
-    score = tl.where(seen, dot(q_m, tl.trans(k_n)), _NOTHING)
-    v_left = _read(v_pages, table, page, place, first, high, D // 2, G, D, L, TILE, q_m.dtype)
-    v_right = _read(v_pages + D // 2, table, page, place, first, high, D // 2, G, D, L, TILE, q_m.dtype)
+    if K_BITS == 0:
+        k_n = _read(k_pages + g * D, table, page, place, first, high, D, G, D, L, TILE, q_m.dtype)
+        score = dot(q_m, tl.trans(k_n))
+    else:
+        k_n, size = read_keys(k_pages, table, page, place, first, high, g, G, D, L, TILE, K_BITS, q_m.dtype)
+        score = dot(q_m, tl.trans(k_n)) * size[None, :]
+    score = tl.where(seen, score, _NOTHING)
+    if V_BITS == 0:
+        head = v_pages + g * D
+        v_left = _read(head, table, page, place, first, high, D // 2, G, D, L, TILE, q_m.dtype)
+        v_right = _read(head + D // 2, table, page, place, first, high, D // 2, G, D, L, TILE, q_m.dtype)
+    else:
+        v_left, v_right = read_values(
+            v_pages, table, page, place, first, high, g, G, D, L, TILE, V_BITS, q_m.dtype
+        )
     return score, v_left, v_right
 
 
@@ -284,7 +314,10 @@ def _read(
         own = tl.load(table + place // L, mask=real, other=0).to(tl.int64)
         lines = (own * L + place % L) * (G * D)
     at = pages + (lines[:, None] + tl.arange(0, WIDTH)[None, :])
-    return tl.load(at, mask=real[:, None], other=0.0).to(dtype)
+    number = tl.load(at, mask=real[:, None], other=0.0)
+    if pages.dtype.element_ty == tl.float8e4nv:
+        number = number.to(tl.float32)  # sm_89 does not convert fp16, which is on the way, to bf16
+    return number.to(dtype)
 
 
 @triton.jit
@@ -292,7 +325,7 @@ def _tile(score, v_left, v_right, scale, best, weight, left, right, TILE: tl.con
     """A tile's softmax, joined to those before. A tile without a key that a query sees adds nothing to it."""
     top = tl.max(score, 1)
     high = tl.where(top > _NOTHING, top * scale, 0.0)
-    share = tl.exp2(tl.fma(score, scale, -high[:, None])).to(v_left.dtype)
+    share = tl.exp2(tl.fma(score, scale[:, None], -high[:, None])).to(v_left.dtype)
     best, mine, other = _faded(best, tl.where(top > _NOTHING, high, _NOTHING))
     ones = tl.full((TILE, 16), 1.0, tl.float32).to(v_left.dtype)
     weight = tl.fma(tl.max(dot(share, ones), 1), other, weight * mine)

@@ -78,6 +78,7 @@ def _c_function(name: str, *given: Any) -> Any:
 
 
 sched_yield = _c_function("sched_yield")
+usleep = _c_function("usleep", types.int64)
 sem_wait = _c_function("sem_wait", types.int64)
 sem_post = _c_function("sem_post", types.int64)
 clock_gettime = _c_function("clock_gettime", types.int64, types.int64)

@@ -47,24 +47,50 @@ def load_e4m3(typing: Any, address: Any, offset: Any) -> Any:
     return vector(types.int64, types.int64), build
 
 
+def _codes(b: Any, value: Any) -> Any:
+    """Code that makes 16 fp32 numbers the nearest ones of 8 bits, in the low bits of integers."""
+    bits = b.bitcast(value, INTS)
+    sign = b.and_(bits, loaded(b, -(1 << 31)))
+    size = b.xor(bits, sign)
+    nan = b.icmp_unsigned(">", size, loaded(b, INFINITY))
+    largest, step = loaded(b, LARGEST), loaded(b, UNIT_STEP)
+    size = b.select(b.icmp_unsigned("<", size, largest), size, largest)
+    multiple = b.sub(b.bitcast(b.fadd(b.bitcast(size, VECTOR), b.bitcast(step, VECTOR)), INTS), step)
+    odd = b.and_(b.lshr(size, _ints(20)), loaded(b, 1))
+    near = b.add(b.sub(size, loaded(b, (120 << 23) - 0x7FFFF)), odd)
+    small = b.icmp_unsigned("<", size, loaded(b, 121 << 23))
+    found = b.select(small, multiple, b.lshr(near, _ints(20)))
+    return b.or_(b.select(nan, loaded(b, 0x7F), found), b.lshr(sign, _ints(24)))
+
+
 @intrinsic
 def store_e4m3(typing: Any, address: Any, offset: Any, value: Any) -> Any:
     """Put a vector there: the nearest numbers, even ones of two; 448 for what is more; NaN stays NaN."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        bits = b.bitcast(args[2], INTS)
-        sign = b.and_(bits, loaded(b, -(1 << 31)))
-        size = b.xor(bits, sign)
-        nan = b.icmp_unsigned(">", size, loaded(b, INFINITY))
-        largest, step = loaded(b, LARGEST), loaded(b, UNIT_STEP)
-        size = b.select(b.icmp_unsigned("<", size, largest), size, largest)
-        multiple = b.sub(b.bitcast(b.fadd(b.bitcast(size, VECTOR), b.bitcast(step, VECTOR)), INTS), step)
-        odd = b.and_(b.lshr(size, _ints(20)), loaded(b, 1))
-        near = b.add(b.sub(size, loaded(b, (120 << 23) - 0x7FFFF)), odd)
-        small = b.icmp_unsigned("<", size, loaded(b, 121 << 23))
-        found = b.select(small, multiple, b.lshr(near, _ints(20)))
-        found = b.or_(b.select(nan, loaded(b, 0x7F), found), b.lshr(sign, _ints(24)))
-        b.store(b.trunc(found, BYTES), place(b, args[0], args[1], BYTES), align=1)
+        codes = b.trunc(_codes(b, args[2]), BYTES)
+        b.store(codes, place(b, args[0], args[1], BYTES), align=1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, vector), build
+
+
+@intrinsic
+def nearest_e4m3(typing: Any, value: Any) -> Any:
+    """The numbers that `store_e4m3` would store, as fp32."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return widened(b, b.trunc(_codes(b, args[0]), BYTES))
+
+    return vector(vector), build
+
+
+@intrinsic
+def larger_size(typing: Any, a: Any, b: Any) -> Any:
+    """The larger of |a| and |b|; NaN where one is."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        one, other = (b.and_(b.bitcast(value, INTS), loaded(b, 0x7FFFFFFF)) for value in args)
+        return b.bitcast(b.select(b.icmp_unsigned(">", one, other), one, other), VECTOR)
+
+    return vector(vector, vector), build

@@ -21,7 +21,7 @@ from hemiola.plugins.cpu.registers import LANES, REGISTERS
 MOST_ARGUMENTS = 30  # of a kernel
 CROWDED = REGISTERS.vectors < 2 * LANES  # registers do not hold 16 vectors and what is done with them
 intrinsic: Any = extending.intrinsic  # of a function that builds code: calls of it look different
-F32, I32 = ir.FloatType(), ir.IntType(32)
+F32, F64, I32 = ir.FloatType(), ir.DoubleType(), ir.IntType(32)
 LONG, HALF = ir.IntType(64), ir.IntType(16)
 VECTOR, INTS = (ir.VectorType(kind, LANES) for kind in (F32, I32))
 
@@ -100,8 +100,11 @@ store = _writer("store", VECTOR, 4, vector, _same, "Put a vector there.")
 get = _reader("get", F32, 4, number, _same, "The number there.")
 put = _writer("put", F32, 4, number, _same, "Put a number there.")
 get_half = _reader("get_half", HALF, 2, number, _widened, "A bfloat16 number, widened.")
+get_byte = _reader("get_byte", ir.IntType(8), 1, types.int64, _extended, "An int8 number.")
 get_int = _reader("get_int", I32, 4, types.int64, _extended, "An int32 number.")
 put_int = _writer("put_int", I32, 4, types.int64, _cut, "Put an int32 number.")
+get_double = _reader("get_double", F64, 8, types.float64, _same, "An fp64 number.")
+put_double = _writer("put_double", F64, 8, types.float64, _same, "Put an fp64 number.")
 get_long = _reader("get_long", LONG, 8, types.int64, _same, "An int64 number.")
 put_long = _writer("put_long", LONG, 8, types.int64, _same, "Put an int64 number.")
 

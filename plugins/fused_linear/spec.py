@@ -1,13 +1,16 @@
 """The dense layer and what follows it, rounded once: an activation, and a sum with what was there before.
 
-The builder puts it in the place of such calls in engines for GPUs (builder/fuse.py): one launch, and what is
-between is neither stored nor rounded.
+The builder puts it in the place of such calls in engines for GPUs (builder/passes/fuse.py): one launch, and
+what is between is neither stored nor rounded.
 """
 
 import torch
 
 from hemiola.plugins.fused_linear.reference import ACTIVATIONS, EIGHT
 from hemiola.plugins.fused_linear.reference import fused_linear as reference
+from hemiola.plugins.gpu.lines import pack_lines, refuses_wide
+from hemiola.plugins.gpu.words import pack_words, refuses_layout
+from hemiola.plugins.linear.spec import CODED
 from hemiola.plugins.spec import Arg, Attr, Call, Form, Op, Result, first_reason, one_dtype
 
 
@@ -38,6 +41,10 @@ FUSED_LINEAR = Op(
     attrs=(Attr("activation", str), Attr("width", int, "D")),
     results=(Result("TD"),),
     reference=reference,
-    forms=(Form("cuda", "cuda", first_reason(_refuses, one_dtype())),),
+    forms=(
+        Form("cuda", "cuda", first_reason(_refuses, one_dtype())),
+        Form("coded", "cuda", first_reason(_refuses, CODED), {"weight": pack_words}, "O", refuses_layout),
+        Form("e4m3", "cuda", first_reason(_refuses, CODED), {"weight": pack_lines}, "O", refuses_wide),
+    ),
     is_fusion=True,
 )

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,14 +16,21 @@ from hemiola.plugins.gpu.sizes import Size, ends
 Arguments = Callable[[Size], list[Any]]  # of a node in a step of this size, its tensors on the device meta
 
 
-def calls_of(op: str, arguments: Arguments, most: Size, gpu: Gpu) -> set[Call]:
-    """What must be compiled for a node of steps up to `most`.
+def calls_of(
+    op: str,
+    arguments: Arguments,
+    most: Size,
+    gpu: Gpu,
+    form: str = "cuda",
+    named: Mapping[str, Any] | None = None,
+) -> set[Call]:
+    """What must be compiled for a node of steps up to `most`; `named`: the form's arguments by name.
 
     Plans and tiles are chosen by the numbers of tokens and rows. A launcher whose choices depend on them has
     `variants` beside it, with the sizes and options that reach each; others run at the ends.
     """
-    module = import_module(f"hemiola.plugins.{op}.cuda")
-    launcher, variants = getattr(module, op), getattr(module, "variants", ends)
+    module = import_module(f"hemiola.plugins.{op}.{form}")
+    launcher, variants = partial(getattr(module, op), **named or {}), getattr(module, "variants", ends)
     found: set[Call] = set()
     with built_for(gpu):
         for size, options in variants(most, *arguments(most)):

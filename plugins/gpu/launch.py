@@ -18,7 +18,7 @@ CLEAR_TOKENS = 16  # tokens whose row one program looks for
 ALIGNMENT = 16  # bytes of an address, and what an int may be a multiple of: a kernel is told
 WORDS = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 ONE = "1"  # the kind of an int that is 1, which a kernel is told, too
 ANY = "?"  # ends the kind of what a kernel is told nothing of
@@ -66,12 +66,13 @@ class Call:
 def kind_of(value: Any, varies: bool = False) -> str:
     """`*bf16:16` or `*bf16`, `*i32?`, `i32:16`, `i32` or `1`, `fp32`, `<bf16 64 128>`.
 
-    varies: the kernel is told neither address nor value; nor where rows, positions and ids start, ever.
+    varies: the kernel is told neither address nor value; nor where rows, positions and ids start, ever
+    (words of int16 are weights).
     """
     if isinstance(value, torch.Tensor):
         told = (
             ANY
-            if varies or not value.is_floating_point()
+            if varies or not (value.is_floating_point() or value.dtype is torch.int16)
             else ""
             if value.data_ptr() % ALIGNMENT
             else f":{ALIGNMENT}"

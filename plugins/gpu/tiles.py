@@ -24,6 +24,7 @@ class Tile(NamedTuple):
     is_persistent: bool = False  # tensor descriptors (TMA), a program per multiprocessor
     group: int = 8  # token tiles that go along the outputs together
     consumers: int = 0  # of Gluon's kernel, each of 64 outputs; 0: Triton's kernels
+    abreast: int = 0  # steps of a quantised weight that warps multiply side by side: 2 or 4; 0: one by one
 
     def parts(self) -> int:
         """In how many parts a persistent kernel stores a tile; two leave room for another stage."""
@@ -60,9 +61,11 @@ class Table(NamedTuple):
     few: tuple[Few, ...]
     many: tuple[Many, ...]  # none: the last of few has no limit
     experts: tuple[Crowd, ...]
+    codes: tuple[Few, ...]  # of quantised weights; inner: inputs of a turn of the loop, of a block at least
+    coded_experts: tuple[Crowd, ...]
 
     def tiles(self) -> set[Tile]:
-        return {choice.tile for part in self for choice in part}
+        return {choice.tile for part in self[:3] for choice in part}
 
 
 FALLBACK = Tile(64, 64, 32, 4, 2, True)  # fp32, and lines that no descriptor may describe
@@ -78,7 +81,8 @@ def table_of(capability: int) -> Table:
         told = ({f: _value(row[f]) for f in kind._fields if f in row} for row in found[name])
         return tuple(kind(**row) for row in told)
 
-    return Table(rows("few", Few), rows("many", Many), rows("experts", Crowd))
+    return Table(rows("few", Few), rows("many", Many), rows("experts", Crowd), rows("codes", Few),
+                 rows("coded_experts", Crowd))  # fmt: skip
 
 
 def _value(value: Any) -> Any:
@@ -118,6 +122,23 @@ def _few(table: Table, num_tokens: float, num_outputs: int, in_gluon: bool) -> T
         if may and num_tokens <= choice.max_tokens and num_outputs >= choice.min_outputs:
             return choice.tile
     return None
+
+
+def coded_tile_of(num_tokens: float, num_outputs: int, gpu: Gpu) -> Tile:
+    """For a quantised weight."""
+    codes = table_of(gpu.capability).codes
+    fits = (c.tile for c in codes if num_tokens <= c.max_tokens and num_outputs >= c.min_outputs)
+    return next(fits)
+
+
+def coded_tiles(num_outputs: int, gpu: Gpu) -> set[Tile]:
+    """All that `coded_tile_of` may choose."""
+    return {coded_tile_of(choice.max_tokens, num_outputs, gpu) for choice in table_of(gpu.capability).codes}
+
+
+def coded_expert_tile_of(num_pairs: int, num_experts: int, gpu: Gpu) -> Tile:
+    crowds = table_of(gpu.capability).coded_experts
+    return next(crowd.tile for crowd in crowds if num_pairs <= crowd.max_pairs * num_experts)
 
 
 def expert_tile_of(num_pairs: int, num_experts: int, gpu: Gpu, is_described: bool) -> Tile:

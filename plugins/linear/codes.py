@@ -3,6 +3,9 @@
 The strip of STRIP outputs is a row of bytes: its codes input by input (two of 4 bits in a byte: outputs j and
 16 + j), then a scale of fp32 for each output and span of inputs, then zero points likewise, if there are any.
 A weight is widened to the very numbers of `groups.dequantised`, so that sums are those of the fp32 weight.
+
+Where inputs are e4m3, too (plugins/inputs.py), codes are widened by themselves: behind them are STRIP ones as
+their scales, then the scales of sums, for each SPAN of inputs or for all, then STRIP times a static scale.
 """
 
 import math
@@ -35,13 +38,23 @@ def packed_span(layout: Layout) -> int:
 
 
 def strip_bytes(layout: Layout, num_inputs: int) -> int:
+    if layout.inputs:
+        num_others = 1 + _num_scales(layout, num_inputs) + (layout.inputs == "static")
+        return num_inputs * STRIP + 4 * STRIP * num_others
     half = layout.kind in ("int4", "e2m1")
     each_span = 4 * STRIP * (1 + ("zeros" in layout.others))
     return num_inputs * STRIP // (1 + half) + -(-num_inputs // packed_span(layout)) * each_span
 
 
+def _num_scales(layout: Layout, num_inputs: int) -> int:
+    """Of sums, where inputs are e4m3."""
+    return -(-num_inputs // layout.span) if layout.span else 1
+
+
 def pack_group(group: WeightGroup) -> torch.Tensor:
     """A weight [..., O, F] as [..., ceil(O / STRIP), bytes of a strip]."""
+    if group.layout.inputs:
+        return _pack_for_e4m3(group)
     layout, num_inputs = group.layout, group.shape[-1]
     span = packed_span(layout)
     places = torch.arange(0, num_inputs, span) // (layout.span or num_inputs)
@@ -61,6 +74,16 @@ def pack_group(group: WeightGroup) -> torch.Tensor:
     return torch.cat([part.contiguous().flatten(-2).view(torch.uint8) for part in parts], -1)
 
 
+def _pack_for_e4m3(group: WeightGroup) -> torch.Tensor:
+    scales = factors(group)
+    parts = [group.tensors["codes"].view(torch.uint8), torch.ones_like(scales[..., :1]), scales]
+    if group.layout.inputs == "static":
+        # of outputs that are none, too: a kernel reads the first
+        parts.append(group.tensors["input"])
+    strips = (_strips(part).contiguous().flatten(-2).view(torch.uint8) for part in parts)
+    return torch.cat([*strips], -1)
+
+
 def _strips(tensor: torch.Tensor) -> torch.Tensor:
     """[..., O, n] as [..., strips, n, STRIP], outputs that are none zero."""
     *outer, num_outputs, num = tensor.shape
@@ -70,24 +93,30 @@ def _strips(tensor: torch.Tensor) -> torch.Tensor:
 
 @helper
 def narrow_tile(
-    kind, num_rows, strips, panel, strip, strip_bytes, num_inputs, span, has_zeros, at, count, y, y_len
+    kind, num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on
 ):
-    """Few rows times strips side by side, inputs at .. at + count; codes are widened in registers."""
-    codes, scales, zeros = _places(kind, strip, num_inputs, span, has_zeros, at)
+    """Few rows times strips side by side; codes are widened in registers."""
     if kind == IN_E4M3:
-        tile_of_e4m3(num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, at)
+        tile_of_e4m3(
+            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on
+        )
     elif kind == IN_INT8:
-        tile_of_int8(num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, at)
+        tile_of_int8(
+            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on
+        )
     elif kind == IN_INT4:
-        tile_of_int4(num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, at)
+        tile_of_int4(
+            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on
+        )
     else:
-        tile_of_e2m1(num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, at)
+        tile_of_e2m1(
+            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on
+        )
 
 
 @helper
-def widen_codes(kind, strip, num_inputs, span, has_zeros, at, count, target):
-    """The weights of a strip for inputs at .. at + count become fp32 at `target`."""
-    codes, scales, zeros = _places(kind, strip, num_inputs, span, has_zeros, at)
+def widen_codes(kind, codes, scales, zeros, span, count, target):
+    """The weights of a strip for `count` inputs become fp32 at `target`."""
     if kind == IN_E4M3:
         widen_e4m3(codes, scales, zeros, span, count, target)
     elif kind == IN_INT8:
@@ -99,7 +128,7 @@ def widen_codes(kind, strip, num_inputs, span, has_zeros, at, count, target):
 
 
 @helper
-def _places(kind, strip, num_inputs, span, has_zeros, at):
+def places(kind, strip, num_inputs, span, has_zeros, at):
     """Addresses of codes, scales and zero points (0: none) from input `at` on, where a span begins."""
     size = LANES if kind >= IN_INT4 else STRIP
     first = strip + num_inputs * size

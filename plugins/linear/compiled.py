@@ -34,6 +34,7 @@ from hemiola.plugins.linear.codes import (
     narrow_tile,
     pack_group,
     packed_span,
+    places,
     strip_bytes,
     widen_codes,
 )
@@ -97,12 +98,13 @@ def linear(
     form, num_strips = Packed.of(packed, weight_layout, num_outputs, num_inputs), packed.shape[0]
     code, x, num_blocks = code_of(x), lines(x), ceil_div(num_tokens, BLOCK)
     y, num_groups = code.empty(num_tokens, num_outputs), split(code, num_strips, num_blocks)
+    residual = None if residual is None else lines(residual)
+    added = (0, 0) if residual is None else (residual, residual.stride(0))
     code.call(
         multiply, num_blocks * num_groups, work(num_strips, num_inputs, form, num_tokens),
         num_blocks, 0, num_tokens, num_groups, x, x.stride(0), 0,
         packed, *form, num_inputs, num_outputs,
-        bias if bias.shape[0] else 0, 0 if residual is None else residual,
-        0 if residual is None else residual.stride(0), y, scratch=SCRATCH,
+        bias if bias.shape[0] else 0, *added, y, scratch=SCRATCH,
     )  # fmt: skip
     return y
 
@@ -145,14 +147,14 @@ def multiply(
 ):
     """An item is a block of rows and a group of strips; those of a group follow each other."""
     group, block = item // num_blocks, item % num_blocks
-    expert, (first, last) = 0, _share(num_rows, num_blocks, block)
+    expert, (first, last) = 0, share(num_rows, num_blocks, block)
     if blocks != 0:
         expert, first = get_long(blocks, 3 * block), get_long(blocks, 3 * block + 1)
         last = first + get_long(blocks, 3 * block + 2)
     if first == last:
         return
     num_strips = (num_outputs + STRIP - 1) // STRIP
-    begin, end = _share((num_strips + UNIT - 1) // UNIT, num_groups, group)
+    begin, end = share((num_strips + UNIT - 1) // UNIT, num_groups, group)
     matrix = packed + expert * num_strips * strip_bytes
     panel, out = scratch, y + 4 * first * num_outputs
     for at in range(0, num_inputs, DEPTH):
@@ -165,14 +167,14 @@ def multiply(
             begin * UNIT, min(end * UNIT, num_strips), num_outputs, out
         )  # fmt: skip
     added = residual + 4 * first * residual_len if residual != 0 else 0
-    _finish(
+    finish(
         scratch, last - first, begin * UNIT, min(end * UNIT, num_strips), num_outputs, bias, added,
         residual_len, out
     )  # fmt: skip
 
 
 @helper
-def _share(size, parts, part):
+def share(size, parts, part):
     """Where a part of 0 .. size begins and ends."""
     return size * part // parts, size * (part + 1) // parts
 
@@ -198,9 +200,10 @@ def _stretch(
         if strip >= full:
             out, out_len = beyond, STRIP
         if kind > HALVES:
-            _coded_tiles(
-                scratch, num_rows, matrix + strip * strip_bytes, kind, span, has_zeros, strip_bytes,
-                num_inputs, abreast, at, count, room, out, out_len
+            codes, scales, zeros = places(kind, matrix + strip * strip_bytes, num_inputs, span, has_zeros, at)
+            coded_tiles(
+                scratch, num_rows, kind, codes, scales, zeros, strip_bytes, span, abreast, count, at, room,
+                out, out_len
             )  # fmt: skip
             strip += abreast
             continue
@@ -215,18 +218,17 @@ def _stretch(
 
 
 @helper
-def _coded_tiles(
-    panel, num_rows, strip, kind, span, has_zeros, strip_bytes, num_inputs, abreast, at, count, room, y, y_len
+def coded_tiles(
+    panel, num_rows, kind, codes, scales, zeros, strip_bytes, span, abreast, count, going_on, room, y, y_len
 ):
     """As _tiles, of quantised strips: few rows widen them on their way, others in `room`."""
     if num_rows <= FEW:
         narrow_tile(
-            kind, num_rows, abreast, panel, strip, strip_bytes, num_inputs, span, has_zeros, at, count, y,
-            y_len
-        )  # fmt: skip
+            kind, num_rows, abreast, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on
+        )
         return
-    widen_codes(kind, strip, num_inputs, span, has_zeros, at, count, room)
-    _tiles(panel, num_rows, room, 0, DEPTH * STRIP, 1, count, room, y, y_len, at, room)
+    widen_codes(kind, codes, scales, zeros, span, count, room)
+    _tiles(panel, num_rows, room, 0, DEPTH * STRIP, 1, count, room, y, y_len, going_on, room)
 
 
 @helper
@@ -251,7 +253,7 @@ def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, 
     step, pause = step // num_parts, num_parts
     for v in range(0, 2 * abreast, vectors):
         for n in range(num_tiles):
-            first, last = _share(num_rows, num_tiles, n)
+            first, last = share(num_rows, num_tiles, n)
             out, out_soon = y + 4 * (first * y_len + LANES * v), y + 4 * (last * y_len + LANES * v)
             if last == num_rows:
                 out_soon = y + 4 * LANES * (v + vectors)
@@ -265,7 +267,7 @@ def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, 
 
 
 @helper
-def _finish(scratch, num_rows, begin, end, num_outputs, bias, residual, residual_len, y):
+def finish(scratch, num_rows, begin, end, num_outputs, bias, residual, residual_len, y):
     """Fetch the last outputs from scratch; add the bias, then the residual."""
     beyond = scratch + 4 * (BLOCK * DEPTH + DEPTH * STRIP)
     full = min(end, num_outputs // STRIP)

@@ -90,10 +90,17 @@ def best(
     num_parts = cdiv(num_outputs, tile.outputs)
     values = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=x.device)
     outputs = torch.empty(num_parts, num_tokens, dtype=torch.int32, device=x.device)
-    value = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
-    output = torch.empty(num_tokens, dtype=torch.int64, device=x.device)
     if num_tokens:
         _launch(x, weight, None if absent(bias) else bias, None, values, outputs, "argmax", tile)
+    return choose_best(values, outputs)
+
+
+def choose_best(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the best outputs of tiles and their values, [tiles, T]."""
+    num_parts, num_tokens = values.shape
+    value = torch.empty(num_tokens, dtype=torch.float32, device=values.device)
+    output = torch.empty(num_tokens, dtype=torch.int64, device=values.device)
+    if num_tokens:
         _best_part[(num_tokens,)](
             values, outputs, output, value, num_tokens, num_parts, BLOCK=4096, num_warps=8
         )  # fmt: skip

@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 from hemiola.plugins.gpu.activations import relu2
+from hemiola.plugins.gpu.codes import coded_chain, wait_for_words
 from hemiola.plugins.gpu.dense import best_of, chain, halves, open_eights, place_of
+from hemiola.plugins.gpu.e4m3 import e4m3_chain, round_line
 from hemiola.plugins.gpu.early import wait
 
 
@@ -24,6 +26,64 @@ def _tiles(x, weight, bias, residual, best, y, num_tokens, num_outputs, num_inpu
     wait(weight_lines, EARLY)
     total = chain(x_lines, token < num_tokens, weight_lines, num_inputs, WHOLE, WEIGHT_FIRST, TOKENS, OUTPUTS,
                   INNER)  # fmt: skip
+    _leave(total, bias, residual, best, y, token, row, first_output, num_tokens, num_outputs, residual_len,
+           y_len, DTYPE, OUTPUTS, ACTIVATION, BIASED, ADDS)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _coded(x, words, scales, zeros, factors, bias, residual, best, y, num_tokens, num_outputs, num_inputs,
+           x_len, residual_len, y_len, KIND: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
+           SCALED: tl.constexpr, ZEROS: tl.constexpr, DIVIDES: tl.constexpr, BLOCKS: tl.constexpr,
+           ABREAST: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr, TOKENS: tl.constexpr,
+           OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, ADDS: tl.constexpr,
+           EARLY: tl.constexpr):  # fmt: skip
+    # Grid: token tiles x output tiles, neighbours in the same codes.
+    # Tile: [TOKENS, OUTPUTS], the whole inner dimension.
+    # Traffic: codes and scales once per token tile, x once per output tile (from L2), y once.
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    first_output = tl.program_id(1) * OUTPUTS
+    row = _rows(first_output, num_outputs, OUTPUTS)
+    wait_for_words(words, first_output, num_outputs, num_inputs, KIND, HALF, OUTPUTS, EARLY)
+    total = coded_chain(x + token * x_len, token < num_tokens, words, scales, zeros, factors, row, num_inputs,
+                        KIND, HALF, STEP, SCALED, ZEROS, DIVIDES, WHOLE, DTYPE, TOKENS, OUTPUTS, BLOCKS,
+                        ABREAST)  # fmt: skip
+    _leave(tl.trans(total), bias, residual, best, y, token, row.to(tl.int64), first_output, num_tokens,
+           num_outputs, residual_len, y_len, DTYPE, OUTPUTS, ACTIVATION, BIASED, ADDS)  # fmt: skip
+
+
+@triton.jit
+def _round(x, static, codes, scales, num_inputs, width, num_scales, x_len, BY: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    # Grid: rows.
+    # Tile: BLOCK inputs of a row at a time; with a scale for the row all of them twice.
+    # Traffic: x once (and from L2), as many bytes of codes.
+    row = tl.program_id(0).to(tl.int64)
+    round_line(x + row * x_len, num_inputs, static, codes + row * width, scales + row * num_scales, width, BY,
+               BLOCK)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _e4m3(codes, by, weight, scales, bias, residual, best, y, num_tokens, num_outputs, width, span,
+          num_scales, residual_len, y_len, BY_GROUP: tl.constexpr, DTYPE: tl.constexpr, TOKENS: tl.constexpr,
+          OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr,
+          ADDS: tl.constexpr):  # fmt: skip
+    # Grid: token tiles x output tiles, neighbours in the same codes.
+    # Tile: [TOKENS, OUTPUTS], the whole inner dimension.
+    # Traffic: the weights once per token tile, inputs once per output tile (from L2), y once.
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    first_output = tl.program_id(1) * OUTPUTS
+    row = _rows(first_output, num_outputs, OUTPUTS)
+    total = e4m3_chain(codes + token * width, by + token * num_scales, token < num_tokens, weight, scales,
+                       row, num_outputs, width, span, BY_GROUP, TOKENS, OUTPUTS)  # fmt: skip
+    _leave(tl.trans(total), bias, residual, best, y, token, row.to(tl.int64), first_output, num_tokens,
+           num_outputs, residual_len, y_len, DTYPE, OUTPUTS, ACTIVATION, BIASED, ADDS)  # fmt: skip
+
+
+@triton.jit
+def _leave(total, bias, residual, best, y, token, row, first_output, num_tokens, num_outputs, residual_len,
+           y_len, DTYPE: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
+           BIASED: tl.constexpr, ADDS: tl.constexpr):  # fmt: skip
+    """What ends a tile [TOKENS, OUTPUTS], and its place."""
     total = _end(total, bias, row, ACTIVATION, BIASED)
     if ACTIVATION == "argmax":
         _store_best(total, y, best, token, first_output, num_tokens, num_outputs, DTYPE, OUTPUTS)

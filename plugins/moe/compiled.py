@@ -26,6 +26,7 @@ from hemiola.plugins.cpu.simd import (
 from hemiola.plugins.cpu.sizes import ceil_div, least
 from hemiola.plugins.groups import Layout
 from hemiola.plugins.linear.compiled import BLOCK, SCRATCH, Packed, multiply, split, work
+from hemiola.plugins.linear.compiled_e4m3 import product
 from hemiola.plugins.moe.spec import ACTIVATIONS
 
 LINES = 16  # lines or tokens of an item
@@ -64,6 +65,9 @@ def moe(
         num_outputs: int,
     ) -> Operand:
         """The lines' rows of source times their experts' weights."""
+        if layout is not None and layout.inputs:
+            sizes, experts = (num_lines, num_inputs, num_outputs), (num_blocks, blocks, rows)
+            return product(source, packed, layout, sizes, experts=experts)
         form, num_strips = Packed.of(packed, layout, num_outputs, num_inputs), packed.shape[1]
         result = code.empty(num_lines, num_outputs)
         num_groups = split(code, num_strips, num_blocks)

@@ -50,16 +50,12 @@ def moe(
         return y
     num_pairs = num_tokens * num_slots
     tile = tile or _tile_of(num_pairs, up, down)
-    pairs, tiles = _sort_pairs(expert_ids, num_experts, tile.tokens)
+    pairs, tiles = sort_pairs(expert_ids, num_experts, tile.tokens)
     hidden = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     out = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
     _multiply(x, up, hidden, pairs, tiles, expert_weights, activation, tile)
     _multiply(hidden, down, out, pairs, tiles, expert_weights, "none", tile)
-    block = min(1024, pow2(width))
-    _combine[num_tokens, cdiv(width, block)](
-        out, expert_ids, y, width, num_experts,
-        SLOTS=num_slots, BLOCK=block, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    combine(out, expert_ids, y, num_experts)
     return y
 
 
@@ -91,7 +87,17 @@ def _tile_of(num_pairs: int, up: torch.Tensor, down: torch.Tensor) -> Tile:
     return expert_tile_of(num_pairs, len(up), gpu_of(up.device), described)
 
 
-def _sort_pairs(expert_ids: torch.Tensor, num_experts: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def combine(out: torch.Tensor, expert_ids: torch.Tensor, y: torch.Tensor, num_experts: int) -> None:
+    """Adds experts' results, weighed, in the order of tokens and slots."""
+    num_tokens, width = y.shape
+    block = min(1024, pow2(width))
+    _combine[num_tokens, cdiv(width, block)](
+        out, expert_ids, y, width, num_experts,
+        SLOTS=expert_ids.shape[1], BLOCK=block, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def sort_pairs(expert_ids: torch.Tensor, num_experts: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Pairs [P] by expert, and tiles [M + 1, 4] of up to `tokens`: expert or -1, first place, end, unused.
 
     The last line says how many tiles have an expert.

@@ -3,6 +3,9 @@
 import torch
 import torch.nn.functional as F
 
+from hemiola.plugins.groups import WeightGroup
+from hemiola.plugins.inputs import product
+
 
 def moe(
     x: torch.Tensor,  # [T, F]
@@ -23,6 +26,24 @@ def moe(
         for expert, weight in zip(expert_ids[t].tolist(), expert_weights[t], strict=True):
             hidden = up[expert].to(wide) @ x[t].to(wide)
             y[t] += weight * (down[expert].to(wide) @ activate(hidden, activation))
+    return y.to(x.dtype)
+
+
+def moe_e4m3(
+    x: torch.Tensor,  # [T, F]
+    expert_ids: torch.Tensor,  # [T, K] int32
+    expert_weights: torch.Tensor,  # [T, K]
+    up: WeightGroup,  # [E, J, F], whose layout says how inputs are rounded
+    down: WeightGroup,  # [E, F, I]
+    activation: str,
+) -> torch.Tensor:  # [T, F]
+    """The same of inputs in e4m3, of both layers of an expert; plugins/inputs.py fixes the order of sums."""
+    y = torch.zeros(x.shape)
+    for t in range(x.shape[0]):
+        for expert, weight in zip(expert_ids[t].tolist(), expert_weights[t], strict=True):
+            ours, theirs = (group.map(lambda tensor, e=expert: tensor[e]) for group in (up, down))
+            hidden = activate(product(x[t : t + 1], ours)[0], activation)
+            y[t] += weight * product(hidden[None], theirs)[0]
     return y.to(x.dtype)
 
 

@@ -7,7 +7,9 @@ needed end at once, so that nothing waits for a count. In which tile a pair lies
 import triton
 import triton.language as tl
 
+from hemiola.plugins.gpu.codes import coded_chain
 from hemiola.plugins.gpu.dense import activate, chain, place_of, row_of
+from hemiola.plugins.gpu.e4m3 import e4m3_chain, round_line
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -60,11 +62,7 @@ def _experts(x, weight, y, pairs, tiles, expert_weights, num_outputs, num_inputs
     expert = tl.load(tiles + tile * 4).to(tl.int64)
     if expert < 0:
         return
-    first, end = tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
-    place = first + tl.arange(0, TOKENS)
-    inside = place < end
-    place = tl.minimum(place, end - 1).to(tl.int64)
-    pair = tl.load(pairs + place).to(tl.int64)
+    place, pair, inside = _pairs_of(tile, pairs, tiles, TOKENS)
     x_lines = x + (pair // SLOTS if IS_UP else place) * x_len
     first_output = tl.program_id(1) * OUTPUTS
     row = row_of(first_output, num_outputs, OUTPUTS, ACTIVATION).to(tl.int64)
@@ -72,6 +70,81 @@ def _experts(x, weight, y, pairs, tiles, expert_weights, num_outputs, num_inputs
     total = chain(x_lines, inside, weight_lines, num_inputs, WHOLE, WEIGHT_FIRST, TOKENS, OUTPUTS, INNER)
     _leave(total, y, expert_weights, place, pair, inside, first_output, num_outputs, y_len, IS_UP, DTYPE,
            OUTPUTS, ACTIVATION)  # fmt: skip
+
+
+@triton.jit
+def _coded_experts(x, words, scales, zeros, factors, y, pairs, tiles, expert_weights, num_outputs, num_inputs,
+                   words_len, scales_len, zeros_len, factors_len, x_len, y_len, KIND: tl.constexpr,
+                   HALF: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr,
+                   DIVIDES: tl.constexpr, BLOCKS: tl.constexpr, ABREAST: tl.constexpr, WHOLE: tl.constexpr,
+                   SLOTS: tl.constexpr, IS_UP: tl.constexpr, DTYPE: tl.constexpr, TOKENS: tl.constexpr,
+                   OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+    # Grid, tile: those of _experts.
+    # Traffic: an expert's codes once per tile of its pairs (from L2 but for the first), x per output tile.
+    tile = tl.program_id(0)
+    expert = tl.load(tiles + tile * 4).to(tl.int64)
+    if expert < 0:
+        return
+    place, pair, inside = _pairs_of(tile, pairs, tiles, TOKENS)
+    x_lines = x + (pair // SLOTS if IS_UP else place) * x_len
+    first_output = tl.program_id(1) * OUTPUTS
+    row = row_of(first_output, num_outputs, OUTPUTS, ACTIVATION)
+    total = coded_chain(x_lines, inside, words + expert * words_len, scales + expert * scales_len,
+                        zeros + expert * zeros_len, factors + expert * factors_len, row, num_inputs, KIND,
+                        HALF, STEP, SCALED, ZEROS, DIVIDES, WHOLE, DTYPE, TOKENS, OUTPUTS, BLOCKS,
+                        ABREAST)  # fmt: skip
+    _leave(tl.trans(total), y, expert_weights, place, pair, inside, first_output, num_outputs, y_len, IS_UP,
+           DTYPE, OUTPUTS, ACTIVATION)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _round_pairs(x, static, static_len, expert_ids, pairs, codes, scales, num_inputs, width, num_scales,
+                 x_len, num_pairs, num_experts, SLOTS: tl.constexpr, IS_UP: tl.constexpr, BY: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    # Grid: pairs, in their order; behind the last one that has an expert programs end at once.
+    # Tile: BLOCK inputs of a pair at a time; with a scale for the row all of them twice.
+    # Traffic: tokens once for each of their pairs (from L2 but once), as many bytes of codes.
+    place = tl.program_id(0).to(tl.int64)
+    pair = tl.load(pairs + place).to(tl.int64)
+    if (pair < 0) | (pair >= num_pairs):
+        return
+    expert = tl.load(expert_ids + pair).to(tl.int64)
+    if (expert < 0) | (expert >= num_experts):
+        return
+    line = x + (pair // SLOTS if IS_UP else place) * x_len
+    round_line(line, num_inputs, static + expert * static_len, codes + place * width,
+               scales + place * num_scales, width, BY, BLOCK)  # fmt: skip
+
+
+@triton.jit
+def _e4m3_experts(codes, by, weight, scales, y, pairs, tiles, expert_weights, num_outputs, width, span,
+                  num_scales, weight_len, scales_len, y_len, BY_GROUP: tl.constexpr, SLOTS: tl.constexpr,
+                  IS_UP: tl.constexpr, DTYPE: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
+                  ACTIVATION: tl.constexpr):  # fmt: skip
+    # Grid, tile: those of _experts.
+    # Traffic: an expert's codes once per tile of its pairs (from L2 but once), inputs per output tile.
+    tile = tl.program_id(0)
+    expert = tl.load(tiles + tile * 4).to(tl.int64)
+    if expert < 0:
+        return
+    place, pair, inside = _pairs_of(tile, pairs, tiles, TOKENS)
+    first_output = tl.program_id(1) * OUTPUTS
+    row = row_of(first_output, num_outputs, OUTPUTS, ACTIVATION)
+    total = e4m3_chain(codes + place * width, by + place * num_scales, inside, weight + expert * weight_len,
+                       scales + expert * scales_len, row, num_outputs, width, span, BY_GROUP, TOKENS,
+                       OUTPUTS)  # fmt: skip
+    _leave(tl.trans(total), y, expert_weights, place, pair, inside, first_output, num_outputs, y_len, IS_UP,
+           DTYPE, OUTPUTS, ACTIVATION)  # fmt: skip
+
+
+@triton.jit
+def _pairs_of(tile, pairs, tiles, TOKENS: tl.constexpr):
+    """Places of a tile's pairs in their order, the pairs, and which of them there are."""
+    first, end = tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
+    place = first + tl.arange(0, TOKENS)
+    inside = place < end
+    place = tl.minimum(place, end - 1).to(tl.int64)
+    return place, tl.load(pairs + place).to(tl.int64), inside
 
 
 @triton.jit(do_not_specialize=["num_tiles"])

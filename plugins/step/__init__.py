@@ -21,13 +21,19 @@ STEP_OPS: dict[str, Op] = {
 
 def import_forms(name: str) -> None:
     """All ops' modules of this form, which make its kernels known."""
-    for op in STEP_OPS:
-        import_module(f"hemiola.plugins.step.{op}.{name}")
+    for op, spec in STEP_OPS.items():
+        if _has(spec, name):
+            import_module(f"hemiola.plugins.step.{op}.{name}")
 
 
 def forms(name: str) -> SimpleNamespace:
-    """All ops in one form: compiled (CPU) or cuda, each a function of the op's arguments; or the
+    """All ops that have this form, compiled (CPU) or cuda, each a function of the op's arguments; or the
     references."""
     if name == "reference":
         return SimpleNamespace(**{op: spec.reference for op, spec in STEP_OPS.items()})
-    return SimpleNamespace(**{op: spec.bind(name, ()) for op, spec in STEP_OPS.items()})
+    return SimpleNamespace(**{op: spec.bind(name, ()) for op, spec in STEP_OPS.items() if _has(spec, name)})
+
+
+def _has(spec: Op, name: str) -> bool:
+    """Whether it has the form; those of ranks have none on a GPU yet."""
+    return any(form.name == name for form in spec.forms)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from hemiola.plugins.rows import COLUMNS
 from hemiola.plugins.step import plan
 
 (
@@ -15,6 +16,7 @@ TOTAL, COMMITTED, EDGE, DRAFTS = (
 ACCEPTED, JUDGED, BROKEN, PROPOSED, ANSWERS = (
     tl.constexpr(n) for n in (plan.ACCEPTED, plan.JUDGED, plan.BROKEN, plan.PROPOSED, plan.ANSWERS)
 )
+START = tl.constexpr(COLUMNS.index("committed"))  # of a row
 _LINES = tl.constexpr(128)  # of the plan, read at once
 
 
@@ -40,3 +42,19 @@ def field(plan, row, live, COLUMN: tl.constexpr):
 def length(lengths, slot, num_slots, live, WHICH: tl.constexpr):
     """One of the lengths of these slots; 0 for those that are not live."""
     return tl.load(lengths + WHICH * num_slots + slot, mask=live, other=0)
+
+
+@triton.jit
+def write_head_rows(head_rows, n, first, num, slot, start, is_row):
+    """Rows of a drafting head (plugins/rows.py): it has no drafts of its own, and no edges."""
+    for column in tl.static_range(8):  # type: ignore[attr-defined]
+        value = tl.zeros_like(num)
+        if column == 0:
+            value = first
+        elif column == 1:
+            value = num
+        elif column == 3:
+            value = slot
+        elif column == START:
+            value = start
+        tl.store(head_rows + n * 8 + column, value, mask=is_row)

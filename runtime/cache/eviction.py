@@ -248,7 +248,7 @@ class Evictor:
         tail = self.tails.first()
         if tail is not None or not self.leaves.entries:
             return tail
-        return min(self.leaves.sample(), key=self._density)
+        return min(self.leaves.sample(), key=self.density)
 
     def value(self, entry: Entry) -> float:
         """Work that a snapshot will save per unit of time."""
@@ -264,7 +264,7 @@ class Evictor:
         """Work that only this snapshot saves."""
         return self.cost.work(entry.edge) - self.cost.work(above(entry).edge)
 
-    def _density(self, entry: Entry) -> float:
+    def density(self, entry: Entry) -> float:
         """Value by bytes that its eviction frees: pages that another branch needs too would stay."""
         num_pages = (entry.edge - _fork_above(entry).edge) // self.page_len
         return self.value(entry) / (self.cost.slot_bytes + num_pages * self.cost.page_bytes)

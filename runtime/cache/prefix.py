@@ -34,18 +34,44 @@ Decisions:
   proven leaves with its last holder.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 
 from hemiola.runtime.cache.audit import audit
+from hemiola.runtime.cache.depth import Depth
+from hemiola.runtime.cache.disk import Content, DiskTier
 from hemiola.runtime.cache.edges import hit_len, reusable_len, wanted_edges
 from hemiola.runtime.cache.eviction import Evictor
 from hemiola.runtime.cache.lease import Lease, Start, Take
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.cache.statistics import Statistics
+from hemiola.runtime.cache.tier import NO_TIER, Tier, TierUse, path_to
 from hemiola.runtime.cache.tree import Chain, Entry, Tree
+from hemiola.runtime.errors import Name, Refused
+
+SAVE_SECONDS = 10.0
+
+
+def no_room(edge: int) -> Refused:
+    """Of the host's memory, for a prefix."""
+    said = f"the host's memory has no room for a prefix of {edge} tokens"
+    return Refused("exhausted", "host_cache_bytes", said=said, way_out=("raise ", Name("host_cache_bytes")))
+
+
+class Match(NamedTuple):
+    """What a request may start from."""
+
+    path: list[Entry]  # cached pages that it shares
+    hit: Entry | None  # the last of them, if it starts there
+    junction: int  # the edge at which the request leaves a cached path that goes on, or 0
+    host: Entry | None  # else it starts at this edge, from what the host keeps
+    start: int
+    cached_len: int = 0  # tokens that have pages
 
 
 class PrefixCache:
@@ -59,6 +85,9 @@ class PrefixCache:
         identity: str = "",
         interval: int = 0,
         enabled: bool = True,
+        host: Tier | None = None,
+        disk: DiskTier | None = None,
+        content: Content | None = None,
     ) -> None:
         assert pages.page_len % slots.chunk_len == 0 and interval % pages.page_len == 0
         self.pages = pages
@@ -69,6 +98,9 @@ class PrefixCache:
         self.identity = identity
         self.interval = interval
         self.enabled = enabled  # else requests begin at 0 and leave nothing
+        self.host, self.disk = host, disk
+        self._depth: Depth | None = None  # if somebody watches it
+        self.content = content  # of the host's units
         self.step = 0
         self.statistics = Statistics()
         self._tree = Tree(self.page_len)
@@ -76,58 +108,128 @@ class PrefixCache:
 
     def chain(self, ids: np.ndarray, tenant: str = "") -> Chain:
         """The page keys of one request; `ids` is the array to which its tokens will be appended."""
-        return Chain(ids, repr((self.identity, tenant)).encode(), self.page_len)
+        salt = sha256(self.identity.encode()).digest() + tenant.encode()  # see disk_file.header_bytes
+        return Chain(ids, salt, self.page_len)
+
+    @property
+    def tiers(self) -> dict[str, TierUse]:
+        """Of what is below the cache: the host's memory and the disk. Seen from any thread."""
+        return {
+            "host": NO_TIER if self.host is None else self.host.use,
+            "disk": NO_TIER if self.disk is None else self.disk.use,
+        }
+
+    def watch(self, depth: Depth) -> None:
+        """Let it know where requests can start now, and each time when that changes."""
+        self._depth = depth
+        for entry in self._tree.entries.values():
+            if entry.slot_id or not self.hybrid:
+                depth.attach(entry)
+        if self.host is not None:
+            self.host.watch(depth)
+        if self.disk is not None and self.disk.is_on:
+            self.disk.tier.watch(depth)
 
     def tick(self) -> None:
         """A step begins."""
         self.step += 1
+        self.collect()
+
+    # What comes from a file.
+
+    def fetch(self, chain: Chain, known_len: int, done: Callable[[], None]) -> bool:
+        """Begin to read a longer hit from the file than there is in memory. If there is one, `collect` calls
+        `done` when it has been read."""
+        if self.disk is None:
+            return False
+        return self.disk.fetch(chain, known_len, self._match(chain, known_len).start, done)
+
+    def collect(self) -> None:
+        """Make known what has been read and written."""
+        if self.disk is not None:
+            self.disk.collect()
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A step read so many tokens of prompts, and nothing else, in so many seconds."""
+        if self.disk is not None:
+            self.disk.computing.add(num_tokens, seconds)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether requests have waited long enough for a file: nobody but `collect` lets them go on."""
+        return self.disk is not None and self.disk.is_overdue
+
+    def save(self) -> None:
+        """Let the file keep what requests could start from, before all ends; so much as there is time for."""
+        if self.disk is None or not self.disk.is_on:
+            return
+        end = time.monotonic() + SAVE_SECONDS
+        for _, entry in list(self.contents()):
+            if not self.disk.drain(end - time.monotonic()):
+                return
+            self._keep(entry)
 
     # Admission.
 
-    def admit(self, chain: Chain, known_len: int, spare_pages: int = 0) -> Start | None:
+    def admit(self, chain: Chain, known_len: int, spare_pages: int = 0, may_hit: bool = True) -> Start | None:
         """Let a request run from its longest hit. None if a slot, or pages for one token more, cannot be had.
 
         Beside them, spare_pages pages must stay free or idle.
         """
-        path, junction, found_len = self._match(chain, known_len) if self.enabled else ([], 0, 0)
+        found = self._match(chain, known_len) if self.enabled and may_hit else Match([], None, 0, None, 0)
+        if self.host is None:
+            return self._admit(chain, known_len, spare_pages, found)
+        with self.host.held(found.host):
+            start = self._admit(chain, known_len, spare_pages, found)
+        if start is not None:
+            self.host.tick()
+        return start
+
+    def _admit(self, chain: Chain, known_len: int, spare_pages: int, found: Match) -> Start | None:
+        path, hit = found.path, found.hit
         page_ids = [entry.page_id for entry in path]
         num_new = self.pages.count(known_len + 1) - len(path)
         num_waking = sum(self.pages.refs[page_id] == 0 for page_id in page_ids)
         if self.num_available - num_waking - num_new < spare_pages:
             return None
-        hit = path[-1] if path else None
         slot_id, restore_from = self._own_slot(hit)
         if slot_id == 0:
             return None
         self.pages.share(slot_id, page_ids)
+        if path:
+            self.evictor.busy(path[-1])
         if hit is not None:
-            self.evictor.busy(hit)
             self.evictor.use(hit)
         grown = self.grow(slot_id, known_len + 1)
         assert grown, "fewer pages could be evicted than are idle"
-        start = len(path) * self.page_len
+        start = found.start
+        if found.host is not None and self.host is not None:
+            pages = self.pages.table[slot_id, len(path) : start // self.page_len].tolist()
+            self.host.load(found.host, len(path), pages, slot_id)
         self.slots.edge[slot_id] = start
-        junction = junction if junction > start else 0
+        junction = found.junction if found.junction > start else 0
         began = [(hit, hit.slot_id)] if hit is not None and hit.slot_id else []
         self._leases[slot_id] = Lease(chain, known_len, junction, path, began, not self.enabled)
         self.evictor.clock += 1
         self.statistics.num_queries += 1
-        self.statistics.num_hits += hit is not None
+        self.statistics.num_hits += start > 0
         self.statistics.query_tokens += known_len
         self.statistics.hit_tokens += start
-        self.statistics.page_hit_tokens += found_len
+        self.statistics.page_hit_tokens += found.cached_len
         return Start(slot_id, start, restore_from)
 
-    def _match(self, chain: Chain, known_len: int) -> tuple[list[Entry], int, int]:
-        """The pages of the hit; the edge at which the request leaves a cached path that goes on, or 0; and
-        how many tokens have pages.
-        """
+    def _match(self, chain: Chain, known_len: int) -> Match:
         most = reusable_len(known_len, self.page_len) // self.page_len
         path, forks = self._tree.walk(chain, most, self.step)
         cached_len = len(path) * self.page_len
         edges = [entry.edge for entry in path if entry.slot_id] if self.hybrid else None
-        hit = hit_len(known_len, self.page_len, cached_len, edges)
-        return path[: hit // self.page_len], cached_len if forks and self.hybrid else 0, cached_len
+        start = hit_len(known_len, self.page_len, cached_len, edges)
+        host = self.host.match(chain, known_len, start) if self.host is not None else None
+        if host is not None:
+            start = host.edge
+        path = path[: start // self.page_len]
+        hit = path[-1] if path and host is None else None
+        return Match(path, hit, cached_len if forks and self.hybrid else 0, host, start, cached_len)
 
     def _own_slot(self, hit: Entry | None) -> tuple[int, int]:
         """A slot for a request that starts at `hit`, and the snapshot to restore; (0, 0) if there is none.
@@ -141,8 +243,9 @@ class PrefixCache:
         if slot_id or pinned == self.step:
             return slot_id, hit.slot_id if slot_id else 0
         slot_id = hit.slot_id
+        self._keep(hit)
         self.evictor.use(hit)
-        self.evictor.detach(hit)
+        self._detach(hit)
         return slot_id, 0
 
     def _free_slot(self, value: float | None = None) -> int:
@@ -156,13 +259,19 @@ class PrefixCache:
             self.statistics.refused_snapshots += 1
             return 0
         self.statistics.evicted_snapshots += 1
+        self._keep(victim.entry)
         self._drop_snapshot(victim.entry)
         return self.slots.acquire()
 
     def _drop_snapshot(self, entry: Entry) -> None:
         slot_id = entry.slot_id
-        self.evictor.detach(entry)
+        self._detach(entry)
         self.slots.release(slot_id)
+
+    def _detach(self, entry: Entry) -> None:
+        self.evictor.detach(entry)
+        if self._depth is not None:
+            self._depth.detach(entry)
 
     # Pages.
 
@@ -185,12 +294,43 @@ class PrefixCache:
     def _evict(self, entry: Entry) -> None:
         self.statistics.evicted_pages += 1
         self.statistics.stranded_snapshots += entry.slot_id > 0
+        self._keep(entry)
         self._forget(entry)
+
+    def _keep(self, entry: Entry) -> None:
+        """On the host, if requests could start from it: what nobody has proven may hold NaN."""
+        if self.host is None or not self._is_proven(entry):
+            return
+        kept = self.host.keep(entry)
+        if kept is not None and self.disk is not None:
+            self.disk.keep(kept)
+
+    def _is_proven(self, entry: Entry) -> bool:
+        """Requests can start from it, and it holds no NaN."""
+        if self.hybrid and not (entry.slot_id and entry.snapshot_proven):
+            return False
+        return all(one.proven for one in path_to(entry))
+
+    def keep_deepest(self, chain: Chain, num_tokens: int) -> Entry | None:
+        """The last edge of a text from which requests could start, as the host has it: what the cache has
+        beyond that is copied there. None: there is none. Raises Refused where the host has no room."""
+        assert self.host is not None
+        found = self.host.match(chain, num_tokens + 1, 0)
+        path, _ = self._tree.walk(chain, num_tokens // self.page_len, step=-1)
+        for entry in reversed(path[found.edge // self.page_len if found is not None else 0 :]):
+            if self._is_proven(entry):
+                found = self.host.keep(entry)
+                if found is None:
+                    raise no_room(entry.edge)
+                break
+        return found
 
     def _forget(self, entry: Entry) -> None:
         """Give up a page with nothing behind it, and its snapshot."""
         if entry.slot_id:
             self._drop_snapshot(entry)
+        if self._depth is not None and not self.hybrid:
+            self._depth.detach(entry)
         self.evictor.busy(entry)
         self.pages.drop(entry.page_id)
         parent = self._tree.remove(entry)
@@ -298,6 +438,8 @@ class PrefixCache:
             if entry.page_id == page_id:
                 entry.proven = lease.proven
                 self.pages.keep(page_id)
+                if self._depth is not None and not self.hybrid:
+                    self._depth.attach(entry)
                 if lease.path:
                     self.evictor.change(lease.path[-1])
             else:
@@ -313,6 +455,8 @@ class PrefixCache:
         self.slots.edge[slot_id] = entry.edge
         kind = lease.kind_of(entry.edge, self.page_len, self.interval)
         self.evictor.attach(entry, slot_id, kind)
+        if self._depth is not None:
+            self._depth.attach(entry)
         entry.snapshot_proven = lease.proven
         if not lease.proven:
             lease.unproven.append((entry, slot_id))
@@ -350,6 +494,10 @@ class PrefixCache:
         """
         lease = self._leases[slot_id]
         affected = self._withdraw(lease.path[0]) if lease.path else []
+        if self.host is not None:
+            self.host.withdraw(lease.chain)
+        if self.disk is not None:
+            self.disk.withdraw(lease.chain)
         self._retire(lease)
         return [other for other in affected if other != slot_id]
 
@@ -383,11 +531,17 @@ class PrefixCache:
         for _, entry in self.contents():
             if entry.slot_id:
                 self._drop_snapshot(entry)
+            if self._depth is not None and not self.hybrid:
+                self._depth.detach(entry)
             self.evictor.busy(entry)
             self.pages.drop(entry.page_id)
         self._tree.clear()
         for lease in self._leases.values():
             self._retire(lease)
+        if self.host is not None:
+            self.host.flush()
+        if self.disk is not None:
+            self.disk.flush()
 
     def contents(self) -> Iterator[tuple[list[int], Entry]]:
         """Every cached page with all tokens up to its edge, from which it and its snapshot were computed."""
@@ -396,3 +550,7 @@ class PrefixCache:
     def audit(self) -> None:
         """Pages, slots, entries and running requests add up."""
         audit(self.pages, self.slots, self.evictor, self._tree, self._leases)
+        if self.host is not None:
+            self.host.audit()
+        if self.disk is not None:
+            self.disk.tier.audit()

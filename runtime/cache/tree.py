@@ -110,8 +110,11 @@ class Tree:
         entry = self.entries.get(chain.key(index))
         if entry is not None:
             return entry if self._is(entry, parent, chain, index) else None
-        edge = parent.edge + self.page_len
-        entry = Entry(chain.key(index), parent, chain.tokens(index), page_id, edge, step)
+        return self.add(parent, chain.key(index), chain.tokens(index), page_id, step)
+
+    def add(self, parent: Entry, key: bytes, tokens: bytes, page_id: int, step: int) -> Entry:
+        """A page behind a parent that has none of these tokens."""
+        entry = Entry(key, parent, tokens, page_id, parent.edge + self.page_len, step)
         self.entries[entry.key] = entry
         if parent.parent is None:
             self.roots[parent.key] = parent

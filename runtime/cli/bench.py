@@ -30,18 +30,21 @@ def bench(
     ] = None,
     random_weights: Annotated[
         Path | None,
-        typer.Option(help="instead: a folder with config.json, of whose dimensions an engine is made"),
+        typer.Option(
+            help="folder with a config.json: build an engine with random weights from it, and measure that"
+        ),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="write all numbers to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw distributions and throughput to this file")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="run all again, alone, without drafts and reuse; same tokens?")
+        bool,
+        typer.Option(
+            "--check", help="compare all tokens with the plain run: one request, no drafts, no reuse"
+        ),
     ] = False,
     compare: Annotated[
         list[str] | None,
-        typer.Option(
-            help="a further column with these engine options, NAME=VALUE,NAME=VALUE; may be repeated"
-        ),
+        typer.Option(help="measure again with these engine options, NAME=VALUE,NAME=VALUE; may be repeated"),
     ] = None,
     **options: Any,
 ) -> None:

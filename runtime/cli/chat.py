@@ -30,7 +30,7 @@ def chat(
     engine_dir: Annotated[
         Path | None, typer.Option(help="made by build-engine; the same as the argument ENGINE")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="a message of the system before all others")] = None,
+    system: Annotated[str | None, typer.Option(help="system message of the conversation")] = None,
     **options: Any,
 ) -> None:
     """Talk to a model: a message a line, answers as they come. /help lists the commands."""
@@ -116,7 +116,7 @@ class Conversation:
             said.append(piece.text)
             print(piece.text, end="", flush=True)
             if piece.finish_reason == "error":
-                raise Failed(piece.error or "the engine failed")
+                raise piece.refused or Failed(piece.error or "the engine failed")
             if piece.finish_reason is not None and piece.metrics is not None:
                 print(flush=True)
                 _note(summary(piece.metrics))

@@ -36,6 +36,7 @@ Version = Annotated[
 
 def run_command(command: Callable[[], object]) -> None:
     """Status 2 for what the user can mend, 1 for what failed. A reader that went away gets no complaint."""
+    _open_closed_streams()
     try:
         status = command()
         sys.stdout.flush()
@@ -60,6 +61,15 @@ def run_command(command: Callable[[], object]) -> None:
         _end(f"{error.filename or 'output'}: {error.strerror}" if error.strerror else str(error), 2)
     except typer.Abort:
         sys.exit(130)
+
+
+def _open_closed_streams() -> None:
+    """A stream that the caller has closed (`>&-`) leads nowhere; else a socket would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  # of the lowest number that is free
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def _end(message: str, status: int) -> None:

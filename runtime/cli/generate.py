@@ -15,7 +15,7 @@ from hemiola.runtime.errors import Failed, Refused, shown
 
 LONE_REQUEST = {"max_rows": 1}
 DEFAULTS: dict[str, Any] = {"max_tokens": 128}
-NOT_OF_ONE_ANSWER = ("bad_words_ids", "logprobs", "num_drafts", "priority", "cache_salt")
+NOT_OF_ONE_ANSWER = ("bad_words_ids", "logprobs", "prompt_logprobs", "num_drafts", "priority", "cache_salt")
 
 
 @takes(options_of(SamplingParams, NOT_OF_ONE_ANSWER, DEFAULTS), options_of(ServeConfig, LONE_REQUEST))
@@ -26,10 +26,10 @@ def generate(
         Path | None, typer.Option(help="made by build-engine; the same as the argument ENGINE")
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="text to go on from; the same as the argument PROMPT")
+        str | None, typer.Option(help="prompt as text; the same as the argument PROMPT")
     ] = None,
     prompt_ids: Annotated[
-        str | None, typer.Option(metavar="IDS", help="token ids to go on from, answered in token ids")
+        str | None, typer.Option(metavar="IDS", help="prompt as token ids; the output is token ids, too")
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="read the prompt from a file; - is stdin")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="the prompt is a user's message")] = False,
@@ -42,7 +42,7 @@ def generate(
     folder, texts = engine_and_rest(engine_dir, engine, text)
     asked = _read_prompt([*texts, *([] if prompt is None else [prompt])], prompt_ids, prompt_file)
     if chat and prompt_ids is not None:
-        said = "--chat makes text a user's message"
+        said = "--chat needs a prompt as text"
         raise Refused("conflict", "chat", said=said, way_out="drop it, or give --prompt TEXT")
     with LLM(folder, progress=True, **LONE_REQUEST, **given(ServeConfig, options)) as llm:
         if chat:
@@ -62,7 +62,7 @@ def _show(pieces: Iterable[Piece], as_ids: bool) -> Piece:
 
 def _report(last: Piece) -> None:
     if last.finish_reason == "error":
-        raise Failed(last.error or "the engine failed")
+        raise last.refused or Failed(last.error or "the engine failed")
     metrics = last.metrics
     assert metrics is not None
     rate = 1 / metrics.time_per_output_token if metrics.time_per_output_token else 0.0

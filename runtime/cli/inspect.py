@@ -79,26 +79,36 @@ def facts(engine_dir: Path, found: Manifest) -> Table:
     """One line each."""
     table = Table(title=str(engine_dir), show_header=False)
     kinds = ", ".join(f"{found.layers.count(kind)} {kind}" for kind in dict.fromkeys(found.layers))
-    weights = engine_dir / found.weights_file
+    files, ranks = found.weights_files(0), f"{found.tp}, each with its part of heads, widths and vocabulary"
+    page_bytes = state_bytes(found.states, "page")
     for name, value in {
+        **({"checkpoint": f"{found.repo} on the Hub, commit {found.commit}"} if found.repo else {}),
         "architecture": found.architecture,
         "layers": f"{len(found.layers)}: {kinds}",
         "vocabulary, hidden": f"{found.vocab_size}, {found.hidden_size}",
         "target, architecture": f"{found.target}, {found.arch}",
+        **({"ranks": ranks} if found.tp > 1 else {}),
         "computes in": computes_in(found),
         "promise": PROMISES[found.promise],
         "drafts": found.drafts
-        + (f", chosen among the {found.draft_vocab} lowest ids" if found.draft_vocab else ""),
+        + (f", chosen among the {found.draft_vocab} lowest ids" if found.draft_vocab else "")
+        + (f", by a copy of the head in {found.draft_head}" if found.draft_head else ""),
         "tokenizer": "tokenizer.json" if found.has_tokenizer else "none: takes and gives token ids",
+        **({"inputs of FP8 layers": found.act_dtype} if _has_fp8(found) else {}),
+        "keys and values": f"{found.kv_dtype}, {page_bytes // found.limits.page_len:,} bytes a token",
         "end tokens": ", ".join(map(str, found.eos_ids)),
         **{name: str(value) for name, value in found.limits.model_dump().items()},
-        "weights": size(weights.stat().st_size),
+        "weights": size(_bytes_of(engine_dir, files)) + (" of each rank" if found.tp > 1 else ""),
         **({"random weights": f"{size(found.drawn_bytes)}, drawn when opened"} if found.drawn else {}),
         "built by": f"hemiola {found.builder_version}, torch {found.torch_version}",
         "identity": found.identity[:16],
     }.items():
         table.add_row(name, value)
     return table
+
+
+def _has_fp8(found: Manifest) -> bool:
+    return any(text.startswith("e4m3") for segment in found.segments for text in segment.layouts.values())
 
 
 def computes_in(found: Manifest) -> str:
@@ -183,7 +193,7 @@ def forms(found: Manifest) -> Table:
                 CALLBACK if node.is_callback else node.form,
                 "; ".join(f"{form}: {why}" for form, why in node.refused.items()),
             )
-            for node in segment.nodes
+            for node in segment.calls
         ]
         for op, form, refused in sorted(set(kinds)):
             table.add_row(segment.name, op, form, str(kinds.count((op, form, refused))), refused)
@@ -226,7 +236,7 @@ class Held(NamedTuple):
 def memory_of(engine_dir: Path, found: Manifest, sizes: Resolved) -> list[Held]:
     """All that an open engine holds."""
     slot, page = (state_bytes(found.states, kind) for kind in ("slot", "page"))
-    weights = (engine_dir / found.weights_file).stat().st_size + found.drawn_bytes
+    weights = _bytes_of(engine_dir, found.weights_files(0)) + found.drawn_bytes
     rows = sizes.max_rows + 1
     held = [
         Held("weights", 1, weights),
@@ -239,8 +249,21 @@ def memory_of(engine_dir: Path, found: Manifest, sizes: Resolved) -> list[Held]:
 
 def described(engine_dir: Path, found: Manifest, config: ServeConfig) -> dict[str, Any]:
     """The same as the tables, for programs: numbers are numbers, and sizes are bytes."""
-    same = ("architecture", "layers", "vocab_size", "hidden_size", "target", "arch", "promise", "drafts")
-    same += ("draft_vocab", "has_tokenizer", "eos_ids", "builder_version", "torch_version", "identity")
+    same = (
+        "repo",
+        "commit",
+        "architecture",
+        "layers",
+        "vocab_size",
+        "hidden_size",
+        "target",
+        "arch",
+        "tp",
+        "promise",
+        "act_dtype",
+    )
+    same += ("drafts", "kv_dtype", "draft_vocab", "draft_head", "has_tokenizer", "eos_ids", "builder_version")
+    same += ("torch_version", "identity")
     sizes = resolve(config, found, ENDLESS)
     held = memory_of(engine_dir, found, sizes)
     return {
@@ -275,7 +298,7 @@ def described(engine_dir: Path, found: Manifest, config: ServeConfig) -> dict[st
 
 
 def _described(engine_dir: Path, segment: Segment) -> dict[str, Any]:
-    calls = Counter((node.op, CALLBACK if node.is_callback else node.form) for node in segment.nodes)
+    calls = Counter((node.op, CALLBACK if node.is_callback else node.form) for node in segment.calls)
     return {
         "name": segment.name,
         "runs": runs(segment),

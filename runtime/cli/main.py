@@ -1,4 +1,4 @@
-"""`hemiola generate | chat | inspect | serve | bench`."""
+"""`hemiola generate | chat | inspect | serve | dynamo-worker | bench`."""
 
 import os
 import sys
@@ -13,6 +13,7 @@ COMMANDS = {
     "chat": "Talk to a model in the terminal",
     "inspect": "Show what an engine is and the memory that it takes",
     "serve": "Start a tritonserver for engines",
+    "dynamo-worker": "Serve an engine as a worker of NVIDIA Dynamo",
     "bench": "Measure an engine under load",
 }
 PROMPTED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # a shell that completes a command says so far what it has
@@ -32,7 +33,8 @@ def new_main(words: list[str]) -> typer.Typer:
     wanted = next((word for word in words if not word.startswith("-")), "")
     for name, does in COMMANDS.items():
         if name == wanted:
-            command = getattr(import_module(f"hemiola.runtime.cli.{name}"), name)
+            module = name.replace("-", "_")
+            command = getattr(import_module(f"hemiola.runtime.cli.{module}"), module)
             app.command(name, no_args_is_help=True)(command)
         else:
             app.command(name, help=does)(_other)

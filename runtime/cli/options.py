@@ -213,6 +213,9 @@ def _parameter(name: str, field: FieldInfo, default: object) -> inspect.Paramete
     )
 
 
+MAX_METAVAR = 40  # columns
+
+
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -224,7 +227,8 @@ def _metavar(annotation: Any) -> str:
     if not parts:
         return WORDS[annotation]
     if origin is Literal:
-        return "|".join(parts)
+        names = "|".join(parts)
+        return names if len(names) <= MAX_METAVAR else "NAME"  # then the description has them
     if origin is tuple:
         return _metavar(parts[0])
     words = [_metavar(part) for part in parts if part is not type(None)]

@@ -49,13 +49,16 @@ def serve(
         typer.Option(help="made by build-engine; the same as an argument ENGINE; may be repeated"),
     ] = None,
     models: Annotated[
-        Path | None, typer.Option(help="JSON instead: model name -> its engine_dir and options")
+        Path | None, typer.Option(help="JSON file with several models: name -> engine_dir and options")
     ] = None,
     model_name: Annotated[
-        list[str] | None, typer.Option(help="name of each engine (default: hemiola)")
+        list[str] | None,
+        typer.Option(help="model name of an engine, in the order of the engines (default: hemiola)"),
     ] = None,
-    tritonserver: Annotated[Path | None, typer.Option(help="the binary (default: nvidia-pytriton's)")] = None,
-    control_key: Annotated[str, typer.Option(help="who sends this key may load and unload models")] = "",
+    tritonserver: Annotated[
+        Path | None, typer.Option(help="tritonserver's binary (default: that of nvidia-pytriton)")
+    ] = None,
+    control_key: Annotated[str, typer.Option(help="key that allows callers to load and unload models")] = "",
     log_verbose: Annotated[bool, typer.Option("--log-verbose", help="show tritonserver's log")] = False,
     **options: Any,
 ) -> None:
@@ -100,7 +103,7 @@ def engine_dirs(options: list[Path] | None, arguments: list[str] | None) -> list
         said = f"--engine-dir {options[0]} and {shown(arguments[0])} were both given"
         raise Refused("conflict", "engine_dir", said=said, way_out="use one of them")
     if arguments and "" in arguments:
-        raise Refused("ENGINE is empty; give a folder")
+        raise Refused("missing", said="ENGINE is empty", way_out="give a folder")
     return options or [Path(argument) for argument in arguments or []]
 
 

@@ -11,6 +11,7 @@ from hemiola.plugins.groups import Layout
 from hemiola.runtime.manifest import Manifest
 
 REST = "what is not quantised"
+INPUTS = {"group": "e4m3 by 128 of a token", "token": "e4m3 by token", "static": "e4m3 by one scale"}
 
 
 class StoredWeights(NamedTuple):
@@ -29,15 +30,16 @@ def stored_weights(engine_dir: Path, manifest: Manifest) -> list[StoredWeights]:
         return []
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     sizes: dict[tuple[str, str], int] = defaultdict(int)
-    with safe_open(engine_dir / manifest.weights_file, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            header = file.get_slice(name)
-            key = (REST, "")
-            if name in layouts:
-                key = (re.sub(r"layers\.\d+\.", "", name, count=1), described(layouts[name]))
-                number = re.search(r"layers\.(\d+)\.", name)
-                groups[key] += [int(number[1])] if number else []
-            sizes[key] += _num_bytes(header.get_dtype(), header.get_shape())
+    for path in (engine_dir / file for file in manifest.weights_files(0)):  # other ranks have the same
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                header = file.get_slice(name)
+                key = (REST, "")
+                if (own := name.removesuffix(".scales")) in layouts:
+                    key = (re.sub(r"layers\.\d+\.", "", own, count=1), described(layouts[own]))
+                    number = re.search(r"layers\.(\d+)\.", name)
+                    groups[key] += [int(number[1])] if number and name == own else []
+                sizes[key] += _num_bytes(header.get_dtype(), header.get_shape())
     ordered = sorted(sizes, key=lambda key: (key[0] == REST, key))
     return [StoredWeights(name, sorted(groups[name, how]), how, sizes[name, how]) for name, how in ordered]
 
@@ -46,7 +48,8 @@ def described(layout: str) -> str:
     """For people: the codes, and how many inputs of an output share a scale."""
     found = Layout.parse(layout)
     with_zeros = " with zero points" if "zeros" in found.others else ""
-    return f"{found.kind} by {found.span or 'output'}{with_zeros}"
+    by = f", inputs {INPUTS[found.inputs]}" if found.inputs else ""
+    return f"{found.kind} by {found.span or 'output'}{with_zeros}{by}"
 
 
 def _num_bytes(dtype: str, shape: list[int]) -> int:

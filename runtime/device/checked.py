@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx import GraphModule, Node
 
 from hemiola.plugins import OPS
@@ -19,7 +20,7 @@ from hemiola.plugins.spec import INT, Arg, Call, Op
 from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.device.program import layouts_of
 from hemiola.runtime.errors import Refused, one_line, shown
-from hemiola.runtime.manifest import Manifest, OpNode, Segment
+from hemiola.runtime.manifest import GROUP, HeadCall, Manifest, OpNode, Segment
 
 # Sizes to try, by letter (abi.py; P pages, S slots): no two equal, and others the second time, so that a size
 # that is written down is not taken for one that is free.
@@ -29,18 +30,25 @@ TRIED = (
 )
 MOST_WIDTH = 2**26  # numbers of one token in one value
 SELECT = torch.ops.aten.index_select.default
+HEAD_OPS = ["linear", "linear_argmax"]  # of logits, and of the best of them
 
 
 def check_program(
-    program: GraphModule, segment: Segment, bound: Sequence[torch.Tensor], manifest: Manifest, device: str
+    program: GraphModule,
+    segment: Segment,
+    bound: Sequence[torch.Tensor],
+    manifest: Manifest,
+    device: str,
+    hidden: str = "T",
 ) -> None:
     """Refuses a program whose calls contradict its weights, its states or each other.
 
-    bound: the tensors of its weights, then of its states.
+    bound: the tensors of its weights, then of its states. hidden: the letter of how many hidden states it
+    has.
     """
     try:
         for sizes in TRIED:
-            _Trial(program, segment, bound, manifest, device, sizes).run()
+            _Trial(program, segment, bound, manifest, device, sizes, hidden).run()
     except (ValueError, TypeError, IndexError, KeyError, RuntimeError, AssertionError) as error:
         reason = one_line(error)
         said = f"{segment.file} does not fit together ({reason})"
@@ -56,17 +64,20 @@ class _Trial:
         manifest: Manifest,
         device: str,
         sizes: dict[str, int],
+        hidden: str,
     ) -> None:
+        self._num_hidden = sizes[hidden]
         self._segment, self._bound, self._device, self._sizes = segment, bound, device, sizes
         self._manifest, self._limits = manifest, manifest.limits
         self._nodes = list(program.graph.nodes)
-        self._forms = list(segment.nodes)
+        self._forms = list(segment.calls)
         self._layouts = layouts_of(self._nodes, segment)
         self._values: dict[Node, Any] = {}
         self._weights: dict[Node, torch.Tensor] = {}  # as they lie in the file
         self._seen: dict[Node, str] = {}  # in which layout a weight is wanted
         self._kinds = {state.name: state.kind for state in manifest.states}
         self._states: set[Node] = set()
+        self._group: Node | None = None  # the only value that may be taken for addresses of ranks
         self._numbers: dict[Node, str] = {}  # inputs of integers by name; arguments of this name may be one
 
     def run(self) -> None:
@@ -81,11 +92,47 @@ class _Trial:
             if op is not None:
                 self._check_op(node, op, args)
             self._values[node] = self._computed(node, node.target(*args))  # type: ignore[operator]
+        results = [self._of(value) for value in self._nodes[-1].args[0]]
+        if self._segment.head:
+            results = [self._run_head(self._nodes[-1].args[0][0]), *results[1:]]
         if self._forms:
             raise ValueError(f"the manifest has {len(self._forms)} forms more than there are calls")
         for node, layout in self._plain():
             _same(f"{node.name}, a weight", self._weights[node], layout)
-        self._check_results([self._of(value) for value in self._nodes[-1].args[0]])
+        self._check_results(results)
+        if self._segment.scores is not None:
+            self._run_scores(self._segment.scores, results)
+
+    def _run_head(self, lines: Any) -> Any:
+        """Logits, computed as a step asks for them: two calls on the program's first result."""
+        head = self._segment.head
+        if [call.op for call in head] != HEAD_OPS:
+            raise ValueError(f"its head calls {shown([call.op for call in head])}, not {HEAD_OPS}")
+        logits, _ = [self._run_call(call, lines, "its head") for call in head]
+        return logits.float()
+
+    def _run_scores(self, call: HeadCall, results: list[Any]) -> None:
+        """Logits of any line, computed from the program's hidden states."""
+        if call.op != HEAD_OPS[0]:
+            raise ValueError(f"its scores call {shown(call.op)}, not {HEAD_OPS[0]}")
+        self._forms.insert(0, call)
+        logits = self._run_call(call, self._nodes[-1].args[0][1], "its scores")
+        if logits.shape[1] != results[0].shape[1]:
+            raise ValueError(f"its scores are of {logits.shape[1]} tokens, not {results[0].shape[1]}")
+
+    def _run_call(self, call: HeadCall, lines: Any, what: str) -> Any:
+        """A call that stands apart from the program."""
+        segment, op = self._segment, OPS[call.op]
+        places = dict(zip(segment.weights, self._nodes, strict=False))
+        if unknown := [name for name in call.weights if name not in places]:
+            raise ValueError(f"{what} reads {shown(unknown[0])}, no weight of the segment")
+        node = fx.Graph().call_function(op.torch_op)
+        node._args = (lines, *(places[name] for name in call.weights))
+        args = [self._of(value) for value in node.args]
+        self._layouts |= layouts_of([*self._nodes, node], segment)
+        self._check_use(node, op)
+        self._check_op(node, op, args)
+        return op.torch_op(*args)
 
     def _give(self) -> None:
         """Values of the inputs: weights, states, and what a step brings."""
@@ -101,6 +148,8 @@ class _Trial:
             if value is None:
                 raise ValueError(f"{node.name} has no sizes")
             if index < len(segment.weights):
+                if segment.weights[index] == GROUP:
+                    self._group = node
                 self._weights[node] = tensor
                 self._values[node] = value
             else:
@@ -135,7 +184,7 @@ class _Trial:
     def _check_use(self, node: Node, op: Op | None) -> None:
         """Only ops that change a state may have it; and a program computes no index that a kernel takes."""
         for place, value in enumerate(node.args):
-            arg = op.args[place] if op is not None and place < len(op.args) else None
+            arg = op.arg_at(place) if op is not None else None
             wanted = _number(node, place, arg)
             for part in value if isinstance(value, (list, tuple)) else [value]:
                 if part in self._states and not (arg and arg.mutated):
@@ -149,11 +198,13 @@ class _Trial:
         chosen = self._forms.pop(0) if self._forms else None
         if chosen is None or chosen.op != op.name:
             raise ValueError(f"{node.name} calls {op.name}, the manifest has {chosen and chosen.op}")
-        if len(args) != len(op.args) + len(op.attrs) or not all(
-            isinstance(value, torch.Tensor) for value in args[: len(op.args)]
+        first, num = len(op.args), len(op.args) + len(op.attrs)
+        tensors = args[:first] + args[num:]
+        if not num <= len(args) <= num + len(op.options) or not all(
+            isinstance(value, torch.Tensor) for value in tensors
         ):
             raise ValueError(f"{node.name} has {len(args)} arguments, which {op.name} does not take")
-        for attr, value in zip(op.attrs, args[len(op.args) :], strict=True):
+        for attr, value in zip(op.attrs, args[first:num], strict=True):
             if type(value) is not attr.type:
                 raise ValueError(f"{node.name}: {attr.name} is {value!r}, not {attr.type.__name__}")
             if attr.name == "chunk_len" and value != self._limits.chunk_len:
@@ -164,6 +215,8 @@ class _Trial:
         for arg, value in zip(op.args, node.args, strict=False):
             if arg.mutated and value not in self._states:
                 raise ValueError(f"{node.name} writes into {value}, which is no state")
+            if arg.name == GROUP and value is not self._group:
+                raise ValueError(f"{node.name} has {value} for its ranks, which are given to {GROUP} alone")
         self._check_sizes(node, op, args, call)
 
     def _check_form(self, node: Node, op: Op, chosen: OpNode, call: Call) -> None:
@@ -242,15 +295,15 @@ class _Trial:
         return made
 
     def _check_results(self, results: list[Any]) -> None:
-        if len(results) not in (2, 4) or any(not isinstance(part, torch.Tensor) for part in results):
+        if len(results) != 2 or any(not isinstance(part, torch.Tensor) for part in results):
             raise ValueError(f"it has {len(results)} results, a step has logits and hidden states")
         logits, hidden = results[:2]
-        manifest, lines, tokens = self._manifest, self._sizes["L"], self._sizes["T"]
+        manifest, lines = self._manifest, self._sizes["L"]
         chosen = manifest.draft_vocab if self._segment.name == "draft" else None
-        width = chosen or manifest.vocab_size
+        width = (chosen or manifest.vocab_size) // manifest.tp
         if tuple(logits.shape) != (lines, width) or logits.dtype != torch.float32:
             raise ValueError(f"its logits are {_told(logits)}, a step has {width} of each line, in float32")
-        if tuple(hidden.shape) != (tokens, manifest.hidden_size):
+        if tuple(hidden.shape) != (self._num_hidden, manifest.hidden_size):
             raise ValueError(f"its hidden states are {_told(hidden)}, hidden_size is {manifest.hidden_size}")
 
     def _of(self, value: Any) -> Any:

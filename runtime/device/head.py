@@ -1,10 +1,13 @@
-"""A program without its output head, and the head: steps ask for logits, or no more than the best tokens."""
+"""An output head that stands apart from its program: logits, or no more than the best tokens, when asked."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.fx import GraphModule, Node
+
+from hemiola.plugins import OPS
+from hemiola.plugins.groups import Layout
+from hemiola.runtime.manifest import HeadCall, Segment
 
 
 class Best(NamedTuple):
@@ -17,39 +20,37 @@ class Best(NamedTuple):
     token_id: torch.Tensor  # [L] int64
 
 
+Logits = Callable[[torch.Tensor], torch.Tensor]  # of lines of hidden states [L, F]: [L, V] fp32
+
+
 class Head(NamedTuple):
     """From lines of hidden states [L, F]."""
 
-    logits: Callable[[torch.Tensor], torch.Tensor]  # [L, V] fp32
+    logits: Logits
     best: Callable[[torch.Tensor], Best]
 
 
-def cut_head(program: GraphModule, bound: list[torch.Tensor]) -> Head | None:
-    """Change a program, bound to its forms: its results become the lines that choose, and hidden states.
-
-    bound: its weights and states. None: it has nothing but logits.
-    """
-    graph = program.graph
-    nodes = list(graph.nodes)
-    logits, hidden, *best = nodes[-1].args[0]
-    if not best:
+def bind_head(segment: Segment, weights: Mapping[str, torch.Tensor]) -> Head | None:
+    """With its forms and weights. None: the program computes logits itself."""
+    if not segment.head:
         return None
-    given = dict(zip(nodes, bound, strict=False))
-    widened = isinstance(logits, Node) and logits.target is torch.ops.aten.to.dtype
-    layer: Any = logits.args[0] if widened else logits
-    choice = best[0].args[0]
-    lines = layer.args[0]
-    assert lines is choice.args[0], "logits and the best of them are those of the same lines"
-    compute, choose = _head(layer, given), _head(choice, given)
-    nodes[-1].args = ((lines, hidden),)
-    for node in (*best, choice, *([logits] if widened else []), layer):
-        graph.erase_node(node)
-    program.recompile()
-    return Head(lambda x: compute(x).float(), lambda x: Best(*choose(x)))
+    compute, choose = (_bound(call, segment, weights) for call in segment.head)
+    return Head(lambda lines: compute(lines).float(), lambda lines: Best(*choose(lines)))
 
 
-def _head(node: Node, given: Mapping[Node, torch.Tensor]) -> Callable[[torch.Tensor], Any]:
-    """A call of a form with the weights that it has in the program."""
-    form, weights = node.target, [given[argument] for argument in node.args[1:]]  # type: ignore[index]
-    assert callable(form)
-    return lambda lines: form(lines, *weights)
+def bind_scores(segment: Segment, weights: Mapping[str, torch.Tensor]) -> Logits | None:
+    """Logits of any lines, as those that choose tokens. None: the segment is cut into pieces."""
+    if segment.scores is None:
+        return None
+    compute = _bound(segment.scores, segment, weights)
+    return lambda lines: compute(lines).float()
+
+
+def _bound(
+    call: HeadCall, segment: Segment, weights: Mapping[str, torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    op, own = OPS[call.op], [weights[name] for name in call.weights]
+    named = zip((arg.name for arg in op.args[1:]), call.weights, strict=True)
+    layouts = {name: Layout.parse(segment.layouts[w]) for name, w in named if w in segment.layouts}
+    form = op.bind(call.form, call.sizes, layouts)
+    return lambda lines: form(lines, *own)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from hemiola.plugins import OPS
 from hemiola.plugins.gpu.launch import Kernel
 from hemiola.runtime.arch import arch_here
 from hemiola.runtime.device.graphs import wait_for
@@ -53,8 +54,10 @@ def _kernel(engine_dir: Path, name: str) -> Kernel:
     found = None
     if KERNEL.fullmatch(name):
         op, _, entry = name.rpartition(".")
-        with suppress(ImportError):
-            found = getattr(import_module(f"hemiola.plugins.{op}.cuda"), entry, None)
+        own = (form.name for form in OPS[op].forms if form.device == "cuda") if op in OPS else ()
+        for form in ("cuda", *own):
+            with suppress(ImportError):
+                found = found or getattr(import_module(f"hemiola.plugins.{op}.{form}"), entry, None)
     if not isinstance(found, Kernel):
         said = f"{engine_dir} has a binary of {shown(name)}, which is no kernel"
         raise Refused("damaged", said=said, way_out="run build-engine again")

@@ -21,7 +21,6 @@ from hemiola.plugins.cpu.steps import RecordedStep
 from hemiola.plugins.groups import Layout
 from hemiola.runtime.abi import INPUTS, OUTPUTS
 from hemiola.runtime.device.program import layouts_of
-from hemiola.runtime.device.wanted import only_wanted
 from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.manifest import OpNode, Segment
 
@@ -37,14 +36,12 @@ class Lowered:
         segment: Segment,
         bound: Sequence[torch.Tensor],
         poisoned: bool = False,
-        every_line: bool = True,
+        hidden: str = "T",
     ) -> None:
-        """`bound`: the tensors of its weights, then of its states; see RecordedStep for `poisoned`. Not every
-        line: hidden states are those of the lines that have logits."""
-        if not every_line:
-            only_wanted(program, len(bound))
+        """`bound`: the tensors of its weights, then of its states; see RecordedStep for `poisoned`. `hidden`:
+        the letter of how many hidden states the program computes."""
         self._program, self._segment, self._bound = program, segment, bound
-        self._letters = ("L", "T" if every_line else "L")
+        self._letters = ("L", hidden)
         self._shapes = {name: INPUTS[segment.name][name] for name in segment.inputs}
         code = Recorder()
         outputs = self.record(code, self._inputs(code))
@@ -95,7 +92,6 @@ class _Lowering:
         self._segment = segment
         self._given = iter([*map(code.given, bound), *(inputs[name] for name in segment.inputs)])
         self._ops = iter(segment.nodes)
-        self._chosen: dict[Node, OpNode] = {}
         self._values: dict[Node, Any] = {}
         self._layouts: dict[Node, dict[str, Layout]] = {}  # of quantised weights
 
@@ -110,9 +106,7 @@ class _Lowering:
                 case "output":
                     return [self._result(value) for value in node.args[0]]
                 case _ if node.target in ours:
-                    self._chosen[node] = next(self._ops)
-                    if _residual_of(node) is None:
-                        self._values[node] = self._op(node)
+                    self._values[node] = self._op(node, next(self._ops))
                 case _:
                     self._values[node] = self._function(node)
         raise AssertionError("a program ends with its output")
@@ -125,15 +119,10 @@ class _Lowering:
             raise self._refused(node, "ends the program, but is a part of something else")
         return view
 
-    def _op(self, node: Node) -> Any:
+    def _op(self, node: Node, chosen: OpNode) -> Any:
         """Our op, in the form that was chosen when the engine was built."""
-        function = self._bound(node)
-        named = {name: _mapped(value, self._values) for name, value in node.kwargs.items()}
-        return function(*(_mapped(value, self._values) for value in node.args), **named)
-
-    def _bound(self, node: Node) -> Any:
-        chosen = self._chosen[node]
-        return OPS[chosen.op].bind(chosen.form, chosen.sizes, self._layouts[node])
+        function = OPS[chosen.op].bind(chosen.form, chosen.sizes, self._layouts[node])
+        return function(*(_mapped(value, self._values) for value in node.args))
 
     def _function(self, node: Node) -> Any:
         args = [_mapped(value, self._values) for value in node.args]
@@ -201,11 +190,8 @@ class _Lowering:
             return moves.combine(moves.SQUARED_RELU, a, a)
         return self._combine(node, moves.PRODUCT, a, b)
 
-    def _lower_add(self, node: Node, a: Any, b: Any) -> View:
+    def _lower_add(self, node: Node, a: View, b: View) -> View:
         self._check_terms(node)
-        for layer, other in zip(node.args[::-1], (a, b), strict=True):
-            if isinstance(layer, Node) and _residual_of(layer) is node:
-                return self._linear(layer, other)
         return self._combine(node, moves.SUM, a, b)
 
     def _check_terms(self, node: Node) -> None:
@@ -223,32 +209,12 @@ class _Lowering:
             raise self._refused(node, f"combines {a.shape} and {b.shape}, not lines of one length")
         return moves.combine(kind, a, b)
 
-    def _linear(self, node: Node, residual: View) -> View:
-        """A dense layer that adds its outputs to what is there."""
-        x, weight, bias = (_mapped(value, self._values) for value in node.args)
-        return self._bound(node)(x, weight, bias, residual=residual)
-
 
 def _mapped(value: Any, values: dict[Node, Any]) -> Any:
-    """An argument with what stands for its nodes; None for a dense layer that waits for its sum."""
+    """An argument with what stands for its nodes."""
     if isinstance(value, (list, tuple)):
         return [values.get(part, part) for part in value]
-    return values.get(value) if isinstance(value, Node) else value
-
-
-def _residual_of(node: Node) -> Node | None:
-    """The sum that is all that a dense layer's outputs are used for."""
-    users = list(node.users)
-    if node.target is not OPS["linear"].torch_op or len(users) != 1:
-        return None
-    (user,) = users
-    is_sum = user.target is torch.ops.aten.add.Tensor and not user.kwargs
-    first = user.args[1] if is_sum and _is_linear(user.args[1]) else user.args[0]
-    return user if is_sum and first is node and user.args[0] is not user.args[1] else None
-
-
-def _is_linear(node: Any) -> bool:
-    return isinstance(node, Node) and node.target is OPS["linear"].torch_op and len(node.users) == 1
+    return values[value] if isinstance(value, Node) else value
 
 
 def _is_squared(node: Any) -> bool:

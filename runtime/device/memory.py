@@ -12,6 +12,7 @@ import torch
 from hemiola.plugins.cpu import cgroups
 from hemiola.runtime.config import state_bytes
 from hemiola.runtime.device.graphs import one_at_a_time
+from hemiola.runtime.device.host_units import ALL, HostUnits, Share
 from hemiola.runtime.device.pinned import PINNED
 from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.errors import Refused, any_of
@@ -19,7 +20,7 @@ from hemiola.runtime.manifest import State
 
 log = logging.getLogger("hemiola")
 CPU = torch.device("cpu")
-E4M3_NAN = 0x7F  # torch fills no such numbers
+NAN_BYTES = {torch.float8_e4m3fn: 0x7F, torch.uint8: 0xFF}  # torch fills no such numbers; fp16 of 0xFF is NaN
 # A control group's limit, what it has taken, and what of it the kernel gives back first: versions 2 and 1.
 _LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -57,6 +58,7 @@ class Storage:
             raise Refused("exhausted", "num_pages", said=said, way_out=FEWER) from None
         self._pages = [self.tensors[s.name] for s in states if s.kind == "page"]
         self._slots = [self.tensors[s.name] for s in states if s.kind == "slot"]
+        self._held = ExitStack()
         self.poison = poison
         if poison:
             self.free_pages(list(range(num_pages)))
@@ -64,7 +66,16 @@ class Storage:
 
     def close(self) -> None:
         """Give the memory back; pools of pages and slots still name this."""
+        self._held.close()
         self.tensors, self._pages, self._slots = {}, [], []
+
+    def host_units(self, num_bytes: int, share: Share = ALL) -> HostUnits:
+        """Memory of the host for pages and slots, of all ranks; closed with this."""
+        if self.device.type == "cpu":
+            _check_host(num_bytes, f"host_cache_bytes={num_bytes}")
+        units = HostUnits(self._pages, self._slots, num_bytes, self.device, share)
+        self._held.callback(units.close)
+        return units
 
     def free_pages(self, page_ids: list[int]) -> None:
         if self.poison:
@@ -102,8 +113,8 @@ def _fill(tensors: list[torch.Tensor], ids: list[int]) -> None:
         return
     where = upload_ints(tensors[0].device, ids)
     for tensor in tensors:  # `tensor[ids] = ` would make a GPU wait for the host twice
-        if tensor.is_floating_point() and tensor.itemsize == 1:
-            tensor.view(torch.uint8).index_fill_(0, where, E4M3_NAN)
+        if tensor.dtype in NAN_BYTES:
+            tensor.view(torch.uint8).index_fill_(0, where, NAN_BYTES[tensor.dtype])
             continue
         number = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
         tensor.index_fill_(0, where, number)

@@ -53,7 +53,7 @@ class Pinned:
         for free in list(self._free.values()):
             for block in list(_passed(free)):
                 address = block.numbers.ctypes.data
-                _check(_cuda().cudaHostUnregister(address), "page-locked memory stays locked")
+                unlock(address)
                 del self._blocks[address]
 
     def _take(self, size: int) -> Locked:
@@ -63,10 +63,20 @@ class Pinned:
     def _new(self, size: int, free: deque[Locked]) -> Locked:
         block = Locked(size, free)
         address = block.numbers.ctypes.data
-        error = _cuda().cudaHostRegister(address, size, 0)
-        _check(error, f"{size} bytes of the host cannot be page-locked")
+        lock(address, size)
         self._blocks[address] = block
         return block
+
+
+def lock(address: int, num_bytes: int) -> None:
+    """Page-lock memory. Raises RuntimeError where the host has not so much, or the device is lost."""
+    error = _cuda().cudaHostRegister(address, num_bytes, 0)
+    _check(error, f"{num_bytes} bytes of the host cannot be page-locked")
+
+
+def unlock(address: int) -> None:
+    """Raises RuntimeError where the device is lost."""
+    _check(_cuda().cudaHostUnregister(address), "page-locked memory stays locked")
 
 
 def _passed(free: deque[Locked]) -> Iterator[Locked]:

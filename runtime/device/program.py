@@ -33,7 +33,7 @@ OURS = {op.torch_op: op for op in OPS.values()}
 CALLS = {str(op.torch_op): op.torch_op for op in OPS.values()}
 CALLS |= {str(function): function for function in EXACT} | {f"{OPERATOR}.getitem": operator.getitem}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-DTYPES = {name_of(dtype): dtype for dtype in (*FLOATS, torch.int32, torch.int64)}
+DTYPES = {name_of(dtype): dtype for dtype in (*FLOATS, torch.uint8, torch.int32, torch.int64)}
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,199}")
 MOST_BYTES = 2**26  # of a program; one of 100 layers has less than 2**20
 MOST_DIMS = 8
@@ -110,7 +110,7 @@ def _text(path: Path) -> str:
         raise Refused("damaged", said=said, way_out="run build-engine again")
     try:
         return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, OSError) as error:
         said = f"{path} cannot be loaded ({one_line(error)})"
         raise Refused("damaged", said=said, way_out="run build-engine again") from None
 

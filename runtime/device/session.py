@@ -1,9 +1,9 @@
 """An engine's program with its weights and states: a batch in, logits and hidden out. Sees no request."""
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,14 +13,18 @@ from torch.fx import GraphModule
 
 from hemiola.plugins import OPS
 from hemiola.plugins.gpu.checks import spared
+from hemiola.plugins.gpu.words import random_words
+from hemiola.plugins.groups import Layout
+from hemiola.plugins.ranks import RANK
+from hemiola.plugins.step import forms
 from hemiola.runtime.device.checked import check_program
-from hemiola.runtime.device.head import Best, Head, cut_head
+from hemiola.runtime.device.head import Best, Head, Logits, bind_head, bind_scores
 from hemiola.runtime.device.kernels import load_kernels
 from hemiola.runtime.device.memory import Storage, free_bytes_of_host
-from hemiola.runtime.device.program import load_program
+from hemiola.runtime.device.program import layouts_of, load_program
 from hemiola.runtime.device.segments.pieces import CutSegment
 from hemiola.runtime.errors import Refused, one_line
-from hemiola.runtime.manifest import Drawn, Manifest, Segment
+from hemiola.runtime.manifest import GROUP, Drawn, Manifest, Segment
 from hemiola.runtime.progress import Report, silent
 
 if TYPE_CHECKING:
@@ -30,13 +34,19 @@ if TYPE_CHECKING:
 
 
 class Computed:
-    """What a segment finds: hidden states after the final norm, the trunk's [T, F], the head's [L, F]; and of
-    the lines that choose logits, or no more than the best tokens, whichever is asked for."""
+    """What a segment computes: hidden states after the final norm, the trunk's [T, F], the head's [L, F]; and
+    of the lines that choose logits, or no more than the best tokens, whichever is asked for."""
 
-    def __init__(self, lines: torch.Tensor, hidden: torch.Tensor, head: Head | None = None) -> None:
+    def __init__(
+        self,
+        lines: torch.Tensor,
+        hidden: torch.Tensor,
+        head: Head | None = None,
+        scores: Logits | None = None,
+    ) -> None:
         """lines: [L, F] for the head, or, without one, logits [L, V] fp32."""
         self.hidden, self.head = hidden, head
-        self._lines = lines
+        self._lines, self._scores = lines, scores
 
     @property
     def logits(self) -> torch.Tensor:
@@ -48,14 +58,19 @@ class Computed:
         """The best tokens without logits; None: nothing is sooner than logits."""
         return None if self.head is None else self.head.best(self._lines)
 
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of any tokens' hidden states [M, F]: logits [M, V] fp32."""
+        assert self._scores is not None, "an engine that is cut into parts has no head of its own"
+        return self._scores(hidden)
+
     def first(self, num_lines: int, num_tokens: int) -> "Computed":
         """Of so many lines and tokens."""
-        return Computed(self._lines[:num_lines], self.hidden[:num_tokens], self.head)
+        return Computed(self._lines[:num_lines], self.hidden[:num_tokens], self.head, self._scores)
 
     def room(self, num_lines: int, num_tokens: int) -> "Computed":
         """Memory for so many lines and tokens."""
         lines, hidden = self._lines, self.hidden
-        return Computed(_room(lines, num_lines), _room(hidden, num_tokens), self.head)
+        return Computed(_room(lines, num_lines), _room(hidden, num_tokens), self.head, self._scores)
 
     def moved(self, there: "Computed") -> "Computed":
         """This, in the first of that memory."""
@@ -77,6 +92,10 @@ class Trunk(Protocol):
 
     def run(self, batch: object) -> Computed: ...
 
+    def run_all(self, batch: object) -> Computed:
+        """The same, with the hidden states of all tokens, and the head to make logits of them."""
+        ...
+
 
 class Drafter(Protocol):
     """A Session with an MTP head, or in tests something that checks what it is given."""
@@ -95,41 +114,68 @@ class LoadedSegment:
         weights: dict[str, torch.Tensor],
         storage: Storage,
         every_line: bool = True,
+        ranks: Head | None = None,
     ) -> None:
-        """Not every line: hidden states are wanted of the tokens that have logits, [L, F]; a CPU computes no
-        others."""
+        """Not every line: hidden states are read where there are logits alone. A CPU has a program for that,
+        which computes no others. ranks: what makes all logits, or the best of all, of this rank's."""
         self.inputs = segment.inputs
-        self._selects = segment.name == "draft" and not every_line
-        self._head: Head | None = None
+        self._head = ranks
+        self._scores: Logits | None = None
+        # Nothing here refers to the segment itself, so what it holds goes with it.
+        self._every_line: Callable[[], Callable[..., Any]] | None = None
         bound = [weights[name] for name in segment.weights]
         bound += [storage.tensors[name] for name in segment.states]
         if segment.pieces:
             self._call = torch.inference_mode()(partial(CutSegment(engine_dir, segment), *bound))
             return
-        program = load_program(engine_dir / segment.file)
-        check_program(program, segment, bound, manifest, storage.device.type)
-        if storage.device.type == "cpu":
-            from hemiola.runtime.device.lower import Lowered  # numba is not needed elsewhere
-
-            self._selects = False
-            self._call = Lowered(program, segment, bound, storage.poison, every_line)
-        else:
-            bind_forms(program, segment)
-            head = cut_head(program, bound)
-            self._head = head and Head(_bare(head.logits), _bare(head.best))
-            self._call = _bare(partial(program, *bound))
+        load = partial(_loaded, engine_dir, manifest, segment, bound, storage)
+        only_lines = bool(segment.lines_file) and not every_line
+        self._call = load(only_lines)
+        # few engines are ever asked for it
+        self._every_line = cache(partial(load, False)) if only_lines else None
+        head, scores = bind_head(segment, weights), bind_scores(segment, weights)
+        self._scores = scores and _bare(scores if ranks is None else _gathered(scores, ranks))
+        if head is not None:
+            self._head = Head(_bare(head.logits), _bare(head.best))
 
     @property
     def record(self) -> "Record | None":
         """The program as a part of a CPU's step; None: it is none of compiled kernels."""
         return getattr(self._call, "record", None)
 
+    def run_all(self, inputs: Iterable[torch.Tensor]) -> Computed:
+        """With hidden states of all tokens, of which `logits_of` makes logits."""
+        call = self._call if self._every_line is None else self._every_line()
+        lines, hidden = call(*inputs)
+        return Computed(lines, hidden, self._head, self._scores)
+
     def __call__(self, inputs: Iterable[torch.Tensor]) -> Computed:
-        given = dict(zip(self.inputs, inputs, strict=True))
-        lines, hidden = self._call(*given.values())
-        if self._selects:
-            hidden = lines if self._head else hidden.index_select(0, given["logits_ids"])
-        return Computed(lines, hidden, self._head)
+        lines, hidden = self._call(*inputs)
+        return Computed(lines, hidden, self._head, self._scores)
+
+
+def _gathered(scores: Logits, ranks: Head) -> Logits:
+    return lambda lines: ranks.logits(scores(lines))
+
+
+def _loaded(
+    engine_dir: Path,
+    manifest: Manifest,
+    segment: Segment,
+    bound: list[torch.Tensor],
+    storage: Storage,
+    only_lines: bool,
+) -> Callable[..., Any]:
+    """A checked program: a CPU's as a compiled step, a GPU's with the forms that were chosen."""
+    program = load_program(engine_dir / (segment.lines_file if only_lines else segment.file))
+    hidden = "L" if only_lines or segment.name == "draft" else "T"
+    check_program(program, segment, bound, manifest, storage.device.type, hidden)
+    if storage.device.type == "cpu":
+        from hemiola.runtime.device.lower import Lowered  # numba is not needed elsewhere
+
+        return Lowered(program, segment, bound, storage.poison, hidden)
+    bind_forms(program, segment)
+    return _bare(partial(program, *bound))
 
 
 def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,16 +187,34 @@ class Session:
     """The trunk, and the MTP head where one is to draft; they share embeddings and output head."""
 
     def __init__(
-        self, engine_dir: Path, manifest: Manifest, storage: Storage, drafts: str, report: Report = silent
+        self,
+        engine_dir: Path,
+        manifest: Manifest,
+        storage: Storage,
+        drafts: str,
+        report: Report = silent,
+        group: torch.Tensor | None = None,
     ) -> None:
+        """group: the ranks that run it together (plugins/ranks.py), where they are several."""
+        assert (manifest.tp > 1) == (group is not None)
+        self.ranks = None if group is None else head_of_ranks(group)
         names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         segments = [manifest.segment(name) for name in names]
         names = {name for segment in segments for name in segment.weights}
-        weights = load_weights(engine_dir, manifest, names, storage.device, report)
+        rank = 0 if group is None else int(group[RANK])
+        weights = load_weights(engine_dir, manifest, names - {GROUP}, storage.device, report, rank)
+        if group is not None:
+            weights[GROUP] = group
         report("reading programs", 0, 0)
         programs = [
             LoadedSegment(
-                engine_dir, manifest, segment, weights, storage, drafts == "mtp" and segment.name == "trunk"
+                engine_dir,
+                manifest,
+                segment,
+                weights,
+                storage,
+                drafts == "mtp" and segment.name == "trunk",
+                self.ranks,
             )
             for segment in segments
         ]
@@ -168,6 +232,10 @@ class Session:
         """Logits and hidden states of a step; the trunk's inputs are attributes of `batch`."""
         return self._trunk(getattr(batch, name) for name in self._trunk.inputs)
 
+    def run_all(self, batch: object) -> Computed:
+        """The same, with the hidden states of all tokens, and the head to make logits of them."""
+        return self._trunk.run_all(getattr(batch, name) for name in self._trunk.inputs)
+
     @property
     def recordings(self) -> "list[Record]":
         """Trunk and head as parts of a CPU's step: from their inputs to logits and hidden states. Or none."""
@@ -179,35 +247,53 @@ class Session:
         return self._draft(inputs[name] for name in self._draft.inputs)
 
 
+def head_of_ranks(group: torch.Tensor) -> Head:
+    """Of lines of this rank's logits: all logits, or the best of all. The best of views, too."""
+    ops = forms("compiled")
+
+    def best(lines: Any) -> Best:
+        return Best(*ops.agree(*ops.best(lines), group, lines.shape[1]))
+
+    return Head(lambda lines: ops.gather(lines, group), best)
+
+
 def bind_forms(program: GraphModule, segment: Segment) -> None:
     """Let every node of ours call the form that was chosen for it, past torch's dispatcher (5 us a call)."""
     ours = {op.torch_op: op for op in OPS.values()}
     calls = [node for node in program.graph.nodes if node.target in ours]
+    layouts = layouts_of([*program.graph.nodes], segment)
     for node, chosen in zip(calls, segment.nodes, strict=True):
         assert ours[node.target].name == chosen.op, f"{segment.file}: {node} is not {chosen.op}"
-        node.target = OPS[chosen.op].bind(chosen.form, chosen.sizes)
+        node.target = OPS[chosen.op].bind(chosen.form, chosen.sizes, layouts[node])
     program.recompile()
 
 
 def load_weights(
     engine_dir: Path,
     manifest: Manifest,
-    names: Collection[str],
+    names: Iterable[str],
     device: torch.device,
     report: Report = silent,
+    rank: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Weights by name, as they lie in the file. On the CPU it is mapped, and read when they are."""
-    drawn, path = manifest.drawn, engine_dir / manifest.weights_file
+    """A rank's weights by name, as they lie in the files. On the CPU these are mapped, and read when they
+    are."""
+    drawn, path, wanted = manifest.drawn, engine_dir / manifest.weights_file, dict.fromkeys(names)
     if device.type == "cpu" and manifest.drawn_bytes > (free := free_bytes_of_host()):
         said = f"{engine_dir} draws {manifest.drawn_bytes} bytes of random weights, and {free} are free"
         raise Refused("exhausted", said=said, way_out="use a larger machine")
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            found = {}
-            for name in names:
-                report("opening weights", len(found), len(names))
-                found[name] = draw(name, drawn[name], device) if name in drawn else file.get_tensor(name)
-            return found
+        found: dict[str, torch.Tensor] = {}
+        for name in wanted.keys() & drawn.keys():
+            found[name] = draw(f"{name}@{rank}" if drawn[name].ranked else name, drawn[name], device)
+        for path in (engine_dir / file for file in manifest.weights_files(rank)):
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                for name in wanted.keys() & {*file.keys()} - found.keys():
+                    report("opening weights", len(found), len(wanted))
+                    found[name] = file.get_tensor(name)
+        if missing := sorted(wanted.keys() - found.keys()):
+            raise ValueError(f"it has no {missing[0]}")
+        return {name: found[name] for name in wanted}
     except (SafetensorError, KeyError, ValueError, OverflowError) as error:
         said = f"{path} cannot be read ({one_line(error)})"
         raise Refused("damaged", said=said, way_out="run build-engine again") from None
@@ -216,5 +302,7 @@ def load_weights(
 def draw(name: str, drawn: Drawn, device: torch.device) -> torch.Tensor:
     """The same numbers each time, on devices of a kind."""
     rng = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    if drawn.layout:
+        return random_words(Layout.parse(drawn.layout), drawn.shape, drawn.std, rng)
     weight = torch.empty(drawn.shape, dtype=getattr(torch, drawn.dtype), device=device)
     return weight.normal_(0, drawn.std, generator=rng)

@@ -6,22 +6,19 @@ from contextlib import aclosing
 from typing import Any
 
 from hemiola.runtime.api import Output, Piece, Prompt, SamplingParams, pairs
-from hemiola.runtime.errors import Busy, Lost, Refused
+from hemiola.runtime.errors import Lost
+from hemiola.runtime.serving.exchange import Answer, Received, check_model, read_output, text_of
 from hemiola.runtime.serving.packing import (
+    CANCEL_TIMEOUT_S,
     MAX_IN_FLIGHT,
-    READY_TIMEOUT_S,
     Chat,
     cancellation,
     channel_options,
     pack,
-    pb2,
-    read_output,
 )
+from hemiola.runtime.serving.wire import Queued, Wire
 
 import grpc  # isort: skip  # after packing, which says how to install it
-
-from hemiola.runtime.serving.client import RETRY_S
-from hemiola.runtime.serving.wire import Said, Wire
 
 
 class AsyncClient:
@@ -31,19 +28,15 @@ class AsyncClient:
         self.url = url
         self.model = model
         self.retries = retries
-        self._wire = Wire(url, channel_options(url))
+        self._wire = Wire(url, channel_options(url), server=f"the server at {url}")
 
     async def check(self) -> None:
         """Refuses a server, or a model, that is not there."""
-        try:
-            asked = pb2.ModelReadyRequest(name=self.model)
-            ready: bool = (await self._wire.stub.ModelReady(asked, timeout=READY_TIMEOUT_S)).ready
-        except grpc.RpcError as error:
-            said = f"no server answers at {self.url} ({error.details()})"
-            raise Refused("not_found", "url", said=said, way_out="start `hemiola serve`") from None
-        if not ready:
-            said = f"the server at {self.url} has no model {self.model!r} that is ready"
-            raise Refused("not_found", "model", said=said, way_out="pass another")
+
+        async def ask(method: str, request: Any, timeout: float) -> Any:
+            return await getattr(self._wire.stub, method)(request, timeout=timeout)
+
+        await check_model(ask, self.url, self.model)
 
     async def generate(
         self,
@@ -81,10 +74,10 @@ class AsyncClient:
         """Pieces as they come. The request starts with the first; leaving the loop cancels it."""
         params = params or SamplingParams()
         request = pack(self.model, prompt, params, stream=True, timeout_s=timeout_s, request_id=request_id)
-        async with aclosing(self._said(request)) as answer:
-            async for said in answer:
-                assert said.piece is not None
-                yield said.piece
+        async with aclosing(self._replies(request)) as replies:
+            async for reply in replies:
+                assert reply.piece is not None
+                yield reply.piece
 
     async def chat(
         self, messages: Chat, params: SamplingParams | None = None, *, timeout_s: float | None = None
@@ -95,51 +88,36 @@ class AsyncClient:
 
     async def cancel(self, request_id: str) -> None:
         """End a request, whoever sent it; one that has ended is left alone."""
-        call = self._wire.stub.ModelStreamInfer()
-        await call.write(cancellation(self.model, request_id))
-        await call.done_writing()
-        async for _ in call:
-            pass
+        call = self._wire.stub.ModelStreamInfer(timeout=CANCEL_TIMEOUT_S)
+        try:
+            await call.write(cancellation(self.model, request_id))
+            await call.done_writing()
+            async for _ in call:
+                pass
+        except grpc.RpcError as error:
+            raise Lost(text_of(error, f"the server at {self.url}")) from None
 
     async def _output(self, request: Any) -> Output:
-        output: Output | None = None
-        async with aclosing(self._said(request)) as answer:
-            async for said in answer:
-                assert said.piece is not None
-                if said.input_ids is not None:  # the last, and only, response
-                    output = read_output(said.piece, said.input_ids)
-        assert output is not None
-        return output
+        async with aclosing(self._replies(request)) as replies:
+            (reply,) = [reply async for reply in replies]
+        return read_output(reply)
 
-    async def _said(self, request: Any) -> AsyncGenerator[Said, None]:
-        given = False
-        for tried in range(self.retries + 1):
-            try:
-                async with aclosing(self._attempt(request)) as answer:
-                    async for said in answer:
-                        given = True
-                        yield said
-                return
-            except (Busy, Lost) as error:
-                if given or tried == self.retries:
-                    raise
-                seconds = error.retry_after_s if isinstance(error, Busy) else RETRY_S * 2**tried
-            await asyncio.sleep(seconds)
+    async def _replies(self, request: Any) -> AsyncGenerator[Received, None]:
+        sources: list[Queued] = []
 
-    async def _attempt(self, request: Any) -> AsyncGenerator[Said, None]:
-        queue: asyncio.Queue[Said] = asyncio.Queue()
-        exchange = self._wire.begin(request, 0, queue.put)
+        def begin() -> Queued:
+            sources.append(self._wire.open(request))
+            return sources[-1]
+
+        answer = Answer(begin, self.retries, asyncio.sleep)
         try:
             while True:
-                said = await queue.get()
-                if said.error is not None:
-                    raise said.error
-                yield said
-                if said.piece is not None and said.piece.finish_reason is not None:
+                reply = await answer.read()
+                yield reply
+                if reply.is_last:
                     return
         finally:
-            if not exchange.task.done():
-                exchange.cancel()
+            sources[-1].exchange.cancel()
 
     async def close(self) -> None:
         """Cancels what is in flight and ends the connection."""

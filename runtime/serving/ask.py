@@ -113,11 +113,11 @@ def read_ask(asked: dict[str, Any]) -> Ask:
         _check_messages(asked, messages)
     elif flags["chat"]:
         if not isinstance(prompt, str):
-            said = "chat makes text_input a user's message, this request has input_ids"
+            said = "chat needs text_input, this request has input_ids"
             raise Refused("conflict", "chat", said=said, way_out="give text_input")
         messages = [{"role": "user", "content": prompt}]
     if not flags["exclude_input_in_output"] and (messages is not None or not isinstance(prompt, str)):
-        said = "exclude_input_in_output is false, which repeats text_input"
+        said = "exclude_input_in_output is false, but this request has no text_input to repeat"
         raise Refused("conflict", "exclude_input_in_output", said=said, way_out="give text_input, no chat")
     if flags["return_log_probs"]:
         asked.setdefault("logprobs", 0)

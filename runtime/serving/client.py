@@ -1,35 +1,30 @@
 """The LLM's calls over Triton gRPC, with the same types; `aclient.py` has them for asyncio."""
 
+import os
 import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
-from weakref import WeakSet
 
 from hemiola.runtime.api import Output, Piece, Prompt, SamplingParams, pairs
-from hemiola.runtime.errors import Busy, Lost, Refused
-from hemiola.runtime.serving.error_text import error_from
+from hemiola.runtime.errors import Lost
+from hemiola.runtime.serving.exchange import Answer, Exchange, Received, check_model, read_output, text_of
 from hemiola.runtime.serving.packing import (
-    CANCEL,
     CANCEL_TIMEOUT_S,
     MAX_IN_FLIGHT,
-    READY_TIMEOUT_S,
     Chat,
     Message,
     cancellation,
     channel_options,
     pack,
-    pb2,
-    read_output,
     read_piece,
-    unpack,
 )
 
 import grpc  # isort: skip  # after packing, which says how to install it
 from tritonclient.grpc import service_pb2_grpc  # isort: skip
-
-RETRY_S = 0.5  # before the first retry after a lost connection; then twice as long each time
 
 
 class Client:
@@ -45,31 +40,16 @@ class Client:
         self.retries = retries
         self._channel = grpc.insecure_channel(url, options=channel_options(url))
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._calls: WeakSet[Exchange] = WeakSet()  # for close
+        self._requests: weakref.WeakSet[PendingRequest] = weakref.WeakSet()
+        self._end = weakref.finalize(self, close, self._requests, self._channel, os.getpid())  # at exit, too
         try:
-            self._check()
+            _run(check_model(self._ask, url, model))
         except BaseException:
             self.close()
             raise
 
-    def _check(self) -> None:
-        try:
-            asked = pb2.ModelReadyRequest(name=self.model)
-            if self._stub.ModelReady(asked, timeout=READY_TIMEOUT_S).ready:
-                return
-        except grpc.RpcError as error:
-            said = f"no server answers at {self.url} ({error.details()})"
-            way_out = "start `hemiola serve`, or pass the gRPC address that it printed"
-            raise Refused("not_found", "url", said=said, way_out=way_out) from None
-        said = f"the server at {self.url} has no model {self.model!r} that is ready{self._others()}"
-        raise Refused("not_found", "model", said=said, way_out="pass one of its models")
-
-    def _others(self) -> str:
-        try:
-            index = self._stub.RepositoryIndex(pb2.RepositoryIndexRequest(), timeout=READY_TIMEOUT_S)
-        except grpc.RpcError:  # a server with a control key keeps it to itself
-            return ""
-        return f" (it has {', '.join(model.name for model in index.models) or 'none'})"
+    async def _ask(self, method: str, request: Any, timeout: float) -> Any:
+        return getattr(self._stub, method)(request, timeout=timeout)
 
     def generate(
         self,
@@ -83,16 +63,16 @@ class Client:
             pack(self.model, *pair, stream=False, timeout_s=timeout_s) for pair in pairs(prompts, params)
         ]
         outputs: list[Output] = []
-        calls: deque[Exchange] = deque()
+        waiting: deque[PendingRequest] = deque()
         try:
             for request in requests:
-                if len(calls) == MAX_IN_FLIGHT:
-                    outputs.append(_output(calls[0]))
-                    calls.popleft()
-                calls.append(self._call(request))
-            outputs += map(_output, calls)
+                if len(waiting) == MAX_IN_FLIGHT:
+                    outputs.append(read_output(waiting[0].read()))
+                    waiting.popleft()
+                waiting.append(self._begin(request))
+            outputs += [read_output(request.read()) for request in waiting]
         finally:
-            end(calls)
+            end(waiting)
         return outputs
 
     def stream(
@@ -106,34 +86,31 @@ class Client:
         """Pieces as they come. The request starts now; a caller that stops reading cancels it."""
         params = params or SamplingParams()
         request = pack(self.model, prompt, params, stream=True, timeout_s=timeout_s, request_id=request_id)
-        return Pieces(self._call(request))
+        return Pieces(self._begin(request))
 
     def chat(
         self, messages: Chat, params: SamplingParams | None = None, *, timeout_s: float | None = None
     ) -> Output:
         """The answer to a conversation, by the checkpoint's chat template; `stream` takes messages, too."""
         request = pack(self.model, messages, params or SamplingParams(), stream=False, timeout_s=timeout_s)
-        call = self._call(request)
-        try:
-            return _output(call)
-        finally:
-            end([call])
+        return read_output(self._begin(request).read())
 
     def cancel(self, request_id: str) -> None:
         """End a request, whoever sent it; one that has ended is left alone."""
-        call = self._call(cancellation(self.model, request_id))
-        call.finish()
-        call.drain()
+        requests = iter([cancellation(self.model, request_id)])
+        try:
+            list(self._stub.ModelStreamInfer(requests, timeout=CANCEL_TIMEOUT_S))
+        except grpc.RpcError as error:
+            raise Lost(text_of(error, f"the server at {self.url}")) from None
 
-    def _call(self, request: Any) -> "Exchange":
-        call = Exchange(self._stub, self.url, request, self.retries)
-        self._calls.add(call)
-        return call
+    def _begin(self, request: Any) -> "PendingRequest":
+        begun = PendingRequest(self, request)
+        self._requests.add(begun)
+        return begun
 
     def close(self) -> None:
         """Cancels what is in flight and ends the connection."""
-        end(list(self._calls))
-        self._channel.close()
+        self._end()
 
     def __enter__(self) -> "Client":
         return self
@@ -142,132 +119,163 @@ class Client:
         self.close()
 
 
-class Exchange:
-    """One request on a gRPC stream of its own, which is always read to its end.
+class PendingRequest:
+    """A request under way. One thread reads what comes of it; any other may end it."""
 
-    tritonserver 2.51 can lock up when a gRPC stream is dropped while it writes to it, and keeps a request
-    alive for ever when that write is the last. So a request is cancelled by a second one on the same stream.
-    """
-
-    def __init__(self, stub: Any, url: str, request: Any, retries: int) -> None:
-        self._stub = stub
-        self._url = url
+    def __init__(self, client: Client, request: Any) -> None:
+        self._client = client  # which is not closed before
         self._request = request
-        self._retries = retries
-        self._lock = threading.Lock()  # `read` may be called by the reader and by `Client.close`
-        self._cancelled = threading.Event()
-        self._open()
+        self._ended = threading.Event()
+        self._read = False  # to its last reply
+        self._lock = threading.Lock()  # what is ended is not sent again
+        self._pid = os.getpid()
+        self._answer = Answer(self._send, client.retries, self._pause)
 
-    def _open(self) -> None:
-        self._outgoing: SimpleQueue[Any] = SimpleQueue()  # None ends our half of the stream
-        self._outgoing.put(self._request)
-        self._incoming = self._stub.ModelStreamInfer(iter(self._outgoing.get, None))
-        self.ended = False
-
-    def messages(self) -> Iterator[Message]:
-        """The responses. The last is given out when the stream has ended."""
-        given, tried = False, 0
-        while True:
-            try:
-                for message in self._attempt():
-                    given = True
-                    yield message
-                return
-            except (Busy, Lost) as error:
-                if given or tried == self._retries or self._cancelled.is_set():
-                    raise
-                tried += 1
-                seconds = error.retry_after_s if isinstance(error, Busy) else RETRY_S * 2 ** (tried - 1)
-                if self._cancelled.wait(seconds):
-                    raise
-            with self._lock:
-                self._open()
-
-    def _attempt(self) -> Iterator[Message]:
-        last: Message | None = None
-        failure = ""
-        while (response := self.read()) is not None:
-            if response.infer_response.id == CANCEL:
-                continue
-            message = unpack(response.infer_response)
-            failure = failure or response.error_message
-            if failure or "finish_reason" in message:
-                last = message
-                self.finish()
-            else:
-                yield message
-        if failure:
-            raise error_from(failure)
-        if last is None:
-            raise Lost(f"the server at {self._url} ended the stream before the request was finished")
-        yield last
-
-    def read(self) -> Any:
-        """The next response, or None at the stream's end."""
+    def _send(self) -> "Threaded":
         with self._lock:
-            if self.ended:
-                return None
-            try:
-                return next(self._incoming)
-            except StopIteration:
-                self.ended = True
-                return None
-            except grpc.RpcError as error:
-                self.ended = True
-                raise Lost(f"the server at {self._url}: {error.code().name}: {error.details()}") from None
-            finally:
-                if self.ended:
-                    self._outgoing.put(None)
+            if self._ended.is_set():
+                raise Lost("the client was closed")
+            self._threaded = Threaded(self._client._stub, self._request, f"the server at {self._client.url}")
+            return self._threaded
 
-    def finish(self) -> None:
-        """We send no more."""
-        self._outgoing.put(None)
+    async def _pause(self, seconds: float) -> bool:
+        return self._ended.wait(seconds)
+
+    def read(self) -> Received:
+        if os.getpid() != self._pid:
+            raise Lost(f"process {self._pid} sent this request, and this is a fork of it")
+        try:
+            reply = _run(self._answer.read())
+            if reply.is_last:
+                self._read = True
+                self._threaded.join(CANCEL_TIMEOUT_S)
+            return reply
+        except BaseException:  # Ctrl-C too
+            end([self])
+            raise
 
     def cancel(self) -> None:
-        """Ask the server to end the request; the stream then ends soon."""
-        self._cancelled.set()
-        self._outgoing.put(cancellation(self._request.model_name, self._request.id))
-        self.finish()
+        with self._lock:
+            self._ended.set()
+        self._threaded.cancel()
 
-    def drain(self) -> None:
-        """Read to the end; a server that does not answer is left alone."""
-        give_up = threading.Timer(CANCEL_TIMEOUT_S, self._incoming.cancel)
-        give_up.start()
+    def join(self, timeout_s: float) -> None:
+        """Until the stream has ended; a server that does not answer is left alone."""
+        self._threaded.join(timeout_s)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process can end it, and has not."""
+        over = self._ended.is_set() or (self._read and not self._threaded.is_alive)
+        return os.getpid() == self._pid and not over
+
+
+class Threaded:
+    """An exchange in a thread of its own, which reads on when nobody listens any more."""
+
+    def __init__(self, stub: Any, request: Any, server: str) -> None:
+        self._stream = ThreadStream(stub)
+        self._exchange = Exchange(self._stream, request, self._take, server)
+        self._replies: SimpleQueue[Received] = SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=[self._exchange.run()], daemon=True)
+        self._thread.start()
+
+    async def _take(self, reply: Received) -> None:
+        self._replies.put(reply)
+
+    async def read(self) -> Received:
+        return self._replies.get()
+
+    def cancel(self) -> None:
+        """Asks the server to end the request; the stream then ends soon."""
+        _run(self._exchange.cancel())
+
+    def join(self, timeout_s: float) -> None:
+        if self._thread is threading.current_thread():  # of Pieces.__del__, which may come anywhere
+            return
+        self._thread.join(max(0.0, timeout_s))
+        if self._thread.is_alive():
+            self._stream.drop()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+
+class ThreadStream:
+    """A gRPC stream whose reads block their thread. Its coroutines await nothing."""
+
+    def __init__(self, stub: Any) -> None:
+        self._outgoing: SimpleQueue[Any] = SimpleQueue()  # None ends our half of the stream
+        self._incoming = stub.ModelStreamInfer(iter(self._outgoing.get, None))
+
+    async def send(self, request: Any = None, *, last: bool = False) -> None:
+        if request is not None:
+            self._outgoing.put(request)
+        if last:
+            self._outgoing.put(None)
+
+    async def read(self) -> Any:
+        response = None
         try:
-            while self.read() is not None:
-                pass
-        except Lost:
-            pass
+            response = next(self._incoming, None)
+            return response
         finally:
-            give_up.cancel()
+            if response is None:
+                self._outgoing.put(None)
+
+    async def piece(self, message: Message) -> Piece:
+        return read_piece(message)
+
+    def drop(self) -> None:
+        self._incoming.cancel()
 
 
-def end(calls: Iterable[Exchange]) -> None:
-    """Cancel those that are still running."""
-    running = [call for call in calls if not call.ended]
-    for call in running:
-        call.cancel()
-    for call in running:
-        call.drain()
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine returns that awaits no event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it awaits an event loop")
+
+
+def end(requests: Iterable[PendingRequest]) -> None:
+    """Cancel those that are still running, and read them to their ends."""
+    running = [request for request in requests if request.is_open]
+    for request in running:
+        request.cancel()
+    limit = time.monotonic() + CANCEL_TIMEOUT_S
+    for request in running:
+        request.join(limit - time.monotonic())
+
+
+def close(requests: Iterable[PendingRequest], channel: grpc.Channel, pid: int) -> None:
+    """What is left of a client. A fork of its process leaves it alone."""
+    if os.getpid() == pid:
+        end(list(requests))
+        channel.close()
 
 
 class Pieces(Iterator[Piece]):
     """A request's pieces. Leaving a loop over them early cancels the request."""
 
-    def __init__(self, call: Exchange) -> None:
-        self._call = call
-        self._messages = call.messages()
+    def __init__(self, request: PendingRequest) -> None:
+        self._request = request
+        self._over = False
 
     def __next__(self) -> Piece:
-        return read_piece(next(self._messages))
+        if self._over:
+            raise StopIteration
+        self._over = True  # unless it is followed by another
+        reply = self._request.read()
+        self._over = reply.is_last
+        assert reply.piece is not None
+        return reply.piece
 
     def close(self) -> None:
-        end([self._call])
+        self._over = True
+        end([self._request])
 
     def __del__(self) -> None:
-        self.close()
-
-
-def _output(call: Exchange) -> Output:
-    (message,) = call.messages()
-    return read_output(read_piece(message), message["input_ids"])
+        end([self._request])

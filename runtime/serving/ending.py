@@ -1,4 +1,4 @@
-"""A server that has begun to end takes no new requests, at any door: what each says, and how engines know.
+"""A server that shuts down refuses new requests: the message of every door, and how engines learn of it.
 
 Callers of gRPC keep their connections, which tritonserver serves until it is gone: there the engine refuses.
 """
@@ -6,7 +6,7 @@ Callers of gRPC keep their connections, which tritonserver serves until it is go
 import contextlib
 from pathlib import Path
 
-REASON = "the server ends; ask another, or try again later"
+REASON = "the server is shutting down; send the request to another server, or again later"
 FILE = "~ends"  # beside the heartbeats; no model's name begins so
 
 

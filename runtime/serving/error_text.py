@@ -5,6 +5,7 @@ the same error again: a Refused with its code and its field, a Busy with its sec
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from hemiola.runtime.errors import ABSENT, CODES, Busy, Cancelled, Failed, Lost, Name, Refused
@@ -20,30 +21,33 @@ KINDS: dict[type[Exception], str] = {
 NAMED = {kind: error for error, kind in KINDS.items() if error is not Lost}
 
 
-def kind_of(error: Exception) -> str:
+def kind_of(error: BaseException) -> str:
     return next((kind for one, kind in KINDS.items() if isinstance(error, one)), INTERNAL)
 
 
-def text_of(error: Exception, as_data: bool) -> str:
+def text_of(error: BaseException, as_data: bool) -> str:
     if kind_of(error) == INTERNAL:
         return f"{type(error).__name__}: {error}"
     return json.dumps(_data(error)) if as_data else str(error)
 
 
-def error_from(text: str) -> Exception:
-    """What a server says. Without a kind of ours it is tritonserver's own word: it has no engine to ask."""
+def error_from(text: str, lost: Callable[[str], Lost] = Lost) -> Exception:
+    """What a server says. Without a kind of ours it is tritonserver's own word: it has no engine to ask.
+
+    lost: makes the error then, from that word.
+    """
     kind, _, content = text.removeprefix("[").partition("] ")
     if kind == INTERNAL:
         return RuntimeError(text)
     if kind not in NAMED:
-        return Lost(text)
+        return lost(text)
     try:
         return _made(NAMED[kind], json.loads(content))
     except (ValueError, TypeError, KeyError, AttributeError):  # the sentence alone, or another version's JSON
         return Refused("other", said=content) if kind == KINDS[Refused] else NAMED[kind](content)
 
 
-def _data(error: Exception) -> dict[str, Any]:
+def _data(error: BaseException) -> dict[str, Any]:
     match error:
         case Refused():
             parts = [part if isinstance(part, str) else _name(part) for part in error.parts]

@@ -38,7 +38,7 @@ SMALL_BODY = 2**16  # these always have room
 HEAD_TIMEOUT_S = 15.0
 BODY_TIMEOUT_S = 60.0
 LINGER_S = 5.0  # for a refused client to see why, while it still sends
-LATE = "did not arrive in time; send it again"
+LATE = "did not arrive in time; send the request again"
 
 
 class Guard(Door):
@@ -87,7 +87,7 @@ class Guard(Door):
         assert task is not None
         self._reading.add(task)
         try:
-            request = await self._read(reader, writer)
+            request = [await self._read(reader, writer)]  # `exchange` takes it out
             self._reading.discard(task)
             self._answering.add(task)
             await exchange(target, request, reader, writer, lambda: self.reason)

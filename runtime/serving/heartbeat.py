@@ -56,9 +56,9 @@ def trouble(path: Path, hang_s: float) -> str:
         return f"{name}: its process {beat.pid} has ended" if path.exists() else ""
     silent_s = time.monotonic() - beat.time
     for what, seconds in (
-        (f"process {beat.pid} does nothing", silent_s),
-        ("engine is in one step", beat.engine_s),
-        ("tritonserver takes no answer", beat.replies_s),
+        (f"process {beat.pid} has not moved", silent_s),
+        ("engine has been in one step", beat.engine_s),
+        ("tritonserver has taken no answer", beat.replies_s),
     ):
         if seconds > hang_s:
             return f"{name}: its {what} for {seconds:.0f} s (--hang-timeout)"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 PREFIX = "hemiola-serve-"
 OWNER = "owner"  # a file that is locked while the folder's owner lives, by the kernel's word
+SHARED_OWNER = f"-{OWNER}"  # ends the name of another in shared memory, for the folder may be gone
 GONE = "-gone"  # ends the name of a folder that is being removed
 NAME = re.compile(rf"{PREFIX}[a-z0-9_]+({GONE})?")  # as mkdtemp writes it
 SHARED_MEMORY = Path("/dev/shm")
@@ -28,8 +29,8 @@ class Home:
         while lock is None:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
             (self.path / OWNER).touch()
-            lock = _lock(self.path)  # not if somebody's remove_stale came in between
-        self._lock = lock
+            lock = _lock(self.path / OWNER)  # not if somebody's remove_stale came in between
+        self._locks = [lock, _own(_shared_owner(self.path))]
         self.shm_prefix = f"{self.path.name}-"  # of everything of ours in shared memory
         self.beats = SHARED_MEMORY / f"{self.shm_prefix}beats"  # a full disk is no dead engine
         self.beats.mkdir(mode=0o700)
@@ -40,19 +41,39 @@ class Home:
 
     def remove(self) -> None:
         _remove(self.path)
-        os.close(self._lock)
+        for lock in self._locks:
+            os.close(lock)
 
 
 def remove_stale() -> None:
     """What is left of servers whose owners are dead."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        lock = _lock(path) if NAME.fullmatch(path.name) and _is_ours(path, stat.S_ISDIR) else None
+        lock = _lock(path / OWNER) if NAME.fullmatch(path.name) and _is_ours(path, stat.S_ISDIR) else None
         if lock is not None:
             try:
                 _end_processes(path)
                 _remove(path)
             finally:
                 os.close(lock)
+    for owner in SHARED_MEMORY.glob(f"{PREFIX}*{SHARED_OWNER}"):  # of folders that are elsewhere, or gone
+        name = owner.name.removesuffix(SHARED_OWNER)
+        lock = _lock(owner) if NAME.fullmatch(name) else None
+        if lock is not None:
+            _remove_shared(name)
+            os.close(lock)
+
+
+def _shared_owner(path: Path) -> Path:
+    return SHARED_MEMORY / f"{path.name}{SHARED_OWNER}"
+
+
+def _own(owner: Path) -> int:
+    """The lock of a file that is made; again, if somebody's remove_stale came in between."""
+    lock = None
+    while lock is None:
+        owner.touch(mode=0o600)
+        lock = _lock(owner)
+    return lock
 
 
 def _is_ours(path: Path, is_kind: Callable[[int], bool] = bool) -> bool:
@@ -63,17 +84,17 @@ def _is_ours(path: Path, is_kind: Callable[[int], bool] = bool) -> bool:
     return False
 
 
-def _lock(path: Path) -> int | None:
-    """A descriptor that holds this folder's lock; None if somebody else does, or it is not ours to have."""
-    if not _is_ours(path / OWNER, stat.S_ISREG):
+def _lock(owner: Path) -> int | None:
+    """A descriptor that holds this file's lock; None if somebody else does, or it is not ours to have."""
+    if not _is_ours(owner, stat.S_ISREG):
         return None
     try:
-        found = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)
+        found = os.open(owner, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return None
     with contextlib.suppress(OSError):
         fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if (path / OWNER).exists():
+        if os.path.samestat(os.fstat(found), owner.stat()):
             return found
     os.close(found)
     return None
@@ -90,9 +111,7 @@ def _end_processes(path: Path) -> None:
 def _remove(path: Path) -> None:
     """Under another name, for an engine may still write to this one; the owner's file last, for what is left
     then is the next start's."""
-    for region in SHARED_MEMORY.glob(f"{glob.escape(path.name)}-*"):
-        if _is_ours(region):
-            _drop(region)
+    _remove_shared(path.name)
     with contextlib.suppress(OSError):
         path = path.rename(path.with_name(path.name.removesuffix(GONE) + GONE))
     for inner in path.glob("*"):
@@ -100,6 +119,17 @@ def _remove(path: Path) -> None:
             _drop(inner)
     if [inner.name for inner in path.glob("*")] == [OWNER]:
         _drop(path)
+
+
+def _remove_shared(name: str) -> None:
+    """The owner's file last, for what is left then is the next start's."""
+    owner = SHARED_MEMORY / f"{name}{SHARED_OWNER}"
+    regions = [path for path in SHARED_MEMORY.glob(f"{glob.escape(name)}-*") if path != owner]
+    regions = [path for path in regions if _is_ours(path)]
+    for path in regions:
+        _drop(path)
+    if _is_ours(owner) and not any(path.exists() for path in regions):
+        _drop(owner)
 
 
 def _drop(path: Path) -> None:

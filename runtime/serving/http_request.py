@@ -18,7 +18,7 @@ OURS = {
     b"connection", b"content-length", b"content-type", b"expect", b"keep-alive", b"te", b"trailer",
     b"transfer-encoding", b"upgrade", arrival.NAME.encode(),
 }  # fmt: skip  # headers that our door writes, or that end there
-FIRST_LINE = re.compile(rb"[A-Z]{1,20} (?:https?://[!-.0-~]+)?/[!-~\x80-\xff]* HTTP/1\.[01]")
+FIRST_LINE = re.compile(rb"(?!CONNECT )([A-Z]{1,20} )(?:https?://[!-.0-~]+)?(/[!-~\x80-\xff]* HTTP/1\.[01])")
 HEADER = re.compile(rb"([A-Za-z0-9!#$%&'*+.^_`|~-]+):([\t -~\x80-\xff]*)")
 ONCE = (b"content-length", b"transfer-encoding", b"content-encoding")
 LENGTH = re.compile(rb"[0-9]{1,19}")
@@ -45,7 +45,8 @@ async def read_head(reader: asyncio.StreamReader) -> RequestHead:
     first_line = b""
     while not first_line:
         first_line = await _line(reader, HTTPStatus.REQUEST_URI_TOO_LONG, "the first line")
-    if not FIRST_LINE.fullmatch(first_line):
+    first = FIRST_LINE.fullmatch(first_line)
+    if first is None:
         raise Refusal(HTTPStatus.BAD_REQUEST, "the first line is no HTTP; send METHOD /PATH HTTP/1.1")
     kept, found, left = [], {}, MAX_HEAD
     while line := await _line(reader, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "a header"):
@@ -66,7 +67,9 @@ async def read_head(reader: asyncio.StreamReader) -> RequestHead:
     if coding.lower() != b"identity":
         why = f"the body is sent with Content-Encoding {coding[:80].decode('latin-1')}; send it plain"
         raise Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
-    return RequestHead(first_line, kept, _length(found), found.get(b"expect", b"").lower() == b"100-continue")
+    without_host = first[1] + first[2]  # of many hosts tritonserver closes the connection unanswered
+    continues = found.get(b"expect", b"").lower() == b"100-continue"
+    return RequestHead(without_host, kept, _length(found), continues)
 
 
 async def _line(reader: asyncio.StreamReader, too_long: HTTPStatus, what: str) -> bytes:

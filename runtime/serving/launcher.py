@@ -15,7 +15,7 @@ from typing import Any
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused, counted, in_python, within
 from hemiola.runtime.progress import Display, hide, read_report, silent
-from hemiola.runtime.serving import arrival, ending, heartbeat, settings
+from hemiola.runtime.serving import ending, heartbeat, settings
 from hemiola.runtime.serving.door import Door
 from hemiola.runtime.serving.engines import check_sizes
 from hemiola.runtime.serving.guard import Guard
@@ -28,13 +28,14 @@ from hemiola.runtime.serving.tritonserver import (
     ANY_PORTS,
     LAUNCH,
     Ports,
+    Switches,
     Triton,
     address_of,
     are_free,
     check_python,
     choose_ports,
+    command_line,
     find_triton,
-    locked,
     server_environment,
     write_repository,
 )
@@ -85,7 +86,7 @@ class Server:
         for found in self._settings.values():
             settings.split(found)  # refused here, not by each model
         self._models_file = models_file
-        self._control_key = control_key
+        self._switches = Switches(self.engines, self.host, control_key, exit_timeout_s, log_verbose)
         self._hang_timeout_s = hang_timeout_s
         self.num_restarts = 0
         self.door_key = secrets.token_hex(16)  # of its doors, which date requests (arrival.py)
@@ -183,8 +184,9 @@ class Server:
                 for name, found in self._settings.items()
             },
         )
+        command = command_line(triton, self._home, self.ports, self._switches)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(os.getpid()), *self._command(triton, self._home)],
+            [sys.executable, "-c", LAUNCH, str(os.getpid()), *command],
             env=self._environment,
             cwd=self._home.path / "python",
             stdout=subprocess.PIPE,
@@ -195,27 +197,6 @@ class Server:
         )
         self._log = Log(self._process, self.printer, self._log_verbose)
         self._await_ready(display)
-
-    def _command(self, triton: Triton, home: Home) -> list[str]:
-        return [
-            str(triton.server),
-            f"--model-repository={home.path}/models",
-            f"--backend-directory={home.path}/backends",
-            f"--backend-config=python,shm-region-prefix-name={home.shm_prefix}",
-            "--disable-auto-complete-config",
-            *locked(self._control_key),
-            *(["--model-control-mode=explicit"] if self._control_key else []),
-            *([f"--load-model={name}" for name in self.engines] if self._control_key else []),
-            f"--http-address=unix:{home.doors / 'http'}",
-            f"--http-port={self.ports.http}",
-            f"--grpc-address={self.host}",
-            f"--grpc-port={self.ports.grpc}",
-            f"--http-header-forward-pattern={arrival.NAME}",
-            f"--metrics-address=unix:{home.doors / 'metrics'}",
-            f"--metrics-port={self.ports.metrics}",
-            f"--exit-timeout-secs={self._exit_timeout_s}",
-            f"--log-verbose={int(self._log_verbose)}",
-        ]
 
     def _await_ready(self, display: Display) -> None:
         assert self._process is not None and self._home is not None and self._guard is not None
@@ -243,8 +224,8 @@ class Server:
             if not all(path.exists() for path in self._beats()):
                 loaded = now
             if now - loaded > OPEN_S:
-                loaded_but = "tritonserver has loaded its engines, but opened no door"
-                raise NeverOpened(f"{loaded_but} within {OPEN_S:g} s; start it again")
+                said = f"tritonserver has loaded its engines, but opened no door within {OPEN_S:g} s"
+                raise NeverOpened("failed", said=said, way_out="start it again")
             time.sleep(0.05)
         self._guard.start({"http": http, "metrics": metrics})
         self._log.ready = True

@@ -8,10 +8,11 @@ import bisect
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Protocol
 
 from hemiola.runtime.api import Counters, Load, Metrics
+from hemiola.runtime.serving.foreign import FOREIGN, Family, Series, foreign, own_labels
 
 Outcome = Literal["success", "cancelled", "timeout", "invalid", "rejected", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("success", "cancelled", "timeout", "invalid", "rejected", "error")
@@ -19,11 +20,6 @@ EDGES_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 
 HEARTBEAT = "hemiola_heartbeat_timestamp_seconds"
 RESTARTS = "hemiola_restarts_total"
-
-
-class Family(NamedTuple):
-    kind: Literal["counter", "gauge"]
-    help: str
 
 
 FAMILIES = {
@@ -44,6 +40,12 @@ FAMILIES = {
     "hemiola_slots": Family("gauge", "slots: free, running (requests), snapshots (kept states)"),
     "hemiola_snapshots_total": Family("counter", "states taken, and not taken as all others were worth more"),
     "hemiola_evictions_total": Family("counter", "pages and snapshots given up"),
+    "hemiola_tier_hits_total": Family("counter", "prefixes found below the cache: in host memory, on disk"),
+    "hemiola_tier_units_total": Family("counter", "units of a page's bytes loaded, saved and evicted"),
+    "hemiola_tier_bytes_total": Family("counter", "of these, the bytes"),
+    "hemiola_tier_declined_total": Family("counter", "loads and saves that cost more than computing again"),
+    "hemiola_tier_size_bytes": Family("gauge", "bytes of a tier: free, used"),
+    "hemiola_tier_on": Family("gauge", "1: the tier is in use; 0: there is none, or it failed"),
     "hemiola_steps_total": Family("counter", "steps: all rows decode, all read prompts, or mixed"),
     "hemiola_step_seconds_total": Family("counter", "time in steps"),
     "hemiola_engine_seconds_total": Family("counter", "of that, time in the engine itself"),
@@ -59,22 +61,20 @@ HISTOGRAMS = {
 }
 for _name, _help in HISTOGRAMS.items():
     FAMILIES |= {f"{_name}{part}": Family("counter", _help) for part in ("_bucket", "_sum", "_count")}
-
-
-class Series(NamedTuple):
-    """A line of the page: a family's name and its labels."""
-
-    name: str
-    labels: tuple[tuple[str, str], ...] = ()
+FAMILIES |= FOREIGN
 
 
 class Metered(Protocol):
     """An LLM."""
 
+    config: Any  # Resolved
+
     @property
     def counters(self) -> Counters: ...
     @property
     def reuse(self) -> Any: ...  # cache.statistics.Statistics
+    @property
+    def tiers(self) -> Mapping[str, Any]: ...  # cache.tier.TierUse
     def load(self) -> Load: ...
 
 
@@ -143,7 +143,9 @@ class Meter:
         """Every line of the page but the model's name."""
         with self._lock:
             own = dict(self._own())
-        return own | dict(_sums(engine)) | dict(_levels(engine.load()))
+        load = engine.load()
+        levels = dict(_levels(load)) | dict(_tiers(engine.tiers))
+        return own | dict(_sums(engine)) | levels | dict(foreign(load, engine.reuse, engine.config))
 
     def _own(self) -> Iterator[tuple[Series, float]]:
         for outcome in OUTCOMES:
@@ -195,6 +197,20 @@ def _levels(load: Load) -> Iterator[tuple[Series, float]]:
             yield Series(f"hemiola_{name}", (("state", state),)), max(0, count)
 
 
+def _tiers(tiers: Mapping[str, Any]) -> Iterator[tuple[Series, float]]:
+    for name, use in tiers.items():
+        tier, counts = ("tier", name), use.statistics
+        yield Series("hemiola_tier_hits_total", (tier,)), counts.num_hits
+        yield Series("hemiola_tier_declined_total", (tier,)), counts.num_declined
+        for kind in ("loaded", "saved", "evicted"):
+            num_units = getattr(counts, f"{kind}_units")
+            yield Series("hemiola_tier_units_total", (tier, ("kind", kind))), num_units
+            yield Series("hemiola_tier_bytes_total", (tier, ("kind", kind))), num_units * use.unit_bytes
+        for state, num_units in (("free", use.num_free), ("used", use.num_units - use.num_free)):
+            yield Series("hemiola_tier_size_bytes", (tier, ("state", state))), num_units * use.unit_bytes
+        yield Series("hemiola_tier_on", (tier,)), use.is_on
+
+
 class Board:
     """The model's metrics in tritonserver's page. A line that has not changed costs nothing."""
 
@@ -231,4 +247,4 @@ class Board:
         if series.name not in self._families:
             value = getattr(self._family, kind.upper())
             self._families[series.name] = self._family(name=series.name, description=text, kind=value)
-        return self._families[series.name].Metric(labels=self._labels | dict(series.labels))
+        return self._families[series.name].Metric(labels=own_labels(series, self._labels))

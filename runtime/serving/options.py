@@ -21,17 +21,22 @@ class ServerOptions(Strict):
         " --host, or 127.0.0.1 if the OpenAI API has a key)",
     )
     http_port: int = Field(
-        default=8000, ge=0, le=MOST_PORT, description="port of HTTP; 0 takes a free one, here and below"
+        default=8000, ge=0, le=MOST_PORT, description="port of HTTP; 0: any free port, here and below"
     )
     grpc_port: int = Field(8001, ge=0, le=MOST_PORT, description="port of gRPC, for hemiola.Client")
     metrics_port: int = Field(8002, ge=0, le=MOST_PORT, description="port of Prometheus metrics")
-    start_timeout: float = Field(300, gt=0, description="seconds until every engine must be ready")
+    start_timeout: float = Field(300, gt=0, description="seconds in which every engine must become ready")
     exit_timeout: int = Field(
-        default=30, ge=0, le=MOST_SECONDS, description="seconds that streams in flight get at the end"
+        default=30,
+        ge=0,
+        le=MOST_SECONDS,
+        description="seconds that requests in flight have to finish after SIGTERM",
     )
-    restart: int = Field(0, ge=0, description="times in a row that a lost server is started again")
+    restart: int = Field(0, ge=0, description="maximum of restarts in a row after a server was lost")
     hang_timeout: float = Field(  # less than some heartbeats would end engines that are well
-        default=30, ge=1, description="seconds without a sign of life, then it is lost; 1 or more"
+        default=30,
+        ge=1,
+        description="seconds without a heartbeat after which an engine counts as lost; 1 or more",
     )
 
 
@@ -39,12 +44,16 @@ class OpenaiOptions(Strict):
     """Of the OpenAI-compatible API. Without a port there is none."""
 
     openai_port: int | None = Field(
-        default=None, ge=0, le=MOST_PORT, description="port of an OpenAI-compatible API; none without it"
+        default=None, ge=0, le=MOST_PORT, description="port of the OpenAI-compatible API; default: none"
     )
     openai_api_key: tuple[str, ...] = Field(
         default=(),
-        description="key that callers must send; without it the words of HEMIOLA_OPENAI_API_KEY, which means"
-        " nothing where there is no --openai-port",
+        description="key that callers must send; default: the keys in HEMIOLA_OPENAI_API_KEY, separated by"
+        " spaces",
     )
-    openai_max_requests: int = Field(1024, ge=1, description="most at once; more get status 429")
-    openai_max_body: int = Field(16 * 2**20, ge=1, description="most bytes of a body, else status 413")
+    openai_max_requests: int = Field(
+        1024, ge=1, description="maximum of requests at once; others get status 429"
+    )
+    openai_max_body: int = Field(
+        16 * 2**20, ge=1, description="maximum of bytes in a body; others get status 413"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hemiola.runtime.api import Logprob, Metrics, Output, Piece, Prompt, SamplingParams
+from hemiola.runtime.api import Logprob, Metrics, Piece, Prompt, PromptLogprobs, SamplingParams
 from hemiola.runtime.errors import Name, Refused, shown
 from hemiola.runtime.extra import install
 
@@ -19,10 +19,12 @@ except ImportError as error:
 
 pb2: Any = service_pb2  # its classes are made when it is imported
 # Of a channel. A server that was started again is found soon: grpc's own wait grows to two minutes.
+# A connection of its own: a fork would try to use those of its parent, which grpc shares between channels.
 CHANNEL = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),
 )
 NO_PROXY = ("grpc.enable_http_proxy", 0)
 CANCEL = "cancel"  # the id of every request that cancels another
@@ -44,19 +46,6 @@ def cancellation(model: str, request_id: str) -> Any:
     request = pb2.ModelInferRequest(model_name=model, id=CANCEL)
     request.parameters["cancel"].string_param = request_id
     return request
-
-
-def read_output(piece: Piece, input_ids: list[int]) -> Output:
-    """Of a request that was answered once."""
-    assert piece.finish_reason is not None and piece.metrics is not None
-    return Output(
-        prompt_token_ids=input_ids,
-        token_ids=piece.token_ids,
-        text=piece.text,
-        finish_reason=piece.finish_reason,
-        logprobs=piece.logprobs,
-        metrics=piece.metrics,
-    )
 
 
 def pack(
@@ -154,13 +143,21 @@ def unpack(response: Any) -> Message:
 
 def read_piece(message: Message) -> Piece:
     logprobs, metrics = message.get("logprobs"), message.get("metrics")
+    of_prompt = message.get("prompt_logprobs")
     return Piece(
         text=message["text_output"],
         token_ids=message["output_ids"],
         logprobs=None if logprobs is None else [read_logprob(**entry) for entry in json.loads(logprobs)],
         finish_reason=message.get("finish_reason"),
         metrics=None if metrics is None else Metrics(**json.loads(metrics)),
+        prompt_logprobs=None if of_prompt is None else read_prompt_logprobs(of_prompt),
     )
+
+
+def read_prompt_logprobs(text: str) -> PromptLogprobs:
+    """An entry after the other: each stands on a line of its own."""
+    entries = map(json.loads, text[1:-1].split(",\n"))
+    return [entry and read_logprob(**entry) for entry in entries]
 
 
 def read_logprob(token_id: int, logprob: float, top: list[list[Any]]) -> Logprob:

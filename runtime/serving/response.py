@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hemiola.runtime.api import Logprob, Piece
+from hemiola.runtime.api import Logprob, Piece, PromptLogprobs
 from hemiola.runtime.serving.stream import Stream
+
+LINE = ",\n"
+AT_ONCE = 64  # log-probabilities that are encoded by one call, in 2 ms
 
 
 class ResponseTensor(NamedTuple):
@@ -28,6 +31,8 @@ def tensors(stream: Stream, said: list[list[Piece]], over: bool) -> list[Respons
     out = [string_tensor("text_output", texts), int_tensor("output_ids", list(chain(*ids)))]
     logprobs = [[logprob for piece in pieces for logprob in piece.logprobs or ()] for pieces in said]
     out += logprob_tensors(stream, logprobs, over)
+    of_prompt = [piece.prompt_logprobs for pieces in said for piece in pieces if piece.prompt_logprobs]
+    out += [string_tensor("prompt_logprobs", [write_prompt_logprobs(found)]) for found in of_prompt]
     if over:
         lasts = [pieces[-1] for pieces in said]
         reasons = [
@@ -51,14 +56,27 @@ def logprob_tensors(stream: Stream, logprobs: list[list[Logprob]], over: bool) -
     if not any(logprobs) and not (over and stream.flags["return_log_probs"]):
         return []
     if not stream.flags["return_log_probs"]:
-        found = [json.dumps([logprob._asdict() for logprob in own]) for own in logprobs]
-        return [string_tensor("logprobs", found)]
+        return [string_tensor("logprobs", [as_json(own) for own in logprobs])]
     for branch, own in zip(stream.branches, logprobs, strict=True):
         branch.cum_logprob += sum(logprob.logprob for logprob in own)
     out = [float_tensor("output_log_probs", [logprob.logprob for own in logprobs for logprob in own])]
     if over:
         out.append(float_tensor("cum_log_probs", [branch.cum_logprob for branch in stream.branches]))
     return out
+
+
+def write_prompt_logprobs(found: PromptLogprobs) -> str:
+    """A JSON list with a line for each token: of a long prompt no thread holds the others up for all."""
+    return f"[{LINE.join(json.dumps(entry and entry._asdict()) for entry in found)}]"
+
+
+def as_json(logprobs: list[Logprob]) -> str:
+    """In parts: each call holds Python's lock, for which the engine's thread waits, until it returns."""
+    parts = [
+        json.dumps([logprob._asdict() for logprob in logprobs[first : first + AT_ONCE]])[1:-1]
+        for first in range(0, len(logprobs), AT_ONCE)
+    ]
+    return f"[{', '.join(parts)}]"
 
 
 def string_tensor(name: str, texts: list[str]) -> ResponseTensor:

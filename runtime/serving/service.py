@@ -16,11 +16,11 @@ from hemiola.runtime.serving.arrival import read_mark
 from hemiola.runtime.serving.ask import Ask, check_priority, read_ask, read_request, wants_data
 from hemiola.runtime.serving.error_text import kind_of, text_of
 from hemiola.runtime.serving.heartbeat import Clock
-from hemiola.runtime.serving.metrics import Board, Meter, Outcome
+from hemiola.runtime.serving.metrics import Board, Meter
 from hemiola.runtime.serving.place import check_instances, check_place, take_place
 from hemiola.runtime.serving.replies import Outlet, Replies, error_line
 from hemiola.runtime.serving.response import string_tensor
-from hemiola.runtime.serving.stream import Stream
+from hemiola.runtime.serving.stream import OUTCOMES, Stream
 from hemiola.runtime.serving.watchdog import Watchdog
 from hemiola.runtime.text import LONG_TEXT
 
@@ -30,7 +30,6 @@ NUM_COMPILING = 8  # requests whose grammars are compiled; others with a grammar
 MOST_WAIT_S = 10.0  # so long
 NUM_READING = 2  # long prompts and chats that are tokenized; other long ones wait for them
 MOST_RETRY_S = 60
-OUTCOMES: dict[str, Outcome] = {"INVALID_ARG": "invalid", "OVERLOADED": "rejected"}  # by kind of error
 
 
 class Service:
@@ -95,7 +94,7 @@ class Service:
         """If it cannot be done, the caller hears why."""
         try:
             work()
-        except Exception as error:
+        except BaseException as error:  # a library's panic, too: nobody else would answer
             kind = kind_of(error)
             self.meter.ended(OUTCOMES.get(kind, "error"))
             self._outlet.fail(sender, kind, text_of(error, as_data))
@@ -168,7 +167,7 @@ class Service:
         """Dropping a gRPC stream cancels too, but can lock tritonserver 2.51 up while it writes to it."""
         if len(asked) > 1:
             others = ", ".join(name for name in asked if name != "cancel")
-            said = f"cancel stands alone, this request also has {others}"
+            said = f"a request with cancel has no other key, this one has {others}"
             raise Refused("conflict", "cancel", said=said, way_out="send two requests")
         self.outbox.cancel(asked["cancel"])
         self._outlet.send(sender, [string_tensor("finish_reason", ["cancelled"])], last=True)

@@ -21,7 +21,7 @@ class ModelSettings(Strict):
     device: int | None = Field(
         default=None,
         ge=0,
-        description="number of its GPU, of those that CUDA_VISIBLE_DEVICES leaves; else the first",
+        description="number of the GPU, among those in CUDA_VISIBLE_DEVICES; default: the first",
     )
     max_queue: int = Field(
         default=256, ge=0, description="requests that may wait for a row; more are refused"
@@ -29,9 +29,11 @@ class ModelSettings(Strict):
     min_priority: int = Field(
         default=0,
         le=0,  # who asks for none has 0
-        description="lowest priority that callers may ask for: lower numbers run first",
+        description="smallest priority number that callers may send; lower numbers run first",
     )
-    log_requests: bool = Field(default=False, description="a line per request on stderr, without its text")
+    log_requests: bool = Field(
+        default=False, description="write a line per request to stderr, without its text"
+    )
     heartbeat_file: str = Field(default="", description="shows `hemiola serve` that the engine moves")
     progress_file: str = Field(default="", description="shows `hemiola serve` how far the engine is")
     num_restarts: int = Field(default=0, ge=0, description="times that this server was started again")
@@ -55,8 +57,10 @@ def read(folder: Path, parameters: Mapping[str, Mapping[str, str]]) -> tuple[Mod
             found[name] = text
     for name, value in found.items():
         if isinstance(value, str) and value.startswith("${"):
-            said = f"{name} is still {value}"
-            raise Refused("missing", said=said, way_out=f"fill {FILE} in, or start with `hemiola serve`")
+            said = f"{name} is the placeholder {value}"
+            raise Refused(
+                "missing", said=said, way_out=f"write its value into {FILE}, or start with `hemiola serve`"
+            )
     if "engine_dir" not in found:
         said = f"{folder / FILE} has no engine_dir"
         raise Refused("missing", "engine_dir", said=said, way_out="add it, or start with `hemiola serve`")

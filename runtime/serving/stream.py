@@ -7,11 +7,15 @@ from collections import deque
 from typing import Any, Literal
 
 from hemiola.runtime.api import Piece
+from hemiola.runtime.errors import shown
 from hemiola.runtime.serving.ask import Ask
+from hemiola.runtime.serving.error_text import INTERNAL, kind_of, text_of
 from hemiola.runtime.serving.metrics import Outcome
 
 Failure = tuple[str, str]  # code and message
 Reason = Literal["", "cancelled", "timeout"]  # why a request is ended early
+# By code.
+OUTCOMES: dict[str, Outcome] = {"INVALID_ARG": "invalid", "OVERLOADED": "rejected", "CANCELLED": "cancelled"}
 
 
 class Branch:
@@ -55,7 +59,10 @@ def error_of(stream: Stream, lasts: list[Piece]) -> Failure | None:
     """Code and message, if a request ends as an error."""
     reasons = [last.finish_reason for last in lasts]
     if "error" in reasons:
-        return "INTERNAL", lasts[reasons.index("error")].error or "the engine failed"
+        last = lasts[reasons.index("error")]
+        if last.refused is not None:
+            return kind_of(last.refused), text_of(last.refused, stream.flags["error_data"])
+        return INTERNAL, last.error or "the engine failed"
     if "cancelled" in reasons and stream.reason != "timeout":
         return "CANCELLED", "the request was cancelled"
     return None
@@ -63,13 +70,13 @@ def error_of(stream: Stream, lasts: list[Piece]) -> Failure | None:
 
 def outcome_of(stream: Stream, failure: Failure | None) -> Outcome:
     if failure is not None:
-        return "cancelled" if failure[0] == "CANCELLED" else "error"
+        return OUTCOMES.get(failure[0], "error")
     return "timeout" if stream.reason == "timeout" else "success"
 
 
 def line_of(stream: Stream, lasts: list[Piece], outcome: str) -> str:
     """For operators; nothing of what was said."""
-    said = f"request {stream.name!r}: {outcome}, {len(stream.input_ids)} tokens in"
+    said = f"request {shown(stream.name)}: {outcome}, {len(stream.input_ids)} tokens in"
     for last in lasts:
         metrics = last.metrics
         if metrics is not None:

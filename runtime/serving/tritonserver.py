@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import metadata, util
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,8 @@ from typing import NamedTuple
 import hemiola
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.extra import install
+from hemiola.runtime.serving import arrival
+from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.place import ANYWHERE, group_of
 from hemiola.runtime.serving.settings import FILE as SETTINGS_FILE
 
@@ -48,6 +50,39 @@ class Ports(NamedTuple):
 
 
 ANY_PORTS = Ports(0, 0, 0)
+
+
+class Switches(NamedTuple):
+    """What a tritonserver is started with, besides its folders and ports."""
+
+    engines: Collection[str]
+    host: str
+    control_key: str  # who has it may load and unload models; "": nobody
+    exit_timeout_s: int
+    log_verbose: bool
+
+
+def command_line(triton: Triton, home: Home, ports: Ports, switches: Switches) -> list[str]:
+    key = switches.control_key
+    return [
+        str(triton.server),
+        f"--model-repository={home.path}/models",
+        f"--backend-directory={home.path}/backends",
+        f"--backend-config=python,shm-region-prefix-name={home.shm_prefix}",
+        "--disable-auto-complete-config",
+        *locked(key),
+        *(["--model-control-mode=explicit"] if key else []),
+        *([f"--load-model={name}" for name in switches.engines] if key else []),
+        f"--http-address=unix:{home.doors / 'http'}",
+        f"--http-port={ports.http}",
+        f"--grpc-address={switches.host}",
+        f"--grpc-port={ports.grpc}",
+        f"--http-header-forward-pattern={arrival.NAME}",
+        f"--metrics-address=unix:{home.doors / 'metrics'}",
+        f"--metrics-port={ports.metrics}",
+        f"--exit-timeout-secs={switches.exit_timeout_s}",
+        f"--log-verbose={int(switches.log_verbose)}",
+    ]
 
 
 def find_triton(server: Path | None = None) -> Triton:

@@ -1,46 +1,26 @@
 """Requests to tritonserver over one gRPC channel of asyncio's."""
 
 import asyncio
-import logging
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 from weakref import WeakSet
 
-import grpc
 from grpc import aio
 from tritonclient.grpc import service_pb2_grpc
 
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.errors import Lost
 from hemiola.runtime.serving import arrival
-from hemiola.runtime.serving.error_text import error_from
-from hemiola.runtime.serving.packing import (
-    CANCEL,
-    CANCEL_TIMEOUT_S,
-    cancellation,
-    pack,
-    pb2,
-    read_piece,
-    unpack,
-)
+from hemiola.runtime.serving.exchange import Exchange, Received
+from hemiola.runtime.serving.packing import CANCEL_TIMEOUT_S, Message, pack, pb2, read_piece
 
-log = logging.getLogger("hemiola.openai")
 READY_TIMEOUT_S = 2.0
 EOF: Any = getattr(aio, "EOF")  # noqa: B009  # missing in its types
-GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-
-
-class Said(NamedTuple):
-    """What an exchange has to tell: a piece, or why there are no more."""
-
-    number: int  # of the exchange
-    piece: Piece | None
-    error: Exception | None = None
-    input_ids: list[int] | None = None  # the prompt's, if they were asked for
-
 
 Found = list[tuple[int, Piece]]  # pieces, each with the number of its exchange
-Tell = Callable[[Said], Awaitable[None]]
+Take = Callable[[int, Received], Awaitable[None]]  # the number of the exchange, and what came of it
 Listener = Callable[[Found], Awaitable[None]]
 
 
@@ -53,7 +33,9 @@ class Wire:
         options: Sequence[tuple[str, int]],
         door_key: str = "",
         reason: Callable[[], str] = str,  # why the server ends, once it does
+        server: str = "the server",  # in messages
     ) -> None:
+        self._server = server
         self._door_key = door_key
         self._reason = reason
         self._channel = aio.insecure_channel(url, options=options)
@@ -83,7 +65,7 @@ class Wire:
     def ask(self, requests: Sequence[Any]) -> "Answers":
         """Starts each of these."""
         answers = Answers(len(requests))
-        answers.exchanges = [self.begin(request, i, answers.tell) for i, request in enumerate(requests)]
+        answers.exchanges = [self.begin(request, i, answers.take) for i, request in enumerate(requests)]
         self._answers.add(answers)
         return answers
 
@@ -92,12 +74,20 @@ class Wire:
         for answers in list(self._answers):
             answers.fail(Lost(reason))
 
-    def begin(self, request: Any, number: int, tell: Tell) -> "AsyncExchange":
+    def begin(self, request: Any, number: int, take: Take) -> "AsyncExchange":
         """Starts one request, which reads on by itself when nobody listens any more."""
-        exchange = AsyncExchange(self.stub, request, number, tell, self._reason)
-        self._exchanges.add(exchange)
-        exchange.task.add_done_callback(lambda _: self._exchanges.discard(exchange))
-        return exchange
+        stream = AsyncStream(self.stub.ModelStreamInfer())
+        exchange = Exchange(stream, request, partial(take, number), self._server, self._reason)
+        running = AsyncExchange(exchange)
+        self._exchanges.add(running)
+        running.task.add_done_callback(lambda _: self._exchanges.discard(running))
+        return running
+
+    def open(self, request: Any) -> "Queued":
+        """The same, with a queue of what comes of it."""
+        queued = Queued()
+        queued.exchange = self.begin(request, 0, queued.take)
+        return queued
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Cancels what is in flight and ends the connection; a server that does not answer has that time."""
@@ -108,64 +98,15 @@ class Wire:
         await self._channel.close()
 
 
-class AsyncExchange:
-    """One request on a gRPC stream of its own, which is always read to its end; client.Exchange says why.
+class AsyncStream:
+    """A gRPC stream of asyncio's. Its requests are written one after the other, whoever sends them."""
 
-    Its task tells each response in the moment in which it came, and reads on when those who listen have left
-    by `cancel`.
-    """
-
-    def __init__(self, stub: Any, request: Any, index: int, tell: Tell, reason: Callable[[], str]) -> None:
-        self._stub = stub
-        self._reason = reason
-        self._request = request
-        self._index = index
-        self._tell_it = tell
-        self._call = stub.ModelStreamInfer()
+    def __init__(self, call: Any) -> None:
+        self._call = call
         self._writing = asyncio.Lock()
-        self._closed = False  # our half of the stream
-        self._leaving: asyncio.Task[None] | None = None
-        self.task = asyncio.create_task(self._run())
+        self._closed = False  # our half of it
 
-    def cancel(self) -> None:
-        """Asks the server to end the request; the stream then ends soon."""
-        if not self._closed and self._leaving is None:
-            self._leaving = asyncio.create_task(self._leave())
-
-    async def _run(self) -> None:
-        try:
-            await self._read()
-        except aio.AioRpcError as error:
-            text = f"the server: {error.code().name}: {error.details()}"
-            gone = error.code() in GONE
-            await self._tell(error=Lost(self._reason() or text) if gone else RuntimeError(text))
-        except asyncio.CancelledError:
-            await self._tell(error=Lost(self._reason() or "the server does not answer"))
-        except Exception as error:
-            log.exception("request %s", self._request.id)
-            await self._tell(error=error)
-        finally:
-            self._closed = True
-
-    async def _read(self) -> None:
-        await self._send(self._request)
-        ended = False
-        while (response := await self._call.read()) is not EOF:
-            if response.infer_response.id == CANCEL:
-                continue
-            message = unpack(response.infer_response)
-            if response.error_message:
-                await self._tell(error=error_from(response.error_message))
-            else:
-                await self._tell(read_piece(message), input_ids=message.get("input_ids"))
-            if response.error_message or "finish_reason" in message:
-                ended = True
-                await self._send(last=True)
-        if not ended:
-            text = "the server ended the stream before the request was finished"
-            await self._tell(error=Lost(self._reason() or text))
-
-    async def _send(self, request: Any = None, last: bool = False) -> None:
+    async def send(self, request: Any = None, *, last: bool = False) -> None:
         async with self._writing:
             if self._closed:
                 return
@@ -175,22 +116,47 @@ class AsyncExchange:
             if last:
                 await self._call.done_writing()
 
-    async def _leave(self) -> None:
-        """A dropped stream can lock tritonserver 2.51 up, so the request is cancelled by a second one."""
-        request = cancellation(self._request.model_name, self._request.id)
-        asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self.task.cancel)
-        try:
-            await self._send(request, last=True)
-        except (aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the server is gone, which the reader tells
+    async def read(self) -> Any:
+        response = await self._call.read()
+        return None if response is EOF else response
 
-    async def _tell(
-        self,
-        piece: Piece | None = None,
-        error: Exception | None = None,
-        input_ids: list[int] | None = None,
-    ) -> None:
-        await self._tell_it(Said(self._index, piece, error, input_ids))
+    async def piece(self, message: Message) -> Piece:
+        is_long = "prompt_logprobs" in message
+        return await asyncio.to_thread(read_piece, message) if is_long else read_piece(message)
+
+
+class AsyncExchange:
+    """An exchange in a task of its own, which reads on when those who listen have left by `cancel`."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._leaving: asyncio.Task[None] | None = None
+        self.task = asyncio.create_task(exchange.run())
+
+    def cancel(self) -> None:
+        """Asks the server to end the request; the stream then ends soon."""
+        if not (self._exchange.ended or self.task.done()) and self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave())
+
+    async def _leave(self) -> None:
+        asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self.task.cancel)
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # gone, which the reader tells
+            await self._exchange.cancel()
+
+
+class Queued:
+    """An exchange of which one coroutine reads the replies."""
+
+    exchange: AsyncExchange
+
+    def __init__(self) -> None:
+        self._replies: asyncio.Queue[Received] = asyncio.Queue()
+
+    async def take(self, _: int, reply: Received) -> None:
+        self._replies.put_nowait(reply)
+
+    async def read(self) -> Received:
+        return await self._replies.get()
 
 
 class Answers:
@@ -219,18 +185,18 @@ class Answers:
         if self._error is not None:
             raise self._error
 
-    async def tell(self, said: Said) -> None:
-        """What an exchange says."""
+    async def take(self, number: int, reply: Received) -> None:
+        """What came of an exchange."""
         if self._over.is_set():
             return  # nobody listens any more
-        if said.error is not None:
-            self._end(said.error)
-        elif said.piece is not None and self._listener is None:
-            self._early.append((said.number, said.piece))
+        if reply.error is not None:
+            self._end(reply.error)
+        elif reply.piece is not None and self._listener is None:
+            self._early.append((number, reply.piece))
             self._begun.set()
-        elif said.piece is not None:
+        elif reply.piece is not None:
             try:
-                await self._hear([(said.number, said.piece)])
+                await self._hear([(number, reply.piece)])
             except Exception as error:  # the listener's: the exchange itself goes on
                 self._end(error)
 
@@ -253,5 +219,4 @@ class Answers:
     def close(self) -> None:
         self._over.set()
         for exchange in self.exchanges:
-            if not exchange.task.done():
-                exchange.cancel()
+            exchange.cancel()

@@ -1,22 +1,13 @@
 """python -m hemiola.runtime.step: compile every kernel for this CPU now, so that no start waits for it."""
 
-from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
-
 from hemiola.plugins import OPS
-from hemiola.plugins.cpu import jit
-from hemiola.plugins.step import import_forms
 from hemiola.runtime.progress import show
+from hemiola.runtime.step.ahead import compile_ahead
 
 
 def main() -> None:
-    for op in OPS:
-        if find_spec(f"hemiola.plugins.{op}.compiled"):
-            import_module(f"hemiola.plugins.{op}.compiled")
-    import_forms("compiled")
     with show(True) as report:
-        jit.prepare(partial(report, "compiling kernels"))
+        compile_ahead(OPS, report)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from hemiola.plugins.step.plan import COLUMNS
+from hemiola.runtime.choose.rules import RuleTable, sorts
 from hemiola.runtime.config import Resolved
-from hemiola.runtime.engine.rules import RuleTable, sorts
-from hemiola.runtime.engine.step import Plan, Row
+from hemiola.runtime.schedule.plan import Plan, Row
 from hemiola.runtime.step.pack import pack, padded
 
 A = TypeVar("A")
@@ -124,6 +124,8 @@ class Buckets:
         rows = plan.rows
         if not all(row.chooses and row.num_tokens == 1 + row.num_drafts for row in rows):
             return None
+        if any(row.scored is not None for row in rows):
+            return None
         num_tokens, most_room = plan.num_tokens, max(row.room for row in rows)
         num_pairs = sum(row.owed + row.num_tokens for row in rows if row.reads) if self._is_head else 0
         rules = _rules_of(rows)
@@ -138,8 +140,8 @@ class Buckets:
 def _rules_of(rows: list[Row]) -> int:
     found = GREEDY
     for row in rows:
-        rule = row.request.rule
-        if rule.edits_logits or rule.params.logprobs is not None or row.request.guide is not None:
+        rule = row.rule
+        if rule.edits_logits or rule.params.logprobs is not None or row.guide is not None:
             if not RuleTable.holds(rule):
                 return -1
             found = ANY
@@ -167,7 +169,7 @@ def _pack_masks(rows: Sequence[Row], num_tokens: int, words: int) -> tuple[np.nd
     mask, bits, end = np.zeros(num_tokens, np.int64), [np.full(words, 2**32 - 1, np.uint32)], 0
     for row in rows:
         start, end = end, end + row.num_tokens
-        if row.request.guide is not None:
+        if row.guide is not None:
             mask[start:end] = range(len(bits), len(bits) + row.num_tokens)
-            bits += [line[:words] for line in row.request.guide.masks[: row.num_tokens]]
+            bits += [line[:words] for line in row.guide.masks[: row.num_tokens]]
     return mask, np.stack(bits).view(np.int32)

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 
 from hemiola.plugins.step.plan import ANSWERS
+from hemiola.runtime.choose.rule import Rule
+from hemiola.runtime.choose.rules import ALL, FEW_BEST, Group, RuleTable
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.graphs import Stage
 from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.device.transfer import fetch, upload
-from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.rules import ALL, FEW_BEST, Group, RuleTable
-from hemiola.runtime.engine.step import Plan
+from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.step.bucket import (
     ANY,
     DRAWN,
@@ -63,7 +63,7 @@ class Captured:
         ring: torch.Tensor,
     ) -> None:
         self._ops, self._config, self._ledger, self._table = ops, config, ledger, table
-        self.program = program_of(ops, config, ledger, table, trunk, head, ring)
+        self.program = program_of(ops, config, ledger, table, lambda batch: trunk.run(batch), head, ring)
         self.rules = RuleTable(config.num_slots, ledger.device)
         self.buckets = buckets_of(config)
         self._find = Buckets(config)
@@ -161,7 +161,7 @@ class Captured:
         logprobs, end = {}, 0
         for n, row in enumerate(plan.rows):
             own = slice(end, end := end + row.num_tokens)
-            if (num_top := row.request.params.logprobs) is not None:
+            if (num_top := row.rule.params.logprobs) is not None:
                 chosen, top_ids, top = (part[own] for part in result.logprobs)
                 logprobs[n] = tuple(fetch([chosen, top_ids[:, :num_top], top[:, :num_top]]))
         return StepOutput(plan, told, self.width(bucket), self.told_drafts(bucket), logprobs)

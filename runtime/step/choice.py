@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
+from hemiola.runtime.choose.rule import Rule
+from hemiola.runtime.choose.rules import Group
+from hemiola.runtime.choose.sampling import choose, logprobs, spans, takes_more_than_best, widened
 from hemiola.runtime.device.head import Best
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.rules import Group
-from hemiola.runtime.engine.sampling import choose, logprobs, spans, takes_more_than_best, widened
 from hemiola.runtime.step.program import Batch
 
 Rules = Sequence[Rule] | Sequence[Group]
+Asked = tuple[int, slice, int]  # a row, its lines, and of how many tokens it reports logprobs
 
 
 class Argmax:
@@ -48,9 +49,9 @@ class ByRules:
         rules: Callable[[torch.Tensor], Rules],  # of the lines of these slots [L]
         draft_rules: Callable[[torch.Tensor, int], Rules],  # of the lines that draft for these slots [D]
         masks: "Masks | None" = None,
-        asked: Sequence[tuple[int, slice, int]] = (),  # rows that report logprobs, their lines, of how many
+        asked: Sequence[Asked] = (),  # rows that report logprobs
     ) -> None:
-        self._argmax, self._lengths, self._ids = Argmax(ops), lengths, ids
+        self._ops, self._argmax, self._lengths, self._ids = ops, Argmax(ops), lengths, ids
         self._vocab_size = vocab_size
         self._rules, self._draft_rules, self._masks, self._asked = rules, draft_rules, masks, asked
         self.logprobs: dict[int, tuple[torch.Tensor, ...]] = {}  # by row, once tokens are chosen
@@ -63,20 +64,42 @@ class ByRules:
         if self._masks is not None:
             allowed = self._masks.applied(scores)
         if takes_more_than_best(rules):
-            chosen = choose(allowed, rules, batch.line_slot, batch.line_position, self._ids)
+            chosen = choose(allowed, rules, batch.line_slot, batch.line_position, self._ids, self._ops)
             best = Best(allowed.amax(-1), chosen)
         else:
             best = self._argmax.choose(allowed, batch)
-        for row, lines, num_top in self._asked:
-            self.logprobs[row] = logprobs(scores[lines], best.token_id[lines], num_top)
+        for asked in _runs(self._asked):
+            self._report(asked, scores, best.token_id)
         return best
+
+    def _report(self, asked: Sequence[Asked], scores: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Logprobs of rows whose lines follow each other, in one go."""
+        first = asked[0][1].start
+        whole = slice(first, asked[-1][1].stop)
+        most = max(num_top for _, _, num_top in asked)
+        made = logprobs(scores[whole], token_ids[whole], most, self._ops)
+        for row, lines, num_top in asked:
+            own = lines if first is None else slice(lines.start - first, lines.stop - first)
+            chosen, top_ids, top = (part[own] for part in made)
+            self.logprobs[row] = chosen, top_ids[:, :num_top], top[:, :num_top]
 
     def draft(self, out: Computed, slot: torch.Tensor, number: int) -> torch.Tensor:
         rules = self._draft_rules(slot, number)
         if not takes_more_than_best(rules):
             return self._argmax.draft(out, slot, number)
         logits, position = widened(out.logits, self._vocab_size), self._lengths[0][slot] + number
-        return choose(logits, rules, slot, position, self._ids)
+        return choose(logits, rules, slot, position, self._ids, self._ops)
+
+
+def _runs(asked: Sequence[Asked]) -> list[list[Asked]]:
+    """Those whose lines follow each other, together."""
+    runs: list[list[Asked]] = []
+    for each in asked:
+        if runs and runs[-1][-1][1].stop == each[1].start:
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    return runs
 
 
 class Masks:

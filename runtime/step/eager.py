@@ -2,23 +2,34 @@
 
 import itertools
 from array import array
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from hemiola.plugins.step.plan import ANSWERS, COLUMNS
+from hemiola.runtime.choose.rules import Group, RecentGroups
+from hemiola.runtime.choose.sampling import takes_more_than_best
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.session import Computed, Drafter, Trunk
 from hemiola.runtime.device.transfer import fetch, upload
-from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.sampling import takes_more_than_best
-from hemiola.runtime.engine.step import Plan
+from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.step.choice import Argmax, ByRules, Masks
 from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.output import StepOutput
 from hemiola.runtime.step.pack import pack
-from hemiola.runtime.step.program import MARKS, Chooser, Feed, Pairs, Program, ProgramParts, StepState
+from hemiola.runtime.step.program import (
+    MARKS,
+    Batch,
+    Chooser,
+    Feed,
+    Pairs,
+    Program,
+    ProgramParts,
+    StepState,
+)
+from hemiola.runtime.step.prompt_lines import WithPrompts, most_lines
 from hemiola.runtime.step.table import PageTable
 
 
@@ -36,8 +47,11 @@ class EagerSteps:
         ring: torch.Tensor,
     ) -> None:
         self._ops, self._config, self._ledger, self._table = ops, config, ledger, table
-        self._has_head = config.drafts == "mtp"
-        self.program = program_of(ops, config, ledger, table, trunk, head, ring)
+        self._has_head, self._groups = config.drafts == "mtp", RecentGroups(ledger.device)
+        given = (ops, config, ledger, table)
+        self.program = program_of(*given, lambda batch: trunk.run(batch), head, ring)
+        self._of_all_lines = program_of(*given, lambda batch: trunk.run_all(batch), head, ring)
+        self._at_once = most_lines(config)
 
     def launch(self, plan: Plan) -> StepOutput:
         """Start a step; its output can be read when a fence behind it has been passed."""
@@ -45,10 +59,12 @@ class EagerSteps:
         device = self._ledger.device
         packed = np.frombuffer(numbers, np.int32).reshape(-1, len(COLUMNS))
         table, changes = upload(device, packed, self._table.changes())
-        told_drafts = self._config.num_drafts if any(row.request.guide for row in plan.rows) else 0
+        told_drafts = self._config.num_drafts if any(row.guide for row in plan.rows) else 0
         line = sizes.width + ANSWERS + told_drafts
         told = torch.zeros(MARKS + sizes.rows * line, dtype=torch.int64, device=device)
-        choice = self._choice(plan)
+        choice, scoring = self._choice(plan), None
+        if any(row.scored is not None for row in plan.rows):
+            scoring = WithPrompts(self._ops, choice, plan, device, self._at_once)
         feed = Feed(
             plan=table,
             changes=changes if len(changes) else None,
@@ -61,47 +77,49 @@ class EagerSteps:
             width=sizes.width,
             passes=sizes.passes,
             told_drafts=told_drafts,
-            choice=choice,
+            choice=scoring or choice,
         )
         self.run(plan, feed)
         logprobs = choice.logprobs if isinstance(choice, ByRules) else {}
         found = {row: tuple(fetch(parts)) for row, parts in logprobs.items()}
-        return StepOutput(plan, fetch([told])[0], sizes.width, told_drafts, found)
+        of_prompts = tuple(fetch(scoring.logprobs)) if scoring is not None else ()
+        return StepOutput(plan, fetch([told])[0], sizes.width, told_drafts, found, of_prompts)
 
     def run(self, plan: Plan, feed: Feed) -> None:
         """The step itself."""
-        self.program.step(feed)
+        program = self._of_all_lines if isinstance(feed.choice, WithPrompts) else self.program
+        program.step(feed)
 
     def _choice(self, plan: Plan) -> Chooser:
         """By the rules of the plan's rows."""
         choosing = [(n, row) for n, row in enumerate(plan.rows) if row.chooses]
-        rules = [row.request.rule for _, row in choosing for _ in range(1 + row.num_drafts)]
+        rules = [row.rule for _, row in choosing for _ in range(1 + row.num_drafts)]
         ends = list(itertools.accumulate(1 + row.num_drafts for _, row in choosing))
         asked = [
-            (n, slice(end - 1 - row.num_drafts, end), row.request.params.logprobs)
+            (n, slice(end - 1 - row.num_drafts, end), row.rule.params.logprobs)
             for (n, row), end in zip(choosing, ends, strict=True)
-            if row.request.params.logprobs is not None
+            if row.rule.params.logprobs is not None
         ]
         masks = self._masks(plan)
         if not (asked or masks or takes_more_than_best(rules)):
             return Argmax(self._ops)
         drafting = [row for row in plan.rows if row.reads and row.room > 0]
 
-        def draft_rules(slot: torch.Tensor, number: int) -> list[Rule]:
-            return [row.request.rule for row in drafting]
+        def draft_rules(slot: torch.Tensor, number: int) -> list[Group]:
+            return self._groups([row.rule for row in drafting])
 
         ledger, vocab_size = self._ledger, self._config.vocab_size
         of_ledger = (ledger.lengths, ledger.ids, vocab_size)
-        return ByRules(self._ops, *of_ledger, lambda slot: rules, draft_rules, masks, asked)
+        return ByRules(self._ops, *of_ledger, lambda slot: self._groups(rules), draft_rules, masks, asked)
 
     def _masks(self, plan: Plan) -> Masks | None:
         """None: no row follows a grammar."""
         lines, bits, end = array("q"), [], 0
         for row in plan.rows:
             start, end = end, end + (1 + row.num_drafts) * row.chooses
-            if row.chooses and row.request.guide is not None:
+            if row.chooses and row.guide is not None:
                 lines.extend(range(start, end))
-                bits += row.request.guide.masks[: end - start]
+                bits += row.guide.masks[: end - start]
         if not lines:
             return None
         return Masks(*upload(self._ledger.device, np.array(lines), np.stack(bits).view(np.int32)))
@@ -112,7 +130,7 @@ def program_of(
     config: Resolved,
     ledger: Ledger,
     table: PageTable,
-    trunk: Trunk,
+    trunk: Callable[[Batch], Computed],
     head: Drafter | None,
     ring: torch.Tensor,
 ) -> Program:
@@ -123,6 +141,6 @@ def program_of(
         assert head is not None
         return head.draft(**pairs._asdict())
 
-    parts = ProgramParts(lambda batch: trunk.run(batch), draft, lambda num: places[:num])
+    parts = ProgramParts(trunk, draft, lambda num: places[:num])
     state = StepState(table.on_device, ledger.lengths, ledger.ids, ring)
     return Program(ops, config, parts, state)

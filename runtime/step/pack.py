@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hemiola.plugins.step.plan import COLUMNS
-from hemiola.runtime.engine.step import Row
+from hemiola.runtime.schedule.plan import Row
 
 
 class PlanSizes(NamedTuple):

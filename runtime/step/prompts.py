@@ -63,6 +63,10 @@ class Prompts:
             there[len(part) :].zero_()
         return self.replay(size).first(wanted.lines, wanted.tokens)
 
+    def run_all(self, batch: object) -> Computed:
+        """The same, with the hidden states of all tokens; no graphs, since few prompts ask for it."""
+        return self.session.run_all(batch)
+
     def replay(self, size: Size, /) -> Computed:
         return self.step(size)
 

@@ -15,10 +15,11 @@ from hemiola.plugins.cpu.code import Recorder, View
 from hemiola.plugins.cpu.sizes import FreeSize
 from hemiola.plugins.cpu.steps import RecordedStep, run_all
 from hemiola.plugins.step.plan import ANSWERS, COLUMNS
+from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.config import Resolved
+from hemiola.runtime.device.head import Head
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.step import Plan
+from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.step.choice import Argmax
 from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.output import StepOutput
@@ -32,7 +33,8 @@ INPUTS = [*SIZES, "number", "plan", "told", "logits"]
 
 
 class Recorded:
-    """`records`: trunk and head as parts of a step. ring: the head's slot state; empty: no head drafts."""
+    """`records`: trunk and head as parts of a step. ring: the head's slot state; empty: no head drafts.
+    ranks: see LoadedSegment."""
 
     def __init__(
         self,
@@ -43,15 +45,17 @@ class Recorded:
         records: Sequence[Record],
         ring: torch.Tensor,
         poisoned: bool = False,
+        ranks: Head | None = None,
     ) -> None:
         self._ops, self._config, self._ledger, self._table, self._ring = ops, config, ledger, table, ring
-        self._records, self._poisoned = records, poisoned
+        self._records, self._poisoned, self._ranks = records, poisoned, ranks
+        self._width = config.vocab_size  # of the logits that a rank has
         self._has_head = config.drafts == "mtp"
         # what one pass of the head leaves for the next
         self._states = torch.empty(config.max_rows, ring.shape[-1])
         self._pages = torch.empty(config.max_rows, table.on_device.shape[1], dtype=torch.int32)
         self._places = torch.arange(config.max_rows, dtype=torch.int32)
-        self.logits = torch.empty(0, config.vocab_size)  # of the last step
+        self.logits = torch.empty(0)  # of the last step
         if self._has_head:
             self._steps = [self._record(kind) for kind in ("begin", "again", "end")]
         else:
@@ -64,7 +68,8 @@ class Recorded:
     def fit(self, plan: Plan) -> "tuple[array[int], PlanSizes] | None":
         """The packed plan; None: a row takes more than an argmax."""
         for row in plan.rows:
-            if row.chooses and (not row.request.rule.plain or row.request.guide is not None):
+            takes_more = row.chooses and (not row.rule.plain or row.guide is not None)
+            if takes_more or row.scored is not None:
                 return None
         return pack(plan.rows, self._has_head)
 
@@ -73,7 +78,7 @@ class Recorded:
         numbers, sizes = fitted
         told = array("q", bytes(8 * (MARKS + sizes.rows * (sizes.width + ANSWERS))))
         if sizes.lines > len(self.logits):
-            self.logits = torch.empty(sizes.lines, self._config.vocab_size)
+            self.logits = torch.empty(sizes.lines, self._width)
         inputs = dict(zip(SIZES, sizes, strict=False)) | {
             "number": 0,
             "plan": numbers.buffer_info()[0],
@@ -122,12 +127,12 @@ class Recorded:
 
         def trunk(batch: Batch) -> Computed:
             logits, hidden = self._records[0](code, batch._asdict())
-            logits.buffer.input = "logits"
-            return Computed(logits, hidden)  # type: ignore[arg-type]
+            logits.buffer.input, self._width = "logits", logits.shape[1]
+            return Computed(logits, hidden, self._ranks)  # type: ignore[arg-type]
 
         def head(pairs: Pairs) -> Computed:
             logits, hidden = self._records[-1](code, pairs._asdict())
-            return Computed(logits, hidden)  # type: ignore[arg-type]
+            return Computed(logits, hidden, self._ranks)  # type: ignore[arg-type]
 
         state = StepState(*map(code.given, (self._table.on_device, ledger.lengths, ledger.ids, self._ring)))
         parts = ProgramParts(trunk, head, lambda num: self._given(code, self._places, num))

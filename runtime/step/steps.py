@@ -9,20 +9,19 @@ import numpy as np
 import torch
 
 from hemiola.plugins.step import forms
-from hemiola.runtime.cache.pages import PagePool
+from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.graphs import Graphs
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Drafter, Trunk
-from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.step import Launched, Plan
 from hemiola.runtime.manifest import HIDDEN
 from hemiola.runtime.progress import Report, silent
+from hemiola.runtime.schedule.plan import Launched, Plan
 from hemiola.runtime.step.captured import Captured
 from hemiola.runtime.step.eager import EagerSteps
 from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.prompts import Prompts
-from hemiola.runtime.step.table import PageTable
+from hemiola.runtime.step.table import PageTable, TableSource
 
 if TYPE_CHECKING:
     from hemiola.runtime.step.recorded import Recorded  # numba is not needed elsewhere
@@ -65,7 +64,7 @@ def make_steps(
     config: Resolved,
     storage: Storage,
     session: Engine,
-    pages: PagePool,
+    pages: TableSource,
     device: torch.device,
     held: ExitStack,
     report: Report = silent,
@@ -86,7 +85,7 @@ def make_steps(
     if recordings:
         from hemiola.runtime.step.recorded import Recorded  # numba is not needed elsewhere
 
-        whole = Recorded(*given, recordings, ring, storage.poison)
+        whole = Recorded(*given, recordings, ring, storage.poison, getattr(session, "ranks", None))
     return AllSteps(ops, ledger, table, whole, EagerSteps(*given, session, session, ring), session)
 
 

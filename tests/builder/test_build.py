@@ -68,6 +68,7 @@ def test_engine_is_self_contained(tiny_checkpoint: Get, run: Callable, tmp_path:
     assert {str(p.relative_to(engine)) for p in engine.rglob("*") if p.is_file()} == {
         "manifest.json",
         "trunk.jsonl",
+        "trunk.lines.jsonl",
         "draft.jsonl",
         "weights.safetensors",
         "tokenizer/tokenizer.json",
@@ -98,7 +99,8 @@ def test_help_and_module_entry(tmp_path: Path) -> None:
     )
     assert (result.returncode, result.stdout) == (2, b"")
     assert without_stages(result.stderr.decode()).splitlines() == [
-        f"error: {tmp_path / 'no'} is not a directory; pass a Hugging Face checkpoint folder"
+        f"error: {tmp_path / 'no'} is not a directory, and no name on the Hub (OWNER/MODEL); pass a Hugging"
+        " Face checkpoint folder or such a name"
     ]
 
 
@@ -407,9 +409,17 @@ OPTIONS = {
     "negative drafts": ("--num-drafts -1", "--num-drafts is -1"),
     "no rows": ("--max-rows 0", "--max-rows is 0"),
     "no draft vocabulary": ("--draft-vocab 0", "--draft-vocab is 0"),
-    "kind of pages": ("--kv-dtype fp4", "--kv-dtype is 'fp4'", "'auto' or 'fp8'"),
+    "kind of pages": ("--kv-dtype fp4", "--kv-dtype is 'fp4'", "'auto', 'fp8', 'turboquant_k8v4'"),
     "narrow pages on GPUs": ("--kv-dtype fp8 --arch sm_80,sm_90,sm_86", "sm_80, sm_86 cannot convert e4m3"),
     "narrow pages in ONNX": ("--kv-dtype fp8 --target onnxruntime", "not supported by --target onnxruntime"),
+    "codes in ONNX": (
+        "--kv-dtype turboquant_4bit_nc --target onnxruntime",
+        "--kv-dtype turboquant_4bit_nc is not supported by --target onnxruntime, only by torch",
+    ),
+    "e4m3 keys on GPUs": (
+        "--kv-dtype turboquant_k8v4 --arch sm_80,sm_90",
+        "--kv-dtype turboquant_k8v4: sm_80 cannot convert e4m3",
+    ),
     "tiny steps": ("--max-step-tokens 9", "--max-step-tokens 9 cannot hold --max-rows 64", "256"),
     "a step that no machine holds": (
         "--max-step-tokens 4611686018427387904",
@@ -555,7 +565,7 @@ def refused(run: Callable, source: Path, tmp_path: Path, options: list[str], wor
 def test_a_change_in_any_file_of_an_engine_is_found(tiny_engine: Get, tmp_path: Path) -> None:
     engine = shutil.copytree(tiny_engine("qwen3_5"), tmp_path / "engine")
     files = {file for file in engine.rglob("*") if file.is_file() and file.name != manifest.FILE}
-    assert engine / "tokenizer/chat_template.jinja" in files and len(files) == 6
+    assert engine / "tokenizer/chat_template.jinja" in files and len(files) == 7
     for file in files:
         content = file.read_bytes()
         file.write_bytes(bytes([content[0] ^ 1]) + content[1:])

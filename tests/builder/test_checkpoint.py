@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from hemiola.builder.build import Options, build
 from hemiola.builder.checkpoint import Checkpoint, Config, file_in
-from hemiola.builder.lazy import Lazy, join
+from hemiola.builder.lazy import Lazy, join, stacked
 from hemiola.runtime.errors import Refused
 
 
@@ -74,7 +74,7 @@ def test_joined_tensors_take_the_smallest_dtype_that_holds_all() -> None:
     assert join([bf16, bf16]).dtype == torch.bfloat16
     assert join([bf16, fp32]).dtype == join([bf16, fp16]).dtype == torch.float32
     assert join([bf16, bf16]).shape == join([bf16, bf16]).read().shape == (4, 3)
-    assert join([bf16, fp32], torch.stack).shape == (2, 2, 3)
+    assert stacked([bf16, fp32]).shape == (2, 2, 3)
     doubled = bf16.map(lambda w: 2 * w.float())
     assert doubled.dtype == torch.float32 and torch.equal(doubled.read(), torch.full((2, 3), 2.0))
 

@@ -1,4 +1,4 @@
-"""--kv-dtype fp8: transformers' numbers with rounded keys and values, a checkpoint's scales, bytes."""
+"""--kv-dtype: transformers' numbers with rounded keys and values, a checkpoint's scales, bytes, warnings."""
 
 import json
 import shutil
@@ -15,10 +15,13 @@ from oracle import Oracle
 from safetensors.torch import load_file, save_file
 
 from hemiola.builder.build import Options, build
+from hemiola.plugins.attention.pages import CODES, FORMATS
+from hemiola.plugins.attention.reference import load, store
 from hemiola.plugins.spec import E4M3
 from hemiola.runtime import manifest
 from hemiola.runtime.config import state_bytes
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM
 
 Get = Callable[..., Path]
 SIZES = {"max_len": 256, "max_rows": 2, "max_step_tokens": 64, "page_len": 32, "drafts": "none"}
@@ -68,8 +71,73 @@ def test_logits_are_those_of_transformers_with_rounded_keys_and_values(
         expected = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     build(folder, tmp_path / "engine", Options(**SIZES, kv_dtype="fp8"))
     assert (Harness(tmp_path / "engine").run(tokens, 1, 30) - expected).abs().max() < 1e-4
-    assert (Oracle(folder, kv_dtype=E4M3).logits(tokens) - expected).abs().max() < 1e-4
+    assert (Oracle(folder, kv_dtype="fp8").logits(tokens) - expected).abs().max() < 1e-4
     assert (plain - expected).abs().max() > 1e-2
+
+
+def test_logits_are_those_of_transformers_with_keys_and_values_read_from_codes(
+    tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within fp32's sums in other orders."""
+    folder, tokens, kv = tiny_checkpoint("qwen3_5"), [*range(20, 110)], "turboquant_4bit_nc"
+    model = checkpoints.reference(folder)
+    module: Any = sys.modules[type(model).__module__]
+    attend = module.eager_attention_forward
+
+    def coded(layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        found = []
+        for part, x, width in zip(("key", "value"), (k, v), FORMATS[kv].widths(k.shape[3]), strict=True):
+            page = torch.zeros(x.shape[2] + 6, x.shape[1], width, dtype=CODES)  # 96 tokens
+            for place in range(x.shape[2]):
+                store(part, page, place, x[0, :, place], 1.0)
+            read = load(part, page, x.shape[3], 1.0, torch.float32)[: x.shape[2]]
+            found.append(read.transpose(0, 1)[None])
+        return attend(layer, q, *found, *rest, **more)
+
+    with torch.no_grad():
+        plain = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        monkeypatch.setattr(module, "eager_attention_forward", coded)
+        expected = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    build(folder, tmp_path / "engine", Options(**SIZES, kv_dtype=kv))
+    assert (Harness(tmp_path / "engine").run(tokens, 1, 30) - expected).abs().max() < 1e-4
+    assert (plain - expected).abs().max() > 1e-2
+
+
+def test_codes_of_3_bits_warn_when_an_engine_is_built_and_when_it_is_opened(
+    tiny_checkpoint: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for kv, warns in (
+        ("turboquant_3bit_nc", True),
+        ("turboquant_k3v4_nc", True),
+        ("turboquant_4bit_nc", False),
+    ):
+        build(tiny_checkpoint("qwen3_5"), tmp_path / kv, Options(**SIZES | {"kv_dtype": kv}))
+        words = f"--kv-dtype {kv} keeps keys or values in 3 bits"
+        assert (f"warning: {words}" in capsys.readouterr().err) == warns
+        caplog.clear()
+        with LLM(tmp_path / kv, progress=False):
+            pass
+        assert any(words in record.message for record in caplog.records) == warns
+
+
+@pytest.mark.parametrize("kv", [kv for kv in FORMATS if kv.startswith("turboquant")])
+def test_pages_of_codes_take_the_bytes_of_their_table(tiny_engine: Get, kv: str) -> None:
+    """Padded to the size of a state they would save nothing (vllm 55196)."""
+    found, wide = manifest.load(tiny_engine("qwen3_5", kv_dtype=kv)), manifest.load(tiny_engine("qwen3_5"))
+    assert found.kv_dtype == kv and wide.kv_dtype == "auto" and found.identity != wide.identity
+    (*_, depth), *_ = (s.shape for s in wide.states if s.kind == "page")
+    per_head = sum(FORMATS[kv].widths(depth))
+    assert state_bytes(found.states, "page") * 2 * depth * 4 == state_bytes(wide.states, "page") * per_head
+    assert state_bytes(found.states, "slot") == state_bytes(wide.states, "slot")
+
+
+def test_a_manifest_whose_pages_are_not_of_its_format_is_refused(tiny_engine: Get, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_engine("qwen3_5", kv_dtype="turboquant_4bit_nc"), tmp_path / "engine")
+    path = folder / "manifest.json"
+    for named in ("auto", "fp8"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"kv_dtype": named}))
+        with pytest.raises(Refused, match=f"pages are uint8, which kv_dtype {named} has not"):
+            manifest.load(folder)
 
 
 def test_a_page_has_a_byte_for_a_number_and_the_engine_another_identity(tiny_engine: Get) -> None:

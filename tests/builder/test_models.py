@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from hemiola.builder import models
 from hemiola.builder.build import Options, build
-from hemiola.builder.checkpoint import Checkpoint, Config, Files
+from hemiola.builder.checkpoint import Checkpoint, Config
 from hemiola.builder.models import nemotron_h, qwen
 from hemiola.builder.models.layers import Kit, Rope
+from hemiola.builder.shard import Shard
 from hemiola.plugins import references
 from hemiola.runtime.errors import Refused
 
@@ -156,7 +157,7 @@ def test_loading_reads_no_weights(family: str, tiny_checkpoint: Get, monkeypatch
     def read(*_: object) -> torch.Tensor:
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(Files, "_read", read)
+    monkeypatch.setattr(Shard, "_read", read)
     model = models.load(Checkpoint(tiny_checkpoint(family)), references, chunk_len=16, max_len=64)
     assert model.draft is not None and all(p.is_meta for p in model.trunk.parameters())
     names = [*model.weights(model.trunk)]

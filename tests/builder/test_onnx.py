@@ -6,11 +6,12 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
-from kit import checkpoints
+from kit import checkpoints, quantised
 from kit.onnx_steps import Steps, evaluator
 
 from hemiola.builder import graph, models
 from hemiola.builder.checkpoint import Checkpoint
+from hemiola.builder.dequantise import coded_weights, stored
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.onnx import to_onnx, with_weights
 from hemiola.builder.weights import write_weights
@@ -63,6 +64,41 @@ def test_the_evaluator_gives_the_logits_of_the_torch_model(
         assert (value - expected).norm() < TOLERANCE[dtype] * expected.norm()
         if dtype is torch.float32:
             assert torch.equal(value.argmax(1), expected.argmax(1))
+
+
+INT4 = quantised.Recipe(
+    quantised.compressed("pack-quantized", 4, "int", "group", 16),
+    (quantised.NEVER, quantised.HEAD, (quantised.ALL, quantised.packed(4, 16))),
+)
+RECIPES = {name: quantised.RECIPES[name] for name in ("compressed_fp8", "modelopt_nvfp4")} | {"int4": INT4}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_evaluator_dequantises(recipe: str, tiny_checkpoint: Get, tmp_path: Path) -> None:
+    """The logits of the torch model with the fp32 numbers that the codes stand for."""
+    copies = quantised.quantise(tiny_checkpoint("qwen3_5"), tmp_path, RECIPES[recipe])
+    made, steps = exported(copies.quantised, "trunk", torch.float32)
+    lazy = steps.model.weights(steps.model.trunk)
+    layouts = coded_weights(made, lazy)
+    model = to_onnx(made, layouts)
+    onnx.checker.check_model(model, full_check=True)
+    inputs = {value.name: value.type.tensor_type for value in model.graph.input}
+    for name in layouts:
+        for part, content in stored(name, lazy[name]).items():
+            dims = [dim.dim_value for dim in inputs[part].shape.dim]
+            raw = content.read().numpy().tobytes()
+            model.graph.initializer.append(
+                onnx.helper.make_tensor(part, inputs[part].elem_type, dims, raw, raw=True)
+            )
+    assert layouts and {node.op_type for node in model.graph.node} >= {"DequantizeLinear"}
+    call, other = evaluator(model), Steps(made, steps.model, steps.weights)
+    other.weights = {name: tensor for name, tensor in steps.weights.items() if name not in layouts}
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for given in steps.inputs():
+        pairs += zip(other.onnx(call, given).values(), steps.torch(given), strict=True)
+    for same in (pairs[::2], pairs[1::2]):
+        value, expected = (torch.cat(part) for part in zip(*same, strict=True))
+        assert (value - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hemiola.builder.build import build
+from hemiola.builder.formats import METHODS
 from hemiola.builder.formats.declared import is_about_pages, read_declared
 from hemiola.builder.options import Options
 from hemiola.runtime.errors import Refused
@@ -31,28 +32,31 @@ MIXED = {  # Nemotron-3-Super: hf_quant_config.json
 }  # fmt: skip
 AUTO_FP8 = {"activation_scheme": "static", "kv_cache_scheme": "static", "quant_method": "fp8"}
 AWQ = {"bits": 4, "group_size": 128, "quant_method": "awq", "zero_point": True}
-NO_FP8 = "sm_80, sm_86 cannot multiply FP8, sm_89 and newer can; build for --target torch --arch cpu"
-NOT_YET = "which --target torch --arch"
+NONE_IS = "by its config, but no tensor is; use"
 
 
 @pytest.mark.parametrize(
-    ("config", "beside", "archs", "expected"),
+    ("config", "beside", "arch", "expected"),
     [
-        (QWEN_FP8, None, "cpu", "weights are FP8 by its config, but no tensor is; use"),
-        (QWEN_FP8, None, "sm_80,sm_86,sm_89", NO_FP8),
-        (MODELOPT_FP8, None, "sm_89", f"weights are FP8, {NOT_YET} sm_89 does not multiply yet; build for"),
-        (NVFP4, None, "sm_89,sm_120", "sm_89 cannot multiply NVFP4, sm_100 and newer can; build for"),
-        (NVFP4, None, "sm_120", f"weights are NVFP4, {NOT_YET} sm_120"),
-        (COMPRESSED, None, "sm_90", "sm_90 cannot multiply NVFP4"),
-        (None, MIXED, "sm_80", f"weights are FP8 and NVFP4, {NOT_YET} sm_80"),
-        (AUTO_FP8, None, "cpu", "weights are FP8 by its config"),
-        (AWQ, None, "sm_90", f"weights are INT4, {NOT_YET} sm_90"),
+        (QWEN_FP8, None, "cpu", f"weights are FP8 {NONE_IS}"),
+        (QWEN_FP8, None, "sm_80", f"weights are FP8 {NONE_IS}"),
+        (MODELOPT_FP8, None, "sm_89", f"weights are FP8 {NONE_IS}"),
+        (NVFP4, None, "sm_120", f"weights are NVFP4 {NONE_IS}"),
+        (
+            COMPRESSED,
+            None,
+            "onnxruntime",
+            "which --target onnxruntime does not multiply; build for --target torch",
+        ),
+        (None, MIXED, "onnxruntime", "weights are FP8 and NVFP4, which --target onnxruntime"),
+        (AUTO_FP8, None, "cpu", f"weights are FP8 {NONE_IS}"),
+        (AWQ, None, "sm_90", f"weights are INT4 {NONE_IS}"),
     ],
 )
-def test_it_is_refused_with_what_the_architectures_lack_and_the_way_out(
+def test_it_is_refused_with_the_way_out(
     config: Any,
     beside: Any,
-    archs: str,
+    arch: str,
     expected: str,
     tiny_checkpoint: Callable[[str], Path],
     tmp_path: Path,
@@ -64,8 +68,9 @@ def test_it_is_refused_with_what_the_architectures_lack_and_the_way_out(
     (folder / "config.json").write_text(json.dumps(content))
     if beside:
         (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": beside}))
+    options = {"target": arch} if arch == "onnxruntime" else {"arch": [arch]}
     with pytest.raises(Refused) as refused:
-        build(folder, tmp_path / "engine", Options(arch=[archs]))
+        build(folder, tmp_path / "engine", Options(**options))
     assert expected in str(refused.value) and str(refused.value).endswith("use the bf16 checkpoint")
     assert "\n" not in str(refused.value) and not (tmp_path / "engine").exists()
 
@@ -83,4 +88,4 @@ def test_keys_and_values_alone_are_no_quantised_weights() -> None:
 def test_a_file_that_says_nothing_is_no_word_about_pages() -> None:
     """Of no declaration at all, all were about pages: the checkpoint was read as if it were not quantised."""
     with pytest.raises(Refused, match=r"weights are quantised \(hf_quant_config.json does not say how\)"):
-        read_declared("config.json", {}, {"quantization": {}})
+        read_declared("config.json", {}, {"quantization": {}}, METHODS)

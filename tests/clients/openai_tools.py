@@ -30,9 +30,16 @@ assert free.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 forced = client.chat.completions.create(messages=messages, tool_choice="required", **common)
 message = forced.choices[0].message
-(call,) = message.tool_calls
-json.loads(call.function.arguments)
-messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "14 C"}]
+messages.append(message)
+for call in message.tool_calls:
+    json.loads(call.function.arguments)
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": "14 C"})
 final = client.chat.completions.create(messages=messages, **common)
 assert final.choices[0].message.role == "assistant"
+
+thought = type(message)(role="assistant", tool_calls=[call], reasoning_content="It may rain.")
+result = {"role": "tool", "tool_call_id": call.id, "content": "14 C"}
+for turn in (thought, thought.model_dump()):  # as a thinking model's turn goes back
+    again = client.chat.completions.create(messages=[messages[0], turn, result], **common)
+    assert again.choices[0].finish_reason
 print(call.function.name, call.function.arguments)

@@ -16,9 +16,9 @@ from kit.gpu_engines import FAMILIES, MARKS, NO_REHEARSAL, NUM_DRAFTS, PAGE, SAM
 from kit.proposers import Scripted
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.engine.request import Request
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.schedule.request import Request
 from hemiola.runtime.step import bucket
 from hemiola.runtime.step.bucket import Bucket
 from hemiola.runtime.step.captured import Captured
@@ -72,12 +72,13 @@ def kinds_of(buckets: Iterable[Bucket]) -> set[tuple[int, int, int]]:
     return {(b.tokens // b.rows, b.passes, b.pairs // b.rows) for b in buckets}
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp8", "turboquant_4bit_nc", "turboquant_3bit_nc"])
 @FAMILY
-def test_pages_of_e4m3_keep_the_plain_runs_bits(
-    make_hand: Callable[..., EngineHand], story: Callable, family: str
+def test_narrow_pages_keep_the_plain_runs_bits(
+    make_hand: Callable[..., EngineHand], story: Callable, family: str, kv_dtype: str
 ) -> None:
     """Over drafts, hits, chunks and preemption; the texts are those of another engine."""
-    hand = make_hand(family, "mtp", {"kv_dtype": "fp8"}, cuda_graphs=True, pipeline_depth=1)
+    hand = make_hand(family, "mtp", {"kv_dtype": kv_dtype}, cuda_graphs=True, pipeline_depth=1)
     for again in range(2):
         for at in range(8):
             hand.submit(story(family)[: 17 + 23 * at + again], max_tokens=24)

@@ -18,9 +18,9 @@ from kit.harness import Harness
 from kit.ops import Subject, rel_error, same_bits, subject
 
 from hemiola.builder import targets
+from hemiola.builder.targets.trt.ptx import ahead
 from hemiola.plugins.gpu import compile
 from hemiola.plugins.gpu.device import gpu_of
-from hemiola.plugins.gpu.ptx import ahead
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM

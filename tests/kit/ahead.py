@@ -1,4 +1,4 @@
-"""Calls of our ops as on a GPU, and ops told beforehand (plugins/gpu/ahead.py), as who was told runs them."""
+"""Calls of our ops as on a GPU, and the launches that were planned ahead (builder/targets/trt/ahead.py)."""
 
 from collections.abc import Collection, Sequence
 from ctypes import c_int32, c_void_p
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from kit.ops import Subject, int32, row
 
-from hemiola.plugins.gpu.ahead import Memory, Sized, plan, ways
+from hemiola.builder.targets.trt.ahead import Memory, Sized, plan, ways
+from hemiola.builder.targets.trt.ptx import Ahead, PtxKernel
+from hemiola.builder.targets.trt.terms import Dim, Term, evaluate
 from hemiola.plugins.gpu.device import Gpu
-from hemiola.plugins.gpu.ptx import Ahead, PtxKernel
-from hemiola.plugins.gpu.terms import Dim, Term, evaluate
 from hemiola.plugins.spec import Arg, Op
 
 MOST = {"T": 256, "N": 8, "W": 64, "S": 9, "Z": 200}  # sizes of the largest step, by letter

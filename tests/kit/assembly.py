@@ -2,8 +2,9 @@
 
     python -m tests.kit.assembly MODULES [NUMBERxLANES [TRIPLE]]
 
-prints a line for each such loop, and how many loops with arithmetic were seen. numba's environment says which
-CPU the code is for; the registers may be said to be others, and LLVM may write for another architecture.
+prints a line for each such loop, with how many vectors it writes there (none: it reads what was put there
+before it), and how many loops with arithmetic were seen. numba's environment says which CPU the code is for;
+the registers may be said to be others, and LLVM may write for another architecture.
 """
 
 import importlib
@@ -24,6 +25,8 @@ JUMP = re.compile(r"^\s+(j\w+|b|b\.\w+|cbn?z|tbn?z)\s+(?:.*,\s*)?(\.L\w+)$")
 ENDS = re.compile(r"^\s+(jmp|ret\w*|b|br|ud2)\b")
 ARITHMETIC = re.compile(r"^\s+(vfn?m(add|sub)|vadd|vmul|vsub|vdiv|fml[as]|fmul|fadd|fsub|fdiv)")
 STACK = re.compile(r"\(%rsp|\[sp")
+# the last operand on x86, the instruction on AArch64
+WRITES = re.compile(r"^\s+(st\w+\b|\S.*,\s*-?\d*\(%rsp[^)]*\)$)")
 VECTOR = re.compile(
     r"^\s+(?!v\w+s[sd]\b|vmov[dq]\b)\S+.*(%[xyz]mm|\b[qv]\d+\b)"
 )  # or a number for all of one
@@ -74,7 +77,10 @@ def spilled(assembly: str) -> tuple[list[str], int]:
                 num_loops += 1
                 moves = [line for line in body if STACK.search(line) and VECTOR.search(line)]
                 if moves:
-                    found.append(f"{name}: {len(moves)} of {len(body)}, first {moves[0].strip()!r}")
+                    written, first = sum(map(bool, map(WRITES.match, moves))), moves[0].strip()
+                    found.append(
+                        f"{name}: {len(moves)} of {len(body)}, {written} of them written, first {first!r}"
+                    )
     return found, num_loops
 
 

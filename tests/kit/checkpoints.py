@@ -220,9 +220,10 @@ def make(
     _quiet()
     dtype = dtype or (torch.bfloat16 if family in IN_BF16 else torch.float32)
     torch.manual_seed(seed)
-    from kit.varied import VARIED  # which is made of what is here
+    from kit.divisible import DIVISIBLE  # which are made of what is here
+    from kit.varied import VARIED
 
-    config, tensors = (FAMILIES | TEST_FAMILIES | VARIED)[family]()
+    config, tensors = (FAMILIES | TEST_FAMILIES | VARIED | DIVISIBLE)[family]()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))

@@ -26,7 +26,8 @@ class Demands:
     def settle(self) -> None:
         asked, self._asked = self._asked, []
         if asked:
-            outcomes = torch.stack([outcome for outcome, _ in asked]).tolist()
+            device = asked[0][0].device
+            outcomes = torch.stack([outcome.to(device) for outcome, _ in asked]).tolist()
             assert all(outcomes), asked[outcomes.index(False)][1]
 
 

@@ -56,7 +56,8 @@ def _serve() -> None:
     from kit.stages import without_stages
 
     from hemiola.builder import build, cli  # noqa: F401
-    from hemiola.builder.targets import TARGETS, rtx  # noqa: F401
+    from hemiola.builder.targets import TARGETS  # noqa: F401
+    from hemiola.builder.targets.trt import rtx  # noqa: F401
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it

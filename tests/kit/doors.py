@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import requests
@@ -14,7 +14,7 @@ import tritonclient.grpc as grpcclient
 from kit.served import Served
 from kit.triton_calls import events, ids, joined
 
-from hemiola.runtime.api import Output, SamplingParams
+from hemiola.runtime.api import Output, PromptLogprobs, SamplingParams
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.serving.aclient import AsyncClient
 from hemiola.runtime.serving.client import Client
@@ -60,6 +60,7 @@ def shared(number: int) -> dict:
         "top_p": 0.9,
         "stop": ["zz", "é"],
         "logprobs": number % 3,
+        **({"prompt_logprobs": number % 5} if number % 4 == 1 else {}),  # not in the streams of `by_openai`
     }
 
 
@@ -76,11 +77,17 @@ class Said(NamedTuple):
     text: str
     finish_reason: str | None
     logprobs: list[float]
+    prompt: list[float | None]  # log-probabilities of its tokens
 
 
 def of_output(output: Output) -> Said:
     values = [one.logprob for one in output.logprobs or ()]
-    return Said(output.token_ids, output.text, output.finish_reason, values)
+    scores = of_prompt(output.prompt_logprobs)
+    return Said(output.token_ids, output.text, output.finish_reason, values, scores)
+
+
+def of_prompt(found: PromptLogprobs | None) -> list[float | None]:
+    return [one and one.logprob for one in found or ()]
 
 
 def of_messages(messages: list[dict]) -> Said:
@@ -91,7 +98,8 @@ def of_messages(messages: list[dict]) -> Said:
     values = [one["logprob"] for message in messages for one in json.loads(message.get("logprobs", "[]"))]
     found = [token for message in messages for token in ids(message)]
     text = "".join(message["text_output"] for message in messages)
-    return Said(found, text, messages[-1]["finish_reason"], values)
+    scores = [one and one["logprob"] for one in json.loads(messages[0].get("prompt_logprobs", "[]"))]
+    return Said(found, text, messages[-1]["finish_reason"], values, scores)
 
 
 def triton_body(number: int) -> dict:
@@ -113,7 +121,7 @@ def by_client_in_streams(served: Served, model: str) -> list[Said]:
         assert all(piece.finish_reason is None for piece in pieces[:-1])
         values = [one.logprob for piece in pieces for one in piece.logprobs or ()]
         counts.append(len(pieces))
-        return Said(*joined(pieces), pieces[-1].finish_reason, values)
+        return Said(*joined(pieces), pieces[-1].finish_reason, values, of_prompt(pieces[0].prompt_logprobs))
 
     counts: list[int] = []
     with Client(served.grpc_url, model) as client, ThreadPoolExecutor(AT_ONCE) as threads:
@@ -200,7 +208,11 @@ def by_openai(served: Served, model: str) -> list[Said]:
             "".join(choice.text for choice in choices),
             choices[-1].finish_reason,
             [v for choice in choices if choice.logprobs for v in choice.logprobs.token_logprobs],
+            [one and next(iter(one.values()))["logprob"] for one in scores_of(choices[0])],
         )
+
+    def scores_of(choice: Any) -> list:
+        return choice.model_dump().get("prompt_logprobs") or []
 
     async def run() -> list[Said]:
         gate = asyncio.Semaphore(AT_ONCE)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from kit.engine_hand import EngineHand
 
-from hemiola.runtime.engine.request import Request
-from hemiola.runtime.engine.step import Plan, Row
+from hemiola.runtime.schedule.plan import Plan, Row
+from hemiola.runtime.schedule.request import Request
 
 
 class Faults:

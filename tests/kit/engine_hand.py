@@ -15,25 +15,30 @@ from kit.demands import Demands, later
 from kit.fake_session import check_inputs
 from kit.guided import fitting
 from kit.hand import Hand
+from kit.narrow import by_token, is_poison
 from kit.plain import Plain, places
 from kit.proposers import Scripted, Text
+from kit.rank_threads import RankThreads
 
 from hemiola.runtime import manifest
 from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.api import Logprob
+from hemiola.runtime.choose.rule import Rule
+from hemiola.runtime.choose.sampling import choose, logprobs, to_logprobs
 from hemiola.runtime.config import Resolved, ServeConfig, resolve
 from hemiola.runtime.device.find import find_device
+from hemiola.runtime.device.head import Head
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.device.transfer import upload_ints
-from hemiola.runtime.engine.request import Bounds, Request, Rule
-from hemiola.runtime.engine.sampling import choose, logprobs, to_logprobs
-from hemiola.runtime.engine.step import Launched, Outcome, Plan, Row
 from hemiola.runtime.llm import make_loop, prefix_cost
+from hemiola.runtime.schedule.plan import Launched, Outcome, Plan, Row
+from hemiola.runtime.schedule.request import Bounds, Request
 from hemiola.runtime.step.bucket import Bucket
 from hemiola.runtime.step.captured import Captured, CapturedResult
 from hemiola.runtime.step.program import Batch
 from hemiola.runtime.step.prompts import Prompts
+from hemiola.runtime.step.ranked import RankedSteps
 from hemiola.runtime.step.recorded import Recorded
 
 VOCAB = 320
@@ -105,9 +110,14 @@ class Recorder:
         return self.session.draft(**inputs)
 
     def run(self, batch: Batch) -> Computed:
+        return self._kept(batch, self.session.run(batch))
+
+    def run_all(self, batch: Batch) -> Computed:
+        return self._kept(batch, self.session.run_all(batch))
+
+    def _kept(self, batch: Batch, out: Computed) -> Computed:
         check_inputs(self.config, "trunk", {name: getattr(batch, name) for name in INPUTS["trunk"]})
-        out = self.session.run(batch)
-        logits = out.logits
+        logits = out._lines if self.ranks is not None else out.logits  # all logits would take all ranks
         is_capturing = logits.is_cuda and torch.cuda.is_current_stream_capturing()
         (self.captured if is_capturing else self.logits).append(logits.clone())
         return out
@@ -115,6 +125,10 @@ class Recorder:
     @property
     def recordings(self) -> list:
         return self.session.recordings
+
+    @property
+    def ranks(self) -> Head | None:
+        return self.session.ranks
 
     def watch(self, prompts: Prompts) -> None:
         """Keep logits without their padding, replayed ones, too."""
@@ -152,9 +166,13 @@ class EngineHand(Hand):
         device = find_device(engine_dir, found.arch)
         sizes = config.num_pages, config.num_slots
         self.storage = Storage(found.states, *sizes, poison=True, device=device)
-        recorder = Recorder(Session(engine_dir, found, self.storage, config.drafts), config)
-        loop = make_loop(config, self.storage, recorder, None, prefix_cost(found), device=device)
-        self.recorder, steps = recorder, loop.steps
+        self.ranks = RankThreads(engine_dir, found, config) if found.tp > 1 else None
+        group = self.ranks and self.ranks.groups[0]
+        recorder = Recorder(Session(engine_dir, found, self.storage, config.drafts, group=group), config)
+        given = config, self.storage, recorder, None, prefix_cost(found)
+        loop = make_loop(*given, device=device, followers=self.ranks)
+        self.recorder = recorder
+        self.steps = steps = loop.steps.steps if isinstance(loop.steps, RankedSteps) else loop.steps
         if isinstance(steps.trunk, Prompts):
             recorder.watch(steps.trunk)
         self._is_scripted = proposer is not None
@@ -192,7 +210,7 @@ class EngineHand(Hand):
             commit(plan, outcome)
 
         scheduler.plan, scheduler.commit = shuffled, keep
-        steps = self.loop.steps
+        steps = self.steps
         launch = steps.launch
 
         def launch_and_keep(plan: Plan) -> Launched:
@@ -239,7 +257,7 @@ class EngineHand(Hand):
         """The device's copy is the host's."""
         held = self.loop.scheduler.prefix.pages
         slots = [(row.slot_id, slice(held.capacity[row.slot_id] // held.page_len)) for row in plan.rows]
-        own, found = [held.table[place].tolist() for place in slots], later(self.loop.steps.table.on_device)
+        own, found = [held.table[place].tolist() for place in slots], later(self.steps.table.on_device)
 
         def look() -> None:
             (table,) = found()
@@ -248,7 +266,7 @@ class EngineHand(Hand):
         self.look(plan, look)
 
     def _keep_drafts(self, plan: Plan) -> None:
-        ledger, rows = self.loop.steps.ledger, [row for row in plan.rows if row.room and self.mtp]
+        ledger, rows = self.steps.ledger, [row for row in plan.rows if row.room and self.mtp]
         if not rows:
             return
         found = later(ledger.total_len, ledger.num_drafts, ledger.ids)
@@ -301,15 +319,20 @@ class EngineHand(Hand):
             logits = self.plain.logits(ids[:-1])
             for at in range(request.prompt_len, len(ids)):
                 for copy in self.recorded[ids[:at]]:
-                    self.demands.same(copy, logits[at - 1], f"{request.id}: position {at}")
+                    self.demands.same(copy, self._own(logits[at - 1]), f"{request.id}: position {at}")
                 checked.add(ids[:at])
             self._check_tokens(request, logits[request.prompt_len - 1 :])
         for request in due:
             self._check_logprobs(request)
+            self._check_prompt_logprobs(request)
         for ids in self.recorded.keys() - checked:  # of windows that ended early
             for copy in self.recorded[ids]:
-                self.demands.same(copy, self.plain.logits(ids)[-1], f"behind {len(ids)} tokens")
+                self.demands.same(copy, self._own(self.plain.logits(ids)[-1]), f"behind {len(ids)} tokens")
         self.demands.settle()
+
+    def _own(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of a line [V], those that the first rank has."""
+        return logits[: len(logits) // self.manifest.tp]
 
     def _check_tokens(self, request: Request, logits: torch.Tensor) -> None:
         """They are what the request's rule and its grammar choose from the logits [T, V] of its own text."""
@@ -336,6 +359,22 @@ class EngineHand(Hand):
         mine = table(request.logprobs)
         self.demands.same(mine.to(logits.device), table(wanted).to(logits.device), f"{request.id}: logprobs")
 
+    def _check_prompt_logprobs(self, request: Request) -> None:
+        """They leave once, with the first token; and whatever was computed of them is right."""
+        num_top, known = request.params.prompt_logprobs, request.prompt_logprobs
+        told = [p.prompt_logprobs for p in self.pieces[request.id] if p.prompt_logprobs is not None]
+        with_tokens = [piece.prompt_logprobs for piece in self.pieces[request.id] if piece.token_ids]
+        assert told == with_tokens[: num_top is not None], f"{request.id}: prompt's logprobs in other pieces"
+        for found in told:
+            assert found == [None, *known] and len(found) == request.prompt_len
+        if num_top is None or not known:
+            return
+        ids = request.ids[: request.prompt_len].tolist()
+        logits = self.plain.logits(ids)[: len(known)]
+        token_ids = torch.tensor(ids[1 : 1 + len(known)], device=logits.device)
+        wanted = table(to_logprobs(token_ids.tolist(), *logprobs(logits, token_ids, num_top)))
+        self.demands.same(table(known), wanted.to("cpu"), f"{request.id}: logprobs of the prompt")
+
     def check_drafts(self) -> None:
         """Every draft is the head's own continuation of a text: of its best tokens, or of its draws."""
         for text, found in sorted(self.proposed.items(), reverse=True):  # quick in this order
@@ -356,7 +395,7 @@ class EngineHand(Hand):
                 if name.startswith("mtp.") and not self.mtp:
                     continue
                 first = 1 if name.startswith("mtp.") and entry.edge == self.config.page_len else 0
-                held = self.storage.tensors[name][entry.page_id]
+                held = by_token(name, self.storage.tensors[name][entry.page_id])
                 where = f"{name}: page {entry.page_id} up to {entry.edge}"
                 self.demands.same(held[first:], wanted[first:], where)
             if entry.slot_id:
@@ -400,7 +439,7 @@ class EngineHand(Hand):
         free = {kind: upload_ints(device, ids) for kind, ids in free.items()}
         for state in self.manifest.states:
             held = self.storage.tensors[state.name][free[state.kind]]
-            self.demands.true(held.isnan().all(), f"{state.name}: somebody wrote what nobody owns")
+            self.demands.true(is_poison(held).all(), f"{state.name}: somebody wrote what nobody owns")
 
     def forget(self) -> None:
         """What was demanded of all there were: the next check is of requests to come."""
@@ -425,7 +464,8 @@ class EngineHand(Hand):
 
 
 def _is_plain(row: Row) -> bool:
-    return not row.chooses or (row.request.rule.plain and row.request.guide is None)
+    is_plain = row.request.rule.plain and row.request.guide is None
+    return row.scored is None and (not row.chooses or is_plain)
 
 
 def table(said: Sequence[Logprob]) -> torch.Tensor:

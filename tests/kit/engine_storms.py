@@ -1,10 +1,11 @@
 """Random turns of a real engine: everything at once.
 
-Requests come with prompts that begin, continue or leave greedy texts, several at once, of several priorities;
-some draw, some have penalties or forbidden words, some follow grammars, some want logprobs. They are
-cancelled (in some storms one in every turn) and preempted, the cache is flushed, and in some storms faults
-strike rows (engine_faults.py). Pages and slots are as scarce as the hand's sizes say; in a third of the
-storms short prompts with long answers come, which starve each other of pages.
+Requests come with prompts that begin, continue or leave greedy texts, several at once, of several
+priorities; some draw, some have penalties or forbidden words, some follow grammars, some want logprobs, of
+their prompts, too. They are cancelled (in some storms one in every turn) and preempted, the cache is
+flushed, and in some storms faults strike rows (engine_faults.py). Pages and slots are as scarce as the
+hand's sizes say; in a third of the storms short prompts with long answers come, which starve each other of
+pages.
 
 Who is not cancelled and not struck ends as asked. Every token and every logit that anybody got is the plain
 run's, and so is what is cached.
@@ -19,7 +20,7 @@ from kit.engine_hand import VOCAB, EngineHand
 from kit.guided import ASKED, EOS, compiled
 from kit.proposers import Text
 
-from hemiola.runtime.engine.request import Request
+from hemiola.runtime.schedule.request import Request
 
 RULES = {
     "drawn": {"temperature": 0.9, "top_p": 0.95, "top_k": 50},
@@ -32,6 +33,7 @@ RULES = {
         "stop_token_ids": [11],
     },
     "logprobs": {"logprobs": 3},
+    "prompt logprobs": {"prompt_logprobs": 2, "logprobs": 0},
     "grammar": {},
     "grammar, drawn": {"temperature": 1.1, "logprobs": 1},
 }
@@ -47,6 +49,8 @@ class EngineStorm:
         self._story, self._shortest = story, shortest
         self._priorities = dice.choice([[0, 0, 1, -1], [0, 5], [0, 1, 2, 3]])
         self._ruled = dice.choice([0.0, 0.3, 0.7])  # share of requests with RULES
+        is_cut = bool(hand.manifest.segment("trunk").pieces)  # so it has no head to score prompts with
+        self._kinds = [kind for kind in RULES if not (is_cut and kind == "prompt logprobs")]
         self._abort = dice.choice([0.04, 0.04, 0.6, 1.0])
         self._hungry = dice.random() < 1 / 3
         self._first = len(hand.requests)  # behind those of an earlier storm
@@ -94,7 +98,7 @@ class EngineStorm:
             length, num_tokens = dice.randint(self._shortest, 24), dice.randint(20, 60)
         tail = dice.choices(range(VOCAB), k=dice.choice([0, 0, 1, self.hand.config.page_len]))
         tail = tail[: self.hand.config.max_len - 1 - length]
-        kind = dice.choice(list(RULES)) if dice.random() < self._ruled else "plain"
+        kind = dice.choice(self._kinds) if dice.random() < self._ruled else "plain"
         options = {
             "max_tokens": num_tokens,
             "priority": dice.choice(self._priorities),
@@ -105,7 +109,7 @@ class EngineStorm:
         pattern = dice.choice(list(ASKED)) if kind.startswith("grammar") else None
         if pattern is not None:
             options["stop_token_ids"] = [EOS]
-        is_known = not tail and kind in ("plain", "logprobs")
+        is_known = not tail and kind in ("plain", "logprobs", "prompt logprobs")
         known = text[length : length + num_tokens] if is_known else []
         return kind, text[:length] + tail, pattern, options | {"seed": dice.getrandbits(64)}, known
 

@@ -5,6 +5,7 @@ context of a row is read back from there, so a wrong page, slot, position, lengt
 trips an assert. Fresh and freed places are poisoned.
 """
 
+import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ def resolved(**changes: float | str) -> Resolved:
         drafts="none", ngram_min=1, ngram_max=3, prefix_cache=False, snapshot_interval=0
     )
     sizes |= {"pipeline_depth": 0, "adaptive_drafts": False, "cuda_graphs": False, "vocab_size": VOCAB}
-    sizes |= {"aging_s": 0.0}
+    sizes |= {"aging_s": 0.0, "host_cache_bytes": 0, "disk_cache_bytes": 0, "disk_cache_dir": None}
     sizes.update(changes)
     sizes.setdefault("num_pages", sizes["max_rows"] * -(-sizes["max_len"] // sizes["page_len"]) + 1)
     sizes.setdefault("num_slots", sizes["max_rows"] + 1 + 4 * sizes["prefix_cache"])
@@ -68,6 +69,47 @@ def check_inputs(config: Resolved, segment: str, inputs: dict[str, torch.Tensor]
             ]
 
 
+class FakeUnits:
+    """Stands for HostUnits: a unit holds a page's tokens, or, as all of a snapshot's, its state."""
+
+    units_per_slot = 3
+
+    def __init__(self, session: "FakeSession", num_units: int) -> None:
+        self.session, self.num_units = session, num_units
+        self.content: list[list[int] | None] = [None] * num_units
+
+    def save_pages(self, page_ids: Sequence[int], units: Sequence[int]) -> None:
+        for page_id, unit in zip(page_ids, units, strict=True):
+            page = self.session.pages[page_id].tolist()
+            assert POISON not in page, f"page {page_id} is kept before it was written"
+            self.content[unit] = page
+
+    def save_slot(self, slot_id: int, units: Sequence[int]) -> None:
+        assert len(units) == self.units_per_slot and self.session.states[slot_id] is not None
+        for unit in units:
+            self.content[unit] = self.session.states[slot_id]
+
+    def load_pages(self, units: Sequence[int], page_ids: Sequence[int]) -> None:
+        for unit, page_id in zip(units, page_ids, strict=True):
+            assert self.session.may_write(page_id), f"page {page_id} is another's"
+            self.session.pages[page_id] = self.content[unit]
+
+    def load_slot(self, units: Sequence[int], slot_id: int) -> None:
+        assert len(units) == self.units_per_slot
+        self.session.states[slot_id] = self.content[units[-1]]
+
+    unit_bytes = 1024
+
+    def get(self, unit: int) -> bytes:
+        return json.dumps(self.content[unit]).encode().ljust(self.unit_bytes)
+
+    def put(self, unit: int, content: bytes) -> None:
+        self.content[unit] = json.loads(content)
+
+    def settled(self) -> Callable[[], None]:
+        return lambda: None
+
+
 class FakeSession:
     """Stands for Session and for Storage."""
 
@@ -90,6 +132,10 @@ class FakeSession:
         for slot_id in slot_ids:
             self.states[slot_id] = None
             self.records[slot_id] = POISON
+
+    def host_units(self, num_bytes: int) -> FakeUnits:
+        """A unit is a byte here."""
+        return FakeUnits(self, num_bytes)
 
     def copy_slot(self, source: int, target: int) -> None:
         assert self.states[source] is not None, f"slot {source} holds no state"

@@ -13,9 +13,9 @@ from kit.plain_sampling import edited
 from kit.proposers import Scripted, shuffled
 
 from hemiola.runtime.api import Piece
-from hemiola.runtime.engine.grammar import Stuck
-from hemiola.runtime.engine.pace import Pace
-from hemiola.runtime.engine.request import Request
+from hemiola.runtime.choose.grammar import Stuck
+from hemiola.runtime.schedule.pace import Pace
+from hemiola.runtime.schedule.request import Request
 
 NUM_TURNS = 200
 
@@ -40,6 +40,7 @@ def sizes_of(dice: random.Random) -> dict[str, int | bool]:
         "adaptive_drafts": dice.random() < 0.5,
         "pipeline_depth": dice.choice([0, 1, 1, 2]),
         "aging_s": dice.choice([0.0, 0.0, 7.0]),  # turns
+        "host_cache_bytes": dice.choice([0, 4, 12, 60]) if prefix_cache else 0,  # units of a page
     }
 
 
@@ -110,6 +111,7 @@ class Storm:
         self.aborted: set[int] = set()
         self.seen: set[tuple[str, bool, int]] = set()  # moves, against requests in flight, of so many tokens
         self.reached: Counter[str] = Counter()
+        self.watched_from = self.salt[0] % 2 * 40  # turn: a router may come when much is cached
         self._watch()
 
     def _watch(self) -> None:
@@ -274,6 +276,8 @@ class Storm:
 
     def turn(self) -> None:
         scheduler = self.hand.loop.scheduler
+        if self.num_turns == self.watched_from:
+            self.hand.watch_cache()
         self.num_turns += 1
         self.hand.turn()
         self.reached["requests of two priorities ran"] += (

@@ -47,6 +47,7 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
     answers: list[Any] = field(default_factory=list)
     deaf: bool = False  # to cancels too
     dies: bool = False  # after the answers
+    dies_of: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     requests: list[Any] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     num_open: int = 0
@@ -72,7 +73,7 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
             self.requests.append(request)
             yield from self.answers
             if self.dies:
-                context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+                context.abort(self.dies_of, "Socket closed")
             for other in requests:
                 self.cancelled.append(other.parameters["cancel"].string_param)
                 assert self.cancelled[-1] == request.id

@@ -73,6 +73,9 @@ class _Weights:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
     def get_tensor(self, name: str) -> torch.Tensor:
         return self._file.get_tensor(name).to(META)
 

@@ -9,7 +9,7 @@ from kit.fake_session import VOCAB, hashed
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from hemiola.runtime.api import StructuredOutputsParams
-from hemiola.runtime.engine.grammar import Grammar, Grammars
+from hemiola.runtime.choose.grammar import Grammar, Grammars
 
 WORDS = 'ab cd abc aa aaa xx =1 ,a ye yes est no may be 12 00 99 1} {" ": a" {"a":'
 TEXTS = [*'abcdefghijklmnopqrstuvwxyz0123456789{}":,=-+.^$\\', " ", "\n", *WORDS.split(" ")]

@@ -1,5 +1,6 @@
 """Runs a loop by hand: no thread, an audit after every turn."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -7,18 +8,22 @@ import numpy as np
 import torch
 from kit.demands import later
 from kit.fake_session import VOCAB, FakeSession
+from kit.router_index import RouterIndex
 
 from hemiola.plugins.rows import live_rows
 from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.api import Piece, SamplingParams
+from hemiola.runtime.cache.depth import Depth
 from hemiola.runtime.cache.edges import hit_len
 from hemiola.runtime.cache.lease import Start
-from hemiola.runtime.cache.tree import Chain
+from hemiola.runtime.cache.tier import Tier
+from hemiola.runtime.cache.tree import Chain, Entry
+from hemiola.runtime.choose.grammar import Grammar
 from hemiola.runtime.device.transfer import upload
-from hemiola.runtime.engine.grammar import Grammar
-from hemiola.runtime.engine.loop import Loop
-from hemiola.runtime.engine.request import Bounds, Request, new_request
-from hemiola.runtime.engine.step import Launched, Outcome, Plan
+from hemiola.runtime.dynamo.events import tenant_of
+from hemiola.runtime.schedule.loop import Loop
+from hemiola.runtime.schedule.plan import Launched, Outcome, Plan
+from hemiola.runtime.schedule.request import Bounds, Request, new_request
 from hemiola.runtime.step.pack import pack
 from hemiola.runtime.step.program import Batch
 from hemiola.runtime.step.steps import AllSteps
@@ -40,6 +45,12 @@ def filled(steps: AllSteps, plan: Plan, has_head: bool) -> Batch:
     return Batch._make(made)
 
 
+def root_of(entry: Entry) -> Entry:
+    while entry.parent is not None:
+        entry = entry.parent
+    return entry
+
+
 class Hand:
     """A loop whose turns the test takes."""
 
@@ -50,7 +61,10 @@ class Hand:
         self.pieces: dict[int, list[Piece]] = {}
         self.final_len: dict[int, int] = {}  # by request: tokens whose state its last step made final
         self._stored: dict[int, int] = {}  # and the last edge at which a step kept a snapshot of it
+        self.router: RouterIndex | None = None  # hears of the cache's changes
         self._looks: dict[int, tuple[Plan, list[Callable[[], None]]]] = {}  # by id of a plan under way
+        if (disk := loop.scheduler.prefix.disk) is not None:
+            disk.patience_s = math.inf  # how fast a disk was must not matter
         self._watch_hits()
         self._watch_steps()
         if isinstance(loop.storage, FakeSession):
@@ -63,16 +77,28 @@ class Hand:
         prefix = self.loop.scheduler.prefix
         admit = prefix.admit
 
-        def admit_and_check(chain: Chain, known_len: int, spare_pages: int = 0) -> Start | None:
-            expected = self.expected_hit(chain.ids[:known_len].tolist(), chain.salt)
-            start = admit(chain, known_len, spare_pages)
+        def admit_and_check(
+            chain: Chain, known_len: int, spare_pages: int = 0, may_hit: bool = True
+        ) -> Start | None:
+            expected = self.expected_hit(chain.ids[:known_len].tolist(), chain.salt) if may_hit else 0
+            if self.router is not None:
+                depth = self.router.depth(chain.ids[:known_len].tolist(), tenant_of(chain.salt))
+                assert depth >= expected, "the router knows of less than there is"
+            start = admit(chain, known_len, spare_pages, may_hit)
             assert start is None or start.hit_len == expected, f"began at {start.hit_len}, not at {expected}"
             return start
 
         prefix.admit = admit_and_check
 
+    def watch_cache(self) -> None:
+        """From now on a router hears of the cache; each audit compares what it believes."""
+        prefix = self.loop.scheduler.prefix
+        self.router = RouterIndex(prefix.page_len)
+        prefix.watch(Depth(self.router))
+
     def _watch_steps(self) -> None:
-        steps, scheduler = self.loop.steps, self.loop.scheduler
+        scheduler = self.loop.scheduler
+        steps = getattr(self.loop.steps, "steps", self.loop.steps)  # of a leader, its own
         launch, commit = steps.launch, scheduler.commit
         has_head = self.loop.config.drafts == "mtp"
 
@@ -112,15 +138,27 @@ class Hand:
         if not prefix.enabled:
             return 0
         for token_ids, entry in prefix.contents():
-            root = entry
-            while root.parent is not None:
-                root = root.parent
-            same_tenant = salt is None or root.tokens == salt
+            same_tenant = salt is None or root_of(entry).tokens == salt
             if same_tenant and entry.step < prefix.step and known[: entry.edge] == token_ids:
                 cached_len = max(cached_len, entry.edge)
                 if entry.slot_id and edges is not None:
                     edges.append(entry.edge)
-        return hit_len(len(known), prefix.page_len, cached_len, edges)
+        hit = hit_len(len(known), prefix.page_len, cached_len, edges)
+        return max(hit, self._expected_of_host(known, salt))
+
+    def _expected_of_host(self, known: list[int], salt: bytes | None) -> int:
+        """What the host keeps serves as well."""
+        prefix = self.loop.scheduler.prefix
+        if prefix.host is None:
+            return 0
+        found = [
+            entry
+            for token_ids, entry, _ in prefix.host.contents()
+            if known[: entry.edge] == token_ids and (salt is None or root_of(entry).tokens == salt)
+        ]
+        edges = [entry.edge for entry in found if entry.slot_id] if prefix.hybrid else None
+        longest = max((entry.edge for entry in found), default=0)
+        return hit_len(len(known), prefix.page_len, longest, edges)
 
     def submit(
         self,
@@ -144,7 +182,7 @@ class Hand:
 
     @property
     def idle(self) -> bool:
-        return not self.loop._busy and len(self.loop._inbox) == 0
+        return not (self.loop._busy or self.loop.scheduler.fetching or len(self.loop._inbox))
 
     def turn(self) -> None:
         if not self.idle:  # there the loop would wait for a message
@@ -155,6 +193,8 @@ class Hand:
         """Ownership; and the content of whatever is cached, where the session keeps tokens."""
         scheduler, session = self.loop.scheduler, self.loop.storage
         self.loop.audit()
+        if self.router is not None:
+            self.router.check(scheduler.prefix)
         assert self._looks == {} or not self.idle, "nobody looked at a step"
         if not isinstance(session, FakeSession):
             return
@@ -165,6 +205,14 @@ class Hand:
             )
             if entry.slot_id:
                 assert session.states[entry.slot_id] == list(token_ids), f"snapshot {entry.slot_id} is wrong"
+        self._audit_host(scheduler.prefix.host, page_len)
+
+    def _audit_host(self, host: Tier | None, page_len: int) -> None:
+        """It keeps what its keys say."""
+        for token_ids, entry, units in host.contents() if host is not None else ():
+            content = host.mover.content
+            assert content[entry.page_id] == token_ids[-page_len:], "the host has another page's content"
+            assert all(content[unit] == token_ids for unit in units), "the host has another snapshot"
 
     def run(self, most: int = 10_000) -> None:
         """Until everything has ended."""

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from kit.ops import next_edge
 
+from hemiola.plugins.attention.pages import CODES
+from hemiola.plugins.ranks import RANK
 from hemiola.runtime import manifest
 from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.device.find import find_device
@@ -15,6 +17,7 @@ from hemiola.runtime.device.kernels import load_kernels
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, LoadedSegment, load_weights
 from hemiola.runtime.device.transfer import upload
+from hemiola.runtime.manifest import GROUP
 
 
 @dataclass
@@ -29,7 +32,8 @@ class Request:
 class Harness:
     """An engine on poisoned memory."""
 
-    def __init__(self, engine_dir: Path) -> None:
+    def __init__(self, engine_dir: Path, group: torch.Tensor | None = None) -> None:
+        """group: of which ranks it is one (plugins/ranks.py); then logits are this rank's."""
         self.manifest = manifest.load(engine_dir)
         limits = self.manifest.limits
         self.table_width = -(-limits.max_len // limits.page_len)
@@ -40,7 +44,12 @@ class Harness:
         self.states = storage.tensors
         segments = self.manifest.segments
         names = {name for segment in segments for name in segment.weights}
-        self.weights = weights = load_weights(engine_dir, self.manifest, names, self.device)
+        rank = 0 if group is None else int(group[RANK])
+        self.weights = weights = load_weights(
+            engine_dir, self.manifest, names - {GROUP}, self.device, rank=rank
+        )
+        if group is not None:
+            weights[GROUP] = group
         if self.device.type == "cuda":
             load_kernels(engine_dir, self.manifest, self.device)
         given = engine_dir, self.manifest
@@ -51,7 +60,7 @@ class Harness:
         """All requests, and what they left."""
         self.requests.clear()
         for tensor in self.states.values():
-            tensor.fill_(torch.nan)
+            tensor.fill_(0xFF if tensor.dtype is CODES else torch.nan)
 
     def request(self) -> Request:
         """With pages in no particular order."""

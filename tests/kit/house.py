@@ -10,8 +10,8 @@ from kit.hand import Hand
 from kit.proposers import shuffled
 
 from hemiola.runtime.cache.eviction import Cost
-from hemiola.runtime.engine.request import Bounds, Request
 from hemiola.runtime.llm import make_loop
+from hemiola.runtime.schedule.request import Bounds, Request
 
 NUM_WORDS = 4
 P = 4  # tokens in a page, unless a test says otherwise

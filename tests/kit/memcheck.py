@@ -20,7 +20,7 @@ Span = tuple[int, int]  # the first address, and the first behind it
 @contextmanager
 def memory_checked() -> Iterator[None]:
     """Inside, every load, store and atomic of an interpreted kernel must lie in one of its arguments, up to
-    the last number of a view, and of one whose numbers are as wide."""
+    the last number of a view, and of one whose numbers are as wide, or are bytes."""
     builder, give = interpreter_builder, GridExecutor._init_args_hst
     load, store = builder.create_masked_load, builder.create_masked_store
     cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
@@ -67,7 +67,7 @@ class _Kernel:
         places, there = np.broadcast_arrays(ptrs.data, np.asarray(mask, bool))  # some masks are ints
         asked = places[there].astype(np.uint64)
         if size not in self.bounds:
-            spans = [_span(tensor) for tensor in self.tensors.values() if tensor.element_size() == size]
+            spans = [_span(tensor, size) for tensor in self.tensors.values() if _may_have(tensor, size)]
             self.bounds[size] = np.array(_merged(spans), np.uint64).reshape(-1)
         inside = np.searchsorted(self.bounds[size], asked, "right") % 2 == 1  # behind a first, before an end
         if not inside.all():
@@ -77,7 +77,7 @@ class _Kernel:
         def distance(span: Span) -> int:
             return max(span[0] - address, address - span[1] + 1, 0)
 
-        spans = {name: _span(t) for name, t in self.tensors.items() if t.element_size() == size and t.numel()}
+        spans = {n: _span(t, size) for n, t in self.tensors.items() if _may_have(t, size) and t.numel()}
         if not spans:
             return f"{size} bytes where it has no such tensor"
         nearest = min(spans, key=lambda name: distance(spans[name]))
@@ -90,12 +90,18 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
     return (value,) if isinstance(value, torch.Tensor) else ()
 
 
-def _span(tensor: torch.Tensor) -> Span:
-    """Of its first number up to its last."""
+def _may_have(tensor: torch.Tensor, size: int) -> bool:
+    """Numbers of so many bytes; pages of codes have numbers of any size."""
+    return tensor.element_size() == size or tensor.dtype is torch.uint8
+
+
+def _span(tensor: torch.Tensor, size: int) -> Span:
+    """Where a number of so many bytes may begin: from its first number up to its last."""
     if not tensor.numel():
         return 0, 0
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    first = tensor.data_ptr()
+    return first, first + (last + 2) * tensor.element_size() - size
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:

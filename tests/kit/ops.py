@@ -1,8 +1,11 @@
 """Ops with sizes: arguments for a call of any of them, forms as an engine runs them, and how to compare."""
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,11 +14,26 @@ import torch.nn.functional as F
 from kit import redzones
 
 from hemiola.plugins import OPS
+from hemiola.plugins.attention.pages import CODES
+from hemiola.plugins.ranks import make_group, window_bytes
 from hemiola.plugins.rows import COLUMNS
-from hemiola.plugins.spec import E4M3, Op
+from hemiola.plugins.spec import Op
 
 Tensors = list[torch.Tensor]
 FRESH = dict.fromkeys(COLUMNS, 0) | {"slot": 1}
+
+
+@cache
+def group_of_one() -> torch.Tensor:
+    """Ranks, of which there is one (plugins/ranks.py)."""
+    room = 4096
+    memory = torch.zeros(64 + window_bytes(room) // 8, dtype=torch.int64)
+    _KEPT.append(memory)
+    start = memory.data_ptr() + -memory.data_ptr() % 64
+    return make_group(0, [start + 64], room, start)
+
+
+_KEPT: list[torch.Tensor] = []
 
 
 def form(op: Op, name: str) -> Callable[..., Any]:
@@ -80,9 +98,11 @@ class Subject:
     decay: float = 1.0  # strength of A
     kept: torch.dtype = torch.float32  # of states of `arguments`
     junk: float = torch.nan  # what tokens may be, times a random number, that nothing true may read
+    option: str = ""  # of the op's, that is given
 
     def __str__(self) -> str:
-        return "-".join((self.name, *(f"{k}{v}" for k, v in self.sizes), *map(str, self.attrs)))
+        option = [self.option] if self.option else []
+        return "-".join((self.name, *(f"{k}{v}" for k, v in self.sizes), *map(str, self.attrs), *option))
 
     @property
     def op(self) -> Op:
@@ -90,14 +110,17 @@ class Subject:
 
     def make(self, name: str, num_tokens: int, seed: int, num_rows: int = 2) -> torch.Tensor:
         """An argument that is no state and not `rows`."""
-        index = [arg.name for arg in self.op.args].index(name)
+        known = [*self.op.args, *self.op.options]
+        index = [arg.name for arg in known].index(name)
         sizes = {"T": num_tokens, "N": num_rows, "2": 2} | dict(self.sizes)
         if name == self.absent:
             return torch.empty(0)
-        shape = [sizes[letter] for letter in self.op.args[index].shape.rstrip("*")]
+        shape = [sizes[letter] for letter in known[index].shape.rstrip("*")]
         rng = torch.Generator().manual_seed(1000 * seed + index)
         value = torch.randn(shape, generator=rng)
         match self.name, name:
+            case _, "group":
+                return group_of_one()
             case _, "A":
                 return -(value.abs() + 0.1) * self.decay
             case _, "dt_bias":
@@ -165,17 +188,27 @@ class Subject:
         made: list = []
         for arg in self.op.args:
             if arg.mutated:
-                made.append(torch.full([sizes[letter] for letter in arg.shape], torch.nan, dtype=self.kept))
+                made.append(poisoned([sizes[letter] for letter in arg.shape], self.kept))
             elif arg.name == "rows":
                 made.append(int32(*rows))
             else:
                 made.append(self.make(arg.name, num_tokens, seed, num_rows))
         chunk_len = [16] if self.op.attrs and self.op.attrs[0].name == "chunk_len" else []
-        return [*made, *chunk_len, *self.attrs]
+        option = [self.make(self.option, num_tokens, seed, num_rows)] if self.option else []
+        return [*made, *chunk_len, *self.attrs, *option]
 
 
-def subject(name: str, *attrs: object, absent: str = "", decay: float = 1.0, **sizes: int) -> Subject:
-    return Subject(name, tuple(sizes.items()), attrs, absent, decay)
+def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """NaN; pages of codes are bytes of it."""
+    return torch.full(shape, 0xFF if dtype is CODES else torch.nan, dtype=dtype)
+
+
+def subject(
+    name: str, *attrs: object, absent: str = "", decay: float = 1.0, option: str = "", **sizes: int
+) -> Subject:
+    if name == "attention":
+        sizes = {"A": sizes["D"], "B": sizes["D"]} | sizes  # of plain pages
+    return Subject(name, tuple(sizes.items()), attrs, absent, decay, option=option)
 
 
 def run(subject: Subject, values: list, name: str = "compiled") -> Tensors:
@@ -219,68 +252,18 @@ def both_forms(name: str) -> Any:
     return pytest.fixture(params=["reference", "compiled"])(lambda request: form(OPS[name], request.param))
 
 
-def subjects() -> dict[str, list[Subject]]:
-    """What compiled forms take, by op; the first is the base."""
-    attention: Any = dict(Z=40, L=16, W=12)
-    return {
-        "attention": [
-            subject("attention", 0.2, 0, 1.0, 1.0, H=6, D=32, G=2, **attention),
-            subject("attention", 0.1, 1, 1.0, 1.0, H=3, D=80, G=3, **attention),
-            replace(subject("attention", 0.1, 0, 0.25, 0.0390625, H=6, D=48, G=2, **attention), kept=E4M3),
-        ],
-        "conv": [subject("conv", E=48, W=4), subject("conv", E=16, W=2)],
-        "delta": [
-            subject("delta", G=1, K=16, H=3, V=64, J=1),
-            subject("delta", G=4, K=32, H=20, V=80, J=1),
-            subject("delta", G=2, K=16, H=2, V=16, J=16),
-        ],
-        "embed": [subject("embed", V=100, F=40), subject("embed", V=33, F=7)],
-        "gate": [
-            subject("gate", "silu", E=48, J=48),
-            subject("gate", "sigmoid", E=48, J=48),
-            subject("gate", "sigmoid", E=16, J=1),
-            subject("gate", "silu", E=32, J=1),
-        ],
-        "linear": [
-            subject("linear", F=48, O=80),
-            subject("linear", F=33, O=100, absent="bias"),
-            subject("linear", F=600, O=200),
-            subject("linear", F=257, O=33),
-        ],
-        "mamba2": [
-            subject("mamba2", 0.02, 0.3, H=3, P=32, G=1, D=80),
-            subject("mamba2", 0.0, math.inf, H=20, P=16, G=5, D=16),
-        ],
-        "moe": [
-            subject("moe", "swiglu", F=32, K=3, E=7, J=96, I=48),
-            subject("moe", "relu2", F=64, K=2, E=5, J=16, I=16),
-        ],
-        "norm": [
-            subject("norm", 1e-5, 48, True, W=96),
-            subject("norm", 1e-6, 16, False, W=16),
-            subject("norm", 1e-6, 64, False, W=64, absent="gate"),
-        ],
-        "rope": [
-            subject("rope", H=3, D=48, M=50, R=20),
-            subject("rope", H=2, D=32, M=50, R=16),
-            subject("rope", H=1, D=7, M=50, R=2),
-        ],
-        "route": [
-            subject("route", "softmax", 4, 1, 1, True, 1.0, E=37, absent="bias"),
-            subject("route", "softmax", 3, 1, 1, False, 1.5, E=64),
-            subject("route", "sigmoid", 5, 4, 2, True, 2.5, E=60),
-            subject("route", "sigmoid", 2, 1, 1, False, 1.0, E=16, absent="bias"),
-        ],
-    }
+def _table(op: str) -> ModuleType:
+    """tests/plugins/<op>/subjects.py: SUBJECTS, what its compiled form takes, the base first; AHEAD, a small
+    one of an op that TensorRT launches by itself."""
+    path = Path(__file__).parents[1] / "plugins" / op / "subjects.py"
+    assert path.is_file(), f"{path} is missing; write SUBJECTS = [subject({op!r}, ATTRIBUTES, LETTER=SIZE)]"
+    spec = spec_from_file_location(f"subjects_of_{op}", path)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(made := module_from_spec(spec))
+    return made
 
 
-SUBJECTS = subjects()
+_TABLES = {name: _table(name) for name, op in OPS.items() if not op.is_fusion}
+SUBJECTS: dict[str, list[Subject]] = {name: table.SUBJECTS for name, table in _TABLES.items()}
 ALL = [subject for same_op in SUBJECTS.values() for subject in same_op]
-AHEAD = {  # small ones of ops that TensorRT is told ahead of time
-    "attention": subject("attention", 0.2, 0, 1.0, 1.0, H=4, D=64, G=2, Z=160, L=16, W=64),
-    "conv": subject("conv", E=48, W=4),
-    "delta": subject("delta", G=1, K=32, H=2, V=32, J=1),
-    "mamba2": subject("mamba2", 0.0, 1.0, H=2, P=16, G=1, D=16),
-    "moe": subject("moe", "swiglu", E=6, K=2, F=32, J=64, I=32),
-    "route": subject("route", "sigmoid", 3, 1, 1, True, 1.0, E=8),
-}
+AHEAD: dict[str, Subject] = {n: table.AHEAD for n, table in _TABLES.items() if hasattr(table, "AHEAD")}

@@ -10,10 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from kit.harness import Harness, Request
+from kit.narrow import by_token
+from kit.rank_threads import RankHarness
 
+from hemiola.runtime import manifest
+from hemiola.runtime.choose.rule import Rule
+from hemiola.runtime.choose.sampling import choose, takes_more_than_best, widened
 from hemiola.runtime.device.transfer import upload_ints
-from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.sampling import choose, takes_more_than_best, widened
 from hemiola.runtime.manifest import State
 
 Tensors = dict[str, torch.Tensor]
@@ -29,8 +32,8 @@ class Plain:
     """Plain runs of one engine, each made once."""
 
     def __init__(self, engine_dir: Path) -> None:
-        self.harness = Harness(engine_dir)
-        self.manifest = self.harness.manifest
+        self.manifest = manifest.load(engine_dir)
+        self.harness = Harness(engine_dir) if self.manifest.tp == 1 else RankHarness(engine_dir)
         self.limits = self.manifest.limits
         self._head: tuple[Request, tuple[int, ...], torch.Tensor] | None = None  # who has pairs of which text
         self._runs: dict[tuple[int, bytes], Run] = {}
@@ -115,7 +118,7 @@ class Plain:
         for state in self.manifest.states:
             held = harness.states[state.name]
             if state.kind == "page":
-                pages[state.name] = held[own].flatten(0, 1)[: len(token_ids)]
+                pages[state.name] = by_token(state.name, held[own]).flatten(0, 1)[: len(token_ids)]
             elif state.name == "mtp.hidden":
                 slot[state.name] = hidden.new_full(state.shape, torch.nan)
                 last = torch.arange(len(token_ids), device=harness.device)[-state.shape[0] :]

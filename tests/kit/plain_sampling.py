@@ -2,7 +2,7 @@
 
 import math
 
-from hemiola.runtime.engine.request import Rule
+from hemiola.runtime.choose.rule import Rule
 
 
 def edited(scores: list[float], own: Rule, history: list[int]) -> list[float]:

@@ -10,7 +10,7 @@ from kit.demands import here
 
 from hemiola.plugins.step.plan import ANSWERS, DRAFTS, PROPOSED, TOTAL
 from hemiola.runtime.device.transfer import upload
-from hemiola.runtime.engine.step import Plan
+from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.step.bucket import Bucket
 from hemiola.runtime.step.captured import Captured, CapturedResult
 from hemiola.runtime.step.ledger import Ledger

@@ -12,7 +12,7 @@ _jumps, _now = itertools.cycle([0, -7200, 86_400, -3 * 86_400, 3600]), time.time
 time.time = lambda: _now() + next(_jumps)
 """
 RAISES = f"""
-from hemiola.runtime.engine import loop
+from hemiola.runtime.schedule import loop
 _launch = loop.Loop._launch
 
 def launch(self, plan):

@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hemiola.runtime.api import Metrics, Piece
 from hemiola.runtime.serving.error_text import KINDS, kind_of, text_of
+from hemiola.runtime.serving.response import write_prompt_logprobs
 
 pb2: Any = service_pb2
 
@@ -87,6 +88,8 @@ def response(piece: Piece | Exception) -> Any:
     texts: dict[str, str | None] = {"text_output": piece.text, "finish_reason": piece.finish_reason}
     if piece.logprobs is not None:
         texts["logprobs"] = json.dumps([logprob._asdict() for logprob in piece.logprobs])
+    if piece.prompt_logprobs is not None:
+        texts["prompt_logprobs"] = write_prompt_logprobs(piece.prompt_logprobs)
     if piece.metrics is not None:
         texts["metrics"] = json.dumps(asdict(piece.metrics))
     given = {name: text for name, text in texts.items() if text is not None}

@@ -6,8 +6,8 @@ when a better request takes its place, while a worse one waits.
 
 import random
 
-from hemiola.runtime.engine.request import Request
-from hemiola.runtime.engine.scheduler import Scheduler
+from hemiola.runtime.schedule.request import Request
+from hemiola.runtime.schedule.scheduler import Scheduler
 
 
 def sizes(dice: random.Random) -> dict[str, int | bool]:

@@ -55,6 +55,6 @@ def scrape(server: Server, timeout: float = 60) -> dict[tuple[str, frozenset[tup
     page = {}
     for line in requests.get(server.metrics_url, timeout=timeout).text.splitlines():
         if not line.startswith("#"):
-            name, labels, value = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line).groups()
+            name, labels, value = re.fullmatch(r"([\w:]+)(?:\{(.*)\})? (\S+)", line).groups()
             page[name, frozenset(re.findall(r'(\w+)="([^"]*)"', labels or ""))] = float(value)
     return page

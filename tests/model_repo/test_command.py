@@ -59,7 +59,7 @@ def test_sigterm_lets_a_stream_finish_and_leaves_nothing_behind(
     arguments = (f"--engine-dir={engine_dirs['hemiola']}", "--model-name=mine", "--max-rows=2")
     with Served(*arguments) as served:
         home = home_of(served.process)
-        assert len(leftovers(home)) == 5, "its region, its beats, its stages, its sockets, itself"
+        assert len(leftovers(home)) == 6, "region, beats, stages, sockets, owner, itself"
         with Client(served.grpc_url, "mine") as client:
             stream = client.stream("def ", params)
             pieces = [next(stream)]

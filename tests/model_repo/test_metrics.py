@@ -25,7 +25,9 @@ pytestmark = pytest.mark.server
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs/deploy/grafana.json"
 MODEL = {"model": "hemiola", "version": "1"}
 SECOND = MODEL | {"model": "second"}
-RARE = {"hemiola_evictions_total", "hemiola_preemptions_total", "hemiola_restarts_total"}
+RARE = {"hemiola_evictions_total", "hemiola_preemptions_total", "hemiola_restarts_total"} | {
+    "hemiola_tier_bytes_total"  # this server has no tiers
+}
 SELECTOR = re.compile(r"(hemiola_\w+)\{([^}]*)\}(\[)?")
 
 
@@ -84,7 +86,8 @@ def test_the_page_counts_what_was_done(server: Server) -> None:
 
 
 def test_every_name_is_on_the_page_from_the_start(server: Server) -> None:
-    names = {name for name, labels in scrape(server) if ("model", "second") in labels}
+    own = {("model", "second"), ("model_name", "second")}  # vLLM's lines have the second
+    names = {name for name, labels in scrape(server) if own & labels}
     assert names >= set(FAMILIES), set(FAMILIES) - names
 
 
@@ -208,6 +211,51 @@ def test_every_query_of_the_dashboard_finds_data(traffic: Traffic) -> None:
             assert lines, query
             if is_rate and name not in RARE:
                 assert any(page[key] > traffic.before.get(key, 0) for key in lines), (query, name)
+
+
+EPP = {  # by type of server, llm-d's router: waiting, running, share of the pages, tokens of a page, pages
+    "vllm": (
+        "vllm:num_requests_waiting",
+        "vllm:num_requests_running",
+        "vllm:kv_cache_usage_perc",
+        "vllm:cache_config_info block_size",
+        "vllm:cache_config_info num_gpu_blocks",
+    ),
+    "triton-tensorrt-llm": (
+        "nv_trt_llm_request_metrics{request_type=waiting}",
+        "nv_trt_llm_request_metrics{request_type=scheduled}",
+        "nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=fraction}",
+        "nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=tokens_per}",
+        "nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=max}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EPP)
+def test_the_endpoint_picker_reads_the_load_under_names_that_it_knows(traffic: Traffic, kind: str) -> None:
+    """By its rules: of a name the line with the labels that it wants, or that line's label."""
+    own = {("model", "second"), ("model_name", "second")}
+    page = {key: value for key, value in traffic.after.items() if key[1] & own}
+    found = []
+    for asked in EPP[kind]:
+        name, labels, from_label = re.fullmatch(r"([\w:]+)(?:{(.*)})?(?: (\w+))?", asked).groups()
+        wanted = {tuple(labels.split("="))} if labels else set()
+        ((chosen, value),) = [
+            (line, value) for line, value in page.items() if line[0] == name and wanted <= line[1]
+        ]
+        found.append(float(dict(chosen[1])[from_label]) if from_label else value)
+    states = ("free", "cached", "used")
+    pages = [page["hemiola_pages", frozenset({*SECOND.items(), ("state", state)})] for state in states]
+    assert found == [0, 0, 0, 32, sum(pages)], "all is done; the engine was built with pages of 32 tokens"
+
+
+def test_vllms_counters_of_the_prefix_cache_are_ours(traffic: Traffic) -> None:
+    def rise(name: str) -> float:
+        key = f"vllm:prefix_cache_{name}_total", frozenset({("model_name", "second"), ("engine", "0")})
+        return traffic.after[key] - traffic.before[key]
+
+    assert rise("queries") == traffic.rise("prefix_query_tokens_total")
+    assert rise("hits") == traffic.rise("prefix_hit_tokens_total", kind="states") > 0
 
 
 def test_scrapes_do_not_wait_for_a_busy_engine(server: Server) -> None:

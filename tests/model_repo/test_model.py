@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -22,9 +23,12 @@ from kit.served import until
 from hemiola.builder.build import Options, build
 from hemiola.runtime.api import Counters, Load, Logprob, Metrics, Piece, SamplingParams
 from hemiola.runtime.cache.statistics import Statistics
+from hemiola.runtime.cache.tier import NO_TIER, TierStatistics, TierUse
+from hemiola.runtime.choose.grammar import Stuck
 from hemiola.runtime.errors import Failed, Lost, Refused
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.progress import File, read_report
+from hemiola.runtime.schedule.request import refused_by_grammar
 from hemiola.runtime.serving import ending, service
 from hemiola.runtime.serving.arrival import make_mark
 from hemiola.runtime.serving.ask import read_tensor
@@ -119,9 +123,10 @@ class FakeLlm:
         self.aborted: list[int] = []
         self.before_submit_returns: Callable[[SimpleNamespace], None] = lambda request: None
         self.before_encode_returns: Callable[[object], None] = lambda prompt: None
-        self.config = SimpleNamespace(max_rows=2, num_drafts=3)
+        self.config = SimpleNamespace(max_rows=2, num_drafts=3, page_len=16)
         self.manifest = SimpleNamespace(arch="cpu")
         self.counters, self.reuse = Counters(), Statistics()
+        self.tiers = {"host": TierUse(TierStatistics(3, 4, 5, 6), 10, 2, 100, True), "disk": NO_TIER}
         self.failure = ""
 
     def load(self) -> Load:
@@ -138,7 +143,7 @@ class FakeLlm:
         self, prompt: list[int], params: SamplingParams, on_piece: Callable[[Piece], None], arrival: float
     ) -> int:
         if prompt == [0]:
-            raise Refused("prompt is zero")
+            raise Refused("other", said="prompt is zero")
         if prompt == [9]:
             raise Failed("the engine failed (x)")
         if prompt == [7]:
@@ -271,7 +276,9 @@ def test_an_engine_sees_the_gpu_of_its_instance_alone(
 
 
 def test_a_placeholder_left_in_the_config_is_refused(module: ModuleType) -> None:
-    with pytest.raises(Exception, match=r"engine_dir is still \$\{engine_dir\}; fill model.json in"):
+    with pytest.raises(
+        Exception, match=r"engine_dir is the placeholder \$\{engine_dir\}; write its value into model.json"
+    ):
         module.TritonPythonModel().initialize(config(engine_dir="${engine_dir}"))
 
 
@@ -332,6 +339,24 @@ def test_pieces_said_while_a_send_is_slow_leave_as_one_response(model: Any) -> N
     assert (said[1]["num_input_tokens"], said[1]["num_output_tokens"]) == ([3], [5])
 
 
+def test_a_prompts_logprobs_are_one_list_however_many_answers_there_are(model: Any) -> None:
+    sender = ask(model, {"n": 3, "prompt_logprobs": 1})
+    first, *others = model.service.llm.requests
+    assert first.params.prompt_logprobs == 1
+    assert [other.params.prompt_logprobs for other in others] == [None, None]
+    scores = [None, Logprob(5, -0.5, ((6, -0.25),))]
+    for request in (*others, first):  # the one that scores the prompt may be the last
+        request.say(Piece("a", [7], prompt_logprobs=scores if request is first else None))
+    for request in model.service.llm.requests:
+        request.say(last("stop"))
+    until(lambda: sender.sent)
+    ((response, _),) = sender.sent
+    assert json.loads(response["prompt_logprobs"]) == [
+        None,
+        {"token_id": 5, "logprob": -0.5, "top": [[6, -0.25]]},
+    ]
+
+
 def test_the_engines_thread_never_waits_for_a_send(model: Any) -> None:
     sender = ask(model, {"stream": True})
     sender.gate.clear()
@@ -360,6 +385,21 @@ def test_a_failed_engine_ends_every_stream_with_its_reason(model: Any) -> None:
     until(lambda: all(sender.sent for sender in senders))
     for sender in senders:
         assert sender.sent == [("[INTERNAL] the engine failed: ValueError: x", FINAL)]
+
+
+@pytest.mark.parametrize("as_data", [False, True])
+def test_bans_that_leave_no_token_are_called_a_failure_of_the_engine(model: Any, as_data: bool) -> None:
+    sender = ask(model, {"error_data": as_data})
+    refused = refused_by_grammar(Stuck("min_tokens and bad words leave no token"))
+    model.service.llm.requests[0].say(replace(last("error", str(refused)), refused=refused))
+    until(lambda: sender.sent)
+    ((said, flags),) = sender.sent
+    assert said.startswith("[INVALID_ARG] ") and flags == FINAL
+    found = error_from(said)
+    assert isinstance(found, Refused) and str(found) == str(refused)
+    wanted = ("conflict", "structured_outputs") if as_data else ("other", "")
+    assert (found.code, found.field) == wanted
+    assert model.service.meter._outcomes == {"invalid": 1}
 
 
 @pytest.mark.parametrize(
@@ -593,7 +633,12 @@ def test_an_engine_takes_new_requests_while_its_server_ends(module: ModuleType, 
     begun = ask(served, name="begun")
     ending.begin(tmp_path)
     refused = ask(served)
-    assert refused.sent == [("[UNAVAILABLE] the server ends; ask another, or try again later", FINAL)]
+    assert refused.sent == [
+        (
+            "[UNAVAILABLE] the server is shutting down; send the request to another server, or again later",
+            FINAL,
+        )
+    ]
     ((text, _),) = ask(served, {"error_data": True}).sent
     assert isinstance(error_from(text), Lost), "clients ask again"
     assert not begun.sent
@@ -619,13 +664,6 @@ def test_finished_exchanges_are_kept(model: Any) -> None:
         return sum(found() is not None for found in kept) <= 1  # the last one may be in a thread's hands
 
     until(forgotten)
-
-
-def test_every_sampling_option_is_an_input_and_in_the_manual() -> None:
-    config = (MODEL.parents[1] / "config.pbtxt").read_text()
-    manual = (MODEL.parents[3] / "docs/serving.md").read_text()
-    for name in SamplingParams.model_fields:
-        assert f'name: "{name}"' in config and f"`{name}`" in manual, name
 
 
 def test_a_broken_stream_is_aborted_and_the_next_is_served(model: Any) -> None:

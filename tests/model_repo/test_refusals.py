@@ -25,7 +25,7 @@ def guided(**asked: object) -> dict:
     return {"text_input": "a", "structured_outputs": json.dumps(asked)}
 
 
-# Beside numbers (test_numbers.py) and all that grammars say (tests/runtime/engine/test_grammar.py).
+# Beside numbers (test_numbers.py) and all that grammars say (tests/runtime/choose/test_grammar.py).
 BAD = {
     "neither": ({"max_tokens": 2}, "a request has either text_input or input_ids, this one has neither"),
     "both": ({"text_input": "a", "input_ids": [5]}, "this one has both"),
@@ -35,7 +35,7 @@ BAD = {
     "empty_ids": ({"input_ids": []}, "prompt is empty"),
     "bad_json": ({"text_input": "a", "logit_bias": "5"}, "logit_bias is 5; "),
     "no_json": ({"text_input": "a", "bad_words_ids": "x"}, "give a text that is JSON, such as [[5, 6]]"),
-    "chat_of_ids": ({"input_ids": [5], "chat": True}, "chat makes text_input a user's message"),
+    "chat_of_ids": ({"input_ids": [5], "chat": True}, "chat needs text_input, this request has input_ids"),
     "timeout": ({"text_input": "a", "timeout": -5}, "timeout is -5; give a whole number of 0 to"),
     "timeout_text": ({"text_input": "a", "timeout": "5 s"}, "timeout is '5 s'; give a whole number"),
     "n_0": ({"text_input": "a", "n": 0}, "n is 0; give a whole number of 1 to 64"),
@@ -46,7 +46,10 @@ BAD = {
         "stop is given twice, as a tensor or a request parameter, perhaps by its other name; give it once",
     ),
     "beams": ({"text_input": "a", "beam_width": 4}, "beam_width is 4, only 1 is served; leave it out"),
-    "echo_of_ids": ({"input_ids": [5], "exclude_input_in_output": False}, "which repeats text_input"),
+    "echo_of_ids": (
+        {"input_ids": [5], "exclude_input_in_output": False},
+        "this request has no text_input to repeat",
+    ),
     "messages_and_text": ({"text_input": "a", "messages": "[]"}, "a request with messages has no text_input"),
     "messages_no_json": ({"messages": "hello"}, "messages is 'hello'; give a text that is JSON, such as [{"),
     "messages_none": ({"messages": "[]"}, "messages is []; give a JSON list"),
@@ -72,7 +75,10 @@ BAD = {
     ),
     "logprobs": ({"text_input": "a", "logprobs": 21}, "logprobs is 21"),
     "stop_id": ({"text_input": "a", "stop_token_ids": [320]}, "stop_token_ids holds 320"),
-    "cancel_and_more": ({"text_input": "a", "cancel": "x"}, "cancel stands alone"),
+    "cancel_and_more": (
+        {"text_input": "a", "cancel": "x"},
+        "a request with cancel has no other key, this one has text_input",
+    ),
 }
 BAD_TYPES = {
     "text_for_number": {"text_input": "a", "max_tokens": "2"},

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hemiola.plugins.cpu import simd
-from hemiola.plugins.cpu.e4m3 import load_e4m3, store_e4m3
+from hemiola.plugins.cpu.e4m3 import load_e4m3, nearest_e4m3, store_e4m3
 from hemiola.plugins.spec import E4M3
 
 CODES = torch.arange(256, dtype=torch.uint8)
@@ -24,10 +24,19 @@ def _round(size, source, target):
         store_e4m3(target, i, simd.load(source, i))
 
 
+@numba.njit
+def _nearest(size, source, target):
+    for i in range(0, size, simd.LANES):
+        simd.store(target, i, nearest_e4m3(simd.load(source, i)))
+
+
 def rounded(x: torch.Tensor) -> torch.Tensor:
     padded = torch.cat([x, x.new_zeros(-len(x) % simd.LANES)])
     codes = torch.empty(len(padded), dtype=torch.uint8)
     _round(len(padded), padded.data_ptr(), codes.data_ptr())
+    numbers = torch.empty(len(padded))
+    _nearest(len(padded), padded.data_ptr(), numbers.data_ptr())
+    assert torch.equal(numbers.view(torch.int32), codes.view(E4M3).float().view(torch.int32))
     return codes[: len(x)]
 
 

@@ -14,11 +14,13 @@ from hemiola.plugins import OPS, references
 from hemiola.plugins.spec import Call, Form, Op, Unsupported
 
 BASES = {name: same_op[0] for name, same_op in SUBJECTS.items()}
+OPTIONAL = [own for same_op in SUBJECTS.values() for own in same_op if own.option]
 EVERY = pytest.mark.parametrize("subject", BASES.values(), ids=BASES)
 
 SCHEMAS = {
     "attention": "Tensor q, Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor page_table, "
-    "Tensor rows, Tensor positions, float scale, int first, float k_scale, float v_scale",
+    "Tensor rows, Tensor positions, float scale, int first, float k_scale, float v_scale, "
+    "Tensor? logits_ids=None",
     "conv": "Tensor x, Tensor weight, Tensor bias, Tensor(a!) columns, Tensor rows, int chunk_len",
     "delta": "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor dt_bias, Tensor A, Tensor(a!) state, "
     "Tensor(b!) k_records, Tensor(c!) v_records, Tensor(d!) g_records, Tensor(e!) beta_records, Tensor rows, "
@@ -26,7 +28,7 @@ SCHEMAS = {
     "embed": "Tensor weight, Tensor token_ids",
     "fused_linear": "Tensor x, Tensor weight, Tensor bias, Tensor residual, str activation, int width",
     "gate": "Tensor x, Tensor gate, str kind",
-    "linear": "Tensor x, Tensor weight, Tensor bias",
+    "linear": "Tensor x, Tensor weight, Tensor bias, Tensor? residual=None",
     "linear_argmax": "Tensor x, Tensor weight, Tensor bias",
     "mamba2": "Tensor x, Tensor B, Tensor C, Tensor dt, Tensor dt_bias, Tensor A, Tensor D, "
     "Tensor(a!) state, Tensor(b!) x_records, Tensor(c!) B_records, Tensor(d!) dt_records, Tensor rows, "
@@ -36,29 +38,36 @@ SCHEMAS = {
     "rope": "Tensor x, Tensor positions, Tensor table",
     "route": "Tensor scores, Tensor bias, str scoring, int top_k, int num_groups, int top_groups, "
     "bool renormalise, float scale",
+    "sum": "Tensor x, Tensor group",
 }
 
 
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_are_made_of_declarations(name: str) -> None:
+    results = "(Tensor, Tensor)" if name in ("linear_argmax", "route") else "Tensor"
+    assert OPS[name].schema() == f"{name}({SCHEMAS[name]}) -> {results}"
+
+
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_schema(op: Op) -> None:
-    results = "(Tensor, Tensor)" if op.name in ("linear_argmax", "route") else "Tensor"
-    schema = f"{op.name}({SCHEMAS[op.name]}) -> {results}"
-    assert op.schema() == schema
-    assert str(op.torch_op._schema) == "hemiola::" + schema
+def test_torch_has_the_declared_schema(op: Op) -> None:
+    assert str(op.torch_op._schema) == f"hemiola::{op.schema()}"
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_the_reference_and_every_form_take_what_is_declared(op: Op) -> None:
     declared = [argument.name for argument in (*op.args, *op.attrs)]
-    assert list(inspect.signature(getattr(references, op.name)).parameters) == declared
+    options = [argument.name for argument in op.options]
+    assert list(inspect.signature(getattr(references, op.name)).parameters) == declared + options
     for form in op.forms:
         assert op.form(form.name) is form and set(form.packs) <= set(declared)
         function = getattr(import_module(f"hemiola.plugins.{op.name}.{form.name}"), op.name)
-        needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+        given = inspect.signature(function).parameters.values()
+        needed = [p for p in given if p.default is p.empty and not p.name.endswith("_layout")]
         assert len(needed) == len(declared) + len(form.sizes)
+        assert {*form.options} <= {*options} & {*inspect.signature(function).parameters}
 
 
-@EVERY
+@pytest.mark.parametrize("subject", [*BASES.values(), *OPTIONAL], ids=str)
 def test_torch_opcheck(subject: Subject) -> None:
     """torch's own check: mutation as declared, fake shapes as real ones, no output aliases an input."""
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -69,9 +78,10 @@ def test_torch_opcheck(subject: Subject) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fake_has_the_shape_and_dtype_of_the_result(subject: Subject, dtype: torch.dtype) -> None:
     arguments = subject.arguments(6)
-    for index, arg in enumerate(subject.op.args):
-        if dtype in arg.dtypes:
-            arguments[index] = arguments[index].to(dtype)
+    for index, value in enumerate(arguments):
+        arg = subject.op.arg_at(index)
+        if arg is not None and dtype in arg.dtypes:
+            arguments[index] = value.to(dtype)
     real = subject.op.torch_op(*arguments)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
@@ -159,7 +169,7 @@ def test_choose_takes_fp32_and_says_what_other_dtype_it_got(subject: Subject) ->
         if torch.float64 in arg.dtypes and arguments[index].numel():
             other = [*arguments[:index], arguments[index].double(), *arguments[index + 1 :]]
             reason = rf"{op.forms[0].name}: {arg.name} is torch\.float64, not torch\.float32"
-            with pytest.raises(Unsupported, match=rf"^{op.name} cannot run on cpu \({reason}\)"):
+            with pytest.raises(Unsupported, match=rf"^{op.name} cannot run on cpu \({reason}[);]"):
                 op.choose(op.call(*other), "cpu")
     other = [arguments[0].bfloat16(), *arguments[1:]]
     if op.name != "embed":  # whose first argument is a weight
@@ -175,10 +185,10 @@ WIDE = {  # fp32 in an engine for a GPU
     "rope": {"table"},
     "route": {"bias"},
 }
-FITTING = {"attention": {"D": 64, "L": 64}, "mamba2": {"D": 64}, "delta": {"K": 64}}
+FITTING = {"attention": {"D": 64, "A": 64, "B": 64, "L": 64}, "mamba2": {"D": 64}, "delta": {"K": 64}}
 
 
-@EVERY
+@pytest.mark.parametrize("subject", [one for one in BASES.values() if one.op.runs_on("cuda")], ids=str)
 def test_on_cuda_floats_are_bf16_but_for_states_and_factors(subject: Subject) -> None:
     op, call = subject.op, subject.op.call(*subject.arguments(6))
     attrs = call.attrs | ({"chunk_len": 32} if "chunk_len" in call.attrs else {})
@@ -189,7 +199,7 @@ def test_on_cuda_floats_are_bf16_but_for_states_and_factors(subject: Subject) ->
     assert op.choose(call._replace(dtypes=dtypes), "cuda").form.name == "cuda"
     for name, dtype in dtypes.items():
         other = call._replace(dtypes=dtypes | {name: torch.float16})
-        with pytest.raises(Unsupported, match=rf"cuda \(cuda: {name} is torch\.float16, not {dtype}\)"):
+        with pytest.raises(Unsupported, match=rf"cuda \(cuda: {name} is torch\.float16, not {dtype}[);]"):
             op.choose(other, "cuda")
 
 

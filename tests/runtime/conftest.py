@@ -18,8 +18,8 @@ from oracle import Oracle
 from hemiola.builder.build import Options, build
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.cli.main import main
-from hemiola.runtime.engine.request import Bounds
 from hemiola.runtime.llm import make_loop
+from hemiola.runtime.schedule.request import Bounds
 from hemiola.runtime.text import Text
 
 DEMO = Path(__file__).parents[2] / "demo"

@@ -15,7 +15,8 @@ def manifest(**changes: object) -> Manifest:
     values: dict[str, object] = dict(
         format=6, ops={}, kernels=(), builder_version="", torch_version="", architecture="X", layers=(),
         vocab_size=9, hidden_size=8, target="torch", promise="bits", arch="cpu", drafts="none",
-        eos_ids=(), limits=limits, weights_file="", drawn={}, segments=(), sha256={},
+        kv_dtype="auto", act_dtype="float32", eos_ids=(), limits=limits, weights_file="", drawn={},
+        segments=(), sha256={},
         states=(
             State(name="k", kind="page", shape=(32, 8), dtype="float32"),
             State(name="s", kind="slot", shape=(10,), dtype="float32"),

@@ -11,9 +11,12 @@ import pytest
 from kit.guided import grammars
 
 from hemiola.runtime.api import SamplingParams, StructuredOutputsParams
-from hemiola.runtime.engine.request import Bounds, new_request
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.schedule.request import Bounds, new_request
 from hemiola.runtime.serving.ask import ALIASES, FIXED, KEYS, read_ask, read_request
+from hemiola.runtime.serving.openai.answer import Expected
+from hemiola.runtime.serving.openai.model import ServedModel
+from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import ApiRequest, ChatRequest, CompletionRequest, parse
 
@@ -102,6 +105,12 @@ def response(**values: Any) -> None:
     request.chat().params(request.max_output_tokens or 16, None)
 
 
+def repeated(**values: Any) -> None:
+    model = ServedModel("m", 64, "identity", None, 1)
+    request = parse(ResponsesRequest, json.dumps({"model": "m", "input": "a"} | values).encode())
+    ResponseReply(model, request, ResponseChoice([1], Expected()))
+
+
 def a_tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
@@ -146,11 +155,16 @@ LIMITS: list[tuple[str, int, Callable[..., object], dict[str, Any], dict[str, An
     ("tools", 64, chat, {"tools": [a_tool("a" * 64)]}, {"tools": [a_tool("a" * 65)]}),
     ("logprobs", 20, sampling, {"logprobs": 20}, {"logprobs": 21}),
     ("logprobs", 20, completion, {"logprobs": 20}, {"logprobs": 21}),
+    ("prompt_logprobs", 20, sampling, {"prompt_logprobs": 20}, {"prompt_logprobs": 21}),
+    ("prompt_logprobs", 20, completion, {"prompt_logprobs": 20}, {"prompt_logprobs": 21}),
+    ("prompt_logprobs", 20, chat, {"prompt_logprobs": 20}, {"prompt_logprobs": 21}),
     ("top_logprobs", 20, chat, {"logprobs": True, "top_logprobs": 20},
      {"logprobs": True, "top_logprobs": 21}),
     ("priority", INT, sampling, {"priority": INT}, {"priority": INT + 1}),
     ("priority", -(2**31), sampling, {"priority": -(2**31)}, {"priority": -(2**31) - 1}),
     ("cache_salt", 1024, sampling, {"cache_salt": "a" * 1024}, {"cache_salt": "a" * 1025}),
+    ("user", 2**21, repeated, {"user": "a" * (2**21 - 1000)}, {"user": "a" * 2**21}),
+    ("metadata", 2**21, repeated, {"metadata": {"a": "a" * (2**21 - 1000)}}, {"metadata": {"a" * 2**21: ""}}),
     ("n", 64, triton, {"n": 64}, {"n": 65}),
     ("n", 128, completion, {"n": 128}, {"n": 129}),
     ("timeout", 2**63, triton, {"timeout": 2**63}, {"timeout": 2**63 + 1}),

@@ -31,7 +31,7 @@ SENTENCES = [
     (Refused("damaged", said="a/b was changed", way_out="build again"), "a/b was changed; build again"),
     (ROWS, "max_rows is 9, max_step_tokens is 4: each row needs a token; lower max_rows or start with"
            " max_step_tokens=9"),
-    (Refused("a whole sentence; of a room without codes"), "a whole sentence; of a room without codes"),
+    (Refused("other", said="of another version; build again"), "of another version; build again"),
     (ROWS.at("file.json"), f"file.json: {ROWS}"),
     (ROWS.at("b").at("a"), f"a: b: {ROWS}"),
     (Refused("wrong_type", "regex", 5).under("rules"), "rules.regex is 5"),

@@ -47,7 +47,9 @@ def filled(content: dict[str, Any]) -> dict[str, Any]:
     content["kernels"] = [
         {"arch": "sm_90", "cuda": "12.8", "sources": "", "binaries": [{"file": file, "binary": binary}]}
     ]
-    content["drawn"] = {"w": {"shape": [4], "dtype": "float32", "std": 0.5}}
+    content["drawn"] = {
+        "w": {"shape": [4, 16], "dtype": "float32", "std": 0.5, "layout": "int8 16", "ranked": True}
+    }
     segment = content["segments"][0]
     part = {"kind": "part", "name": "x", "inputs": ["a"], "outputs": ["b"], "constants": [1]}
     segment["pieces"], segment["compiler"] = [part], "onnxruntime 1.0"
@@ -104,6 +106,9 @@ def test_a_field_that_is_missing_unknown_or_there_twice_is_refused_by_name(
     whole = filled(stranger.content())
     optional = {
         "draft_vocab",
+        "draft_head",
+        "repo",
+        "commit",
         "identity",
         "pieces",
         "outputs",
@@ -111,6 +116,14 @@ def test_a_field_that_is_missing_unknown_or_there_twice_is_refused_by_name(
         "profiles",
         "work_bytes",
         "constants",
+        "layout",
+        "ranked",
+        "tp",
+        "sum_segments",
+        "rank_files",
+        "head",
+        "lines_file",
+        "scores",
         "layouts",
     }
     for path in places(whole):

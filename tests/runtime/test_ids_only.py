@@ -102,7 +102,7 @@ def test_generate_takes_and_gives_ids(llm: LLM, engine_dir: Path, hemiola: Calla
         (("--prompt", "x"), "prompt is text, the engine has no tokenizer; pass token ids"),
         (("--prompt-ids", "5,x"), "--prompt-ids is '5,x'; give token ids, such as 5,6,7"),
         (("--prompt-ids", "5,320"), "token id 320 at position 1"),
-        (("--prompt-ids", "5", "--chat"), "--chat makes text a user's message"),
+        (("--prompt-ids", "5", "--chat"), "--chat needs a prompt as text"),
         (("--prompt-ids", "5", "--prompt", "x"), "give one of PROMPT, --prompt TEXT, --prompt-ids IDS and"),
     ]:
         ended = hemiola(*asked, *arguments)

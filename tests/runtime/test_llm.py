@@ -1,5 +1,6 @@
 """LLM on a tiny engine: text, chat, threads, and everything a user can get wrong."""
 
+import gc
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kit.served import descendants
 from kit.triton_calls import joined
 from tokenizers import Tokenizer
 
@@ -293,8 +295,8 @@ def test_a_damaged_manifest_is_refused_with_the_value_and_not_with_its_limit_alo
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"format": "8"}', "has format '8', hemiola 0.1.0 reads 8"),
-        ('{"format": 7}', "has format 7, hemiola 0.1.0 reads 8"),
+        ('{"format": "8"}', "has format '8', hemiola 0.1.0 reads 10"),
+        ('{"format": 7}', "has format 7, hemiola 0.1.0 reads 10"),
         ('{"format": "' + "x" * 5000 + '"}', "has format 'xxx"),
         ("{}", "has no format"),
         ("[]", "is no JSON object"),
@@ -379,6 +381,23 @@ def test_a_closed_llm_refuses(engine_dir: Path) -> None:
     with pytest.raises(Refused, match="the engine is closed"):
         llm.generate(["a"])
     llm.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten"])
+def test_an_engine_leaves_processes_that_compiled_grammars(engine_dir: Path, how: str) -> None:
+    before = descendants(os.getpid())
+    llm = LLM(engine_dir, max_rows=1, max_len=64)
+    guided = params(max_tokens=1, ignore_eos=False, structured_outputs={"regex": "[a-z]+"})
+    assert llm.generate(["a"], guided)[0].finish_reason == "length"
+    (trial,) = descendants(os.getpid()).keys() - before
+    if how == "closed":
+        llm.close()
+        with pytest.raises(Refused, match="the engine is closed"):
+            llm.generate(["a"], guided)
+        assert trial not in descendants(os.getpid())
+    del llm
+    gc.collect()
+    assert trial not in descendants(os.getpid())
 
 
 def test_more_pages_than_a_number_holds_are_refused(tiny_engine: Callable[..., Path]) -> None:

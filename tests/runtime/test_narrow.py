@@ -16,7 +16,7 @@ from oracle import Oracle
 
 from hemiola.plugins.gpu.launch import Instead, Kernel, Values, kind_of, launches
 from hemiola.plugins.spec import Op
-from hemiola.plugins.step import STEP_OPS, forms
+from hemiola.plugins.step import forms
 from hemiola.runtime import llm, manifest
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.device import session
@@ -53,7 +53,9 @@ def look(engine_dir: Path) -> Instead:
 def on_cpu(look: Instead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every launch is looked up, then computed by the reference."""
 
-    def bind(op: Op, form: str, sizes: Sequence[int]) -> Callable[..., Any]:
+    def bind(
+        op: Op, form: str, sizes: Sequence[int], layouts: Mapping[str, object] | None = None
+    ) -> Callable[..., Any]:
         launcher = getattr(import_module(f"hemiola.plugins.{op.name}.{form}"), op.name)
 
         def run(*values: Any) -> Any:
@@ -66,7 +68,7 @@ def on_cpu(look: Instead, monkeypatch: pytest.MonkeyPatch) -> None:
     program: Any = session.LoadedSegment
 
     def as_on_a_gpu(*arguments: Any) -> session.LoadedSegment:
-        *others, storage, every_line = arguments
+        *others, storage, every_line, _ = arguments
         narrow: Any = SimpleNamespace(device=torch.device("cuda"), tensors=storage.tensors)
         return program(*others, narrow, every_line)
 
@@ -113,7 +115,7 @@ def looked_at(look: Instead, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> s
         return run
 
     monkeypatch.setattr(
-        steps, "forms", lambda kind: SimpleNamespace(**{name: both(name) for name in STEP_OPS})
+        steps, "forms", lambda kind: SimpleNamespace(**{name: both(name) for name in vars(CUDA)})
     )
     resolve = llm.resolve
     monkeypatch.setattr(
@@ -139,4 +141,5 @@ def test_whatever_steps_of_fixed_sizes_launch_was_compiled(
             outputs = engine.generate(PROMPTS, params)
             assert kind != "greedy" or [output.token_ids for output in outputs] == wanted
     drafting = {"none": set(), "ngram": {"look_up"}, "mtp": {"first_pairs", "keep", "write", "next_pairs"}}
-    assert looked_at == {"mark", "change", "fill", "best", "accept", "tell"} | drafting[drafts]
+    always = {"mark", "change", "fill", "best", "edit", "draw", "logprobs", "accept", "tell"}
+    assert looked_at == always | drafting[drafts]

@@ -1,5 +1,6 @@
 """Text that grows token by token equals text decoded at once, and stop strings never leak."""
 
+import json
 import random
 import re
 import sys
@@ -10,11 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.stops import StopStrings
 from hemiola.runtime.text import BROKEN, Growing, Text
+from hemiola.runtime.tokenizer import panics_as_errors, read_tokenizer
 
 SAMPLE = "def foo(x):\n    return x + 1  # héllo wörld, 你好世界 😀👨‍👩‍👧 naïve\n"
 
@@ -455,3 +457,39 @@ def test_marks_of_calls_stay_in_the_text_though_they_are_special_tokens(tmp_path
     ids = text.encode("a<tool_call><other><eos>b")
     assert len(ids) == 5
     assert text.decode(ids) == "a<tool_call>b"
+
+
+class Panic(BaseException):
+    """As the tokenizers library raises them, by its Rust."""
+
+
+Panic.__module__ = "pyo3_runtime"
+
+
+def test_a_text_on_which_the_library_panics_passes_everybody_who_answers_for_errors(
+    tmp_path: Path,
+) -> None:
+    tokenizer = byte_level()
+    endless = pre_tokenizers.Split(Regex("((a|h|e|l|l|o| )+)+x"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([endless, tokenizer.pre_tokenizer])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = Text(tmp_path)
+    for words in ("hello a" * 9, "hello a" * 9000):
+        with pytest.raises(Refused, match="the engine's tokenizer fails on this text"):
+            text.encode(words)
+    assert text.encode("def")
+
+
+def test_only_panics_become_errors() -> None:
+    for given, seen in ((Panic("it broke\nhere"), RuntimeError), (KeyboardInterrupt(), KeyboardInterrupt)):
+        with pytest.raises(seen), panics_as_errors():
+            raise given
+
+
+def test_a_tokenizer_that_panics_when_it_is_read_is_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    byte_level().save(str(path))
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer}))
+    with pytest.raises(RuntimeError, match="Precompiled"):
+        read_tokenizer(path)

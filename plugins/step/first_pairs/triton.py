@@ -11,14 +11,14 @@ from hemiola.plugins.step.plan_triton import (
     PAIR,
     ROOM,
     SLOT,
+    START,
     TOKEN,
     WIDTH,
     field,
     length,
     owners_of,
+    write_head_rows,
 )
-
-START = tl.constexpr(4)  # plugins/rows.py: committed
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_pairs", "num_drafting", "num_slots", "ids_len", "ring_len"])
@@ -64,18 +64,8 @@ def _first_rows(plan, rows, lengths, head_rows, wanted, draft_slot, n, is_row, n
     first, owed = field(plan, n, is_row, PAIR), field(plan, n, is_row, OWED)
     num = field(plan, n + 1, is_row, PAIR) - first
     slot, start = field(plan, n, is_row, SLOT), tl.load(rows + n * 8 + START, mask=is_row, other=0)
-    row = head_rows + n * 8  # plugins/rows.py
-    for column in tl.static_range(8):
-        value = tl.zeros_like(num)
-        if column == 0:
-            value = first
-        elif column == 1:
-            value = num
-        elif column == 3:
-            value = tl.where(num > 0, slot, 0)
-        elif column == START:
-            value = tl.where(num > 0, start + 1 - owed, 0)
-        tl.store(row + column, value, mask=is_row)
+    head_slot, head_start = tl.where(num > 0, slot, 0), tl.where(num > 0, start + 1 - owed, 0)
+    write_head_rows(head_rows, n, first, num, head_slot, head_start, is_row)
     draft, slot = field(plan, n, is_row, DRAFT), slot.to(tl.int64)
     drafts = is_row & (draft < field(plan, n + 1, is_row, DRAFT))
     num_new = length(lengths, slot, num_slots, drafts, COMMITTED).to(tl.int32) - start

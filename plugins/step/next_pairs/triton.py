@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hemiola.plugins.step.plan_triton import DRAFT, ROOM, SLOT, TOTAL, WIDTH, field, length
+from hemiola.plugins.step.plan_triton import DRAFT, ROOM, SLOT, TOTAL, WIDTH, field, length, write_head_rows
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_drafting", "num_slots", "ids_len", "number"])
@@ -20,17 +20,8 @@ def _next_pairs(plan, lengths, ids, head_rows, token_ids, positions, num_rows, n
     place = length(lengths, slot, num_slots, goes_on, TOTAL) + number - 1
     token = tl.load(ids + slot * ids_len + place, mask=goes_on, other=0)
     place = tl.where(goes_on, place, 0).to(tl.int32)
-    for column in tl.static_range(8):  # plugins/rows.py
-        value = tl.zeros_like(place)
-        if column == 0:
-            value = draft
-        elif column == 1:
-            value = num
-        elif column == 3:
-            value = tl.where(goes_on, slot, 0).to(tl.int32)
-        elif column == 4:
-            value = place
-        tl.store(head_rows + n * 8 + column, value, mask=is_row)
+    head_slot = tl.where(goes_on, slot, 0).to(tl.int32)
+    write_head_rows(head_rows, n, draft, num, head_slot, place, is_row)
     tl.store(token_ids + draft, token, mask=num > 0)
     tl.store(positions + draft, place, mask=num > 0)
     nobody = (n >= tl.load(plan + num_rows * WIDTH + DRAFT)) & (n < num_drafting)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hemiola.plugins import OPS
+from hemiola.plugins.groups import Layout
 from hemiola.runtime.manifest import PARTS, Segment, SegmentPiece
 
 MODULES = {"onnxruntime": "onnxruntime", "tensorrt-rtx": "tensorrt", "tensorrt": "tensorrt"}
@@ -31,6 +32,7 @@ class CutSegment:
         open_part = import_module(f"hemiola.runtime.device.segments.{module}").opener(segment.compiler)
         parts: dict[str, Callable[[Tensors], Tensors]] = {}
         forms = iter(segment.nodes)
+        found = {name: Layout.parse(text) for name, text in segment.layouts.items()}
         self._steps: list[PieceRun] = []
         for piece, done in zip(segment.pieces, _last_reads(segment), strict=True):
             match piece.kind:
@@ -43,7 +45,10 @@ class CutSegment:
                 case "op":
                     node = next(forms)
                     assert node.op == piece.name, f"{segment.name}: {piece.name} is not {node.op}"
-                    run = _op(piece, OPS[node.op].bind(node.form, node.sizes))
+                    op = OPS[node.op]
+                    given = zip(op.args, piece.inputs, strict=False)
+                    layouts = {arg.name: found[name] for arg, name in given if name in found}
+                    run = _op(piece, op.bind(node.form, node.sizes, layouts))
             self._steps.append(PieceRun(run, piece.inputs, piece.outputs, done))
 
     def __call__(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hemiola.plugins.tensorrt import DTYPES, register
+from hemiola.runtime.device.segments.tensorrt_ops import DTYPES, register
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import NEXT
 

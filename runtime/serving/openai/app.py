@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from hemiola import __version__
-from hemiola.runtime.errors import Busy, Refused
+from hemiola.runtime.errors import Busy, Refused, shown
 from hemiola.runtime.serving import ending
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.errors import ApiError, api_error
@@ -26,7 +26,6 @@ from hemiola.runtime.serving.openai.readers import Readers
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import (
     ApiRequest,
-    Body,
     ChatRequest,
     CompletionRequest,
     StreamOptions,
@@ -203,7 +202,7 @@ class App:
 
         def answer() -> str:
             request = parse(kind, body)
-            with named(request):
+            with named(request.names()):
                 return json.dumps(make(self._model(request.model), request))
 
         return web.Response(text=await self._readers.run(len(body), answer), content_type="application/json")
@@ -211,7 +210,9 @@ class App:
     def _model(self, name: str) -> ServedModel:
         if name not in self._models:
             known = ", ".join(self._models)
-            raise ApiError(404, f"no model {name!r}, there is {known}", param="model", code="model_not_found")
+            raise ApiError(
+                404, f"no model {shown(name)}, there is {known}", param="model", code="model_not_found"
+            )
         return self._models[name]
 
     # ---- what is generated
@@ -228,18 +229,25 @@ class App:
     async def _generate(
         self, http: web.Request, kind: type[Asked], make: Callable[[ServedModel, Asked], Work]
     ) -> web.StreamResponse:
+        """The body, and all that was read from it, are let go of before the answer begins."""
         begun = time.perf_counter()
         body = await self._read(http)
-        request = await self._readers.run(len(body), partial(parse, kind, body))
-        model = self._model(request.model)
+        size, read = len(body), partial(parsed, kind, body)
+        request, names = await self._readers.run(size, read)
+        del body, read
+        prepare = partial(self._prepare, make, self._model(request.model), request, begun)
+        options = (request.stream_options or StreamOptions()) if request.stream else None
+        with named(names), self._admit(request.num_requests):
+            del request
+            work, packed = await self._readers.run(size, prepare)
+            del prepare
+            return await self._answer(http, options, work, packed)
 
-        def prepare() -> tuple[Work, list[Any]]:
-            work = make(model, request)
-            return work, self._wire.pack(request.model, work.asked, begun)
-
-        with named(request), self._admit(request.num_requests):
-            work, packed = await self._readers.run(len(body), prepare)
-            return await self._answer(http, request, work, packed)
+    def _prepare(
+        self, make: Callable[[ServedModel, Asked], Work], model: ServedModel, request: Asked, begun: float
+    ) -> tuple[Work, list[Any]]:
+        work = make(model, request)
+        return work, self._wire.pack(model.name, work.asked, begun)
 
     async def _read(self, http: web.Request) -> bytes:
         """Its body; a server that has begun to end meanwhile takes it no more."""
@@ -248,12 +256,13 @@ class App:
         return body
 
     async def _answer(
-        self, http: web.Request, request: ApiRequest, work: Work, packed: list[Any]
+        self, http: web.Request, options: StreamOptions | None, work: Work, packed: list[Any]
     ) -> web.StreamResponse:
+        """options: of a stream of events."""
         answers = self._wire.ask(packed)
         try:
-            if request.stream:
-                return await stream(http, work, answers, request.stream_options or StreamOptions())
+            if options is not None:
+                return await stream(http, work, answers, options)
             await answers.each(work.take)
             text = await self._readers.run(work.num_tokens, work.reply.text)
             headers = {"X-Request-Id": work.reply.id}
@@ -281,13 +290,19 @@ class App:
             self._num_open -= num_requests
 
 
+def parsed(kind: type[Asked], body: bytes) -> tuple[Asked, dict[str, str]]:
+    """A request, and its names of fields."""
+    request = parse(kind, body)
+    return request, request.names()
+
+
 @contextlib.contextmanager
-def named(request: Body) -> Iterator[None]:
-    """What is refused there has the names of this body's fields."""
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """What is refused there has the names of a body's fields."""
     try:
         yield
     except Refused as error:
-        raise api_error(error, request.names()) from None
+        raise api_error(error, names) from None
 
 
 def describe(model: ServedModel) -> dict[str, Any]:

@@ -26,6 +26,8 @@ class Bodies:
 
     async def read(self, http: web.Request) -> bytes:
         body, gunzip = bytearray(), gunzip_for(http)
+        if (http.content_length or 0) > self._max_body:
+            raise self._too_large()
         self.num_reading += 1
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -52,17 +54,17 @@ class Bodies:
 
     def _check(self, own_len: int) -> None:
         if own_len > self._max_body:
-            raise ApiError(
-                413,
-                f"the body is too large: more than {self._max_body} bytes; send less",
-                code="body_too_large",
-            )
+            raise self._too_large()
         most = MOST_BODIES * self._max_body
         if own_len > SMALL_BODY and self._num_bytes > most:
             raise ApiError(
                 429, f"bodies of more than {most} bytes are on their way; try again in a moment",
                 code="rate_limit_exceeded",
             )  # fmt: skip
+
+    def _too_large(self) -> ApiError:
+        why = f"the body is too large: more than {self._max_body} bytes; send less"
+        return ApiError(413, why, code="body_too_large")
 
 
 class Gunzip:

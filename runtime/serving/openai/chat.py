@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hemiola.runtime.errors import Name, Refused
+from hemiola.runtime.errors import Name, Refused, shown
 from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving.openai.answer import THINK, THINK_END, Expected
+from hemiola.runtime.serving.openai.message import Message
 from hemiola.runtime.serving.openai.model import ServedModel
-from hemiola.runtime.serving.openai.schema import ChatRequest, Message, Tool
+from hemiola.runtime.serving.openai.schema import ChatRequest, Tool
 from hemiola.runtime.text import Text
 
 KWARGS = "chat_template_kwargs"
@@ -63,7 +64,7 @@ def _check_variables(given: Mapping[str, Any], read: frozenset[str]) -> None:
             reason = f"which the checkpoint's chat template does not read (it reads {own})"
         else:
             continue
-        said = (Name(KWARGS), f" holds {name!r}, {reason}")
+        said = (Name(KWARGS), f" holds {shown(name)}, {reason}")
         raise Refused("unknown", KWARGS, said=said, way_out="take it out")
 
 
@@ -74,9 +75,8 @@ def _message(message: Message, index: int, knows_developer: bool) -> dict[str, A
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" and not knows_developer else message.role
     made: dict[str, Any] = {"role": role, "content": content or ""}
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if getattr(message, name) is not None:
-            made[name] = getattr(message, name)
+    more = {"name": message.name, "reasoning_content": message.thought, "tool_call_id": message.tool_call_id}
+    made |= {name: value for name, value in more.items() if value is not None}
     if message.tool_calls:
         made["tool_calls"] = [
             {

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 
 from hemiola.runtime.serving.metrics import FAMILIES, HISTOGRAMS
 
-PREFIX = "hemiola_"
-
 
 def engines_page(page: str) -> str:
-    """Families whose names begin with `hemiola_`, in Prometheus' text format, each once."""
+    """The families of serving/metrics.py, in Prometheus' text format, each once."""
     samples: dict[str, list[str]] = {}
     for line in page.splitlines():
-        if line.startswith(PREFIX):
-            name = line.partition("{")[0].partition(" ")[0]
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in FAMILIES:
             samples.setdefault(name, []).append(line)
     return "".join(f"{line}\n" for line in _lines(samples))
 

@@ -47,7 +47,7 @@ def _work(jobs: "SimpleQueue[Job | None]") -> None:
             continue
         try:
             result, error = work(), None
-        except Exception as caught:
+        except BaseException as caught:  # a library's panic, too: this thread reads for all callers
             result, error = None, caught
         try:
             loop.call_soon_threadsafe(_tell, made, result, error)
@@ -56,7 +56,7 @@ def _work(jobs: "SimpleQueue[Job | None]") -> None:
         del job, work, made, result, error  # which may be large, and the next job may be long in coming
 
 
-def _tell(made: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:
+def _tell(made: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
     if made.cancelled():
         return
     if error is not None:

@@ -10,6 +10,7 @@ from hemiola.runtime.api import Logprob, Metrics, Piece
 from hemiola.runtime.serving.openai.answer import AnswerPart, Expected, Splitter
 from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.model import ServedModel, Tokens
+from hemiola.runtime.serving.openai.prompt import PromptScores
 
 Json = dict[str, Any]
 ENCODER = json.JSONEncoder(separators=(",", ":"))  # ASCII: some clients break lines at U+2028
@@ -64,14 +65,22 @@ class TextChoice(Choice):
     """Of a completion."""
 
     def __init__(
-        self, index: int, prompt_ids: list[int], tokens: Tokens | None, with_ids: bool, echo: str
+        self,
+        index: int,
+        prompt_ids: list[int],
+        tokens: Tokens | None,
+        with_ids: bool,
+        echo: str,
+        scores: PromptScores,
     ) -> None:
         super().__init__(index, prompt_ids, tokens, with_ids)
+        self._scores = scores
         self._texts = [echo]  # not yet given out
-        self._offset = len(echo)
+        self._echo, self._offset = echo, len(echo)
 
     def take(self, piece: Piece) -> None:
         super().take(piece)
+        self._scores.take(piece)
         self._texts.append(piece.text)
 
     def chunks(self, piece: Piece) -> list[Json]:
@@ -82,14 +91,14 @@ class TextChoice(Choice):
 
     def whole(self, streamed: bool = False) -> Json:
         reason, text = self._finish_reason, "".join(self._texts)
-        self._texts = []
-        return {"text": text, **self._common(streamed), "finish_reason": reason}
+        self._texts, of_prompt = [], self._scores.table()
+        return {"text": text, **self._common(streamed), "finish_reason": reason, **of_prompt}
 
     def _logprobs_json(self, tokens: Tokens) -> Json:
         ids = [logprob.token_id for logprob in self._logprobs]
         offsets = tokens.offsets([*ids, *ids[:1]], self._offset)
         self._offset = offsets.pop() if ids else self._offset
-        return {
+        own = {
             "tokens": [tokens.name(token_id) for token_id in ids],
             "token_logprobs": [logprob.logprob for logprob in self._logprobs],
             "top_logprobs": [
@@ -97,20 +106,32 @@ class TextChoice(Choice):
             ],
             "text_offset": offsets,
         }
+        if self._begun:
+            return own
+        echoed = self._scores.echoed(tokens, self._echo)
+        return {name: echoed[name] + values for name, values in own.items()}
 
 
 class ChatChoice(Choice):
     """Of a chat: its text is split into reasoning, content and calls."""
 
     def __init__(
-        self, index: int, prompt_ids: list[int], tokens: Tokens | None, with_ids: bool, expected: Expected
+        self,
+        index: int,
+        prompt_ids: list[int],
+        tokens: Tokens | None,
+        with_ids: bool,
+        expected: Expected,
+        scores: PromptScores,
     ) -> None:
         super().__init__(index, prompt_ids, tokens, with_ids)
+        self._scores = scores
         self._answer = Splitter(expected)
         self._parts: list[AnswerPart] = []
 
     def take(self, piece: Piece) -> None:
         super().take(piece)
+        self._scores.take(piece)
         self._parts += self._answer.push(piece.text)
         if piece.finish_reason is not None:
             self._parts += self._answer.finish(cut=piece.finish_reason == "length")
@@ -178,11 +199,19 @@ def _token(tokens: Tokens, token_id: int, logprob: float) -> Json:
 class Reply:
     """A request's answer: what stands around its choices."""
 
-    def __init__(self, kind: str, model: ServedModel, choices: Sequence[Choice], num_each: int) -> None:
+    def __init__(
+        self,
+        kind: str,
+        model: ServedModel,
+        choices: Sequence[Choice],
+        num_each: int,
+        scores: PromptScores | None = None,
+    ) -> None:
+        """scores: of a chat's prompt, which stand beside its choices."""
         prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.choices = choices
-        self._kind = kind
+        self._kind, self._scores = kind, scores
         self._head = {
             "created": int(time.time()),
             "model": model.name,
@@ -200,7 +229,8 @@ class Reply:
         """The whole answer, written choice by choice: while one is written, no other thread runs."""
         head = ENCODER.encode({"id": self.id, "object": self._kind, **self._head})[:-1]
         choices = ",".join(ENCODER.encode(choice.whole()) for choice in self.choices)
-        return f'{head},"choices":[{choices}],{ENCODER.encode(self.totals())[1:]}'
+        of_prompt = self._scores.table() if self._scores is not None else {}
+        return f'{head},"choices":[{choices}],{ENCODER.encode(of_prompt | self.totals())[1:]}'
 
     def ending(self, include_usage: bool) -> str:
         """The last events of a stream."""

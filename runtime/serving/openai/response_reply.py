@@ -5,13 +5,15 @@ import uuid
 from collections.abc import Iterator
 
 from hemiola.runtime.api import Piece
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai.answer import AnswerPart, Expected, Splitter
+from hemiola.runtime.serving.openai.base import Body
 from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.reply import ENCODER, Choice, Json
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
-from hemiola.runtime.serving.openai.schema import Body
 
+MOST_REPEATED = 2**21  # characters of a request in its answer: three times in a stream, by the event loop
 # Of each kind of part: the item's type and prefix, the type of its content, and the events of its text.
 KINDS = {
     "reasoning": ("reasoning", "rs", "reasoning_text", "response.reasoning_text"),
@@ -126,7 +128,7 @@ class ResponseChoice(Choice):
 
 
 class ResponseReply:
-    """What stands around the answer."""
+    """What stands around the answer. Refused if that is too much of the request."""
 
     def __init__(self, model: ServedModel, request: ResponsesRequest, choice: ResponseChoice) -> None:
         self.id = _new_id("resp")
@@ -158,6 +160,10 @@ class ResponseReply:
             "truncation": "disabled",
             "user": request.user,
         }
+        if (size := len(ENCODER.encode(self._head))) > MOST_REPEATED:
+            said = f"the answer would repeat {size} characters of the request, the limit is {MOST_REPEATED}"
+            way_out = "shorten instructions, tools, text, reasoning, metadata or user"
+            raise Refused("too_long", said=said, way_out=way_out)
 
     def event(self, choices: list[Json], more: Json) -> str:
         """Events of the answer, behind the two that every stream begins with."""

@@ -5,13 +5,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.openai.base import Body, Items
 from hemiola.runtime.serving.openai.schema import (
     ApiRequest,
-    Body,
     ChatRequest,
     Effort,
     Function,
-    Items,
     as_chat,
 )
 
@@ -51,11 +50,16 @@ class ReasoningText(Body):
     text: str
 
 
+class SummaryText(Body):
+    type: Literal["summary_text"]
+    text: str
+
+
 class InputReasoning(Body):
     type: Literal["reasoning"]
     content: Items[ReasoningText] | None = None
-    summary: list[Any] | None = None
-    encrypted_content: None = None
+    summary: Items[SummaryText] | None = None  # langchain sends the thought itself back as one
+    encrypted_content: str | None = None  # of another model: nobody's to read here
     id: str | None = None
     status: Status | None = None
 
@@ -226,7 +230,7 @@ class Messages:
         path = f"messages[{len(self.messages) - 1}]"
         match item:
             case InputReasoning():
-                text = "".join(part.text for part in item.content or ())
+                text = "".join(part.text for part in item.content or item.summary or ())
                 if text:
                     self._turn["reasoning_content"] = self._turn.get("reasoning_content", "") + text
                     self.places[f"{path}.reasoning_content"] = content

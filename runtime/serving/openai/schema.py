@@ -1,35 +1,24 @@
 """Bodies of requests: OpenAI's names, and every name of SamplingParams beside them."""
 
 import json
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.errors import Amount, Name, Refused
+from hemiola.runtime.errors import Amount, Name, Refused, one_line, shown
 from hemiola.runtime.fields import MOST_CHARACTERS, refused_by
 from hemiola.runtime.serving.json_size import check_size
+from hemiola.runtime.serving.openai.base import Body, Items
+from hemiola.runtime.serving.openai.message import Message
 
 MAX_N = 128
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
-OWN = {"max_tokens", "logprobs"}  # fields of SamplingParams that OpenAI's bodies say otherwise
+OWN = {"max_tokens", "logprobs", "prompt_logprobs"}  # of SamplingParams; OpenAI's bodies say them otherwise
 PASSED = tuple(name for name in SamplingParams.model_fields if name not in OWN)
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's; a chat may fill the context
-
-Item = TypeVar("Item")
-Items = Annotated[list[Item], Field(fail_fast=True)]  # ends at the first bad one: a million errors take 9 s
-
-
-class Body(BaseModel):
-    """Strict; null is as good as absent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    def names(self) -> dict[str, str]:
-        """What this kind of body calls the fields that the engine, or a chat, refuses."""
-        return {}
 
 
 class StreamOptions(Body):
@@ -81,13 +70,18 @@ class ApiRequest(Body):
         return self.num_choices
 
     def params(
-        self, max_tokens: int, logprobs: int | None, structured: dict[str, Any] | None = None
+        self,
+        max_tokens: int,
+        logprobs: int | None,
+        structured: dict[str, Any] | None = None,
+        prompt_logprobs: int | None = None,
     ) -> list[SamplingParams]:
         """One for each of n choices."""
         given: dict[str, Any] = {
             name: value for name, value in (self.model_extra or {}).items() if value is not None
         }
         given = {"temperature": 1.0, **given, "max_tokens": max_tokens, "logprobs": logprobs}
+        given["prompt_logprobs"] = prompt_logprobs
         if structured is not None:
             given["structured_outputs"] = structured
         if isinstance(given.get("logit_bias"), dict):
@@ -122,6 +116,7 @@ class CompletionRequest(ApiRequest):
     store: Literal[False] | None = None
     prompt: Prompts
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)  # as in vLLM
     echo: bool | None = None
     best_of: int | None = None
     suffix: None = None
@@ -144,51 +139,30 @@ class CompletionRequest(ApiRequest):
         if self.best_of is not None and self.best_of != self.num_choices:
             limit = "but nothing is ranked here"
             raise Refused("unsupported", "best_of", self.best_of, limit, "give n instead")
-        if self.echo and self.logprobs is not None:
-            said = "echo with logprobs: a prompt's are not computed"
-            raise Refused("unsupported", "echo", said=said, way_out="leave one out")
+        _check_scored(self.prompt_logprobs, self.stream)
+        if self.echo and self.logprobs is not None and self.stream and self.num_choices > 1:
+            said = f"n is {self.num_choices} in a stream that echoes logprobs of its prompt"
+            raise Refused("conflict", "n", said=said, way_out="leave n or stream out")
         return self
+
+    @property
+    def num_echoed(self) -> int | None:
+        """Best tokens to name for each of the prompt's, where those have log-probabilities in the echo."""
+        return self.logprobs if self.echo else None
 
     @property
     def num_requests(self) -> int:
         return len(self.prompt) * self.num_choices
 
 
+def _check_scored(prompt_logprobs: int | None, stream: bool | None) -> None:
+    if prompt_logprobs is not None and stream:
+        said = "prompt_logprobs are no part of a stream's chunks"
+        raise Refused("conflict", "prompt_logprobs", said=said, way_out="leave one of the two out")
+
+
 def _all(kind: type, values: list[Any]) -> bool:
     return all(type(value) is kind for value in values)
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class FunctionCall(Body):
-    name: str
-    arguments: str
-
-
-class ToolCall(Body):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None  # of those who send back what they collected from a stream
-
-
-class Message(Body):
-    """`audio` and the like may stand there as null: clients send back the objects that they got."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Items[ToolCall] | None = None
-    tool_call_id: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: list[Any] | None = None
-    provider_specific_fields: dict[str, Any] | None = None  # litellm's
 
 
 class Function(Body):
@@ -236,6 +210,7 @@ class ChatRequest(ApiRequest):
     messages: Items[Message]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)  # as in vLLM
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -257,17 +232,18 @@ class ChatRequest(ApiRequest):
         names = [tool.function.name for tool in self.tools or ()]
         choice = self.tool_choice
         if isinstance(choice, ToolChoice) and choice.function.name not in names:
-            known = ", ".join(names) or "none"
-            said = (Name("tool_choice"), f" names {choice.function.name!r}, the tools are {known}")
+            known = one_line(", ".join(names) or "none")
+            said = (Name("tool_choice"), f" names {shown(choice.function.name)}, the tools are {known}")
             raise Refused("unknown", "tool_choice", said=said)
         if choice not in (None, "none", "auto") and not names:
-            said = (Name("tool_choice"), f" is {choice!r} without ", Name("tools"))
+            said = (Name("tool_choice"), f" is {shown(choice)} without ", Name("tools"))
             raise Refused("conflict", "tool_choice", said=said, way_out=("give ", Name("tools")))
         if len(set(names)) < len(names):
             raise Refused("conflict", "tools", said="two tools have one name", way_out="give each its own")
         if self.top_logprobs is not None and not self.logprobs:
             said = "top_logprobs is given without logprobs"
             raise Refused("conflict", "top_logprobs", said=said, way_out="set logprobs to true")
+        _check_scored(self.prompt_logprobs, self.stream)
         if None not in (self.max_tokens, self.max_completion_tokens):
             said = "max_tokens and max_completion_tokens mean the same"
             raise Refused("conflict", "max_tokens", said=said, way_out="give one")

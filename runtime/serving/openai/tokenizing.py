@@ -5,9 +5,11 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from hemiola.runtime.errors import Amount, Refused
+from hemiola.runtime.serving.openai.base import Body, Items
 from hemiola.runtime.serving.openai.chat import render
+from hemiola.runtime.serving.openai.message import Message
 from hemiola.runtime.serving.openai.model import ServedModel
-from hemiola.runtime.serving.openai.schema import Body, Items, Message, Tool, as_chat
+from hemiola.runtime.serving.openai.schema import Tool, as_chat
 
 MOST_IDS = 2**15  # of a call: each costs some microseconds
 

@@ -8,6 +8,7 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.guide import guide
 from hemiola.runtime.serving.openai.model import ServedModel
+from hemiola.runtime.serving.openai.prompt import PromptScores
 from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, TextChoice
 from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
@@ -30,7 +31,8 @@ class Work(NamedTuple):
     def num_tokens(self) -> int:
         """That the whole answer names: ids, and the best of each place."""
         tokens = (
-            (choice.num_output_tokens + len(choice.prompt_ids)) * (1 + (params.logprobs or 0))
+            (choice.num_output_tokens + len(choice.prompt_ids))
+            * (1 + (params.logprobs or 0) + (params.prompt_logprobs or 0))
             for choice, (_, params) in zip(self.choices, self.asked, strict=True)
         )
         return sum(tokens)
@@ -38,15 +40,17 @@ class Work(NamedTuple):
 
 def completion(model: ServedModel, request: CompletionRequest) -> Work:
     prompts = [encode(model, prompt) for prompt in request.prompt]
-    params = request.params(request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs)
+    scores = [PromptScores(model, ids, request.prompt_logprobs, request.num_echoed) for ids in prompts]
+    most = request.max_tokens or DEFAULT_MAX_TOKENS
+    params = request.params(most, request.logprobs, prompt_logprobs=scores[0].num_asked)
     tokens = model.tokens if request.logprobs is not None else None
     choices: list[Choice] = []
-    for prompt, ids in zip(request.prompt, prompts, strict=True):
+    for prompt, ids, own in zip(request.prompt, prompts, scores, strict=True):
         echo = ""
         if request.echo:
             echo = prompt if isinstance(prompt, str) else model.need_text("echo").decode(prompt)
         for _ in params:
-            choices.append(TextChoice(len(choices), ids, tokens, bool(request.return_token_ids), echo))
+            choices.append(TextChoice(len(choices), ids, tokens, bool(request.return_token_ids), echo, own))
     asked = [(ids, each) for ids in prompts for each in params]
     return Work(asked, choices, Reply("text_completion", model, choices, len(params)))
 
@@ -56,11 +60,11 @@ def chat(model: ServedModel, request: ChatRequest) -> Work:
     structured = guide(request, expected)
     ids = encode(model, prompt, special=False)
     most = request.most_tokens or max(model.max_len - len(ids), 1)
-    params = request.params(most, request.num_logprobs, structured)
+    params = request.params(most, request.num_logprobs, structured, request.prompt_logprobs)
     tokens = model.tokens if request.logprobs else None
-    with_ids = bool(request.return_token_ids)
-    choices = [ChatChoice(i, ids, tokens, with_ids, expected) for i in range(len(params))]
-    reply = Reply("chat.completion", model, choices, len(params))
+    with_ids, scores = bool(request.return_token_ids), PromptScores(model, ids, request.prompt_logprobs)
+    choices = [ChatChoice(i, ids, tokens, with_ids, expected, scores) for i in range(len(params))]
+    reply = Reply("chat.completion", model, choices, len(params), scores)
     return Work([(ids, each) for each in params], choices, reply)
 
 

@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from hemiola.builder.build import build
 from hemiola.builder.checkpoint import Checkpoint, Files
 from hemiola.builder.formats.rounded import KEPT, LAYOUTS, rounded, rounding
+from hemiola.builder.formats.rounded import quantised as quantise_lazily
+from hemiola.builder.lazy import Lazy
 from hemiola.builder.options import Options
-from hemiola.plugins.groups import Layout, WeightGroup, dequantised, factors, numbers
+from hemiola.plugins.groups import Layout, WeightGroup, dequantised, factors, joined, numbers
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
 
@@ -47,6 +49,17 @@ def test_every_code_is_the_nearest(layout: Layout) -> None:
         assert (tensor.shape, tensor.dtype) == (empty.tensors[name].shape, empty.tensors[name].dtype)
     nearest = (weight / scales).unsqueeze(-1).sub(all_codes(layout)).abs().amin(-1)
     assert torch.equal((weight / scales - numbers(group)).abs(), nearest)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_that_are_rounded_in_parts_are_those_of_the_whole(name: str) -> None:
+    weight = torch.randn(33, 272, generator=torch.Generator().manual_seed(3))
+    expected = rounded(weight, LAYOUTS[name])
+    found = quantise_lazily(Lazy.of(weight), name).found
+    assert found is not None and found.layout == expected.layout
+    whole = joined([found.read(first, first + 8) for first in range(0, 33, 8)])
+    for part, wanted in expected.tensors.items():
+        assert torch.equal(whole.tensors[part].float(), wanted.float()), part
 
 
 def test_ties_go_to_the_even_code() -> None:
@@ -108,8 +121,9 @@ def test_a_quantised_checkpoint_is_not_rounded_again(tiny_checkpoint: Get, tmp_p
 
 
 def test_what_cannot_multiply_it_is_refused(tiny_checkpoint: Get, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"weights are int4, which --target torch --arch sm_90"):
-        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(quantize="int4", arch=("sm_90",)))
+    options = Options(quantize="int4", target="onnxruntime")
+    with pytest.raises(Refused, match=r"weights are int4, which --target onnxruntime does not multiply"):
+        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", options)
 
 
 def test_random_weights_are_rounded_and_stored(tiny_checkpoint: Get, tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ pytest.importorskip("triton", reason="needs Triton")
 from hemiola.builder import models
 from hemiola.builder.build import build
 from hemiola.builder.checkpoint import Checkpoint
-from hemiola.builder.fuse import fuse
 from hemiola.builder.graph import export
 from hemiola.builder.options import Options
+from hemiola.builder.passes.fuse import fuse
 from hemiola.builder.targets import kernels
 from hemiola.plugins import OPS
 from hemiola.plugins.gpu import compile
@@ -28,7 +28,6 @@ from hemiola.plugins.gpu.cover import calls_at, calls_of
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import Call
 from hemiola.plugins.gpu.sizes import Size
-from hemiola.plugins.spec import E4M3
 from hemiola.plugins.step import STEP_OPS, forms
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS
@@ -38,6 +37,7 @@ from hemiola.runtime.manifest import Limits
 Get = Callable[..., Path]
 GPUS = [name for name, arch in ARCHS.items() if arch.device == "cuda"]
 FAMILIES = ("nemotron_h_moe", "qwen3_next")  # together they have every op
+ON_GPUS = [name for name, op in OPS.items() if op.runs_on("cuda")]
 LIMITS = Limits(max_len=4096, max_rows=40, max_step_tokens=700, num_drafts=3, page_len=32, chunk_len=16)
 
 
@@ -65,7 +65,7 @@ def nodes_in(dtype: torch.dtype, tiny_checkpoint: Get) -> list[kernels.Node]:
             graph = export(model, name, LIMITS)
             fuse(graph, model.weights(segment))
             found |= set(kernels.nodes_of(graph))
-    assert {node.op for node in found} == set(OPS)
+    assert {node.op for node in found} == set(ON_GPUS)
     return sorted(found, key=repr)
 
 
@@ -75,7 +75,7 @@ def covered(node: kernels.Node, capability: int) -> set[Call]:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ON_GPUS)
 def test_whatever_a_step_is_like_its_kernels_are_among_those_compiled(
     op: str, capability: int, nodes: list[kernels.Node]
 ) -> None:
@@ -151,23 +151,38 @@ def test_every_kernel_is_compiled_for_every_architecture(arch: str, nodes: list[
     assert too_early(*made) == []
 
 
-@pytest.fixture(scope="module")
-def over_e4m3(tiny_checkpoint: Get) -> kernels.Node:
-    """Attention whose pages are e4m3."""
+def over_narrow_pages(tiny_checkpoint: Get, kv_dtype: str) -> kernels.Node:
+    """Attention whose pages are narrow."""
     checkpoint = Checkpoint(tiny_checkpoint("qwen3_5"))
     sizes = {"chunk_len": 16, "max_len": LIMITS.max_len, "dtype": torch.bfloat16}
-    model = models.load(checkpoint, torch.ops.hemiola, **sizes, kv_dtype=E4M3)
+    model = models.load(checkpoint, torch.ops.hemiola, **sizes, kv_dtype=kv_dtype)
     (node,) = (n for n in kernels.nodes_of(export(model, "trunk", LIMITS)) if n.op == "attention")
     return node
 
 
+@pytest.mark.parametrize(
+    ("arch", "codes"),
+    [("sm_80", "turboquant_4bit_nc"), ("sm_90", "turboquant_3bit_nc"), ("sm_121", "turboquant_k8v4")],
+)
+def test_attention_over_codes_is_compiled_where_it_is_offered(
+    arch: str, codes: str, tiny_checkpoint: Get
+) -> None:
+    capability = 10 * ARCHS[arch].capability[0] + ARCHS[arch].capability[1]
+    node = over_narrow_pages(tiny_checkpoint, codes)
+    calls = {call.kernel: call for call in sorted(covered(node, capability), key=repr)}
+    assert {name.rpartition(".")[2] for name in calls} == {"_write", "_attend", "_join", "pack"}
+    for call in calls.values():
+        assert compile.compile_call(call, capability).cubin[:4] == b"\x7fELF"
+
+
 @pytest.mark.parametrize("arch", GPUS[2:])
 def test_attention_over_pages_of_e4m3_is_compiled_where_it_is_offered(
-    arch: str, over_e4m3: kernels.Node
+    arch: str, tiny_checkpoint: Get
 ) -> None:
     """From sm_89 on; older ones are refused (tests/builder/test_build.py)."""
     capability = 10 * ARCHS[arch].capability[0] + ARCHS[arch].capability[1]
-    calls = {call.kernel: call for call in sorted(covered(over_e4m3, capability), key=repr)}
+    node = over_narrow_pages(tiny_checkpoint, "fp8")
+    calls = {call.kernel: call for call in sorted(covered(node, capability), key=repr)}
     assert {name.rpartition(".")[2] for name in calls} == {"_write", "_attend", "_join"}
     for call in calls.values():
         assert ("fp8e4nv" in repr(call)) == (not call.kernel.endswith("_join"))

@@ -92,7 +92,10 @@ def test_the_first_form_that_takes_a_call_is_chosen_and_says_what_the_others_lac
     def refuses(call: Call) -> str:
         return "too wide" if call.sizes["O"] > 200 else ""
 
-    forms = (Form("fast", "cpu", refuses, sizes="FO"), Form("other", "cuda", lambda call: ""))
+    forms = (
+        Form("fast", "cpu", refuses, sizes="FO", options=("residual",)),
+        Form("other", "cuda", lambda call: ""),
+    )
     monkeypatch.setitem(OPS["linear"].__dict__, "forms", forms + OPS["linear"].forms)
     nodes = [
         node for node in compiled(load(tiny_checkpoint("qwen3_5")), tmp_path).nodes if node.op == "linear"

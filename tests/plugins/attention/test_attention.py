@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from kit.ops import form, int32, rel_error, row, same_bits
+from kit.ops import SUBJECTS, Subject, form, int32, rel_error, row, same_bits
 
 from hemiola.plugins import OPS
 from hemiola.plugins.attention.compiled import QUERIES
@@ -315,3 +315,16 @@ def test_what_is_not_there_is_refused_before_it_is_read(what: str) -> None:
             step[6][0, 0] = -1
     with pytest.raises(IndexError, match="attention: "):
         attend("compiled", step)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS["attention"], ids=str)
+def test_tokens_that_attend_have_the_bits_that_they_have_among_all(subject: Subject) -> None:
+    """And all tokens are written to their pages."""
+    values = subject.arguments(40)
+    ids = int32(39, 3, 17, 38)
+    some = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+    attend = form(OPS["attention"], "compiled")
+    every, few = attend(*values), attend(*some, ids)
+    assert same_bits(few[ids.long()], every[ids.long()])
+    for place in (3, 4):
+        assert same_bits(some[place], values[place])

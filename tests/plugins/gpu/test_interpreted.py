@@ -17,6 +17,7 @@ from kit.gpu_steps import Subject as OnGrid
 from kit.gpu_steps import check_late_snapshot, halves
 from kit.ops import Subject, int32, rel_error, row, same_bits, subject
 
+from hemiola.plugins.attention.pages import CODES, FORMATS
 from hemiola.plugins.attention.reference import attention as reference
 from hemiola.plugins.spec import E4M3
 
@@ -130,6 +131,28 @@ def test_pages_of_e4m3_are_the_references_bit_for_bit(page_len: int, monkeypatch
     wanted = reference(q.float(), k.float(), v.float(), *told, *where, 0.2, 0, *scales)
     assert all(same_bits(mine, own) for mine, own in zip(pools, told, strict=True))
     assert rel_error(o, wanted) < 1e-2
+
+
+@pytest.mark.parametrize(("kv", "page_len"), [("turboquant_4bit_nc", 48), ("turboquant_3bit_nc", 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pages_of_codes_are_the_references_byte_for_byte(kv: str, page_len: int, dtype: torch.dtype) -> None:
+    """Two pages, of which a step finds the first written; and what queries make of them."""
+    from hemiola.plugins.attention.cuda import attention
+
+    rng = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(70, heads, 64, generator=rng).to(dtype) for heads in (4, 2, 2))
+    k[3], v[3] = 0, 2
+    pools = [torch.full((3, page_len, 2, width), 0xFF, dtype=CODES) for width in FORMATS[kv].widths(64)]
+    told = [pool.clone() for pool in pools]
+    table, numbers = int32([2, 1]), (0.2, 0, 1.0, 1.0)
+    for begin, end in ((0, 66), (66, 70)):
+        line = int32(row(num_tokens=end - begin, committed=begin))
+        at = torch.arange(begin, end, dtype=torch.int32)
+        new = [x[begin:end] for x in (q, k, v)]
+        o = attention(*new, *pools, table, line, at, *numbers)
+        wanted = reference(*(x.double() for x in new), *told, table, line, at, *numbers)
+    assert all(same_bits(mine, own) for mine, own in zip(pools, told, strict=True))
+    assert rel_error(o, wanted) < (1e-2 if dtype is torch.bfloat16 else 2e-6)
 
 
 class _Wide:

@@ -113,7 +113,9 @@ def test_a_weight_of_another_layout_is_refused() -> None:
     "device, layout, said",
     [
         ("cpu", Layout("int4", 24), "a scale for 24 inputs"),
-        ("cuda", LAYOUTS[0], "it reads no quantised weights"),
+        ("cuda", Layout("int4", 24), "a scale for 24 inputs"),
+        ("cuda", Layout("e2m1", 32), "e2m1 codes have scales for 16 inputs"),
+        ("cuda", Layout("e4m3", 32, ("zeros",)), "e4m3 codes have no zero points"),
     ],
 )
 def test_a_form_that_cannot_take_it_says_why(device: str, layout: Layout, said: str) -> None:

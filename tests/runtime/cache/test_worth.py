@@ -41,7 +41,7 @@ def test_a_nested_snapshot_is_worth_what_the_one_above_it_saves_already(evictor:
     work = [evictor.cost.work(edge) for edge in edges]
     assert gains == [after - before for before, after in itertools.pairwise(work)]
     assert sum(gains) == evictor.cost.work(6 * P)
-    assert evictor._density(chosen[2]) == gains[2] / (40 + 10 * 3), "those above it stay"
+    assert evictor.density(chosen[2]) == gains[2] / (40 + 10 * 3), "those above it stay"
     evictor.detach(chosen[1])
     assert evictor.value(chosen[2]) == work[3] - work[1] and evictor.value(chosen[0]) == work[1]
 
@@ -55,7 +55,7 @@ def test_pages_above_a_shared_snapshot_are_charged_to_every_leaf_behind_it(evict
     for leaf, num_pages in zip(leaves, (1, 3), strict=True):
         assert above(leaf) is common
         saved = evictor.cost.work(leaf.edge) - evictor.cost.work(common.edge)
-        assert evictor._density(leaf) == saved / (40 + 10 * num_pages)
+        assert evictor.density(leaf) == saved / (40 + 10 * num_pages)
 
 
 def test_pages_that_two_leaves_share_are_charged_to_both(
@@ -67,13 +67,13 @@ def test_pages_that_two_leaves_share_are_charged_to_both(
     for slot_id, entry in enumerate(leaves, 1):
         evictor.attach(entry, slot_id, "prompt")
     for leaf, num_pages in zip(leaves, (1, 3), strict=True):
-        assert evictor._density(leaf) == evictor.cost.work(leaf.edge) / (40 + 10 * num_pages)
+        assert evictor.density(leaf) == evictor.cost.work(leaf.edge) / (40 + 10 * num_pages)
     evictor.detach(leaves[0])
     last = leaves[0]
     while last is not common:  # as its pages are evicted
         last.parent.children.remove(last)
         last = last.parent
-    assert evictor._density(leaves[1]) == evictor.cost.work(leaves[1].edge) / (40 + 10 * 11)
+    assert evictor.density(leaves[1]) == evictor.cost.work(leaves[1].edge) / (40 + 10 * 11)
 
 
 def test_the_leaf_of_least_value_goes_before_that_of_least_value_per_byte(evictor: Evictor) -> None:

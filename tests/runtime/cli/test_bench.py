@@ -23,10 +23,10 @@ from hemiola.runtime.bench import bench, plot
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.cli.bench import parse_variant
 from hemiola.runtime.config import ServeConfig
-from hemiola.runtime.engine.request import Bounds
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.extra import install
 from hemiola.runtime.llm import LLM, make_loop
+from hemiola.runtime.schedule.request import Bounds
 
 VLLM_KEYS = [
     "date", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency", "duration",
@@ -51,7 +51,7 @@ class FakeLLM(LLM):
     def __init__(self, engine_dir: Path, *, progress: bool, **options: object) -> None:
         self.opened.append(options)
         if options.get("cache_bytes") == 1:
-            raise Refused("the cache may take 1 bytes")
+            raise Refused("other", said="the cache may take 1 bytes")
         sizes = {
             name: value
             for name, value in options.items()
@@ -64,13 +64,16 @@ class FakeLLM(LLM):
 
         def encode(text: str, max_len: int | None = None) -> list[int]:
             if max_len is not None and len(text) > 9 * max_len:
-                raise Refused(f"prompt is {len(text)} characters")  # a text to draw prompts from is no prompt
+                raise Refused(
+                    "other", said=f"prompt is {len(text)} characters"
+                )  # a text to draw prompts from is no prompt
             return [ord(c) % VOCAB for c in text]
 
         session = FakeSession(self.config, next_token)
         session.before_run = lambda batch: type(self).before_run(session)
         self.manifest = SimpleNamespace(architecture="FakeForCausalLM", vocab_size=VOCAB)
         self._text = SimpleNamespace(encode=encode, encode_words=lambda text: [])
+        self._grammars = None
         self._loop = make_loop(self.config, session, session, None, Cost(10, 40))
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(self.config.max_len, self.config.max_len, VOCAB, eos_ids=())
@@ -299,10 +302,10 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(
         (["--request-rate", "nan"], "--request-rate is nan"),
         (["--concurrency", "0"], "--concurrency is 0"),
         (
-            ["--plot", "/tmp/x.foo"],
-            "--plot /tmp/x.foo ends in .foo, which is no kind of picture;",
+            ["--plot", "/picture.foo"],
+            "--plot /picture.foo ends in .foo, which is no kind of picture;",
         ),
-        (["--plot", "/tmp/x"], "--plot /tmp/x ends in no suffix"),
+        (["--plot", "/picture"], "--plot /picture ends in no suffix"),
         (
             ["--input-len", "100", "--output-len", "29"],
             "129 tokens, the engine runs with max_len=128; lower --input-len",

@@ -320,3 +320,24 @@ def test_ctrl_c_ends_a_command_with_status_130(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr("hemiola.runtime.cli.generate.generate", interrupted)
     assert hemiola("generate", "engine").status == 130
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_whose_stream_is_closed_ends_with_a_traceback(closed: str) -> None:
+    for words, status in ((["--version"], 0), (["inspect", "/nowhere"], 2)):
+        shown = subprocess.run(
+            ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "hemiola", *words],
+            capture_output=True,
+            text=True,
+        )
+        assert shown.returncode == status and "Traceback" not in shown.stderr, shown.stderr
+
+
+def test_a_socket_gets_the_number_of_a_closed_stream() -> None:
+    code = """
+import os
+from hemiola.runtime.cli.command import run_command
+run_command(lambda: sum(os.readlink(f"/proc/self/fd/{number}") != os.devnull for number in range(3)))
+"""
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(words).returncode == 0

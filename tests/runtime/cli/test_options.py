@@ -139,7 +139,7 @@ def test_bytes_of_a_text_that_are_no_utf8_are_not_called_surrogates(option: str)
             "a.json: limits.max_len is 9",
         ),
         (Refused("not_found", said="/tmp/max_len is no folder"), "/tmp/max_len is no folder"),
-        (Refused("--name is 'max_len'"), "--name is 'max_len'"),
+        (Refused("other", said="--name is 'max_len'"), "--name is 'max_len'"),
     ],
 )
 def test_what_a_command_refuses_is_not_named_as_in_python(refused: Refused, shown: str) -> None:

@@ -68,7 +68,11 @@ def test_every_option_of_an_engine_is_an_option_of_the_command(monkeypatch: pyte
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     command = typer.Typer()
     command.command()(serve.serve)
-    given = {name: spelled(field.default) for name, field in ServeConfig.model_fields.items()}
+    given = {
+        name: spelled(field.default)
+        for name, field in ServeConfig.model_fields.items()
+        if field.default is not None
+    }
     arguments = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
     command(args=["--engine-dir", "a", *arguments, "--max-rows", "4"], standalone_mode=False)
     ((engines, settings),) = made

@@ -1,62 +1,19 @@
-"""A program cut before its output head: the same numbers, and only those that somebody asks for."""
+"""What a step computed: logits from an output head only if somebody asks for them."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from kit.segments import LIMITS, inputs_of
-from torch._ops import OpOverload
-from torch.fx import GraphModule
 
-from hemiola.builder import models
-from hemiola.builder.checkpoint import Checkpoint
-from hemiola.builder.graph import Name, export
-from hemiola.plugins import OPS
-from hemiola.runtime.device.head import Best, Head, cut_head
-from hemiola.runtime.device.session import Computed
-
-Get = Callable[..., Path]
-
-
-def load(tiny_checkpoint: Get, **options: Any) -> models.Model:
-    sizes = {"chunk_len": LIMITS.chunk_len, "max_len": LIMITS.max_len}
-    return models.load(Checkpoint(tiny_checkpoint("qwen3_5")), torch.ops.hemiola, **sizes, **options)
-
-
-def called(program: GraphModule) -> list[object]:
-    return [node.target for node in program.graph.nodes if node.op == "call_function"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["trunk", "draft"])
-def test_a_cut_program_tells_the_same(name: Name, dtype: torch.dtype, tiny_checkpoint: Get) -> None:
-    model = load(tiny_checkpoint, tells_best=True, dtype=dtype)
-    segment = model.trunk if name == "trunk" else model.draft
-    assert segment is not None
-    graph = export(model, name, LIMITS)
-    given = inputs_of(graph, model.weights(segment))
-    logits, hidden, best, token_id = graph.program.graph_module(*given)
-    program = graph.program.graph_module
-    for node in program.graph.nodes:  # as forms are bound
-        if isinstance(node.target, OpOverload) and node.target in {op.torch_op for op in OPS.values()}:
-            node.target = getattr(torch.ops.hemiola, node.target._overloadpacket.__name__)
-    head = cut_head(program, given[: len(given) - len(graph.inputs)])
-    assert head is not None and OPS["linear_argmax"].torch_op not in called(program)
-    lines, same_hidden = program(*given)
-    assert torch.equal(same_hidden, hidden) and lines.shape == (len(logits), hidden.shape[1])
-    assert torch.equal(head.logits(lines), logits) and logits.dtype is torch.float32
-    found = head.best(lines)
-    assert torch.equal(found.logit, best) and torch.equal(found.token_id, token_id)
-    assert torch.equal(token_id, logits.argmax(1))
-
-
-def test_a_program_of_logits_alone_is_left_as_it_is(tiny_checkpoint: Get) -> None:
-    graph = export(load(tiny_checkpoint), "trunk", LIMITS)
-    before = called(graph.program.graph_module)
-    assert cut_head(graph.program.graph_module, []) is None
-    assert called(graph.program.graph_module) == before
+from hemiola.runtime import manifest
+from hemiola.runtime.device.checked import check_program
+from hemiola.runtime.device.head import Best, Head
+from hemiola.runtime.device.memory import Storage
+from hemiola.runtime.device.program import load_program
+from hemiola.runtime.device.session import Computed, load_weights
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import HeadCall
 
 
 def test_logits_are_computed_only_if_they_are_asked_for() -> None:
@@ -89,3 +46,31 @@ def test_what_is_moved_has_its_head_there_and_no_logits_of_its_own() -> None:
     assert torch.equal(moved.logits, torch.full((2, 4), 2.0)) and torch.equal(moved.hidden, out.hidden)
     assert there.hidden.shape == (9, 4) and moved.hidden.data_ptr() == there.hidden.data_ptr()
     assert moved.best is not None and len(moved.best.token_id) == 2
+
+
+def test_a_head_of_other_calls_or_weights_is_refused(tiny_engine: Callable[..., Path]) -> None:
+    engine_dir = tiny_engine("qwen3_5", arch="sm_90")
+    found = manifest.load(engine_dir)
+    segment = found.segment("trunk")
+    logits, best = segment.head
+    weights = load_weights(engine_dir, found, segment.weights, torch.device("cpu"))
+    states = Storage(found.states, 3, 3, device=torch.device("cpu")).tensors
+    bound = [*(weights[name] for name in segment.weights), *(states[name] for name in segment.states)]
+
+    def check(*head: HeadCall) -> None:
+        changed = segment.model_copy(update={"head": head})
+        check_program(load_program(engine_dir / segment.file), changed, bound, found, "cuda")
+
+    check(logits, best)
+    heads = {
+        "its head calls": [(logits,), (best, logits), (logits, best, best)],
+        "no weight of the segment": [(logits.model_copy(update={"weights": ("lost", "absent")}), best)],
+        "its logits are": [(logits.model_copy(update={"weights": (segment.weights[5], "absent")}), best)],
+        "its hidden states|its logits": [()],
+    }
+    for reason, wrong in heads.items():
+        for head in wrong:
+            with pytest.raises(
+                Refused, match=rf"trunk.jsonl does not fit together \(.*({reason}|expected|forms)"
+            ):
+                check(*head)

@@ -23,12 +23,18 @@ from hemiola.runtime.errors import Refused
 Get = Callable[..., Path]
 
 
-NAMES = (*OPS, *(f"step.{op}" for op in STEP_OPS), "gpu.clock")
+FORMS = [(op, form) for op in (*OPS.values(), *STEP_OPS.values()) for form in op.forms]
+NAMES = (*(f"{op.name}.{form.name}" for op, form in FORMS if form.device == "cuda"), "gpu.clock.cuda")
 
 
 def every_kernel() -> list[Kernel]:
-    modules = [import_module(f"hemiola.plugins.{name}.cuda") for name in NAMES]
+    modules = [import_module(f"hemiola.plugins.{name}") for name in NAMES]
     return [value for module in modules for value in vars(module).values() if isinstance(value, Kernel)]
+
+
+def test_every_kernel_is_found_by_its_name() -> None:
+    for kernel in every_kernel():
+        assert kernels._kernel(Path("engine"), kernel.name) is kernel
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from kit.checkpoints import NEMOTRON_H, write_tokenizer
 from hemiola.builder.build import Options, build
 from hemiola.plugins import OPS
 from hemiola.runtime import manifest
+from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.program import load_program
-from hemiola.runtime.device.session import bind_forms, load_weights
+from hemiola.runtime.device.session import Session, bind_forms, load_weights
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.manifest import OpNode
 
@@ -149,3 +151,21 @@ def test_a_forgotten_llm_ends_its_thread(tiny_engine: Callable[..., Path]) -> No
     del llm
     gc.collect()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("drafts", ["none", "mtp"])
+def test_a_segment_that_nobody_holds_waits_for_no_collector(
+    tiny_engine: Callable[..., Path], drafts: str
+) -> None:
+    """On a GPU it held all of its memory until Python's collector came by."""
+    engine_dir = tiny_engine("qwen3_5")
+    found = manifest.load(engine_dir)
+    session = Session(engine_dir, found, Storage(found.states, 4, 4), drafts)
+    held = weakref.ref(session._trunk)
+    gc.collect()
+    gc.disable()
+    try:
+        del session
+        assert held() is None
+    finally:
+        gc.enable()

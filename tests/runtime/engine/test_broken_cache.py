@@ -12,7 +12,7 @@ from kit.fake_session import oracle, resolved
 from kit.faulty import FaultySession
 from kit.hand import Hand, prompt
 
-from hemiola.runtime.engine.step import Plan
+from hemiola.runtime.schedule.plan import Plan
 
 P = 8  # tokens in a page
 TEXT = prompt(5 * P + 3)

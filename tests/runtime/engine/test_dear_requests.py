@@ -19,11 +19,11 @@ from hemiola.runtime.api import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from hemiola.runtime.engine.lists import Forbidden
-from hemiola.runtime.engine.request import Bounds, Request, Rule, new_request
-from hemiola.runtime.engine.rules import groups_of
-from hemiola.runtime.engine.sampling import choose
+from hemiola.runtime.choose.rule import Forbidden, Rule
+from hemiola.runtime.choose.rules import groups_of
+from hemiola.runtime.choose.sampling import choose
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.schedule.request import Bounds, Request, new_request
 from hemiola.runtime.text import Growing
 
 CPU = torch.device("cpu")

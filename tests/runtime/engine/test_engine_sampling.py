@@ -10,7 +10,7 @@ from kit.plain_sampling import edited
 from oracle import Oracle
 
 from hemiola.runtime.api import Output, SamplingParams
-from hemiola.runtime.engine.request import Rule
+from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.llm import LLM
 
 Logits = Callable[[tuple[int, ...]], torch.Tensor]

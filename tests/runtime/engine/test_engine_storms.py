@@ -45,9 +45,10 @@ def a_hand(engine_hands: Callable[..., EngineHand], dice: random.Random, seed: i
         num_snapshots=dice.choice([1, 2, 20]),
         snapshot_interval=dice.choice([0, 0, page_len]),
         pipeline_depth=seed % 3,
-        cuda_graphs=bool(seed // 2 % 2),  # steps in buckets
+        cuda_graphs=bool(seed // 3 % 2),  # steps in buckets
         adaptive_drafts=bool(seed % 2),  # which has more of them
         shuffle=dice,
+        host_cache_bytes=dice.choice([0, 2**20, 2**24]),
         **pages,
     )
 
@@ -63,6 +64,8 @@ def run(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: int) -> C
             idle.choice([0, 0, 0, min(m, 1), m]) for m in most
         ]
     reached = storm(hand, dice, lambda number: wanted.story(family, number, 100), NUM_TURNS)
+    if (host := hand.loop.scheduler.prefix.host) is not None:
+        reached["found on the host"] += host.statistics.num_hits
     if isinstance(hand.loop.steps.whole, Recorded):
         assert hand.loop.steps.whole.num_steps == hand.num_plain_steps, (
             "a step without rules was not one call"
@@ -80,5 +83,11 @@ def test_storms_reach_all_that_they_are_for(engine_hands: Callable[..., EngineHa
     for seed in range(24):
         reached += run(engine_hands, wanted, seed)
     ends = ("length", "stop", "cancelled", "error")
-    moves = ("n > 1", "requests of two priorities ran", "preempted by the scheduler", "drafts stayed")
+    moves = (
+        "n > 1",
+        "requests of two priorities ran",
+        "preempted by the scheduler",
+        "drafts stayed",
+        "found on the host",
+    )
     assert [name for name in (*RULES, *ends, *moves) if reached[name] < 3] == [], reached

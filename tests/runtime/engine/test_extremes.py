@@ -28,6 +28,7 @@ TAKEN: dict[str, list[Any]] = {  # the least and the most that are served, and w
     "frequency_penalty": [-2, 2, 5e-324],
     "logit_bias": [{0: DOUBLE}, {0: -DOUBLE, 319: 5e-324}, dict.fromkeys(range(320), -DOUBLE)],
     "logprobs": [0, 20],
+    "prompt_logprobs": [0, 20],
     "num_drafts": [0, MOST],
     "priority": [-(2**31), 2**31 - 1],
 }
@@ -44,6 +45,7 @@ REFUSED: dict[str, list[Any]] = {  # beyond them
     "frequency_penalty": [-2.1, 2.1, 10**400],
     "logit_bias": [{320: 1.0}, {-1: 1.0}, {2**63: 1.0}, {10**400: 1.0}, {0: 10**400}, {0: 10**5000}],
     "logprobs": [-1, 21, 2**63],
+    "prompt_logprobs": [-1, 21, 2**63],
     "num_drafts": [-1, MOST + 1, 2**63],
     "priority": [-(2**31) - 1, 2**31],
 }

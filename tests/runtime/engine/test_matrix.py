@@ -39,6 +39,7 @@ from kit.engine_hand import NUM_DRAFTS as K
 from kit.engine_hand import PAGE as B
 from kit.engine_hand import SMALL, VOCAB, Wanted, right_and_wrong, windows
 from kit.harness import Harness
+from kit.narrow import by_token
 from kit.plain import places
 from kit.proposers import Scripted, Text
 
@@ -236,7 +237,10 @@ def test_m14_any_split_gives_one_state(
             if state.name.startswith("mtp."):
                 continue  # of the head, which did not run
             if state.kind == "page":
-                assert torch.equal(held[request.pages].flatten(0, 1)[: len(text)], expected.pages[state.name])
+                assert torch.equal(
+                    by_token(state.name, held[request.pages]).flatten(0, 1)[: len(text)],
+                    expected.pages[state.name],
+                )
             else:
                 lines = places(state, request.edge, len(text), ring_slack)
                 lines = slice(None) if lines is None else lines

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kit import quantised
+import torch
+from kit import checkpoints, quantised
 from kit.harness import Harness
 from kit.ops import same_bits
 from kit.quantised import RECIPES
+from oracle import Oracle
 
 from hemiola import LLM, SamplingParams
 from hemiola.builder.build import build
@@ -83,3 +85,23 @@ def test_the_manifest_says_what_is_quantised(
     assert not any(segment.layouts for segment in theirs.segments)
     small, large = ((f / m.weights_file).stat().st_size for f, m in zip(engines, (ours, theirs), strict=True))
     assert small < 0.8 * large
+
+
+CLOSE = [("qwen_fp8", "qwen3_5_moe"), ("modelopt_nvfp4", "nemotron_h_moe")]
+CLOSE += [("compressed_w4a16_asym", "qwen3_5"), ("compressed_int8", "nemotron_h_dense")]
+
+
+@pytest.mark.parametrize(("recipe", "family"), CLOSE, ids=map("-".join, CLOSE))
+def test_logits_are_no_worse_than_transformers_in_bf16(
+    recipe: str, family: str, tiny_checkpoint: Get, tiny_engine: Get
+) -> None:
+    """Against fp64 of the numbers that the codes stand for; of every group one."""
+    copy = tiny_checkpoint(f"{recipe}+{family}")
+    tokens = random.Random(3).choices(range(3, 300), k=60)
+    truth = Oracle(copy.parent / "twin", dtype=torch.float64).logits(tokens)
+    model = checkpoints.reference(copy.parent / "twin").bfloat16()
+    with torch.no_grad():
+        theirs = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    ours = Harness(tiny_engine(f"{recipe}+{family}")).run(tokens)
+    far = (theirs.double() - truth).abs()
+    assert (ours.double() - truth).abs().max() < 1e-3 * far.max() and far.max() > 0

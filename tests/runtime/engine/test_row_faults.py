@@ -11,9 +11,10 @@ from kit.hand import Hand
 from kit.proposers import always_right
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.engine import outbox, request
-from hemiola.runtime.engine.grammar import Stuck
-from hemiola.runtime.engine.request import Bounds, new_request
+from hemiola.runtime.choose import rule
+from hemiola.runtime.choose.grammar import Stuck
+from hemiola.runtime.schedule import outbox
+from hemiola.runtime.schedule.request import Bounds, new_request
 from hemiola.runtime.step import output
 from hemiola.runtime.text import Text
 
@@ -96,7 +97,9 @@ def test_a_grammar_that_is_stuck_ends_one_row_with_its_own_words(
 
     own.guide.follow = stuck
     check(hand, bad, good)
-    assert hand.last(bad).error == "structured_outputs: sabotaged"
+    assert hand.last(bad).error == "structured_outputs: sabotaged; change one of them"
+    refused = hand.last(bad).refused
+    assert refused is not None and (refused.code, refused.field) == ("conflict", "structured_outputs")
     output = guided_oracle(PROMPTS[1], 12, PATTERN)
     assert hand.token_ids(bad) == output[: len(hand.token_ids(bad))] and len(hand.token_ids(bad)) >= len(said)
 
@@ -169,7 +172,7 @@ def test_a_rule_that_cannot_be_made_is_its_callers_error(monkeypatch: pytest.Mon
     """It is made before the request is queued: a step only puts such arrays together."""
     bounds = Bounds(64, 64, VOCAB, ())
     assert new_request(1, PROMPTS[0], SamplingParams(), bounds)
-    monkeypatch.setattr(request, name, fails)
+    monkeypatch.setattr(rule, name, fails)
     with pytest.raises(ZeroDivisionError):
         new_request(1, PROMPTS[0], SamplingParams(), bounds)
 
@@ -180,6 +183,6 @@ def test_a_step_makes_no_rule_again(make_hand: Callable[..., Hand], monkeypatch:
     for prompt in PROMPTS:
         hand.submit(prompt, max_tokens=9, min_tokens=3, stop_token_ids=[4], **options)
     for name in ("lists_of", "numbers_of"):
-        monkeypatch.setattr(request, name, fails)
+        monkeypatch.setattr(rule, name, fails)
     hand.run()
     assert all(hand.last(request_id).error is None for request_id in hand.pieces)

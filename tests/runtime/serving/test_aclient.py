@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+import grpc
 import pytest
 from kit.fake_triton import METRICS, Triton, all_ended, final, pb2, response
 
 from hemiola.runtime.errors import Busy, Cancelled, Failed, Lost, Refused
-from hemiola.runtime.serving import aclient
-from hemiola.runtime.serving import client as clients
+from hemiola.runtime.serving import exchange
 from hemiola.runtime.serving.aclient import AsyncClient
 from hemiola.runtime.serving.client import Client
 from hemiola.runtime.serving.error_text import kind_of, text_of
@@ -51,8 +51,7 @@ def of_both(client: Client, url: str, method: str, *given: object) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (clients, aclient):
-        monkeypatch.setattr(module, "RETRY_S", 0.01)
+    monkeypatch.setattr(exchange, "RETRY_S", 0.01)
 
 
 def test_generate_stream_and_chat(url: str, triton: Triton) -> None:
@@ -110,7 +109,9 @@ def test_only_a_server_that_did_nothing_is_asked_again(
     url: str, triton: Triton, client: Client, message: str, kind: type[Exception], num_sent: int
 ) -> None:
     triton.answers = [error(message)]
-    assert [type(found) for found in of_both(client, url, "generate", ["a"])] == [kind] * 2
+    found = of_both(client, url, "generate", ["a"])
+    assert [type(one) for one in found] == [kind] * 2
+    assert kind is not Lost or {str(one) for one in found} == {f"the server at {url}: {message}"}
     assert len(triton.requests) == 2 * num_sent
 
 
@@ -135,6 +136,54 @@ def test_a_lost_connection_before_the_first_piece_is_made_again(
     triton.answers = Twice()
     assert [found[0].text for found in of_both(client, url, "generate", ["a"])] == ["é"] * 2
     assert len(triton.requests) == 4
+
+
+def test_a_whole_answer_is_asked_for_again_since_its_stream_then_broke(
+    url: str, triton: Triton, client: Client
+) -> None:
+    triton.answers, triton.dies = [final(**WHOLE)], True
+    assert [found[0].text for found in of_both(client, url, "generate", ["a"])] == ["é"] * 2
+    assert len(triton.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "num_sent"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, Lost, 3),
+        (grpc.StatusCode.CANCELLED, Lost, 3),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, RuntimeError, 1),
+        (grpc.StatusCode.UNIMPLEMENTED, RuntimeError, 1),
+    ],
+)
+def test_what_grpc_will_never_carry_is_sent_again(
+    url: str, triton: Triton, client: Client, code: grpc.StatusCode, kind: type[Exception], num_sent: int
+) -> None:
+    triton.dies, triton.dies_of = True, code
+    errors = of_both(client, url, "generate", ["a"])
+    assert [type(error) for error in errors] == [kind] * 2
+    assert [str(error) for error in errors] == [f"the server at {url}: {code.name}: Socket closed"] * 2
+    assert len(triton.requests) == 2 * num_sent
+
+
+def test_a_cancel_that_no_server_takes_raises_an_error_of_grpc(
+    url: str, triton: Triton, client: Client
+) -> None:
+    assert of_both(client, url, "cancel", "a") == [None, None]
+    triton.dies = True
+    errors = of_both(client, url, "cancel", "a")
+    assert [type(error) for error in errors] == [Lost] * 2
+    assert [str(error) for error in errors] == [f"the server at {url}: UNAVAILABLE: Socket closed"] * 2
+
+
+def test_only_one_client_says_which_models_there_are(url: str) -> None:
+    async def enter() -> None:
+        async with AsyncClient(url, "x"):
+            pass
+
+    sentence = r"has no model 'x' that is ready \(it has hemiola\); pass one of its models"
+    for enters in (lambda: Client(url, "x"), lambda: run(enter())):
+        with pytest.raises(Refused, match=sentence):
+            enters()
 
 
 def test_no_server_is_refused() -> None:

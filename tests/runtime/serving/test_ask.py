@@ -10,6 +10,7 @@ import pytest
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.ask import JSON, read_ask, read_request
+from hemiola.runtime.serving.stream import Stream, line_of
 
 
 def request(parameters: str = "{}", **texts: str) -> Any:
@@ -55,3 +56,9 @@ def test_of_two_spellings_of_a_token_id_the_last_wins(text: str) -> None:
 @pytest.mark.parametrize("name", JSON)
 def test_a_text_that_holds_json_is_refused_for_its_name_alone(name: str) -> None:
     assert asked(**{name: JSON[name]})
+
+
+def test_a_long_id_fills_the_log() -> None:
+    stream = Stream("\x07\n" * 10_000_000, None, asked(), 0.0)
+    line = line_of(stream, [], "success")
+    assert len(line) < 300 and line.isprintable()

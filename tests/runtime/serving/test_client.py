@@ -18,6 +18,7 @@ from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.serving import client as module
 from hemiola.runtime.serving.aclient import AsyncClient
 from hemiola.runtime.serving.client import Client
+from hemiola.runtime.serving.response import write_prompt_logprobs
 
 
 def test_pieces_are_the_llms_and_the_stream_is_read_to_its_end(client: Client, triton: Triton) -> None:
@@ -34,6 +35,22 @@ def test_pieces_are_the_llms_and_the_stream_is_read_to_its_end(client: Client, t
     assert first.logprobs == [Logprob(5, -0.1, ((5, -0.1), (6, -3.0)))]
     assert (last.text, last.token_ids, last.finish_reason, last.metrics) == ("", [6, 7], "stop", METRICS)
     assert not triton.cancelled
+
+
+def test_a_prompts_logprobs_come_with_the_first_tokens(client: Client, triton: Triton) -> None:
+    """A line each, as the model writes them."""
+    found = [None, Logprob(5, -0.25, ((6, -0.125), (5, -0.25))), Logprob(7, -3.0, ())]
+    written = write_prompt_logprobs(found)
+    assert len(written.splitlines()) == 3 and json.loads(written)[1]["token_id"] == 5
+    triton.answers = [
+        response(text_output="a", output_ids=[5], prompt_logprobs=written),
+        final(output_ids=[6]),
+    ]
+    first, last = client.stream("hello", SamplingParams(prompt_logprobs=2))
+    assert (first.prompt_logprobs, last.prompt_logprobs) == (found, None)
+    triton.answers = [final(output_ids=[6], prompt_logprobs=written, input_ids=[1, 5, 7])]
+    (output,) = client.generate(["hello"], SamplingParams(prompt_logprobs=2))
+    assert output.prompt_logprobs == found
 
 
 def sent(request: Any) -> tuple[dict[str, object], dict[str, tuple]]:

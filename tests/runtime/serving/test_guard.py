@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit.served import until
@@ -13,6 +14,7 @@ from kit.served import until
 from hemiola.runtime.serving import guard as guards
 from hemiola.runtime.serving import slow_reader
 from hemiola.runtime.serving.guard import Guard
+from hemiola.runtime.serving.relay import Unchunked
 from hemiola.runtime.serving.tritonserver import ANY_PORTS
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
@@ -146,6 +148,7 @@ GET = b"GET /x HTTP/1.1"
         (400, b"get /x HTTP/1.1"),
         (400, b"GET /x\0 HTTP/1.1"),
         (400, b"CONNECT a:80 HTTP/1.1"),
+        (400, b"CONNECT /x HTTP/1.1"),
         (400, b"OPTIONS * HTTP/1.1"),
         (400, b"\x16\x03\x01\0\xa5"),
         (400, b" "),
@@ -189,9 +192,26 @@ def test_a_compressed_body_is_not_told_what_to_send(guard: Guard, upstream: Upst
     assert not upstream.asked
 
 
-def test_an_answer_without_a_byte_is_passed_on(guard: Guard, upstream: Upstream) -> None:
+def test_an_answer_without_a_byte_is_passed_on(
+    guard: Guard, upstream: Upstream, caplog: pytest.LogCaptureFixture
+) -> None:
     upstream.answer = b""
-    assert said(guard, GET + b"\r\n\r\n").startswith(b"HTTP/1.1 502 ")
+    with socket.create_connection(("127.0.0.1", guard.ports["http"]), timeout=60) as connection:
+        connection.sendall(GET + b"\r\n\r\n")
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 502 ")
+    guard.close()  # every connection has ended
+    assert not caplog.records, "a caller writes tracebacks into the log"
+
+
+@pytest.mark.parametrize(
+    "authority", [b"http://a", b"https://a:b@c:99999", b"http://[::1]:1", b"http://a_b", b"http://?"]
+)
+def test_tritonserver_reads_the_host_of_a_first_line(
+    guard: Guard, upstream: Upstream, authority: bytes
+) -> None:
+    """Of many it closes the connection without an answer."""
+    assert said(guard, b"GET " + authority + b"/x?y=http://z/ HTTP/1.0\r\n\r\n") == ANSWER
+    assert upstream.asked[0].startswith(b"GET /x?y=http://z/ HTTP/1.0\r\n")
 
 
 def test_a_request_that_ends_before_it_is_whole_gets_no_answer(guard: Guard) -> None:
@@ -235,6 +255,29 @@ def test_a_stream_that_tritonserver_cuts_ends_without_an_error(
     assert (reason or "tritonserver ended") in json.loads(last)["error"]
 
 
+OLD_GET = b"GET /x HTTP/1.0\r\n\r\n"
+PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+
+
+def test_a_client_of_http_1_0_gets_chunks_which_it_does_not_know(guard: Guard, upstream: Upstream) -> None:
+    upstream.answer = EVENTS + EVENT * 3 + b"1;x\r\n\r\r\n" + b"40000\r\n" + b"y" * 2**18 + b"\r\n0\r\n\r\n"
+    assert said(guard, OLD_GET) == PLAIN + b"data: {}\n\n" * 3 + b"\r" + b"y" * 2**18
+    upstream.answer = ANSWER
+    assert said(guard, OLD_GET) == ANSWER
+    upstream.answer = EVENTS + EVENT
+    answer = said(guard, OLD_GET)
+    assert answer.startswith(PLAIN + b"data: {}\n\ndata: ")
+    assert "tritonserver ended" in json.loads(answer.removeprefix(PLAIN).split(b"data: ")[2])["error"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_chunks_that_arrive_in_parts_are_lost(size: int) -> None:
+    answer = EVENTS.replace(b"Transfer-Encoding: chunked", b"transfer-encoding:  Chunked") + EVENT * 3
+    unchunked, whole = Unchunked(), answer + b"0\r\n\r\n"
+    parts = [whole[at : at + size] for at in range(0, len(whole), size)]
+    assert b"".join(map(unchunked.take, parts)) == PLAIN + b"data: {}\n\n" * 3
+
+
 @pytest.mark.parametrize(
     "passed", [EVENTS + EVENT + b"0\r\n\r\n", EVENTS + EVENT[:-6], ANSWER.replace(b": 2", b": 9")]
 )
@@ -266,7 +309,7 @@ def test_a_reader_that_is_dead_holds_a_growing_buffer(
         dead.sendall(b"GET /x HTTP/1.1\r\n\r\n")
         until(lambda: upstream.num_left)
     assert upstream.num_sent < 64 * 2**20
-    assert not guard._answering
+    until(lambda: not guard._answering)  # it leaves the upstream first
 
 
 def test_a_client_that_left_is_answered_on(guard: Guard, upstream: Upstream) -> None:
@@ -321,3 +364,33 @@ def test_a_probe_behind_the_word_to_refuse_is_answered_by_tritonserver(
         gate.set()
         assert probe.recv(2**16).startswith(b"HTTP/1.1 503 ")
     assert not upstream.asked
+
+
+class Held(bytes):
+    """Says when nobody has it any more."""
+
+    num_left = 0
+
+    def __del__(self) -> None:
+        Held.num_left += 1
+
+
+def test_a_request_is_held_until_its_answer_has_ended(
+    guard: Guard, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some hundred answers at once, with 16 MB each, took all memory."""
+    plain = guard._read
+
+    async def read(*given: Any) -> bytes:
+        return Held(await plain(*given))
+
+    monkeypatch.setattr(guard, "_read", read)
+    monkeypatch.setattr(Held, "num_left", 0)
+    upstream.gate.clear()
+    with socket.create_connection(("127.0.0.1", guard.ports["http"]), timeout=60) as connection:
+        connection.sendall(POST + b"Content-Length: 1000000\r\n\r\n{}" + b" " * 999998)
+        until(lambda: upstream.asked)
+        until(lambda: Held.num_left)
+        assert not upstream.num_left
+        upstream.gate.set()
+        assert b"".join(iter(lambda: connection.recv(2**16), b"")) == ANSWER

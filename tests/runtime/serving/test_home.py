@@ -14,7 +14,13 @@ import pytest
 from hemiola.runtime.serving import home as homes
 from hemiola.runtime.serving.home import Home, remove_stale
 
-HOLD = "from hemiola.runtime.serving.home import Home; h = Home(); print(h.path, flush=True); input()"
+HOLD = """
+import os, pathlib
+from hemiola.runtime.serving import home
+home.SHARED_MEMORY = pathlib.Path(os.environ["SHARED_MEMORY"])
+print(home.Home().path, flush=True)
+input()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +29,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "shm").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("SHARED_MEMORY", str(tmp_path / "shm"))
     monkeypatch.setattr(homes, "SHARED_MEMORY", tmp_path / "shm")
     yield
 
@@ -50,6 +57,34 @@ def test_only_homes_of_the_dead_are_removed() -> None:
     for home in (mine, following):
         home.remove()
     strange.rmdir()
+
+
+def test_what_a_dead_server_shared_stays_if_its_temporary_folder_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or is gone. A server that lives keeps its own, wherever its folder is."""
+    (tmp_path / "other").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setenv("TMPDIR", str(tmp_path / "other"))
+        owners = [
+            subprocess.Popen([sys.executable, "-c", HOLD], stdin=-1, stdout=-1, text=True) for _ in range(2)
+        ]
+    dead, alive = (Path(owner.stdout.readline().strip()) for owner in owners)
+    for path in (dead, alive):
+        (tmp_path / f"shm/{path.name}-region").touch()
+    (tmp_path / f"shm/{homes.PREFIX}abcdefgh-region").touch()  # without an owner's file: who knows
+    owners[0].send_signal(signal.SIGKILL)
+    owners[0].communicate()
+    shutil.rmtree(tmp_path / "other")
+    remove_stale()
+    left = {path.name.removeprefix(homes.PREFIX) for path in (tmp_path / "shm").iterdir()}
+    mine = alive.name.removeprefix(homes.PREFIX)
+    parts = ("region", "owner", "beats", "stages", "doors")
+    assert left == {"abcdefgh-region", *(f"{mine}-{part}" for part in parts)}
+    owners[1].kill()
+    owners[1].communicate()
+    remove_stale()
+    assert [path.name for path in (tmp_path / "shm").iterdir()] == [f"{homes.PREFIX}abcdefgh-region"]
 
 
 def test_a_home_into_which_a_dead_servers_process_still_writes_stays_for_ever(
@@ -101,17 +136,22 @@ def test_a_home_that_was_taken_for_a_dead_one_is_made_again(monkeypatch: pytest.
         made.append(make(prefix=prefix))
         return made[-1]
 
-    touch = Path.touch
+    touch, lost = Path.touch, []
 
-    def touch_and_lose(path: Path) -> None:
-        touch(path)
-        if len(made) == 1:
+    def touch_and_lose(path: Path, mode: int = 0o666) -> None:
+        touch(path, mode)
+        is_shared = path.name != homes.OWNER
+        if is_shared not in lost:
+            lost.append(is_shared)
             remove_stale()
+            assert not path.exists()
 
     monkeypatch.setattr(tempfile, "mkdtemp", meddle)
     monkeypatch.setattr(Path, "touch", touch_and_lose)
     home = Home()
     assert len(made) == 2 and str(home.path) == made[1] and home.path.is_dir() and not os.path.exists(made[0])
+    remove_stale()
+    assert home.beats.is_dir() and (homes.SHARED_MEMORY / f"{home.path.name}-owner").is_file()
     home.remove()
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kit.served import until
@@ -22,7 +23,7 @@ from hemiola.runtime.serving.heartbeat import Beat
 from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.launcher import Server
 from hemiola.runtime.serving.listener import refuse_connections
-from hemiola.runtime.serving.tritonserver import ANY_PORTS, Ports, Triton, bind, choose_ports
+from hemiola.runtime.serving.tritonserver import ANY_PORTS, Ports, Triton, bind, choose_ports, command_line
 
 A, B = Path("a"), Path("b")
 
@@ -63,7 +64,8 @@ def test_tritonserver_is_told_no_name_which_it_takes_for_255_255_255_255() -> No
     """And its HTTP servers listen where only our own doors reach them."""
     server = Server({}, host="localhost")
     server.ports = Ports(1, 2, 3)
-    told = server._command(Triton(A, A, A), SimpleNamespace(path=A, doors=B, shm_prefix="x"))
+    home: Any = SimpleNamespace(path=A, doors=B, shm_prefix="x")
+    told = command_line(Triton(A, A, A), home, server.ports, server._switches)
     assert {word for word in told if "-address=" in word} == {
         "--http-address=unix:b/http",
         "--grpc-address=127.0.0.1",

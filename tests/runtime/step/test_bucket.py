@@ -17,9 +17,9 @@ from hemiola.plugins.step.plan import PlanFields
 from hemiola.runtime.abi import widths
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.cache.pages import PagePool
+from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.engine.request import Rule
-from hemiola.runtime.engine.step import Plan, Row
+from hemiola.runtime.schedule.plan import Plan, Row
 from hemiola.runtime.step import bucket as buckets
 from hemiola.runtime.step.bucket import Bucket, Buckets, Sent, buckets_of, num_changes, send, shapes_of
 from hemiola.runtime.step.steps import make_steps

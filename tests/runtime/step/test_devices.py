@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_leaves
 from hemiola.plugins.gpu.launch import launches
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.cache.eviction import Cost
+from hemiola.runtime.choose import rules
 from hemiola.runtime.device.graphs import Stage
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.engine import loop, rules
-from hemiola.runtime.engine.request import Bounds, new_request
-from hemiola.runtime.engine.step import Outcome, Plan
 from hemiola.runtime.llm import make_loop
+from hemiola.runtime.schedule import loop
+from hemiola.runtime.schedule.plan import Outcome, Plan
+from hemiola.runtime.schedule.request import Bounds, new_request
 from hemiola.runtime.step import captured, eager, ledger
 from hemiola.runtime.step.program import Batch
 

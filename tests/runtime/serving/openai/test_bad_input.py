@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -46,7 +47,9 @@ BAD = {
     "n_129": (TEXT, P | {"n": 129}, "n", "n is 129"),
     "best_of": (TEXT, P | {"best_of": 3}, "best_of", "give n instead"),
     "suffix": (TEXT, P | {"suffix": "x"}, "suffix", "suffix is 'x'"),
-    "echo_and_logprobs": (TEXT, P | {"echo": True, "logprobs": 1}, "echo", "are not computed"),
+    "echoes_with_logprobs_in_a_stream": (
+        TEXT, P | {"echo": True, "logprobs": 1, "stream": True, "n": 2}, "n", "leave n or stream out",
+    ),
     "logprobs_21": (TEXT, P | {"logprobs": 21}, "logprobs", "logprobs is 21"),
     "logprobs_true": (TEXT, P | {"logprobs": True}, "logprobs", "logprobs is True"),
     "empty_stop": (TEXT, P | {"stop": ""}, "stop", "an empty stop string"),
@@ -201,6 +204,40 @@ def test_bad_body_is_answered_by_name(post: Callable[..., requests.Response], ca
 
 def test_a_body_that_is_too_large_is_answered_by_name(post: Callable[..., requests.Response]) -> None:
     check(post(TEXT, json.dumps({"model": "tiny", "prompt": "x" * 20_000})), 413, "the body is too large")
+
+
+LONG = "\u0007" * 3000
+MANY = [TOOL | {"function": {"name": f"{i:064}"}} for i in range(100)]
+LONG_ONES = {
+    "model": (TEXT, P | {"model": LONG}),
+    "option": (TEXT, P | {LONG: 1}),
+    "tool_choice": (
+        CHAT,
+        M | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": LONG}}},
+    ),
+    "alone": (CHAT, M | {"tool_choice": {"type": "function", "function": {"name": LONG}}}),
+    "tools": (CHAT, M | {"tools": MANY, "tool_choice": {"type": "function", "function": {"name": "x"}}}),
+    "kwarg": (CHAT, M | {"chat_template_kwargs": {LONG: 1}}),
+    "role": (CHAT, {"messages": [{"role": LONG, "content": "x"}]}),
+    "bias": (TEXT, P | {"logit_bias": {LONG: 1}}),
+    "metadata": (TEXT, P | {"metadata": {LONG: 5}}),
+}
+
+
+@pytest.mark.parametrize("case", LONG_ONES)
+def test_an_error_repeats_all_of_a_long_value(post: Callable[..., requests.Response], case: str) -> None:
+    route, given = LONG_ONES[case]
+    answer = post(route, json.dumps({"model": "tiny"} | given))
+    assert answer.status_code in (400, 404)
+    assert len(answer.json()["error"]["message"]) < 2000
+
+
+def test_a_body_whose_length_is_beyond_the_limit_is_waited_for(start: Callable[..., Front]) -> None:
+    running = start(max_body=10_000)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9223372036854775807\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", running.port), timeout=50) as connection:  # it would be 60 s
+        connection.sendall(head)
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 413 ")
 
 
 def test_other_paths_and_methods_have_the_shape_too(post: object, start: Callable[..., Front]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from hemiola.runtime.api import StructuredOutputsParams
-from hemiola.runtime.engine.grammar import to_lark
+from hemiola.runtime.choose.grammar import to_lark
 from hemiola.runtime.serving.openai.answer import Expected
 from hemiola.runtime.serving.openai.guide import guide
 from hemiola.runtime.serving.openai.schema import ChatRequest, parse

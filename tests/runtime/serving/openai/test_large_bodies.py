@@ -2,6 +2,7 @@
 
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ from kit.scripted_triton import ScriptedTriton, script
 from kit.served import until
 
 from hemiola.runtime.serving.openai import app, readers, work
+from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.reply import Reply
 from hemiola.runtime.serving.wire import Wire
@@ -34,6 +36,49 @@ LARGE = {
         {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": ENUM}},
     ),
 }
+
+
+class Held(bytes):
+    """Says when nobody has it any more."""
+
+    num_left = 0
+
+    def __del__(self) -> None:
+        Held.num_left += 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_body_is_held_until_its_answer_has_ended(
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    post: Callable[..., "Future[requests.Response]"],
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+) -> None:
+    """Some hundred answers at once, with 16 MB each, took all memory."""
+    parsed: list[weakref.ref[Any]] = []
+    read, plain = Bodies.read, app.parse
+
+    async def read_held(*given: Any) -> bytes:
+        return Held(await read(*given))
+
+    def parse(*given: Any) -> Any:
+        found = plain(*given)
+        parsed.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Bodies, "read", read_held)
+    monkeypatch.setattr(app, "parse", parse)
+    monkeypatch.setattr(Held, "num_left", 0)
+    triton.script = script("a", "b")
+    triton.gate.clear()
+    asked = {"model": "tiny", "messages": [USER], "stream": stream, "user": "x" * 100_000}
+    answer = post(f"{start().url}/chat/completions", json.dumps(asked))
+    until(lambda: triton.requests)
+    until(lambda: Held.num_left and parsed[0]() is None)
+    assert not answer.done()
+    triton.gate.set()
+    assert answer.result(60).status_code == 200
 
 
 class Gate:

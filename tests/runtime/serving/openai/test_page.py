@@ -53,6 +53,17 @@ def test_latencies_are_histograms_and_each_family_comes_once() -> None:
     assert not any(name.startswith("nv_") for name in found)
 
 
+def test_what_routers_read_is_on_the_fronts_page() -> None:
+    """The endpoint picker scrapes the port to which it sends requests."""
+    waiting = 'vllm:num_requests_waiting{engine="0",model_name="a"} 2'
+    share = 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="a",version="1"} 0.5'
+    found = families(engines_page("\n".join([waiting, 'nv_inference_count{model="a"} 1', share])))
+    assert found == {
+        "vllm:num_requests_waiting": ("gauge", [waiting]),
+        "nv_trt_llm_kv_cache_block_metrics": ("gauge", [share]),
+    }
+
+
 def test_promtool_finds_nothing_to_say() -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")

@@ -1,0 +1,246 @@
+"""Quantised weights on a GPU beside our bf16 kernel and cuBLAS: time, bandwidth and bits in one run.
+
+    PYTHONPATH=. python benchmarks/gpu_quantised.py [table,experts,sweep] [--kinds fp8,int4] [--rows 1,64]
+
+table: dense layers of the 9B and its head, as plugins/gpu/tables chooses tiles. experts: those of the
+35B-A3B. sweep: other tiles for two of the layers. Every line says whether two rows have
+the bits that they have alone.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from gpu_dense import WORDS, begin, contest, copy_bandwidth, rotated, say
+
+from hemiola.builder.formats.rounded import rounded
+from hemiola.plugins.gpu.compile import TooLarge, compile_call, on_demand
+from hemiola.plugins.gpu.cover import calls_at
+from hemiola.plugins.gpu.device import H200
+from hemiola.plugins.gpu.launch import Call
+from hemiola.plugins.gpu.tiles import Tile
+from hemiola.plugins.gpu.words import form_of, num_bytes, pack_words
+from hemiola.plugins.groups import Layout, WeightGroup, dequantised
+from hemiola.plugins.linear import coded
+from hemiola.plugins.linear import cuda as plain
+from hemiola.plugins.moe import coded as coded_moe
+from hemiola.plugins.moe import cuda as plain_moe
+
+KINDS = {
+    "fp8": Layout("e4m3", 128),
+    "fp8row": Layout("e4m3", 0),
+    "int8": Layout("int8", 128),
+    "int4": Layout("int4", 128),
+    "int4z": Layout("int4", 128, ("zeros",)),
+    "int4g32": Layout("int4", 32),
+    "nvfp4": Layout("e2m1", 16, ("factor",)),
+}
+SHAPES = {"up": (12288, 4096), "down": (4096, 12288), "out": (4096, 4096), "head": (248320, 4096)}
+EXPERTS, SLOTS, WIDTH, INNER = 256, 8, 2048, 512
+ROWS = (1, 16, 64, 256, 8192)
+SWEEP = {  # by the most rows: outputs, rows, inputs of a turn, warps, stages, steps side by side
+    16: [
+        (32, 16, 256, 4, 4, 4), (16, 16, 256, 4, 4, 4), (64, 16, 256, 8, 3, 4), (64, 16, 256, 4, 3, 4),
+        (64, 16, 256, 4, 4, 2), (32, 16, 256, 4, 4, 2), (16, 16, 512, 1, 4, 0), (64, 16, 128, 4, 4, 0),
+    ],
+    64: [
+        (64, 64, 128, 8, 3, 2), (32, 64, 128, 4, 3, 2), (32, 64, 128, 4, 2, 4), (64, 32, 128, 4, 3, 4),
+        (128, 64, 128, 8, 3, 2), (64, 32, 128, 4, 4, 2), (64, 64, 128, 4, 4, 0), (128, 64, 128, 8, 4, 0),
+    ],
+    256: [
+        (64, 64, 128, 4, 4, 0), (64, 128, 128, 4, 3, 0), (128, 64, 128, 4, 4, 0), (128, 128, 128, 4, 3, 0),
+        (128, 64, 128, 8, 4, 0),
+    ],
+    8192: [
+        (128, 256, 128, 8, 2, 0), (64, 256, 128, 4, 2, 0), (256, 128, 128, 8, 2, 0), (64, 128, 128, 4, 3, 0),
+        (128, 128, 128, 4, 3, 0), (128, 128, 128, 8, 2, 0),
+    ],
+}  # fmt: skip
+
+
+class Weight(NamedTuple):
+    """A random weight, and as it is packed."""
+
+    half: torch.Tensor
+    packed: torch.Tensor
+    group: WeightGroup
+
+
+def quantised(layout: Layout, *shape: int) -> WeightGroup:
+    """Random numbers on the GPU, rounded to nearest, some rows or experts at a time."""
+    plain = layout._replace(others=tuple(name for name in layout.others if name != "zeros"))
+    parts = torch.randn(*shape, device="cuda").split(32768 if len(shape) == 2 else 16)
+    groups = [with_zeros(rounded(part * shape[-1] ** -0.5, plain), layout) for part in parts]
+    tensors = {name: torch.cat([group.tensors[name] for group in groups]) for name in groups[0].tensors}
+    return WeightGroup(layout, tensors)
+
+
+def with_zeros(group: WeightGroup, layout: Layout) -> WeightGroup:
+    if "zeros" not in layout.others:
+        return group
+    zeros = torch.randint(-3, 4, group.tensors["scales"].shape, device="cuda", dtype=torch.int16)
+    return WeightGroup(layout, group.tensors | {"zeros": zeros})
+
+
+def made(layout: Layout, *shape: int) -> Weight:
+    group = quantised(layout, *shape)
+    parts = [group.map(lambda tensor, n=n: tensor[n : n + 8192]) for n in range(0, shape[0], 8192)]
+    return Weight(torch.cat([dequantised(part).bfloat16() for part in parts]), pack_words(group), group)
+
+
+def run(
+    end: str,
+    x: torch.Tensor,
+    none: torch.Tensor,
+    num: int,
+    layout: Layout,
+    tile: Tile | None,
+    weight: torch.Tensor,
+) -> torch.Tensor:
+    """Our kernel over codes."""
+    if end == "head":
+        return coded.best(x, weight, none, num, layout, tile)[1]
+    return coded.fused(x, weight, none, None, "none", num, layout, tile)
+
+
+def run_half(end: str, x: torch.Tensor, none: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return plain.best(x, weight, none)[1] if end == "head" else plain.fused(x, weight)
+
+
+def candidates(num_rows: int) -> list[Tile | None]:
+    """Tiles that could serve so many rows."""
+    most = next(most for most in SWEEP if num_rows <= most)
+    return [None, *(Tile(*shape, True, abreast=abreast) for *shape, abreast in SWEEP[most])]
+
+
+def measure(name: str, kind: str, rows: Iterable[int], bandwidth: float, sweep: bool) -> None:
+    layout, (num_outputs, num_inputs) = KINDS[kind], SHAPES[name]
+    weight = made(layout, num_outputs, num_inputs)
+    none = weight.half[0, :0]
+    x = torch.randn(max(rows), num_inputs, device="cuda", dtype=torch.bfloat16)
+    codes, halves = rotated(weight.packed), rotated(weight.half)
+    some = slice(0, 4096)
+    truth = (x[:64].double() @ dequantised(weight.group.map(lambda t: t[some])).double().t()).float()
+    found = coded.fused(x[:64], weight.packed, none, None, "none", num_outputs, layout)[:, some].float()
+    error = ((found - truth).norm() / truth.norm()).item()
+    for num in rows:
+        if name == "head" and num > 256:
+            continue
+        turns = 3 if num > 512 else None
+        call = partial(run, name, x[:num], none, num_outputs, layout)
+        tiles = candidates(num) if sweep else [None]
+        theirs, half = contest(
+            [partial(torch.mm, x[:num], w.t()) for w in halves[:turns]],
+            [partial(run_half, name, x[:num], none, w) for w in halves[:turns]],
+        )
+        for tile in tiles:
+            try:
+                y = call(tile, weight.packed)
+                ours, _ = contest(
+                    [partial(call, tile, w) for w in codes[:turns]],
+                    [partial(run_half, name, x[:num], none, w) for w in halves[:turns]],
+                )
+            except (TooLarge, RuntimeError) as problem:
+                say(kind, name, num, type(problem).__name__, str(problem)[:60], tuple(tile or ()))
+                continue
+            places = (0, num // 2)
+            lone = [
+                run(name, x[at : at + 1], none, num_outputs, layout, None, weight.packed) for at in places
+            ]
+            same = all(torch.equal(y[at : at + 1], one) for at, one in zip((0, num // 2), lone, strict=True))
+            work = 2 * num * num_outputs * num_inputs / ours / 1e12
+            share = weight.packed.nbytes / ours / bandwidth
+            say(kind, f"{name} {num_outputs}x{num_inputs}", num,
+                f"{ours * 1e6:.1f}", f"{share:.0%}", f"{work:.0f}",
+                f"{half * 1e6:.1f}", f"{theirs * 1e6:.1f}", f"{half / ours:.2f}", f"{error:.1e}", WORDS[same],
+                (*tile[:5], tile.abreast) if tile else "")  # fmt: skip
+
+
+def measure_experts(kind: str, rows: Iterable[int], bandwidth: float) -> None:
+    layout = KINDS[kind]
+    up, down = made(layout, EXPERTS, 2 * INNER, WIDTH), made(layout, EXPERTS, WIDTH, INNER)
+    for num in rows:
+        x = torch.randn(num, WIDTH, device="cuda", dtype=torch.bfloat16)
+        turns = []
+        for _ in range(8 if num < 1024 else 2):
+            ids = torch.rand(num, EXPERTS, device="cuda").topk(SLOTS).indices.int()
+            turns.append((x, ids, torch.rand(num, SLOTS, device="cuda")))
+        rest = (up.packed, down.packed, "swiglu", INNER, layout, layout)
+        ours, half = contest(
+            [partial(coded_moe.moe, *turn, *rest) for turn in turns],
+            [partial(plain_moe.moe, *turn, up.half, down.half, "swiglu") for turn in turns],
+        )
+        chosen = sum(len(turn[1].unique()) for turn in turns) / len(turns)
+        moved = chosen * (up.packed.nbytes + down.packed.nbytes) / EXPERTS
+        whole = coded_moe.moe(*turns[0], *rest)
+        lone = coded_moe.moe(*(part[:1] for part in turns[0]), *rest)
+        say(kind, num, f"{chosen:.0f}", f"{ours * 1e6:.1f}", f"{moved / ours / bandwidth:.0%}",
+            f"{half * 1e6:.1f}", f"{half / ours:.2f}", WORDS[torch.equal(whole[:1], lone)])  # fmt: skip
+
+
+def calls(kinds: Iterable[str], modes: str) -> set[Call]:
+    """Kernels that will be launched, to be compiled by all cores before."""
+    found: set[Call] = set()
+    for layout, (name, (outputs, width)) in itertools.product(map(KINDS.get, kinds), SHAPES.items()):
+        size = num_bytes(form_of(layout), outputs, width)
+        packed = torch.empty(size, dtype=torch.uint8, device="meta")
+        half = torch.empty(outputs, width, dtype=torch.bfloat16, device="meta")
+        for num in (*ROWS, 2):
+            x = torch.empty(num, width, dtype=torch.bfloat16, device="meta")
+            tiles = candidates(num) if "sweep" in modes and name != "head" else [None]
+            for tile in tiles:
+                found |= calls_at(run, H200, name, x, x[0, :0], outputs, layout, tile, packed)
+            found |= calls_at(run_half, H200, name, x, x[0, :0], half)
+    return found
+
+
+def compiled(call: Call) -> None:
+    """Into Triton's cache on disk."""
+    with suppress(TooLarge):
+        compile_call(call, 90)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("modes", nargs="?", default="table,experts")
+    parser.add_argument("--kinds", default="fp8,fp8row,int4,int4z,nvfp4")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--compile", action="store_true", help="compile, and no more")
+    asked = parser.parse_args()
+    kinds, rows = asked.kinds.split(","), [int(num) for num in asked.rows.split(",")]
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        pool.map(compiled, sorted(calls(kinds, asked.modes), key=repr), chunksize=1)
+    if asked.compile:
+        return
+    if not torch.cuda.is_available():
+        sys.exit("gpu_quantised.py: torch finds no CUDA device here; --compile needs none")
+    on_demand()
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, a copy moves {bandwidth / 1e12:.2f} TB/s"
+    )
+    columns = ("kind", "layer", "rows", "us", "of bandwidth", "TFLOP/s", "our bf16, us", "cuBLAS, us", "gain",
+               "error", "bits", "tile")  # fmt: skip
+    for mode in asked.modes.split(","):
+        if mode == "experts":
+            begin("kind", "rows", "experts chosen", "us", "of bandwidth", "our bf16, us", "gain", "bits")
+            for kind in kinds:
+                measure_experts(kind, rows, bandwidth)
+            continue
+        begin(*columns)
+        names = ("up", "out") if mode == "sweep" else asked.shapes.split(",")
+        for kind, name in itertools.product(kinds, names):
+            measure(name, kind, rows, bandwidth, mode == "sweep")
+
+
+if __name__ == "__main__":
+    main()

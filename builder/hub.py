@@ -1,0 +1,219 @@
+"""A checkpoint by its name on the Hugging Face Hub: the files that a build reads, in the Hub's own cache.
+
+HF_TOKEN and `hf auth login`, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what they mean to huggingface_hub.
+Files come one after the other in the main thread, so that Ctrl-C ends a download at once; huggingface_hub
+fetches the parts of a large file in parallel.
+"""
+
+import errno
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from hemiola.builder.checkpoint import INDEX, TOKENIZER_FILES, shard_names
+from hemiola.builder.formats.declared import MODELOPT
+from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.progress import FETCHING, Report, size
+
+CONFIG = "config.json"
+SMALL = (CONFIG, "generation_config.json", MODELOPT, INDEX, *TOKENIZER_FILES)
+LOGIN = "set HF_TOKEN or run hf auth login"
+HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # of the HTTP client that this huggingface_hub uses
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A checkpoint's folder. From the Hub: its name there and the commit, and bytes of files by name, none
+    where the Hub could not be asked."""
+
+    folder: Path
+    repo: str = ""
+    commit: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def locate(path: Path, revision: str | None, report: Report) -> Origin:
+    """A folder as it is; otherwise what a build reads of the model of this name, but for its weights.
+
+    Raises Refused for what is neither, and for all that keeps a model from being fetched."""
+    if path.exists() or path.is_symlink():
+        if revision is not None:
+            said = f"--revision {revision} is about a name on the Hub, but {path} is here"
+            raise Refused("conflict", "revision", revision, said=said, way_out="leave it out")
+        return Origin(path)
+    repo = _name(path)
+    report("asking the Hub", 0, 0)
+    with _in_one_line(repo, revision):
+        try:
+            info = HfApi().model_info(
+                repo, revision=revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
+            )
+        except (HTTP_ERROR, OSError) as error:
+            if not _is_unreachable(error):
+                raise
+            return _cached(repo, revision, error)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        if CONFIG not in sizes or info.sha is None:
+            said = f"{repo} on {constants.ENDPOINT} has no {CONFIG}"
+            raise Refused("not_found", said=said, way_out="name a checkpoint in safetensors")
+        named = Path(hf_hub_download(repo, CONFIG, revision=revision))  # the cache keeps what the name means
+        if named.parent.name != info.sha:
+            said = f"{repo} on {constants.ENDPOINT} has just changed"
+            raise Refused("failed", said=said, way_out="build again")
+        origin = Origin(named.parent, repo, info.sha, sizes)
+        _fetch(origin, SMALL, report)
+    return origin
+
+
+def fetch_weights(origin: Origin, report: Report) -> None:
+    """Those that the index names, if they are not in the cache."""
+    if origin.sizes:
+        with _in_one_line(origin.repo, origin.commit):
+            _fetch(origin, shard_names(origin.folder), report)
+
+
+def _name(path: Path) -> str:
+    try:
+        if str(path).count("/") == 1:
+            validate_repo_id(str(path))
+            return str(path)
+    except HFValidationError:
+        pass
+    said = f"{path} is not a directory, and no name on the Hub (OWNER/MODEL)"
+    raise Refused("not_found", said=said, way_out="pass a Hugging Face checkpoint folder or such a name")
+
+
+def _fetch(origin: Origin, names: Iterable[str], report: Report) -> None:
+    """Into the cache, with a check of each file's size."""
+    wanted = {name: origin.sizes[name] for name in names if name in origin.sizes}
+    absent = [name for name in wanted if not _in_cache(origin, name)]
+    _refuse_full_disk(origin, sum(wanted[name] for name in absent))
+    done, total = 0, sum(wanted[name] for name in absent)
+    for name, num_bytes in wanted.items():
+        bar = _bar(report, done, total)
+        path = Path(hf_hub_download(origin.repo, name, revision=origin.commit, tqdm_class=bar))
+        done += num_bytes if name in absent else 0
+        if (found := path.stat().st_size) != num_bytes:
+            said = f"{path} has {found} bytes, {num_bytes} on the Hub"
+            raise Refused("damaged", said=said, way_out=f"remove {path.resolve()} and build again")
+    if absent:
+        report(FETCHING, total, total)
+
+
+def _in_cache(origin: Origin, name: str) -> bool:
+    return isinstance(try_to_load_from_cache(origin.repo, name, revision=origin.commit), str)
+
+
+def _refuse_full_disk(origin: Origin, num_bytes: int) -> None:
+    free = shutil.disk_usage(origin.folder).free
+    if num_bytes > free:
+        said = (
+            f"{origin.repo} needs {size(num_bytes)} more in {constants.HF_HUB_CACHE}, {size(free)} are free"
+        )
+        raise Refused("exhausted", said=said, way_out="make room, or set HF_HOME to a larger disk")
+
+
+def _cached(repo: str, revision: str | None, error: Exception) -> Origin:
+    """What earlier downloads have left, where the Hub cannot be asked."""
+    found = try_to_load_from_cache(repo, CONFIG, revision=revision)
+    offline = isinstance(error, OfflineModeIsEnabled)
+    why = "HF_HUB_OFFLINE is set" if offline else _unreachable(error)
+    if not isinstance(found, str):
+        what = f"{repo} at {revision}" if revision else repo
+        said = f"{what} is not a directory, {why}, and the cache {constants.HF_HUB_CACHE} does not have it"
+        way_out = "unset it" if offline else "mend the connection"
+        raise Refused("not_found", said=said, way_out=f"{way_out}, or pass a folder with the checkpoint")
+    folder = Path(found).parent
+    if not offline:
+        print(f"warning: {why}; commit {folder.name} of {repo} is in the cache and used", file=sys.stderr)
+    return Origin(folder, repo, folder.name)
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Whether there was no answer, or none that says anything of the model."""
+    return not isinstance(error, HfHubHTTPError) or error.response.status_code >= 500
+
+
+def _unreachable(error: Exception) -> str:
+    if isinstance(error, HfHubHTTPError):
+        return f"{constants.ENDPOINT} answers {error.response.status_code}"
+    return f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {one_line(error)})"
+
+
+@contextmanager
+def _in_one_line(repo: str, revision: str | None) -> Iterator[None]:
+    """What huggingface_hub raises."""
+    try:
+        yield
+    except Refused:
+        raise
+    except (HTTP_ERROR, OSError, RuntimeError, ValueError) as error:  # hf_xet's, and what is no JSON
+        raise _refused(repo, revision, error) from None
+
+
+def _refused(repo: str, revision: str | None, error: Exception) -> Refused:
+    hub, has_token = constants.ENDPOINT, get_token() is not None
+    match error:
+        case GatedRepoError():
+            why = "the token's account has no access to it" if has_token else "no token is given"
+            way_out = f"accept its terms at {hub}/{repo}" + ("" if has_token else f", then {LOGIN}")
+            return Refused("unsupported", said=f"{repo} is gated, and {why}", way_out=way_out)
+        case RepositoryNotFoundError():
+            sees = " that the token's account may read" if has_token else ""
+            said = f"{repo} is not a directory, and {hub} has no model of this name{sees}"
+            way_out = "correct it" + ("" if has_token else f", or for a private model {LOGIN}")
+            return Refused("not_found", said=said, way_out=way_out)
+        case RevisionNotFoundError():
+            way_out = "give a branch, a tag or a commit, or leave it out"
+            said = f"{repo} has no --revision {revision}"
+            return Refused("not_found", "revision", revision, said=said, way_out=way_out)
+        case HfHubHTTPError() if error.response.status_code == 401:
+            said = f"{hub} does not take the token"
+            return Refused("unsupported", said=said, way_out=f"correct it: {LOGIN}")
+        case HfHubHTTPError():
+            said = f"{hub} answers {error.response.status_code} for {repo}"
+            return Refused("failed", said=said, way_out="build again later; files that have come are kept")
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+        said = f"the disk of {constants.HF_HUB_CACHE} is full"
+        return Refused("exhausted", said=said, way_out="make room, or set HF_HOME to a larger disk")
+    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
+    why = cause if isinstance(cause, Exception) else error
+    said = f"{repo} could not be fetched from {hub} ({type(why).__name__}: {one_line(why)})"
+    return Refused("failed", said=said, way_out="build again; files that have come are kept")
+
+
+def _bar(report: Report, done: int, total: int) -> Any:
+    """A class that huggingface_hub takes for tqdm's: it reports bytes of one file, behind `done` others."""
+
+    class Bar:
+        def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
+            self.num_bytes = initial
+
+        def update(self, n: float | None = 1) -> None:
+            self.num_bytes += int(n or 0)
+            report(FETCHING, done + self.num_bytes, total)
+
+        def ignore(self, *_: object, **__: object) -> None:
+            """Speeds, and bytes on the way of files that are compressed there."""
+
+        update_transfer = set_postfix_str = set_transfer_postfix_str = close = __exit__ = ignore
+
+        def __enter__(self) -> "Bar":
+            return self
+
+    return Bar

@@ -1,0 +1,19 @@
+"""Graph rewriting, all of it when an engine is built: the runtime runs a program as it is stored.
+
+| pass | engines | what |
+|---|---|---|
+| `sums` | CPU | a dense layer and a sum behind it as one call |
+| `lines` | CPU | a second program, which computes hidden states only where there are logits |
+| `fuse` | GPU | a dense layer and what follows it as one call |
+| `head` | GPU | the output head apart: a step asks for logits, or only for the best tokens |
+| `cut` | ONNX Runtime, TensorRT-RTX | parts for another compiler, our ops between them |
+"""
+
+from torch.fx import Graph
+
+
+def copied(graph: Graph) -> Graph:
+    """The same calls under the same names."""
+    made = Graph()
+    made.output(made.graph_copy(graph, {}))
+    return made

@@ -1,0 +1,80 @@
+"""A safetensors file, read in parts: nothing of it stays in memory, nor mapped."""
+
+import json
+import os
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hemiola.builder.formats.module import Stored
+from hemiola.runtime.errors import Refused, one_line
+
+DTYPES = {
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
+
+
+class Shard:
+    """A file whose header safetensors has checked."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with safe_open(path, framework="pt"), path.open("rb") as file:
+                header_len = int.from_bytes(file.read(8), "little")
+                self._header = json.loads(file.read(header_len))
+        except (SafetensorError, OSError) as error:
+            said = f"{path} is not a complete safetensors file ({one_line(error)})"
+            raise Refused("damaged", said=said, way_out="download it again") from None
+        self._header.pop("__metadata__", None)
+        self._first = 8 + header_len
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._header.keys()
+
+    def stored(self, name: str) -> Stored:
+        """A tensor, of which nothing is read."""
+        entry = self._header[name]
+        shape = tuple(entry["shape"])
+
+        def read(begin: int = 0, end: int | None = None, dim: int = 0) -> torch.Tensor:
+            """dim: the first, or another one before which there are few places."""
+            return self._read(name, shape, DTYPES[entry["dtype"]], begin, end, dim)
+
+        return Stored(name, str(self._path), entry["dtype"], shape, read)
+
+    def _read(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, begin: int, end: int | None, dim: int
+    ) -> torch.Tensor:
+        sizes = shape or (1,)
+        num = sizes[dim]
+        last = num if end is None else min(end, num)
+        begin = min(begin, last)
+        num_outer, inner = prod(sizes[:dim]), prod(sizes[dim + 1 :]) * dtype.itemsize
+        content = torch.empty(num_outer, (last - begin) * inner, dtype=torch.uint8)
+        place = self._first + self._header[name]["data_offsets"][0] + begin * inner
+        parts = [content.view(-1)] if last - begin == num else list(content)
+        try:
+            with self._path.open("rb", buffering=0) as file:
+                for number, part in enumerate(parts):
+                    _fill(file.fileno(), part, place + number * num * inner)
+        except (OSError, EOFError) as error:
+            said = f"{self._path}: cannot read {name} ({one_line(error)})"
+            raise Refused("damaged", name, said=said, way_out="download it again") from None
+        found = content.view(-1).view(dtype)
+        return found.view(*sizes[:dim], last - begin, *sizes[dim + 1 :]) if shape else found.view(())
+
+
+def _fill(file: int, target: torch.Tensor, place: int) -> None:
+    view, done = target.numpy().data, 0
+    while done < len(view):
+        num = os.preadv(file, [view[done:]], place + done)
+        if not num:
+            raise EOFError("the file ends before it")
+        done += num

@@ -1,0 +1,132 @@
+"""The dense layer on CUDA with a quantised weight: codes are widened in registers (plugins/gpu/codes.py)."""
+
+from collections.abc import Iterator
+
+import torch
+
+from hemiola.plugins.gpu.checks import absent, check
+from hemiola.plugins.gpu.device import gpu_of
+from hemiola.plugins.gpu.dtypes import FLOATS
+from hemiola.plugins.gpu.launch import Kernel, cdiv
+from hemiola.plugins.gpu.sizes import Size, Variant
+from hemiola.plugins.gpu.tiles import Tile, coded_tile_of, coded_tiles
+from hemiola.plugins.gpu.words import SLAB, Coding, sections
+from hemiola.plugins.groups import Layout
+from hemiola.plugins.linear.cuda import ACTIVATIONS, EARLY, LONG, choose_best
+
+_coded = Kernel("linear", "_coded")
+
+WIDE = Tile(64, 64, 32, 4, 2, True)  # fp32
+
+
+def linear(
+    x: torch.Tensor,  # [T, F]
+    weight: torch.Tensor,  # pack_words([O, F])
+    bias: torch.Tensor,  # [O], or zero-length: none
+    num_outputs: int,  # O
+    weight_layout: Layout,
+    tile: Tile | None = None,
+) -> torch.Tensor:  # [T, O]
+    """See reference.py. A row's bits do not depend on T, its place or other rows."""
+    return fused(x, weight, bias, None, "none", num_outputs, weight_layout, tile)
+
+
+def fused(
+    x: torch.Tensor,  # [T, F]
+    weight: torch.Tensor,
+    bias: torch.Tensor,  # [O], or zero-length: none
+    residual: torch.Tensor | None,  # [T, O], or [T, O / 2] with swiglu
+    activation: str,
+    num_outputs: int,
+    layout: Layout,
+    tile: Tile | None = None,
+) -> torch.Tensor:  # [T, O], or [T, O / 2]
+    """residual + activation(x @ weight.T + bias), in fp32 until the end."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"linear: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+    if activation == "swiglu" and num_outputs % 16:
+        raise ValueError(f"linear: {num_outputs} outputs are not eight gates, eight values, and so on")
+    num_tokens, width = x.shape[0], num_outputs // 2 if activation == "swiglu" else num_outputs
+    if residual is not None:
+        check("linear", "residual", residual, (num_tokens, width), FLOATS, x.device, 1, True)
+    y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
+    if y.numel():
+        _launch(x, weight, bias, residual, y, None, activation, num_outputs, layout, tile)
+    return y
+
+
+def best(
+    x: torch.Tensor,  # [T, F]
+    weight: torch.Tensor,
+    bias: torch.Tensor,  # [O], or zero-length: none
+    num_outputs: int,
+    layout: Layout,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # [T] fp32, [T] int64
+    """The highest of linear's outputs, in x's dtype, and the lowest output that has it; none is stored."""
+    num_tokens, tile = x.shape[0], tile or tile_for(x, num_outputs)
+    num_parts = cdiv(num_outputs, tile.outputs)
+    values = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=x.device)
+    outputs = torch.empty(num_parts, num_tokens, dtype=torch.int32, device=x.device)
+    if num_tokens:
+        _launch(x, weight, bias, None, values, outputs, "argmax", num_outputs, layout, tile)
+    return choose_best(values, outputs)
+
+
+def tile_for(x: torch.Tensor, num_outputs: int) -> Tile:
+    return WIDE if x.dtype is torch.float32 else coded_tile_of(x.shape[0], num_outputs, gpu_of(x.device))
+
+
+def every_tile(most: Size, x: torch.Tensor, num_outputs: int) -> Iterator[Variant]:
+    """Every tile that may be chosen; how many tokens there are tells a kernel nothing."""
+    wide = x.dtype is torch.float32
+    for tile in {WIDE} if wide else coded_tiles(num_outputs, gpu_of(x.device)):
+        yield Variant(most, {"tile": tile})
+
+
+def variants(
+    most: Size, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_outputs: int
+) -> Iterator[Variant]:
+    yield from every_tile(most, x, num_outputs)
+
+
+def early(form: Coding, num_inputs: int) -> int:
+    """Bytes of every slab that are fetched while the kernel before still runs: those of lines of bf16."""
+    slab = cdiv(num_inputs, form.block) * form.half * SLAB * 2
+    return EARLY * SLAB if EARLY * SLAB <= slab < LONG * SLAB else 0
+
+
+def turn_of(tile: Tile, form: Coding) -> dict[str, int | bool]:
+    """Blocks of a turn of a kernel's loop, and whether warps take them side by side."""
+    abreast = tile.abreast > 0 and form.spans == 1
+    blocks = tile.abreast if abreast else max(1, tile.inner // form.block)
+    return {"BLOCKS": blocks, "ABREAST": abreast}
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    best: torch.Tensor | None,  # with argmax: the outputs whose values y holds
+    activation: str,
+    num_outputs: int,
+    layout: Layout,
+    tile: Tile | None,
+) -> None:
+    check("linear", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
+    if not absent(bias):
+        check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
+    (num_tokens, num_inputs), tile = x.shape, tile or tile_for(x, num_outputs)
+    words, scales, zeros, factors, form = sections(weight, layout, num_outputs, num_inputs)
+    turn = turn_of(tile, form)
+    _coded[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
+        x, words, scales, zeros, factors, y if absent(bias) else bias, y if residual is None else residual,
+        y if best is None else best, y, num_tokens, num_outputs, num_inputs, x.stride(0),
+        0 if residual is None else residual.stride(0), 0 if activation == "argmax" else y.stride(0),
+        **form.constants(), **turn, WHOLE=num_inputs % (turn["BLOCKS"] * form.block) == 0, DTYPE=x.dtype,
+        TOKENS=tile.tokens, OUTPUTS=tile.outputs, ACTIVATION=activation, BIASED=not absent(bias),
+        ADDS=residual is not None, EARLY=early(form, num_inputs), num_warps=tile.warps,
+        num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""The dense layer on CUDA with inputs and weights in e4m3 (plugins/inputs.py): two launches, the first of
+which rounds the inputs. No GPU has run it yet: it was compiled, and Triton's interpreter has run it."""
+
+from collections.abc import Iterator
+
+import torch
+
+from hemiola.plugins.gpu.checks import absent, check
+from hemiola.plugins.gpu.dtypes import FLOATS
+from hemiola.plugins.gpu.launch import Kernel, cdiv, pow2
+from hemiola.plugins.gpu.lines import CodeLines, sections
+from hemiola.plugins.gpu.sizes import Size, Variant, around
+from hemiola.plugins.gpu.tiles import Tile
+from hemiola.plugins.groups import E4M3, Layout
+from hemiola.plugins.inputs import SPAN
+from hemiola.plugins.linear.cuda import ACTIVATIONS, choose_best
+
+_round = Kernel("linear", "_round")
+_e4m3 = Kernel("linear", "_e4m3")
+
+BLOCK = 2048  # inputs that are rounded together
+# By tokens at most; no one measured them.
+TILES = ((16, Tile(64, 16, 128, 4, 3, True)), (64, Tile(64, 64, 128, 4, 3, True)))
+MANY = Tile(128, 128, 128, 8, 2, True)
+
+
+def linear(
+    x: torch.Tensor,  # [T, F]
+    weight: torch.Tensor,  # pack_lines([O, F])
+    bias: torch.Tensor,  # [O], or zero-length: none
+    num_outputs: int,  # O
+    weight_layout: Layout,
+    tile: Tile | None = None,
+) -> torch.Tensor:  # [T, O]
+    """See reference.py. A row's bits do not depend on T, its place or other rows."""
+    return fused(x, weight, bias, None, "none", num_outputs, weight_layout, tile)
+
+
+def fused(
+    x: torch.Tensor,  # [T, F]
+    weight: torch.Tensor,
+    bias: torch.Tensor,  # [O], or zero-length: none
+    residual: torch.Tensor | None,  # [T, O], or [T, O / 2] with swiglu
+    activation: str,
+    num_outputs: int,
+    layout: Layout,
+    tile: Tile | None = None,
+) -> torch.Tensor:  # [T, O], or [T, O / 2]
+    """residual + activation(x @ weight.T + bias), in fp32 until the end."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"linear: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+    if activation == "swiglu" and num_outputs % 16:
+        raise ValueError(f"linear: {num_outputs} outputs are not eight gates, eight values, and so on")
+    num_tokens, width = x.shape[0], num_outputs // 2 if activation == "swiglu" else num_outputs
+    if residual is not None:
+        check("linear", "residual", residual, (num_tokens, width), FLOATS, x.device, 1, True)
+    y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
+    if y.numel():
+        _launch(x, weight, bias, residual, y, None, activation, num_outputs, layout, tile)
+    return y
+
+
+def best(
+    x: torch.Tensor,  # [T, F]
+    weight: torch.Tensor,
+    bias: torch.Tensor,  # [O], or zero-length: none
+    num_outputs: int,
+    layout: Layout,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # [T] fp32, [T] int64
+    """The highest of linear's outputs, in x's dtype, and the lowest output that has it; none is stored."""
+    num_tokens, tile = x.shape[0], tile or tile_for(x.shape[0])
+    num_parts = cdiv(num_outputs, tile.outputs)
+    values = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=x.device)
+    outputs = torch.empty(num_parts, num_tokens, dtype=torch.int32, device=x.device)
+    if num_tokens:
+        _launch(x, weight, bias, None, values, outputs, "argmax", num_outputs, layout, tile)
+    return choose_best(values, outputs)
+
+
+def tile_for(num_tokens: int) -> Tile:
+    return next((tile for most, tile in TILES if num_tokens <= most), MANY)
+
+
+def every_tile(most: Size) -> Iterator[Variant]:
+    """Sizes that reach every tile."""
+    for tokens in around((tokens for tokens, _ in TILES), most.tokens):
+        yield Variant(most._replace(tokens=tokens))
+
+
+def variants(
+    most: Size, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_outputs: int
+) -> Iterator[Variant]:
+    yield from every_tile(most)
+
+
+def buffers(
+    x: torch.Tensor, num_rows: int, lines: CodeLines, layout: Layout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For codes [R, width] and their scales."""
+    num_scales = lines.width // SPAN if layout.inputs == "group" else 1
+    codes = torch.empty(num_rows, lines.width, dtype=E4M3, device=x.device)
+    return codes, torch.empty(num_rows, num_scales, dtype=torch.float32, device=x.device)
+
+
+def block_of(lines: CodeLines) -> int:
+    """Inputs that a program rounds together."""
+    return min(BLOCK, pow2(lines.width))
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    best: torch.Tensor | None,  # with argmax: the outputs whose values y holds
+    activation: str,
+    num_outputs: int,
+    layout: Layout,
+    tile: Tile | None,
+) -> None:
+    check("linear", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
+    if not absent(bias):
+        check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
+    (num_tokens, num_inputs), tile = x.shape, tile or tile_for(x.shape[0])
+    lines = sections(weight, layout, num_outputs, num_inputs)
+    codes, by = buffers(x, num_tokens, lines, layout)
+    _round[(num_tokens,)](
+        x, lines.static, codes, by, num_inputs, lines.width, by.shape[1], x.stride(0), BY=layout.inputs,
+        BLOCK=block_of(lines), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    _e4m3[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
+        codes, by, lines.codes, lines.scales, y if absent(bias) else bias,
+        y if residual is None else residual, y if best is None else best, y, num_tokens, num_outputs,
+        lines.width, lines.span, by.shape[1],
+        0 if residual is None else residual.stride(0), 0 if activation == "argmax" else y.stride(0),
+        BY_GROUP=layout.inputs == "group", DTYPE=x.dtype, TOKENS=tile.tokens, OUTPUTS=tile.outputs,
+        ACTIVATION=activation, BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps,
+        num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,21 @@
+"""The best of a dense layer's outputs, on CUDA with a quantised weight (plugins/linear/coded.py)."""
+
+import torch
+
+from hemiola.plugins.gpu.tiles import Tile
+from hemiola.plugins.groups import Layout
+from hemiola.plugins.linear.coded import best, variants
+
+__all__ = ["linear_argmax", "variants"]
+
+
+def linear_argmax(
+    x: torch.Tensor,  # [T, F]
+    weight: torch.Tensor,  # pack_words([O, F])
+    bias: torch.Tensor,  # [O], or zero-length: none
+    num_outputs: int,  # O
+    weight_layout: Layout,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # [T] fp32, [T] int64
+    """See reference.py. A row's bits do not depend on T, its place or other rows."""
+    return best(x, weight, bias, num_outputs, weight_layout, tile)

@@ -1,0 +1,109 @@
+"""A mixture of experts on CUDA with inputs and weights in e4m3: pairs as in cuda.py, chains as in
+plugins/linear/e4m3.py, which no GPU has run yet either."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from hemiola.plugins.gpu.checks import check
+from hemiola.plugins.gpu.dtypes import FLOATS
+from hemiola.plugins.gpu.launch import Kernel, cdiv
+from hemiola.plugins.gpu.lines import sections
+from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
+from hemiola.plugins.gpu.tiles import Tile
+from hemiola.plugins.groups import Layout
+from hemiola.plugins.linear.e4m3 import TILES, block_of, buffers, tile_for
+from hemiola.plugins.moe.cuda import SORT_BLOCK, combine, sort_pairs
+from hemiola.plugins.moe.spec import ACTIVATIONS
+
+_e4m3_experts = Kernel("moe", "_e4m3_experts")
+_round_pairs = Kernel("moe", "_round_pairs")
+
+
+class Chosen(NamedTuple):
+    """A step's experts."""
+
+    ids: torch.Tensor  # [T, K] int32
+    weights: torch.Tensor  # [T, K] fp32
+    pairs: torch.Tensor
+    tiles: torch.Tensor
+
+
+def moe(
+    x: torch.Tensor,  # [T, F]
+    expert_ids: torch.Tensor,  # [T, K] int32
+    expert_weights: torch.Tensor,  # [T, K] fp32
+    up: torch.Tensor,  # pack_lines([E, J, F]), J = I, or 2I with swiglu: all gates, then all values
+    down: torch.Tensor,  # pack_lines([E, F, I])
+    activation: str,
+    inner: int,  # I
+    up_layout: Layout,
+    down_layout: Layout,
+    tile: Tile | None = None,
+) -> torch.Tensor:  # [T, F]
+    """See reference.py; an expert's result is rounded to x's dtype. An id that is no expert adds nothing."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"moe: activation is {activation!r}, expected relu2 or swiglu")
+    check("moe", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
+    (num_tokens, width), num_experts = x.shape, up.shape[0]
+    check("moe", "expert_ids", expert_ids, (num_tokens, None), torch.int32, x.device)
+    shape = (num_tokens, expert_ids.shape[1])
+    check("moe", "expert_weights", expert_weights, shape, torch.float32, x.device, anywhere=True)
+    check("moe", "down", down, (num_experts, None), torch.uint8, x.device)
+    y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
+    if not y.numel():
+        return y
+    num_pairs = expert_ids.numel()
+    tile = tile or tile_for(num_pairs // num_experts)
+    pairs, tiles = sort_pairs(expert_ids, num_experts, tile.tokens)
+    hidden = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
+    outputs = inner * ACTIVATIONS[activation]
+    chosen = Chosen(expert_ids, expert_weights, pairs, tiles)
+    _multiply(x, up, up_layout, outputs, hidden, chosen, activation, tile)
+    _multiply(hidden, down, down_layout, width, out, chosen, "none", tile)
+    combine(out, expert_ids, y, num_experts)
+    return y
+
+
+def variants(
+    most: Size,
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    up: torch.Tensor,
+    *rest: torch.Tensor | str | int,
+) -> Iterator[Variant]:
+    """Tiles go by pairs per expert, the sort's blocks by pairs."""
+    borders = [(1 + most) * len(up) - 1 for most, _ in TILES] + powers(SORT_BLOCK)
+    for tokens in around((pairs / expert_ids.shape[1] for pairs in borders), most.tokens):
+        yield Variant(most._replace(tokens=tokens))
+
+
+def _multiply(
+    x: torch.Tensor,  # [T, F], or hidden [P, I] in the order of pairs
+    weight: torch.Tensor,
+    layout: Layout,
+    num_outputs: int,
+    y: torch.Tensor,  # hidden [P, I], or [P, F] in the order of tokens and slots
+    chosen: Chosen,
+    activation: str,
+    tile: Tile,
+) -> None:
+    """One of an expert's two layers: up (with an activation) gathers tokens, down scatters what it weighs."""
+    num_inputs, num_pairs, is_up = x.shape[1], len(chosen.pairs), activation != "none"
+    lines, slots = sections(weight, layout, num_outputs, num_inputs), chosen.ids.shape[1]
+    codes, by = buffers(x, num_pairs, lines, layout)
+    _round_pairs[(num_pairs,)](
+        x, lines.static, lines.static.stride(0), chosen.ids, chosen.pairs, codes, by, num_inputs, lines.width,
+        by.shape[1], x.stride(0), num_pairs, len(weight), SLOTS=slots, IS_UP=is_up, BY=layout.inputs,
+        BLOCK=block_of(lines), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    _e4m3_experts[chosen.tiles.shape[0] - 1, cdiv(num_outputs, tile.outputs)](
+        codes, by, lines.codes, lines.scales, y, chosen.pairs, chosen.tiles, chosen.weights, num_outputs,
+        lines.width, lines.span, by.shape[1], lines.codes.stride(0), lines.scales.stride(0), y.stride(0),
+        BY_GROUP=layout.inputs == "group", SLOTS=slots, IS_UP=is_up, DTYPE=x.dtype, TOKENS=tile.tokens,
+        OUTPUTS=tile.outputs, ACTIVATION=activation, num_warps=tile.warps, num_stages=tile.stages,
+        enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,24 @@
+"""The sum over all ranks, in a fixed order."""
+
+from collections.abc import Sequence
+
+import torch
+
+from hemiola.plugins.ranks import exchange
+
+
+def sum(
+    x: torch.Tensor,  # [T, F] of this rank
+    group: torch.Tensor,  # [G] int64, plugins/ranks.py
+) -> torch.Tensor:  # [T, F], the same on all ranks
+    """Of the ranks' x in fp32 (float64 for float64): a balanced tree over the ranks, whoever comes first."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return tree(exchange(group, x.to(wide))).to(x.dtype)
+
+
+def tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Neighbours first, then pairs of neighbours: with 8 parts as with 2 times 4 of them."""
+    found = list(parts)
+    while len(found) > 1:
+        found = [a + b for a, b in zip(found[::2], found[1::2], strict=True)]
+    return found[0]

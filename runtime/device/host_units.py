@@ -1,0 +1,146 @@
+"""Units of the host's memory, and copies of pages and slots to and from them.
+
+Copies begin in the order of the calls, on the engine's stream, behind and before its steps; the host does not
+wait for them. A page, or a slot, is the bytes of all its states, one tensor behind the other.
+
+Ranks of an engine map the same units: in each, one behind the other, is what every rank has of a page.
+"""
+
+import mmap
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hemiola.runtime.device.pinned import lock, unlock
+from hemiola.runtime.device.transfer import fence, upload_ints
+
+AT_ONCE = 2**25  # bytes of the device that a copy may take in between
+
+
+class Share(NamedTuple):
+    """A rank's part of each unit."""
+
+    rank: int
+    size: int  # ranks
+    map: Callable[[int], mmap.mmap]  # the memory of all units, of so many bytes
+
+
+ALL = Share(0, 1, lambda num_bytes: mmap.mmap(-1, num_bytes))  # shared: a fork moves no page
+
+
+class HostUnits:
+    """num_units of the bytes of a page each; on a GPU's host they are page-locked."""
+
+    def __init__(
+        self,
+        pages: Sequence[torch.Tensor],
+        slots: Sequence[torch.Tensor],
+        num_bytes: int,
+        device: torch.device,
+        share: Share = ALL,
+    ) -> None:
+        self._pages, self._slots = _as_bytes(pages), _as_bytes(slots)
+        self._device = device
+        self._own_bytes = _width(self._pages)  # this rank's, of a unit
+        self.unit_bytes = share.size * self._own_bytes
+        self.num_units = num_bytes // self.unit_bytes
+        self.units_per_slot = -(-_width(self._slots) // self._own_bytes)
+        self._memory = share.map(self.num_units * self.unit_bytes)
+        numbers = np.frombuffer(self._memory, np.uint8).reshape(self.num_units, self.unit_bytes)
+        self._address = numbers.ctypes.data
+        if device.type == "cuda":
+            lock(self._address, numbers.nbytes)
+            self._unlock = weakref.finalize(self, unlock, self._address)  # before the memory goes
+        units = torch.from_numpy(numbers).view(self.num_units, share.size, self._own_bytes)
+        self._numbers, self._units = numbers, units[:, share.rank]
+
+    def close(self) -> None:
+        """Give the memory back; no copy may be under way."""
+        if self._device.type == "cuda":
+            self._unlock()
+        self._pages, self._slots = [], []
+        self._units = torch.empty(0, 0, dtype=torch.uint8)
+        self._numbers = self._units.numpy()
+        del self._memory
+
+    def save_pages(self, page_ids: Sequence[int], units: Sequence[int]) -> None:
+        for some_pages, some_units in self._parts(page_ids, units):
+            self._save(_gather(self._pages, upload_ints(self._device, some_pages)), some_units)
+
+    def load_pages(self, units: Sequence[int], page_ids: Sequence[int]) -> None:
+        for some_pages, some_units in self._parts(page_ids, units):
+            where = upload_ints(self._device, some_pages)
+            _scatter(self._load(some_units), self._pages, where)
+
+    def save_slot(self, slot_id: int, units: Sequence[int]) -> None:
+        (line,) = _gather(self._slots, upload_ints(self._device, [slot_id]))
+        room = torch.empty(len(units), self._own_bytes, dtype=torch.uint8, device=self._device)
+        room.view(-1)[: len(line)] = line
+        self._save(room, units)
+
+    def load_slot(self, units: Sequence[int], slot_id: int) -> None:
+        line = self._load(units).view(1, -1)
+        _scatter(line, self._slots, upload_ints(self._device, [slot_id]))
+
+    # For the file: of all ranks.
+
+    def get(self, unit: int) -> memoryview:
+        return self._numbers[unit].data
+
+    def put(self, unit: int, content: bytes) -> None:
+        self._numbers[unit] = np.frombuffer(content, np.uint8)
+
+    def settled(self) -> Callable[[], None]:
+        """A function that waits until what was copied to units so far is there."""
+        return fence(self._device)
+
+    def _parts(
+        self, page_ids: Sequence[int], units: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        most = max(1, AT_ONCE // self._own_bytes)
+        for first in range(0, len(page_ids), most):
+            yield page_ids[first : first + most], units[first : first + most]
+
+    def _save(self, content: torch.Tensor, units: Sequence[int]) -> None:
+        """content: [len(units), bytes of a page] on the device."""
+        for first, last, unit in _runs(units):
+            self._units[unit : unit + last - first].copy_(content[first:last], non_blocking=True)
+
+    def _load(self, units: Sequence[int]) -> torch.Tensor:
+        content = torch.empty(len(units), self._own_bytes, dtype=torch.uint8, device=self._device)
+        for first, last, unit in _runs(units):
+            content[first:last].copy_(self._units[unit : unit + last - first], non_blocking=True)
+        return content
+
+
+def _as_bytes(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """[num_pages or num_slots, bytes] each."""
+    return [state.view(len(state), -1).view(torch.uint8) for state in states if state.numel()]
+
+
+def _width(states: Sequence[torch.Tensor]) -> int:
+    return sum(state.shape[1] for state in states)
+
+
+def _gather(states: Sequence[torch.Tensor], where: torch.Tensor) -> torch.Tensor:
+    """[len(where), bytes of all states]."""
+    return torch.cat([state.index_select(0, where) for state in states], 1)
+
+
+def _scatter(content: torch.Tensor, states: Sequence[torch.Tensor], where: torch.Tensor) -> None:
+    start = 0
+    for state in states:
+        state.index_copy_(0, where, content[:, start : start + state.shape[1]])
+        start += state.shape[1]
+
+
+def _runs(units: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Neighbours that are copied in one go: first and end in `units`, and the first unit."""
+    first = 0
+    for at in range(1, len(units) + 1):
+        if at == len(units) or units[at] != units[at - 1] + 1:
+            yield first, at, units[first]
+            first = at

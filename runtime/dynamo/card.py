@@ -1,0 +1,55 @@
+"""The folder that a model's card names: what Dynamo's frontend needs to make token ids out of a text."""
+
+import json
+import os
+import shutil
+from hashlib import sha256
+from pathlib import Path
+
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import Manifest
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def make_card(engine_dir: Path, manifest: Manifest) -> Path:
+    """A folder in the user's cache, one for each content, which the workers of a machine share: a frontend
+    may read it when the worker that made it is gone. The identity in it keeps engines of other bits apart:
+    Dynamo serves workers with one card only."""
+    if not manifest.has_tokenizer:
+        said = f"{engine_dir} has no tokenizer, Dynamo's frontend needs one"
+        raise Refused("unsupported", said=said, way_out="build from a checkpoint that has one")
+    source = engine_dir / "tokenizer"
+    config = {
+        "model_type": "hemiola",
+        "architectures": [manifest.architecture],
+        "hemiola_identity": manifest.identity,
+        "eos_token_id": list(manifest.eos_ids),
+        "vocab_size": manifest.vocab_size,
+        "max_position_embeddings": manifest.limits.max_len,
+    }
+    contents = {name: (source / name).read_bytes() for name in FILES if (source / name).is_file()}
+    contents["config.json"] = json.dumps(config).encode()
+    digest = sha256(repr(sorted(contents.items())).encode()).hexdigest()[:32]
+    folder = _cache() / "dynamo" / digest
+    if not folder.is_dir():
+        _write(folder, contents)
+    return folder
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hemiola"
+
+
+def _write(folder: Path, contents: dict[str, bytes]) -> None:
+    """Whole or not at all; another worker may be about to do the same."""
+    made = folder.with_name(f"{folder.name}.{os.getpid()}")
+    made.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (made / name).write_bytes(content)
+    try:
+        made.rename(folder)
+    except OSError:
+        shutil.rmtree(made)
+        if not folder.is_dir():
+            raise

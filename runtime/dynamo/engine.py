@@ -1,0 +1,187 @@
+"""An LLM as the engine that Dynamo's worker drives. The methods' names and arguments are Dynamo's."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from hemiola.runtime.api import Load, OnPiece, Piece
+from hemiola.runtime.dynamo.binding import Errors
+from hemiola.runtime.dynamo.events import CacheEvents, Publisher, PushSource
+from hemiola.runtime.dynamo.load import Snapshot
+from hemiola.runtime.dynamo.reply import Chunk, chunk_of
+from hemiola.runtime.dynamo.request import Submission, read_request
+from hemiola.runtime.errors import Busy, Failed, Refused
+from hemiola.runtime.llm import LLM
+
+WATCH_S = 0.25  # between two looks at the engine's load
+
+
+class Context(Protocol):
+    """One request of Dynamo's."""
+
+    def id(self) -> str: ...
+
+
+class DynamoEngine:
+    """Opens the LLM when it starts. on_lost: is called once, with the reason, when the engine is lost."""
+
+    def __init__(
+        self,
+        open_llm: Callable[[], LLM],
+        register: Callable[[LLM], object],
+        errors: Errors,
+        hang_timeout_s: float,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._open_llm, self._register, self._errors = open_llm, register, errors
+        self._hang_timeout_s, self._on_lost = hang_timeout_s, on_lost
+        self._llm: LLM | None = None
+        self.error: Exception | None = None  # why it did not open
+        self._running: dict[str, int] = {}  # ids of the LLM's requests, by Dynamo's
+        self._events: CacheEvents | None = None
+        self._load_publisher: Any = None
+        self._watch: asyncio.Task[None] | None = None
+
+    # Its life.
+
+    async def start(self, worker_id: int) -> object:
+        """Nobody finds the worker before this returns."""
+        try:
+            self._llm = await asyncio.to_thread(self._open_llm)
+        except Exception as error:
+            self.error = error
+            raise
+        self._watch = asyncio.create_task(self._watch_load(self._llm))
+        return self._register(self._llm)
+
+    async def is_quiescent(self) -> bool:
+        return not self._running
+
+    async def cleanup(self) -> None:
+        """Finish what runs: Dynamo sends nothing more. Safe to call twice, and when `start` failed."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._llm is not None:
+            lost = bool(self._llm.load().failure)
+            await asyncio.to_thread(self._llm.close, not lost)
+        if self._events is not None:
+            self._events.close()
+
+    # Requests.
+
+    async def generate(self, request: Mapping[str, Any], context: Context) -> AsyncIterator[Chunk]:
+        """The chunks of one request."""
+        llm, loop = self._opened(), asyncio.get_running_loop()
+        pieces: asyncio.Queue[Piece] = asyncio.Queue()
+
+        def put(piece: Piece) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        asked, request_id = await self._submit(llm, request, put)
+        self._running[context.id()] = request_id
+        prompt_len, scores = len(asked.prompt), None
+        try:
+            while True:
+                piece = await pieces.get()
+                scores = scores or piece.prompt_logprobs
+                self._check(llm, piece)
+                yield chunk_of(piece, prompt_len, scores if piece.finish_reason is not None else None)
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            if self._running.get(context.id()) == request_id:
+                del self._running[context.id()]
+            llm.abort(request_id)
+
+    async def abort(self, context: Context) -> None:
+        """The caller has left."""
+        request_id = self._running.get(context.id())
+        if self._llm is not None and request_id is not None:
+            self._llm.abort(request_id)
+
+    def _opened(self) -> LLM:
+        if self._llm is None:
+            raise self._errors.lost("the engine is not open")
+        return self._llm
+
+    async def _submit(self, llm: LLM, request: Mapping[str, Any], put: OnPiece) -> tuple[Submission, int]:
+        try:
+            asked = read_request(request, llm.config.max_len)
+            prompt, output_ids, params = asked
+            submit = partial(llm.submit, prompt, params, put, output_ids=output_ids)
+            if params.structured_outputs is None:
+                return asked, submit()
+            return asked, await asyncio.to_thread(submit)  # it waits for the grammar
+        except Refused as error:
+            kind = self._errors.lost if error.code == "closed" else self._errors.invalid
+            raise kind(str(error)) from None
+        except Failed as error:
+            raise self._errors.lost(str(error)) from None
+        except Busy as error:
+            raise self._errors.failed(str(error)) from None
+
+    def _check(self, llm: LLM, piece: Piece) -> None:
+        if piece.finish_reason == "error":
+            kind = self._errors.lost if llm.load().failure else self._errors.failed
+            raise kind(piece.error or "the request failed")
+
+    # What Dynamo shows and routes by.
+
+    async def health_check_payload(self) -> dict[str, Any]:
+        """A request of one token, which the worker's health check may send when nobody else does."""
+        eos_ids = self._opened().manifest.eos_ids
+        return {
+            "token_ids": [eos_ids[0] if eos_ids else 0],
+            "stop_conditions": {"max_tokens": 1, "ignore_eos": True},
+            "sampling_options": {"temperature": 0.0},
+            "_HEALTH_CHECK": True,
+        }
+
+    async def kv_event_sources(self) -> list[PushSource]:
+        llm = self._opened()
+        return [PushSource(partial(self._publish, llm))] if llm.config.prefix_cache else []
+
+    def _publish(self, llm: LLM, publisher: Publisher) -> None:
+        self._events = CacheEvents(publisher, llm.config.page_len)
+        llm.watch_cache(self._events)
+
+    def component_metrics_dp_ranks(self) -> list[int]:
+        return [0]
+
+    def attach_snapshot_publisher(self, publisher: object) -> None:
+        self._load_publisher = publisher
+
+    async def _watch_load(self, llm: LLM) -> None:
+        """Publish the load when it changes, and see whether the engine still moves."""
+        last: Snapshot | None = None
+        while True:
+            load = llm.load()
+            reason = self._why_lost(load)
+            if reason:
+                self._on_lost(reason)
+                return
+            found = Snapshot.of(load, llm.reuse)
+            if self._load_publisher is not None and found != last:
+                self._load_publisher.publish(0, found)
+                last = found
+            await asyncio.sleep(WATCH_S)
+
+    def _why_lost(self, load: Load) -> str:
+        if load.failure or load.stalled_s <= self._hang_timeout_s:
+            return load.failure
+        return f"the engine has not moved for {load.stalled_s:.0f} s"
+
+    # What it does not offer.
+
+    async def register_prometheus(self, metrics: object) -> None: ...
+
+    async def on_endpoint_ready(self, endpoint: object) -> None: ...
+
+    async def logits_processor_spec(self) -> None: ...
+
+    def supported_controls(self) -> set[str]:
+        return set()
+
+    def supported_updates(self) -> set[str]:
+        return set()

@@ -1,0 +1,37 @@
+"""Options of `hemiola dynamo-worker` that are no engine's."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from hemiola.runtime.api import Strict
+
+
+class WorkerOptions(Strict):
+    """Of the worker. Names are Dynamo's; what is not given is as Dynamo's environment variables say."""
+
+    model_name: str = Field(
+        default="hemiola", min_length=1, description="name of the model; workers of one name are replicas"
+    )
+    namespace: str = Field(default="dynamo", min_length=1, description="Dynamo's namespace")
+    component: str = Field(default="hemiola", min_length=1, description="Dynamo's component")
+    discovery_backend: Literal["etcd", "file", "kubernetes", "mem"] | None = Field(
+        default=None,
+        description="where workers and frontends find each other (default: DYN_DISCOVERY_BACKEND, or etcd);"
+        " file: in the folder DYN_FILE_KV",
+    )
+    request_plane: Literal["tcp", "nats"] | None = Field(
+        default=None, description="how requests travel (default: DYN_REQUEST_PLANE, or tcp)"
+    )
+    event_plane: Literal["zmq", "nats"] | None = Field(
+        default=None, description="how events of the cache travel (default: DYN_EVENT_PLANE, or zmq)"
+    )
+    tool_call_parser: str | None = Field(
+        default=None, description="the frontend's parser of tool calls, by Dynamo's name"
+    )
+    reasoning_parser: str | None = Field(
+        default=None, description="the frontend's parser of thoughts, by Dynamo's name"
+    )
+    hang_timeout: float = Field(
+        default=60, ge=1, description="seconds in which the engine does not move, after which it is lost"
+    )

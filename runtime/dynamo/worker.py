@@ -1,0 +1,81 @@
+"""Runs an LLM as a worker of Dynamo until SIGTERM or SIGINT."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hemiola.runtime import manifest as manifests
+from hemiola.runtime.dynamo.binding import Binding, load_binding
+from hemiola.runtime.dynamo.card import make_card
+from hemiola.runtime.dynamo.engine import DynamoEngine
+from hemiola.runtime.dynamo.options import WorkerOptions
+from hemiola.runtime.errors import Failed, one_line
+from hemiola.runtime.llm import LLM
+
+ENDPOINT = "generate"
+Say = Callable[[str], None]
+
+
+class _Loss:
+    """Why the engine is lost. Dynamo then ends the worker as it does for SIGTERM: it is found no more."""
+
+    reason = ""
+
+    def __call__(self, reason: str) -> None:
+        self.reason = reason
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_worker(engine_dir: Path, own: WorkerOptions, options: Mapping[str, Any], say: Say) -> None:
+    """Raises Refused or Failed. A lost engine ends the process at once, with status 1: it may hang."""
+    binding, lost = load_binding(), _Loss()
+    card = make_card(engine_dir, manifests.load(engine_dir))
+    open_llm = partial(LLM, engine_dir, progress=True, **options)
+    register = partial(_register, binding, card, own, say)
+    engine = DynamoEngine(open_llm, register, binding.errors, own.hang_timeout, lost)
+    try:
+        asyncio.run(_run(binding, engine, card, own))
+    except Exception as error:
+        raise engine.error or Failed(f"Dynamo's worker ended: {one_line(error)}") from None
+    finally:
+        if lost.reason:
+            print(f"error: {lost.reason}", file=sys.stderr, flush=True)
+            os._exit(1)
+    say("stopped")
+
+
+async def _run(binding: Binding, engine: DynamoEngine, card: Path, own: WorkerOptions) -> None:
+    backend = binding.backend
+    runtime = backend.RuntimeConfig(own.discovery_backend, own.request_plane, own.event_plane)
+    config = backend.WorkerConfig(
+        namespace=own.namespace,
+        component=own.component,
+        endpoint=ENDPOINT,
+        model_name=str(card),
+        served_model_name=own.model_name,
+        model_input=binding.tokens,
+        endpoint_types="chat,completions",
+        tool_call_parser=own.tool_call_parser,
+        reasoning_parser=own.reasoning_parser,
+        runtime=runtime,
+    )
+    await backend.Worker(engine, config, asyncio.get_running_loop()).run()
+
+
+def _register(binding: Binding, card: Path, own: WorkerOptions, say: Say, llm: LLM) -> object:
+    """What frontends learn of the worker."""
+    config, backend = llm.config, binding.backend
+    say(f"open: {own.model_name} joins as {own.namespace}.{own.component}.{ENDPOINT}")
+    sizes = backend.LlmRegistration(
+        context_length=config.max_len,
+        kv_cache_block_size=config.page_len,
+        total_kv_blocks=llm.load().num_pages,
+        max_num_seqs=config.max_rows,
+        max_num_batched_tokens=config.max_step_tokens,
+    )
+    return backend.EngineConfig(model=str(card), served_model_name=own.model_name, llm=sizes)

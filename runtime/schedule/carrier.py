@@ -1,0 +1,99 @@
+"""Prefixes that come from another engine, or go to one: packed and unpacked in the caller's thread.
+
+The loop's thread only finds what is stored, copies it to the host's memory, and makes known what came. Sums
+and all other copies are made in the thread that asks, while steps go on.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from hemiola.runtime.cache import moves
+from hemiola.runtime.cache.packed import PackedForm, read, written
+from hemiola.runtime.cache.prefix import PrefixCache
+from hemiola.runtime.errors import Refused
+
+T = TypeVar("T")
+
+
+class Visit(Protocol):
+    """Lets a function run between two steps, and returns or raises what it does."""
+
+    def __call__(self, act: Callable[[PrefixCache], T]) -> T: ...
+
+
+class Carrier:
+    """Of the engine that `visit` leads to, whose prefixes have this form."""
+
+    def __init__(self, visit: Visit, form: PackedForm) -> None:
+        self._visit, self._form, self._layout = visit, form, form.layout
+
+    def pack(self, ids: np.ndarray, cache_salt: str) -> bytearray:
+        """What is stored at the last edge of a text, ids [T] int32. Raises Refused where nothing is."""
+        was_read = threading.Event()
+
+        def fetch(prefix: PrefixCache) -> bool:
+            return prefix.fetch(prefix.chain(ids, cache_salt), len(ids) + 1, was_read.set)
+
+        def lend(prefix: PrefixCache) -> moves.Lent | None:
+            return moves.lend(prefix, prefix.chain(ids, cache_salt), len(ids))
+
+        if self._visit(fetch):
+            was_read.wait()
+        lent = self._visit(lend)
+        if lent is None:
+            said = f"nothing is stored of the {len(ids)} tokens of prompt"
+            raise Refused("not_found", "prompt", said=said, way_out="let a request compute it first")
+        try:
+            lent.wait()
+            made = written(self._form, lent.edge, lent.kind, cache_salt)
+            slot = self._slot()
+            for view, part in _paired(lent.state, slot):
+                part[:] = view
+            self._layout.pack(ids[: lent.edge], _numbers(lent.pages), slot, made.payload)
+        finally:
+            self._visit(lambda prefix: moves.take_back(prefix, lent))
+        return made.seal()
+
+    def unpack(self, packed: bytes | bytearray | memoryview) -> int:
+        """Let requests start from a packed prefix; returns its tokens. Raises Refused and changes nothing."""
+        found = read(self._form, packed)
+
+        def reserve(prefix: PrefixCache) -> moves.Reserved | None:
+            return moves.reserve(prefix, prefix.chain(found.ids, found.cache_salt), found.edge, found.kind)
+
+        given = self._visit(reserve)
+        if given is None:
+            return found.edge
+        end = moves.give_up
+        try:
+            given.wait()
+            slot = self._slot() if given.state else None
+            pages = dict(zip(given.pages, _numbers(given.pages.values()), strict=True))
+            self._layout.unpack(found.payload, pages, slot)
+            if slot is not None:
+                for view, part in _paired(given.state, slot):
+                    view[:] = part
+            end = moves.adopt
+        finally:
+            self._visit(lambda prefix: end(prefix, given))
+        return found.edge
+
+    def _slot(self) -> np.ndarray:
+        return np.zeros(self._layout.slot_bytes, np.uint8)
+
+
+def _numbers(units: Iterable[memoryview | bytes]) -> list[np.ndarray]:
+    return [np.frombuffer(unit, np.uint8) for unit in units]
+
+
+def _paired(units: Iterable[memoryview | bytes], slot: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """A slot cut to units, of which the last has room behind it: the bytes of both."""
+    pairs, at = [], 0
+    for unit in _numbers(units):
+        part = slot[at : at + len(unit)]
+        pairs.append((unit[: len(part)], part))
+        at += len(unit)
+    return pairs

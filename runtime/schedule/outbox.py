@@ -1,0 +1,140 @@
+"""Turns a request's new ids into pieces for its user. Only here may text (a stop string) end a request."""
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hemiola.runtime.api import OnPiece, Piece, PromptLogprobs
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.schedule.plan import Plan
+from hemiola.runtime.schedule.request import Request
+from hemiola.runtime.text import Growing, Text
+
+
+class Event(NamedTuple):
+    """A piece on its way."""
+
+    request: Request
+    piece: Piece
+    on_piece: OnPiece
+
+
+@dataclass(slots=True)
+class _Letter:
+    request: Request
+    on_piece: OnPiece
+    growing: Growing | None  # None: an engine without a tokenizer
+    sent_len: int  # ids that left already, prompt included
+
+
+class Outbox:
+    """Owns the text of every request from `open` until its last piece."""
+
+    def __init__(self, text: Text | None) -> None:
+        self._text = text
+        self._letters: dict[int, _Letter] = {}
+
+    def open(self, request: Request, on_piece: OnPiece) -> None:
+        """A request whose prompt the tokenizer cannot decode fails here; `end` has its last piece."""
+        prompt, growing = request.ids[: request.prompt_len].tolist(), None
+        try:
+            if self._text is not None:
+                growing = Growing(self._text, prompt, request.params.stop)
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            _fail(request, error)
+        letter = self._letters[request.id] = _Letter(request, on_piece, growing, request.prompt_len)
+        if request.given_len > request.prompt_len and request.finish_reason is None:
+            self._go_on(letter)
+
+    def _go_on(self, letter: _Letter) -> None:
+        """The output that its caller has: its text left before, but for the end that was held back."""
+        request = letter.request
+        try:
+            _new_text(letter, request.ids[request.prompt_len : request.given_len].tolist())
+        except BaseException as error:
+            _fail(request, error)
+        letter.sent_len = request.given_len
+
+    def get(self, request_id: int) -> Request | None:
+        letter = self._letters.get(request_id)
+        return letter and letter.request
+
+    def all(self) -> list[Request]:
+        return [letter.request for letter in self._letters.values()]
+
+    def drain(self, plan: Plan) -> list[Event]:
+        """The new tokens of a step's rows. A stop string in their text finishes a request."""
+        now = time.perf_counter()
+        events = []
+        for row in plan.rows:
+            request = row.request
+            letter = self._letters.get(request.id)
+            if letter is None:
+                continue  # it ended while the step was under way
+            if request.total_len > letter.sent_len or request.finish_reason is not None:
+                events.append(self._write(letter, now))
+        return events
+
+    def end(self, request: Request) -> Event:
+        """The last piece of a request that was finished between two steps."""
+        return self._write(self._letters[request.id], time.perf_counter())
+
+    def _write(self, letter: _Letter, now: float) -> Event:
+        request = letter.request
+        try:
+            text = _new_text(letter, request.ids[letter.sent_len : request.total_len].tolist())
+        except BaseException as error:
+            text = ""
+            _fail(request, error)
+        token_ids = request.ids[letter.sent_len : request.total_len].tolist()
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = request.logprobs[letter.sent_len - request.given_len :]
+        of_prompt = _prompt_logprobs(letter) if token_ids else None
+        if token_ids:
+            _count(request, now)
+        letter.sent_len = request.total_len
+        if request.finish_reason is None:
+            piece = Piece(text, token_ids, logprobs, prompt_logprobs=of_prompt)
+            return Event(request, piece, letter.on_piece)
+        del self._letters[request.id]
+        error = request.error
+        refused = error if isinstance(error, Refused) else None
+        ending = request.finish_reason, request.metrics, None if error is None else str(error)
+        return Event(request, Piece(text, token_ids, logprobs, *ending, of_prompt, refused), letter.on_piece)
+
+
+def _prompt_logprobs(letter: _Letter) -> PromptLogprobs | None:
+    """They leave with the first token."""
+    request = letter.request
+    if request.params.prompt_logprobs is None or letter.sent_len > request.given_len:
+        return None
+    return [None, *request.prompt_logprobs]
+
+
+def _fail(request: Request, error: BaseException) -> None:
+    """What a tokenizer raises may not take the other requests along."""
+    request.fail(f"the tokenizer failed: {type(error).__name__}: {error}")
+
+
+def _new_text(letter: _Letter, token_ids: list[int]) -> str:
+    request, growing = letter.request, letter.growing
+    if growing is None:
+        return ""
+    text = ""
+    for at, token_id in enumerate(token_ids):
+        if token_id in request.stop_ids:  # it ends the text and is no part of it
+            break
+        num_before = letter.sent_len + at - request.prompt_len
+        text += growing.push(token_id, may_stop=num_before >= request.params.min_tokens)
+        if growing.stopped:
+            request.stop_at(letter.sent_len + at + 1)
+            break
+    return text if request.finish_reason is None else text + growing.finish()
+
+
+def _count(request: Request, now: float) -> None:
+    metrics = request.metrics
+    metrics.first_token = metrics.first_token or now
+    metrics.last_token = now
+    metrics.num_output_tokens = request.total_len - request.prompt_len

@@ -1,0 +1,129 @@
+"""The leader's steps: each is sent to the followers, and then done like any other."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from hemiola.runtime.choose.rule import Rule
+from hemiola.runtime.device.host_units import HostUnits, Share
+from hemiola.runtime.device.memory import Storage
+from hemiola.runtime.device.ranks import Digest, digest_of
+from hemiola.runtime.schedule.plan import Launched, Opening, Plan
+from hemiola.runtime.step.record import Move, StepRecord, packed
+from hemiola.runtime.step.steps import AllSteps
+from hemiola.runtime.step.table import TableSource
+
+CHECKED_EVERY = 16  # steps: all ranks say what their ledgers hold
+
+
+class Followers(Protocol):
+    """The processes that get the records (runtime/device/followers.py)."""
+
+    def send(self, number: int, record: bytes) -> None:
+        """Raises RankLost when one is lost."""
+        ...
+
+    def move(self, record: bytes) -> None:
+        """Raises RankLost when one is lost."""
+        ...
+
+    def settled(self) -> Callable[[], None]:
+        """A function that waits until they have done all moves so far; raises RankLost when one is lost."""
+        ...
+
+    def share(self) -> Share:
+        """The leader's part of the host's units."""
+        ...
+
+    def landed(self, number: int, digest: Digest | None) -> None:
+        """The leader has done a step."""
+        ...
+
+    def check(self) -> None:
+        """Raises RankLost when one is lost."""
+        ...
+
+
+class RankedSteps:
+    """A loop's steps and its store."""
+
+    def __init__(
+        self, steps: AllSteps, storage: Storage, pages: TableSource, followers: Followers, has_head: bool
+    ) -> None:
+        pages.keep_changes()
+        self.steps, self._storage, self._followers = steps, storage, followers
+        self._has_head = has_head
+        self._number = 0
+        self._openings: list[Opening] = []  # of the next step
+        self._restored: dict[int, int] = {}  # by slot, from which one
+
+    def copy_slot(self, source: int, target: int) -> None:
+        self._restored[target] = source
+        self._storage.copy_slot(source, target)
+
+    def open(self, slot_id: int, ids: np.ndarray, start: int, rule: Rule) -> None:
+        """See Steps."""
+        self._openings.append(Opening(slot_id, ids, start, self._restored.pop(slot_id, 0), rule))
+        self.steps.open(slot_id, ids, start, rule)
+
+    def launch(self, plan: Plan) -> Launched:
+        """See Steps. Raises RankLost when a follower is lost."""
+        self._number += 1
+        is_checked = self._number % CHECKED_EVERY == 0
+        changes = self.steps.table.tell()
+        given = self._number, plan, self._openings, changes, self._has_head, is_checked
+        self._openings = []
+        self._followers.send(self._number, packed(StepRecord.of(*given)))
+        launched = self._watched(lambda: self.steps.launch(plan))
+        digest = None
+        if is_checked:
+            slot_ids = [row.slot_id for row in plan.rows]
+            ledger = self.steps.ledger
+            digest = Digest(self._number, digest_of(ledger.ids, ledger.lengths, slot_ids))
+        self._followers.landed(self._number, digest)
+        return launched
+
+    def _watched(self, run: Callable[[], Launched]) -> Launched:
+        """Who waits for a rank that is lost gets an error of the kernel's, and raises the reason instead."""
+        try:
+            return run()
+        except Exception:
+            self._followers.check()
+            raise
+
+
+class RankedUnits:
+    """The host's units of all ranks. Which ones are used is the leader's to decide; each rank copies its own
+    part to them and from them. A file below has all parts together."""
+
+    def __init__(self, units: HostUnits, followers: Followers) -> None:
+        self.num_units, self.units_per_slot = units.num_units, units.units_per_slot
+        self.unit_bytes, self.get, self.put = units.unit_bytes, units.get, units.put
+        self._own, self._followers = units, followers
+
+    def save_pages(self, page_ids: Sequence[int], units: Sequence[int]) -> None:
+        self._move(Move("save_pages", (list(page_ids), list(units))))
+
+    def save_slot(self, slot_id: int, units: Sequence[int]) -> None:
+        self._move(Move("save_slot", (slot_id, list(units))))
+
+    def load_pages(self, units: Sequence[int], page_ids: Sequence[int]) -> None:
+        self._move(Move("load_pages", (list(units), list(page_ids))))
+
+    def load_slot(self, units: Sequence[int], slot_id: int) -> None:
+        self._move(Move("load_slot", (list(units), slot_id)))
+
+    def settled(self) -> Callable[[], None]:
+        """A function that waits until all ranks have done what they were asked so far."""
+        own, others = self._own.settled(), self._followers.settled()
+
+        def wait() -> None:
+            own()
+            others()
+
+        return wait
+
+    def _move(self, move: Move) -> None:
+        self._followers.move(packed(move))
+        getattr(self._own, move.method)(*move.args)

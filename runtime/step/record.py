@@ -1,0 +1,110 @@
+"""What the leader sends its followers: of a step the packed plan, and all else that decides it; and copies of
+pages and slots to and from units of the host.
+
+A follower has no requests. Of a row it knows what the packed plan says (plugins/step/plan.py), the rule that
+came when the slot was taken, and what a grammar allows.
+"""
+
+import pickle
+from array import array
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+from hemiola.plugins.step.plan import COLUMNS, PlanFields
+from hemiola.runtime.choose.rule import Rule
+from hemiola.runtime.schedule.plan import Opening, Plan, Row, Scored
+from hemiola.runtime.schedule.request import Request
+from hemiola.runtime.step.pack import pack
+
+
+class StepRecord(NamedTuple):
+    """One step."""
+
+    number: int
+    openings: list[Opening]
+    table: "array[int]"  # [N + 1, 10], packed
+    changes: np.ndarray  # [E, 2] int64, entries of the page table
+    masks: dict[int, list[np.ndarray]]  # by row, of those that follow a grammar
+    scored: dict[int, Scored]  # by row, of those whose prompts are scored
+    has_head: bool
+    is_checked: bool  # each rank posts a digest of its ledger
+
+    @staticmethod
+    def of(
+        number: int,
+        plan: Plan,
+        openings: list[Opening],
+        changes: np.ndarray,
+        has_head: bool,
+        is_checked: bool,
+    ) -> "StepRecord":
+        table, _ = pack(plan.rows, has_head)
+        masks = {
+            n: row.guide.masks[: 1 + row.num_drafts] if row.chooses else []
+            for n, row in enumerate(plan.rows)
+            if row.guide is not None
+        }
+        scored = {n: row.scored for n, row in enumerate(plan.rows) if row.scored is not None}
+        return StepRecord(number, openings, table, changes, masks, scored, has_head, is_checked)
+
+    @property
+    def slot_ids(self) -> list[int]:
+        return [line.slot for line in self._lines()[:-1]]
+
+    def _lines(self) -> list[PlanFields]:
+        width = len(COLUMNS)
+        return [PlanFields(*self.table[at : at + width]) for at in range(0, len(self.table), width)]
+
+    def plan(self, rules: Mapping[int, Rule]) -> Plan:
+        """The same plan, of rows without requests. rules: by slot."""
+        lines = enumerate(pairwise(self._lines()))
+        return Plan([self._row(n, *pair, rules) for n, pair in lines], self.openings)
+
+    def _row(self, n: int, line: PlanFields, after: PlanFields, rules: Mapping[int, Rule]) -> Row:
+        guide = MaskedGuide(self.masks[n]) if n in self.masks else None
+        return Row(
+            request=cast(Request, RowOwner(rules[line.slot], guide)),
+            slot_id=line.slot,
+            num_tokens=after.token - line.token,
+            num_drafts=line.num_drafts,
+            chooses=after.line > line.line,
+            owed=line.owed,
+            edges=(0, 0),  # for the scheduler
+            reads=not self.has_head or after.pair > line.pair,
+            room=line.room,
+            snapshot_slot=line.snapshot_slot,
+            snapshot_edge=line.snapshot_edge,
+            scored=self.scored.get(n),
+        )
+
+
+class Move(NamedTuple):
+    """A call of a Mover's (runtime/cache/tier.py), which every rank repeats with its own pages and slots."""
+
+    method: Literal["save_pages", "save_slot", "load_pages", "load_slot"]
+    args: tuple[list[int] | int, list[int] | int]
+
+
+def packed(record: StepRecord | Move) -> bytes:
+    return pickle.dumps(record, protocol=5)
+
+
+def unpacked(data: bytes) -> StepRecord | Move:
+    """From memory that no other process can write."""
+    return pickle.loads(data)
+
+
+class MaskedGuide(NamedTuple):
+    """Of a grammar, what a step reads."""
+
+    masks: list[np.ndarray]
+
+
+class RowOwner(NamedTuple):
+    """Of a request, what a step reads."""
+
+    rule: Rule
+    guide: Any

@@ -1,0 +1,155 @@
+"""Checkpoints of strangers: each field of each JSON file, wrong in each way. They are refused in one line, or
+taken; never a traceback, a hang, or gigabytes."""
+
+import json
+import os
+import random
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import checkpoints
+from kit.stranger import all_places, put
+
+from hemiola.builder import build as module
+from hemiola.builder.build import build
+from hemiola.builder.options import Options
+from hemiola.runtime.errors import Refused
+
+HUGE = 10**400
+NUMBERS = [
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    2**31,
+    2**62,
+    2**64,
+    HUGE,
+    0.0,
+    -0.0,
+    1.5,
+    1e308,
+    float("inf"),
+    float("nan"),
+]
+TEXTS = ["", "x", "\ud800", "4096", "x" * 10_000, "M*-E" * 3000]
+LISTS = [[], [None], [1], [2**70], ["x"], [[]], ["full_attention"] * 5000, {}, {"a": 1}]
+FLOATS = [{"__float__": value} for value in ("nan", "x", None, [1], True, "Infinity")]
+WRONG: list[Any] = [None, *NUMBERS, *TEXTS, *LISTS, *FLOATS]
+FAMILIES = ("qwen3_5", "nemotron_h_moe")
+NUM_TRIED = 150  # of some 2,500 for each family
+
+
+class Reached(Exception):
+    """A build that refused nothing so far."""
+
+
+@pytest.fixture
+def attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """Builds, up to the first file of the engine; returns what is refused, "" if nothing is."""
+
+    def reached(*_: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(module, "fresh", reached)
+
+    def attempt_(folder: Path) -> str:
+        try:
+            build(folder, tmp_path / "engine", Options())
+        except Reached:
+            return ""
+        except Refused as error:
+            assert "\n" not in str(error) and len(str(error)) < 2000, str(error)[:3000]
+            return str(error)
+        raise AssertionError("it was built")
+
+    return attempt_
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.make(request.param, tmp_path_factory.mktemp("source"))
+
+
+def test_a_field_of_a_config_that_is_wrong_is_a_traceback_or_a_hang(
+    folder: Path, attempt: Callable[..., str]
+) -> None:
+    seed = 0 if os.environ.get("CI") else secrets.randbelow(2**32)
+    print("seed", seed)
+    file = folder / "config.json"
+    good = file.read_text()
+    content = json.loads(good)
+    tries = [(place, wrong) for place in all_places(content) for wrong in WRONG]
+    try:
+        for place, wrong in random.Random(seed).sample(tries, NUM_TRIED):
+            file.write_text(json.dumps(put(content, place, wrong)))
+            print(place, str(wrong)[:60], "->", attempt(folder)[:200] or "taken")
+    finally:
+        file.write_text(good)
+
+
+FOUND = {  # these were tracebacks, hangs, engines that answer NaN, or lines of 90,000 characters
+    "float of no text": ("vocab_size", {"__float__": None}),
+    "float of a word": ("vocab_size", {"__float__": "x"}),
+    "layers": ("num_hidden_layers", 2**31),
+    "wide heads": ("head_dim", 2**31),
+    "wider heads": ("head_dim", 2**64),
+    "widest heads": ("head_dim", HUGE),
+    "rotary share": ("rope_parameters", {"partial_rotary_factor": 1e308}),
+    "no rotary share": ("rope_parameters", {"partial_rotary_factor": float("nan")}),
+    "theta 0": ("rope_parameters", {"rope_theta": 0}),
+    "theta infinity": ("rope_parameters", {"rope_theta": float("inf")}),
+    "epsilon below 0": ("rms_norm_eps", -1),
+    "epsilon NaN": ("rms_norm_eps", float("nan")),
+    "long word": ("attention_bias", ["full_attention"] * 5000),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_a_value_that_no_model_has_is_taken(case: str, attempt: Callable[..., str], tmp_path: Path) -> None:
+    key, wrong = FOUND[case]
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    file = source / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: wrong}))
+    assert (key if not isinstance(wrong, dict) else "config.json") in attempt(source)
+
+
+def test_a_config_that_is_only_a_float_is_a_traceback(attempt: Callable[..., str], tmp_path: Path) -> None:
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    (source / "config.json").write_text('{"__float__": "Infinity"}')
+    assert "config.json has no architectures" in attempt(source)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_a_sparse_file_of_terabytes_is_read(name: str, attempt: Callable[..., str], tmp_path: Path) -> None:
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    with (source / name).open("wb") as file:
+        file.truncate(2**42)
+    assert f"{name} has {2**42} bytes" in attempt(source)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("\ud800", "chat_template is not Unicode"),
+        ([5, {"name": "default"}, {"template": "x"}, None], ""),
+        ([{"name": "default", "template": {"a": 1}}], ""),
+        ({"default": "x"}, ""),
+    ],
+)
+def test_an_odd_chat_template_is_a_traceback(template: object, reason: str, tmp_path: Path) -> None:
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    (source / "chat_template.jinja").unlink(missing_ok=True)
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (tmp_path / "out").mkdir()
+    if reason:
+        with pytest.raises(Refused, match=reason):
+            module._copy_tokenizer(source, tmp_path / "out" / "tokenizer")
+    else:
+        module._copy_tokenizer(source, tmp_path / "out" / "tokenizer")
+        assert not (tmp_path / "out" / "tokenizer" / "chat_template.jinja").exists()

@@ -1,0 +1,268 @@
+"""build-engine NAME: from a Hub on loopback, by the real huggingface_hub."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants, file_download
+from kit import checkpoints
+from kit.fake_hub import TOKEN, FakeHub, commit_of
+from kit.stages import without_stages
+
+from hemiola.builder import hub as hub_door
+from hemiola.builder.build import Options, build
+from hemiola.runtime import manifest
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.progress import FETCHING
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "Own/Tiny-0.1B"
+SMALL = {"max_len": 64, "max_rows": 1, "drafts": "none"}
+OTHER_FILES = (
+    "pytorch_model.bin",
+    "tiny.gguf",
+    "model.pth",
+    "consolidated.safetensors",
+    "README.md",
+    "vocab.json",
+)
+Connect = Callable[..., FakeHub]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in two shards, and what repositories have beside one."""
+    made = checkpoints.make("qwen3_5", tmp_path_factory.mktemp("hub") / "tiny", shards=2)
+    for name in OTHER_FILES:
+        (made / name).write_bytes(b"x")
+    return made
+
+
+@pytest.fixture
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """Beside an empty cache, without a token."""
+    with FakeHub({NAME: folder}) as found:
+        template = found.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in {
+            "ENDPOINT": found.endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": template,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+        monkeypatch.chdir(tmp_path)
+        yield found
+
+
+def fetch(name: str = NAME, revision: str | None = None) -> hub_door.Origin:
+    origin = hub_door.locate(Path(name), revision, lambda *_: None)
+    hub_door.fetch_weights(origin, lambda *_: None)
+    return origin
+
+
+def needed(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {*OTHER_FILES}
+
+
+def test_a_name_gives_the_engine_of_its_folder_and_what_it_does_not_need_stays_there(
+    hub: FakeHub, folder: Path, tmp_path: Path
+) -> None:
+    reports: list[tuple[str, int, int]] = []
+    made = build(Path(NAME), tmp_path / "a", Options(**SMALL), lambda *r: reports.append(r))
+    assert (made.repo, made.commit) == (NAME, commit_of(NAME, "main"))
+    assert hub.fetched() == needed(folder)
+    assert made.sha256 == build(folder, tmp_path / "b", Options(**SMALL)).sha256
+    counts = [(done, total) for stage, done, total in reports if stage == FETCHING]
+    weights = sum(path.stat().st_size for path in folder.glob("model-*"))
+    assert (weights, weights) == counts[-1] and len({total for _, total in counts}) == 2
+    assert all(0 < done <= total for done, total in counts)
+
+    hub.asked.clear()
+    again = build(Path(NAME), tmp_path / "c", Options(revision="v1", **SMALL))
+    assert (again.commit, again.sha256) == (commit_of(NAME, "v1"), made.sha256)
+    assert not {name for name in hub.fetched() if name.startswith("model-0")}, "blobs of the cache are used"
+    assert manifest.load(tmp_path / "c").commit == again.commit
+
+
+def test_random_weights_need_no_weights_of_the_hub(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    build(Path(NAME), tmp_path / "engine", Options(random_weights=True, **SMALL))
+    assert hub.fetched() == {name for name in needed(folder) if not name.startswith("model-0")}
+
+
+def test_a_folder_of_the_name_comes_before_the_hub(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "Own").mkdir()
+    (tmp_path / NAME).symlink_to(folder)
+    made = build(Path(NAME), tmp_path / "engine", Options(**SMALL))
+    assert (made.repo, made.commit, hub.asked) == ("", "", [])
+    with pytest.raises(Refused, match=f"--revision v1 is about a name on the Hub, but {NAME} is here; leave"):
+        build(Path(NAME), tmp_path / "other", Options(revision="v1", **SMALL))
+
+
+def test_the_command_reads_the_environment_and_refuses_before_it_fetches_weights(
+    hub: FakeHub, folder: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    config = (other / "config.json").read_text().replace("Qwen3_5ForCausalLM", "LlamaForCausalLM")
+    (other / "config.json").write_text(config)
+    hub.models["Own/Llama"] = other
+    hub.gated.add("Own/Llama")
+    env = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+    env.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-m", "hemiola.builder", "Own/Llama", "--engine-dir", tmp_path / "engine"]
+    ended = subprocess.run([*command, "--revision", "v1"], cwd=ROOT, env=env, capture_output=True, text=True)
+    place = tmp_path / "home/hub/models--Own--Llama/snapshots" / commit_of("Own/Llama", "v1") / "config.json"
+    said = without_stages(ended.stderr)
+    assert (ended.returncode, ended.stdout, said.count("\n")) == (2, "", 1), said
+    assert said.startswith(f"error: {place}: architecture LlamaForCausalLM is not supported")
+    assert hub.tokens == {TOKEN} and not {name for name in hub.fetched() if "safetensors" in name} - {
+        "model.safetensors.index.json"
+    }
+
+
+LOGIN = "set HF_TOKEN or run hf auth login"
+REFUSED = {
+    "no name": ("tiny", None, None, "tiny is not a directory, and no name on the Hub (OWNER/MODEL)"),
+    "no name either": ("a/b/c", None, None, "a/b/c is not a directory, and no name on the Hub"),
+    "no such name": (
+        "Own/None", None, None,
+        "Own/None is not a directory, and HUB has no model of this name; correct it, or for a private model "
+        + LOGIN,
+    ),
+    "no such name for a token": (
+        "Own/None", None, TOKEN,
+        "Own/None is not a directory, and HUB has no model of this name that the token's account may read;"
+        " correct it",
+    ),
+    "no such revision": (
+        NAME, "v9", None,
+        f"{NAME} has no --revision v9; give a branch, a tag or a commit, or leave it out",
+    ),
+    "gated": (
+        "Own/Gated", None, None,
+        f"Own/Gated is gated, and no token is given; accept its terms at HUB/Own/Gated, then {LOGIN}",
+    ),
+    "wrong token": (NAME, None, "hf_wrong", f"HUB does not take the token; correct it: {LOGIN}"),
+    "no config": (
+        "Own/Gguf", None, None,
+        "Own/Gguf on HUB has no config.json; name a checkpoint in safetensors",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_hub_refuses_is_one_line(
+    case: str, hub: FakeHub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, revision, token, line = REFUSED[case]
+    hub.models |= {"Own/Gated": folder, "Own/Gguf": tmp_path}
+    hub.gated.add("Own/Gated")
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(Refused) as error:
+        fetch(name, revision)
+    assert str(error.value).startswith(line.replace("HUB", hub.endpoint)) and "\n" not in str(error.value)
+
+
+def test_without_the_hub_the_cache_is_used_and_the_line_says_so(
+    hub: FakeHub, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, end = constants.HF_HUB_CACHE, "or pass a folder with the checkpoint"
+    hub.status = 503
+    with pytest.raises(Refused) as error:
+        fetch()
+    assert str(error.value) == (
+        f"{NAME} is not a directory, {hub.endpoint} answers 503, and the cache {cache} does not have it;"
+        f" mend the connection, {end}"
+    )
+    hub.status = 0
+    there = fetch()
+    hub.stop()
+    assert fetch().folder == there.folder
+    said = capsys.readouterr().err
+    assert (
+        said.startswith(f"warning: {hub.endpoint} cannot be reached (ConnectError") and said.count("\n") == 1
+    )
+    assert said.endswith(f"commit {there.commit} of {NAME} is in the cache and used\n")
+    with pytest.raises(Refused, match=rf"{NAME} at v1 is not a directory, .* cannot be reached"):
+        fetch(revision="v1")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert (fetch().commit, capsys.readouterr().err) == (there.commit, "")
+    with pytest.raises(Refused) as error:
+        fetch("Own/None")
+    assert str(error.value) == (
+        f"Own/None is not a directory, HF_HUB_OFFLINE is set, and the cache {cache} does not have it;"
+        f" unset it, {end}"
+    )
+
+
+def test_a_download_that_breaks_off_goes_on_and_one_that_never_ends_is_one_line(
+    hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda s: None))
+    origin = hub_door.locate(Path(NAME), None, lambda *_: None)
+    hub.cut = [1000]
+    hub_door.fetch_weights(origin, lambda *_: None)
+    for path in folder.glob("model-*"):
+        assert (origin.folder / path.name).read_bytes() == path.read_bytes()
+
+    shutil.rmtree(constants.HF_HUB_CACHE)
+    origin = hub_door.locate(Path(NAME), None, lambda *_: None)
+    hub.cut = [0] * 50
+    with pytest.raises(Refused) as error:
+        hub_door.fetch_weights(origin, lambda *_: None)
+    assert str(error.value).startswith(
+        f"{NAME} could not be fetched from {hub.endpoint} (RemoteProtocolError: "
+    )
+    assert str(error.value).endswith("; build again; files that have come are kept")
+
+
+def test_a_torn_file_of_the_cache_is_named_and_its_removal_helps(hub: FakeHub) -> None:
+    path = fetch().folder / "model-00001-of-00002.safetensors"
+    whole = path.read_bytes()
+    os.truncate(path, 100)
+    with pytest.raises(Refused) as error:
+        fetch()
+    line = f"{path} has 100 bytes, {len(whole)} on the Hub; remove {path.resolve()} and build again"
+    assert str(error.value) == line
+    path.resolve().unlink()
+    fetch()
+    assert path.read_bytes() == whole
+
+
+def test_a_disk_that_is_full_or_too_small_is_one_line(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = constants.HF_HUB_CACHE
+    origin = hub_door.locate(Path(NAME), None, lambda *_: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(hub_door.shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+        with pytest.raises(
+            Refused, match=rf"^{NAME} needs \S+ KiB more in {cache}, 1000 B are free; make room"
+        ):
+            hub_door.fetch_weights(origin, lambda *_: None)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file_download, "http_get", full)
+    with pytest.raises(Refused, match=f"^the disk of {cache} is full; make room, or set HF_HOME"):
+        hub_door.fetch_weights(origin, lambda *_: None)
+
+
+def test_a_blob_that_models_share_is_one_of_the_caches_own(hub: FakeHub, tmp_path: Path) -> None:
+    """huggingface_hub 2 keeps large files once for all models and links to them."""
+    origin = fetch()
+    path = origin.folder / "model-00001-of-00002.safetensors"
+    shared = Path(constants.HF_HUB_CACHE) / "blobs" / "ab" / ("ab" + "0" * 62)
+    shared.parent.mkdir(parents=True)
+    blob = path.resolve().rename(shared)
+    (origin.folder.parents[1] / "blobs" / path.readlink().name).symlink_to(shared)
+    assert path.resolve() == blob
+    build(Path(NAME), tmp_path / "engine", Options(**SMALL))

@@ -1,0 +1,45 @@
+"""A follower that goes wrong in its fifth step, or its first move, in a way that its first argument names."""
+
+import os
+import signal
+import sys
+import time
+
+from hemiola.runtime.device.ranks import Digest
+from hemiola.runtime.step import follower
+from hemiola.runtime.step.record import Move, StepRecord
+
+
+class BadReplica(follower.Replica):
+    def run(self, record: StepRecord) -> Digest | None:
+        if record.number == 5:
+            match sys.argv[1]:
+                case "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "stops":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "hangs":
+                    time.sleep(1000)
+                case "raises":
+                    raise ValueError("a page that is none")
+                case "differs":
+                    self.steps.ledger.ids[record.slot_ids[0], -1] = 7
+        return super().run(record)
+
+    def move(self, move: Move) -> None:
+        if sys.argv[1] == "dies moving":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1] == "moves late":
+            time.sleep(0.03)
+        super().move(move)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "other build":
+        follower.build = lambda: "hemiola 0.0 with torch 1.0"
+    if sys.argv[1] == "no memory":
+        follower.free_bytes = lambda *given: 1000
+    if sys.argv[1] == "ends at once":
+        sys.exit(3)
+    follower.Replica = BadReplica  # type: ignore[misc]
+    follower.main()

@@ -1,0 +1,48 @@
+"""A real frontend of Dynamo and real workers, where Dynamo is installed (`make cluster`)."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from kit import conversations
+from kit.cluster import Cluster, dynamo_python, until
+
+PYTHON = dynamo_python()
+pytestmark = pytest.mark.skipif(PYTHON is None, reason="no ai-dynamo; `make cluster` installs it")
+
+
+@pytest.fixture(scope="module")
+def code_engine(bundled: Callable[[str], Path]) -> Path:
+    return bundled("qwen3.5-code")
+
+
+@pytest.fixture
+def cluster(code_engine: Path, tmp_path: Path) -> Iterator[Cluster]:
+    assert PYTHON is not None
+    with Cluster(PYTHON, code_engine, tmp_path, "--num-pages", "600") as made:
+        yield made
+
+
+def test_a_worker_killed_in_the_middle_of_streams_is_not_seen(cluster: Cluster, code_engine: Path) -> None:
+    """Two workers; one is killed, another drains, a third comes: every answer is the plain run's."""
+    first, second = cluster.add(), cluster.add()
+    said = conversations.make(code_engine, 60, seed=1, num_tokens=120)
+    assert first.health() in (0, 503) or cluster.instances(), "ready, and nobody knows it"
+    cluster.await_workers(2)
+    assert (first.health(), second.health()) == (200, 200)
+    load = conversations.Load(cluster.url, said, concurrency=6)
+    asking = Thread(target=load.run)
+    asking.start()
+    until(lambda: load.num_done > 8, "the first answers")
+    cluster.kill(first)
+    third = cluster.add()
+    until(lambda: third.health() == 200, "a third worker")
+    cluster.drain(second)
+    until(lambda: second.health() == 503 or not second.lives, "a drain")
+    asking.join()
+    assert not load.faults, load.faults[:3]
+    until(lambda: not second.lives, "the drained worker's end")
+    assert second.process.returncode == 0, second.log.read_text()[-2000:]
+    kinds = load.kinds({})
+    assert kinds["same worker"] > kinds["another worker, nothing cached"], kinds

@@ -1,0 +1,273 @@
+"""The engine that Dynamo's worker drives, without Dynamo: calls and chunks in Dynamo's order and form."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.router_index import RouterIndex
+
+from hemiola.runtime import manifest
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.dynamo.binding import Errors
+from hemiola.runtime.dynamo.card import make_card
+from hemiola.runtime.dynamo.engine import DynamoEngine
+from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.llm import LLM
+
+PROMPT = [5, 6, 7, 5, 6, 7, 8] * 3
+
+
+class Invalid(Exception):
+    pass
+
+
+class Gone(Exception):
+    pass
+
+
+class Broken(Exception):
+    pass
+
+
+@dataclass
+class Call:
+    """Dynamo's context."""
+
+    name: str = "a"
+
+    def id(self) -> str:
+        return self.name
+
+
+@dataclass
+class Heard:
+    """Dynamo's publishers."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    loads: list[Any] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def publish_batch(self, events: list[dict[str, Any]]) -> None:
+        self.events += events
+
+    def publish(self, rank: int, load: object) -> None:
+        assert rank == 0
+        self.loads.append(load)
+
+
+class Worker:
+    """What Dynamo's worker does with an engine, in its order."""
+
+    def __init__(self, engine_dir: Path, hang_timeout_s: float = 60, **options: object) -> None:
+        self.heard = Heard()
+        self.llm: LLM | None = None
+
+        def open_llm() -> LLM:
+            self.llm = LLM(engine_dir, **options)
+            return self.llm
+
+        errors = Errors(Invalid, Gone, Broken)
+        self.engine = DynamoEngine(open_llm, id, errors, hang_timeout_s, self.heard.lost.append)
+
+    async def __aenter__(self) -> "Worker":
+        assert await self.engine.start(7) == id(self.llm)
+        self.engine.attach_snapshot_publisher(self.heard)
+        for source in await self.engine.kv_event_sources():
+            source.on_ready(self.heard)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.engine.cleanup()
+        await self.engine.cleanup()
+
+    def ask(self, call: Call | None = None, **fields: Any) -> AsyncIterator[dict[str, Any]]:
+        stopping = {"max_tokens": fields.pop("max_tokens", 12), "ignore_eos": True}
+        sampling = {"temperature": fields.pop("temperature", 0.0), "seed": fields.pop("seed", None)}
+        sampling |= fields.pop("sampling", {})
+        request = {"token_ids": PROMPT, "stop_conditions": stopping, "sampling_options": sampling, **fields}
+        return self.engine.generate(request, call or Call())
+
+
+def joined(chunks: list[dict[str, Any]]) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk["token_ids"]]
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+def running(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test with an event loop of its own."""
+
+    def run(engine_dir: Path) -> None:
+        asyncio.run(test(engine_dir))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@running
+async def test_chunks_have_the_tokens_of_the_plain_run(engine_dir: Path) -> None:
+    params = SamplingParams(
+        max_tokens=12, temperature=0.7, seed=3, ignore_eos=True, logprobs=2, prompt_logprobs=1
+    )
+    with LLM(engine_dir, drafts="none") as plain:
+        (whole,) = plain.generate(PROMPT, params)
+    async with Worker(engine_dir, drafts="mtp") as worker:
+        outputs = {"logprobs": 2, "prompt_logprobs": 1}
+        chunks = [c async for c in worker.ask(temperature=0.7, seed=3, output_options=outputs)]
+    assert joined(chunks) == whole.token_ids and all(chunk["index"] == 0 for chunk in chunks)
+    scores = whole.logprobs
+    assert scores is not None and whole.prompt_logprobs is not None
+    assert [s for chunk in chunks for s in chunk["log_probs"]] == [score.logprob for score in scores]
+    tops = [top for chunk in chunks for top in chunk["top_logprobs"]]
+    assert [[(t["token_id"], t["logprob"]) for t in top] for top in tops] == [list(s.top) for s in scores]
+    assert [t["rank"] for t in tops[0]] == [1, 2]
+    *most, last = chunks
+    assert all("finish_reason" not in chunk for chunk in most) and last["finish_reason"] == "length"
+    usage = {"prompt_tokens": 21, "completion_tokens": 12, "total_tokens": 33}
+    assert last["completion_usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
+    of_prompt = last["engine_data"]["prompt_logprobs"]
+    assert of_prompt[0] is None and len(of_prompt) == len(PROMPT)
+    assert of_prompt[3][str(PROMPT[3])]["logprob"] == whole.prompt_logprobs[3].logprob
+    json.dumps(chunks)
+
+
+@running
+async def test_a_stream_that_was_cut_goes_on_elsewhere_to_the_same_end(engine_dir: Path) -> None:
+    """At every chunk; the second worker gets what Dynamo's frontend would send."""
+    rules = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    async with Worker(engine_dir) as first, Worker(engine_dir) as second:
+        chunks = [c async for c in first.ask(temperature=1.0, seed=4, sampling=rules)]
+        whole = joined(chunks)
+        assert len(chunks) > 3
+        for cut in range(1, len(chunks)):
+            said = joined(chunks[:cut])
+            rest = second.ask(
+                token_ids=[*PROMPT, *said],
+                migration_link=chunks[cut - 1]["worker_trace_link"],
+                max_tokens=12 - len(said),
+                temperature=1.0,
+                seed=4,
+                sampling=rules,
+            )
+            more = [chunk async for chunk in rest]
+            assert said + joined(more) == whole, f"cut at chunk {cut}"
+            assert more[-1]["completion_usage"]["prompt_tokens"] == len(PROMPT)
+
+
+@running
+async def test_an_abort_and_a_reader_who_leaves_end_the_request(engine_dir: Path) -> None:
+    async with Worker(engine_dir) as worker:
+        stream = worker.ask(max_tokens=200)
+        assert (await anext(stream))["token_ids"]
+        await worker.engine.abort(Call("another"))
+        await worker.engine.abort(Call("a"))
+        assert [c async for c in stream][-1]["finish_reason"] == "cancelled"
+        llm, aborted = worker.llm, []
+        assert llm is not None
+        llm.abort = lambda request_id, abort=llm.abort: (aborted.append(request_id), abort(request_id))
+        stream = worker.ask(Call("b"), max_tokens=200)
+        await anext(stream)
+        await stream.aclose()
+        assert len(aborted) == 1
+        await until(lambda: llm.load().num_running == 0)
+        assert await worker.engine.is_quiescent()
+
+
+@running
+async def test_refusals_are_the_callers_fault_and_a_lost_engine_is_not(engine_dir: Path) -> None:
+    async with Worker(engine_dir) as worker:
+        with pytest.raises(Invalid, match="n is 2, which is not served"):
+            await anext(worker.ask(sampling={"n": 2}))
+        with pytest.raises(Invalid, match="token id 99999 at position 0"):
+            await anext(worker.ask(token_ids=[99999]))
+        stream, llm = worker.ask(max_tokens=200), worker.llm
+        await anext(stream)
+        assert llm is not None
+        llm._loop.lose(Failed("a rank has ended"))
+        with pytest.raises(Gone, match="a rank has ended"):
+            [chunk async for chunk in stream]
+        with pytest.raises(Gone, match="takes no more requests"):
+            await anext(worker.ask())
+        await until(lambda: worker.heard.lost)
+        assert "a rank has ended" in worker.heard.lost[0]
+
+
+@running
+async def test_an_engine_that_stands_still_is_lost(engine_dir: Path) -> None:
+    go_on = threading.Event()
+    async with Worker(engine_dir, hang_timeout_s=0.2) as worker:
+        llm = worker.llm
+        assert llm is not None
+        llm.submit(PROMPT, SamplingParams(max_tokens=5), lambda piece: go_on.wait(60))
+        await until(lambda: worker.heard.lost)
+        go_on.set()
+    assert "the engine has not moved for" in worker.heard.lost[0]
+
+
+@running
+async def test_a_drain_finishes_what_runs_and_takes_no_more(engine_dir: Path) -> None:
+    worker = Worker(engine_dir)
+    await worker.__aenter__()
+    stream = worker.ask(max_tokens=60)
+    first = await anext(stream)
+    ended = asyncio.create_task(worker.engine.cleanup())
+    rest = [chunk async for chunk in stream]
+    await ended
+    assert len(joined([first, *rest])) == 60 and rest[-1]["finish_reason"] == "length"
+    with pytest.raises(Gone, match="closed"):
+        await anext(worker.ask())
+
+
+@running
+async def test_events_and_loads_follow_the_cache(engine_dir: Path) -> None:
+    salted = {"routing": {"cache_salt": "tenant"}}
+    async with Worker(engine_dir) as worker:
+        heard, llm = worker.heard, worker.llm
+        assert llm is not None
+        index = RouterIndex(llm.config.page_len)
+        ids = PROMPT + joined([c async for c in worker.ask(max_tokens=40)])
+        [c async for c in worker.ask(max_tokens=40, **salted)]
+        await until(lambda: len(heard.events) > 1 and heard.loads)
+        for event in heard.events:
+            index.hear(event)
+        depth = index.depth(ids, "")
+        assert depth > 0 and index.depth(ids, "tenant") == depth and index.depth(ids, "other") == 0
+        llm.reset_prefix_cache()
+        await until(lambda: heard.events[-1]["type"] == "removed")
+        await until(lambda: heard.loads[-1].kv_used_blocks == 0)
+        assert heard.loads[0].kv_total_blocks == llm.load().num_pages
+
+
+@running
+async def test_a_worker_that_does_not_open_says_why_and_cleans_up(engine_dir: Path) -> None:
+    worker = Worker(engine_dir, num_pages=1)
+    with pytest.raises(Refused):
+        await worker.engine.start(1)
+    await worker.engine.cleanup()
+    assert isinstance(worker.engine.error, Refused)
+
+
+def test_a_card_is_made_once_and_names_the_engine(
+    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = manifest.load(engine_dir)
+    card = make_card(engine_dir, found)
+    config = json.loads((card / "config.json").read_text())
+    assert config["hemiola_identity"] == found.identity and config["eos_token_id"] == list(found.eos_ids)
+    tokenizer = card / "tokenizer.json"
+    assert tokenizer.read_bytes() == (engine_dir / "tokenizer/tokenizer.json").read_bytes()
+    before = tokenizer.stat().st_mtime_ns
+    assert make_card(engine_dir, found) == card and tokenizer.stat().st_mtime_ns == before
+    other = make_card(engine_dir, found.model_copy(update={"identity": "another"}))
+    assert other != card, "engines of two identities had one card"
+    assert len(list(card.parent.iterdir())) == 2, "something was left behind"

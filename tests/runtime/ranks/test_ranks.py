@@ -1,0 +1,266 @@
+"""Ranks as processes: they answer like one, and what goes wrong with one of them ends all, at once."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+from kit.served import until
+
+from hemiola import LLM, Failed, Lost, Refused, SamplingParams
+from hemiola.plugins.cpu import team
+from hemiola.runtime.api import Piece
+from hemiola.runtime.device import followers
+from hemiola.runtime.device.ranks import SharedMemory
+from hemiola.runtime.step import ranked
+
+FAMILY = "qwen3_5_moe_divisible"
+RANK_1 = "weights.rank1.safetensors"
+OPTIONS = {"num_pages": 40, "max_rows": 4}
+PROMPTS = [[20, 6, 7, *range(30, 30 + n)] for n in (0, 33, 70)]
+
+
+@pytest.fixture(scope="session")
+def pair(tiny_engine: Callable[..., Path]) -> Path:
+    """An engine of two ranks."""
+    return tiny_engine(FAMILY, tp=2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process, and nothing that holds shared memory, which has no name."""
+    monkeypatch.setattr(ranked, "CHECKED_EVERY", 1)
+    yield
+    assert not children()
+    assert not shared_files()
+
+
+def shared_files() -> list[str]:
+    """Descriptors of memory and bells that ranks share."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.append(os.readlink(path))
+    return [name for name in found if "hemiola-ranks" in name or "eventfd" in name]
+
+
+def children() -> list[int]:
+    """Followers of this process that live."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            status = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(status[1]) == os.getpid() and "follower" in (path / "cmdline").read_text():
+                found.append(int(path.name))
+    return found
+
+
+@pytest.fixture
+def bad(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Followers that go wrong."""
+
+    def use(fault: str) -> None:
+        tests = str(Path(__file__).parents[2])
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]))
+        monkeypatch.setattr(followers, "COMMAND", [sys.executable, "-m", "kit.bad_follower", fault])
+
+    return use
+
+
+def test_an_engine_of_two_ranks_answers_like_one(pair: Path, tiny_engine: Callable[..., Path]) -> None:
+    """Greedy, drawn and with logprobs; a prefix hit; one that was cancelled; closed, and opened again."""
+    rules = [
+        SamplingParams(max_tokens=20),
+        SamplingParams(max_tokens=20, temperature=0.8, seed=3, logprobs=2),
+    ]
+    answers = []
+    for engine_dir in (tiny_engine(FAMILY), pair):
+        with LLM(engine_dir, **OPTIONS) as llm:
+            answers.append([[out.token_ids for out in llm.generate(PROMPTS, rule)] for rule in rules])
+            next(iter(llm.stream(PROMPTS[1])))  # and no more
+            again = llm.generate(PROMPTS[2], rules[0])[0]
+            assert again.metrics.cached_tokens > 0 and again.token_ids == answers[-1][0][2]
+    assert answers[0] == answers[1]
+
+
+FAULTS = {
+    "dies": "rank 1 was ended by SIGKILL",
+    "stops": "rank 1 has not moved for 1 seconds",
+    "hangs": "no rank has moved in step 5 for 2 seconds",
+    "raises": "rank 1 has ended with status 1 (ValueError: a page that is none)",
+    "differs": "rank 1 differs from the leader behind step 5: its ledger",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_goes_wrong_ends_all_requests_with_the_reason(
+    pair: Path, bad: Callable[[str], None], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a step; and the engine takes no more."""
+    bad(fault)
+    if fault == "stops":
+        monkeypatch.setattr(followers, "SILENT", 1.0)
+    if fault == "hangs":
+        monkeypatch.setattr(followers, "STUCK", 2.0)
+    llm = LLM(pair, **OPTIONS)
+    pieces: SimpleQueue[Piece] = SimpleQueue()
+    for prompt in PROMPTS[:2]:
+        llm.submit(prompt, SamplingParams(max_tokens=400, ignore_eos=True), pieces.put)
+    ends: list[Piece] = []
+    while len(ends) < 2:
+        piece = pieces.get(timeout=300)
+        ends += [piece] * (piece.finish_reason is not None)
+    assert [piece.finish_reason for piece in ends] == ["error", "error"]
+    assert all(FAULTS[fault] in str(piece.error) for piece in ends), ends
+    with pytest.raises(Lost) as lost:
+        llm.submit(PROMPTS[0], SamplingParams(), pieces.put)
+    assert isinstance(lost.value, Failed) and FAULTS[fault] in str(lost.value)
+    assert FAULTS[fault] in llm.load().failure
+    assert not children()
+    llm.close()
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_noticed(pair: Path) -> None:
+    with LLM(pair, **OPTIONS) as llm:
+        llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))
+        (follower,) = children()
+        os.kill(follower, signal.SIGKILL)
+        until(lambda: "was ended by SIGKILL" in llm.load().failure)
+
+
+REFUSED = {
+    "other build": (Refused, "rank 1 runs hemiola 0.0 with torch 1.0, the leader hemiola"),
+    "no memory": (Refused, "room for 0 pages"),
+    "ends at once": (Lost, "rank 1 has ended with status 3 while the engine was opened"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_ranks_that_do_not_fit_together_are_refused(
+    pair: Path, bad: Callable[[str], None], fault: str
+) -> None:
+    """Sizes are those that the poorest rank has memory for."""
+    bad(fault)
+    kind, reason = REFUSED[fault]
+    with pytest.raises(kind, match=reason):
+        LLM(pair)
+
+
+FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no file of a rank": (lambda path: (path / RANK_1).unlink(), f"{RANK_1} is missing"),
+    "another rank's file": (
+        lambda path: shutil.copy(path / "weights.rank0.safetensors", path / RANK_1),
+        f"{RANK_1} was changed after the build",
+    ),
+    "more ranks than files": (lambda path: say_tp(path, 4), "rank_files has 2 files, tp is 4"),
+    "one rank of two": (lambda path: say_tp(path, 1), "rank_files has 2 files, tp is 1"),
+}
+
+
+def say_tp(path: Path, tp: int) -> None:
+    found = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(found | {"tp": tp}))
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_folder_that_is_not_whole_is_refused_before_a_rank_starts(
+    pair: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followers, "COMMAND", ["/no/follower"])
+    engine_dir, (harm, reason) = shutil.copytree(pair, tmp_path / "engine"), FOLDERS[case]
+    harm(engine_dir)
+    with pytest.raises(Refused, match=reason) as refused:
+        LLM(engine_dir)
+    assert "\n" not in str(refused.value)
+
+
+def test_more_ranks_than_cores_are_named(
+    pair: Path, bad: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They compute the same; slowly."""
+    bad("no memory")
+    for num_cores in (1, 2):
+        monkeypatch.setattr(team, "quota", lambda num=num_cores: num)
+        with pytest.raises(Refused):
+            LLM(pair)
+    assert [record.message for record in caplog.records if "ranks" in record.message] == [
+        "2 ranks share 1 core and wait for each other in every layer"
+    ]
+
+
+def test_a_follower_that_nobody_leads_says_so() -> None:
+    ended = subprocess.run(followers.COMMAND, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1 and "is started by" in ended.stderr
+
+
+def test_shared_memory_of_another_leader_is_refused() -> None:
+    own = SharedMemory.make(2)
+    with pytest.raises(Refused, match="another leader's"):
+        SharedMemory(own.fd, 2, own.token + 1)
+    with pytest.raises(Refused, match="not that of 4 ranks"):
+        SharedMemory(own.fd, 4, own.token)
+    own.close()
+
+
+def test_followers_end_with_their_leader(pair: Path) -> None:
+    """However that ends."""
+    code = f"""
+import os
+from hemiola import LLM
+llm = LLM({str(pair)!r}, num_pages=40, max_rows=4)
+print(llm._loop.steps._followers._followers[0].process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False, text=True)
+    follower = Path(f"/proc/{int(ended.stdout)}/stat")
+    until(lambda: not follower.exists() or follower.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def test_ranks_keep_prefixes_on_the_host_and_in_a_file(
+    pair: Path, tmp_path: Path, bad: Callable[[str], None]
+) -> None:
+    """Behind a restart, too: every answer is that of an engine that keeps nothing. The file waits for
+    followers, which are late here."""
+    bad("moves late")
+    prompts = [[20 + n, 6, 7, *range(30, 250), 30 + n] for n in range(3)]
+    params = SamplingParams(max_tokens=8)
+    small, tiers = {"num_pages": 12, "max_rows": 1, "max_len": 320}, {"num_snapshots": 1}
+    tiers |= {"host_cache_bytes": 2**24, "disk_cache_dir": str(tmp_path), "disk_cache_bytes": 2**24}
+    with LLM(pair, **small, prefix_cache=False) as llm:
+        wanted = [out.token_ids for out in llm.generate(prompts, params)]
+    for cached in (False, True):
+        with LLM(pair, **small, **tiers) as llm:
+            found = [llm.generate(prompt, params)[0] for prompt in (*prompts, *prompts)]
+        assert [out.token_ids for out in found] == [*wanted, *wanted]
+        hits = [out.metrics.cached_tokens > 0 for out in found]
+        assert hits == [cached] * 3 + [True] * 3
+
+
+def test_a_rank_that_dies_while_a_file_is_written_leaves_nothing(
+    pair: Path, tmp_path: Path, bad: Callable[[str], None]
+) -> None:
+    """Who waits for its copies is told."""
+    bad("dies moving")
+    tiers = {"host_cache_bytes": 2**24, "disk_cache_dir": str(tmp_path), "disk_cache_bytes": 2**24}
+    llm = LLM(pair, num_pages=12, max_rows=1, max_len=320, num_snapshots=1, **tiers)
+    prompts = [[20 + n, 6, 7, *range(30, 250), 30 + n] for n in range(3)]
+    with pytest.raises(Failed, match="rank 1 was ended by SIGKILL"):
+        for prompt in prompts:
+            llm.generate(prompt, SamplingParams(max_tokens=8))
+    assert not children()
+    llm.close()
+
+
+def test_prompts_are_scored(pair: Path, tiny_engine: Callable[..., Path]) -> None:
+    params, told = SamplingParams(max_tokens=3, prompt_logprobs=2), []
+    for engine_dir in (tiny_engine(FAMILY, same_bits=True), tiny_engine(FAMILY, tp=2, same_bits=True)):
+        with LLM(engine_dir, **OPTIONS) as llm:
+            told.append([out.prompt_logprobs for out in llm.generate(PROMPTS, params)])
+    assert told[0] == told[1]

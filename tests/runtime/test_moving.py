@@ -1,0 +1,115 @@
+"""Prefixes between two LLMs: who computed a prompt is not to be seen in the answer."""
+
+import argparse
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hemiola import LLM, Failed, Refused, SamplingParams
+
+MODELS = ["nemotron-h-code", "qwen3.5-code"]
+HOST = {"host_cache_bytes": 2**24}
+FIRST = SamplingParams(max_tokens=1)
+ANSWER = SamplingParams(max_tokens=24, logprobs=2, ignore_eos=True)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_engine_computes_the_prompt_and_another_decodes(
+    bundled: Callable[[str], Path], model: str
+) -> None:
+    """While it decodes others; then the conversation moves back, and goes on there."""
+    engine_dir, drafts = bundled(model), {"drafts": "mtp", "adaptive_drafts": False}
+    with LLM(engine_dir, drafts="none", prefix_cache=False) as plain:
+        ids = plain.encode(Path(argparse.__file__).read_text()[:3000])[:400]
+        other = ids[50:90]
+        wanted = plain.generate([ids, other], ANSWER)
+        longer = [*ids, *wanted[0].token_ids, *other]
+        wanted_next = plain.generate([longer], ANSWER)[0]
+    with LLM(engine_dir, **HOST, **drafts) as one, LLM(engine_dir, **HOST, **drafts) as two:
+        one.generate([ids], FIRST)
+        packed = one.export_prefix(ids)
+        ended = threading.Event()
+        pieces = []
+
+        def on_piece(piece: object) -> None:
+            pieces.append(piece)
+            if piece.finish_reason is not None:
+                ended.set()
+
+        two.submit(other, ANSWER, on_piece)
+        assert two.import_prefix(packed) == 384
+        out = two.generate([ids], ANSWER)[0]
+        assert out.metrics.cached_tokens == 384 and sum(out.metrics.drafted) > 0
+        assert (out.token_ids, out.logprobs) == (wanted[0].token_ids, wanted[0].logprobs)
+        assert ended.wait(60)
+        assert [token for piece in pieces for token in piece.token_ids] == wanted[1].token_ids
+        text = [*ids, *out.token_ids]
+        assert one.import_prefix(two.export_prefix(text)) in (384, 384 + 64 * ((len(text) - 384) // 64))
+        out = one.generate([longer], ANSWER)[0]
+        assert (out.token_ids, out.logprobs) == (wanted_next.token_ids, wanted_next.logprobs)
+        assert out.metrics.cached_tokens >= 384
+
+
+def test_a_prefix_in_the_file_is_read_to_be_packed(engine_dir: Path, tmp_path: Path) -> None:
+    options = HOST | {"disk_cache_dir": str(tmp_path), "disk_cache_bytes": 2**24}
+    prompt, found = list(range(2, 100)), []
+    for _ in range(2):
+        with LLM(engine_dir, **options) as llm:
+            if not found:
+                llm.generate([prompt], FIRST)
+            found.append(llm.export_prefix(prompt))
+    assert found[0] == found[1]
+
+
+def test_who_cannot_move_prefixes_says_so(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(2, 100))
+    with LLM(engine_dir) as llm:
+        for asked in (lambda: llm.export_prefix(prompt), lambda: llm.import_prefix(b"")):
+            with pytest.raises(Refused, match="_prefix needs host_cache_bytes") as refused:
+                asked()
+            assert refused.value.code == "conflict"
+        monkeypatch.setattr(llm, "manifest", llm.manifest.model_copy(update={"tp": 2}))
+        with pytest.raises(Refused, match="each of the engine's 2 ranks") as refused:
+            llm.export_prefix(prompt)
+        assert refused.value.code == "unsupported"
+
+
+def test_bad_calls_are_refused_and_the_engine_goes_on(engine_dir: Path) -> None:
+    prompt = list(range(2, 100))
+    with LLM(engine_dir, **HOST) as llm:
+        llm.generate([prompt], FIRST)
+        packed = llm.export_prefix(prompt)
+        said: list[Exception] = []
+        done = threading.Event()
+
+        def on_piece(piece: object) -> None:
+            try:
+                llm.import_prefix(packed)
+            except Refused as error:
+                said.append(error)
+            done.set()
+
+        llm.submit(prompt, FIRST, on_piece)
+        assert done.wait(60) and "call this from another thread" in str(said[0])
+        bad = [([], ""), ([10**6], ""), (prompt * 10, ""), (prompt, 7), (prompt, "x" * 2000), (b"ids", "")]
+        for ids, salt in bad:
+            with pytest.raises(Refused):
+                llm.export_prefix(ids, cache_salt=salt)
+        assert llm.import_prefix(memoryview(packed)) == llm.import_prefix(bytes(packed)) == 96
+        assert llm.generate([prompt], FIRST)[0].metrics.cached_tokens == 96
+    with pytest.raises(Refused, match="closed"):
+        llm.import_prefix(packed)
+
+
+def test_a_look_that_fails_ends_the_engine_and_everybody_hears_of_it(engine_dir: Path) -> None:
+    with LLM(engine_dir, **HOST) as llm:
+        inbox = llm._loop._inbox
+        first = inbox.look(lambda prefix: 1 // 0)
+        with pytest.raises(Failed):
+            inbox.look(lambda prefix: 1).result(60)
+        with pytest.raises(ZeroDivisionError):
+            first.result(60)
+        with pytest.raises(Failed):
+            llm.export_prefix([2, 3])
