@@ -59,9 +59,11 @@ class Client:
         timeout_s: float | None = None,
     ) -> list[Output]:
         """All outputs, in the order of the prompts. One that fails raises; the others are cancelled."""
-        requests = [
-            pack(self.model, *pair, stream=False, timeout_s=timeout_s) for pair in pairs(prompts, params)
-        ]
+        return self._outputs(
+            [pack(self.model, *pair, stream=False, timeout_s=timeout_s) for pair in pairs(prompts, params)]
+        )
+
+    def _outputs(self, requests: list[Any]) -> list[Output]:
         outputs: list[Output] = []
         waiting: deque[PendingRequest] = deque()
         try:
@@ -69,7 +71,8 @@ class Client:
                 if len(waiting) == MAX_IN_FLIGHT:
                     outputs.append(read_output(waiting[0].read()))
                     waiting.popleft()
-                waiting.append(self._begin(request))
+                waiting.append(PendingRequest(self, request))
+                waiting[-1].start()
             outputs += [read_output(request.read()) for request in waiting]
         finally:
             end(waiting)
@@ -86,14 +89,20 @@ class Client:
         """Pieces as they come. The request starts now; a caller that stops reading cancels it."""
         params = params or SamplingParams()
         request = pack(self.model, prompt, params, stream=True, timeout_s=timeout_s, request_id=request_id)
-        return Pieces(self._begin(request))
+        pieces = Pieces(PendingRequest(self, request))
+        try:
+            pieces.start()
+        except BaseException:  # Ctrl-C too
+            pieces.close()
+            raise
+        return pieces
 
     def chat(
         self, messages: Chat, params: SamplingParams | None = None, *, timeout_s: float | None = None
     ) -> Output:
         """The answer to a conversation, by the checkpoint's chat template; `stream` takes messages, too."""
         request = pack(self.model, messages, params or SamplingParams(), stream=False, timeout_s=timeout_s)
-        return read_output(self._begin(request).read())
+        return self._outputs([request])[0]
 
     def cancel(self, request_id: str) -> None:
         """End a request, whoever sent it; one that has ended is left alone."""
@@ -102,11 +111,6 @@ class Client:
             list(self._stub.ModelStreamInfer(requests, timeout=CANCEL_TIMEOUT_S))
         except grpc.RpcError as error:
             raise Lost(text_of(error, f"the server at {self.url}")) from None
-
-    def _begin(self, request: Any) -> "PendingRequest":
-        begun = PendingRequest(self, request)
-        self._requests.add(begun)
-        return begun
 
     def close(self) -> None:
         """Cancels what is in flight and ends the connection."""
@@ -120,7 +124,10 @@ class Client:
 
 
 class PendingRequest:
-    """A request under way. One thread reads what comes of it; any other may end it."""
+    """A request under way. One thread starts it and reads what comes of it; any other may end it.
+
+    Whoever makes one ends it, too: Ctrl-C may come at any line of `start`, when it is half sent.
+    """
 
     def __init__(self, client: Client, request: Any) -> None:
         self._client = client  # which is not closed before
@@ -129,13 +136,18 @@ class PendingRequest:
         self._read = False  # to its last reply
         self._lock = threading.Lock()  # what is ended is not sent again
         self._pid = os.getpid()
-        self._answer = Answer(self._send, client.retries, self._pause)
+        self._threaded: Threaded | None = None
+        client._requests.add(self)
+
+    def start(self) -> None:
+        self._answer = Answer(self._send, self._client.retries, self._pause)
 
     def _send(self) -> "Threaded":
         with self._lock:
             if self._ended.is_set():
                 raise Lost("the client was closed")
             self._threaded = Threaded(self._client._stub, self._request, f"the server at {self._client.url}")
+            self._threaded.start()
             return self._threaded
 
     async def _pause(self, seconds: float) -> bool:
@@ -148,7 +160,7 @@ class PendingRequest:
             reply = _run(self._answer.read())
             if reply.is_last:
                 self._read = True
-                self._threaded.join(CANCEL_TIMEOUT_S)
+                self.join(CANCEL_TIMEOUT_S)
             return reply
         except BaseException:  # Ctrl-C too
             end([self])
@@ -157,16 +169,18 @@ class PendingRequest:
     def cancel(self) -> None:
         with self._lock:
             self._ended.set()
-        self._threaded.cancel()
+        if self._threaded is not None:
+            self._threaded.cancel()
 
     def join(self, timeout_s: float) -> None:
         """Until the stream has ended; a server that does not answer is left alone."""
-        self._threaded.join(timeout_s)
+        if self._threaded is not None:
+            self._threaded.join(timeout_s)
 
     @property
     def is_open(self) -> bool:
         """Whether this process can end it, and has not."""
-        over = self._ended.is_set() or (self._read and not self._threaded.is_alive)
+        over = self._ended.is_set() or (self._read and (self._threaded is None or self._threaded.is_over))
         return os.getpid() == self._pid and not over
 
 
@@ -177,8 +191,19 @@ class Threaded:
         self._stream = ThreadStream(stub)
         self._exchange = Exchange(self._stream, request, self._take, server)
         self._replies: SimpleQueue[Received] = SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=[self._exchange.run()], daemon=True)
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._over = threading.Event()  # the thread's own word, since `Thread.start` may be interrupted
+
+    def start(self) -> None:
+        """After Ctrl-C in here, it may have been sent or not; `cancel` holds either way."""
+        self._stream.open()
         self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            _run(self._exchange.run())
+        finally:
+            self._over.set()
 
     async def _take(self, reply: Received) -> None:
         self._replies.put(reply)
@@ -193,21 +218,24 @@ class Threaded:
     def join(self, timeout_s: float) -> None:
         if self._thread is threading.current_thread():  # of Pieces.__del__, which may come anywhere
             return
-        self._thread.join(max(0.0, timeout_s))
-        if self._thread.is_alive():
+        if not self._over.wait(max(0.0, timeout_s)):
             self._stream.drop()
 
     @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+    def is_over(self) -> bool:
+        return self._over.is_set()
 
 
 class ThreadStream:
     """A gRPC stream whose reads block their thread. Its coroutines await nothing."""
 
     def __init__(self, stub: Any) -> None:
+        self._stub = stub
         self._outgoing: SimpleQueue[Any] = SimpleQueue()  # None ends our half of the stream
-        self._incoming = stub.ModelStreamInfer(iter(self._outgoing.get, None))
+        self._incoming: Any = None
+
+    def open(self) -> None:
+        self._incoming = self._stub.ModelStreamInfer(iter(self._outgoing.get, None))
 
     async def send(self, request: Any = None, *, last: bool = False) -> None:
         if request is not None:
@@ -228,7 +256,8 @@ class ThreadStream:
         return read_piece(message)
 
     def drop(self) -> None:
-        self._incoming.cancel()
+        if self._incoming is not None:
+            self._incoming.cancel()
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -263,6 +292,9 @@ class Pieces(Iterator[Piece]):
     def __init__(self, request: PendingRequest) -> None:
         self._request = request
         self._over = False
+
+    def start(self) -> None:
+        self._request.start()
 
     def __next__(self) -> Piece:
         if self._over:

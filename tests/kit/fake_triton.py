@@ -69,7 +69,9 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
             self.num_open += 1
             self.most_open = max(self.most_open, self.num_open)
         try:
-            request = next(requests)
+            request = next(requests, None)
+            if request is None:  # its client was interrupted before it sent anything
+                return
             self.requests.append(request)
             yield from self.answers
             if self.dies:

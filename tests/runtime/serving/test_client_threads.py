@@ -1,12 +1,14 @@
 """The client among threads, signals and forks."""
 
 import contextlib
+import itertools
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from kit.fake_triton import Triton, all_ended, final, response
 from kit.served import ENVIRONMENT, until
 
 from hemiola.runtime.errors import Cancelled, Lost
+from hemiola.runtime.serving import client as module
 from hemiola.runtime.serving import exchange
 from hemiola.runtime.serving.client import Client
 
@@ -67,7 +70,7 @@ def test_ctrl_c_is_not_heard_until_the_answer_or_leaves_the_request_running(
         def wait() -> None:
             until(lambda: triton.requests)
             interrupt()
-            while not left.wait(5):  # Python drops one that comes while it clears something away
+            while not left.wait(30):  # Python drops one that comes while it clears something away
                 interrupt()
 
         thread = threading.Thread(target=wait)
@@ -81,6 +84,53 @@ def test_ctrl_c_is_not_heard_until_the_answer_or_leaves_the_request_running(
         thread.join()
     all_ended(triton, "read to its end")
     assert triton.cancelled == [triton.requests[0].id]
+
+
+def interrupted_at(line: int, call: Callable[[], Any]) -> bool:
+    """Whether Ctrl-C came: at this line of the client's, and threading's, that this thread runs."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        ours = frame.f_code.co_filename.endswith(("/runtime/serving/client.py", "/threading.py"))
+        if event == "line" and ours:
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("method", ["generate", "chat", "stream"])
+def test_ctrl_c_while_a_request_is_sent_leaves_it_running(
+    client: Client, triton: Triton, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CI of 2026-11-24 met one of these lines: `Thread.start` waits, and what it had begun was lost."""
+    monkeypatch.setattr(module, "CANCEL_TIMEOUT_S", 1.0)  # of a thread that was never started
+    prompt: Any = ["a"] if method == "generate" else [{"role": "user", "content": "a"}]
+
+    def call() -> None:
+        if method == "stream":
+            list(client.stream(prompt))
+        else:
+            getattr(client, method)(prompt)
+
+    triton.answers = [final(**WHOLE)]
+    assert not interrupted_at(10**9, call)
+    lines = itertools.count(1)
+    while interrupted_at(next(lines), call):
+        until(lambda: not triton.num_open)
+    assert next(lines) > 60  # else the trace has lost the client
+    until(lambda: not triton.num_open)
 
 
 @pytest.mark.parametrize("under_way", ["answering", "waiting to send it again"])
