@@ -134,7 +134,6 @@ class PendingRequest:
         self._request = request
         self._ended = threading.Event()
         self._read = False  # to its last reply
-        self._lock = threading.Lock()  # what is ended is not sent again
         self._pid = os.getpid()
         self._threaded: Threaded | None = None
         client._requests.add(self)
@@ -143,12 +142,15 @@ class PendingRequest:
         self._answer = Answer(self._send, self._client.retries, self._pause)
 
     def _send(self) -> "Threaded":
-        with self._lock:
-            if self._ended.is_set():
-                raise Lost("the client was closed")
-            self._threaded = Threaded(self._client._stub, self._request, f"the server at {self._client.url}")
-            self._threaded.start()
-            return self._threaded
+        """What is ended is not sent again: either this sees it, or `cancel` sees what this sends.
+
+        No lock, since Ctrl-C can leave one taken.
+        """
+        self._threaded = Threaded(self._client._stub, self._request, f"the server at {self._client.url}")
+        if self._ended.is_set():
+            raise Lost("the client was closed")
+        self._threaded.start()
+        return self._threaded
 
     async def _pause(self, seconds: float) -> bool:
         return self._ended.wait(seconds)
@@ -167,8 +169,7 @@ class PendingRequest:
             raise
 
     def cancel(self) -> None:
-        with self._lock:
-            self._ended.set()
+        self._ended.set()
         if self._threaded is not None:
             self._threaded.cancel()
 
@@ -196,7 +197,6 @@ class Threaded:
 
     def start(self) -> None:
         """After Ctrl-C in here, it may have been sent or not; `cancel` holds either way."""
-        self._stream.open()
         self._thread.start()
 
     def _work(self) -> None:
@@ -227,15 +227,17 @@ class Threaded:
 
 
 class ThreadStream:
-    """A gRPC stream whose reads block their thread. Its coroutines await nothing."""
+    """A gRPC stream whose reads block their thread. Its coroutines await nothing.
+
+    The reading thread opens it. Ctrl-C interrupts the main thread only, and inside gRPC's own lines it can
+    leave a call behind for which closing the channel waits for ever.
+    """
 
     def __init__(self, stub: Any) -> None:
         self._stub = stub
         self._outgoing: SimpleQueue[Any] = SimpleQueue()  # None ends our half of the stream
         self._incoming: Any = None
-
-    def open(self) -> None:
-        self._incoming = self._stub.ModelStreamInfer(iter(self._outgoing.get, None))
+        self._is_dropped = False
 
     async def send(self, request: Any = None, *, last: bool = False) -> None:
         if request is not None:
@@ -246,6 +248,10 @@ class ThreadStream:
     async def read(self) -> Any:
         response = None
         try:
+            if self._incoming is None:
+                self._incoming = self._stub.ModelStreamInfer(iter(self._outgoing.get, None))
+                if self._is_dropped:
+                    self._incoming.cancel()
             response = next(self._incoming, None)
             return response
         finally:
@@ -256,6 +262,8 @@ class ThreadStream:
         return read_piece(message)
 
     def drop(self) -> None:
+        """From another thread."""
+        self._is_dropped = True
         if self._incoming is not None:
             self._incoming.cancel()
 
@@ -310,4 +318,5 @@ class Pieces(Iterator[Piece]):
         end([self._request])
 
     def __del__(self) -> None:
-        end([self._request])
+        if hasattr(self, "_request"):  # else Ctrl-C came before it had one
+            end([self._request])
