@@ -41,6 +41,7 @@ def fuse(graph: Graph, weights: dict[str, Lazy], device: str) -> dict[str, Lazy]
         if end is None or not OPS[end.op].runs_on(device):
             continue
         _, weight, bias = end.layer.args
+        assert isinstance(weight, Node) and isinstance(bias, Node)
         if end.ending == "swiglu":
             if len(weight.users) > 1 or weight.meta["val"].shape[0] % (2 * EIGHT) or bias.meta["val"].numel():
                 continue

@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Node
 from hemiola.plugins import OPS
 from hemiola.plugins.cpu import moves
 from hemiola.plugins.cpu.code import Recorder, View
-from hemiola.plugins.cpu.sizes import FreeSize
 from hemiola.plugins.cpu.steps import RecordedStep
 from hemiola.plugins.groups import Layout
+from hemiola.plugins.sizes import FreeSize
 from hemiola.runtime.abi import INPUTS, OUTPUTS
 from hemiola.runtime.device.program import OURS, layouts_of
 from hemiola.runtime.errors import Refused, shown

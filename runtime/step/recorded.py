@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import torch
 
 from hemiola.plugins.cpu.code import Recorder, View
-from hemiola.plugins.cpu.sizes import FreeSize
 from hemiola.plugins.cpu.steps import RecordedStep, run_all
+from hemiola.plugins.sizes import FreeSize
 from hemiola.plugins.step.plan import ANSWERS, COLUMNS
 from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.config import Resolved
