@@ -6,7 +6,7 @@ one.
 
 import logging
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from hemiola.plugins.step.plan import ANSWERS
 from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.choose.rules import ALL, FEW_BEST, Group, RuleTable
 from hemiola.runtime.config import Resolved
-from hemiola.runtime.device.graphs import Stage
+from hemiola.runtime.device.graphs import Captures, Graphs, Stage
 from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.device.transfer import fetch, upload
 from hemiola.runtime.schedule.plan import Plan
@@ -50,7 +50,7 @@ class CapturedResult(NamedTuple):
 
 
 class Captured:
-    """Runs plans that fit a bucket. `run` may be replaced by something that replays `step`."""
+    """Runs plans that fit a bucket, by replaying graphs once these are captured."""
 
     def __init__(
         self,
@@ -69,7 +69,14 @@ class Captured:
         self._find = Buckets(config)
         self._has_head = config.drafts == "mtp"
         self._stage = Stage([self.shapes(bucket) for bucket in self.buckets], ledger.device)
+        self._graphs: Graphs[Bucket, CapturedResult] | None = None
         self.num_steps = 0
+
+    def capture(self, pool: Any, report: Captures) -> Graphs[Bucket, CapturedResult]:
+        """From now on steps are replayed. pool: of graphs whose memory these share."""
+        device = self._ledger.device
+        self._graphs = Graphs(self.step, self.buckets, self.warm, device, pool, report)
+        return self._graphs
 
     def open(self, slot_id: int, rule: Rule) -> None:
         """A request takes the slot."""
@@ -115,7 +122,7 @@ class Captured:
         return self._output(plan, bucket, result)
 
     def run(self, bucket: Bucket, /) -> CapturedResult:
-        return self.step(bucket)
+        return self.step(bucket) if self._graphs is None else self._graphs.replay(bucket)
 
     def step(self, bucket: Bucket) -> CapturedResult:
         """The step whose numbers lie on the stage."""

@@ -11,7 +11,6 @@ import torch
 from hemiola.plugins.step import forms
 from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.config import Resolved
-from hemiola.runtime.device.graphs import Graphs
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.manifest import HIDDEN
@@ -79,7 +78,7 @@ def make_steps(
         prompts = Prompts(config, session, device)
         captured = Captured(*given, session, session, ring)
         if device.type == "cuda":
-            capture(captured, prompts, device, held, report)
+            capture(captured, prompts, held, report)
         return AllSteps(ops, ledger, table, captured, EagerSteps(*given, prompts, session, ring), prompts)
     whole, recordings = None, getattr(session, "recordings", [])  # none where tests stand for a session
     if recordings:
@@ -89,16 +88,11 @@ def make_steps(
     return AllSteps(ops, ledger, table, whole, EagerSteps(*given, session, session, ring), session)
 
 
-def capture(
-    captured: Captured, prompts: Prompts, device: torch.device, held: ExitStack, report: Report
-) -> None:
+def capture(captured: Captured, prompts: Prompts, held: ExitStack, report: Report) -> None:
     """Graphs of all sizes, in one pool: a step begins when the results of the one before have been read."""
     report("measuring steps of prompts", 0, 0)
     prompts.drop_long_ones()
-    largest_first, said = prompts.sizes[::-1], partial(report, "capturing graphs of prompts")
-    trunks = Graphs(prompts.step, largest_first, prompts.sizes, device, report=said)
+    trunks = prompts.capture(partial(report, "capturing graphs of prompts"))
     held.callback(trunks.close)
-    said = partial(report, "capturing graphs of decode steps")
-    steps = Graphs(captured.step, captured.buckets, captured.warm, device, trunks.pool, said)
+    steps = captured.capture(trunks.pool, partial(report, "capturing graphs of decode steps"))
     held.callback(steps.close)
-    prompts.replay, captured.run = trunks.replay, steps.replay
