@@ -56,7 +56,9 @@ def room(path: Path) -> str:
     name = path.relative_to(ROOT).with_suffix("").as_posix()
     if name == "runtime/__main__":
         return "runtime/cli"
-    if name in ("plugins/spec", "plugins/rows", "plugins/gpu/dtypes"):
+    if name == "runtime/open":
+        return "runtime/llm"
+    if name in ("plugins/spec", "plugins/rows", "plugins/sizes", "plugins/gpu/dtypes"):
         return "plugins"
     known = max((one for one in ABOUT if name == one or name.startswith(f"{one}/")), key=len)
     return "plugins/<op>" if known == "plugins" else known

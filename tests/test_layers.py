@@ -24,7 +24,8 @@ ROOMS = {
     "choose": {GROUND, "device"},
     "schedule": {GROUND, "cache", "device", "choose"},
     "step": {GROUND, "cache", "device", "choose", "schedule"},
-    "llm": {GROUND, "cache", "device", "choose", "schedule", "step"},
+    "open": {GROUND, "cache", "device", "choose", "schedule", "step"},
+    "llm": {GROUND, "cache", "device", "choose", "schedule", "open"},
     "serving": {GROUND},
     "bench": {GROUND, "llm"},
     "dynamo": {GROUND, "cache", "llm"},
@@ -43,7 +44,7 @@ BUILDER = {
     "passes": {"passes"},
     "targets": {"targets"},
     "trt": {"targets.trt"},  # what only TensorRT and TensorRT-RTX need; the targets import it by name
-    "build": {"build", "cli", "__main__"},
+    "build": {"build", "cli", "refuse", "tokenizer", "__main__"},
 }  # fmt: skip
 # What is the same thing on a CPU and on a GPU, or in several ops, may have one name.
 SHARED_NAMES = {"Kernel", "TilePlan", "Call", "Size", "Trunk"}
