@@ -63,7 +63,7 @@ def nodes_in(dtype: torch.dtype, tiny_checkpoint: Get) -> list[kernels.Node]:
         for name, segment in (("trunk", model.trunk), ("draft", model.draft)):
             assert segment is not None
             graph = export(model, name, LIMITS)
-            fuse(graph, model.weights(segment))
+            fuse(graph, model.weights(segment), "cuda")
             found |= set(kernels.nodes_of(graph))
     assert {node.op for node in found} == set(ON_GPUS)
     return sorted(found, key=repr)
@@ -81,7 +81,7 @@ def test_whatever_a_step_is_like_its_kernels_are_among_those_compiled(
 ) -> None:
     """Of any size, on any GPU of the architecture."""
     rng = random.Random(op)
-    launcher = getattr(import_module(f"hemiola.plugins.{op}.cuda"), op)
+    launcher = OPS[op].bind("cuda", ())
     for node in (node for node in nodes if node.op == op):
         most = node.most(LIMITS)
         for _ in range(40):
@@ -137,7 +137,7 @@ def test_every_kernel_is_compiled_for_every_architecture(arch: str, nodes: list[
     major, minor = ARCHS[arch].capability or (0, 0)
     capability = 10 * major + minor
     calls = entries(nodes, capability)
-    own = {op for op in OPS if find_spec(f"hemiola.plugins.{op}.triton")}  # others launch an op's that has
+    own = {op.name for op in OPS.values() if not op.ending and find_spec(f"hemiola.plugins.{op.name}.triton")}
     around = {op.name for op in STEP_OPS.values() if find_spec(f"hemiola.plugins.{op.name}.triton")}
     between = {"gpu.clock"} | around
     assert {call.kernel.rpartition(".")[0] for call in calls} == own | between
