@@ -221,8 +221,8 @@ class Op:
         """The form's function with the op's arguments alone; `sizes` of the letters that it asks for,
         `layouts` of quantised weights by argument."""
         function, named = self.function(form), self.named(layouts)
-        if not sizes:
-            return partial(function, **named) if named else function
+        if not sizes and not named:
+            return function
         num = len(self.args) + len(self.attrs)
 
         def run(*values: Any) -> Any:
