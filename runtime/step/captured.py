@@ -5,7 +5,6 @@ one.
 """
 
 import logging
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from hemiola.plugins.step.plan import ANSWERS
 from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.choose.rules import ALL, FEW_BEST, Group, RuleTable
-from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.graphs import Captures, Graphs, Stage
 from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.device.transfer import fetch, upload
@@ -32,11 +30,9 @@ from hemiola.runtime.step.bucket import (
     shapes_of,
 )
 from hemiola.runtime.step.choice import Argmax, ByRules, Masks
-from hemiola.runtime.step.eager import program_of
-from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.output import StepOutput
+from hemiola.runtime.step.parts import EngineParts, program_of
 from hemiola.runtime.step.program import MARKS, Feed
-from hemiola.runtime.step.table import PageTable
 
 log = logging.getLogger("hemiola")
 MOST_TOP = 20  # logprobs of a position
@@ -52,18 +48,10 @@ class CapturedResult(NamedTuple):
 class Captured:
     """Runs plans that fit a bucket, by replaying graphs once these are captured."""
 
-    def __init__(
-        self,
-        ops: SimpleNamespace,
-        config: Resolved,
-        ledger: Ledger,
-        table: PageTable,
-        trunk: Trunk,
-        head: Drafter | None,
-        ring: torch.Tensor,
-    ) -> None:
-        self._ops, self._config, self._ledger, self._table = ops, config, ledger, table
-        self.program = program_of(ops, config, ledger, table, lambda batch: trunk.run(batch), head, ring)
+    def __init__(self, parts: EngineParts, trunk: Trunk, head: Drafter | None) -> None:
+        self._ops, config, ledger, self._table, _ = parts
+        self._config, self._ledger = config, ledger
+        self.program = program_of(parts, lambda batch: trunk.run(batch), head)
         self.rules = RuleTable(config.num_slots, ledger.device)
         self.buckets = buckets_of(config)
         self._find = Buckets(config)

@@ -19,6 +19,7 @@ from hemiola.runtime.schedule.plan import Launched, Plan
 from hemiola.runtime.step.captured import Captured
 from hemiola.runtime.step.eager import EagerSteps
 from hemiola.runtime.step.ledger import Ledger
+from hemiola.runtime.step.parts import EngineParts
 from hemiola.runtime.step.prompts import Prompts
 from hemiola.runtime.step.table import PageTable, TableSource
 
@@ -73,19 +74,19 @@ def make_steps(
     on_cpu = device.type == "cpu"
     ops, ledger = forms("compiled" if on_cpu else "cuda"), Ledger(config, device)
     table = PageTable(pages, device, is_copy=config.cuda_graphs or not on_cpu)
-    given = (ops, config, ledger, table)
+    parts = EngineParts(ops, config, ledger, table, ring)
     if config.cuda_graphs:
         prompts = Prompts(config, session, device)
-        captured = Captured(*given, session, session, ring)
+        captured = Captured(parts, session, session)
         if device.type == "cuda":
             capture(captured, prompts, held, report)
-        return AllSteps(ops, ledger, table, captured, EagerSteps(*given, prompts, session, ring), prompts)
+        return AllSteps(ops, ledger, table, captured, EagerSteps(parts, prompts, session), prompts)
     whole, recordings = None, getattr(session, "recordings", [])  # none where tests stand for a session
     if recordings:
         from hemiola.runtime.step.recorded import Recorded  # numba is not needed elsewhere
 
-        whole = Recorded(*given, recordings, ring, storage.poison, getattr(session, "ranks", None))
-    return AllSteps(ops, ledger, table, whole, EagerSteps(*given, session, session, ring), session)
+        whole = Recorded(parts, recordings, storage.poison, getattr(session, "ranks", None))
+    return AllSteps(ops, ledger, table, whole, EagerSteps(parts, session, session), session)
 
 
 def capture(captured: Captured, prompts: Prompts, held: ExitStack, report: Report) -> None:
