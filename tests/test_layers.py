@@ -100,6 +100,13 @@ def test_rooms_import_lower_rooms_only() -> None:
                 assert _room(module) in ROOMS[own] | {own}, f"{path} imports {module}: {own} may not"
 
 
+def test_no_arrow_of_the_picture_points_up() -> None:
+    """docs/architecture.md says so, of the rooms of plugins/, too."""
+    code = "from scripts.architecture import upward; print(*upward(), sep='\\n')"
+    made = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert made.stdout.strip() == ""
+
+
 def _builder_room(module: str) -> int:
     """Its place among the rooms of builder/."""
     name = module.removeprefix("hemiola.builder.")

@@ -14,6 +14,7 @@ from torch import fx
 
 from hemiola.builder.graph import Graph, op_of
 from hemiola.builder.targets.torch import Job, layouts_in, packed_empty
+from hemiola.plugins import OPS
 from hemiola.plugins.gpu.binaries import sources
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.sizes import Size
@@ -63,7 +64,7 @@ def _compile(nodes: "set[Node]", graphs: Sequence[Graph], arch: str, job: Job) -
     for done, node in enumerate(nodes):
         job.report(f"calls for {arch}", done, len(nodes))
         most = node.most(job.limits)
-        calls |= calls_of(node.op, node.arguments, most, gpu, node.form, dict(node.layouts))
+        calls |= calls_of(OPS[node.op], node.arguments, most, gpu, node.form, dict(node.layouts))
     (job.folder / FOLDER / arch).mkdir(parents=True)
     files = []
     # threads, since a compilation waits for an assembler of its own

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from hemiola.plugins import OPS
 from hemiola.plugins.gpu.compile import call_of
 from hemiola.plugins.gpu.device import Gpu, built_for
 from hemiola.plugins.gpu.launch import Call, Kernel, Values, launches
 from hemiola.plugins.gpu.sizes import Size, ends
 from hemiola.plugins.groups import Layout
+from hemiola.plugins.spec import Op
 
 Arguments = Callable[[Size], list[Any]]  # of a node in a step of this size, its tensors on the device meta
 
 
 def calls_of(
-    op: str,
+    op: Op,
     arguments: Arguments,
     most: Size,
     gpu: Gpu,
@@ -31,19 +31,15 @@ def calls_of(
     Plans and tiles are chosen by the numbers of tokens and rows. A launcher whose choices depend on them has
     `variants` beside it, with the sizes and options that reach each; others run at the ends.
     """
-    spec = OPS[op]
-    function, named, variants = (
-        spec.function(form),
-        spec.named(layouts),
-        getattr(spec.module(form), "variants", ends),
-    )
-    num = len(spec.args) + len(spec.attrs) + len(spec.form(form).sizes)
+    function, named = op.function(form), op.named(layouts)
+    variants = getattr(op.module(form), "variants", ends)
+    num = len(op.args) + len(op.attrs) + len(op.form(form).sizes)
 
     def launcher(*values: Any, **chosen: Any) -> None:
-        options = dict(zip((arg.name for arg in spec.options), values[num:], strict=False))
+        options = dict(zip((arg.name for arg in op.options), values[num:], strict=False))
         function(*values[:num], **named, **options, **chosen)
 
-    ending = {"ending": spec.ending} if spec.ending else {}
+    ending = {"ending": op.ending} if op.ending else {}
     found: set[Call] = set()
     with built_for(gpu):
         for size, chosen in variants(most, *arguments(most), **ending):

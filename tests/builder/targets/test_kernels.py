@@ -71,7 +71,7 @@ def nodes_in(dtype: torch.dtype, tiny_checkpoint: Get) -> list[kernels.Node]:
 
 @cache
 def covered(node: kernels.Node, capability: int) -> set[Call]:
-    return calls_of(node.op, node.arguments, node.most(LIMITS), Gpu(capability, 132))
+    return calls_of(OPS[node.op], node.arguments, node.most(LIMITS), Gpu(capability, 132))
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -218,7 +218,7 @@ def attention_of(
 def test_prompts_have_a_kernel_of_their_own_on_sm_90(capability: int, other: dict) -> None:
     """Whatever a step is like, it is among those compiled; it waits for kernels before it."""
     rng, most = random.Random(0), Size(700, 40, 64)
-    calls = calls_of("attention", lambda size: attention_of(size, **other), most, Gpu(capability, 132))
+    calls = calls_of(OPS["attention"], lambda size: attention_of(size, **other), most, Gpu(capability, 132))
     launcher = import_module("hemiola.plugins.attention.cuda").attention
     for _ in range(200):
         size = Size(*(min(int(2 ** rng.uniform(0, 11)), limit) for limit in most))

@@ -57,7 +57,7 @@ def layouts_of(op: str, layout: Layout) -> dict[str, Layout]:
 def compiled(op: str, layout: Layout, dtype: torch.dtype, capability: int) -> set[Call]:
     given = partial(arguments, op, layout, dtype)
     form = "e4m3" if layout.inputs else "coded"
-    return calls_of(op, given, MOST, Gpu(capability, 132), form, layouts_of(op, layout))
+    return calls_of(OPS[op], given, MOST, Gpu(capability, 132), form, layouts_of(op, layout))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
