@@ -19,7 +19,7 @@ from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.llm import make_loop
+from hemiola.runtime.open import make_loop
 from hemiola.runtime.schedule.loop import Loop
 from hemiola.runtime.schedule.plan import Batch
 from hemiola.runtime.schedule.request import Bounds, new_request

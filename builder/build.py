@@ -1,20 +1,16 @@
 """The straight line from a checkpoint to an engine directory."""
 
 import hashlib
-import shutil
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
-from tokenizers import Tokenizer
 
 import hemiola
 from hemiola.builder import models, targets
-from hemiola.builder.checkpoint import TOKENIZER_FILES, Checkpoint, Files, Tensors, file_in, read_json
+from hemiola.builder.checkpoint import Checkpoint, Files, Tensors
 from hemiola.builder.cut import SEGMENTS, Cut
-from hemiola.builder.formats.declared import SINCE
 from hemiola.builder.formats.rounded import rounding
 from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.hub import Origin, fetch_weights, locate
@@ -22,21 +18,26 @@ from hemiola.builder.lazy import Lazy
 from hemiola.builder.options import Options
 from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
 from hemiola.builder.random_weights import RandomTensors, drawn
+from hemiola.builder.refuse import (
+    dtype_of,
+    limits_of,
+    max_len_of,
+    refuse_drafts,
+    refuse_options,
+    refuse_weights,
+)
 from hemiola.builder.targets.kernels import compile_kernels
 from hemiola.builder.targets.torch import CompiledSegment, Job, choose_forms
 from hemiola.builder.targets.work import work_bytes
 from hemiola.builder.token_ids import refuse_unknown_ids
+from hemiola.builder.tokenizer import check_tokenizer, copy_tokenizer
 from hemiola.builder.weights import write_weights
 from hemiola.plugins import OPS
-from hemiola.plugins.attention.pages import FORMATS
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of
 from hemiola.runtime.config import lossy
-from hemiola.runtime.errors import Refused, one_line
-from hemiola.runtime.manifest import GROUP, MOST_PAGES, MOST_STEP_TOKENS, Limits, Manifest, Segment, State
+from hemiola.runtime.manifest import GROUP, Limits, Manifest, Segment, State
 from hemiola.runtime.progress import HASHING, Report, silent
-from hemiola.runtime.step.bucket import ROWS
-from hemiola.runtime.tokenizer import panics_as_errors
 
 WEIGHTS = "weights.safetensors"
 RANK_WEIGHTS = "weights.rank{}.safetensors"
@@ -48,20 +49,13 @@ def build(path: Path, engine_dir: Path, options: Options, report: Report = silen
     """Write an engine of a checkpoint's folder, or of its name on the Hub. It appears complete or not at all;
     an engine that stood there before is replaced."""
     target, archs = targets.pick(options.target, ",".join(options.arch))
-    arch, dtype = ARCHS[archs[0]], _dtype(target, archs, options)
-    _refuse_pages(options, target, archs)
-    if options.draft_head is not None and target.name != "torch":
-        said = f"--draft-head {options.draft_head} is not supported by --target {target.name}, only by torch"
-        raise Refused("unsupported", "draft_head", said=said, way_out="leave one of them out")
-    _refuse_narrow_inputs(options, target, archs)
-    _refuse_ranks(options, target, archs)
-    if arch.device == "cuda":
-        _refuse_rows(options.max_rows, archs)
+    arch, dtype = ARCHS[archs[0]], dtype_of(target, archs, options)
+    refuse_options(options, target, archs)
     refuse_occupied(engine_dir)
     origin = locate(path, options.revision, report)
     report("checking", 0, 0)
     checkpoint = Checkpoint(origin.folder, _source(origin, options, report), options.act_dtype == "fp8")
-    max_len = _max_len(checkpoint, options)
+    max_len = max_len_of(checkpoint, options)
     num_segments = SEGMENTS if options.same_bits else 1
     ranks = [
         models.load(
@@ -80,20 +74,16 @@ def build(path: Path, engine_dir: Path, options: Options, report: Report = silen
         for rank in range(options.tp)
     ]
     model = ranks[0]
-    _refuse_quantised(checkpoint, model, options, target, archs)
-    _refuse_wide_inputs(checkpoint, model, options)
-    drafts, limits = _limits(model, options, max_len)
-    _refuse_draft_vocab(model, drafts, options)
-    _refuse_draft_head(model, drafts, options)
-    if model.draft is None and options.drafts is None:
-        _warn_of_a_missing_head(model)
+    refuse_weights(checkpoint, model, options, target, archs)
+    drafts, limits = limits_of(model, options, max_len)
+    refuse_drafts(model, drafts, options)
     if words := lossy(options.kv_dtype):
         print(f"warning: {words}", file=sys.stderr)
     refuse_unknown_ids(checkpoint.token_configs(model.config), model.vocab_size)
-    has_tokenizer = _check_tokenizer(origin.folder, model.vocab_size)
+    has_tokenizer = check_tokenizer(origin.folder, model.vocab_size)
     with fresh(engine_dir) as folder:
         if has_tokenizer:
-            _copy_tokenizer(origin.folder, folder / "tokenizer")
+            copy_tokenizer(origin.folder, folder / "tokenizer")
         job = Job(folder, arch.device, archs, limits, report)
         names: list[Name] = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         graphs, segments, weights = _compile(ranks, names, target, job)
@@ -144,33 +134,6 @@ def _source(origin: Origin, options: Options, report: Report) -> Callable[[Check
 
     source = RandomTensors if options.random_weights else files
     return rounding(source, options.quantize) if options.quantize else source
-
-
-def _refuse_quantised(
-    checkpoint: Checkpoint,
-    model: models.Model,
-    options: Options,
-    target: targets.Target,
-    archs: Sequence[str],
-) -> None:
-    """Where nothing multiplies quantised weights; and a config that declares what no tensor is."""
-    declared, where = checkpoint.declared, checkpoint.config.where
-    head = model.draft.own_head if model.draft else None
-    ours = head.weight if head and options.draft_head else None  # what --draft-head has rounded
-    layouts = (lazy.layout for weight, lazy in model.sources.items() if weight is not ours)
-    kinds = sorted({str(layout.kind) for layout in layouts if layout})
-    if declared is None and not kinds:
-        return
-    names = declared.names if declared else ()
-    what = f"{where}: weights are {' and '.join(names) or ', '.join(kinds)}"
-    way_out = "leave --quantize out" if options.quantize else "use the bf16 checkpoint"
-    if not target.takes_codes:
-        said = f"{what}, which --target {target.name} does not multiply"
-        field, way_out = "quantize" if options.quantize else "", f"build for --target torch, or {way_out}"
-        raise Refused("unsupported", field, said=said, way_out=way_out)
-    if not kinds:
-        told = "random weights are plain without --quantize" if options.random_weights else "no tensor is"
-        raise Refused("conflict", said=f"{what} by its config, but {told}", way_out=way_out)
 
 
 def _compile(
@@ -240,227 +203,6 @@ def _hidden(model: models.Model, limits: Limits) -> State:
     """What an MTP head needs of earlier steps: the trunk's hidden states since, and just before, an edge."""
     shape = (limits.chunk_len + limits.num_drafts + 1, model.hidden_size)
     return State(name="mtp.hidden", kind="slot", shape=shape, dtype=name_of(model.dtype))
-
-
-def _dtype(target: targets.Target, archs: tuple[str, ...], options: Options) -> torch.dtype:
-    """Of activations, weights, records and pages."""
-    arch = ARCHS[archs[0]]
-    dtype = getattr(torch, options.dtype) if options.dtype else arch.dtype
-    if dtype is not arch.dtype and (arch.device, target.name) != ("cuda", "torch"):
-        said = (
-            f"--dtype {options.dtype} is not supported by --target {target.name} --arch {','.join(archs)},"
-            f" only {name_of(arch.dtype)}"
-        )
-        raise Refused("unsupported", "dtype", said=said, way_out="leave --dtype out")
-    return dtype
-
-
-def _max_len(checkpoint: Checkpoint, options: Options) -> int:
-    """Tokens of the longest request."""
-    longest = checkpoint.text_config.size("max_position_embeddings")
-    if options.max_len is not None and options.max_len > longest:
-        said = f"--max-len {options.max_len} is more than max_position_embeddings"
-        raise Refused("out_of_range", "max_len", said=said, way_out=f"use at most {longest}")
-    return options.max_len or min(longest, 8192)
-
-
-def _limits(
-    model: models.Model, options: Options, max_len: int
-) -> tuple[Literal["none", "ngram", "mtp"], Limits]:
-    """Resolve what was left open, and refuse what does not fit together."""
-    drafts = options.drafts or ("mtp" if model.draft else "none")
-    if drafts == "mtp" and model.draft is None:
-        said = "--drafts mtp: the checkpoint has no mtp.* tensors"
-        raise Refused("unsupported", "drafts", said=said, way_out="use --drafts ngram or --drafts none")
-    num_drafts = (0 if drafts == "none" else 3) if options.num_drafts is None else options.num_drafts
-    if drafts == "none" and num_drafts:
-        said = f"--num-drafts {num_drafts} with --drafts none"
-        raise Refused("conflict", "num_drafts", said=said, way_out="use 0, or --drafts ngram or mtp")
-    if drafts != "none" and not num_drafts:
-        said = f"--num-drafts 0 with --drafts {drafts}"
-        way_out = "use --num-drafts 1 or more, or --drafts none"
-        raise Refused("conflict", "num_drafts", said=said, way_out=way_out)
-    if max_len < options.page_len:
-        said = f"--max-len {max_len} is less than one page of --page-len {options.page_len}"
-        raise Refused("conflict", "max_len", said=said, way_out="change one of them")
-    if num_drafts >= max_len:
-        said = f"--num-drafts {num_drafts} is more than a request of --max-len {max_len} can take"
-        raise Refused("conflict", "num_drafts", said=said, way_out=f"use at most {max_len - 1}")
-    limits = Limits(
-        max_len=max_len,
-        max_rows=options.max_rows,
-        max_step_tokens=options.max_step_tokens,
-        num_drafts=num_drafts,
-        page_len=options.page_len,
-        chunk_len=options.chunk_len,
-    )
-    _refuse_short_steps(limits)
-    if limits.num_pages > MOST_PAGES:
-        said = (
-            f"--max-rows {limits.max_rows} of --max-len {max_len} name {limits.num_pages} pages of"
-            f" --page-len {limits.page_len}, at most {MOST_PAGES} can be named"
-        )
-        raise Refused("out_of_range", "max_rows", said=said, way_out="lower one of the former")
-    return drafts, limits
-
-
-def _refuse_short_steps(limits: Limits) -> None:
-    """All rows may decode in one step, with all their drafts."""
-    rows, drafts, each = limits.max_rows, limits.num_drafts, limits.num_drafts + 1
-    most = MOST_STEP_TOKENS
-    if rows * each > most:
-        said = (
-            f"--max-rows {rows} with {drafts} drafts each are {rows * each} tokens in one step, at most"
-            f" {most} can be"
-        )
-        way_out = f"use --max-rows {most // each} at most, or fewer --num-drafts"
-        raise Refused("out_of_range", "max_rows", said=said, way_out=way_out)
-    if limits.max_step_tokens < rows * each:
-        said = (
-            f"--max-step-tokens {limits.max_step_tokens} cannot hold --max-rows {rows} with {drafts} drafts"
-            " each"
-        )
-        raise Refused("conflict", "max_step_tokens", said=said, way_out=f"use at least {rows * each}")
-
-
-def _refuse_draft_vocab(model: models.Model, drafts: str, options: Options) -> None:
-    """A head to reduce, and fewer rows than it has."""
-    if options.draft_vocab is not None and drafts != "mtp":
-        said = f"--draft-vocab {options.draft_vocab} is about an MTP head, but drafts are {drafts}"
-        raise Refused("conflict", "draft_vocab", said=said, way_out="leave it out")
-    if options.draft_vocab is not None and options.draft_vocab >= model.vocab_size:
-        said = f"--draft-vocab {options.draft_vocab} is no part of a vocabulary of {model.vocab_size}"
-        raise Refused("out_of_range", "draft_vocab", said=said, way_out="use fewer, or leave it out")
-
-
-def _refuse_draft_head(model: models.Model, drafts: str, options: Options) -> None:
-    """A head to round, which is wide."""
-    asked, layout = options.draft_head, model.sources[model.trunk.head.weight].layout
-    if asked is not None and drafts != "mtp":
-        said = f"--draft-head {asked} is about an MTP head, but drafts are {drafts}"
-        raise Refused("conflict", "draft_head", said=said, way_out="leave it out")
-    if asked is not None and layout is not None:
-        said = f"--draft-head {asked}: the checkpoint's output head is quantised already ({layout})"
-        raise Refused("conflict", "draft_head", said=said, way_out="leave it out")
-
-
-def _warn_of_a_missing_head(model: models.Model) -> None:
-    """transformers drops mtp.* when it saves a model, and leaves the config as it is."""
-    config = model.config
-    for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
-        if config.values.get(key):
-            print(
-                f"warning: {config.where} has {key} = {config.values[key]}, but the checkpoint has no mtp.*"
-                " tensors: this engine will not draft; get the whole checkpoint, or ask for --drafts ngram or"
-                " --drafts none",
-                file=sys.stderr,
-            )
-
-
-def _refuse_ranks(options: Options, target: targets.Target, archs: Sequence[str]) -> None:
-    if (options.tp > 1 or options.same_bits) and (ARCHS[archs[0]].device != "cpu" or target.name != "torch"):
-        where = f"--target {target.name} --arch {','.join(archs)}"
-        asked = f"--tp {options.tp}" if options.tp > 1 else "--same-bits"
-        said = f"{asked} is not supported by {where} yet, only by --target torch --arch cpu"
-        raise Refused("unsupported", "tp", options.tp, said=said, way_out="leave it out")
-
-
-def _refuse_rows(max_rows: int, archs: Sequence[str]) -> None:
-    """Graphs there have sizes up to the last of ROWS; kernels are looked at for each number of rows."""
-    if max_rows > ROWS[-1]:
-        said = (
-            f"--max-rows {max_rows} is more than --arch {','.join(archs)} can take in one step, which is"
-            f" {ROWS[-1]}"
-        )
-        way_out = f"use at most {ROWS[-1]}, and an engine on another GPU for more requests at once"
-        raise Refused("out_of_range", "max_rows", said=said, way_out=way_out)
-
-
-def _refuse_pages(options: Options, target: targets.Target, archs: Sequence[str]) -> None:
-    if options.page_len % options.chunk_len:
-        said = f"--page-len {options.page_len} is not a multiple of --chunk-len {options.chunk_len}"
-        way_out = "choose them so that pages end on chunk edges"
-        raise Refused("conflict", "page_len", said=said, way_out=way_out)
-    if options.kv_dtype != "auto":
-        _refuse_narrow_pages(options.kv_dtype, target.name, archs)
-
-
-def _refuse_narrow_pages(kv_dtype: str, target: str, archs: Sequence[str]) -> None:
-    if target != "torch":
-        said = f"--kv-dtype {kv_dtype} is not supported by --target {target}, only by torch"
-        raise Refused("unsupported", "kv_dtype", said=said, way_out="leave one of them out")
-    if FORMATS[kv_dtype].key_bits != 8:
-        return
-    if without := _without_e4m3(archs):
-        said = f"--kv-dtype {kv_dtype}: {', '.join(without)} cannot convert e4m3, sm_89 and newer can"
-        raise Refused("unsupported", "kv_dtype", said=said, way_out="leave one out")
-
-
-def _refuse_narrow_inputs(options: Options, target: targets.Target, archs: Sequence[str]) -> None:
-    if options.act_dtype != "fp8":
-        return
-    if target.name != "torch":
-        said = f"--act-dtype fp8 is not supported by --target {target.name}, only by torch"
-        raise Refused("unsupported", "act_dtype", said=said, way_out="leave one of them out")
-    if without := _without_e4m3(archs):
-        said = f"--act-dtype fp8: {', '.join(without)} cannot multiply e4m3, sm_89 and newer can"
-        raise Refused("unsupported", "act_dtype", said=said, way_out="leave one out")
-
-
-def _refuse_wide_inputs(checkpoint: Checkpoint, model: models.Model, options: Options) -> None:
-    """Where none would be narrow."""
-    layouts = [lazy.layout for lazy in model.sources.values() if lazy.layout]
-    if options.act_dtype == "fp8" and not any(layout.inputs for layout in layouts):
-        said = f"--act-dtype fp8: {checkpoint.config.where} says of no weight that its inputs are FP8"
-        way_out = "leave it out, or round weights with --quantize fp8" if not layouts else "leave it out"
-        raise Refused("conflict", "act_dtype", said=said, way_out=way_out)
-
-
-def _without_e4m3(archs: Sequence[str]) -> list[str]:
-    """GPUs among these whose instructions do not know it."""
-    known = {name: capability for name in archs if (capability := ARCHS[name].capability)}
-    return [name for name, (major, minor) in known.items() if 10 * major + minor < SINCE["FP8"]]
-
-
-def _check_tokenizer(folder: Path, vocab_size: int) -> bool:
-    """Whether there is one. It must be readable, and every id that it makes one that the model knows."""
-    path = file_in(folder, TOKENIZER_FILES[0])
-    if path is None:
-        print(
-            f"warning: {folder} has no tokenizer.json: this engine takes and gives token ids; for text,"
-            " save the tokenizer in the tokenizers format and build again",
-            file=sys.stderr,
-        )
-        return False
-    try:
-        with panics_as_errors():
-            ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
-    except Exception as error:  # tokenizers raises nothing narrower
-        said = f"{path} is not a tokenizer ({one_line(error)})"
-        raise Refused("damaged", said=said, way_out="download it again") from None
-    if max(ids, default=0) >= vocab_size:
-        said = f"{path} has ids up to {max(ids)}, but vocab_size is {vocab_size}"
-        raise Refused("conflict", said=said, way_out="correct one of them")
-    return True
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    """tokenizer.json, its config and the chat template, which older checkpoints keep inside the config."""
-    folder.mkdir()
-    for name in TOKENIZER_FILES:
-        if found := file_in(source, name):
-            shutil.copyfile(found, folder / name)
-    config = file_in(source, "tokenizer_config.json")
-    template = read_json(config).get("chat_template") if config else None
-    if isinstance(template, list):  # several named ones
-        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    if isinstance(template, str) and not (folder / "chat_template.jinja").exists():
-        try:
-            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-        except UnicodeEncodeError as error:
-            said = f"{config}: chat_template is not Unicode ({one_line(error)})"
-            raise Refused("malformed", said=said, way_out="correct it") from None
 
 
 def _hashes(folder: Path, report: Report) -> dict[str, str]:

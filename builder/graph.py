@@ -16,10 +16,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hemiola.builder.models import Model
 from hemiola.builder.models.layers import declared_states
-from hemiola.plugins import OPS
 from hemiola.plugins.spec import Op
 from hemiola.runtime.abi import INPUTS
-from hemiola.runtime.device.program import EXACT
+from hemiola.runtime.device.program import EXACT, OURS
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits, State
 
@@ -86,9 +85,7 @@ def export(model: Model, name: Name, limits: Limits) -> Graph:
 
 def op_of(node: Node) -> Op | None:
     """The op of ours that a node calls."""
-    packet = getattr(node.target, "_overloadpacket", None)
-    op = OPS.get(packet.__name__) if packet is not None else None
-    return op if op is not None and node.target is op.torch_op else None
+    return OURS.get(node.target)
 
 
 class _Flat(nn.Module):

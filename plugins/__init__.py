@@ -13,5 +13,6 @@ def _declared(folder: str) -> Op:
 
 
 _folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/spec.py"))
-OPS: dict[str, Op] = {name: _declared(name).register() for name in _folders}
-references = SimpleNamespace(**{name: op.reference for name, op in OPS.items()})  # the truth, same arguments
+_declarations = [_declared(name) for name in _folders]
+OPS: dict[str, Op] = {op.name: op.register() for own in _declarations for op in own.every_ending()}
+references = SimpleNamespace(**{op.name: op.reference for op in _declarations})  # the truth, same arguments

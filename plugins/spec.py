@@ -7,10 +7,11 @@ wherever it stands in one declaration, a digit itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,7 @@ class Result(NamedTuple):
 
     shape: str
     dtype: torch.dtype | None = None
+    divisor: int = 1  # of its last size
 
 
 ROWS = Arg("rows", "N8", INT)  # plugins/rows.py
@@ -98,6 +100,7 @@ class Form(NamedTuple):
     sizes: str = ""
     refuses_layout: Callable[[Layout], str] = lambda layout: "it reads no quantised weights"
     options: tuple[str, ...] = ()  # of the op's, that it takes
+    endings: tuple[str, ...] = ()  # of the op's, that it computes
 
     def reason(self, call: Call) -> str:
         """Why it does not take a call, or ""."""
@@ -111,6 +114,15 @@ class Form(NamedTuple):
         return self.refuses(call)
 
 
+class Ending(NamedTuple):
+    """Another end of an op's kernels, with results of its own: `torch.ops.hemiola.<op>_<name>`. Functions of
+    forms and the reference get its name as `ending`."""
+
+    name: str
+    results: tuple[Result, ...]
+    refuses: Callable[[Call], str] = lambda call: ""
+
+
 class FormChoice(NamedTuple):
     """The form for a call, and why the ones before it in the op's list refused."""
 
@@ -122,7 +134,7 @@ class FormChoice(NamedTuple):
 class Op:
     """A declared op; `forms` are in order of preference."""
 
-    name: str  # and that of its folder: `step.fill` is plugins/step/fill
+    name: str  # and that of its folder: `step.fill` is plugins/step/fill; behind it that of an ending
     args: tuple[Arg, ...]
     attrs: tuple[Attr, ...]
     results: tuple[Result, ...]
@@ -130,7 +142,34 @@ class Op:
     forms: tuple[Form, ...]
     options: tuple[Arg, ...] = ()  # tensors behind the attributes, put there by a pass of the builder
     by_line: bool = False  # line t of the results depends on line t of the arguments alone
-    is_fusion: bool = False  # does the work of other ops; engines of our own kernels only
+    endings: tuple[Ending, ...] = ()
+    ending: str = ""  # of this one; such calls are in engines of our own kernels only
+
+    @property
+    def folder(self) -> str:
+        """With dots, as Python writes it."""
+        return self.name.removesuffix(f"_{self.ending}")
+
+    def every_ending(self) -> "list[Op]":
+        """This op, and one for each other ending, which has no options."""
+        return [self, *map(self._ended, self.endings)]
+
+    def _ended(self, end: Ending) -> "Op":
+        forms = [
+            form._replace(refuses=first_reason(end.refuses, form.refuses), options=())
+            for form in self.forms
+            if end.name in form.endings
+        ]
+        return replace(
+            self,
+            name=f"{self.name}_{end.name}",
+            results=end.results,
+            reference=partial(self.reference, ending=end.name),
+            forms=tuple(forms),
+            options=(),
+            endings=(),
+            ending=end.name,
+        )
 
     def runs_on(self, device: str) -> bool:
         """Whether it has a form for it."""
@@ -139,7 +178,7 @@ class Op:
     @property
     def has_onnx_body(self) -> bool:
         """Other compilers have this op, too; plugins/onnx.py."""
-        return (Path(__file__).parent / self.name / "onnx.py").is_file()
+        return (Path(__file__).parent / self.folder / "onnx.py").is_file()
 
     def schema(self) -> str:
         """The torch.library schema; mutated arguments carry an alias mark."""
@@ -181,10 +220,9 @@ class Op:
     ) -> Callable[..., Any]:
         """The form's function with the op's arguments alone; `sizes` of the letters that it asks for,
         `layouts` of quantised weights by argument."""
-        function = getattr(import_module(f"hemiola.plugins.{self.name}.{form}"), self.name.split(".")[-1])
-        if not sizes and not layouts:
+        function, named = self.function(form), self.named(layouts)
+        if not sizes and not named:
             return function
-        named = named_layouts(layouts)
         num = len(self.args) + len(self.attrs)
 
         def run(*values: Any) -> Any:
@@ -192,6 +230,16 @@ class Op:
             return function(*values[:num], *sizes, **named, **options)
 
         return run
+
+    def function(self, form: str) -> Callable[..., Any]:
+        return getattr(self.module(form), self.folder.split(".")[-1])
+
+    def module(self, form: str) -> ModuleType:
+        return import_module(f"hemiola.plugins.{self.folder}.{form}")
+
+    def named(self, layouts: Mapping[str, Layout]) -> dict[str, Any]:
+        """What a form's function gets by name: layouts of quantised weights, and the ending."""
+        return named_layouts(layouts) | ({"ending": self.ending} if self.ending else {})
 
     def form(self, name: str) -> Form:
         return next(form for form in self.forms if form.name == name)
@@ -222,12 +270,12 @@ class Op:
 
     def _fake(self, *values: Any) -> Any:
         sizes = self.check(*values)
-        made = [
-            values[0].new_empty(
-                [sizes[letter] for letter in result.shape], dtype=result.dtype or values[0].dtype
-            )
-            for result in self.results
-        ]
+        made = []
+        for result in self.results:
+            shape = [sizes[letter] for letter in result.shape]
+            if result.divisor > 1:
+                shape[-1] //= result.divisor
+            made.append(values[0].new_empty(shape, dtype=result.dtype or values[0].dtype))
         return tuple(made) if len(made) > 1 else made[0]
 
     def check(self, *values: object) -> dict[str, int]:

@@ -32,7 +32,7 @@ from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.fields import refused_by
 from hemiola.runtime.json_file import parse_json, read_text
 
-FORMAT = 10
+FORMAT = 11
 FILE = "manifest.json"
 PARTS = "parts"  # the folder of compiled parts
 NEXT = ".next"  # behind a state's name: what it is after the step

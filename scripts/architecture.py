@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # From top to bottom, what each floor holds; an arrow points from who imports to what is imported.
 FLOORS = [
     ["model_repo", "runtime/cli", "builder"],
-    ["runtime/serving", "runtime/bench", "runtime/llm"],
+    ["runtime/serving", "runtime/bench", "runtime/dynamo"],
+    ["runtime/llm"],
     ["runtime/step"],
     ["runtime/schedule"],
     ["runtime/cache", "runtime/choose"],
@@ -34,6 +35,7 @@ ABOUT = {
     "builder": "checkpoint to engine",
     "runtime/serving": "server, clients, OpenAI",
     "runtime/bench": "hemiola bench",
+    "runtime/dynamo": "a worker of NVIDIA Dynamo",
     "runtime/llm": "LLM",
     "runtime/step": "a step: program, executors",
     "runtime/schedule": "what runs next, what came of it",
@@ -45,10 +47,12 @@ ABOUT = {
     "plugins/step": "the ops around the trunk",
     "plugins/cpu": "what compiled forms share",
     "plugins/gpu": "what Triton forms share",
-    "plugins": "what an op is: spec, rows",
+    "plugins": "what ops, weights and sizes are",
 }
+PACKAGES = ("builder", "model_repo", "plugins", "runtime")
 COLORS = {"model_repo": "#f3d9b1", "runtime": "#cfe3f5", "builder": "#d9ecd0", "plugins": "#eadcf2"}
 WIDTH, HEIGHT = 3.4, 0.95
+CONTRACT = ("spec", "rows", "sizes", "groups", "inputs", "ranks", "gpu/dtypes")  # of plugins/
 
 
 def room(path: Path) -> str:
@@ -56,7 +60,9 @@ def room(path: Path) -> str:
     name = path.relative_to(ROOT).with_suffix("").as_posix()
     if name == "runtime/__main__":
         return "runtime/cli"
-    if name in ("plugins/spec", "plugins/rows", "plugins/gpu/dtypes"):
+    if name == "runtime/open":
+        return "runtime/llm"
+    if name.removeprefix("plugins/") in CONTRACT:
         return "plugins"
     known = max((one for one in ABOUT if name == one or name.startswith(f"{one}/")), key=len)
     return "plugins/<op>" if known == "plugins" else known
@@ -65,21 +71,35 @@ def room(path: Path) -> str:
 def imported(path: Path) -> Iterator[str]:
     """Rooms that a file imports from."""
     for node in ast.walk(ast.parse(path.read_text())):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names = [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         for name in names:
             if name.startswith("hemiola."):
-                yield room(ROOT.joinpath(*name.split(".")[1:]))
+                whole = ROOT.joinpath(*name.split(".")[1:])
+                is_module = whole.is_dir() or whole.with_suffix(".py").is_file()
+                if is_module or whole.parent != ROOT:
+                    yield room(whole if is_module else whole.parent)
+
+
+def files() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def upward() -> list[str]:
+    """Files that import from a room above their own."""
+    return [
+        f"{path.relative_to(ROOT)} ({room(path)}) imports from {other}"
+        for path in files()
+        for other in sorted(set(imported(path)))
+        if floor_of(other) < floor_of(room(path))
+    ]
 
 
 def main() -> None:
     lines: Counter[str] = Counter()
-    arrows: Counter[tuple[str, str]] = Counter()
-    for package in ("builder", "model_repo", "plugins", "runtime"):
-        for path in (ROOT / package).rglob("*.py"):
-            own = room(path)
-            lines[own] += len(path.read_text().splitlines())
-            arrows.update((own, other) for other in set(imported(path)) if other != own)
+    for path in files():
+        lines[room(path)] += len(path.read_text().splitlines())
+    arrows = Counter((room(path), other) for path in files() for other in set(imported(path)) - {room(path)})
     drawn = reduced({arrow for arrow in arrows if floor_of(arrow[0]) != floor_of(arrow[1])})
     figure, axes = pyplot.subplots(figsize=(11, 11.5))
     places = {}
@@ -123,7 +143,7 @@ def reduced(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
 
 
 def draw_arrow(axes: pyplot.Axes, start: tuple[float, float], end: tuple[float, float], count: int) -> None:
-    """As wide as there are files that import. Upward arrows would be red: there are none."""
+    """As wide as there are files that import. Upward arrows would be red (tests/test_layers.py)."""
     down = start[1] >= end[1]
     patch = FancyArrowPatch(
         start, end, arrowstyle="-|>", mutation_scale=12, shrinkA=34, shrinkB=34,

@@ -52,7 +52,7 @@ PARTS = {
         "(test_against_fp64 and 100-72) or test_best_takes or test_best_of_a_broken"
         " or test_numbers_that_are_none",
     ),
-    "fused_linear": ("fused_linear/test_triton.py", "test_it_is_the_reference"),
+    "linear_endings": ("linear/test_endings_triton.py", "test_it_is_the_reference"),
     "rows": (
         "gpu/test_triton.py",
         "test_an_id_that_is_no_row or test_gates_far_out or test_ties_go_to"

@@ -12,7 +12,8 @@ from hemiola.builder.checkpoint import Checkpoint, Config
 from hemiola.builder.cut import WHOLE, Cut
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.models import nemotron_h, qwen
-from hemiola.builder.models.layers import Draft, Kit, Trunk
+from hemiola.builder.models.layers import Kit
+from hemiola.builder.models.segments import Draft, Trunk
 from hemiola.plugins.attention.pages import FORMATS
 from hemiola.runtime.errors import Refused, shown
 

@@ -10,24 +10,21 @@ from hemiola.builder.lazy import Lazy
 from hemiola.builder.models.layers import (
     Conv,
     Down,
-    Draft,
     Embedding,
     Experts,
     Kit,
     Linear,
-    Mtp,
     Norm,
     Pages,
-    Parts,
     Relu2Mlp,
     Residual,
     Step,
     Sum,
-    Trunk,
     dense,
     expert_tensors,
     slot_states,
 )
+from hemiola.builder.models.segments import Draft, Mtp, Parts, Trunk
 from hemiola.runtime.errors import shown
 from hemiola.runtime.manifest import Limits, State
 

@@ -10,26 +10,23 @@ from hemiola.builder.lazy import Lazy, join
 from hemiola.builder.models.layers import (
     Conv,
     Down,
-    Draft,
     Embedding,
     Experts,
     Kit,
     Linear,
-    Mtp,
     Norm,
     Pages,
-    Parts,
     Residual,
     Rope,
     Step,
     Sum,
     SwigluMlp,
-    Trunk,
     dense,
     expert_tensors,
     slot_states,
     zeros,
 )
+from hemiola.builder.models.segments import Draft, Mtp, Parts, Trunk
 from hemiola.runtime.errors import shown
 from hemiola.runtime.manifest import Limits, State
 

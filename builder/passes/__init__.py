@@ -2,9 +2,8 @@
 
 | pass | engines | what |
 |---|---|---|
-| `sums` | CPU | a dense layer and a sum behind it as one call |
+| `fuse` | CPU, GPU | a dense layer and what follows it as one call |
 | `lines` | CPU | a second program, which computes hidden states only where there are logits |
-| `fuse` | GPU | a dense layer and what follows it as one call |
 | `head` | GPU | the output head apart: a step asks for logits, or only for the best tokens |
 | `cut` | ONNX Runtime, TensorRT-RTX | parts for another compiler, our ops between them |
 """

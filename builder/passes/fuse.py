@@ -1,20 +1,20 @@
-"""Fewer launches in engines for GPUs: a dense layer and what follows it as one call (plugins/fused_linear).
+"""Fewer calls: a dense layer and what follows it as one call, another ending of the layer (plugins/linear).
 
 What lay between is no longer rounded, whatever the number of tokens: a call is fused for all steps.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.fx import Node
 
 from hemiola.builder.graph import Graph
 from hemiola.builder.lazy import Lazy
-from hemiola.builder.passes.sums import find_sum, is_layer
 from hemiola.plugins import OPS
-from hemiola.plugins.fused_linear.reference import EIGHT
-from hemiola.plugins.fused_linear.spec import by_eights
+from hemiola.plugins.linear.reference import EIGHT
+from hemiola.plugins.linear.spec import by_eights
 
+LINEAR = OPS["linear"]
 aten = torch.ops.aten
 
 
@@ -23,30 +23,31 @@ class _End(NamedTuple):
 
     layer: Node
     between: tuple[Node, ...]  # from the layer to the end, neither included, the last first
-    residual: Node | None
-    activation: str
+    residual: tuple[Node, ...] = ()  # what is added
+    ending: str = ""
+
+    @property
+    def op(self) -> str:
+        return f"{LINEAR.name}_{self.ending}" if self.ending else LINEAR.name
 
 
-def fuse(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
-    """Change the graph; returns its weights in the order that the fused calls read."""
+def fuse(graph: Graph, weights: dict[str, Lazy], device: str) -> dict[str, Lazy]:
+    """Change the graph, by what the device has forms for; returns its weights in the order that the fused
+    calls read."""
     program, found = graph.program.graph, weights.copy()
-    places = [node for node in program.nodes if node.op == "placeholder"]
-    names = dict(zip(places, graph.weights, strict=False))
-    absent = next(node for node, name in names.items() if name == "absent")
+    names = dict(zip(graph.placeholders(), graph.weights, strict=False))
     for node in list(program.nodes):
         end = _sum(node) or _swiglu(node) or _relu2(node)
-        if end is None:
+        if end is None or not OPS[end.op].runs_on(device):
             continue
-        x, weight, bias = end.layer.args
-        assert isinstance(weight, Node)
-        if end.activation == "swiglu":
-            if len(weight.users) > 1 or weight.meta["val"].shape[0] % (2 * EIGHT) or bias is not absent:
+        _, weight, bias = end.layer.args
+        assert isinstance(weight, Node) and isinstance(bias, Node)
+        if end.ending == "swiglu":
+            if len(weight.users) > 1 or weight.meta["val"].shape[0] % (2 * EIGHT) or bias.meta["val"].numel():
                 continue
             found[names[weight]] = found[names[weight]].take(by_eights)
-        residual, width = end.residual or absent, node.meta["val"].shape[1]
         with program.inserting_before(node):
-            args = (x, weight, bias, residual, end.activation, width)
-            fused = program.call_function(OPS["fused_linear"].torch_op, args)
+            fused = program.call_function(OPS[end.op].torch_op, (*end.layer.args, *end.residual))
         fused.meta = node.meta.copy()
         node.replace_all_uses_with(fused)
         for old in (node, *end.between, end.layer):
@@ -56,8 +57,13 @@ def fuse(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
 
 
 def _sum(node: Node) -> _End | None:
-    found = find_sum(node)
-    return _End(found.layer, (), found.residual, "none") if found is not None else None
+    """layer + residual; of two layers the later one."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return None
+    for layer, other in (node.args[::-1], node.args):
+        if _is_layer(layer) and isinstance(other, Node) and _shape(layer) == _shape(other):
+            return _End(layer, (), (other,))
+    return None
 
 
 def _swiglu(node: Node) -> _End | None:
@@ -73,7 +79,7 @@ def _swiglu(node: Node) -> _End | None:
     if not is_half or pairs != [((chunk, 0), [node]), ((chunk, 1), [node])] or len(chunk.users) != 2:
         return None
     layer = chunk.args[0]
-    return _End(layer, (values, gates, chunk), None, "swiglu") if is_layer(layer) else None
+    return _End(layer, (values, gates, chunk), ending="swiglu") if _is_layer(layer) else None
 
 
 def _relu2(node: Node) -> _End | None:
@@ -84,4 +90,16 @@ def _relu2(node: Node) -> _End | None:
     if not isinstance(relu, Node) or relu.target is not aten.relu.default or len(relu.users) != 1:
         return None
     layer = relu.args[0]
-    return _End(layer, (relu,), None, "relu2") if is_layer(layer) else None
+    return _End(layer, (relu,), ending="relu2") if _is_layer(layer) else None
+
+
+def _is_layer(node: Any) -> TypeGuard[Node]:
+    """A dense layer whose outputs are used once, and that adds nothing yet."""
+    is_plain = (
+        isinstance(node, Node) and node.target is LINEAR.torch_op and len(node.args) == len(LINEAR.args)
+    )
+    return is_plain and len(node.users) == 1
+
+
+def _shape(node: Node) -> torch.Size:
+    return node.meta["val"].shape

@@ -14,11 +14,11 @@ from torch import fx
 
 from hemiola.builder.graph import Graph, op_of
 from hemiola.builder.targets.torch import Job, layouts_in, packed_empty
+from hemiola.plugins import OPS
 from hemiola.plugins.gpu.binaries import sources
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.sizes import Size
 from hemiola.plugins.groups import Layout
-from hemiola.plugins.spec import named_layouts
 from hemiola.plugins.step import forms
 from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.abi import widths
@@ -63,8 +63,8 @@ def _compile(nodes: "set[Node]", graphs: Sequence[Graph], arch: str, job: Job) -
     calls = calls_between(gpu, job.limits, hidden_of(graphs))
     for done, node in enumerate(nodes):
         job.report(f"calls for {arch}", done, len(nodes))
-        most, layouts = node.most(job.limits), named_layouts(dict(node.layouts))
-        calls |= calls_of(node.op, node.arguments, most, gpu, node.form, layouts)
+        most = node.most(job.limits)
+        calls |= calls_of(OPS[node.op], node.arguments, most, gpu, node.form, dict(node.layouts))
     (job.folder / FOLDER / arch).mkdir(parents=True)
     files = []
     # threads, since a compilation waits for an assembler of its own
@@ -159,7 +159,7 @@ class Node(NamedTuple):
 
     op: str
     segment: str
-    values: tuple[Any, ...]  # tensors and constants, and the sizes that its form gets
+    values: tuple[Any, ...]  # tensors and constants, the sizes that its form gets, then options
     form: str = "cuda"
     layouts: tuple[tuple[str, Layout], ...] = ()  # of quantised weights, by argument
 
@@ -190,7 +190,8 @@ def nodes_of(graph: Graph, layouts: Mapping[fx.Node, dict[str, Layout]] | None =
             if arg.name in found:
                 given[at] = packed_empty(form, arg.name, found[arg.name], given[at])
         sizes = [call.sizes[letter] for letter in form.sizes]
-        values = (*(_traced(value, names) for value in given), *sizes)
+        num = len(op.args) + len(op.attrs)
+        values = tuple(_traced(value, names) for value in (*given[:num], *sizes, *given[num:]))
         yield Node(op.name, graph.name, values, form.name, tuple(found.items()))
 
 

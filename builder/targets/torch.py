@@ -14,7 +14,6 @@ from hemiola.builder.passes import copied
 from hemiola.builder.passes.fuse import fuse
 from hemiola.builder.passes.head import cut_head, layer_of_logits
 from hemiola.builder.passes.lines import only_lines
-from hemiola.builder.passes.sums import add_sums
 from hemiola.plugins.groups import Layout, WeightGroup
 from hemiola.plugins.spec import Form, Op, Pack, Unsupported
 from hemiola.runtime.device.program import layouts_of, store
@@ -55,8 +54,8 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment
 
 def _for_cpu(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment:
     """A trunk has two programs, since only an MTP head reads hidden states of lines without logits."""
-    add_sums(graph.program.graph)
-    nodes, packed = choose_forms(graph, weights, job.device)
+    fused = fuse(graph, weights, job.device)
+    nodes, packed = choose_forms(graph, fused, job.device)
     lines = copied(graph.program.graph)
     only_lines(lines, len(graph.weights) + len(graph.states))
     if graph.name == "draft":
@@ -67,7 +66,7 @@ def _for_cpu(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegmen
 
 
 def _for_gpu(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment:
-    fused = fuse(graph, weights)
+    fused = fuse(graph, weights, job.device)
     nodes, packed = choose_forms(graph, fused, job.device)
     scores = _scores(graph, nodes) if graph.name == "trunk" else None
     program = copied(graph.program.graph)

@@ -45,7 +45,7 @@ from hemiola.plugins.cpu.simd import (
     splat,
     store,
 )
-from hemiola.plugins.cpu.sizes import Number
+from hemiola.plugins.sizes import Number
 
 QUERIES = 64  # of an item of work, unless a token alone has more
 

@@ -6,7 +6,7 @@ from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.rows import live_tokens, owned, read_row
 from hemiola.plugins.cpu.simd import LANES, clear, copy, fma, load, store
-from hemiola.plugins.cpu.sizes import ceil_div, least
+from hemiola.plugins.sizes import ceil_div, least
 
 BLOCK = 16  # tokens of an item of work
 

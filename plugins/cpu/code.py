@@ -14,8 +14,8 @@ import torch
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import put_long
-from hemiola.plugins.cpu.sizes import FreeSize, Number
 from hemiola.plugins.cpu.team import usual_threads
+from hemiola.plugins.sizes import FreeSize, Number
 
 FAULT_WORDS = 10  # which case, and nine numbers
 

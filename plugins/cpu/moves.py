@@ -18,7 +18,7 @@ from hemiola.plugins.cpu.simd import (
     store,
     store_some,
 )
-from hemiola.plugins.cpu.sizes import ceil_div
+from hemiola.plugins.sizes import ceil_div
 
 BLOCK = 16  # tokens of an item of work
 SUM, PRODUCT, RELU, SQUARED_RELU = range(4)

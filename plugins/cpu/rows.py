@@ -8,8 +8,8 @@ from hemiola.plugins.cpu.code import Case, Operand, code_of, complain
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import f32, get_int, get_long, put, put_long
-from hemiola.plugins.cpu.sizes import Number
 from hemiola.plugins.rows import COLUMNS, RowFields
+from hemiola.plugins.sizes import Number
 
 CONTRADICTION, NO_ROOM, NO_SLOT = 1, 2, 3
 LINE = ", ".join(f"'{name}': {{{n + 1}}}" for n, name in enumerate(COLUMNS))

@@ -18,19 +18,7 @@ from hemiola.plugins.cpu.jit import CFunction, helper
 from hemiola.plugins.cpu.kernel import bits
 from hemiola.plugins.cpu.moves import poison
 from hemiola.plugins.cpu.simd import MOST_ARGUMENTS, get_long, put_long
-from hemiola.plugins.cpu.sizes import (
-    ADD,
-    FLOOR_DIV,
-    MAX,
-    MIN,
-    MUL,
-    PARTS,
-    Builder,
-    FreeSize,
-    Number,
-    evaluate,
-    names_of,
-)
+from hemiola.plugins.cpu.sizes import Builder
 from hemiola.plugins.cpu.team import (
     ARGUMENTS,
     COST,
@@ -42,6 +30,20 @@ from hemiola.plugins.cpu.team import (
     dismiss,
     share,
     usual_threads,
+)
+from hemiola.plugins.sizes import (
+    ADD,
+    CEIL_DIV,
+    FLOOR_DIV,
+    MAX,
+    MIN,
+    MUL,
+    PARTS,
+    SUB,
+    FreeSize,
+    Number,
+    evaluate,
+    names_of,
 )
 
 LINE = 64  # bytes of a cache line
@@ -258,10 +260,14 @@ def _fill_in(header, given):
         b = get_long(values, get_long(operations, 4 * n + 2))
         if kind == ADD:
             a = a + b
+        elif kind == SUB:
+            a = a - b
         elif kind == MUL:
             a = a * b
         elif kind == FLOOR_DIV:
             a = a // b
+        elif kind == CEIL_DIV:
+            a = -(-a // b)
         elif kind == MIN:
             a = min(a, b)
         elif kind == MAX:

@@ -27,7 +27,7 @@ from hemiola.plugins.cpu.simd import (
     store_some,
     sub,
 )
-from hemiola.plugins.cpu.sizes import ceil_div
+from hemiola.plugins.sizes import ceil_div
 
 WIDE = 4 * LANES  # columns whose sums are kept in registers together
 BLOCK = 16  # tokens of an item of work of _gates

@@ -5,7 +5,7 @@ import torch
 from hemiola.plugins.cpu.code import Case, Operand, code_of, complain, numbers, numel
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import LANES, get, get_half, get_int, put
-from hemiola.plugins.cpu.sizes import ceil_div
+from hemiola.plugins.sizes import ceil_div
 
 BLOCK = 4  # tokens of an item of work
 

@@ -4,7 +4,7 @@ from hemiola.plugins.cpu.activations import sigmoid, silu
 from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import LANES, get, load, mul, splat, store
-from hemiola.plugins.cpu.sizes import ceil_div
+from hemiola.plugins.sizes import ceil_div
 
 BLOCK = 16  # tokens of an item of work
 

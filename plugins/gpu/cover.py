@@ -2,8 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,30 +11,40 @@ from hemiola.plugins.gpu.compile import call_of
 from hemiola.plugins.gpu.device import Gpu, built_for
 from hemiola.plugins.gpu.launch import Call, Kernel, Values, launches
 from hemiola.plugins.gpu.sizes import Size, ends
+from hemiola.plugins.groups import Layout
+from hemiola.plugins.spec import Op
 
 Arguments = Callable[[Size], list[Any]]  # of a node in a step of this size, its tensors on the device meta
 
 
 def calls_of(
-    op: str,
+    op: Op,
     arguments: Arguments,
     most: Size,
     gpu: Gpu,
     form: str = "cuda",
-    named: Mapping[str, Any] | None = None,
+    layouts: Mapping[str, Layout] = MappingProxyType({}),
 ) -> set[Call]:
-    """What must be compiled for a node of steps up to `most`; `named`: the form's arguments by name.
+    """What must be compiled for a node of steps up to `most`. Its arguments are the op's, the sizes that its
+    form gets, and options; `layouts` of quantised weights by argument.
 
     Plans and tiles are chosen by the numbers of tokens and rows. A launcher whose choices depend on them has
     `variants` beside it, with the sizes and options that reach each; others run at the ends.
     """
-    module = import_module(f"hemiola.plugins.{op}.{form}")
-    launcher, variants = partial(getattr(module, op), **named or {}), getattr(module, "variants", ends)
+    function, named = op.function(form), op.named(layouts)
+    variants = getattr(op.module(form), "variants", ends)
+    num = len(op.args) + len(op.attrs) + len(op.form(form).sizes)
+
+    def launcher(*values: Any, **chosen: Any) -> None:
+        options = dict(zip((arg.name for arg in op.options), values[num:], strict=False))
+        function(*values[:num], **named, **options, **chosen)
+
+    ending = {"ending": op.ending} if op.ending else {}
     found: set[Call] = set()
     with built_for(gpu):
-        for size, options in variants(most, *arguments(most)):
+        for size, chosen in variants(most, *arguments(most), **ending):
             for given in _as_seen(arguments(size)):
-                found |= calls_at(launcher, gpu, *given, **options)
+                found |= calls_at(launcher, gpu, *given, **chosen)
     return found
 
 

@@ -14,7 +14,6 @@ from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.moves import move
 from hemiola.plugins.cpu.simd import LANES, add, get, get_long, load, put, store
-from hemiola.plugins.cpu.sizes import Number, ceil_div, least, most
 from hemiola.plugins.cpu.tiles import (
     ABREAST,
     DEPTH,
@@ -38,6 +37,7 @@ from hemiola.plugins.linear.codes import (
     strip_bytes,
     widen_codes,
 )
+from hemiola.plugins.sizes import Number, ceil_div, least, most
 
 BLOCK = 288  # most rows of an item: a strip's weights are read once for all of them
 UNIT = ABREAST[0]  # strips that stay in one item

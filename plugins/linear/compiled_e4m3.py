@@ -25,7 +25,6 @@ from hemiola.plugins.cpu.simd import (
     store,
     store_some,
 )
-from hemiola.plugins.cpu.sizes import Number, ceil_div
 from hemiola.plugins.cpu.tiles import ABREAST, DEPTH, STRIP
 from hemiola.plugins.groups import Layout
 from hemiola.plugins.inputs import INVERSE, LEAST, SPAN
@@ -41,6 +40,7 @@ from hemiola.plugins.linear.compiled import (
     split,
     work,
 )
+from hemiola.plugins.sizes import Number, ceil_div
 
 LINES = 16  # rows of an item that are rounded
 Added = tuple[Operand, Operand, Operand]  # compiled.multiply's bias, residual and residual_len

@@ -1,6 +1,7 @@
 """The dense layer on CUDA: one chain of sums per output, in tiles of any shape, and what may end it."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -27,10 +28,14 @@ def linear(
     x: torch.Tensor,  # [T, F]
     weight: torch.Tensor,  # [O, F]
     bias: torch.Tensor,  # [O], or zero-length: none
+    residual: torch.Tensor | None = None,  # [T, O]
+    ending: str = "",
     tile: Tile | None = None,
-) -> torch.Tensor:  # [T, O]
+) -> Any:  # [T, O], or what it ends as
     """See reference.py. A row's bits do not depend on T, its place or other rows."""
-    return fused(x, weight, bias, tile=tile)
+    if ending == "argmax":
+        return best(x, weight, bias, tile)
+    return fused(x, weight, bias, residual, ending or "none", tile)
 
 
 def fused(
@@ -63,8 +68,20 @@ def fused(
     return y
 
 
-def variants(most: Size, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Iterator[Variant]:
-    yield from every_tile(most, len(weight), x, weight, x.new_empty(len(x), len(weight)))
+def variants(
+    most: Size,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    ending: str = "",
+) -> Iterator[Variant]:
+    num_outputs = len(weight)
+    if ending == "argmax":
+        yield from every_tile(most, num_outputs, x, weight, is_stored=False)
+        return
+    y = x.new_empty(len(x), num_outputs // 2 if ending == "swiglu" else num_outputs)
+    yield from every_tile(most, num_outputs, x, weight, y, *([] if residual is None else [residual]))
 
 
 def every_tile(

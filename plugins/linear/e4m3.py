@@ -2,6 +2,7 @@
 which rounds the inputs. No GPU has run it yet: it was compiled, and Triton's interpreter has run it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -30,10 +31,14 @@ def linear(
     bias: torch.Tensor,  # [O], or zero-length: none
     num_outputs: int,  # O
     weight_layout: Layout,
+    residual: torch.Tensor | None = None,  # [T, O]
+    ending: str = "",
     tile: Tile | None = None,
-) -> torch.Tensor:  # [T, O]
+) -> Any:  # [T, O], or what it ends as
     """See reference.py. A row's bits do not depend on T, its place or other rows."""
-    return fused(x, weight, bias, None, "none", num_outputs, weight_layout, tile)
+    if ending == "argmax":
+        return best(x, weight, bias, num_outputs, weight_layout, tile)
+    return fused(x, weight, bias, residual, ending or "none", num_outputs, weight_layout, tile)
 
 
 def fused(
@@ -89,7 +94,13 @@ def every_tile(most: Size) -> Iterator[Variant]:
 
 
 def variants(
-    most: Size, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_outputs: int
+    most: Size,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    num_outputs: int,
+    residual: torch.Tensor | None = None,
+    ending: str = "",
 ) -> Iterator[Variant]:
     yield from every_tile(most)
 

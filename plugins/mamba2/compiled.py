@@ -34,7 +34,7 @@ from hemiola.plugins.cpu.simd import (
     store_some,
     sums_of,
 )
-from hemiola.plugins.cpu.sizes import ceil_div
+from hemiola.plugins.sizes import ceil_div
 
 WIDE = 4 * LANES  # channels of the state whose inputs are kept in registers together
 BLOCK = 16  # tokens of an item of work of _steps

@@ -23,11 +23,11 @@ from hemiola.plugins.cpu.simd import (
     splat,
     store_some,
 )
-from hemiola.plugins.cpu.sizes import ceil_div, least
 from hemiola.plugins.groups import Layout
 from hemiola.plugins.linear.compiled import BLOCK, SCRATCH, Packed, multiply, split, work
 from hemiola.plugins.linear.compiled_e4m3 import product
 from hemiola.plugins.moe.spec import ACTIVATIONS
+from hemiola.plugins.sizes import ceil_div, least
 
 LINES = 16  # lines or tokens of an item
 

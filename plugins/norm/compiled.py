@@ -6,7 +6,7 @@ from hemiola.plugins.cpu.activations import silu
 from hemiola.plugins.cpu.code import Operand, code_of, lines, numel
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import LANES, f32, fma, from_bits, load, mul, splat, store, total
-from hemiola.plugins.cpu.sizes import ceil_div
+from hemiola.plugins.sizes import ceil_div
 
 BLOCK = 16  # tokens of an item of work
 UNGATED, GATE_FIRST, GATE_LAST = 0, 1, 2

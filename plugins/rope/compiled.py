@@ -3,7 +3,7 @@
 from hemiola.plugins.cpu.code import Case, Operand, code_of, complain, lines, numbers, numel
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import LANES, add, get, get_int, load, mul, put, store, sub
-from hemiola.plugins.cpu.sizes import ceil_div
+from hemiola.plugins.sizes import ceil_div
 
 BLOCK = 16  # tokens of an item of work
 

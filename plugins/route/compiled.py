@@ -22,7 +22,7 @@ from hemiola.plugins.cpu.simd import (
     sub,
     total,
 )
-from hemiola.plugins.cpu.sizes import ceil_div
+from hemiola.plugins.sizes import ceil_div
 
 BLOCK = 16  # tokens of an item of work
 

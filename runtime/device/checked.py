@@ -18,7 +18,7 @@ from hemiola.plugins import OPS
 from hemiola.plugins.groups import Layout, WeightGroup
 from hemiola.plugins.spec import INT, Arg, Call, Op
 from hemiola.runtime.abi import INPUTS
-from hemiola.runtime.device.program import layouts_of
+from hemiola.runtime.device.program import OURS, layouts_of
 from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.manifest import GROUP, HeadCall, Manifest, OpNode, Segment
 
@@ -82,12 +82,11 @@ class _Trial:
 
     def run(self) -> None:
         self._give()
-        ours = {op.torch_op: op for op in OPS.values()}
         for node in self._nodes[len(self._values) : -1]:
             if node.op != "call_function":
                 raise ValueError(f"{node.name} is one input more than the segment has")
             args = [self._of(value) for value in node.args]
-            op = ours.get(node.target)
+            op = OURS.get(node.target)
             self._check_use(node, op)
             if op is not None:
                 self._check_op(node, op, args)

@@ -20,6 +20,7 @@ from hemiola.runtime.errors import Name, Refused, any_of
 _CAPTURING = threading.Lock()
 Bucket = TypeVar("Bucket", bound=Hashable)
 Made = TypeVar("Made")
+Captures = Callable[[int, int], None]  # hears how many graphs of how many are captured
 
 
 class Stage:
@@ -48,7 +49,7 @@ class Graphs(Generic[Bucket, Made]):
         warm: Sequence[Bucket],
         device: torch.device,
         pool: Any = None,
-        report: Callable[[int, int], None] = lambda done, total: None,
+        report: Captures = lambda done, total: None,
     ) -> None:
         """Capture all buckets; before, run some that have all kernels: none can be compiled meanwhile.
         `pool`: of graphs that never run while what these gave is still wanted. `report`: how many of all have

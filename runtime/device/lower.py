@@ -16,11 +16,11 @@ from torch.fx import GraphModule, Node
 from hemiola.plugins import OPS
 from hemiola.plugins.cpu import moves
 from hemiola.plugins.cpu.code import Recorder, View
-from hemiola.plugins.cpu.sizes import FreeSize
 from hemiola.plugins.cpu.steps import RecordedStep
 from hemiola.plugins.groups import Layout
+from hemiola.plugins.sizes import FreeSize
 from hemiola.runtime.abi import INPUTS, OUTPUTS
-from hemiola.runtime.device.program import layouts_of
+from hemiola.runtime.device.program import OURS, layouts_of
 from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.manifest import OpNode, Segment
 
@@ -98,14 +98,13 @@ class _Lowering:
     def run(self, program: GraphModule) -> list[View]:
         """The program's results."""
         self._layouts = layouts_of([*program.graph.nodes], self._segment)
-        ours = {op.torch_op for op in OPS.values()}
         for node in program.graph.nodes:
             match node.op:
                 case "placeholder":
                     self._values[node] = next(self._given)
                 case "output":
                     return [self._result(value) for value in node.args[0]]
-                case _ if node.target in ours:
+                case _ if node.target in OURS:
                     self._values[node] = self._op(node, next(self._ops))
                 case _:
                     self._values[node] = self._function(node)

@@ -21,7 +21,7 @@ from hemiola.runtime.device.checked import check_program
 from hemiola.runtime.device.head import Best, Head, Logits, bind_head, bind_scores
 from hemiola.runtime.device.kernels import load_kernels
 from hemiola.runtime.device.memory import Storage, free_bytes_of_host
-from hemiola.runtime.device.program import layouts_of, load_program
+from hemiola.runtime.device.program import OURS, layouts_of, load_program
 from hemiola.runtime.device.segments.pieces import CutSegment
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.manifest import GROUP, Drawn, Manifest, Segment
@@ -259,11 +259,10 @@ def head_of_ranks(group: torch.Tensor) -> Head:
 
 def bind_forms(program: GraphModule, segment: Segment) -> None:
     """Let every node of ours call the form that was chosen for it, past torch's dispatcher (5 us a call)."""
-    ours = {op.torch_op: op for op in OPS.values()}
-    calls = [node for node in program.graph.nodes if node.target in ours]
+    calls = [node for node in program.graph.nodes if node.target in OURS]
     layouts = layouts_of([*program.graph.nodes], segment)
     for node, chosen in zip(calls, segment.nodes, strict=True):
-        assert ours[node.target].name == chosen.op, f"{segment.file}: {node} is not {chosen.op}"
+        assert OURS[node.target].name == chosen.op, f"{segment.file}: {node} is not {chosen.op}"
         node.target = OPS[chosen.op].bind(chosen.form, chosen.sizes, layouts[node])
     program.recompile()
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 
+from hemiola.plugins import OPS
 from hemiola.plugins.step import import_forms
 from hemiola.runtime.progress import Report
 
@@ -18,6 +17,6 @@ def compile_ahead(ops: Iterable[str], report: Report) -> None:
 
     import_forms("compiled")
     for op in ops:
-        if find_spec(f"hemiola.plugins.{op}.compiled"):
-            import_module(f"hemiola.plugins.{op}.compiled")
+        if any(form.name == "compiled" for form in OPS[op].forms):
+            OPS[op].module("compiled")
     jit.prepare(partial(report, "compiling kernels"))

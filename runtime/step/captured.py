@@ -5,16 +5,14 @@ one.
 """
 
 import logging
-from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hemiola.plugins.step.plan import ANSWERS
 from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.choose.rules import ALL, FEW_BEST, Group, RuleTable
-from hemiola.runtime.config import Resolved
-from hemiola.runtime.device.graphs import Stage
+from hemiola.runtime.device.graphs import Captures, Graphs, Stage
 from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.device.transfer import fetch, upload
 from hemiola.runtime.schedule.plan import Plan
@@ -32,11 +30,9 @@ from hemiola.runtime.step.bucket import (
     shapes_of,
 )
 from hemiola.runtime.step.choice import Argmax, ByRules, Masks
-from hemiola.runtime.step.eager import program_of
-from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.output import StepOutput
+from hemiola.runtime.step.parts import EngineParts, program_of
 from hemiola.runtime.step.program import MARKS, Feed
-from hemiola.runtime.step.table import PageTable
 
 log = logging.getLogger("hemiola")
 MOST_TOP = 20  # logprobs of a position
@@ -50,26 +46,25 @@ class CapturedResult(NamedTuple):
 
 
 class Captured:
-    """Runs plans that fit a bucket. `run` may be replaced by something that replays `step`."""
+    """Runs plans that fit a bucket, by replaying graphs once these are captured."""
 
-    def __init__(
-        self,
-        ops: SimpleNamespace,
-        config: Resolved,
-        ledger: Ledger,
-        table: PageTable,
-        trunk: Trunk,
-        head: Drafter | None,
-        ring: torch.Tensor,
-    ) -> None:
-        self._ops, self._config, self._ledger, self._table = ops, config, ledger, table
-        self.program = program_of(ops, config, ledger, table, lambda batch: trunk.run(batch), head, ring)
+    def __init__(self, parts: EngineParts, trunk: Trunk, head: Drafter | None) -> None:
+        self._ops, config, ledger, self._table, _ = parts
+        self._config, self._ledger = config, ledger
+        self.program = program_of(parts, lambda batch: trunk.run(batch), head)
         self.rules = RuleTable(config.num_slots, ledger.device)
         self.buckets = buckets_of(config)
         self._find = Buckets(config)
         self._has_head = config.drafts == "mtp"
         self._stage = Stage([self.shapes(bucket) for bucket in self.buckets], ledger.device)
+        self._graphs: Graphs[Bucket, CapturedResult] | None = None
         self.num_steps = 0
+
+    def capture(self, pool: Any, report: Captures) -> Graphs[Bucket, CapturedResult]:
+        """From now on steps are replayed. pool: of graphs whose memory these share."""
+        device = self._ledger.device
+        self._graphs = Graphs(self.step, self.buckets, self.warm, device, pool, report)
+        return self._graphs
 
     def open(self, slot_id: int, rule: Rule) -> None:
         """A request takes the slot."""
@@ -115,7 +110,7 @@ class Captured:
         return self._output(plan, bucket, result)
 
     def run(self, bucket: Bucket, /) -> CapturedResult:
-        return self.step(bucket)
+        return self.step(bucket) if self._graphs is None else self._graphs.replay(bucket)
 
     def step(self, bucket: Bucket) -> CapturedResult:
         """The step whose numbers lie on the stage."""

@@ -2,8 +2,6 @@
 
 import itertools
 from array import array
-from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -11,47 +9,31 @@ import torch
 from hemiola.plugins.step.plan import ANSWERS, COLUMNS
 from hemiola.runtime.choose.rules import Group, RecentGroups
 from hemiola.runtime.choose.sampling import takes_more_than_best
-from hemiola.runtime.config import Resolved
-from hemiola.runtime.device.session import Computed, Drafter, Trunk
+from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.device.transfer import fetch, upload
 from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.step.choice import Argmax, ByRules, Masks
-from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.output import StepOutput
 from hemiola.runtime.step.pack import pack
+from hemiola.runtime.step.parts import EngineParts, program_of
 from hemiola.runtime.step.program import (
     MARKS,
-    Batch,
     Chooser,
     Feed,
-    Pairs,
-    Program,
-    ProgramParts,
-    StepState,
 )
 from hemiola.runtime.step.prompt_lines import WithPrompts, most_lines
-from hemiola.runtime.step.table import PageTable
 
 
 class EagerSteps:
     """Runs any plan."""
 
-    def __init__(
-        self,
-        ops: SimpleNamespace,
-        config: Resolved,
-        ledger: Ledger,
-        table: PageTable,
-        trunk: Trunk,
-        head: Drafter | None,
-        ring: torch.Tensor,
-    ) -> None:
-        self._ops, self._config, self._ledger, self._table = ops, config, ledger, table
-        self._has_head, self._groups = config.drafts == "mtp", RecentGroups(ledger.device)
-        given = (ops, config, ledger, table)
-        self.program = program_of(*given, lambda batch: trunk.run(batch), head, ring)
-        self._of_all_lines = program_of(*given, lambda batch: trunk.run_all(batch), head, ring)
-        self._at_once = most_lines(config)
+    def __init__(self, parts: EngineParts, trunk: Trunk, head: Drafter | None) -> None:
+        self._ops, self._config, self._ledger, self._table, _ = parts
+        self._has_head = self._config.drafts == "mtp"
+        self._groups = RecentGroups(self._ledger.device)
+        self.program = program_of(parts, lambda batch: trunk.run(batch), head)
+        self._of_all_lines = program_of(parts, lambda batch: trunk.run_all(batch), head)
+        self._at_once = most_lines(self._config)
 
     def launch(self, plan: Plan) -> StepOutput:
         """Start a step; its output can be read when a fence behind it has been passed."""
@@ -123,24 +105,3 @@ class EagerSteps:
         if not lines:
             return None
         return Masks(*upload(self._ledger.device, np.array(lines), np.stack(bits).view(np.int32)))
-
-
-def program_of(
-    ops: SimpleNamespace,
-    config: Resolved,
-    ledger: Ledger,
-    table: PageTable,
-    trunk: Callable[[Batch], Computed],
-    head: Drafter | None,
-    ring: torch.Tensor,
-) -> Program:
-    """A step of tensors, with a session's programs as its parts."""
-    places = torch.arange(config.max_rows, dtype=torch.int32, device=ledger.device)
-
-    def draft(pairs: Pairs) -> Computed:
-        assert head is not None
-        return head.draft(**pairs._asdict())
-
-    parts = ProgramParts(trunk, draft, lambda num: places[:num])
-    state = StepState(table.on_device, ledger.lengths, ledger.ids, ring)
-    return Program(ops, config, parts, state)

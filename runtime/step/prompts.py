@@ -15,6 +15,7 @@ import torch
 
 from hemiola.runtime.abi import INPUTS, widths
 from hemiola.runtime.config import Resolved
+from hemiola.runtime.device.graphs import Captures, Graphs
 from hemiola.runtime.device.session import Computed, Trunk
 
 TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -40,12 +41,13 @@ class Inputs(NamedTuple):
 
 
 class Prompts:
-    """A trunk for steps of any size. `replay` may be replaced by something that replays `step`."""
+    """A trunk for steps of any size, which are replayed once graphs of them are captured."""
 
     def __init__(self, config: Resolved, session: Trunk, device: torch.device) -> None:
         self.session, self.device = session, device
         self.sizes = sizes_of(config)
         self._most = most = Size(*map(max, zip(*self.sizes, strict=True)))
+        self._graphs: Graphs[Size, Computed] | None = None
         self._results: Computed | None = None  # what all sizes leave, or each graph would keep its own
         sizes = {"T": most.tokens, "N": most.rows, "L": most.lines, "W": widths(config, "trunk")["W"], "8": 8}
         shapes = [[sizes[letter] for letter in INPUTS["trunk"][name]] for name in Inputs._fields]
@@ -68,7 +70,12 @@ class Prompts:
         return self.session.run_all(batch)
 
     def replay(self, size: Size, /) -> Computed:
-        return self.step(size)
+        return self.step(size) if self._graphs is None else self._graphs.replay(size)
+
+    def capture(self, report: Captures) -> Graphs[Size, Computed]:
+        """From now on the sizes that are left are replayed."""
+        self._graphs = Graphs(self.step, self.sizes[::-1], self.sizes, self.device, report=report)
+        return self._graphs
 
     def step(self, size: Size) -> Computed:
         """The step whose inputs lie where they always lie; so do its results."""

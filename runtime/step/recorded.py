@@ -7,25 +7,22 @@ than an argmax are left to eager.py.
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 
 from hemiola.plugins.cpu.code import Recorder, View
-from hemiola.plugins.cpu.sizes import FreeSize
 from hemiola.plugins.cpu.steps import RecordedStep, run_all
+from hemiola.plugins.sizes import FreeSize
 from hemiola.plugins.step.plan import ANSWERS, COLUMNS
 from hemiola.runtime.choose.rule import Rule
-from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.head import Head
 from hemiola.runtime.device.session import Computed
 from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.step.choice import Argmax
-from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.output import StepOutput
 from hemiola.runtime.step.pack import PlanSizes, pack
+from hemiola.runtime.step.parts import EngineParts
 from hemiola.runtime.step.program import MARKS, Batch, Drafting, Feed, Pairs, Program, ProgramParts, StepState
-from hemiola.runtime.step.table import PageTable
 
 Record = Callable[[Recorder, Mapping[str, View]], list[View]]
 SIZES = ("rows", "tokens", "lines", "pairs", "drafting", "width")
@@ -33,21 +30,17 @@ INPUTS = [*SIZES, "number", "plan", "told", "logits"]
 
 
 class Recorded:
-    """`records`: trunk and head as parts of a step. ring: the head's slot state; empty: no head drafts.
-    ranks: see LoadedSegment."""
+    """`records`: trunk and head as parts of a step. ranks: see LoadedSegment."""
 
     def __init__(
         self,
-        ops: SimpleNamespace,
-        config: Resolved,
-        ledger: Ledger,
-        table: PageTable,
+        parts: EngineParts,
         records: Sequence[Record],
-        ring: torch.Tensor,
         poisoned: bool = False,
         ranks: Head | None = None,
     ) -> None:
-        self._ops, self._config, self._ledger, self._table, self._ring = ops, config, ledger, table, ring
+        self._ops, self._config, self._ledger, self._table, self._ring = parts
+        config, ring, table = self._config, self._ring, self._table
         self._records, self._poisoned, self._ranks = records, poisoned, ranks
         self._width = config.vocab_size  # of the logits that a rank has
         self._has_head = config.drafts == "mtp"

@@ -11,7 +11,6 @@ import torch
 from hemiola.plugins.step import forms
 from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.config import Resolved
-from hemiola.runtime.device.graphs import Graphs
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.manifest import HIDDEN
@@ -20,6 +19,7 @@ from hemiola.runtime.schedule.plan import Launched, Plan
 from hemiola.runtime.step.captured import Captured
 from hemiola.runtime.step.eager import EagerSteps
 from hemiola.runtime.step.ledger import Ledger
+from hemiola.runtime.step.parts import EngineParts
 from hemiola.runtime.step.prompts import Prompts
 from hemiola.runtime.step.table import PageTable, TableSource
 
@@ -74,31 +74,26 @@ def make_steps(
     on_cpu = device.type == "cpu"
     ops, ledger = forms("compiled" if on_cpu else "cuda"), Ledger(config, device)
     table = PageTable(pages, device, is_copy=config.cuda_graphs or not on_cpu)
-    given = (ops, config, ledger, table)
+    parts = EngineParts(ops, config, ledger, table, ring)
     if config.cuda_graphs:
         prompts = Prompts(config, session, device)
-        captured = Captured(*given, session, session, ring)
+        captured = Captured(parts, session, session)
         if device.type == "cuda":
-            capture(captured, prompts, device, held, report)
-        return AllSteps(ops, ledger, table, captured, EagerSteps(*given, prompts, session, ring), prompts)
+            capture(captured, prompts, held, report)
+        return AllSteps(ops, ledger, table, captured, EagerSteps(parts, prompts, session), prompts)
     whole, recordings = None, getattr(session, "recordings", [])  # none where tests stand for a session
     if recordings:
         from hemiola.runtime.step.recorded import Recorded  # numba is not needed elsewhere
 
-        whole = Recorded(*given, recordings, ring, storage.poison, getattr(session, "ranks", None))
-    return AllSteps(ops, ledger, table, whole, EagerSteps(*given, session, session, ring), session)
+        whole = Recorded(parts, recordings, storage.poison, getattr(session, "ranks", None))
+    return AllSteps(ops, ledger, table, whole, EagerSteps(parts, session, session), session)
 
 
-def capture(
-    captured: Captured, prompts: Prompts, device: torch.device, held: ExitStack, report: Report
-) -> None:
+def capture(captured: Captured, prompts: Prompts, held: ExitStack, report: Report) -> None:
     """Graphs of all sizes, in one pool: a step begins when the results of the one before have been read."""
     report("measuring steps of prompts", 0, 0)
     prompts.drop_long_ones()
-    largest_first, said = prompts.sizes[::-1], partial(report, "capturing graphs of prompts")
-    trunks = Graphs(prompts.step, largest_first, prompts.sizes, device, report=said)
+    trunks = prompts.capture(partial(report, "capturing graphs of prompts"))
     held.callback(trunks.close)
-    said = partial(report, "capturing graphs of decode steps")
-    steps = Graphs(captured.step, captured.buckets, captured.warm, device, trunks.pool, said)
+    steps = captured.capture(trunks.pool, partial(report, "capturing graphs of decode steps"))
     held.callback(steps.close)
-    prompts.replay, captured.run = trunks.replay, steps.replay

@@ -16,6 +16,7 @@ from kit.stranger import all_places, put
 from hemiola.builder import build as module
 from hemiola.builder.build import build
 from hemiola.builder.options import Options
+from hemiola.builder.tokenizer import copy_tokenizer
 from hemiola.runtime.errors import Refused
 
 HUGE = 10**400
@@ -149,7 +150,7 @@ def test_an_odd_chat_template_is_a_traceback(template: object, reason: str, tmp_
     (tmp_path / "out").mkdir()
     if reason:
         with pytest.raises(Refused, match=reason):
-            module._copy_tokenizer(source, tmp_path / "out" / "tokenizer")
+            copy_tokenizer(source, tmp_path / "out" / "tokenizer")
     else:
-        module._copy_tokenizer(source, tmp_path / "out" / "tokenizer")
+        copy_tokenizer(source, tmp_path / "out" / "tokenizer")
         assert not (tmp_path / "out" / "tokenizer" / "chat_template.jinja").exists()

@@ -9,9 +9,10 @@ import torch
 from kit.ops import Subject, int32, row
 
 from hemiola.builder.targets.trt.ahead import Memory, Sized, plan, ways
+from hemiola.builder.targets.trt.dims import Dim
 from hemiola.builder.targets.trt.ptx import Ahead, PtxKernel
-from hemiola.builder.targets.trt.terms import Dim, Term, evaluate
 from hemiola.plugins.gpu.device import Gpu
+from hemiola.plugins.sizes import FreeSize, evaluate
 from hemiola.plugins.spec import Arg, Op
 
 MOST = {"T": 256, "N": 8, "W": 64, "S": 9, "Z": 200}  # sizes of the largest step, by letter
@@ -114,7 +115,11 @@ def interpreted(op: Op, *values: Any) -> tuple[torch.Tensor, ...]:
         if isinstance(value, str):
             return tensors[value]
         return (
-            torch.empty(0) if value is None else evaluate(value, sizes) if isinstance(value, Term) else value
+            torch.empty(0)
+            if value is None
+            else evaluate(value, sizes)
+            if isinstance(value, FreeSize)
+            else value
         )
 
     for launch in own.launches:

@@ -31,7 +31,7 @@ from hemiola.runtime.device.head import Head
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, Session
 from hemiola.runtime.device.transfer import upload_ints
-from hemiola.runtime.llm import make_loop, prefix_cost
+from hemiola.runtime.open import make_loop, prefix_cost
 from hemiola.runtime.schedule.plan import Launched, Outcome, Plan, Row
 from hemiola.runtime.schedule.request import Bounds, Request
 from hemiola.runtime.step.bucket import Bucket

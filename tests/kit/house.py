@@ -10,7 +10,7 @@ from kit.hand import Hand
 from kit.proposers import shuffled
 
 from hemiola.runtime.cache.eviction import Cost
-from hemiola.runtime.llm import make_loop
+from hemiola.runtime.open import make_loop
 from hemiola.runtime.schedule.request import Bounds, Request
 
 NUM_WORDS = 4

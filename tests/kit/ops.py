@@ -263,7 +263,7 @@ def _table(op: str) -> ModuleType:
     return made
 
 
-_TABLES = {name: _table(name) for name, op in OPS.items() if not op.is_fusion}
+_TABLES = {name: _table(name) for name, op in OPS.items() if not op.ending}
 SUBJECTS: dict[str, list[Subject]] = {name: table.SUBJECTS for name, table in _TABLES.items()}
 ALL = [subject for same_op in SUBJECTS.values() for subject in same_op]
 AHEAD: dict[str, Subject] = {n: table.AHEAD for n, table in _TABLES.items() if hasattr(table, "AHEAD")}

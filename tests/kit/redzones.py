@@ -20,8 +20,8 @@ from hemiola.plugins.cpu.jit import CFunction, helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.moves import poison
 from hemiola.plugins.cpu.simd import get_int, put_int, put_long
-from hemiola.plugins.cpu.sizes import FreeSize, Number
 from hemiola.plugins.cpu.team import MEMBER_WORDS, MEMBERS, SCRATCH, Crew, Team
+from hemiola.plugins.sizes import FreeSize, Number
 from hemiola.runtime.device import lower, memory
 from hemiola.runtime.step import ledger, recorded
 

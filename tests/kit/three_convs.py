@@ -14,20 +14,18 @@ from hemiola.builder.lazy import join
 from hemiola.builder.models import qwen
 from hemiola.builder.models.layers import (
     Conv,
-    Draft,
     Embedding,
     Kit,
     Linear,
     Norm,
-    Parts,
     Residual,
     Rope,
     Step,
     SwigluMlp,
-    Trunk,
     slot_states,
     zeros,
 )
+from hemiola.builder.models.segments import Draft, Parts, Trunk
 from hemiola.runtime.manifest import Limits, State
 
 ARCHITECTURE = "ThreeConvsForCausalLM"

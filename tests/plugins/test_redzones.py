@@ -8,8 +8,8 @@ from hemiola.plugins.cpu import kernel
 from hemiola.plugins.cpu.code import EAGER, Recorder
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import get, get_int, put, put_int
-from hemiola.plugins.cpu.sizes import FreeSize
 from hemiola.plugins.cpu.steps import RecordedStep
+from hemiola.plugins.sizes import FreeSize
 
 NUM = 10
 OUTSIDE = pytest.mark.parametrize("place", [-256, -1, NUM, NUM + 255])

@@ -13,8 +13,8 @@ from hemiola.plugins.cpu.code import Case, Recorder, View, code_of, lines
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.moves import SUM, combine, concatenate, gather
 from hemiola.plugins.cpu.simd import get_int, put_int, put_long
-from hemiola.plugins.cpu.sizes import FreeSize, Number, ceil_div, evaluate, least, most
 from hemiola.plugins.cpu.steps import RecordedStep, _lives, _plan, _room, num_calls, run_all
+from hemiola.plugins.sizes import FreeSize, Number, ceil_div, evaluate, least, most
 
 T, N = FreeSize("T"), FreeSize("N")
 

@@ -18,7 +18,7 @@ from oracle import Oracle
 from hemiola.builder.build import Options, build
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.cli.main import main
-from hemiola.runtime.llm import make_loop
+from hemiola.runtime.open import make_loop
 from hemiola.runtime.schedule.request import Bounds
 from hemiola.runtime.text import Text
 

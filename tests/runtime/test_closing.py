@@ -16,7 +16,7 @@ import torch
 from kit.gpu_double import gpu_double
 from torch.fx import Node
 
-from hemiola.runtime import llm as llms
+from hemiola.runtime import open as opening
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.device.graphs import Graphs
 from hemiola.runtime.errors import Failed, Refused
@@ -113,7 +113,7 @@ def test_an_engine_that_does_not_open_keeps_no_tensor(
         made.extend(watch.new())
         raise Refused("other", said="no")
 
-    monkeypatch.setattr(llms, "Outbox", fails)
+    monkeypatch.setattr(opening, "Outbox", fails)
     with pytest.raises(Refused) as error:
         LLM(engine_dir)
     assert len(made) > 50 and shapes(made) == shapes(watch.new()) == []
@@ -126,8 +126,8 @@ def test_what_fails_behind_an_error_of_opening_does_not_take_its_place(
     def fails(*given: object) -> None:
         raise Refused("other", said="lower max_rows")
 
-    monkeypatch.setattr(llms, "Outbox", fails)
-    monkeypatch.setattr(llms, "give_back", lambda device: 1 // 0)
+    monkeypatch.setattr(opening, "Outbox", fails)
+    monkeypatch.setattr(opening, "give_back", lambda device: 1 // 0)
     with pytest.raises(Refused, match="lower max_rows"):
         LLM(engine_dir)
     assert "could not give all of its memory back" in caplog.text
@@ -138,7 +138,7 @@ def test_errors_of_the_caller_keep_their_frames(engine_dir: Path, monkeypatch: p
         mine = 5
         raise ValueError(mine)
 
-    monkeypatch.setattr(llms, "Outbox", lambda *given: 1 // 0)
+    monkeypatch.setattr(opening, "Outbox", lambda *given: 1 // 0)
     try:
         caller()
     except ValueError as error:

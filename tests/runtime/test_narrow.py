@@ -5,7 +5,7 @@ Here bf16 changes no greedy token of these short texts; where it does, another t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +56,7 @@ def on_cpu(look: Instead, monkeypatch: pytest.MonkeyPatch) -> None:
     def bind(
         op: Op, form: str, sizes: Sequence[int], layouts: Mapping[str, object] | None = None
     ) -> Callable[..., Any]:
-        launcher = getattr(import_module(f"hemiola.plugins.{op.name}.{form}"), op.name)
+        launcher = partial(op.function(form), **op.named({}))
 
         def run(*values: Any) -> Any:
             with launches(look):

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hemiola.builder.targets.trt.terms import Dim, Number, number
+from hemiola.builder.targets.trt.dims import Dim, number
 from hemiola.plugins.gpu.device import Gpu, built_for
 from hemiola.plugins.gpu.launch import Block, Kernel, Values, launches
+from hemiola.plugins.sizes import Number
 
 MADE = {torch.empty: None, torch.zeros: 0, torch.ones: 1, torch.Tensor.new_empty: None}
 
@@ -39,7 +40,7 @@ class Launch(NamedTuple):
 
     kernel: Kernel
     grid: tuple[Number, ...]
-    values: tuple[Any, ...]  # by parameter: a tensor's name, a number or a Term; None: an empty tensor
+    values: tuple[Any, ...]  # by parameter: a tensor's name, a number or a FreeSize; None: an empty tensor
     constants: dict[str, Any]
     sample: Values  # as the kernel is called in the largest step
 

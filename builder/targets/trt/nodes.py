@@ -13,8 +13,8 @@ from hemiola.builder.graph import Graph
 from hemiola.builder.targets.kernels import UNNAMED_GPU, Node, Tensor, nodes_of, triton_in_one_line
 from hemiola.builder.targets.torch import Job
 from hemiola.builder.targets.trt.ahead import LaunchPlan, NotAhead, Sized
+from hemiola.builder.targets.trt.dims import Dim
 from hemiola.builder.targets.trt.ptx import Ahead, ahead
-from hemiola.builder.targets.trt.terms import Dim
 from hemiola.plugins import OPS
 from hemiola.plugins.gpu.compile import without_lines
 from hemiola.plugins.gpu.device import Gpu

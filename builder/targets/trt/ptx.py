@@ -14,10 +14,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from hemiola.builder.targets.trt.ahead import Launch, LaunchPlan, Memory, NotAhead, Sized, plan, ways
-from hemiola.builder.targets.trt.terms import Dim, Number, Term, letters_of, places_of
+from hemiola.builder.targets.trt.dims import Dim, places_of
 from hemiola.plugins.gpu.compile import Compiled, TooLarge, call_of, compile_call
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import ONE, Call
+from hemiola.plugins.sizes import FreeSize, Number, names_of
 from hemiola.plugins.spec import Op
 
 MOST_SHARED = 48 * 1024  # bytes that a launch may have without asking the driver, which TensorRT may not do
@@ -35,7 +36,7 @@ class PtxKernel(NamedTuple):
     shared: int  # bytes
     grid: tuple[Number, ...]  # three
     inputs: tuple[str, ...]
-    ints: tuple[Term, ...]
+    ints: tuple[FreeSize, ...]
     outputs: tuple[str, ...]  # first what it makes; then inputs, each where it came in
 
     def made(self) -> tuple[str, ...]:
@@ -73,7 +74,7 @@ def entries(own: LaunchPlan, mutated: Collection[str], op: str, capability: int)
         tensors = dict.fromkeys(value for value in launch.values if isinstance(value, str))
         inputs = [name for name in tensors if name in ready]
         made = [name for name in tensors if name not in ready]
-        ints = tuple(dict.fromkeys(value for value in launch.values if isinstance(value, Term)))
+        ints = tuple(dict.fromkeys(value for value in launch.values if isinstance(value, FreeSize)))
         grid = (*launch.grid, 1, 1)[:3]
         sizes = [*grid, *ints, *(size for name in made for size in own.memory[name].shape)]
         inputs += _lenders(sizes, inputs, own.memory)
@@ -85,7 +86,7 @@ def entries(own: LaunchPlan, mutated: Collection[str], op: str, capability: int)
 
 def _lenders(sizes: list[Number], inputs: list[str], memory: dict[str, Memory]) -> Iterator[str]:
     """Tensors that the kernel does not read, for the sizes that only they have."""
-    wanted = set().union(*map(letters_of, sizes))
+    wanted = set().union(*map(names_of, sizes))
     for name in inputs:
         wanted -= set(places_of(memory[name].shape))
     for name, own in memory.items():
@@ -103,7 +104,7 @@ def _entry(
     capability: int,
     grid: tuple[Number, ...],
     inputs: tuple[str, ...],
-    ints: tuple[Term, ...],
+    ints: tuple[FreeSize, ...],
     outputs: tuple[str, ...],
     memory: dict[str, Memory],
 ) -> PtxKernel:
@@ -146,7 +147,7 @@ def rewritten(
     name: str,
     values: list[Any],
     inputs: tuple[str, ...],
-    ints: tuple[Term, ...],
+    ints: tuple[FreeSize, ...],
     outputs: tuple[str, ...],
 ) -> str:
     """The same code with other parameters. `values` are the old ones'; behind them stand two of Triton's."""
@@ -163,7 +164,7 @@ def rewritten(
         before: known[value]
         if isinstance(value, str)
         else counts[value]
-        if isinstance(value, Term)
+        if isinstance(value, FreeSize)
         else value
         for before, value in zip(old, values, strict=False)
     }

@@ -8,8 +8,9 @@ from importlib import import_module
 from typing import Any
 
 from hemiola.builder.targets.trt.ahead import Memory
+from hemiola.builder.targets.trt.dims import places_of
 from hemiola.builder.targets.trt.ptx import PtxKernel
-from hemiola.builder.targets.trt.terms import evaluate, places_of
+from hemiola.plugins.sizes import CEIL_DIV, OPERATIONS, evaluate
 from hemiola.runtime.device.segments.tensorrt_ops import DOMAIN, DTYPES, signed
 
 _registered: set[str] = set()
@@ -74,7 +75,8 @@ def _numbers(
         for name, tensor in zip(entry.inputs, tensors, strict=True)
         for letter, place in places_of(memory[name].shape).items()
     }
-    return lambda value: evaluate(value, sizes, trtp.ShapeExpr, trtp.cdiv)
+    operations = {**OPERATIONS, CEIL_DIV: trtp.cdiv}
+    return lambda value: evaluate(value, sizes, trtp.ShapeExpr, operations)
 
 
 def _tensors(entry: PtxKernel, trtp: Any) -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from hemiola.plugins.cpu.code import Operand, code_of
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import f32, get, get_int, get_long, put_int, put_long
-from hemiola.plugins.cpu.sizes import Number
+from hemiola.plugins.sizes import Number
 from hemiola.plugins.step.compiled import LINE, NUM_DRAFTS, SLOT, TOKEN, count, known, length, set_length
 from hemiola.plugins.step.plan import ACCEPTED, BROKEN, COMMITTED, DRAFTS, EDGE, JUDGED, TOTAL
 

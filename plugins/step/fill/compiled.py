@@ -5,7 +5,7 @@ import torch
 from hemiola.plugins.cpu.code import Operand, code_of
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import get_int, put_int, put_long
-from hemiola.plugins.cpu.sizes import Number
+from hemiola.plugins.sizes import Number
 from hemiola.plugins.step.compiled import (
     LINE,
     NUM_DRAFTS,

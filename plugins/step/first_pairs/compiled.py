@@ -7,7 +7,7 @@ from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.moves import move
 from hemiola.plugins.cpu.simd import f32, get_int, put, put_int, put_long
-from hemiola.plugins.cpu.sizes import Number
+from hemiola.plugins.sizes import Number
 from hemiola.plugins.step.compiled import (
     DRAFT,
     OWED,

@@ -3,7 +3,7 @@
 from hemiola.plugins.cpu.code import Operand, code_of
 from hemiola.plugins.cpu.kernel import Kernel
 from hemiola.plugins.cpu.simd import get_long, put_int
-from hemiola.plugins.cpu.sizes import Number
+from hemiola.plugins.sizes import Number
 from hemiola.plugins.step.compiled import DRAFT, ROOM, SLOT, count, known, length
 from hemiola.plugins.step.plan import TOTAL
 

@@ -63,7 +63,7 @@ def nodes_in(dtype: torch.dtype, tiny_checkpoint: Get) -> list[kernels.Node]:
         for name, segment in (("trunk", model.trunk), ("draft", model.draft)):
             assert segment is not None
             graph = export(model, name, LIMITS)
-            fuse(graph, model.weights(segment))
+            fuse(graph, model.weights(segment), "cuda")
             found |= set(kernels.nodes_of(graph))
     assert {node.op for node in found} == set(ON_GPUS)
     return sorted(found, key=repr)
@@ -71,7 +71,7 @@ def nodes_in(dtype: torch.dtype, tiny_checkpoint: Get) -> list[kernels.Node]:
 
 @cache
 def covered(node: kernels.Node, capability: int) -> set[Call]:
-    return calls_of(node.op, node.arguments, node.most(LIMITS), Gpu(capability, 132))
+    return calls_of(OPS[node.op], node.arguments, node.most(LIMITS), Gpu(capability, 132))
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -81,7 +81,7 @@ def test_whatever_a_step_is_like_its_kernels_are_among_those_compiled(
 ) -> None:
     """Of any size, on any GPU of the architecture."""
     rng = random.Random(op)
-    launcher = getattr(import_module(f"hemiola.plugins.{op}.cuda"), op)
+    launcher = OPS[op].bind("cuda", ())
     for node in (node for node in nodes if node.op == op):
         most = node.most(LIMITS)
         for _ in range(40):
@@ -137,7 +137,7 @@ def test_every_kernel_is_compiled_for_every_architecture(arch: str, nodes: list[
     major, minor = ARCHS[arch].capability or (0, 0)
     capability = 10 * major + minor
     calls = entries(nodes, capability)
-    own = {op for op in OPS if find_spec(f"hemiola.plugins.{op}.triton")}  # others launch an op's that has
+    own = {op.name for op in OPS.values() if not op.ending and find_spec(f"hemiola.plugins.{op.name}.triton")}
     around = {op.name for op in STEP_OPS.values() if find_spec(f"hemiola.plugins.{op.name}.triton")}
     between = {"gpu.clock"} | around
     assert {call.kernel.rpartition(".")[0] for call in calls} == own | between
@@ -218,7 +218,7 @@ def attention_of(
 def test_prompts_have_a_kernel_of_their_own_on_sm_90(capability: int, other: dict) -> None:
     """Whatever a step is like, it is among those compiled; it waits for kernels before it."""
     rng, most = random.Random(0), Size(700, 40, 64)
-    calls = calls_of("attention", lambda size: attention_of(size, **other), most, Gpu(capability, 132))
+    calls = calls_of(OPS["attention"], lambda size: attention_of(size, **other), most, Gpu(capability, 132))
     launcher = import_module("hemiola.plugins.attention.cuda").attention
     for _ in range(200):
         size = Size(*(min(int(2 ** rng.uniform(0, 11)), limit) for limit in most))
@@ -238,7 +238,7 @@ def test_products_of_an_engine_in_fp32_are_not_of_tf32(arch: str, tiny_checkpoin
     major, minor = ARCHS[arch].capability or (0, 0)
     calls: dict[str, Call] = {}
     for node in nodes_in(torch.float32, tiny_checkpoint):
-        if node.op in ("attention", "delta", "fused_linear", "linear", "linear_argmax", "mamba2", "moe"):
+        if OPS[node.op].folder in ("attention", "delta", "linear", "mamba2", "moe"):
             calls |= {call.kernel: call for call in covered(node, 10 * major + minor)}
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda call: compile.compile_call(call, 10 * major + minor), calls.values()))

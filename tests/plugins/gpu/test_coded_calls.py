@@ -2,7 +2,6 @@
 
 import random
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from hemiola.plugins import OPS
 from hemiola.plugins.gpu.compile import compile_call
 from hemiola.plugins.gpu.cover import calls_at, calls_of
 from hemiola.plugins.gpu.device import Gpu
@@ -18,7 +18,6 @@ from hemiola.plugins.gpu.lines import pack_lines
 from hemiola.plugins.gpu.sizes import Size
 from hemiola.plugins.gpu.words import pack_words
 from hemiola.plugins.groups import Layout, WeightGroup
-from hemiola.plugins.spec import named_layouts
 
 OUTPUTS, INPUTS, EXPERTS, SLOTS = 96, 320, 8, 2
 MOST = Size(2000, 64, 9)
@@ -41,39 +40,41 @@ def arguments(op: str, layout: Layout, dtype: torch.dtype, size: Size) -> list[A
     x, pack = made(size.tokens, INPUTS, dtype=dtype), pack_lines if layout.inputs else pack_words
     weight, none = pack(WeightGroup.empty(layout, (OUTPUTS, INPUTS))), made(0, dtype=dtype)
     match op:
-        case "linear" | "linear_argmax":
+        case "linear":
+            return [x, weight, none, OUTPUTS, made(len(x), OUTPUTS, dtype=dtype)]
+        case "linear_argmax" | "linear_swiglu":
             return [x, weight, made(OUTPUTS, dtype=dtype), OUTPUTS]
-        case "fused_linear":
-            return [x, weight, none, made(len(x), OUTPUTS // 2, dtype=dtype), "swiglu", OUTPUTS // 2, OUTPUTS]
     up = pack(WeightGroup.empty(layout, (EXPERTS, 2 * OUTPUTS, INPUTS)))
     down = pack(WeightGroup.empty(layout, (EXPERTS, INPUTS, OUTPUTS)))
     ids, shares = made(len(x), SLOTS, dtype=torch.int32), made(len(x), SLOTS, dtype=torch.float32)
     return [x, ids, shares, up, down, "swiglu", OUTPUTS]
 
 
-def named(op: str, layout: Layout) -> dict[str, Layout]:
-    return named_layouts(dict.fromkeys(("up", "down") if op == "moe" else ("weight",), layout))
+def layouts_of(op: str, layout: Layout) -> dict[str, Layout]:
+    return dict.fromkeys(("up", "down") if op == "moe" else ("weight",), layout)
 
 
 def compiled(op: str, layout: Layout, dtype: torch.dtype, capability: int) -> set[Call]:
     given = partial(arguments, op, layout, dtype)
     form = "e4m3" if layout.inputs else "coded"
-    return calls_of(op, given, MOST, Gpu(capability, 132), form, named(op, layout))
+    return calls_of(OPS[op], given, MOST, Gpu(capability, 132), form, layouts_of(op, layout))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form, capability", [("coded", 80), ("coded", 90), ("e4m3", 89)])
-@pytest.mark.parametrize("op", ["linear", "fused_linear", "linear_argmax", "moe"])
+@pytest.mark.parametrize("op", ["linear", "linear_swiglu", "linear_argmax", "moe"])
 def test_whatever_a_step_is_like_its_kernels_are_compiled(
     op: str, form: str, capability: int, dtype: torch.dtype
 ) -> None:
-    rng, launcher = random.Random(op), getattr(import_module(f"hemiola.plugins.{op}.{form}"), op)
+    rng, num = random.Random(op), len(OPS[op].args) + len(OPS[op].attrs)
     for layout in FORMS[form]:
         found = compiled(op, layout, dtype, capability)
         for _ in range(20):
             size = Size(min(int(2 ** rng.uniform(0, 11)), MOST.tokens), 1, 1)
             gpu, given = Gpu(capability, rng.randrange(20, 200)), arguments(op, layout, dtype, size)
-            assert calls_at(launcher, gpu, *given, **named(op, layout)) <= found, size
+            sizes = [value for value in given[num:] if isinstance(value, int)]
+            bound = OPS[op].bind(form, sizes, layouts_of(op, layout))
+            assert calls_at(bound, gpu, *given[:num], *given[num + len(sizes) :]) <= found, size
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:3:2], ids=str)

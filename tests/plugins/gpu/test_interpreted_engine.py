@@ -38,7 +38,7 @@ class Trunk:
         opened = Checkpoint(checkpoint, narrow_inputs=narrow_inputs)
         model = models.load(opened, ops, dtype=torch.float32, **sizes)
         graph = export(model, "trunk", LIMITS)
-        own = fuse(graph, model.weights(model.trunk))
+        own = fuse(graph, model.weights(model.trunk), "cuda")
         nodes, weights = choose_forms(graph, own, "cuda")
         self._program = copy.deepcopy(graph.program.graph_module)
         layouts = {name: str(lazy.layout) for name, lazy in own.items() if lazy.layout}

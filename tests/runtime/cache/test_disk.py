@@ -341,7 +341,7 @@ import json, sys, weakref
 from kit.fake_session import VOCAB, FakeSession, resolved
 from kit.hand import Hand
 from hemiola.runtime.cache.eviction import Cost
-from hemiola.runtime.llm import make_loop
+from hemiola.runtime.open import make_loop
 from hemiola.runtime.schedule.request import Bounds
 changes, text = map(json.loads, sys.argv[1:])
 config = resolved(**changes)

@@ -25,7 +25,8 @@ from hemiola.runtime.cli.bench import parse_variant
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.extra import install
-from hemiola.runtime.llm import LLM, make_loop
+from hemiola.runtime.llm import LLM
+from hemiola.runtime.open import make_loop
 from hemiola.runtime.schedule.request import Bounds
 
 VLLM_KEYS = [

@@ -24,7 +24,7 @@ Get = Callable[..., Path]
 
 
 FORMS = [(op, form) for op in (*OPS.values(), *STEP_OPS.values()) for form in op.forms]
-NAMES = (*(f"{op.name}.{form.name}" for op, form in FORMS if form.device == "cuda"), "gpu.clock.cuda")
+NAMES = (*(f"{op.folder}.{form.name}" for op, form in FORMS if form.device == "cuda"), "gpu.clock.cuda")
 
 
 def every_kernel() -> list[Kernel]:

@@ -13,7 +13,7 @@ from kit.harness import Harness
 from kit.ops import next_edge
 from torch.fx import GraphModule, Node
 
-from hemiola.plugins.cpu.sizes import evaluate
+from hemiola.plugins.sizes import evaluate
 from hemiola.runtime import manifest
 from hemiola.runtime.device import lower
 from hemiola.runtime.device.program import load_program

@@ -13,7 +13,7 @@ from kit.engine_hand import EngineHand, Wanted
 from hemiola.runtime.cache import moves
 from hemiola.runtime.cache.packed import MAGIC, START
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.llm import packed_form
+from hemiola.runtime.open import packed_form
 from hemiola.runtime.schedule.carrier import Carrier
 
 SIZES = {"max_rows": 2, "max_len": 6 * B, "num_pages": 2 * 6 + 1, "num_snapshots": 4, "snapshot_interval": B}

@@ -19,7 +19,7 @@ from hemiola.plugins.rows import live_rows
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.errors import Failed, Refused
-from hemiola.runtime.llm import make_loop
+from hemiola.runtime.open import make_loop
 from hemiola.runtime.schedule import loop
 from hemiola.runtime.schedule.request import Bounds, new_request
 from hemiola.runtime.step.program import Batch

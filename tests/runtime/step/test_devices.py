@@ -20,7 +20,7 @@ from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.choose import rules
 from hemiola.runtime.device.graphs import Stage
 from hemiola.runtime.device.session import Computed
-from hemiola.runtime.llm import make_loop
+from hemiola.runtime.open import make_loop
 from hemiola.runtime.schedule import loop
 from hemiola.runtime.schedule.plan import Outcome, Plan
 from hemiola.runtime.schedule.request import Bounds, new_request

@@ -17,8 +17,9 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from hemiola.builder.targets.trt import ptx
 from hemiola.builder.targets.trt.ahead import NotAhead, plan
-from hemiola.builder.targets.trt.terms import Dim, evaluate, number
+from hemiola.builder.targets.trt.dims import Dim, number
 from hemiola.plugins.gpu.device import Gpu
+from hemiola.plugins.sizes import evaluate
 from hemiola.runtime.arch import ARCHS
 
 GPUS = [name for name, arch in ARCHS.items() if arch.device == "cuda"]
