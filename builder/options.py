@@ -4,10 +4,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from hemiola.plugins.ranks import SIZES
 from hemiola.runtime.api import Strict
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import MOST_STEP_TOKENS, KvDtype
+from hemiola.runtime.options import MOST_STEP_TOKENS, KvDtype
 
 
 class Options(Strict):
@@ -94,6 +93,8 @@ class Options(Strict):
     @field_validator("tp")
     @classmethod
     def _known_size(cls, value: int) -> int:
+        from hemiola.plugins.ranks import SIZES  # torch takes seconds; --help should not
+
         if value not in SIZES:
             raise Refused("out_of_range", "tp", value, way_out="give 1, 2, 4 or 8")
         return value

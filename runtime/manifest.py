@@ -31,6 +31,7 @@ from hemiola.runtime.engine_files import check_files, check_regular
 from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.fields import refused_by
 from hemiola.runtime.json_file import parse_json, read_text
+from hemiola.runtime.options import MOST_STEP_TOKENS, KvDtype
 
 FORMAT = 11
 FILE = "manifest.json"
@@ -39,20 +40,9 @@ NEXT = ".next"  # behind a state's name: what it is after the step
 GROUP = "group"  # the weight that stands in no file: who the ranks are (plugins/ranks.py)
 HIDDEN = "mtp.hidden"  # the state in which an MTP head finds the trunk's hidden states
 PTX = "ptx"  # the form of an op whose kernels TensorRT has in its own engine
-KvDtype = Literal[  # plugins/attention/pages.py
-    "auto",
-    "fp8",
-    "turboquant_k8v4",
-    "turboquant_4bit_nc",
-    "turboquant_k3v4_nc",
-    "turboquant_3bit_nc",
-]
 NARROW = {"float8_e4m3fn", "uint8"}  # dtypes of pages alone
 Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]
 MOST_BYTES = 2**26  # of a manifest; one of 100 layers and 7 architectures has some 2**21
-# The longest text of the models here in one piece. Twice as many would fit no launch on a GPU: of conv's
-# programs, 65,535 at most, each has 8 tokens.
-MOST_STEP_TOKENS = 2**18
 MOST_PAGES = 2**24  # that all rows of a step can name, and so the entries of a table on the host
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hemiola.runtime.api import Metrics, Piece, SamplingParams
-from hemiola.runtime.cli.generate import LONE_REQUEST, NOT_OF_ONE_ANSWER
+from hemiola.runtime.cli.generate import LONE_REQUEST, NOT_OF_ONE_ANSWER, opened
 from hemiola.runtime.cli.options import given, only_engine, options_of, takes, utf8
-from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.options import ServeConfig
 
 if TYPE_CHECKING:  # torch takes seconds; --help should not
     from hemiola.runtime.llm import LLM
@@ -34,11 +34,9 @@ def chat(
     **options: Any,
 ) -> None:
     """Talk to a model: a message a line, answers as they come. /help lists the commands."""
-    from hemiola.runtime.llm import LLM
-
     params = SamplingParams(**DEFAULTS | given(SamplingParams, options))
     folder = only_engine(engine_dir, engine)
-    with LLM(folder, progress=True, **LONE_REQUEST, **given(ServeConfig, options)) as llm, interruptible():
+    with opened(folder, given(ServeConfig, options)) as llm, interruptible():
         Conversation(llm, params, system).run()
 
 

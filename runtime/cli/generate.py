@@ -2,16 +2,21 @@
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.cli.options import engine_and_rest, given, not_utf8, options_of, takes, utf8
-from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Failed, Refused, shown
+from hemiola.runtime.options import ServeConfig
+from hemiola.runtime.progress import show
+
+if TYPE_CHECKING:  # torch takes seconds; --help should not
+    from hemiola.runtime.llm import LLM
 
 LONE_REQUEST = {"max_rows": 1}
 DEFAULTS: dict[str, Any] = {"max_tokens": 128}
@@ -36,19 +41,29 @@ def generate(
     **options: Any,
 ) -> None:
     """Stream one answer to stdout; counts and speed go to stderr."""
-    from hemiola.runtime.llm import LLM
-
     params = SamplingParams(**DEFAULTS | given(SamplingParams, options))
     folder, texts = engine_and_rest(engine_dir, engine, text)
     asked = _read_prompt([*texts, *([] if prompt is None else [prompt])], prompt_ids, prompt_file)
     if chat and prompt_ids is not None:
         said = "--chat needs a prompt as text"
         raise Refused("conflict", "chat", said=said, way_out="drop it, or give --prompt TEXT")
-    with LLM(folder, progress=True, **LONE_REQUEST, **given(ServeConfig, options)) as llm:
+    with opened(folder, given(ServeConfig, options)) as llm:
         if chat:
             asked = llm.chat_text([{"role": "user", "content": asked}])
         last = _show(llm.stream(asked, params), as_ids=prompt_ids is not None)
     _report(last)
+
+
+@contextmanager
+def opened(engine_dir: Path, options: dict[str, Any]) -> Iterator["LLM"]:
+    """An LLM for one request at a time. It is shown what is waited for, the import of torch first."""
+    with show(True) as display:
+        display("starting", 0, 0)
+        from hemiola.runtime.llm import LLM
+
+        llm = LLM(engine_dir, progress=display, **LONE_REQUEST, **options)
+    with llm:
+        yield llm
 
 
 def _show(pieces: Iterable[Piece], as_ids: bool) -> Piece:

@@ -32,6 +32,14 @@ sys.argv[:3] = [module]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
+WITHOUT_TORCH = """
+import sys
+from importlib import import_module
+sys.modules["torch"] = None
+main = import_module(sys.argv.pop(1)).main
+main()
+"""
+
 
 def in_a_shell(*arguments: str, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -77,8 +85,9 @@ def test_every_sampling_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatc
     asked: list[SamplingParams] = []
 
     class FakeLlm:
-        def __init__(self, engine_dir: Path, **options: object) -> None:
-            assert options == {"progress": True, "max_rows": 1, "prefix_cache": False}
+        def __init__(self, engine_dir: Path, *, progress: Callable, **options: object) -> None:
+            progress("reading programs", 0, 0)
+            assert options == {"max_rows": 1, "prefix_cache": False}
 
         def __enter__(self) -> "FakeLlm":
             return self
@@ -156,6 +165,33 @@ def test_help_cuts_no_name_in_a_terminal_of_80_columns(
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
     missing = [name for name in fields if f"--{name.replace('_', '-')}" not in shown]
     assert missing == (["max_rows"] if command == "generate" else [])
+
+
+@pytest.mark.parametrize(
+    "words", ["hemiola.runtime generate --help", "hemiola.runtime chat -h", "hemiola.builder --help"]
+)
+def test_help_waits_for_torch(words: str) -> None:
+    """And so did a shell that completes an option: for seconds."""
+    module, *arguments = words.split()
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, f"{module}.__main__", *arguments],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0 and "--engine-dir" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("words", ["generate engine prompt", "chat engine"])
+def test_a_command_is_silent_while_torch_is_imported(words: str) -> None:
+    terminal, end = os.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "hemiola.runtime.__main__", *words.split()],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}, timeout=300,
+        stdin=subprocess.DEVNULL, stderr=end,
+    )  # fmt: skip
+    os.close(end)
+    with open(terminal, "rb", buffering=0) as screen:
+        said = screen.read(65536)
+    assert done.returncode == 2 and b"starting" in said and b"needs torch" in said, said
 
 
 def test_help_cuts_no_sentence_about_a_command_at_80_columns(
