@@ -173,6 +173,9 @@ REFUSED = {
     "another edge": (changed("edge", B), "conflict", "packed has other tensors"),
     "another kind": (changed("kind", "x"), "malformed", "another header"),
     "a salt of numbers": (changed("cache_salt", 7), "malformed", "another header"),
+    "a salt that is no text": (changed("cache_salt", "\ud800"), "malformed", "cache_salt"),
+    "a salt that is too long": (changed("cache_salt", "x" * 2000), "malformed", "cache_salt"),
+    "every second byte": (lambda packed: memoryview(packed)[::2], "wrong_type", "contiguous"),
     "a new field": (changed("color", "red"), "conflict", "packed has other color"),
     "another name": (changed("tensors", lambda own: [["x", *own[0][1:]], *own[1:]]), "conflict", "\\['x', "),
     "another dtype": (
