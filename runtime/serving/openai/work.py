@@ -25,6 +25,7 @@ class Work(NamedTuple):
 
     async def take(self, found: Found) -> None:
         for index, piece in found:
+            self.reply.count(index, piece)
             self.choices[index].take(piece)
 
     @property
