@@ -254,6 +254,22 @@ def test_a_host_without_room_refuses_and_loses_nothing(
         pack(taker, text[: 2 * B])
 
 
+def test_an_engine_that_rests_while_a_prefix_is_written_is_lost(ready: Make, wanted: Wanted) -> None:
+    """Its audit knew nothing of a page that is held, and an assert ended the engine."""
+    giver, taker, text = ready("qwen3_5", "mtp"), ready("qwen3_5", "mtp"), wanted.story("qwen3_5")
+    ask(giver, text[: 4 * B + 1], text[4 * B + 1 : 4 * B + 3])
+    carrier(taker).unpack(pack(giver, text[:B]))
+    own = carrier(taker)
+
+    def visit(act: Callable) -> object:
+        taker.loop._idle()
+        return act(taker.loop.scheduler.prefix)
+
+    own._visit = visit
+    assert own.unpack(pack(giver, text[: 4 * B])) == 4 * B
+    taker.loop._idle()
+
+
 def test_an_import_across_a_reset_is_refused(moved: tuple[EngineHand, bytes]) -> None:
     taker, packed = moved
     prefix, own = taker.loop.scheduler.prefix, carrier(taker)
