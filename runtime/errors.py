@@ -47,7 +47,7 @@ CODES: tuple[Code, ...] = get_args(Code)
 
 def one_line(error: object) -> str:
     """What somebody else said, for a line of ours. Libraries repeat what they refuse, however long it is."""
-    text = " ".join(str(error).split())
+    text = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(str(error).split()))
     return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
 
 

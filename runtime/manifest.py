@@ -54,6 +54,13 @@ def _inside(name: str) -> str:
     return name
 
 
+def _printable(text: str) -> str:
+    """Terminals obey some characters."""
+    if not text.isprintable():
+        raise ValueError("it should be a line of printable characters")
+    return text
+
+
 def _known_archs(names: str) -> str:
     if not split(names) or any(name not in ARCHS for name in split(names)):
         raise ValueError(f"it should be one or more of {', '.join(ARCHS)}")
@@ -68,6 +75,7 @@ def _known_tp(size: int) -> int:
 
 # What a stranger's manifest can say of a file, a size and a number.
 FileName = Annotated[str, AfterValidator(_inside), Field(max_length=1000)]
+Line = Annotated[str, AfterValidator(_printable)]
 Word = Annotated[str, Field(pattern=r"^[\w.,:+ -]*$", max_length=200)]
 RepoName = Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+)?$", max_length=200)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -142,7 +150,7 @@ class OpNode(Frozen):
 
     op: Word
     form: Word
-    refused: dict[str, str]  # by better form, why it is not that
+    refused: dict[Word, Line]  # by better form, why it is not that
     sizes: tuple[Count, ...]  # that the form gets behind the op's arguments
 
     @property
@@ -261,7 +269,7 @@ class Manifest(Frozen):
     states: tuple[State, ...]
     segments: tuple[Segment, ...]
     kernels: tuple[Kernels, ...]  # one for each architecture of a GPU
-    ops: dict[str, str]  # schemas of the ops that the segments call, by name
+    ops: dict[Word, Line]  # schemas of the ops that the segments call, by name
     sha256: dict[FileName, Digest]  # every other file of the engine, by its path inside the directory
     identity: str = ""  # sha256 of this manifest without this field
 

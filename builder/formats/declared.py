@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from hemiola.plugins.inputs import SPAN
-from hemiola.runtime.errors import Refused, shown
+from hemiola.runtime.errors import Refused, one_line, shown
 
 MODELOPT = "hf_quant_config.json"
 SINCE = {"FP8": 89, "NVFP4": 100}  # the first compute capability whose tensor cores multiply it
@@ -26,6 +26,7 @@ INPUTS = {  # of ModelOpt's algorithms; PB_WO is for weights alone
     "FP8": "static", "FP8_PER_CHANNEL_PER_TOKEN": "token", "FP8_BLOCK_SCALES": GROUP,
 }  # fmt: skip
 WHOLE_ROW = 2**31  # a group size that no matrix has
+OBJECT, TWO = "an object", "two numbers, outputs and inputs of a block"
 WAY_OUT = "use the bf16 checkpoint"
 
 
@@ -59,6 +60,8 @@ def read_declared(
         return None
     found = own if isinstance(own, dict) else {"quant_method": str(own)} if own else {}
     beside = (modelopt or {}).get("quantization") or {}
+    _check_kinds(where, found)
+    _check_kinds(MODELOPT, beside)
     declared = [each for each in (found, beside) if each]
     if declared and all(map(is_about_pages, declared)):
         return None
@@ -69,7 +72,7 @@ def read_declared(
     names = kinds_of(found) or kinds_of(beside)
     method = str(found.get("quant_method") or ("modelopt" if beside else "")).removeprefix("intel/")
     source = f"quantization_config, quant_method {method or '?'}" if own else MODELOPT
-    told = f"{where}: weights are {' and '.join(names) or 'quantised'} ({source})"
+    told = f"{where}: weights are {one_line(' and '.join(names)) or 'quantised'} ({one_line(source)})"
     for each in declared:
         _refuse_unknown(told, method, each, methods)
     if any(name not in KINDS for name in names):
@@ -87,14 +90,44 @@ def read_declared(
     )
 
 
+def _check_kinds(where: str, declared: Any) -> None:
+    """What is read of a config is of the kind that makers write, whatever somebody else has written."""
+
+    def require(name: str, value: object, is_right: bool, wanted: str) -> None:
+        if not is_right:
+            said = f"{where}: {name} is {shown(value)}, expected {wanted}"
+            raise Refused("wrong_type", name, said=said, way_out=f"correct it, or {WAY_OUT}")
+
+    def read(name: str, values: dict[str, Any], kind: type, wanted: str) -> Any:
+        """One that is not there is empty."""
+        value = values.get(name)
+        require(name, value, value is None or type(value) is kind, wanted)
+        return kind() if value is None else value
+
+    def read_two(name: str, values: dict[str, Any]) -> None:
+        found = read(name, values, list, TWO)
+        is_right = all(type(number) is int and number > 0 for number in found)
+        require(name, found, is_right and len(found) in (0, 2), TWO)
+
+    require("quantization", declared, isinstance(declared, dict), OBJECT)
+    for name in ("quant_method", "quant_algo"):
+        read(name, declared, str, "a word")
+    read_two("weight_block_size", declared)
+    for name in ("quantized_layers", "config_groups"):
+        for each in read(name, declared, dict, OBJECT).values():
+            require(name, each, isinstance(each, dict), "an object of objects")
+    for group in read("config_groups", declared, dict, OBJECT).values():
+        weights = read("weights", group, dict, OBJECT)
+        read("num_bits", weights, int, "a number")
+        read_two("block_structure", weights)
+
+
 def _refuse_disagreement(where: str, found: dict[str, Any], beside: dict[str, Any]) -> None:
     for what, read in (("kinds", kinds_of), ("group sizes", lambda each: sorted(set(_group_sizes(each))))):
         ours, theirs = read(found), read(beside)
         if ours and theirs and not set(ours) & set(theirs):
-            said = (
-                f"{where}: quantization_config declares the {what} {', '.join(map(str, ours))}, {MODELOPT}"
-                f" {', '.join(map(str, theirs))}"
-            )
+            ours, theirs = (one_line(", ".join(map(str, each))) for each in (ours, theirs))
+            said = f"{where}: quantization_config declares the {what} {ours}, {MODELOPT} {theirs}"
             raise Refused("conflict", "quantization_config", said=said, way_out="correct one of them")
 
 
@@ -179,7 +212,7 @@ def _of_scheme(scheme: Any) -> str:
     if not scheme.get("dynamic"):
         return "static"
     strategy, size = str(scheme.get("strategy") or TENSOR), scheme.get("group_size")
-    return strategy if strategy != GROUP or size == SPAN else f"group of {size}"
+    return one_line(strategy if strategy != GROUP or size == SPAN else f"group of {size}")
 
 
 def _of_group(weights: dict[str, Any]) -> str:

@@ -109,7 +109,8 @@ class DiskTier:
         self._page_len = page_len
         self._age = 0
         self._done: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._under_way: dict[Entry, _Job] = {}  # reads, by the last entry in the file
+        self._under_way: dict[Entry, _Job] = {}  # reads that others may join, by the last entry in the file
+        self._awaited: list[_Job] = []  # reads that have not ended, those of texts that were forgotten, too
         self._num_waiting = 0
         self._warned = False
         self.is_on = True
@@ -175,6 +176,7 @@ class DiskTier:
         for part, (unit, source) in enumerate(zip(job.state, state, strict=True)):
             job.reads.append((unit, source, self._header(last, part)))
         self._under_way[last] = job
+        self._awaited.append(job)
         self._begin(job)
         return True
 
@@ -207,13 +209,18 @@ class DiskTier:
     def _late(self) -> list[_Job]:
         """Reads for which requests have waited long enough."""
         soonest = self._worker.clock() - LIMIT_S
-        waited_for = [job for job in self._under_way.values() if job.done]
+        waited_for = [job for job in self._awaited if job.done]
         return [job for job in waited_for if not self.is_on or job.asked < soonest]
 
     @property
     def is_overdue(self) -> bool:
         """Whether `collect` has something to do, of which the thread says nothing."""
         return bool(self._late()) or (self.is_on and self._worker.stalled_s > LIMIT_S)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for a read."""
+        return any(job.done for job in self._awaited)
 
     def _switch_off(self) -> None:
         self.is_on = False
@@ -231,6 +238,8 @@ class DiskTier:
             if not job.ok:
                 self._warn()
             return
+        if job.reads:
+            self._awaited.remove(job)
         if self._under_way.get(job.last) is job:
             del self._under_way[job.last]
         is_now = job.age == self._age  # else all was forgotten meanwhile, or the tier is off
@@ -365,7 +374,7 @@ class DiskTier:
         states: dict[str, dict[int, int]] = {}
         kinds: dict[str, str] = {}
         for unit in range(self._pieces.num_units):
-            header = parsed(os.pread(self._file, self._header_bytes, unit * self._unit_bytes))
+            header = self._header_of(unit)
             if header is None or header.get("form") != self._form:
                 continue
             if header["part"] is None:
@@ -385,6 +394,13 @@ class DiskTier:
                 entries[key] = entry
         found = {entries[key].key: (kinds[key], units) for key, units in whole.items() if key in entries}
         self.tier.restore(list(entries.values()), found)
+
+    def _header_of(self, unit: int) -> dict[str, Any] | None:
+        """None: it is not ours, or the disk cannot read it."""
+        try:
+            return parsed(os.pread(self._file, self._header_bytes, unit * self._unit_bytes))
+        except OSError:
+            return None
 
     def _entry(self, header: dict[str, Any], unit: int, entries: dict[str, Entry]) -> Entry | None:
         """None: it does not follow from one before it."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.cache.layout import PrefixLayout
 from hemiola.runtime.errors import Refused, shown
 
@@ -92,7 +93,11 @@ def read(form: PackedForm, packed: bytes | bytearray | memoryview) -> PackedPref
     """Raises Refused unless this engine, or one that computes the same bits, has written it."""
     if not isinstance(packed, (bytes, bytearray, memoryview)):
         raise Refused("wrong_type", "packed", type(packed), way_out="pass what export_prefix returned")
-    content = memoryview(packed).cast("B")
+    content = memoryview(packed)
+    if not content.c_contiguous:
+        said = "packed is a memoryview that is not contiguous"
+        raise Refused("wrong_type", "packed", said=said, way_out="pass its bytes")
+    content = content.cast("B")
     found = _header(content)
     payload = content[START + int.from_bytes(content[len(MAGIC) : len(MAGIC) + 4], "little") :]
     edge, kind, cache_salt = _checked(form, found)
@@ -149,6 +154,11 @@ def _checked(form: PackedForm, found: dict[str, Any]) -> tuple[int, str, str]:
         kind, salt, sha256 = "?", "", ""
     if kind not in kinds:
         raise Refused("malformed", "packed", said="packed has another header than this format", way_out=AGAIN)
+    try:
+        SamplingParams(cache_salt=salt)
+    except Refused as error:
+        said = f"packed has a cache_salt that no request has: {error}"
+        raise Refused("malformed", "packed", said=said, way_out=AGAIN) from None
     own = form.header(edge, kind, salt, sha256)
     for name in sorted(own.keys() | found.keys()):
         if found.get(name) != own.get(name):

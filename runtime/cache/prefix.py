@@ -159,6 +159,11 @@ class PrefixCache:
         """Whether requests have waited long enough for a file: nobody but `collect` lets them go on."""
         return self.disk is not None and self.disk.is_overdue
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for a file: a request, or who packs a prefix."""
+        return self.disk is not None and self.disk.is_awaited
+
     def save(self) -> None:
         """Let the file keep what requests could start from, before all ends; so much as there is time for."""
         if self.disk is None or not self.disk.is_on:

@@ -13,6 +13,7 @@ import typer
 from hemiola.runtime.api import Metrics, Piece, SamplingParams
 from hemiola.runtime.cli.generate import LONE_REQUEST, NOT_OF_ONE_ANSWER, opened
 from hemiola.runtime.cli.options import given, only_engine, options_of, takes, utf8
+from hemiola.runtime.cli.terminal import say
 from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.options import ServeConfig
 
@@ -112,7 +113,7 @@ class Conversation:
     def _show(self, pieces: Iterator[Piece], said: list[str]) -> None:
         for piece in pieces:
             said.append(piece.text)
-            print(piece.text, end="", flush=True)
+            say(piece.text)
             if piece.finish_reason == "error":
                 raise piece.refused or Failed(piece.error or "the engine failed")
             if piece.finish_reason is not None and piece.metrics is not None:

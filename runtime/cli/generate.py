@@ -11,6 +11,7 @@ import typer
 
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.cli.options import engine_and_rest, given, not_utf8, options_of, takes, utf8
+from hemiola.runtime.cli.terminal import say
 from hemiola.runtime.errors import Failed, Refused, shown
 from hemiola.runtime.options import ServeConfig
 from hemiola.runtime.progress import show
@@ -69,7 +70,7 @@ def opened(engine_dir: Path, options: dict[str, Any]) -> Iterator["LLM"]:
 def _show(pieces: Iterable[Piece], as_ids: bool) -> Piece:
     last = None
     for last in pieces:
-        print("".join(f"{i} " for i in last.token_ids) if as_ids else last.text, end="", flush=True)
+        say("".join(f"{i} " for i in last.token_ids) if as_ids else last.text)
     print(flush=True)
     assert last is not None, "a stream without pieces"
     return last

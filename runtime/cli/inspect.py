@@ -61,7 +61,7 @@ def inspect(
 def show(engine_dir: Path, found: Manifest, config: ServeConfig) -> None:
     """Tables for people."""
     plan = memory(engine_dir, found, config)
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(facts(engine_dir, found))
     console.print(states(found))
     console.print(segments(engine_dir, found))

@@ -23,6 +23,26 @@ class Context(Protocol):
     def id(self) -> str: ...
 
 
+class _Running:
+    """A request of Dynamo's. Its caller may leave while its grammar is compiled: then it has no id yet."""
+
+    def __init__(self, abort: Callable[[int], None]) -> None:
+        self._abort = abort
+        self._request_id: int | None = None
+        self._left = False
+
+    def submitted(self, request_id: int) -> None:
+        """By the thread that submits; whichever of this and `leave` comes last aborts."""
+        self._request_id = request_id
+        if self._left:
+            self._abort(request_id)
+
+    def leave(self) -> None:
+        self._left = True
+        if self._request_id is not None:
+            self._abort(self._request_id)
+
+
 class DynamoEngine:
     """Opens the LLM when it starts. on_lost: is called once, with the reason, when the engine is lost."""
 
@@ -31,14 +51,16 @@ class DynamoEngine:
         open_llm: Callable[[], LLM],
         register: Callable[[LLM], object],
         errors: Errors,
+        min_priority: int,
         hang_timeout_s: float,
         on_lost: Callable[[str], None],
     ) -> None:
         self._open_llm, self._register, self._errors = open_llm, register, errors
-        self._hang_timeout_s, self._on_lost = hang_timeout_s, on_lost
+        self._min_priority, self._hang_timeout_s = min_priority, hang_timeout_s
+        self._on_lost = on_lost
         self._llm: LLM | None = None
         self.error: Exception | None = None  # why it did not open
-        self._running: dict[str, int] = {}  # ids of the LLM's requests, by Dynamo's
+        self._running: dict[str, _Running] = {}  # by Dynamo's id
         self._events: CacheEvents | None = None
         self._load_publisher: Any = None
         self._watch: asyncio.Task[None] | None = None
@@ -78,10 +100,10 @@ class DynamoEngine:
         def put(piece: Piece) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        asked, request_id = await self._submit(llm, request, put)
-        self._running[context.id()] = request_id
-        prompt_len, scores = len(asked.prompt), None
+        own = self._running[context.id()] = _Running(llm.abort)
         try:
+            asked = await self._submit(llm, request, put, own)
+            prompt_len, scores = len(asked.prompt), None
             while True:
                 piece = await pieces.get()
                 scores = scores or piece.prompt_logprobs
@@ -90,29 +112,34 @@ class DynamoEngine:
                 if piece.finish_reason is not None:
                     return
         finally:
-            if self._running.get(context.id()) == request_id:
+            if self._running.get(context.id()) is own:
                 del self._running[context.id()]
-            llm.abort(request_id)
+            own.leave()
 
     async def abort(self, context: Context) -> None:
         """The caller has left."""
-        request_id = self._running.get(context.id())
-        if self._llm is not None and request_id is not None:
-            self._llm.abort(request_id)
+        own = self._running.get(context.id())
+        if own is not None:
+            own.leave()
 
     def _opened(self) -> LLM:
         if self._llm is None:
             raise self._errors.lost("the engine is not open")
         return self._llm
 
-    async def _submit(self, llm: LLM, request: Mapping[str, Any], put: OnPiece) -> tuple[Submission, int]:
+    async def _submit(self, llm: LLM, request: Mapping[str, Any], put: OnPiece, own: _Running) -> Submission:
         try:
-            asked = read_request(request, llm.config.max_len)
+            asked = read_request(request, llm.config.max_len, self._min_priority)
             prompt, output_ids, params = asked
-            submit = partial(llm.submit, prompt, params, put, output_ids=output_ids)
+
+            def submit() -> None:
+                own.submitted(llm.submit(prompt, params, put, output_ids=output_ids))
+
             if params.structured_outputs is None:
-                return asked, submit()
-            return asked, await asyncio.to_thread(submit)  # it waits for the grammar
+                submit()
+            else:
+                await asyncio.to_thread(submit)  # it waits for the grammar
+            return asked
         except Refused as error:
             kind = self._errors.lost if error.code == "closed" else self._errors.invalid
             raise kind(str(error)) from None

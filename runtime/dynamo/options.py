@@ -32,6 +32,11 @@ class WorkerOptions(Strict):
     reasoning_parser: str | None = Field(
         default=None, description="the frontend's parser of thoughts, by Dynamo's name"
     )
+    min_priority: int = Field(
+        default=0,
+        le=0,  # who asks for none has 0
+        description="smallest priority number that callers may send; Dynamo's are the negatives of ours",
+    )
     hang_timeout: float = Field(
         default=60, ge=1, description="seconds in which the engine does not move, after which it is lost"
     )

@@ -44,8 +44,9 @@ def link_of(prompt_len: int) -> dict[str, str]:
     return {"trace_id": TRACE_ID, "span_id": f"{prompt_len:016x}"}
 
 
-def read_request(request: Fields, max_len: int) -> Submission:
-    """Raises Refused. max_len: of the engine."""
+def read_request(request: Fields, max_len: int, min_priority: int) -> Submission:
+    """Raises Refused. max_len: of the engine. min_priority: what callers may ask for is the operator's to
+    say."""
     _refuse_unserved("", request)
     ids = list(request["token_ids"])
     prompt_len = _prompt_len(request)
@@ -62,7 +63,7 @@ def read_request(request: Fields, max_len: int) -> Submission:
         "logprobs": outputs.get("logprobs"),
         "prompt_logprobs": outputs.get("prompt_logprobs"),
         "cache_salt": routing.get("cache_salt") or "",
-        "priority": -(routing.get("priority") or 0),  # Dynamo's greater numbers go first
+        "priority": _priority(routing, min_priority),
     }
     if stopping.get("min_tokens") is not None:
         values["min_tokens"] = num_said + stopping["min_tokens"]
@@ -107,6 +108,15 @@ def _check_length(request: Fields, params: SamplingParams) -> None:
     for name in needs:
         said = (Name(name), " cannot go on here: Dynamo's tracing has replaced the length of the prompt")
         raise Refused("unsupported", name, said=said, way_out="send the request again, or trace nothing")
+
+
+def _priority(routing: Fields, least: int) -> int:
+    """Dynamo's greater numbers go first."""
+    asked = routing.get("priority") or 0
+    if -asked < least:
+        limit = f"this worker takes {-least} or less (--min-priority)"
+        raise Refused("out_of_range", "priority", asked, limit, "give a lower number")
+    return -asked
 
 
 def _sampling(options: Fields) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def run_worker(engine_dir: Path, own: WorkerOptions, options: Mapping[str, Any],
     card = make_card(engine_dir, manifests.load(engine_dir))
     open_llm = partial(LLM, engine_dir, progress=True, **options)
     register = partial(_register, binding, card, own, say)
-    engine = DynamoEngine(open_llm, register, binding.errors, own.hang_timeout, lost)
+    limits = own.min_priority, own.hang_timeout
+    engine = DynamoEngine(open_llm, register, binding.errors, *limits, lost)
     try:
         asyncio.run(_run(binding, engine, card, own))
     except Exception as error:

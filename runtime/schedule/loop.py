@@ -314,7 +314,7 @@ class Loop:
         self.audit()
         if self.scheduler.prefix.is_overdue:
             self._inbox.put(Fetched())
-        return bool(self.scheduler.fetching)
+        return self.scheduler.prefix.is_awaited
 
     def _read(self, message: Message) -> None:
         match message:

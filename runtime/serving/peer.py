@@ -34,6 +34,7 @@ MOST_BYTES = 2**36  # of a prefix
 MOST_AT_ONCE = 4  # exports
 PIECE = 2**24  # bytes of one transfer: a copy that a transport makes at once holds Python's lock
 POLL = 0.0005  # seconds
+PAUSE = 0.1  # after a peer that could not be let in
 UNREADABLE = {"nixlMismatchError", "nixlInvalidParamError"}  # what NIXL says to bytes that are no agent
 
 
@@ -159,9 +160,13 @@ class Peer:
             self._places.acquire()
             try:
                 connection, _ = listener.accept()
-            except OSError:
+            except OSError as error:  # it is closed, or this process has no descriptor left for now
                 self._places.release()
-                return
+                if self._closing:
+                    return
+                log.warning("a peer could not be let in: %s", one_line(error))
+                time.sleep(PAUSE)
+                continue
             threading.Thread(target=self._serve, args=(connection, export), daemon=True).start()
 
     def _serve(self, connection: socket.socket, export: Export) -> None:

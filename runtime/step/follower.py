@@ -147,8 +147,11 @@ def _open(engine_dir: Path, memory: SharedMemory, rank: int, heard: TextIO, said
 
 
 def _say(said: TextIO, **message: Any) -> None:
-    said.write(json.dumps(message) + "\n")
-    said.flush()
+    try:
+        said.write(json.dumps(message) + "\n")
+        said.flush()
+    except BrokenPipeError:  # the leader has refused the engine, and said why
+        os._exit(0)
 
 
 def _end_with(heard: TextIO, leader: int) -> None:

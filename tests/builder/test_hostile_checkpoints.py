@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import checkpoints
+from kit import checkpoints, quantised
 from kit.stranger import all_places, put
 
 from hemiola.builder import build as module
@@ -91,6 +91,28 @@ def test_a_field_of_a_config_that_is_wrong_is_a_traceback_or_a_hang(
             file.write_text(json.dumps(put(content, place, wrong)))
             print(place, str(wrong)[:60], "->", attempt(folder)[:200] or "taken")
     finally:
+        file.write_text(good)
+
+
+@pytest.mark.parametrize("recipe", ["qwen_fp8", "modelopt_mixed", "compressed_w4a16"])
+def test_a_field_about_quantised_weights_that_is_wrong_is_a_traceback(
+    recipe: str, attempt: Callable[..., str], tmp_path: Path
+) -> None:
+    seed = 0 if os.environ.get("CI") else secrets.randbelow(2**32)
+    print("seed", seed)
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    folder = quantised.quantise(source, tmp_path, quantised.RECIPES[recipe]).quantised
+    for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
+        file = folder / name
+        if not file.exists():
+            continue
+        good = file.read_text()
+        content = json.loads(good)
+        places = [place for place in all_places(content) if place[0] == key]
+        tries = [(place, wrong) for place in places for wrong in WRONG]
+        for place, wrong in random.Random(seed).sample(tries, 40):
+            file.write_text(json.dumps(put(content, place, wrong)))
+            print(place, str(wrong)[:60], "->", attempt(folder)[:200] or "taken")
         file.write_text(good)
 
 

@@ -1,18 +1,22 @@
 """Random turns of a loop over the fake session: everything at once (test_storms.py)."""
 
+import math
 import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from kit import starved
-from kit.fake_session import POISON, VOCAB, FakeSession, hashed, oracle, resolved
+from kit.carried import Carried
+from kit.fake_session import POISON, VOCAB, FakeSession, FakeUnits, hashed, oracle, resolved
 from kit.guided import ASKED, EOS, compiled, guided_oracle
 from kit.plain_sampling import edited
 from kit.proposers import Scripted, shuffled
 
 from hemiola.runtime.api import Piece
+from hemiola.runtime.cache.disk_file import header_bytes
 from hemiola.runtime.choose.grammar import Stuck
 from hemiola.runtime.schedule.pace import Pace
 from hemiola.runtime.schedule.request import Request
@@ -83,10 +87,19 @@ PENALTIES = [
 class Storm:
     """Moves that may come at any time; each leaves the house in order."""
 
-    def __init__(self, make_hand: Callable, dice: random.Random, **changes: float) -> None:
+    def __init__(
+        self, make_hand: Callable, dice: random.Random, folder: Path | None = None, **changes: float
+    ) -> None:
+        """folder: for a file below the host's memory; when it has been read is not the seed's to say."""
         self.dice = dice
         self.starved = dice.random() < 1 / 3
         sizes = sizes_of(dice) | (starved.sizes(dice) if self.starved else {}) | changes
+        self.others = random.Random()  # dice of what came later; the storms before that are as they were
+        self.others.setstate(dice.getstate())
+        if folder is not None:
+            sizes |= {"prefix_cache": True, "host_cache_bytes": self.others.choice([12, 30, 60])}
+            unit_bytes = header_bytes(sizes["page_len"]) + FakeUnits.unit_bytes
+            sizes |= {"disk_cache_dir": str(folder), "disk_cache_bytes": 100 * unit_bytes}
         self.chances = STARVED if self.starved else dice.choice(CHANCES)
         self.priorities = dice.choice([[0, 0, 0, 1, -1], [0, 5], [0, 1, 2, 3]])
         self.short = dice.choice(
@@ -108,6 +121,8 @@ class Storm:
         self.may_fail: set[int] = set()  # requests one of whose rows may raise
         self.edited: dict[tuple[int, ...], int] = {}  # what follows a text of a request with rules of its own
         self.texts: list[list[int]] = []
+        self.scored: dict[int, list[int]] = {}  # prompts of requests that asked for their log-probabilities
+        self.carried = Carried(self.hand, self.others, self.is_broken)
         self.aborted: set[int] = set()
         self.seen: set[tuple[str, bool, int]] = set()  # moves, against requests in flight, of so many tokens
         self.reached: Counter[str] = Counter()
@@ -189,6 +204,8 @@ class Storm:
 
     def _submit(self, prompt: list[int], pattern: str | None, params: dict) -> None:
         hand, raises_at = self.hand, self.dice.choice([0, 0, 0, 0, 0, 0, 0, self.dice.randint(1, 9)])
+        if self.others.random() < 0.1:
+            params = params | {"prompt_logprobs": self.others.choice([0, 2])}
         grammar = None if pattern is None else compiled(pattern)
         request_id = hand.submit(prompt, grammar, on_piece=self._listener(raises_at), **params)
         request = hand.requests[request_id - 1]
@@ -204,6 +221,11 @@ class Storm:
         if any(broken):
             self.ends[request_id] = f"NaN for the token at position {len(prompt) + broken.index(True)}"
         self.texts.append(prompt + output[:whole])
+        if "prompt_logprobs" in params:
+            self.scored[request_id] = prompt
+            at = next((n for n in range(1, len(prompt)) if self.is_broken(prompt[:n])), 0)
+            if at:
+                self.ends[request_id], self.asked[request_id] = f"NaN for the token at position {at}", []
 
     def _listener(self, raises_at: int) -> Callable[[Piece], None]:
         """A user whose piece of this number raises, unless it is the last."""
@@ -279,6 +301,9 @@ class Storm:
         if self.num_turns == self.watched_from:
             self.hand.watch_cache()
         self.num_turns += 1
+        if self.texts and self.others.random() < 0.1:
+            self.carried.begin(self.others.choice(self.texts)[: self.max_len - 1], self.num_turns)
+        self.carried.end(self.num_turns)
         self.hand.turn()
         self.reached["requests of two priorities ran"] += (
             len({r.params.priority for r in scheduler.running}) > 1
@@ -308,11 +333,17 @@ class Storm:
         return few_wait and len(self.asked) < 100
 
     def end(self) -> None:
-        while not self.hand.idle:
+        while not (self.hand.idle and self.carried.rests):
             self.turn()
         for request_id in self.asked:
             self._check(request_id)
+        self.reached["prefixes went and came"] += min(self.carried.num_read, self.carried.num_written)
         scheduler = self.hand.loop.scheduler
+        if (disk := scheduler.prefix.disk) is not None:
+            scheduler.prefix.save()
+            disk.close()
+            scheduler.audit()
+            scheduler.prefix.disk = None
         scheduler.prefix.flush()
         scheduler.audit()
         assert scheduler.prefix.pages.num_free == scheduler.prefix.pages.num_pages - 1, "pages are lost"
@@ -338,6 +369,18 @@ class Storm:
             assert (last.finish_reason == "error") == (request_id in self.ends), last
             assert self.ends.get(request_id, "") in (last.error or ""), last
             self.reached["NaN"] += request_id in self.ends
+        if request_id in self.scored and got:
+            self._check_scores(self.scored[request_id], hand.pieces[request_id])
         drafted, accepted = (sum(counts) for counts in (last.metrics.drafted, last.metrics.accepted))
         self.reached["drafts stayed"] += accepted
         self.reached["drafts fell"] += drafted - accepted
+
+    def _check_scores(self, prompt: list[int], pieces: list[Piece]) -> None:
+        (found,) = [piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None]
+        none, *scores = found
+        assert none is None and [score.token_id for score in scores] == prompt[1:]
+        total = math.log(math.e + VOCAB - 1)
+        for at, score in enumerate(scores, 1):
+            expected = (hashed(prompt[:at]) == prompt[at]) - total
+            assert abs(score.logprob - expected) < 1e-4, f"position {at} of {prompt}"
+        self.reached["a prompt was scored"] += 1

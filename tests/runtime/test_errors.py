@@ -5,7 +5,18 @@ import pickle
 
 import pytest
 
-from hemiola.runtime.errors import ABSENT, Amount, Busy, Cancelled, Failed, Lost, Name, Refused, within
+from hemiola.runtime.errors import (
+    ABSENT,
+    Amount,
+    Busy,
+    Cancelled,
+    Failed,
+    Lost,
+    Name,
+    Refused,
+    one_line,
+    within,
+)
 from hemiola.runtime.serving.error_text import error_from, kind_of, text_of
 
 ROWS = Refused(
@@ -20,6 +31,10 @@ ROWS = Refused(
 def flags(name: Name) -> str:
     flag = f"--{name.field.replace('_', '-')}"
     return flag if name.value is ABSENT else f"{flag} {name.value}"
+
+
+def test_what_somebody_else_said_goes_to_the_terminal_as_it_is() -> None:
+    assert one_line("a\n b\x1b]0;c\x07 \ud800") == "a b\ufffd]0;c\ufffd \ufffd"
 
 
 SENTENCES = [

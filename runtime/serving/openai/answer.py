@@ -1,11 +1,10 @@
 """What a model says, split into reasoning, content and tool calls while it is being said."""
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hemiola.runtime.serving.openai.calls import CallPart, JsonCall, Schema, XmlCall, held_back, may_begin
+from hemiola.runtime.serving.openai.calls import CallPart, JsonCall, Marks, Schema, XmlCall, may_begin
 
 THINK, THINK_END = "<think>", "</think>"
 OPENINGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>"}  # the second: Nemotron Nano 2
@@ -57,11 +56,9 @@ class Splitter:
         self._drops = False  # the call that is being read
         self.num_calls = 0
         named = [f"<function={name}>" for name in expected.tools or ()]  # Qwen3-Coder may forget the frame
-        self._openings = [*OPENINGS, *named] if expected.tools is not None else []
-        self._marks = {"reasoning": [THINK_END, *self._openings], "content": self._openings}
-        if self._forced:  # by its grammar, a thought has to end
-            self._marks["reasoning"] = [THINK_END]
-        self._any_mark = {kind: _pattern(marks) for kind, marks in self._marks.items()}
+        openings = [*OPENINGS, *named] if expected.tools is not None else []
+        ends = [] if self._forced else openings  # by its grammar, a thought has to end
+        self._marks = {"reasoning": Marks([THINK_END, *ends]), "content": Marks(openings)}
 
     def push(self, text: str) -> list[AnswerPart]:
         """In blocks: each mark that is found moves what is behind it."""
@@ -112,11 +109,12 @@ class Splitter:
         if self._trims:
             self._text = self._text.lstrip("\n")
             self._trims = not self._text
-        found = self._any_mark[kind].search(self._text)
-        final_len = found.start() if found else len(self._text) - held_back(self._text, self._marks[kind])
+        marks = self._marks[kind]
+        found = marks.pattern.search(self._text)
+        final_len = found.start() if found else len(self._text) - marks.held_back(self._text)
         text, self._text = self._text[:final_len], self._text[final_len:]
         # What is white before a mark is no part of the text, but for the end of a thought.
-        keeps_all = not self._marks[kind] or (found is not None and found[0] == THINK_END)
+        keeps_all = not marks or (found is not None and found[0] == THINK_END)
         kept = text if keeps_all else text.rstrip()
         if kept or keeps_all:
             yield AnswerPart(kind, "".join([*self._white, kept]))
@@ -196,8 +194,3 @@ def _joined(parts: Iterator[AnswerPart]) -> list[AnswerPart]:
         elif part.text or part.name:
             joined.append([part])
     return [each[0]._replace(text="".join(part.text for part in each)) for each in joined]
-
-
-def _pattern(marks: Sequence[str]) -> re.Pattern[str]:
-    """Any of the marks; one that matches nothing if there are none."""
-    return re.compile("|".join(map(re.escape, sorted(marks))) or "(?!)")

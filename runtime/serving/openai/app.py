@@ -262,7 +262,7 @@ class App:
         answers = self._wire.ask(packed)
         try:
             if options is not None:
-                return await stream(http, work, answers, options)
+                return await stream(http, work, answers, options, self._readers)
             await answers.each(work.take)
             text = await self._readers.run(work.num_tokens, work.reply.text)
             headers = {"X-Request-Id": work.reply.id}

@@ -7,7 +7,8 @@ A reader takes any pieces of the text. What it gives out depends on the text alo
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hemiola.runtime.serving.openai.strict import (
@@ -32,6 +33,33 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
     "array": (list,),
     "object": (dict,),
 }
+
+
+class Marks:
+    """Texts with which something begins or ends. A request with thousands of tools has thousands."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = sorted(texts)
+        self._firsts = {text[0] for text in self._texts}
+        self._longest = max(map(len, self._texts), default=1)
+        self.pattern = re.compile("|".join(map(re.escape, self._texts)) or "(?!)")  # any of them
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def held_back(self, text: str) -> int:
+        """Length of the longest end of a text with which one of them may begin."""
+        for at in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[at] in self._firsts and self._may_begin(text[at:]):
+                return len(text) - at
+        return 0
+
+    def _may_begin(self, text: str) -> bool:
+        at = bisect_left(self._texts, text)
+        return at < len(self._texts) and self._texts[at].startswith(text)
+
+
+VALUE_ENDS = Marks(["\n</parameter>", "</parameter>"])
 
 
 class CallPart(NamedTuple):
@@ -168,7 +196,7 @@ class XmlCall:
         elif not self._streams:
             self._await("</parameter>")
         elif self._text:
-            final_len = len(self._text) - held_back(self._text, ("\n</parameter>", "</parameter>"))
+            final_len = len(self._text) - VALUE_ENDS.held_back(self._text)
             if not self._begun and self._text.startswith("\n"):
                 final_len = max(final_len, 1)
             if final_len:
@@ -319,13 +347,3 @@ def _fits(found: object, types: frozenset[str]) -> bool:
 def may_begin(text: str, marks: Sequence[str]) -> bool:
     """Whether text is the beginning of one of the marks."""
     return any(mark.startswith(text) for mark in marks)
-
-
-def held_back(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of text with which one of the marks may begin."""
-    firsts = {mark[0] for mark in marks}
-    start = max(0, len(text) - max(map(len, marks), default=1) + 1)
-    for at in range(start, len(text)):
-        if text[at] in firsts and may_begin(text[at:], marks):
-            return len(text) - at
-    return 0

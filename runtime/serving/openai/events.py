@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from hemiola.runtime.api import Piece
 from hemiola.runtime.errors import Busy, Refused, counted
 from hemiola.runtime.serving.openai.errors import api_error
+from hemiola.runtime.serving.openai.readers import Readers
 from hemiola.runtime.serving.openai.reply import Json
 from hemiola.runtime.serving.openai.schema import StreamOptions
 from hemiola.runtime.serving.openai.work import Work
@@ -28,14 +31,14 @@ def too_many(error: Exception, num_asked: int) -> Exception:
 
 
 async def stream(
-    http: web.Request, work: Work, answers: Answers, options: StreamOptions
+    http: web.Request, work: Work, answers: Answers, options: StreamOptions, readers: Readers
 ) -> web.StreamResponse:
     """Events; they begin with the first token, so that what is refused still has its status."""
     await answers.begin()
     headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers={**headers, "X-Request-Id": work.reply.id})
     await response.prepare(http)
-    events = Events(http, response, work, options)
+    events = Events(http, response, work, options, readers)
     try:
         await answers.each(events.take)
         await events.finish()
@@ -47,30 +50,49 @@ async def stream(
     return response
 
 
+def num_named(piece: Piece) -> int:
+    """Tokens that its events name: with a first piece come the scores of a whole prompt, for an echo."""
+    scores = piece.prompt_logprobs or ()
+    return len(piece.token_ids) + sum(1 + len(score.top) for score in scores if score is not None)
+
+
 class Events:
     """An answer as server-sent events: each piece is one write, and the last one the end's, too."""
 
     def __init__(
-        self, http: web.Request, response: web.StreamResponse, work: Work, options: StreamOptions
+        self,
+        http: web.Request,
+        response: web.StreamResponse,
+        work: Work,
+        options: StreamOptions,
+        readers: Readers,
     ) -> None:
         self._http, self._response, self._work, self._options = http, response, work, options
+        self._readers = readers
+        self._turn = asyncio.Lock()  # pieces wait for one that a thread reads
         self._num_open = len(work.choices)
         self._usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
         self._last = ""
 
     async def take(self, found: Found) -> None:
-        choices, reply = self._work.choices, self._work.reply
-        text = ""
-        for index, piece in found:
-            chunks: list[Json] = choices[index].chunks(piece)
-            if self._options.continuous_usage_stats:
-                self._usage = {"usage": reply.usage()}
-            text += "".join([reply.event([chunk], self._usage) for chunk in chunks])
-        self._num_open -= sum(piece.finish_reason is not None for _, piece in found)
-        if self._num_open:
-            await self.send(text)
-        else:
-            self._last = text
+        async with self._turn:
+            text = ""
+            for index, piece in found:
+                self._work.reply.count(index, piece)
+                text += await self._readers.run(num_named(piece), partial(self._text, index, piece))
+            self._num_open -= sum(piece.finish_reason is not None for _, piece in found)
+            if self._num_open:
+                await self.send(text)
+            else:
+                self._last = text
+
+    def _text(self, index: int, piece: Piece) -> str:
+        """A piece as events."""
+        reply, usage = self._work.reply, self._usage
+        chunks: list[Json] = self._work.choices[index].chunks(piece)
+        if self._options.continuous_usage_stats:
+            usage = {"usage": reply.usage()}
+        return "".join([reply.event([chunk], usage) for chunk in chunks])
 
     async def finish(self) -> None:
         ending = self._work.reply.ending(self._options.include_usage)

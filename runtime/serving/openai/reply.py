@@ -217,9 +217,17 @@ class Reply:
             "model": model.name,
             "system_fingerprint": f"fp_{model.identity[:10]}",
         }
-        self._firsts = choices[::num_each]  # one for each prompt, however many choices it has
+        self._num_each = num_each
+        self._num_prompt = sum(len(choice.prompt_ids) for choice in choices[::num_each])
+        self._num_output = self._num_cached = 0  # so far: a chunk for each of a thousand adds up nothing
         chunk = "chat.completion.chunk" if kind == "chat.completion" else kind
         self._opening = ENCODER.encode({"id": self.id, "object": chunk, **self._head})[:-1]  # of a chunk
+
+    def count(self, index: int, piece: Piece) -> None:
+        """A choice's piece has come. Of the choices of one prompt the first says what was cached."""
+        self._num_output += len(piece.token_ids)
+        if piece.metrics is not None and index % self._num_each == 0:
+            self._num_cached += piece.metrics.cached_tokens
 
     def event(self, choices: list[Json], more: Json) -> str:
         """A chunk, as a server-sent event."""
@@ -250,14 +258,11 @@ class Reply:
 
     def usage(self) -> Json:
         """So far. What the prefix cache had is known at the end."""
-        completion = sum(choice.num_output_tokens for choice in self.choices)
-        prompt = sum(len(choice.prompt_ids) for choice in self._firsts)
-        cached = sum(choice.metrics.cached_tokens for choice in self._firsts if choice.metrics is not None)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_output,
+            "total_tokens": self._num_prompt + self._num_output,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
 
 

@@ -91,6 +91,7 @@ class ResponseChoice(Choice):
         super().__init__(0, prompt_ids, None, with_ids=False)
         self._answer, self._thinking = Splitter(expected), expected.thinking
         self.items: list[ResponseItem] = []
+        self._kinds: set[str] = set()  # of the items
         self.num_thought_tokens = 0
         self.is_cut = False
 
@@ -105,7 +106,7 @@ class ResponseChoice(Choice):
         if ends:
             self.is_cut = piece.finish_reason == "length"
             parts += self._answer.finish(cut=self.is_cut)
-        kinds = {part.kind for part in [*self.items, *parts]}
+        kinds = self._kinds | {part.kind for part in parts}
         if kinds == {"reasoning"} or (self._thinking and not kinds):
             self.num_thought_tokens += len(piece.token_ids)
         made = [event for part in parts for event in self._read(part)]
@@ -120,6 +121,7 @@ class ResponseChoice(Choice):
             if self.items:
                 yield from self.items[-1].close("completed")
             self.items.append(ResponseItem(len(self.items), part))
+            self._kinds.add(part.kind)
             yield from self.items[-1].open()
         yield from self.items[-1].add(part.text)
 
@@ -164,6 +166,9 @@ class ResponseReply:
             said = f"the answer would repeat {size} characters of the request, the limit is {MOST_REPEATED}"
             way_out = "shorten instructions, tools, text, reasoning, metadata or user"
             raise Refused("too_long", said=said, way_out=way_out)
+
+    def count(self, index: int, piece: Piece) -> None:
+        """The one answer counts its own tokens."""
 
     def event(self, choices: list[Json], more: Json) -> str:
         """Events of the answer, behind the two that every stream begins with."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.guide import guide
 from hemiola.runtime.serving.openai.model import ServedModel
@@ -25,6 +25,7 @@ class Work(NamedTuple):
 
     async def take(self, found: Found) -> None:
         for index, piece in found:
+            self.reply.count(index, piece)
             self.choices[index].take(piece)
 
     @property
@@ -46,13 +47,22 @@ def completion(model: ServedModel, request: CompletionRequest) -> Work:
     tokens = model.tokens if request.logprobs is not None else None
     choices: list[Choice] = []
     for prompt, ids, own in zip(request.prompt, prompts, scores, strict=True):
-        echo = ""
-        if request.echo:
-            echo = prompt if isinstance(prompt, str) else model.need_text("echo").decode(prompt)
+        echo = _echo(model, prompt) if request.echo else ""
         for _ in params:
             choices.append(TextChoice(len(choices), ids, tokens, bool(request.return_token_ids), echo, own))
     asked = [(ids, each) for ids in prompts for each in params]
     return Work(asked, choices, Reply("text_completion", model, choices, len(params)))
+
+
+def _echo(model: ServedModel, prompt: str | list[int]) -> str:
+    """The text of a prompt; ids that no engine has are refused in its words."""
+    if isinstance(prompt, str):
+        return prompt
+    for at, token_id in enumerate(prompt):
+        if not 0 <= token_id < 2**31:
+            said = f"token id {shown(token_id)} at position {at} of the prompt is not in the vocabulary"
+            raise Refused("out_of_range", "prompt", token_id, said=said)
+    return model.need_text("echo").decode(prompt)
 
 
 def chat(model: ServedModel, request: ChatRequest) -> Work:

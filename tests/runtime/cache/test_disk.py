@@ -222,6 +222,24 @@ def test_a_disk_that_fails_costs_nothing_but_hits(
     assert "Traceback" not in caplog.text and hand.loop.scheduler.prefix.disk.is_on
 
 
+def test_an_engine_does_not_open_for_a_block_that_the_disk_cannot_read(
+    open_hand: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand, asked, pread = open_hand(), texts(3), os.pread
+    for text in asked:
+        ask(hand, text)
+    end(hand)
+
+    def fails(file: int, size: int, place: int) -> bytes:
+        if place == 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(file, size, place)
+
+    monkeypatch.setattr(disk.os, "pread", fails)
+    hand = open_hand()
+    assert sorted(ask(hand, text) for text in asked) == [0, 32, 32]
+
+
 def test_a_file_that_somebody_cuts_serves_what_is_left(open_hand: Make, tmp_path: Path) -> None:
     hand, asked = open_hand(), texts(3)
     for text in asked:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from kit.fake_session import FakeSession, oracle, resolved
 from kit.hand import Hand
@@ -129,6 +130,40 @@ def test_requests_wait_for_ever_for_a_read_that_hangs(
     hand.loop.scheduler.prefix.collect()
     hand.audit()
     assert tier._host.num_free + num_used(tier) == tier._host.mover.num_units, "units stay lent"
+
+
+@pytest.mark.parametrize("forget", ["flush", "withdraw"])
+def test_requests_wait_for_ever_for_a_read_that_hangs_and_whose_text_was_forgotten(
+    filled: Hand, gate: Gate, forget: str
+) -> None:
+    hand, tier, gate.is_shut = filled, tier_of(filled), True
+    request_id = hand.submit(TEXT, max_tokens=4)
+    hand.loop._read_inbox()
+    until(lambda: gate.num_waiting)
+    if forget == "flush":
+        hand.loop.scheduler.prefix.flush()
+    else:
+        tier.withdraw(hand.requests[0].chain)
+    hand.now[0] = LIMIT_S + 1
+    assert tier.is_overdue
+    hand.loop.scheduler.prefix.collect()
+    assert not hand.loop.scheduler.fetching, "it waits for ever"
+    hand.run()
+    assert hand.token_ids(request_id) == oracle(TEXT, 4)
+    end(hand)
+
+
+def test_who_packs_a_prefix_waits_for_ever_for_a_read_that_hangs(filled: Hand, gate: Gate) -> None:
+    hand, prefix, gate.is_shut = filled, filled.loop.scheduler.prefix, True
+    was_read = threading.Event()
+    ids = np.array(TEXT, np.int32)
+    assert prefix.fetch(prefix.chain(ids), len(ids) + 1, was_read.set)
+    until(lambda: gate.num_waiting)
+    assert hand.loop._idle(), "an engine that does nothing does not look again"
+    hand.now[0] = LIMIT_S + 1
+    hand.loop._read_inbox()
+    assert was_read.is_set()
+    end(hand)
 
 
 def num_used(tier: DiskTier) -> int:

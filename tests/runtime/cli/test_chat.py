@@ -16,6 +16,7 @@ import pytest
 
 from hemiola.runtime.api import Metrics, Piece, SamplingParams
 from hemiola.runtime.cli.chat import summary
+from hemiola.runtime.cli.terminal import say as say_
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 
@@ -135,6 +136,18 @@ def test_a_message_between_makes_two_interrupts_of_answers_no_end(say: Callable)
 def test_an_engine_that_failed_ends_the_conversation(say: Callable) -> None:
     ended = say("fail", "a")
     assert (ended.status, ended.err) == (1, "error: the engine failed: KeyError\n") and len(contents()) == 1
+
+
+def test_a_model_says_what_a_terminal_obeys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a new title, or what the clipboard is to hold. Into a pipe all goes as it is."""
+    text = "a\x1b]52;c;cm0gLXJm\x07b\x9b2J\tc\r\nd é 😀"
+    say_(text)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    say_(text)
+    assert capsys.readouterr().out == "a\ufffd]52;c;cm0gLXJm\ufffdb\ufffd2J\tc\nd é 😀"
 
 
 def test_the_line_under_an_answer_counts_drafts() -> None:

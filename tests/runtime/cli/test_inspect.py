@@ -1,5 +1,7 @@
 """`hemiola inspect`: what it says of engines of every kind, and the picture."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +46,23 @@ def test_equal_states_of_equal_layers_share_a_line(tiny_engine: Get) -> None:
     assert ["mtp.k_pages", "0"] in [line[:2] for line in table], "the head's are not the trunk's"
     assert ["mtp.hidden", ""] in [line[:2] for line in table]
     assert len(table) == 11 < len(found.states)
+
+
+def test_a_strangers_engine_is_shown_as_it_wrote_itself(
+    tiny_engine: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Brackets are no markup, and there is nothing that a terminal obeys."""
+    engine = shutil.copytree(tiny_engine("qwen3_5"), tmp_path / "engine")
+    content = json.loads((engine / manifest.FILE).read_text())
+    content["segments"][0]["nodes"][0]["refused"] = {"why": "[/red] of [bold]"}
+    (engine / manifest.FILE).write_text(json.dumps(content))
+    found = manifest.parse(engine / manifest.FILE).write(engine)
+    inspect.show(engine, found, ServeConfig())
+    assert "[/red]" in capsys.readouterr().out
+    content["segments"][0]["nodes"][0]["refused"] = {"why": "\x1b]0;x\x07"}
+    (engine / manifest.FILE).write_text(json.dumps(content))
+    with pytest.raises(Refused, match="a line of printable characters"):
+        manifest.parse(engine / manifest.FILE)
 
 
 def test_quantised_weights_are_listed_with_their_format_and_bytes(

@@ -72,7 +72,7 @@ class Worker:
             return self.llm
 
         errors = Errors(Invalid, Gone, Broken)
-        self.engine = DynamoEngine(open_llm, id, errors, hang_timeout_s, self.heard.lost.append)
+        self.engine = DynamoEngine(open_llm, id, errors, 0, hang_timeout_s, self.heard.lost.append)
 
     async def __aenter__(self) -> "Worker":
         assert await self.engine.start(7) == id(self.llm)
@@ -180,6 +180,43 @@ async def test_an_abort_and_a_reader_who_leaves_end_the_request(engine_dir: Path
         assert len(aborted) == 1
         await until(lambda: llm.load().num_running == 0)
         assert await worker.engine.is_quiescent()
+
+
+@running
+async def test_a_request_whose_caller_leaves_while_its_grammar_is_compiled_runs_on(engine_dir: Path) -> None:
+    async with Worker(engine_dir) as worker:
+        llm, begun, go_on = worker.llm, threading.Event(), threading.Event()
+        assert llm is not None and llm._grammars is not None
+        make, aborted = llm._grammars.compile, []
+        llm.abort = lambda request_id, abort=llm.abort: (aborted.append(request_id), abort(request_id))
+
+        def compile_slowly(params: Any) -> Any:
+            begun.set()
+            assert go_on.wait(60)
+            return make(params)
+
+        llm._grammars.compile = compile_slowly
+        for leave in ("abort", "cancel"):
+            begun.clear(), go_on.clear()
+            guided = {"guided_decoding": {"regex": "[a-z ]{150,}"}}
+            stops = {"max_tokens": 200}  # and the end token
+            call = worker.ask(Call(leave), sampling=guided, stop_conditions=stops)
+            first = asyncio.ensure_future(anext(call))
+            await until(begun.is_set)
+            if leave == "abort":
+                await worker.engine.abort(Call(leave))
+            else:
+                first.cancel()
+            go_on.set()
+            if leave == "abort":
+                assert (await first)["finish_reason"] == "cancelled"
+            await asyncio.wait([first])
+            await call.aclose()
+            await until(lambda: aborted)
+            await until(lambda: llm.load().num_running + llm.load().num_waiting == 0)
+            assert llm.counters.num_output_tokens < 150
+            assert await worker.engine.is_quiescent()
+            aborted.clear()
 
 
 @running

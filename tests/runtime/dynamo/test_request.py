@@ -10,6 +10,7 @@ from hemiola.runtime.dynamo.request import link_of, read_request
 from hemiola.runtime.errors import Refused
 
 MAX_LEN = 100
+LEAST = -5  # priority
 SENT: dict[str, Any] = {  # all fields, as the frontend sends them for {"prompt": [5, 6, 7], "max_tokens": 30}
     "model": "hemiola",
     "token_ids": [5, 6, 7],
@@ -90,7 +91,7 @@ def sent(**changes: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_request_is_read(changes: dict[str, Any], wanted: dict[str, Any]) -> None:
-    found = read_request(sent(**changes), MAX_LEN)
+    found = read_request(sent(**changes), MAX_LEN, LEAST)
     assert found.params == SamplingParams(**{"max_tokens": 30, "temperature": 1.0, **wanted})
     assert (found.prompt, found.output_ids) == ([5, 6, 7], [])
 
@@ -110,7 +111,7 @@ def test_a_request_that_was_cut_has_its_first_lengths(
 ) -> None:
     """The frontend has lowered max_tokens and min_tokens by the 2 tokens that stand behind the prompt."""
     cut = sent(token_ids=[5, 6, 7, 8, 9], migration_link=link_of(3), **changes)
-    found = read_request(cut, MAX_LEN)
+    found = read_request(cut, MAX_LEN, LEAST)
     assert (found.prompt, found.output_ids) == ([5, 6, 7], [8, 9])
     assert found.params == SamplingParams(**{"temperature": 1.0, **wanted})
 
@@ -122,6 +123,7 @@ TRACED = {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "span_id": "00f067aa0b
     ("changes", "words"),
     [
         ({"n": 2}, "n is 2, which is not served; leave it out"),
+        ({"routing": {"priority": 6}}, "priority is 6, this worker takes 5 or less"),
         ({"use_beam_search": True}, "use_beam_search is True, which is not served; leave it out"),
         ({"max_thinking_tokens": 9}, "max_thinking_tokens is 9, which is not served"),
         ({"guided_decoding": {"regex": "a", "backend": "xgrammar"}}, "backend is 'xgrammar', which is not"),
@@ -137,11 +139,11 @@ TRACED = {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "span_id": "00f067aa0b
 )
 def test_what_would_be_dropped_or_wrong_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(Refused) as caught:
-        read_request(sent(**changes), MAX_LEN)
+        read_request(sent(**changes), MAX_LEN, LEAST)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_traced_request_that_needs_no_length_goes_on() -> None:
     """Its tokens are a prompt: greedy and seeded choices depend on no more than all tokens before."""
-    found = read_request(sent(migration_link=TRACED, min_tokens=4), MAX_LEN)
+    found = read_request(sent(migration_link=TRACED, min_tokens=4), MAX_LEN, LEAST)
     assert (found.prompt, found.output_ids, found.params.min_tokens) == ([5, 6, 7], [], 4)

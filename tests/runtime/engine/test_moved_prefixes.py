@@ -173,6 +173,9 @@ REFUSED = {
     "another edge": (changed("edge", B), "conflict", "packed has other tensors"),
     "another kind": (changed("kind", "x"), "malformed", "another header"),
     "a salt of numbers": (changed("cache_salt", 7), "malformed", "another header"),
+    "a salt that is no text": (changed("cache_salt", "\ud800"), "malformed", "cache_salt"),
+    "a salt that is too long": (changed("cache_salt", "x" * 2000), "malformed", "cache_salt"),
+    "every second byte": (lambda packed: memoryview(packed)[::2], "wrong_type", "contiguous"),
     "a new field": (changed("color", "red"), "conflict", "packed has other color"),
     "another name": (changed("tensors", lambda own: [["x", *own[0][1:]], *own[1:]]), "conflict", "\\['x', "),
     "another dtype": (
@@ -249,6 +252,22 @@ def test_a_host_without_room_refuses_and_loses_nothing(
     assert ask(taker, text[: 2 * B + 1], text[2 * B + 1 : 2 * B + 3]) == 0
     with pytest.raises(Refused, match="no room"):
         pack(taker, text[: 2 * B])
+
+
+def test_an_engine_that_rests_while_a_prefix_is_written_is_lost(ready: Make, wanted: Wanted) -> None:
+    """Its audit knew nothing of a page that is held, and an assert ended the engine."""
+    giver, taker, text = ready("qwen3_5", "mtp"), ready("qwen3_5", "mtp"), wanted.story("qwen3_5")
+    ask(giver, text[: 4 * B + 1], text[4 * B + 1 : 4 * B + 3])
+    carrier(taker).unpack(pack(giver, text[:B]))
+    own = carrier(taker)
+
+    def visit(act: Callable) -> object:
+        taker.loop._idle()
+        return act(taker.loop.scheduler.prefix)
+
+    own._visit = visit
+    assert own.unpack(pack(giver, text[: 4 * B])) == 4 * B
+    taker.loop._idle()
 
 
 def test_an_import_across_a_reset_is_refused(moved: tuple[EngineHand, bytes]) -> None:

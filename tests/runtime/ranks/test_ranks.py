@@ -200,6 +200,18 @@ def test_a_follower_that_nobody_leads_says_so() -> None:
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1 and "is started by" in ended.stderr
 
 
+def test_a_follower_whose_leader_refused_the_engine_prints_a_traceback() -> None:
+    code = """
+import os
+from hemiola.runtime.step.follower import _say
+heard, said = os.pipe()
+os.close(heard)
+_say(os.fdopen(said, "w"), free=1)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_shared_memory_of_another_leader_is_refused() -> None:
     own = SharedMemory.make(2)
     with pytest.raises(Refused, match="another leader's"):

@@ -5,14 +5,21 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hemiola.runtime.api import Metrics, Piece
 from hemiola.runtime.serving.openai import calls
 from hemiola.runtime.serving.openai.answer import AnswerPart, Expected, Splitter
+from hemiola.runtime.serving.openai.calls import Marks
+from hemiola.runtime.serving.openai.model import ServedModel
+from hemiola.runtime.serving.openai.prompt import PromptScores
+from hemiola.runtime.serving.openai.reply import Reply, TextChoice
+from hemiola.runtime.serving.openai.response_reply import ResponseChoice
 
 WEATHER = {
     "type": "object",
@@ -27,6 +34,7 @@ WEATHER = {
     },
 }
 TOOLS = {"weather": WEATHER, "now": {}}
+MODEL = ServedModel("ids", 100, "0" * 64, None)
 ONE_CALL = Expected(tools=TOOLS, one_call=True)
 PLAIN, TOOL = Expected(), Expected(tools=TOOLS)
 THOUGHT, THOUGHT_TOOL = Expected(thinking=True), Expected(thinking=True, tools=TOOLS)
@@ -381,6 +389,78 @@ def test_the_work_for_a_character_does_not_grow_with_the_answer(
     count(calls.JsonCall, "_begin", lambda one, said: len(said))
     answer(expected, [text[at : at + width] for at in range(0, len(text), width)])
     assert looked <= 40 * len(text)
+
+
+class CountedText(str):
+    """Counts how often somebody looks at it."""
+
+    num_looks = 0
+
+    def _looked(self, plain: Callable[..., Any], *args: Any) -> Any:
+        CountedText.num_looks += 1
+        return plain(self, *args)
+
+    def __getitem__(self, at: Any) -> str:
+        return self._looked(str.__getitem__, at)
+
+    def __len__(self) -> int:
+        return self._looked(str.__len__)
+
+    def __lt__(self, other: str) -> bool:
+        return self._looked(str.__lt__, other)
+
+    def startswith(self, *args: Any) -> bool:
+        return self._looked(str.startswith, *args)
+
+
+def test_the_work_for_a_piece_does_not_grow_with_the_tools() -> None:
+    """Each tool's name was looked at for each piece."""
+    marks = Marks([CountedText(f"<function=tool_{i}>") for i in range(4000)])
+    for text, held in {
+        "x": 0,
+        "a < b": 0,
+        "x<function=tool_39": 17,
+        "<function=tool_4001": 0,
+        "x<": 1,
+    }.items():
+        CountedText.num_looks = 0
+        assert marks.held_back(text) == held
+        assert CountedText.num_looks < 50, text
+
+
+def test_the_work_for_a_piece_does_not_grow_with_the_items_before_it() -> None:
+    """All items of a response were looked at for each piece."""
+    looked = 0
+
+    class Counted(list):
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal looked
+            looked += len(self)
+            return super().__iter__()
+
+    choice = ResponseChoice([5], Expected(tools={"now": {}}))
+    choice.items = Counted()
+    for _ in range(200):
+        choice.take(Piece('<tool_call>{"name": "now", "arguments": {}}</tool_call>', [7, 7]))
+    assert len(choice.items) == 200 and looked <= 200
+
+
+def test_the_work_for_a_usage_does_not_grow_with_the_choices() -> None:
+    """With continuous_usage_stats each chunk of each of 1,024 choices added all of them up."""
+    ids, scores = [5, 6], PromptScores(MODEL, [5, 6], None)
+    choices: list[Any] = [TextChoice(i, ids, None, False, "", scores) for i in range(64)]
+    reply = Reply("text_completion", MODEL, choices, 32)
+    last = Piece("b", [8], finish_reason="stop", metrics=Metrics(2, 0.0, cached_tokens=1))
+    for index in range(64):
+        for piece in (Piece("a", [7, 7]), last):
+            reply.count(index, piece)
+    choices.clear()
+    assert reply.usage() == {
+        "prompt_tokens": 4,
+        "completion_tokens": 3 * 64,
+        "total_tokens": 3 * 64 + 4,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
 
 
 SOUP = (

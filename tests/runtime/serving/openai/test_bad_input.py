@@ -38,6 +38,10 @@ BAD = {
     "float_ids": (TEXT, {"prompt": [1.5]}, "prompt", "give a text, a list of token ids"),
     "boolean_ids": (TEXT, {"prompt": [True]}, "prompt", "give a text, a list of token ids"),
     "huge_id": (TEXT, {"prompt": [5, 2**70]}, "prompt", f"token id {2**70} at position 1"),
+    "echo_of_what_is_no_id": (TEXT, {"prompt": [5, -1], "echo": True}, "prompt", "token id -1 at position 1"),
+    "echo_of_a_huge_id": (
+        TEXT, {"prompt": ["a", [2**40]], "echo": True}, "prompt", f"token id {2**40} at position 0",
+    ),
     "text_without_tokenizer": (TEXT, {"model": "ids"} | P, "prompt", "model ids has no tokenizer"),
     "unknown_option": (TEXT, P | {"max_tokns": 5}, "max_tokns", "unknown option 'max_tokns'"),
     "max_tokens_of_70_bits": (TEXT, P | {"max_tokens": 2**70}, "max_tokens", "give at most 2147483647"),

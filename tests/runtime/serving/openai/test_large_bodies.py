@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import requests
 from kit.scripted_triton import ScriptedTriton, script
 from kit.served import until
 
+from hemiola.runtime.api import Logprob
 from hemiola.runtime.serving.openai import app, readers, work
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
+from hemiola.runtime.serving.openai.prompt import PromptScores
 from hemiola.runtime.serving.openai.reply import Reply
 from hemiola.runtime.serving.wire import Wire
 from hemiola.runtime.text import Text
@@ -168,6 +171,31 @@ def test_a_part_of_the_work_on_a_large_body_is_done_in_the_event_loop(
     turns(front)
     gate.opened.set()
     assert answer.result().json()["usage"]["completion_tokens"] == 200
+
+
+def test_the_scores_that_a_stream_echoes_are_written_in_the_event_loop(
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    gate: Gate,
+    post: Callable[..., "Future[requests.Response]"],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of all of a prompt at once, 20 and more to a token. What comes meanwhile stays behind them."""
+    monkeypatch.setattr(readers, "SMALL", 100)
+    monkeypatch.setattr(PromptScores, "echoed", gate.around(PromptScores.echoed))
+    first, *others = script(*"abcd")
+    score = Logprob(7, -1.0, ((7, -1.0), (8, -2.0)))
+    found = [None, *[score] * 49]
+    triton.script = [replace(first, logprobs=[score], prompt_logprobs=found), *others]
+    front = start()
+    body = {"model": "tiny", "prompt": [5] * 50, "echo": True, "logprobs": 2, "stream": True}
+    answer = post(f"{front.url}/completions", json.dumps(body).encode())
+    assert gate.entered.wait(60)
+    turns(front)
+    gate.opened.set()
+    *events, done = (line for line in answer.result().text.split("\n\n") if line)
+    said = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+    assert [text[-1:] for text in said] == list("abcd") and done == "data: [DONE]"
 
 
 @pytest.mark.parametrize("route", ["tokenize", "detokenize"])

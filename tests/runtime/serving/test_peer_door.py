@@ -1,0 +1,50 @@
+"""The port of a Peer, without NIXL."""
+
+import errno
+import json
+import socket
+import threading
+
+import pytest
+
+from hemiola.runtime.serving import peer as peers
+from hemiola.runtime.serving.peer import Peer
+
+
+class Listener:
+    """Has no descriptor left at first; then one who asks comes."""
+
+    def __init__(self, asks: socket.socket) -> None:
+        self._turns: list[OSError | socket.socket] = [OSError(errno.EMFILE, "Too many open files"), asks]
+        self._closed = threading.Event()
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def accept(self) -> tuple[socket.socket, str]:
+        if not self._turns:
+            self._closed.wait(60)
+            raise OSError(errno.EBADF, "closed")
+        turn = self._turns.pop(0)
+        if isinstance(turn, OSError):
+            raise turn
+        return turn, ""
+
+    def shutdown(self, how: int) -> None:
+        self._closed.set()
+
+    def close(self) -> None: ...
+
+
+def test_a_peer_that_ran_out_of_descriptors_once_serves_nobody_any_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, asks = socket.socketpair()
+    monkeypatch.setattr(peers, "_agent", object)
+    monkeypatch.setattr(peers, "_listen", lambda host, port: Listener(asks))
+    ours.settimeout(60)
+    ours.sendall(b"no request\n")
+    with Peer(lambda prompt, *, cache_salt: bytearray()):
+        answer = json.loads(ours.makefile().readline())
+    assert answer["code"] == "malformed" and "Too many open files" in caplog.text
+    ours.close()
