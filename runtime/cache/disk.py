@@ -48,7 +48,7 @@ class Content(Protocol):
     def put(self, unit: int, content: bytes) -> None: ...
 
     def settled(self) -> Callable[[], None]:
-        """A function that waits until what was copied to units so far is there."""
+        """A function that waits until all copies to and from units that were begun so far are done."""
         ...
 
 
@@ -72,6 +72,15 @@ class _Pieces:
         raise NotImplementedError("a file's units are read by `fetch`")
 
     def load_slot(self, units: Sequence[int], slot_id: int) -> None:
+        raise NotImplementedError("a file's units are read by `fetch`")
+
+    def mark(self) -> int:
+        raise NotImplementedError("a file's units are read by `fetch`")
+
+    def has_come(self, number: int) -> bool:
+        raise NotImplementedError("a file's units are read by `fetch`")
+
+    def hold(self, number: int) -> None:
         raise NotImplementedError("a file's units are read by `fetch`")
 
 
