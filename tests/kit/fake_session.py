@@ -83,7 +83,7 @@ class FakeUnits:
         self._coming: list[Callable[[], None]] = []  # copies, none of which is done before a step is held
         self._polls: dict[int, int] = {}  # by mark: so often it has not come yet
         self._ends: dict[int, int] = {}  # by mark: its copies are those before
-        self.num_late = 0
+        self.lateness: Callable[[int], int] = lambda number: number * 7 % 5  # by mark: polls
 
     def save_pages(self, page_ids: Sequence[int], units: Sequence[int]) -> None:
         for page_id, unit in zip(page_ids, units, strict=True):
@@ -117,13 +117,12 @@ class FakeUnits:
 
     def mark(self) -> int:
         number = len(self._polls) + 1
-        self._polls[number] = number * 7 % 5
+        self._polls[number] = self.lateness(number)
         self._ends[number] = len(self._coming)
         return number
 
     def has_come(self, number: int) -> bool:
         self._polls[number] -= 1
-        self.num_late += self._polls[number] >= 0
         return self._polls[number] < 0
 
     def hold(self, number: int) -> None:
