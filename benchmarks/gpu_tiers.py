@@ -33,7 +33,8 @@ from hemiola.runtime.config import state_bytes
 from hemiola.runtime.llm import LLM
 
 ROOT = Path(__file__).resolve().parents[1]
-FIRST = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2)
+PLAIN = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+SCORED = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2)
 NUM_ROWS, CONTEXT = 32, 256
 SECONDS, PERIOD = 3.0, 0.1  # of each part of the second half; between two hits or copies
 
@@ -48,7 +49,7 @@ class Sizes(NamedTuple):
 
 class Answer(NamedTuple):
     ms: float  # to the first token
-    scores: list[tuple]  # of each token
+    scores: list[tuple]  # its tokens, and their log-probabilities if asked for
     cached: int
 
 
@@ -57,7 +58,7 @@ def prompts(llm: LLM, count: int, num_tokens: int, seed: int) -> list[list[int]]
     return np.random.default_rng(seed).integers(0, most, (count, num_tokens)).tolist()
 
 
-def ask(llm: LLM, prompt: list[int]) -> Answer:
+def ask(llm: LLM, prompt: list[int], params: SamplingParams = SCORED) -> Answer:
     came: list[float] = []
     pieces: list[Piece] = []
     done = threading.Event()
@@ -69,11 +70,12 @@ def ask(llm: LLM, prompt: list[int]) -> Answer:
             done.set()
 
     start = time.perf_counter()
-    llm.submit(prompt, FIRST, note)
+    llm.submit(prompt, params, note)
     assert done.wait(300), "no answer"
     last = pieces[-1]
     assert last.finish_reason == "length" and last.metrics is not None, last
-    scores = [(s.token_id, s.logprob, s.top) for piece in pieces for s in piece.logprobs or ()]
+    scores = [(token_id,) for piece in pieces for token_id in piece.token_ids]
+    scores += [(s.token_id, s.logprob, s.top) for piece in pieces for s in piece.logprobs or ()]
     return Answer(1e3 * (came[0] - start), scores, last.metrics.cached_tokens)
 
 
@@ -223,7 +225,7 @@ def beside_steps(engine_dir: Path, sizes: Sizes) -> None:
     print("|---|---|---|---|")
     with LLM(engine_dir, drafts="none", host_cache_bytes=6 * sizes.num_bytes) as llm:
         pair = prompts(llm, 2, sizes.num_tokens, 3)
-        answers = [ask(llm, prompt).scores for prompt in pair]
+        answers = [ask(llm, prompt, PLAIN).scores for prompt in pair]
         num_asked, all_same = 0, True
 
         def hit(before: Callable[[], object]) -> None:
@@ -231,14 +233,14 @@ def beside_steps(engine_dir: Path, sizes: Sizes) -> None:
             before()
             n = num_asked % 2
             num_asked += 1
-            all_same &= ask(llm, pair[n]).scores == answers[n]
+            all_same &= ask(llm, pair[n], PLAIN).scores == answers[n]
 
         def from_host() -> None:
             hit(lambda: llm._loop.visit(to_host))
 
         decoding = Decoding(llm)
         decoding.token_ms()
-        own = FIRST.max_tokens or 0
+        own = PLAIN.max_tokens or 0
         parts = {
             f"beside copies of {sizes.num_pages} pages to the host": (Copies(llm, sizes.num_pages, False), 0),
             f"beside copies of {sizes.num_pages} pages to the host and back": (

@@ -13,11 +13,13 @@ from hemiola.runtime import manifest as manifests
 from hemiola.runtime.dynamo.binding import Binding, load_binding
 from hemiola.runtime.dynamo.card import make_card
 from hemiola.runtime.dynamo.engine import DynamoEngine
+from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.options import WorkerOptions
-from hemiola.runtime.errors import Failed, one_line
+from hemiola.runtime.errors import Failed, Name, Refused, one_line
 from hemiola.runtime.llm import LLM
 
 ENDPOINT = "generate"
+MODES = {"agg": "Aggregated", "prefill": "Prefill", "decode": "Decode"}
 Say = Callable[[str], None]
 
 
@@ -34,10 +36,11 @@ class _Loss:
 def run_worker(engine_dir: Path, own: WorkerOptions, options: Mapping[str, Any], say: Say) -> None:
     """Raises Refused or Failed. A lost engine ends the process at once, with status 1: it may hang."""
     binding, lost = load_binding(), _Loss()
+    hand_over = partial(Handover, own=own) if _hands_over(own, options) else None
     card = make_card(engine_dir, manifests.load(engine_dir))
     open_llm = partial(LLM, engine_dir, progress=True, **options)
     register = partial(_register, binding, card, own, say)
-    engine = DynamoEngine(open_llm, register, binding.errors, own.hang_timeout, lost)
+    engine = DynamoEngine(open_llm, register, binding.errors, own.hang_timeout, lost, hand_over)
     try:
         asyncio.run(_run(binding, engine, card, own))
     except Exception as error:
@@ -47,6 +50,24 @@ def run_worker(engine_dir: Path, own: WorkerOptions, options: Mapping[str, Any],
             print(f"error: {lost.reason}", file=sys.stderr, flush=True)
             os._exit(1)
     say("stopped")
+
+
+def _hands_over(own: WorkerOptions, options: Mapping[str, Any]) -> bool:
+    """Raises Refused where prefixes have no memory of the host to pass through."""
+    if own.disaggregation_mode == "agg":
+        return False
+    if not options.get("host_cache_bytes"):
+        mode = own.disaggregation_mode
+        said = (
+            "disaggregation_mode ",
+            mode,
+            " needs ",
+            Name("host_cache_bytes"),
+            ": prefixes move through it",
+        )
+        way_out = ("add ", Name("host_cache_bytes", 2**30))
+        raise Refused("conflict", "disaggregation_mode", said=said, way_out=way_out)
+    return True
 
 
 async def _run(binding: Binding, engine: DynamoEngine, card: Path, own: WorkerOptions) -> None:
@@ -62,6 +83,7 @@ async def _run(binding: Binding, engine: DynamoEngine, card: Path, own: WorkerOp
         endpoint_types="chat,completions",
         tool_call_parser=own.tool_call_parser,
         reasoning_parser=own.reasoning_parser,
+        disaggregation_mode=getattr(backend.DisaggregationMode, MODES[own.disaggregation_mode]),
         runtime=runtime,
     )
     await backend.Worker(engine, config, asyncio.get_running_loop()).run()

@@ -42,7 +42,7 @@ class Deepest:
 
 
 async def main(path: str, page_len: int) -> None:
-    from dynamo.llm import KvIndexer  # pyright: ignore[reportMissingImports]  # an extra of its own
+    from dynamo._core import KvIndexer  # pyright: ignore[reportMissingImports]  # an extra of its own
     from dynamo.runtime import DistributedRuntime  # pyright: ignore[reportMissingImports]
 
     loop = asyncio.get_running_loop()
