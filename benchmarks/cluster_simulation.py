@@ -187,9 +187,9 @@ class Replica:
         tree = self.prefix._tree
         add, remove = tree.add, tree.remove
 
-        def added(parent: Entry, key: bytes, *given: object) -> Entry:
+        def added(parent: Entry, key: bytes, tokens: bytes, page_id: int, step: int) -> Entry:
             index.add(key, number)
-            return add(parent, key, *given)
+            return add(parent, key, tokens, page_id, step)
 
         def removed(entry: Entry) -> Entry:
             index.remove(entry.key, number)

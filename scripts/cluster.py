@@ -160,6 +160,8 @@ def report(load: conversations.Load, churn: Churn, seconds: float) -> None:
     print(f"wrong or lost: {len(load.faults)}; workers: {dict(churn.counts)}")
     print(f"later turns: {dict(kinds)}")
     print(f"of those whose worker lived, on it and from its cache: {100 * share:.1f} %")
+    deepest = sum(turn.is_on_deepest(churn.gone_at) for turn in load.later)
+    print(f"of all, on a worker than which none had more: {100 * deepest / max(1, len(load.later)):.1f} %")
 
 
 def metadata_version() -> str:
