@@ -113,8 +113,8 @@ class HostUnits:
     def get(self, unit: int) -> memoryview:
         return self._numbers[unit].data
 
-    def put(self, unit: int, content: bytes) -> None:
-        self._numbers[unit] = np.frombuffer(content, np.uint8)
+    def fill(self, unit: int, read: Callable[[memoryview], bool]) -> bool:
+        return read(self._numbers[unit].data)
 
     def settled(self) -> Callable[[], None]:
         """A function that waits until all copies to and from units that were begun so far are done."""

@@ -99,7 +99,7 @@ class RankedUnits:
 
     def __init__(self, units: HostUnits, followers: Followers) -> None:
         self.num_units, self.units_per_slot = units.num_units, units.units_per_slot
-        self.unit_bytes, self.get, self.put = units.unit_bytes, units.get, units.put
+        self.unit_bytes, self.get, self.fill = units.unit_bytes, units.get, units.fill
         self.has_come = units.has_come
         self._own, self._followers = units, followers
 

@@ -136,8 +136,12 @@ class FakeUnits:
     def get(self, unit: int) -> bytes:
         return json.dumps(self.content[unit]).encode().ljust(self.unit_bytes)
 
-    def put(self, unit: int, content: bytes) -> None:
-        self.content[unit] = json.loads(content)
+    def fill(self, unit: int, read: Callable[[memoryview], bool]) -> bool:
+        room = bytearray(self.unit_bytes)
+        if not read(memoryview(room)):
+            return False
+        self.content[unit] = json.loads(room)
+        return True
 
     def settled(self) -> Callable[[], None]:
         return lambda: None
