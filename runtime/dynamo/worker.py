@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hemiola.runtime.dynamo.engine import DynamoEngine
 from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.options import WorkerOptions
 from hemiola.runtime.errors import Failed, Name, Refused, one_line
+from hemiola.runtime.extra import install
 from hemiola.runtime.llm import LLM
 
 ENDPOINT = "generate"
@@ -53,20 +55,26 @@ def run_worker(engine_dir: Path, own: WorkerOptions, options: Mapping[str, Any],
 
 
 def _hands_over(own: WorkerOptions, options: Mapping[str, Any]) -> bool:
-    """Raises Refused where prefixes have no memory of the host to pass through."""
-    if own.disaggregation_mode == "agg":
+    """Raises Refused where prefixes have no way from one worker to another."""
+    mode = own.disaggregation_mode
+    if mode == "agg":
         return False
     if not options.get("host_cache_bytes"):
-        mode = own.disaggregation_mode
         said = (
-            "disaggregation_mode ",
-            mode,
+            Name("disaggregation_mode", mode),
             " needs ",
             Name("host_cache_bytes"),
-            ": prefixes move through it",
+            ", which prefixes pass",
         )
-        way_out = ("add ", Name("host_cache_bytes", 2**30))
-        raise Refused("conflict", "disaggregation_mode", said=said, way_out=way_out)
+        raise Refused(
+            "conflict",
+            "disaggregation_mode",
+            said=said,
+            way_out=("add ", Name("host_cache_bytes", 2**30)),
+        )
+    if util.find_spec("nixl") is None:
+        said = (Name("disaggregation_mode", mode), " needs nixl, which is not installed")
+        raise Refused("not_found", "disaggregation_mode", said=said, way_out=install("nixl"))
     return True
 
 

@@ -184,7 +184,11 @@ class Later:
 class Load:
     """Asks conversations, several at once; each waits for its own answers."""
 
-    def __init__(self, url: str, conversations: Sequence[Conversation], concurrency: int) -> None:
+    def __init__(
+        self, url: str, conversations: Sequence[Conversation], concurrency: int, pause_s: float = 0.0
+    ) -> None:
+        """pause_s: between an answer and the next turn."""
+        self._pause_s = pause_s
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         self._conversations, self._concurrency = conversations, concurrency
         self._lock = threading.Lock()
@@ -218,3 +222,4 @@ class Load:
                 if not answer.fault:
                     self._pages.setdefault(answer.worker, set()).update(pages_of(turn, turn.token_ids))
             before = answer.worker
+            time.sleep(self._pause_s)

@@ -1,8 +1,10 @@
 """The engine that Dynamo's worker drives, without Dynamo: calls and chunks in Dynamo's order and form."""
 
 import asyncio
+import itertools
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
@@ -347,6 +349,30 @@ def test_a_prompt_is_computed_by_one_worker_and_answered_by_another(
             details = chunks[-1]["completion_usage"]["prompt_tokens_details"]
             assert details["cached_tokens"] >= 64, "what was computed elsewhere was computed again"
             assert "disaggregated_params" not in chunks[-1]
+
+    asyncio.run(run())
+
+
+def test_clocks_that_differ_by_minutes_change_nothing(
+    engine_dir: Path, peers: type[FakePeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that one worker says to another has a time of day."""
+    jumps, now = itertools.cycle([0, -600, 900]), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+
+    async def run() -> None:
+        async with (
+            Worker(engine_dir, mode="prefill", **HOST) as first,
+            Worker(engine_dir, mode="decode", **HOST) as second,
+            Worker(engine_dir, mode="decode", **HOST) as third,
+        ):
+            *_, last = [chunk async for chunk in first.ask(token_ids=LONG)]
+            result = {"disaggregated_params": last["disaggregated_params"]}
+            chunks = [chunk async for chunk in second.ask(token_ids=LONG, prefill_result=result)]
+            whole, said = joined(chunks), joined(chunks[:3])
+            rest = {"token_ids": [*LONG, *said], "migration_link": chunks[2]["worker_trace_link"]}
+            more = third.ask(max_tokens=12 - len(said), prefill_result=result, **rest)
+            assert said + joined([chunk async for chunk in more]) == whole and len(peers.fetched) == 2
 
     asyncio.run(run())
 
