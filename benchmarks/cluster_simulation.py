@@ -231,10 +231,10 @@ class Replica:
 class Policy(NamedTuple):
     route: str
     host: bool
-    credit: int = 4  # what a page of a prefix counts against a page of load
+    scale: int = 4  # what a page to compute counts against a page of load
 
     def __str__(self) -> str:
-        words = self.route + (f", credit {self.credit}" if self.route in ("pages", "reusable depth") else "")
+        words = self.route + (f", scale {self.scale}" if self.route in ("pages", "reusable depth") else "")
         return words + (", host memory" if self.host else "")
 
 
@@ -295,7 +295,7 @@ class Cluster:
                 return zlib.crc32(turn.session.to_bytes(4, "little")) % num
         num_pages = (turn.prompt_len - 1) // PAGE_LEN
         found = self.index.depths(turn.chain, num_pages)
-        cost = self.policy.credit * (num_pages - found) + self.loads
+        cost = self.policy.scale * (num_pages - found) + self.loads
         return int(np.argmin(cost + self._noise.random(num) / 2))
 
     def _admit(self, number: int, now: float) -> None:
