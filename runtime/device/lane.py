@@ -42,7 +42,11 @@ class Lane:
             copy()
 
     def mark(self) -> Mark:
-        return Mark(None if self._stream is None else self._stream.record_event())
+        if self._stream is None:
+            return Mark(None)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return Mark(event)
 
     def hold(self, mark: Mark) -> None:
         """Let the steps that are launched from now on run behind it."""
