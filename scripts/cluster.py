@@ -96,6 +96,7 @@ def main(
     workers: Annotated[int, typer.Option(help="that serve at once")] = 3,
     concurrency: Annotated[int, typer.Option(help="conversations at once")] = 12,
     tokens: Annotated[int, typer.Option(help="maximum of an answer")] = 96,
+    pause: Annotated[float, typer.Option(help="seconds between an answer and the next turn")] = 0.5,
     seed: int = 0,
 ) -> None:
     python = environment()
@@ -106,7 +107,7 @@ def main(
     tiers = ("--num-pages", "130", "--host-cache-bytes", str(32 << 20))
     with Cluster(python, engine_dir, folder, *tiers) as cluster:
         churn = Churn(cluster, workers, seed)
-        load = conversations.Load(cluster.url, said, concurrency)
+        load = conversations.Load(cluster.url, said, concurrency, pause)
         asking = threading.Thread(target=load.run)
         start = time.monotonic()
         asking.start()
@@ -148,8 +149,9 @@ def left(cluster: Cluster) -> list[Path]:
 
 
 def shared_memory() -> set[str]:
-    """But for what a `hemiola serve` of somebody else has there."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("hemiola-serve")}
+    """But for what servers of somebody else have there."""
+    others = ("hemiola-serve", "triton_python_backend")
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(others)}
 
 
 def report(load: conversations.Load, churn: Churn, seconds: float) -> None:
@@ -160,6 +162,8 @@ def report(load: conversations.Load, churn: Churn, seconds: float) -> None:
     print(f"wrong or lost: {len(load.faults)}; workers: {dict(churn.counts)}")
     print(f"later turns: {dict(kinds)}")
     print(f"of those whose worker lived, on it and from its cache: {100 * share:.1f} %")
+    deepest = sum(turn.is_on_deepest(churn.gone_at) for turn in load.later)
+    print(f"of all, on a worker than which none had more: {100 * deepest / max(1, len(load.later)):.1f} %")
 
 
 def metadata_version() -> str:

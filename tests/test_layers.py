@@ -28,7 +28,7 @@ ROOMS = {
     "llm": {GROUND, "cache", "device", "choose", "schedule", "open"},
     "serving": {GROUND},
     "bench": {GROUND, "llm"},
-    "dynamo": {GROUND, "cache", "llm"},
+    "dynamo": {GROUND, "cache", "llm", "serving"},
     "cli": {GROUND, "llm", "serving", "bench", "dynamo"},
     "__main__": {GROUND, "cli"},
 }

@@ -32,7 +32,7 @@ from hemiola.runtime.cache.worker import Worker
 
 log = logging.getLogger("hemiola")
 MOST_WAITING = 256  # units that wait to be written; more are not kept
-READERS = 4  # threads: sha256 of a page takes longer than its read
+READERS = 8  # threads: sha256 of a page takes longer than its read
 PATIENCE_S = 0.05  # by which a read may take longer than computing, since it leaves the engine to others
 RETRY = 32  # of so many reads and writes that are not worth it one is done: the disk may be faster by now
 LIMIT_S = 10.0  # for which a request waits for a read, and without which a disk that does not move is off
@@ -45,10 +45,12 @@ class Content(Protocol):
 
     def get(self, unit: int) -> memoryview | bytes: ...
 
-    def put(self, unit: int, content: bytes) -> None: ...
+    def fill(self, unit: int, read: Callable[[memoryview], bool]) -> bool:
+        """Let `read` write to a unit; returns what it returns."""
+        ...
 
     def settled(self) -> Callable[[], None]:
-        """A function that waits until what was copied to units so far is there."""
+        """A function that waits until all copies to and from units that were begun so far are done."""
         ...
 
 
@@ -72,6 +74,15 @@ class _Pieces:
         raise NotImplementedError("a file's units are read by `fetch`")
 
     def load_slot(self, units: Sequence[int], slot_id: int) -> None:
+        raise NotImplementedError("a file's units are read by `fetch`")
+
+    def mark(self) -> int:
+        raise NotImplementedError("a file's units are read by `fetch`")
+
+    def has_come(self, number: int) -> bool:
+        raise NotImplementedError("a file's units are read by `fetch`")
+
+    def hold(self, number: int) -> None:
         raise NotImplementedError("a file's units are read by `fetch`")
 
 
@@ -354,17 +365,21 @@ class DiskTier:
 
     def _read_unit(self, piece: tuple[int, int, dict[str, Any]]) -> bool:
         target, unit, wanted = piece
+        return self._content.fill(target, lambda room: self._read_into(room, unit, wanted))
+
+    def _read_into(self, room: memoryview, unit: int, wanted: dict[str, Any]) -> bool:
+        """Nothing here copies or sums with Python's lock held: readers would wait for each other."""
+        start = bytearray(self._header_bytes)
         try:
-            found = os.pread(self._file, self._unit_bytes, unit * self._unit_bytes)
+            num_read = os.preadv(self._file, [start, room], unit * self._unit_bytes)
         except OSError:
             return False
-        header, content = parsed(found[: self._header_bytes]), found[self._header_bytes :]
-        if header is None or any(header.get(name) != value for name, value in wanted.items()):
+        header = parsed(bytes(start))
+        if num_read != self._unit_bytes or header is None:
             return False
-        if hashlib.sha256(content).hexdigest() != header.get("sha256") or not self.is_on:
+        if any(header.get(name) != value for name, value in wanted.items()):
             return False
-        self._content.put(target, content)
-        return True
+        return hashlib.sha256(room).hexdigest() == header.get("sha256") and self.is_on
 
     # When it is opened.
 

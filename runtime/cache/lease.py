@@ -13,6 +13,7 @@ class Start(NamedTuple):
     slot_id: int
     hit_len: int
     restore_from: int  # the slot to copy to slot_id before the step; 0: none
+    load: int = 0  # the mark of what comes from the host's memory for it (see Tier.load); 0: nothing does
 
 
 class Take(NamedTuple):

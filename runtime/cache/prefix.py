@@ -11,7 +11,9 @@ The scheduler's calls, in order. `slot_id` is the request's own slot, which stan
     plan, waiting request   start = prefix.admit(request.chain, total_len, spare_pages)
                               None: no room, it waits. Else it has the slot start.slot_id, pages for total_len
                               tokens, and committed_len = start.hit_len. Before the step runs, in the order of
-                              admission: storage.copy_slot(start.restore_from, slot_id), if that is not 0
+                              admission: storage.copy_slot(start.restore_from, slot_id), if that is not 0.
+                              If start.load is not 0: prefix.hold(start.load) before its first step or its
+                              release; once prefix.has_come(start.load), that step does not wait
     plan, prompt's chunk    stop = prefix.chunk_end(slot_id, start, stop): one snapshot per row and step
     plan, last of all       take = prefix.take(slot_id, edge, next_edge) for each row: its snapshot slot and
                               edge in this step, or None. Last: admit goes first where slots are scarce
@@ -207,10 +209,10 @@ class PrefixCache:
             self.evictor.use(hit)
         grown = self.grow(slot_id, known_len + 1)
         assert grown, "fewer pages could be evicted than are idle"
-        start = found.start
+        start, load = found.start, 0
         if found.host is not None and self.host is not None:
             pages = self.pages.table[slot_id, len(path) : start // self.page_len].tolist()
-            self.host.load(found.host, len(path), pages, slot_id)
+            load = self.host.load(found.host, len(path), pages, slot_id)
         self.slots.edge[slot_id] = start
         junction = found.junction if found.junction > start else 0
         began = [(hit, hit.slot_id)] if hit is not None and hit.slot_id else []
@@ -221,7 +223,17 @@ class PrefixCache:
         self.statistics.query_tokens += known_len
         self.statistics.hit_tokens += start
         self.statistics.page_hit_tokens += found.cached_len
-        return Start(slot_id, start, restore_from)
+        return Start(slot_id, start, restore_from, load)
+
+    def has_come(self, load: int) -> bool:
+        """Whether what a request starts from has come from the host's memory."""
+        assert self.host is not None
+        return self.host.mover.has_come(load)
+
+    def hold(self, load: int) -> None:
+        """Let the steps that are launched from now on run behind it."""
+        assert self.host is not None
+        self.host.mover.hold(load)
 
     def _match(self, chain: Chain, known_len: int) -> Match:
         most = reusable_len(known_len, self.page_len) // self.page_len

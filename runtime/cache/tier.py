@@ -19,8 +19,8 @@ from hemiola.runtime.cache.tree import Chain, Entry, Tree
 
 
 class Mover(Protocol):
-    """Copies between an engine's pages and slots and units of the host, in the order of the calls and of the
-    steps around them."""
+    """Copies between an engine's pages and slots and units of the host, in the order of the calls. What is
+    saved is what the steps before have written; what is loaded may come later than the call."""
 
     num_units: int
     units_per_slot: int
@@ -32,6 +32,19 @@ class Mover(Protocol):
     def load_pages(self, units: Sequence[int], page_ids: Sequence[int]) -> None: ...
 
     def load_slot(self, units: Sequence[int], slot_id: int) -> None: ...
+
+    def mark(self) -> int:
+        """A number, 1 or more, for what was loaded so far."""
+        ...
+
+    def has_come(self, number: int) -> bool:
+        """Whether what was loaded before this mark is there."""
+        ...
+
+    def hold(self, number: int) -> None:
+        """Let the steps from now on run behind it; called once for each mark, before its pages or slot are
+        read or freed."""
+        ...
 
 
 @dataclass(slots=True)
@@ -148,8 +161,9 @@ class Tier:
                 self._evictor.snapshots.add(entry)
             self._rest(entry)
 
-    def load(self, last: Entry, num_shared: int, page_ids: Sequence[int], slot_id: int) -> None:
-        """Copy what a request needs: its pages behind the first num_shared, and the state. `last` is held."""
+    def load(self, last: Entry, num_shared: int, page_ids: Sequence[int], slot_id: int) -> int:
+        """Begin to copy what a request needs: its pages behind the first num_shared, and the state. Returns
+        the mover's mark. `last` is held."""
         units = [entry.page_id for entry in path_to(last)[num_shared:]]
         self.mover.load_pages(units, page_ids)
         state = self.state_of(last)
@@ -158,6 +172,7 @@ class Tier:
         self._evictor.use(last)
         self.statistics.num_hits += 1
         self.statistics.loaded_units += len(units) + len(state)
+        return self.mover.mark()
 
     # What is kept.
 

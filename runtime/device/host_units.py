@@ -1,23 +1,29 @@
 """Units of the host's memory, and copies of pages and slots to and from them.
 
-Copies begin in the order of the calls, on the engine's stream, behind and before its steps; the host does not
-wait for them. A page, or a slot, is the bytes of all its states, one tensor behind the other.
+Copies run in the order of the calls, beside the engine's steps (lane.py); the host waits for none. What is
+saved is gathered on the device at once, so that the next step may overwrite it. What is loaded is there
+behind a mark, for which the steps that read it are held. A page, or a slot, is the bytes of all its states,
+one tensor behind the other.
 
 Ranks of an engine map the same units: in each, one behind the other, is what every rank has of a page.
 """
 
 import mmap
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from hemiola.runtime.device.lane import Lane, Mark
 from hemiola.runtime.device.pinned import lock, unlock
-from hemiola.runtime.device.transfer import fence, upload_ints
+from hemiola.runtime.device.transfer import upload_ints
 
 AT_ONCE = 2**25  # bytes of the device that a copy may take in between
+MOST_LEAVING = 2**28  # bytes of the device that wait to be copied; beyond that, steps wait for them
 
 
 class Share(NamedTuple):
@@ -43,7 +49,10 @@ class HostUnits:
         share: Share = ALL,
     ) -> None:
         self._pages, self._slots = _as_bytes(pages), _as_bytes(slots)
-        self._device = device
+        self._device, self._lane = device, Lane(device)
+        self._leaving: deque[tuple[Mark, torch.Tensor]] = deque()  # gathered, and being copied
+        self._marks: dict[int, Mark] = {}  # of loads for which no step was held yet
+        self._num_marks = 0
         self._own_bytes = _width(self._pages)  # this rank's, of a unit
         self.unit_bytes = share.size * self._own_bytes
         self.num_units = num_bytes // self.unit_bytes
@@ -58,7 +67,9 @@ class HostUnits:
         self._numbers, self._units = numbers, units[:, share.rank]
 
     def close(self) -> None:
-        """Give the memory back; no copy may be under way."""
+        """Give the memory back, behind all copies."""
+        self.settled()()
+        self._leaving.clear()
         if self._device.type == "cuda":
             self._unlock()
         self._pages, self._slots = [], []
@@ -72,8 +83,7 @@ class HostUnits:
 
     def load_pages(self, units: Sequence[int], page_ids: Sequence[int]) -> None:
         for some_pages, some_units in self._parts(page_ids, units):
-            where = upload_ints(self._device, some_pages)
-            _scatter(self._load(some_units), self._pages, where)
+            self._lane.do(partial(self._load, some_units, len(some_units), self._pages, some_pages))
 
     def save_slot(self, slot_id: int, units: Sequence[int]) -> None:
         (line,) = _gather(self._slots, upload_ints(self._device, [slot_id]))
@@ -82,20 +92,33 @@ class HostUnits:
         self._save(room, units)
 
     def load_slot(self, units: Sequence[int], slot_id: int) -> None:
-        line = self._load(units).view(1, -1)
-        _scatter(line, self._slots, upload_ints(self._device, [slot_id]))
+        self._lane.do(partial(self._load, units, 1, self._slots, [slot_id]))
+
+    def mark(self) -> int:
+        """A number for what was loaded so far, which `hold` takes once."""
+        self._num_marks += 1
+        self._marks[self._num_marks] = self._lane.mark()
+        return self._num_marks
+
+    def has_come(self, number: int) -> bool:
+        """Whether what was loaded before this mark is there."""
+        return self._marks[number].passed()
+
+    def hold(self, number: int) -> None:
+        """Let the steps that are launched from now on run behind it."""
+        self._lane.hold(self._marks.pop(number))
 
     # For the file: of all ranks.
 
     def get(self, unit: int) -> memoryview:
         return self._numbers[unit].data
 
-    def put(self, unit: int, content: bytes) -> None:
-        self._numbers[unit] = np.frombuffer(content, np.uint8)
+    def fill(self, unit: int, read: Callable[[memoryview], bool]) -> bool:
+        return read(self._numbers[unit].data)
 
     def settled(self) -> Callable[[], None]:
-        """A function that waits until what was copied to units so far is there."""
-        return fence(self._device)
+        """A function that waits until all copies to and from units that were begun so far are done."""
+        return self._lane.mark().wait
 
     def _parts(
         self, page_ids: Sequence[int], units: Sequence[int]
@@ -106,14 +129,28 @@ class HostUnits:
 
     def _save(self, content: torch.Tensor, units: Sequence[int]) -> None:
         """content: [len(units), bytes of a page] on the device."""
+        self._lane.do(partial(self._copy_out, content, units))
+        self._leaving.append((self._lane.mark(), content))
+        while self._leaving and (self._leaving[0][0].passed() or self._leaving_bytes > MOST_LEAVING):
+            mark, _ = self._leaving.popleft()
+            self._lane.hold(mark)  # its memory is used again by steps
+
+    @property
+    def _leaving_bytes(self) -> int:
+        return sum(content.nbytes for _, content in self._leaving)
+
+    def _copy_out(self, content: torch.Tensor, units: Sequence[int]) -> None:
         for first, last, unit in _runs(units):
             self._units[unit : unit + last - first].copy_(content[first:last], non_blocking=True)
 
-    def _load(self, units: Sequence[int]) -> torch.Tensor:
+    def _load(
+        self, units: Sequence[int], num_lines: int, states: Sequence[torch.Tensor], where: Sequence[int]
+    ) -> None:
+        """Copy units to pages or slots: so many lines of their bytes."""
         content = torch.empty(len(units), self._own_bytes, dtype=torch.uint8, device=self._device)
         for first, last, unit in _runs(units):
             content[first:last].copy_(self._units[unit : unit + last - first], non_blocking=True)
-        return content
+        _scatter(content.view(num_lines, -1), states, upload_ints(self._device, where))
 
 
 def _as_bytes(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from hemiola.runtime.api import Load, OnPiece, Piece
 from hemiola.runtime.dynamo.binding import Errors
 from hemiola.runtime.dynamo.events import CacheEvents, Publisher, PushSource
+from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.load import Snapshot
 from hemiola.runtime.dynamo.reply import Chunk, chunk_of
 from hemiola.runtime.dynamo.request import Submission, read_request
@@ -54,7 +55,11 @@ class DynamoEngine:
         min_priority: int,
         hang_timeout_s: float,
         on_lost: Callable[[str], None],
+        hand_over: Callable[[LLM], Handover] | None = None,
     ) -> None:
+        """hand_over: makes its part, of a prefill or a decode worker."""
+        self._hand_over = hand_over
+        self._handover: Handover | None = None
         self._open_llm, self._register, self._errors = open_llm, register, errors
         self._min_priority, self._hang_timeout_s = min_priority, hang_timeout_s
         self._on_lost = on_lost
@@ -71,6 +76,8 @@ class DynamoEngine:
         """Nobody finds the worker before this returns."""
         try:
             self._llm = await asyncio.to_thread(self._open_llm)
+            if self._hand_over is not None:
+                self._handover = self._hand_over(self._llm)
         except Exception as error:
             self.error = error
             raise
@@ -87,6 +94,8 @@ class DynamoEngine:
         if self._llm is not None:
             lost = bool(self._llm.load().failure)
             await asyncio.to_thread(self._llm.close, not lost)
+        if self._handover is not None:
+            await asyncio.to_thread(self._handover.close)
         if self._events is not None:
             self._events.close()
 
@@ -108,8 +117,12 @@ class DynamoEngine:
                 piece = await pieces.get()
                 scores = scores or piece.prompt_logprobs
                 self._check(llm, piece)
-                yield chunk_of(piece, prompt_len, scores if piece.finish_reason is not None else None)
-                if piece.finish_reason is not None:
+                ended = piece.finish_reason is not None
+                chunk = chunk_of(piece, prompt_len, scores if ended else None)
+                if ended and self._handover is not None:
+                    chunk |= self._handover.result
+                yield chunk
+                if ended:
                     return
         finally:
             if self._running.get(context.id()) is own:
@@ -128,8 +141,12 @@ class DynamoEngine:
         return self._llm
 
     async def _submit(self, llm: LLM, request: Mapping[str, Any], put: OnPiece, own: _Running) -> Submission:
+        handover = self._handover
         try:
-            asked = read_request(request, llm.config.max_len, self._min_priority)
+            given = handover.asked(request) if handover else request
+            asked = read_request(given, llm.config.max_len, self._min_priority)
+            if handover is not None:
+                await asyncio.to_thread(handover.receive, request, asked)
             prompt, output_ids, params = asked
 
             def submit() -> None:

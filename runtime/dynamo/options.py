@@ -26,6 +26,17 @@ class WorkerOptions(Strict):
     event_plane: Literal["zmq", "nats"] | None = Field(
         default=None, description="how events of the cache travel (default: DYN_EVENT_PLANE, or zmq)"
     )
+    disaggregation_mode: Literal["agg", "prefill", "decode"] = Field(
+        default="agg",
+        description="prefill: compute prompts; decode: fetch them from there, and answer; both need"
+        " host_cache_bytes, and a component of their own; agg: do all",
+    )
+    peer_host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="address of this machine from which decode workers fetch; prefill only",
+    )
+    peer_port: int = Field(default=0, ge=0, le=65535, description="and its port; 0: any that is free")
     tool_call_parser: str | None = Field(
         default=None, description="the frontend's parser of tool calls, by Dynamo's name"
     )

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from hemiola.runtime import manifest as manifests
 from hemiola.runtime.dynamo.binding import Binding, load_binding
 from hemiola.runtime.dynamo.card import make_card
 from hemiola.runtime.dynamo.engine import DynamoEngine
+from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.options import WorkerOptions
-from hemiola.runtime.errors import Failed, one_line
+from hemiola.runtime.errors import Failed, Name, Refused, one_line
+from hemiola.runtime.extra import install
 from hemiola.runtime.llm import LLM
 
 ENDPOINT = "generate"
+MODES = {"agg": "Aggregated", "prefill": "Prefill", "decode": "Decode"}
 Say = Callable[[str], None]
 
 
@@ -34,11 +38,12 @@ class _Loss:
 def run_worker(engine_dir: Path, own: WorkerOptions, options: Mapping[str, Any], say: Say) -> None:
     """Raises Refused or Failed. A lost engine ends the process at once, with status 1: it may hang."""
     binding, lost = load_binding(), _Loss()
+    hand_over = partial(Handover, own=own) if _hands_over(own, options) else None
     card = make_card(engine_dir, manifests.load(engine_dir))
     open_llm = partial(LLM, engine_dir, progress=True, **options)
     register = partial(_register, binding, card, own, say)
     limits = own.min_priority, own.hang_timeout
-    engine = DynamoEngine(open_llm, register, binding.errors, *limits, lost)
+    engine = DynamoEngine(open_llm, register, binding.errors, *limits, lost, hand_over)
     try:
         asyncio.run(_run(binding, engine, card, own))
     except Exception as error:
@@ -48,6 +53,30 @@ def run_worker(engine_dir: Path, own: WorkerOptions, options: Mapping[str, Any],
             print(f"error: {lost.reason}", file=sys.stderr, flush=True)
             os._exit(1)
     say("stopped")
+
+
+def _hands_over(own: WorkerOptions, options: Mapping[str, Any]) -> bool:
+    """Raises Refused where prefixes have no way from one worker to another."""
+    mode = own.disaggregation_mode
+    if mode == "agg":
+        return False
+    if not options.get("host_cache_bytes"):
+        said = (
+            Name("disaggregation_mode", mode),
+            " needs ",
+            Name("host_cache_bytes"),
+            ", which prefixes pass",
+        )
+        raise Refused(
+            "conflict",
+            "disaggregation_mode",
+            said=said,
+            way_out=("add ", Name("host_cache_bytes", 2**30)),
+        )
+    if util.find_spec("nixl") is None:
+        said = (Name("disaggregation_mode", mode), " needs nixl, which is not installed")
+        raise Refused("not_found", "disaggregation_mode", said=said, way_out=install("nixl"))
+    return True
 
 
 async def _run(binding: Binding, engine: DynamoEngine, card: Path, own: WorkerOptions) -> None:
@@ -63,6 +92,7 @@ async def _run(binding: Binding, engine: DynamoEngine, card: Path, own: WorkerOp
         endpoint_types="chat,completions",
         tool_call_parser=own.tool_call_parser,
         reasoning_parser=own.reasoning_parser,
+        disaggregation_mode=getattr(backend.DisaggregationMode, MODES[own.disaggregation_mode]),
         runtime=runtime,
     )
     await backend.Worker(engine, config, asyncio.get_running_loop()).run()

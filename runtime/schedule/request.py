@@ -50,6 +50,7 @@ class Request:
     chain: Chain = field(init=False)
     slot_id: int = 0  # 0: not running
     hit_len: int = 0  # where it began, when it last got a slot
+    load: int = 0  # what comes from the host's memory for it (see Start); 0: nothing, or a step waits for it
     start_len: int = 0  # its total_len then: so much is computed as a prompt
     planned_len: int = 0  # of that, what steps done or under way compute
     edge: int = 0  # its state stands there or further on, as far as is known

@@ -8,6 +8,9 @@ row has become is bounded: at least its total_len, at most its most_len. Pages a
 that may have reached its limit, or that follows a grammar, waits for the outcome, and what a request holds is
 freed when no step that has it as a row is under way. Nothing is undone.
 
+A request that starts from the host's memory holds its slot and pages while they are filled, and steps go on
+without it. If there is nothing else to do, its step is launched and waits on the device.
+
 Rank, (priority, age), decides everything. `running` and `waiting` are in order of rank; pages that run out
 are taken from the last. So the first request always advances, and since the cache holds at least one request
 of max_len (config.resolve), nothing of the best priority waits for ever. For each aging_s seconds in which a
@@ -138,13 +141,20 @@ class Scheduler:
         spare = left = self.config.max_step_tokens - len(plan.rows)
         drafting = [row.request for row in plan.rows if row.request.num_drafts]
         under_way, blocked = deque(prompts), False
+        coming: list[Request] = []
         while (request := self._next(under_way, blocked)) is not None:
             drafts = sum(r.num_drafts for r in drafting if r.priority <= request.priority)
             budget = left - min(drafts, spare // 2)
             if request.slot_id == 0:
                 blocked = not self._admit(plan, request, budget)
             if budget > 0 and request.slot_id and not request.leaving:
-                left -= self._add_chunk(plan, request, budget)
+                if request.load and not self.prefix.has_come(request.load):
+                    coming.append(request)
+                else:
+                    left -= self._add_chunk(plan, request, budget)
+        if coming and not plan.rows and not any(request.in_flight for request in self.running):
+            for request in [one for one in coming if one.slot_id]:
+                left -= self._add_chunk(plan, request, left) if left else 0
         return left
 
     def _next(self, prompts: deque[Request], blocked: bool) -> Request | None:
@@ -171,6 +181,9 @@ class Scheduler:
 
     def _add_chunk(self, plan: Plan, request: Request, budget: int) -> int:
         """All of the request's pending tokens, or what the budget allows, up to a chunk edge where it can."""
+        if request.load:
+            self._hold(request)
+            self._open(plan, request, restore_from=0)
         start, end = request.planned_len, request.start_len
         if end - start > budget:
             to_edge = self._edge(start + budget)
@@ -219,14 +232,24 @@ class Scheduler:
         request.committed_len = request.planned_len = request.hit_len = start.hit_len
         request.edge = start.hit_len
         request.start_len = request.total_len
-        known = request.ids[: request.total_len]
-        opening = Opening(start.slot_id, known, start.hit_len, start.restore_from, request.rule)
-        plan.openings.append(opening)
+        request.load = start.load
+        if not start.load:
+            self._open(plan, request, start.restore_from)
         bisect.insort(self.running, request, key=RANK)
         if not request.metrics.first_scheduled:
             request.metrics.first_scheduled = time.perf_counter()
             request.metrics.cached_tokens = start.hit_len
         return True
+
+    def _open(self, plan: Plan, request: Request, restore_from: int) -> None:
+        """Its first step is in this plan."""
+        known = request.ids[: request.start_len]
+        plan.openings.append(Opening(request.slot_id, known, request.hit_len, restore_from, request.rule))
+
+    def _hold(self, request: Request) -> None:
+        """Steps from now on run behind what comes for it."""
+        self.prefix.hold(request.load)
+        request.load = 0
 
     def _start(self, request: Request) -> Start | None:
         if len(self.running) == self.config.max_rows:
@@ -259,6 +282,8 @@ class Scheduler:
 
     def _release(self, request: Request, donate: bool) -> None:
         assert request.in_flight == 0, f"request {request.id} is in a step under way"
+        if request.load:
+            self._hold(request)  # others may get what it holds
         self.running.remove(request)
         self.prefix.release(request.slot_id, donate)
         request.slot_id = 0

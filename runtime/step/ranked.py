@@ -1,7 +1,7 @@
 """The leader's steps: each is sent to the followers, and then done like any other."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -99,7 +99,8 @@ class RankedUnits:
 
     def __init__(self, units: HostUnits, followers: Followers) -> None:
         self.num_units, self.units_per_slot = units.num_units, units.units_per_slot
-        self.unit_bytes, self.get, self.put = units.unit_bytes, units.get, units.put
+        self.unit_bytes, self.get, self.fill = units.unit_bytes, units.get, units.fill
+        self.has_come = units.has_come
         self._own, self._followers = units, followers
 
     def save_pages(self, page_ids: Sequence[int], units: Sequence[int]) -> None:
@@ -114,6 +115,13 @@ class RankedUnits:
     def load_slot(self, units: Sequence[int], slot_id: int) -> None:
         self._move(Move("load_slot", (list(units), slot_id)))
 
+    def mark(self) -> int:
+        """All ranks count alike."""
+        return self._move(Move("mark", ()))
+
+    def hold(self, number: int) -> None:
+        self._move(Move("hold", (number,)))
+
     def settled(self) -> Callable[[], None]:
         """A function that waits until all ranks have done what they were asked so far."""
         own, others = self._own.settled(), self._followers.settled()
@@ -124,6 +132,6 @@ class RankedUnits:
 
         return wait
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: Move) -> Any:
         self._followers.move(packed(move))
-        getattr(self._own, move.method)(*move.args)
+        return getattr(self._own, move.method)(*move.args)

@@ -84,8 +84,8 @@ class StepRecord(NamedTuple):
 class Move(NamedTuple):
     """A call of a Mover's (runtime/cache/tier.py), which every rank repeats with its own pages and slots."""
 
-    method: Literal["save_pages", "save_slot", "load_pages", "load_slot"]
-    args: tuple[list[int] | int, list[int] | int]
+    method: Literal["save_pages", "save_slot", "load_pages", "load_slot", "mark", "hold"]
+    args: tuple[list[int] | int, ...]
 
 
 def packed(record: StepRecord | Move) -> bytes:

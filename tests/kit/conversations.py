@@ -1,5 +1,6 @@
 """Conversations with what a plain run says to each turn; asked of a cluster by its OpenAI door."""
 
+import itertools
 import json
 import math
 import random
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ WORDS = (
     "x = 1",
     "\n",
 )
+PAGE = 64  # tokens
 REGEX = "([a-z]{1,7} ){1,9}end"
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -140,6 +143,20 @@ def ask(client: openai.OpenAI, turn: Turn) -> Answer:
     return answer
 
 
+def pages_of(turn: Turn, output: Sequence[int] = ()) -> list[bytes]:
+    """A name for each page of its text, that stands for all before it."""
+    ids, name, found = [*turn.prompt, *output], str(turn.params.cache_salt).encode(), []
+    for end in range(PAGE, len(ids), PAGE):
+        name = sha256(name + repr(ids[end - PAGE : end]).encode()).digest()
+        found.append(name)
+    return found
+
+
+def depth(turn: Turn, pages: set[bytes]) -> int:
+    """How many of a turn's first pages are among these."""
+    return sum(1 for _ in itertools.takewhile(pages.__contains__, pages_of(turn)))
+
+
 @dataclass
 class Later:
     """A turn behind another one of its conversation."""
@@ -147,6 +164,14 @@ class Later:
     at: float  # by time.monotonic, when it was asked
     before: int  # the worker of the turn before
     answer: Answer
+    depths: dict[int, int]  # pages that each worker had at some time, by id
+
+    def is_on_deepest(self, gone_at: Mapping[int, float]) -> bool:
+        """Whether no worker that lived could have had more of it: what caches have given up meanwhile is
+        not known here, so this says no too often."""
+        end = self.at + self.answer.seconds
+        lived = [depth for worker, depth in self.depths.items() if gone_at.get(worker, math.inf) > end]
+        return self.depths.get(self.answer.worker, 0) >= max(lived, default=0)
 
     def kind(self, gone_at: Mapping[int, float]) -> str:
         """What the router made of it. gone_at: when workers went, by id."""
@@ -159,13 +184,18 @@ class Later:
 class Load:
     """Asks conversations, several at once; each waits for its own answers."""
 
-    def __init__(self, url: str, conversations: Sequence[Conversation], concurrency: int) -> None:
+    def __init__(
+        self, url: str, conversations: Sequence[Conversation], concurrency: int, pause_s: float = 0.0
+    ) -> None:
+        """pause_s: between an answer and the next turn."""
+        self._pause_s = pause_s
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         self._conversations, self._concurrency = conversations, concurrency
         self._lock = threading.Lock()
         self.num_done = 0
         self.faults: list[str] = []
         self.later: list[Later] = []
+        self._pages: dict[int, set[bytes]] = {}  # by worker: what it has computed
 
     def run(self) -> None:
         with ThreadPoolExecutor(self._concurrency) as pool:
@@ -178,6 +208,8 @@ class Load:
     def _converse(self, conversation: Conversation) -> None:
         before = 0
         for number, turn in enumerate(conversation):
+            with self._lock:
+                depths = {worker: depth(turn, pages) for worker, pages in self._pages.items()}
             start = time.monotonic()
             answer = ask(self._client, turn)
             answer.seconds = time.monotonic() - start
@@ -186,5 +218,8 @@ class Load:
                 if answer.fault:
                     self.faults.append(f"{turn.params.model_dump(exclude_defaults=True)}: {answer.fault}")
                 if number:
-                    self.later.append(Later(start, before, answer))
+                    self.later.append(Later(start, before, answer, depths))
+                if not answer.fault:
+                    self._pages.setdefault(answer.worker, set()).update(pages_of(turn, turn.token_ids))
             before = answer.worker
+            time.sleep(self._pause_s)

@@ -69,6 +69,9 @@ def check_inputs(config: Resolved, segment: str, inputs: dict[str, torch.Tensor]
             ]
 
 
+def nothing() -> None: ...
+
+
 class FakeUnits:
     """Stands for HostUnits: a unit holds a page's tokens, or, as all of a snapshot's, its state."""
 
@@ -77,6 +80,10 @@ class FakeUnits:
     def __init__(self, session: "FakeSession", num_units: int) -> None:
         self.session, self.num_units = session, num_units
         self.content: list[list[int] | None] = [None] * num_units
+        self._coming: list[Callable[[], None]] = []  # copies, none of which is done before a step is held
+        self._polls: dict[int, int] = {}  # by mark: so often it has not come yet
+        self._ends: dict[int, int] = {}  # by mark: its copies are those before
+        self.lateness: Callable[[int], int] = lambda number: number * 7 % 5  # by mark: polls
 
     def save_pages(self, page_ids: Sequence[int], units: Sequence[int]) -> None:
         for page_id, unit in zip(page_ids, units, strict=True):
@@ -90,21 +97,51 @@ class FakeUnits:
             self.content[unit] = self.session.states[slot_id]
 
     def load_pages(self, units: Sequence[int], page_ids: Sequence[int]) -> None:
-        for unit, page_id in zip(units, page_ids, strict=True):
-            assert self.session.may_write(page_id), f"page {page_id} is another's"
-            self.session.pages[page_id] = self.content[unit]
+        contents = [self.content[unit] for unit in units]  # units may be written again behind this
+
+        def copy() -> None:
+            for content, page_id in zip(contents, page_ids, strict=True):
+                assert self.session.may_write(page_id), f"page {page_id} is another's"
+                self.session.pages[page_id] = content
+
+        self._coming.append(copy)
 
     def load_slot(self, units: Sequence[int], slot_id: int) -> None:
         assert len(units) == self.units_per_slot
-        self.session.states[slot_id] = self.content[units[-1]]
+        content = self.content[units[-1]]
+
+        def copy() -> None:
+            self.session.states[slot_id] = content
+
+        self._coming.append(copy)
+
+    def mark(self) -> int:
+        number = len(self._polls) + 1
+        self._polls[number] = self.lateness(number)
+        self._ends[number] = len(self._coming)
+        return number
+
+    def has_come(self, number: int) -> bool:
+        self._polls[number] -= 1
+        return self._polls[number] < 0
+
+    def hold(self, number: int) -> None:
+        end = self._ends.pop(number)  # once for each mark
+        for n, copy in enumerate(self._coming[:end]):
+            copy()
+            self._coming[n] = nothing
 
     unit_bytes = 1024
 
     def get(self, unit: int) -> bytes:
         return json.dumps(self.content[unit]).encode().ljust(self.unit_bytes)
 
-    def put(self, unit: int, content: bytes) -> None:
-        self.content[unit] = json.loads(content)
+    def fill(self, unit: int, read: Callable[[memoryview], bool]) -> bool:
+        room = bytearray(self.unit_bytes)
+        if not read(memoryview(room)):
+            return False
+        self.content[unit] = json.loads(room)
+        return True
 
     def settled(self) -> Callable[[], None]:
         return lambda: None

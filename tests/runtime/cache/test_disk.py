@@ -196,7 +196,7 @@ def test_a_file_of_another_size_begins_anew(open_hand: Make, tmp_path: Path) -> 
 
 
 FAULTS = [("pwrite", errno.ENOSPC), ("pwrite", errno.EIO), ("pwrite", errno.EROFS), ("pwrite", errno.ESTALE)]
-FAULTS += [("pread", errno.EIO), ("pread", errno.ESTALE)]
+FAULTS += [("preadv", errno.EIO), ("preadv", errno.ESTALE)]
 
 
 @pytest.mark.parametrize(("call", "code"), FAULTS, ids=lambda value: errno.errorcode.get(value, value))
@@ -429,8 +429,8 @@ def test_a_read_does_not_wait_for_copies_from_the_units_that_it_writes_to(open_h
     end(hand)
     hand, order = open_hand(), []
     units = hand.loop.scheduler.prefix.host.mover
-    put = units.put
+    fill = units.fill
     units.settled = lambda: lambda: order.append("settled")
-    units.put = lambda unit, content: (order.append("put"), put(unit, content))
+    units.fill = lambda unit, read: order.append("fill") or fill(unit, read)
     assert ask(hand, text) == 32
-    assert order[0] == "settled" and "put" in order
+    assert order[0] == "settled" and "fill" in order

@@ -20,13 +20,13 @@ Make = Callable[..., Hand]
 
 
 class Gate:
-    """Calls of os.pread and os.pwrite on the file wait here while it is shut."""
+    """Calls of os.preadv and os.pwrite on the file wait here while it is shut."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._turns = threading.Semaphore(0)
         self.num_waiting = 0
         self.is_shut = False
-        for name in ("pread", "pwrite"):
+        for name in ("preadv", "pwrite"):
             monkeypatch.setattr(disk.os, name, self._held(getattr(disk.os, name)))
 
     def _held(self, call: Callable[..., object]) -> Callable[..., object]:
@@ -50,6 +50,7 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate(monkeypatch)
     monkeypatch.setattr(loops, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(disk, "READERS", 4)  # a read has more pieces
     yield made
     made.open()
 

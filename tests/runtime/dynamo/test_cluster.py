@@ -1,5 +1,6 @@
 """A real frontend of Dynamo and real workers, where Dynamo is installed (`make cluster`)."""
 
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
@@ -46,3 +47,22 @@ def test_a_worker_killed_in_the_middle_of_streams_is_not_seen(cluster: Cluster, 
     assert second.process.returncode == 0, second.log.read_text()[-2000:]
     kinds = load.kinds({})
     assert kinds["same worker"] > kinds["another worker, nothing cached"], kinds
+
+
+def test_prompts_of_one_worker_are_answered_by_another(code_engine: Path, tmp_path: Path) -> None:
+    """Dynamo's frontend, NIXL between two workers: every answer is the plain run's, from what was moved."""
+    assert PYTHON is not None
+    if subprocess.run([PYTHON, "-c", "import nixl"], capture_output=True).returncode:
+        pytest.skip(f"{PYTHON} has no nixl")
+    with Cluster(PYTHON, code_engine, tmp_path, "--host-cache-bytes", str(2**25)) as cluster:
+        first = cluster.add("--disaggregation-mode", "prefill", "--component", "prefill")
+        second = cluster.add("--disaggregation-mode", "decode", "--component", "decode")
+        until(lambda: (first.health(), second.health()) == (200, 200), "both workers")
+        until(lambda: cluster._has_model(), "the model")
+        said = conversations.make(code_engine, 20, seed=4, num_tokens=30)
+        load = conversations.Load(cluster.url, said, concurrency=4)
+        load.run()
+        assert not load.faults, load.faults[:3]
+        moved = [turn.answer.cached for turn in load.later]
+        assert sum(cached > 0 for cached in moved) > len(moved) / 2, moved
+        assert "computed here" not in second.log.read_text()

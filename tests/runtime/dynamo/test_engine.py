@@ -1,22 +1,28 @@
 """The engine that Dynamo's worker drives, without Dynamo: calls and chunks in Dynamo's order and form."""
 
 import asyncio
+import itertools
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from kit.router_index import RouterIndex
 
 from hemiola.runtime import manifest
 from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.dynamo import handover
 from hemiola.runtime.dynamo.binding import Errors
 from hemiola.runtime.dynamo.card import make_card
 from hemiola.runtime.dynamo.engine import DynamoEngine
-from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.dynamo.handover import Handover
+from hemiola.runtime.dynamo.options import WorkerOptions
+from hemiola.runtime.errors import Failed, Lost, Refused
 from hemiola.runtime.llm import LLM
 
 PROMPT = [5, 6, 7, 5, 6, 7, 8] * 3
@@ -63,7 +69,9 @@ class Heard:
 class Worker:
     """What Dynamo's worker does with an engine, in its order."""
 
-    def __init__(self, engine_dir: Path, hang_timeout_s: float = 60, **options: object) -> None:
+    def __init__(
+        self, engine_dir: Path, hang_timeout_s: float = 60, mode: str = "agg", **options: object
+    ) -> None:
         self.heard = Heard()
         self.llm: LLM | None = None
 
@@ -71,8 +79,10 @@ class Worker:
             self.llm = LLM(engine_dir, **options)
             return self.llm
 
-        errors = Errors(Invalid, Gone, Broken)
-        self.engine = DynamoEngine(open_llm, id, errors, 0, hang_timeout_s, self.heard.lost.append)
+        errors, lost = Errors(Invalid, Gone, Broken), self.heard.lost.append
+        own = WorkerOptions(disaggregation_mode=mode)
+        hand_over = partial(Handover, own=own) if mode != "agg" else None
+        self.engine = DynamoEngine(open_llm, id, errors, 0, hang_timeout_s, lost, hand_over)
 
     async def __aenter__(self) -> "Worker":
         assert await self.engine.start(7) == id(self.llm)
@@ -291,6 +301,157 @@ async def test_a_worker_that_does_not_open_says_why_and_cleans_up(engine_dir: Pa
         await worker.engine.start(1)
     await worker.engine.cleanup()
     assert isinstance(worker.engine.error, Refused)
+
+
+def test_an_engine_of_two_ranks_is_a_worker_like_others(tiny_engine: Callable[..., Path]) -> None:
+    """Its chunks, its events, and a stream that goes on at another one."""
+    pair = tiny_engine("qwen3_5_moe_divisible", tp=2)
+    rules = {"temperature": 0.8, "seed": 3, "sampling": {"frequency_penalty": 0.5}}
+
+    async def run() -> None:
+        with LLM(pair, drafts="none", prefix_cache=False) as plain:
+            params = SamplingParams(
+                max_tokens=40, temperature=0.8, seed=3, frequency_penalty=0.5, ignore_eos=True
+            )
+            (whole,) = plain.generate(PROMPT, params)
+        async with Worker(pair) as first, Worker(pair) as second:
+            chunks = [chunk async for chunk in first.ask(max_tokens=40, **rules)]
+            assert joined(chunks) == whole.token_ids
+            cut = len(chunks) // 2
+            said = joined(chunks[:cut])
+            link = {"token_ids": [*PROMPT, *said], "migration_link": chunks[cut - 1]["worker_trace_link"]}
+            more = [c async for c in second.ask(max_tokens=40 - len(said), **link, **rules)]
+            assert said + joined(more) == whole.token_ids
+            heard, llm = first.heard, first.llm
+            assert llm is not None
+            await until(lambda: heard.events and heard.loads)
+            index = RouterIndex(llm.config.page_len)
+            for event in heard.events:
+                index.hear(event)
+            assert index.depth(PROMPT + whole.token_ids, "") > 0
+
+    asyncio.run(run())
+
+
+class FakePeer:
+    """Bytes of this process, without NIXL."""
+
+    exports: ClassVar[dict[str, Any]] = {}
+    fetched: ClassVar[list[str]] = []
+
+    def __init__(self, export: Any, host: str, port: int) -> None:
+        self.address = f"{host}:{len(self.exports) + 1}" if export else ""
+        if export:
+            self.exports[self.address] = export
+
+    def fetch(self, address: str, ids: list[int], salt: str) -> bytes:
+        if address not in self.exports:
+            raise Lost(f"the peer {address} is gone")
+        self.fetched.append(address)
+        return bytes(self.exports[address](ids, cache_salt=salt))
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> type[FakePeer]:
+    monkeypatch.setattr(handover, "Peer", FakePeer)
+    FakePeer.exports, FakePeer.fetched = {}, []
+    return FakePeer
+
+
+HOST = {"host_cache_bytes": 2**24}
+LONG = PROMPT * 5
+
+
+def test_a_prompt_is_computed_by_one_worker_and_answered_by_another(
+    engine_dir: Path, peers: type[FakePeer]
+) -> None:
+    """With a salt, penalties and a seed: the answer is that of one worker alone."""
+    rules = {"temperature": 0.9, "seed": 5, "sampling": {"presence_penalty": 1.0}}
+    rules |= {"token_ids": LONG, "routing": {"cache_salt": "tenant"}}
+
+    async def run() -> None:
+        async with Worker(engine_dir, **HOST) as alone:
+            wanted = joined([chunk async for chunk in alone.ask(**rules)])
+        async with (
+            Worker(engine_dir, mode="prefill", **HOST) as first,
+            Worker(engine_dir, mode="decode", **HOST) as second,
+        ):
+            *_, last = [chunk async for chunk in first.ask(**rules)]
+            assert last["completion_usage"]["completion_tokens"] == 1, "a prefill worker has answered"
+            result = {"disaggregated_params": last["disaggregated_params"]}
+            chunks = [chunk async for chunk in second.ask(prefill_result=result, **rules)]
+            assert joined(chunks) == wanted and len(peers.fetched) == 1
+            details = chunks[-1]["completion_usage"]["prompt_tokens_details"]
+            assert details["cached_tokens"] >= 64, "what was computed elsewhere was computed again"
+            assert "disaggregated_params" not in chunks[-1]
+
+    asyncio.run(run())
+
+
+def test_clocks_that_differ_by_minutes_change_nothing(
+    engine_dir: Path, peers: type[FakePeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that one worker says to another has a time of day."""
+    jumps, now = itertools.cycle([0, -600, 900]), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+
+    async def run() -> None:
+        async with (
+            Worker(engine_dir, mode="prefill", **HOST) as first,
+            Worker(engine_dir, mode="decode", **HOST) as second,
+            Worker(engine_dir, mode="decode", **HOST) as third,
+        ):
+            *_, last = [chunk async for chunk in first.ask(token_ids=LONG)]
+            result = {"disaggregated_params": last["disaggregated_params"]}
+            chunks = [chunk async for chunk in second.ask(token_ids=LONG, prefill_result=result)]
+            whole, said = joined(chunks), joined(chunks[:3])
+            rest = {"token_ids": [*LONG, *said], "migration_link": chunks[2]["worker_trace_link"]}
+            more = third.ask(max_tokens=12 - len(said), prefill_result=result, **rest)
+            assert said + joined([chunk async for chunk in more]) == whole and len(peers.fetched) == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ({"disaggregated_params": {"hemiola_peer": "127.0.0.1:9"}}, "the peer 127.0.0.1:9 is gone"),
+        ({"disaggregated_params": None}, ""),
+        ({"disaggregated_params": {"hemiola_peer": "another"}}, "packed has engine "),
+        (None, ""),
+    ],
+)
+def test_a_prompt_whose_prefix_cannot_be_had_is_computed_by_who_answers(
+    engine_dir: Path,
+    tiny_engine: Callable[..., Path],
+    peers: type[FakePeer],
+    caplog: pytest.LogCaptureFixture,
+    result: Any,
+    said: str,
+) -> None:
+    async def run() -> None:
+        with LLM(tiny_engine("nemotron_h_moe"), **HOST) as another, LLM(engine_dir) as plain:
+            another.generate([LONG], SamplingParams(max_tokens=1))
+            peers.exports["another"] = another.export_prefix
+            (wanted,) = plain.generate([LONG], SamplingParams(max_tokens=12, ignore_eos=True))
+            async with Worker(engine_dir, mode="decode", **HOST) as worker:
+                found = [c async for c in worker.ask(token_ids=LONG, prefill_result=result)]
+            assert joined(found) == wanted.token_ids
+
+    asyncio.run(run())
+    lines = [record.getMessage() for record in caplog.records if "computed here" in record.getMessage()]
+    assert len(lines) == bool(said) and said in "".join(lines)
+
+
+def test_a_worker_that_does_all_refuses_what_a_prefill_worker_has_said(engine_dir: Path) -> None:
+    async def run() -> None:
+        async with Worker(engine_dir) as worker:
+            with pytest.raises(Invalid, match="prefill_result"):
+                await anext(worker.ask(prefill_result={"disaggregated_params": None}))
+
+    asyncio.run(run())
 
 
 def test_a_card_is_made_once_and_names_the_engine(

@@ -1,0 +1,136 @@
+"""What Dynamo's adapter (runtime/dynamo/engine.py) adds to an LLM: benchmarks/cluster.md.
+
+    PYTHONPATH=. python benchmarks/adapter_overhead.py [--rounds 7] [--streams 32]
+
+A bundled model on the CPU, asked by LLM.submit and through the adapter, in turns: milliseconds to the first
+token of one request alone, and tokens a second of so many streams. Dynamo itself is not part of it: what Rust
+does before and behind the adapter is the same for every engine. The tokens of both must be equal.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from hemiola.builder.build import Options, build
+from hemiola.runtime.api import Piece, SamplingParams
+from hemiola.runtime.dynamo.binding import Errors
+from hemiola.runtime.dynamo.engine import DynamoEngine
+from hemiola.runtime.llm import LLM
+
+MODEL = Path(__file__).resolve().parents[1] / "demo/qwen3.5-code"
+ALONE, TOKENS = 40, 128  # requests of a round, one after the other; tokens of a stream
+Asked = tuple[list[float], list[list[int]]]  # seconds to the first tokens, and all tokens
+
+
+class Call:
+    """Dynamo's context."""
+
+    def __init__(self, name: str) -> None:
+        self.id = lambda: name
+
+
+def by_llm(llm: LLM, prompts: list[list[int]], num_tokens: int) -> Asked:
+    """All at once."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    firsts: list[float] = [0.0] * len(prompts)
+    ids: list[list[int]] = [[] for _ in prompts]
+    left = threading.Semaphore(0)
+
+    def note(n: int, piece: Piece) -> None:
+        firsts[n] = firsts[n] or time.perf_counter() - start
+        ids[n] += piece.token_ids
+        if piece.finish_reason is not None:
+            left.release()
+
+    start = time.perf_counter()
+    for n, prompt in enumerate(prompts):
+        llm.submit(prompt, params, lambda piece, n=n: note(n, piece))
+    for _ in prompts:
+        left.acquire()
+    return firsts, ids
+
+
+async def by_adapter(engine: DynamoEngine, prompts: list[list[int]], num_tokens: int) -> Asked:
+    start = time.perf_counter()
+
+    async def one(n: int, prompt: list[int]) -> tuple[float, list[int]]:
+        first, ids = 0.0, []
+        request = {
+            "token_ids": prompt,
+            "stop_conditions": {"max_tokens": num_tokens, "ignore_eos": True},
+            "sampling_options": {"temperature": 0.0},
+        }
+        async for chunk in engine.generate(request, Call(str(n))):
+            first = first or time.perf_counter() - start
+            ids += chunk["token_ids"]
+        return first, ids
+
+    found = await asyncio.gather(*(one(n, prompt) for n, prompt in enumerate(prompts)))
+    return [first for first, _ in found], [ids for _, ids in found]
+
+
+async def measure(engine: DynamoEngine, llm: LLM, rounds: int, streams: int) -> None:
+    text = llm.encode(Path(argparse.__file__).read_text()[:40_000], must_fit=False)
+    prompts = [text[20 * n : 20 * n + 40] for n in range(max(streams, ALONE))]
+    firsts: dict[str, list[float]] = {"LLM": [], "adapter": []}
+    speeds: dict[str, list[float]] = {"LLM": [], "adapter": []}
+    for number in range(rounds + 1):
+        alone: dict[str, list[Asked]] = {"LLM": [], "adapter": []}
+        for prompt in prompts[:ALONE]:
+            alone["LLM"].append(await asyncio.to_thread(by_llm, llm, [prompt], 4))
+            alone["adapter"].append(await by_adapter(engine, [prompt], 4))
+        assert [ids for _, ids in alone["LLM"]] == [ids for _, ids in alone["adapter"]]
+        together: dict[str, list[list[int]]] = {}
+        for name in ("LLM", "adapter"):
+            start = time.perf_counter()
+            if name == "LLM":
+                _, together[name] = await asyncio.to_thread(by_llm, llm, prompts[:streams], TOKENS)
+            else:
+                _, together[name] = await by_adapter(engine, prompts[:streams], TOKENS)
+            seconds = time.perf_counter() - start
+            if number:  # the first round loads what a first time needs
+                speeds[name].append(streams * TOKENS / seconds)
+                firsts[name] += [1e3 * first[0] for first, _ in alone[name]]
+        assert together["LLM"] == together["adapter"]
+    first = {name: statistics.median(found) for name, found in firsts.items()}
+    speed = {name: statistics.median(found) for name, found in speeds.items()}
+    print("| | LLM | adapter | |\n|---|---|---|---|")
+    print(f"| first token, ms | {first['LLM']:.2f} | {first['adapter']:.2f} |"
+          f" {first['adapter'] - first['LLM']:+.2f} ms |")  # fmt: skip
+    print(f"| tokens/s of {streams} streams | {speed['LLM']:,.0f} | {speed['adapter']:,.0f} |"
+          f" {speed['adapter'] / speed['LLM'] - 1:+.1%} |")  # fmt: skip
+
+
+async def run(engine_dir: Path, rounds: int, streams: int) -> None:
+    opened: list[LLM] = []
+
+    def open_llm() -> LLM:
+        opened.append(LLM(engine_dir, drafts="none", prefix_cache=False, max_rows=streams))
+        return opened[0]
+
+    errors = Errors(ValueError, RuntimeError, RuntimeError)
+    engine = DynamoEngine(open_llm, id, errors, 60, lambda reason: None)
+    await engine.start(1)
+    await measure(engine, opened[0], rounds, streams)
+    await engine.cleanup()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--streams", type=int, default=32)
+    asked = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    with tempfile.TemporaryDirectory() as folder:
+        build(MODEL, Path(folder) / "engine", Options(max_len=512, max_rows=asked.streams))
+        asyncio.run(run(Path(folder) / "engine", asked.rounds, asked.streams))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Prompts are computed by one worker and answered by another: Dynamo's prefill and decode.
+
+The frontend sends a prompt to a prefill worker, which computes it and says where its packed prefix can be
+fetched; then it sends the request and that place to a decode worker, which imports the prefix and serves it
+as a hit. What goes wrong on the way costs the hit and no more: the decode worker computes the prompt.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from hemiola.runtime.dynamo.options import WorkerOptions
+from hemiola.runtime.dynamo.request import Submission
+from hemiola.runtime.errors import Failed, Lost, Refused
+from hemiola.runtime.llm import LLM
+from hemiola.runtime.serving.peer import Peer
+
+PLACE = "hemiola_peer"
+log = logging.getLogger("hemiola")
+Fields = Mapping[str, Any]
+
+
+class Handover:
+    """One worker's part."""
+
+    def __init__(self, llm: LLM, own: WorkerOptions) -> None:
+        """Raises Refused where the port is taken, ImportError without nixl."""
+        self._llm = llm
+        self.is_prefill = own.disaggregation_mode == "prefill"
+        export = llm.export_prefix if self.is_prefill else None
+        self._peer = Peer(export, own.peer_host, own.peer_port)
+
+    def asked(self, request: Fields) -> Fields:
+        """What this worker is to compute of a request."""
+        if not self.is_prefill:
+            return {**request, "prefill_result": None}
+        stopping = {**(request.get("stop_conditions") or {}), "max_tokens": 1, "min_tokens": None}
+        return {**request, "stop_conditions": stopping}
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What a last chunk has for the other worker."""
+        return {"disaggregated_params": {PLACE: self._peer.address}} if self.is_prefill else {}
+
+    def receive(self, request: Fields, asked: Submission) -> None:
+        """Fetch what the other worker has computed. Waits for it."""
+        try:
+            address = ((request.get("prefill_result") or {}).get("disaggregated_params") or {}).get(PLACE)
+            if address is None:
+                return
+            ids = [*asked.prompt, *asked.output_ids]
+            self._llm.import_prefix(self._peer.fetch(str(address), ids, asked.params.cache_salt))
+        except (Refused, Failed, Lost) as error:
+            log.warning("a prompt is computed here: %s", error)
+
+    def close(self) -> None:
+        self._peer.close()

@@ -1,0 +1,51 @@
+"""What `hemiola dynamo-worker` refuses before it opens an engine: each in one line."""
+
+from collections.abc import Callable
+from importlib import metadata, util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hemiola.runtime.dynamo import worker
+
+Command = Callable[..., SimpleNamespace]
+
+
+def refused(hemiola: Command, engine_dir: Path, *options: str) -> str:
+    ended = hemiola("dynamo-worker", engine_dir, *options)
+    assert ended.status == 2 and ended.out == "" and ended.err.count("\n") == 1, ended
+    return ended.err
+
+
+def test_without_ai_dynamo_the_extra_is_named(
+    hemiola: Command, engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    line = refused(hemiola, engine_dir)
+    assert "needs ai-dynamo-runtime, which is not installed" in line and "[dynamo]" in line
+
+
+def test_another_version_of_ai_dynamo_is_refused_by_its_number(
+    hemiola: Command, engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(metadata, "version", lambda name: "1.7.0")
+    assert "ai-dynamo-runtime is 1.7.0, workers are written for 1.6" in refused(hemiola, engine_dir)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_workers_that_hand_prompts_over_need_memory_of_the_host_and_nixl(
+    hemiola: Command, engine_dir: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(worker, "load_binding", lambda: None)
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    options = ("--disaggregation-mode", mode)
+    assert f"--disaggregation-mode {mode} needs --host-cache-bytes" in refused(hemiola, engine_dir, *options)
+    line = refused(hemiola, engine_dir, *options, "--host-cache-bytes", "16777216")
+    assert f"--disaggregation-mode {mode} needs nixl, which is not installed" in line
+
+
+def test_a_mode_that_is_none_is_refused_with_those_there_are(hemiola: Command, engine_dir: Path) -> None:
+    line = refused(hemiola, engine_dir, "--disaggregation-mode", "both")
+    assert "agg" in line and "prefill" in line and "decode" in line
