@@ -27,6 +27,7 @@ torch.set_num_threads(1)  # the models are tiny, and threads that wait for a bus
 _traces = logging.getLogger("torch.__trace")
 _traces.handlers.clear()  # with one, a tenth of torch.export is to write its traces down, for nobody
 _traces.addHandler = lambda hdlr: None  # as pytest does for each test
+torch.fx.config.do_not_emit_stack_traces = True  # nor does anybody read where a node was traced
 os.environ["COLUMNS"] = "80"  # of tables that commands print, also where the tests run in a narrow window
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = (
     "127.0.0.1,localhost"  # else tests ask one for their servers

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from kit.engine_hand import DEVICE, PAGE, EngineHand, Wanted, own_answer
 from kit.plain import Plain
-from oracle import Oracle
 
 from hemiola.plugins.attention.pages import FORMATS
 from tests.runtime.engine import test_engine_storms as storms
@@ -80,18 +79,15 @@ def tiny_engine(tiny_engine: Callable[..., Path], narrow: tuple[str, str]) -> Ca
 @pytest.fixture(scope="session")
 def wanted(
     narrow: tuple[str, str],
-    tiny_checkpoint: Callable[[str], Path],
+    oracle_answer: Callable[..., list[int]],
     tiny_engine: Callable[..., Path],
     plain_runs: Callable[[Path], Plain],
 ) -> Wanted:
     """As in conftest.py, with such weights and pages."""
-
-    @functools.cache
-    def oracle(family: str) -> Oracle:
-        return Oracle(tiny_checkpoint(family_of(narrow, family)), kv_dtype=narrow[1])
-
     if DEVICE == "cpu":
-        return Wanted(lambda family, prompt, num: oracle(family).generate(prompt, num).token_ids)
+        return Wanted(
+            lambda family, prompt, num: oracle_answer(family_of(narrow, family), prompt, num, narrow[1])
+        )
     return Wanted(functools.partial(own_answer, tiny_engine, plain_runs))
 
 
