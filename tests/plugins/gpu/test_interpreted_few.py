@@ -39,8 +39,7 @@ SUBJECTS = [
 CASES = [(*it, "passes", "forwards") for it in SUBJECTS]
 CASES += [(*it, "comes round", "backwards") for it in SUBJECTS[::2]]
 CASES += [
-    (*it, kind, "forwards")
-    for it, kind in zip(SUBJECTS, ("comes round", "stays", "long"), strict=False)
+    (*it, kind, "forwards") for it, kind in zip(SUBJECTS, ("comes round", "stays", "long"), strict=False)
 ]
 
 

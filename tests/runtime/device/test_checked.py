@@ -268,5 +268,5 @@ def test_arguments_that_are_no_tensors_are_refused(
 
 @pytest.mark.parametrize("other", [COLUMN, HALF.float(), X.int(), X[0], 3])
 def test_parts_that_do_not_fit_are_not_joined(other: Any) -> None:
-    with pytest.raises(ValueError, match="is joined to|no list of tensors"):
+    with pytest.raises(ValueError, match=r"is joined to|no list of tensors"):
         SHAPES[torch.ops.aten.cat.default]([X, other], 0)
