@@ -53,7 +53,7 @@ def locate(path: Path, revision: str | None, report: Report) -> Origin:
     Raises Refused for what is neither, and for all that keeps a model from being fetched."""
     if path.exists() or path.is_symlink():
         if revision is not None:
-            said = f"--revision {revision} is about a name on the Hub, but {path} is here"
+            said = f"--revision {revision} is for a name on the Hub, but {path} is a folder here"
             raise Refused("conflict", "revision", revision, said=said, way_out="leave it out")
         return Origin(path)
     repo = _name(path)

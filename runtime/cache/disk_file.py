@@ -37,7 +37,7 @@ def open_file(path: Path, num_bytes: int) -> int:
             _resize(file, num_bytes)
     except OSError as error:
         os.close(file)
-        said = f"{path}: {num_bytes} bytes cannot be had ({error.strerror})"
+        said = f"{path} cannot grow to {num_bytes} bytes ({error.strerror})"
         raise Refused("exhausted", "disk_cache_bytes", said=said, way_out="lower it") from None
     except Refused:
         os.close(file)

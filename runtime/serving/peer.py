@@ -213,7 +213,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except (OSError, OverflowError) as error:
-        said = f"{host}:{port} cannot be listened on ({one_line(error)})"
+        said = f"cannot listen on {host}:{port} ({one_line(error)})"
         raise Refused("in_use", "port", said=said, way_out="choose another port") from None
 
 
