@@ -249,8 +249,8 @@ class Files:
         names = {suffix: f"{stem}.{suffix}" for suffix in formats.SUFFIXES}
         if stem == name:
             names = {"weight": name, "weight_scale_inv": f"{name}_scale_inv"}
-        found = {key: n for key, n in names.items() if n in self._files}
-        return Module(stem, shape, {key: self._shards[self._files[n]].stored(n) for key, n in found.items()})
+        files = {key: n for key, n in names.items() if n in self._files}
+        return Module(stem, shape, {key: self._shards[self._files[n]].stored(n) for key, n in files.items()})
 
     def leftovers(self) -> Iterable[str]:
         return self._files.keys() - self._used

@@ -53,7 +53,7 @@ def locate(path: Path, revision: str | None, report: Report) -> Origin:
     Raises Refused for what is neither, and for all that keeps a model from being fetched."""
     if path.exists() or path.is_symlink():
         if revision is not None:
-            said = f"--revision {revision} is about a name on the Hub, but {path} is here"
+            said = f"--revision {revision} is for a name on the Hub, but {path} is a folder here"
             raise Refused("conflict", "revision", revision, said=said, way_out="leave it out")
         return Origin(path)
     repo = _name(path)
@@ -108,8 +108,8 @@ def _fetch(origin: Origin, names: Iterable[str], report: Report) -> None:
         bar = _bar(report, done, total)
         path = Path(hf_hub_download(origin.repo, name, revision=origin.commit, tqdm_class=bar))
         done += num_bytes if name in absent else 0
-        if (found := path.stat().st_size) != num_bytes:
-            said = f"{path} has {found} bytes, {num_bytes} on the Hub"
+        if (size := path.stat().st_size) != num_bytes:
+            said = f"{path} has {size} bytes, {num_bytes} on the Hub"
             raise Refused("damaged", said=said, way_out=f"remove {path.resolve()} and build again")
     if absent:
         report(FETCHING, total, total)
@@ -130,15 +130,15 @@ def _refuse_full_disk(origin: Origin, num_bytes: int) -> None:
 
 def _cached(repo: str, revision: str | None, error: Exception) -> Origin:
     """What earlier downloads have left, where the Hub cannot be asked."""
-    found = try_to_load_from_cache(repo, CONFIG, revision=revision)
+    config_file = try_to_load_from_cache(repo, CONFIG, revision=revision)
     offline = isinstance(error, OfflineModeIsEnabled)
     why = "HF_HUB_OFFLINE is set" if offline else _unreachable(error)
-    if not isinstance(found, str):
+    if not isinstance(config_file, str):
         what = f"{repo} at {revision}" if revision else repo
         said = f"{what} is not a directory, {why}, and the cache {constants.HF_HUB_CACHE} does not have it"
         way_out = "unset it" if offline else "mend the connection"
         raise Refused("not_found", said=said, way_out=f"{way_out}, or pass a folder with the checkpoint")
-    folder = Path(found).parent
+    folder = Path(config_file).parent
     if not offline:
         print(f"warning: {why}; commit {folder.name} of {repo} is in the cache and used", file=sys.stderr)
     return Origin(folder, repo, folder.name)

@@ -118,20 +118,20 @@ def _remove_abandoned(engine_dir: Path) -> None:
 def _lock(workshop: Path) -> int | None:
     """A descriptor; None while another build, or nobody any more, has it. Raises OSError: no locks here."""
     try:
-        found = os.open(workshop, os.O_RDONLY)
+        lock = os.open(workshop, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_ours = workshop.exists()
     except OSError as error:
-        os.close(found)
+        os.close(lock)
         if isinstance(error, BlockingIOError):
             return None
         raise
     if not is_ours:
-        os.close(found)
-    return found if is_ours else None
+        os.close(lock)
+    return lock if is_ours else None
 
 
 def says_lack_of_memory(words: str) -> bool:

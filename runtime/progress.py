@@ -116,17 +116,17 @@ class Lines:
         self._stages: dict[str, _Stage] = {}
 
     def __call__(self, stage: str, done: int, total: int, subject: str = "") -> None:
-        found = self._stages.get(subject)
-        if found is None or found.name != stage:
+        running = self._stages.get(subject)
+        if running is None or running.name != stage:
             self._end(subject)
             if stage != READY:
                 self._stages[subject] = _Stage(stage, done, total, self._now())
             return
-        found.done, found.total = done, total
+        running.done, running.total = done, total
         now = self._now()
-        if now - found.since >= found.next_s:
-            self._say(found.line(subject, now, " so far"))
-            found.next_s = now - found.since + min(found.next_s, MOST_S)
+        if now - running.since >= running.next_s:
+            self._say(running.line(subject, now, " so far"))
+            running.next_s = now - running.since + min(running.next_s, MOST_S)
 
     def _end(self, subject: str) -> None:
         stage, now = self._stages.pop(subject, None), self._now()

@@ -37,10 +37,10 @@ class Text:
             said = f"{path} is not a tokenizer ({one_line(error)})"
             raise Refused("damaged", said=said, way_out=AGAIN) from None
         config = folder / "tokenizer_config.json"
-        found = read_json(config, AGAIN) if config.is_file() else {}
-        if not isinstance(found, dict):
+        content = read_json(config, AGAIN) if config.is_file() else {}
+        if not isinstance(content, dict):
             raise Refused("damaged", said=f"{config} is no JSON object", way_out=AGAIN)
-        self.special = {name: text for name, text in map(_special, found.items()) if text is not None}
+        self.special = {name: text for name, text in map(_special, content.items()) if text is not None}
         template = folder / "chat_template.jinja"
         try:
             self.template = template.read_text(encoding="utf-8") if template.is_file() else None
@@ -244,11 +244,11 @@ class Growing:
 
     def _before_stop(self, new: str, may_stop: bool) -> str:
         assert self._stop is not None
-        found = self._stop.push(new)
+        stop_at = self._stop.push(new)
         held = self._held + new
-        if found is not None and may_stop:
+        if stop_at is not None and may_stop:
             self.stopped = True
-            return held[: len(self._held) + found]
+            return held[: len(self._held) + stop_at]
         final_len = len(held) - self._stop.held_len
         self._held = held[final_len:]
         return held[:final_len]

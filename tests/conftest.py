@@ -27,6 +27,7 @@ torch.set_num_threads(1)  # the models are tiny, and threads that wait for a bus
 _traces = logging.getLogger("torch.__trace")
 _traces.handlers.clear()  # with one, a tenth of torch.export is to write its traces down, for nobody
 _traces.addHandler = lambda hdlr: None  # as pytest does for each test
+torch.fx.config.do_not_emit_stack_traces = True  # nor does anybody read where a node was traced
 os.environ["COLUMNS"] = "80"  # of tables that commands print, also where the tests run in a narrow window
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = (
     "127.0.0.1,localhost"  # else tests ask one for their servers
@@ -55,10 +56,28 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = str(secrets.randbits(32))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Who waits for servers comes first: meanwhile another worker computes, and steals what is left."""
-    waiting = {item.path for item in items if item.get_closest_marker("server")}
-    items.sort(key=lambda item: item.path not in waiting)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each worker begins with its share of the files that wait for servers: meanwhile others compute.
+
+    xdist cuts the list into as many parts as there are workers. Tests of one server stay together.
+    """
+    num = getattr(config, "workerinput", {}).get("workercount", 1)
+    waits: dict[object, list[pytest.Item]] = {}
+    rest: list[pytest.Item] = []
+    for item in items:
+        if item.get_closest_marker("server"):
+            fixtures = getattr(item, "fixturenames", ())
+            waits.setdefault("server" if "server" in fixtures else item.path, []).append(item)
+        else:
+            rest.append(item)
+    shares = [[item for group in list(waits.values())[n::num] for item in group] for n in range(num)]
+    ordered: list[pytest.Item] = []
+    for n, share in enumerate(shares):
+        length = (len(items) - len(ordered)) // (num - n)
+        more = max(0, length - len(share))
+        ordered += share + rest[:more]
+        del rest[:more]
+    items[:] = ordered + rest
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -102,7 +102,7 @@ def test_what_did_not_come_to_a_good_end_is_not_clean(
 
 
 TOOL = """\
-#!{python}
+#!{python} -IS
 import json, os, sys
 said = json.loads(os.environ["SAID"])
 if sys.argv[1] == "--version":

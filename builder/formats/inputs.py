@@ -14,18 +14,18 @@ KEY = "input_scale"
 WAY_OUT = "leave --act-dtype out"
 
 
-def in_e4m3(module: Module, declared: Declared, found: Found) -> Found:
+def in_e4m3(module: Module, declared: Declared, weight: Found) -> Found:
     """A matrix whose inputs are rounded as its checkpoint says, or as it is, where that says nothing."""
-    if found.layout.kind != "e4m3":
-        return found
+    if weight.layout.kind != "e4m3":
+        return weight
     stored, said = module.tensors.get(KEY), declared.inputs - {""}
     if stored is not None:
-        return _static(module, stored, said, found)
+        return _static(module, stored, said, weight)
     dynamic = sorted(said - {"static"})
     if not dynamic:
         if "static" in said and "" not in declared.inputs:
             module.of(KEY)
-        return found
+        return weight
     if len(dynamic) > 1 or "" in declared.inputs:
         names = " and ".join([*dynamic, *(["none"] if "" in declared.inputs else [])])
         _refuse(
@@ -36,11 +36,11 @@ def in_e4m3(module: Module, declared: Declared, found: Found) -> Found:
         _refuse(declared, "unsupported", f"inputs of FP8 weights have {reason}")
     if dynamic[0] not in (GROUP, "token"):
         _refuse(declared, "unsupported", f"inputs of FP8 weights are rounded by {dynamic[0]}")
-    layout = found.layout._replace(inputs=dynamic[0])
-    return _checked(module, Found(layout, lambda b=0, e=None: found.read(b, e)._replace(layout=layout)))
+    layout = weight.layout._replace(inputs=dynamic[0])
+    return _checked(module, Found(layout, lambda b=0, e=None: weight.read(b, e)._replace(layout=layout)))
 
 
-def _static(module: Module, stored: Stored, said: frozenset[str], found: Found) -> Found:
+def _static(module: Module, stored: Stored, said: frozenset[str], weight: Found) -> Found:
     stored.require("F32", "BF16", "F16")
     if stored.shape not in ((), (1,)):
         stored.require_shape()
@@ -50,19 +50,19 @@ def _static(module: Module, stored: Stored, said: frozenset[str], found: Found) 
     scale = stored.scales().view(1, 1)
 
     def read(begin: int = 0, end: int | None = None) -> WeightGroup:
-        group = found.read(begin, end)
+        group = weight.read(begin, end)
         rows = (*group.tensors["codes"].shape[:-1], 1)
         return WeightGroup(layout, group.tensors | {"input": scale.expand(rows).contiguous()})
 
-    layout = found.layout._replace(inputs="static")
+    layout = weight.layout._replace(inputs="static")
     return _checked(module, Found(layout, read, float(scale)))
 
 
-def _checked(module: Module, found: Found) -> Found:
-    if reason := refuses_inputs(found.layout):
+def _checked(module: Module, weight: Found) -> Found:
+    if reason := refuses_inputs(weight.layout):
         said = f"--act-dtype fp8: {module.name} has {reason}"
         raise Refused("unsupported", "act_dtype", said=said, way_out=WAY_OUT)
-    return found
+    return weight
 
 
 def _refuse(declared: Declared, code: Code, reason: str) -> None:

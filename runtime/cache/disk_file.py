@@ -37,7 +37,7 @@ def open_file(path: Path, num_bytes: int) -> int:
             _resize(file, num_bytes)
     except OSError as error:
         os.close(file)
-        said = f"{path}: {num_bytes} bytes cannot be had ({error.strerror})"
+        said = f"{path} cannot grow to {num_bytes} bytes ({error.strerror})"
         raise Refused("exhausted", "disk_cache_bytes", said=said, way_out="lower it") from None
     except Refused:
         os.close(file)
@@ -59,8 +59,8 @@ def _resize(file: int, num_bytes: int) -> None:
 
 
 def _check(file: int, path: Path) -> None:
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         said = f"{path} is not a file of yours"
         raise Refused("in_use", "disk_cache_dir", said=said, way_out="name another folder")
     try:
@@ -72,7 +72,7 @@ def _check(file: int, path: Path) -> None:
 
 def parsed(header: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(header.rstrip(b"\0"))
+        fields = json.loads(header.rstrip(b"\0"))
         wanted = {
             "form": str,
             "key": str,
@@ -82,11 +82,11 @@ def parsed(header: bytes) -> dict[str, Any] | None:
             "edge": int,
             "kind": str,
         }
-        is_ours = isinstance(found, dict) and found.get("magic") == MAGIC
-        whole = is_ours and all(type(found.get(name)) is kind for name, kind in wanted.items())
+        is_ours = isinstance(fields, dict) and fields.get("magic") == MAGIC
+        whole = is_ours and all(type(fields.get(name)) is kind for name, kind in wanted.items())
         for name in ("tokens", "salt") if whole else ():
-            to_bytes(found[name])
-        return found if whole and (found["part"] is None or type(found["part"]) is int) else None
+            to_bytes(fields[name])
+        return fields if whole and (fields["part"] is None or type(fields["part"]) is int) else None
     except (ValueError, RecursionError, KeyError):
         return None
 

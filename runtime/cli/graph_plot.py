@@ -91,19 +91,19 @@ def folded(steps: Sequence[Any]) -> list[Repeat]:
     return blocks
 
 
-def layers_of(found: Manifest, prefix: str = "layers") -> list[DrawnLayer]:
+def layers_of(manifest: Manifest, prefix: str = "layers") -> list[DrawnLayer]:
     """Layers in order; a model's own, or with the prefix mtp.layers those of its MTP head."""
-    names = [name for segment in found.segments for name in segment.weights]
+    names = [name for segment in manifest.segments for name in segment.weights]
     numbers = {int(hit[1]) for name in names if (hit := re.match(rf"{prefix}\.(\d+)\.", name))}
-    kinds = dict(enumerate(found.layers)) if prefix == "layers" else dict.fromkeys(sorted(numbers), "")
-    return [_layer(found, kind, f"{prefix}.{number}.", names) for number, kind in kinds.items()]
+    kinds = dict(enumerate(manifest.layers)) if prefix == "layers" else dict.fromkeys(sorted(numbers), "")
+    return [_layer(manifest, kind, f"{prefix}.{number}.", names) for number, kind in kinds.items()]
 
 
-def _layer(found: Manifest, kind: str, prefix: str, names: Sequence[str]) -> DrawnLayer:
+def _layer(manifest: Manifest, kind: str, prefix: str, names: Sequence[str]) -> DrawnLayer:
     own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     states = tuple(
         state.model_copy(update={"name": state.name.removeprefix(prefix)})
-        for state in found.states
+        for state in manifest.states
         if state.name.startswith(prefix)
     )
     if not kind:
@@ -165,14 +165,14 @@ def _shapes(states: Sequence[State]) -> list[str]:
     return lines
 
 
-def draw(path: Path, found: Manifest) -> None:
+def draw(path: Path, manifest: Manifest) -> None:
     """The trunk in a column, drafts in one beside it."""
     from matplotlib.figure import Figure  # optional, and slow to import
 
-    columns = [_Column(found, 0.0)]
+    columns = [_Column(manifest, 0.0)]
     columns[0].model()
-    if found.drafts != "none":
-        columns.append(_Column(found, COLUMN))
+    if manifest.drafts != "none":
+        columns.append(_Column(manifest, COLUMN))
         columns[1].drafts()
     bottom = max(column.y for column in columns) + 0.3
     width = COLUMN * len(columns) + 0.1
@@ -181,10 +181,10 @@ def draw(path: Path, found: Manifest) -> None:
     for column in columns:
         for paint in column.strokes:
             paint(axis)
-    limits = found.limits
-    slot, page = (state_bytes(found.states, kind) for kind in ("slot", "page"))
+    limits = manifest.limits
+    slot, page = (state_bytes(manifest.states, kind) for kind in ("slot", "page"))
     axis.set_title(
-        f"{found.architecture}: {len(found.layers)} layers, {found.target} {found.arch}\n"
+        f"{manifest.architecture}: {len(manifest.layers)} layers, {manifest.target} {manifest.arch}\n"
         f"states of a request: {size(slot)}, and {size(page / limits.page_len)} for each of its"
         f" {limits.max_len:,} tokens at most (pages of {limits.page_len})",
         fontsize=10,
@@ -198,31 +198,31 @@ def draw(path: Path, found: Manifest) -> None:
 class _Column:
     """Boxes from top to bottom. Strokes are painted when the height of the picture is known."""
 
-    def __init__(self, found: Manifest, left: float) -> None:
-        self._found, self._left = found, left
+    def __init__(self, manifest: Manifest, left: float) -> None:
+        self._manifest, self._left = manifest, left
         self.y = 0.0
         self.strokes: list[Any] = []
 
     def model(self) -> None:
         """From token ids to logits."""
-        found = self._found
+        manifest = self._manifest
         self._words("token ids")
-        self._box(Box(f"embedding of {found.vocab_size:,}", COLOURS["end"]))
-        self._layers(layers_of(found))
-        self._box(Box("norm, linear", COLOURS["end"]), f"{found.hidden_size}")
-        self._words(f"logits of {found.vocab_size:,}")
+        self._box(Box(f"embedding of {manifest.vocab_size:,}", COLOURS["end"]))
+        self._layers(layers_of(manifest))
+        self._box(Box("norm, linear", COLOURS["end"]), f"{manifest.hidden_size}")
+        self._words(f"logits of {manifest.vocab_size:,}")
 
     def drafts(self) -> None:
         """Who proposes tokens for the next step."""
-        found, most = self._found, self._found.limits.num_drafts
-        if found.drafts == "mtp":
-            ring = tuple(state for state in found.states if state.name == "mtp.hidden")
+        manifest, most = self._manifest, self._manifest.limits.num_drafts
+        if manifest.drafts == "mtp":
+            ring = tuple(state for state in manifest.states if state.name == "mtp.hidden")
             self._words("the trunk's hidden state, and the next token")
             joined = Box("MTP head: norms, linear", COLOURS["end"], states=ring)
-            self._box(joined, f"2 x {found.hidden_size}")
-            self._layers(layers_of(found, "mtp.layers"))
-            vocab = found.draft_vocab or found.vocab_size
-            self._box(Box(f"norm, logits of {vocab:,}", COLOURS["end"]), f"{found.hidden_size}")
+            self._box(joined, f"2 x {manifest.hidden_size}")
+            self._layers(layers_of(manifest, "mtp.layers"))
+            vocab = manifest.draft_vocab or manifest.vocab_size
+            self._box(Box(f"norm, logits of {vocab:,}", COLOURS["end"]), f"{manifest.hidden_size}")
         else:
             self._words("token ids of the request so far")
             self._box(Box("prompt lookup", COLOURS["end"]))
@@ -239,7 +239,7 @@ class _Column:
     def _layer(self, placed: Placed, times: int) -> None:
         top = self.y + GAP
         for box in placed.layer.boxes:
-            self._box(box, f"{self._found.hidden_size}")
+            self._box(box, f"{self._manifest.hidden_size}")
         each = len(placed.numbers) // times
         name = fill(spans(placed.numbers), 12)
         middle, x = (top + self.y) / 2, self._left + 0.45
@@ -288,7 +288,7 @@ class _Column:
         from matplotlib.patches import Rectangle
 
         left, y = self._left + STATE_LEFT, top
-        for kind, lines in held_by(box.states, self._found.limits.page_len):
+        for kind, lines in held_by(box.states, self._manifest.limits.page_len):
             height = 0.15 + 0.27 * len(lines)
             patch = Rectangle((left, y), STATE_WIDTH, height, fc=COLOURS[kind], ec=GREY, lw=0.8)
             self.strokes.append(lambda axis, patch=patch: axis.add_patch(patch))

@@ -145,13 +145,13 @@ class FrontPlan(NamedTuple):
     @property
     def api_keys(self) -> tuple[str, ...]:
         """The environment's may be there for other servers: alone, it asks for no API."""
-        found = os.environ.get(API_KEY)
-        if self.options.openai_api_key or found is None:
+        keys = os.environ.get(API_KEY)
+        if self.options.openai_api_key or keys is None:
             return self.options.openai_api_key
-        if not found.split():  # a secret that did not arrive would open the API to all
+        if not keys.split():  # a secret that did not arrive would open the API to all
             said = f"{API_KEY} is empty, callers would need no key"
             raise Refused("missing", "openai_api_key", said=said, way_out="give one there, or unset it")
-        return tuple(found.split())
+        return tuple(keys.split())
 
     def front(self, server: Server) -> "Front | None":
         asked = self.options
@@ -178,13 +178,13 @@ def triton_host(own: ServerOptions, plan: FrontPlan) -> str:
 
 def doors(server: Server, front: "Front | None", api_keys: tuple[str, ...]) -> list[str]:
     """Who reaches each door, and with what."""
-    found = [(server.host, server.ports.http, "HTTP", "no key")]
-    found += [(server.host, server.ports.grpc, "gRPC", "no key")]
-    found += [(server.host, server.ports.metrics, "metrics", "no key")]
+    doors = [(server.host, server.ports.http, "HTTP", "no key")]
+    doors += [(server.host, server.ports.grpc, "gRPC", "no key")]
+    doors += [(server.host, server.ports.metrics, "metrics", "no key")]
     if front is not None:
         key = "a key for /v1, none for /health and /metrics" if api_keys else "no key"
-        found.append((front.host, front.port, "OpenAI", key))
-    return [f"door     {host}:{port} {name}: {reached_by(host)}, {key}" for host, port, name, key in found]
+        doors.append((front.host, front.port, "OpenAI", key))
+    return [f"door     {host}:{port} {name}: {reached_by(host)}, {key}" for host, port, name, key in doors]
 
 
 def reached_by(host: str) -> str:

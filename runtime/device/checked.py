@@ -7,7 +7,7 @@ What a kernel takes as an index (of a slot, a page, a token or an expert) must c
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,8 @@ class _Trial:
             self._check_use(node, op)
             if op is not None:
                 self._check_op(node, op, args)
-            self._values[node] = self._computed(node, node.target(*args))  # type: ignore[operator]
+            made = SHAPES.get(node.target, node.target)(*args)  # type: ignore[operator]
+            self._values[node] = self._computed(node, made)
         results = [self._of(value) for value in self._nodes[-1].args[0]]
         if self._segment.head:
             results = [self._run_head(self._nodes[-1].args[0][0]), *results[1:]]
@@ -311,6 +312,37 @@ class _Trial:
         if isinstance(value, (list, tuple)):
             return [self._of(part) for part in value]
         return value
+
+
+def _broadcast(first: Any, second: Any) -> torch.Tensor:
+    if not isinstance(first, torch.Tensor):
+        raise ValueError(f"{shown(first)} is no tensor to add to or to multiply")
+    shape = torch.broadcast_shapes(first.shape, getattr(second, "shape", ()))
+    return torch.empty(shape, dtype=torch.result_type(first, second), device="meta")
+
+
+def _joined(parts: Any, dim: int = 0) -> torch.Tensor:
+    """What `cat` makes of parts that differ in one size only; no builder writes others."""
+    if not isinstance(parts, list) or not all(isinstance(part, torch.Tensor) for part in parts):
+        raise ValueError(f"{shown(parts)} is no list of tensors to join")
+    first = parts[0]
+    shape = list(first.shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    for part in parts:
+        alike = [*part.shape]
+        alike[dim] = first.shape[dim]
+        if alike != [*first.shape] or part.dtype != first.dtype:
+            raise ValueError(f"{_told(part)} is joined to {_told(first)}")
+    return torch.empty(shape, dtype=first.dtype, device="meta")
+
+
+# On tensors without memory torch computes these four in Python and imports torch._dynamo: 2 s of a start.
+SHAPES: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.add.Tensor: _broadcast,
+    torch.ops.aten.mul.Tensor: _broadcast,
+    torch.ops.aten.relu.default: torch.empty_like,
+    torch.ops.aten.cat.default: _joined,
+}
 
 
 def _number(node: Node, place: int, arg: Arg | None) -> str | None:

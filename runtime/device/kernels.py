@@ -26,17 +26,17 @@ def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> 
     except ImportError as error:
         said = f"{engine_dir} runs on a GPU through cuda-bindings, which is not here ({error})"
         raise Refused("not_found", said=said, way_out=f"run {install('cuda')}") from None
-    found = next((kernels for kernels in manifest.kernels if kernels.arch == arch_here()), None)
-    if found is None:
+    ours = next((kernels for kernels in manifest.kernels if kernels.arch == arch_here()), None)
+    if ours is None:
         said = f"{engine_dir} has no kernels for {arch_here()}"
         raise Refused("unsupported", said=said, way_out="run build-engine again")
     known = driver.version()
-    if known[0] < int(found.cuda.split(".")[0]):
-        said = f"{engine_dir} has kernels of CUDA {found.cuda}, the driver here knows {known[0]}.{known[1]}"
+    if known[0] < int(ours.cuda.split(".")[0]):
+        said = f"{engine_dir} has kernels of CUDA {ours.cuda}, the driver here knows {known[0]}.{known[1]}"
         way_out = "install a newer driver, or run build-engine with an older Triton"
         raise Refused("unsupported", said=said, way_out=way_out)
     with ExitStack() as loaded:
-        for file, binary in ((entry.file, entry.binary) for entry in found.binaries):
+        for file, binary in ((entry.file, entry.binary) for entry in ours.binaries):
             kernel = _kernel(engine_dir, binary.call.kernel)
             cubin = (engine_dir / file).read_bytes()
             try:
@@ -51,14 +51,14 @@ def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> 
 
 def _kernel(engine_dir: Path, name: str) -> Kernel:
     """What launches kernels of this name, such as delta._scan."""
-    found = None
+    kernel = None
     if KERNEL.fullmatch(name):
         op, _, entry = name.rpartition(".")
         own = (form.name for form in OPS[op].forms if form.device == "cuda") if op in OPS else ()
         for form in ("cuda", *own):
             with suppress(ImportError):
-                found = found or getattr(import_module(f"hemiola.plugins.{op}.{form}"), entry, None)
-    if not isinstance(found, Kernel):
+                kernel = kernel or getattr(import_module(f"hemiola.plugins.{op}.{form}"), entry, None)
+    if not isinstance(kernel, Kernel):
         said = f"{engine_dir} has a binary of {shown(name)}, which is no kernel"
         raise Refused("damaged", said=said, way_out="run build-engine again")
-    return found
+    return kernel

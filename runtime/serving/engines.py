@@ -43,17 +43,17 @@ def read_models(
     if engine_dirs or names:
         said, way_out = "--models names the engines", "leave other engines and --model-name out"
         raise Refused("conflict", "models", said=said, way_out=way_out)
-    found = _read_json(file)
-    if not (isinstance(found, dict) and found) or not all(
-        isinstance(own, dict) and "engine_dir" in own for own in found.values()
+    models = _read_json(file)
+    if not (isinstance(models, dict) and models) or not all(
+        isinstance(own, dict) and "engine_dir" in own for own in models.values()
     ):
         said = f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}'
         raise Refused("malformed", "models", said=said, way_out="correct it")
-    for name, own in found.items():
+    for name, own in models.items():
         with within(f"{file}: {name}", in_python):
             settings.split(own)
-    paths = [file.parent / own["engine_dir"] for own in found.values()]
-    return name_engines(paths, list(found)), found
+    paths = [file.parent / own["engine_dir"] for own in models.values()]
+    return name_engines(paths, list(models)), models
 
 
 def _read_json(file: Path) -> Any:
@@ -64,8 +64,8 @@ def _read_json(file: Path) -> Any:
         raise Refused("not_found", "models", said=said, way_out="pass another file") from None
 
 
-def check_sizes(found: Mapping[str, Any], engine: manifest.Manifest) -> None:
+def check_sizes(values: Mapping[str, Any], engine: manifest.Manifest) -> None:
     """What the model would refuse when it is loaded, whatever memory is free then."""
     if split(engine.arch)[0] in ARCHS:  # else it says that
-        _, options = settings.split(found)
+        _, options = settings.split(values)
         resolve(ServeConfig(**options), engine, ENDLESS)

@@ -79,8 +79,8 @@ def _own(owner: Path) -> int:
 def _is_ours(path: Path, is_kind: Callable[[int], bool] = bool) -> bool:
     """Everybody may write to /tmp and /dev/shm: what another user made, or a link, is not ours to remove."""
     with contextlib.suppress(OSError):
-        found = path.lstat()
-        return is_kind(found.st_mode) and found.st_uid == os.geteuid()
+        status = path.lstat()
+        return is_kind(status.st_mode) and status.st_uid == os.geteuid()
     return False
 
 
@@ -89,23 +89,23 @@ def _lock(owner: Path) -> int | None:
     if not _is_ours(owner, stat.S_ISREG):
         return None
     try:
-        found = os.open(owner, os.O_RDWR | os.O_NOFOLLOW)
+        lock = os.open(owner, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return None
     with contextlib.suppress(OSError):
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(found), owner.stat()):
-            return found
-    os.close(found)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), owner.stat()):
+            return lock
+    os.close(lock)
     return None
 
 
 def _end_processes(path: Path) -> None:
     """Of a killed server's engine, which may wait for it for ever: for a mutex that it held."""
-    for found in Path("/proc").glob("[0-9]*/cmdline"):
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended, or is not ours
-            if found.read_bytes().startswith(f"{path}/".encode()):
-                os.kill(int(found.parent.name), signal.SIGKILL)
+            if cmdline.read_bytes().startswith(f"{path}/".encode()):
+                os.kill(int(cmdline.parent.name), signal.SIGKILL)
 
 
 def _remove(path: Path) -> None:

@@ -48,7 +48,7 @@ async def read_head(reader: asyncio.StreamReader) -> RequestHead:
     first = FIRST_LINE.fullmatch(first_line)
     if first is None:
         raise Refusal(HTTPStatus.BAD_REQUEST, "the first line is no HTTP; send METHOD /PATH HTTP/1.1")
-    kept, found, left = [], {}, MAX_HEAD
+    kept, headers, left = [], {}, MAX_HEAD
     while line := await _line(reader, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "a header"):
         left -= len(line)
         if left < 0:
@@ -58,18 +58,18 @@ async def read_head(reader: asyncio.StreamReader) -> RequestHead:
         if matched is None:
             raise Refusal(HTTPStatus.BAD_REQUEST, "a header is no HTTP; correct it")
         name = matched[1].lower()
-        if name in ONCE and name in found:
+        if name in ONCE and name in headers:
             raise Refusal(HTTPStatus.BAD_REQUEST, f"{name.decode()} is given twice; give it once")
-        found[name] = matched[2].strip()
+        headers[name] = matched[2].strip()
         if name not in OURS:
             kept.append(line)
-    coding = found.get(b"content-encoding") or b"identity"
+    coding = headers.get(b"content-encoding") or b"identity"
     if coding.lower() != b"identity":
         why = f"the body is sent with Content-Encoding {coding[:80].decode('latin-1')}; send it plain"
         raise Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
     without_host = first[1] + first[2]  # of many hosts tritonserver closes the connection unanswered
-    continues = found.get(b"expect", b"").lower() == b"100-continue"
-    return RequestHead(without_host, kept, _length(found), continues)
+    continues = headers.get(b"expect", b"").lower() == b"100-continue"
+    return RequestHead(without_host, kept, _length(headers), continues)
 
 
 async def _line(reader: asyncio.StreamReader, too_long: HTTPStatus, what: str) -> bytes:
@@ -89,11 +89,11 @@ async def _line(reader: asyncio.StreamReader, too_long: HTTPStatus, what: str) -
     return line[:-2]
 
 
-def _length(found: Mapping[bytes, bytes]) -> int | None:
-    coding, length = found.get(b"transfer-encoding"), found.get(b"content-length", b"0")
+def _length(headers: Mapping[bytes, bytes]) -> int | None:
+    coding, length = headers.get(b"transfer-encoding"), headers.get(b"content-length", b"0")
     if coding is None and LENGTH.fullmatch(length):
         return int(length)
-    if coding is not None and coding.lower() == b"chunked" and b"content-length" not in found:
+    if coding is not None and coding.lower() == b"chunked" and b"content-length" not in headers:
         return None
     right = "send Content-Length, or Transfer-Encoding: chunked"
     raise Refusal(HTTPStatus.BAD_REQUEST, f"the length of the body is not clear; {right}")
@@ -122,10 +122,10 @@ async def _pieces(reader: asyncio.StreamReader, length: int) -> AsyncIterator[by
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[int]:
     """The lengths of a chunked body's chunks; whoever asks for the next has read the one before."""
     while True:
-        found = CHUNK_LENGTH.fullmatch(await reader.readuntil(b"\n"))
-        if found is None:
+        length_line = CHUNK_LENGTH.fullmatch(await reader.readuntil(b"\n"))
+        if length_line is None:
             raise Refusal(HTTPStatus.BAD_REQUEST, "a chunk of the body has no length; correct it")
-        if not (length := int(found.group(1), 16)):
+        if not (length := int(length_line.group(1), 16)):
             break
         yield length
         if await reader.readexactly(2) != b"\r\n":

@@ -16,10 +16,10 @@ def refuse_connections(pid: int, port: int) -> bool:
     with contextlib.suppress(OSError):  # it has ended, or we may not
         holder = os.pidfd_open(pid)
         try:
-            for found in _sockets(pid, holder):
-                with found:
-                    if _listens_on(found, port):
-                        found.shutdown(socket.SHUT_RDWR)
+            for listener in _sockets(pid, holder):
+                with listener:
+                    if _listens_on(listener, port):
+                        listener.shutdown(socket.SHUT_RDWR)
                         done = True
         finally:
             os.close(holder)
@@ -37,7 +37,10 @@ def _sockets(pid: int, holder: int) -> Iterator[socket.socket]:
                 yield socket.socket(fileno=copy)
 
 
-def _listens_on(found: socket.socket, port: int) -> bool:
-    if found.family not in (socket.AF_INET, socket.AF_INET6):
+def _listens_on(listener: socket.socket, port: int) -> bool:
+    if listener.family not in (socket.AF_INET, socket.AF_INET6):
         return False
-    return found.getsockname()[1] == port and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+    return (
+        listener.getsockname()[1] == port
+        and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+    )

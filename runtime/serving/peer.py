@@ -218,7 +218,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except (OSError, OverflowError) as error:
-        said = f"{host}:{port} cannot be listened on ({one_line(error)})"
+        said = f"cannot listen on {host}:{port} ({one_line(error)})"
         raise Refused("in_use", "port", said=said, way_out="choose another port") from None
 
 
@@ -255,9 +255,9 @@ def _line(connection: socket.socket, end: float) -> bytes:
     line = bytearray()
     while not line.endswith(b"\n"):
         connection.settimeout(max(end - time.monotonic(), POLL))
-        found = connection.recv(2**16)
-        line += found
-        if not found or len(line) > MOST_LINE:
+        part = connection.recv(2**16)
+        line += part
+        if not part or len(line) > MOST_LINE:
             raise ConnectionError("what it says has no end")
     connection.settimeout(PATIENCE)
     return bytes(line)
@@ -266,16 +266,16 @@ def _line(connection: socket.socket, end: float) -> bytes:
 def _answer(address: str, line: bytes) -> dict[str, Any]:
     """Raises Refused where no peer would say this."""
     try:
-        found = json.loads(line)
-        if isinstance(found, dict) and isinstance(found.get("refused"), str):
-            return found
-        found["agent"] = base64.b64decode(found["agent"], validate=True)
-        place, size = found["place"], found["size"]
+        message = json.loads(line)
+        if isinstance(message, dict) and isinstance(message.get("refused"), str):
+            return message
+        message["agent"] = base64.b64decode(message["agent"], validate=True)
+        place, size = message["place"], message["size"]
     except (ValueError, RecursionError, KeyError, TypeError):
         raise _garbage(address, shown(line)) from None
     if type(size) is not int or not 0 < size <= MOST_BYTES or type(place) is not int or not 0 < place < 2**64:
         raise _garbage(address, f"{shown(size)} bytes at {shown(place)}")
-    return found
+    return message
 
 
 def _refused(address: str, answer: dict[str, Any]) -> Refused:

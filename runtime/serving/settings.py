@@ -48,33 +48,33 @@ KNOWN = tuple(name for name in (*OWN, *ServeConfig.model_fields) if name not in 
 
 def read(folder: Path, parameters: Mapping[str, Mapping[str, str]]) -> tuple[ModelSettings, dict[str, Any]]:
     """The settings, and the options of LLM. folder: that of model.py."""
-    found = _from_file(folder / FILE)
+    values = _from_file(folder / FILE)
     for name, value in parameters.items():
         text = value["string_value"]
         try:
-            found[name] = text if name == "engine_dir" else parse_json(text)
+            values[name] = text if name == "engine_dir" else parse_json(text)
         except ValueError:
-            found[name] = text
-    for name, value in found.items():
+            values[name] = text
+    for name, value in values.items():
         if isinstance(value, str) and value.startswith("${"):
             said = f"{name} is the placeholder {value}"
             raise Refused(
                 "missing", said=said, way_out=f"write its value into {FILE}, or start with `hemiola serve`"
             )
-    if "engine_dir" not in found:
+    if "engine_dir" not in values:
         said = f"{folder / FILE} has no engine_dir"
         raise Refused("missing", "engine_dir", said=said, way_out="add it, or start with `hemiola serve`")
-    return split(found, LAUNCHERS)
+    return split(values, LAUNCHERS)
 
 
-def split(found: Mapping[str, Any], beside: Collection[str] = ()) -> tuple[ModelSettings, dict[str, Any]]:
+def split(values: Mapping[str, Any], beside: Collection[str] = ()) -> tuple[ModelSettings, dict[str, Any]]:
     """Checked: no key is unknown. beside: further ones that may be there."""
-    for name in found:
+    for name in values:
         if name not in KNOWN and name not in beside:
             said = f"unknown setting {name!r}"
             raise Refused("unknown", said=said, way_out=f"the settings are {', '.join(KNOWN)}")
-    own = ModelSettings(**{name: value for name, value in found.items() if name in OWN})
-    options = {name: value for name, value in found.items() if name not in OWN}
+    own = ModelSettings(**{name: value for name, value in values.items() if name in OWN})
+    options = {name: value for name, value in values.items() if name not in OWN}
     ServeConfig(**options)
     return own, options
 
@@ -82,8 +82,8 @@ def split(found: Mapping[str, Any], beside: Collection[str] = ()) -> tuple[Model
 def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    found = read_json(path, "correct it")
-    if not isinstance(found, dict):
-        said = f"{path} holds a {type(found).__name__}"
+    content = read_json(path, "correct it")
+    if not isinstance(content, dict):
+        said = f"{path} holds a {type(content).__name__}"
         raise Refused("wrong_type", said=said, way_out="write an object of settings")
-    return found
+    return content

@@ -117,9 +117,9 @@ def check_python(triton: Triton, environment: Mapping[str, str]) -> None:
     if int(numpy.split(".")[0]) >= 2:
         said = f"numpy is {numpy}, tritonserver's Python backend needs numpy < 2"
         raise Refused("unsupported", said=said, way_out="pip install 'numpy<2'")
-    found = shutil.which("python3", path=environment["PATH"])
-    if found is None or not os.path.samefile(found, sys.executable):
-        said = f"python3 beside {sys.executable} is {found}, another interpreter"
+    python = shutil.which("python3", path=environment["PATH"])
+    if python is None or not os.path.samefile(python, sys.executable):
+        said = f"python3 beside {sys.executable} is {python}, another interpreter"
         raise Refused("unsupported", said=said, way_out="run hemiola from a venv")
     linked = subprocess.run(["ldd", str(triton.stub)], env=dict(environment), capture_output=True, text=True)
     missing = re.findall(r"(\S+) => not found", linked.stdout)
@@ -171,11 +171,11 @@ def address_of(host: str) -> str:
         reason = error.strerror if isinstance(error, OSError) else error
         said = f"nothing can listen on {host} ({reason})"
         raise Refused("out_of_range", "host", said=said, way_out=f"{right}") from None
-    found = ipaddress.IPv4Address(address)
-    if found.is_multicast or found.is_reserved:
+    parsed = ipaddress.IPv4Address(address)
+    if parsed.is_multicast or parsed.is_reserved:
         said = f"--host {host} is no address of one machine"
         raise Refused("out_of_range", "host", said=said, way_out=f"{right}")
-    return str(found)
+    return str(parsed)
 
 
 def _is_ipv6(host: str) -> bool:

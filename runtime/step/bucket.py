@@ -71,12 +71,12 @@ def shapes_of(bucket: Bucket, vocab_size: int) -> Sent[tuple[tuple[int, ...], ty
 def buckets_of(config: Resolved) -> list[Bucket]:
     """All that an engine has, the largest first: the others then find memory for their graphs."""
     sizes = [n for n in ROWS if n < config.max_rows] + [config.max_rows]
-    found = {
+    buckets = {
         Bucket(rules, rows, *rest)
         for rules, rows in itertools.product(RULES, sizes)
         for rest in _kinds(config, rows)
     }
-    return sorted(found, key=lambda bucket: bucket[1:] + bucket[:1], reverse=True)
+    return sorted(buckets, key=lambda bucket: bucket[1:] + bucket[:1], reverse=True)
 
 
 def _kinds(config: Resolved, rows: int) -> Iterable[tuple[int, int, int]]:
@@ -138,16 +138,16 @@ class Buckets:
 
 
 def _rules_of(rows: list[Row]) -> int:
-    found = GREEDY
+    kind = GREEDY
     for row in rows:
         rule = row.rule
         if rule.edits_logits or rule.params.logprobs is not None or row.guide is not None:
             if not RuleTable.holds(rule):
                 return -1
-            found = ANY
+            kind = ANY
         elif not rule.greedy:
-            found = max(found, SORTED if sorts(rule) else DRAWN)
-    return found
+            kind = max(kind, SORTED if sorts(rule) else DRAWN)
+    return kind
 
 
 def send(

@@ -102,7 +102,7 @@ def test_a_folder_of_the_name_comes_before_the_hub(hub: FakeHub, folder: Path, t
     (tmp_path / NAME).symlink_to(folder)
     made = build(Path(NAME), tmp_path / "engine", Options(**SMALL))
     assert (made.repo, made.commit, hub.asked) == ("", "", [])
-    with pytest.raises(Refused, match=f"--revision v1 is about a name on the Hub, but {NAME} is here; leave"):
+    with pytest.raises(Refused, match=f"--revision v1 is for a name on the Hub, but {NAME} is a folder here"):
         build(Path(NAME), tmp_path / "other", Options(revision="v1", **SMALL))
 
 

@@ -99,7 +99,7 @@ def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs
 
 
 @pytest.mark.usefixtures("own_homes")
-@pytest.mark.parametrize("engine", ["serves", "is stopped", "finalizes"])
+@pytest.mark.parametrize("engine", ["is stopped", "finalizes"])
 def test_killed_command_takes_tritonserver_and_the_engine_with_it(
     engine_dirs: dict[str, Path], engine: str
 ) -> None:

@@ -1,8 +1,9 @@
 """Commands in this process; loops by hand, over the fake session and over real tiny engines."""
 
+import json
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,20 +74,34 @@ def make_hand() -> Callable[..., Hand]:
 
 
 @pytest.fixture(scope="session")
+def oracle_answer(
+    shared: Callable[..., Path], tiny_checkpoint: Callable[[str], Path]
+) -> Callable[..., list[int]]:
+    """(family, prompt, num_tokens, kv_dtype) -> the oracle's tokens, which one worker computes for all."""
+
+    @cache
+    def oracle(family: str, kv_dtype: str) -> Oracle:
+        return Oracle(tiny_checkpoint(family), kv_dtype=kv_dtype)
+
+    def get(family: str, prompt: list[int], num_tokens: int, kv_dtype: str = "auto") -> list[int]:
+        def make(file: Path) -> None:
+            ids = oracle(family, kv_dtype).generate(prompt, num_tokens).token_ids
+            file.write_text(json.dumps(ids))
+
+        key = ("oracle", family, kv_dtype, tuple(prompt), num_tokens)
+        return json.loads(shared(key, "ids.json", make).read_text())
+
+    return get
+
+
+@pytest.fixture(scope="session")
 def wanted(
-    tiny_checkpoint: Callable[[str], Path],
+    oracle_answer: Callable[..., list[int]],
     tiny_engine: Callable[..., Path],
     plain_runs: Callable[[Path], Plain],
 ) -> Wanted:
     """(family, prompt, num_tokens) -> the oracle's tokens; on a GPU the plain run's."""
-    oracles: dict[str, Oracle] = {}
-
-    def oracles_answer(family: str, prompt: list[int], num_tokens: int) -> list[int]:
-        if family not in oracles:
-            oracles[family] = Oracle(tiny_checkpoint(family))
-        return oracles[family].generate(prompt, num_tokens).token_ids
-
-    return Wanted(oracles_answer if DEVICE == "cpu" else partial(own_answer, tiny_engine, plain_runs))
+    return Wanted(oracle_answer if DEVICE == "cpu" else partial(own_answer, tiny_engine, plain_runs))
 
 
 @pytest.fixture(scope="session")

@@ -93,10 +93,10 @@ def alone(trt: Any, model: bytes, profiles: Sequence[Shapes], archs: Sequence[st
     head, _, engine = done.stdout.partition(b"\n")
     if done.returncode or not head:
         raise NotBuilt("compile", [_last_words(done)])
-    found = json.loads(head)
-    if found["errors"]:
-        raise NotBuilt(found["what"], found["errors"])
-    return Built(engine, found["has_same_bytes"])
+    report = json.loads(head)
+    if report["errors"]:
+        raise NotBuilt(report["what"], report["errors"])
+    return Built(engine, report["has_same_bytes"])
 
 
 def _last_words(done: subprocess.CompletedProcess[bytes]) -> str:
@@ -124,7 +124,7 @@ def main() -> None:
         for i, arch in enumerate(asked["archs"]):
             config.set_compute_capability(getattr(trt.ComputeCapability, arch.replace("sm_", "SM")), i)
 
-    found: dict[str, object] = {
+    report: dict[str, object] = {
         "what": "",
         "errors": [],
         "has_same_bytes": bool(personality(ASK) & SAME_ADDRESSES),
@@ -133,8 +133,8 @@ def main() -> None:
     try:
         engine = build(trt, model, asked["profiles"], configure)
     except NotBuilt as failure:
-        found |= {"what": failure.what, "errors": failure.errors or ["it gives no reason"]}
-    out.write(json.dumps(found).encode() + b"\n" + engine)
+        report |= {"what": failure.what, "errors": failure.errors or ["it gives no reason"]}
+    out.write(json.dumps(report).encode() + b"\n" + engine)
     out.close()
 
 

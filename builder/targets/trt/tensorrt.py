@@ -139,8 +139,8 @@ def _refuse_other_gpus(archs: tuple[str, ...]) -> None:
         said = f"{law}, and torch finds no CUDA device here"
         way_out = "use --target tensorrt-rtx or torch, which need none"
         raise Refused("not_found", "arch", said=said, way_out=way_out)
-    found = ".".join(map(str, torch.cuda.get_device_capability(0)))
-    if found != needed:
+    capability = ".".join(map(str, torch.cuda.get_device_capability(0)))
+    if capability != needed:
         name = torch.cuda.get_device_name(0)
-        said = f"{law}, but {name} has {found}"
-        raise Refused("unsupported", said=said, way_out=f"use --arch sm_{found.replace('.', '')}")
+        said = f"{law}, but {name} has {capability}"
+        raise Refused("unsupported", said=said, way_out=f"use --arch sm_{capability.replace('.', '')}")

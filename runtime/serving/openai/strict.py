@@ -25,21 +25,21 @@ def quoted(text: str) -> str:
 def unquoted(text: str) -> str:
     """The content of a JSON string; "" if it is none."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return ""
-    return characters(found) if isinstance(found, str) else ""
+    return characters(value) if isinstance(value, str) else ""
 
 
 def from_json(text: str) -> object:
     """`...` where it is no JSON."""
     try:
-        found = json.loads(
+        value = json.loads(
             text, parse_constant=_no_number, parse_float=_finite, parse_int=_finite, object_pairs_hook=_dict
         )
     except (ValueError, RecursionError):
         return ...
-    return ... if _is_deep(found, MAX_DEPTH) else found
+    return ... if _is_deep(value, MAX_DEPTH) else value
 
 
 def from_python(text: str) -> object:
@@ -52,9 +52,9 @@ def from_python(text: str) -> object:
         return ...
 
 
-def to_json(found: object) -> str:
+def to_json(value: object) -> str:
     """Of what `from_json` has read."""
-    return characters(json.dumps(found, ensure_ascii=False))
+    return characters(json.dumps(value, ensure_ascii=False))
 
 
 def characters(text: str) -> str:
@@ -77,10 +77,10 @@ def _dict(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return {characters(name): value for name, value in pairs}
 
 
-def _is_deep(found: object, left: int) -> bool:
-    if not isinstance(found, (dict, list)):
+def _is_deep(value: object, left: int) -> bool:
+    if not isinstance(value, (dict, list)):
         return False
-    values = found.values() if isinstance(found, dict) else found
+    values = value.values() if isinstance(value, dict) else value
     return left == 0 or any(_is_deep(value, left - 1) for value in values)
 
 

@@ -36,9 +36,11 @@ SUBJECTS = [
     (subject("delta", G=1, K=16, H=2, V=32, J=16), 16, (32, 1)),
     (subject("delta", G=1, K=16, H=2, V=32, J=1), 32, (16, 1)),
 ]
-WAYS = [("passes", "forwards"), ("comes round", "backwards")]  # of all
-CASES = [(*it, *way) for it in SUBJECTS for way in WAYS]
-CASES += [(*it, kind, "forwards") for it in SUBJECTS[:2] for kind in ("stays", "comes round", "long")]
+CASES = [(*it, "passes", "forwards") for it in SUBJECTS]
+CASES += [(*it, "comes round", "backwards") for it in SUBJECTS[::2]]
+CASES += [
+    (*it, kind, "forwards") for it, kind in zip(SUBJECTS, ("comes round", "stays", "long"), strict=False)
+]
 
 
 def step(it: Subject, kind: str, chunk_len: int) -> list[Any]:

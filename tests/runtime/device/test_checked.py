@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from hemiola.runtime import manifest
-from hemiola.runtime.device.checked import check_program
+from hemiola.runtime.device.checked import SHAPES, check_program
 from hemiola.runtime.device.program import load_program
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest
@@ -223,3 +224,49 @@ def test_a_layout_of_what_no_form_packs_is_refused(trunk: Trunk) -> None:
     (name,) = [name for name in segment.weights if name.endswith("embed.weight")]
     changed = segment.model_copy(update={"layouts": {name: "e4m3 row"}})
     trunk.refused("it reads no quantised weights", trunk.manifest.model_copy(update={"segments": (changed,)}))
+
+
+X, COLUMN, HALF = torch.ones(3, 4), torch.ones(3, 1), torch.ones(3, 2).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("called", "args"),
+    [
+        ("add.Tensor", (X, COLUMN)),
+        ("add.Tensor", (COLUMN.bfloat16(), X)),
+        ("add.Tensor", (X.int(), 2)),
+        ("mul.Tensor", (X[0], X[None])),
+        ("mul.Tensor", (HALF, 0.5)),
+        ("mul.Tensor", (X, torch.tensor(2.0))),
+        ("relu.default", (HALF,)),
+        ("cat.default", ([X, COLUMN, COLUMN], 1)),
+        ("cat.default", ([HALF, HALF], -2)),
+        ("cat.default", ([X],)),
+    ],
+)
+def test_shapes_are_torchs(called: str, args: tuple[Any, ...]) -> None:
+    op = attrgetter(called)(torch.ops.aten)
+    ours, theirs = SHAPES[op](*args), op(*args)
+    assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
+
+
+@pytest.mark.parametrize(
+    ("called", "args", "said"),
+    [
+        ("add.Tensor", (2, 3), "2 is no tensor"),
+        ("mul.Tensor", ("x", 3), "'x' is no tensor"),
+        ("cat.default", ([2, 3], 0), "is no list of tensors"),
+        ("cat.default", (3, 0), "3 is no list of tensors"),
+    ],
+)
+def test_arguments_that_are_no_tensors_are_refused(
+    trunk: Trunk, called: str, args: tuple[Any, ...], said: str
+) -> None:
+    trunk.insert(trunk.call("conv"), f"aten.{called}", *args)
+    trunk.refused(said)
+
+
+@pytest.mark.parametrize("other", [COLUMN, HALF.float(), X.int(), X[0], 3])
+def test_parts_that_do_not_fit_are_not_joined(other: Any) -> None:
+    with pytest.raises(ValueError, match=r"is joined to|no list of tensors"):
+        SHAPES[torch.ops.aten.cat.default]([X, other], 0)

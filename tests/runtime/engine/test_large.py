@@ -51,7 +51,7 @@ def test_a_text_of_more_than_4096_characters_and_tokens(
 
     checkpoint = tiny_checkpoint(family)
     engine = tiny_engine(family, max_len=6144, max_step_tokens=1024, max_rows=2)
-    text = " ".join(f"return {n} if self" for n in range(600))
+    text = " ".join(f"return {n} if self" for n in range(450))
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     with LLM(engine) as llm:
         ids, vocab = llm.encode(text), llm.manifest.vocab_size

@@ -181,7 +181,7 @@ def test_addresses_and_ports_that_cannot_be_are_refused(own: Peer) -> None:
         with pytest.raises(Refused, match="give HOST:PORT"):
             own.fetch(address, [1])
     with Peer(echo) as other:
-        with pytest.raises(Refused, match="cannot be listened on") as refused:
+        with pytest.raises(Refused, match="cannot listen on") as refused:
             Peer(echo, port=int(other.address.split(":")[1]))
         assert (refused.value.code, refused.value.field) == ("in_use", "port")
     with pytest.raises(Lost, match="is gone"):

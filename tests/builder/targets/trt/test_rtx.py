@@ -13,7 +13,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from kit import checkpoints, quantised
+from kit import quantised
 from kit.kernels import uncompiled
 from safetensors import safe_open
 
@@ -42,7 +42,11 @@ SIGMOID = onnx.parser.parse_model(
 )
 
 
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+# Parts of the other tiny checkpoints are of these shapes, or of the same graph from other names of tensors.
+FAMILIES = ["nemotron_h_dense", "nemotron_h_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_built_for_all_architectures(family: str, tiny_engine: Get) -> None:
     engine_dir = tiny_engine(family, **ALL)
     found = manifest.load(engine_dir)
