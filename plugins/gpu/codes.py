@@ -119,7 +119,7 @@ def _in_turn(x_lines, live, words, scales, zeros, factors, row, num_inputs, KIND
                     else:
                         inside = start + inner < num_inputs
                         b = tl.load(x_at + start, mask=live[:, None] & inside[None, :], other=0.0)
-                    a = _widened(word, zero, scale, factor, span * EACH + each, KIND, ZEROS, DIVIDES, DTYPE)
+                    a = widened(word, zero, scale, factor, span * EACH + each, KIND, ZEROS, DIVIDES, DTYPE)
                     step = tl.dot(a, b.T, step, input_precision="ieee")
                 if tl.float32 == DTYPE:
                     total = step
@@ -169,7 +169,7 @@ def _abreast(x_lines, live, words, scales, zeros, factors, row, num_inputs, KIND
                 start = (first + each) * BLOCK + part * HALF
                 inside = start[:, None, None] + inner[None, :, None] < num_inputs
                 b = tl.load(x_at + part * HALF, mask=inside & live[None, None, :], other=0.0)
-            a = _widened(word, zero, scale, factor, part, KIND, ZEROS, DIVIDES, DTYPE)
+            a = widened(word, zero, scale, factor, part, KIND, ZEROS, DIVIDES, DTYPE)
             step = tl.dot(a, b, step, input_precision="ieee")
         if SCALED:
             step = step * scale[:, :, None]
@@ -204,7 +204,7 @@ def wait_for_words(words, first_output, num_outputs, num_inputs, KIND: tl.conste
 
 
 @triton.jit
-def _widened(word, zero, scale, factor, part: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
+def widened(word, zero, scale, factor, part: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
              DIVIDES: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """A part of words as the tensor cores take it; in fp32 the weights themselves."""
     if INTERPRETED or tl.bfloat16 != DTYPE:

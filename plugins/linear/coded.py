@@ -1,22 +1,27 @@
-"""The dense layer on CUDA with a quantised weight: codes are widened in registers (plugins/gpu/codes.py)."""
+"""The dense layer on CUDA with a quantised weight: codes are widened on their way to the tensor cores, in
+registers (plugins/gpu/codes.py) or, of many tokens, by warps of their own (gluon_codes.py)."""
 
 from collections.abc import Iterator
 
 import torch
 
-from hemiola.plugins.gpu.checks import absent, check
-from hemiola.plugins.gpu.device import gpu_of
+from hemiola.plugins.gpu.checks import absent, check, is_described
+from hemiola.plugins.gpu.device import SHARED, gpu_of
 from hemiola.plugins.gpu.dtypes import FLOATS
-from hemiola.plugins.gpu.launch import Kernel, cdiv
+from hemiola.plugins.gpu.launch import Block, Kernel, cdiv
 from hemiola.plugins.gpu.sizes import Size, Variant
 from hemiola.plugins.gpu.tiles import Tile, coded_tile_of, coded_tiles
-from hemiola.plugins.gpu.words import SLAB, Coding, sections
+from hemiola.plugins.gpu.words import SLAB, Coding, Words, sections
 from hemiola.plugins.groups import Layout
-from hemiola.plugins.linear.cuda import ACTIVATIONS, EARLY, LONG, choose_best
+from hemiola.plugins.linear.cuda import ACTIVATIONS, BARRIERS, EARLY, LONG, PART, choose_best
+from hemiola.plugins.linear.cuda import SLAB as CONSUMED
 
 _coded = Kernel("linear", "_coded")
+_dense_coded = Kernel("linear", "_dense_coded")  # Gluon's
 
 WIDE = Tile(64, 64, 32, 4, 2, True)  # fp32
+WIDENERS = 8  # warps
+UNIT = 64  # inputs of a stage of Gluon's, at most
 
 
 def linear(
@@ -64,7 +69,7 @@ def best(
     tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [T] fp32, [T] int64
     """The highest of linear's outputs, in x's dtype, and the lowest output that has it; none is stored."""
-    num_tokens, tile = x.shape[0], tile or tile_for(x, num_outputs)
+    num_tokens, tile = x.shape[0], tile or tile_for(x, num_outputs, is_stored=False)
     num_parts = cdiv(num_outputs, tile.outputs)
     values = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=x.device)
     outputs = torch.empty(num_parts, num_tokens, dtype=torch.int32, device=x.device)
@@ -73,15 +78,27 @@ def best(
     return choose_best(values, outputs)
 
 
-def tile_for(x: torch.Tensor, num_outputs: int) -> Tile:
-    return WIDE if x.dtype is torch.float32 else coded_tile_of(x.shape[0], num_outputs, gpu_of(x.device))
+def tile_for(x: torch.Tensor, num_outputs: int, is_stored: bool = True) -> Tile:
+    if x.dtype is torch.float32:
+        return WIDE
+    in_gluon = is_stored and _in_gluon(x, num_outputs)
+    return coded_tile_of(x.shape[0], num_outputs, gpu_of(x.device), in_gluon)
 
 
-def every_tile(most: Size, x: torch.Tensor, num_outputs: int) -> Iterator[Variant]:
+def every_tile(most: Size, x: torch.Tensor, num_outputs: int, is_stored: bool = True) -> Iterator[Variant]:
     """Every tile that may be chosen; how many tokens there are tells a kernel nothing."""
-    wide = x.dtype is torch.float32
-    for tile in {WIDE} if wide else coded_tiles(num_outputs, gpu_of(x.device)):
+    if x.dtype is torch.float32:
+        tiles = {WIDE}
+    else:
+        tiles = coded_tiles(num_outputs, gpu_of(x.device), is_stored and _in_gluon(x, num_outputs))
+    for tile in tiles:
         yield Variant(most, {"tile": tile})
+
+
+def _in_gluon(x: torch.Tensor, num_outputs: int, residual: torch.Tensor | None = None) -> bool:
+    """Whether Gluon's kernel may read and write such lines. Nothing interprets it on a CPU."""
+    lines = num_outputs % 16 == 0 and is_described(x) and (residual is None or is_described(residual))
+    return lines and x.dtype is torch.bfloat16 and x.device.type != "cpu"
 
 
 def variants(
@@ -119,7 +136,13 @@ def _launch(
     if not absent(bias):
         check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
     (num_tokens, num_inputs), tile = x.shape, tile or tile_for(x, num_outputs)
-    words, scales, zeros, factors, form = sections(weight, layout, num_outputs, num_inputs)
+    found = sections(weight, layout, num_outputs, num_inputs)
+    if tile.consumers and not (_in_units(found.form) and _in_gluon(x, num_outputs, residual)):
+        tile = coded_tile_of(num_tokens, num_outputs, gpu_of(x.device), False)
+    if tile.consumers:
+        _launch_gluon(x, found, bias, residual, y, activation, num_outputs, tile)
+        return
+    words, scales, zeros, factors, form = found
     turn = turn_of(tile, form)
     _coded[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
         x, words, scales, zeros, factors, y if absent(bias) else bias, y if residual is None else residual,
@@ -129,4 +152,40 @@ def _launch(
         TOKENS=tile.tokens, OUTPUTS=tile.outputs, ACTIVATION=activation, BIASED=not absent(bias),
         ADDS=residual is not None, EARLY=early(form, num_inputs), num_warps=tile.warps,
         num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _in_units(form: Coding) -> bool:
+    """Whether a step of inputs is one or two of Gluon's units, of one, two or four parts of words."""
+    return form.step >= 32 and form.half <= form.step
+
+
+def _launch_gluon(
+    x: torch.Tensor,
+    found: Words,
+    bias: torch.Tensor,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    activation: str,
+    num_outputs: int,
+    tile: Tile,
+) -> None:
+    words, scales, zeros, factors, form = found
+    (num_tokens, num_inputs), unit = x.shape, min(UNIT, form.step)
+    slabs, blocks = cdiv(num_outputs, SLAB), cdiv(num_inputs, form.block)
+    box = (PART, CONSUMED // 2 if activation == "swiglu" else CONSUMED)
+    parts = tile.tokens // PART if residual is not None else 1
+    codes = 256 // form.block + 1  # blocks that are on their way or being widened
+    room = SHARED[90] - BARRIERS - tile.consumers * parts * box[0] * box[1] * 2
+    room -= codes * tile.outputs * form.half * 2
+    stages = room // ((tile.outputs + tile.tokens) * unit * 2)
+    num_tiles = cdiv(num_tokens, tile.tokens) * cdiv(num_outputs, tile.outputs)
+    _dense_coded[(min(gpu_of(x.device).multiprocessors, num_tiles),)](
+        Block(x, (tile.tokens, unit)),
+        Block(words.view(slabs, blocks * SLAB, form.half), (tile.outputs // SLAB, SLAB, form.half)),
+        scales, zeros, factors, y if absent(bias) else bias, y if residual is None else Block(residual, box),
+        Block(y, box), num_tokens, num_outputs, num_inputs, **form.constants(), CONSUMERS=tile.consumers,
+        STAGES=min(tile.stages, stages), CODES=codes, WIDENERS=WIDENERS, GROUP=tile.group, REGISTERS=160,
+        ACTIVATION=activation, BIASED=not absent(bias), ADDS=residual is not None, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,27 +1,30 @@
 """The dense layer on CUDA with inputs and weights in e4m3 (plugins/inputs.py): two launches, the first of
-which rounds the inputs. No GPU has run it yet: it was compiled, and Triton's interpreter has run it."""
+which rounds the inputs."""
 
 from collections.abc import Iterator
 
 import torch
 
-from hemiola.plugins.gpu.checks import absent, check
+from hemiola.plugins.gpu.checks import absent, check, is_described
+from hemiola.plugins.gpu.device import SHARED, gpu_of
 from hemiola.plugins.gpu.dtypes import FLOATS
-from hemiola.plugins.gpu.launch import Kernel, cdiv, pow2
+from hemiola.plugins.gpu.launch import Block, Kernel, cdiv, pow2
 from hemiola.plugins.gpu.lines import CodeLines, sections
 from hemiola.plugins.gpu.sizes import Size, Variant, around
 from hemiola.plugins.gpu.tiles import Tile
 from hemiola.plugins.groups import E4M3, Layout
 from hemiola.plugins.inputs import SPAN
-from hemiola.plugins.linear.cuda import ACTIVATIONS, choose_best
+from hemiola.plugins.linear.cuda import ACTIVATIONS, BARRIERS, PART, SLAB, choose_best
 
 _round = Kernel("linear", "_round")
 _e4m3 = Kernel("linear", "_e4m3")
+_dense_e4m3 = Kernel("linear", "_dense_e4m3")  # Gluon's
 
 BLOCK = 2048  # inputs that are rounded together
 # By tokens at most; no one measured them.
 TILES = ((16, Tile(64, 16, 128, 4, 3, True)), (64, Tile(64, 64, 128, 4, 3, True)))
 MANY = Tile(128, 128, 128, 8, 2, True)
+GLUON, GLUONS = Tile(128, 128, 128, 4, 6, True, True, consumers=2), 90  # and the architecture that has it
 
 
 def linear(
@@ -97,10 +100,10 @@ def variants(
 def buffers(
     x: torch.Tensor, num_rows: int, lines: CodeLines, layout: Layout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For codes [R, width] and their scales."""
+    """For codes [R, width] and their scales [G, R]."""
     num_scales = lines.width // SPAN if layout.inputs == "group" else 1
     codes = torch.empty(num_rows, lines.width, dtype=E4M3, device=x.device)
-    return codes, torch.empty(num_rows, num_scales, dtype=torch.float32, device=x.device)
+    return codes, torch.empty(num_scales, num_rows, dtype=torch.float32, device=x.device)
 
 
 def block_of(lines: CodeLines) -> int:
@@ -123,19 +126,61 @@ def _launch(
     check("linear", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
     if not absent(bias):
         check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
-    (num_tokens, num_inputs), tile = x.shape, tile or tile_for(x.shape[0])
+    num_tokens, num_inputs = x.shape
+    if tile is None:
+        tile = tile_for(num_tokens)
+        if tile == MANY and _in_gluon(y, activation, residual):
+            tile = GLUON
     lines = sections(weight, layout, num_outputs, num_inputs)
     codes, by = buffers(x, num_tokens, lines, layout)
     _round[(num_tokens,)](
-        x, lines.static, codes, by, num_inputs, lines.width, by.shape[1], x.stride(0), BY=layout.inputs,
+        x, lines.static, codes, by, num_inputs, lines.width, num_tokens, x.stride(0), BY=layout.inputs,
         BLOCK=block_of(lines), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
+    if tile.consumers:
+        _launch_gluon(codes, by, lines, bias, residual, y, activation, num_outputs, layout, tile)
+        return
     _e4m3[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
         codes, by, lines.codes, lines.scales, y if absent(bias) else bias,
         y if residual is None else residual, y if best is None else best, y, num_tokens, num_outputs,
-        lines.width, lines.span, by.shape[1],
+        lines.width, lines.span,
         0 if residual is None else residual.stride(0), 0 if activation == "argmax" else y.stride(0),
         BY_GROUP=layout.inputs == "group", DTYPE=x.dtype, TOKENS=tile.tokens, OUTPUTS=tile.outputs,
         ACTIVATION=activation, BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps,
         num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _in_gluon(y: torch.Tensor, activation: str, residual: torch.Tensor | None) -> bool:
+    """Whether Gluon's kernel may write such lines. Nothing interprets it on a CPU."""
+    may = activation != "argmax" and y.dtype is torch.bfloat16 and y.device.type != "cpu"
+    lines = may and is_described(y) and (residual is None or is_described(residual))
+    return lines and gpu_of(y.device).capability == GLUONS
+
+
+def _launch_gluon(
+    codes: torch.Tensor,
+    by: torch.Tensor,
+    lines: CodeLines,
+    bias: torch.Tensor,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    activation: str,
+    num_outputs: int,
+    layout: Layout,
+    tile: Tile,
+) -> None:
+    num_tokens, box = len(codes), (PART, SLAB // 2 if activation == "swiglu" else SLAB)
+    parts = tile.tokens // PART if residual is not None else 1
+    room = SHARED[GLUONS] - BARRIERS - tile.consumers * parts * box[0] * box[1] * 2
+    stages = room // ((tile.outputs + tile.tokens) * SPAN)
+    weight = lines.codes[: num_outputs * lines.width].view(num_outputs, lines.width)
+    num_tiles = cdiv(num_tokens, tile.tokens) * cdiv(num_outputs, tile.outputs)
+    _dense_e4m3[(min(gpu_of(codes.device).multiprocessors, num_tiles),)](
+        Block(codes, (tile.tokens, SPAN)), by, Block(weight, (SLAB, SPAN)), lines.scales,
+        y if absent(bias) else bias, y if residual is None else Block(residual, box), Block(y, box),
+        num_tokens, num_outputs, lines.width, lines.span, BY_GROUP=layout.inputs == "group",
+        CONSUMERS=tile.consumers, STAGES=min(tile.stages, stages), GROUP=tile.group, REGISTERS=240,
+        ACTIVATION=activation, BIASED=not absent(bias), ADDS=residual is not None, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
