@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/gpu_quantised.py [table,experts,sweep] [--kinds fp8,int4] [--rows 1,64]
 
 table: dense layers of the 9B and its head, as plugins/gpu/tables chooses tiles. experts: those of the
-35B-A3B. sweep: other tiles for two of the layers. Every line says whether two rows have
+35B-A3B. sweep: other tiles, too. Every line says whether two rows have
 the bits that they have alone.
 """
 
@@ -256,7 +256,7 @@ def main() -> None:
                 measure_experts(kind, rows, bandwidth)
             continue
         begin(*columns)
-        names = ("up", "out") if mode == "sweep" else asked.shapes.split(",")
+        names = asked.shapes.split(",")
         for kind, name in itertools.product(kinds, names):
             measure(name, kind, rows, bandwidth, mode == "sweep")
 
