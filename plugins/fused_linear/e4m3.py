@@ -37,4 +37,4 @@ def variants(
     width: int,
     num_outputs: int,
 ) -> Iterator[Variant]:
-    yield from every_tile(most)
+    yield from every_tile(most, x)

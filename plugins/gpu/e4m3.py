@@ -59,7 +59,7 @@ def e4m3_chain(x_lines, by_lines, apart, live, weight, scales, row, num_outputs,
         sums = tl.dot(tl.load(weight_at + begin), codes)
         by = tl.load(by_lines, mask=live, other=0.0)
         scale = tl.load(scales + (begin // span).to(tl.int64) * num_outputs + row)
-        total += sums * by[None, :] * scale[:, None]
+        total = tl.fma(sums * by[None, :], tl.broadcast_to(scale[:, None], (OUTPUTS, TOKENS)), total)
         if BY_GROUP:
             by_lines += apart
     return total

@@ -63,6 +63,7 @@ class Table(NamedTuple):
     experts: tuple[Crowd, ...]
     codes: tuple[Few, ...]  # of quantised weights; inner: inputs of a turn of the loop, of a block at least
     codes_many: tuple[Many, ...]  # of Gluon's, for lines that descriptors may describe
+    steps: tuple[Many, ...]  # of Gluon's, for inputs in e4m3
     coded_experts: tuple[Crowd, ...]
 
     def tiles(self) -> set[Tile]:
@@ -83,7 +84,7 @@ def table_of(capability: int) -> Table:
         return tuple(kind(**row) for row in told)
 
     return Table(rows("few", Few), rows("many", Many), rows("experts", Crowd), rows("codes", Few),
-                 rows("codes_many", Many), rows("coded_experts", Crowd))  # fmt: skip
+                 rows("codes_many", Many), rows("steps", Many), rows("coded_experts", Crowd))  # fmt: skip
 
 
 def _value(value: Any) -> Any:
@@ -142,6 +143,12 @@ def coded_tiles(num_outputs: int, gpu: Gpu, in_gluon: bool) -> set[Tile]:
     table = table_of(gpu.capability)
     few = {_few_codes(table, choice.max_tokens, num_outputs) for choice in table.codes}
     return few | {many.tile for many in table.codes_many if in_gluon}
+
+
+def steps_tile_of(num_tokens: int, num_outputs: int, gpu: Gpu) -> Tile | None:
+    """Of Gluon's for inputs in e4m3, if the architecture has it."""
+    many = table_of(gpu.capability).steps
+    return _least(many, num_tokens, num_outputs, gpu, True).tile if many else None
 
 
 def _few_codes(table: Table, num_tokens: float, num_outputs: int) -> Tile:

@@ -1,5 +1,5 @@
-"""The dense layer on CUDA with a quantised weight: codes are widened on their way to the tensor cores, in
-registers (plugins/gpu/codes.py) or, of many tokens, by warps of their own (gluon_codes.py)."""
+"""The dense layer on CUDA with a quantised weight: codes are widened in registers (plugins/gpu/codes.py), and
+for many tokens once, into memory (gluon_steps.py)."""
 
 from collections.abc import Iterator
 
@@ -17,11 +17,13 @@ from hemiola.plugins.linear.cuda import ACTIVATIONS, BARRIERS, EARLY, LONG, PART
 from hemiola.plugins.linear.cuda import SLAB as CONSUMED
 
 _coded = Kernel("linear", "_coded")
-_dense_coded = Kernel("linear", "_dense_coded")  # Gluon's
+_dense_steps = Kernel("linear", "_dense_steps")  # Gluon's
+_unpack = Kernel("linear", "_unpack")
 
 WIDE = Tile(64, 64, 32, 4, 2, True)  # fp32
-WIDENERS = 8  # warps
 UNIT = 64  # inputs of a stage of Gluon's, at most
+UNPACKED = 1024  # inputs that are widened together
+LARGEST = 1 << 28  # numbers that are widened into memory: 512 MiB of bf16
 
 
 def linear(
@@ -137,12 +139,16 @@ def _launch(
         check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
     (num_tokens, num_inputs), tile = x.shape, tile or tile_for(x, num_outputs)
     found = sections(weight, layout, num_outputs, num_inputs)
-    if tile.consumers and not (_in_units(found.form) and _in_gluon(x, num_outputs, residual)):
+    words, scales, zeros, factors, form = found
+    fits = form.step >= 32 and num_outputs * num_inputs <= LARGEST
+    if tile.consumers and not (fits and _in_gluon(x, num_outputs, residual)):
         tile = coded_tile_of(num_tokens, num_outputs, gpu_of(x.device), False)
     if tile.consumers:
-        _launch_gluon(x, found, bias, residual, y, activation, num_outputs, tile)
+        launch_steps(
+            x, y, unpacked(found, num_outputs, num_inputs), scales, factors, bias, residual, y, activation,
+            tile, form.step, KIND=form.kind, SCALED=form.is_scaled, DIVIDES=form.divides, BY="", SPAN=0,
+        )  # fmt: skip
         return
-    words, scales, zeros, factors, form = found
     turn = turn_of(tile, form)
     _coded[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
         x, words, scales, zeros, factors, y if absent(bias) else bias, y if residual is None else residual,
@@ -155,37 +161,46 @@ def _launch(
     )  # fmt: skip
 
 
-def _in_units(form: Coding) -> bool:
-    """Whether a step of inputs is one or two of Gluon's units, of one, two or four parts of words."""
-    return form.step >= 32 and form.half <= form.step
+def unpacked(found: Words, num_outputs: int, num_inputs: int) -> torch.Tensor:
+    """The bf16 numbers that are multiplied with inputs, [O, inputs of whole blocks]."""
+    words, scales, zeros, _, form = found
+    num_blocks = cdiv(num_inputs, form.block)
+    weight = torch.empty(num_outputs, num_blocks * form.block, dtype=torch.bfloat16, device=words.device)
+    _unpack[cdiv(num_outputs, SLAB), cdiv(num_blocks * form.block, UNPACKED)](
+        words, scales, zeros, weight, num_outputs, num_blocks, KIND=form.kind, HALF=form.half, STEP=form.step,
+        SCALED=form.is_scaled, ZEROS=form.has_zeros, BLOCKS=UNPACKED // form.block, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return weight
 
 
-def _launch_gluon(
-    x: torch.Tensor,
-    found: Words,
+def launch_steps(
+    x: torch.Tensor,  # [T, F], bf16 or codes of e4m3
+    by: torch.Tensor,  # scales of inputs, or no matter what
+    weight: torch.Tensor,  # [O, whole steps]
+    scales: torch.Tensor,
+    factors: torch.Tensor,
     bias: torch.Tensor,
     residual: torch.Tensor | None,
     y: torch.Tensor,
     activation: str,
-    num_outputs: int,
     tile: Tile,
+    step: int,
+    **how: int | str | bool,
 ) -> None:
-    words, scales, zeros, factors, form = found
-    (num_tokens, num_inputs), unit = x.shape, min(UNIT, form.step)
-    slabs, blocks = cdiv(num_outputs, SLAB), cdiv(num_inputs, form.block)
-    box = (PART, CONSUMED // 2 if activation == "swiglu" else CONSUMED)
+    """Gluon's kernel."""
+    (num_tokens, _), (num_outputs, width), unit = x.shape, weight.shape, UNIT * 2 // x.element_size()
+    unit, box = min(unit, step), (PART, CONSUMED // 2 if activation == "swiglu" else CONSUMED)
     parts = tile.tokens // PART if residual is not None else 1
-    codes = 256 // form.block + 1  # blocks that are on their way or being widened
     room = SHARED[90] - BARRIERS - tile.consumers * parts * box[0] * box[1] * 2
-    room -= codes * tile.outputs * form.half * 2
-    stages = room // ((tile.outputs + tile.tokens) * unit * 2)
+    stages = room // ((tile.outputs + tile.tokens) * unit * x.element_size())
     num_tiles = cdiv(num_tokens, tile.tokens) * cdiv(num_outputs, tile.outputs)
-    _dense_coded[(min(gpu_of(x.device).multiprocessors, num_tiles),)](
-        Block(x, (tile.tokens, unit)),
-        Block(words.view(slabs, blocks * SLAB, form.half), (tile.outputs // SLAB, SLAB, form.half)),
-        scales, zeros, factors, y if absent(bias) else bias, y if residual is None else Block(residual, box),
-        Block(y, box), num_tokens, num_outputs, num_inputs, **form.constants(), CONSUMERS=tile.consumers,
-        STAGES=min(tile.stages, stages), CODES=codes, WIDENERS=WIDENERS, GROUP=tile.group, REGISTERS=160,
-        ACTIVATION=activation, BIASED=not absent(bias), ADDS=residual is not None, num_warps=4,
-        enable_fp_fusion=False,
+    programs = gpu_of(x.device).multiprocessors * (2 if tile.consumers == 1 else 1)
+    least = {"maxnreg": 128} if tile.consumers == 1 else {}  # else 256, which no thread may have
+    _dense_steps[(min(programs, num_tiles),)](
+        Block(x, (tile.tokens, unit)), by, Block(weight, (CONSUMED, unit)), scales, factors,
+        y if absent(bias) else bias, y if residual is None else Block(residual, box), Block(y, box),
+        num_tokens, num_outputs, width // step, STEP=step, **how, CONSUMERS=tile.consumers,
+        STAGES=min(tile.stages, stages), GROUP=tile.group, REGISTERS=240, ACTIVATION=activation, BIASED=not absent(bias),
+        ADDS=residual is not None, num_warps=4, enable_fp_fusion=False, **least,
     )  # fmt: skip

@@ -6,25 +6,24 @@ from collections.abc import Iterator
 import torch
 
 from hemiola.plugins.gpu.checks import absent, check, is_described
-from hemiola.plugins.gpu.device import SHARED, gpu_of
+from hemiola.plugins.gpu.device import gpu_of
 from hemiola.plugins.gpu.dtypes import FLOATS
-from hemiola.plugins.gpu.launch import Block, Kernel, cdiv, pow2
+from hemiola.plugins.gpu.launch import Kernel, cdiv, pow2
 from hemiola.plugins.gpu.lines import CodeLines, sections
-from hemiola.plugins.gpu.sizes import Size, Variant, around
-from hemiola.plugins.gpu.tiles import Tile
+from hemiola.plugins.gpu.sizes import Size, Variant
+from hemiola.plugins.gpu.tiles import Tile, steps_tile_of, table_of
 from hemiola.plugins.groups import E4M3, Layout
 from hemiola.plugins.inputs import SPAN
-from hemiola.plugins.linear.cuda import ACTIVATIONS, BARRIERS, PART, SLAB, choose_best
+from hemiola.plugins.linear.coded import launch_steps
+from hemiola.plugins.linear.cuda import ACTIVATIONS, choose_best
 
 _round = Kernel("linear", "_round")
 _e4m3 = Kernel("linear", "_e4m3")
-_dense_e4m3 = Kernel("linear", "_dense_e4m3")  # Gluon's
 
 BLOCK = 2048  # inputs that are rounded together
 # By tokens at most; no one measured them.
 TILES = ((16, Tile(64, 16, 128, 4, 3, True)), (64, Tile(64, 64, 128, 4, 3, True)))
 MANY = Tile(128, 128, 128, 8, 2, True)
-GLUON, GLUONS = Tile(128, 128, 128, 4, 6, True, True, consumers=2), 90  # and the architecture that has it
 
 
 def linear(
@@ -85,16 +84,18 @@ def tile_for(num_tokens: int) -> Tile:
     return next((tile for most, tile in TILES if num_tokens <= most), MANY)
 
 
-def every_tile(most: Size) -> Iterator[Variant]:
-    """Sizes that reach every tile."""
-    for tokens in around((tokens for tokens, _ in TILES), most.tokens):
-        yield Variant(most._replace(tokens=tokens))
+def every_tile(most: Size, x: torch.Tensor, is_stored: bool = True) -> Iterator[Variant]:
+    """Every tile that may be chosen; those of Gluon give way where they may not."""
+    own = [tile for _, tile in TILES] + [MANY]
+    gluons = [many.tile for many in table_of(gpu_of(x.device).capability).steps if is_stored]
+    for tile in own + (gluons if x.dtype is torch.bfloat16 else []):
+        yield Variant(most, {"tile": tile})
 
 
 def variants(
     most: Size, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_outputs: int
 ) -> Iterator[Variant]:
-    yield from every_tile(most)
+    yield from every_tile(most, x)
 
 
 def buffers(
@@ -127,10 +128,10 @@ def _launch(
     if not absent(bias):
         check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
     num_tokens, num_inputs = x.shape
-    if tile is None:
+    may = _in_gluon(y, activation, residual)
+    tile = tile or (may and steps_tile_of(num_tokens, num_outputs, gpu_of(x.device))) or tile_for(num_tokens)
+    if tile.consumers and not may:
         tile = tile_for(num_tokens)
-        if tile == MANY and _in_gluon(y, activation, residual):
-            tile = GLUON
     lines = sections(weight, layout, num_outputs, num_inputs)
     codes, by = buffers(x, num_tokens, lines, layout)
     _round[(num_tokens,)](
@@ -138,7 +139,12 @@ def _launch(
         BLOCK=block_of(lines), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if tile.consumers:
-        _launch_gluon(codes, by, lines, bias, residual, y, activation, num_outputs, layout, tile)
+        whole = lines.codes[: num_outputs * lines.width].view(num_outputs, lines.width)
+        launch_steps(
+            codes, by, whole, lines.scales, lines.scales, bias, residual, y, activation, tile, SPAN, KIND="e4m3",
+            SCALED=True, DIVIDES=False, BY="step" if layout.inputs == "group" else "token",
+            SPAN=layout.span // SPAN,
+        )  # fmt: skip
         return
     _e4m3[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
         codes, by, lines.codes, lines.scales, y if absent(bias) else bias,
@@ -154,33 +160,4 @@ def _launch(
 def _in_gluon(y: torch.Tensor, activation: str, residual: torch.Tensor | None) -> bool:
     """Whether Gluon's kernel may write such lines. Nothing interprets it on a CPU."""
     may = activation != "argmax" and y.dtype is torch.bfloat16 and y.device.type != "cpu"
-    lines = may and is_described(y) and (residual is None or is_described(residual))
-    return lines and gpu_of(y.device).capability == GLUONS
-
-
-def _launch_gluon(
-    codes: torch.Tensor,
-    by: torch.Tensor,
-    lines: CodeLines,
-    bias: torch.Tensor,
-    residual: torch.Tensor | None,
-    y: torch.Tensor,
-    activation: str,
-    num_outputs: int,
-    layout: Layout,
-    tile: Tile,
-) -> None:
-    num_tokens, box = len(codes), (PART, SLAB // 2 if activation == "swiglu" else SLAB)
-    parts = tile.tokens // PART if residual is not None else 1
-    room = SHARED[GLUONS] - BARRIERS - tile.consumers * parts * box[0] * box[1] * 2
-    stages = room // ((tile.outputs + tile.tokens) * SPAN)
-    weight = lines.codes[: num_outputs * lines.width].view(num_outputs, lines.width)
-    num_tiles = cdiv(num_tokens, tile.tokens) * cdiv(num_outputs, tile.outputs)
-    _dense_e4m3[(min(gpu_of(codes.device).multiprocessors, num_tiles),)](
-        Block(codes, (tile.tokens, SPAN)), by, Block(weight, (SLAB, SPAN)), lines.scales,
-        y if absent(bias) else bias, y if residual is None else Block(residual, box), Block(y, box),
-        num_tokens, num_outputs, lines.width, lines.span, BY_GROUP=layout.inputs == "group",
-        CONSUMERS=tile.consumers, STAGES=min(tile.stages, stages), GROUP=tile.group, REGISTERS=240,
-        ACTIVATION=activation, BIASED=not absent(bias), ADDS=residual is not None, num_warps=4,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    return may and is_described(y) and (residual is None or is_described(residual))

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from hemiola.plugins.gpu.activations import relu2
-from hemiola.plugins.gpu.codes import coded_chain, wait_for_words
+from hemiola.plugins.gpu.codes import coded_chain, unpack, wait_for_words
 from hemiola.plugins.gpu.dense import best_of, chain, halves, open_eights, place_of
 from hemiola.plugins.gpu.e4m3 import e4m3_chain, round_line
 from hemiola.plugins.gpu.early import wait
@@ -49,6 +49,16 @@ def _coded(x, words, scales, zeros, factors, bias, residual, best, y, num_tokens
                         ABREAST)  # fmt: skip
     _leave(tl.trans(total), bias, residual, best, y, token, row.to(tl.int64), first_output, num_tokens,
            num_outputs, residual_len, y_len, DTYPE, OUTPUTS, ACTIVATION, BIASED, ADDS)  # fmt: skip
+
+
+@triton.jit
+def _unpack(words, scales, zeros, weight, num_outputs, num_blocks, KIND: tl.constexpr, HALF: tl.constexpr,
+            STEP: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    # Grid: slabs of outputs x blocks of inputs.
+    # Tile: 16 outputs, BLOCKS blocks.
+    # Traffic: codes and scales once, two bytes for each.
+    unpack(words, scales, zeros, weight, tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS),
+           num_outputs, num_blocks, KIND, HALF, STEP, SCALED, ZEROS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -1,12 +1,13 @@
 """The best of a dense layer's outputs, on CUDA with inputs and weights in e4m3 (plugins/linear/e4m3.py)."""
 
+from collections.abc import Iterator
+
 import torch
 
+from hemiola.plugins.gpu.sizes import Size, Variant
 from hemiola.plugins.gpu.tiles import Tile
 from hemiola.plugins.groups import Layout
-from hemiola.plugins.linear.e4m3 import best, variants
-
-__all__ = ["linear_argmax", "variants"]
+from hemiola.plugins.linear.e4m3 import best, every_tile
 
 
 def linear_argmax(
@@ -19,3 +20,9 @@ def linear_argmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [T] fp32, [T] int64
     """See reference.py. A row's bits do not depend on T, its place or other rows."""
     return best(x, weight, bias, num_outputs, weight_layout, tile)
+
+
+def variants(
+    most: Size, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_outputs: int
+) -> Iterator[Variant]:
+    yield from every_tile(most, x, is_stored=False)
