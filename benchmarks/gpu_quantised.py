@@ -60,7 +60,7 @@ SWEEP = {  # by the most rows: outputs, rows, inputs of a turn, warps, stages, s
         (64, 64, 128, 4, 4, 0),
     ],
     256: [(64, 64, 128, 4, 4, 0), (128, 128, 128, 8, 3, 0), (128, 128, 64, 4, 6, 0, 2)],
-    8192: [(128, 128, 128, 8, 3, 0), (128, 128, 64, 4, 6, 0, 2), (128, 128, 64, 4, 5, 0, 2)],
+    8192: [(128, 128, 64, 4, 6, 0, 2), (192, 128, 64, 4, 6, 0, 3)],
 }  # fmt: skip
 
 
@@ -118,10 +118,11 @@ def run_half(end: str, x: torch.Tensor, none: torch.Tensor, weight: torch.Tensor
     return plain.best(x, weight, none)[1] if end == "head" else plain.fused(x, weight)
 
 
-def candidates(num_rows: int) -> list[Tile | None]:
-    """Tiles that could serve so many rows."""
+def candidates(num_rows: int, layout: Layout) -> list[Tile | None]:
+    """Tiles that could serve so many rows; for inputs in e4m3 those of Gluon."""
     most = next(most for most in SWEEP if num_rows <= most)
-    return [None, *(made_tile(*given) for given in SWEEP[most])]
+    tiles = [made_tile(*given) for given in SWEEP[most]]
+    return [None, *(tile for tile in tiles if tile.consumers or not layout.inputs)]
 
 
 def made_tile(*given: int) -> Tile:
@@ -149,7 +150,7 @@ def measure(name: str, kind: str, rows: Iterable[int], bandwidth: float, sweep: 
             continue
         turns = 3 if num > 512 else None
         call = partial(run, name, x[:num], none, num_outputs, layout)
-        tiles = candidates(num) if sweep and not layout.inputs else [None]
+        tiles = candidates(num, layout) if sweep else [None]
         theirs, half = contest(
             [partial(torch.mm, x[:num], w.t()) for w in halves[:turns]],
             [partial(run_half, name, x[:num], none, w) for w in halves[:turns]],
@@ -199,16 +200,15 @@ def measure_experts(kind: str, rows: Iterable[int], bandwidth: float) -> None:
             f"{half * 1e6:.1f}", f"{half / ours:.2f}", WORDS[torch.equal(whole[:1], lone)])  # fmt: skip
 
 
-def calls(kinds: Iterable[str], modes: str) -> set[Call]:
+def calls(kinds: Iterable[str], modes: str, rows: Iterable[int]) -> set[Call]:
     """Kernels that will be launched, to be compiled by all cores before."""
     found: set[Call] = set()
     for layout, (name, (outputs, width)) in itertools.product(map(KINDS.get, kinds), SHAPES.items()):
         packed = pack_of(layout)(WeightGroup.empty(layout, (outputs, width)))
         half = torch.empty(outputs, width, dtype=torch.bfloat16, device="meta")
-        for num in (*ROWS, 2):
+        for num in {*rows, 1}:
             x = torch.empty(num, width, dtype=torch.bfloat16, device="meta")
-            swept = "sweep" in modes and name != "head" and not layout.inputs
-            tiles = candidates(num) if swept else [None]
+            tiles = candidates(num, layout) if "sweep" in modes and name != "head" else [None]
             for tile in tiles:
                 found |= calls_at(run, H200, name, x, x[0, :0], outputs, layout, tile, packed)
             found |= calls_at(run_half, H200, name, x, x[0, :0], half)
@@ -231,7 +231,7 @@ def main() -> None:
     asked = parser.parse_args()
     kinds, rows = asked.kinds.split(","), [int(num) for num in asked.rows.split(",")]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        pool.map(compiled, sorted(calls(kinds, asked.modes), key=repr), chunksize=1)
+        pool.map(compiled, sorted(calls(kinds, asked.modes, rows), key=repr), chunksize=1)
     if asked.compile:
         return
     if not torch.cuda.is_available():

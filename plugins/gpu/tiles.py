@@ -37,6 +37,7 @@ class Few(NamedTuple):
     max_tokens: float
     min_outputs: int
     tile: Tile
+    bits: int = 0  # of a code, if it is for such alone
 
 
 class Many(NamedTuple):
@@ -130,18 +131,18 @@ def _few(table: Table, num_tokens: float, num_outputs: int, in_gluon: bool) -> T
     return None
 
 
-def coded_tile_of(num_tokens: int, num_outputs: int, gpu: Gpu, in_gluon: bool) -> Tile:
+def coded_tile_of(num_tokens: int, num_outputs: int, bits: int, gpu: Gpu, in_gluon: bool) -> Tile:
     """For a quantised weight."""
     table = table_of(gpu.capability)
     if in_gluon and table.codes_many and num_tokens >= min(many.min_tokens for many in table.codes_many):
         return _least(table.codes_many, num_tokens, num_outputs, gpu, in_gluon).tile
-    return _few_codes(table, num_tokens, num_outputs)
+    return _few_codes(table, num_tokens, num_outputs, bits)
 
 
 def coded_tiles(num_outputs: int, gpu: Gpu, in_gluon: bool) -> set[Tile]:
     """All that `coded_tile_of` may choose."""
     table = table_of(gpu.capability)
-    few = {_few_codes(table, choice.max_tokens, num_outputs) for choice in table.codes}
+    few = {_few_codes(table, c.max_tokens, num_outputs, bits) for c in table.codes for bits in (4, 8)}
     return few | {many.tile for many in table.codes_many if in_gluon}
 
 
@@ -151,9 +152,9 @@ def steps_tile_of(num_tokens: int, num_outputs: int, gpu: Gpu) -> Tile | None:
     return _least(many, num_tokens, num_outputs, gpu, True).tile if many else None
 
 
-def _few_codes(table: Table, num_tokens: float, num_outputs: int) -> Tile:
-    fits = (c.tile for c in table.codes if num_tokens <= c.max_tokens and num_outputs >= c.min_outputs)
-    return next(fits)
+def _few_codes(table: Table, num_tokens: float, num_outputs: int, bits: int) -> Tile:
+    may = (choice for choice in table.codes if choice.bits in (0, bits))
+    return next(c.tile for c in may if num_tokens <= c.max_tokens and num_outputs >= c.min_outputs)
 
 
 def coded_expert_tile_of(num_pairs: int, num_experts: int, gpu: Gpu) -> Tile:

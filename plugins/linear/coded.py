@@ -11,9 +11,9 @@ from hemiola.plugins.gpu.dtypes import FLOATS
 from hemiola.plugins.gpu.launch import Block, Kernel, cdiv
 from hemiola.plugins.gpu.sizes import Size, Variant
 from hemiola.plugins.gpu.tiles import Tile, coded_tile_of, coded_tiles
-from hemiola.plugins.gpu.words import SLAB, Coding, Words, sections
+from hemiola.plugins.gpu.words import SLAB, Coding, Words, form_of, sections
 from hemiola.plugins.groups import Layout
-from hemiola.plugins.linear.cuda import ACTIVATIONS, BARRIERS, EARLY, LONG, PART, choose_best
+from hemiola.plugins.linear.cuda import ACTIVATIONS, BARRIERS, EARLY, LONG, PART, REGISTERS, choose_best
 from hemiola.plugins.linear.cuda import SLAB as CONSUMED
 
 _coded = Kernel("linear", "_coded")
@@ -71,7 +71,7 @@ def best(
     tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [T] fp32, [T] int64
     """The highest of linear's outputs, in x's dtype, and the lowest output that has it; none is stored."""
-    num_tokens, tile = x.shape[0], tile or tile_for(x, num_outputs, is_stored=False)
+    num_tokens, tile = x.shape[0], tile or tile_for(x, num_outputs, form_of(layout).bits, is_stored=False)
     num_parts = cdiv(num_outputs, tile.outputs)
     values = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=x.device)
     outputs = torch.empty(num_parts, num_tokens, dtype=torch.int32, device=x.device)
@@ -80,11 +80,11 @@ def best(
     return choose_best(values, outputs)
 
 
-def tile_for(x: torch.Tensor, num_outputs: int, is_stored: bool = True) -> Tile:
+def tile_for(x: torch.Tensor, num_outputs: int, bits: int, is_stored: bool = True) -> Tile:
     if x.dtype is torch.float32:
         return WIDE
     in_gluon = is_stored and _in_gluon(x, num_outputs)
-    return coded_tile_of(x.shape[0], num_outputs, gpu_of(x.device), in_gluon)
+    return coded_tile_of(x.shape[0], num_outputs, bits, gpu_of(x.device), in_gluon)
 
 
 def every_tile(most: Size, x: torch.Tensor, num_outputs: int, is_stored: bool = True) -> Iterator[Variant]:
@@ -137,12 +137,13 @@ def _launch(
     check("linear", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
     if not absent(bias):
         check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
-    (num_tokens, num_inputs), tile = x.shape, tile or tile_for(x, num_outputs)
+    num_tokens, num_inputs = x.shape
     found = sections(weight, layout, num_outputs, num_inputs)
     words, scales, zeros, factors, form = found
+    tile = tile or tile_for(x, num_outputs, form.bits)
     fits = form.step >= 32 and num_outputs * num_inputs <= LARGEST
     if tile.consumers and not (fits and _in_gluon(x, num_outputs, residual)):
-        tile = coded_tile_of(num_tokens, num_outputs, gpu_of(x.device), False)
+        tile = coded_tile_of(num_tokens, num_outputs, form.bits, gpu_of(x.device), False)
     if tile.consumers:
         launch_steps(
             x, y, unpacked(found, num_outputs, num_inputs), scales, factors, bias, residual, y, activation,
@@ -201,6 +202,6 @@ def launch_steps(
         Block(x, (tile.tokens, unit)), by, Block(weight, (CONSUMED, unit)), scales, factors,
         y if absent(bias) else bias, y if residual is None else Block(residual, box), Block(y, box),
         num_tokens, num_outputs, width // step, STEP=step, **how, CONSUMERS=tile.consumers,
-        STAGES=min(tile.stages, stages), GROUP=tile.group, REGISTERS=240, ACTIVATION=activation, BIASED=not absent(bias),
+        STAGES=min(tile.stages, stages), GROUP=tile.group, REGISTERS=REGISTERS[tile.consumers], ACTIVATION=activation, BIASED=not absent(bias),
         ADDS=residual is not None, num_warps=4, enable_fp_fusion=False, **least,
     )  # fmt: skip

@@ -23,6 +23,7 @@ _e4m3 = Kernel("linear", "_e4m3")
 BLOCK = 2048  # inputs that are rounded together
 # By tokens at most; no one measured them.
 TILES = ((16, Tile(64, 16, 128, 4, 3, True)), (64, Tile(64, 64, 128, 4, 3, True)))
+WIDE = 8192  # outputs that keep a GPU busy with tiles for one token
 MANY = Tile(128, 128, 128, 8, 2, True)
 
 
@@ -129,7 +130,9 @@ def _launch(
         check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
     num_tokens, num_inputs = x.shape
     may = _in_gluon(y, activation, residual)
-    tile = tile or (may and steps_tile_of(num_tokens, num_outputs, gpu_of(x.device))) or tile_for(num_tokens)
+    if tile is None and may and (num_tokens > TILES[0][0] or num_outputs < WIDE):
+        tile = steps_tile_of(num_tokens, num_outputs, gpu_of(x.device))
+    tile = tile or tile_for(num_tokens)
     if tile.consumers and not may:
         tile = tile_for(num_tokens)
     lines = sections(weight, layout, num_outputs, num_inputs)
