@@ -26,8 +26,8 @@ from hemiola.plugins.gpu.compile import TooLarge, compile_call, on_demand
 from hemiola.plugins.gpu.cover import calls_at
 from hemiola.plugins.gpu.device import H200
 from hemiola.plugins.gpu.launch import Call
-from hemiola.plugins.gpu.tiles import Tile
 from hemiola.plugins.gpu.lines import pack_lines
+from hemiola.plugins.gpu.tiles import Tile
 from hemiola.plugins.gpu.words import pack_words
 from hemiola.plugins.groups import Layout, WeightGroup, dequantised
 from hemiola.plugins.linear import coded, e4m3

@@ -43,12 +43,12 @@ def largest(value, axis: tl.constexpr):
 
 
 @triton.jit
-def e4m3_chain(x_lines, by_lines, apart, live, weight, scales, row, num_outputs, width, span, BY_GROUP: tl.constexpr,
-                 TOKENS: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
+def e4m3_chain(x_lines, by_lines, apart, live, weight, scales, row, num_outputs, width, span,
+               BY_GROUP: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
     """The sums of the rows `row` of a weight [O, width] and lines of codes, [OUTPUTS, TOKENS] fp32.
 
-    span: inputs that share a scale of the weight, scales are [width / span, O]; by_lines: scales of inputs, of
-    the next group `apart` from them.
+    span: inputs that share a scale of the weight, scales are [width / span, O]; by_lines: scales of inputs,
+    of the next group `apart` from them.
     """
     inner = tl.arange(0, STEP)
     x_at = x_lines[None, :] + inner[:, None]
@@ -67,8 +67,8 @@ def e4m3_chain(x_lines, by_lines, apart, live, weight, scales, row, num_outputs,
 
 @triton.jit
 def round_line(line, num_inputs, static, codes, scales, apart, width, BY: tl.constexpr, BLOCK: tl.constexpr):
-    """One row's codes, up to `width` zeros, and its scales, each `apart` from the last; `static`: the scale where it is
-    the weight's."""
+    """One row's codes, up to `width` zeros, and its scales, `apart` from each other; `static`: the scale
+    where it is the weight's."""
     lane = tl.arange(0, BLOCK)
     if BY == "token":
         size = tl.zeros((), tl.float32)

@@ -202,6 +202,7 @@ def launch_steps(
         Block(x, (tile.tokens, unit)), by, Block(weight, (CONSUMED, unit)), scales, factors,
         y if absent(bias) else bias, y if residual is None else Block(residual, box), Block(y, box),
         num_tokens, num_outputs, width // step, STEP=step, **how, CONSUMERS=tile.consumers,
-        STAGES=min(tile.stages, stages), GROUP=tile.group, REGISTERS=REGISTERS[tile.consumers], ACTIVATION=activation, BIASED=not absent(bias),
+        STAGES=min(tile.stages, stages), GROUP=tile.group, REGISTERS=REGISTERS[tile.consumers],
+        ACTIVATION=activation, BIASED=not absent(bias),
         ADDS=residual is not None, num_warps=4, enable_fp_fusion=False, **least,
     )  # fmt: skip

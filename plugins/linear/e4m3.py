@@ -144,8 +144,8 @@ def _launch(
     if tile.consumers:
         whole = lines.codes[: num_outputs * lines.width].view(num_outputs, lines.width)
         launch_steps(
-            codes, by, whole, lines.scales, lines.scales, bias, residual, y, activation, tile, SPAN, KIND="e4m3",
-            SCALED=True, DIVIDES=False, BY="step" if layout.inputs == "group" else "token",
+            codes, by, whole, lines.scales, lines.scales, bias, residual, y, activation, tile, SPAN,
+            KIND="e4m3", SCALED=True, DIVIDES=False, BY="step" if layout.inputs == "group" else "token",
             SPAN=layout.span // SPAN,
         )  # fmt: skip
         return

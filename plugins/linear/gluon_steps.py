@@ -29,12 +29,13 @@ def _dense_steps(x, by, weight, scales, factors, bias, residual, y, num_tokens, 
                  BY: gl.constexpr, SPAN: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
                  GROUP: gl.constexpr, REGISTERS: gl.constexpr, ACTIVATION: gl.constexpr,
                  BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
-    # Grid: one program per multiprocessor, or two, which walk over tiles; x, weight, residual and y are descriptors.
+    # Grid: one program per multiprocessor, or two, which walk over tiles; x, weight, residual and y are
+    # descriptors.
     # Tile: [CONSUMERS * 64 outputs, tokens of x's box], the whole inner dimension.
     # Traffic: weights once per token tile and x once per output tile, mostly from L2; y once.
     # It begins by waiting for the kernels before it (plugins/gpu/overlap.py): nothing is fetched early.
-    # BY: "" where inputs are wide, "step" and "token" where they have scales. SPAN: steps that share a scale of
-    # an output's, then; 0: all.
+    # BY: "" where inputs are wide, "step" and "token" where they have scales; SPAN: then, steps that share a
+    # scale of an output, or 0: all.
     TOKENS: gl.constexpr = x.block_shape[0]
     UNIT: gl.constexpr = x.block_shape[1]
     PARTS: gl.constexpr = TOKENS // PART if ADDS else 1
@@ -99,7 +100,8 @@ def _load(x, weight, stages, sizes, STEP: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def _add(slab: gl.constexpr, ends, stages, sizes, beside, STEP: gl.constexpr, KIND: gl.constexpr,
          SCALED: gl.constexpr, DIVIDES: gl.constexpr, BY: gl.constexpr, SPAN: gl.constexpr,
-         GROUP: gl.constexpr, ACTIVATION: gl.constexpr, BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
+         GROUP: gl.constexpr, ACTIVATION: gl.constexpr, BIASED: gl.constexpr,
+         ADDS: gl.constexpr):  # fmt: skip
     """Four warps: a slab's products, step by step, and what ends them."""
     a, b, ready, empty = stages
     bias, residual, y, out, added = ends
@@ -141,7 +143,7 @@ def _add(slab: gl.constexpr, ends, stages, sizes, beside, STEP: gl.constexpr, KI
                 sums = warpgroup_mma(left, right, sums, use_acc=unit > 0, is_async=True)
                 stage, phase = _after(stage, phase, STAGES)
             sums = warpgroup_mma_wait(0, (sums,))
-            for unit in gl.static_range(UNITS):
+            for _ in gl.static_range(UNITS):
                 mbarrier.arrive(empty.index(oldest))
                 oldest = gl.where(oldest + 1 == STAGES, 0, oldest + 1)
             total = _promoted(total, sums, scale, each, SCALED, BY)

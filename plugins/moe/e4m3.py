@@ -1,5 +1,5 @@
 """A mixture of experts on CUDA with inputs and weights in e4m3: pairs as in cuda.py, chains as in
-plugins/linear/e4m3.py, which no GPU has run yet either."""
+plugins/linear/e4m3.py. No GPU has run it yet: it was compiled, and Triton's interpreter has run it."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -98,7 +98,8 @@ def _coded_experts(x, words, scales, zeros, factors, y, pairs, tiles, expert_wei
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _round_pairs(x, static, static_len, expert_ids, pairs, codes, scales, num_inputs, width, x_len, num_pairs, num_experts, SLOTS: tl.constexpr, IS_UP: tl.constexpr, BY: tl.constexpr,
+def _round_pairs(x, static, static_len, expert_ids, pairs, codes, scales, num_inputs, width, x_len, num_pairs,
+                 num_experts, SLOTS: tl.constexpr, IS_UP: tl.constexpr, BY: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     # Grid: pairs, in their order; behind the last one that has an expert programs end at once.
     # Tile: BLOCK inputs of a pair at a time; with a scale for the row all of them twice.

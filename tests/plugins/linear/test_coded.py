@@ -137,7 +137,8 @@ def test_what_is_widened_into_memory_is_what_is_multiplied(
         scales = group.tensors["scales"].float() * (1.0 if INTERPRETED else 2.0**-16)
         wanted *= scales.repeat_interleave(span, 1)[:, :num_inputs]
     with poisoned():
-        found = unpacked(sections(pack_words(group), layout, num_outputs, num_inputs), num_outputs, num_inputs)
+        packed = sections(pack_words(group), layout, num_outputs, num_inputs)
+        found = unpacked(packed, num_outputs, num_inputs)
     assert torch.equal(found[:, :num_inputs].float(), wanted) and bool(found.isfinite().all())
 
 
@@ -211,7 +212,8 @@ def test_a_weight_of_another_layout_or_shape_is_refused() -> None:
 def test_all_tiles_are_among_those_compiled() -> None:
     for gpu in (cuda.gpu_of(torch.device("meta")), cuda.gpu_of(torch.device("meta"))._replace(capability=80)):
         for num_outputs in (16, 4096, 248320):
-            for num_tokens, bits, in_gluon in itertools.product((1, 17, 64, 511, 512, 8192), (4, 8), (False, True)):
+            ways = itertools.product((1, 17, 64, 511, 512, 8192), (4, 8), (False, True))
+            for num_tokens, bits, in_gluon in ways:
                 tile = coded_tile_of(num_tokens, num_outputs, bits, gpu, in_gluon)
                 assert tile in coded_tiles(num_outputs, gpu, in_gluon) and (in_gluon or not tile.consumers)
     assert WIDE.weight_first

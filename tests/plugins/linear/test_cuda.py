@@ -69,7 +69,9 @@ def test_every_tile_of_gluon_is_compiled_but_for_the_best() -> None:
     assert not {v.options["tile"] for v in variants(most, x, weight, made(0))} & set(GLUON)
 
 
-WIDE_KINDS = [Layout("e4m3", 128), Layout("int4", 32, ("zeros",)), Layout("e2m1", 16, ("divisor",)), Layout("int8", 0)]
+WIDE_KINDS = [
+    Layout("e4m3", 128), Layout("int4", 32, ("zeros",)), Layout("e2m1", 16, ("divisor",)), Layout("int8", 0),
+]  # fmt: skip
 NARROW_KINDS = [Layout("e4m3", 128, (), "group"), Layout("e4m3", 0, (), "static")]
 
 

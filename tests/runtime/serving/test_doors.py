@@ -27,9 +27,7 @@ def narrow_dir(tiny_engine: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(
-    engine_dir: Path, narrow_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+def served(engine_dir: Path, narrow_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     models = {name: {"engine_dir": str(engine_dir), **own} for name, own in WAYS.items()}
     models["narrow"] = {"engine_dir": str(narrow_dir), **WAYS["fast"]}
     file = models_file(tmp_path_factory.mktemp("doors"), models)
