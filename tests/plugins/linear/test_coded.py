@@ -33,7 +33,7 @@ LAYOUTS = [
     Layout("e4m3", 128), Layout("e4m3", 0), Layout("e4m3", 48), Layout("e2m1", 16, ("factor",)),
     Layout("e2m1", 16, ("divisor",)), Layout("int8", 0), Layout("int8", 32, ("zeros",)), Layout("int4", 32),
     Layout("int8", 0, ("zeros",)), Layout("int4", 128), Layout("int4", 64, ("zeros",)), Layout("int4", 0),
-    Layout("int4", 256), Layout("int8", 128), Layout("int4", 16),
+    Layout("int4", 256), Layout("int8", 128), Layout("int4", 16), Layout("int4", 32, ("zeros",)),
 ]  # fmt: skip
 EACH = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 SHAPES = [(72, 300), (40, 96)] if INTERPRETED else [(4096, 4096), (2688, 1856), (257, 2048), (100, 72)]
