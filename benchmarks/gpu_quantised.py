@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/gpu_quantised.py [table,experts,sweep] [--kinds fp8,int4] [--rows 1,64]
 
 table: dense layers of the 9B and its head, as plugins/gpu/tables chooses tiles. experts: those of the
-35B-A3B. sweep: other tiles for two of the layers. Every line says whether two rows have
+35B-A3B. sweep: other tiles, too. Every line says whether two rows have
 the bits that they have alone.
 """
 
@@ -12,7 +12,7 @@ import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -21,14 +21,16 @@ import torch
 from gpu_dense import WORDS, begin, contest, copy_bandwidth, rotated, say
 
 from hemiola.builder.formats.rounded import rounded
+from hemiola.plugins import inputs
 from hemiola.plugins.gpu.compile import TooLarge, compile_call, on_demand
 from hemiola.plugins.gpu.cover import calls_at
 from hemiola.plugins.gpu.device import H200
 from hemiola.plugins.gpu.launch import Call
+from hemiola.plugins.gpu.lines import pack_lines
 from hemiola.plugins.gpu.tiles import Tile
-from hemiola.plugins.gpu.words import form_of, num_bytes, pack_words
+from hemiola.plugins.gpu.words import pack_words
 from hemiola.plugins.groups import Layout, WeightGroup, dequantised
-from hemiola.plugins.linear import coded
+from hemiola.plugins.linear import coded, e4m3
 from hemiola.plugins.linear import cuda as plain
 from hemiola.plugins.moe import coded as coded_moe
 from hemiola.plugins.moe import cuda as plain_moe
@@ -41,28 +43,29 @@ KINDS = {
     "int4z": Layout("int4", 128, ("zeros",)),
     "int4g32": Layout("int4", 32),
     "nvfp4": Layout("e2m1", 16, ("factor",)),
+    "w8a8": Layout("e4m3", 128, (), "group"),
+    "w8a8row": Layout("e4m3", 0, (), "token"),
 }
 SHAPES = {"up": (12288, 4096), "down": (4096, 12288), "out": (4096, 4096), "head": (248320, 4096)}
 EXPERTS, SLOTS, WIDTH, INNER = 256, 8, 2048, 512
 ROWS = (1, 16, 64, 256, 8192)
-SWEEP = {  # by the most rows: outputs, rows, inputs of a turn, warps, stages, steps side by side
+SWEEP = {  # by the most rows: outputs, rows, inputs of a turn, warps, stages, steps side by side, consumers
     16: [
-        (32, 16, 256, 4, 4, 4), (16, 16, 256, 4, 4, 4), (64, 16, 256, 8, 3, 4), (64, 16, 256, 4, 3, 4),
-        (64, 16, 256, 4, 4, 2), (32, 16, 256, 4, 4, 2), (16, 16, 512, 1, 4, 0), (64, 16, 128, 4, 4, 0),
+        (16, 16, 256, 4, 3, 4), (16, 16, 256, 4, 2, 4), (32, 16, 256, 4, 2, 4), (64, 16, 256, 4, 3, 4),
+        (64, 16, 256, 4, 2, 4),
     ],
     64: [
-        (64, 64, 128, 8, 3, 2), (32, 64, 128, 4, 3, 2), (32, 64, 128, 4, 2, 4), (64, 32, 128, 4, 3, 4),
-        (128, 64, 128, 8, 3, 2), (64, 32, 128, 4, 4, 2), (64, 64, 128, 4, 4, 0), (128, 64, 128, 8, 4, 0),
+        (32, 16, 256, 4, 3, 4), (32, 16, 256, 4, 2, 4), (32, 32, 256, 4, 3, 4), (16, 32, 256, 4, 3, 4),
+        (64, 32, 128, 4, 3, 4), (64, 32, 128, 4, 2, 4), (64, 16, 256, 4, 3, 4), (128, 64, 128, 8, 4, 0),
+        (64, 64, 128, 4, 4, 0),
     ],
-    256: [
-        (64, 64, 128, 4, 4, 0), (64, 128, 128, 4, 3, 0), (128, 64, 128, 4, 4, 0), (128, 128, 128, 4, 3, 0),
-        (128, 64, 128, 8, 4, 0),
-    ],
-    8192: [
-        (128, 256, 128, 8, 2, 0), (64, 256, 128, 4, 2, 0), (256, 128, 128, 8, 2, 0), (64, 128, 128, 4, 3, 0),
-        (128, 128, 128, 4, 3, 0), (128, 128, 128, 8, 2, 0),
-    ],
+    256: [(64, 64, 128, 4, 4, 0), (128, 128, 128, 8, 3, 0), (128, 128, 64, 4, 6, 0, 2)],
+    8192: [(128, 128, 128, 8, 3, 0), (128, 128, 64, 4, 6, 0, 2)],
 }  # fmt: skip
+
+
+def pack_of(layout: Layout) -> Callable[[WeightGroup], torch.Tensor]:
+    return pack_lines if layout.inputs else pack_words
 
 
 class Weight(NamedTuple):
@@ -92,7 +95,7 @@ def with_zeros(group: WeightGroup, layout: Layout) -> WeightGroup:
 def made(layout: Layout, *shape: int) -> Weight:
     group = quantised(layout, *shape)
     parts = [group.map(lambda tensor, n=n: tensor[n : n + 8192]) for n in range(0, shape[0], 8192)]
-    return Weight(torch.cat([dequantised(part).bfloat16() for part in parts]), pack_words(group), group)
+    return Weight(torch.cat([dequantised(part).bfloat16() for part in parts]), pack_of(layout)(group), group)
 
 
 def run(
@@ -105,19 +108,26 @@ def run(
     weight: torch.Tensor,
 ) -> torch.Tensor:
     """Our kernel over codes."""
+    ours = e4m3 if layout.inputs else coded
     if end == "head":
-        return coded.best(x, weight, none, num, layout, tile)[1]
-    return coded.fused(x, weight, none, None, "none", num, layout, tile)
+        return ours.best(x, weight, none, num, layout, tile)[1]
+    return ours.fused(x, weight, none, None, "none", num, layout, tile)
 
 
 def run_half(end: str, x: torch.Tensor, none: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return plain.best(x, weight, none)[1] if end == "head" else plain.fused(x, weight)
 
 
-def candidates(num_rows: int) -> list[Tile | None]:
-    """Tiles that could serve so many rows."""
+def candidates(num_rows: int, layout: Layout) -> list[Tile | None]:
+    """Tiles that could serve so many rows; for inputs in e4m3 those of Gluon."""
     most = next(most for most in SWEEP if num_rows <= most)
-    return [None, *(Tile(*shape, True, abreast=abreast) for *shape, abreast in SWEEP[most])]
+    tiles = [made_tile(*given) for given in SWEEP[most]]
+    return [None, *(tile for tile in tiles if tile.consumers or not layout.inputs)]
+
+
+def made_tile(*given: int) -> Tile:
+    *shape, abreast, consumers = given if len(given) == 7 else (*given, 0)
+    return Tile(*shape, True, consumers > 0, abreast=abreast, consumers=consumers)
 
 
 def measure(name: str, kind: str, rows: Iterable[int], bandwidth: float, sweep: bool) -> None:
@@ -127,15 +137,20 @@ def measure(name: str, kind: str, rows: Iterable[int], bandwidth: float, sweep: 
     x = torch.randn(max(rows), num_inputs, device="cuda", dtype=torch.bfloat16)
     codes, halves = rotated(weight.packed), rotated(weight.half)
     some = slice(0, 4096)
-    truth = (x[:64].double() @ dequantised(weight.group.map(lambda t: t[some])).double().t()).float()
-    found = coded.fused(x[:64], weight.packed, none, None, "none", num_outputs, layout)[:, some].float()
+    given = x[:64].double()
+    if layout.inputs:
+        codes_, scales = inputs.rounded(x[:64].cpu(), layout, torch.ones(()))
+        scales = scales.repeat_interleave(inputs.SPAN if layout.inputs == "group" else num_inputs, 1)
+        given = (codes_.double() * scales.double()).cuda()
+    truth = (given @ dequantised(weight.group.map(lambda t: t[some])).double().t()).float()
+    found = run("up", x[:64], none, num_outputs, layout, None, weight.packed)[:, some].float()
     error = ((found - truth).norm() / truth.norm()).item()
     for num in rows:
         if name == "head" and num > 256:
             continue
         turns = 3 if num > 512 else None
         call = partial(run, name, x[:num], none, num_outputs, layout)
-        tiles = candidates(num) if sweep else [None]
+        tiles = candidates(num, layout) if sweep else [None]
         theirs, half = contest(
             [partial(torch.mm, x[:num], w.t()) for w in halves[:turns]],
             [partial(run_half, name, x[:num], none, w) for w in halves[:turns]],
@@ -160,7 +175,7 @@ def measure(name: str, kind: str, rows: Iterable[int], bandwidth: float, sweep: 
             say(kind, f"{name} {num_outputs}x{num_inputs}", num,
                 f"{ours * 1e6:.1f}", f"{share:.0%}", f"{work:.0f}",
                 f"{half * 1e6:.1f}", f"{theirs * 1e6:.1f}", f"{half / ours:.2f}", f"{error:.1e}", WORDS[same],
-                (*tile[:5], tile.abreast) if tile else "")  # fmt: skip
+                (*tile[:5], tile.abreast, tile.consumers) if tile else "")  # fmt: skip
 
 
 def measure_experts(kind: str, rows: Iterable[int], bandwidth: float) -> None:
@@ -185,16 +200,15 @@ def measure_experts(kind: str, rows: Iterable[int], bandwidth: float) -> None:
             f"{half * 1e6:.1f}", f"{half / ours:.2f}", WORDS[torch.equal(whole[:1], lone)])  # fmt: skip
 
 
-def calls(kinds: Iterable[str], modes: str) -> set[Call]:
+def calls(kinds: Iterable[str], modes: str, rows: Iterable[int]) -> set[Call]:
     """Kernels that will be launched, to be compiled by all cores before."""
     found: set[Call] = set()
     for layout, (name, (outputs, width)) in itertools.product(map(KINDS.get, kinds), SHAPES.items()):
-        size = num_bytes(form_of(layout), outputs, width)
-        packed = torch.empty(size, dtype=torch.uint8, device="meta")
+        packed = pack_of(layout)(WeightGroup.empty(layout, (outputs, width)))
         half = torch.empty(outputs, width, dtype=torch.bfloat16, device="meta")
-        for num in (*ROWS, 2):
+        for num in {*rows, 1}:
             x = torch.empty(num, width, dtype=torch.bfloat16, device="meta")
-            tiles = candidates(num) if "sweep" in modes and name != "head" else [None]
+            tiles = candidates(num, layout) if "sweep" in modes and name != "head" else [None]
             for tile in tiles:
                 found |= calls_at(run, H200, name, x, x[0, :0], outputs, layout, tile, packed)
             found |= calls_at(run_half, H200, name, x, x[0, :0], half)
@@ -217,7 +231,7 @@ def main() -> None:
     asked = parser.parse_args()
     kinds, rows = asked.kinds.split(","), [int(num) for num in asked.rows.split(",")]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        pool.map(compiled, sorted(calls(kinds, asked.modes), key=repr), chunksize=1)
+        pool.map(compiled, sorted(calls(kinds, asked.modes, rows), key=repr), chunksize=1)
     if asked.compile:
         return
     if not torch.cuda.is_available():
@@ -237,7 +251,7 @@ def main() -> None:
                 measure_experts(kind, rows, bandwidth)
             continue
         begin(*columns)
-        names = ("up", "out") if mode == "sweep" else asked.shapes.split(",")
+        names = asked.shapes.split(",")
         for kind, name in itertools.product(kinds, names):
             measure(name, kind, rows, bandwidth, mode == "sweep")
 

@@ -48,7 +48,7 @@ def product(x: torch.Tensor, group: WeightGroup) -> torch.Tensor:
 
     A sum of SPAN products begins at zero and adds them in their order, each step rounded to fp32 (a product
     of two e4m3 numbers is an fp32 number). Then it is promoted: y += (sum * input scale) * weight scale, each
-    rounded. A GPU's tensor cores differ in the sums alone, of which they keep some 14 bits.
+    rounded. A GPU's tensor cores keep some 14 bits of the sums, and it adds with an fma.
     """
     static = group.tensors["input"][0, 0] if group.layout.inputs == "static" else torch.empty(0)
     codes, scales = rounded(x, group.layout, static)

@@ -119,7 +119,7 @@ def _in_turn(x_lines, live, words, scales, zeros, factors, row, num_inputs, KIND
                     else:
                         inside = start + inner < num_inputs
                         b = tl.load(x_at + start, mask=live[:, None] & inside[None, :], other=0.0)
-                    a = _widened(word, zero, scale, factor, span * EACH + each, KIND, ZEROS, DIVIDES, DTYPE)
+                    a = widened(word, zero, scale, factor, span * EACH + each, KIND, ZEROS, DIVIDES, DTYPE)
                     step = tl.dot(a, b.T, step, input_precision="ieee")
                 if tl.float32 == DTYPE:
                     total = step
@@ -169,7 +169,7 @@ def _abreast(x_lines, live, words, scales, zeros, factors, row, num_inputs, KIND
                 start = (first + each) * BLOCK + part * HALF
                 inside = start[:, None, None] + inner[None, :, None] < num_inputs
                 b = tl.load(x_at + part * HALF, mask=inside & live[None, None, :], other=0.0)
-            a = _widened(word, zero, scale, factor, part, KIND, ZEROS, DIVIDES, DTYPE)
+            a = widened(word, zero, scale, factor, part, KIND, ZEROS, DIVIDES, DTYPE)
             step = tl.dot(a, b, step, input_precision="ieee")
         if SCALED:
             step = step * scale[:, :, None]
@@ -195,6 +195,33 @@ def _added(total, steps, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def unpack(words, scales, zeros, weight, slab, block, num_outputs, num_blocks, KIND: tl.constexpr,
+           HALF: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
+    """Some blocks of a slab as the lines of bf16 numbers that the chain multiplies, [O, blocks * BLOCK]."""
+    PARTS: tl.constexpr = 2 if KIND == "e4m3" or KIND == "int8" else 4
+    SPANS: tl.constexpr = PARTS * HALF // STEP
+    lane, inner, there = tl.arange(0, SLAB), tl.arange(0, HALF), (block < num_blocks)[:, None]
+    line = slab.to(tl.int64) * num_blocks + block
+    word_at = (line[:, None] * SLAB + lane[None, :])[:, :, None] * HALF + inner[None, None, :]
+    word = tl.load(words + word_at, mask=there[:, :, None], other=0)
+    row = slab * SLAB + lane
+    weight_at = row.to(tl.int64)[None, :] * num_blocks + block[:, None]
+    live = there[:, :, None] & (row < num_outputs)[None, :, None]
+    scale, zero = 1.0, 0
+    if KIND == "e2m1":
+        scale = tl.load(scales + line[:, None] * SLAB + lane[None, :], mask=there, other=0)
+    if ZEROS and not SCALED:
+        zero = tl.load(zeros + row)[None, :]
+    for part in tl.static_range(PARTS):
+        if ZEROS and SCALED:
+            span = line * SPANS + part * SPANS // PARTS
+            zero = tl.load(zeros + span[:, None] * SLAB + lane[None, :], mask=there, other=0)
+        value = widened(word, zero, scale, 1.0, part, KIND, ZEROS, False, tl.bfloat16)
+        at = weight_at[:, :, None] * (PARTS * HALF) + part * HALF + inner[None, None, :]
+        tl.store(weight + at, value, mask=live)
+
+
+@triton.jit
 def wait_for_words(words, first_output, num_outputs, num_inputs, KIND: tl.constexpr, HALF: tl.constexpr,
                    OUTPUTS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Has EARLY bytes of each of a tile's slabs brought, and waits for all kernels before."""
@@ -204,7 +231,7 @@ def wait_for_words(words, first_output, num_outputs, num_inputs, KIND: tl.conste
 
 
 @triton.jit
-def _widened(word, zero, scale, factor, part: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
+def widened(word, zero, scale, factor, part: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
              DIVIDES: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """A part of words as the tensor cores take it; in fp32 the weights themselves."""
     if INTERPRETED or tl.bfloat16 != DTYPE:

@@ -37,7 +37,10 @@ from hemiola.plugins.gpu.launch import (
     kind_of,
 )
 
-DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
+DTYPES = {
+    "bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32, "fp8e4nv": tl.float8e4nv, "i16": tl.int16,
+}  # fmt: skip
+FILES = "triton", "gluon", "gluon_steps"  # of an op, in which its kernels stand
 ITEMS = {8: 10, 9: 8, 10: 9}  # where PTX numbers the items of tensor maps otherwise than the driver
 
 
@@ -69,8 +72,10 @@ class TooLarge(ValueError):
 def source(kernel: str) -> Any:
     """Triton's function; what triton.py does not have is Gluon's, for one architecture."""
     op, _, entry = kernel.rpartition(".")
-    found = getattr(import_module(f"hemiola.plugins.{op}.triton"), entry, None)
-    return found or getattr(import_module(f"hemiola.plugins.{op}.gluon"), entry)
+    for file in FILES:
+        if found := getattr(import_module(f"hemiola.plugins.{op}.{file}"), entry, None):
+            return found
+    raise AttributeError(f"no file of hemiola.plugins.{op} has {entry}")
 
 
 def call_of(kernel: Kernel, values: Values, constants: Mapping[str, Any]) -> Call:

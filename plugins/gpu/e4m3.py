@@ -43,11 +43,12 @@ def largest(value, axis: tl.constexpr):
 
 
 @triton.jit
-def e4m3_chain(x_lines, by_lines, live, weight, scales, row, num_outputs, width, span, BY_GROUP: tl.constexpr,
-                 TOKENS: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
+def e4m3_chain(x_lines, by_lines, apart, live, weight, scales, row, num_outputs, width, span,
+               BY_GROUP: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
     """The sums of the rows `row` of a weight [O, width] and lines of codes, [OUTPUTS, TOKENS] fp32.
 
-    span: inputs that share a scale of the weight, scales are [width / span, O]; by_lines: scales of inputs.
+    span: inputs that share a scale of the weight, scales are [width / span, O]; by_lines: scales of inputs,
+    of the next group `apart` from them.
     """
     inner = tl.arange(0, STEP)
     x_at = x_lines[None, :] + inner[:, None]
@@ -56,15 +57,18 @@ def e4m3_chain(x_lines, by_lines, live, weight, scales, row, num_outputs, width,
     for begin in range(0, width, STEP):
         codes = tl.load(x_at + begin, mask=live[None, :], other=0.0)
         sums = tl.dot(tl.load(weight_at + begin), codes)
-        by = tl.load(by_lines + (begin // STEP if BY_GROUP else 0), mask=live, other=0.0)
+        by = tl.load(by_lines, mask=live, other=0.0)
         scale = tl.load(scales + (begin // span).to(tl.int64) * num_outputs + row)
-        total += sums * by[None, :] * scale[:, None]
+        total = tl.fma(sums * by[None, :], tl.broadcast_to(scale[:, None], (OUTPUTS, TOKENS)), total)
+        if BY_GROUP:
+            by_lines += apart
     return total
 
 
 @triton.jit
-def round_line(line, num_inputs, static, codes, scales, width, BY: tl.constexpr, BLOCK: tl.constexpr):
-    """One row's codes, up to `width` zeros, and its scales; `static`: the scale where it is the weight's."""
+def round_line(line, num_inputs, static, codes, scales, apart, width, BY: tl.constexpr, BLOCK: tl.constexpr):
+    """One row's codes, up to `width` zeros, and its scales, `apart` from each other; `static`: the scale
+    where it is the weight's."""
     lane = tl.arange(0, BLOCK)
     if BY == "token":
         size = tl.zeros((), tl.float32)
@@ -84,7 +88,7 @@ def round_line(line, num_inputs, static, codes, scales, width, BY: tl.constexpr,
             groups = tl.reshape(value, (BLOCK // STEP, STEP))
             by = scale_of(largest(groups, 1))
             group = start // STEP + tl.arange(0, BLOCK // STEP)
-            tl.store(scales + group, by, mask=group * STEP < width)
+            tl.store(scales + group.to(tl.int64) * apart, by, mask=group * STEP < width)
             found = tl.reshape(codes_of(groups, by[:, None]), (BLOCK,))
         else:
             found = codes_of(value, scale)

@@ -115,7 +115,7 @@ def launches(instead: Instead) -> Iterator[None]:
 
 
 class Kernel:
-    """An entry point of `plugins/<op>/triton.py`, or of `gluon.py` there; called as `kernel[grid](*values,
+    """An entry point of `plugins/<op>/triton.py`, or of `gluon*.py` there; called as `kernel[grid](*values,
     CONSTANT=...)`."""
 
     # makes what no engine has brought, where somebody asked for that (plugins/gpu/compile.py, on_demand)

@@ -37,6 +37,7 @@ class Few(NamedTuple):
     max_tokens: float
     min_outputs: int
     tile: Tile
+    bits: int = 0  # of a code, if it is for such alone
 
 
 class Many(NamedTuple):
@@ -62,6 +63,8 @@ class Table(NamedTuple):
     many: tuple[Many, ...]  # none: the last of few has no limit
     experts: tuple[Crowd, ...]
     codes: tuple[Few, ...]  # of quantised weights; inner: inputs of a turn of the loop, of a block at least
+    codes_many: tuple[Many, ...]  # of Gluon's, for lines that descriptors may describe
+    steps: tuple[Many, ...]  # of Gluon's, for inputs in e4m3
     coded_experts: tuple[Crowd, ...]
 
     def tiles(self) -> set[Tile]:
@@ -82,7 +85,7 @@ def table_of(capability: int) -> Table:
         return tuple(kind(**row) for row in told)
 
     return Table(rows("few", Few), rows("many", Many), rows("experts", Crowd), rows("codes", Few),
-                 rows("coded_experts", Crowd))  # fmt: skip
+                 rows("codes_many", Many), rows("steps", Many), rows("coded_experts", Crowd))  # fmt: skip
 
 
 def _value(value: Any) -> Any:
@@ -96,16 +99,20 @@ def tile_of(num_tokens: int, num_outputs: int, gpu: Gpu, in_gluon: bool = True) 
     if few is not None:
         return few
 
-    def cost(many: Many) -> float:
-        tile = many.tile
+    return _least(table.many, num_tokens, num_outputs, gpu, in_gluon).tile
+
+
+def _least(many: tuple[Many, ...], num_tokens: int, num_outputs: int, gpu: Gpu, in_gluon: bool) -> Many:
+    def cost(choice: Many) -> float:
+        tile = choice.tile
         num_tiles = -(-num_tokens // tile.tokens) * -(-num_outputs // tile.outputs)
-        return -(-num_tiles // gpu.multiprocessors) * tile.tokens * tile.outputs / many.speed
+        return -(-num_tiles // gpu.multiprocessors) * tile.tokens * tile.outputs / choice.speed
 
-    def may(many: Many) -> bool:
-        fills = num_tokens % many.tile.tokens == 0 or not many.whole
-        return fills and num_tokens >= many.min_tokens and (in_gluon or not many.tile.consumers)
+    def may(choice: Many) -> bool:
+        fills = num_tokens % choice.tile.tokens == 0 or not choice.whole
+        return fills and num_tokens >= choice.min_tokens and (in_gluon or not choice.tile.consumers)
 
-    return min(filter(may, table.many), key=cost).tile
+    return min(filter(may, many), key=cost)
 
 
 def tiles_for(num_outputs: int, gpu: Gpu) -> set[Tile]:
@@ -124,16 +131,30 @@ def _few(table: Table, num_tokens: float, num_outputs: int, in_gluon: bool) -> T
     return None
 
 
-def coded_tile_of(num_tokens: float, num_outputs: int, gpu: Gpu) -> Tile:
+def coded_tile_of(num_tokens: int, num_outputs: int, bits: int, gpu: Gpu, in_gluon: bool) -> Tile:
     """For a quantised weight."""
-    codes = table_of(gpu.capability).codes
-    fits = (c.tile for c in codes if num_tokens <= c.max_tokens and num_outputs >= c.min_outputs)
-    return next(fits)
+    table = table_of(gpu.capability)
+    if in_gluon and table.codes_many and num_tokens >= min(many.min_tokens for many in table.codes_many):
+        return _least(table.codes_many, num_tokens, num_outputs, gpu, in_gluon).tile
+    return _few_codes(table, num_tokens, num_outputs, bits)
 
 
-def coded_tiles(num_outputs: int, gpu: Gpu) -> set[Tile]:
+def coded_tiles(num_outputs: int, gpu: Gpu, in_gluon: bool) -> set[Tile]:
     """All that `coded_tile_of` may choose."""
-    return {coded_tile_of(choice.max_tokens, num_outputs, gpu) for choice in table_of(gpu.capability).codes}
+    table = table_of(gpu.capability)
+    few = {_few_codes(table, c.max_tokens, num_outputs, bits) for c in table.codes for bits in (4, 8)}
+    return few | {many.tile for many in table.codes_many if in_gluon}
+
+
+def steps_tile_of(num_tokens: int, num_outputs: int, gpu: Gpu) -> Tile | None:
+    """Of Gluon's for inputs in e4m3, if the architecture has it."""
+    many = table_of(gpu.capability).steps
+    return _least(many, num_tokens, num_outputs, gpu, True).tile if many else None
+
+
+def _few_codes(table: Table, num_tokens: float, num_outputs: int, bits: int) -> Tile:
+    may = (choice for choice in table.codes if choice.bits in (0, bits))
+    return next(c.tile for c in may if num_tokens <= c.max_tokens and num_outputs >= c.min_outputs)
 
 
 def coded_expert_tile_of(num_pairs: int, num_experts: int, gpu: Gpu) -> Tile:

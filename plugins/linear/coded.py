@@ -1,23 +1,30 @@
-"""The dense layer on CUDA with a quantised weight: codes are widened in registers (plugins/gpu/codes.py)."""
+"""The dense layer on CUDA with a quantised weight: codes are widened in registers (plugins/gpu/codes.py), and
+for many tokens once, into memory (gluon_steps.py)."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from hemiola.plugins.gpu.checks import absent, check
-from hemiola.plugins.gpu.device import gpu_of
+from hemiola.plugins.gpu.checks import absent, check, is_described
+from hemiola.plugins.gpu.device import SHARED, gpu_of
 from hemiola.plugins.gpu.dtypes import FLOATS
-from hemiola.plugins.gpu.launch import Kernel, cdiv
+from hemiola.plugins.gpu.launch import Block, Kernel, cdiv
 from hemiola.plugins.gpu.sizes import Size, Variant
 from hemiola.plugins.gpu.tiles import Tile, coded_tile_of, coded_tiles
-from hemiola.plugins.gpu.words import SLAB, Coding, sections
+from hemiola.plugins.gpu.words import SLAB, Coding, Words, form_of, sections
 from hemiola.plugins.groups import Layout
-from hemiola.plugins.linear.cuda import ACTIVATIONS, EARLY, LONG, choose_best
+from hemiola.plugins.linear.cuda import ACTIVATIONS, BARRIERS, EARLY, LONG, PART, REGISTERS, choose_best
+from hemiola.plugins.linear.cuda import SLAB as CONSUMED
 
 _coded = Kernel("linear", "_coded")
+_dense_steps = Kernel("linear", "_dense_steps")  # Gluon's
+_unpack = Kernel("linear", "_unpack")
 
 WIDE = Tile(64, 64, 32, 4, 2, True)  # fp32
+UNIT = 64  # inputs of a stage of Gluon's, at most
+UNPACKED = 1024  # inputs that are widened together
+LARGEST = 1 << 28  # numbers that are widened into memory: 512 MiB of bf16
 
 
 def linear(
@@ -69,7 +76,7 @@ def best(
     tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [T] fp32, [T] int64
     """The highest of linear's outputs, in x's dtype, and the lowest output that has it; none is stored."""
-    num_tokens, tile = x.shape[0], tile or tile_for(x, num_outputs)
+    num_tokens, tile = x.shape[0], tile or tile_for(x, num_outputs, form_of(layout).bits, is_stored=False)
     num_parts = cdiv(num_outputs, tile.outputs)
     values = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=x.device)
     outputs = torch.empty(num_parts, num_tokens, dtype=torch.int32, device=x.device)
@@ -78,15 +85,27 @@ def best(
     return choose_best(values, outputs)
 
 
-def tile_for(x: torch.Tensor, num_outputs: int) -> Tile:
-    return WIDE if x.dtype is torch.float32 else coded_tile_of(x.shape[0], num_outputs, gpu_of(x.device))
+def tile_for(x: torch.Tensor, num_outputs: int, bits: int, is_stored: bool = True) -> Tile:
+    if x.dtype is torch.float32:
+        return WIDE
+    in_gluon = is_stored and _in_gluon(x, num_outputs)
+    return coded_tile_of(x.shape[0], num_outputs, bits, gpu_of(x.device), in_gluon)
 
 
-def every_tile(most: Size, x: torch.Tensor, num_outputs: int) -> Iterator[Variant]:
+def every_tile(most: Size, x: torch.Tensor, num_outputs: int, is_stored: bool = True) -> Iterator[Variant]:
     """Every tile that may be chosen; how many tokens there are tells a kernel nothing."""
-    wide = x.dtype is torch.float32
-    for tile in {WIDE} if wide else coded_tiles(num_outputs, gpu_of(x.device)):
+    if x.dtype is torch.float32:
+        tiles = {WIDE}
+    else:
+        tiles = coded_tiles(num_outputs, gpu_of(x.device), is_stored and _in_gluon(x, num_outputs))
+    for tile in tiles:
         yield Variant(most, {"tile": tile})
+
+
+def _in_gluon(x: torch.Tensor, num_outputs: int, residual: torch.Tensor | None = None) -> bool:
+    """Whether Gluon's kernel may read and write such lines. Nothing interprets it on a CPU."""
+    lines = num_outputs % 16 == 0 and is_described(x) and (residual is None or is_described(residual))
+    return lines and x.dtype is torch.bfloat16 and x.device.type != "cpu"
 
 
 def variants(
@@ -98,7 +117,7 @@ def variants(
     residual: torch.Tensor | None = None,
     ending: str = "",
 ) -> Iterator[Variant]:
-    yield from every_tile(most, x, num_outputs)
+    yield from every_tile(most, x, num_outputs, is_stored=ending != "argmax")
 
 
 def early(form: Coding, num_inputs: int) -> int:
@@ -129,8 +148,19 @@ def _launch(
     check("linear", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
     if not absent(bias):
         check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
-    (num_tokens, num_inputs), tile = x.shape, tile or tile_for(x, num_outputs)
-    words, scales, zeros, factors, form = sections(weight, layout, num_outputs, num_inputs)
+    num_tokens, num_inputs = x.shape
+    found = sections(weight, layout, num_outputs, num_inputs)
+    words, scales, zeros, factors, form = found
+    tile = tile or tile_for(x, num_outputs, form.bits)
+    fits = form.step >= 32 and num_outputs * num_inputs <= LARGEST
+    if tile.consumers and not (fits and _in_gluon(x, num_outputs, residual)):
+        tile = coded_tile_of(num_tokens, num_outputs, form.bits, gpu_of(x.device), False)
+    if tile.consumers:
+        launch_steps(
+            x, y, unpacked(found, num_outputs, num_inputs), scales, factors, bias, residual, y, activation,
+            tile, form.step, KIND=form.kind, SCALED=form.is_scaled, DIVIDES=form.divides, BY="", SPAN=0,
+        )  # fmt: skip
+        return
     turn = turn_of(tile, form)
     _coded[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
         x, words, scales, zeros, factors, y if absent(bias) else bias, y if residual is None else residual,
@@ -140,4 +170,50 @@ def _launch(
         TOKENS=tile.tokens, OUTPUTS=tile.outputs, ACTIVATION=activation, BIASED=not absent(bias),
         ADDS=residual is not None, EARLY=early(form, num_inputs), num_warps=tile.warps,
         num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def unpacked(found: Words, num_outputs: int, num_inputs: int) -> torch.Tensor:
+    """The bf16 numbers that are multiplied with inputs, [O, inputs of whole blocks]."""
+    words, scales, zeros, _, form = found
+    num_blocks = cdiv(num_inputs, form.block)
+    weight = torch.empty(num_outputs, num_blocks * form.block, dtype=torch.bfloat16, device=words.device)
+    _unpack[cdiv(num_outputs, SLAB), cdiv(num_blocks * form.block, UNPACKED)](
+        words, scales, zeros, weight, num_outputs, num_blocks, KIND=form.kind, HALF=form.half, STEP=form.step,
+        SCALED=form.is_scaled, ZEROS=form.has_zeros, BLOCKS=UNPACKED // form.block, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return weight
+
+
+def launch_steps(
+    x: torch.Tensor,  # [T, F], bf16 or codes of e4m3
+    by: torch.Tensor,  # scales of inputs, or no matter what
+    weight: torch.Tensor,  # [O, whole steps]
+    scales: torch.Tensor,
+    factors: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    activation: str,
+    tile: Tile,
+    step: int,
+    **how: int | str | bool,
+) -> None:
+    """Gluon's kernel."""
+    (num_tokens, _), (num_outputs, width), unit = x.shape, weight.shape, UNIT * 2 // x.element_size()
+    unit, box = min(unit, step), (PART, CONSUMED // 2 if activation == "swiglu" else CONSUMED)
+    parts = tile.tokens // PART if residual is not None else 1
+    room = SHARED[90] - BARRIERS - tile.consumers * parts * box[0] * box[1] * 2
+    stages = room // ((tile.outputs + tile.tokens) * unit * x.element_size())
+    num_tiles = cdiv(num_tokens, tile.tokens) * cdiv(num_outputs, tile.outputs)
+    programs = gpu_of(x.device).multiprocessors * (2 if tile.consumers == 1 else 1)
+    least = {"maxnreg": 128} if tile.consumers == 1 else {}  # else 256, which no thread may have
+    _dense_steps[(min(programs, num_tiles),)](
+        Block(x, (tile.tokens, unit)), by, Block(weight, (CONSUMED, unit)), scales, factors,
+        y if absent(bias) else bias, y if residual is None else Block(residual, box), Block(y, box),
+        num_tokens, num_outputs, width // step, STEP=step, **how, CONSUMERS=tile.consumers,
+        STAGES=min(tile.stages, stages), GROUP=tile.group, REGISTERS=REGISTERS[tile.consumers],
+        ACTIVATION=activation, BIASED=not absent(bias),
+        ADDS=residual is not None, num_warps=4, enable_fp_fusion=False, **least,
     )  # fmt: skip

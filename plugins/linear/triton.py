@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from hemiola.plugins.gpu.activations import relu2
-from hemiola.plugins.gpu.codes import coded_chain, wait_for_words
+from hemiola.plugins.gpu.codes import coded_chain, unpack, wait_for_words
 from hemiola.plugins.gpu.dense import best_of, chain, halves, open_eights, place_of
 from hemiola.plugins.gpu.e4m3 import e4m3_chain, round_line
 from hemiola.plugins.gpu.early import wait
@@ -52,19 +52,29 @@ def _coded(x, words, scales, zeros, factors, bias, residual, best, y, num_tokens
 
 
 @triton.jit
-def _round(x, static, codes, scales, num_inputs, width, num_scales, x_len, BY: tl.constexpr,
+def _unpack(words, scales, zeros, weight, num_outputs, num_blocks, KIND: tl.constexpr, HALF: tl.constexpr,
+            STEP: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    # Grid: slabs of outputs x blocks of inputs.
+    # Tile: 16 outputs, BLOCKS blocks.
+    # Traffic: codes and scales once, two bytes for each.
+    unpack(words, scales, zeros, weight, tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS),
+           num_outputs, num_blocks, KIND, HALF, STEP, SCALED, ZEROS)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _round(x, static, codes, scales, num_inputs, width, num_rows, x_len, BY: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
     # Grid: rows.
     # Tile: BLOCK inputs of a row at a time; with a scale for the row all of them twice.
     # Traffic: x once (and from L2), as many bytes of codes.
     row = tl.program_id(0).to(tl.int64)
-    round_line(x + row * x_len, num_inputs, static, codes + row * width, scales + row * num_scales, width, BY,
+    round_line(x + row * x_len, num_inputs, static, codes + row * width, scales + row, num_rows, width, BY,
                BLOCK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _e4m3(codes, by, weight, scales, bias, residual, best, y, num_tokens, num_outputs, width, span,
-          num_scales, residual_len, y_len, BY_GROUP: tl.constexpr, DTYPE: tl.constexpr, TOKENS: tl.constexpr,
+          residual_len, y_len, BY_GROUP: tl.constexpr, DTYPE: tl.constexpr, TOKENS: tl.constexpr,
           OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr,
           ADDS: tl.constexpr):  # fmt: skip
     # Grid: token tiles x output tiles, neighbours in the same codes.
@@ -73,7 +83,7 @@ def _e4m3(codes, by, weight, scales, bias, residual, best, y, num_tokens, num_ou
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     first_output = tl.program_id(1) * OUTPUTS
     row = _rows(first_output, num_outputs, OUTPUTS)
-    total = e4m3_chain(codes + token * width, by + token * num_scales, token < num_tokens, weight, scales,
+    total = e4m3_chain(codes + token * width, by + token, num_tokens, token < num_tokens, weight, scales,
                        row, num_outputs, width, span, BY_GROUP, TOKENS, OUTPUTS)  # fmt: skip
     _leave(tl.trans(total), bias, residual, best, y, token, row.to(tl.int64), first_output, num_tokens,
            num_outputs, residual_len, y_len, DTYPE, OUTPUTS, ACTIVATION, BIASED, ADDS)  # fmt: skip

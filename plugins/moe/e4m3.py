@@ -1,5 +1,5 @@
 """A mixture of experts on CUDA with inputs and weights in e4m3: pairs as in cuda.py, chains as in
-plugins/linear/e4m3.py, which no GPU has run yet either."""
+plugins/linear/e4m3.py. No GPU has run it yet: it was compiled, and Triton's interpreter has run it."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -97,12 +97,12 @@ def _multiply(
     codes, by = buffers(x, num_pairs, lines, layout)
     _round_pairs[(num_pairs,)](
         x, lines.static, lines.static.stride(0), chosen.ids, chosen.pairs, codes, by, num_inputs, lines.width,
-        by.shape[1], x.stride(0), num_pairs, len(weight), SLOTS=slots, IS_UP=is_up, BY=layout.inputs,
+        x.stride(0), num_pairs, len(weight), SLOTS=slots, IS_UP=is_up, BY=layout.inputs,
         BLOCK=block_of(lines), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _e4m3_experts[chosen.tiles.shape[0] - 1, cdiv(num_outputs, tile.outputs)](
         codes, by, lines.codes, lines.scales, y, chosen.pairs, chosen.tiles, chosen.weights, num_outputs,
-        lines.width, lines.span, by.shape[1], lines.codes.stride(0), lines.scales.stride(0), y.stride(0),
+        lines.width, lines.span, num_pairs, lines.codes.stride(0), lines.scales.stride(0), y.stride(0),
         BY_GROUP=layout.inputs == "group", SLOTS=slots, IS_UP=is_up, DTYPE=x.dtype, TOKENS=tile.tokens,
         OUTPUTS=tile.outputs, ACTIVATION=activation, num_warps=tile.warps, num_stages=tile.stages,
         enable_fp_fusion=False,

@@ -98,8 +98,8 @@ def _coded_experts(x, words, scales, zeros, factors, y, pairs, tiles, expert_wei
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _round_pairs(x, static, static_len, expert_ids, pairs, codes, scales, num_inputs, width, num_scales,
-                 x_len, num_pairs, num_experts, SLOTS: tl.constexpr, IS_UP: tl.constexpr, BY: tl.constexpr,
+def _round_pairs(x, static, static_len, expert_ids, pairs, codes, scales, num_inputs, width, x_len, num_pairs,
+                 num_experts, SLOTS: tl.constexpr, IS_UP: tl.constexpr, BY: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     # Grid: pairs, in their order; behind the last one that has an expert programs end at once.
     # Tile: BLOCK inputs of a pair at a time; with a scale for the row all of them twice.
@@ -113,12 +113,12 @@ def _round_pairs(x, static, static_len, expert_ids, pairs, codes, scales, num_in
         return
     line = x + (pair // SLOTS if IS_UP else place) * x_len
     round_line(line, num_inputs, static + expert * static_len, codes + place * width,
-               scales + place * num_scales, width, BY, BLOCK)  # fmt: skip
+               scales + place, num_pairs, width, BY, BLOCK)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _e4m3_experts(codes, by, weight, scales, y, pairs, tiles, expert_weights, num_outputs, width, span,
-                  num_scales, weight_len, scales_len, y_len, BY_GROUP: tl.constexpr, SLOTS: tl.constexpr,
+                  num_pairs, weight_len, scales_len, y_len, BY_GROUP: tl.constexpr, SLOTS: tl.constexpr,
                   IS_UP: tl.constexpr, DTYPE: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
                   ACTIVATION: tl.constexpr):  # fmt: skip
     # Grid, tile: those of _experts.
@@ -130,7 +130,7 @@ def _e4m3_experts(codes, by, weight, scales, y, pairs, tiles, expert_weights, nu
     place, pair, inside = _pairs_of(tile, pairs, tiles, TOKENS)
     first_output = tl.program_id(1) * OUTPUTS
     row = row_of(first_output, num_outputs, OUTPUTS, ACTIVATION)
-    total = e4m3_chain(codes + place * width, by + place * num_scales, inside, weight + expert * weight_len,
+    total = e4m3_chain(codes + place * width, by + place, num_pairs, inside, weight + expert * weight_len,
                        scales + expert * scales_len, row, num_outputs, width, span, BY_GROUP, TOKENS,
                        OUTPUTS)  # fmt: skip
     _leave(tl.trans(total), y, expert_weights, place, pair, inside, first_output, num_outputs, y_len, IS_UP,

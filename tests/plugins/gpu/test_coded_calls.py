@@ -61,7 +61,7 @@ def compiled(op: str, layout: Layout, dtype: torch.dtype, capability: int) -> se
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("form, capability", [("coded", 80), ("coded", 90), ("e4m3", 89)])
+@pytest.mark.parametrize("form, capability", [("coded", 80), ("coded", 90), ("e4m3", 89), ("e4m3", 90)])
 @pytest.mark.parametrize("op", ["linear", "linear_swiglu", "linear_argmax", "moe"])
 def test_whatever_a_step_is_like_its_kernels_are_compiled(
     op: str, form: str, capability: int, dtype: torch.dtype

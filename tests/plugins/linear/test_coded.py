@@ -1,16 +1,18 @@
 """The dense layer on CUDA with quantised weights: against fp64, and the same bits in every tile."""
 
+import itertools
+
 import pytest
 import torch
 from kit.ops import rel_error
 
 pytest.importorskip("triton")
 
-from hemiola.plugins.gpu.tiles import Tile, coded_tiles, table_of
+from hemiola.plugins.gpu.tiles import Tile, coded_tile_of, coded_tiles, table_of
 from hemiola.plugins.gpu.words import form_of, num_bytes, pack_words, random_words, sections
-from hemiola.plugins.groups import Layout, WeightGroup, dequantised
+from hemiola.plugins.groups import Layout, WeightGroup, dequantised, numbers
 from hemiola.plugins.linear import cuda
-from hemiola.plugins.linear.coded import WIDE, best, fused, linear
+from hemiola.plugins.linear.coded import WIDE, best, fused, linear, unpacked
 from tests.gpu.laws import (
     DEVICE,
     HALF,
@@ -31,7 +33,7 @@ LAYOUTS = [
     Layout("e4m3", 128), Layout("e4m3", 0), Layout("e4m3", 48), Layout("e2m1", 16, ("factor",)),
     Layout("e2m1", 16, ("divisor",)), Layout("int8", 0), Layout("int8", 32, ("zeros",)), Layout("int4", 32),
     Layout("int8", 0, ("zeros",)), Layout("int4", 128), Layout("int4", 64, ("zeros",)), Layout("int4", 0),
-    Layout("int4", 256), Layout("int8", 128), Layout("int4", 16),
+    Layout("int4", 256), Layout("int8", 128), Layout("int4", 16), Layout("int4", 32, ("zeros",)),
 ]  # fmt: skip
 EACH = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 SHAPES = [(72, 300), (40, 96)] if INTERPRETED else [(4096, 4096), (2688, 1856), (257, 2048), (100, 72)]
@@ -42,6 +44,8 @@ ODD_TILES = (
     Tile(32, 16, 64, 2, 2, True, abreast=2),
 )
 ALL_TILES = {few.tile for capability in (0, 90) for few in table_of(capability).codes} | set(ODD_TILES)
+if not INTERPRETED:
+    ALL_TILES |= {many.tile for many in table_of(90).codes_many}
 TILES = sorted(ALL_TILES)[:: 4 if INTERPRETED else 1]
 NONE = torch.empty(0, dtype=HALF, device=DEVICE)
 BITS = pytest.mark.skipif(INTERPRETED, reason="numpy's products are not a GPU's")
@@ -120,6 +124,24 @@ def test_every_tile_has_the_same_bits(num_outputs: int, num_inputs: int, layout:
         assert same_bits(run(tile, None), wanted) and same_bits(run(tile, -wanted), rest), tile
 
 
+@EACH
+@pytest.mark.parametrize("num_outputs, num_inputs", [(72, 300), (40, 96)])
+def test_what_is_widened_into_memory_is_what_is_multiplied(
+    num_outputs: int, num_inputs: int, layout: Layout
+) -> None:
+    group = make(layout, num_outputs, num_inputs).map(lambda tensor: tensor.to(DEVICE))
+    span, wanted = layout.span or num_inputs, numbers(group)
+    if "zeros" in layout.others:
+        wanted -= group.tensors["zeros"].float().repeat_interleave(span, 1)[:, :num_inputs]
+    if layout.kind == "e2m1":  # 2^-16 of it on a GPU, where a row's sum makes up for that
+        scales = group.tensors["scales"].float() * (1.0 if INTERPRETED else 2.0**-16)
+        wanted *= scales.repeat_interleave(span, 1)[:, :num_inputs]
+    with poisoned():
+        packed = sections(pack_words(group), layout, num_outputs, num_inputs)
+        found = unpacked(packed, num_outputs, num_inputs)
+    assert torch.equal(found[:, :num_inputs].float(), wanted) and bool(found.isfinite().all())
+
+
 @BITS
 @EACH
 def test_a_row_is_alone(layout: Layout) -> None:
@@ -190,5 +212,8 @@ def test_a_weight_of_another_layout_or_shape_is_refused() -> None:
 def test_all_tiles_are_among_those_compiled() -> None:
     for gpu in (cuda.gpu_of(torch.device("meta")), cuda.gpu_of(torch.device("meta"))._replace(capability=80)):
         for num_outputs in (16, 4096, 248320):
-            assert coded_tiles(num_outputs, gpu)
+            ways = itertools.product((1, 17, 64, 511, 512, 8192), (4, 8), (False, True))
+            for num_tokens, bits, in_gluon in ways:
+                tile = coded_tile_of(num_tokens, num_outputs, bits, gpu, in_gluon)
+                assert tile in coded_tiles(num_outputs, gpu, in_gluon) and (in_gluon or not tile.consumers)
     assert WIDE.weight_first

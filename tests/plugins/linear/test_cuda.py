@@ -11,8 +11,12 @@ from hemiola.plugins.gpu.compile import compile_call
 from hemiola.plugins.gpu.cover import calls_at
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import launches
+from hemiola.plugins.gpu.lines import pack_lines
 from hemiola.plugins.gpu.sizes import Size
 from hemiola.plugins.gpu.tiles import Tile, table_of
+from hemiola.plugins.gpu.words import pack_words
+from hemiola.plugins.groups import Layout, WeightGroup
+from hemiola.plugins.linear import coded, e4m3
 from hemiola.plugins.linear.cuda import best, every_tile, fused, variants
 
 H200 = Gpu(90, 132)
@@ -62,6 +66,49 @@ def test_every_tile_of_gluon_is_compiled_but_for_the_best() -> None:
     with_residual = {v.options["tile"] for v in every_tile(most, 12352, x, weight, y, y)}
     assert with_residual & set(GLUON) == {tile for tile in GLUON if tile.tokens <= 128}
     assert not {v.options["tile"] for v in variants(most, x, weight, made(0), ending="argmax")} & set(GLUON)
+
+
+WIDE_KINDS = [
+    Layout("e4m3", 128), Layout("int4", 32, ("zeros",)), Layout("e2m1", 16, ("divisor",)), Layout("int8", 0),
+]  # fmt: skip
+NARROW_KINDS = [Layout("e4m3", 128, (), "group"), Layout("e4m3", 0, (), "static")]
+
+
+def packed(layout: Layout, num_outputs: int, num_inputs: int) -> torch.Tensor:
+    pack = pack_lines if layout.inputs else pack_words
+    return pack(WeightGroup.empty(layout, (num_outputs, num_inputs)))
+
+
+def launched_over(layout: Layout, x: torch.Tensor, num_outputs: int = 4096, **options) -> set[str]:
+    """Of a layer over codes."""
+    module, weight = e4m3 if layout.inputs else coded, packed(layout, num_outputs, x.shape[1])
+    given = (x, weight, made(0), None, "none", num_outputs, layout)
+    return {name.partition("._")[2] for name in launched(module.fused, *given, **options)}
+
+
+def test_many_tokens_of_codes_are_multiplied_by_gluon_where_that_was_measured() -> None:
+    x, (kind, *_), (narrow, *_) = made(512, 4096), WIDE_KINDS, NARROW_KINDS
+    assert launched_over(kind, x) == {"unpack", "dense_steps"}
+    assert launched_over(narrow, x) == launched_over(narrow, x[:17]) == {"round", "dense_steps"}
+    assert launched_over(narrow, x[:1], 12288) == {"round", "e4m3"}
+    for other in (x[:511], x.half(), x.float(), made(512, 4097)[:, 1:]):
+        assert launched_over(kind, other) == {"coded"}
+    assert launched_over(kind, x, gpu=Gpu(100, 132)) == launched_over(kind, x, 248320) == {"coded"}
+    assert launched_over(narrow, x, gpu=Gpu(100, 132)) == launched_over(narrow, x.half()) == {"round", "e4m3"}
+    assert launched_over(Layout("e4m3", 48), x) == {"coded"}  # steps of 16 inputs
+    assert launched_over(kind, x, 4100) == {"coded"}
+
+
+@pytest.mark.parametrize("layout", [*WIDE_KINDS, *NARROW_KINDS], ids=str)
+def test_what_is_multiplied_step_by_step_fits_and_is_fused_with_no_sum(layout: Layout) -> None:
+    """But where the law says so: sums of products of e4m3 times the scale of the outputs."""
+    module, weight = e4m3 if layout.inputs else coded, packed(layout, 256, 512)
+    given = (made(512, 512), weight, made(256), made(512, 256), "none", 256, layout)
+    found = [call for call in calls_at(module.fused, H200, *given) if call.kernel == "linear._dense_steps"]
+    ptx = compile_call(found[0], 90).ptx
+    products = {line.split()[0] for line in ptx.splitlines() if "wgmma.mma_async" in line}
+    assert len(found) == 1 and all((".e4m3.e4m3" in name) == bool(layout.inputs) for name in products)
+    assert products and ("fma.rn.f32" in FLOATS.findall(ptx)) == bool(layout.inputs)
 
 
 def ptx_of(tile: Tile, activation: str, biased: bool, adds: bool) -> str:
