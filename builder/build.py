@@ -20,6 +20,7 @@ from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.hub import Origin, fetch_weights, locate
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.options import Options
+from hemiola.builder.passes.fuse import ordered
 from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
 from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.targets.kernels import compile_kernels
@@ -80,6 +81,8 @@ def build(path: Path, engine_dir: Path, options: Options, report: Report = silen
         for rank in range(options.tp)
     ]
     model = ranks[0]
+    if arch.device == "cuda":
+        _refuse_odd_shares(model.vocab_size, options)
     _refuse_quantised(checkpoint, model, options, target, archs)
     _refuse_wide_inputs(checkpoint, model, options)
     drafts, limits = _limits(model, options, max_len)
@@ -94,7 +97,7 @@ def build(path: Path, engine_dir: Path, options: Options, report: Report = silen
     with fresh(engine_dir) as folder:
         if has_tokenizer:
             _copy_tokenizer(origin.folder, folder / "tokenizer")
-        job = Job(folder, arch.device, archs, limits, report)
+        job = Job(folder, arch.device, archs, limits, report, options.tp)
         names: list[Name] = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         graphs, segments, weights = _compile(ranks, names, target, job)
         kernels = _kernels(graphs, segments, job)
@@ -194,7 +197,8 @@ def _compile(
         for rank, other in enumerate(ranks[1:], 1):
             part = other.trunk if name == "trunk" else other.draft
             assert part is not None
-            weights[rank] |= choose_forms(graphs[-1], other.weights(part), job.device)[1]
+            given = ordered(graphs[-1], other.weights(part))
+            weights[rank] |= choose_forms(graphs[-1], given, job.device)[1]
     return graphs, segments, weights
 
 
@@ -358,11 +362,19 @@ def _warn_of_a_missing_head(model: models.Model) -> None:
 
 
 def _refuse_ranks(options: Options, target: targets.Target, archs: Sequence[str]) -> None:
-    if (options.tp > 1 or options.same_bits) and (ARCHS[archs[0]].device != "cpu" or target.name != "torch"):
+    if (options.tp > 1 or options.same_bits) and target.name != "torch":
         where = f"--target {target.name} --arch {','.join(archs)}"
         asked = f"--tp {options.tp}" if options.tp > 1 else "--same-bits"
-        said = f"{asked} is not supported by {where} yet, only by --target torch --arch cpu"
+        said = f"{asked} is not supported by {where} yet, only by --target torch"
         raise Refused("unsupported", "tp", options.tp, said=said, way_out="leave it out")
+
+
+def _refuse_odd_shares(vocab_size: int, options: Options) -> None:
+    """GPUs exchange logits in pairs."""
+    for what, num in (("vocab_size", vocab_size), ("--draft-vocab", options.draft_vocab or 0)):
+        if options.tp > 1 and num // options.tp % 2:
+            said = f"--tp {options.tp} leaves a rank {num // options.tp} of {what} {num}, an odd number"
+            raise Refused("conflict", "tp", options.tp, said=said, way_out="use fewer ranks")
 
 
 def _refuse_rows(max_rows: int, archs: Sequence[str]) -> None:

@@ -47,6 +47,8 @@ from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.followers import FollowerProcesses
 from hemiola.runtime.device.memory import CPU, Storage, close_all, free_bytes, give_back
 from hemiola.runtime.device.session import Session
+from hemiola.runtime.device.windows import Windows
+from hemiola.runtime.device.windows import Windows
 from hemiola.runtime.errors import Name, Refused, counted
 from hemiola.runtime.progress import READY, Report, show, silent
 from hemiola.runtime.schedule.carrier import Carrier
@@ -202,10 +204,10 @@ def _open_loop(
         compile_ahead(OPS.keys() & ops, report)
     if followers is not None:
         followers.configure(config.model_dump(), max(1, torch.get_num_threads() // manifest.tp))
+    group = None if followers is None else _group_of(followers, device)
     report("taking memory for the cache", 0, 0)
     storage = Storage(manifest.states, config.num_pages, config.num_slots, device=device)
     held.callback(storage.close)
-    group = None if followers is None else followers.memory.group(0)
     session = Session(engine_dir, manifest, storage, config.drafts, report, group)
     held.callback(session.close)
     cost, identity = prefix_cost(manifest), manifest.identity
@@ -218,6 +220,14 @@ def _open_loop(
     return loop
 
 
+def _group_of(followers: FollowerProcesses, device: torch.device) -> torch.Tensor:
+    """The leader's."""
+    if device.type == "cpu":
+        return followers.memory.group(0)
+    followers.windows = windows = Windows(followers.memory, 0, device)
+    return windows.open(followers.exchange(windows.handle))
+
+
 def start_followers(
     engine_dir: Path, manifest: manifests.Manifest, report: Report
 ) -> FollowerProcesses | None:
@@ -227,7 +237,8 @@ def start_followers(
     report("starting the other ranks", 0, 0)
     if manifest.arch == "cpu":
         _warn_of_few_cores(manifest.tp)
-    return FollowerProcesses(engine_dir, manifest.tp, manifest.identity, build())
+    on_gpus = manifest.arch != "cpu"
+    return FollowerProcesses(engine_dir, manifest.tp, manifest.identity, build(), on_gpus)
 
 
 def _warn_of_few_cores(num_ranks: int) -> None:
@@ -280,9 +291,10 @@ class LLM:
             raise Refused("wrong_type", "engine_dir", type(engine_dir), way_out="pass a path")
         engine_dir = Path(engine_dir)
         self.manifest = manifests.load(engine_dir)
-        device = find_device(engine_dir, self.manifest.arch)
-        weights, own = engine_dir / self.manifest.weights_file, self.manifest
-        free = free_bytes(device, weights, own.drawn_bytes, own.work_bytes)
+        own = self.manifest
+        device = find_device(engine_dir, own.arch, own.tp)
+        files = [engine_dir / file for file in own.weights_files(0)]
+        free = free_bytes(device, files, own.drawn_bytes, own.work_bytes)
         followers = start_followers(engine_dir, own, report)
         try:
             self._open_with(engine_dir, serve_config, report, device, free, followers)

@@ -27,9 +27,9 @@ class _End(NamedTuple):
     activation: str
 
 
-def fuse(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
-    """Change the graph; returns its weights in the order that the fused calls read."""
-    program, found = graph.program.graph, weights.copy()
+def fuse(graph: Graph) -> None:
+    """Change the graph; its weights are to be `ordered`."""
+    program = graph.program.graph
     places = [node for node in program.nodes if node.op == "placeholder"]
     names = dict(zip(places, graph.weights, strict=False))
     absent = next(node for node, name in names.items() if name == "absent")
@@ -42,7 +42,6 @@ def fuse(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
         if end.activation == "swiglu":
             if len(weight.users) > 1 or weight.meta["val"].shape[0] % (2 * EIGHT) or bias is not absent:
                 continue
-            found[names[weight]] = found[names[weight]].take(by_eights)
         residual, width = end.residual or absent, node.meta["val"].shape[1]
         with program.inserting_before(node):
             args = (x, weight, bias, residual, end.activation, width)
@@ -52,6 +51,17 @@ def fuse(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
         for old in (node, *end.between, end.layer):
             program.erase_node(old)
     graph.program.graph_module.recompile()
+
+
+def ordered(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
+    """A rank's weights in the order that fused calls read."""
+    program, found = graph.program.graph, weights.copy()
+    places = [node for node in program.nodes if node.op == "placeholder"]
+    names = dict(zip(places, graph.weights, strict=False))
+    for node in program.nodes:
+        if node.target is OPS["fused_linear"].torch_op and node.args[4] == "swiglu":
+            name = names[node.args[1]]
+            found[name] = found[name].take(by_eights)
     return found
 
 

@@ -76,7 +76,7 @@ def make_steps(
     table = PageTable(pages, device, is_copy=config.cuda_graphs or not on_cpu)
     given = (ops, config, ledger, table)
     if config.cuda_graphs:
-        prompts = Prompts(config, session, device)
+        prompts = Prompts(config, session, device, getattr(session, "slowest", None))
         captured = Captured(*given, session, session, ring)
         if device.type == "cuda":
             capture(captured, prompts, device, held, report)
