@@ -27,8 +27,8 @@ class _End(NamedTuple):
     activation: str
 
 
-def fuse(graph: Graph) -> None:
-    """Change the graph; its weights are to be `ordered`."""
+def fuse(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
+    """Change the graph; returns its weights in the order that the fused calls read."""
     program = graph.program.graph
     places = [node for node in program.nodes if node.op == "placeholder"]
     names = dict(zip(places, graph.weights, strict=False))
@@ -51,10 +51,11 @@ def fuse(graph: Graph) -> None:
         for old in (node, *end.between, end.layer):
             program.erase_node(old)
     graph.program.graph_module.recompile()
+    return ordered(graph, weights)
 
 
 def ordered(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
-    """A rank's weights in the order that fused calls read."""
+    """Any rank's weights in the order that fused calls read."""
     program, found = graph.program.graph, weights.copy()
     places = [node for node in program.nodes if node.op == "placeholder"]
     names = dict(zip(places, graph.weights, strict=False))

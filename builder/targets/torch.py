@@ -11,7 +11,7 @@ from torch.fx import Node
 from hemiola.builder.graph import Graph, op_of
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.passes import copied
-from hemiola.builder.passes.fuse import fuse, ordered
+from hemiola.builder.passes.fuse import fuse
 from hemiola.builder.passes.head import cut_head, layer_of_logits
 from hemiola.builder.passes.lines import only_lines
 from hemiola.builder.passes.sums import add_sums
@@ -68,8 +68,8 @@ def _for_cpu(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegmen
 
 
 def _for_gpu(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment:
-    fuse(graph)
-    nodes, packed = choose_forms(graph, ordered(graph, weights), job.device)
+    fused = fuse(graph, weights)
+    nodes, packed = choose_forms(graph, fused, job.device)
     scores = _scores(graph, nodes) if graph.name == "trunk" else None
     program = copied(graph.program.graph)
     named = cut_head(program, graph.weights)
