@@ -4,6 +4,7 @@
 
 | part | what |
 |---|---|
+| build | all engines that other parts open, at once |
 | links | which GPUs, and whether they reach each other |
 | sums | bits of sum, agree and gather at many sizes beside the references; 10^6 sums in graphs, none wrong |
 | times | a sum beside NCCL's all-reduce |
@@ -33,10 +34,29 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = {"links": 40, "sums": 120, "times": 60, "engines": 200, "storms": 200, "faults": 120, "models": 200}
+PARTS = {
+    "build": 200,
+    "links": 40,
+    "sums": 120,
+    "times": 60,
+    "engines": 200,
+    "storms": 200,
+    "faults": 120,
+    "models": 200,
+}
 FAMILIES = ("qwen3.5-code", "nemotron-h-code")
 SIZES = {"max_len": 512, "max_rows": 8, "max_step_tokens": 256, "page_len": 64, "chunk_len": 16}
-SHAPES = ((1, 4096), (2, 4096), (3, 256), (8, 4096), (33, 2688), (64, 4096), (256, 4096), (1000, 4096), (5000, 5120))
+SHAPES = (
+    (1, 4096),
+    (2, 4096),
+    (3, 256),
+    (8, 4096),
+    (33, 2688),
+    (64, 4096),
+    (256, 4096),
+    (1000, 4096),
+    (5000, 5120),
+)
 START = "import os\n\n\nclass Stack:\n    "
 
 
@@ -46,6 +66,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where engines are kept; default: a temporary folder")
     parser.add_argument("--seconds", type=float, default=60, help="of storms")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="of the part engines")
+    parser.add_argument("--cases", default="", help="of engines and faults, by semicolons; default: all")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.part:
@@ -53,7 +75,9 @@ def main() -> None:
         return
     if torch.cuda.device_count() < asked.tp:
         sys.exit(f"gpu_ranks.py: torch finds {torch.cuda.device_count()} CUDA devices here")
-    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
+    print(
+        f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}", flush=True
+    )
     with tempfile.TemporaryDirectory() as folder:
         asked.folder = asked.folder or Path(folder)
         failed = [part for part in asked.parts.split(",") if not ran(part, asked)]
@@ -63,7 +87,9 @@ def main() -> None:
 
 def ran(part: str, asked: argparse.Namespace) -> bool:
     """Whether it went well."""
-    given = ["--part", part, "--tp", str(asked.tp), "--folder", str(asked.folder), "--seconds", str(asked.seconds)]
+    given = ["--part", part]
+    for name in ("tp", "folder", "seconds", "families", "cases"):
+        given += [f"--{name}", str(getattr(asked, name))]
     print(f"## {part}", flush=True)
     start = time.monotonic()
     process = subprocess.Popen([sys.executable, __file__, *given], start_new_session=True)
@@ -130,7 +156,9 @@ def with_peers(work: Callable[[Peers], None], size: int) -> None:
         peers.meet()
 
     processes = [context.Process(target=begin, args=(0, [here for here, _ in pairs]))]
-    processes += [context.Process(target=begin, args=(rank, [there])) for rank, (_, there) in enumerate(pairs, 1)]
+    processes += [
+        context.Process(target=begin, args=(rank, [there])) for rank, (_, there) in enumerate(pairs, 1)
+    ]
     for process in processes:
         process.start()
     while any(process.is_alive() for process in processes):
@@ -141,6 +169,27 @@ def with_peers(work: Callable[[Peers], None], size: int) -> None:
             for process in processes:
                 process.kill()
             sys.exit("a rank failed")
+
+
+def build(asked: argparse.Namespace) -> None:
+    import multiprocessing
+
+    jobs = [(family, {"tp": asked.tp}) for family in FAMILIES]
+    jobs += [(family, {"tp": tp, "same_bits": True}) for family in FAMILIES for tp in (1, asked.tp)]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_build, args=(asked, *job)) for job in jobs]
+    script = [sys.executable, ROOT / "benchmarks" / "gpu_models.py", *_of_models(asked, 1), "--build"]
+    more = [subprocess.Popen([*map(str, script), "--tp", str(tp)]) for tp in (1, asked.tp)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    bad = [process.wait() for process in more] + [process.exitcode for process in processes]
+    sys.exit(any(bad))
+
+
+def _build(asked: argparse.Namespace, family: str, options: dict[str, Any]) -> None:
+    built(asked, family, **options)
 
 
 def links(asked: argparse.Namespace) -> None:
@@ -164,7 +213,9 @@ def _sums(peers: Peers) -> None:
     from hemiola.plugins.sum.reference import tree
 
     ops, wrong = forms("cuda"), []
-    for seed, ((tokens, width), dtype) in enumerate(itertools.product(SHAPES, (torch.bfloat16, torch.float32))):
+    for seed, ((tokens, width), dtype) in enumerate(
+        itertools.product(SHAPES, (torch.bfloat16, torch.float32))
+    ):
         rng = torch.Generator(peers.device).manual_seed(seed)
         parts = [
             (torch.randn(tokens, width, generator=rng, device=peers.device) * 3.0**n).to(dtype)
@@ -172,12 +223,18 @@ def _sums(peers: Peers) -> None:
         ]
         wanted = tree([part.float() for part in parts]).to(dtype)
         for twice in (None, False, True):
-            found = our_sum(parts[peers.rank], peers.group, twice)
+            found = our_sum(parts[peers.rank], peers.group, twice=twice)
             if not torch.equal(found.view(torch.int8), wanted.view(torch.int8)):
                 wrong.append((tokens, width, dtype, twice, int((found != wanted).sum())))
+            more = our_sum(parts[peers.rank], peers.group, parts[0], twice)
+            if not torch.equal(more, (tree([part.float() for part in parts]) + parts[0].float()).to(dtype)):
+                wrong.append((tokens, width, dtype, twice, "with a residual"))
     for lines in (1, 7, 300, 40_000):
         rng = torch.Generator(peers.device).manual_seed(lines)
-        logits = [torch.randn(lines, 96, generator=rng, device=peers.device).round(decimals=1) for _ in range(peers.size)]
+        logits = [
+            torch.randn(lines, 96, generator=rng, device=peers.device).round(decimals=1)
+            for _ in range(peers.size)
+        ]
         best = [ops.best(part) for part in logits]
         found = ops.agree(*best[peers.rank], peers.group, 96)
         wanted = ops.best(torch.cat(logits, 1))
@@ -187,7 +244,10 @@ def _sums(peers: Peers) -> None:
             wrong.append(("gather", lines))
     peers.meet()
     if peers.rank == 0:
-        print(f"| bits at {len(SHAPES)} sizes, 2 dtypes, 3 ways; agree, gather at 4 | {wrong or 'equal'} |", flush=True)
+        print(
+            f"| bits at {len(SHAPES)} sizes, 2 dtypes, 3 ways; agree, gather at 4 | {wrong or 'equal'} |",
+            flush=True,
+        )
     bad, num, seconds = _loop(peers, our_sum)
     print(f"| rank {peers.rank}: {num} sums in graphs | {seconds:.1f} s | {bad} wrong |", flush=True)
     if wrong or bad:
@@ -199,7 +259,18 @@ def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int,
     device, at_once = peers.device, 500
     count = torch.zeros(1, device=device)
     bad = torch.zeros(1, dtype=torch.int64, device=device)
-    sizes = ((1, 4096), (1, 4096), (2, 4096), (1, 2688), (1, 4096), (8, 4096), (1, 256), (1, 4096), (4, 4096), (64, 4096))
+    sizes = (
+        (1, 4096),
+        (1, 4096),
+        (2, 4096),
+        (1, 2688),
+        (1, 4096),
+        (8, 4096),
+        (1, 256),
+        (1, 4096),
+        (4, 4096),
+        (64, 4096),
+    )
     bases = [torch.arange(t * w, device=device).remainder(61).view(t, w).float() for t, w in sizes]
 
     def one(n: int) -> None:
@@ -228,7 +299,10 @@ def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int,
 
 def times(asked: argparse.Namespace) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "NCCL_NVLS_ENABLE": "0"}
-    print("| rows x 4096, bf16 | ours, us | NCCL in a graph, us | ours / NCCL | NCCL eager, us |\n|---|---|---|---|---|", flush=True)
+    print(
+        "| rows x 4096, bf16 | ours, us | NCCL in a graph, us | ours / NCCL | NCCL eager, us |\n|---|---|---|---|---|",
+        flush=True,
+    )
     with_peers(_times, asked.tp)
 
 
@@ -308,7 +382,11 @@ def asked_for(text: list[int], seed: int, num: int) -> list[tuple[list[int], Any
     for n in range(num):
         length = dice.choice([3, 17, 63, 64, 65, 100, 130, 200])
         kind = n % 5
-        params: dict[str, Any] = {"max_tokens": dice.choice([8, 24, 48]), "temperature": 0.0, "ignore_eos": True}
+        params: dict[str, Any] = {
+            "max_tokens": dice.choice([8, 24, 48]),
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
         if kind in (1, 4):
             params["logprobs"] = 5
         if kind == 2:
@@ -332,7 +410,9 @@ def answers(engine_dir: Path, calls: list[tuple[list[int], Any]], **options: Any
     with opened(engine_dir, **options) as llm:
         prompts, params = map(list, zip(*calls, strict=True))
         first = [said(output) for output in llm.generate(prompts, params)]
-        assert first == [said(output) for output in llm.generate(prompts, params)], "the second time is another"
+        assert first == [said(output) for output in llm.generate(prompts, params)], (
+            "the second time is another"
+        )
         return first
 
 
@@ -347,12 +427,17 @@ def text_of(engine_dir: Path, drafts: str = "none") -> list[int]:
 
     with opened(engine_dir, drafts=drafts) as llm:
         ids = llm.encode(START)
-        return ids + llm.generate([ids], SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))[0].token_ids
+        return (
+            ids
+            + llm.generate([ids], SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))[
+                0
+            ].token_ids
+        )
 
 
 def engines(asked: argparse.Namespace) -> None:
     bad = 0
-    for family in FAMILIES:
+    for family in asked.families.split(","):
         engine_dir = built(asked, family, tp=asked.tp)
         text = text_of(engine_dir)
         calls = asked_for(text, 0, 30)
@@ -367,10 +452,17 @@ def engines(asked: argparse.Namespace) -> None:
             "mtp, no prefixes": {"drafts": "mtp", "num_drafts": 2, "prefix_cache": False},
             "mtp, chunks of 63": {"drafts": "mtp", "num_drafts": 1, "max_step_tokens": 63},
             "mtp, 3 rows, 14 pages": {"drafts": "mtp", "num_drafts": 3, "max_rows": 3, "num_pages": 14},
-            "mtp, host's memory": {"drafts": "mtp", "num_drafts": 3, "num_pages": 14, "host_cache_bytes": 2**28},
+            "mtp, host's memory": {
+                "drafts": "mtp",
+                "num_drafts": 3,
+                "num_pages": 14,
+                "host_cache_bytes": 2**28,
+            },
             "none, depth 2": {"drafts": "none", "pipeline_depth": 2, "max_rows": 4},
         }
         for name, options in cases.items():
+            if asked.cases and name not in asked.cases.split(";"):
+                continue
             start = time.monotonic()
             try:
                 found = answers(engine_dir, calls, **options)
@@ -379,7 +471,10 @@ def engines(asked: argparse.Namespace) -> None:
             except Exception as error:
                 others, result = [0], f"{type(error).__name__}: {error}"
             bad += bool(others)
-            print(f"| {family} | {name} | {len(calls)} requests | {result} | {time.monotonic() - start:.1f} s |", flush=True)
+            print(
+                f"| {family} | {name} | {len(calls)} requests | {result} | {time.monotonic() - start:.1f} s |",
+                flush=True,
+            )
         try:
             dirs = [built(asked, family, tp=tp, same_bits=True) for tp in (1, asked.tp)]
             found = [plain(one, calls[:12]) for one in dirs]
@@ -414,7 +509,7 @@ def storms(asked: argparse.Namespace) -> None:
         if options["drafts"] != "none":
             options["num_drafts"] = dice.choice([1, 2, 3])
         with opened(engine_dir, **options) as llm:
-            for _ in range(25):
+            for _ in range(50):
                 wrong = _storm(llm, dice, calls, wanted)
                 done, bad = done + 1, bad + bool(wrong)
                 if wrong:
@@ -422,7 +517,9 @@ def storms(asked: argparse.Namespace) -> None:
                 if time.monotonic() > until:
                     break
         seed += 1
-    print(f"| {done} storms of 30 requests | {seed} engines | ledgers compared in every step | {bad} with a wrong bit |")
+    print(
+        f"| {done} storms of 30 requests | {seed} engines | ledgers compared in every step | {bad} with a wrong bit |"
+    )
     sys.exit(bad > 0 or done == 0)
 
 
@@ -461,7 +558,10 @@ def faults(asked: argparse.Namespace) -> None:
 
     engine_dir, bad = built(asked, FAMILIES[0], tp=asked.tp), 0
     params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-    for name, word in (("killed", signal.SIGKILL), ("killed again", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+    words = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+    for name, word in (
+        (n, word) for n, word in words.items() if not asked.cases or n in asked.cases.split(";")
+    ):
         llm = opened(engine_dir)
         pid = _followers(os.getpid())[0]
         num, ends, tokens = [0], [], threading.Event()
@@ -506,10 +606,16 @@ def faults(asked: argparse.Namespace) -> None:
     time.sleep(1)
     good = bool(pids) and seconds < 5 and _used(1) < 2**30
     bad += not good
-    print(f"| leader killed | followers {pids} ended after {seconds:.2f} s; GPU 1 has {_used(1) / 2**20:.0f} MiB |", flush=True)
+    print(
+        f"| leader killed | followers {pids} ended after {seconds:.2f} s; GPU 1 has {_used(1) / 2**20:.0f} MiB |",
+        flush=True,
+    )
     many = "0" if torch.cuda.device_count() == asked.tp else ",".join(map(str, range(asked.tp - 1)))
     process = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"CUDA_VISIBLE_DEVICES": many}, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": many},
+        capture_output=True,
+        text=True,
     )
     print(f"| too few GPUs | {process.stderr.strip().splitlines()[-1]} |", flush=True)
     sys.exit(bad > 0)
@@ -520,7 +626,9 @@ def _note(piece: Any, num: list[int], ends: list[str], tokens: threading.Event) 
     if num[0] >= 20:
         tokens.set()
     if piece.finish_reason is not None:
-        ends.append(f"{piece.finish_reason}: {piece.error}" if getattr(piece, "error", "") else piece.finish_reason)
+        ends.append(
+            f"{piece.finish_reason}: {piece.error}" if getattr(piece, "error", "") else piece.finish_reason
+        )
 
 
 def _followers(parent: int) -> list[int]:
@@ -548,8 +656,12 @@ def models(asked: argparse.Namespace) -> None:
     script = ROOT / "benchmarks" / "gpu_models.py"
     for tp in (1, asked.tp):
         print(f"* --tp {tp}", flush=True)
-        given = ["--models", "9b", "--rows", "1,64", "--drafts", "none,mtp", "--tp", str(tp), "--engines", asked.folder]
-        subprocess.run([sys.executable, script, *map(str, given)], check=True)
+        subprocess.run([sys.executable, str(script), *_of_models(asked, tp)], check=True)
+
+
+def _of_models(asked: argparse.Namespace, tp: int) -> list[str]:
+    given = ["--models", "9b", "--rows", "1,64", "--drafts", "none,mtp", "--tp", str(tp)]
+    return [*given, "--engines", str(asked.folder)]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 |---|---|---|
 | `sums` | CPU | a dense layer and a sum behind it as one call |
 | `lines` | CPU | a second program, which computes hidden states only where there are logits |
-| `fuse` | GPU | a dense layer and what follows it as one call |
+| `fuse` | GPU | a dense layer, or a sum over ranks, and what follows it as one call |
 | `head` | GPU | the output head apart: a step asks for logits, or only for the best tokens |
 | `cut` | ONNX Runtime, TensorRT-RTX | parts for another compiler, our ops between them |
 """

@@ -6,6 +6,7 @@ What lay between is no longer rounded, whatever the number of tokens: a call is 
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx import Graph as Calls
 from torch.fx import Node
 
 from hemiola.builder.graph import Graph
@@ -34,6 +35,8 @@ def fuse(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
     names = dict(zip(places, graph.weights, strict=False))
     absent = next(node for node, name in names.items() if name == "absent")
     for node in list(program.nodes):
+        if _joined(program, node):
+            continue
         end = _sum(node) or _swiglu(node) or _relu2(node)
         if end is None:
             continue
@@ -64,6 +67,28 @@ def ordered(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
             name = names[node.args[1]]
             found[name] = found[name].take(by_eights)
     return found
+
+
+def _joined(program: Calls, node: Node) -> bool:
+    """Whether it added something to the sum over all ranks, which now does that itself."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return False
+    for found, other in (node.args[::-1], node.args):
+        is_sum = isinstance(found, Node) and found.target is OPS["sum"].torch_op and len(found.args) == 2
+        if is_sum and isinstance(other, Node) and len(found.users) == 1 and _is_like(found, other):
+            with program.inserting_before(node):
+                joined = program.call_function(OPS["sum"].torch_op, (*found.args, other))
+            joined.meta = node.meta.copy()
+            node.replace_all_uses_with(joined)
+            program.erase_node(node)
+            program.erase_node(found)
+            return True
+    return False
+
+
+def _is_like(one: Node, other: Node) -> bool:
+    a, b = one.meta["val"], other.meta["val"]
+    return a.shape == b.shape and a.dtype == b.dtype
 
 
 def _sum(node: Node) -> _End | None:

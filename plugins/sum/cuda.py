@@ -13,7 +13,7 @@ ONCE_BYTES = 2**16  # of a message; a longer one takes longer on its way than a 
 _sum = Kernel("sum", "_sum")
 
 
-def variants(most: Size, x: torch.Tensor, group: torch.Tensor) -> Iterator[Variant]:
+def variants(most: Size, x: torch.Tensor, group: torch.Tensor, *residual: torch.Tensor) -> Iterator[Variant]:
     """Both ways, in pieces of both lengths."""
     line_bytes, size = x.shape[1] * x.itemsize, size_of(group)
     few = PAYLOAD * FEW * PROGRAMS
@@ -21,7 +21,9 @@ def variants(most: Size, x: torch.Tensor, group: torch.Tensor) -> Iterator[Varia
         yield Variant(Size(tokens, 1, 1))
 
 
-def sum(x: torch.Tensor, group: torch.Tensor, twice: bool | None = None) -> torch.Tensor:
+def sum(
+    x: torch.Tensor, group: torch.Tensor, residual: torch.Tensor | None = None, twice: bool | None = None
+) -> torch.Tensor:
     """See reference.py. twice: each rank adds up its part of the lines for all; by default where there are
     more than two ranks, and the message is long."""
     x, size = x.contiguous(), size_of(group)
@@ -30,8 +32,11 @@ def sum(x: torch.Tensor, group: torch.Tensor, twice: bool | None = None) -> torc
         twice = size > 2 and x.nbytes > ONCE_BYTES
     num_lines = x.nbytes // PAYLOAD
     pieces = pieces_of(cdiv(num_lines, size) if twice else num_lines)
+    lines, made = x.view(torch.int64), y.view(torch.int64)
+    more = lines if residual is None else residual.contiguous().view(torch.int64)
     _sum[(pieces.programs,)](
-        x.view(torch.int64), group, y.view(torch.int64), num_lines,
-        RANKS=size, WIDE=x.dtype is torch.float32, BLOCK=pieces.lines, TWICE=twice, num_warps=pieces.warps,
+        lines, group, more, made, num_lines,
+        RANKS=size, WIDE=x.dtype is torch.float32, MORE=residual is not None, BLOCK=pieces.lines, TWICE=twice,
+        num_warps=pieces.warps,
     )  # fmt: skip
     return y

@@ -23,7 +23,8 @@ SUM = Op(
     reference=reference,
     forms=(
         Form("compiled", "cpu", fp32_in_sixteens("")),
-        Form("cuda", "cuda", first_reason(one_dtype(), _in_lines)),
+        Form("cuda", "cuda", first_reason(one_dtype(), _in_lines), options=("residual",)),
     ),
+    options=(Arg("residual", "TF"),),  # builder/passes/fuse.py
     by_line=True,
 )

@@ -16,11 +16,12 @@ from hemiola.plugins.gpu.exchange import (
 
 
 @triton.jit(do_not_specialize=["num_lines"])
-def _sum(x, group, y, num_lines, RANKS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-         TWICE: tl.constexpr):  # fmt: skip
+def _sum(x, group, residual, y, num_lines, RANKS: tl.constexpr, WIDE: tl.constexpr, MORE: tl.constexpr,
+         BLOCK: tl.constexpr, TWICE: tl.constexpr):  # fmt: skip
     # Grid: PROGRAMS at most.
     # Tile: BLOCK lines of 8 bytes, of fp32 (WIDE) or bf16; TWICE: of each rank's part, which it adds up for all.
-    # Traffic: x once to every other rank, in lines of 16 bytes; TWICE: 2 (RANKS - 1) / RANKS of x.
+    # Traffic: x once to every other rank, in lines of 16 bytes; TWICE: 2 (RANKS - 1) / RANKS of x. Residual
+    # (MORE) and y once.
     lane, rank, stop = tl.arange(0, BLOCK), tl.load(group + RANK), tl.load(group + STOP)
     counter = group + WINDOWS + RANKS + tl.program_id(0)
     number = tl.load(counter).to(tl.int32)
@@ -39,7 +40,8 @@ def _sum(x, group, y, num_lines, RANKS: tl.constexpr, WIDE: tl.constexpr, BLOCK:
             own = rank * part + line
             live = inside & (own < num_lines)
             low, high = split(tl.load(x + own, mask=live, other=0))
-            low, high = _tree(group, lane, low, high, number, rank, stop, RANKS, WIDE)
+            more = _more(residual, own, live, MORE)
+            low, high = _tree(group, lane, low, high, more, number, rank, stop, RANKS, WIDE, MORE)
             tl.debug_barrier()
             number += 1
             send_to_all(group, lane, low, high, number, rank, RANKS)
@@ -51,15 +53,26 @@ def _sum(x, group, y, num_lines, RANKS: tl.constexpr, WIDE: tl.constexpr, BLOCK:
             live = line < num_lines
             low, high = split(tl.load(x + line, mask=live, other=0))
             send_to_all(group, lane, low, high, number, rank, RANKS)
-            low, high = _tree(group, lane, low, high, number, rank, stop, RANKS, WIDE)
+            more = _more(residual, line, live, MORE)
+            low, high = _tree(group, lane, low, high, more, number, rank, stop, RANKS, WIDE, MORE)
             tl.store(y + line, join(low, high), mask=live)
         tl.debug_barrier()  # all threads have read this piece before one of them sends the next
     tl.store(counter, number.to(tl.int64))
 
 
 @triton.jit
-def _tree(group, lane, low, high, number, rank, stop, RANKS: tl.constexpr, WIDE: tl.constexpr):
-    """The sum of all ranks' lines, rounded once, as halves."""
+def _more(residual, line, live, MORE: tl.constexpr):
+    """Lines of the residual, while others are on their way."""
+    if MORE:
+        return tl.load(residual + line, mask=live, other=0)
+    else:
+        return line.to(tl.int64)
+
+
+@triton.jit
+def _tree(group, lane, low, high, more, number, rank, stop, RANKS: tl.constexpr, WIDE: tl.constexpr,
+          MORE: tl.constexpr):  # fmt: skip
+    """The sum of all ranks' lines, and more, rounded once, as halves."""
     if RANKS == 2:
         a, b, c, d = _two(group, 0, lane, low, high, number, rank, stop, RANKS, WIDE)
     elif RANKS == 4:
@@ -67,6 +80,10 @@ def _tree(group, lane, low, high, number, rank, stop, RANKS: tl.constexpr, WIDE:
     else:
         a, b, c, d = _four(group, 0, lane, low, high, number, rank, stop, RANKS, WIDE)
         e, f, g, h = _four(group, 4, lane, low, high, number, rank, stop, RANKS, WIDE)
+        a, b, c, d = a + e, b + f, c + g, d + h
+    if MORE:
+        low, high = split(more)
+        e, f, g, h = _as_fp32(low, high, WIDE)
         a, b, c, d = a + e, b + f, c + g, d + h
     if WIDE:
         return a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
@@ -90,8 +107,14 @@ def _two(group, first, lane, low, high, number, rank, stop, RANKS: tl.constexpr,
 
 @triton.jit
 def _numbers(group, sender, lane, low, high, number, rank, stop, RANKS: tl.constexpr, WIDE: tl.constexpr):
-    """A rank's, as fp32: four of a line in bf16; of one in fp32 two, and these again."""
+    """A rank's."""
     low, high = receive(group, sender, lane, low, high, number, rank, stop, RANKS)
+    return _as_fp32(low, high, WIDE)
+
+
+@triton.jit
+def _as_fp32(low, high, WIDE: tl.constexpr):
+    """Four numbers of a line in bf16; of one in fp32 two, and these again."""
     if WIDE:
         a, b = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
         return a, b, a, b

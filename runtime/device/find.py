@@ -26,7 +26,8 @@ def find_device(engine_dir: Path, arch: str, num_ranks: int = 1) -> torch.device
         raise Refused("not_found", said=said, way_out=f"{rebuilt_for('cpu')}")
     found = torch.cuda.get_device_capability(0)
     if found in needed:
-        _check_peers(engine_dir, num_ranks)
+        if num_ranks > 1:
+            _check_peers(engine_dir, num_ranks)
         return torch.device("cuda", 0)
     name = torch.cuda.get_device_name(0)
     said = f"{built}, but {name} has {_dotted(found)}"
@@ -38,16 +39,22 @@ def _check_peers(engine_dir: Path, num_ranks: int) -> None:
     num = torch.cuda.device_count()
     if num_ranks > num:
         said = f"{engine_dir} was built with --tp {num_ranks}, for as many GPUs, but torch finds {num} here{visible()}"
-        raise Refused("not_found", "tp", said=said, way_out="open it where there are more, or rebuild with a lower --tp")
+        raise Refused(
+            "not_found", "tp", said=said, way_out="open it where there are more, or rebuild with a lower --tp"
+        )
     first = _kind_of(0)
     for rank in range(1, num_ranks):
         if (other := _kind_of(rank)) != first:
-            said = f"{engine_dir} needs {num_ranks} equal GPUs, but GPU 0 is {first} and GPU {rank} is {other}"
+            said = (
+                f"{engine_dir} needs {num_ranks} equal GPUs, but GPU 0 is {first} and GPU {rank} is {other}"
+            )
             raise Refused("unsupported", "tp", said=said, way_out=f"name equal ones in {VISIBLE}")
     for one, other in permutations(range(num_ranks), 2):
         if not torch.cuda.can_device_access_peer(one, other):
             said = f"{engine_dir} needs GPUs that reach each other's memory, but GPU {one} cannot reach GPU {other}"
-            raise Refused("unsupported", "tp", said=said, way_out=f"name others in {VISIBLE}, or rebuild with --tp 1")
+            raise Refused(
+                "unsupported", "tp", said=said, way_out=f"name others in {VISIBLE}, or rebuild with --tp 1"
+            )
 
 
 def _kind_of(number: int) -> str:

@@ -38,9 +38,7 @@ class _Follower(NamedTuple):
 class FollowerProcesses:
     """One for each rank but the first. `opened` and `ready` are the two halves of starting them."""
 
-    def __init__(
-        self, engine_dir: Path, size: int, identity: str, build: str, on_gpus: bool = False
-    ) -> None:
+    def __init__(self, engine_dir: Path, size: int, identity: str, build: str, on_gpus: bool = False) -> None:
         """on_gpus: each has one of its own, and sees it as the first."""
         self.memory = SharedMemory.make(size)
         self.windows: Windows | None = None  # the leader's, closed with this

@@ -159,9 +159,7 @@ def _gathered(scores: Logits, ranks: Head) -> Logits:
     return lambda lines: ranks.logits(scores(lines))
 
 
-def _of_all(
-    head: Head, ranks: Head, group: torch.Tensor, manifest: Manifest, segment: Segment
-) -> Head:
+def _of_all(head: Head, ranks: Head, group: torch.Tensor, manifest: Manifest, segment: Segment) -> Head:
     """A head of all ranks' parts of the vocabulary, from that of this rank's."""
     agree = forms("cuda").agree
     width = manifest.vocab_size
