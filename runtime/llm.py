@@ -48,7 +48,6 @@ from hemiola.runtime.device.followers import FollowerProcesses
 from hemiola.runtime.device.memory import CPU, Storage, close_all, free_bytes, give_back
 from hemiola.runtime.device.session import Session
 from hemiola.runtime.device.windows import Windows
-from hemiola.runtime.device.windows import Windows
 from hemiola.runtime.errors import Name, Refused, counted
 from hemiola.runtime.progress import READY, Report, show, silent
 from hemiola.runtime.schedule.carrier import Carrier

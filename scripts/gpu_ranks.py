@@ -8,9 +8,10 @@
 | links | which GPUs, and whether they reach each other |
 | sums | bits of sum, agree and gather at many sizes beside the references; 10^6 sums in graphs, none wrong |
 | times | a sum beside NCCL's all-reduce |
-| engines | bundled checkpoints: drafts, prefixes, chunks and batches, with graphs and without, all bits of the plain run; --same-bits: those of one GPU |
-| storms | requests of all kinds at any time, cancelled and preempted; each has the bits of the plain run |
-| faults | a rank killed in the middle of a step, the leader killed: an error within seconds, and nothing left |
+| engines | bundled checkpoints: drafts, prefixes, chunks and batches, with graphs and without: all bits of the
+| | plain run; --same-bits: those of one GPU |
+| storms | requests of all kinds at any time, cancelled and preempted; bits of the plain run |
+| faults | a rank lost in the middle of a step or while the engine opens, the leader killed: nothing is left |
 | models | steps of Qwen3.5-9B (random weights) beside those of one GPU |
 
 Each part is a process of its own with a time limit, and none stops the next. A line of a table for each thing.
@@ -18,7 +19,6 @@ Each part is a process of its own with a time limit, and none stops the next. A 
 
 import argparse
 import itertools
-import json
 import os
 import random
 import signal
@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,8 @@ def ran(part: str, asked: argparse.Namespace) -> bool:
         status = process.wait(PARTS[part] + (asked.seconds if part == "storms" else 0))
     except subprocess.TimeoutExpired:
         status = "its time is up"
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
     print(f"## {part}: {status} after {time.monotonic() - start:.1f} s\n", flush=True)
     return status == 0
@@ -244,10 +243,7 @@ def _sums(peers: Peers) -> None:
             wrong.append(("gather", lines))
     peers.meet()
     if peers.rank == 0:
-        print(
-            f"| bits at {len(SHAPES)} sizes, 2 dtypes, 3 ways; agree, gather at 4 | {wrong or 'equal'} |",
-            flush=True,
-        )
+        row(f"bits at {len(SHAPES)} sizes, 2 dtypes, 3 ways; agree, gather at 4", wrong or "equal")
     bad, num, seconds = _loop(peers, our_sum)
     print(f"| rank {peers.rank}: {num} sums in graphs | {seconds:.1f} s | {bad} wrong |", flush=True)
     if wrong or bad:
@@ -299,10 +295,8 @@ def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int,
 
 def times(asked: argparse.Namespace) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "NCCL_NVLS_ENABLE": "0"}
-    print(
-        "| rows x 4096, bf16 | ours, us | NCCL in a graph, us | ours / NCCL | NCCL eager, us |\n|---|---|---|---|---|",
-        flush=True,
-    )
+    row("rows x 4096, bf16", "ours, us", "NCCL in a graph, us", "ours / NCCL", "NCCL eager, us")
+    row(*["---"] * 5)
     with_peers(_times, asked.tp)
 
 
@@ -416,91 +410,78 @@ def answers(engine_dir: Path, calls: list[tuple[list[int], Any]], **options: Any
         return first
 
 
-def plain(engine_dir: Path, calls: list[tuple[list[int], Any]]) -> list[tuple[Any, ...]]:
-    """One by one, with nothing on."""
-    with opened(engine_dir, drafts="none", prefix_cache=False, max_rows=1) as llm:
-        return [said(llm.generate([prompt], params)[0]) for prompt, params in calls]
-
-
-def text_of(engine_dir: Path, drafts: str = "none") -> list[int]:
+def plain(
+    engine_dir: Path, seed: int, num: int, calls: list[tuple[list[int], Any]] | None = None
+) -> tuple[list[tuple[list[int], Any]], list[tuple[Any, ...]]]:
+    """Requests, each a part of a greedy text, and their answers one by one, with nothing on."""
     from hemiola.runtime.api import SamplingParams
 
-    with opened(engine_dir, drafts=drafts) as llm:
-        ids = llm.encode(START)
-        return (
-            ids
-            + llm.generate([ids], SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))[
-                0
-            ].token_ids
-        )
+    start = time.monotonic()
+    with opened(engine_dir, drafts="none", prefix_cache=False, max_rows=1) as llm:
+        opening = time.monotonic() - start
+        if calls is None:
+            ids, params = llm.encode(START), SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+            calls = asked_for(ids + llm.generate([ids], params)[0].token_ids, seed, num)
+        found = [said(llm.generate([prompt], params)[0]) for prompt, params in calls]
+    seconds = time.monotonic() - start - opening
+    print(f"* {engine_dir.name}: open in {opening:.1f} s, plain run in {seconds:.1f} s", flush=True)
+    return calls, found
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "mtp": {"drafts": "mtp", "num_drafts": 3},
+    "no graphs": {"drafts": "mtp", "num_drafts": 3, "cuda_graphs": False},
+    "none": {"drafts": "none"},
+    "ngram": {"drafts": "ngram", "num_drafts": 3, "ngram_min": 1},
+    "mtp, no prefixes": {"drafts": "mtp", "num_drafts": 2, "prefix_cache": False},
+    "mtp, chunks of 63": {"drafts": "mtp", "num_drafts": 1, "max_step_tokens": 63},
+    "mtp, 3 rows, 14 pages": {"drafts": "mtp", "num_drafts": 3, "max_rows": 3, "num_pages": 14},
+    "mtp, host's memory": {"drafts": "mtp", "num_drafts": 3, "num_pages": 14, "host_cache_bytes": 2**28},
+    "none, depth 2": {"drafts": "none", "pipeline_depth": 2, "max_rows": 4},
+}
 
 
 def engines(asked: argparse.Namespace) -> None:
-    bad = 0
+    bad, chosen = 0, asked.cases.split(";") if asked.cases else [*CASES]
     for family in asked.families.split(","):
-        engine_dir = built(asked, family, tp=asked.tp)
-        text = text_of(engine_dir)
-        calls = asked_for(text, 0, 30)
-        start = time.monotonic()
-        wanted = plain(engine_dir, calls)
-        print(f"* {family}: plain run in {time.monotonic() - start:.1f} s", flush=True)
-        cases = {
-            "mtp": {"drafts": "mtp", "num_drafts": 3},
-            "no graphs": {"drafts": "mtp", "num_drafts": 3, "cuda_graphs": False},
-            "none": {"drafts": "none"},
-            "ngram": {"drafts": "ngram", "num_drafts": 3, "ngram_min": 1},
-            "mtp, no prefixes": {"drafts": "mtp", "num_drafts": 2, "prefix_cache": False},
-            "mtp, chunks of 63": {"drafts": "mtp", "num_drafts": 1, "max_step_tokens": 63},
-            "mtp, 3 rows, 14 pages": {"drafts": "mtp", "num_drafts": 3, "max_rows": 3, "num_pages": 14},
-            "mtp, host's memory": {
-                "drafts": "mtp",
-                "num_drafts": 3,
-                "num_pages": 14,
-                "host_cache_bytes": 2**28,
-            },
-            "none, depth 2": {"drafts": "none", "pipeline_depth": 2, "max_rows": 4},
-        }
-        for name, options in cases.items():
-            if asked.cases and name not in asked.cases.split(";"):
-                continue
+        if any(name in CASES for name in chosen):
+            engine_dir = built(asked, family, tp=asked.tp)
+            calls, wanted = plain(engine_dir, 0, 30)
+        for name in (name for name in CASES if name in chosen):
             start = time.monotonic()
             try:
-                found = answers(engine_dir, calls, **options)
+                found = answers(engine_dir, calls, **CASES[name])
                 others = [n for n, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1]]
                 result = f"OTHER in {others}" if others else "equal"
             except Exception as error:
-                others, result = [0], f"{type(error).__name__}: {error}"
-            bad += bool(others)
-            print(
-                f"| {family} | {name} | {len(calls)} requests | {result} | {time.monotonic() - start:.1f} s |",
-                flush=True,
-            )
+                result = f"{type(error).__name__}: {error}"
+            bad += result != "equal"
+            row(family, name, f"{len(calls)} requests", result, f"{time.monotonic() - start:.1f} s")
         try:
             dirs = [built(asked, family, tp=tp, same_bits=True) for tp in (1, asked.tp)]
-            found = [plain(one, calls[:12]) for one in dirs]
-            result = "equal" if found[0] == found[1] else "OTHER"
+            calls, wanted = plain(dirs[0], 1, 12)
+            result = "equal" if plain(dirs[1], 1, 12, calls)[1] == wanted else "OTHER"
         except Exception as error:
             result = f"{type(error).__name__}: {error}"
         bad += result != "equal"
-        print(f"| {family} | --same-bits: 1 and {asked.tp} GPUs | 12 requests | {result} |", flush=True)
+        row(family, f"--same-bits: 1 and {asked.tp} GPUs", "12 requests", result)
     sys.exit(bad > 0)
 
 
 def storms(asked: argparse.Namespace) -> None:
     """Until the time is up."""
-    until, bad, done, seed = time.monotonic() + asked.seconds, 0, 0, 0
-    known = {}
-    for family in FAMILIES:
-        engine_dir = built(asked, family, tp=asked.tp)
-        calls = asked_for(text_of(engine_dir), 7, 40)
-        known[family] = engine_dir, calls, plain(engine_dir, calls)
-    until = max(until, time.monotonic() + asked.seconds / 2)
-    while time.monotonic() < until:
+    bad = done = 0
+    dirs = [built(asked, family, tp=asked.tp) for family in FAMILIES]
+    known = [(engine_dir, *plain(engine_dir, 7, 40)) for engine_dir in dirs]
+    until = time.monotonic() + asked.seconds
+    for seed in itertools.count():
+        if time.monotonic() > until:
+            break
         dice = random.Random(seed)
-        engine_dir, calls, wanted = known[FAMILIES[seed % 2]]
+        engine_dir, calls, wanted = known[seed % 2]
         options = {
-            "drafts": dice.choice(["mtp", "mtp", "ngram", "none"]),
-            "max_rows": dice.choice([1, 3, 8]),
+            "drafts": ["mtp", "ngram", "mtp", "none"][seed // 2 % 4],
+            "max_rows": dice.choice([3, 8]),
             "num_pages": dice.choice([9, 14, 60]),
             "max_step_tokens": dice.choice([63, 193, 256]),
             "pipeline_depth": dice.choice([0, 1, 2]),
@@ -509,18 +490,19 @@ def storms(asked: argparse.Namespace) -> None:
         if options["drafts"] != "none":
             options["num_drafts"] = dice.choice([1, 2, 3])
         with opened(engine_dir, **options) as llm:
-            for _ in range(50):
+            for _ in range(40):
                 wrong = _storm(llm, dice, calls, wanted)
                 done, bad = done + 1, bad + bool(wrong)
                 if wrong:
                     print(f"seed {seed}, {options}: {wrong}", flush=True)
                 if time.monotonic() > until:
                     break
-        seed += 1
-    print(
-        f"| {done} storms of 30 requests | {seed} engines | ledgers compared in every step | {bad} with a wrong bit |"
-    )
+    row(f"{done} storms of 30 requests", f"{seed} engines", "ledgers compared in every step", f"{bad} wrong")
     sys.exit(bad > 0 or done == 0)
+
+
+def row(*cells: object) -> None:
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def _storm(llm: Any, dice: random.Random, calls: list[Any], wanted: list[Any]) -> list[str]:
@@ -553,72 +535,116 @@ def _storm(llm: Any, dice: random.Random, calls: list[Any], wanted: list[Any]) -
     return wrong
 
 
+LEADER = """
+import sys, time
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM
+try:
+    llm = LLM(sys.argv[1], progress=False)
+except Refused as error:
+    sys.exit(str(error))
+params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+llm.submit(llm.encode("def "), params, lambda piece: print(piece.token_ids, flush=True))
+time.sleep(60)
+"""
+
+
 def faults(asked: argparse.Namespace) -> None:
+    engine_dir, found = built(asked, FAMILIES[0], tp=asked.tp), []
+    faults = {
+        "killed": lambda: _lost(engine_dir, signal.SIGKILL),
+        "stopped": lambda: _lost(engine_dir, signal.SIGSTOP),
+        "killed while the engine opens": lambda: _lost_early(engine_dir),
+        "leader killed": lambda: _leader_lost(engine_dir),
+        "too few GPUs": lambda: _too_few(engine_dir, asked.tp),
+    }
+    for name, run in faults.items():
+        if not asked.cases or name in asked.cases.split(";"):
+            good, said = run()
+            time.sleep(1)  # until the driver has taken the memory back
+            left, used = _followers(os.getpid()), _used(1)
+            good = good and not left and used < 2**30
+            found.append(good)
+            mib = f"{used / 2**20:.0f} MiB in use on GPU 1"
+            row(name, said, f"followers left: {len(left)}", mib, "good" if good else "BAD")
+    with opened(engine_dir) as llm:
+        row("opened again in the same process", said_of(llm))
+    sys.exit(not all(found))
+
+
+def said_of(llm: Any) -> str:
     from hemiola.runtime.api import SamplingParams
 
-    engine_dir, bad = built(asked, FAMILIES[0], tp=asked.tp), 0
+    return str(llm.generate([llm.encode(START)], SamplingParams(max_tokens=8, temperature=0.0))[0].token_ids)
+
+
+def _lost(engine_dir: Path, word: int) -> tuple[bool, str]:
+    """A follower, in the middle of a stream."""
+    from hemiola.runtime.api import SamplingParams
+
+    llm = opened(engine_dir)
+    pid = _followers(os.getpid())[0]
+    num, ends, tokens = [0], [], threading.Event()
     params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-    words = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-    for name, word in (
-        (n, word) for n, word in words.items() if not asked.cases or n in asked.cases.split(";")
-    ):
-        llm = opened(engine_dir)
-        pid = _followers(os.getpid())[0]
-        num, ends, tokens = [0], [], threading.Event()
-        llm.submit(llm.encode(START), params, lambda piece: _note(piece, num, ends, tokens))
-        tokens.wait(30)
-        start = time.monotonic()
-        os.kill(pid, word)
-        while not ends and time.monotonic() - start < 40:
-            time.sleep(0.005)
-        seconds = time.monotonic() - start
-        closing = time.monotonic()
-        llm.close()
-        closing = time.monotonic() - closing
-        time.sleep(1)
-        left, used = _followers(os.getpid()), _used(1)
-        good = bool(ends) and not left and used < 2**30
-        bad += not good
-        print(
-            f"| follower {name} behind {num[0]} tokens | error after {seconds:.2f} s: {ends[:1]} | closed in {closing:.1f} s"
-            f" | followers left: {left}; GPU 1 has {used / 2**20:.0f} MiB | {'good' if good else 'BAD'} |",
-            flush=True,
-        )
-    with opened(engine_dir) as llm:
-        ids = llm.generate([llm.encode(START)], SamplingParams(max_tokens=8, temperature=0.0))[0].token_ids
-        print(f"| opened again in the same process | {ids} |", flush=True)
-    code = (
-        "import sys, time; from hemiola.runtime.llm import LLM; from hemiola.runtime.api import SamplingParams\n"
-        f"llm = LLM({str(engine_dir)!r}, progress=False)\n"
-        "llm.submit(llm.encode('def '), SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True), lambda p: print(p.token_ids, flush=True))\n"
-        "time.sleep(60)"
+    llm.submit(llm.encode(START), params, lambda piece: _note(piece, num, ends, tokens))
+    tokens.wait(30)
+    start = time.monotonic()
+    os.kill(pid, word)
+    while not ends and time.monotonic() - start < 40:
+        time.sleep(0.005)
+    seconds = time.monotonic() - start
+    llm.close()
+    closing = time.monotonic() - start - seconds
+    return bool(ends), f"after {num[0]} tokens: {ends[:1]} {seconds:.2f} s later; closed in {closing:.2f} s"
+
+
+def _lost_early(engine_dir: Path) -> tuple[bool, str]:
+    from hemiola.runtime.llm import LLM
+
+    since = []
+
+    def report(stage: str, done: int, total: int) -> None:
+        if stage == "capturing graphs of decode steps" and not since:
+            since.append(time.monotonic())
+            os.kill(_followers(os.getpid())[0], signal.SIGKILL)
+
+    try:
+        LLM(engine_dir, progress=report).close()
+    except Exception as error:
+        return True, f"{type(error).__name__}: {error} {time.monotonic() - since[0]:.2f} s later"
+    return False, "it opened"
+
+
+def _leader_lost(engine_dir: Path) -> tuple[bool, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEADER, str(engine_dir)], stdout=subprocess.PIPE, text=True
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for _ in range(5):
         process.stdout.readline()
     pids = _followers(process.pid)
     process.kill()
     start = time.monotonic()
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() - start < 20:
+    while any(_lives(pid) for pid in pids) and time.monotonic() - start < 20:
         time.sleep(0.01)
     seconds = time.monotonic() - start
-    time.sleep(1)
-    good = bool(pids) and seconds < 5 and _used(1) < 2**30
-    bad += not good
-    print(
-        f"| leader killed | followers {pids} ended after {seconds:.2f} s; GPU 1 has {_used(1) / 2**20:.0f} MiB |",
-        flush=True,
-    )
-    many = "0" if torch.cuda.device_count() == asked.tp else ",".join(map(str, range(asked.tp - 1)))
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": many},
-        capture_output=True,
-        text=True,
-    )
-    print(f"| too few GPUs | {process.stderr.strip().splitlines()[-1]} |", flush=True)
-    sys.exit(bad > 0)
+    return bool(pids) and seconds < 5, f"{len(pids)} followers ended {seconds:.2f} s later"
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _too_few(engine_dir: Path, tp: int) -> tuple[bool, str]:
+    seen = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(tp - 1)))}
+    given = [sys.executable, "-c", LEADER, str(engine_dir)]
+    done = subprocess.run(given, env=seen, capture_output=True, text=True, timeout=60)
+    lines = done.stderr.strip().splitlines()
+    return done.returncode == 1 and "--tp" in lines[-1], lines[-1]
 
 
 def _note(piece: Any, num: list[int], ends: list[str], tokens: threading.Event) -> None:

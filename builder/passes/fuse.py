@@ -42,9 +42,9 @@ def fuse(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
             continue
         x, weight, bias = end.layer.args
         assert isinstance(weight, Node)
-        if end.activation == "swiglu":
-            if len(weight.users) > 1 or weight.meta["val"].shape[0] % (2 * EIGHT) or bias is not absent:
-                continue
+        is_whole = len(weight.users) == 1 and weight.meta["val"].shape[0] % (2 * EIGHT) == 0
+        if end.activation == "swiglu" and not (is_whole and bias is absent):
+            continue
         residual, width = end.residual or absent, node.meta["val"].shape[1]
         with program.inserting_before(node):
             args = (x, weight, bias, residual, end.activation, width)

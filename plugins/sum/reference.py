@@ -12,8 +12,8 @@ def sum(
     group: torch.Tensor,  # [G] int64, plugins/ranks.py
     residual: torch.Tensor | None = None,  # [T, F], the same on all ranks
 ) -> torch.Tensor:  # [T, F], the same on all ranks
-    """Of the ranks' x in fp32 (float64 for float64): a balanced tree over the ranks, whoever comes first; then
-    the residual."""
+    """Of the ranks' x in fp32 (float64 for float64): a balanced tree over the ranks, whoever comes first;
+    then the residual."""
     wide = torch.promote_types(x.dtype, torch.float32)
     found = tree(exchange(group, x.to(wide)))
     return (found if residual is None else found + residual.to(wide)).to(x.dtype)

@@ -38,7 +38,8 @@ def _check_peers(engine_dir: Path, num_ranks: int) -> None:
     """Ranks have equal GPUs, whose memory all of them reach."""
     num = torch.cuda.device_count()
     if num_ranks > num:
-        said = f"{engine_dir} was built with --tp {num_ranks}, for as many GPUs, but torch finds {num} here{visible()}"
+        built = f"{engine_dir} was built with --tp {num_ranks}, for as many GPUs"
+        said = f"{built}, but torch finds {num} here{visible()}"
         raise Refused(
             "not_found", "tp", said=said, way_out="open it where there are more, or rebuild with a lower --tp"
         )
@@ -51,7 +52,8 @@ def _check_peers(engine_dir: Path, num_ranks: int) -> None:
             raise Refused("unsupported", "tp", said=said, way_out=f"name equal ones in {VISIBLE}")
     for one, other in permutations(range(num_ranks), 2):
         if not torch.cuda.can_device_access_peer(one, other):
-            said = f"{engine_dir} needs GPUs that reach each other's memory, but GPU {one} cannot reach GPU {other}"
+            needs = f"{engine_dir} needs GPUs that reach each other's memory"
+            said = f"{needs}, but GPU {one} cannot reach GPU {other}"
             raise Refused(
                 "unsupported", "tp", said=said, way_out=f"name others in {VISIBLE}, or rebuild with --tp 1"
             )

@@ -131,8 +131,8 @@ def free_bytes(
     needed = sum(file.stat().st_size for file in weights) + drawn_bytes
     if free <= needed + work_bytes:
         said = (
-            f"{weights[0]} has {needed} bytes of weights and a step takes up to {work_bytes}, but of the GPU's"
-            f" {total} bytes {free} are free"
+            f"{weights[0]} has {needed} bytes of weights and a step takes up to {work_bytes}, but of the"
+            f" GPU's {total} bytes {free} are free"
         )
         way_out = (
             "stop what else runs there, use a larger GPU, or build the engine with a smaller"

@@ -119,7 +119,7 @@ def test_gates_that_cannot_stand_by_eights_stay_where_they_are(given: dict, is_f
 
 
 def test_a_sum_over_ranks_adds_the_residual(tiny_checkpoint: Get) -> None:
-    """Two for each layer, which would be launches of torch's own; where sums are in segments they round first."""
+    """Two for each layer, which would be launches of torch's own. A sum in segments is rounded before."""
     checkpoint = Checkpoint(tiny_checkpoint("qwen3_5_divisible"))
     options = {"chunk_len": LIMITS.chunk_len, "max_len": LIMITS.max_len, "dtype": torch.bfloat16}
     for num_segments in (1, 8):
