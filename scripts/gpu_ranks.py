@@ -8,10 +8,10 @@
 | links | which GPUs, and whether they reach each other |
 | sums | bits of sum, agree and gather at many sizes beside the references; 10^6 sums in graphs, none wrong |
 | times | a sum beside NCCL's all-reduce |
-| engines | bundled checkpoints: drafts, prefixes, chunks and batches, with graphs and without: all bits of the
+| engines | bundled checkpoints: drafts, prefixes, chunks, batches, with graphs and without: all bits of the
 | | plain run; --same-bits: those of one GPU |
 | storms | requests of all kinds at any time, cancelled and preempted; bits of the plain run |
-| faults | a rank lost in the middle of a step or while the engine opens, the leader killed: nothing is left |
+| faults | a rank lost in the middle of a step or while an engine opens, the leader killed: nothing is left |
 | models | steps of Qwen3.5-9B (random weights) beside those of one GPU |
 
 Each part is a process of its own with a time limit, and none stops the next. A line of a table for each thing.
