@@ -4,7 +4,7 @@
 
 | part | what |
 |---|---|
-| build | all engines that other parts open, at once |
+| build | the engines of bundled checkpoints, at once |
 | links | which GPUs, and whether they reach each other |
 | sums | bits of sum, agree and gather at many sizes beside the references; 10^6 sums in graphs, none wrong |
 | times | a sum beside NCCL's all-reduce |
@@ -177,14 +177,11 @@ def build(asked: argparse.Namespace) -> None:
     jobs += [(family, {"tp": tp, "same_bits": True}) for family in FAMILIES for tp in (1, asked.tp)]
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_build, args=(asked, *job)) for job in jobs]
-    script = [sys.executable, ROOT / "benchmarks" / "gpu_models.py", *_of_models(asked, 1), "--build"]
-    more = [subprocess.Popen([*map(str, script), "--tp", str(tp)]) for tp in (1, asked.tp)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    bad = [process.wait() for process in more] + [process.exitcode for process in processes]
-    sys.exit(any(bad))
+    sys.exit(any(process.exitcode for process in processes))
 
 
 def _build(asked: argparse.Namespace, family: str, options: dict[str, Any]) -> None:

@@ -94,13 +94,18 @@ class SharedMemory:
         """For the leader to look at."""
         place = DIGESTS + 2 * (digest.number % NUM_DIGESTS)
         own = self.of(rank)
+        own[place] = 0  # who reads meanwhile finds none, or another number behind the value than before it
         own[place + 1] = digest.value
         own[place] = digest.number
 
     def digests(self, rank: int) -> list[Digest]:
         """The last ones that a rank has posted."""
-        own = self.of(rank)[DIGESTS : DIGESTS + 2 * NUM_DIGESTS].reshape(-1, 2)
-        return [Digest(int(number), int(value)) for number, value in own if number]
+        own, found = self.of(rank), []
+        for place in range(DIGESTS, DIGESTS + 2 * NUM_DIGESTS, 2):
+            digest = Digest(int(own[place]), int(own[place + 1]))
+            if digest.number and digest.number == own[place]:
+                found.append(digest)
+        return found
 
     def moves(self) -> tuple[int, ...]:
         """What changes as long as some rank gets on."""

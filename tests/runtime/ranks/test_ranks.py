@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
 from kit.served import until
 
@@ -18,7 +19,7 @@ from hemiola import LLM, Failed, Lost, Refused, SamplingParams
 from hemiola.plugins.cpu import team
 from hemiola.runtime.api import Piece
 from hemiola.runtime.device import followers
-from hemiola.runtime.device.ranks import SharedMemory
+from hemiola.runtime.device.ranks import Digest, SharedMemory
 from hemiola.runtime.step import ranked
 
 FAMILY = "qwen3_5_moe_divisible"
@@ -264,3 +265,45 @@ def test_prompts_are_scored(pair: Path, tiny_engine: Callable[..., Path]) -> Non
         with LLM(engine_dir, **OPTIONS) as llm:
             told.append([out.prompt_logprobs for out in llm.generate(PROMPTS, params)])
     assert told[0] == told[1]
+
+
+class Interrupted:
+    """A rank's words; somebody comes in between, behind each store or before each read."""
+
+    def __init__(self, words: np.ndarray, come: Callable[[], None]) -> None:
+        self._words, self._come = words, come
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self._words[at] = value
+        self._come()
+
+    def __getitem__(self, at: int) -> int:
+        self._come()
+        return self._words[at]
+
+
+def test_a_digest_that_is_being_posted_is_no_other_step_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader took the number of an old one and the value of the new one, and ended a healthy engine."""
+    memory, of = SharedMemory.make(2), SharedMemory.of
+    own = of(memory, 1)
+
+    def look() -> None:
+        monkeypatch.setattr(SharedMemory, "of", lambda *_: own)
+        assert all(found.value == 7 * found.number for found in memory.digests(1))
+        monkeypatch.setattr(SharedMemory, "of", lambda *_: Interrupted(own, look))
+
+    for number in range(1, 40):
+        monkeypatch.setattr(SharedMemory, "of", lambda *_: Interrupted(own, look))
+        memory.post(1, Digest(number, 7 * number))
+
+    def post() -> None:
+        nonlocal number
+        number += 1
+        monkeypatch.setattr(SharedMemory, "of", lambda *_: own)
+        memory.post(1, Digest(number, 7 * number))
+
+    for _ in range(40):
+        monkeypatch.setattr(SharedMemory, "of", lambda *_: Interrupted(own, post))
+        assert all(found.value == 7 * found.number for found in memory.digests(1))
+    own = np.empty(0, np.int64)  # it keeps the memory
+    memory.close()
