@@ -14,7 +14,7 @@
 | faults | a rank lost in the middle of a step or while an engine opens, the leader killed: nothing is left |
 | models | steps of Qwen3.5-9B (random weights) beside those of one GPU |
 
-Each part is a process of its own with a time limit, and none stops the next. A line of a table for each thing.
+Each part is a process of its own with a time limit, and none stops the next. A line of a table per check.
 """
 
 import argparse

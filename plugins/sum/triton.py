@@ -19,7 +19,7 @@ from hemiola.plugins.gpu.exchange import (
 def _sum(x, group, residual, y, num_lines, RANKS: tl.constexpr, WIDE: tl.constexpr,
          MORE: tl.constexpr, BLOCK: tl.constexpr, TWICE: tl.constexpr):  # fmt: skip
     # Grid: PROGRAMS at most.
-    # Tile: BLOCK lines of 8 bytes, of fp32 (WIDE) or bf16; TWICE: of each rank's part, which it adds up for all.
+    # Tile: BLOCK lines of 8 bytes, fp32 (WIDE) or bf16; TWICE: of each rank's part, which it adds up for all.
     # Traffic: x once to every other rank, in lines of 16 bytes; TWICE: 2 (RANKS - 1) / RANKS of x. Residual
     # (MORE) and y once.
     lane, rank, stop = tl.arange(0, BLOCK), tl.load(group + RANK), tl.load(group + STOP)
