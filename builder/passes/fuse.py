@@ -73,7 +73,8 @@ def _joined(program: Calls, node: Node) -> bool:
     """Whether it added something to the sum over all ranks, which now does that itself."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return False
-    for found, other in (node.args[::-1], node.args):
+    pairs: Any = (node.args[::-1], node.args)
+    for found, other in pairs:
         is_sum = isinstance(found, Node) and found.target is OPS["sum"].torch_op and len(found.args) == 2
         if is_sum and isinstance(other, Node) and len(found.users) == 1 and _is_like(found, other):
             with program.inserting_before(node):
