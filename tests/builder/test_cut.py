@@ -113,13 +113,13 @@ REFUSED = [
     ("qwen3_5_divisible", {"tp": 4, "draft_vocab": 30}, "--tp 4 does not divide --draft-vocab, which is 30"),
     (
         "qwen3_5_divisible",
-        {"tp": 2, "arch": "sm_90", "target": "tensorrt"},
-        "--tp 2 is not supported by --target tensorrt",
+        {"tp": 2, "target": "onnxruntime"},
+        "--tp 2 is not supported by --target onnxruntime",
     ),
     (
         "qwen3_5_divisible",
-        {"same_bits": True, "arch": "sm_90", "target": "tensorrt"},
-        "--same-bits is not supported by --target tensorrt",
+        {"same_bits": True, "target": "onnxruntime"},
+        "--same-bits is not supported by --target onnxruntime",
     ),
     (
         "qwen3_5_divisible",
