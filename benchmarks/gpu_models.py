@@ -233,15 +233,15 @@ def is_dense(name: str) -> bool:
     return not re.search(r"embed|head|^mtp|draft", name)
 
 
-def made(model: str, folder: Path, max_rows: int, max_len: int) -> Path:
+def made(model: str, folder: Path, max_rows: int, max_len: int, tp: int = 1) -> Path:
     """The engine of a model in a folder."""
-    engine_dir = folder / f"{model.replace('/', '-')}-{max_rows}-{max_len}"
+    engine_dir = folder / f"{model.replace('/', '-')}-{max_rows}-{max_len}-{tp}"
     if not (engine_dir / "manifest.json").is_file():
         arch = arch_here() if torch.cuda.is_available() else "sm_90"
         sizes = {"max_len": max_len, "max_rows": max_rows, "max_step_tokens": 8192}
         few = 32_768 if model.endswith(FEW) else None
         codes = next((name for name in CODES if model.endswith(f"/{name}")), None)
-        options = Options(arch=arch, random_weights=True, draft_vocab=few, quantize=codes, **sizes)
+        options = Options(arch=arch, random_weights=True, draft_vocab=few, quantize=codes, tp=tp, **sizes)
         build(CONFIGS / NAMES[model.partition("/")[0]], engine_dir, options)
     return engine_dir
 
@@ -254,6 +254,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--prompts", action="store_true", help="what prompts cost, too")
     parser.add_argument("--engines", type=Path, help="where engines are kept; default: a temporary folder")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of an engine")
     parser.add_argument("--build", action="store_true", help="build the engines, and no more")
     asked = parser.parse_args()
     if not (asked.build or torch.cuda.is_available()):
@@ -268,7 +269,7 @@ def run(asked: argparse.Namespace, folder: Path) -> None:
     models = asked.models.split(",")
     if asked.build:
         for model in models:
-            made(model, folder, max(rows), asked.context + 1024)
+            made(model, folder, max(rows), asked.context + 1024, asked.tp)
         return
     gpu = torch.cuda.get_device_name(0)
     print(f"{gpu}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {asked.context} tokens of context")
@@ -277,12 +278,13 @@ def run(asked: argparse.Namespace, folder: Path) -> None:
         print("|---|---|---|---|---|---|---|---|---|---|---|")
     for model in models if rows else ():
         kinds = [kind for kind in asked.drafts.split(",") if kind == "none" or model != "nano"]
-        lines(model, made(model, folder, max(rows), asked.context + 1024), rows, kinds, asked.context)
+        engine_dir = made(model, folder, max(rows), asked.context + 1024, asked.tp)
+        lines(model, engine_dir, rows, kinds, asked.context)
     if asked.prompts:
         print(f"| model | prompt | ms to the first token | | {THEIRS} | of ours | same |")
         print("|---|---|---|---|---|---|---|")
     for model in models if asked.prompts else ():
-        prompt_lines(model, made(model, folder, PROMPT_ROWS, SHARED_LEN + 1024))
+        prompt_lines(model, made(model, folder, PROMPT_ROWS, SHARED_LEN + 1024, asked.tp))
 
 
 if __name__ == "__main__":

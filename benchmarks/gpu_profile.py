@@ -40,6 +40,7 @@ GROUPS = {
     "conv": ("_conv",),
     "norms": ("_norm",),
     "gates": ("_gate",),
+    "ranks": ("_sum", "_agree", "_gather"),
 }
 
 
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--drafts", default="none,mtp")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--prompts", default="8192,512")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of an engine; of the first is shown")
     parser.add_argument("--engines", type=Path, help="where engines are kept; default: a temporary folder")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
@@ -193,7 +195,7 @@ def run(asked: argparse.Namespace, model: str, folder: Path) -> None:
     rows = [int(num) for num in asked.rows.split(",")]
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 100_000, (max(rows), asked.context)).tolist()
-    engine_dir = gpu_models.made(model, folder, max(rows), asked.context + 1024)
+    engine_dir = gpu_models.made(model, folder, max(rows), asked.context + 1024, asked.tp)
     for drafts in asked.drafts.split(","):
         options = {} if drafts == "none" else {"num_drafts": gpu_models.NUM_DRAFTS, "adaptive_drafts": False}
         with LLM(engine_dir, drafts=drafts, prefix_cache=False, **options) as llm:
@@ -202,7 +204,8 @@ def run(asked: argparse.Namespace, model: str, folder: Path) -> None:
     lengths = [int(length) for length in asked.prompts.split(",") if length]
     if not lengths:
         return
-    engine_dir = gpu_models.made(model, folder, gpu_models.PROMPT_ROWS, gpu_models.SHARED_LEN + 1024)
+    sizes = gpu_models.PROMPT_ROWS, gpu_models.SHARED_LEN + 1024
+    engine_dir = gpu_models.made(model, folder, *sizes, asked.tp)
     with LLM(engine_dir, drafts="none", prefix_cache=False) as llm:
         for length in lengths:
             prompt(llm, rng.integers(0, 100_000, length).tolist(), f"{model}, a prompt of {length}")

@@ -16,6 +16,7 @@ from hemiola.builder.graph import Graph, Name, export
 from hemiola.builder.hub import Origin, fetch_weights, locate
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.options import Options
+from hemiola.builder.passes.fuse import ordered
 from hemiola.builder.place import fresh, memory_in_one_line, refuse_occupied
 from hemiola.builder.random_weights import RandomTensors, drawn
 from hemiola.builder.refuse import (
@@ -84,7 +85,7 @@ def build(path: Path, engine_dir: Path, options: Options, report: Report = silen
     with fresh(engine_dir) as folder:
         if has_tokenizer:
             copy_tokenizer(origin.folder, folder / "tokenizer")
-        job = Job(folder, arch.device, archs, limits, report)
+        job = Job(folder, arch.device, archs, limits, report, options.tp)
         names: list[Name] = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         graphs, segments, weights = _compile(ranks, names, target, job)
         kernels = _kernels(graphs, segments, job)
@@ -157,7 +158,8 @@ def _compile(
         for rank, other in enumerate(ranks[1:], 1):
             part = other.trunk if name == "trunk" else other.draft
             assert part is not None
-            weights[rank] |= choose_forms(graphs[-1], other.weights(part), job.device)[1]
+            given = ordered(graphs[-1], other.weights(part))
+            weights[rank] |= choose_forms(graphs[-1], given, job.device)[1]
     return graphs, segments, weights
 
 

@@ -36,6 +36,8 @@ def refuse_weights(
     target: targets.Target,
     archs: Sequence[str],
 ) -> None:
+    if ARCHS[archs[0]].device == "cuda":
+        _refuse_odd_shares(model.vocab_size, options)
     _refuse_quantised(checkpoint, model, options, target, archs)
     _refuse_wide_inputs(checkpoint, model, options)
 
@@ -191,11 +193,19 @@ def _warn_of_a_missing_head(model: models.Model) -> None:
 
 
 def _refuse_ranks(options: Options, target: targets.Target, archs: Sequence[str]) -> None:
-    if (options.tp > 1 or options.same_bits) and (ARCHS[archs[0]].device != "cpu" or target.name != "torch"):
+    if (options.tp > 1 or options.same_bits) and target.name != "torch":
         where = f"--target {target.name} --arch {','.join(archs)}"
         asked = f"--tp {options.tp}" if options.tp > 1 else "--same-bits"
-        said = f"{asked} is not supported by {where} yet, only by --target torch --arch cpu"
+        said = f"{asked} is not supported by {where} yet, only by --target torch"
         raise Refused("unsupported", "tp", options.tp, said=said, way_out="leave it out")
+
+
+def _refuse_odd_shares(vocab_size: int, options: Options) -> None:
+    """GPUs exchange logits in pairs."""
+    for what, num in (("vocab_size", vocab_size), ("--draft-vocab", options.draft_vocab or 0)):
+        if options.tp > 1 and num // options.tp % 2:
+            said = f"--tp {options.tp} leaves a rank {num // options.tp} of {what} {num}, an odd number"
+            raise Refused("conflict", "tp", options.tp, said=said, way_out="use fewer ranks")
 
 
 def _refuse_rows(max_rows: int, archs: Sequence[str]) -> None:

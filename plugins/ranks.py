@@ -1,12 +1,11 @@
 """Ranks: processes that run one program on parts of its weights, and the memory in which they exchange.
 
-Ops that exchange get `group` [WORDS] int64, a tensor of the rank's own: who it is, and where each rank's
+Ops that exchange get `group` [G] int64, a tensor of the rank's own: who it is, and where each rank's
 window lies as this rank's device addresses it. On a CPU a window is shared memory: the number of pieces that
 its rank has posted, and two buffers. A message is lines of one width. It goes in pieces of as many lines as a
 buffer holds: each rank copies a piece to its buffer, posts it, waits until all ranks have posted theirs, and
 reads all buffers. Pieces take turns in the two buffers: who posts piece n + 1 has read all of piece n, so
-the buffer that it then fills is one that nobody reads. (torch's symmetric memory has the same parts: the
-addresses of the peers' buffers, and of signal words.)
+the buffer that it then fills is one that nobody reads. A GPU's windows: plugins/gpu/exchange.py.
 
 Waiting ends early when the word at STOP is not zero: the engine has lost a rank.
 """
@@ -19,7 +18,7 @@ import torch
 RANK, SIZE, ROOM, STOP, WINDOWS = 0, 1, 2, 3, 8
 MOST_RANKS = 8
 SIZES = (1, 2, 4, 8)
-WORDS = WINDOWS + MOST_RANKS
+PROGRAMS = 128  # of a GPU's kernel; the last words of a group are how many pieces each has exchanged
 LINE = 64  # bytes of a cache line: what one rank writes begins on its own
 STOPPED = "the engine has lost a rank"
 
@@ -27,6 +26,16 @@ STOPPED = "the engine has lost a rank"
 def window_bytes(room: int) -> int:
     """Of one rank, with two buffers of so many bytes."""
     return LINE + 2 * room
+
+
+def words_of(size: int) -> int:
+    """G of `group`, for so many ranks."""
+    return WINDOWS + size + PROGRAMS
+
+
+def size_of(group: torch.Tensor) -> int:
+    """How many ranks there are, without a look into a GPU's memory."""
+    return group.shape[0] - WINDOWS - PROGRAMS
 
 
 def lines_of_a_piece(room: int, line_bytes: int) -> int:
@@ -39,7 +48,7 @@ def lines_of_a_piece(room: int, line_bytes: int) -> int:
 def make_group(rank: int, windows: list[int], room: int, stop: int) -> torch.Tensor:
     """windows: the address of each rank's; stop: of the word that ends all waiting."""
     assert len(windows) in SIZES and room % LINE == 0
-    group = torch.zeros(WORDS, dtype=torch.int64)
+    group = torch.zeros(words_of(len(windows)), dtype=torch.int64)
     group[: WINDOWS + len(windows)] = torch.tensor([rank, len(windows), room, stop, 0, 0, 0, 0, *windows])
     return group
 

@@ -176,6 +176,11 @@ class Op:
         return any(form.device == device for form in self.forms)
 
     @property
+    def exchanges(self) -> bool:
+        """Between ranks; engines of other compilers have none."""
+        return any(arg.name == "group" for arg in self.args)
+
+    @property
     def has_onnx_body(self) -> bool:
         """Other compilers have this op, too; plugins/onnx.py."""
         return (Path(__file__).parent / self.folder / "onnx.py").is_file()

@@ -29,6 +29,13 @@ def arch_here() -> str:
     return next((arch for arch, known in ARCHS.items() if known.capability == found), "cpu")
 
 
+def visible_from(first: int) -> str:
+    """The GPUs that this process sees, that one first: what a process sees whose own it is."""
+    named = os.environ.get(VISIBLE)
+    names = named.split(",") if named is not None else [str(n) for n in range(torch.cuda.device_count())]
+    return ",".join(name.strip() for name in names[first:] + names[:first])
+
+
 def visible() -> str:
     """What hides GPUs, if something does, behind a refusal."""
     named = os.environ.get(VISIBLE)

@@ -52,9 +52,10 @@ class LLM:
             raise Refused("wrong_type", "engine_dir", type(engine_dir), way_out="pass a path")
         engine_dir = Path(engine_dir)
         self.manifest = manifests.load(engine_dir)
-        device = find_device(engine_dir, self.manifest.arch)
-        weights, own = engine_dir / self.manifest.weights_file, self.manifest
-        free = free_bytes(device, weights, own.drawn_bytes, own.work_bytes)
+        own = self.manifest
+        device = find_device(engine_dir, own.arch, own.tp)
+        files = [engine_dir / file for file in own.weights_files(0)]
+        free = free_bytes(device, files, own.drawn_bytes, own.work_bytes)
         followers = start_followers(engine_dir, own, report)
         try:
             self._open_with(engine_dir, serve_config, report, device, free, followers)

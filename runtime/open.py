@@ -25,6 +25,7 @@ from hemiola.runtime.config import Resolved, state_bytes
 from hemiola.runtime.device.followers import FollowerProcesses
 from hemiola.runtime.device.memory import CPU, Storage, close_all, give_back
 from hemiola.runtime.device.session import Session
+from hemiola.runtime.device.windows import Windows
 from hemiola.runtime.errors import Refused, counted
 from hemiola.runtime.progress import Report, silent
 from hemiola.runtime.schedule.loop import Loop
@@ -177,10 +178,10 @@ def _open_loop(
         compile_ahead(OPS.keys() & ops, report)
     if followers is not None:
         followers.configure(config.model_dump(), max(1, torch.get_num_threads() // manifest.tp))
+    group = None if followers is None else _group_of(followers, device)
     report("taking memory for the cache", 0, 0)
     storage = Storage(manifest.states, config.num_pages, config.num_slots, device=device)
     held.callback(storage.close)
-    group = None if followers is None else followers.memory.group(0)
     session = Session(engine_dir, manifest, storage, config.drafts, report, group)
     held.callback(session.close)
     cost, identity = prefix_cost(manifest), manifest.identity
@@ -193,6 +194,14 @@ def _open_loop(
     return loop
 
 
+def _group_of(followers: FollowerProcesses, device: torch.device) -> torch.Tensor:
+    """The leader's."""
+    if device.type == "cpu":
+        return followers.memory.group(0)
+    followers.windows = windows = Windows(followers.memory, 0, device)
+    return windows.open(followers.exchange(windows.handle))
+
+
 def start_followers(
     engine_dir: Path, manifest: manifests.Manifest, report: Report
 ) -> FollowerProcesses | None:
@@ -202,7 +211,8 @@ def start_followers(
     report("starting the other ranks", 0, 0)
     if manifest.arch == "cpu":
         _warn_of_few_cores(manifest.tp)
-    return FollowerProcesses(engine_dir, manifest.tp, manifest.identity, build())
+    on_gpus = manifest.arch != "cpu"
+    return FollowerProcesses(engine_dir, manifest.tp, manifest.identity, build(), on_gpus)
 
 
 def _warn_of_few_cores(num_ranks: int) -> None:

@@ -16,7 +16,7 @@ from hemiola.builder.cut import WHOLE, Cut
 from hemiola.builder.formats.rounded import quantised
 from hemiola.builder.lazy import Lazy, join, stacked
 from hemiola.plugins.attention.pages import FORMATS, PageFormat
-from hemiola.plugins.ranks import WORDS
+from hemiola.plugins.ranks import words_of
 from hemiola.plugins.sum.reference import tree
 from hemiola.runtime.arch import name_of
 from hemiola.runtime.errors import Refused
@@ -73,8 +73,9 @@ class Kit:
 
     def _group(self) -> nn.Parameter:
         """What ops get that exchange with other ranks; it comes from the runtime (plugins/ranks.py)."""
-        group = nn.Parameter(torch.empty(WORDS, dtype=torch.int64, device="meta"), requires_grad=False)
-        self.sources[group] = Lazy.of(torch.zeros(WORDS, dtype=torch.int64))
+        num = words_of(self.cut.size)
+        group = nn.Parameter(torch.empty(num, dtype=torch.int64, device="meta"), requires_grad=False)
+        self.sources[group] = Lazy.of(torch.zeros(num, dtype=torch.int64))
         return group
 
     def weight(self, source: Lazy, wide: bool = False) -> nn.Parameter:
@@ -179,8 +180,12 @@ class Sum(nn.Module):
         return self.group is None and self.num_segments == 1
 
     def forward(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        dtype = parts[0].dtype
+        if self.num_segments > 1 and dtype is torch.bfloat16:  # whoever adds, it is rounded at the end
+            parts = [part.to(torch.float32) for part in parts]
         own = tree(parts)
-        return own if self.group is None else self.ops.sum(own, self.group)
+        whole = own if self.group is None else self.ops.sum(own, self.group)
+        return whole if whole.dtype is dtype else whole.to(dtype)
 
 
 class SideBySide(nn.Module):

@@ -2,7 +2,7 @@
 
 | pass | engines | what |
 |---|---|---|
-| `fuse` | CPU, GPU | a dense layer and what follows it as one call |
+| `fuse` | CPU, GPU | a dense layer, or on GPUs a sum over ranks, and what follows it as one call |
 | `lines` | CPU | a second program, which computes hidden states only where there are logits |
 | `head` | GPU | the output head apart: a step asks for logits, or only for the best tokens |
 | `cut` | ONNX Runtime, TensorRT-RTX | parts for another compiler, our ops between them |

@@ -6,6 +6,7 @@ What lay between is no longer rounded, whatever the number of tokens: a call is 
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch.fx import Graph as Calls
 from torch.fx import Node
 
 from hemiola.builder.graph import Graph
@@ -34,18 +35,18 @@ class _End(NamedTuple):
 def fuse(graph: Graph, weights: dict[str, Lazy], device: str) -> dict[str, Lazy]:
     """Change the graph, by what the device has forms for; returns its weights in the order that the fused
     calls read."""
-    program, found = graph.program.graph, weights.copy()
-    names = dict(zip(graph.placeholders(), graph.weights, strict=False))
+    program = graph.program.graph
     for node in list(program.nodes):
+        if _joined(program, node, device):
+            continue
         end = _sum(node) or _swiglu(node) or _relu2(node)
         if end is None or not OPS[end.op].runs_on(device):
             continue
         _, weight, bias = end.layer.args
         assert isinstance(weight, Node) and isinstance(bias, Node)
-        if end.ending == "swiglu":
-            if len(weight.users) > 1 or weight.meta["val"].shape[0] % (2 * EIGHT) or bias.meta["val"].numel():
-                continue
-            found[names[weight]] = found[names[weight]].take(by_eights)
+        is_whole = len(weight.users) == 1 and weight.meta["val"].shape[0] % (2 * EIGHT) == 0
+        if end.ending == "swiglu" and not (is_whole and bias.meta["val"].numel() == 0):
+            continue
         with program.inserting_before(node):
             fused = program.call_function(OPS[end.op].torch_op, (*end.layer.args, *end.residual))
         fused.meta = node.meta.copy()
@@ -53,7 +54,41 @@ def fuse(graph: Graph, weights: dict[str, Lazy], device: str) -> dict[str, Lazy]
         for old in (node, *end.between, end.layer):
             program.erase_node(old)
     graph.program.graph_module.recompile()
+    return ordered(graph, weights)
+
+
+def ordered(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
+    """Any rank's weights in the order that fused calls read."""
+    found = weights.copy()
+    names = dict(zip(graph.placeholders(), graph.weights, strict=False))
+    for node in graph.program.graph.nodes:
+        if node.target is OPS["linear_swiglu"].torch_op:
+            name = names[node.args[1]]
+            found[name] = found[name].take(by_eights)
     return found
+
+
+def _joined(program: Calls, node: Node, device: str) -> bool:
+    """Whether it added something to the sum over all ranks, which now does that itself, on GPUs."""
+    if device != "cuda" or node.target is not aten.add.Tensor or node.kwargs:
+        return False
+    pairs: Any = (node.args[::-1], node.args)
+    for found, other in pairs:
+        is_sum = isinstance(found, Node) and found.target is OPS["sum"].torch_op and len(found.args) == 2
+        if is_sum and isinstance(other, Node) and len(found.users) == 1 and _is_like(found, other):
+            with program.inserting_before(node):
+                joined = program.call_function(OPS["sum"].torch_op, (*found.args, other))
+            joined.meta = node.meta.copy()
+            node.replace_all_uses_with(joined)
+            program.erase_node(node)
+            program.erase_node(found)
+            return True
+    return False
+
+
+def _is_like(one: Node, other: Node) -> bool:
+    a, b = one.meta["val"], other.meta["val"]
+    return a.shape == b.shape and a.dtype == b.dtype
 
 
 def _sum(node: Node) -> _End | None:

@@ -18,7 +18,9 @@ from hemiola.plugins import OPS
 from hemiola.plugins.gpu.binaries import sources
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.sizes import Size
+from hemiola.plugins.gpu.windows import FEW
 from hemiola.plugins.groups import Layout
+from hemiola.plugins.ranks import PROGRAMS, words_of
 from hemiola.plugins.step import forms
 from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.abi import widths
@@ -60,7 +62,7 @@ def _compile(nodes: "set[Node]", graphs: Sequence[Graph], arch: str, job: Job) -
 
     major, minor = ARCHS[arch].capability or (0, 0)
     gpu = Gpu(10 * major + minor, UNNAMED_GPU)
-    calls = calls_between(gpu, job.limits, hidden_of(graphs))
+    calls = calls_between(gpu, job.limits, hidden_of(graphs), job.tp)
     for done, node in enumerate(nodes):
         job.report(f"calls for {arch}", done, len(nodes))
         most = node.most(job.limits)
@@ -84,7 +86,7 @@ def _compile(nodes: "set[Node]", graphs: Sequence[Graph], arch: str, job: Job) -
     return Kernels(arch=arch, cuda=cuda_version(gpu.capability), sources=sources(), binaries=tuple(files))
 
 
-def calls_between(gpu: Gpu, limits: Limits, hidden: torch.Tensor | None) -> "set[Call]":
+def calls_between(gpu: Gpu, limits: Limits, hidden: torch.Tensor | None, tp: int = 1) -> "set[Call]":
     """By the ops around the trunk (plugins/step), in steps of two rows. hidden: of two tokens, for a head."""
     from hemiola.plugins.gpu.cover import calls_at
 
@@ -108,6 +110,12 @@ def calls_between(gpu: Gpu, limits: Limits, hidden: torch.Tensor | None) -> "set
         calls |= calls_at(op.keep, gpu, rows, lengths, hidden, ring)
         calls |= calls_at(op.write, gpu, plan, chosen, lengths, ids, 1)
         calls |= calls_at(op.next_pairs, gpu, plan, lengths, ids, 1, two)
+    if tp > 1:
+        group, most = made(words_of(tp), dtype=long), 2 * FEW * PROGRAMS
+        for num in (two, most):  # lines of short and of long pieces
+            logits = made(num, 4, dtype=torch.float32)
+            calls |= calls_at(op.agree, gpu, logits[:, 0], made(num, dtype=long), group, 4)
+            calls |= calls_at(op.gather, gpu, logits, group)
     return calls
 
 

@@ -30,6 +30,7 @@ class Job(NamedTuple):
     archs: tuple[str, ...]
     limits: Limits
     report: Report = silent
+    tp: int = 1
 
 
 class CompiledSegment(NamedTuple):

@@ -31,6 +31,52 @@ def version() -> tuple[int, int]:
     return number // 1000, number % 1000 // 10
 
 
+# Memory that several processes share.
+
+
+def allocate(num_bytes: int) -> int:
+    """Zeros on the current device; its address."""
+    address = _done("cuMemAlloc", driver.cuMemAlloc(num_bytes))
+    _done("cuMemsetD8", driver.cuMemsetD8(address, 0, num_bytes))
+    _done("cuCtxSynchronize", driver.cuCtxSynchronize())
+    return int(address)
+
+
+def free(address: int) -> None:
+    """What `allocate` gave."""
+    _done("cuMemFree", driver.cuMemFree(address))
+
+
+def handle_of(address: int) -> bytes:
+    """By which another process finds this memory."""
+    return bytes(_done("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(address)).reserved)
+
+
+def open_handle(handle: bytes) -> int:
+    """The address here of memory of another process, which may be another device's."""
+    found = driver.CUipcMemHandle()
+    found.reserved = handle
+    flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    return int(_done("cuIpcOpenMemHandle", driver.cuIpcOpenMemHandle(found, flag)))
+
+
+def close_handle(address: int) -> None:
+    """What `open_handle` gave."""
+    _done("cuIpcCloseMemHandle", driver.cuIpcCloseMemHandle(address))
+
+
+def map_host(address: int, num_bytes: int) -> int:
+    """The device's address of memory of the host, page-locked until `unmap_host`."""
+    flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+    _done("cuMemHostRegister", driver.cuMemHostRegister(address, num_bytes, flags))
+    return int(_done("cuMemHostGetDevicePointer", driver.cuMemHostGetDevicePointer(address, 0)))
+
+
+def unmap_host(address: int) -> None:
+    """What `map_host` mapped."""
+    _done("cuMemHostUnregister", driver.cuMemHostUnregister(address))
+
+
 def load(binary: Binary, cubin: bytes, device: torch.device) -> Launch:
     """Raises DriverError where the cubin is damaged or for another GPU."""
     torch.cuda.current_stream(device)  # a context

@@ -10,10 +10,13 @@ from hemiola.plugins.ranks import exchange
 def sum(
     x: torch.Tensor,  # [T, F] of this rank
     group: torch.Tensor,  # [G] int64, plugins/ranks.py
+    residual: torch.Tensor | None = None,  # [T, F], the same on all ranks
 ) -> torch.Tensor:  # [T, F], the same on all ranks
-    """Of the ranks' x in fp32 (float64 for float64): a balanced tree over the ranks, whoever comes first."""
+    """Of the ranks' x in fp32 (float64 for float64): a balanced tree over the ranks, whoever comes first;
+    then the residual."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return tree(exchange(group, x.to(wide))).to(x.dtype)
+    found = tree(exchange(group, x.to(wide)))
+    return (found if residual is None else found + residual.to(wide)).to(x.dtype)
 
 
 def tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:

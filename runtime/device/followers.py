@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hemiola
+from hemiola.runtime.arch import VISIBLE, visible_from
 from hemiola.runtime.device.host_units import Share
 from hemiola.runtime.device.ranks import BEAT, LANDED, MOVED, Digest, SharedMemory
 from hemiola.runtime.device.ring import NAP, RecordWriter
+from hemiola.runtime.device.windows import Windows
 from hemiola.runtime.errors import RankLost, Refused
 
 COMMAND = [sys.executable, "-m", "hemiola.runtime.step.follower"]
@@ -36,8 +38,11 @@ class _Follower(NamedTuple):
 class FollowerProcesses:
     """One for each rank but the first. `opened` and `ready` are the two halves of starting them."""
 
-    def __init__(self, engine_dir: Path, size: int, identity: str, build: str) -> None:
+    def __init__(self, engine_dir: Path, size: int, identity: str, build: str, on_gpus: bool = False) -> None:
+        """on_gpus: each has one of its own, and sees it as the first."""
         self.memory = SharedMemory.make(size)
+        self.windows: Windows | None = None  # the leader's, closed with this
+        self._on_gpus = on_gpus
         self._on_lost: Callable[[RankLost], None] = lambda error: None
         self._identity, self._build = identity, build
         self._followers: list[_Follower] = []
@@ -46,7 +51,7 @@ class FollowerProcesses:
         self._launched = self._done = 0  # numbers of steps
         self._num_moves = 0
         self._digests: dict[int, int] = {}  # the leader's own, by step
-        self._closing, self._closed = threading.Event(), False
+        self._opened, self._closing, self._closed = threading.Event(), threading.Event(), False
         self._watch: threading.Thread | None = None
         try:
             for rank in range(1, size):
@@ -61,12 +66,15 @@ class FollowerProcesses:
         bell = os.eventfd(0)
         root = str(Path(hemiola.__file__).resolve().parents[1])
         paths = [root, os.environ.get("PYTHONPATH", "")]
+        changed = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        if self._on_gpus:
+            changed[VISIBLE] = visible_from(rank)
         process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(self.memory.fd, bell),
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=os.environ | changed,
             process_group=0,  # Ctrl-C is the leader's to handle
             text=True,
         )
@@ -96,12 +104,28 @@ class FollowerProcesses:
         for one in self._followers:
             self._tell(one, {"config": config, "threads": threads})
 
+    def exchange(self, handle: bytes) -> list[bytes]:
+        """Handles of all ranks' windows, of which this is the leader's; each follower gets them, too."""
+        handles = [handle, *(bytes.fromhex(self._hear(one)["window"]) for one in self._followers)]
+        for one in self._followers:
+            self._tell(one, {"windows": [known.hex() for known in handles]})
+        threading.Thread(target=self._guard, name="hemiola-opening", daemon=True).start()
+        return handles
+
+    def _guard(self) -> None:
+        """While GPUs run their first steps: nobody waits for one whose process has ended."""
+        while not self._opened.wait(TICK) and not self._closing.is_set():
+            if any(one.process.poll() is not None for one in self._followers):
+                self.memory.stop()
+                return
+
     def ready(self, on_lost: Callable[[RankLost], None]) -> None:
         """All have loaded their weights; from here on they are watched. on_lost: is called by a thread of
         its own, or by who sends a step."""
         self._on_lost = on_lost
         for one in self._followers:
             self._hear(one)
+        self._opened.set()
         self._watch = threading.Thread(target=self._look_after, name="hemiola-ranks", daemon=True)
         self._watch.start()
 
@@ -181,7 +205,7 @@ class FollowerProcesses:
     def _look_after(self) -> None:
         last = time.monotonic()
         silent: dict[int, tuple[int, float]] = {}  # by rank: its last heartbeat, and for how long it is that
-        moves, stuck = self.memory.moves(), 0.0
+        moves, stuck = (self._done, *self.memory.moves()), 0.0
         while not self._closing.wait(TICK):
             now = time.monotonic()
             passed, last = min(now - last, 2 * TICK), now  # if we were stopped, too, it is nobody's fault
@@ -194,7 +218,7 @@ class FollowerProcesses:
                 if silent[one.rank][1] > SILENT:
                     self._lose(f"rank {one.rank} has not moved for {SILENT:g} seconds")
                     return
-            found = self.memory.moves()
+            found = (self._done, *self.memory.moves())
             stuck = stuck + passed if found == moves and self._is_busy else 0.0
             moves = found
             if stuck > STUCK:
@@ -248,6 +272,8 @@ class FollowerProcesses:
         self._followers = []
         if self._watch is not None and self._watch is not threading.current_thread():
             self._watch.join()
+        if self.windows is not None:
+            self.windows.close()
         self.memory.close()
 
 

@@ -120,17 +120,19 @@ def _fill(tensors: list[torch.Tensor], ids: list[int]) -> None:
         tensor.index_fill_(0, where, number)
 
 
-def free_bytes(device: torch.device, weights: Path, drawn_bytes: int = 0, work_bytes: int = 0) -> int:
-    """Memory for pages and slots, and to choose tokens, beside the weights in this file and those drawn, and
-    what a step of a program takes."""
+def free_bytes(
+    device: torch.device, weights: Sequence[Path], drawn_bytes: int = 0, work_bytes: int = 0
+) -> int:
+    """Memory for pages and slots, and to choose tokens, beside the weights in these files and those drawn,
+    and what a step of a program takes."""
     if device.type == "cpu":
         return max(free_bytes_of_host() - drawn_bytes, 0)  # the file is mapped
     free, total = torch.cuda.mem_get_info(device)
-    needed = weights.stat().st_size + drawn_bytes
+    needed = sum(file.stat().st_size for file in weights) + drawn_bytes
     if free <= needed + work_bytes:
         said = (
-            f"{weights} has {needed} bytes of weights and a step takes up to {work_bytes}, but of the GPU's"
-            f" {total} bytes {free} are free"
+            f"{weights[0]} has {needed} bytes of weights and a step takes up to {work_bytes}, but of the"
+            f" GPU's {total} bytes {free} are free"
         )
         way_out = (
             "stop what else runs there, use a larger GPU, or build the engine with a smaller"

@@ -17,6 +17,7 @@ import torch
 
 from hemiola.plugins.ranks import LINE, MOST_RANKS, make_group, window_bytes
 from hemiola.runtime.device.host_units import Share
+from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.errors import Refused
 
 ROOM = 2**21  # bytes of a buffer for exchanges; more goes in pieces
@@ -51,7 +52,7 @@ class SharedMemory:
         if self.words[TOKEN] != token:
             said = "the shared memory is another leader's"
             raise Refused("conflict", said=said, way_out="open the engine again")
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @classmethod
     def make(cls, size: int) -> "SharedMemory":
@@ -63,9 +64,9 @@ class SharedMemory:
         return cls(fd, size, token)
 
     def group(self, rank: int) -> torch.Tensor:
-        """What ops of this rank get."""
-        first, width = self._address + HEADER + RING, window_bytes(ROOM)
-        return make_group(rank, [first + n * width for n in range(self.size)], ROOM, self._address)
+        """What ops of this rank get on a CPU."""
+        first, width = self.address + HEADER + RING, window_bytes(ROOM)
+        return make_group(rank, [first + n * width for n in range(self.size)], ROOM, self.address)
 
     def of(self, rank: int) -> np.ndarray:
         """A rank's own words."""
@@ -93,20 +94,25 @@ class SharedMemory:
         """For the leader to look at."""
         place = DIGESTS + 2 * (digest.number % NUM_DIGESTS)
         own = self.of(rank)
+        own[place] = 0  # who reads meanwhile finds none, or another number behind the value than before it
         own[place + 1] = digest.value
         own[place] = digest.number
 
     def digests(self, rank: int) -> list[Digest]:
         """The last ones that a rank has posted."""
-        own = self.of(rank)[DIGESTS : DIGESTS + 2 * NUM_DIGESTS].reshape(-1, 2)
-        return [Digest(int(number), int(value)) for number, value in own if number]
+        own, found = self.of(rank), []
+        for place in range(DIGESTS, DIGESTS + 2 * NUM_DIGESTS, 2):
+            digest = Digest(int(own[place]), int(own[place + 1]))
+            if digest.number and digest.number == own[place]:
+                found.append(digest)
+        return found
 
     def moves(self) -> tuple[int, ...]:
         """What changes as long as some rank gets on."""
         windows = range(HEADER + RING, total_bytes(self.size), window_bytes(ROOM))
         posted = (int.from_bytes(self._map[at : at + 8], "little") for at in windows)
-        calls = (int(self.of(rank)[CALLS]) for rank in range(self.size))
-        return (*posted, *calls)
+        others = (int(self.of(rank)[word]) for rank in range(self.size) for word in (CALLS, LANDED))
+        return (*posted, *others)
 
     def close(self) -> None:
         """Give it back; it goes with the last rank that has it."""
@@ -124,9 +130,9 @@ def _first_unit(size: int) -> int:
     return -(-total_bytes(size) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
-def digest_of(ids: torch.Tensor, lengths: torch.Tensor, slot_ids: list[int]) -> int:
+def digest_of(ids: torch.Tensor, lengths: torch.Tensor, slot_ids: list[int]) -> torch.Tensor:
     """64 bits of what a ledger says of these slots: ids [S, W], lengths [4, S]."""
-    slots = torch.tensor(slot_ids, dtype=torch.int64, device=ids.device)
+    slots = upload_ints(ids.device, slot_ids)
     found = torch.cat((ids[slots].to(torch.int64), lengths[:, slots].T), 1).flatten()
     places = torch.arange(1, len(found) + 1, device=ids.device)
-    return int(((found + 1) * (places * -7046029254386353131)).sum())  # wraps around
+    return ((found + 1) * (places * -7046029254386353131)).sum()  # wraps around

@@ -136,7 +136,8 @@ class LoadedSegment:
         head, scores = bind_head(segment, weights), bind_scores(segment, weights)
         self._scores = scores and _bare(scores if ranks is None else _gathered(scores, ranks))
         if head is not None:
-            self._head = Head(_bare(head.logits), _bare(head.best))
+            head = Head(_bare(head.logits), _bare(head.best))
+            self._head = head if ranks is None else _of_all(head, ranks, weights[GROUP], manifest, segment)
 
     @property
     def record(self) -> "Record | None":
@@ -156,6 +157,20 @@ class LoadedSegment:
 
 def _gathered(scores: Logits, ranks: Head) -> Logits:
     return lambda lines: ranks.logits(scores(lines))
+
+
+def _of_all(head: Head, ranks: Head, group: torch.Tensor, manifest: Manifest, segment: Segment) -> Head:
+    """A head of all ranks' parts of the vocabulary, from that of this rank's."""
+    agree = forms("cuda").agree
+    width = manifest.vocab_size
+    if segment.name == "draft" and manifest.draft_vocab is not None:
+        width = manifest.draft_vocab
+    width //= manifest.tp
+
+    def best(lines: torch.Tensor) -> Best:
+        return Best(*agree(*head.best(lines), group, width))
+
+    return Head(lambda lines: ranks.logits(head.logits(lines)), best)
 
 
 def _loaded(
@@ -197,11 +212,11 @@ class Session:
     ) -> None:
         """group: the ranks that run it together (plugins/ranks.py), where they are several."""
         assert (manifest.tp > 1) == (group is not None)
-        self.ranks = None if group is None else head_of_ranks(group)
+        self.ranks = None if group is None else head_of_ranks(group, storage.device)
         names = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         segments = [manifest.segment(name) for name in names]
         names = {name for segment in segments for name in segment.weights}
-        rank = 0 if group is None else int(group[RANK])
+        rank, self._device = 0 if group is None else int(group[RANK]), storage.device
         weights = load_weights(engine_dir, manifest, names - {GROUP}, storage.device, report, rank)
         if group is not None:
             weights[GROUP] = group
@@ -242,14 +257,25 @@ class Session:
         found = [p.record for p in (self._trunk, self._draft) if p.record is not None]
         return found if len(found) == 2 else []
 
+    @property
+    def slowest(self) -> Callable[..., list[float]] | None:
+        """Of some seconds, the most that a rank has of each: what a clock decides, it decides alike for all.
+        None: there is one rank."""
+        return None if self.ranks is None else self._slowest
+
+    def _slowest(self, *seconds: float) -> list[float]:
+        assert self.ranks is not None
+        line = torch.tensor([seconds], dtype=torch.float32, device=self._device)
+        return self.ranks.logits(line).view(-1, len(seconds)).amax(0).tolist()
+
     def draft(self, **inputs: torch.Tensor) -> Computed:
         """Of a token and the hidden state before it: logits and hidden states of those in logits_ids."""
         return self._draft(inputs[name] for name in self._draft.inputs)
 
 
-def head_of_ranks(group: torch.Tensor) -> Head:
+def head_of_ranks(group: torch.Tensor, device: torch.device) -> Head:
     """Of lines of this rank's logits: all logits, or the best of all. The best of views, too."""
-    ops = forms("compiled")
+    ops = forms("compiled" if device.type == "cpu" else "cuda")
 
     def best(lines: Any) -> Best:
         return Best(*ops.agree(*ops.best(lines), group, lines.shape[1]))

@@ -139,8 +139,9 @@ class Server:
             file = self._models_file
             with within(name) if file is None else within(f"{file}: {name}", in_python):
                 check_sizes(found, manifests[name])
-                found["device"] = choose_gpu(self.engines[name], manifests[name].arch, found.get("device"))
-        share_memory(self._settings.values())
+                own = manifests[name]
+                found["device"] = choose_gpu(self.engines[name], own.arch, found.get("device"), own.tp)
+        share_memory(self._settings.values(), [manifests[name].tp for name in self._settings])
         self._triton = find_triton(self._tritonserver)
         self._environment = server_environment()
         check_python(self._triton, self._environment)

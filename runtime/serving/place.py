@@ -1,8 +1,10 @@
 """Where a served engine runs: which GPU, and what Triton's instance groups may ask for."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from hemiola.runtime.arch import ARCHS, VISIBLE, rebuilt_for, split, visible
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import FILE
 
 # Of our config.pbtxt: the engine finds its device.
 ANYWHERE = "instance_group [ { kind: KIND_MODEL count: 1 } ]"
@@ -23,29 +26,38 @@ def is_for_gpu(arch: str) -> bool:
     return known is not None and known.device == "cuda"
 
 
-def choose_gpu(engine_dir: Path, arch: str, device: int | None) -> int | None:
-    """Before a server starts: the number of the engine's GPU among those that there are; None is the CPU."""
+def choose_gpu(engine_dir: Path, arch: str, device: int | None, num_ranks: int = 1) -> int | None:
+    """Before a server starts: the number of the engine's GPU, or of the first of several, among those that
+    there are; None is the CPU."""
     if not is_for_gpu(arch):
         if device is not None:
             limit = f"but {engine_dir} was built for {arch}"
             raise Refused("conflict", "device", device, limit, "leave it out")
         return None
     found, number = torch.cuda.device_count(), device or 0
-    if number < found:
+    if number + num_ranks <= found:
         return number
+    last = number + num_ranks - 1
+    where = f"GPU {number}" if num_ranks == 1 else f"GPUs {number} to {last} (--tp {num_ranks})"
     said = (
-        f"{engine_dir} was built for {arch} and is to run on GPU {number}, but {found} GPUs are visible"
+        f"{engine_dir} was built for {arch} and is to run on {where}, but {found} GPUs are visible"
         f" here{visible()}"
     )
-    way_out = f"{'choose a lower device' if found else rebuilt_for('cpu')}"
+    lower = "choose a lower device" if num_ranks <= found else "rebuild with a lower --tp"
+    way_out = f"{lower if found else rebuilt_for('cpu')}"
     raise Refused("not_found", "device", said=said, way_out=way_out)
 
 
-def share_memory(models: Collection[dict[str, Any]]) -> None:
-    """Engines open at the same time: each would take its part of what the others take meanwhile, too."""
-    together = Counter(found["device"] for found in models)
-    for found in models:
-        found.setdefault("memory_fraction", FRACTION / together[found["device"]])
+def share_memory(models: Collection[dict[str, Any]], num_ranks: Sequence[int] = ()) -> None:
+    """Engines open at the same time: each would take its part of what the others take meanwhile, too.
+    num_ranks: of each engine, where some have several."""
+    places = [
+        {None if found["device"] is None else found["device"] + n for n in range(num)}
+        for found, num in zip(models, num_ranks or [1] * len(models), strict=True)
+    ]
+    together = Counter(place for own in places for place in own)
+    for found, own in zip(models, places, strict=True):
+        found.setdefault("memory_fraction", FRACTION / max(together[place] for place in own))
 
 
 def group_of(device: object) -> str:
@@ -65,23 +77,32 @@ def check_instances(groups: Sequence[Mapping[str, Any]]) -> None:
         raise Refused("unsupported", said=said, way_out=way_out)
 
 
-def take_place(kind: str, number: int, device: int | None) -> None:
-    """In an engine's process, before CUDA is called: of the server's GPUs, it sees its own and no other."""
+def ranks_of(engine_dir: str) -> int:
+    """How many GPUs an engine takes; one that is no engine is refused when it is opened."""
+    with suppress(OSError, ValueError, AttributeError):
+        return int(json.loads((Path(engine_dir) / FILE).read_text()).get("tp", 1))
+    return 1
+
+
+def take_place(kind: str, number: int, device: int | None, num_ranks: int = 1) -> None:
+    """In an engine's process, before CUDA is called: of the server's GPUs, it sees its own and no other; as
+    many as it has ranks, from this one on."""
     if device is not None and (kind != "GPU" or device != number):
         limit = f"but Triton's instance is KIND_{kind} {number}"
         way_out = f"leave device out, and write {group_of(device)} into config.pbtxt"
         raise Refused("conflict", "device", device, limit, way_out)
     if kind == "GPU":
         named = os.environ.get(VISIBLE)
-        os.environ[VISIBLE] = str(number) if named is None else named.split(",")[number].strip()
+        names = named.split(",") if named is not None else [str(n) for n in range(number + num_ranks)]
+        os.environ[VISIBLE] = ",".join(name.strip() for name in names[number : number + num_ranks])
 
 
-def check_place(engine_dir: str, arch: str, kind: str) -> None:
+def check_place(engine_dir: str, arch: str, kind: str, num_ranks: int = 1) -> None:
     """Of an open engine."""
     if kind != "MODEL" and is_for_gpu(arch) != (kind == "GPU"):
         right = "KIND_GPU" if is_for_gpu(arch) else "KIND_MODEL"
         said = f"{engine_dir} was built for {arch}, but its instance_group is KIND_{kind}"
         raise Refused("conflict", said=said, way_out=f"write {right}")
-    if kind == "GPU" and torch._C._cuda_getDeviceCount() != 1:
+    if kind == "GPU" and torch._C._cuda_getDeviceCount() != num_ranks:
         said = f"CUDA was called before {VISIBLE} could name the engine's GPU"
         raise Refused("failed", said=said, way_out="write KIND_MODEL")

@@ -17,7 +17,7 @@ from hemiola.runtime.serving.ask import Ask, check_priority, read_ask, read_requ
 from hemiola.runtime.serving.error_text import kind_of, text_of
 from hemiola.runtime.serving.heartbeat import Clock
 from hemiola.runtime.serving.metrics import Board, Meter
-from hemiola.runtime.serving.place import check_instances, check_place, take_place
+from hemiola.runtime.serving.place import check_instances, check_place, ranks_of, take_place
 from hemiola.runtime.serving.replies import Outlet, Replies, error_line
 from hemiola.runtime.serving.response import string_tensor
 from hemiola.runtime.serving.stream import OUTCOMES, Stream
@@ -50,10 +50,11 @@ class Service:
         self._watchdog = Watchdog()
         own, options = settings.read(folder, config["parameters"])
         check_instances(config["instance_group"])
-        take_place(kind, device_id, own.device)
+        num_ranks = ranks_of(own.engine_dir)
+        take_place(kind, device_id, own.device, num_ranks)
         progress = File(Path(own.progress_file)) if own.progress_file else True
         self.llm = open_llm(own.engine_dir, progress=progress, **options)
-        check_place(own.engine_dir, self.llm.manifest.arch, kind)
+        check_place(own.engine_dir, self.llm.manifest.arch, kind, num_ranks)
         self._most_open = self.llm.config.max_rows + own.max_queue
         self._max_queue, self._min_priority, self._door_key = own.max_queue, own.min_priority, own.door_key
         self.meter = Meter(self.llm.config.num_drafts, own.num_restarts)

@@ -27,6 +27,7 @@ from hemiola.runtime.device.memory import Storage, free_bytes
 from hemiola.runtime.device.ranks import BEAT, CALLS, LANDED, MOVED, Digest, SharedMemory, digest_of
 from hemiola.runtime.device.ring import RecordReader
 from hemiola.runtime.device.session import Session
+from hemiola.runtime.device.windows import Windows
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.step.record import Move, StepRecord, unpacked
 from hemiola.runtime.step.steps import AllSteps, make_steps
@@ -66,6 +67,7 @@ class Replica:
     ) -> None:
         self.steps, self._storage, self._pages, self._units = steps, storage, pages, units
         self._rules: dict[int, Rule] = {}  # by slot
+        self.on_cpu = storage.device.type == "cpu"
 
     def run(self, record: StepRecord) -> Digest | None:
         """One step, in the leader's order."""
@@ -79,7 +81,7 @@ class Replica:
         if not record.is_checked:
             return None
         ledger = self.steps.ledger
-        return Digest(record.number, digest_of(ledger.ids, ledger.lengths, record.slot_ids))
+        return Digest(record.number, int(digest_of(ledger.ids, ledger.lengths, record.slot_ids)))
 
     def move(self, move: Move) -> None:
         """To or from the host's units."""
@@ -101,7 +103,7 @@ def main() -> None:
         _say(said, refused=str(error))
         return
     threading.Thread(target=_end_with, args=(heard, job["leader"]), daemon=True).start()
-    threading.Thread(target=_beat, args=(memory.of(rank),), daemon=True).start()
+    threading.Thread(target=_beat, args=(memory.of(rank), replica.on_cpu), daemon=True).start()
     _say(said, ready=True)
     try:
         follow(replica, memory, rank, RecordReader(memory, rank, job["bell"]))
@@ -129,21 +131,34 @@ def _open(engine_dir: Path, memory: SharedMemory, rank: int, heard: TextIO, said
     """Raises Refused."""
     manifest = manifests.load(engine_dir)
     device = find_device(engine_dir, manifest.arch)
-    weights = engine_dir / manifest.weights_file
-    free = free_bytes(device, weights, manifest.drawn_bytes, manifest.work_bytes)
+    files = [engine_dir / file for file in manifest.weights_files(rank)]
+    free = free_bytes(device, files, manifest.drawn_bytes, manifest.work_bytes)
     _say(said, free=free, identity=manifest.identity, build=build())
     told = json.loads(heard.readline() or "{}")
     if not told:
         sys.exit(0)  # the leader opens no engine
     torch.set_num_threads(told["threads"])
     config = Resolved(**told["config"])
+    group = memory.group(rank) if device.type == "cpu" else _joined(memory, rank, device, heard, said)
     storage = Storage(manifest.states, config.num_pages, config.num_slots, device=device)
-    session = Session(engine_dir, manifest, storage, config.drafts, group=memory.group(rank))
+    session = Session(engine_dir, manifest, storage, config.drafts, group=group)
     pages = PageReplica(config.num_slots, widths(config, "trunk")["W"])
     steps = make_steps(config, storage, session, pages, device, ExitStack())
     num_bytes = config.host_cache_bytes
     units = storage.host_units(num_bytes, memory.share(rank)) if num_bytes else None
     return Replica(steps, storage, pages, units)
+
+
+def _joined(
+    memory: SharedMemory, rank: int, device: torch.device, heard: TextIO, said: TextIO
+) -> torch.Tensor:
+    """The group of a rank with a GPU; its windows stay until the process ends."""
+    windows = Windows(memory, rank, device)
+    _say(said, window=windows.handle.hex())
+    told = json.loads(heard.readline() or "{}")
+    if not told:
+        sys.exit(0)
+    return windows.open([bytes.fromhex(handle) for handle in told["windows"]])
 
 
 def _say(said: TextIO, **message: Any) -> None:
@@ -168,12 +183,14 @@ def _end_without(leader: int) -> None:
     os._exit(0)
 
 
-def _beat(own: np.ndarray) -> None:
-    from hemiola.plugins.cpu.steps import num_calls  # numba is not needed elsewhere
+def _beat(own: np.ndarray, on_cpu: bool) -> None:
+    num_calls = None
+    if on_cpu:
+        from hemiola.plugins.cpu.steps import num_calls  # numba is not needed elsewhere
 
     while True:
         own[BEAT] += 1
-        own[CALLS] = num_calls()
+        own[CALLS] = num_calls() if num_calls else 0
         time.sleep(HEARTBEAT)
 
 

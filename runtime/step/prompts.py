@@ -8,6 +8,7 @@ dense layers keep a GPU busy for longer than they keep its host are left out.
 import itertools
 import math
 import time
+from collections.abc import Callable, Sequence
 from operator import le
 from typing import NamedTuple
 
@@ -43,8 +44,15 @@ class Inputs(NamedTuple):
 class Prompts:
     """A trunk for steps of any size, which are replayed once graphs of them are captured."""
 
-    def __init__(self, config: Resolved, session: Trunk, device: torch.device) -> None:
-        self.session, self.device = session, device
+    def __init__(
+        self,
+        config: Resolved,
+        session: Trunk,
+        device: torch.device,
+        slowest: Callable[..., Sequence[float]] | None = None,
+    ) -> None:
+        """slowest: of the ranks that run every step together, the most that one has of some seconds."""
+        self.session, self.device, self._slowest = session, device, slowest
         self.sizes = sizes_of(config)
         self._most = most = Size(*map(max, zip(*self.sizes, strict=True)))
         self._graphs: Graphs[Size, Computed] | None = None
@@ -93,7 +101,11 @@ class Prompts:
             smallest = next(size for size in self.sizes if size.tokens == tokens)
             try:
                 launching, running = self._seconds(smallest)
+                if self._slowest is not None:
+                    launching, running = self._slowest(launching, running)
             except torch.OutOfMemoryError:
+                if self._slowest is not None:
+                    raise  # the other ranks are in the middle of this step
                 launching, running = 0.0, math.inf
             if running > launching / 4:
                 self.sizes = [size for size in self.sizes if size.tokens < tokens]

@@ -1,7 +1,7 @@
 """The leader's steps: each is sent to the followers, and then done like any other."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -9,7 +9,8 @@ from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.device.host_units import HostUnits, Share
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.ranks import Digest, digest_of
-from hemiola.runtime.schedule.plan import Launched, Opening, Plan
+from hemiola.runtime.device.transfer import fetch
+from hemiola.runtime.schedule.plan import Launched, Opening, Outcome, Plan
 from hemiola.runtime.step.record import Move, StepRecord, packed
 from hemiola.runtime.step.steps import AllSteps
 from hemiola.runtime.step.table import TableSource
@@ -45,6 +46,24 @@ class Followers(Protocol):
         ...
 
 
+class Landing(NamedTuple):
+    """A step of several GPUs. What they leave where one is lost is no answer: whoever reads it hears of that.
+
+    A kernel that waits for a lost rank ends when the leader knows of the loss."""
+
+    output: Launched
+    land: Callable[[], None]  # raises RankLost
+
+    def seconds(self, mark: int) -> float:
+        """See Launched."""
+        return self.output.seconds(mark)
+
+    def read(self) -> Outcome:
+        """See Launched. Raises RankLost."""
+        self.land()
+        return self.output.read()
+
+
 class RankedSteps:
     """A loop's steps and its store."""
 
@@ -76,12 +95,18 @@ class RankedSteps:
         self._openings = []
         self._followers.send(self._number, packed(StepRecord.of(*given)))
         launched = self._watched(lambda: self.steps.launch(plan))
-        digest = None
+        number, digest, ledger = self._number, None, self.steps.ledger
         if is_checked:
             slot_ids = [row.slot_id for row in plan.rows]
-            ledger = self.steps.ledger
-            digest = Digest(self._number, digest_of(ledger.ids, ledger.lengths, slot_ids))
-        self._followers.landed(self._number, digest)
+            (digest,) = fetch([digest_of(ledger.ids, ledger.lengths, slot_ids)])
+
+        def land() -> None:
+            found = None if digest is None else Digest(number, int(digest))
+            self._followers.landed(number, found)
+
+        if ledger.device.type != "cpu":
+            return Landing(launched, land)
+        land()
         return launched
 
     def _watched(self, run: Callable[[], Launched]) -> Launched:

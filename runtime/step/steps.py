@@ -76,7 +76,7 @@ def make_steps(
     table = PageTable(pages, device, is_copy=config.cuda_graphs or not on_cpu)
     parts = EngineParts(ops, config, ledger, table, ring)
     if config.cuda_graphs:
-        prompts = Prompts(config, session, device)
+        prompts = Prompts(config, session, device, getattr(session, "slowest", None))
         captured = Captured(parts, session, session)
         if device.type == "cuda":
             capture(captured, prompts, held, report)

@@ -113,10 +113,19 @@ REFUSED = [
     ("qwen3_5_divisible", {"tp": 4, "draft_vocab": 30}, "--tp 4 does not divide --draft-vocab, which is 30"),
     (
         "qwen3_5_divisible",
-        {"tp": 2, "arch": "sm_90"},
-        "--tp 2 is not supported by --target torch",
+        {"tp": 2, "target": "onnxruntime"},
+        "--tp 2 is not supported by --target onnxruntime",
     ),
-    ("qwen3_5_divisible", {"same_bits": True, "arch": "sm_90"}, "--same-bits is not supported by"),
+    (
+        "qwen3_5_divisible",
+        {"same_bits": True, "target": "onnxruntime"},
+        "--same-bits is not supported by --target onnxruntime",
+    ),
+    (
+        "qwen3_5_divisible",
+        {"tp": 2, "arch": "sm_90", "draft_vocab": 30},
+        "--tp 2 leaves a rank 15 of --draft-vocab 30, an odd number; use fewer ranks",
+    ),
     ("qwen3_5_divisible", {"tp": 3}, "tp is 3; give 1, 2, 4 or 8"),
 ]
 

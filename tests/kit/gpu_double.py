@@ -177,7 +177,7 @@ def gpu_double() -> Iterator[Double]:
     with pytest.MonkeyPatch.context() as patch, _Meta():
         patch.setattr(torch, "cuda", double.cuda)
         patch.setattr(torch._C, "_host_emptyCache", lambda: double.told.append("host"), raising=False)
-        patch.setattr(llm, "find_device", lambda engine_dir, arch: DEVICE)
+        patch.setattr(llm, "find_device", lambda engine_dir, arch, num_ranks: DEVICE)
         patch.setattr(session, "safe_open", _Weights)
         patch.setattr(kernels, "arch_here", lambda: "sm_90")
         patch.setitem(__import__("sys").modules, "hemiola.plugins.gpu.driver", double.driver)

@@ -14,6 +14,7 @@ import torch
 from triton.runtime.interpreter import GridExecutor, interpreter_builder
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+SHARED: list[torch.Tensor] = []  # bytes that any kernel may touch: ranks find each other by addresses
 Span = tuple[int, int]  # the first address, and the first behind it
 
 
@@ -60,6 +61,7 @@ class _Kernel:
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         self.name = name
         self.tensors = {name: tensor for name, value in arguments.items() for tensor in _tensors(value)}
+        self.tensors |= {f"shared {number}": tensor for number, tensor in enumerate(SHARED)}
         self.bounds: dict[int, np.ndarray] = {}  # by a number's bytes: ends of spans, in order
 
     def check(self, does: str, ptrs: Any, mask: Any) -> None:

@@ -38,7 +38,7 @@ SCHEMAS = {
     "rope": "Tensor x, Tensor positions, Tensor table",
     "route": "Tensor scores, Tensor bias, str scoring, int top_k, int num_groups, int top_groups, "
     "bool renormalise, float scale",
-    "sum": "Tensor x, Tensor group",
+    "sum": "Tensor x, Tensor group, Tensor? residual=None",
 }
 
 

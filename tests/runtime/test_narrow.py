@@ -78,7 +78,7 @@ def on_cpu(look: Instead, monkeypatch: pytest.MonkeyPatch) -> None:
         return {name: weight.clone() for name, weight in mapped(*arguments).items()}
 
     monkeypatch.setattr(session, "load_weights", load_weights)
-    monkeypatch.setattr(llm, "find_device", lambda engine_dir, arch: torch.device("cpu"))
+    monkeypatch.setattr(llm, "find_device", lambda engine_dir, arch, num_ranks: torch.device("cpu"))
     monkeypatch.setattr(Op, "bind", bind)
     monkeypatch.setattr(session, "LoadedSegment", as_on_a_gpu)
     monkeypatch.setattr(steps, "forms", lambda name: REFERENCE)  # a CPU's own are for fp32

@@ -2,9 +2,9 @@
 
 import torch
 
-from hemiola.plugins.spec import FP32, Arg, Attr, Form, Op, Result
+from hemiola.plugins.spec import FP32, Arg, Attr, Op, Result
 from hemiola.plugins.step.agree.reference import agree as reference
-from hemiola.plugins.step.declare import LONG
+from hemiola.plugins.step.declare import FORMS, LONG
 from hemiola.plugins.sum.spec import GROUP
 
 AGREE = Op(
@@ -13,5 +13,5 @@ AGREE = Op(
     attrs=(Attr("width", int),),
     results=(Result("L", torch.float32), Result("L", torch.int64)),
     reference=reference,
-    forms=(Form("compiled", "cpu", lambda call: ""),),
+    forms=FORMS,
 )

@@ -1,6 +1,7 @@
 """All logits of a line, where every rank has those of its part of the vocabulary."""
 
-from hemiola.plugins.spec import FP32, Arg, Form, Op, Result
+from hemiola.plugins.spec import FP32, Arg, Op, Result
+from hemiola.plugins.step.declare import FORMS
 from hemiola.plugins.step.gather.reference import gather as reference
 from hemiola.plugins.sum.spec import GROUP
 
@@ -10,5 +11,5 @@ GATHER = Op(
     attrs=(),
     results=(Result("LW"),),
     reference=reference,
-    forms=(Form("compiled", "cpu", lambda call: ""),),
+    forms=FORMS,
 )

@@ -31,7 +31,7 @@ def register() -> None:
     trt: Any = import_module("tensorrt")
     trtp: Any = import_module("tensorrt.plugin")
     for op in OPS.values():
-        if op.runs_on("cuda") and not op.has_onnx_body:
+        if op.runs_on("cuda") and not (op.has_onnx_body or op.exchanges):
             plugin_id = f"{DOMAIN}::{op.name}"
             trtp.register(plugin_id)(_describe(op, trt, trtp))
             trtp.impl(plugin_id)(_run(op, trtp))

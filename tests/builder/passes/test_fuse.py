@@ -10,6 +10,7 @@ from kit.segments import LIMITS, inputs_of
 
 from hemiola.builder import models
 from hemiola.builder.checkpoint import Checkpoint
+from hemiola.builder.cut import Cut
 from hemiola.builder.graph import Graph, Name, export, op_of
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.passes.fuse import fuse
@@ -122,3 +123,19 @@ def test_gates_that_cannot_stand_by_eights_stay_where_they_are(given: dict, is_f
     assert ops(graph)["linear_swiglu"] == is_fused
     for made, expected in zip(run(packed), plain, strict=True):
         torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sum_over_ranks_adds_the_residual(tiny_checkpoint: Get) -> None:
+    """Two for each layer, which would be launches of torch's own. A sum in segments is rounded before."""
+    checkpoint = Checkpoint(tiny_checkpoint("qwen3_5_divisible"))
+    options = {"chunk_len": LIMITS.chunk_len, "max_len": LIMITS.max_len, "dtype": torch.bfloat16}
+    for num_segments in (1, 8):
+        cut = {"cut": Cut(2, 1), "num_segments": num_segments}
+        model = models.load(checkpoint, torch.ops.hemiola, **cut, **options)
+        graph, weights = segment(model, "trunk")
+        before = ops(graph)
+        fuse(graph, weights)
+        sums = [node for node in graph.program.graph.nodes if op_of(node) is OPS["sum"]]
+        assert len(sums) == before["sum"] > 0
+        assert {len(node.args) for node in sums} == ({3} if num_segments == 1 else {2})
+        assert (ops(graph)["add"] == 0) == (num_segments == 1)

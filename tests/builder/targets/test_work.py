@@ -55,9 +55,9 @@ def test_a_step_that_leaves_nothing_for_pages_is_refused(
     (tmp_path / "weights").write_bytes(b"1234")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 200))
     cuda = torch.device("cuda", 0)
-    assert memory.free_bytes(cuda, tmp_path / "weights", 6, 50) == 40
+    assert memory.free_bytes(cuda, [tmp_path / "weights"], 6, 50) == 40
     with pytest.raises(Refused, match=r"10 bytes of weights and a step takes up to 90, but of the GPU's 200"):
-        memory.free_bytes(cuda, tmp_path / "weights", 6, 90)
+        memory.free_bytes(cuda, [tmp_path / "weights"], 6, 90)
 
 
 def test_a_part_of_a_projection_that_starts_askew_is_refused_and_no_traceback(

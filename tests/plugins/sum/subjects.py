@@ -2,6 +2,6 @@
 
 from kit.ops import subject
 
-from hemiola.plugins.ranks import WORDS
+from hemiola.plugins.ranks import words_of
 
-SUBJECTS = [subject("sum", F=48, G=WORDS), subject("sum", F=33, G=WORDS)]
+SUBJECTS = [subject("sum", F=48, G=words_of(1)), subject("sum", F=33, G=words_of(1))]

@@ -1,10 +1,12 @@
 """An engine opens on the device that it was built for, and says how to build another."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from hemiola.runtime.arch import VISIBLE, visible_from
 from hemiola.runtime.device.find import find_device
 from hemiola.runtime.errors import Refused
 
@@ -71,3 +73,53 @@ def test_the_way_out_does_not_replace_the_engine(
 
 def test_an_architecture_of_a_later_version_is_named() -> None:
     assert refusal("sm_130").startswith("engine was built for sm_130, known are cpu, sm_80,")
+
+
+class Gpu(NamedTuple):
+    name: str
+    total_memory: int
+
+
+X, Y = Gpu("NVIDIA X", 80 * 2**30), Gpu("NVIDIA X", 40 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "reached", "said"),
+    [
+        ([X], True, "engine was built with --tp 2, for as many GPUs, but torch finds 1 here; open it where"),
+        (
+            [X, Y],
+            True,
+            "needs 2 equal GPUs, but GPU 0 is NVIDIA X with 80.0 GiB and GPU 1 is NVIDIA X with 40.0",
+        ),
+        (
+            [X, X],
+            False,
+            "needs GPUs that reach each other's memory, but GPU 0 cannot reach GPU 1; name others",
+        ),
+        ([X, X, Y], True, ""),
+    ],
+    ids=["one", "unequal", "apart", "two and another"],
+)
+def test_ranks_have_equal_gpus_that_reach_each_other(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], reached: bool, said: str
+) -> None:
+    pretend(monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reached)
+    if not said:
+        assert find_device(HERE, "sm_90", 2) == torch.device("cuda", 0)
+        return
+    with pytest.raises(Refused) as caught:
+        find_device(HERE, "sm_90", 2)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_follower_sees_its_own_gpu_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all others, whose memory it reaches."""
+    monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [visible_from(rank) for rank in (0, 1, 3)] == ["0,1,2,3", "1,2,3,0", "3,0,1,2"]
+    monkeypatch.setenv(VISIBLE, "5, GPU-1f")
+    assert visible_from(1) == "GPU-1f,5"

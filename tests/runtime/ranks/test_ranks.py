@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
 from kit.served import until
 
@@ -18,7 +19,8 @@ from hemiola import LLM, Failed, Lost, Refused, SamplingParams
 from hemiola.plugins.cpu import team
 from hemiola.runtime.api import Piece
 from hemiola.runtime.device import followers
-from hemiola.runtime.device.ranks import SharedMemory
+from hemiola.runtime.device.followers import FollowerProcesses
+from hemiola.runtime.device.ranks import Digest, SharedMemory
 from hemiola.runtime.step import ranked
 
 FAMILY = "qwen3_5_moe_divisible"
@@ -276,3 +278,91 @@ def test_prompts_are_scored(pair: Path, tiny_engine: Callable[..., Path]) -> Non
         with LLM(engine_dir, **OPTIONS) as llm:
             told.append([out.prompt_logprobs for out in llm.generate(PROMPTS, params)])
     assert told[0] == told[1]
+
+
+class Interrupted:
+    """A rank's words; somebody comes in between, behind each store or before each read."""
+
+    def __init__(self, words: np.ndarray, come: Callable[[], None]) -> None:
+        self._words, self._come = words, come
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self._words[at] = value
+        self._come()
+
+    def __getitem__(self, at: int) -> int:
+        self._come()
+        return self._words[at]
+
+
+def test_a_digest_that_is_being_posted_is_no_other_step_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader took the number of an old one and the value of the new one, and ended a healthy engine."""
+    memory, of = SharedMemory.make(2), SharedMemory.of
+    own = of(memory, 1)
+
+    def look() -> None:
+        monkeypatch.setattr(SharedMemory, "of", lambda *_: own)
+        assert all(found.value == 7 * found.number for found in memory.digests(1))
+        monkeypatch.setattr(SharedMemory, "of", lambda *_: Interrupted(own, look))
+
+    for number in range(1, 40):
+        monkeypatch.setattr(SharedMemory, "of", lambda *_: Interrupted(own, look))
+        memory.post(1, Digest(number, 7 * number))
+
+    def post() -> None:
+        nonlocal number
+        number += 1
+        monkeypatch.setattr(SharedMemory, "of", lambda *_: own)
+        memory.post(1, Digest(number, 7 * number))
+
+    for _ in range(40):
+        monkeypatch.setattr(SharedMemory, "of", lambda *_: Interrupted(own, post))
+        assert all(found.value == 7 * found.number for found in memory.digests(1))
+    own = np.empty(0, np.int64)  # it keeps the memory
+    memory.close()
+
+
+GPU_FOLLOWER = """
+import json, os, sys
+job, say = json.loads(input()), lambda **message: print(json.dumps(message), flush=True)
+say(free=1, identity="e", build="b")
+config = json.loads(input())
+say(window=(b"of rank %d" % job["rank"]).hex())
+windows = [bytes.fromhex(window).decode() for window in json.loads(input())["windows"]]
+if sys.argv[1] == "ends":
+    sys.exit(4)
+say(ready=True)
+print(json.dumps({"failed": f"{windows} {os.environ['CUDA_VISIBLE_DEVICES']}"}), flush=True)
+"""
+
+
+def opening(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str) -> FollowerProcesses:
+    """Two followers with GPUs of their own have what the leader tells them of windows."""
+    monkeypatch.setattr(followers, "COMMAND", [sys.executable, "-c", GPU_FOLLOWER, how])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    found = FollowerProcesses(tmp_path, 4, "e", "b", on_gpus=True)
+    assert found.opened() == 1
+    found.configure({"host_cache_bytes": 0}, 1)
+    assert found.exchange(b"the leader's") == [b"the leader's", b"of rank 1", b"of rank 2", b"of rank 3"]
+    return found
+
+
+def test_ranks_with_gpus_get_each_other_s_windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A follower sees its own GPU first."""
+    found, lost = opening(monkeypatch, tmp_path, "stays"), SimpleQueue[str]()
+    found.ready(lambda error: lost.put(str(error)))
+    said = lost.get(timeout=60)
+    windows = "[\"the leader's\", 'of rank 1', 'of rank 2', 'of rank 3']"
+    assert any(f"{windows} {seen}" in said for seen in ("5,6,7,4", "6,7,4,5", "7,4,5,6")), said
+    found.close()
+
+
+def test_nobody_waits_for_a_rank_that_ended_while_gpus_ran_their_first_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The leader's host waits for a kernel, and hears of it when that has ended."""
+    found = opening(monkeypatch, tmp_path, "ends")
+    until(lambda: found.memory.is_stopped)
+    with pytest.raises(Lost, match="rank 1 has ended with status 4 while the engine was opened"):
+        found.ready(lambda error: None)
+    found.close()

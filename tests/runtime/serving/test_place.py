@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,19 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest import FILE
 from hemiola.runtime.serving import launcher
 from hemiola.runtime.serving.launcher import Server
-from hemiola.runtime.serving.place import VISIBLE, check_instances, check_place, take_place
+from hemiola.runtime.serving.place import (
+    FRACTION,
+    VISIBLE,
+    check_instances,
+    check_place,
+    choose_gpu,
+    ranks_of,
+    share_memory,
+    take_place,
+)
 from hemiola.runtime.serving.tritonserver import find_triton, write_repository
 
 
@@ -20,7 +31,7 @@ def checked(
     monkeypatch: pytest.MonkeyPatch, archs: dict[str, str], num_gpus: int = 2, **settings_of: dict
 ) -> dict[str, dict]:
     """Settings of models with engines for these architectures, as their processes get them."""
-    monkeypatch.setattr(launcher.manifest, "load", lambda path: SimpleNamespace(arch=archs[path.name]))
+    monkeypatch.setattr(launcher.manifest, "load", lambda path: SimpleNamespace(arch=archs[path.name], tp=1))
     monkeypatch.setattr(launcher, "check_sizes", lambda *_: None)  # such a manifest has none
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     server = Server({name: Path(name) for name in archs}, settings_of=settings_of)
@@ -91,6 +102,41 @@ def test_an_engine_sees_the_gpu_of_its_instance_alone(
     assert os.environ.get(VISIBLE) == named
     take_place("GPU", number, device)
     assert os.environ[VISIBLE] == seen
+
+
+@pytest.mark.parametrize(("named", "seen"), [(None, "2,3"), ("7,6,GPU-1f, 4", "GPU-1f,4")])
+def test_an_engine_of_two_ranks_sees_two_gpus(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, seen: str
+) -> None:
+    monkeypatch.setenv(VISIBLE, named or "")
+    if named is None:
+        monkeypatch.delenv(VISIBLE)
+    take_place("GPU", 2, None, 2)
+    assert os.environ[VISIBLE] == seen
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 2, raising=False)
+    check_place("e", "sm_90", "GPU", 2)
+
+
+def test_ranks_are_counted_before_an_engine_opens(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"tp": 4}')
+    assert ranks_of(str(tmp_path)) == 4 and ranks_of(str(tmp_path / "none")) == 1
+
+
+def test_engines_that_share_some_of_their_gpus_share_memory() -> None:
+    models: list[dict[str, Any]] = [{"device": 0}, {"device": 1}, {"device": 3}, {"device": None}]
+    share_memory(models, [2, 2, 1, 1])
+    assert [found["memory_fraction"] / FRACTION for found in models] == [0.5, 0.5, 1.0, 1.0]
+
+
+def test_a_server_with_too_few_gpus_for_the_ranks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose_gpu(Path("e"), "sm_90", 2, 2) == 2
+    with pytest.raises(
+        Refused, match=r"GPUs 3 to 4 \(--tp 2\), but 4 GPUs are visible here.* a lower device"
+    ):
+        choose_gpu(Path("e"), "sm_90", 3, 2)
+    with pytest.raises(Refused, match=r"GPUs 0 to 7 \(--tp 8\).* rebuild with a lower --tp"):
+        choose_gpu(Path("e"), "sm_90", None, 8)
 
 
 @pytest.mark.parametrize(

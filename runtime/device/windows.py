@@ -1,0 +1,64 @@
+"""Where the ranks of an engine exchange on GPUs: memory of each one's device, into which all others write.
+
+It is shared by CUDA's handles between processes. Nothing here multicasts.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from hemiola.plugins.gpu.windows import window_bytes
+from hemiola.plugins.ranks import make_group
+from hemiola.runtime.device.ranks import SharedMemory
+from hemiola.runtime.errors import Refused, one_line
+
+HEAD = 4096  # bytes of the shared memory that a device reads: the word at STOP is among them
+
+
+class Windows:
+    """A rank's own window, and those of the others as its device addresses them."""
+
+    def __init__(self, memory: SharedMemory, rank: int, device: torch.device) -> None:
+        """Raises Refused where a device cannot share memory."""
+        from hemiola.plugins.gpu import driver  # cuda-python is not needed elsewhere
+
+        self._driver, self._rank, self._device = driver, rank, device
+        torch.empty(1, device=device)  # a context
+        self._own, self._opened, self._memory = 0, list[int](), memory
+        try:
+            self._own = driver.allocate(window_bytes(memory.size))
+            self.handle = driver.handle_of(self._own)
+            self._stop = driver.map_host(memory.address, HEAD)
+        except driver.DriverError as error:
+            self.close()
+            raise _refused(rank, error) from None
+
+    def open(self, handles: list[bytes]) -> torch.Tensor:
+        """The group that ops get. handles: of all ranks."""
+        found = []
+        for rank, handle in enumerate(handles):
+            if rank == self._rank:
+                found.append(self._own)
+                continue
+            try:
+                found.append(self._driver.open_handle(handle))
+            except self._driver.DriverError as error:
+                raise _refused(rank, error) from None
+            self._opened.append(found[-1])
+        return make_group(self._rank, found, 0, self._stop).to(self._device)
+
+    def close(self) -> None:
+        """Nobody writes there any more. Safe to call twice."""
+        opened, own, self._opened, self._own = self._opened, self._own, [], 0
+        with torch.cuda.device(self._device), suppress(self._driver.DriverError):  # of a device that is lost
+            for address in opened:
+                self._driver.close_handle(address)
+            if own:
+                self._driver.unmap_host(self._memory.address)
+                self._driver.free(own)
+
+
+def _refused(rank: int, error: Any) -> Refused:
+    said = f"GPU {rank} shares no memory with the other ranks' ({one_line(error)})"
+    return Refused("unsupported", "tp", said=said, way_out="use GPUs that reach each other, or --tp 1")

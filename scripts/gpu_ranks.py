@@ -1,0 +1,691 @@
+"""Engines of several ranks on the GPUs that are here: right, and how fast. Needs two of them at least.
+
+    PYTHONPATH=. python3 scripts/gpu_ranks.py [--parts links,sums,...] [--tp 2] [--folder DIR] [--seconds 60]
+
+| part | what |
+|---|---|
+| build | the engines of bundled checkpoints, at once |
+| links | which GPUs, and whether they reach each other |
+| sums | bits of sum, agree and gather at many sizes beside the references; 10^6 sums in graphs, none wrong |
+| times | a sum beside NCCL's all-reduce |
+| engines | bundled checkpoints: drafts, prefixes, chunks, batches, with graphs and without: all bits of the
+| | plain run; --same-bits: those of one GPU |
+| storms | requests of all kinds at any time, cancelled and preempted; bits of the plain run |
+| faults | a rank lost in the middle of a step or while an engine opens, the leader killed: nothing is left |
+| models | steps of Qwen3.5-9B (random weights) beside those of one GPU |
+
+Each part is a process of its own with a time limit, and none stops the next. A line of a table per check.
+"""
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = {
+    "build": 200,
+    "links": 40,
+    "sums": 120,
+    "times": 60,
+    "engines": 200,
+    "storms": 200,
+    "faults": 120,
+    "models": 200,
+}
+FAMILIES = ("qwen3.5-code", "nemotron-h-code")
+SIZES = {"max_len": 512, "max_rows": 8, "max_step_tokens": 256, "page_len": 64, "chunk_len": 16}
+SHAPES = (
+    (1, 4096),
+    (2, 4096),
+    (3, 256),
+    (8, 4096),
+    (33, 2688),
+    (64, 4096),
+    (256, 4096),
+    (1000, 4096),
+    (5000, 5120),
+)
+START = "import os\n\n\nclass Stack:\n    "
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where engines are kept; default: a temporary folder")
+    parser.add_argument("--seconds", type=float, default=60, help="of storms")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="of the part engines")
+    parser.add_argument("--cases", default="", help="of engines and faults, by semicolons; default: all")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.part:
+        globals()[asked.part](asked)
+        return
+    if torch.cuda.device_count() < asked.tp:
+        sys.exit(f"gpu_ranks.py: torch finds {torch.cuda.device_count()} CUDA devices here")
+    print(
+        f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}", flush=True
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        asked.folder = asked.folder or Path(folder)
+        failed = [part for part in asked.parts.split(",") if not ran(part, asked)]
+    print(f"failed: {', '.join(failed) or 'nothing'}")
+    sys.exit(bool(failed))
+
+
+def ran(part: str, asked: argparse.Namespace) -> bool:
+    """Whether it went well."""
+    given = ["--part", part]
+    for name in ("tp", "folder", "seconds", "families", "cases"):
+        given += [f"--{name}", str(getattr(asked, name))]
+    print(f"## {part}", flush=True)
+    start = time.monotonic()
+    process = subprocess.Popen([sys.executable, __file__, *given], start_new_session=True)
+    try:
+        status = process.wait(PARTS[part] + (asked.seconds if part == "storms" else 0))
+    except subprocess.TimeoutExpired:
+        status = "its time is up"
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    print(f"## {part}: {status} after {time.monotonic() - start:.1f} s\n", flush=True)
+    return status == 0
+
+
+# Kernels alone: a process for each rank.
+
+
+class Peers:
+    """This process and its followers, each with a GPU, and the group of this one."""
+
+    def __init__(self, rank: int, size: int, pipes: list[Any], fd: int, token: int) -> None:
+        from hemiola.plugins.gpu.compile import on_demand
+        from hemiola.runtime.device.ranks import SharedMemory
+        from hemiola.runtime.device.windows import Windows
+
+        torch.cuda.set_device(rank)
+        on_demand()
+        self.rank, self.size, self.device = rank, size, torch.device("cuda", rank)
+        self.memory = SharedMemory(fd, size, token)
+        self.windows = Windows(self.memory, rank, self.device)
+        self.group = self.windows.open(exchanged(rank, pipes, self.windows.handle))
+        self.pipes = pipes
+
+    def meet(self) -> None:
+        torch.cuda.synchronize()
+        exchanged(self.rank, self.pipes, b"")
+
+
+def exchanged(rank: int, pipes: list[Any], mine: bytes) -> list[bytes]:
+    """What all ranks give. pipes: of rank 0 one to each other, of others one to rank 0."""
+    if rank == 0:
+        found = [mine, *(pipe.recv() for pipe in pipes)]
+        for pipe in pipes:
+            pipe.send(found)
+        return found
+    pipes[0].send(mine)
+    return pipes[0].recv()
+
+
+def with_peers(work: Callable[[Peers], None], size: int) -> None:
+    import multiprocessing
+
+    from hemiola.runtime.device.ranks import SharedMemory
+
+    context, memory = multiprocessing.get_context("fork"), SharedMemory.make(size)
+    pairs = [context.Pipe() for _ in range(1, size)]
+    given = size, memory.fd, memory.token
+
+    def begin(rank: int, pipes: list[Any]) -> None:
+        peers = Peers(rank, given[0], pipes, given[1], given[2])
+        work(peers)
+        peers.meet()
+
+    processes = [context.Process(target=begin, args=(0, [here for here, _ in pairs]))]
+    processes += [
+        context.Process(target=begin, args=(rank, [there])) for rank, (_, there) in enumerate(pairs, 1)
+    ]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        time.sleep(0.1)
+        if any(process.exitcode for process in processes):
+            memory.stop()  # a kernel that waits for one that failed ends
+            time.sleep(2)
+            for process in processes:
+                process.kill()
+            sys.exit("a rank failed")
+
+
+def build(asked: argparse.Namespace) -> None:
+    import multiprocessing
+
+    jobs = [(family, {"tp": asked.tp}) for family in FAMILIES]
+    jobs += [(family, {"tp": tp, "same_bits": True}) for family in FAMILIES for tp in (1, asked.tp)]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_build, args=(asked, *job)) for job in jobs]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
+
+
+def _build(asked: argparse.Namespace, family: str, options: dict[str, Any]) -> None:
+    built(asked, family, **options)
+
+
+def links(asked: argparse.Namespace) -> None:
+    subprocess.run(["nvidia-smi", "topo", "-m"])
+    with_peers(_links, asked.tp)
+
+
+def _links(peers: Peers) -> None:
+    others = [other for other in range(peers.size) if other != peers.rank]
+    reached = [other for other in others if torch.cuda.can_device_access_peer(peers.rank, other)]
+    print(f"rank {peers.rank}: windows are shared; GPUs {reached} are reached", flush=True)
+
+
+def sums(asked: argparse.Namespace) -> None:
+    with_peers(_sums, asked.tp)
+
+
+def _sums(peers: Peers) -> None:
+    from hemiola.plugins.step import forms
+    from hemiola.plugins.sum.cuda import sum as our_sum
+    from hemiola.plugins.sum.reference import tree
+
+    ops, wrong = forms("cuda"), []
+    for seed, ((tokens, width), dtype) in enumerate(
+        itertools.product(SHAPES, (torch.bfloat16, torch.float32))
+    ):
+        rng = torch.Generator(peers.device).manual_seed(seed)
+        parts = [
+            (torch.randn(tokens, width, generator=rng, device=peers.device) * 3.0**n).to(dtype)
+            for n in range(peers.size)
+        ]
+        wanted = tree([part.float() for part in parts]).to(dtype)
+        for twice in (None, False, True):
+            found = our_sum(parts[peers.rank], peers.group, twice=twice)
+            if not torch.equal(found.view(torch.int8), wanted.view(torch.int8)):
+                wrong.append((tokens, width, dtype, twice, int((found != wanted).sum())))
+            more = our_sum(parts[peers.rank], peers.group, parts[0], twice)
+            if not torch.equal(more, (tree([part.float() for part in parts]) + parts[0].float()).to(dtype)):
+                wrong.append((tokens, width, dtype, twice, "with a residual"))
+    for lines in (1, 7, 300, 40_000):
+        rng = torch.Generator(peers.device).manual_seed(lines)
+        logits = [
+            torch.randn(lines, 96, generator=rng, device=peers.device).round(decimals=1)
+            for _ in range(peers.size)
+        ]
+        best = [ops.best(part) for part in logits]
+        found = ops.agree(*best[peers.rank], peers.group, 96)
+        wanted = ops.best(torch.cat(logits, 1))
+        if not all(map(torch.equal, found, wanted)):
+            wrong.append(("agree", lines))
+        if not torch.equal(ops.gather(logits[peers.rank], peers.group), torch.cat(logits, 1)):
+            wrong.append(("gather", lines))
+    peers.meet()
+    if peers.rank == 0:
+        row(f"bits at {len(SHAPES)} sizes, 2 dtypes, 3 ways; agree, gather at 4", wrong or "equal")
+    bad, num, seconds = _loop(peers, our_sum)
+    print(f"| rank {peers.rank}: {num} sums in graphs | {seconds:.1f} s | {bad} wrong |", flush=True)
+    if wrong or bad:
+        sys.exit(1)
+
+
+def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int, float]:
+    """10^6 sums of small numbers that are others each time; every one is looked at."""
+    device, at_once = peers.device, 500
+    count = torch.zeros(1, device=device)
+    bad = torch.zeros(1, dtype=torch.int64, device=device)
+    sizes = (
+        (1, 4096),
+        (1, 4096),
+        (2, 4096),
+        (1, 2688),
+        (1, 4096),
+        (8, 4096),
+        (1, 256),
+        (1, 4096),
+        (4, 4096),
+        (64, 4096),
+    )
+    bases = [torch.arange(t * w, device=device).remainder(61).view(t, w).float() for t, w in sizes]
+
+    def one(n: int) -> None:
+        base = bases[n % len(sizes)]
+        count.add_(1)
+        mine = (base + count.remainder(17) + peers.rank).bfloat16()
+        found = our_sum(mine, peers.group)
+        wanted = peers.size * (base + count.remainder(17)) + peers.size * (peers.size - 1) / 2
+        bad.add_((found != wanted.bfloat16()).sum())
+
+    for n in range(len(sizes)):
+        one(n)
+    peers.meet()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for n in range(at_once):
+            one(n)
+    peers.meet()
+    start = time.perf_counter()
+    num = 1_000_000 // at_once
+    for _ in range(num):
+        graph.replay()
+    torch.cuda.synchronize()
+    return int(bad), num * at_once, time.perf_counter() - start
+
+
+def times(asked: argparse.Namespace) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "NCCL_NVLS_ENABLE": "0"}
+    row("rows x 4096, bf16", "ours, us", "NCCL in a graph, us", "ours / NCCL", "NCCL eager, us")
+    row(*["---"] * 5)
+    with_peers(_times, asked.tp)
+
+
+def _times(peers: Peers) -> None:
+    import torch.distributed as dist
+
+    from hemiola.plugins.sum.cuda import sum as our_sum
+
+    dist.init_process_group("nccl", rank=peers.rank, world_size=peers.size, device_id=peers.device)
+    for rows in (1, 4, 16, 64, 256, 1024, 4096):
+        x = torch.randn(rows, 4096, device=peers.device).bfloat16()
+        ours = _us(peers, lambda x=x: our_sum(x, peers.group))
+        theirs = _us(peers, lambda x=x: dist.all_reduce(x))
+        eager = _us(peers, lambda x=x: dist.all_reduce(x), False)
+        if peers.rank == 0:
+            print(f"| {rows} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} | {eager:.2f} |", flush=True)
+    peers.meet()
+    os._exit(0)  # NCCL takes seconds to end
+
+
+def _us(peers: Peers, run: Callable[[], object], in_graph: bool = True, each: int = 50) -> float:
+    """Median of ten rounds."""
+    for _ in range(3):
+        run()
+    peers.meet()
+    graph = torch.cuda.CUDAGraph()
+    if in_graph:
+        with torch.cuda.graph(graph):
+            for _ in range(each):
+                run()
+    found = []
+    for _ in range(12):
+        peers.meet()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        if in_graph:
+            graph.replay()
+        else:
+            for _ in range(each):
+                run()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(1e3 * start.elapsed_time(end) / each)
+    return sorted(found[2:])[5]
+
+
+# Engines.
+
+
+def built(asked: argparse.Namespace, family: str, **options: Any) -> Path:
+    from hemiola.builder.build import build
+    from hemiola.builder.options import Options
+    from hemiola.runtime.arch import arch_here
+
+    name = "-".join([family, *(f"{key}={value}" for key, value in sorted(options.items()))])
+    engine_dir = asked.folder / name
+    if not (engine_dir / "manifest.json").is_file():
+        start = time.monotonic()
+        build(ROOT / "demo" / family, engine_dir, Options(arch=arch_here(), **SIZES | options))
+        print(f"* {name}: built in {time.monotonic() - start:.1f} s", flush=True)
+    return engine_dir
+
+
+def opened(engine_dir: Path, **options: Any) -> Any:
+    from hemiola.runtime.llm import LLM
+    from hemiola.runtime.step import ranked
+
+    ranked.CHECKED_EVERY = 1
+    return LLM(engine_dir, progress=False, **options)
+
+
+def asked_for(text: list[int], seed: int, num: int) -> list[tuple[list[int], Any]]:
+    """Prompts and parameters of all kinds."""
+    from hemiola.runtime.api import SamplingParams
+
+    dice, found = random.Random(seed), []
+    for n in range(num):
+        length = dice.choice([3, 17, 63, 64, 65, 100, 130, 200])
+        kind = n % 5
+        params: dict[str, Any] = {
+            "max_tokens": dice.choice([8, 24, 48]),
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        if kind in (1, 4):
+            params["logprobs"] = 5
+        if kind == 2:
+            params |= {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": n}
+        if kind == 3:
+            params |= {"repetition_penalty": 1.2, "logprobs": 2}
+        if kind == 4:
+            params["prompt_logprobs"] = 2
+        begin = dice.choice([0, 0, 0, n])
+        found.append((text[begin : begin + length], SamplingParams(**params)))
+    return found
+
+
+def said(output: Any) -> tuple[Any, ...]:
+    """What must be equal, to the last bit."""
+    return output.token_ids, output.logprobs, output.prompt_logprobs, output.finish_reason
+
+
+def answers(engine_dir: Path, calls: list[tuple[list[int], Any]], **options: Any) -> list[tuple[Any, ...]]:
+    """All at once, twice: what was kept of the first time is found the second."""
+    with opened(engine_dir, **options) as llm:
+        prompts, params = map(list, zip(*calls, strict=True))
+        first = [said(output) for output in llm.generate(prompts, params)]
+        assert first == [said(output) for output in llm.generate(prompts, params)], (
+            "the second time is another"
+        )
+        return first
+
+
+def plain(
+    engine_dir: Path, seed: int, num: int, calls: list[tuple[list[int], Any]] | None = None
+) -> tuple[list[tuple[list[int], Any]], list[tuple[Any, ...]]]:
+    """Requests, each a part of a greedy text, and their answers one by one, with nothing on."""
+    from hemiola.runtime.api import SamplingParams
+
+    start = time.monotonic()
+    with opened(engine_dir, drafts="none", prefix_cache=False, max_rows=1) as llm:
+        opening = time.monotonic() - start
+        if calls is None:
+            ids, params = llm.encode(START), SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+            calls = asked_for(ids + llm.generate([ids], params)[0].token_ids, seed, num)
+        found = [said(llm.generate([prompt], params)[0]) for prompt, params in calls]
+    seconds = time.monotonic() - start - opening
+    print(f"* {engine_dir.name}: open in {opening:.1f} s, plain run in {seconds:.1f} s", flush=True)
+    return calls, found
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "mtp": {"drafts": "mtp", "num_drafts": 3},
+    "no graphs": {"drafts": "mtp", "num_drafts": 3, "cuda_graphs": False},
+    "none": {"drafts": "none"},
+    "ngram": {"drafts": "ngram", "num_drafts": 3, "ngram_min": 1},
+    "mtp, no prefixes": {"drafts": "mtp", "num_drafts": 2, "prefix_cache": False},
+    "mtp, chunks of 63": {"drafts": "mtp", "num_drafts": 1, "max_step_tokens": 63},
+    "mtp, 3 rows, 14 pages": {"drafts": "mtp", "num_drafts": 3, "max_rows": 3, "num_pages": 14},
+    "mtp, host's memory": {"drafts": "mtp", "num_drafts": 3, "num_pages": 14, "host_cache_bytes": 2**28},
+    "none, depth 2": {"drafts": "none", "pipeline_depth": 2, "max_rows": 4},
+}
+
+
+def engines(asked: argparse.Namespace) -> None:
+    bad, chosen = 0, asked.cases.split(";") if asked.cases else [*CASES]
+    for family in asked.families.split(","):
+        if any(name in CASES for name in chosen):
+            engine_dir = built(asked, family, tp=asked.tp)
+            calls, wanted = plain(engine_dir, 0, 30)
+        for name in (name for name in CASES if name in chosen):
+            start = time.monotonic()
+            try:
+                found = answers(engine_dir, calls, **CASES[name])
+                others = [n for n, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1]]
+                result = f"OTHER in {others}" if others else "equal"
+            except Exception as error:
+                result = f"{type(error).__name__}: {error}"
+            bad += result != "equal"
+            row(family, name, f"{len(calls)} requests", result, f"{time.monotonic() - start:.1f} s")
+        try:
+            dirs = [built(asked, family, tp=tp, same_bits=True) for tp in (1, asked.tp)]
+            calls, wanted = plain(dirs[0], 1, 12)
+            result = "equal" if plain(dirs[1], 1, 12, calls)[1] == wanted else "OTHER"
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        bad += result != "equal"
+        row(family, f"--same-bits: 1 and {asked.tp} GPUs", "12 requests", result)
+    sys.exit(bad > 0)
+
+
+def storms(asked: argparse.Namespace) -> None:
+    """Until the time is up."""
+    bad = done = 0
+    dirs = [built(asked, family, tp=asked.tp) for family in FAMILIES]
+    known = [(engine_dir, *plain(engine_dir, 7, 40)) for engine_dir in dirs]
+    until = time.monotonic() + asked.seconds
+    for seed in itertools.count():
+        if time.monotonic() > until:
+            break
+        dice = random.Random(seed)
+        engine_dir, calls, wanted = known[seed % 2]
+        options = {
+            "drafts": ["mtp", "ngram", "mtp", "none"][seed // 2 % 4],
+            "max_rows": dice.choice([3, 8]),
+            "num_pages": dice.choice([9, 14, 60]),
+            "max_step_tokens": dice.choice([63, 193, 256]),
+            "pipeline_depth": dice.choice([0, 1, 2]),
+            "num_snapshots": dice.choice([1, 2, 20]),
+        }
+        if options["drafts"] != "none":
+            options["num_drafts"] = dice.choice([1, 2, 3])
+        with opened(engine_dir, **options) as llm:
+            for _ in range(40):
+                wrong = _storm(llm, dice, calls, wanted)
+                done, bad = done + 1, bad + bool(wrong)
+                if wrong:
+                    print(f"seed {seed}, {options}: {wrong}", flush=True)
+                if time.monotonic() > until:
+                    break
+    row(f"{done} storms of 30 requests", f"{seed} engines", "ledgers compared in every step", f"{bad} wrong")
+    sys.exit(bad > 0 or done == 0)
+
+
+def row(*cells: object) -> None:
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def _storm(llm: Any, dice: random.Random, calls: list[Any], wanted: list[Any]) -> list[str]:
+    """Requests that come at any time, some of which are cancelled; what was wrong."""
+    from hemiola.runtime.schedule.collector import Collector
+
+    collectors, wrong, cancelled = [], [], set()
+    for _ in range(30):
+        n = dice.randrange(len(calls))
+        prompt, params = calls[n]
+        request = llm._request(prompt, params)
+        done = threading.Event()
+        collector = Collector(request, lambda _, done=done: done.set())
+        llm._loop.submit(request, collector)
+        collectors.append((n, collector, done, request.id))
+        if dice.random() < 0.15:
+            cancelled.add(request.id)
+            llm.abort(request.id)
+        time.sleep(dice.choice([0, 0, 0.002, 0.01]))
+    for n, collector, done, request_id in collectors:
+        if not done.wait(60):
+            return [f"request {request_id} does not end"]
+        output = collector.output
+        found, right = said(output), wanted[n]
+        if request_id in cancelled:
+            if found[0] != right[0][: len(found[0])]:
+                wrong.append(f"request {request_id}, cancelled: other tokens")
+        elif found != right:
+            wrong.append(f"request {request_id} (call {n})")
+    return wrong
+
+
+LEADER = """
+import sys, time
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM
+try:
+    llm = LLM(sys.argv[1], progress=False)
+except Refused as error:
+    sys.exit(str(error))
+params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+llm.submit(llm.encode("def "), params, lambda piece: print(piece.token_ids, flush=True))
+time.sleep(60)
+"""
+
+
+def faults(asked: argparse.Namespace) -> None:
+    engine_dir, found = built(asked, FAMILIES[0], tp=asked.tp), []
+    faults = {
+        "killed": lambda: _lost(engine_dir, signal.SIGKILL),
+        "stopped": lambda: _lost(engine_dir, signal.SIGSTOP),
+        "killed while the engine opens": lambda: _lost_early(engine_dir),
+        "leader killed": lambda: _leader_lost(engine_dir),
+        "too few GPUs": lambda: _too_few(engine_dir, asked.tp),
+    }
+    for name, run in faults.items():
+        if not asked.cases or name in asked.cases.split(";"):
+            good, said = run()
+            time.sleep(1)  # until the driver has taken the memory back
+            left, used = _followers(os.getpid()), _used(1)
+            good = good and not left and used < 2**30
+            found.append(good)
+            mib = f"{used / 2**20:.0f} MiB in use on GPU 1"
+            row(name, said, f"followers left: {len(left)}", mib, "good" if good else "BAD")
+    with opened(engine_dir) as llm:
+        row("opened again in the same process", said_of(llm))
+    sys.exit(not all(found))
+
+
+def said_of(llm: Any) -> str:
+    from hemiola.runtime.api import SamplingParams
+
+    return str(llm.generate([llm.encode(START)], SamplingParams(max_tokens=8, temperature=0.0))[0].token_ids)
+
+
+def _lost(engine_dir: Path, word: int) -> tuple[bool, str]:
+    """A follower, in the middle of a stream."""
+    from hemiola.runtime.api import SamplingParams
+
+    llm = opened(engine_dir)
+    pid = _followers(os.getpid())[0]
+    num, ends, tokens = [0], [], threading.Event()
+    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    llm.submit(llm.encode(START), params, lambda piece: _note(piece, num, ends, tokens))
+    tokens.wait(30)
+    start = time.monotonic()
+    os.kill(pid, word)
+    while not ends and time.monotonic() - start < 40:
+        time.sleep(0.005)
+    seconds = time.monotonic() - start
+    llm.close()
+    closing = time.monotonic() - start - seconds
+    return bool(ends), f"after {num[0]} tokens: {ends[:1]} {seconds:.2f} s later; closed in {closing:.2f} s"
+
+
+def _lost_early(engine_dir: Path) -> tuple[bool, str]:
+    from hemiola.runtime.llm import LLM
+
+    since = []
+
+    def report(stage: str, done: int, total: int) -> None:
+        if stage == "capturing graphs of decode steps" and not since:
+            since.append(time.monotonic())
+            os.kill(_followers(os.getpid())[0], signal.SIGKILL)
+
+    try:
+        LLM(engine_dir, progress=report).close()
+    except Exception as error:
+        return True, f"{type(error).__name__}: {error} {time.monotonic() - since[0]:.2f} s later"
+    return False, "it opened"
+
+
+def _leader_lost(engine_dir: Path) -> tuple[bool, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEADER, str(engine_dir)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for _ in range(5):
+        process.stdout.readline()
+    pids = _followers(process.pid)
+    process.kill()
+    start = time.monotonic()
+    while any(_lives(pid) for pid in pids) and time.monotonic() - start < 20:
+        time.sleep(0.01)
+    seconds = time.monotonic() - start
+    return bool(pids) and seconds < 5, f"{len(pids)} followers ended {seconds:.2f} s later"
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _too_few(engine_dir: Path, tp: int) -> tuple[bool, str]:
+    seen = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(tp - 1)))}
+    given = [sys.executable, "-c", LEADER, str(engine_dir)]
+    done = subprocess.run(given, env=seen, capture_output=True, text=True, timeout=60)
+    lines = done.stderr.strip().splitlines()
+    return done.returncode == 1 and "--tp" in lines[-1], lines[-1]
+
+
+def _note(piece: Any, num: list[int], ends: list[str], tokens: threading.Event) -> None:
+    num[0] += len(piece.token_ids)
+    if num[0] >= 20:
+        tokens.set()
+    if piece.finish_reason is not None:
+        ends.append(
+            f"{piece.finish_reason}: {piece.error}" if getattr(piece, "error", "") else piece.finish_reason
+        )
+
+
+def _followers(parent: int) -> list[int]:
+    """Children of this process that are ranks."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "stat").read_text().rpartition(")")[2].split()
+            line = (path / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(words[1]) == parent and b"follower" in line and words[0] != "Z":
+            found.append(int(path.name))
+    return found
+
+
+def _used(device: int) -> int:
+    """Bytes of a GPU's memory, by whomever."""
+    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", str(device)]
+    return int(subprocess.run(asked, capture_output=True, text=True).stdout.split()[0]) * 2**20
+
+
+def models(asked: argparse.Namespace) -> None:
+    """In a process for each number of ranks."""
+    script = ROOT / "benchmarks" / "gpu_models.py"
+    for tp in (1, asked.tp):
+        print(f"* --tp {tp}", flush=True)
+        subprocess.run([sys.executable, str(script), *_of_models(asked, tp)], check=True)
+
+
+def _of_models(asked: argparse.Namespace, tp: int) -> list[str]:
+    given = ["--models", "9b", "--rows", "1,64", "--drafts", "none,mtp", "--tp", str(tp)]
+    return [*given, "--engines", str(asked.folder)]
+
+
+if __name__ == "__main__":
+    main()
