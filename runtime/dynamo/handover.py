@@ -46,9 +46,9 @@ class Handover:
         """Fetch what the other worker has computed. Waits for it."""
         try:
             address = ((request.get("prefill_result") or {}).get("disaggregated_params") or {}).get(PLACE)
-            if address is None:
-                return
             ids = [*asked.prompt, *asked.output_ids]
+            if address is None or len(ids) <= self._llm.config.page_len:
+                return  # of so few tokens nothing is stored
             self._llm.import_prefix(self._peer.fetch(str(address), ids, asked.params.cache_salt))
         except (Refused, Failed, Lost) as error:
             log.warning("a prompt is computed here: %s", error)

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, cast
@@ -53,6 +54,7 @@ class Peer:
     def __init__(self, export: Export | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
         self._agent = _agent()
         self._lock = threading.Lock()  # around the agent
+        self._reading: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by address
         self._closing = False
         self._places = threading.BoundedSemaphore(MOST_AT_ONCE)
         self._listener: socket.socket | None = None
@@ -80,7 +82,11 @@ class Peer:
             if "refused" in answer:
                 raise _refused(address, answer)
             packed = np.zeros(answer["size"], np.uint8)
-            with self._remote(address, answer["agent"]) as name, self._registered(packed):
+            with (
+                self._alone(address, end),
+                self._remote(address, answer["agent"]) as name,
+                self._registered(packed),
+            ):
                 for first in range(0, len(packed), PIECE):
                     self._read(address, name, packed[first : first + PIECE], answer["place"] + first, end)
             with suppress(OSError):
@@ -125,6 +131,18 @@ class Peer:
         finally:
             with self._lock, suppress(Exception):
                 transfer.release()
+
+    @contextmanager
+    def _alone(self, address: str, end: float) -> Iterator[None]:
+        """One read at a time from a peer: when it ends, NIXL forgets all that it knows of that agent."""
+        with self._lock:
+            reading = self._reading[address]
+        if not reading.acquire(timeout=max(0.0, end - time.monotonic())):
+            raise Lost(f"the peer {address} has not sent a prefix in time")
+        try:
+            yield
+        finally:
+            reading.release()
 
     @contextmanager
     def _remote(self, address: str, metadata: bytes) -> Iterator[str]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def test_bytes_of_another_process_are_equal(
     with pytest.raises(Refused, match="nothing is stored") as refused:
         own.fetch(address, [0])
     assert refused.value.code == "not_found"
+
+
+def test_a_fetch_that_ends_loses_others_the_agent_of_their_peer(start: Start, own: Peer) -> None:
+    """Several at once from one peer."""
+    _, address = start("echo")
+
+    def fetch(number: int) -> bool:
+        return own.fetch(address, [300_000 + number]) == echo([300_000 + number])
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(fetch, range(24)))
 
 
 def test_an_answer_from_a_fetched_prefix_is_the_plain_runs(
