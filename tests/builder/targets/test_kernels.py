@@ -28,7 +28,9 @@ from hemiola.plugins.gpu.cover import calls_at, calls_of
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import Call
 from hemiola.plugins.gpu.sizes import Size
+from hemiola.plugins.ranks import words_of
 from hemiola.plugins.step import STEP_OPS, forms
+from hemiola.plugins.sum.cuda import sum as sum_of_ranks
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused
@@ -124,7 +126,9 @@ def test_whatever_a_plan_is_like_the_kernels_around_the_trunk_are_compiled(width
 def entries(nodes: list[kernels.Node], capability: int) -> list[Call]:
     """One call of every kernel, and of each way in which a dense layer ends."""
     gpu = Gpu(capability, 132)
-    calls = kernels.calls_between(gpu, LIMITS, torch.empty(2, 64, dtype=torch.bfloat16, device="meta"))
+    x = torch.empty(2, 64, dtype=torch.bfloat16, device="meta")
+    calls = kernels.calls_between(gpu, LIMITS, x, tp=2)
+    calls |= calls_at(sum_of_ranks, gpu, x, torch.empty(words_of(2), dtype=torch.int64, device="meta"))
     for node in nodes:
         calls |= covered(node, capability)
     found: dict[tuple, Call] = {}
