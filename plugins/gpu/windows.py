@@ -11,7 +11,7 @@ PAYLOAD = 8  # bytes of a message that go in a line
 FEW = 256
 
 
-class Pieces(NamedTuple):
+class PieceSizes(NamedTuple):
     """How a message is cut: programs, lines of a piece, and warps of a program."""
 
     programs: int
@@ -24,7 +24,7 @@ def window_bytes(size: int) -> int:
     return 2 * size * PROGRAMS * LINES * LINE_BYTES
 
 
-def pieces_of(num_lines: int) -> Pieces:
+def pieces_of(num_lines: int) -> PieceSizes:
     """A line for each thread of a small message; of a large one two, so that more are under way."""
     lines, warps = (FEW, FEW // 32) if num_lines <= FEW * PROGRAMS else (LINES, LINES // 64)
-    return Pieces(min(PROGRAMS, cdiv(num_lines, lines)), lines, warps)
+    return PieceSizes(min(PROGRAMS, cdiv(num_lines, lines)), lines, warps)

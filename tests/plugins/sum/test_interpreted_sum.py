@@ -10,7 +10,7 @@ import torch
 from kit.ops import same_bits
 
 from hemiola.plugins.gpu import windows
-from hemiola.plugins.gpu.windows import Pieces
+from hemiola.plugins.gpu.windows import PieceSizes
 from hemiola.plugins.step import forms
 from hemiola.plugins.sum.reference import tree
 
@@ -30,8 +30,8 @@ SHAPES = [(1, 16), (7, 64), (0, 16), (3, 40)]
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 lines, by three programs."""
 
-    def short(num_lines: int) -> Pieces:
-        return Pieces(min(3, -(-num_lines // 16)), 16, 1)
+    def short(num_lines: int) -> PieceSizes:
+        return PieceSizes(min(3, -(-num_lines // 16)), 16, 1)
 
     for module in (windows, cuda, agree, gather):
         monkeypatch.setattr(module, "pieces_of", short)
