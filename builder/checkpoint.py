@@ -43,8 +43,8 @@ class Config:
         value = self.values.get(key)
         if value is None:
             if default is REQUIRED:
-                said = f"{self.where} has no {key}"
-                raise Refused("missing", key, said=said, way_out="add it, or use a complete checkpoint")
+                message = f"{self.where} has no {key}"
+                raise Refused("missing", key, message=message, way_out="add it, or use a complete checkpoint")
             return default  # type: ignore[return-value]
         try:
             return TypeAdapter(kind).validate_python(value, strict=True)
@@ -87,7 +87,7 @@ class Config:
 
     def refused(self, code: Code, key: str, reason: str, way_out: str) -> Refused:
         """The key is the error's field."""
-        return Refused(code, key, said=f"{self.where}: {reason}", way_out=way_out)
+        return Refused(code, key, message=f"{self.where}: {reason}", way_out=way_out)
 
     def section(self, key: str) -> "Config":
         return Config(self.read(key, dict), f"{self.where}: {key}")
@@ -122,10 +122,10 @@ class Checkpoint:
         self.path, self.narrow_inputs = path, narrow_inputs  # inputs of layers are e4m3 where it says so
         if not path.is_dir():
             way_out = "pass a Hugging Face checkpoint folder"
-            raise Refused("not_found", said=f"{path} is not a directory", way_out=way_out)
+            raise Refused("not_found", message=f"{path} is not a directory", way_out=way_out)
         if (config := file_in(path, "config.json")) is None:
             way_out = "pass a Hugging Face checkpoint folder"
-            raise Refused("not_found", said=f"{path} has no config.json", way_out=way_out)
+            raise Refused("not_found", message=f"{path} has no config.json", way_out=way_out)
         self.config = Config(read_json(config), str(config))
         self._tell_of_code()
         beside = file_in(path, MODELOPT)
@@ -167,12 +167,12 @@ class Checkpoint:
         left = sorted(name for name in self._tensors.leftovers() if not re.match(ignorable, name))
         scales = [name for name in left if name.rpartition(".")[2] in formats.SUFFIXES - {"weight"}]
         if scales:
-            said = f"{self.path} has {scales[0]}, but no layer that may be quantised has this weight"
-            raise Refused("unsupported", scales[0], said=said, way_out="use another checkpoint")
+            message = f"{self.path} has {scales[0]}, but no layer that may be quantised has this weight"
+            raise Refused("unsupported", scales[0], message=message, way_out="use another checkpoint")
         if left:
             names = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
-            said = f"{self.path} has tensors that {self.architecture} does not know: {names}"
-            raise Refused("unsupported", left[0], said=said, way_out="use a checkpoint without them")
+            message = f"{self.path} has tensors that {self.architecture} does not know: {names}"
+            raise Refused("unsupported", left[0], message=message, way_out="use a checkpoint without them")
 
     @property
     def architecture(self) -> str:
@@ -218,18 +218,18 @@ class Files:
     def tensor(self, name: str, *shape: int) -> Lazy:
         if name not in self._files:
             way_out = "the checkpoint is incomplete, download it again"
-            raise Refused("missing", name, said=f"{self.path} has no tensor {name}", way_out=way_out)
+            raise Refused("missing", name, message=f"{self.path} has no tensor {name}", way_out=way_out)
         stored = self._shards[self._files[name]].stored(name)
         found, dtype = stored.shape, stored.dtype
         if found != shape and (shape or found != (1,)):  # one number may be a list of one
-            said = f"{stored.where}: {name} has shape {list(found)}, config.json asks for {list(shape)}"
-            raise Refused("conflict", name, said=said, way_out="correct one of them")
+            message = f"{stored.where}: {name} has shape {list(found)}, config.json asks for {list(shape)}"
+            raise Refused("conflict", name, message=message, way_out="correct one of them")
         if dtype not in DTYPES:
-            said = (
+            message = (
                 f"{stored.where}: {name} is {dtype}, not one of {', '.join(DTYPES)}; only weights of"
                 " dense layers and experts may be quantised"
             )
-            raise Refused("unsupported", name, said=said, way_out="use another checkpoint")
+            raise Refused("unsupported", name, message=message, way_out="use another checkpoint")
         self._used.add(name)
         return Lazy(found, DTYPES[dtype], stored.finite)
 
@@ -258,8 +258,8 @@ class Files:
     def _shard_names(self) -> list[str]:
         names = shard_names(self.path)
         if names == [SINGLE] and file_in(self.path, SINGLE) is None:
-            said = f"{self.path} has no {SINGLE} and no index of shards"
-            raise Refused("not_found", said=said, way_out="convert the weights to safetensors")
+            message = f"{self.path} has no {SINGLE} and no index of shards"
+            raise Refused("not_found", message=message, way_out="convert the weights to safetensors")
         return names
 
     def _locate(self) -> dict[str, str]:
@@ -267,8 +267,8 @@ class Files:
         stored = {name: file for file, shard in self._shards.items() for name in shard.names}
         for name, file in self._places.items():
             if stored.get(name) != file:
-                said = f"{self.path / INDEX} says that {name} is in {file}, but it is not"
-                raise Refused("damaged", name, said=said, way_out="download the checkpoint again")
+                message = f"{self.path / INDEX} says that {name} is in {file}, but it is not"
+                raise Refused("damaged", name, message=message, way_out="download the checkpoint again")
         return stored
 
 
@@ -291,22 +291,22 @@ def file_in(folder: Path, name: str) -> Path | None:
         kind = path.lstat().st_mode
         if stat.S_ISLNK(kind):
             if not _is_blob(folder.resolve(), path.resolve(strict=True)):
-                said = f"{path} is a link to {path.readlink()}"
-                raise Refused("unsupported", said=said, way_out="put the file itself into the folder")
+                message = f"{path} is a link to {path.readlink()}"
+                raise Refused("unsupported", message=message, way_out="put the file itself into the folder")
             kind = path.stat().st_mode
     except FileNotFoundError:
         if path.is_symlink():
-            said = f"{path} is a link to nothing"
-            raise Refused("not_found", said=said, way_out="download it again") from None
+            message = f"{path} is a link to nothing"
+            raise Refused("not_found", message=message, way_out="download it again") from None
         return None
     except Refused:
         raise
     except (OSError, ValueError, RuntimeError) as error:  # links in a circle, a name with a NUL
-        said = f"{folder}: {name!r} cannot be opened ({one_line(error)})"
-        raise Refused("failed", said=said, way_out="download it again") from None
+        message = f"{folder}: {name!r} cannot be opened ({one_line(error)})"
+        raise Refused("failed", message=message, way_out="download it again") from None
     if not stat.S_ISREG(kind):
-        said = f"{path} is no regular file"
-        raise Refused("unsupported", said=said, way_out="put the file itself into the folder")
+        message = f"{path} is no regular file"
+        raise Refused("unsupported", message=message, way_out="put the file itself into the folder")
     return path
 
 
@@ -326,11 +326,11 @@ def _is_shared(cache: Path, target: Path) -> bool:
 def _shard(folder: Path, name: str) -> Path:
     """A file that an index names."""
     if name in ("", "..") or name != Path(name).name or not name.isprintable():
-        said = f"{folder / INDEX} names the file {name!r}, which is none of the folder's"
-        raise Refused("damaged", said=said, way_out="download it again")
+        message = f"{folder / INDEX} names the file {name!r}, which is none of the folder's"
+        raise Refused("damaged", message=message, way_out="download it again")
     if (path := file_in(folder, name)) is None:
-        said = f"{folder / name} is missing, {INDEX} names it"
-        raise Refused("not_found", said=said, way_out="download it again")
+        message = f"{folder / name} is missing, {INDEX} names it"
+        raise Refused("not_found", message=message, way_out="download it again")
     return path
 
 
@@ -338,12 +338,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, with infinities as floats."""
     content = json_file.read_json(path, "download it again", MOST_JSON)
     if not isinstance(content, dict):
-        raise Refused("damaged", said=f"{path} is not a JSON object", way_out="download it again")
+        raise Refused("damaged", message=f"{path} is not a JSON object", way_out="download it again")
     try:
         return {key: _with_floats(value) for key, value in content.items()}
     except RecursionError:
-        said = f"{path} cannot be read as JSON (nested too deeply)"
-        raise Refused("malformed", said=said, way_out="download it again") from None
+        message = f"{path} cannot be read as JSON (nested too deeply)"
+        raise Refused("malformed", message=message, way_out="download it again") from None
 
 
 def _with_floats(value: Any) -> Any:

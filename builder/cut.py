@@ -25,8 +25,10 @@ class Cut(NamedTuple):
         """How many of `num` a rank has."""
         if num % self.size:
             known = [str(size) for size in (1, 2, 4) if size < self.size and num % size == 0]
-            said = f"--tp {self.size} does not divide {what}, which is {num}"
-            raise Refused("conflict", "tp", self.size, said=said, way_out=f"use --tp {' or '.join(known)}")
+            message = f"--tp {self.size} does not divide {what}, which is {num}"
+            raise Refused(
+                "conflict", "tp", self.size, message=message, way_out=f"use --tp {' or '.join(known)}"
+            )
         return num // self.size
 
     def share_of_kv_heads(self, heads: int, kv_heads: int) -> int:
@@ -64,13 +66,15 @@ class Cut(NamedTuple):
         layout = lazy.layout or Layout("e4m3", 0)
         span = layout.span or (SPAN if layout.inputs == "group" else 0)
         if layout.inputs == "token":
-            said = f"--tp {self.size} cuts inputs of which a token has one scale"
-            raise Refused("unsupported", "tp", self.size, said=said, way_out="leave --act-dtype out")
+            message = f"--tp {self.size} cuts inputs of which a token has one scale"
+            raise Refused("unsupported", "tp", self.size, message=message, way_out="leave --act-dtype out")
         if span and share % span:
-            said = (
+            message = (
                 f"--tp {self.size} leaves a rank {share} inputs of a layer whose scales are for {span} each"
             )
-            raise Refused("conflict", "tp", self.size, said=said, way_out="use fewer ranks, or plain weights")
+            raise Refused(
+                "conflict", "tp", self.size, message=message, way_out="use fewer ranks, or plain weights"
+            )
         return lazy.columns(self.rank * share, (self.rank + 1) * share).of_a_rank()
 
     def segments(self, num: int) -> "list[Cut]":

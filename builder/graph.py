@@ -129,5 +129,5 @@ def _refuse_inexact(node: Node) -> None:
     if packet is None or node.op != "call_function" or packet in vars(torch.ops.hemiola).values():
         return
     if node.target not in EXACT:
-        said = f"the graph calls torch's {packet.__name__}, which may round by place"
-        raise Refused("unsupported", said=said, way_out="make it an op of plugins/")
+        message = f"the graph calls torch's {packet.__name__}, which may round by place"
+        raise Refused("unsupported", message=message, way_out="make it an op of plugins/")

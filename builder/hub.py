@@ -53,8 +53,8 @@ def locate(path: Path, revision: str | None, report: Report) -> Origin:
     Raises Refused for what is neither, and for all that keeps a model from being fetched."""
     if path.exists() or path.is_symlink():
         if revision is not None:
-            said = f"--revision {revision} is for a name on the Hub, but {path} is a folder here"
-            raise Refused("conflict", "revision", revision, said=said, way_out="leave it out")
+            message = f"--revision {revision} is for a name on the Hub, but {path} is a folder here"
+            raise Refused("conflict", "revision", revision, message=message, way_out="leave it out")
         return Origin(path)
     repo = _name(path)
     report("asking the Hub", 0, 0)
@@ -69,12 +69,12 @@ def locate(path: Path, revision: str | None, report: Report) -> Origin:
             return _cached(repo, revision, error)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         if CONFIG not in sizes or info.sha is None:
-            said = f"{repo} on {constants.ENDPOINT} has no {CONFIG}"
-            raise Refused("not_found", said=said, way_out="name a checkpoint in safetensors")
+            message = f"{repo} on {constants.ENDPOINT} has no {CONFIG}"
+            raise Refused("not_found", message=message, way_out="name a checkpoint in safetensors")
         named = Path(hf_hub_download(repo, CONFIG, revision=revision))  # the cache keeps what the name means
         if named.parent.name != info.sha:
-            said = f"{repo} on {constants.ENDPOINT} has just changed"
-            raise Refused("failed", said=said, way_out="build again")
+            message = f"{repo} on {constants.ENDPOINT} has just changed"
+            raise Refused("failed", message=message, way_out="build again")
         origin = Origin(named.parent, repo, info.sha, sizes)
         _fetch(origin, SMALL, report)
     return origin
@@ -94,8 +94,10 @@ def _name(path: Path) -> str:
             return str(path)
     except HFValidationError:
         pass
-    said = f"{path} is not a directory, and no name on the Hub (OWNER/MODEL)"
-    raise Refused("not_found", said=said, way_out="pass a Hugging Face checkpoint folder or such a name")
+    message = f"{path} is not a directory, and no name on the Hub (OWNER/MODEL)"
+    raise Refused(
+        "not_found", message=message, way_out="pass a Hugging Face checkpoint folder or such a name"
+    )
 
 
 def _fetch(origin: Origin, names: Iterable[str], report: Report) -> None:
@@ -109,8 +111,8 @@ def _fetch(origin: Origin, names: Iterable[str], report: Report) -> None:
         path = Path(hf_hub_download(origin.repo, name, revision=origin.commit, tqdm_class=bar))
         done += num_bytes if name in absent else 0
         if (size := path.stat().st_size) != num_bytes:
-            said = f"{path} has {size} bytes, {num_bytes} on the Hub"
-            raise Refused("damaged", said=said, way_out=f"remove {path.resolve()} and build again")
+            message = f"{path} has {size} bytes, {num_bytes} on the Hub"
+            raise Refused("damaged", message=message, way_out=f"remove {path.resolve()} and build again")
     if absent:
         report(FETCHING, total, total)
 
@@ -122,10 +124,10 @@ def _in_cache(origin: Origin, name: str) -> bool:
 def _refuse_full_disk(origin: Origin, num_bytes: int) -> None:
     free = shutil.disk_usage(origin.folder).free
     if num_bytes > free:
-        said = (
+        message = (
             f"{origin.repo} needs {size(num_bytes)} more in {constants.HF_HUB_CACHE}, {size(free)} are free"
         )
-        raise Refused("exhausted", said=said, way_out="make room, or set HF_HOME to a larger disk")
+        raise Refused("exhausted", message=message, way_out="make room, or set HF_HOME to a larger disk")
 
 
 def _cached(repo: str, revision: str | None, error: Exception) -> Origin:
@@ -135,9 +137,11 @@ def _cached(repo: str, revision: str | None, error: Exception) -> Origin:
     why = "HF_HUB_OFFLINE is set" if offline else _unreachable(error)
     if not isinstance(config_file, str):
         what = f"{repo} at {revision}" if revision else repo
-        said = f"{what} is not a directory, {why}, and the cache {constants.HF_HUB_CACHE} does not have it"
+        message = f"{what} is not a directory, {why}, and the cache {constants.HF_HUB_CACHE} does not have it"
         way_out = "unset it" if offline else "mend the connection"
-        raise Refused("not_found", said=said, way_out=f"{way_out}, or pass a folder with the checkpoint")
+        raise Refused(
+            "not_found", message=message, way_out=f"{way_out}, or pass a folder with the checkpoint"
+        )
     folder = Path(config_file).parent
     if not offline:
         print(f"warning: {why}; commit {folder.name} of {repo} is in the cache and used", file=sys.stderr)
@@ -172,29 +176,31 @@ def _refused(repo: str, revision: str | None, error: Exception) -> Refused:
         case GatedRepoError():
             why = "the token's account has no access to it" if has_token else "no token is given"
             way_out = f"accept its terms at {hub}/{repo}" + ("" if has_token else f", then {LOGIN}")
-            return Refused("unsupported", said=f"{repo} is gated, and {why}", way_out=way_out)
+            return Refused("unsupported", message=f"{repo} is gated, and {why}", way_out=way_out)
         case RepositoryNotFoundError():
             sees = " that the token's account may read" if has_token else ""
-            said = f"{repo} is not a directory, and {hub} has no model of this name{sees}"
+            message = f"{repo} is not a directory, and {hub} has no model of this name{sees}"
             way_out = "correct it" + ("" if has_token else f", or for a private model {LOGIN}")
-            return Refused("not_found", said=said, way_out=way_out)
+            return Refused("not_found", message=message, way_out=way_out)
         case RevisionNotFoundError():
             way_out = "give a branch, a tag or a commit, or leave it out"
-            said = f"{repo} has no --revision {revision}"
-            return Refused("not_found", "revision", revision, said=said, way_out=way_out)
+            message = f"{repo} has no --revision {revision}"
+            return Refused("not_found", "revision", revision, message=message, way_out=way_out)
         case HfHubHTTPError() if error.response.status_code == 401:
-            said = f"{hub} does not take the token"
-            return Refused("unsupported", said=said, way_out=f"correct it: {LOGIN}")
+            message = f"{hub} does not take the token"
+            return Refused("unsupported", message=message, way_out=f"correct it: {LOGIN}")
         case HfHubHTTPError():
-            said = f"{hub} answers {error.response.status_code} for {repo}"
-            return Refused("failed", said=said, way_out="build again later; files that have come are kept")
+            message = f"{hub} answers {error.response.status_code} for {repo}"
+            return Refused(
+                "failed", message=message, way_out="build again later; files that have come are kept"
+            )
     if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
-        said = f"the disk of {constants.HF_HUB_CACHE} is full"
-        return Refused("exhausted", said=said, way_out="make room, or set HF_HOME to a larger disk")
+        message = f"the disk of {constants.HF_HUB_CACHE} is full"
+        return Refused("exhausted", message=message, way_out="make room, or set HF_HOME to a larger disk")
     cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
     why = cause if isinstance(cause, Exception) else error
-    said = f"{repo} could not be fetched from {hub} ({type(why).__name__}: {one_line(why)})"
-    return Refused("failed", said=said, way_out="build again; files that have come are kept")
+    message = f"{repo} could not be fetched from {hub} ({type(why).__name__}: {one_line(why)})"
+    return Refused("failed", message=message, way_out="build again; files that have come are kept")
 
 
 def _bar(report: Report, done: int, total: int) -> Any:

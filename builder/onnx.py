@@ -185,8 +185,8 @@ class _Writer:
                 return [self(name.title(), self._values(args))]
             case "to" | "_to_copy":
                 return [self("Cast", [self._name(args[0])], to=DTYPES[node.meta["val"].dtype])]
-        said = f"{self.graph.name}: torch's {name} has no ONNX form here"
-        raise Refused("unsupported", said=said, way_out="add it to builder/onnx.py")
+        message = f"{self.graph.name}: torch's {name} has no ONNX form here"
+        raise Refused("unsupported", message=message, way_out="add it to builder/onnx.py")
 
     def _keep(self, node: Node, made: list[str]) -> None:
         """Remember the node's values; the graph's results get their own names."""

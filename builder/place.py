@@ -29,18 +29,20 @@ NO_MEMORY = (
 
 def refuse_occupied(engine_dir: Path) -> None:
     if engine_dir.exists() and not engine_dir.is_dir():
-        said = f"--engine-dir {engine_dir} is a file"
-        raise Refused("not_found", "engine_dir", said=said, way_out="choose a directory")
+        message = f"--engine-dir {engine_dir} is a file"
+        raise Refused("not_found", "engine_dir", message=message, way_out="choose a directory")
     if engine_dir.is_dir() and any(engine_dir.iterdir()) and not (engine_dir / manifest.FILE).is_file():
-        said = f"--engine-dir {engine_dir} has files but no engine in it"
-        raise Refused("in_use", "engine_dir", said=said, way_out="choose an empty or a new directory")
+        message = f"--engine-dir {engine_dir} has files but no engine in it"
+        raise Refused("in_use", "engine_dir", message=message, way_out="choose an empty or a new directory")
     if (engine_dir / manifest.FILE).is_file():
         for stray in strays(engine_dir, [manifest.FILE, *_files_of(engine_dir / manifest.FILE)]):
-            said = (
+            message = (
                 f"--engine-dir {engine_dir} has an engine and beside it {stray}, which a new engine would"
                 " remove"
             )
-            raise Refused("in_use", "engine_dir", said=said, way_out="move it, or choose another directory")
+            raise Refused(
+                "in_use", "engine_dir", message=message, way_out="move it, or choose another directory"
+            )
 
 
 def _files_of(path: Path) -> Iterable[str]:
@@ -65,8 +67,8 @@ def fresh(engine_dir: Path) -> Iterator[Path]:
         _remove_abandoned(engine_dir)
         workshop, lock = _open_workshop(engine_dir)
     except OSError as error:
-        said = f"--engine-dir {engine_dir} cannot be written ({error.strerror})"
-        raise Refused("failed", "engine_dir", said=said, way_out="choose another directory") from None
+        message = f"--engine-dir {engine_dir} cannot be written ({error.strerror})"
+        raise Refused("failed", "engine_dir", message=message, way_out="choose another directory") from None
     folder, old = workshop / "new", workshop / OLD
     try:
         folder.mkdir(0o755)
@@ -79,9 +81,9 @@ def fresh(engine_dir: Path) -> Iterator[Path]:
             raise MemoryError(error.strerror) from None
         if error.errno is None:  # of no file: ctypes says so of libraries
             raise
-        said = f"--engine-dir {engine_dir} cannot be written ({error.strerror})"
+        message = f"--engine-dir {engine_dir} cannot be written ({error.strerror})"
         way_out = "free space or choose another directory"
-        raise Refused("failed", "engine_dir", said=said, way_out=way_out) from None
+        raise Refused("failed", "engine_dir", message=message, way_out=way_out) from None
     finally:
         _close_workshop(workshop, engine_dir)
         os.close(lock)
@@ -148,6 +150,6 @@ def memory_in_one_line() -> Iterator[None]:
         reason = one_line(error) or "a Python object found no room"
         if not isinstance(error, MemoryError) and not says_lack_of_memory(reason):
             raise
-        said = f"this machine has too little memory for the build ({reason})"
+        message = f"this machine has too little memory for the build ({reason})"
         way_out = "free some, or build on a larger one: an engine may be copied"
-        raise Refused("exhausted", said=said, way_out=way_out) from None
+        raise Refused("exhausted", message=message, way_out=way_out) from None

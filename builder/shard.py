@@ -29,8 +29,8 @@ class Shard:
                 header_len = int.from_bytes(file.read(8), "little")
                 self._header = json.loads(file.read(header_len))
         except (SafetensorError, OSError) as error:
-            said = f"{path} is not a complete safetensors file ({one_line(error)})"
-            raise Refused("damaged", said=said, way_out="download it again") from None
+            message = f"{path} is not a complete safetensors file ({one_line(error)})"
+            raise Refused("damaged", message=message, way_out="download it again") from None
         self._header.pop("__metadata__", None)
         self._first = 8 + header_len
 
@@ -65,8 +65,8 @@ class Shard:
                 for number, part in enumerate(parts):
                     _fill(file.fileno(), part, place + number * num * inner)
         except (OSError, EOFError) as error:
-            said = f"{self._path}: cannot read {name} ({one_line(error)})"
-            raise Refused("damaged", name, said=said, way_out="download it again") from None
+            message = f"{self._path}: cannot read {name} ({one_line(error)})"
+            raise Refused("damaged", name, message=message, way_out="download it again") from None
         found = content.view(-1).view(dtype)
         return found.view(*sizes[:dim], last - begin, *sizes[dim + 1 :]) if shape else found.view(())
 

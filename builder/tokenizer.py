@@ -25,11 +25,11 @@ def check_tokenizer(folder: Path, vocab_size: int) -> bool:
         with panics_as_errors():
             ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
     except Exception as error:  # tokenizers raises nothing narrower
-        said = f"{path} is not a tokenizer ({one_line(error)})"
-        raise Refused("damaged", said=said, way_out="download it again") from None
+        message = f"{path} is not a tokenizer ({one_line(error)})"
+        raise Refused("damaged", message=message, way_out="download it again") from None
     if max(ids, default=0) >= vocab_size:
-        said = f"{path} has ids up to {max(ids)}, but vocab_size is {vocab_size}"
-        raise Refused("conflict", said=said, way_out="correct one of them")
+        message = f"{path} has ids up to {max(ids)}, but vocab_size is {vocab_size}"
+        raise Refused("conflict", message=message, way_out="correct one of them")
     return True
 
 
@@ -48,5 +48,5 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         try:
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
         except UnicodeEncodeError as error:
-            said = f"{config}: chat_template is not Unicode ({one_line(error)})"
-            raise Refused("malformed", said=said, way_out="correct it") from None
+            message = f"{config}: chat_template is not Unicode ({one_line(error)})"
+            raise Refused("malformed", message=message, way_out="correct it") from None

@@ -110,11 +110,11 @@ class StructuredOutputsParams(Strict):
         values = self.model_dump(by_alias=True)
         given = [name for name, value in values.items() if value not in (None, False)]
         if len(given) != 1:
-            said, way_out = (
+            message, way_out = (
                 f"{' and '.join(given) or 'nothing'} given",
                 f"give exactly one of {', '.join(values)}",
             )
-            raise Refused("conflict" if given else "missing", said=said, way_out=way_out)
+            raise Refused("conflict" if given else "missing", message=message, way_out=way_out)
         return self
 
 
@@ -310,8 +310,8 @@ def pairs(
             "wrong_type", "params", type(params), way_out="pass a SamplingParams, or one per prompt"
         )
     if len(params) != len(prompts):
-        said = f"{len(prompts)} prompts and {len(params)} SamplingParams"
-        raise Refused("conflict", "params", said=said, way_out="pass one each, or one for all")
+        message = f"{len(prompts)} prompts and {len(params)} SamplingParams"
+        raise Refused("conflict", "params", message=message, way_out="pass one each, or one for all")
     return list(zip(prompts, params, strict=True))
 
 

@@ -107,8 +107,8 @@ def _cuda_graphs(config: ServeConfig, manifest: Manifest) -> bool:
     """A host launches a step's kernels one by one more slowly than a GPU runs them."""
     on_gpu = ARCHS[split(manifest.arch)[0]].device == "cuda"
     if config.cuda_graphs is True and not on_gpu:
-        said = (Name("cuda_graphs"), f" is on, but the engine was built for {manifest.arch}")
-        raise Refused("conflict", "cuda_graphs", said=said, way_out="leave it out")
+        message = (Name("cuda_graphs"), f" is on, but the engine was built for {manifest.arch}")
+        raise Refused("conflict", "cuda_graphs", message=message, way_out="leave it out")
     return on_gpu if config.cuda_graphs == "auto" else config.cuda_graphs
 
 
@@ -160,9 +160,9 @@ def _prefix_cache(config: ServeConfig, manifest: Manifest, max_len: int) -> bool
     can_hit = max_len >= page_len + 2
     if config.prefix_cache is True and not can_hit:
         page = f" leaves no token behind a page of {page_len}: nothing would ever be found"
-        said = (Name("prefix_cache"), " is on, but ", Name("max_len", max_len), page)
+        message = (Name("prefix_cache"), " is on, but ", Name("max_len", max_len), page)
         ways = ("raise ", Name("max_len"), f" to {page_len + 2}, rebuild with a smaller --page-len")
-        raise Refused("conflict", "prefix_cache", said=said, way_out=(*ways, ", or leave it out"))
+        raise Refused("conflict", "prefix_cache", message=message, way_out=(*ways, ", or leave it out"))
     used = can_hit if config.prefix_cache == "auto" else config.prefix_cache
     if not used and config.num_snapshots not in ("auto", 0):
         limit = ("but ", Name("prefix_cache"), " is off")
@@ -179,8 +179,8 @@ def _tier_bytes(field: str, num_bytes: int, manifest: Manifest, prefix_cache: bo
     if num_bytes == 0:
         return 0
     if not prefix_cache:
-        said = (Name(field), " is given, but ", Name("prefix_cache"), " is off")
-        raise Refused("conflict", field, said=said, way_out="leave it out")
+        message = (Name(field), " is given, but ", Name("prefix_cache"), " is off")
+        raise Refused("conflict", field, message=message, way_out="leave it out")
     least = manifest.tp * sum(state_bytes(manifest.states, kind) for kind in ("page", "slot"))
     if num_bytes < 2 * least:
         limit = f"a page and a state take {least}, and it needs twice that"
@@ -191,11 +191,13 @@ def _tier_bytes(field: str, num_bytes: int, manifest: Manifest, prefix_cache: bo
 def _disk_cache_dir(config: ServeConfig) -> str | None:
     """What is on disk comes and goes through the host's memory."""
     if (config.disk_cache_dir is None) != (config.disk_cache_bytes == 0):
-        said = (Name("disk_cache_dir"), " and ", Name("disk_cache_bytes"), " go together")
-        raise Refused("conflict", "disk_cache_dir", said=said, way_out="give both or none")
+        message = (Name("disk_cache_dir"), " and ", Name("disk_cache_bytes"), " go together")
+        raise Refused("conflict", "disk_cache_dir", message=message, way_out="give both or none")
     if config.disk_cache_dir is not None and config.host_cache_bytes == 0:
-        said = (Name("disk_cache_dir"), " needs ", Name("host_cache_bytes"))
-        raise Refused("conflict", "disk_cache_dir", said=said, way_out=("give ", Name("host_cache_bytes")))
+        message = (Name("disk_cache_dir"), " needs ", Name("host_cache_bytes"))
+        raise Refused(
+            "conflict", "disk_cache_dir", message=message, way_out=("give ", Name("host_cache_bytes"))
+        )
     return config.disk_cache_dir
 
 
@@ -212,8 +214,8 @@ def _cache_sizes(
     wanted = (2 if prefix_cache else 1) * max_rows * per_request + 1
     slot_bytes, page_bytes = (state_bytes(manifest.states, kind) for kind in ("slot", "page"))
     if config.num_pages != "auto" and config.cache_bytes != "auto":
-        said = (Name("num_pages"), " and ", Name("cache_bytes"), " were both given")
-        raise Refused("conflict", "num_pages", said=said, way_out="choose one")
+        message = (Name("num_pages"), " and ", Name("cache_bytes"), " were both given")
+        raise Refused("conflict", "num_pages", message=message, way_out="choose one")
     if config.cache_bytes != "auto" and config.cache_bytes <= 0:
         raise Refused("out_of_range", "cache_bytes", config.cache_bytes, way_out="give more than 0")
     given = int(free_bytes * config.memory_fraction) if config.cache_bytes == "auto" else config.cache_bytes
@@ -232,8 +234,8 @@ def _cache_sizes(
         limit = (", but one request of ", Name("max_len", max_len), f" needs {per_request + 1}")
         more = ("raise ", *any_of("num_pages", "cache_bytes", "memory_fraction"))
         less = (", or lower ", *any_of("max_len", "max_rows"))
-        said = (*source, *limit, " with the dump page")
-        raise Refused("exhausted", given_by, num_pages, said=said, way_out=(*more, *less))
+        message = (*source, *limit, " with the dump page")
+        raise Refused("exhausted", given_by, num_pages, message=message, way_out=(*more, *less))
     return max_rows + 1 + num_snapshots, num_pages
 
 

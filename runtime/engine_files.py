@@ -19,16 +19,16 @@ def _check_inside(engine_dir: Path, name: str) -> None:
     """A link, of a file or of a folder above it, may lead to any file of the user's."""
     path = engine_dir.resolve() / name
     if path.exists() and path.resolve() != path:
-        said = f"{engine_dir / name} is a link, which might lead out of the engine directory"
-        raise Refused("damaged", said=said, way_out="copy the engine with cp -rL")
+        message = f"{engine_dir / name} is a link, which might lead out of the engine directory"
+        raise Refused("damaged", message=message, way_out="copy the engine with cp -rL")
 
 
 def check_regular(path: Path) -> None:
     if path.is_symlink():
-        raise Refused("damaged", said=f"{path} is a link", way_out="copy the engine with cp -rL")
+        raise Refused("damaged", message=f"{path} is a link", way_out="copy the engine with cp -rL")
     if not path.is_file():
         wrong = "no regular file" if path.exists() else "missing"
-        raise Refused("damaged", said=f"{path} is {wrong}", way_out="run build-engine again")
+        raise Refused("damaged", message=f"{path} is {wrong}", way_out="run build-engine again")
 
 
 def _check_file(path: Path, expected: str) -> None:
@@ -36,8 +36,8 @@ def _check_file(path: Path, expected: str) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
-        said = f"{path} was changed after the build (sha256 {found[:12]}, expected {expected[:12]})"
-        raise Refused("damaged", said=said, way_out="run build-engine again")
+        message = f"{path} was changed after the build (sha256 {found[:12]}, expected {expected[:12]})"
+        raise Refused("damaged", message=message, way_out="run build-engine again")
 
 
 def _check_strays(engine_dir: Path, sha256: Mapping[str, str], manifest: str) -> None:
@@ -45,8 +45,8 @@ def _check_strays(engine_dir: Path, sha256: Mapping[str, str], manifest: str) ->
     folders = {Path(name).parent for name in sha256} - {Path()}
     for name in strays(engine_dir, [manifest, *sha256]):
         if Path(name).parent in folders:
-            said = f"{engine_dir / name} was not there when the engine was built"
-            raise Refused("damaged", said=said, way_out="remove it, or run build-engine again")
+            message = f"{engine_dir / name} was not there when the engine was built"
+            raise Refused("damaged", message=message, way_out="remove it, or run build-engine again")
 
 
 def strays(engine_dir: Path, own: Iterable[str]) -> list[str]:

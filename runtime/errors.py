@@ -5,7 +5,7 @@
 * `field` is a neutral name: `max_len`, or a path such as `messages[0].content`. Files and machines have none.
 * `value` is what was given. A type stands for a value of it; `Amount(66, "tokens")` reads "has 66 tokens".
 * `limit` says what does not fit, `way_out` what to do.
-* `said` replaces "FIELD is VALUE, LIMIT" where a message has another form: files, checkpoints, devices.
+* `message` replaces "FIELD is VALUE, LIMIT" where a message has another form: files, checkpoints, devices.
 
 A text that names fields is a tuple of strings and Names: `("lower ", Name("max_rows"))`. `Name("max_len", 9)`
 is the field with a value. `str(error)` writes them as Python does: `max_rows`, `max_len=9`.
@@ -125,7 +125,7 @@ class Refused(ValueError):
         limit: Text = "",
         way_out: Text = "",
         *,
-        said: Text = "",
+        message: Text = "",
     ) -> None:
         super().__init__(code, field, value, limit, way_out)  # what pickle and copy make it from
         self.code = code
@@ -133,13 +133,13 @@ class Refused(ValueError):
         self.value = value
         self.limit = limit
         self.way_out = way_out
-        self._said = said
+        self._message = message
         self._where: tuple[str | Name, ...] = ()
 
     @property
     def parts(self) -> tuple[str | Name, ...]:
         """The sentence before a door has written its names."""
-        said = _parts(self._said) or self._pattern()
+        said = _parts(self._message) or self._pattern()
         return (*self._where, *said, *(("; ", *_parts(self.way_out)) if self.way_out else ()))
 
     def _pattern(self) -> tuple[str | Name, ...]:
@@ -155,7 +155,7 @@ class Refused(ValueError):
     def renamed(self, door: Door) -> "Refused":
         """The same, with the names of a door."""
         field = door(Name(self.field)) if self.field else ""
-        return Refused(self.code, field, self.value, said=self.sentence(door))
+        return Refused(self.code, field, self.value, message=self.sentence(door))
 
     def at(self, place: str, door: Door | None = None) -> "Refused":
         """The same, in this file, line or variant. door: how names are written there."""
@@ -166,7 +166,7 @@ class Refused(ValueError):
     def under(self, name: str) -> "Refused":
         """The same, of a field within this one."""
         made = copy.copy(self)
-        if self._said or self._where:
+        if self._message or self._where:
             made._where = (Name(name), ": ", *self._where)
         made.field = joined(name, self.field)
         return made

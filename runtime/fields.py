@@ -69,7 +69,7 @@ def refused_by(
             return cause if _knows(cause.field, field) else cause.under(field)
         case "extra_forbidden":
             options = f"the options are {', '.join(names)}" if names else ""
-            return Refused("unknown", field, said=f"unknown option {field!r}", way_out=instead or options)
+            return Refused("unknown", field, message=f"unknown option {field!r}", way_out=instead or options)
         case "missing":
             return missing(joined(field, str(first["loc"][-1])), instead)
         case "union_tag_not_found":
@@ -78,12 +78,12 @@ def refused_by(
     limit, way_out = (f"expected {wanted}", instead) if instead else ("", f"give {wanted}")
     code, value = CODE_OF.get(first["type"], "wrong_type"), first["input"]
     if not field:
-        return Refused(code, said=f"the body is {shown(value)}", way_out=way_out)
+        return Refused(code, message=f"the body is {shown(value)}", way_out=way_out)
     return Refused(code, field, value, limit, way_out)
 
 
 def missing(field: str, instead: str = "") -> Refused:
-    return Refused("missing", field, said=(Name(field), " is missing"), way_out=instead or "give it")
+    return Refused("missing", field, message=(Name(field), " is missing"), way_out=instead or "give it")
 
 
 def field_of(loc: Sequence[int | str], given: object) -> str:

@@ -37,13 +37,13 @@ def read_text(path: Path, way_out: str, most_bytes: int | None = None) -> str:
     """A text of at most so many bytes."""
     size = path.stat().st_size
     if most_bytes is not None and size > most_bytes:
-        said = f"{path} has {size} bytes, at most {most_bytes} are read"
-        raise Refused("too_long", said=said, way_out=f"{way_out}")
+        message = f"{path} has {size} bytes, at most {most_bytes} are read"
+        raise Refused("too_long", message=message, way_out=f"{way_out}")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        said = f"{path} cannot be read as JSON ({one_line(error)})"
-        raise Refused("malformed", said=said, way_out=f"{way_out}") from None
+        message = f"{path} cannot be read as JSON ({one_line(error)})"
+        raise Refused("malformed", message=message, way_out=f"{way_out}") from None
 
 
 def read_json(path: Path, way_out: str, most_bytes: int | None = None) -> Any:
@@ -52,5 +52,5 @@ def read_json(path: Path, way_out: str, most_bytes: int | None = None) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        said = f"{path} cannot be read as JSON ({one_line(error)})"
-        raise Refused("malformed", said=said, way_out=f"{way_out}") from None
+        message = f"{path} cannot be read as JSON ({one_line(error)})"
+        raise Refused("malformed", message=message, way_out=f"{way_out}") from None

@@ -142,14 +142,14 @@ class LLM:
             way_out = "pass a list of functions in OpenAI's format"
             raise Refused("wrong_type", "tools", type(tools), way_out=way_out)
         if tools and text.template is not None and "tools" not in text.variables:
-            said = (Name("tools"), " are given, the chat template shows none to the model")
-            raise Refused("unsupported", "tools", said=said, way_out="leave them out")
+            message = (Name("tools"), " are given, the chat template shows none to the model")
+            raise Refused("unsupported", "tools", message=message, way_out="leave them out")
         return text.chat(messages, tools=list(tools) or None)
 
     def _tokenizer(self, field: str, verb: str, instead: str) -> Text:
         if self._text is None:
-            said = (Name(field), f"{verb} text, the engine has no tokenizer")
-            raise Refused("unsupported", field, said=said, way_out=("pass ", Name(instead)))
+            message = (Name(field), f"{verb} text, the engine has no tokenizer")
+            raise Refused("unsupported", field, message=message, way_out=("pass ", Name(instead)))
         return self._text
 
     def submit(
@@ -200,11 +200,17 @@ class LLM:
 
     def _carrier(self, asked: str) -> Carrier:
         if self.manifest.tp > 1:
-            said = f"{asked}: each of the engine's {self.manifest.tp} ranks has its own pages and states"
-            raise Refused("unsupported", said=said, way_out="build with --tp 1")
+            message = f"{asked}: each of the engine's {self.manifest.tp} ranks has its own pages and states"
+            raise Refused("unsupported", message=message, way_out="build with --tp 1")
         if self.config.host_cache_bytes == 0:
-            said = (f"{asked} needs ", Name("host_cache_bytes"), ": prefixes move through the host's memory")
-            raise Refused("conflict", said=said, way_out=("open it with ", Name("host_cache_bytes", 2**30)))
+            message = (
+                f"{asked} needs ",
+                Name("host_cache_bytes"),
+                ": prefixes move through the host's memory",
+            )
+            raise Refused(
+                "conflict", message=message, way_out=("open it with ", Name("host_cache_bytes", 2**30))
+            )
         return Carrier(self._loop.visit, packed_form(self.config, self.manifest, self._loop.device))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
@@ -289,18 +295,18 @@ class LLM:
         """A compiler that cut the program has the output head inside of a part, for the lines that choose."""
         target = self.manifest.segment("trunk").compiler.split()
         if target:
-            said = (Name("prompt_logprobs"), f" are not computed by engines of {target[0]}")
+            message = (Name("prompt_logprobs"), f" are not computed by engines of {target[0]}")
             way_out = "leave it out, or build with --target torch"
-            raise Refused("unsupported", "prompt_logprobs", said=said, way_out=way_out)
+            raise Refused("unsupported", "prompt_logprobs", message=message, way_out=way_out)
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """Compiled in a thread of its own, while steps go on; the caller waits."""
         if params.structured_outputs is None:
             return None
         if self._grammars is None:
-            said = (Name("structured_outputs"), " is about text, the engine has no tokenizer")
+            message = (Name("structured_outputs"), " is about text, the engine has no tokenizer")
             way_out = "leave it out, or build from a checkpoint that has one"
-            raise Refused("unsupported", "structured_outputs", said=said, way_out=way_out)
+            raise Refused("unsupported", "structured_outputs", message=message, way_out=way_out)
         return self._grammars.compile(params.structured_outputs)
 
     def close(self, drain: bool = False) -> None:

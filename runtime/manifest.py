@@ -318,18 +318,18 @@ def load(engine_dir: Path) -> Manifest:
     """Read and check an engine's manifest and the files it names. Raises Refused with the reason."""
     path = engine_dir / FILE
     if not engine_dir.is_dir():
-        said = f"{engine_dir} is not a directory"
+        message = f"{engine_dir} is not a directory"
         way_out = "pass an engine directory made by build-engine"
-        raise Refused("not_found", "engine_dir", said=said, way_out=way_out)
+        raise Refused("not_found", "engine_dir", message=message, way_out=way_out)
     if not path.exists():
-        said = f"{engine_dir} has no {FILE}"
+        message = f"{engine_dir} has no {FILE}"
         way_out = f"make one with build-engine CHECKPOINT --engine-dir {engine_dir}"
-        raise Refused("not_found", "engine_dir", said=said, way_out=way_out)
+        raise Refused("not_found", "engine_dir", message=message, way_out=way_out)
     manifest = parse(path)
     _check_versions(path, manifest)
     if manifest.identity != manifest.seal():
-        said = f"{path} was changed after the build (its identity does not match)"
-        raise Refused("damaged", said=said, way_out="run build-engine again")
+        message = f"{path} was changed after the build (its identity does not match)"
+        raise Refused("damaged", message=message, way_out="run build-engine again")
     _check_eos(path, manifest)
     _check_ops(path, manifest)
     check_files(engine_dir, manifest.sha256, FILE)
@@ -343,21 +343,21 @@ def parse(path: Path) -> Manifest:
     try:
         content = parse_json(text, unique=True)
     except ValueError as error:
-        said = f"{path} cannot be read as JSON ({one_line(error)})"
-        raise Refused("damaged", said=said, way_out="run build-engine again") from None
+        message = f"{path} cannot be read as JSON ({one_line(error)})"
+        raise Refused("damaged", message=message, way_out="run build-engine again") from None
     if not isinstance(content, dict):
-        raise Refused("damaged", said=f"{path} is no JSON object", way_out="run build-engine again")
+        raise Refused("damaged", message=f"{path} is no JSON object", way_out="run build-engine again")
     if content.get("format") != FORMAT:
         found = f"format {shown(content['format'])}" if "format" in content else "no format"
-        said = f"{path} has {found}, hemiola {hemiola.__version__} reads {FORMAT}"
-        raise Refused("unsupported", said=said, way_out="run build-engine again")
+        message = f"{path} has {found}, hemiola {hemiola.__version__} reads {FORMAT}"
+        raise Refused("unsupported", message=message, way_out="run build-engine again")
     try:
         manifest = Manifest.model_validate_json(text, strict=True)
     except ValidationError as error:
         wrong = refused_by(error, content, instead="run build-engine again")
-        raise Refused("damaged", wrong.field[:200], said=f"{path}: {one_line(wrong)}") from None
+        raise Refused("damaged", wrong.field[:200], message=f"{path}: {one_line(wrong)}") from None
     for wrong in _contradictions(manifest):
-        raise Refused("damaged", said=f"{path}: {wrong}", way_out="run build-engine again")
+        raise Refused("damaged", message=f"{path}: {wrong}", way_out="run build-engine again")
     return manifest
 
 
@@ -419,27 +419,27 @@ def _files_named(manifest: Manifest) -> Iterator[str]:
 
 def _check_versions(path: Path, manifest: Manifest) -> None:
     if manifest.builder_version != hemiola.__version__:
-        said = f"{path} was built by hemiola {manifest.builder_version}, this is {hemiola.__version__}"
-        raise Refused("unsupported", said=said, way_out="run build-engine again")
+        message = f"{path} was built by hemiola {manifest.builder_version}, this is {hemiola.__version__}"
+        raise Refused("unsupported", message=message, way_out="run build-engine again")
     built, here = (v.split("+")[0].rsplit(".", 1)[0] for v in (manifest.torch_version, torch.__version__))
     if built != here:
-        said = f"{path} was exported by torch {built}, this is torch {here}"
-        raise Refused("unsupported", said=said, way_out="run build-engine again")
+        message = f"{path} was exported by torch {built}, this is torch {here}"
+        raise Refused("unsupported", message=message, way_out="run build-engine again")
 
 
 def _check_eos(path: Path, manifest: Manifest) -> None:
     for token_id in manifest.eos_ids:
         if not 0 <= token_id < manifest.vocab_size:
-            said = f"{path}: eos_ids holds {token_id}, the vocabulary is 0..{manifest.vocab_size - 1}"
-            raise Refused("damaged", "eos_ids", said=said, way_out="run build-engine again")
+            message = f"{path}: eos_ids holds {token_id}, the vocabulary is 0..{manifest.vocab_size - 1}"
+            raise Refused("damaged", "eos_ids", message=message, way_out="run build-engine again")
 
 
 def _check_ops(path: Path, manifest: Manifest) -> None:
     here = {name: op.schema() for name, op in OPS.items()}
     other = sorted(name for name, schema in manifest.ops.items() if here.get(name) != schema)
     if other:
-        said = f"{path} was built for other forms of the ops {', '.join(other)} than this hemiola has"
-        raise Refused("unsupported", said=said, way_out="run build-engine again")
+        message = f"{path} was built for other forms of the ops {', '.join(other)} than this hemiola has"
+        raise Refused("unsupported", message=message, way_out="run build-engine again")
     if any(kernels.sources != sources() for kernels in manifest.kernels):
-        said = f"{path} was built from other kernels than this hemiola has"
-        raise Refused("unsupported", said=said, way_out="run build-engine again")
+        message = f"{path} was built from other kernels than this hemiola has"
+        raise Refused("unsupported", message=message, way_out="run build-engine again")

@@ -231,8 +231,8 @@ def open_text(engine_dir: Path, manifest: manifests.Manifest) -> Text | None:
     most = max(text.tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if most >= manifest.vocab_size:
         path = engine_dir / "tokenizer/tokenizer.json"
-        said = f"{path} has ids up to {most}, but vocab_size is {manifest.vocab_size}"
-        raise Refused("damaged", said=said, way_out="run build-engine again")
+        message = f"{path} has ids up to {most}, but vocab_size is {manifest.vocab_size}"
+        raise Refused("damaged", message=message, way_out="run build-engine again")
     return text
 
 

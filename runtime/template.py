@@ -70,14 +70,14 @@ class ChatTemplate:
             pieces = self._load(environment).generate(**variables)
             return "".join(map(environment.made, pieces))
         except TemplateError as error:
-            said = f"the chat template refuses these messages: {error}"
-            raise Refused("unsupported", "messages", said=said, way_out="change them") from None
+            message = f"the chat template refuses these messages: {error}"
+            raise Refused("unsupported", "messages", message=message, way_out="change them") from None
         except RecursionError:
-            said, way_out = "the chat template calls itself too often", "use another template"
-            raise Refused("unsupported", "messages", said=said, way_out=way_out) from None
+            message, way_out = "the chat template calls itself too often", "use another template"
+            raise Refused("unsupported", "messages", message=message, way_out=way_out) from None
         except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, SyntaxError) as error:
-            said = f"the chat template does not fit these messages ({error})"
-            raise Refused("unsupported", "messages", said=said, way_out="change them") from None
+            message = f"the chat template does not fit these messages ({error})"
+            raise Refused("unsupported", "messages", message=message, way_out="change them") from None
 
     def _load(self, environment: "_Environment") -> Compiled:
         return Compiled.from_code(environment, self._code, environment.make_globals(None))

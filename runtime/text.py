@@ -30,23 +30,23 @@ class Text:
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise Refused("not_found", said=f"{path} is missing", way_out=AGAIN)
+            raise Refused("not_found", message=f"{path} is missing", way_out=AGAIN)
         try:
             self.tokenizer: Tokenizer = read_tokenizer(path)
         except Exception as error:  # tokenizers raises bare Exception
-            said = f"{path} is not a tokenizer ({one_line(error)})"
-            raise Refused("damaged", said=said, way_out=AGAIN) from None
+            message = f"{path} is not a tokenizer ({one_line(error)})"
+            raise Refused("damaged", message=message, way_out=AGAIN) from None
         config = folder / "tokenizer_config.json"
         content = read_json(config, AGAIN) if config.is_file() else {}
         if not isinstance(content, dict):
-            raise Refused("damaged", said=f"{config} is no JSON object", way_out=AGAIN)
+            raise Refused("damaged", message=f"{config} is no JSON object", way_out=AGAIN)
         self.special = {name: text for name, text in map(_special, content.items()) if text is not None}
         template = folder / "chat_template.jinja"
         try:
             self.template = template.read_text(encoding="utf-8") if template.is_file() else None
         except UnicodeDecodeError as error:
-            said = f"{template} is not UTF-8 ({one_line(error)})"
-            raise Refused("damaged", said=said, way_out=AGAIN) from None
+            message = f"{template} is not UTF-8 ({one_line(error)})"
+            raise Refused("damaged", message=message, way_out=AGAIN) from None
 
     @cached_property
     def _most_characters(self) -> int | None:
@@ -61,15 +61,15 @@ class Text:
         if max_len is not None and len(text) > max(max_len, LONG_TEXT):
             most = self._most_characters
             if most is not None and len(text) > (max_len + 1) * most:  # one: a second BOS
-                said = (
+                message = (
                     f"prompt is {len(text)} characters, and max_len={max_len} tokens have at most {most} each"
                 )
-                raise Refused("too_long", "prompt", len(text), said=said, way_out="shorten it")
+                raise Refused("too_long", "prompt", len(text), message=message, way_out="shorten it")
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            said = f"prompt is not valid Unicode at character {error.start} (a lone surrogate)"
-            raise Refused("malformed", "prompt", said=said, way_out="remove it") from None
+            message = f"prompt is not valid Unicode at character {error.start} (a lone surrogate)"
+            raise Refused("malformed", "prompt", message=message, way_out="remove it") from None
         ids = self._ids(text, special)
         bos = self.special.get("bos_token")
         if (
@@ -93,8 +93,8 @@ class Text:
                 # while which other threads run
                 return self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except Exception as error:  # tokenizers raises nothing narrower
-            said = f"the engine's tokenizer fails on this text ({one_line(error)})"
-            raise Refused("failed", "prompt", said=said, way_out="change it") from None
+            message = f"the engine's tokenizer fails on this text ({one_line(error)})"
+            raise Refused("failed", "prompt", message=message, way_out="change it") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -112,12 +112,14 @@ class Text:
         """The prompt for a conversation, up to where the assistant speaks; nothing it says vanishes."""
         if self.template is None:
             way_out = "pass a prompt, or build from a checkpoint that has one"
-            raise Refused("unsupported", "messages", said="the engine has no chat template", way_out=way_out)
+            raise Refused(
+                "unsupported", "messages", message="the engine has no chat template", way_out=way_out
+            )
         if not all(
             isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages
         ):
             said, way_out = "messages must have a role and a content each", f"pass {EXAMPLE}"
-            raise Refused("missing", "messages", said=said, way_out=way_out)
+            raise Refused("missing", "messages", message=said, way_out=way_out)
         for index, message in enumerate(messages):
             content = message.get("content")
             if content is not None and not isinstance(content, str):
@@ -129,7 +131,7 @@ class Text:
             if prompt == self._without(messages, index, name, given):
                 field, role = f"messages[{index}].{name}", messages[index]["role"]
                 why = f" changes nothing: the chat template does not show that of a message by {role}"
-                raise Refused("unsupported", field, said=(Name(field), why), way_out="take it out")
+                raise Refused("unsupported", field, message=(Name(field), why), way_out="take it out")
         return prompt
 
     def _doubtful(self, messages: Sequence[Mapping[str, object]]) -> Iterator[tuple[int, str]]:

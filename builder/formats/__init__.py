@@ -39,11 +39,11 @@ def find(module: Module, declared: Declared) -> Found | None:
         raise stored.refused(reason, "download it again", "missing")
     names = ", ".join(sorted(module.tensors))
     shapes = " and ".join(f"{name} {list(each.shape)}" for name, each in sorted(module.tensors.items()))
-    said = (
+    message = (
         f"{declared.where}: {module.name} has the tensors {names}, of no format that this version knows"
         f" ({shapes})"
     )
-    raise Refused("unsupported", module.name, said=said, way_out="use the bf16 checkpoint")
+    raise Refused("unsupported", module.name, message=message, way_out="use the bf16 checkpoint")
 
 
 def _confirmed(module: Module, declared: Declared, known: Format) -> Found:
@@ -54,16 +54,16 @@ def _confirmed(module: Module, declared: Declared, known: Format) -> Found:
             code="unsupported",
         )
     if declared.method and declared.method not in known.methods:
-        said = (
+        message = (
             f"{declared.where}: quant_method is {declared.method}, but the tensors of {module.name} are"
             f" {known.name}"
         )
-        raise Refused("conflict", "quant_method", said=said, way_out="correct one of them")
+        raise Refused("conflict", "quant_method", message=message, way_out="correct one of them")
     found = known.find(module, declared)
     if declared.names and found.layout.kind not in declared.kinds:
-        said = (
+        message = (
             f"{declared.where}: weights are declared as {' and '.join(declared.names)}, but {module.name} is"
             f" {found.layout.kind}"
         )
-        raise Refused("conflict", module.name, said=said, way_out="correct one of them")
+        raise Refused("conflict", module.name, message=message, way_out="correct one of them")
     return found

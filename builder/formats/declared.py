@@ -66,8 +66,8 @@ def read_declared(
     if declared and all(map(is_about_pages, declared)):
         return None
     if not declared:
-        said = f"{where}: weights are quantised ({MODELOPT} does not say how)"
-        raise Refused("unsupported", "quantization", said=said, way_out=WAY_OUT)
+        message = f"{where}: weights are quantised ({MODELOPT} does not say how)"
+        raise Refused("unsupported", "quantization", message=message, way_out=WAY_OUT)
     _refuse_disagreement(where, found, beside)
     names = kinds_of(found) or kinds_of(beside)
     method = str(found.get("quant_method") or ("modelopt" if beside else "")).removeprefix("intel/")
@@ -76,8 +76,8 @@ def read_declared(
     for each in declared:
         _refuse_unknown(told, method, each, methods)
     if any(name not in KINDS for name in names):
-        said = f"{told}, and this version reads {READ}"
-        raise Refused("unsupported", "quantization_config", said=said, way_out=WAY_OUT)
+        message = f"{told}, and this version reads {READ}"
+        raise Refused("unsupported", "quantization_config", message=message, way_out=WAY_OUT)
     return Declared(
         where,
         method,
@@ -95,8 +95,8 @@ def _check_kinds(where: str, declared: Any) -> None:
 
     def require(name: str, value: object, is_right: bool, wanted: str) -> None:
         if not is_right:
-            said = f"{where}: {name} is {shown(value)}, expected {wanted}"
-            raise Refused("wrong_type", name, said=said, way_out=f"correct it, or {WAY_OUT}")
+            message = f"{where}: {name} is {shown(value)}, expected {wanted}"
+            raise Refused("wrong_type", name, message=message, way_out=f"correct it, or {WAY_OUT}")
 
     def read(name: str, values: dict[str, Any], kind: type, wanted: str) -> Any:
         """One that is not there is empty."""
@@ -127,8 +127,8 @@ def _refuse_disagreement(where: str, found: dict[str, Any], beside: dict[str, An
         ours, theirs = read(found), read(beside)
         if ours and theirs and not set(ours) & set(theirs):
             ours, theirs = (one_line(", ".join(map(str, each))) for each in (ours, theirs))
-            said = f"{where}: quantization_config declares the {what} {ours}, {MODELOPT} {theirs}"
-            raise Refused("conflict", "quantization_config", said=said, way_out="correct one of them")
+            message = f"{where}: quantization_config declares the {what} {ours}, {MODELOPT} {theirs}"
+            raise Refused("conflict", "quantization_config", message=message, way_out="correct one of them")
 
 
 def _refuse_unknown(told: str, method: str, each: dict[str, Any], methods: Sequence[str]) -> None:
@@ -136,8 +136,8 @@ def _refuse_unknown(told: str, method: str, each: dict[str, Any], methods: Seque
 
     def refuse(key: str, value: object, known: Iterable[object]) -> None:
         known = " or ".join(map(repr, known))
-        said = f"{told} with {key} = {shown(value)}, and this version reads only {known}"
-        raise Refused("unsupported", key, said=said, way_out=WAY_OUT)
+        message = f"{told} with {key} = {shown(value)}, and this version reads only {known}"
+        raise Refused("unsupported", key, message=message, way_out=WAY_OUT)
 
     if method not in methods:
         refuse("quant_method", method, methods)

@@ -60,11 +60,11 @@ def _static(module: Module, stored: Stored, said: frozenset[str], weight: Found)
 
 def _checked(module: Module, weight: Found) -> Found:
     if reason := refuses_inputs(weight.layout):
-        said = f"--act-dtype fp8: {module.name} has {reason}"
-        raise Refused("unsupported", "act_dtype", said=said, way_out=WAY_OUT)
+        message = f"--act-dtype fp8: {module.name} has {reason}"
+        raise Refused("unsupported", "act_dtype", message=message, way_out=WAY_OUT)
     return weight
 
 
 def _refuse(declared: Declared, code: Code, reason: str) -> None:
-    said = f"--act-dtype fp8: {declared.where}: {reason}"
-    raise Refused(code, "act_dtype", said=said, way_out=WAY_OUT)
+    message = f"--act-dtype fp8: {declared.where}: {reason}"
+    raise Refused(code, "act_dtype", message=message, way_out=WAY_OUT)

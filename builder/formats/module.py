@@ -35,7 +35,7 @@ class Stored(NamedTuple):
         code: Code = "damaged",
     ) -> Refused:
         """The tensor's name is the error's field."""
-        return Refused(code, self.name, said=f"{self.where}: {self.name} {reason}", way_out=way_out)
+        return Refused(code, self.name, message=f"{self.where}: {self.name} {reason}", way_out=way_out)
 
     def require(self, *dtypes: str) -> None:
         if self.dtype not in dtypes:

@@ -50,8 +50,8 @@ class RoundedTensors:
     def matrix(self, name: str, *shape: int) -> Lazy:
         lazy = self.tensors.matrix(name, *shape)
         if lazy.layout is not None:
-            said = f"--quantize {self.name}: {name} is quantised already ({lazy.layout})"
-            raise Refused("conflict", "quantize", said=said, way_out="leave --quantize out")
+            message = f"--quantize {self.name}: {name} is quantised already ({lazy.layout})"
+            raise Refused("conflict", "quantize", message=message, way_out="leave --quantize out")
         if KEPT.search(name) or (self.name == "nvfp4" and shape[-1] % 16):
             return lazy
         return quantised(lazy, self.name, self.narrow_inputs)

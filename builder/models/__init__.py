@@ -98,11 +98,11 @@ def refuse_unknown(checkpoint: Checkpoint) -> None:
     """What config.json says alone, without a tensor."""
     architecture = checkpoint.architecture
     if architecture not in FAMILIES:
-        said = (
+        message = (
             f"{checkpoint.config.where}: architecture {architecture} is not"
             f" supported{_nearest(architecture, FAMILIES)}"
         )
-        raise Refused("unsupported", said=said, way_out=f"supported are {', '.join(FAMILIES)}")
+        raise Refused("unsupported", message=message, way_out=f"supported are {', '.join(FAMILIES)}")
     _check_types(checkpoint, architecture)
 
 

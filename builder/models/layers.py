@@ -65,9 +65,9 @@ class Kit:
         for name, lazy in known.items():
             scale = float(lazy.read())
             if scale <= 0:
-                said = f"{self.checkpoint.path}: {name} is {scale}, expected a positive number"
+                message = f"{self.checkpoint.path}: {name} is {scale}, expected a positive number"
                 way_out = "correct it, or leave --kv-dtype fp8 out"
-                raise Refused("out_of_range", name, said=said, way_out=way_out)
+                raise Refused("out_of_range", name, message=message, way_out=way_out)
             return scale
         return 1.0
 
@@ -335,15 +335,17 @@ def expert_tensors(
     found = [[matrix(f"{prefix}{e}.{part}_proj.weight", out, width) for part in parts] for e in experts]
     kinds = {str(each.layout or "not quantised") for expert in found for each in expert}
     if len(kinds) > 1:
-        said = (
+        message = (
             f"{kit.checkpoint.path}: the experts of {prefix} are {' and '.join(sorted(kinds))}; those of a"
             " layer must be alike"
         )
-        raise Refused("unsupported", said=said, way_out="use another checkpoint")
+        raise Refused("unsupported", message=message, way_out="use another checkpoint")
     for e, expert in enumerate(found):
         if len({each.kind for each in expert}) > 1:
-            said = f"{kit.checkpoint.path}: {' and '.join(parts)} of {prefix}{e} have inputs of unlike scales"
-            raise Refused("unsupported", said=said, way_out="leave --act-dtype out")
+            message = (
+                f"{kit.checkpoint.path}: {' and '.join(parts)} of {prefix}{e} have inputs of unlike scales"
+            )
+            raise Refused("unsupported", message=message, way_out="leave --act-dtype out")
     return stacked(join(expert) for expert in found)
 
 

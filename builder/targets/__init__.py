@@ -41,30 +41,30 @@ TARGETS: dict[str, Target] = {
 def pick(target: str, arch: str) -> tuple[Target, tuple[str, ...]]:
     """The target and the architectures that it compiles for, or the list of what exists."""
     if target not in TARGETS:
-        said = f"--target {target} is not supported by this version, only {', '.join(TARGETS)}"
-        raise Refused("unknown", "target", said=said, way_out="use one of these")
+        message = f"--target {target} is not supported by this version, only {', '.join(TARGETS)}"
+        raise Refused("unknown", "target", message=message, way_out="use one of these")
     chosen, archs = TARGETS[target], tuple(dict.fromkeys(known.split(arch)))
     if archs == ("cpu",) and "cpu" not in chosen.archs:
         number = "one" if target == "tensorrt" else "one or more"
-        said = f"--target {target} is not for CPUs"
+        message = f"--target {target} is not for CPUs"
         way_out = f"give --arch, {number} of {', '.join(chosen.archs)}"
-        raise Refused("conflict", "arch", said=said, way_out=way_out)
+        raise Refused("conflict", "arch", message=message, way_out=way_out)
     for name in archs or [arch]:
         if name not in chosen.archs:
             meant = "".join(get_close_matches(name.lower(), chosen.archs, 1, cutoff=0.85))
-            said = f"--arch {name} is not supported by --target {target}, only {', '.join(chosen.archs)}"
+            message = f"--arch {name} is not supported by --target {target}, only {', '.join(chosen.archs)}"
             way_out = f"{f'is it {meant}?' if meant else 'pass --arch with some of these'}"
-            raise Refused("unsupported", "arch", said=said, way_out=way_out)
+            raise Refused("unsupported", "arch", message=message, way_out=way_out)
     if len({known.ARCHS[name].device for name in archs}) > 1:
-        said = f"--arch {arch}: an engine for the CPU computes in other numbers than one for GPUs"
-        raise Refused("conflict", "arch", said=said, way_out="build one for each")
+        message = f"--arch {arch}: an engine for the CPU computes in other numbers than one for GPUs"
+        raise Refused("conflict", "arch", message=message, way_out="build one for each")
     try:
         import_module(f"hemiola.builder.targets.{chosen.module}")
     except ModuleNotFoundError as error:
         where = " on the machine whose GPU the engine is for" if target == "tensorrt" else ""
-        said = f"--target {target} needs {error.name}"
-        raise Refused("not_found", "target", said=said, way_out=f"{install(target)}{where}") from None
+        message = f"--target {target} needs {error.name}"
+        raise Refused("not_found", "target", message=message, way_out=f"{install(target)}{where}") from None
     except ImportError as error:
-        said = f"--target {target}: its compiler cannot be loaded ({error})"
-        raise Refused("failed", said=said, way_out=f"{install(target)} again") from None
+        message = f"--target {target}: its compiler cannot be loaded ({error})"
+        raise Refused("failed", message=message, way_out=f"{install(target)} again") from None
     return chosen, archs

@@ -41,8 +41,8 @@ def compile_kernels(
 ) -> tuple[Kernels, ...]:
     """Binaries of these ops in the engine directory, an architecture after the other."""
     if find_spec("triton") is None:
-        said = f"--arch {','.join(job.archs)}: kernels are compiled by Triton, which is not here"
-        raise Refused("not_found", "arch", said=said, way_out=f"run {install('cuda')}")
+        message = f"--arch {','.join(job.archs)}: kernels are compiled by Triton, which is not here"
+        raise Refused("not_found", "arch", message=message, way_out=f"run {install('cuda')}")
     pairs = zip(graphs, segments, strict=True)
     nodes = {
         n for graph, segment in pairs for n in nodes_of(graph, layouts_in(graph, segment)) if n.op in ops
@@ -79,8 +79,10 @@ def _compile(nodes: "set[Node]", graphs: Sequence[Graph], arch: str, job: Job) -
                 files.append(KernelFile(file=file, binary=compiled.binary))
                 job.report(f"kernels for {arch}", len(files), len(calls))
         except TooLarge as error:
-            said = f"--arch {arch}: {error}"
-            raise Refused("unsupported", "arch", said=said, way_out="leave this architecture out") from None
+            message = f"--arch {arch}: {error}"
+            raise Refused(
+                "unsupported", "arch", message=message, way_out="leave this architecture out"
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)  # nobody waits for the rest
     return Kernels(arch=arch, cuda=cuda_version(gpu.capability), sources=sources(), binaries=tuple(files))
@@ -139,9 +141,9 @@ def triton_in_one_line(arch: str) -> Iterator[None]:
         yield
     except (OSError, PTXASError) as error:
         places = f"{tempfile.gettempdir()} and {knobs.cache.dir}"
-        said = f"--arch {arch}: Triton cannot compile ({one_line(error)})"
+        message = f"--arch {arch}: Triton cannot compile ({one_line(error)})"
         way_out = f"free space in {places}, its folders, and build again"
-        raise Refused("failed", said=said, way_out=way_out) from None
+        raise Refused("failed", message=message, way_out=way_out) from None
 
 
 class Tensor(NamedTuple):

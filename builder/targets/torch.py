@@ -111,8 +111,8 @@ def choose_forms(
             form, refused = op.choose(call, device)
         except Unsupported as error:
             other = Name(error.option) if error.option else "checkpoint"
-            said, way_out = f"{graph.name}, {node.name}: {error}", ("use another ", other)
-            raise Refused("unsupported", error.option, said=said, way_out=way_out) from None
+            message, way_out = f"{graph.name}, {node.name}: {error}", ("use another ", other)
+            raise Refused("unsupported", error.option, message=message, way_out=way_out) from None
         sizes = tuple(call.sizes[letter] for letter in form.sizes)
         nodes.append(OpNode(op=op.name, form=form.name, refused=refused, sizes=sizes))
         for arg, value in zip(op.args, node.args, strict=False):

@@ -84,7 +84,7 @@ class _Run(fx.Interpreter):
         try:
             return op.bind(chosen.form, chosen.sizes, self._layouts[n])(*arguments)
         except ValueError as error:  # of sizes that no declaration tells: where a part of a projection starts
-            raise Refused("unsupported", said=f"{error}", way_out="use another checkpoint") from None
+            raise Refused("unsupported", message=f"{error}", way_out="use another checkpoint") from None
 
 
 class Peak(TorchDispatchMode):

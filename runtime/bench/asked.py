@@ -27,8 +27,8 @@ class Asked:
         self._text: str | None = None
         if options.file is not None:
             if options.text is not None:
-                said = f"--text {options.text} and --workload {options.file} were both given"
-                raise Refused("conflict", "text", said=said, way_out="drop one")
+                message = f"--text {options.text} and --workload {options.file} were both given"
+                raise Refused("conflict", "text", message=message, way_out="drop one")
             self._entries = read_entries(options.file, options.num_requests)
         elif options.text is not None or options.workload == MULTI_TURN:
             self._text = _read_text(options.text)
@@ -64,10 +64,14 @@ class Asked:
             ids = llm.encode(self._text, must_fit=False)
         except Refused as error:
             asked = MULTI_TURN if path is None else f"--text {path}"
-            said = f"{asked} draws its prompts from text: {error}"
-            raise Refused("unsupported", "text", said=said, way_out="or use --workload random") from None
+            message = f"{asked} draws its prompts from text: {error}"
+            raise Refused(
+                "unsupported", "text", message=message, way_out="or use --workload random"
+            ) from None
         if not ids:
-            raise Refused("out_of_range", "text", said=f"--text {path} is empty", way_out="give a text file")
+            raise Refused(
+                "out_of_range", "text", message=f"--text {path} is empty", way_out="give a text file"
+            )
         return workloads.slices(ids)
 
 
@@ -78,8 +82,8 @@ def _read_text(path: Path | None) -> str:
     try:
         return path.read_text(encoding="utf-8")[:TEXT_LEN]
     except UnicodeDecodeError as error:
-        said = f"--text {path} is not UTF-8 at byte {error.start}"
-        raise Refused("malformed", "text", said=said, way_out="convert it") from None
+        message = f"--text {path} is not UTF-8 at byte {error.start}"
+        raise Refused("malformed", "text", message=message, way_out="convert it") from None
     except OSError as error:
-        said = f"--text {path} cannot be read ({error.strerror})"
-        raise Refused("not_found", said=said, way_out="give a text file") from None
+        message = f"--text {path} cannot be read ({error.strerror})"
+        raise Refused("not_found", message=message, way_out="give a text file") from None

@@ -32,11 +32,11 @@ def read_entries(path: Path, count: int | None) -> list[tuple[str, object]]:
     """The first `count` entries (None: all) and their places. Lines after them are not looked at."""
     entries = list(islice(_entries(path), count))
     if not entries:
-        said = f"{path} holds no requests"
-        raise Refused("out_of_range", "num_requests", said=said, way_out=f"{EXAMPLE}, one per line")
+        message = f"{path} holds no requests"
+        raise Refused("out_of_range", "num_requests", message=message, way_out=f"{EXAMPLE}, one per line")
     if count is not None and len(entries) < count:
-        said = f"{path} holds {len(entries)} requests, --num-requests is {count}"
-        raise Refused("out_of_range", "num_requests", said=said, way_out="lower it or add lines")
+        message = f"{path} holds {len(entries)} requests, --num-requests is {count}"
+        raise Refused("out_of_range", "num_requests", message=message, way_out="lower it or add lines")
     return entries
 
 
@@ -50,8 +50,8 @@ def refuse_too_many(entries: Sequence[tuple[str, object]], max_len: int) -> None
     for where, entry in entries:
         asked = entry.get("max_tokens") if isinstance(entry, dict) else None
         if isinstance(asked, int) and asked > max_len:
-            said = f"{where}: max_tokens is {_shown(asked)}, the engine runs with max_len={max_len}"
-            raise Refused("too_long", "max_tokens", said=said, way_out="lower it")
+            message = f"{where}: max_tokens is {_shown(asked)}, the engine runs with max_len={max_len}"
+            raise Refused("too_long", "max_tokens", message=message, way_out="lower it")
 
 
 def _entries(path: Path) -> Iterator[tuple[str, object]]:
@@ -59,11 +59,11 @@ def _entries(path: Path) -> Iterator[tuple[str, object]]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        said = f"{path} is not UTF-8 at byte {error.start}"
-        raise Refused("malformed", said=said, way_out="convert it") from None
+        message = f"{path} is not UTF-8 at byte {error.start}"
+        raise Refused("malformed", message=message, way_out="convert it") from None
     except OSError as error:
         reason = f"{error.strerror}; --workload takes random, multi-turn or a file of JSON lines"
-        raise Refused("not_found", "workload", said=f"cannot read {path}: {reason}") from None
+        raise Refused("not_found", "workload", message=f"cannot read {path}: {reason}") from None
     if text.lstrip().startswith("["):
         for index, entry in enumerate(_parse(text, str(path))):
             yield f"{path}[{index}]", entry
@@ -78,20 +78,22 @@ def _parse(text: str, where: str) -> Any:
         return parse_json(text)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno} column {error.colno}" if "\n" in text else f"column {error.colno}"
-        said = f"{where} is not JSON at {at} ({error.msg}): {_shown(text)}"
-        raise Refused("malformed", said=said, way_out=f"{EXAMPLE}") from None
+        message = f"{where} is not JSON at {at} ({error.msg}): {_shown(text)}"
+        raise Refused("malformed", message=message, way_out=f"{EXAMPLE}") from None
     except ValueError as error:
-        said = f"{where} cannot be read as JSON ({error}): {_shown(text)}"
-        raise Refused("malformed", said=said, way_out=f"{EXAMPLE}") from None
+        message = f"{where} cannot be read as JSON ({error}): {_shown(text)}"
+        raise Refused("malformed", message=message, way_out=f"{EXAMPLE}") from None
 
 
 def _turn(where: str, entry: object, max_tokens: int, reader: Reader) -> Turn:
     if not isinstance(entry, dict):
-        raise Refused("wrong_type", said=f"{where} is {_shown(entry)}, not an object", way_out=f"{EXAMPLE}")
+        raise Refused(
+            "wrong_type", message=f"{where} is {_shown(entry)}, not an object", way_out=f"{EXAMPLE}"
+        )
     forms = [form for form in FORMS if form in entry]
     if len(forms) != 1:
         found = " and ".join(forms) or "none of prompt, messages and conversations"
-        raise Refused("conflict", said=f"{where} has {found}: {_shown(entry)}", way_out=f"{EXAMPLE}")
+        raise Refused("conflict", message=f"{where} has {found}: {_shown(entry)}", way_out=f"{EXAMPLE}")
     asked = _READERS[forms[0]](where, entry[forms[0]], reader)
     try:
         ids = reader.encode(asked.prompt)
@@ -100,8 +102,8 @@ def _turn(where: str, entry: object, max_tokens: int, reader: Reader) -> Turn:
     except Refused as error:
         raise error.at(where) from None
     if not ids:
-        said = f"{where}: {forms[0]} is {_shown(entry[forms[0]])}, no tokens"
-        raise Refused("out_of_range", said=said, way_out="give it text or remove the line")
+        message = f"{where}: {forms[0]} is {_shown(entry[forms[0]])}, no tokens"
+        raise Refused("out_of_range", message=message, way_out="give it text or remove the line")
     if "max_tokens" in entry:
         max_tokens = _checked_max_tokens(where, entry["max_tokens"])
     return Turn(ids, max_tokens, 0.0, where)
@@ -109,8 +111,8 @@ def _turn(where: str, entry: object, max_tokens: int, reader: Reader) -> Turn:
 
 def _checked_max_tokens(where: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        said = f"{where}: max_tokens is {_shown(value)}, it must be an integer of at least 1"
-        raise Refused("out_of_range", "max_tokens", said=said, way_out="correct it")
+        message = f"{where}: max_tokens is {_shown(value)}, it must be an integer of at least 1"
+        raise Refused("out_of_range", "max_tokens", message=message, way_out="correct it")
     return value
 
 
@@ -119,8 +121,8 @@ def _read_prompt(where: str, value: object, reader: Reader) -> _Asked:
         return _Asked(value, None)
     if isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value):
         return _Asked(value, None)
-    said = f"{where}: prompt is {_shown(value)}"
-    raise Refused("wrong_type", "prompt", said=said, way_out="give text or a list of token ids")
+    message = f"{where}: prompt is {_shown(value)}"
+    raise Refused("wrong_type", "prompt", message=message, way_out="give text or a list of token ids")
 
 
 def _read_messages(where: str, value: object, reader: Reader) -> _Asked:
@@ -128,8 +130,8 @@ def _read_messages(where: str, value: object, reader: Reader) -> _Asked:
     messages = _objects(where, "messages", value, ("role", "content"))
     answer = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
     if not messages:
-        said = f"{where}: messages holds an answer only: {_shown(value)}"
-        raise Refused("missing", "messages", said=said, way_out="add what was asked")
+        message = f"{where}: messages holds an answer only: {_shown(value)}"
+        raise Refused("missing", "messages", message=message, way_out="add what was asked")
     try:
         return _Asked(reader.chat_text(messages), answer if isinstance(answer, str) else None)
     except Refused as error:
@@ -138,13 +140,13 @@ def _read_messages(where: str, value: object, reader: Reader) -> _Asked:
 
 def _read_conversation(where: str, value: object, reader: Reader) -> _Asked:
     """The first thing that the human said, as plain text, and the answer to it."""
-    said = _objects(where, "conversations", value, ("from", "value"))
-    for index, item in enumerate(said):
+    message = _objects(where, "conversations", value, ("from", "value"))
+    for index, item in enumerate(message):
         if item["from"] in HUMAN:
-            after = said[index + 1] if index + 1 < len(said) else {"from": "", "value": ""}
+            after = message[index + 1] if index + 1 < len(message) else {"from": "", "value": ""}
             return _Asked(str(item["value"]), str(after["value"]) if after["from"] in ANSWER else None)
-    said = f"{where}: conversations has nothing from a human: {_shown(value)}"
-    raise Refused("missing", "conversations", said=said, way_out="add it or remove the line")
+    message = f"{where}: conversations has nothing from a human: {_shown(value)}"
+    raise Refused("missing", "conversations", message=message, way_out="add it or remove the line")
 
 
 _READERS: dict[str, Callable[[str, object, Reader], _Asked]] = {
@@ -157,14 +159,14 @@ _READERS: dict[str, Callable[[str, object, Reader], _Asked]] = {
 def _objects(where: str, name: str, value: object, keys: tuple[str, str]) -> list[dict[str, object]]:
     """A list of objects with these keys. A message's content may be what the template makes of it."""
     if not isinstance(value, list) or not value:
-        said, way_out = f"{where}: {name} is {_shown(value)}", f'{{"{keys[0]}": ..., "{keys[1]}": ...}}'
-        raise Refused("wrong_type", name, said=said, way_out=f"give a list of {way_out}")
+        message, way_out = f"{where}: {name} is {_shown(value)}", f'{{"{keys[0]}": ..., "{keys[1]}": ...}}'
+        raise Refused("wrong_type", name, message=message, way_out=f"give a list of {way_out}")
     for item in value:
         wrong = not isinstance(item, dict) or not isinstance(item.get(keys[0]), str) or keys[1] not in item
         if wrong or (keys[1] == "value" and not isinstance(item["value"], str)):
-            said = f"{where}: {name} holds {_shown(item)}"
+            message = f"{where}: {name} holds {_shown(item)}"
             way_out = f'{{"{keys[0]}": "...", "{keys[1]}": "..."}}'
-            raise Refused("wrong_type", name, said=said, way_out=f"write {way_out}")
+            raise Refused("wrong_type", name, message=message, way_out=f"write {way_out}")
     return list(value)
 
 

@@ -53,8 +53,8 @@ class BenchOptions(Strict):
     @classmethod
     def _not_empty(cls, value: str) -> str:
         if not value:
-            said, way_out = (Name("workload"), " is empty"), "give random, multi-turn or a file"
-            raise Refused("missing", "workload", said=said, way_out=way_out)
+            message, way_out = (Name("workload"), " is empty"), "give random, multi-turn or a file"
+            raise Refused("missing", "workload", message=message, way_out=way_out)
         return value
 
     @property

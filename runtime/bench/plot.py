@@ -25,20 +25,20 @@ class Curve(NamedTuple):
 def refuse_picture(path: Path) -> None:
     """What cannot become a picture, before there is anything to draw."""
     if util.find_spec("matplotlib") is None:
-        said = "--plot needs matplotlib, which is missing"
-        raise Refused("not_found", "plot", said=said, way_out=f"{install('bench')} or leave --plot out")
+        message = "--plot needs matplotlib, which is missing"
+        raise Refused("not_found", "plot", message=message, way_out=f"{install('bench')} or leave --plot out")
     refuse_unwritable("--plot", path)
     from matplotlib.backend_bases import FigureCanvasBase  # optional, and slow to import
 
     if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        said = f"--plot {path} ends in {path.suffix or 'no suffix'}, which is no kind of picture"
-        raise Refused("unsupported", said=said, way_out="give a path that ends in .png, .svg or .pdf")
+        message = f"--plot {path} ends in {path.suffix or 'no suffix'}, which is no kind of picture"
+        raise Refused("unsupported", message=message, way_out="give a path that ends in .png, .svg or .pdf")
 
 
 def refuse_unwritable(flag: str, path: Path) -> None:
     if path.is_dir() or not path.absolute().parent.is_dir():
-        said = f"{flag} {path} cannot be written: give a file in a folder that exists"
-        raise Refused("not_found", said=said)
+        message = f"{flag} {path} cannot be written: give a file in a folder that exists"
+        raise Refused("not_found", message=message)
 
 
 def plot(path: Path, title: str, curves: Sequence[Curve]) -> None:

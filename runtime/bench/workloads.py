@@ -100,9 +100,9 @@ def refuse_too_long(options: BenchOptions, count: int, max_len: int) -> None:
     turns, shared = (options.turns, options.system_len) if options.workload == MULTI_TURN else (1, 0)
     longest = shared + max(sum(map(sum, session)) for session in lengths(options, count, turns))
     if longest > max_len:
-        said = f"the longest session is {longest} tokens, the engine runs with max_len={max_len}"
+        message = f"the longest session is {longest} tokens, the engine runs with max_len={max_len}"
         way_out = f"lower --input-len, --output-len, --system-len, --turns or {rebuilt_for(longest)}"
-        raise Refused("too_long", said=said, way_out=way_out)
+        raise Refused("too_long", message=message, way_out=way_out)
 
 
 def _length(rng: np.random.Generator, length: int, ratio: float) -> int:

@@ -29,16 +29,16 @@ def open_file(path: Path, num_bytes: int) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        said = f"{path} cannot be opened ({error.strerror})"
-        raise Refused("in_use", "disk_cache_dir", said=said, way_out="name a folder of yours") from None
+        message = f"{path} cannot be opened ({error.strerror})"
+        raise Refused("in_use", "disk_cache_dir", message=message, way_out="name a folder of yours") from None
     try:
         _check(file, path)
         if os.fstat(file).st_size != num_bytes:
             _resize(file, num_bytes)
     except OSError as error:
         os.close(file)
-        said = f"{path} cannot grow to {num_bytes} bytes ({error.strerror})"
-        raise Refused("exhausted", "disk_cache_bytes", said=said, way_out="lower it") from None
+        message = f"{path} cannot grow to {num_bytes} bytes ({error.strerror})"
+        raise Refused("exhausted", "disk_cache_bytes", message=message, way_out="lower it") from None
     except Refused:
         os.close(file)
         raise
@@ -61,13 +61,13 @@ def _resize(file: int, num_bytes: int) -> None:
 def _check(file: int, path: Path) -> None:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        said = f"{path} is not a file of yours"
-        raise Refused("in_use", "disk_cache_dir", said=said, way_out="name another folder")
+        message = f"{path} is not a file of yours"
+        raise Refused("in_use", "disk_cache_dir", message=message, way_out="name another folder")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        said = f"{path} is used by another process"
-        raise Refused("in_use", "disk_cache_dir", said=said, way_out="name another folder") from None
+        message = f"{path} is used by another process"
+        raise Refused("in_use", "disk_cache_dir", message=message, way_out="name another folder") from None
 
 
 def parsed(header: bytes) -> dict[str, Any] | None:

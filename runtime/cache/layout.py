@@ -161,8 +161,8 @@ def _at_edge(
     elif what == "conv":  # of width 1
         return
     else:
-        said = f"nobody knows what of the state {state.name} stands at an edge"
-        raise Refused("unsupported", said=said, way_out="this engine's prefixes cannot be moved")
+        message = f"nobody knows what of the state {state.name} stands at an edge"
+        raise Refused("unsupported", message=message, way_out="this engine's prefixes cannot be moved")
     item = line_bytes // max(prod(rest), 1)
     first = 0
     for name, width in _conv_parts(layer, rest[0], shapes) if what == "conv" else [("", prod(rest))]:

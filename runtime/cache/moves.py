@@ -86,7 +86,7 @@ def adopt(prefix: PrefixCache, given: Reserved) -> None:
     host, _ = _host(prefix)
     if given.num_flushes != host.num_flushes:
         give_up(prefix, given)
-        raise Refused("closed", said="the prefix cache was reset meanwhile", way_out="import it again")
+        raise Refused("closed", message="the prefix cache was reset meanwhile", way_out="import it again")
     pages = {given.path[n].key: unit for n, unit in given.page_units.items()}
     host.adopt(given.path, pages, given.state_units)
     if given.known is not None:

@@ -95,23 +95,25 @@ def read(form: PackedForm, packed: bytes | bytearray | memoryview) -> PackedPref
         raise Refused("wrong_type", "packed", type(packed), way_out="pass what export_prefix returned")
     content = memoryview(packed)
     if not content.c_contiguous:
-        said = "packed is a memoryview that is not contiguous"
-        raise Refused("wrong_type", "packed", said=said, way_out="pass its bytes")
+        message = "packed is a memoryview that is not contiguous"
+        raise Refused("wrong_type", "packed", message=message, way_out="pass its bytes")
     content = content.cast("B")
     found = _header(content)
     payload = content[START + int.from_bytes(content[len(MAGIC) : len(MAGIC) + 4], "little") :]
     edge, kind, cache_salt = _checked(form, found)
     num_bytes = form.layout.num_bytes(edge // form.layout.page_len)
     if len(payload) != num_bytes:
-        said = f"packed has {len(payload)} bytes behind its header, a prefix of {edge} tokens has {num_bytes}"
-        raise Refused("damaged", "packed", said=said, way_out=AGAIN)
+        message = (
+            f"packed has {len(payload)} bytes behind its header, a prefix of {edge} tokens has {num_bytes}"
+        )
+        raise Refused("damaged", "packed", message=message, way_out=AGAIN)
     if hashlib.sha256(payload).hexdigest() != found["sha256"]:
-        raise Refused("damaged", "packed", said="packed is damaged: its sha256 is another", way_out=AGAIN)
+        raise Refused("damaged", "packed", message="packed is damaged: its sha256 is another", way_out=AGAIN)
     numbers = np.frombuffer(payload, np.uint8)
     ids = np.frombuffer(numbers[: 4 * edge].tobytes(), np.int32)
     if int(ids.min()) < 0 or int(ids.max()) >= form.vocab_size:
-        said = f"packed holds token ids outside of the vocabulary 0..{form.vocab_size - 1}"
-        raise Refused("out_of_range", "packed", said=said, way_out=AGAIN)
+        message = f"packed holds token ids outside of the vocabulary 0..{form.vocab_size - 1}"
+        raise Refused("out_of_range", "packed", message=message, way_out=AGAIN)
     return PackedPrefix(edge, kind, cache_salt, ids, numbers)
 
 
@@ -123,17 +125,21 @@ def _header(content: memoryview) -> dict[str, Any]:
     """Of the first bytes."""
     if bytes(content[: len(MAGIC)]) != MAGIC:
         way_out = f"pass what export_prefix returned; {AGAIN}"
-        raise Refused("malformed", "packed", said="packed is no prefix of this format", way_out=way_out)
+        raise Refused("malformed", "packed", message="packed is no prefix of this format", way_out=way_out)
     length = int.from_bytes(content[len(MAGIC) : START - SHA], "little")
     header = bytes(content[START : START + length]) if length <= MOST_HEADER else b""
     if len(header) != length or hashlib.sha256(header).digest() != content[START - SHA : START]:
-        raise Refused("damaged", "packed", said="packed is damaged or cut short in its header", way_out=AGAIN)
+        raise Refused(
+            "damaged", "packed", message="packed is damaged or cut short in its header", way_out=AGAIN
+        )
     try:
         found = json.loads(header)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise Refused("malformed", "packed", said="packed has a header that is no JSON object", way_out=AGAIN)
+        raise Refused(
+            "malformed", "packed", message="packed has a header that is no JSON object", way_out=AGAIN
+        )
     return found
 
 
@@ -141,29 +147,35 @@ def _checked(form: PackedForm, found: dict[str, Any]) -> tuple[int, str, str]:
     """Edge, kind and salt. All else of a header follows from them and the engine."""
     for name, own in form.fields.items():
         if found.get(name) != own or type(found.get(name)) is not type(own):
-            said = f"packed has {name} {shown(found.get(name))}, this engine {shown(own)}"
-            raise Refused("conflict", "packed", said=said, way_out=f"use an engine like it; {AGAIN}")
+            message = f"packed has {name} {shown(found.get(name))}, this engine {shown(own)}"
+            raise Refused("conflict", "packed", message=message, way_out=f"use an engine like it; {AGAIN}")
     edge, kind, salt = found.get("edge"), found.get("kind"), found.get("cache_salt")
     sha256 = found.get("sha256")
     page_len = form.layout.page_len
     if type(edge) is not int or edge <= 0 or edge % page_len or edge >= form.max_len:
         limit = f"edges here are multiples of {page_len} below max_len={form.max_len}"
-        raise Refused("out_of_range", "packed", said=f"packed has edge {shown(edge)}, {limit}", way_out=AGAIN)
+        raise Refused(
+            "out_of_range", "packed", message=f"packed has edge {shown(edge)}, {limit}", way_out=AGAIN
+        )
     kinds = KINDS if form.layout.slot_bytes else ("",)
     if not isinstance(kind, str) or not isinstance(salt, str) or not isinstance(sha256, str):
         kind, salt, sha256 = "?", "", ""
     if kind not in kinds:
-        raise Refused("malformed", "packed", said="packed has another header than this format", way_out=AGAIN)
+        raise Refused(
+            "malformed", "packed", message="packed has another header than this format", way_out=AGAIN
+        )
     try:
         SamplingParams(cache_salt=salt)
     except Refused as error:
-        said = f"packed has a cache_salt that no request has: {error}"
-        raise Refused("malformed", "packed", said=said, way_out=AGAIN) from None
+        message = f"packed has a cache_salt that no request has: {error}"
+        raise Refused("malformed", "packed", message=message, way_out=AGAIN) from None
     own = form.header(edge, kind, salt, sha256)
     for name in sorted(own.keys() | found.keys()):
         if found.get(name) != own.get(name):
-            said = f"packed has other {name} than this engine: {_difference(found.get(name), own.get(name))}"
-            raise Refused("conflict", "packed", said=said, way_out=AGAIN)
+            message = (
+                f"packed has other {name} than this engine: {_difference(found.get(name), own.get(name))}"
+            )
+            raise Refused("conflict", "packed", message=message, way_out=AGAIN)
     return edge, kind, salt
 
 

@@ -61,8 +61,10 @@ SAVE_SECONDS = 10.0
 
 def no_room(edge: int) -> Refused:
     """Of the host's memory, for a prefix."""
-    said = f"the host's memory has no room for a prefix of {edge} tokens"
-    return Refused("exhausted", "host_cache_bytes", said=said, way_out=("raise ", Name("host_cache_bytes")))
+    message = f"the host's memory has no room for a prefix of {edge} tokens"
+    return Refused(
+        "exhausted", "host_cache_bytes", message=message, way_out=("raise ", Name("host_cache_bytes"))
+    )
 
 
 class Match(NamedTuple):

@@ -180,29 +180,29 @@ class Grammars:
         self._check_open()
         if not passes:
             seconds, num_bytes = TRIAL_LIMITS
-            said = (
+            message = (
                 f"it was not compiled within {seconds:g} s of a processor and {num_bytes >> 20} MiB,"
                 " or is nested too deeply"
             )
-            raise Refused("too_long", said=said, way_out="simplify it")
+            raise Refused("too_long", message=message, way_out="simplify it")
         return compile_grammar(vocabulary, asked)
 
 
 def _closed() -> Refused:
-    return Refused("closed", said="the engine is closed", way_out="open it again")
+    return Refused("closed", message="the engine is closed", way_out="open it again")
 
 
 def _too_slow() -> Refused:
-    said = f"it was not compiled within {MOST_SECONDS:.0f} s"
-    return Refused("too_long", said=said, way_out="simplify it, or try again later")
+    message = f"it was not compiled within {MOST_SECONDS:.0f} s"
+    return Refused("too_long", message=message, way_out="simplify it, or try again later")
 
 
 def _check_size(asked: StructuredOutputsParams) -> None:
     """Before it is kept, and a thread takes it up."""
     size = len(asked.model_dump_json(exclude_defaults=True))
     if size > MOST_CHARACTERS:
-        said = f"{size} characters are too many, the limit is {MOST_CHARACTERS}"
-        raise Refused("too_long", said=said, way_out="shorten it")
+        message = f"{size} characters are too many, the limit is {MOST_CHARACTERS}"
+        raise Refused("too_long", message=message, way_out="shorten it")
 
 
 def compile_grammar(vocabulary: Vocabulary, asked: StructuredOutputsParams) -> Grammar:
@@ -211,11 +211,11 @@ def compile_grammar(vocabulary: Vocabulary, asked: StructuredOutputsParams) -> G
     if matcher.is_error():
         reason = _reason(matcher)
         where = "" if asked.grammar is not None else PLACE  # in what we have made of the others
-        raise Refused("malformed", said=reason.removeprefix(where), way_out="correct it")
+        raise Refused("malformed", message=reason.removeprefix(where), way_out="correct it")
     try:
         allowed(vocabulary, matcher, np.array([0]))
     except Stuck as stuck:
-        raise Refused("malformed", said=f"no text fits it ({stuck})", way_out="correct it") from None
+        raise Refused("malformed", message=f"no text fits it ({stuck})", way_out="correct it") from None
     return Grammar(vocabulary, source, matcher)
 
 
@@ -231,8 +231,8 @@ def make_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     try:
         made = LLTokenizer(longer.to_str(), eos_token=end_id, n_vocab=end_id + 1, slices=SLICES)
     except ValueError as error:
-        said = f"grammars read tokenizers of bytes only, not this engine's ({_one_line(str(error))})"
-        raise Refused("unsupported", said=said, way_out="leave it out") from None
+        message = f"grammars read tokenizers of bytes only, not this engine's ({_one_line(str(error))})"
+        raise Refused("unsupported", message=message, way_out="leave it out") from None
     return Vocabulary(made, -(-max(vocab_size, made.vocab_size) // 32), min(vocab_size, end_id))
 
 
@@ -250,11 +250,11 @@ def to_lark(asked: StructuredOutputsParams) -> str:
         try:
             text = any_to_lark(asked.grammar or "")
         except RecursionError:
-            said = "grammar is nested too deeply"
-            raise Refused("too_long", said=said, way_out="give names to its parts") from None
+            message = "grammar is nested too deeply"
+            raise Refused("too_long", message=message, way_out="give names to its parts") from None
         except Exception as error:  # the converter raises bare Exception
-            said = f"grammar is no GBNF ({_one_line(str(error))})"
-            raise Refused("malformed", said=said, way_out="correct it") from None
+            message = f"grammar is no GBNF ({_one_line(str(error))})"
+            raise Refused("malformed", message=message, way_out="correct it") from None
     return text + OPTIONS
 
 

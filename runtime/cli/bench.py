@@ -70,8 +70,8 @@ def bench(
 def _engine(engine_dir: Path | None, config: Path | None, options: Mapping[str, Any]) -> Iterator[Path]:
     """The engine that was named, or one made for the device that is here and removed afterwards."""
     if (engine_dir is None) == (config is None):
-        said = "give one of --engine-dir DIR and --random-weights FOLDER"
-        raise Refused("missing", "engine_dir", said=said)
+        message = "give one of --engine-dir DIR and --random-weights FOLDER"
+        raise Refused("missing", "engine_dir", message=message)
     if engine_dir is not None:
         yield engine_dir
         return
@@ -94,10 +94,10 @@ def parse_variant(text: str) -> Mapping[str, object]:
         name, equals, value = part.partition("=")
         name = name.strip().replace("-", "_")
         if not (name and equals and value.strip()):
-            said = f"--compare {text!r} holds {part!r}"
-            raise Refused("malformed", "compare", said=said, way_out="write NAME=VALUE,NAME=VALUE")
+            message = f"--compare {text!r} holds {part!r}"
+            raise Refused("malformed", "compare", message=message, way_out="write NAME=VALUE,NAME=VALUE")
         if name in found:
-            said = f"--compare {text!r} gives {name} twice"
-            raise Refused("conflict", "compare", said=said, way_out="keep one")
+            message = f"--compare {text!r} gives {name} twice"
+            raise Refused("conflict", "compare", message=message, way_out="keep one")
         found[name] = read(ServeConfig, name, value.strip())
     return found

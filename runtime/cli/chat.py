@@ -95,7 +95,7 @@ class Conversation:
                 self._messages = list(self._first)
                 _note("the conversation begins again")
             case _ if re.match(r"/[a-z]+$", line):
-                raise Refused("unknown", said=f"{line} is no command", way_out=f"{HELP}")
+                raise Refused("unknown", message=f"{line} is no command", way_out=f"{HELP}")
             case _:
                 self._answer(line)
 

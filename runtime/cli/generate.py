@@ -46,8 +46,8 @@ def generate(
     folder, texts = engine_and_rest(engine_dir, engine, text)
     asked = _read_prompt([*texts, *([] if prompt is None else [prompt])], prompt_ids, prompt_file)
     if chat and prompt_ids is not None:
-        said = "--chat needs a prompt as text"
-        raise Refused("conflict", "chat", said=said, way_out="drop it, or give --prompt TEXT")
+        message = "--chat needs a prompt as text"
+        raise Refused("conflict", "chat", message=message, way_out="drop it, or give --prompt TEXT")
     with opened(folder, given(ServeConfig, options)) as llm:
         if chat:
             asked = llm.chat_text([{"role": "user", "content": asked}])
@@ -91,8 +91,8 @@ def _report(last: Piece) -> None:
 
 def _read_prompt(texts: list[str], prompt_ids: str | None, prompt_file: Path | None) -> str | list[int]:
     if len(texts) + (prompt_ids is not None) + (prompt_file is not None) != 1:
-        said = "give one of PROMPT, --prompt TEXT, --prompt-ids IDS and --prompt-file PATH"
-        raise Refused("missing", "prompt", said=said)
+        message = "give one of PROMPT, --prompt TEXT, --prompt-ids IDS and --prompt-file PATH"
+        raise Refused("missing", "prompt", message=message)
     if prompt_ids is not None:
         return _read_ids(prompt_ids)
     return texts[0] if texts else _read_file(f"--prompt-file {prompt_file}", str(prompt_file))
@@ -102,8 +102,8 @@ def _read_file(named: str, path: str) -> str:
     try:
         return utf8(named, sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        said = f"{named} cannot be read ({error.strerror})"
-        raise Refused("not_found", "prompt_file", said=said, way_out="give a readable file") from None
+        message = f"{named} cannot be read ({error.strerror})"
+        raise Refused("not_found", "prompt_file", message=message, way_out="give a readable file") from None
     except UnicodeDecodeError as error:
         raise not_utf8(named, error) from None
 
@@ -112,5 +112,7 @@ def _read_ids(text: str) -> list[int]:
     try:
         return [int(word) for word in re.split(r"\s*,\s*|\s+", text.strip())]
     except ValueError:
-        said = f"--prompt-ids is {shown(text)}"
-        raise Refused("malformed", "prompt_ids", said=said, way_out="give token ids, such as 5,6,7") from None
+        message = f"--prompt-ids is {shown(text)}"
+        raise Refused(
+            "malformed", "prompt_ids", message=message, way_out="give token ids, such as 5,6,7"
+        ) from None

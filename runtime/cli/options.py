@@ -78,9 +78,9 @@ def engine_and_rest(engine_dir: Path | None, *words: str | None) -> tuple[Path, 
     rest = [word for word in words if word is not None]
     if engine_dir is None and not rest:
         way_out = "pass its folder as the first argument, or as --engine-dir"
-        raise Refused("missing", "engine_dir", said="no engine is given", way_out=way_out)
+        raise Refused("missing", "engine_dir", message="no engine is given", way_out=way_out)
     if engine_dir is None and not rest[0]:
-        raise Refused("missing", "engine_dir", said="ENGINE is empty", way_out="give a folder")
+        raise Refused("missing", "engine_dir", message="ENGINE is empty", way_out="give a folder")
     return (Path(rest.pop(0)) if engine_dir is None else engine_dir), rest
 
 
@@ -88,8 +88,8 @@ def only_engine(engine_dir: Path | None, engine: str | None) -> Path:
     """For commands that take no other argument."""
     found, rest = engine_and_rest(engine_dir, engine)
     if rest:
-        said = f"--engine-dir {found} and {shown(rest[0])} were both given"
-        raise Refused("conflict", "engine_dir", said=said, way_out="drop one")
+        message = f"--engine-dir {found} and {shown(rest[0])} were both given"
+        raise Refused("conflict", "engine_dir", message=message, way_out="drop one")
     return found
 
 
@@ -102,8 +102,8 @@ def utf8(named: str, text: str) -> str:
 
 
 def not_utf8(named: str, error: UnicodeDecodeError) -> Refused:
-    said = f"{named} is not UTF-8 ({error.reason} at byte {error.start})"
-    return Refused("malformed", named, said=said, way_out="convert it")
+    message = f"{named} is not UTF-8 ({error.reason} at byte {error.start})"
+    return Refused("malformed", named, message=message, way_out="convert it")
 
 
 def given(model: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _checked(named: str, value: object, is_path: bool) -> object:
         return utf8(named, value)
     if not value:
         kind = "folder" if named in FOLDERS else "file"
-        raise Refused("missing", named, said=f"{named} is empty", way_out=f"give a {kind}")
+        raise Refused("missing", named, message=f"{named} is empty", way_out=f"give a {kind}")
     return Path(value)
 
 

@@ -100,10 +100,10 @@ def serve(
 def engine_dirs(options: list[Path] | None, arguments: list[str] | None) -> list[Path]:
     """The engines, by --engine-dir or as arguments."""
     if options and arguments:
-        said = f"--engine-dir {options[0]} and {shown(arguments[0])} were both given"
-        raise Refused("conflict", "engine_dir", said=said, way_out="use one of them")
+        message = f"--engine-dir {options[0]} and {shown(arguments[0])} were both given"
+        raise Refused("conflict", "engine_dir", message=message, way_out="use one of them")
     if arguments and "" in arguments:
-        raise Refused("missing", said="ENGINE is empty", way_out="give a folder")
+        raise Refused("missing", message="ENGINE is empty", way_out="give a folder")
     return options or [Path(argument) for argument in arguments or []]
 
 
@@ -124,14 +124,14 @@ def _check(openai: OpenaiOptions, ports: Ports) -> None:
     """Refuses what would be dropped in silence, and ports that are one."""
     if openai.openai_port is None:
         for name in openai.model_fields_set:
-            said = f"--{name.replace('_', '-')} is given, but no --openai-port: there is no OpenAI API"
-            raise Refused("missing", "openai_port", said=said, way_out="add --openai-port")
+            message = f"--{name.replace('_', '-')} is given, but no --openai-port: there is no OpenAI API"
+            raise Refused("missing", "openai_port", message=message, way_out="add --openai-port")
     if "" in openai.openai_api_key:
-        said = "--openai-api-key is empty, callers would need none"
-        raise Refused("missing", "openai_api_key", said=said, way_out="give one, or leave it out")
+        message = "--openai-api-key is empty, callers would need none"
+        raise Refused("missing", "openai_api_key", message=message, way_out="give one, or leave it out")
     if openai.openai_port and openai.openai_port in ports:
-        said = f"--openai-port {openai.openai_port} is the server's own"
-        raise Refused("in_use", "openai_port", said=said, way_out="choose another, or 0 for a free one")
+        message = f"--openai-port {openai.openai_port} is the server's own"
+        raise Refused("in_use", "openai_port", message=message, way_out="choose another, or 0 for a free one")
 
 
 class FrontPlan(NamedTuple):
@@ -149,8 +149,8 @@ class FrontPlan(NamedTuple):
         if self.options.openai_api_key or keys is None:
             return self.options.openai_api_key
         if not keys.split():  # a secret that did not arrive would open the API to all
-            said = f"{API_KEY} is empty, callers would need no key"
-            raise Refused("missing", "openai_api_key", said=said, way_out="give one there, or unset it")
+            message = f"{API_KEY} is empty, callers would need no key"
+            raise Refused("missing", "openai_api_key", message=message, way_out="give one there, or unset it")
         return tuple(keys.split())
 
     def front(self, server: Server) -> "Front | None":
@@ -161,7 +161,7 @@ class FrontPlan(NamedTuple):
             from hemiola.runtime.serving.openai.app import FrontLimits
             from hemiola.runtime.serving.openai.front import Front
         except ModuleNotFoundError as error:
-            raise Refused("not_found", "openai_port", said=lacking("--openai-port", error)) from None
+            raise Refused("not_found", "openai_port", message=lacking("--openai-port", error)) from None
         limits = FrontLimits(asked.openai_max_requests, asked.openai_max_body, self.api_keys)
         wanted = {name: most for name, most in self.max_lens.items() if isinstance(most, int)}
         models = {name: read_model(name, path, wanted.get(name)) for name, path in server.engines.items()}

@@ -51,8 +51,8 @@ def check_program(
             _Trial(program, segment, bound, manifest, device, sizes, hidden).run()
     except (ValueError, TypeError, IndexError, KeyError, RuntimeError, AssertionError) as error:
         reason = one_line(error)
-        said = f"{segment.file} does not fit together ({reason})"
-        raise Refused("damaged", said=said, way_out="run build-engine again") from None
+        message = f"{segment.file} does not fit together ({reason})"
+        raise Refused("damaged", message=message, way_out="run build-engine again") from None
 
 
 class _Trial:

@@ -14,24 +14,24 @@ def find_device(engine_dir: Path, arch: str, num_ranks: int = 1) -> torch.device
     must those behind it be, one for each rank."""
     names = split(arch)
     if unknown := [name for name in names if name not in ARCHS]:
-        said = f"{engine_dir} was built for {unknown[0]}, known are {', '.join(ARCHS)}"
-        raise Refused("unknown", said=said, way_out="run build-engine again")
+        message = f"{engine_dir} was built for {unknown[0]}, known are {', '.join(ARCHS)}"
+        raise Refused("unknown", message=message, way_out="run build-engine again")
     needed = [capability for name in names if (capability := ARCHS[name].capability)]
     if not needed:
         return torch.device("cpu")
     capabilities = " or ".join(map(_dotted, needed))
     built = f"{engine_dir} was built for {arch} (compute capability {capabilities})"
     if not torch.cuda.is_available():
-        said = f"{built}, but torch finds no CUDA device here{visible()}"
-        raise Refused("not_found", said=said, way_out=f"{rebuilt_for('cpu')}")
+        message = f"{built}, but torch finds no CUDA device here{visible()}"
+        raise Refused("not_found", message=message, way_out=f"{rebuilt_for('cpu')}")
     found = torch.cuda.get_device_capability(0)
     if found in needed:
         if num_ranks > 1:
             _check_peers(engine_dir, num_ranks)
         return torch.device("cuda", 0)
     name = torch.cuda.get_device_name(0)
-    said = f"{built}, but {name} has {_dotted(found)}"
-    raise Refused("unsupported", said=said, way_out=f"{rebuilt_for(arch_here())}")
+    message = f"{built}, but {name} has {_dotted(found)}"
+    raise Refused("unsupported", message=message, way_out=f"{rebuilt_for(arch_here())}")
 
 
 def _check_peers(engine_dir: Path, num_ranks: int) -> None:
@@ -39,23 +39,29 @@ def _check_peers(engine_dir: Path, num_ranks: int) -> None:
     num = torch.cuda.device_count()
     if num_ranks > num:
         built = f"{engine_dir} was built with --tp {num_ranks}, for as many GPUs"
-        said = f"{built}, but torch finds {num} here{visible()}"
+        message = f"{built}, but torch finds {num} here{visible()}"
         raise Refused(
-            "not_found", "tp", said=said, way_out="open it where there are more, or rebuild with a lower --tp"
+            "not_found",
+            "tp",
+            message=message,
+            way_out="open it where there are more, or rebuild with a lower --tp",
         )
     first = _kind_of(0)
     for rank in range(1, num_ranks):
         if (other := _kind_of(rank)) != first:
-            said = (
+            message = (
                 f"{engine_dir} needs {num_ranks} equal GPUs, but GPU 0 is {first} and GPU {rank} is {other}"
             )
-            raise Refused("unsupported", "tp", said=said, way_out=f"name equal ones in {VISIBLE}")
+            raise Refused("unsupported", "tp", message=message, way_out=f"name equal ones in {VISIBLE}")
     for one, other in permutations(range(num_ranks), 2):
         if not torch.cuda.can_device_access_peer(one, other):
             needs = f"{engine_dir} needs GPUs that reach each other's memory"
-            said = f"{needs}, but GPU {one} cannot reach GPU {other}"
+            message = f"{needs}, but GPU {one} cannot reach GPU {other}"
             raise Refused(
-                "unsupported", "tp", said=said, way_out=f"name others in {VISIBLE}, or rebuild with --tp 1"
+                "unsupported",
+                "tp",
+                message=message,
+                way_out=f"name others in {VISIBLE}, or rebuild with --tp 1",
             )
 
 

@@ -88,14 +88,14 @@ class FollowerProcesses:
         """Each has read the manifest and looked at its memory: the least that one has free, in bytes."""
         free = []
         for one in self._followers:
-            said = self._hear(one)
-            if said["identity"] != self._identity:
+            message = self._hear(one)
+            if message["identity"] != self._identity:
                 reason = f"rank {one.rank} has found another engine than the leader, built meanwhile"
-                raise Refused("conflict", "engine_dir", said=reason, way_out="open it again")
-            if said["build"] != self._build:
-                reason = f"rank {one.rank} runs {said['build']}, the leader {self._build}"
-                raise Refused("conflict", said=reason, way_out="start the server again")
-            free.append(said["free"])
+                raise Refused("conflict", "engine_dir", message=reason, way_out="open it again")
+            if message["build"] != self._build:
+                reason = f"rank {one.rank} runs {message['build']}, the leader {self._build}"
+                raise Refused("conflict", message=reason, way_out="start the server again")
+            free.append(message["free"])
         return min(free)
 
     def configure(self, config: dict[str, Any], threads: int) -> None:
@@ -141,10 +141,10 @@ class FollowerProcesses:
         line = one.process.stdout.readline()
         if not line:
             raise RankLost(f"rank {one.rank} {_ended(one.process)} while the engine was opened")
-        said = json.loads(line)
-        if "refused" in said:
-            raise Refused("other", said=f"rank {one.rank}: {said['refused']}")
-        return said
+        message = json.loads(line)
+        if "refused" in message:
+            raise Refused("other", message=f"rank {one.rank}: {message['refused']}")
+        return message
 
     # Steps.
 

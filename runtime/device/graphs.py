@@ -121,14 +121,14 @@ def _refusing(bucket: object, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        said = (
+        message = (
             f"there is no memory for a step of {bucket}: weights, pages and slots leave {free} of {total}"
             " bytes"
         )
         lower = any_of("max_rows", "max_step_tokens", "memory_fraction", "cache_bytes")
-        raise Refused("exhausted", "max_rows", said=said, way_out=("lower ", *lower)) from error
+        raise Refused("exhausted", "max_rows", message=message, way_out=("lower ", *lower)) from error
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0]
-        said = f"the step of {bucket} cannot be captured as a CUDA graph ({reason})"
+        message = f"the step of {bucket} cannot be captured as a CUDA graph ({reason})"
         way_out = ("report it, and start with ", Name("cuda_graphs", False), " meanwhile")
-        raise Refused("failed", "cuda_graphs", said=said, way_out=way_out) from error
+        raise Refused("failed", "cuda_graphs", message=message, way_out=way_out) from error

@@ -24,17 +24,17 @@ def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> 
     try:
         from hemiola.plugins.gpu import driver  # cuda-python is not needed elsewhere
     except ImportError as error:
-        said = f"{engine_dir} runs on a GPU through cuda-bindings, which is not here ({error})"
-        raise Refused("not_found", said=said, way_out=f"run {install('cuda')}") from None
+        message = f"{engine_dir} runs on a GPU through cuda-bindings, which is not here ({error})"
+        raise Refused("not_found", message=message, way_out=f"run {install('cuda')}") from None
     ours = next((kernels for kernels in manifest.kernels if kernels.arch == arch_here()), None)
     if ours is None:
-        said = f"{engine_dir} has no kernels for {arch_here()}"
-        raise Refused("unsupported", said=said, way_out="run build-engine again")
+        message = f"{engine_dir} has no kernels for {arch_here()}"
+        raise Refused("unsupported", message=message, way_out="run build-engine again")
     known = driver.version()
     if known[0] < int(ours.cuda.split(".")[0]):
-        said = f"{engine_dir} has kernels of CUDA {ours.cuda}, the driver here knows {known[0]}.{known[1]}"
+        message = f"{engine_dir} has kernels of CUDA {ours.cuda}, the driver here knows {known[0]}.{known[1]}"
         way_out = "install a newer driver, or run build-engine with an older Triton"
-        raise Refused("unsupported", said=said, way_out=way_out)
+        raise Refused("unsupported", message=message, way_out=way_out)
     with ExitStack() as loaded:
         for file, binary in ((entry.file, entry.binary) for entry in ours.binaries):
             kernel = _kernel(engine_dir, binary.call.kernel)
@@ -42,8 +42,8 @@ def load_kernels(engine_dir: Path, manifest: Manifest, device: torch.device) -> 
             try:
                 kernel.take(binary.call, partial(driver.load, binary, cubin, device))
             except driver.DriverError as error:
-                said = f"{engine_dir / file} cannot be loaded ({one_line(error)})"
-                raise Refused("damaged", said=said, way_out="run build-engine again") from None
+                message = f"{engine_dir / file} cannot be loaded ({one_line(error)})"
+                raise Refused("damaged", message=message, way_out="run build-engine again") from None
             loaded.callback(kernel.leave, binary.call)
         loaded.callback(wait_for, device)  # first of all: a step may be under way
         return loaded.pop_all()
@@ -59,6 +59,6 @@ def _kernel(engine_dir: Path, name: str) -> Kernel:
             with suppress(ImportError):
                 kernel = kernel or getattr(import_module(f"hemiola.plugins.{op}.{form}"), entry, None)
     if not isinstance(kernel, Kernel):
-        said = f"{engine_dir} has a binary of {shown(name)}, which is no kernel"
-        raise Refused("damaged", said=said, way_out="run build-engine again")
+        message = f"{engine_dir} has a binary of {shown(name)}, which is no kernel"
+        raise Refused("damaged", message=message, way_out="run build-engine again")
     return kernel

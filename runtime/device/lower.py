@@ -138,8 +138,8 @@ class _Lowering:
         return handler(node, *args)
 
     def _refused(self, node: Node, reason: str) -> Refused:
-        said = f"{self._segment.file}: {node.name} {reason}"
-        return Refused("damaged", said=said, way_out="run build-engine again")
+        message = f"{self._segment.file}: {node.name} {reason}"
+        return Refused("damaged", message=message, way_out="run build-engine again")
 
     # What torch's functions become, by name.
 

@@ -54,8 +54,8 @@ class Storage:
                 s.name: _zeros((counts[s.kind], *s.shape), getattr(torch, s.dtype), device) for s in states
             }
         except (RuntimeError, OSError, TypeError, OverflowError):  # the latter two: sizes beyond 64 bits
-            said = f"there is no memory for {num_pages} pages and {num_slots} slots"
-            raise Refused("exhausted", "num_pages", said=said, way_out=FEWER) from None
+            message = f"there is no memory for {num_pages} pages and {num_slots} slots"
+            raise Refused("exhausted", "num_pages", message=message, way_out=FEWER) from None
         self._pages = [self.tensors[s.name] for s in states if s.kind == "page"]
         self._slots = [self.tensors[s.name] for s in states if s.kind == "slot"]
         self._held = ExitStack()
@@ -95,8 +95,10 @@ def _check_host(needed: int, what: str) -> None:
     """The kernel would promise more than it has, and kill a process once the promised pages are written."""
     free = free_bytes_of_host()
     if needed > free:
-        said = f"there is no memory for {what}: they take {needed} bytes, and {free} are free"
-        raise Refused("exhausted", "num_pages", said=said, way_out=(*FEWER, ", or close what else is open"))
+        message = f"there is no memory for {what}: they take {needed} bytes, and {free} are free"
+        raise Refused(
+            "exhausted", "num_pages", message=message, way_out=(*FEWER, ", or close what else is open")
+        )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -130,7 +132,7 @@ def free_bytes(
     free, total = torch.cuda.mem_get_info(device)
     needed = sum(file.stat().st_size for file in weights) + drawn_bytes
     if free <= needed + work_bytes:
-        said = (
+        message = (
             f"{weights[0]} has {needed} bytes of weights and a step takes up to {work_bytes}, but of the"
             f" GPU's {total} bytes {free} are free"
         )
@@ -138,7 +140,7 @@ def free_bytes(
             "stop what else runs there, use a larger GPU, or build the engine with a smaller"
             " --max-step-tokens or --max-rows"
         )
-        raise Refused("exhausted", said=said, way_out=way_out)
+        raise Refused("exhausted", message=message, way_out=way_out)
     return free - needed - work_bytes
 
 

@@ -82,12 +82,12 @@ def load_program(path: Path) -> GraphModule:
         try:
             node = _node(graph, nodes, parse_json(text))
         except (ValueError, TypeError, RuntimeError) as error:  # of ours, and of torch about a size
-            said = f"{path}, line {number}: {one_line(error)}"
-            raise Refused("damaged", said=said, way_out="run build-engine again") from None
+            message = f"{path}, line {number}: {one_line(error)}"
+            raise Refused("damaged", message=message, way_out="run build-engine again") from None
         nodes[node.name] = node
     if "output" not in nodes:
-        said = f"{path} does not end with its output"
-        raise Refused("damaged", said=said, way_out="run build-engine again")
+        message = f"{path} does not end with its output"
+        raise Refused("damaged", message=message, way_out="run build-engine again")
     return GraphModule(torch.nn.Module(), graph)
 
 
@@ -106,13 +106,13 @@ def layouts_of(nodes: Sequence[Node], segment: Segment) -> dict[Node, dict[str, 
 
 def _text(path: Path) -> str:
     if path.stat().st_size > MOST_BYTES:
-        said = f"{path} has {path.stat().st_size} bytes, a program at most {MOST_BYTES}"
-        raise Refused("damaged", said=said, way_out="run build-engine again")
+        message = f"{path} has {path.stat().st_size} bytes, a program at most {MOST_BYTES}"
+        raise Refused("damaged", message=message, way_out="run build-engine again")
     try:
         return path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
-        said = f"{path} cannot be loaded ({one_line(error)})"
-        raise Refused("damaged", said=said, way_out="run build-engine again") from None
+        message = f"{path} cannot be loaded ({one_line(error)})"
+        raise Refused("damaged", message=message, way_out="run build-engine again") from None
 
 
 def _node(graph: Graph, nodes: dict[str, Node], line: Any) -> Node:

@@ -43,15 +43,15 @@ class SharedMemory:
     def __init__(self, fd: int, size: int, token: int) -> None:
         """Raises Refused for memory that is not this leader's."""
         if os.fstat(fd).st_size != total_bytes(size):
-            said = f"the shared memory is not that of {size} ranks"
-            raise Refused("conflict", said=said, way_out="open the engine again")
+            message = f"the shared memory is not that of {size} ranks"
+            raise Refused("conflict", message=message, way_out="open the engine again")
         self.fd, self.size, self.token = fd, size, token
         self._map = mmap.mmap(fd, total_bytes(size))
         self.words = np.frombuffer(self._map, np.int64, HEADER // 8)
         self.ring = np.frombuffer(self._map, np.uint8, RING, HEADER)
         if self.words[TOKEN] != token:
-            said = "the shared memory is another leader's"
-            raise Refused("conflict", said=said, way_out="open the engine again")
+            message = "the shared memory is another leader's"
+            raise Refused("conflict", message=message, way_out="open the engine again")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @classmethod

@@ -305,8 +305,8 @@ def load_weights(
     are."""
     drawn, path, wanted = manifest.drawn, engine_dir / manifest.weights_file, dict.fromkeys(names)
     if device.type == "cpu" and manifest.drawn_bytes > (free := free_bytes_of_host()):
-        said = f"{engine_dir} draws {manifest.drawn_bytes} bytes of random weights, and {free} are free"
-        raise Refused("exhausted", said=said, way_out="use a larger machine")
+        message = f"{engine_dir} draws {manifest.drawn_bytes} bytes of random weights, and {free} are free"
+        raise Refused("exhausted", message=message, way_out="use a larger machine")
     try:
         found: dict[str, torch.Tensor] = {}
         for name in wanted.keys() & drawn.keys():
@@ -320,8 +320,8 @@ def load_weights(
             raise ValueError(f"it has no {missing[0]}")
         return {name: found[name] for name in wanted}
     except (SafetensorError, KeyError, ValueError, OverflowError) as error:
-        said = f"{path} cannot be read ({one_line(error)})"
-        raise Refused("damaged", said=said, way_out="run build-engine again") from None
+        message = f"{path} cannot be read ({one_line(error)})"
+        raise Refused("damaged", message=message, way_out="run build-engine again") from None
 
 
 def draw(name: str, drawn: Drawn, device: torch.device) -> torch.Tensor:

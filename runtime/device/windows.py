@@ -60,5 +60,5 @@ class Windows:
 
 
 def _refused(rank: int, error: Any) -> Refused:
-    said = f"GPU {rank} shares no memory with the other ranks' ({one_line(error)})"
-    return Refused("unsupported", "tp", said=said, way_out="use GPUs that reach each other, or --tp 1")
+    message = f"GPU {rank} shares no memory with the other ranks' ({one_line(error)})"
+    return Refused("unsupported", "tp", message=message, way_out="use GPUs that reach each other, or --tp 1")

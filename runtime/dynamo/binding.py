@@ -27,12 +27,12 @@ class Binding(NamedTuple):
 def load_binding() -> Binding:
     """Raises Refused where it is missing or of another version."""
     if util.find_spec("dynamo") is None:
-        said = "hemiola dynamo-worker needs ai-dynamo-runtime, which is not installed"
-        raise Refused("not_found", said=said, way_out=install("dynamo"))
+        message = "hemiola dynamo-worker needs ai-dynamo-runtime, which is not installed"
+        raise Refused("not_found", message=message, way_out=install("dynamo"))
     version = metadata.version("ai-dynamo-runtime")
     if not version.startswith(f"{TESTED}."):
-        said = f"ai-dynamo-runtime is {version}, workers are written for {TESTED}"
-        raise Refused("unsupported", said=said, way_out=install("dynamo"))
+        message = f"ai-dynamo-runtime is {version}, workers are written for {TESTED}"
+        raise Refused("unsupported", message=message, way_out=install("dynamo"))
     from dynamo._core import backend  # pyright: ignore[reportMissingImports]  # an extra of its own
     from dynamo.llm import ModelInput  # pyright: ignore[reportMissingImports]
     from dynamo.llm.exceptions import (  # pyright: ignore[reportMissingImports]

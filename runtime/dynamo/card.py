@@ -17,8 +17,8 @@ def make_card(engine_dir: Path, manifest: Manifest) -> Path:
     may read it when the worker that made it is gone. The identity in it keeps engines of other bits apart:
     Dynamo serves workers with one card only."""
     if not manifest.has_tokenizer:
-        said = f"{engine_dir} has no tokenizer, Dynamo's frontend needs one"
-        raise Refused("unsupported", said=said, way_out="build from a checkpoint that has one")
+        message = f"{engine_dir} has no tokenizer, Dynamo's frontend needs one"
+        raise Refused("unsupported", message=message, way_out="build from a checkpoint that has one")
     source = engine_dir / "tokenizer"
     config = {
         "model_type": "hemiola",

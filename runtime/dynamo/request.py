@@ -106,8 +106,10 @@ def _check_length(request: Fields, params: SamplingParams) -> None:
     needs = [name for name in PENALTIES if getattr(params, name)]
     needs += ["structured_outputs"] * (params.structured_outputs is not None)
     for name in needs:
-        said = (Name(name), " cannot go on here: Dynamo's tracing has replaced the length of the prompt")
-        raise Refused("unsupported", name, said=said, way_out="send the request again, or trace nothing")
+        message = (Name(name), " cannot go on here: Dynamo's tracing has replaced the length of the prompt")
+        raise Refused(
+            "unsupported", name, message=message, way_out="send the request again, or trace nothing"
+        )
 
 
 def _priority(routing: Fields, least: int) -> int:

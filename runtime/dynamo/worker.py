@@ -61,7 +61,7 @@ def _hands_over(own: WorkerOptions, options: Mapping[str, Any]) -> bool:
     if mode == "agg":
         return False
     if not options.get("host_cache_bytes"):
-        said = (
+        message = (
             Name("disaggregation_mode", mode),
             " needs ",
             Name("host_cache_bytes"),
@@ -70,12 +70,12 @@ def _hands_over(own: WorkerOptions, options: Mapping[str, Any]) -> bool:
         raise Refused(
             "conflict",
             "disaggregation_mode",
-            said=said,
+            message=message,
             way_out=("add ", Name("host_cache_bytes", 2**30)),
         )
     if util.find_spec("nixl") is None:
-        said = (Name("disaggregation_mode", mode), " needs nixl, which is not installed")
-        raise Refused("not_found", "disaggregation_mode", said=said, way_out=install("nixl"))
+        message = (Name("disaggregation_mode", mode), " needs nixl, which is not installed")
+        raise Refused("not_found", "disaggregation_mode", message=message, way_out=install("nixl"))
     return True
 
 

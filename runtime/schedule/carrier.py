@@ -44,8 +44,8 @@ class Carrier:
             was_read.wait()
         lent = self._visit(lend)
         if lent is None:
-            said = f"nothing is stored of the {len(ids)} tokens of prompt"
-            raise Refused("not_found", "prompt", said=said, way_out="let a request compute it first")
+            message = f"nothing is stored of the {len(ids)} tokens of prompt"
+            raise Refused("not_found", "prompt", message=message, way_out="let a request compute it first")
         try:
             lent.wait()
             made = written(self._form, lent.edge, lent.kind, cache_salt)

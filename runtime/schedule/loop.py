@@ -219,8 +219,8 @@ class Loop:
         """Let act run in the loop's thread between two steps; returns or raises what it does. Raises Refused
         when the engine is closed, or when that thread itself asks."""
         if threading.current_thread() is self._thread:
-            said = "on_piece may not wait for the thread that calls it"
-            raise Refused("conflict", said=said, way_out="call this from another thread")
+            message = "on_piece may not wait for the thread that calls it"
+            raise Refused("conflict", message=message, way_out="call this from another thread")
         return self._inbox.look(act).result()
 
     def lose(self, error: Failed) -> None:
@@ -252,7 +252,7 @@ class Loop:
     def close(self, drain: bool = False) -> None:
         """Take no more requests, finish (drain) or cancel those there are, and end the thread; with it goes
         all that lies on the device."""
-        self._inbox.refuse(Refused("closed", said="the engine is closed", way_out="open it again"))
+        self._inbox.refuse(Refused("closed", message="the engine is closed", way_out="open it again"))
         if self._thread is not None and self._thread.is_alive():
             self._inbox.put(Close(drain))
             if self._thread is not threading.current_thread():  # it may be an on_piece that closes

@@ -183,8 +183,8 @@ def _continue(
         limit = f"of {most} that the output may have"
         raise Refused("too_long", "output_ids", Amount(len(output_ids), "tokens"), limit, way_out)
     for token_id in stop_ids.intersection(output_ids):
-        said = (Name("output_ids"), f" holds the end token {token_id}")
-        raise Refused("conflict", "output_ids", said=said, way_out=way_out)
+        message = (Name("output_ids"), f" holds the end token {token_id}")
+        raise Refused("conflict", "output_ids", message=message, way_out=way_out)
     _check_ids("output_ids", output_ids, bounds)
     ids[prompt_len : prompt_len + len(output_ids)] = output_ids
 
@@ -192,7 +192,7 @@ def _continue(
 def checked_ids(prompt_ids: Sequence[int], bounds: Bounds) -> np.ndarray:
     """[T] int32. Raises Refused."""
     if len(prompt_ids) == 0:
-        raise Refused("out_of_range", "prompt", said="prompt is empty", way_out="give at least one token")
+        raise Refused("out_of_range", "prompt", message="prompt is empty", way_out="give at least one token")
     if len(prompt_ids) >= bounds.max_len:
         raise _too_long(len(prompt_ids), bounds)
     return _checked_ids(prompt_ids, bounds.vocab_size).astype(np.int32)
@@ -206,15 +206,15 @@ def _check_a_token_is_left(rule: Rule, vocab_size: int) -> None:
     for behind in {(), *(word[:-1] for word in rule.bad_words)}:
         if len(np.unique(forbidden(behind))) >= vocab_size:
             where = f" behind {shown(list(behind))}" if behind else ""
-            said = f"bad words, and stop ids before min_tokens, forbid all {vocab_size} tokens{where}"
-            raise Refused("conflict", "bad_words", said=said, way_out="leave one")
+            message = f"bad words, and stop ids before min_tokens, forbid all {vocab_size} tokens{where}"
+            raise Refused("conflict", "bad_words", message=message, way_out="leave one")
 
 
 def _guide(grammar: Grammar, request: Request) -> Guide:
     if not request.stop_ids:
-        said = (Name("structured_outputs"), " must be able to end, but no token ends this request")
+        message = (Name("structured_outputs"), " must be able to end, but no token ends this request")
         way_out = ("drop ", Name("ignore_eos"), ", or give ", Name("stop_token_ids"))
-        raise Refused("conflict", "structured_outputs", said=said, way_out=way_out)
+        raise Refused("conflict", "structured_outputs", message=message, way_out=way_out)
     rule = request.rule
     forbidden = Forbidden(rule.lists, rule.bad_words, rule.params.min_tokens)
     guide = Guide(grammar, rule.prompt_len, rule.stop_ids, forbidden)
@@ -228,15 +228,15 @@ def _guide(grammar: Grammar, request: Request) -> Guide:
 
 def refused_by_grammar(stuck: Stuck) -> Refused:
     """The grammar, the vocabulary and the other options leave no token: nothing has failed."""
-    said = (Name("structured_outputs"), f": {stuck}")
-    return Refused("conflict", "structured_outputs", said=said, way_out="change one of them")
+    message = (Name("structured_outputs"), f": {stuck}")
+    return Refused("conflict", "structured_outputs", message=message, way_out="change one of them")
 
 
 def _check_ids(name: str, token_ids: Iterable[int], bounds: Bounds) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < bounds.vocab_size:
-            said = (Name(name), f" holds {shown(token_id)}, the vocabulary is 0..{bounds.vocab_size - 1}")
-            raise Refused("out_of_range", name, said=said, way_out="remove it")
+            message = (Name(name), f" holds {shown(token_id)}, the vocabulary is 0..{bounds.vocab_size - 1}")
+            raise Refused("out_of_range", name, message=message, way_out="remove it")
 
 
 def _bad_words(params: SamplingParams, encode: Encode | None) -> Words:
@@ -244,13 +244,15 @@ def _bad_words(params: SamplingParams, encode: Encode | None) -> Words:
     words = list(params.bad_words_ids)
     for text in params.bad_words:
         if encode is None:
-            said = (Name("bad_words"), " is text, the engine has no tokenizer")
-            raise Refused("unsupported", "bad_words", said=said, way_out=("pass ", Name("bad_words_ids")))
+            message = (Name("bad_words"), " is text, the engine has no tokenizer")
+            raise Refused(
+                "unsupported", "bad_words", message=message, way_out=("pass ", Name("bad_words_ids"))
+            )
         bare = text.lstrip(" ")
         spellings = [tuple(encode(spelling)) for spelling in ((bare, f" {bare}") if bare else (text,))]
         if not all(spellings):
-            said = (Name("bad_words"), f" holds {text!r}, which has no tokens in this tokenizer")
-            raise Refused("out_of_range", "bad_words", said=said, way_out="remove it")
+            message = (Name("bad_words"), f" holds {text!r}, which has no tokens in this tokenizer")
+            raise Refused("out_of_range", "bad_words", message=message, way_out="remove it")
         words += spellings
     found = tuple(dict.fromkeys(words))
     check_word_ids("bad_words" if params.bad_words else "bad_words_ids", found)
@@ -258,11 +260,11 @@ def _bad_words(params: SamplingParams, encode: Encode | None) -> Words:
 
 
 def _too_long(prompt_len: int, bounds: Bounds) -> Refused:
-    said = f"prompt is {prompt_len} tokens, max_len={bounds.max_len} must hold it and at least one more"
+    message = f"prompt is {prompt_len} tokens, max_len={bounds.max_len} must hold it and at least one more"
     way_out: Text = f"shorten it or {rebuilt_for(prompt_len + 1)}"
     if bounds.max_len < bounds.built_max_len and prompt_len < bounds.built_max_len:
         way_out = ("shorten it or start with ", Name("max_len", prompt_len + 1))
-    return Refused("too_long", "prompt", prompt_len, said=said, way_out=way_out)
+    return Refused("too_long", "prompt", prompt_len, message=message, way_out=way_out)
 
 
 def _checked_ids(prompt_ids: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -273,8 +275,10 @@ def _checked_ids(prompt_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     if not np.issubdtype(ids.dtype, np.integer) and {type(value) for value in prompt_ids} == {int}:
         ids = np.array(prompt_ids, object)  # some need more than 64 bits
     elif ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        said = f"prompt is a list of {_kinds(prompt_ids)}"
-        raise Refused("wrong_type", "prompt", said=said, way_out="pass text or a list of token ids (int)")
+        message = f"prompt is a list of {_kinds(prompt_ids)}"
+        raise Refused(
+            "wrong_type", "prompt", message=message, way_out="pass text or a list of token ids (int)"
+        )
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(outside):
         at, known = outside[0], f"0..{vocab_size - 1}"
@@ -283,8 +287,8 @@ def _checked_ids(prompt_ids: Sequence[int], vocab_size: int) -> np.ndarray:
 
 
 def bad_id(token_id: int, at: int, known: str) -> Refused:
-    said = f"token id {shown(token_id)} at position {at} of the prompt is not in the vocabulary {known}"
-    return Refused("out_of_range", "prompt", token_id, said=said)
+    message = f"token id {shown(token_id)} at position {at} of the prompt is not in the vocabulary {known}"
+    return Refused("out_of_range", "prompt", token_id, message=message)
 
 
 def _kinds(values: Sequence[object]) -> str:

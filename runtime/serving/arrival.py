@@ -20,6 +20,6 @@ def read_mark(mark: object, key: str, now: float) -> float:
     """The seconds of a mark that one of our doors made."""
     given, _, seconds = str(mark).partition(" ")
     if not key or not hmac.compare_digest(given.encode(), key.encode()):
-        said = f"{NAME} is set by the doors of `hemiola serve` only"
-        raise Refused("unsupported", NAME, said=said, way_out="leave it out")
+        message = f"{NAME} is set by the doors of `hemiola serve` only"
+        raise Refused("unsupported", NAME, message=message, way_out="leave it out")
     return min(float(seconds), now)

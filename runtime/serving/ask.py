@@ -77,7 +77,7 @@ def read_request(request: Any) -> dict[str, Any]:
             continue
         if name not in KEYS and name != arrival.NAME:
             known = f"the keys are {', '.join(KEYS)}"
-            raise Refused("unknown", name[:80], said=f"unknown key {name[:80]!r}", way_out=known)
+            raise Refused("unknown", name[:80], message=f"unknown key {name[:80]!r}", way_out=known)
         _put(asked, name, [value] if ALIASES.get(name, name) in LISTS else value)
     if request.timeout():
         asked["timeout"] = request.timeout()
@@ -94,8 +94,8 @@ def _put(asked: dict[str, Any], name: str, value: Any) -> None:
         return
     ours = ALIASES.get(name, name)
     if ours in asked:
-        said = f"{ours} is given twice, as a tensor or a request parameter, perhaps by its other name"
-        raise Refused("conflict", ours, said=said, way_out="give it once")
+        message = f"{ours} is given twice, as a tensor or a request parameter, perhaps by its other name"
+        raise Refused("conflict", ours, message=message, way_out="give it once")
     asked[ours] = value
 
 
@@ -104,8 +104,8 @@ def read_ask(asked: dict[str, Any]) -> Ask:
     n = read_count("n", asked.pop("n", 1), 1, MAX_N)
     timeout_s = read_count("timeout", asked.pop("timeout", 0), 0, 2**63) / 1e6
     if n > 1 and flags["stream"]:
-        said = f"n is {n} in a stream, which has one answer"
-        raise Refused("conflict", "n", said=said, way_out=f"send {n} requests, or leave stream out")
+        message = f"n is {n} in a stream, which has one answer"
+        raise Refused("conflict", "n", message=message, way_out=f"send {n} requests, or leave stream out")
     asked.update({name: read_json(name, asked[name]) for name in JSON if name in asked})
     messages = asked.pop("messages", None)
     prompt = "" if messages is not None else read_prompt(asked)
@@ -113,12 +113,14 @@ def read_ask(asked: dict[str, Any]) -> Ask:
         _check_messages(asked, messages)
     elif flags["chat"]:
         if not isinstance(prompt, str):
-            said = "chat needs text_input, this request has input_ids"
-            raise Refused("conflict", "chat", said=said, way_out="give text_input")
+            message = "chat needs text_input, this request has input_ids"
+            raise Refused("conflict", "chat", message=message, way_out="give text_input")
         messages = [{"role": "user", "content": prompt}]
     if not flags["exclude_input_in_output"] and (messages is not None or not isinstance(prompt, str)):
-        said = "exclude_input_in_output is false, but this request has no text_input to repeat"
-        raise Refused("conflict", "exclude_input_in_output", said=said, way_out="give text_input, no chat")
+        message = "exclude_input_in_output is false, but this request has no text_input to repeat"
+        raise Refused(
+            "conflict", "exclude_input_in_output", message=message, way_out="give text_input, no chat"
+        )
     if flags["return_log_probs"]:
         asked.setdefault("logprobs", 0)
     return Ask(prompt, messages, flags, n, timeout_s, SamplingParams(**asked))
@@ -144,8 +146,8 @@ def read_text(name: str, value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as error:
-        said = f"{name} is not UTF-8 ({error.reason} at byte {error.start})"
-        raise Refused("malformed", name, said=said, way_out="send UTF-8 or input_ids") from None
+        message = f"{name} is not UTF-8 ({error.reason} at byte {error.start})"
+        raise Refused("malformed", name, message=message, way_out="send UTF-8 or input_ids") from None
 
 
 def read_json(name: str, text: object) -> object:
@@ -170,15 +172,15 @@ def parse_once(name: str, text: str) -> Any:
     try:
         return parse_json(text, unique=True)
     except Repeated as error:
-        raise Refused("conflict", name, said=f"{name}: {error}", way_out="give it once") from None
+        raise Refused("conflict", name, message=f"{name}: {error}", way_out="give it once") from None
 
 
 def read_biases(given: Mapping[str, Any]) -> dict[int, Any]:
     biases: dict[int, Any] = {}
     for key, bias in given.items():
         if (token_id := int(key)) in biases:
-            said = f"logit_bias has two keys for token id {token_id}"
-            raise Refused("conflict", "logit_bias", said=said, way_out="give one")
+            message = f"logit_bias has two keys for token id {token_id}"
+            raise Refused("conflict", "logit_bias", message=message, way_out="give one")
         biases[token_id] = bias
     return biases
 
@@ -207,16 +209,18 @@ def read_prompt(asked: dict[str, Any]) -> str | list[int]:
     text, ids = asked.pop("text_input", None), asked.pop("input_ids", None)
     if (text is None) == (ids is None):
         given = "neither" if text is None else "both"
-        said = f"a request has either text_input or input_ids, this one has {given}"
-        raise Refused("conflict" if text else "missing", "prompt", said=said, way_out="give one of them")
+        message = f"a request has either text_input or input_ids, this one has {given}"
+        raise Refused(
+            "conflict" if text else "missing", "prompt", message=message, way_out="give one of them"
+        )
     return ids if text is None else text
 
 
 def _check_messages(asked: dict[str, Any], messages: object) -> None:
     beside = [name for name in ("text_input", "input_ids") if name in asked]
     if beside:
-        said = f"a request with messages has no {beside[0]}"
-        raise Refused("conflict", beside[0], said=said, way_out="give one of them")
+        message = f"a request with messages has no {beside[0]}"
+        raise Refused("conflict", beside[0], message=message, way_out="give one of them")
     if not isinstance(messages, list) or not messages:
         raise Refused(
             "wrong_type", "messages", messages, way_out=f"give a JSON list, such as {JSON['messages']}"

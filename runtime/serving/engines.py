@@ -18,16 +18,16 @@ def name_engines(engine_dirs: Sequence[Path], names: Sequence[str]) -> dict[str,
     if not names and len(engine_dirs) == 1:
         names = ["hemiola"]
     if len(names) != len(engine_dirs):
-        said = f"{counted(len(engine_dirs), 'engine', 'engines')}, but {len(names)} --model-name"
-        raise Refused("conflict", "model_name", said=said, way_out="give each engine a name")
+        message = f"{counted(len(engine_dirs), 'engine', 'engines')}, but {len(names)} --model-name"
+        raise Refused("conflict", "model_name", message=message, way_out="give each engine a name")
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-            said = f"model name {name!r} cannot be a path in a URL"
+            message = f"model name {name!r} cannot be a path in a URL"
             way_out = "use letters, digits, '_', '-' and '.'"
-            raise Refused("malformed", "model_name", said=said, way_out=way_out)
+            raise Refused("malformed", "model_name", message=message, way_out=way_out)
     if len(set(names)) != len(names):
-        said = f"model names {', '.join(names)} are not all different"
-        raise Refused("conflict", "model_name", said=said, way_out="give each engine its own")
+        message = f"model names {', '.join(names)} are not all different"
+        raise Refused("conflict", "model_name", message=message, way_out="give each engine its own")
     return dict(zip(names, engine_dirs, strict=True))
 
 
@@ -37,18 +37,18 @@ def read_models(
     """Engines by model name, and each one's own settings, from a file or from the command line."""
     if file is None:
         if not engine_dirs:
-            said = "no engine is given"
-            raise Refused("missing", "engine_dir", said=said, way_out="pass its folder, or --models")
+            message = "no engine is given"
+            raise Refused("missing", "engine_dir", message=message, way_out="pass its folder, or --models")
         return name_engines(engine_dirs, names), {}
     if engine_dirs or names:
-        said, way_out = "--models names the engines", "leave other engines and --model-name out"
-        raise Refused("conflict", "models", said=said, way_out=way_out)
+        message, way_out = "--models names the engines", "leave other engines and --model-name out"
+        raise Refused("conflict", "models", message=message, way_out=way_out)
     models = _read_json(file)
     if not (isinstance(models, dict) and models) or not all(
         isinstance(own, dict) and "engine_dir" in own for own in models.values()
     ):
-        said = f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}'
-        raise Refused("malformed", "models", said=said, way_out="correct it")
+        message = f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}'
+        raise Refused("malformed", "models", message=message, way_out="correct it")
     for name, own in models.items():
         with within(f"{file}: {name}", in_python):
             settings.split(own)
@@ -60,8 +60,8 @@ def _read_json(file: Path) -> Any:
     try:
         return read_json(file, "correct it")
     except OSError as error:
-        said = f"--models {file} cannot be read ({error.strerror})"
-        raise Refused("not_found", "models", said=said, way_out="pass another file") from None
+        message = f"--models {file} cannot be read ({error.strerror})"
+        raise Refused("not_found", "models", message=message, way_out="pass another file") from None
 
 
 def check_sizes(values: Mapping[str, Any], engine: manifest.Manifest) -> None:

@@ -44,7 +44,7 @@ def error_from(text: str, lost: Callable[[str], Lost] = Lost) -> Exception:
     try:
         return _made(NAMED[kind], json.loads(content))
     except (ValueError, TypeError, KeyError, AttributeError):  # the sentence alone, or another version's JSON
-        return Refused("other", said=content) if kind == KINDS[Refused] else NAMED[kind](content)
+        return Refused("other", message=content) if kind == KINDS[Refused] else NAMED[kind](content)
 
 
 def _data(error: BaseException) -> dict[str, Any]:
@@ -66,8 +66,8 @@ def _name(name: Name) -> dict[str, object]:
 
 def _made(kind: type[Exception], data: dict[str, Any]) -> Exception:
     if kind is Refused:
-        said = tuple(part if isinstance(part, str) else Name(**part) for part in data["said"])
-        return Refused(data["code"] if data["code"] in CODES else "other", data["field"], said=said)
+        message = tuple(part if isinstance(part, str) else Name(**part) for part in data["said"])
+        return Refused(data["code"] if data["code"] in CODES else "other", data["field"], message=message)
     if kind is Busy:
         return Busy(data.pop("said"), **data)
     return Lost(data["said"]) if data.get("lost") else kind(data["said"])

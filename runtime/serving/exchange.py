@@ -178,13 +178,13 @@ async def check_model(ask: Callable[..., Awaitable[Any]], url: str, model: str) 
         if (await ask("ModelReady", asked, timeout=READY_TIMEOUT_S)).ready:
             return
     except grpc.RpcError as error:
-        said = f"no server answers at {url} ({error.details()})"  # pyright: ignore[reportAttributeAccessIssue]
+        message = f"no server answers at {url} ({error.details()})"  # pyright: ignore[reportAttributeAccessIssue]
         way_out = "start `hemiola serve`, or pass the gRPC address that it printed"
-        raise Refused("not_found", "url", said=said, way_out=way_out) from None
+        raise Refused("not_found", "url", message=message, way_out=way_out) from None
     try:
         index = await ask("RepositoryIndex", pb2.RepositoryIndexRequest(), timeout=READY_TIMEOUT_S)
         others = f" (it has {', '.join(one.name for one in index.models) or 'none'})"
     except grpc.RpcError:  # a server with a control key does not list its models
         others = ""
-    said = f"the server at {url} has no model {model!r} that is ready{others}"
-    raise Refused("not_found", "model", said=said, way_out="pass one of its models")
+    message = f"the server at {url} has no model {model!r} that is ready{others}"
+    raise Refused("not_found", "model", message=message, way_out="pass one of its models")

@@ -166,7 +166,7 @@ def check_names(body: bytearray) -> None:
     try:
         parse_json(body.decode(errors="replace"), unique=True)
     except Repeated as error:
-        raise Refused("conflict", said=f"{error}", way_out="give it once") from None
+        raise Refused("conflict", message=f"{error}", way_out="give it once") from None
     except ValueError:
         pass  # no JSON: tritonserver says so
 

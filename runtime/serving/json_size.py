@@ -25,8 +25,8 @@ def check_size(what: str, text: bytes | bytearray) -> None:
         (num_names, MOST_NAMES, "objects, lists and names"),
     ):
         if count > most:
-            said = f"{what} holds {count} {kind}, the limit is {most}"
-            raise Refused("too_long", said=said, way_out="send less")
+            message = f"{what} holds {count} {kind}, the limit is {most}"
+            raise Refused("too_long", message=message, way_out="send less")
 
 
 def check_brackets(what: str, text: bytes | bytearray) -> None:
@@ -36,8 +36,8 @@ def check_brackets(what: str, text: bytes | bytearray) -> None:
     outside = STRING.sub(b"", text)
     count = outside.count(b"[") + outside.count(b"{")
     if count > MOST_BRACKETS:
-        said = f"{what} holds {count} lists and objects, the limit is {MOST_BRACKETS}"
-        raise Refused("too_long", said=said, way_out="send less")
+        message = f"{what} holds {count} lists and objects, the limit is {MOST_BRACKETS}"
+        raise Refused("too_long", message=message, way_out="send less")
 
 
 def _count(text: bytes | bytearray) -> tuple[int, int]:

@@ -214,19 +214,19 @@ class Server:
                 self.kill()  # whoever else holds its log open
                 ended = "" if status == 1 else f" (it ended with {status})"  # 1: it says why
                 kind = NeverOpened if status == -signal.SIGABRT else Refused
-                raise kind("failed", said=f"tritonserver did not start{ended}: {self._log.reason(READ_S)}")
+                raise kind("failed", message=f"tritonserver did not start{ended}: {self._log.reason(READ_S)}")
             now = time.monotonic()
             if now > deadline:
-                said = (
+                message = (
                     f"tritonserver was not ready after {self._start_timeout_s:g} s (--start-timeout):"
                     f" {self._log.reason()}"
                 )
-                raise Refused("failed", said=said)
+                raise Refused("failed", message=message)
             if not all(path.exists() for path in self._beats()):
                 loaded = now
             if now - loaded > OPEN_S:
-                said = f"tritonserver has loaded its engines, but opened no door within {OPEN_S:g} s"
-                raise NeverOpened("failed", said=said, way_out="start it again")
+                message = f"tritonserver has loaded its engines, but opened no door within {OPEN_S:g} s"
+                raise NeverOpened("failed", message=message, way_out="start it again")
             time.sleep(0.05)
         self._guard.start({"http": http, "metrics": metrics})
         self._log.ready = True

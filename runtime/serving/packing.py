@@ -109,8 +109,8 @@ def add_strings(request: Any, name: str, texts: Sequence[str]) -> None:
     try:
         encoded = [text.encode() for text in texts]
     except UnicodeEncodeError as error:
-        said = (Name(name), f" is not valid Unicode at character {error.start} (a lone surrogate)")
-        raise Refused("malformed", name, said=said, way_out="remove it") from None
+        message = (Name(name), f" is not valid Unicode at character {error.start} (a lone surrogate)")
+        raise Refused("malformed", name, message=message, way_out="remove it") from None
     request.inputs.add(name=name, datatype="BYTES", shape=[len(encoded)])
     request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
 
@@ -122,10 +122,10 @@ def add_ints(request: Any, name: str, values: Sequence[int]) -> None:
         large = [at for at, value in enumerate(values) if type(value) is int and abs(value) >= 2**63]
         if large and name == "input_ids":  # in the engine's words
             at = large[0]
-            said = f"token id {shown(values[at])} at position {at} of the prompt is not in the vocabulary"
-            raise Refused("out_of_range", "prompt", said=said) from None
-        said, way_out = (Name(name), f" cannot be sent ({error})"), "pass token ids of the vocabulary"
-        raise Refused("wrong_type", name, said=said, way_out=way_out) from None
+            message = f"token id {shown(values[at])} at position {at} of the prompt is not in the vocabulary"
+            raise Refused("out_of_range", "prompt", message=message) from None
+        message, way_out = (Name(name), f" cannot be sent ({error})"), "pass token ids of the vocabulary"
+        raise Refused("wrong_type", name, message=message, way_out=way_out) from None
     request.inputs.add(name=name, datatype="INT64", shape=[len(values)])
     request.raw_input_contents.append(content)
 

@@ -236,8 +236,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except (OSError, OverflowError) as error:
-        said = f"cannot listen on {host}:{port} ({one_line(error)})"
-        raise Refused("in_use", "port", said=said, way_out="choose another port") from None
+        message = f"cannot listen on {host}:{port} ({one_line(error)})"
+        raise Refused("in_use", "port", message=message, way_out="choose another port") from None
 
 
 def _exported(line: bytes, export: Export) -> bytearray:
@@ -250,7 +250,7 @@ def _exported(line: bytes, export: Export) -> bytearray:
     is_ids = isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt)
     if not is_ids or not isinstance(cache_salt, str):
         way_out = "send prompt, a list of ids, and cache_salt"
-        raise Refused("malformed", said="the request for a prefix cannot be read", way_out=way_out)
+        raise Refused("malformed", message="the request for a prefix cannot be read", way_out=way_out)
     return export(prompt, cache_salt=cache_salt)
 
 
@@ -298,12 +298,12 @@ def _answer(address: str, line: bytes) -> dict[str, Any]:
 
 def _refused(address: str, answer: dict[str, Any]) -> Refused:
     code = cast(Code, answer.get("code")) if answer.get("code") in CODES else "other"
-    return Refused(code, said=f"the peer {address}: {one_line(answer['refused'])}")
+    return Refused(code, message=f"the peer {address}: {one_line(answer['refused'])}")
 
 
 def _garbage(address: str, said: str) -> Refused:
     way_out = "is another program listening there?"
-    return Refused("malformed", "address", said=f"the peer {address} answers {said}", way_out=way_out)
+    return Refused("malformed", "address", message=f"the peer {address} answers {said}", way_out=way_out)
 
 
 @contextmanager

@@ -39,13 +39,13 @@ def choose_gpu(engine_dir: Path, arch: str, device: int | None, num_ranks: int =
         return number
     last = number + num_ranks - 1
     where = f"GPU {number}" if num_ranks == 1 else f"GPUs {number} to {last} (--tp {num_ranks})"
-    said = (
+    message = (
         f"{engine_dir} was built for {arch} and is to run on {where}, but {found} GPUs are visible"
         f" here{visible()}"
     )
     lower = "choose a lower device" if num_ranks <= found else "rebuild with a lower --tp"
     way_out = f"{lower if found else rebuilt_for('cpu')}"
-    raise Refused("not_found", "device", said=said, way_out=way_out)
+    raise Refused("not_found", "device", message=message, way_out=way_out)
 
 
 def share_memory(models: Collection[dict[str, Any]], num_ranks: Sequence[int] = ()) -> None:
@@ -69,12 +69,12 @@ def check_instances(groups: Sequence[Mapping[str, Any]]) -> None:
     """Triton spreads requests over instances; what is cached or cancelled in one is unknown to the others."""
     num = sum(group["count"] * max(1, len(group["gpus"])) for group in groups)
     if num != 1:
-        said = f"instance_group asks for {num} instances, and an engine has one"
+        message = f"instance_group asks for {num} instances, and an engine has one"
         way_out = (
             "write count: 1 and a single number in gpus, and give every further GPU a model or a server of"
             " its own (docs/scaling.md)"
         )
-        raise Refused("unsupported", said=said, way_out=way_out)
+        raise Refused("unsupported", message=message, way_out=way_out)
 
 
 def ranks_of(engine_dir: str) -> int:
@@ -101,8 +101,8 @@ def check_place(engine_dir: str, arch: str, kind: str, num_ranks: int = 1) -> No
     """Of an open engine."""
     if kind != "MODEL" and is_for_gpu(arch) != (kind == "GPU"):
         right = "KIND_GPU" if is_for_gpu(arch) else "KIND_MODEL"
-        said = f"{engine_dir} was built for {arch}, but its instance_group is KIND_{kind}"
-        raise Refused("conflict", said=said, way_out=f"write {right}")
+        message = f"{engine_dir} was built for {arch}, but its instance_group is KIND_{kind}"
+        raise Refused("conflict", message=message, way_out=f"write {right}")
     if kind == "GPU" and torch._C._cuda_getDeviceCount() != num_ranks:
-        said = f"CUDA was called before {VISIBLE} could name the engine's GPU"
-        raise Refused("failed", said=said, way_out="write KIND_MODEL")
+        message = f"CUDA was called before {VISIBLE} could name the engine's GPU"
+        raise Refused("failed", message=message, way_out="write KIND_MODEL")

@@ -168,8 +168,8 @@ class Service:
         """Dropping a gRPC stream cancels too, but can lock tritonserver 2.51 up while it writes to it."""
         if len(asked) > 1:
             others = ", ".join(name for name in asked if name != "cancel")
-            said = f"a request with cancel has no other key, this one has {others}"
-            raise Refused("conflict", "cancel", said=said, way_out="send two requests")
+            message = f"a request with cancel has no other key, this one has {others}"
+            raise Refused("conflict", "cancel", message=message, way_out="send two requests")
         self.outbox.cancel(asked["cancel"])
         self._outlet.send(sender, [string_tensor("finish_reason", ["cancelled"])], last=True)
 

@@ -57,13 +57,17 @@ def read(folder: Path, parameters: Mapping[str, Mapping[str, str]]) -> tuple[Mod
             values[name] = text
     for name, value in values.items():
         if isinstance(value, str) and value.startswith("${"):
-            said = f"{name} is the placeholder {value}"
+            message = f"{name} is the placeholder {value}"
             raise Refused(
-                "missing", said=said, way_out=f"write its value into {FILE}, or start with `hemiola serve`"
+                "missing",
+                message=message,
+                way_out=f"write its value into {FILE}, or start with `hemiola serve`",
             )
     if "engine_dir" not in values:
-        said = f"{folder / FILE} has no engine_dir"
-        raise Refused("missing", "engine_dir", said=said, way_out="add it, or start with `hemiola serve`")
+        message = f"{folder / FILE} has no engine_dir"
+        raise Refused(
+            "missing", "engine_dir", message=message, way_out="add it, or start with `hemiola serve`"
+        )
     return split(values, LAUNCHERS)
 
 
@@ -71,8 +75,8 @@ def split(values: Mapping[str, Any], beside: Collection[str] = ()) -> tuple[Mode
     """Checked: no key is unknown. beside: further ones that may be there."""
     for name in values:
         if name not in KNOWN and name not in beside:
-            said = f"unknown setting {name!r}"
-            raise Refused("unknown", said=said, way_out=f"the settings are {', '.join(KNOWN)}")
+            message = f"unknown setting {name!r}"
+            raise Refused("unknown", message=message, way_out=f"the settings are {', '.join(KNOWN)}")
     own = ModelSettings(**{name: value for name, value in values.items() if name in OWN})
     options = {name: value for name, value in values.items() if name not in OWN}
     ServeConfig(**options)
@@ -84,6 +88,6 @@ def _from_file(path: Path) -> dict[str, Any]:
         return {}
     content = read_json(path, "correct it")
     if not isinstance(content, dict):
-        said = f"{path} holds a {type(content).__name__}"
-        raise Refused("wrong_type", said=said, way_out="write an object of settings")
+        message = f"{path} holds a {type(content).__name__}"
+        raise Refused("wrong_type", message=message, way_out="write an object of settings")
     return content

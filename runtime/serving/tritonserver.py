@@ -90,24 +90,26 @@ def find_triton(server: Path | None = None) -> Triton:
     if server is None:
         package = util.find_spec("pytriton")  # found, not imported: that takes a second
         if package is None or not package.submodule_search_locations:
-            said = "tritonserver is not installed"
-            raise Refused("not_found", said=said, way_out=f"{install('serve')} or pass --tritonserver PATH")
+            message = "tritonserver is not installed"
+            raise Refused(
+                "not_found", message=message, way_out=f"{install('serve')} or pass --tritonserver PATH"
+            )
         server = Path(package.submodule_search_locations[0]) / "tritonserver/bin/tritonserver"
     if not os.access(server, os.X_OK) or not server.is_file():
-        said = f"{server} is not an executable file"
-        raise Refused("not_found", said=said, way_out="pass --tritonserver PATH/bin/tritonserver")
+        message = f"{server} is not an executable file"
+        raise Refused("not_found", message=message, way_out="pass --tritonserver PATH/bin/tritonserver")
     home = server.resolve().parent.parent
     backend = home / "backends/python"
     if not (backend / "libtriton_python.so").is_file():
-        said = f"{backend} has no libtriton_python.so"
-        raise Refused("not_found", said=said, way_out="pass a tritonserver with the Python backend")
+        message = f"{backend} has no libtriton_python.so"
+        raise Refused("not_found", message=message, way_out="pass a tritonserver with the Python backend")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     stubs = home / "python_backend_stubs"
     stub = (stubs / python if stubs.is_dir() else backend) / "triton_python_backend_stub"
     if not stub.is_file():
         have = ", ".join(sorted(path.name for path in stubs.glob("*"))) if stubs.is_dir() else "none"
-        said = f"{home} has no stub for Python {python} (it has {have})"
-        raise Refused("unsupported", said=said, way_out="use one of these Pythons")
+        message = f"{home} has no stub for Python {python} (it has {have})"
+        raise Refused("unsupported", message=message, way_out="use one of these Pythons")
     return Triton(server, backend, stub)
 
 
@@ -115,18 +117,18 @@ def check_python(triton: Triton, environment: Mapping[str, str]) -> None:
     """The interpreter that the Python backend will embed must be this one, complete, with numpy 1."""
     numpy = metadata.version("numpy")
     if int(numpy.split(".")[0]) >= 2:
-        said = f"numpy is {numpy}, tritonserver's Python backend needs numpy < 2"
-        raise Refused("unsupported", said=said, way_out="pip install 'numpy<2'")
+        message = f"numpy is {numpy}, tritonserver's Python backend needs numpy < 2"
+        raise Refused("unsupported", message=message, way_out="pip install 'numpy<2'")
     python = shutil.which("python3", path=environment["PATH"])
     if python is None or not os.path.samefile(python, sys.executable):
-        said = f"python3 beside {sys.executable} is {python}, another interpreter"
-        raise Refused("unsupported", said=said, way_out="run hemiola from a venv")
+        message = f"python3 beside {sys.executable} is {python}, another interpreter"
+        raise Refused("unsupported", message=message, way_out="run hemiola from a venv")
     linked = subprocess.run(["ldd", str(triton.stub)], env=dict(environment), capture_output=True, text=True)
     missing = re.findall(r"(\S+) => not found", linked.stdout)
     if missing:
-        said = f"{triton.stub} does not find {', '.join(missing)}"
+        message = f"{triton.stub} does not find {', '.join(missing)}"
         way_out = "install it (Debian: apt install libpython3-dev) or add its folder to LD_LIBRARY_PATH"
-        raise Refused("not_found", said=said, way_out=way_out)
+        raise Refused("not_found", message=message, way_out=way_out)
 
 
 def locked(control_key: str) -> list[str]:
@@ -159,22 +161,22 @@ def address_of(host: str) -> str:
     """What a name means here, in IPv4: tritonserver 2.51 takes any name for 255.255.255.255."""
     right = "pass --host with an IPv4 address of this machine"
     if not host.strip():
-        raise Refused("missing", "host", said="--host is empty", way_out=f"{right}")
+        raise Refused("missing", "host", message="--host is empty", way_out=f"{right}")
     if _is_ipv6(host):
-        said = f"--host {host} is an IPv6 address, and hemiola listens on IPv4 only"
-        raise Refused("out_of_range", "host", said=said, way_out=f"{right}")
+        message = f"--host {host} is an IPv6 address, and hemiola listens on IPv4 only"
+        raise Refused("out_of_range", "host", message=message, way_out=f"{right}")
     try:
         address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
         with socket.socket() as tried:
             tried.bind((address, 0))
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        said = f"nothing can listen on {host} ({reason})"
-        raise Refused("out_of_range", "host", said=said, way_out=f"{right}") from None
+        message = f"nothing can listen on {host} ({reason})"
+        raise Refused("out_of_range", "host", message=message, way_out=f"{right}") from None
     parsed = ipaddress.IPv4Address(address)
     if parsed.is_multicast or parsed.is_reserved:
-        said = f"--host {host} is no address of one machine"
-        raise Refused("out_of_range", "host", said=said, way_out=f"{right}")
+        message = f"--host {host} is no address of one machine"
+        raise Refused("out_of_range", "host", message=message, way_out=f"{right}")
     return str(parsed)
 
 
@@ -219,10 +221,10 @@ def bind(host: str, port: int, name: str, listens: bool) -> socket.socket:
         reason = getattr(error, "strerror", error)
         is_taken = isinstance(error, OSError)
         right = "a free one" if is_taken else "one of 0 to 65535"
-        said = f"{name} port {port} on {host} cannot be used ({reason})"
+        message = f"{name} port {port} on {host} cannot be used ({reason})"
         way_out = f"pass --{name.lower()}-port with {right}"
         code = "in_use" if is_taken else "out_of_range"
-        raise Refused(code, f"{name.lower()}_port", port, said=said, way_out=way_out) from None
+        raise Refused(code, f"{name.lower()}_port", port, message=message, way_out=way_out) from None
     return bound
 
 
@@ -263,5 +265,5 @@ def find_model() -> Path:
     for home in hemiola.__path__:
         if (Path(home) / "model_repo/hemiola/config.pbtxt").is_file():
             return Path(home).resolve() / "model_repo/hemiola"
-    said = f"no model_repo/hemiola in {list(hemiola.__path__)}"
-    raise Refused("not_found", said=said, way_out="install hemiola again")
+    message = f"no model_repo/hemiola in {list(hemiola.__path__)}"
+    raise Refused("not_found", message=message, way_out="install hemiola again")

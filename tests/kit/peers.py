@@ -20,7 +20,7 @@ from hemiola.runtime.serving.peer import Peer
 def echo(prompt: Sequence[int], *, cache_salt: str = "") -> bytearray:
     """The first id is the number of bytes."""
     if prompt[0] == 0:
-        raise Refused("not_found", "prompt", said="nothing is stored", way_out="compute it")
+        raise Refused("not_found", "prompt", message="nothing is stored", way_out="compute it")
     dice = np.random.default_rng([*prompt, len(cache_salt)])
     return bytearray(dice.integers(0, 256, prompt[0], dtype=np.uint8).tobytes())
 

@@ -143,7 +143,7 @@ class FakeLlm:
         self, prompt: list[int], params: SamplingParams, on_piece: Callable[[Piece], None], arrival: float
     ) -> int:
         if prompt == [0]:
-            raise Refused("other", said="prompt is zero")
+            raise Refused("other", message="prompt is zero")
         if prompt == [9]:
             raise Failed("the engine failed (x)")
         if prompt == [7]:

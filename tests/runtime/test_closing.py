@@ -111,7 +111,7 @@ def test_an_engine_that_does_not_open_keeps_no_tensor(
 
     def fails(*given: object) -> None:
         made.extend(watch.new())
-        raise Refused("other", said="no")
+        raise Refused("other", message="no")
 
     monkeypatch.setattr(opening, "Outbox", fails)
     with pytest.raises(Refused) as error:
@@ -124,7 +124,7 @@ def test_what_fails_behind_an_error_of_opening_does_not_take_its_place(
     engine_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*given: object) -> None:
-        raise Refused("other", said="lower max_rows")
+        raise Refused("other", message="lower max_rows")
 
     monkeypatch.setattr(opening, "Outbox", fails)
     monkeypatch.setattr(opening, "give_back", lambda device: 1 // 0)

@@ -43,15 +43,15 @@ SENTENCES = [
     (Refused("too_long", "stop", Amount(9, "texts"), "at most 4"), "stop has 9 texts, at most 4"),
     (Refused("out_of_range", "choice", (), "at least one"), "choice is [], at least one"),
     (Refused("wrong_type", "seed", None), "seed is None"),
-    (Refused("damaged", said="a/b was changed", way_out="build again"), "a/b was changed; build again"),
+    (Refused("damaged", message="a/b was changed", way_out="build again"), "a/b was changed; build again"),
     (ROWS, "max_rows is 9, max_step_tokens is 4: each row needs a token; lower max_rows or start with"
            " max_step_tokens=9"),
-    (Refused("other", said="of another version; build again"), "of another version; build again"),
+    (Refused("other", message="of another version; build again"), "of another version; build again"),
     (ROWS.at("file.json"), f"file.json: {ROWS}"),
     (ROWS.at("b").at("a"), f"a: b: {ROWS}"),
     (Refused("wrong_type", "regex", 5).under("rules"), "rules.regex is 5"),
     (Refused("wrong_type", "[0]", 5).under("stop"), "stop[0] is 5"),
-    (Refused("missing", said="nothing given").under("rules"), "rules: nothing given"),
+    (Refused("missing", message="nothing given").under("rules"), "rules: nothing given"),
 ]  # fmt: skip
 
 

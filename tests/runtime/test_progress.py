@@ -85,7 +85,7 @@ def test_a_stage_that_failed_is_not_said_to_have_ended(log: Log) -> None:
     with pytest.raises(Refused), log.display as report:
         report("opening weights", 3, 9)
         log.now += 30
-        raise Refused("other", said="no memory")
+        raise Refused("other", message="no memory")
     assert log.lines == []
 
 

@@ -102,5 +102,5 @@ def refused(trt: Any, failure: NotBuilt) -> Exception:
     if lack := next(filter(says_lack_of_memory, errors), ""):
         return MemoryError(f"{name} {trt.__version__}: {lack}")
     reason = errors[-1] if errors else "it gives no reason"
-    said = f"{name} {trt.__version__} cannot {failure.what} the graph ({reason})"
-    return Refused("failed", "target", said=said, way_out="use --target torch")
+    message = f"{name} {trt.__version__} cannot {failure.what} the graph ({reason})"
+    return Refused("failed", "target", message=message, way_out="use --target torch")

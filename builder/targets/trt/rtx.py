@@ -66,13 +66,15 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment
 def _refuse(name: str, layout: Layout, num_inputs: int, archs: tuple[str, ...]) -> None:
     """What DequantizeLinear, or the builder, does not take."""
     if reason := refuses_layout(layout, num_inputs):
-        said = f"--target tensorrt-rtx: {name} is {layout}: {reason}"
-        raise Refused("unsupported", "target", said=said, way_out="build for --target torch")
+        message = f"--target tensorrt-rtx: {name} is {layout}: {reason}"
+        raise Refused("unsupported", "target", message=message, way_out="build for --target torch")
     since = {"e4m3": SINCE["FP8"], "e2m1": SINCE["NVFP4"]}.get(layout.kind, 0)
     capabilities = {arch: ARCHS[arch].capability or (0, 0) for arch in archs}
     if without := [a for a, (major, minor) in capabilities.items() if 10 * major + minor < since]:
-        said = f"--target tensorrt-rtx: {name} is {layout}, which {', '.join(without)} does not multiply"
-        raise Refused("unsupported", "arch", said=said, way_out="leave it out, or build for --target torch")
+        message = f"--target tensorrt-rtx: {name} is {layout}, which {', '.join(without)} does not multiply"
+        raise Refused(
+            "unsupported", "arch", message=message, way_out="leave it out, or build for --target torch"
+        )
 
 
 def engine(model: onnx.ModelProto, profiles: tuple[Profile, ...], archs: tuple[str, ...]) -> bytes:

@@ -129,18 +129,18 @@ def _inspected(content: bytes) -> str:
 def _refuse_other_gpus(archs: tuple[str, ...]) -> None:
     arch, *more = archs
     if more:
-        said = f"--arch {','.join(archs)}: --target tensorrt compiles for one"
-        raise Refused("unsupported", "arch", said=said, way_out="build an engine for each")
+        message = f"--arch {','.join(archs)}: --target tensorrt compiles for one"
+        raise Refused("unsupported", "arch", message=message, way_out="build an engine for each")
     needed = ".".join(map(str, ARCHS[arch].capability or ()))
     law = (
         f"--target tensorrt compiles on the GPU that the engine is for ({arch}, compute capability {needed})"
     )
     if not torch.cuda.is_available():
-        said = f"{law}, and torch finds no CUDA device here"
+        message = f"{law}, and torch finds no CUDA device here"
         way_out = "use --target tensorrt-rtx or torch, which need none"
-        raise Refused("not_found", "arch", said=said, way_out=way_out)
+        raise Refused("not_found", "arch", message=message, way_out=way_out)
     capability = ".".join(map(str, torch.cuda.get_device_capability(0)))
     if capability != needed:
         name = torch.cuda.get_device_name(0)
-        said = f"{law}, but {name} has {capability}"
-        raise Refused("unsupported", said=said, way_out=f"use --arch sm_{capability.replace('.', '')}")
+        message = f"{law}, but {name} has {capability}"
+        raise Refused("unsupported", message=message, way_out=f"use --arch sm_{capability.replace('.', '')}")

@@ -13,8 +13,8 @@ def opener(compiler: str) -> Callable[[Path], "OnnxPart"]:
     try:
         import onnxruntime
     except ImportError as error:
-        said = f"this engine's dense parts need {compiler} ({error})"
-        raise Refused("not_found", said=said, way_out="pip install onnxruntime") from None
+        message = f"this engine's dense parts need {compiler} ({error})"
+        raise Refused("not_found", message=message, way_out="pip install onnxruntime") from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
@@ -29,8 +29,8 @@ class OnnxPart:
             providers = ["CPUExecutionProvider"]
             self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # onnxruntime's errors share no base class
-            said = f"{path} cannot be loaded ({error})"
-            raise Refused("damaged", said=said, way_out="run build-engine again") from None
+            message = f"{path} cannot be loaded ({error})"
+            raise Refused("damaged", message=message, way_out="run build-engine again") from None
         self._names = [value.name for value in self._session.get_inputs()]
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,12 +18,12 @@ def opener(compiler: str) -> Callable[[Path], "TensorRtPart"]:
     try:
         trt: Any = import_module(name.replace("-", "_"))
     except ImportError as error:
-        said = f"this engine's parts need {compiler} ({error})"
-        raise Refused("not_found", said=said, way_out=f"pip install {name}-cu13=={version}") from None
+        message = f"this engine's parts need {compiler} ({error})"
+        raise Refused("not_found", message=message, way_out=f"pip install {name}-cu13=={version}") from None
     if trt.__version__ != version:
-        said = f"this engine's parts were built by {compiler}, here is {trt.__version__}"
+        message = f"this engine's parts were built by {compiler}, here is {trt.__version__}"
         way_out = f"run build-engine again, or pip install {name}-cu13=={version}"
-        raise Refused("unsupported", said=said, way_out=way_out)
+        raise Refused("unsupported", message=message, way_out=way_out)
     if name == "tensorrt":
         register()
     runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
@@ -31,8 +31,8 @@ def opener(compiler: str) -> Callable[[Path], "TensorRtPart"]:
     def open_part(path: Path) -> TensorRtPart:
         engine = runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:
-            said = f"{path} cannot be loaded by {compiler}, which has said why"
-            raise Refused("damaged", said=said, way_out="run build-engine again")
+            message = f"{path} cannot be loaded by {compiler}, which has said why"
+            raise Refused("damaged", message=message, way_out="run build-engine again")
         return TensorRtPart(trt, engine)
 
     return open_part

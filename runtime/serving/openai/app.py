@@ -276,8 +276,8 @@ class App:
     def _admit(self, num_requests: int) -> Iterator[None]:
         most = self._limits.max_requests
         if num_requests > most:
-            said = f"prompts x n is {num_requests}, the server takes {most} at once"
-            raise Refused("too_long", "n", said=said, way_out="send fewer")
+            message = f"prompts x n is {num_requests}, the server takes {most} at once"
+            raise Refused("too_long", "n", message=message, way_out="send fewer")
         if self._num_open + num_requests > most:
             raise ApiError(
                 429, f"requests under way: {self._num_open} of {most}; try again in a moment",

@@ -27,7 +27,7 @@ def render(model: ServedModel, request: ChatRequest) -> tuple[str, Expected]:
     shown = [_tool(tool) for tool in tools or ()] or None
     if shown and "tools" not in text.variables and template and not request.forced:
         said = "this checkpoint's chat template shows no tools to the model"
-        raise Refused("unsupported", "tools", said=said, way_out=("force one by ", Name("tool_choice")))
+        raise Refused("unsupported", "tools", message=said, way_out=("force one by ", Name("tool_choice")))
     messages = [_message(message, i, "developer" in template) for i, message in enumerate(request.messages)]
     prompt = text.chat(messages, tools=shown, **variables)
     expected = Expected(
@@ -64,8 +64,8 @@ def _check_variables(given: Mapping[str, Any], read: frozenset[str]) -> None:
             reason = f"which the checkpoint's chat template does not read (it reads {own})"
         else:
             continue
-        said = (Name(KWARGS), f" holds {shown(name)}, {reason}")
-        raise Refused("unknown", KWARGS, said=said, way_out="take it out")
+        message = (Name(KWARGS), f" holds {shown(name)}, {reason}")
+        raise Refused("unknown", KWARGS, message=message, way_out="take it out")
 
 
 def _message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
@@ -97,13 +97,13 @@ def _arguments(text: str, call: str) -> dict[str, Any]:
     try:
         found = parse_json(text or "{}", unique=True)
     except Repeated as error:
-        said = (Name(field), f": {error}")
-        raise Refused("conflict", field, said=said, way_out="give it once") from None
+        message = (Name(field), f": {error}")
+        raise Refused("conflict", field, message=message, way_out="give it once") from None
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        said = (Name(field), " is not a JSON object")
-        raise Refused("malformed", field, said=said, way_out="send what the call had")
+        message = (Name(field), " is not a JSON object")
+        raise Refused("malformed", field, message=message, way_out="send what the call had")
     return found
 
 

@@ -26,8 +26,8 @@ def too_many(error: Exception, num_asked: int) -> Exception:
     if not isinstance(error, Busy) or not 0 < most < num_asked:
         return error
     room = f"{counted(error.max_rows, 'row', 'rows')}, max_queue={error.max_queue}"
-    said = f"prompts x n is {num_asked}, the engine takes {most} at once ({room})"
-    return Refused("too_long", "n", said=said, way_out="send fewer")
+    message = f"prompts x n is {num_asked}, the engine takes {most} at once ({room})"
+    return Refused("too_long", "n", message=message, way_out="send fewer")
 
 
 async def stream(

@@ -51,14 +51,14 @@ def _schema(request: ChatRequest) -> dict[str, Any] | None:
 def _check_alone(request: ChatRequest, expected: Expected, schema: dict[str, Any] | None) -> None:
     if request.forced or schema is not None:
         others = (Name("response_format"), " or a forced ", Name("tool_choice"))
-        said = (Name("structured_outputs"), " beside ", *others)
-        raise Refused("conflict", "structured_outputs", said=said, way_out="give one of them")
+        message = (Name("structured_outputs"), " beside ", *others)
+        raise Refused("conflict", "structured_outputs", message=message, way_out="give one of them")
     if expected.thinking:
         why = " is about the whole answer, but the prompt ends within a thought"
         kwargs = (Name("chat_template_kwargs"), ' {"enable_thinking": false}')
         way_out = ("give ", *kwargs, ", or ", Name("response_format"), " instead")
-        said = (Name("structured_outputs"), why)
-        raise Refused("conflict", "structured_outputs", said=said, way_out=way_out)
+        message = (Name("structured_outputs"), why)
+        raise Refused("conflict", "structured_outputs", message=message, way_out=way_out)
 
 
 def _thought(expected: Expected, answer: str) -> Iterator[str]:

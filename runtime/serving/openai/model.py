@@ -23,8 +23,8 @@ class ServedModel:
 
     def need_text(self, field: str) -> Text:
         if self.text is None:
-            said = (Name(field), f" is text, but model {self.name} has no tokenizer")
-            raise Refused("unsupported", field, said=said, way_out="pass token ids to /v1/completions")
+            message = (Name(field), f" is text, but model {self.name} has no tokenizer")
+            raise Refused("unsupported", field, message=message, way_out="pass token ids to /v1/completions")
         return self.text
 
     @cached_property

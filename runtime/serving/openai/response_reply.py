@@ -163,9 +163,11 @@ class ResponseReply:
             "user": request.user,
         }
         if (size := len(ENCODER.encode(self._head))) > MOST_REPEATED:
-            said = f"the answer would repeat {size} characters of the request, the limit is {MOST_REPEATED}"
+            message = (
+                f"the answer would repeat {size} characters of the request, the limit is {MOST_REPEATED}"
+            )
             way_out = "shorten instructions, tools, text, reasoning, metadata or user"
-            raise Refused("too_long", said=said, way_out=way_out)
+            raise Refused("too_long", message=message, way_out=way_out)
 
     def count(self, index: int, piece: Piece) -> None:
         """The one answer counts its own tokens."""

@@ -145,15 +145,15 @@ class ResponsesRequest(ApiRequest):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if self.max_tokens is not None:
-            said = "max_tokens is a chat's"
-            raise Refused("unknown", "max_tokens", said=said, way_out="give max_output_tokens")
+            message = "max_tokens is a chat's"
+            raise Refused("unknown", "max_tokens", message=message, way_out="give max_output_tokens")
         if self.num_choices > 1 or self.return_token_ids:
             name = "n" if self.num_choices > 1 else "return_token_ids"
-            said = f"{name} is not served here"
-            raise Refused("unsupported", name, said=said, way_out="use /v1/chat/completions")
+            message = f"{name} is not served here"
+            raise Refused("unsupported", name, message=message, way_out="use /v1/chat/completions")
         if not self.input:
             way_out = "give a text or at least one item"
-            raise Refused("out_of_range", "input", said="input is empty", way_out=way_out)
+            raise Refused("out_of_range", "input", message="input is empty", way_out=way_out)
         return self
 
     def chat(self) -> ChatRequest:

@@ -53,11 +53,11 @@ class ApiRequest(Body):
         if unknown:
             names = ", ".join((*type(self).model_fields, *PASSED))
             name = unknown[0][:MOST_CHARACTERS]
-            said = f"unknown option {name!r}"
-            raise Refused("unknown", name, said=said, way_out=f"the options are {names}")
+            message = f"unknown option {name!r}"
+            raise Refused("unknown", name, message=message, way_out=f"the options are {names}")
         if self.stream_options is not None and not self.stream:
-            said = "stream_options is given without stream"
-            raise Refused("conflict", "stream_options", said=said, way_out="set stream to true")
+            message = "stream_options is given without stream"
+            raise Refused("conflict", "stream_options", message=message, way_out="set stream to true")
         return self
 
     @property
@@ -94,11 +94,13 @@ def _biases(given: dict[str, Any]) -> dict[int, Any]:
     try:
         biases = {int(token): bias for token, bias in given.items()}
     except ValueError as error:
-        said = f"logit_bias has a key that is no token id ({error})"
-        raise Refused("wrong_type", "logit_bias", said=said, way_out="give {'token id': bias}") from None
+        message = f"logit_bias has a key that is no token id ({error})"
+        raise Refused(
+            "wrong_type", "logit_bias", message=message, way_out="give {'token id': bias}"
+        ) from None
     if len(biases) < len(given):
-        said = "logit_bias has two keys for one token id"
-        raise Refused("conflict", "logit_bias", said=said, way_out="give one")
+        message = "logit_bias has two keys for one token id"
+        raise Refused("conflict", "logit_bias", message=message, way_out="give one")
     return biases
 
 
@@ -141,8 +143,8 @@ class CompletionRequest(ApiRequest):
             raise Refused("unsupported", "best_of", self.best_of, limit, "give n instead")
         _check_scored(self.prompt_logprobs, self.stream)
         if self.echo and self.logprobs is not None and self.stream and self.num_choices > 1:
-            said = f"n is {self.num_choices} in a stream that echoes logprobs of its prompt"
-            raise Refused("conflict", "n", said=said, way_out="leave n or stream out")
+            message = f"n is {self.num_choices} in a stream that echoes logprobs of its prompt"
+            raise Refused("conflict", "n", message=message, way_out="leave n or stream out")
         return self
 
     @property
@@ -157,8 +159,8 @@ class CompletionRequest(ApiRequest):
 
 def _check_scored(prompt_logprobs: int | None, stream: bool | None) -> None:
     if prompt_logprobs is not None and stream:
-        said = "prompt_logprobs are no part of a stream's chunks"
-        raise Refused("conflict", "prompt_logprobs", said=said, way_out="leave one of the two out")
+        message = "prompt_logprobs are no part of a stream's chunks"
+        raise Refused("conflict", "prompt_logprobs", message=message, way_out="leave one of the two out")
 
 
 def _all(kind: type, values: list[Any]) -> bool:
@@ -200,8 +202,8 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            said = "json_schema goes with the type json_schema, and only with it"
-            raise Refused("conflict", "json_schema", said=said)
+            message = "json_schema goes with the type json_schema, and only with it"
+            raise Refused("conflict", "json_schema", message=message)
         return self
 
 
@@ -233,20 +235,20 @@ class ChatRequest(ApiRequest):
         choice = self.tool_choice
         if isinstance(choice, ToolChoice) and choice.function.name not in names:
             known = one_line(", ".join(names) or "none")
-            said = (Name("tool_choice"), f" names {shown(choice.function.name)}, the tools are {known}")
-            raise Refused("unknown", "tool_choice", said=said)
+            message = (Name("tool_choice"), f" names {shown(choice.function.name)}, the tools are {known}")
+            raise Refused("unknown", "tool_choice", message=message)
         if choice not in (None, "none", "auto") and not names:
-            said = (Name("tool_choice"), f" is {shown(choice)} without ", Name("tools"))
-            raise Refused("conflict", "tool_choice", said=said, way_out=("give ", Name("tools")))
+            message = (Name("tool_choice"), f" is {shown(choice)} without ", Name("tools"))
+            raise Refused("conflict", "tool_choice", message=message, way_out=("give ", Name("tools")))
         if len(set(names)) < len(names):
-            raise Refused("conflict", "tools", said="two tools have one name", way_out="give each its own")
+            raise Refused("conflict", "tools", message="two tools have one name", way_out="give each its own")
         if self.top_logprobs is not None and not self.logprobs:
-            said = "top_logprobs is given without logprobs"
-            raise Refused("conflict", "top_logprobs", said=said, way_out="set logprobs to true")
+            message = "top_logprobs is given without logprobs"
+            raise Refused("conflict", "top_logprobs", message=message, way_out="set logprobs to true")
         _check_scored(self.prompt_logprobs, self.stream)
         if None not in (self.max_tokens, self.max_completion_tokens):
-            said = "max_tokens and max_completion_tokens mean the same"
-            raise Refused("conflict", "max_tokens", said=said, way_out="give one")
+            message = "max_tokens and max_completion_tokens mean the same"
+            raise Refused("conflict", "max_tokens", message=message, way_out="give one")
         return self
 
     def names(self) -> dict[str, str]:
@@ -295,8 +297,8 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
 def _refused(error: ValidationError, body: bytes, names: list[str]) -> Refused:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
-        said = f"the body is not JSON ({first.get('ctx', {}).get('error')})"
-        return Refused("malformed", said=said, way_out="send a JSON object")
+        message = f"the body is not JSON ({first.get('ctx', {}).get('error')})"
+        return Refused("malformed", message=message, way_out="send a JSON object")
     return refused_by(error, json.loads(body, parse_int=str), names)
 
 
@@ -313,6 +315,6 @@ def _check_keys(pairs: list[tuple[str, object]]) -> None:
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
-            said = f"{name[:80]!r} stands twice in one object"
-            raise Refused("conflict", name[:80], said=said, way_out="give it once")
+            message = f"{name[:80]!r} stands twice in one object"
+            raise Refused("conflict", name[:80], message=message, way_out="give it once")
         seen.add(name)

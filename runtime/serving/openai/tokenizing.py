@@ -28,7 +28,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise Refused("conflict", "prompt", said="give either prompt or messages")
+            raise Refused("conflict", "prompt", message="give either prompt or messages")
         return self
 
     def names(self) -> dict[str, str]:
@@ -49,8 +49,8 @@ def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:
     special = request.add_special_tokens and request.prompt is not None  # a template writes its own
     ids = text.encode(prompt, MOST_IDS, special)
     if len(ids) > MOST_IDS:
-        said = f"the prompt is {len(ids)} tokens, at most {MOST_IDS} are read here"
-        raise Refused("too_long", "prompt", len(ids), said=said)
+        message = f"the prompt is {len(ids)} tokens, at most {MOST_IDS} are read here"
+        raise Refused("too_long", "prompt", len(ids), message=message)
     names = [model.tokens.name(token_id) for token_id in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_len, "tokens": ids, "token_strs": names}
 

@@ -60,8 +60,8 @@ def _echo(model: ServedModel, prompt: str | list[int]) -> str:
         return prompt
     for at, token_id in enumerate(prompt):
         if not 0 <= token_id < 2**31:
-            said = f"token id {shown(token_id)} at position {at} of the prompt is not in the vocabulary"
-            raise Refused("out_of_range", "prompt", token_id, said=said)
+            message = f"token id {shown(token_id)} at position {at} of the prompt is not in the vocabulary"
+            raise Refused("out_of_range", "prompt", token_id, message=message)
     return model.need_text("echo").decode(prompt)
 
 
@@ -96,6 +96,6 @@ def encode(model: ServedModel, prompt: str | list[int], special: bool = True) ->
         prompt = model.need_text("prompt").encode(prompt, model.max_len, special)
     if len(prompt) > model.max_len:
         limit = f"max_len={model.max_len} must hold it and at least one more"
-        said = f"prompt is {len(prompt)} tokens, {limit}"
-        raise Refused("too_long", "prompt", len(prompt), said=said, way_out="shorten it")
+        message = f"prompt is {len(prompt)} tokens, {limit}"
+        raise Refused("too_long", "prompt", len(prompt), message=message, way_out="shorten it")
     return prompt

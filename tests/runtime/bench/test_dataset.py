@@ -16,12 +16,12 @@ class Words:
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str) and "\ud800" in prompt:
-            raise Refused("other", said="prompt is not valid Unicode; remove it")
+            raise Refused("other", message="prompt is not valid Unicode; remove it")
         return [ord(c) for c in prompt] if isinstance(prompt, str) else list(prompt)
 
     def chat_text(self, messages: Sequence[Mapping[str, object]]) -> str:
         if messages[0]["role"] == "wizard":
-            raise Refused("other", said="the chat template refuses these messages; change them")
+            raise Refused("other", message="the chat template refuses these messages; change them")
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
 

@@ -73,7 +73,7 @@ class SlowEngine:
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, on_piece: OnPiece) -> int:
         if self.refuse(list(prompt)):
-            raise Refused("other", said="prompt is refused; change it")
+            raise Refused("other", message="prompt is refused; change it")
         self.sent.append(Sent(self.clock.time, list(prompt), params))
         time = max(self.free, self.clock.time) + self.first
         left = list(range(len(prompt), len(prompt) + params.max_tokens))

@@ -52,7 +52,7 @@ class FakeLLM(LLM):
     def __init__(self, engine_dir: Path, *, progress: bool, **options: object) -> None:
         self.opened.append(options)
         if options.get("cache_bytes") == 1:
-            raise Refused("other", said="the cache may take 1 bytes")
+            raise Refused("other", message="the cache may take 1 bytes")
         sizes = {
             name: value
             for name, value in options.items()
@@ -66,7 +66,7 @@ class FakeLLM(LLM):
         def encode(text: str, max_len: int | None = None) -> list[int]:
             if max_len is not None and len(text) > 9 * max_len:
                 raise Refused(
-                    "other", said=f"prompt is {len(text)} characters"
+                    "other", message=f"prompt is {len(text)} characters"
                 )  # a text to draw prompts from is no prompt
             return [ord(c) % VOCAB for c in text]
 

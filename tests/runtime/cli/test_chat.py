@@ -56,7 +56,7 @@ class Fake:
 
     def chat_text(self, messages: list[dict[str, str]]) -> str:
         if messages[-1]["content"] == "too long":
-            raise Refused("other", said="prompt is too long; shorten it")
+            raise Refused("other", message="prompt is too long; shorten it")
         self.asked.append([dict(message) for message in messages])
         return messages[-1]["content"]
 

@@ -128,18 +128,18 @@ def test_bytes_of_a_text_that_are_no_utf8_are_not_called_surrogates(option: str)
     [
         (LONG, "--max-len is 9; raise num_pages or start with --max-len 10"),
         (Refused("wrong_type", "drafts[0]", 5), "--drafts[0] is 5"),
-        (Refused("unknown", "drafts.x", said=(Name("drafts.x"), " is unknown")), "--drafts.x is unknown"),
+        (Refused("unknown", "drafts.x", message=(Name("drafts.x"), " is unknown")), "--drafts.x is unknown"),
         (Refused("wrong_type", "num_pages", "x"), "num_pages is 'x'"),
         (LONG.at("chat"), "chat: --max-len is 9; raise num_pages or start with --max-len 10"),
         (LONG.at("a.json: chat", in_python), f"a.json: chat: {LONG}"),
         (LONG.at("--compare max_len=9", in_python), f"--compare max_len=9: {LONG}"),
-        (Refused("exhausted", said="no memory: max_len is 9"), "no memory: max_len is 9"),
+        (Refused("exhausted", message="no memory: max_len is 9"), "no memory: max_len is 9"),
         (
-            Refused("damaged", "limits.max_len", said="a.json: limits.max_len is 9"),
+            Refused("damaged", "limits.max_len", message="a.json: limits.max_len is 9"),
             "a.json: limits.max_len is 9",
         ),
-        (Refused("not_found", said="/tmp/max_len is no folder"), "/tmp/max_len is no folder"),
-        (Refused("other", said="--name is 'max_len'"), "--name is 'max_len'"),
+        (Refused("not_found", message="/tmp/max_len is no folder"), "/tmp/max_len is no folder"),
+        (Refused("other", message="--name is 'max_len'"), "--name is 'max_len'"),
     ],
 )
 def test_what_a_command_refuses_is_not_named_as_in_python(refused: Refused, shown: str) -> None:

@@ -93,7 +93,7 @@ def test_a_free_port_that_somebody_else_takes_first_is_no_refusal(
         tried.append(server.ports)
         if len(tried) < 3:
             others.enter_context(bind(server.host, server.ports.grpc, "grpc", listens=True))
-            raise Refused("failed", said="tritonserver did not start: Socket '127.0.0.1:1'")
+            raise Refused("failed", message="tritonserver did not start: Socket '127.0.0.1:1'")
 
     monkeypatch.setattr(Server, "start", start)
     server = Server({}, ports=wanted)
@@ -108,7 +108,7 @@ def test_a_server_that_cannot_start_on_free_ports_is_refused_at_once(monkeypatch
 
     def start(server: Server, display: Display) -> None:
         tried.append(server.ports)
-        raise Refused("failed", said="the port of another program is already in use")
+        raise Refused("failed", message="the port of another program is already in use")
 
     monkeypatch.setattr(Server, "start", start)
     server = Server({})

@@ -292,15 +292,15 @@ def test_events_are_ascii_and_end_with_done(start: Callable[..., Front], triton:
     ("error", "status", "code", "param"),
     [
         (
-            Refused("too_long", "prompt", said="prompt is 600 tokens"),
+            Refused("too_long", "prompt", message="prompt is 600 tokens"),
             400,
             "context_length_exceeded",
             "prompt",
         ),
         (Refused("too_long", "stop", 9), 400, "invalid_value", "stop"),
         (Refused("out_of_range", "seed", 5), 400, "invalid_value", "seed"),
-        (Refused("unknown", "seeed", said="unknown"), 400, "unknown_parameter", "seeed"),
-        (Refused("closed", said="the engine is closed"), 400, None, None),
+        (Refused("unknown", "seeed", message="unknown"), 400, "unknown_parameter", "seeed"),
+        (Refused("closed", message="the engine is closed"), 400, None, None),
         (Failed("the engine failed"), 503, "engine_failed", None),
         (RuntimeError("[INTERNAL] boom"), 500, "internal_error", None),
         (Busy("8 run and 256 wait; try again in 7 s", retry_after_s=7), 429, "overloaded", None),
@@ -353,7 +353,7 @@ def test_a_batch_that_never_has_room_is_told_to_come_back(
 def test_a_grammar_is_refused_by_a_name_that_nobody_gave(
     client: OpenAI, triton: ScriptedTriton, asked: dict, param: str, stream: bool
 ) -> None:
-    refused = Refused("malformed", said="no format 'x'", way_out="correct it")
+    refused = Refused("malformed", message="no format 'x'", way_out="correct it")
     triton.script = [refused.under("structured_outputs")]
     with pytest.raises(APIStatusError, match=f"{param}: no format 'x'; correct it") as caught:
         client.chat.completions.create(model="bare", messages=USER, stream=stream, **asked)
