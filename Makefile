@@ -3,8 +3,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 JOBS ?= 2
-KERNELS := $(wildcard tests/plugins/*/test_triton.py tests/plugins/*/test_e4m3.py \
-                      tests/plugins/gpu/test_interpreted*.py) \
+KERNELS := $(wildcard tests/plugins/*/test_*triton.py tests/plugins/*/test_e4m3.py \
+                      tests/plugins/*/test_interpreted*.py) \
            tests/plugins/step/test_forms.py
 BIN := $(VENV)/bin
 
@@ -20,7 +20,7 @@ test: $(VENV)/dev.stamp  ## both of what follows, at once
 suite kernels: export CI = 1
 suite kernels: export PYTHONHASHSEED = 0
 suite: $(VENV)/dev.stamp  ## the whole CPU suite, the real server included, in JOBS processes and one that waits for servers
-	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist worksteal
+	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist worksteal --durations=40
 
 kernels: $(VENV)/dev.stamp  ## GPUs' kernels, interpreted
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(KERNELS) > $(VENV)/kernels.log 2>&1; \

@@ -94,8 +94,7 @@ class Storm:
         self.dice = dice
         self.starved = dice.random() < 1 / 3
         sizes = sizes_of(dice) | (starved.sizes(dice) if self.starved else {}) | changes
-        self.others = random.Random()  # dice of what came later; the storms before that are as they were
-        self.others.setstate(dice.getstate())
+        self.others = random.Random(repr(dice.getstate()))  # for what came later: earlier seeds' storms stay
         if folder is not None:
             sizes |= {"prefix_cache": True, "host_cache_bytes": self.others.choice([12, 30, 60])}
             unit_bytes = header_bytes(sizes["page_len"]) + FakeUnits.unit_bytes

@@ -295,8 +295,8 @@ def test_a_damaged_manifest_is_refused_with_the_value_and_not_with_its_limit_alo
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"format": "8"}', "has format '8', hemiola 0.1.0 reads 10"),
-        ('{"format": 7}', "has format 7, hemiola 0.1.0 reads 10"),
+        ('{"format": "8"}', f"has format '8', hemiola 0.1.0 reads {manifest.FORMAT}"),
+        ('{"format": 7}', f"has format 7, hemiola 0.1.0 reads {manifest.FORMAT}"),
         ('{"format": "' + "x" * 5000 + '"}', "has format 'xxx"),
         ("{}", "has no format"),
         ("[]", "is no JSON object"),

@@ -134,7 +134,7 @@ def test_a_sum_over_ranks_adds_the_residual(tiny_checkpoint: Get) -> None:
         model = models.load(checkpoint, torch.ops.hemiola, **cut, **options)
         graph, weights = segment(model, "trunk")
         before = ops(graph)
-        fuse(graph, weights)
+        fuse(graph, weights, "cuda")
         sums = [node for node in graph.program.graph.nodes if op_of(node) is OPS["sum"]]
         assert len(sums) == before["sum"] > 0
         assert {len(node.args) for node in sums} == ({3} if num_segments == 1 else {2})

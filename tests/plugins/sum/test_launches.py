@@ -29,7 +29,7 @@ def arguments(size: int, tokens: int, width: int, dtype: torch.dtype) -> list[to
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_sums_of_steps_of_any_size_are_compiled(size: int, width: int, dtype: torch.dtype) -> None:
     most, dice = Size(8192, 64, 4), random.Random(width)
-    known = calls_of("sum", lambda step: arguments(size, step.tokens, width, dtype), most, GPU)
+    known = calls_of(OPS["sum"], lambda step: arguments(size, step.tokens, width, dtype), most, GPU)
     for _ in range(60):
         tokens = min(int(2 ** dice.uniform(0, 13)), most.tokens)
         assert calls_at(sum, GPU, *arguments(size, tokens, width, dtype)) <= known, tokens

@@ -39,9 +39,10 @@ def pair(tiny_engine: Callable[..., Path]) -> Path:
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No process, and nothing that holds shared memory, which has no name."""
     monkeypatch.setattr(ranked, "CHECKED_EVERY", 1)
+    before = len(shared_files())  # an event loop of another test has a bell, too
     yield
     assert not children()
-    assert not shared_files()
+    assert len(shared_files()) <= before
 
 
 def shared_files() -> list[str]:
