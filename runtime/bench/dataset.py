@@ -140,10 +140,10 @@ def _read_messages(where: str, value: object, reader: Reader) -> _Asked:
 
 def _read_conversation(where: str, value: object, reader: Reader) -> _Asked:
     """The first thing that the human said, as plain text, and the answer to it."""
-    message = _objects(where, "conversations", value, ("from", "value"))
-    for index, item in enumerate(message):
+    turns = _objects(where, "conversations", value, ("from", "value"))
+    for index, item in enumerate(turns):
         if item["from"] in HUMAN:
-            after = message[index + 1] if index + 1 < len(message) else {"from": "", "value": ""}
+            after = turns[index + 1] if index + 1 < len(turns) else {"from": "", "value": ""}
             return _Asked(str(item["value"]), str(after["value"]) if after["from"] in ANSWER else None)
     message = f"{where}: conversations has nothing from a human: {_shown(value)}"
     raise Refused("missing", "conversations", message=message, way_out="add it or remove the line")

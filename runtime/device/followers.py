@@ -109,7 +109,8 @@ class FollowerProcesses:
         handles = [handle, *(bytes.fromhex(self._hear(one)["window"]) for one in self._followers)]
         for one in self._followers:
             self._tell(one, {"windows": [known.hex() for known in handles]})
-        threading.Thread(target=self._guard, name="hemiola-opening", daemon=True).start()
+        self._watch = threading.Thread(target=self._guard, name="hemiola-opening", daemon=True)
+        self._watch.start()
         return handles
 
     def _guard(self) -> None:

@@ -4,6 +4,7 @@ It is shared by CUDA's handles between processes. Nothing here multicasts.
 """
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from hemiola.plugins.gpu.windows import window_bytes
 from hemiola.plugins.ranks import make_group
 from hemiola.runtime.device.ranks import SharedMemory
 from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.extra import install
 
 HEAD = 4096  # bytes of the shared memory that a device reads: the word at STOP is among them
 
@@ -21,8 +23,11 @@ class Windows:
 
     def __init__(self, memory: SharedMemory, rank: int, device: torch.device) -> None:
         """Raises Refused where a device cannot share memory."""
-        from hemiola.plugins.gpu import driver  # cuda-python is not needed elsewhere
-
+        try:
+            from hemiola.plugins.gpu import driver  # cuda-python is not needed elsewhere
+        except ImportError as error:
+            message = f"ranks share the memory of GPUs through cuda-bindings, which is not here ({error})"
+            raise Refused("not_found", message=message, way_out=f"run {install('cuda')}") from None
         self._driver, self._rank, self._device = driver, rank, device
         torch.empty(1, device=device)  # a context
         self._own, self._opened, self._memory = 0, list[int](), memory
@@ -51,12 +56,13 @@ class Windows:
     def close(self) -> None:
         """Nobody writes there any more. Safe to call twice."""
         opened, own, self._opened, self._own = self._opened, self._own, [], 0
-        with torch.cuda.device(self._device), suppress(self._driver.DriverError):  # of a device that is lost
-            for address in opened:
-                self._driver.close_handle(address)
-            if own:
-                self._driver.unmap_host(self._memory.address)
-                self._driver.free(own)
+        calls = [partial(self._driver.close_handle, address) for address in opened]
+        if own:
+            calls += [partial(self._driver.unmap_host, self._memory.address), partial(self._driver.free, own)]
+        with torch.cuda.device(self._device):
+            for call in calls:
+                with suppress(self._driver.DriverError):  # the device is lost, or it was not mapped
+                    call()
 
 
 def _refused(rank: int, error: Any) -> Refused:

@@ -52,6 +52,8 @@ class Handover:
             self._llm.import_prefix(self._peer.fetch(str(address), ids, asked.params.cache_salt))
         except (Refused, Failed, Lost) as error:
             log.warning("a prompt is computed here: %s", error)
+        except Exception:  # of NIXL, or there is no memory
+            log.exception("a prompt is computed here")
 
     def close(self) -> None:
         self._peer.close()

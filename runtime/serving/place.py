@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hemiola.plugins.ranks import SIZES
 from hemiola.runtime.arch import ARCHS, VISIBLE, rebuilt_for, split, visible
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
@@ -79,9 +80,10 @@ def check_instances(groups: Sequence[Mapping[str, Any]]) -> None:
 
 def ranks_of(engine_dir: str) -> int:
     """How many GPUs an engine takes; one that is no engine is refused when it is opened."""
-    with suppress(OSError, ValueError, AttributeError):
-        return int(json.loads((Path(engine_dir) / FILE).read_text()).get("tp", 1))
-    return 1
+    num_ranks: object = 1
+    with suppress(OSError, ValueError, RecursionError, AttributeError):
+        num_ranks = json.loads((Path(engine_dir) / FILE).read_text()).get("tp")
+    return next((size for size in SIZES if size == num_ranks), 1)
 
 
 def take_place(kind: str, number: int, device: int | None, num_ranks: int = 1) -> None:

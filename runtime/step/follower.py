@@ -9,8 +9,11 @@ import os
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TextIO
 
 import numpy as np
@@ -83,9 +86,11 @@ class Replica:
         ledger = self.steps.ledger
         return Digest(record.number, int(digest_of(ledger.ids, ledger.lengths, record.slot_ids)))
 
-    def move(self, move: Move) -> None:
-        """To or from the host's units."""
+    def move(self, move: Move) -> Callable[[], None]:
+        """To or from the host's units. Returns a function that waits until it is done."""
+        assert self._units is not None
         getattr(self._units, move.method)(*move.args)
+        return self._units.settled()
 
 
 def main() -> None:
@@ -115,16 +120,28 @@ def main() -> None:
 
 def follow(replica: Replica, memory: SharedMemory, rank: int, reader: RecordReader) -> None:
     """The leader's steps, until something ends this process."""
+    moves: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    threading.Thread(target=_count, args=(moves, memory.of(rank)), daemon=True).start()
     while True:
         record = unpacked(reader.read())
         if isinstance(record, Move):
-            replica.move(record)
-            memory.of(rank)[MOVED] += 1
+            moves.put(replica.move(record))
             continue
         digest = replica.run(record)
         if digest is not None:
             memory.post(rank, digest)
         memory.of(rank)[LANDED] = record.number
+
+
+def _count(moves: "SimpleQueue[Callable[[], None]]", own: np.ndarray) -> None:
+    """Moves that are done: a GPU's copies go on beside the steps that follow. One that fails ends all."""
+    try:
+        while True:
+            moves.get()()
+            own[MOVED] += 1
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _open(engine_dir: Path, memory: SharedMemory, rank: int, heard: TextIO, said: TextIO) -> Replica:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from hemiola.runtime.device.ranks import Digest
 from hemiola.runtime.step import follower
@@ -26,12 +27,12 @@ class BadReplica(follower.Replica):
                     self.steps.ledger.ids[record.slot_ids[0], -1] = 7
         return super().run(record)
 
-    def move(self, move: Move) -> None:
+    def move(self, move: Move) -> Callable[[], None]:
         if sys.argv[1] == "dies moving":
             os.kill(os.getpid(), signal.SIGKILL)
         if sys.argv[1] == "moves late":
             time.sleep(0.03)
-        super().move(move)
+        return super().move(move)
 
 
 if __name__ == "__main__":

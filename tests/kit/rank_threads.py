@@ -133,7 +133,7 @@ class RankThreads:
 
     def move(self, record: bytes) -> None:
         self.num_moves += 1
-        self._moves += self._submit(lambda replica: replica.move(cast(Move, unpacked(record))))
+        self._moves += self._submit(lambda replica: replica.move(cast(Move, unpacked(record)))())
 
     def settled(self) -> Callable[[], None]:
         futures = [*self._moves]

@@ -360,6 +360,10 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> type[FakePeer]:
     return FakePeer
 
 
+def out_of_memory(prompt: list[int], *, cache_salt: str) -> bytes:
+    raise MemoryError
+
+
 HOST = {"host_cache_bytes": 2**24}
 LONG = PROMPT * 5
 
@@ -420,6 +424,7 @@ def test_clocks_that_differ_by_minutes_change_nothing(
         ({"disaggregated_params": {"hemiola_peer": "127.0.0.1:9"}}, "the peer 127.0.0.1:9 is gone"),
         ({"disaggregated_params": None}, ""),
         ({"disaggregated_params": {"hemiola_peer": "another"}}, "packed has engine "),
+        ({"disaggregated_params": {"hemiola_peer": "broken"}}, "computed here"),
         (None, ""),
     ],
 )
@@ -434,7 +439,7 @@ def test_a_prompt_whose_prefix_cannot_be_had_is_computed_by_who_answers(
     async def run() -> None:
         with LLM(tiny_engine("nemotron_h_moe"), **HOST) as another, LLM(engine_dir) as plain:
             another.generate([LONG], SamplingParams(max_tokens=1))
-            peers.exports["another"] = another.export_prefix
+            peers.exports["another"], peers.exports["broken"] = another.export_prefix, out_of_memory
             (wanted,) = plain.generate([LONG], SamplingParams(max_tokens=12, ignore_eos=True))
             async with Worker(engine_dir, mode="decode", **HOST) as worker:
                 found = [c async for c in worker.ask(token_ids=LONG, prefill_result=result)]

@@ -6,13 +6,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kit.served import until
 
 from hemiola import LLM, Failed, Lost, Refused, SamplingParams
@@ -20,8 +24,10 @@ from hemiola.plugins.cpu import team
 from hemiola.runtime.api import Piece
 from hemiola.runtime.device import followers
 from hemiola.runtime.device.followers import FollowerProcesses
-from hemiola.runtime.device.ranks import Digest, SharedMemory
+from hemiola.runtime.device.ranks import MOVED, Digest, SharedMemory
 from hemiola.runtime.step import ranked
+from hemiola.runtime.step.follower import Replica, follow
+from hemiola.runtime.step.record import Move, packed
 
 FAMILY = "qwen3_5_moe_divisible"
 RANK_1 = "weights.rank1.safetensors"
@@ -367,3 +373,18 @@ def test_nobody_waits_for_a_rank_that_ended_while_gpus_ran_their_first_steps(
     with pytest.raises(Lost, match="rank 1 has ended with status 4 while the engine was opened"):
         found.ready(lambda error: None)
     found.close()
+
+
+def test_a_copy_that_a_gpu_has_begun_is_not_done() -> None:
+    """The leader writes a unit to the file, or reads into it, behind what followers have done with it."""
+    own, done = np.zeros(8, np.int64), threading.Event()
+    memory: Any = SimpleNamespace(of=lambda rank: own)
+    parts: Any = SimpleNamespace(device=torch.device("cpu"), save_slot=lambda *given: None)
+    parts.settled = lambda: done.wait
+    records = iter([packed(Move("save_slot", (1, [0])))])
+    reader: Any = SimpleNamespace(read=lambda: next(records))
+    with pytest.raises(StopIteration):
+        follow(Replica(parts, parts, parts, parts), memory, 1, reader)
+    assert own[MOVED] == 0
+    done.set()
+    until(lambda: own[MOVED] == 1)

@@ -117,9 +117,14 @@ def test_an_engine_of_two_ranks_sees_two_gpus(
     check_place("e", "sm_90", "GPU", 2)
 
 
-def test_ranks_are_counted_before_an_engine_opens(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('{"tp": 4}')
-    assert ranks_of(str(tmp_path)) == 4 and ranks_of(str(tmp_path / "none")) == 1
+@pytest.mark.parametrize(
+    ("content", "num"),
+    [('{"tp": 4}', 4), ("{}", 1), ('{"tp": null}', 1), ('{"tp": 1000000000}', 1), ("[" * 100_000, 1)],
+)
+def test_ranks_are_counted_before_an_engine_opens(tmp_path: Path, content: str, num: int) -> None:
+    """Of what is no engine nobody knows; opening refuses it."""
+    (tmp_path / FILE).write_text(content)
+    assert ranks_of(str(tmp_path)) == num and ranks_of(str(tmp_path / "none")) == 1
 
 
 def test_engines_that_share_some_of_their_gpus_share_memory() -> None:
