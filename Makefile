@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test suite kernels check lint fuzz storm soak clients cluster clean
 
 demo: $(VENV)/serve.stamp  ## engines from the two bundled checkpoints, a real tritonserver, one streamed prompt each
-	@echo "demo: two engines are built, a tritonserver starts with both and answers, and stops"
+	@echo "demo: torch is imported, two engines are built, a tritonserver starts with both and answers, and stops"
 	@$(BIN)/python scripts/demo.py
 
 test: $(VENV)/dev.stamp  ## both of what follows, at once
