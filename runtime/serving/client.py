@@ -147,7 +147,7 @@ class PendingRequest:
         No lock, since Ctrl-C can leave one taken.
         """
         self._threaded = Threaded(self._client._stub, self._request, f"the server at {self._client.url}")
-        if self._ended.is_set():
+        if self._ended.is_set() or not self._client._end.alive:
             raise Lost("the client was closed")
         self._threaded.start()
         return self._threaded

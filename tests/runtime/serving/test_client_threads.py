@@ -138,6 +138,14 @@ def test_ctrl_c_while_a_request_is_sent_leaves_it_running(
     until(lambda: not triton.num_open)
 
 
+def test_a_closed_client_raises_an_error_of_grpc_s(client: Client, triton: Triton) -> None:
+    client.close()
+    for call in (lambda: client.generate(["a"]), lambda: client.stream("a")):
+        with pytest.raises(Lost, match="the client was closed"):
+            call()
+    assert not triton.requests
+
+
 @pytest.mark.parametrize("under_way", ["answering", "waiting to send it again"])
 def test_a_thread_that_reads_waits_on_when_another_closes_the_client(
     url: str, triton: Triton, under_way: str, monkeypatch: pytest.MonkeyPatch
