@@ -33,7 +33,7 @@ def served(engine_dir: Path, narrow_dir: Path, tmp_path_factory: pytest.TempPath
     file = models_file(tmp_path_factory.mktemp("doors"), models)
     running = Served(f"--models={file}", f"--control-key={KEY}", "--openai-port=0")
     yield running
-    assert running.end() == 0
+    assert running.end() == 0, running.said
 
 
 def test_every_door_says_what_the_plain_run_says(served: Served, expected: list[Said]) -> None:
