@@ -148,6 +148,7 @@ class PendingRequest:
         """
         self._threaded = Threaded(self._client._stub, self._request, f"the server at {self._client.url}")
         if self._ended.is_set() or not self._client._end.alive:
+            self._ended.set()  # nobody waits for a thread that never starts
             raise Lost("the client was closed")
         self._threaded.start()
         return self._threaded
