@@ -150,10 +150,11 @@ class DiskTier:
         kept = self.tier.keep(entry)
         if kept is None or not (self._pieces.pages or self._pieces.state):
             return
-        entries = {one.page_id: one for one in path_to(kept)}
-        job = _Job(kept, self._age)
-        for source, unit in self._pieces.pages:
-            job.writes.append((source, unit, self._header(entries[unit], None)))
+        job, node = _Job(kept, self._age), kept
+        for source, unit in reversed(self._pieces.pages):  # those that are new are the last of the text
+            assert node.page_id == unit and node.parent is not None
+            job.writes.append((source, unit, self._header(node, None)))
+            node = node.parent
         for part, (source, unit) in enumerate(self._pieces.state):
             job.writes.append((source, unit, self._header(kept, part)))
         self._begin(job)
@@ -167,16 +168,14 @@ class DiskTier:
         if last in self._under_way:
             self._under_way[last].done.append(done)
             return True
-        path = path_to(last)
-        known = self._host.known(path)
-        missing = path[len(known) :]
+        known, missing = self._host.known(last)
         state = self.tier.state_of(last)
-        if not missing and known[-1].slot_id:
+        if known is not None and not missing and known.slot_id:
             state = []
         saved = self._cost.work(last.edge) - self._cost.work(start)
         if not self._pays(saved, self._num_waiting + len(missing) + len(state)):
             return False
-        with self._host.held(known[-1] if known else None):
+        with self._host.held(known):
             units = self._host.reserve(len(missing) + len(state))
         if units is None:
             return False
@@ -255,7 +254,7 @@ class DiskTier:
             del self._under_way[job.last]
         is_now = job.age == self._age  # else all was forgotten meanwhile, or the tier is off
         if job.reads and job.ok and is_now:
-            self._host.adopt(path_to(job.last), job.pages, job.state)
+            self._host.adopt(job.last, job.pages, job.state)
             self.tier.statistics.num_hits += 1
             self.tier.statistics.loaded_units += len(job.reads)
             self.reading.add(len(job.reads), job.seconds)

@@ -63,12 +63,11 @@ def reserve(prefix: PrefixCache, chain: Chain, edge: int, kind: str) -> Reserved
     `give_up` is called when it has been written, or not."""
     host, content = _host(prefix)
     path = _path(chain, edge // prefix.page_len, kind)
-    known = host.known(path)
-    missing = range(len(known), len(path))
-    has_state = not prefix.hybrid or (not missing and known[-1].slot_id > 0)
+    last, behind = host.known(path[-1])
+    missing = range(len(path) - len(behind), len(path))
+    has_state = not prefix.hybrid or (not behind and last is not None and last.slot_id > 0)
     if not missing and has_state:
         return None
-    last = known[-1] if known else None
     if last is not None:
         host.hold(last)
     units = host.reserve(len(missing) + (0 if has_state else host.mover.units_per_slot))
@@ -88,7 +87,7 @@ def adopt(prefix: PrefixCache, given: Reserved) -> None:
         give_up(prefix, given)
         raise Refused("closed", message="the prefix cache was reset meanwhile", way_out="import it again")
     pages = {given.path[n].key: unit for n, unit in given.page_units.items()}
-    host.adopt(given.path, pages, given.state_units)
+    host.adopt(given.path[-1], pages, given.state_units)
     if given.known is not None:
         host.let_go(given.known)
 

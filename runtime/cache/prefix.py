@@ -52,7 +52,7 @@ from hemiola.runtime.cache.lease import Lease, Start, Take
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.cache.statistics import Statistics
-from hemiola.runtime.cache.tier import NO_TIER, Tier, TierUse, path_to
+from hemiola.runtime.cache.tier import NO_TIER, Tier, TierUse
 from hemiola.runtime.cache.tree import Chain, Entry, Tree
 from hemiola.runtime.errors import Name, Refused
 
@@ -173,7 +173,7 @@ class PrefixCache:
         if self.disk is None or not self.disk.is_on:
             return
         end = time.monotonic() + SAVE_SECONDS
-        for _, entry in list(self.contents()):
+        for entry in list(self._tree.entries.values()):
             if not self.disk.drain(end - time.monotonic()):
                 return
             self._keep(entry)
@@ -328,7 +328,15 @@ class PrefixCache:
         """Requests can start from it, and it holds no NaN."""
         if self.hybrid and not (entry.slot_id and entry.snapshot_proven):
             return False
-        return all(one.proven for one in path_to(entry))
+        node, seen = entry, [entry]
+        while node.proven and not node.sound and node.parent is not None and node.parent.parent is not None:
+            node = node.parent
+            seen.append(node)
+        if not node.proven:
+            return False
+        for one in seen:
+            one.sound = True
+        return True
 
     def keep_deepest(self, chain: Chain, num_tokens: int) -> Entry | None:
         """The last edge of a text from which requests could start, as the host has it: what the cache has
@@ -547,7 +555,7 @@ class PrefixCache:
 
     def flush(self) -> None:
         """Forget everything. What runs goes on, but publishes nothing more."""
-        for _, entry in self.contents():
+        for entry in self._tree.entries.values():
             if entry.slot_id:
                 self._drop_snapshot(entry)
             if self._depth is not None and not self.hybrid:

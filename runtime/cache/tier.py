@@ -179,10 +179,9 @@ class Tier:
     def keep(self, entry: Entry) -> Entry | None:
         """Copy an entry's snapshot from the tier above, and the pages up to it that are not here; without
         recurrences, the pages. Returns the entry here, or None if there is no room."""
-        given = path_to(entry)
-        path = self.known(given)
-        last = path[-1] if path else None
-        added = given[len(path) :]
+        if entry.edge // self._page_len > self.mover.num_units:
+            return None
+        last, added = self.known(entry)
         if any(source.key in self._tree.entries for source in added):
             return None  # another text has its hash
         has_state = not self.hybrid or (not added and last is not None and last.slot_id > 0)
@@ -190,17 +189,19 @@ class Tier:
         with self.held(last):
             if not self._make_room(needed):
                 return None
+            new: list[Entry] = []
             for source in added:
-                path.append(self._place(path, source, self._free.pop()))
-            new = path[len(given) - len(added) :]
+                last = self._place(last, source, self._free.pop())
+                new.append(last)
+            assert last is not None
             self.mover.save_pages([source.page_id for source in added], [one.page_id for one in new])
             if not has_state:
                 units = [self._free.pop() for _ in range(self.mover.units_per_slot)]
                 self.mover.save_slot(entry.slot_id, units)
-                self._attach(path[-1], entry.kind, units)
-        self._rest(path[-1])
+                self._attach(last, entry.kind, units)
+        self._rest(last)
         self.statistics.saved_units += needed
-        return path[-1]
+        return last
 
     # What another tier reads and writes.
 
@@ -228,45 +229,49 @@ class Tier:
                 self._orphans.remove(unit)
                 self._free.append(unit)
 
-    def adopt(self, given: Sequence[Entry], pages: Mapping[bytes, int], state: Sequence[int]) -> None:
-        """Entries of the tier below, whose pages (by key) and snapshot were written to reserved units."""
-        path = self.known(given)
-        for source in given[len(path) :]:
+    def adopt(self, entry: Entry, pages: Mapping[bytes, int], state: Sequence[int]) -> None:
+        """An entry of the tier below: pages (by key) up to it and its snapshot are in reserved units."""
+        last, missing = self.known(entry)
+        for source in missing:
             if source.key not in pages or source.key in self._tree.entries:
                 break
-            path.append(self._place(path, source, pages[source.key]))
+            last = self._place(last, source, pages[source.key])
             self._orphans.remove(pages[source.key])
-        if state and len(path) == len(given) and not path[-1].slot_id:
-            self._attach(path[-1], given[-1].kind, list(state))
+        if state and last is not None and last.edge == entry.edge and not last.slot_id:
+            self._attach(last, entry.kind, list(state))
             self._orphans.difference_update(state)
         self.take_back([*pages.values(), *state])
-        if path:
-            self._rest(path[-1])
+        if last is not None:
+            self._rest(last)
 
-    def known(self, given: Sequence[Entry]) -> list[Entry]:
-        """The first of these entries of another tier as entries here."""
-        path: list[Entry] = []
-        root = given[0].parent if given else None
-        if root is None:
-            return path
-        node = self._tree.roots.get(root.key)
-        if node is None or node.tokens != root.tokens:
-            return path
-        for source in given:
+    def known(self, entry: Entry) -> tuple[Entry | None, list[Entry]]:
+        """The last page of another tier's text that is here, too; and the entries that are not."""
+        missing: list[Entry] = []
+        node = entry
+        while node.parent is not None and not self._has(node.twin):
+            missing.append(node)
+            node = node.parent
+        here = self._tree.roots.get(node.key) if node.parent is None else node.twin
+        if here is None or here.tokens != node.tokens:
+            return None, missing[::-1]
+        while missing:
+            source = missing[-1]
             found = self._tree.entries.get(source.key)
-            if found is None or found.parent is not node or found.tokens != source.tokens:
+            if found is None or found.parent is not here or found.tokens != source.tokens:
                 break
-            path.append(found)
-            node = found
-        return path
+            source.twin = here = found
+            missing.pop()
+        return (here if here.parent is not None else None), missing[::-1]
 
-    def _place(self, path: list[Entry], source: Entry, unit: int) -> Entry:
-        parent = path[-1] if path else None
+    def _has(self, entry: Entry | None) -> bool:
+        return entry is not None and self._tree.entries.get(entry.key) is entry
+
+    def _place(self, parent: Entry | None, source: Entry, unit: int) -> Entry:
         if parent is None:
             root = source.parent
             assert root is not None
             parent = self._tree.roots.get(root.key) or Entry(root.key, None, root.tokens, 0, 0, 0)
-        entry = self._tree.add(parent, source.key, source.tokens, unit, step=0)
+        entry = source.twin = self._tree.add(parent, source.key, source.tokens, unit, step=0)
         entry.used = self._evictor.clock
         self._evictor.busy(parent)
         self._evictor.change(parent)
@@ -367,11 +372,13 @@ class Tier:
         taken = {entry.page_id for entry in entries}.union(*(units for _, units in states.values()))
         self._free = [unit for unit in self._free if unit not in taken]
         for source in entries:
-            path = self.known(path_to(source)[:-1])
-            if len(path) + 1 < source.edge // self._page_len or source.key in self._tree.entries:
+            parent = source.parent
+            assert parent is not None
+            is_out_of_reach = parent.parent is not None and parent.twin is None
+            if is_out_of_reach or source.key in self._tree.entries:
                 self._free.append(source.page_id)
                 continue
-            entry = self._place(path, source, source.page_id)
+            entry = self._place(parent.twin, source, source.page_id)
             if source.key in states:
                 self._attach(entry, *states[source.key])
             self._rest(entry)

@@ -27,6 +27,8 @@ class Entry:
     edge: int
     step: int  # in which it was published
     proven: bool = False  # a token was chosen behind it, and was no NaN
+    sound: bool = False  # it and all before it are known to be proven
+    twin: "Entry | None" = None  # its text in another tier, unless that has given it up since
     used: int = 0  # when (Evictor.clock)
     children: "set[Entry]" = field(default_factory=set)
     # of the snapshot

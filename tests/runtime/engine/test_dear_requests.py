@@ -1,13 +1,11 @@
 """What the dearest legal request costs in a step: bytes and lines of Python are counted, not seconds."""
 
-import sys
 import tracemalloc
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from kit.counted import lines_of_python
 from kit.fake_session import VOCAB
 from kit.guided import compiled, grammars
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,23 +60,6 @@ class Bytes(TorchDispatchMode):
                 self.total += tensor.nbytes
                 self.most = max(self.most, tensor.nbytes)
         return result
-
-
-def lines_of_python(work: Callable[[], object]) -> int:
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def a_request(**params: Any) -> Request:

@@ -1,0 +1,109 @@
+"""What is done to a cached text takes work in proportion to its pages. Counted, in lines of Python."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kit.counted import lines_of_python
+
+from hemiola.runtime.cache.disk import DiskTier
+from hemiola.runtime.cache.disk_file import header_bytes
+from hemiola.runtime.cache.eviction import Cost, Evictor
+from hemiola.runtime.cache.pages import PagePool
+from hemiola.runtime.cache.prefix import PrefixCache
+from hemiola.runtime.cache.slots import SlotPool
+from hemiola.runtime.cache.tier import Tier
+
+P = 4
+FEW, MANY = 64, 256  # pages
+COST = Cost(10, 0)
+
+
+class Units:
+    """Memory of the host, in which nothing is kept."""
+
+    num_units, units_per_slot, unit_bytes = 10**4, 1, 16
+
+    def save_pages(self, page_ids: Sequence[int], units: Sequence[int]) -> None: ...
+
+    def get(self, unit: int) -> bytes:
+        return bytes(self.unit_bytes)
+
+    def settled(self) -> Callable[[], None]:
+        return lambda: None
+
+
+def a_cache(num_pages: int, folder: Path | None = None) -> PrefixCache:
+    """Of an engine without recurrences, whose device holds one text of so many pages. folder: of its file."""
+    sizes = 1 + num_pages, P, 4, 1 + num_pages
+    units, disk = Units(), None
+    host = Tier(COST, P, units)
+    if folder is not None:
+        room = num_pages * (header_bytes(P) + units.unit_bytes)
+        disk = DiskTier(folder / "file", room, "form", COST, P, host, units)
+    pools = PagePool(*sizes), SlotPool(8, P), Evictor(COST, P)
+    return PrefixCache(*pools, host=host, disk=disk, content=units)
+
+
+def serve(prefix: PrefixCache, num_pages: int, seed: int) -> None:
+    """A text of so many pages is computed, and is cached from then on."""
+    ids = np.random.default_rng(seed).integers(0, 999, num_pages * P, np.int32)
+    prefix.tick()
+    start = prefix.admit(prefix.chain(ids), len(ids) - 1)
+    assert start is not None and start.hit_len == 0
+    prefix.commit(start.slot_id, len(ids), len(ids), chose=True)
+    prefix.release(start.slot_id, donate=True)
+
+
+def flushed(num_pages: int, folder: Path) -> Callable[[], object]:
+    prefix = a_cache(num_pages)
+    serve(prefix, num_pages, 1)
+    return prefix.flush
+
+
+def evicted(num_pages: int, folder: Path) -> Callable[[], object]:
+    prefix = a_cache(num_pages)
+    serve(prefix, num_pages, 1)
+    return lambda: serve(prefix, num_pages, 2)
+
+
+def given_up_to_a_full_host(num_pages: int, folder: Path) -> Callable[[], object]:
+    """Which has no room for half of it."""
+    prefix = a_cache(num_pages)
+    assert prefix.host is not None
+    prefix.host.mover.num_units = num_pages // 2
+    prefix.host._start()
+    serve(prefix, num_pages, 1)
+    return lambda: serve(prefix, num_pages, 2)
+
+
+def saved(num_pages: int, folder: Path) -> Callable[[], object]:
+    prefix = a_cache(num_pages, folder)
+    serve(prefix, num_pages, 1)
+    return prefix.save
+
+
+def opened(num_pages: int, folder: Path) -> Callable[[], object]:
+    """With what an engine before has left in its file."""
+    before = a_cache(num_pages, folder)
+    serve(before, num_pages, 1)
+    before.save()
+    assert before.disk is not None
+    before.disk.close()
+
+    def work() -> None:
+        disk = a_cache(num_pages, folder).disk
+        assert disk is not None and len(disk.tier._tree.entries) == num_pages
+        disk.close()
+
+    return work
+
+
+@pytest.mark.parametrize("act", [flushed, evicted, given_up_to_a_full_host, saved, opened])
+def test_a_text_four_times_as_long_takes_sixteen_times_the_work(
+    act: Callable[[int, Path], Callable[[], object]], tmp_path: Path
+) -> None:
+    """In the loop's thread: 65,536 tokens in pages of 16 took 27 seconds to flush, 2 to give up."""
+    few, many = (lines_of_python(act(num_pages, tmp_path / str(num_pages))) for num_pages in (FEW, MANY))
+    assert many < 1.25 * MANY / FEW * few
