@@ -212,7 +212,10 @@ class Peer:
             place = {"agent": base64.b64encode(agent).decode(), "place": packed.ctypes.data}
             connection.sendall(json.dumps(place | {"size": len(packed)}).encode() + b"\n")
             end = time.monotonic() + PATIENCE
-            while not select.select([connection], [], [], POLL)[0]:  # until it is done, or gone
+            ended = select.poll()  # it is done, or gone
+            ended.register(connection, select.POLLIN)
+            while not ended.poll(0):
+                time.sleep(POLL)
                 if time.monotonic() > end or self._closing:
                     return
                 with self._lock:

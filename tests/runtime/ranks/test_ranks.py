@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.descriptors import high
 from kit.served import until
 
 from hemiola import LLM, Failed, Lost, Refused, SamplingParams
@@ -25,6 +27,7 @@ from hemiola.runtime.api import Piece
 from hemiola.runtime.device import followers
 from hemiola.runtime.device.followers import FollowerProcesses
 from hemiola.runtime.device.ranks import MOVED, Digest, SharedMemory
+from hemiola.runtime.device.ring import RecordReader, RecordWriter
 from hemiola.runtime.step import ranked
 from hemiola.runtime.step.follower import Replica, follow
 from hemiola.runtime.step.record import Move, packed
@@ -326,6 +329,21 @@ def test_a_digest_that_is_being_posted_is_no_other_step_s(monkeypatch: pytest.Mo
         monkeypatch.setattr(SharedMemory, "of", lambda *_: Interrupted(own, post))
         assert all(found.value == 7 * found.number for found in memory.digests(1))
     own = np.empty(0, np.int64)  # it keeps the memory
+    memory.close()
+
+
+def test_a_follower_of_a_process_with_a_thousand_open_files_ends_with_its_first_record() -> None:
+    """It inherits its bell by the leader's number for it, which select() does not take from 1024 on."""
+    memory, bell = SharedMemory.make(2), os.eventfd(0)
+    followers_own = high(bell)
+    writer, reader = RecordWriter(memory, [bell], lambda: None), RecordReader(memory, 1, followers_own)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(reader.read)
+        writer.write(b"a record")
+        assert found.result() == b"a record"
+    for descriptor in (bell, followers_own):
+        os.close(descriptor)
+    del writer, reader
     memory.close()
 
 

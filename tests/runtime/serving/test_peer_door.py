@@ -4,8 +4,12 @@ import errno
 import json
 import socket
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+from kit.descriptors import high
+from kit.served import until
 
 from hemiola.runtime.serving import peer as peers
 from hemiola.runtime.serving.peer import Peer
@@ -48,3 +52,26 @@ def test_a_peer_that_ran_out_of_descriptors_once_serves_nobody_any_more(
         answer = json.loads(ours.makefile().readline())
     assert answer["code"] == "malformed" and "Too many open files" in caplog.text
     ours.close()
+
+
+def test_a_peer_with_a_thousand_connections_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited with select(), which takes no descriptor from 1024 on; the fetch was told of a lost peer."""
+    released = []
+    agent = SimpleNamespace(
+        get_partial_agent_metadata=lambda *_: b"agent", get_new_notifs=lambda: released.append(False)
+    )
+    monkeypatch.setattr(peers, "_agent", lambda: agent)
+    monkeypatch.setattr(Peer, "_registered", lambda *_: nullcontext())
+    ours, theirs = socket.socketpair()
+    with theirs, ours, socket.socket(fileno=high(theirs.fileno())) as asks, Peer() as peer:
+        ours.settimeout(60)
+        ours.sendall(b'{"prompt": [1], "cache_salt": ""}\n')
+        serving = threading.Thread(
+            target=peer._answer_one, args=(asks, lambda prompt, *, cache_salt: bytearray(b"packed"))
+        )
+        serving.start()
+        assert json.loads(ours.makefile().readline())["size"] == 6
+        until(lambda: bool(released))
+        ours.sendall(b"done\n")
+        serving.join(60)
+        assert not serving.is_alive()
