@@ -570,6 +570,12 @@ class PrefixCache:
         if self.disk is not None:
             self.disk.flush()
 
+    @property
+    def num_entries(self) -> int:
+        """Cached pages, of all tiers."""
+        tiers = [self.host, None if self.disk is None else self.disk.tier]
+        return len(self._tree.entries) + sum(tier.num_entries for tier in tiers if tier is not None)
+
     def contents(self) -> Iterator[tuple[list[int], Entry]]:
         """Every cached page with all tokens up to its edge, from which it and its snapshot were computed."""
         return self._tree.prefixes()

@@ -99,6 +99,10 @@ class Tier:
         return len(self._free)
 
     @property
+    def num_entries(self) -> int:
+        return len(self._tree.entries)
+
+    @property
     def use(self) -> TierUse:
         """Seen from any thread."""
         return TierUse(self.statistics, self.mover.num_units, self.num_free, self._cost.page_bytes, True)

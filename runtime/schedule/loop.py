@@ -39,6 +39,7 @@ from hemiola.runtime.schedule.scheduler import Scheduler
 
 T = TypeVar("T")
 IDLE_SECONDS = 1.0  # without work before the caches are audited
+MOST_AUDITED = 10_000  # pages in all tiers: more would let the next request wait longer than 0.1 s
 log = logging.getLogger("hemiola")
 
 
@@ -311,7 +312,8 @@ class Loop:
 
     def _idle(self) -> bool:
         """Whether to look again soon: from a disk that hangs no message comes."""
-        self.audit()
+        if self.scheduler.prefix.num_entries <= MOST_AUDITED:
+            self.audit()
         if self.scheduler.prefix.is_overdue:
             self._inbox.put(Fetched())
         return self.scheduler.prefix.is_awaited

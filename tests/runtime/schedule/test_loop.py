@@ -13,6 +13,7 @@ import pytest
 from kit.fake_session import VOCAB, FakeSession, hashed, oracle, resolved
 from kit.guided import EOS, compiled
 from kit.proposers import always_right
+from kit.served import until
 from tokenizers import Tokenizer, decoders, models
 
 from hemiola.plugins.rows import live_rows
@@ -222,6 +223,32 @@ def test_an_idle_loop_audits_its_caches(monkeypatch: pytest.MonkeyPatch) -> None
     running.loop._thread.join(60)
     with pytest.raises(Failed, match="pages lost"):
         running.submit([1])
+
+
+def test_a_request_after_a_pause_waits_for_the_audit_of_a_large_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A million pages on a disk took 7 seconds, in which nobody was served."""
+    monkeypatch.setattr(loop, "MOST_AUDITED", 2)
+    monkeypatch.setattr(loop, "IDLE_SECONDS", 0.01)
+    running, looks = Running(prefix_cache=True), []
+    idle = running.loop._idle
+
+    def look() -> bool:
+        audits = []
+        running.loop.audit = lambda: audits.append(True)
+        idle()
+        looks.append((running.loop.scheduler.prefix.num_entries > 2, bool(audits)))
+        return True
+
+    running.loop._idle = look
+    for length in (1, 5 * running.session.config.page_len):
+        _, _, ended = running.submit([1] * length, max_tokens=1)
+        assert ended.wait(60)
+        seen = len(looks)
+        until(lambda seen=seen: len(looks) > seen + 1)
+    running.loop.close()
+    assert set(looks) == {(False, True), (True, False)}
 
 
 def test_counters(running: Running) -> None:
