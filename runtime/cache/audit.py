@@ -35,7 +35,7 @@ def _audit_entry(entry: Entry, pages: PagePool, slots: SlotPool, evictor: Evicto
     behind = sum(refs[child.page_id] for child in entry.children)
     assert behind <= refs[entry.page_id], f"page {entry.page_id} is held less than those behind it"
     idle = refs[entry.page_id] == 0 and not entry.children
-    assert idle == evictor.is_idle(entry), f"page {entry.page_id} can be evicted: {idle}, not known"
+    evictor.audit(entry, idle)
     if not entry.slot_id:
         return
     assert slots.edge[entry.slot_id] == entry.edge, f"snapshot {entry.slot_id} is not of its edge"

@@ -175,7 +175,7 @@ class Evictor:
     # What happens.
 
     def attach(self, entry: Entry, slot_id: int, kind: str) -> None:
-        """A snapshot was taken. The page is not idle: a request that runs holds it."""
+        """A snapshot was taken, or came from the tier below."""
         entry.slot_id = slot_id
         entry.kind = kind
         entry.num_uses = 0
@@ -185,6 +185,9 @@ class Evictor:
             other.above = entry
         self.snapshots.add(entry)
         self._join(entry)
+        if entry in self.tails:
+            self.tails.remove(entry)
+            self.leaves.add(entry)
 
     def detach(self, entry: Entry) -> None:
         """Its slot serves something else."""
@@ -224,6 +227,14 @@ class Evictor:
 
     def is_idle(self, entry: Entry) -> bool:
         return entry in self.leaves or entry in self.tails
+
+    def audit(self, entry: Entry, idle: bool) -> None:
+        """An idle entry can be evicted, for what it saves; others cannot."""
+        known = entry in self.leaves, entry in self.tails
+        has_snapshot = entry.slot_id > 0
+        assert known == (idle and has_snapshot, idle and not has_snapshot), (
+            f"page {entry.page_id} can be evicted: {idle}, has a snapshot: {has_snapshot}, known as {known}"
+        )
 
     def _join(self, entry: Entry) -> None:
         entry.group = ReuseGroup(entry.kind, min(len(entry.children), 2), min(entry.num_uses, 2))

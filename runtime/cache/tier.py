@@ -415,8 +415,7 @@ class Tier:
         snapshots = {entry.slot_id for entry in entries if entry.slot_id}
         assert snapshots == set(self.states), "a snapshot is nobody's"
         for entry in entries:
-            idle = not entry.children and entry not in self._held
-            assert idle == self._evictor.is_idle(entry), f"unit {entry.page_id} can go: {idle}, not known"
+            self._evictor.audit(entry, idle=not entry.children and entry not in self._held)
 
 
 def path_to(entry: Entry) -> list[Entry]:

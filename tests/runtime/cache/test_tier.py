@@ -1,0 +1,44 @@
+"""A tier below the prefix cache, alone."""
+
+import numpy as np
+from kit.fake_session import FakeSession, FakeUnits, resolved
+
+from hemiola.runtime.cache.eviction import Cost
+from hemiola.runtime.cache.tier import Tier
+from hemiola.runtime.cache.tree import Chain, Entry
+
+P = 4
+
+
+def a_text(num_pages: int) -> list[Entry]:
+    """The pages of a text of another tier, each with a snapshot."""
+    chain = Chain(np.arange(num_pages * P, dtype=np.int32), b"", P)
+    path = [Entry(chain.root, None, chain.salt, 0, 0, 0)]
+    for n in range(num_pages):
+        path.append(Entry(chain.key(n), path[-1], chain.tokens(n), 1 + n, (1 + n) * P, 0, slot_id=1 + n))
+        path[-1].kind = "prompt"
+    return path[1:]
+
+
+class Nowhere(FakeUnits):
+    """Keeps nothing."""
+
+    def save_pages(self, page_ids: object, units: object) -> None: ...
+
+    def save_slot(self, slot_id: int, units: object) -> None: ...
+
+
+def test_a_snapshot_that_was_read_again_is_the_first_to_go() -> None:
+    """Its page had lost it, and had nothing behind it: it was known as one that saves nothing, too."""
+    tier = Tier(Cost(10, 40), P, Nowhere(FakeSession(resolved()), 20))
+    first, second = a_text(2)
+    one, two = tier.keep(first), tier.keep(second)
+    assert one is not None and two is not None
+    tier._drop_state(one)
+    tier._forget(two)
+    tier.audit()
+    units = tier.reserve(tier.mover.units_per_slot)
+    assert units is not None
+    tier.adopt(first, {}, units)
+    assert one.slot_id > 0
+    tier.audit()
