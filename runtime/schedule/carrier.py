@@ -37,16 +37,21 @@ class Carrier:
         def fetch(prefix: PrefixCache) -> bool:
             return prefix.fetch(prefix.chain(ids, cache_salt), len(ids) + 1, was_read.set)
 
-        def lend(prefix: PrefixCache) -> moves.Lent | None:
-            return moves.lend(prefix, prefix.chain(ids, cache_salt), len(ids))
+        lent: moves.Lent | None = None
+
+        def lend(prefix: PrefixCache) -> None:
+            nonlocal lent  # so that it is known however the visit ends
+            lent = moves.lend(prefix, prefix.chain(ids, cache_salt), len(ids))
 
         if self._visit(fetch):
             was_read.wait()
-        lent = self._visit(lend)
-        if lent is None:
-            message = f"nothing is stored of the {len(ids)} tokens of prompt"
-            raise Refused("not_found", "prompt", message=message, way_out="let a request compute it first")
         try:
+            self._visit(lend)
+            if lent is None:
+                message = f"nothing is stored of the {len(ids)} tokens of prompt"
+                raise Refused(
+                    "not_found", "prompt", message=message, way_out="let a request compute it first"
+                )
             lent.wait()
             made = written(self._form, lent.edge, lent.kind, cache_salt)
             slot = self._slot()
@@ -54,21 +59,25 @@ class Carrier:
                 part[:] = view
             self._layout.pack(ids[: lent.edge], _numbers(lent.pages), slot, made.payload)
         finally:
-            self._visit(lambda prefix: moves.take_back(prefix, lent))
+            if (one := lent) is not None:
+                self._visit(lambda prefix: moves.take_back(prefix, one))
         return made.seal()
 
     def unpack(self, packed: bytes | bytearray | memoryview) -> int:
         """Let requests start from a packed prefix; returns its tokens. Raises Refused and changes nothing."""
         found = read(self._form, packed)
 
-        def reserve(prefix: PrefixCache) -> moves.Reserved | None:
-            return moves.reserve(prefix, prefix.chain(found.ids, found.cache_salt), found.edge, found.kind)
+        given: moves.Reserved | None = None
 
-        given = self._visit(reserve)
-        if given is None:
-            return found.edge
+        def reserve(prefix: PrefixCache) -> None:
+            nonlocal given
+            given = moves.reserve(prefix, prefix.chain(found.ids, found.cache_salt), found.edge, found.kind)
+
         end = moves.give_up
         try:
+            self._visit(reserve)
+            if given is None:
+                return found.edge
             given.wait()
             slot = self._slot() if given.state else None
             pages = dict(zip(given.pages, _numbers(given.pages.values()), strict=True))
@@ -78,7 +87,8 @@ class Carrier:
                     view[:] = part
             end = moves.adopt
         finally:
-            self._visit(lambda prefix: end(prefix, given))
+            if (one := given) is not None:
+                self._visit(lambda prefix: end(prefix, one))
         return found.edge
 
     def _slot(self) -> np.ndarray:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -222,7 +222,12 @@ class Loop:
         if threading.current_thread() is self._thread:
             message = "on_piece may not wait for the thread that calls it"
             raise Refused("conflict", message=message, way_out="call this from another thread")
-        return self._inbox.look(act).result()
+        found = self._inbox.look(act)
+        try:
+            return found.result()
+        except BaseException:  # also Ctrl-C: who called knows that it is done, and what must be given back
+            wait([found])
+            raise
 
     def lose(self, error: Failed) -> None:
         """End all requests with this error; by who sees what the loop does not, also while it waits."""

@@ -1,13 +1,17 @@
 """Prefixes between two LLMs: who computed a prompt is not to be seen in the answer."""
 
 import argparse
+import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from hemiola import LLM, Failed, Refused, SamplingParams
+from hemiola.runtime.cache.prefix import PrefixCache
+from hemiola.runtime.schedule.inbox import Inbox
 
 MODELS = ["nemotron-h-code", "qwen3.5-code"]
 HOST = {"host_cache_bytes": 2**24}
@@ -101,6 +105,56 @@ def test_bad_calls_are_refused_and_the_engine_goes_on(engine_dir: Path) -> None:
         assert llm.generate([prompt], FIRST)[0].metrics.cached_tokens == 96
     with pytest.raises(Refused, match="closed"):
         llm.import_prefix(packed)
+
+
+@pytest.mark.parametrize("asked", ["export_prefix", "import_prefix"])
+def test_units_that_are_lent_when_somebody_presses_ctrl_c_stay_lent(
+    engine_dir: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    prompt = list(range(2, 100))
+    with LLM(engine_dir, **HOST) as llm:
+        llm.generate([prompt], FIRST)
+        packed, host = llm.export_prefix(prompt), llm._loop.scheduler.prefix.host
+        given = {"export_prefix": (prompt,), "import_prefix": (packed,)}[asked]
+        for begins, number in itertools.product([False, True], (1, 2)):
+            llm.reset_prefix_cache()
+            llm.generate([prompt], FIRST)
+            with monkeypatch.context() as patch:
+                look = interrupted(llm._loop._inbox, begins, number + (asked == "export_prefix"))
+                patch.setattr(llm._loop._inbox, "look", look)
+                with pytest.raises(KeyboardInterrupt):
+                    getattr(llm, asked)(*given)
+            assert not llm._loop.visit(lambda prefix: dict(host._lent)), (begins, number)
+            llm._loop.visit(lambda prefix: prefix.audit())
+
+
+def interrupted(inbox: Inbox, begins: bool, number: int) -> Callable[[Callable], Future]:
+    """Somebody who waits for the look of this number presses Ctrl-C; it begins before that, or not."""
+    look, calls = inbox.look, itertools.count(1)
+
+    def look_and_press(act: Callable) -> Future:
+        if next(calls) != number:
+            return look(act)
+        begun, goes_on = threading.Event(), threading.Event()
+
+        def act_slowly(prefix: PrefixCache) -> object:
+            begun.set()
+            assert goes_on.wait(60)
+            return act(prefix)
+
+        if not begins:
+            look(lambda prefix: goes_on.wait(60))
+        future = look(act_slowly)
+
+        def press() -> None:
+            assert not begins or begun.wait(60)
+            threading.Timer(0.1, goes_on.set).start()
+            raise KeyboardInterrupt
+
+        future.result = press
+        return future
+
+    return look_and_press
 
 
 def test_a_look_that_fails_ends_the_engine_and_everybody_hears_of_it(engine_dir: Path) -> None:
