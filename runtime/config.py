@@ -181,6 +181,9 @@ def _tier_bytes(field: str, num_bytes: int, manifest: Manifest, prefix_cache: bo
     if not prefix_cache:
         message = (Name(field), " is given, but ", Name("prefix_cache"), " is off")
         raise Refused("conflict", field, message=message, way_out="leave it out")
+    if state_bytes(manifest.states, "page") == 0:
+        message = (Name(field), " is given, but the engine's pages have no bytes: no layer attends")
+        raise Refused("unsupported", field, message=message, way_out="leave it out")
     least = manifest.tp * sum(state_bytes(manifest.states, kind) for kind in ("page", "slot"))
     if num_bytes < 2 * least:
         limit = f"a page and a state take {least}, and it needs twice that"

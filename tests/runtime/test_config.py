@@ -160,3 +160,12 @@ def test_drafts_can_be_turned_off_and_down() -> None:
     assert resolve(ServeConfig(num_drafts=1), built, GIB).num_drafts == 1
     off = resolve(ServeConfig(drafts="none"), built, GIB)
     assert (off.drafts, off.num_drafts) == ("none", 0)
+
+
+def test_tiers_for_an_engine_in_which_no_layer_attends_divide_by_zero() -> None:
+    """A unit of theirs is a page's bytes."""
+    state = State(name="s", kind="slot", shape=(10,), dtype="float32")
+    config = ServeConfig(host_cache_bytes=GIB)
+    with pytest.raises(Refused, match="no layer attends; leave it out") as caught:
+        resolve(config, manifest(states=(state,)), GIB)
+    assert (caught.value.code, caught.value.field) == ("unsupported", "host_cache_bytes")
