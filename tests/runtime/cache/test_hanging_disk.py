@@ -91,9 +91,14 @@ def ask(hand: Hand, text: list[int]) -> int:
 
 @pytest.fixture
 def filled(open_hand: Callable[[], Hand], gate: Gate) -> Hand:
-    """An engine whose file has TEXT, with a clock that stands still."""
+    return filled_with(open_hand, TEXT)
+
+
+def filled_with(open_hand: Callable[[], Hand], *texts: list[int]) -> Hand:
+    """An engine whose file has these texts, with a clock that stands still."""
     hand = open_hand()
-    ask(hand, TEXT)
+    for text in texts:
+        ask(hand, text)
     end(hand)
     hand = open_hand()
     hand.now = [0.0]
@@ -151,6 +156,24 @@ def test_requests_wait_for_ever_for_a_read_that_hangs_and_whose_text_was_forgott
     assert not hand.loop.scheduler.fetching, "it waits for ever"
     hand.run()
     assert hand.token_ids(request_id) == oracle(TEXT, 4)
+    end(hand)
+
+
+def test_who_came_late_waits_for_a_disk_that_is_off(open_hand: Callable[[], Hand], gate: Gate) -> None:
+    """Until it had waited as long as the first, for which the disk was switched off."""
+    late = [5 * n % 97 for n in range(40)]
+    hand = filled_with(open_hand, TEXT, late)
+    tier, gate.is_shut = tier_of(hand), True
+    for text, seconds in ((TEXT, 0), (late, LIMIT_S - 1)):
+        hand.now[0] = seconds
+        hand.submit(text, max_tokens=4)
+        hand.loop._read_inbox()
+        until(lambda: gate.num_waiting == 4)
+    assert len(hand.loop.scheduler.fetching) == len(tier._awaited) == 2
+    hand.now[0] = LIMIT_S + 1
+    hand.loop.scheduler.prefix.collect()
+    assert not tier.is_on and not hand.loop.scheduler.fetching
+    hand.run()
     end(hand)
 
 
