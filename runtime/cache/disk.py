@@ -32,6 +32,7 @@ from hemiola.runtime.cache.worker import Worker
 
 log = logging.getLogger("hemiola")
 MOST_WAITING = 256  # units that wait to be written; more are not kept
+ERASED_AT_ONCE = 1024  # units: a file may have millions
 READERS = 8  # threads: sha256 of a page takes longer than its read
 PATIENCE_S = 0.05  # by which a read may take longer than computing, since it leaves the engine to others
 RETRY = 32  # of so many reads and writes that are not worth it one is done: the disk may be faster by now
@@ -94,7 +95,7 @@ class _Job:
     age: int  # of the index: behind a flush nothing is adopted
     writes: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
     reads: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
-    erased: list[int] = field(default_factory=list)
+    erased: Sequence[int] = ()
     wait: Callable[[], None] = lambda: None  # for copies to and from the host's units that began before
     pages: dict[bytes, int] = field(default_factory=dict)  # of reads: units of the host, by key
     state: list[int] = field(default_factory=list)
@@ -290,9 +291,9 @@ class DiskTier:
     def flush(self) -> None:
         """Forget everything."""
         self.tier.flush()
-        self._erase(list(range(self._pieces.num_units)))
+        self._erase(range(self._pieces.num_units))
 
-    def _erase(self, units: list[int]) -> None:
+    def _erase(self, units: Sequence[int]) -> None:
         self._age += 1
         self._under_way.clear()
         self._begin(_Job(None, self._age, erased=units))
@@ -324,7 +325,10 @@ class DiskTier:
     def _do(self, job: _Job) -> None:
         try:
             job.wait()
-            job.ok = self._worker.share(self._erase_unit, job.erased)
+            parts = range(0, len(job.erased), ERASED_AT_ONCE)
+            job.ok = self._worker.share(
+                self._erase_units, [job.erased[n : n + ERASED_AT_ONCE] for n in parts]
+            )
             if self.is_on:
                 job.ok &= self._worker.share(self._write_unit, job.writes)
                 begun = time.monotonic()
@@ -335,9 +339,10 @@ class DiskTier:
             if job.done:
                 self.wake()
 
-    def _erase_unit(self, unit: int) -> bool:
+    def _erase_units(self, units: Sequence[int]) -> bool:
         try:
-            self._write(unit * self._unit_bytes, bytes(len(MAGIC) + 16))
+            for unit in units:
+                self._write(unit * self._unit_bytes, bytes(len(MAGIC) + 16))
         except OSError:
             return False
         return True

@@ -94,7 +94,7 @@ def opened(num_pages: int, folder: Path) -> Callable[[], object]:
 
     def work() -> None:
         disk = a_cache(num_pages, folder).disk
-        assert disk is not None and len(disk.tier._tree.entries) == num_pages
+        assert disk is not None and disk.tier.num_entries == num_pages
         disk.close()
 
     return work
@@ -107,3 +107,21 @@ def test_a_text_four_times_as_long_takes_sixteen_times_the_work(
     """In the loop's thread: 65,536 tokens in pages of 16 took 27 seconds to flush, 2 to give up."""
     few, many = (lines_of_python(act(num_pages, tmp_path / str(num_pages))) for num_pages in (FEW, MANY))
     assert many < 1.25 * MANY / FEW * few
+
+
+def test_a_flush_asks_the_threads_of_the_file_for_each_of_its_units(tmp_path: Path) -> None:
+    """A million tasks took hundreds of megabytes, and Python's lock from the steps."""
+    num_units = 3000
+    prefix = a_cache(num_units, tmp_path)
+    serve(prefix, FEW, 1)
+    prefix.save()
+    disk = prefix.disk
+    assert disk is not None and disk.tier.num_entries == FEW
+    share, asked = disk._worker.share, []
+    disk._worker.share = lambda do, pieces: asked.extend(pieces) or share(do, pieces)
+    prefix.flush()
+    disk.close()
+    assert len(asked) < num_units / 100
+    disk = a_cache(num_units, tmp_path).disk
+    assert disk is not None and disk.tier.num_entries == 0
+    disk.close()
