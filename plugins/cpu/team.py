@@ -188,8 +188,8 @@ class Team:
             thread = threading.Thread(
                 target=_help.ctypes, args=(self.address, number), name=f"hemiola-helper-{number}", daemon=True
             )
-            self._helpers.append(thread)
             thread.start()
+            self._helpers.append(thread)
 
     def end(self) -> None:
         """No helper runs when the interpreter takes down what they stand on."""
@@ -219,7 +219,11 @@ class Crew:
                 atexit.register(_TEAM.end)
             if _TEAM.lock.acquire(blocking=False):
                 self.team, self.num_threads = _TEAM, min(self.num_threads, _TEAM.most)
-                _TEAM.prepare(self.num_threads, self._scratch)
+                try:
+                    _TEAM.prepare(self.num_threads, self._scratch)
+                except BaseException:
+                    _TEAM.lock.release()
+                    raise
                 return self
             self.num_threads = 1
         if _LOCAL.team is None:

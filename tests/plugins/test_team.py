@@ -65,6 +65,25 @@ def test_helpers_are_made_once_and_sleep_between_steps() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
+def test_who_got_no_thread_leaves_other_engines_without_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The team stayed the one's who had failed: all others worked alone for ever, and the exit failed, too."""
+    team = teams.Team(2)
+    monkeypatch.setattr(teams, "_TEAM", team)
+    before = helpers()
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", fail)
+        work()
+    with Crew(2, 64) as crew:
+        assert crew.team is team and crew.num_threads == 2
+    assert len(helpers()) == len(before) + 1 and work()
+    team.end()
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_a_thread_that_comes_while_the_team_is_busy_works_alone() -> None:
     """As a second engine of the process does."""
     failed: list[int] = []
