@@ -10,9 +10,9 @@ from hemiola.runtime.cache.tree import Chain, Entry
 P = 4
 
 
-def a_text(num_pages: int) -> list[Entry]:
-    """The pages of a text of another tier, each with a snapshot."""
-    chain = Chain(np.arange(num_pages * P, dtype=np.int32), b"", P)
+def a_text(num_pages: int, first: int = 0) -> list[Entry]:
+    """The pages of a text of another tier, each with a snapshot. first: its first token."""
+    chain = Chain(np.arange(first, first + num_pages * P, dtype=np.int32), b"", P)
     path = [Entry(chain.root, None, chain.salt, 0, 0, 0)]
     for n in range(num_pages):
         path.append(Entry(chain.key(n), path[-1], chain.tokens(n), 1 + n, (1 + n) * P, 0, slot_id=1 + n))
@@ -41,4 +41,19 @@ def test_a_snapshot_that_was_read_again_is_the_first_to_go() -> None:
     assert units is not None
     tier.adopt(first, {}, units)
     assert one.slot_id > 0
+    tier.audit()
+
+
+def test_a_request_begins_with_the_state_of_nobody() -> None:
+    """What it begins from was found, and its snapshot went to make room for what it displaced itself."""
+    tier = Tier(
+        Cost(10, 40, pair=1.0), P, Nowhere(FakeSession(resolved()), 8)
+    )  # room for two pages with theirs
+    first, second = a_text(2)
+    found = tier.keep(first)
+    assert found is not None and tier.keep(second) is not None and tier.num_free == 0
+    with tier.held(found):
+        assert tier.keep(*a_text(1, first=50)) is not None
+        assert len(tier.state_of(found)) == tier.mover.units_per_slot
+        tier.audit()
     tier.audit()
