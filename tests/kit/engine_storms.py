@@ -43,9 +43,14 @@ class EngineStorm:
     """Moves that may come at any time."""
 
     def __init__(
-        self, hand: EngineHand, dice: random.Random, story: Callable[[int], list[int]], shortest: int
+        self,
+        hand: EngineHand,
+        dice: random.Random,
+        story: Callable[[int], list[int]],
+        shortest: int,
+        is_told: bool,
     ) -> None:
-        self.hand, self.dice = hand, dice
+        self.hand, self.dice, self._is_told = hand, dice, is_told
         self._story, self._shortest = story, shortest
         self._priorities = dice.choice([[0, 0, 1, -1], [0, 5], [0, 1, 2, 3]])
         self._ruled = dice.choice([0.0, 0.3, 0.7])  # share of requests with RULES
@@ -109,7 +114,7 @@ class EngineStorm:
         pattern = dice.choice(list(ASKED)) if kind.startswith("grammar") else None
         if pattern is not None:
             options["stop_token_ids"] = [EOS]
-        is_known = not tail and kind in ("plain", "logprobs", "prompt logprobs")
+        is_known = self._is_told and not tail and kind in ("plain", "logprobs", "prompt logprobs")
         known = text[length : length + num_tokens] if is_known else []
         return kind, text[:length] + tail, pattern, options | {"seed": dice.getrandbits(64)}, known
 
@@ -194,12 +199,14 @@ def storm(
     story: Callable[[int], list[int]],
     num_turns: int,
     shortest: int = 3,
+    is_told: bool = True,
 ) -> Counter[str]:
     """So many turns, then an end; what was reached.
 
-    story: one of three texts of at least 100 tokens, greedy from the shortest prompt on.
+    story: one of three texts of at least 100 tokens, greedy from the shortest prompt on; or, not is_told,
+    greedy elsewhere: then only the plain run says what comes.
     """
-    made = EngineStorm(hand, dice, story, shortest)
+    made = EngineStorm(hand, dice, story, shortest, is_told)
     for _ in range(num_turns):
         made.turn()
     made.end()

@@ -66,7 +66,7 @@ def test_helpers_are_made_once_and_sleep_between_steps() -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_who_got_no_thread_leaves_other_engines_without_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The team stayed the one's who had failed: all others worked alone for ever, and the exit failed, too."""
+    """The team stayed locked: all others worked alone for ever, and the exit failed, too."""
     team = teams.Team(2)
     monkeypatch.setattr(teams, "_TEAM", team)
     before = helpers()

@@ -28,11 +28,12 @@ ENGINES = [
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="ranks run on CPUs")
 
 
-def run(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: int) -> Counter[str]:
-    """A storm; what it reached."""
+def run(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: int, **narrow: str) -> Counter[str]:
+    """A storm; what it reached. narrow: how the engine is built that has another greedy text."""
     print("seed", seed)
     dice, (family, tp) = random.Random(seed), ENGINES[seed % 4]
-    built, page_len, max_rows = SMALL | {"num_drafts": 5, "tp": tp}, SMALL["page_len"], dice.choice([2, 4])
+    built = SMALL | {"num_drafts": 5, "tp": tp} | narrow
+    page_len, max_rows = SMALL["page_len"], dice.choice([2, 4])
     hand = engine_hands(
         family,
         ["mtp", "mtp", "ngram"][seed // 4 % 3],
@@ -48,7 +49,9 @@ def run(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: int) -> C
         shuffle=dice,
         host_cache_bytes=dice.choice([0, 2**21, 2**24]),
     )
-    reached = storm(hand, dice, lambda number: wanted.story(family, number, 100), NUM_TURNS)
+    reached = storm(
+        hand, dice, lambda number: wanted.story(family, number, 100), NUM_TURNS, is_told=not narrow
+    )
     if (host := hand.loop.scheduler.prefix.host) is not None:
         reached["found on the host"] += host.statistics.num_hits
     assert hand.ranks is not None and isinstance(hand.loop.steps, ranked.RankedSteps)
@@ -65,6 +68,11 @@ def every_step_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(SEED, SEED + STORMS))
 def test_a_storm(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: int) -> None:
     run(engine_hands, wanted, seed)
+
+
+def test_a_storm_over_codes(engine_hands: Callable[..., EngineHand], wanted: Wanted) -> None:
+    """Weights, pages and the drafts' head: each rank has its own part of them."""
+    run(engine_hands, wanted, 2, quantize="int4", kv_dtype="turboquant_4bit_nc", draft_head="int4")
 
 
 def test_storms_reach_all_that_they_are_for(engine_hands: Callable[..., EngineHand], wanted: Wanted) -> None:

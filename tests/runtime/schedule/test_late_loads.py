@@ -98,3 +98,16 @@ def test_pages_that_copies_still_write_to_are_given_to_others(hand: Hand, how: s
     assert [hand.token_ids(number) for number in more] == [oracle(text(seed, 20), 9) for seed in (11, 12)]
     if how == "preempt":
         assert hand.token_ids(request.id) == oracle(text(0), 3)
+
+
+def test_a_snapshot_whose_slot_its_request_took_is_lost_to_others(make_hand: Callable[..., Hand]) -> None:
+    """There is no other slot: then the host keeps it, as it keeps whatever gives way."""
+    sizes = SIZES | {"num_slots": 2, "max_rows": 1}
+    hand = make_hand(session=FakeSession(resolved(prefix_cache=True, **sizes)))
+    found = []
+    for tail, num_tokens in (([], 2), ([1, 2, 3], 12), ([5] * 9, 1)):
+        request_id = hand.submit(text(0) + tail, max_tokens=num_tokens)
+        hand.run()
+        assert hand.token_ids(request_id) == oracle(text(0) + tail, num_tokens)
+        found.append(hand.requests[request_id - 1].metrics.cached_tokens)
+    assert found == [0, 40, 40]
