@@ -19,7 +19,7 @@ from pathlib import Path
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving import arrival, ending
-from hemiola.runtime.serving.door import BACKLOG, FLUSH_S, Door
+from hemiola.runtime.serving.door import FLUSH_S, Door
 from hemiola.runtime.serving.http_request import (
     CUT,
     MAX_BODY,
@@ -65,9 +65,7 @@ class Guard(Door):
 
     async def _serve(self) -> None:
         servers = [
-            await asyncio.start_server(
-                partial(self._connection, self._targets[name]), sock=held, limit=MAX_HEAD, backlog=BACKLOG
-            )
+            await self._listen(held, partial(self._protocol, self._targets[name]), lambda: self._num_open)
             for name, held in self._sockets.items()
         ]
         self._is_open()
@@ -79,6 +77,15 @@ class Guard(Door):
             task.cancel()
         if self._answering:
             await asyncio.wait(set(self._answering), timeout=FLUSH_S)
+
+    @property
+    def _num_open(self) -> int:
+        return len(self._reading) + len(self._answering)
+
+    def _protocol(self, target: Path) -> asyncio.StreamReaderProtocol:
+        return asyncio.StreamReaderProtocol(
+            asyncio.StreamReader(limit=MAX_HEAD), partial(self._connection, target)
+        )
 
     async def _connection(
         self, target: Path, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -22,7 +22,7 @@ from tokenizers.processors import TemplateProcessing
 
 from hemiola.runtime.api import Logprob, Piece
 from hemiola.runtime.errors import Busy, Cancelled, Failed, Refused
-from hemiola.runtime.serving import slow_reader
+from hemiola.runtime.serving import files, slow_reader
 from hemiola.runtime.serving.openai import app
 from hemiola.runtime.serving.openai.app import FrontLimits
 from hemiola.runtime.serving.openai.body import Bodies
@@ -477,6 +477,25 @@ def test_a_connection_that_stalls_is_held_for_ever(
                 slow.sendall(drip)
         assert time.monotonic() < end, "it is still open"
     assert re.findall(rb"^HTTP/1.1 (\d+)", said, re.MULTILINE)[: len(answers)] == answers
+
+
+def test_idle_connections_take_all_files_of_the_launcher(
+    start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they have a key or not; it then could not look at its engines, and ended the server."""
+    monkeypatch.setattr(files, "most_connections", lambda: 4)
+    front = start()
+    url = f"http://127.0.0.1:{front.port}/version"
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(requests.Session()) for _ in range(4)]
+        for session in idle:  # once it has an answer, its connection is counted
+            assert session.get(url, timeout=60).status_code == 200
+        for _ in range(20):
+            answer = requests.get(url, timeout=60)
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+            assert answer.text == "there are too many connections; try again in a moment\n"
+        idle.pop().close()
+        until(lambda: requests.get(url, timeout=60).status_code == 200)
 
 
 @pytest.mark.usefixtures("dead_proxy")
