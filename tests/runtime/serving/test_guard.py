@@ -300,6 +300,26 @@ def test_a_client_that_trickles_stays_for_ever(
     assert said(guard, begun).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_body_of_another_type_is_answered_by_tritonserver(guard: Guard, upstream: Upstream) -> None:
+    body = b'{"max_tokens": "2"}'
+    head = b"POST /v2/models/m/generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body)
+    answer = said(guard, head + body)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert error == {"error": "[INVALID_ARG] max_tokens is '2'; give a whole number"}
+    assert not upstream.asked
+
+
+def test_reading_a_large_body_holds_up_all_answers(
+    guard: Guard, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    monkeypatch.setattr(guards, "check_content", lambda *_: threads.append(threading.current_thread().name))
+    for size in (10, guards.SMALL_BODY + 1):
+        assert said(guard, POST + b"Content-Length: %d\r\n\r\n" % size + b" " * size) == ANSWER
+    assert threads[0] == "http-guard" != threads[1]
+
+
 def test_idle_connections_take_all_files_of_the_launcher(
     upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
