@@ -9,7 +9,7 @@ import pytest
 from kit.fake_triton import METRICS, Triton, all_ended, final, pb2, response
 
 from hemiola.runtime.errors import Busy, Cancelled, Failed, Lost, Refused
-from hemiola.runtime.serving import exchange
+from hemiola.runtime.serving import exchange, wire
 from hemiola.runtime.serving.aclient import AsyncClient
 from hemiola.runtime.serving.client import Client
 from hemiola.runtime.serving.error_text import kind_of, text_of
@@ -94,6 +94,23 @@ def test_leaving_a_stream_cancels_it_and_reads_on(url: str, triton: Triton) -> N
 
     run(leave())
     all_ended(triton, "read to its end")
+
+
+def test_an_exchange_whose_cancel_nobody_answers_is_kept_for_ever(
+    url: str, triton: Triton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "CANCEL_TIMEOUT_S", 0.1)
+    triton.answers, triton.deaf = [response(text_output="a", output_ids=[1])], True
+
+    async def leave() -> None:
+        async with AsyncClient(url) as client:
+            async for _ in client.stream("x"):
+                break
+            while client._wire._exchanges:
+                await asyncio.sleep(0.01)
+
+    run(leave())
+    all_ended(triton, "dropped")
 
 
 @pytest.mark.parametrize(
