@@ -106,8 +106,11 @@ def test_an_exchange_whose_cancel_nobody_answers_is_kept_for_ever(
         async with AsyncClient(url) as client:
             async for _ in client.stream("x"):
                 break
-            while client._wire._exchanges:
-                await asyncio.sleep(0.01)
+            try:
+                while client._wire._exchanges:
+                    await asyncio.sleep(0.01)
+            finally:
+                triton.deaf = False
 
     run(leave())
     all_ended(triton, "dropped")
