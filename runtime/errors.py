@@ -57,11 +57,31 @@ def counted(num: int, one: str, more: str) -> str:
 
 def shown(value: object) -> str:
     """A value that was given, in a line of ours."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
-        return "a number of thousands of digits"
+    text = ""
+    for piece in _written(value):
+        text += piece
+        if len(text) > 80 and isinstance(value, (list, tuple, dict)):
+            return f"{text[:60]}... ({counted(len(value), 'entry', 'entries')})"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def _written(value: object) -> Iterator[str]:
+    """As Python writes it, in pieces: of a long list little is shown, and one call holds up all threads."""
+    if type(value) not in (list, tuple, dict):
+        try:
+            yield repr(value)
+        except ValueError:  # Python writes no number of more than 4,300 digits
+            yield "a number of thousands of digits"
+        return
+    opening, closing = {list: "[]", tuple: "()", dict: "{}"}[type(value)]
+    yield opening
+    for at, entry in enumerate(value):
+        yield ", " if at else ""
+        yield from _written(entry)
+        if isinstance(value, dict):
+            yield ": "
+            yield from _written(value[entry])
+    yield ",)" if type(value) is tuple and len(value) == 1 else closing
 
 
 class Absent(Enum):

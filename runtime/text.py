@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from hemiola.runtime.errors import Name, Refused, one_line
+from hemiola.runtime.fields import MOST_CHARACTERS
 from hemiola.runtime.json_file import read_json
 from hemiola.runtime.stops import StopStrings
 from hemiola.runtime.template import ChatTemplate
@@ -16,6 +17,7 @@ from hemiola.runtime.tokenizer import most_characters, panics_as_errors, read_to
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
 ROLES = {"system", "user", "assistant"}  # those that every template shows
+MOST_DOUBTFUL = 16  # parts of messages that a template may not read: each costs another rendering
 LABELS = {"role", "content", "name", "tool_call_id", "reasoning_content"}  # good templates drop some of them
 AGAIN = "run build-engine again"
 EXAMPLE = "[{'role': 'user', 'content': TEXT}]"
@@ -127,9 +129,13 @@ class Text:
                 raise Refused("wrong_type", f"messages[{index}].content", type(content), way_out=way_out)
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special, **variables}
         prompt = self._render(messages, given)
-        for index, name in self._doubtful(messages):
+        for num_before, (index, name) in enumerate(self._doubtful(messages)):
+            if num_before == MOST_DOUBTFUL:
+                many = f"messages have more than {MOST_DOUBTFUL} roles and fields"
+                message = f"{many} that the chat template does not name"
+                raise Refused("too_long", "messages", message=message, way_out="use fewer")
             if prompt == self._without(messages, index, name, given):
-                field, role = f"messages[{index}].{name}", messages[index]["role"]
+                field, role = f"messages[{index}].{_label(name)}", _label(messages[index]["role"])
                 why = f" changes nothing: the chat template does not show that of a message by {role}"
                 raise Refused("unsupported", field, message=(Name(field), why), way_out="take it out")
         return prompt
@@ -152,7 +158,8 @@ class Text:
                     yield index, name
 
     def _mentions(self, name: str) -> bool:
-        return re.search(rf"\b{re.escape(name)}\b", self.template or "") is not None
+        template = self.template or ""
+        return name in template and re.search(rf"\b{re.escape(name)}\b", template) is not None
 
     def _without(
         self, messages: Sequence[Mapping[str, object]], index: int, name: str, given: Mapping[str, object]
@@ -177,6 +184,11 @@ class Text:
     @cached_property
     def _chat_template(self) -> ChatTemplate:
         return ChatTemplate(self.template or "")
+
+
+def _label(name: object) -> str:
+    """A caller's own name of something, in a line of ours."""
+    return one_line(str(name)[:MOST_CHARACTERS])
 
 
 def _special(entry: tuple[str, object]) -> tuple[str, str | None]:

@@ -16,6 +16,7 @@ import statistics
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,50 +37,134 @@ NUM_STREAMS = 2
 NUM_CALLERS = 2
 N = 8  # answers of each dear request
 WORD_LEN = 4
+NUM_LONG = 1000  # tokens, about, of a long prompt
 Body = dict[str, Any]
+TEXT: Body = {"text_input": PROMPT, "n": N, "max_tokens": ORDINARY.max_tokens, "ignore_eos": True}
+OPENAI: Body = {"model": "hemiola", "n": N, "max_tokens": ORDINARY.max_tokens, "ignore_eos": True}
+COMPLETION = OPENAI | {"prompt": PROMPT, "temperature": 0}
+CHAT = OPENAI | {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
+RESPONSE: Body = {"model": "hemiola", "input": PROMPT, "max_output_tokens": 16, "temperature": 0}
 
 
-def dearest(vocab_size: int) -> dict[str, Body]:
-    """By field: what a request adds that is as dear as is served."""
+class Dear(NamedTuple):
+    """What a request adds that is as dear as is served, to what it is beside."""
+
+    more: Body
+    plain: Body = TEXT
+    route: str = ""  # of the OpenAI port; "": Triton's generate
+    fresh: bool = False  # no prompt of either side is cached
+    refused: bool = False  # once it is read
+
+    @property
+    def dear(self) -> Body:
+        """A grammar must be able to end, and a prompt is given once."""
+        ends = {"structured_outputs", "response_format", "tool_choice"} & self.more.keys()
+        drops = "ignore_eos" if ends else "text_input" if "messages" in self.more else ""
+        return {name: value for name, value in (self.plain | self.more).items() if name != drops}
+
+
+# By field: why no value of it is dearer than another, or which entry has it.
+NO_DEARER = {
+    **dict.fromkeys(("max_tokens", "ignore_eos", "n", "text_input"), "both sides have it"),
+    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "as max_tokens"),
+    **dict.fromkeys(("stream", "chat", "return_input_ids", "return_metrics", "error_data"), "a flag"),
+    **dict.fromkeys(("exclude_input_in_output", "return_token_ids", "store", "background"), "a flag"),
+    **dict.fromkeys(("seed", "priority", "timeout", "num_drafts", "best_of"), "a number that costs nothing"),
+    **dict.fromkeys(("temperature", "min_p"), "with top_p"),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), "with repetition_penalty"),
+    "min_tokens": "with stop_token_ids",
+    "return_log_probs": "as logprobs of 0",
+    "input_ids": "as text_input",
+    **dict.fromkeys(("model", "suffix", "stream_options", "modalities", "service_tier"), "known values only"),
+    **dict.fromkeys(("previous_response_id", "conversation", "include", "truncation"), "known values only"),
+    **dict.fromkeys(("reasoning", "reasoning_effort", "verbosity"), "known values only"),
+    **dict.fromkeys(
+        ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), "as metadata"
+    ),
+    "instructions": "as input",
+    "text": "as response_format",
+    **dict.fromkeys(("tool_choice", "parallel_tool_calls"), "with tools"),
+    "chat_template_kwargs": "names that the template reads",
+}
+
+
+def dearest(vocab_size: int) -> dict[str, Dear]:
+    """By field."""
     some = [(7 * i) % vocab_size for i in range(MAX_ENTRIES)]
     words = [[some[(i + j) % MAX_ENTRIES] for j in range(WORD_LEN)] for i in range(MAX_WORD_IDS // WORD_LEN)]
     stops = ["\n" + "x" * 30 + chr(33 + i) for i in range(MAX_CHARACTERS["stop"] // 32)]
     long_word = {"type": "string", "maxLength": 500}
     schema = {"type": "object", "properties": {f"p{i}": long_word for i in range(50)}}
+    long_text = PROMPT * (NUM_LONG // 9)
+    talk = [{"role": ("user", "assistant")[i % 2], "content": "x"} for i in range(NUM_LONG // 10)]
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+    items = [{"role": "assistant", "content": "x" * 900} for _ in range(16_000)]  # 15 MB
     return {
-        "bad_words_ids": {"bad_words_ids": json.dumps(words)},
-        "logit_bias": {"logit_bias": json.dumps({str(i): -0.01 for i in dict.fromkeys(some)})},
-        "stop": {"stop": stops},
-        "stop_token_ids": {"stop_token_ids": sorted(set(some)), "min_tokens": ORDINARY.max_tokens},
-        "repetition_penalty": {
-            "repetition_penalty": 1.01,
-            "frequency_penalty": 0.01,
-            "presence_penalty": 0.01,
-        },
-        "logprobs": {"logprobs": 20},
-        "top_p": {"temperature": 1.5, "top_p": 0.999, "min_p": 1e-9},
-        "structured_outputs": {"structured_outputs": json.dumps({"json": schema})},
-        "cache_salt": {"cache_salt": "s" * MAX_CHARACTERS["cache_salt"]},
+        "bad_words": Dear({"bad_words": [f"w{i:03d}" for i in range(MAX_WORD_IDS // 8)]}),
+        "bad_words_ids": Dear({"bad_words_ids": json.dumps(words)}),
+        "logit_bias": Dear({"logit_bias": json.dumps({str(i): -0.01 for i in dict.fromkeys(some)})}),
+        "stop": Dear({"stop": stops}),
+        "stop_token_ids": Dear({"stop_token_ids": sorted(set(some)), "min_tokens": ORDINARY.max_tokens}),
+        "repetition_penalty": Dear(
+            {"repetition_penalty": 1.01, "frequency_penalty": 0.01, "presence_penalty": 0.01}
+        ),
+        "logprobs": Dear({"logprobs": 20}),
+        "prompt_logprobs": Dear({"prompt_logprobs": 20}, TEXT | {"text_input": long_text}, fresh=True),
+        "top_p": Dear({"temperature": 1.5, "top_p": 0.999, "min_p": 1e-9}),
+        "top_k": Dear({"temperature": 1.5, "top_p": 0.999, "top_k": vocab_size - 1}),
+        "structured_outputs": Dear({"structured_outputs": json.dumps({"json": schema})}),
+        "structured_outputs, choices": Dear(
+            {"structured_outputs": json.dumps({"choice": [f"choice {i:05d}" for i in range(10_000)]})}
+        ),
+        "structured_outputs, regex": Dear(
+            {"structured_outputs": json.dumps({"regex": "([a-z]+[ ,]){1,200}([0-9a-f]{2}|é|日)*"})}
+        ),
+        "cache_salt": Dear({"cache_salt": "s" * MAX_CHARACTERS["cache_salt"]}),
+        "messages": Dear({"messages": json.dumps(talk)}, TEXT | {"text_input": long_text}),
+        "cancel": Dear({"cancel": [f"nobody {i}" for i in range(MAX_ENTRIES)]}, {"cancel": ["nobody"]}),
+        # The OpenAI port. What is dropped or refused is read before.
+        "prompt": Dear({"prompt": [PROMPT] * N, "n": 1}, COMPLETION, "completions"),
+        "echo": Dear(
+            {"echo": True, "logprobs": 20},
+            COMPLETION | {"prompt": long_text, "n": 1},
+            "completions",
+            fresh=True,
+        ),
+        "top_logprobs": Dear({"logprobs": True, "top_logprobs": 20}, CHAT, "chat/completions"),
+        "tools": Dear(
+            {"tools": [tool], "tool_choice": "required"}, CHAT | {"max_tokens": 100}, "chat/completions"
+        ),
+        "response_format": Dear({"response_format": wanted}, CHAT, "chat/completions"),
+        "metadata": Dear({"metadata": {str(i): "x" for i in range(60_000)}}, RESPONSE, "responses"),
+        "input": Dear({"input": items}, RESPONSE, "responses", refused=True),
     }
 
 
 class Callers:
     """Post one body again and again until they are ended."""
 
-    def __init__(self, server: Served, body: Body) -> None:
-        self._url = f"{server.http_url}/v2/models/hemiola/generate"
-        self._body = body
+    def __init__(self, server: Served, own: Dear, body: Body) -> None:
+        generate = f"{server.http_url}/v2/models/hemiola/generate"
+        self._url = f"{server.openai_url}/{own.route}" if own.route else generate
+        self._own = own
+        self._text = json.dumps(body)
         self._over = threading.Event()
+        self.failure = ""
         self._ended = [0]
         self._threads = [threading.Thread(target=self._run) for _ in range(NUM_CALLERS)]
         for thread in self._threads:
             thread.start()
 
     def _run(self) -> None:
+        allowed = {200, 429, 400} if self._own.refused else {200, 429}
         while not self._over.is_set():
-            answer = requests.post(self._url, json=self._body, timeout=RETRY_S)
-            if answer.status_code != 200 and "OVERLOADED" not in answer.text:
-                raise SystemExit(f"a dear request was refused: {answer.text[:300]}")
+            salt = json.dumps({"cache_salt": uuid.uuid4().hex})[1:-1]
+            text = f"{self._text[:-1]}, {salt}}}" if self._own.fresh else self._text
+            answer = requests.post(self._url, data=text.encode(), timeout=RETRY_S)
+            if answer.status_code not in allowed and "OVERLOADED" not in answer.text:
+                self.failure = f"a dear request was refused: {answer.text[:300]}"
+                return
             self._ended[0] += 1
 
     def wait(self) -> None:
@@ -91,12 +176,31 @@ class Callers:
         self._over.set()
         for thread in self._threads:
             thread.join()
+        if self.failure:
+            raise SystemExit(self.failure)
 
 
-def gaps(server: Served, expected: list[int]) -> list[float]:
-    """Seconds between tokens of the ordinary streams."""
+def gaps(server: Served, expected: list[int], own: Dear) -> list[float]:
+    """Seconds between tokens of the ordinary streams, which come through the same door."""
 
-    def one(_: int) -> list[float]:
+    def at_openai(_: int) -> list[float]:
+        found, ids, last = [], [], 0.0
+        body = COMPLETION | {"n": 1, "num_drafts": 0, "stream": True, "return_token_ids": True}
+        url = f"{server.openai_url}/completions"
+        with requests.post(url, json=body, stream=True, timeout=RETRY_S) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith(b"data: {"):
+                    continue
+                now = time.perf_counter()
+                more = [t for c in json.loads(line[6:])["choices"] for t in c.get("token_ids") or ()]
+                if ids and more:
+                    found += [(now - last) / len(more)] * len(more)
+                ids, last = ids + more, now
+        if ids != expected:
+            raise SystemExit("an ordinary stream has other tokens than its plain run")
+        return found
+
+    def at_triton(_: int) -> list[float]:
         found, ids, last = [], [], 0.0
         with Client(server.grpc_url, retries=50) as client:
             for piece in client.stream(PROMPT, ORDINARY):
@@ -109,6 +213,7 @@ def gaps(server: Served, expected: list[int]) -> list[float]:
         return found
 
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        one = at_openai if own.route else at_triton
         return [gap for part in threads.map(one, range(NUM_STREAMS)) for gap in part]
 
 
@@ -145,11 +250,11 @@ def pairs_of(
     return pairs
 
 
-def beside(server: Served, body: Body, expected: list[int]) -> float:
-    callers = Callers(server, body)
+def beside(server: Served, own: Dear, body: Body, expected: list[int]) -> float:
+    callers = Callers(server, own, body)
     try:
         callers.wait()
-        return p99(gaps(server, expected))
+        return p99(gaps(server, expected, own))
     finally:
         callers.end()
 
@@ -163,19 +268,18 @@ def main(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with LLM(engine_dir, num_drafts=0, drafts="none") as llm:
         vocab_size, expected = llm.manifest.vocab_size, llm.generate([PROMPT], ORDINARY)[0].token_ids
-    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics")]
+    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
     server = Served(f"--engine-dir={engine_dir}", *ports, "--drafts=none")
-    plain = {"text_input": PROMPT, "n": N, "max_tokens": ORDINARY.max_tokens, "ignore_eos": True}
     print(f"load averages {os.getloadavg()}, {os.cpu_count()} cores")
     print("| field | p99 beside plain callers, ms | beside dear ones, ms | ratio | lowest to highest pair |")
     print("|---|---|---|---|---|")
     worst = 0.0
     try:
-        for name, dear in dearest(vocab_size).items():
+        for name, own in dearest(vocab_size).items():
             if field and name not in field:
                 continue
-            measured = partial(beside, server, expected=expected)
-            made = compared(pairs_of(measured, plain, _with(plain, dear), rounds))
+            measured = partial(beside, server, own, expected=expected)
+            made = compared(pairs_of(measured, own.plain, own.dear, rounds))
             worst = max(worst, made.ratio)
             print(
                 f"| {name} | {1e3 * made.plain:.2f} | {1e3 * made.dear:.2f} | {made.ratio:.2f}"
@@ -191,12 +295,6 @@ def main(
             file=sys.stderr,
         )
         raise SystemExit(1)
-
-
-def _with(plain: Body, dear: Body) -> Body:
-    """A grammar must be able to end."""
-    body = plain | dear
-    return {k: v for k, v in body.items() if not (k == "ignore_eos" and "structured_outputs" in dear)}
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class Served:
         }
         self.http_url = found["HTTP"].partition("/v2/")[0]
         self.grpc_url, self.metrics_url = found["gRPC"], found["metrics"]
+        self.openai_url = "".join(re.findall(r"^OpenAI +(\S+)$", said, re.MULTILINE))
 
     def pids(self) -> list[int]:
         return children(self.process.pid)

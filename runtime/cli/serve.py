@@ -20,6 +20,7 @@ from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.extra import lacking
 from hemiola.runtime.progress import show
+from hemiola.runtime.serving import files
 from hemiola.runtime.serving.engines import read_models
 from hemiola.runtime.serving.launcher import Server
 from hemiola.runtime.serving.log import STDERR, Handler, say
@@ -196,6 +197,7 @@ def reached_by(host: str) -> str:
 def _serve(server: Server, plan: FrontPlan, restarts: int) -> None:
     start = time.monotonic()
     logging.basicConfig(handlers=[Handler(server.printer)], format="%(message)s")
+    files.raise_limit()
     server.check()
     front = plan.front(server)
     engines = ", ".join(f"{name} ({engine_dir})" for name, engine_dir in server.engines.items())

@@ -9,7 +9,8 @@ from hemiola.runtime.api import MAX_ENTRIES, SamplingParams
 from hemiola.runtime.errors import Amount, Refused
 from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving import arrival
-from hemiola.runtime.serving.json_size import check_size
+from hemiola.runtime.serving.http_request import MAX_BODY
+from hemiola.runtime.serving.json_size import MOST_VALUES, check_size
 
 MAX_N = 64
 PROMPTS = ("text_input", "input_ids", "messages")
@@ -62,9 +63,18 @@ class Ask(NamedTuple):
 def wants_data(request: Any) -> bool:
     """Whether errors go out as data, of a request that may be wrong in any other way."""
     try:
-        return parse_json(request.parameters() or "{}").get("error_data") is True
+        return parse_json(read_parameters(request)).get("error_data") is True
     except ValueError:
         return False
+
+
+def read_parameters(request: Any) -> str:
+    """JSON, which may spell a character as six."""
+    text: str = request.parameters() or "{}"
+    if len(text) > 2 * MAX_BODY:
+        message = f"the parameters hold {len(text)} characters, the limit is {2 * MAX_BODY}"
+        raise Refused("too_long", message=message, way_out="send less")
+    return text
 
 
 def read_request(request: Any) -> dict[str, Any]:
@@ -72,7 +82,7 @@ def read_request(request: Any) -> dict[str, Any]:
     asked: dict[str, Any] = {}
     for tensor in request.inputs():
         _put(asked, tensor.name(), read_tensor(tensor))
-    for name, value in parse_once("parameters", request.parameters() or "{}").items():
+    for name, value in parse_once("parameters", read_parameters(request)).items():
         if name == "id":  # HTTP's generate repeats the request's id here
             continue
         if name not in KEYS and name != arrival.NAME:
@@ -81,9 +91,6 @@ def read_request(request: Any) -> dict[str, Any]:
         _put(asked, name, [value] if ALIASES.get(name, name) in LISTS else value)
     if request.timeout():
         asked["timeout"] = request.timeout()
-    ids = Amount(len(asked.get("cancel", ())), "ids")
-    if ids.number > MAX_ENTRIES:
-        raise Refused("too_long", "cancel", ids, f"the limit is {MAX_ENTRIES}", "send several requests")
     return asked
 
 
@@ -129,17 +136,31 @@ def read_ask(asked: dict[str, Any]) -> Ask:
 def read_tensor(tensor: Any) -> Any:
     """A list or a single value, in Python's types."""
     name, values = tensor.name(), tensor.as_numpy().reshape(-1)
+    _check_length(name, values)
     if values.dtype == np.object_:
         content = [read_text(name, value) for value in values]
     elif values.dtype == np.float32:
         content = [float(str(value)) for value in values]  # 0.7 as the caller wrote it, not 0.699999988
     else:
         content = values.tolist()
-    if ALIASES.get(name, name) in LISTS:
-        return content
-    if len(content) != 1:
-        raise Refused("too_long", name, Amount(len(content), "values"), way_out="give one")
-    return content[0]
+    return content if ALIASES.get(name, name) in LISTS else content[0]
+
+
+def _check_length(name: str, values: "np.ndarray[Any, Any]") -> None:
+    """Before they are read, one by one: gRPC takes a message of any length."""
+    ours, num = ALIASES.get(name, name), len(values)
+    if ours not in LISTS and num != 1:
+        raise Refused("too_long", name, Amount(num, "values"), way_out="give one")
+    if ours == "input_ids" and num > MOST_VALUES:
+        raise Refused("too_long", name, Amount(num, "values"), f"the limit is {MOST_VALUES}", "send fewer")
+    if ours == "cancel" and num > MAX_ENTRIES:
+        limit = f"the limit is {MAX_ENTRIES}"
+        raise Refused("too_long", ours, Amount(num, "ids"), limit, "send several requests")
+    if ours != "input_ids" and num > MAX_ENTRIES:
+        limit = f"at most {MAX_ENTRIES} are served"
+        raise Refused("too_long", ours, Amount(num, "entries"), limit, "give fewer")
+    if values.dtype == np.object_ and (size := sum(map(len, values.tolist()))) > MAX_BODY:
+        raise Refused("too_long", name, Amount(size, "bytes"), f"the limit is {MAX_BODY}", "send less")
 
 
 def read_text(name: str, value: bytes) -> str:

@@ -7,12 +7,29 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+
+from hemiola.runtime.serving import files
 
 FLUSH_S = 1.0  # for the last words of a server that ended
 CLOSE_S = 3.0  # for all of the end; whatever takes longer is left alone, in a thread that holds up no exit
-BACKLOG = 1024
+BACKLOG = 1024  # connections that the kernel keeps until we take them
+AT_ONCE = 16  # that we take before we look at how many there are
+FULL = b"there are too many connections; try again in a moment\n"
+TURNED_AWAY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(FULL), FULL)
+)
+
+
+class TurnedAway(asyncio.Protocol):
+    """A connection beyond those that a door may have."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(TURNED_AWAY)
+        transport.close()
 
 
 class Door(ABC):
@@ -36,6 +53,17 @@ class Door(ABC):
         """Returns when it listens."""
         self._thread.start()
         self._loop = self._started.result()
+
+    async def _listen(
+        self, held: socket.socket, make: Callable[[], asyncio.BaseProtocol], count: Callable[[], int]
+    ) -> asyncio.Server:
+        """make: what serves a new connection; count: how many there are."""
+        most = files.most_connections()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: make() if count() < most else TurnedAway(), sock=held, backlog=AT_ONCE
+        )
+        held.listen(BACKLOG)
+        return server
 
     def _is_open(self) -> None:
         self._started.set_result(asyncio.get_running_loop())

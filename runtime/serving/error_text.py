@@ -31,6 +31,14 @@ def text_of(error: BaseException, as_data: bool) -> str:
     return json.dumps(_data(error)) if as_data else str(error)
 
 
+def told(error: BaseException, as_data: bool) -> tuple[str, str]:
+    """Kind and text, whatever it is: nobody else would answer its caller."""
+    try:
+        return kind_of(error), text_of(error, as_data)
+    except Exception as failed:
+        return INTERNAL, f"{type(error).__name__} cannot be told ({type(failed).__name__})"
+
+
 def error_from(text: str, lost: Callable[[str], Lost] = Lost) -> Exception:
     """What a server says. Without a kind of ours it is tritonserver's own word: it has no engine to ask.
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving import arrival, ending
-from hemiola.runtime.serving.door import BACKLOG, FLUSH_S, Door
+from hemiola.runtime.serving.door import FLUSH_S, Door
+from hemiola.runtime.serving.generate_body import GENERATE, REFUSED, check_generate
 from hemiola.runtime.serving.http_request import (
     CUT,
     MAX_BODY,
@@ -65,9 +66,7 @@ class Guard(Door):
 
     async def _serve(self) -> None:
         servers = [
-            await asyncio.start_server(
-                partial(self._connection, self._targets[name]), sock=held, limit=MAX_HEAD, backlog=BACKLOG
-            )
+            await self._listen(held, partial(self._protocol, self._targets[name]), lambda: self._num_open)
             for name, held in self._sockets.items()
         ]
         self._is_open()
@@ -79,6 +78,15 @@ class Guard(Door):
             task.cancel()
         if self._answering:
             await asyncio.wait(set(self._answering), timeout=FLUSH_S)
+
+    @property
+    def _num_open(self) -> int:
+        return len(self._reading) + len(self._answering)
+
+    def _protocol(self, target: Path) -> asyncio.StreamReaderProtocol:
+        return asyncio.StreamReaderProtocol(
+            asyncio.StreamReader(limit=MAX_HEAD), partial(self._connection, target)
+        )
 
     async def _connection(
         self, target: Path, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -133,9 +141,10 @@ class Guard(Door):
                     body += piece
                     self._num_bytes += len(piece)
                     self._check(len(body))
-            check_size("the body", body)
-            check_brackets("the body", body)
-            check_names(body)
+            if len(body) > SMALL_BODY:  # whose reading would hold up all answers
+                await asyncio.to_thread(check_content, head.first_line, body)
+            else:
+                check_content(head.first_line, body)
             return bytes(body)
         except TimeoutError:
             raise Refusal(HTTPStatus.REQUEST_TIMEOUT, f"the body {LATE}") from None
@@ -159,6 +168,19 @@ class Guard(Door):
 def too_large() -> Refusal:
     why = f"the body has more than {MAX_BODY} bytes; send less"
     return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
+
+
+def check_content(first_line: bytes, body: bytearray) -> None:
+    """What would end tritonserver, or what it would answer without a word of use."""
+    check_size("the body", body)
+    check_brackets("the body", body)
+    if GENERATE.fullmatch(first_line):
+        try:
+            check_generate(body)
+        except Refused as error:
+            raise Refusal(HTTPStatus.BAD_REQUEST, f"{REFUSED}{error}") from None
+    else:
+        check_names(body)
 
 
 def check_names(body: bytearray) -> None:

@@ -37,10 +37,10 @@ def _draft(path: Path) -> Path:
 
 
 def read(path: Path) -> Beat | None:
-    """The last beat of a model; None if it is not loaded."""
+    """The last beat of a model; None if it is not loaded, or this process has no file left to look with."""
     try:
         return Beat(*json.loads(path.read_text()))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return None
 
 
@@ -70,6 +70,8 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:  # this process has no file left to look with
+        return True
 
 
 def remove(path: Path) -> None:

@@ -13,6 +13,7 @@ from hemiola.runtime.errors import counted
 HARMLESS = "CudaDriverHelper has not been initialized"  # an error, wherever there is no GPU
 # Not for operators; the last is gRPC's, whose port the launcher closes before the server does (listener.py).
 QUIET = r"[IW]\d{4} |Signal \(|E\d{4} .* Failed accept4: Invalid argument"
+REQUEST = r"request ['\"].*['\"]: \w+, \d+ tokens in"  # a line of --log-requests (stream.py)
 MOST_LINES = 10_000  # that wait for a slow reader; more are lost, and counted
 FLUSH_S = 1.0
 STDOUT, STDERR = 1, 2
@@ -118,7 +119,8 @@ class Log:
         Of one that has ended, all is read first, if that takes no longer.
         """
         self.thread.join(wait_s)
-        text = "".join(line for line in self._lines if HARMLESS not in line)
+        lines = [line for line in self._lines if HARMLESS not in line and not re.match(REQUEST, line)]
+        text = "".join(lines)
         model = r"failed to load '(.*?)' version 1: (?:Internal: TritonModelException: )?(.*?)(?:\\n|\"?\n)"
         found = [": ".join(parts) for parts in re.findall(model, text)]
         found = found or re.findall(r"^E\d{4} .*?\] (.*)", text, re.MULTILINE)

@@ -58,6 +58,7 @@ class TritonError(Exception):
     INVALID_ARG, INTERNAL, CANCELLED, UNAVAILABLE = range(4)
 
     def __init__(self, message: str, code: int) -> None:
+        message.encode()  # as a C++ string it must be UTF-8
         super().__init__(message)
 
 
@@ -225,6 +226,38 @@ def ask(model: Any, *request: object, **named: object) -> Sender:
     sender = Sender()
     model.execute([triton_request(sender, *request, **named)])
     return sender
+
+
+def test_an_error_that_cannot_be_sent_leaves_its_caller_waiting(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a lone surrogate in it, or one that cannot be written at all."""
+
+    class Unwritable(Refused):
+        @property
+        def parts(self) -> tuple[str, ...]:
+            raise RecursionError("too deep")
+
+    for error, said in (
+        (Refused("other", message="no \ud800 here"), "[INVALID_ARG] no ? here"),
+        (Unwritable("other"), "[INTERNAL] Unwritable cannot be told (RecursionError)"),
+    ):
+        monkeypatch.setattr(model.service.llm, "submit", raising(error))
+        sender = ask(model)
+        assert sender.sent == [(said, FINAL)]
+    failing = Piece("", [], None, "error", Metrics(num_prompt_tokens=3, arrival=0.0), "no \ud800 here")
+    monkeypatch.undo()
+    sender = ask(model)
+    model.service.llm.requests[-1].say(failing)
+    until(lambda: sender.sent)
+    assert sender.sent == [("[INTERNAL] no ? here", FINAL)]
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def raises(*_: object, **__: object) -> Any:
+        raise error
+
+    return raises
 
 
 def test_options_are_the_parameters_by_their_json_spelling(model: Any) -> None:

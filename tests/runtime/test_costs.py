@@ -19,6 +19,7 @@ from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import ApiRequest, ChatRequest, CompletionRequest, parse
+from hemiola.runtime.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
 INT = 2**31 - 1
@@ -111,6 +112,13 @@ def repeated(**values: Any) -> None:
     ResponseReply(model, request, ResponseChoice([1], Expected()))
 
 
+def rendered(roles: int) -> None:
+    """A conversation in which so many roles are none that its template names."""
+    text = object.__new__(Text)  # it needs no tokenizer
+    text.template, text.special = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}", {}
+    text.chat([{"role": f"r{i}", "content": "a"} for i in range(roles)])
+
+
 def a_tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
@@ -165,6 +173,7 @@ LIMITS: list[tuple[str, int, Callable[..., object], dict[str, Any], dict[str, An
     ("cache_salt", 1024, sampling, {"cache_salt": "a" * 1024}, {"cache_salt": "a" * 1025}),
     ("user", 2**21, repeated, {"user": "a" * (2**21 - 1000)}, {"user": "a" * 2**21}),
     ("metadata", 2**21, repeated, {"metadata": {"a": "a" * (2**21 - 1000)}}, {"metadata": {"a" * 2**21: ""}}),
+    ("messages", 16, rendered, {"roles": 16}, {"roles": 17}),
     ("n", 64, triton, {"n": 64}, {"n": 65}),
     ("n", 128, completion, {"n": 128}, {"n": 129}),
     ("timeout", 2**63, triton, {"timeout": 2**63}, {"timeout": 2**63 + 1}),

@@ -15,6 +15,7 @@ from hemiola.runtime.errors import (
     Name,
     Refused,
     one_line,
+    shown,
     within,
 )
 from hemiola.runtime.serving.error_text import error_from, kind_of, text_of
@@ -63,6 +64,37 @@ def test_an_error_is_one_sentence(error: Refused, sentence: str) -> None:
 def test_a_value_of_any_length_keeps_the_sentence_short() -> None:
     for value in ("x" * 10**6, 10**5000, [["x"] * 9] * 999):
         assert len(str(Refused("out_of_range", "stop", value, way_out="shorten it"))) < 150
+
+
+class Written:
+    """Counts how often it is written."""
+
+    num = 0
+
+    def __repr__(self) -> str:
+        Written.num += 1
+        return "w"
+
+
+def test_all_of_a_long_list_is_written_for_the_little_that_is_shown() -> None:
+    """A million numbers held all threads up for a second."""
+    for value in ([Written()] * 10**4, [[Written()] * 10**4], {1: [Written()] * 10**4}):
+        Written.num = 0
+        said = shown(value)
+        assert len(said) < 100 and said.endswith("entries)" if len(value) > 1 else "entry)")
+        assert Written.num < 100
+
+
+def test_a_value_that_is_nested_too_deeply_leaves_its_caller_without_an_error() -> None:
+    value: object = []
+    for _ in range(10**5):
+        value = [value]
+    assert shown(value) == f"{'[' * 60}... (1 entry)"
+
+
+@pytest.mark.parametrize("value", [[], (), {}, (1,), (1, 2), [[1], {"a": (2,), 3: None}], {"a": [b"x"]}, "y"])
+def test_a_short_value_is_not_shown_as_python_writes_it(value: object) -> None:
+    assert shown(value) == repr(value)
 
 
 def test_a_door_writes_its_own_names_and_the_code_stays() -> None:

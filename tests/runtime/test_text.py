@@ -15,7 +15,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.stops import StopStrings
-from hemiola.runtime.text import BROKEN, Growing, Text
+from hemiola.runtime.template import ChatTemplate
+from hemiola.runtime.text import BROKEN, MOST_DOUBTFUL, Growing, Text
 from hemiola.runtime.tokenizer import panics_as_errors, read_tokenizer
 
 SAMPLE = "def foo(x):\n    return x + 1  # héllo wörld, 你好世界 😀👨‍👩‍👧 naïve\n"
@@ -437,6 +438,48 @@ def test_no_part_of_a_message_vanishes(
         return
     with pytest.raises(Refused, match=rf"messages\[2\].{lost} changes nothing: .* {message['role']}; take"):
         text.chat([*MESSAGES, message, message])
+
+
+def test_a_name_in_a_message_comes_into_an_error_as_it_is(tmp_path: Path) -> None:
+    """A lone surrogate there could not be sent: the caller was never answered."""
+    text = with_template(tmp_path, GENERIC)
+    for name in ("\ud800", "x\nE1127 fake", "x" * 10**6):
+        with pytest.raises(Refused) as caught:
+            text.chat([{"role": "user", "content": "a", name: 1}])
+        for said in (str(caught.value), caught.value.field):
+            assert said.isprintable() and len(said.encode()) < 400
+    hidden = with_template(tmp_path, "{{ messages[0].content }}")
+    with pytest.raises(Refused, match="changes nothing") as caught:
+        hidden.chat([{"role": "user", "content": "a"}, {"role": "\ud800\n" * 10**5, "content": "b"}])
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
+def test_a_conversation_is_rendered_once_for_each_of_its_roles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand messages, each with a role of its own, took 25 s."""
+    renders, render = [], ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda *args: renders.append(args) or render(*args))
+    text = with_template(tmp_path, GENERIC)
+    few = [{"role": f"r{i}", "content": "a"} for i in range(MOST_DOUBTFUL)]
+    assert text.chat(few * 3)
+    with pytest.raises(Refused, match=f"more than {MOST_DOUBTFUL} .* use fewer") as caught:
+        text.chat([{"role": f"r{i}", "content": "a"} for i in range(5000)])
+    assert (caught.value.code, caught.value.field) == ("too_long", "messages")
+    assert len(renders) == 2 * (1 + MOST_DOUBTFUL)
+
+
+def test_a_role_is_compiled_as_a_pattern_however_long_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """15 MB of it took gigabytes."""
+    patterns, search = [], re.search
+    monkeypatch.setattr(
+        re, "search", lambda pattern, *rest: patterns.append(pattern) or search(pattern, *rest)
+    )
+    text = with_template(tmp_path, GENERIC)
+    assert text.chat([{"role": "r" * 10**6, "content": "a"}])
+    assert max(map(len, patterns), default=0) < 1000
 
 
 def test_templates_cannot_reach_out(tmp_path: Path) -> None:

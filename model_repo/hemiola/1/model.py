@@ -57,7 +57,8 @@ class Outlet:
     def fail(self, sender: Any, code: str, message: str) -> None:
         """HTTP answers 400 to every code and gRPC hides it, so the message carries it."""
         kind = "UNAVAILABLE" if code == "OVERLOADED" else code
-        error = pb_utils.TritonError(f"[{code}] {message}", getattr(pb_utils.TritonError, kind))
+        text = f"[{code}] {message}".encode(errors="replace").decode()  # no other could be sent
+        error = pb_utils.TritonError(text, getattr(pb_utils.TritonError, kind))
         made = pb_utils.InferenceResponse(error=error)
         sender.send(made, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 

@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import json
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -129,13 +130,13 @@ class App:
         except Exception as error:
             found = http_error(request, error) if isinstance(error, web.HTTPException) else api_error(error)
             if found.status == 500:
-                log.error("%s %s: %s", request.method, request.path, error, exc_info=error)
+                log.error("%s %s: %s", request.method, request.rel_url.raw_path, error, exc_info=error)
             status = str(found.status)
             return self._error_response(found)
         finally:
             self._num_handled -= 1
             seconds = time.monotonic() - start
-            log.debug("%s %s %s %.3f s", request.method, request.path, status, seconds)
+            log.debug("%s %s %s %.3f s", request.method, request.rel_url.raw_path, status, seconds)
 
     def _error_response(self, error: ApiError) -> web.Response:
         accepted = {"Accept-Encoding": "gzip, identity"} if error.status == 415 else {}
@@ -153,7 +154,7 @@ class App:
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         sent = given.strip().encode(errors="surrogateescape")
-        known = [hmac.compare_digest(sent, key.encode()) for key in self._limits.api_keys]
+        known = [hmac.compare_digest(sent, os.fsencode(key)) for key in self._limits.api_keys]
         if scheme.lower() != "bearer" or not any(known):
             raise ApiError(
                 401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from hemiola.runtime.serving.door import BACKLOG, CLOSE_S, FLUSH_S, Door
+from hemiola.runtime.serving.door import CLOSE_S, FLUSH_S, Door
 from hemiola.runtime.serving.openai.app import App, FrontLimits
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.packing import CHANNEL, NO_PROXY
@@ -91,11 +91,14 @@ class Front(Door):
         )
         await runner.setup()
         try:
-            site = web.SockSite(runner, self._sockets["openai"], backlog=BACKLOG)
-            await site.start()
+            handlers = runner.server
+            assert handlers is not None
+            listening = await self._listen(
+                self._sockets["openai"], handlers, lambda: len(handlers.connections)
+            )
             self._is_open()
             await self._refusing.wait()
-            await site.stop()
+            listening.close()
             await self._drain(app)
             wire.end(self.reason or f"the server ends, and {LATE.format(self._exit_timeout_s)}")
         finally:

@@ -194,6 +194,7 @@ class ResponsesRequest(ApiRequest):
         else:
             for i, item in enumerate(self.input):
                 made.add(item, f"input[{i}]")
+            made.end_turn()
         return made
 
     def names(self) -> dict[str, str]:
@@ -211,6 +212,7 @@ class Messages:
         self.messages: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}  # by path in a chat
         self._turn: dict[str, Any] | None = None  # the assistant's, while it goes on
+        self._said: dict[str, list[str]] = {}  # in it, by the message's keys
 
     def give(self, message: dict[str, Any], place: str, content: str) -> None:
         path = f"messages[{len(self.messages)}]"
@@ -221,7 +223,7 @@ class Messages:
         """Reasoning, text and calls that stand together are one message of the assistant."""
         content = f"{place}.content"
         if not _is_said(item):
-            self._turn = None
+            self.end_turn()
             self.give(_given(item), place, f"{place}.output" if isinstance(item, InputResult) else content)
             return
         if self._turn is None:
@@ -232,10 +234,10 @@ class Messages:
             case InputReasoning():
                 text = "".join(part.text for part in item.content or item.summary or ())
                 if text:
-                    self._turn["reasoning_content"] = self._turn.get("reasoning_content", "") + text
+                    self._said.setdefault("reasoning_content", []).append(text)
                     self.places[f"{path}.reasoning_content"] = content
             case InputMessage():
-                self._turn["content"] = (self._turn["content"] or "") + _text(item.content)
+                self._said.setdefault("content", []).append(_text(item.content))
                 self.places[f"{path}.content"] = content
             case InputCall():
                 calls = self._turn.setdefault("tool_calls", [])
@@ -244,6 +246,12 @@ class Messages:
                 self.places |= {call: place, f"{call}.function": place}
                 function = {"name": item.name, "arguments": item.arguments}
                 calls.append({"id": item.call_id, "function": function})
+
+    def end_turn(self) -> None:
+        """Of the assistant, if it has one."""
+        if self._turn is not None:
+            self._turn |= {key: "".join(texts) for key, texts in self._said.items()}
+        self._turn, self._said = None, {}
 
 
 def _tool(tool: FlatTool) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class StrictObject:
         self._inside = ""  # or: string, name, word
         self._kept: list[str] = []  # of the name or word
         self._escape = ""  # begun in a string
-        self._comma = ""  # passes with what follows it
+        self._comma: list[str] = []  # and white space behind it: it passes with what follows
         self._broken = False
 
     def push(self, char: str) -> str:
@@ -129,7 +129,7 @@ class StrictObject:
     def _between(self, char: str) -> str:
         if char in SPACE:
             if self._comma:
-                self._comma += char
+                self._comma.append(char)
             return "" if self._comma else char
         takes_value = self._expected in ("value", "first")
         if char == '"' and self._expected in ("first name", "name"):
@@ -148,13 +148,13 @@ class StrictObject:
         ):
             self._closers.pop()
             self._names.pop()
-            self._comma, self._expected, self._broken = "", "next", not self._closers
+            self._comma, self._expected, self._broken = [], "next", not self._closers
             return char
         elif char == ":" and self._expected == "colon":
             self._expected = "value"
             return char
         elif char == "," and self._expected == "next":
-            self._comma, self._expected = char, "name" if self._closers[-1] == "}" else "value"
+            self._comma, self._expected = [char], "name" if self._closers[-1] == "}" else "value"
         elif takes_value and char not in ",:[]{}":
             self._inside, self._kept = "word", [char]
         else:
@@ -162,8 +162,8 @@ class StrictObject:
         return ""
 
     def _after_comma(self, text: str) -> str:
-        comma, self._comma = self._comma, ""
-        return comma + text
+        comma, self._comma = self._comma, []
+        return "".join([*comma, text])
 
     def _end_word(self) -> str:
         word = "".join(self._kept)

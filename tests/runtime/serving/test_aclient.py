@@ -9,7 +9,7 @@ import pytest
 from kit.fake_triton import METRICS, Triton, all_ended, final, pb2, response
 
 from hemiola.runtime.errors import Busy, Cancelled, Failed, Lost, Refused
-from hemiola.runtime.serving import exchange
+from hemiola.runtime.serving import exchange, wire
 from hemiola.runtime.serving.aclient import AsyncClient
 from hemiola.runtime.serving.client import Client
 from hemiola.runtime.serving.error_text import kind_of, text_of
@@ -81,16 +81,39 @@ def test_leaving_a_stream_cancels_it_and_reads_on(url: str, triton: Triton) -> N
         async with AsyncClient(url) as client:
             async for _ in client.stream("x"):
                 break
+            while not triton.cancelled:  # not only once the client is closed
+                await asyncio.sleep(0.01)
             task = asyncio.create_task(client.generate(["a", "b"]))
             while len(triton.requests) < 3:
                 await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            while len(triton.cancelled) < 3:
+                await asyncio.sleep(0.01)
 
     run(leave())
     all_ended(triton, "read to its end")
-    assert len(triton.cancelled) == 3
+
+
+def test_an_exchange_whose_cancel_nobody_answers_is_kept_for_ever(
+    url: str, triton: Triton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "CANCEL_TIMEOUT_S", 0.1)
+    triton.answers, triton.deaf = [response(text_output="a", output_ids=[1])], True
+
+    async def leave() -> None:
+        async with AsyncClient(url) as client:
+            async for _ in client.stream("x"):
+                break
+            try:
+                while client._wire._exchanges:
+                    await asyncio.sleep(0.01)
+            finally:
+                triton.deaf = False
+
+    run(leave())
+    all_ended(triton, "dropped")
 
 
 @pytest.mark.parametrize(
@@ -113,6 +136,24 @@ def test_only_a_server_that_did_nothing_is_asked_again(
     assert [type(one) for one in found] == [kind] * 2
     assert kind is not Lost or {str(one) for one in found} == {f"the server at {url}: {message}"}
     assert len(triton.requests) == 2 * num_sent
+
+
+def test_pauses_between_tries_do_not_grow() -> None:
+    """A server that is down is asked less and less often; one that is busy, when it said."""
+    errors = [Lost("gone"), FULL, Lost("gone"), Lost("gone")]
+    pauses: list[float] = []
+
+    class Failing:
+        async def read(self) -> exchange.Received:
+            return exchange.Received(None, errors[len(pauses)])
+
+    async def pause(seconds: float) -> bool:
+        pauses.append(seconds)
+        return False
+
+    with pytest.raises(Lost):
+        run(exchange.Answer(Failing, 3, pause).read())
+    assert pauses == [exchange.RETRY_S, FULL.retry_after_s, 4 * exchange.RETRY_S]
 
 
 def test_a_request_of_which_a_piece_was_given_out_is_never_sent_again(

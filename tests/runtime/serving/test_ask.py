@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hemiola.runtime.api import MAX_ENTRIES
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.serving.ask import JSON, read_ask, read_request
+from hemiola.runtime.serving.ask import JSON, read_ask, read_request, wants_data
+from hemiola.runtime.serving.http_request import MAX_BODY
+from hemiola.runtime.serving.json_size import MOST_VALUES
 from hemiola.runtime.serving.stream import Stream, line_of
 
 
@@ -62,3 +65,56 @@ def test_a_long_id_fills_the_log() -> None:
     stream = Stream("\x07\n" * 10_000_000, None, asked(), 0.0)
     line = line_of(stream, [], "success")
     assert len(line) < 300 and line.isprintable()
+
+
+class Watched(np.ndarray):
+    """Nobody may read it."""
+
+    def tolist(self) -> Any:
+        raise AssertionError("it was read")
+
+    def __iter__(self) -> Any:
+        raise AssertionError("it was read")
+
+
+def over_grpc(name: str, values: "np.ndarray[Any, Any]", parameters: str = "{}") -> Any:
+    tensor = SimpleNamespace(name=lambda: name, as_numpy=lambda: values)
+    return SimpleNamespace(inputs=lambda: [tensor], parameters=lambda: parameters, timeout=lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("input_ids", np.zeros(MOST_VALUES + 1, np.int64), f"the limit is {MOST_VALUES}; send fewer"),
+        ("stop_token_ids", np.zeros(MAX_ENTRIES + 1, np.int64), "at most 1024 are served; give fewer"),
+        ("stop_words", np.full(MAX_ENTRIES + 1, b"a", object), "at most 1024 are served; give fewer"),
+        ("temperature", np.zeros(5, np.float32), "temperature has 5 values; give one"),
+    ],
+)
+def test_all_of_a_list_is_read_before_it_is_too_long(
+    name: str, values: "np.ndarray[Any, Any]", said: str
+) -> None:
+    """gRPC has no limit of its own: 3,000,000 stop words held the next request up for seconds."""
+    with pytest.raises(Refused) as caught:
+        read_request(over_grpc(name, values.view(Watched)))
+    assert caught.value.code == "too_long" and str(caught.value).endswith(said)
+
+
+@pytest.mark.parametrize("name", ["text_input", "structured_outputs", "stop"])
+def test_a_text_of_any_length_is_read_over_grpc(name: str) -> None:
+    for size, taken in ((MAX_BODY, True), (MAX_BODY + 1, False)):
+        values = np.array([b"a" * (size - 1), b"a"][: 2 if name == "stop" else 1], object)
+        if name != "stop":
+            values[0] = b"a" * size
+        if taken:
+            assert read_request(over_grpc(name, values))
+            continue
+        with pytest.raises(Refused, match=f"^{name} has {size} bytes, the limit is {MAX_BODY}; send less$"):
+            read_request(over_grpc(name, values))
+
+
+def test_parameters_of_any_length_are_read_over_grpc() -> None:
+    long = json.dumps({"cache_salt": "s" * 2 * MAX_BODY, "error_data": True})
+    with pytest.raises(Refused, match=f"^the parameters hold {len(long)} characters, the limit is"):
+        read_request(over_grpc("input_ids", np.zeros(3, np.int64), long))
+    assert not wants_data(over_grpc("input_ids", np.zeros(3, np.int64), long))

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from kit.served import until
 
+from hemiola.runtime.serving import files, slow_reader
 from hemiola.runtime.serving import guard as guards
-from hemiola.runtime.serving import slow_reader
+from hemiola.runtime.serving.door import TURNED_AWAY
 from hemiola.runtime.serving.guard import Guard
 from hemiola.runtime.serving.relay import Unchunked
 from hemiola.runtime.serving.tritonserver import ANY_PORTS
@@ -297,6 +298,47 @@ def test_a_client_that_trickles_stays_for_ever(
     monkeypatch.setattr(guards, "HEAD_TIMEOUT_S", 0.1)
     monkeypatch.setattr(guards, "BODY_TIMEOUT_S", 0.1)
     assert said(guard, begun).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_of_another_type_is_answered_by_tritonserver(guard: Guard, upstream: Upstream) -> None:
+    body = b'{"max_tokens": "2"}'
+    head = b"POST /v2/models/m/generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body)
+    answer = said(guard, head + body)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert error == {"error": "[INVALID_ARG] max_tokens is '2'; give a whole number"}
+    assert not upstream.asked
+
+
+def test_reading_a_large_body_holds_up_all_answers(
+    guard: Guard, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    monkeypatch.setattr(guards, "check_content", lambda *_: threads.append(threading.current_thread().name))
+    for size in (10, guards.SMALL_BODY + 1):
+        assert said(guard, POST + b"Content-Length: %d\r\n\r\n" % size + b" " * size) == ANSWER
+    assert threads[0] == "http-guard" != threads[1]
+
+
+def test_idle_connections_take_all_files_of_the_launcher(
+    upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It then could not read its engines' heartbeats, and ended the server."""
+    monkeypatch.setattr(files, "most_connections", lambda: 8)
+    guard = Guard("127.0.0.1", ANY_PORTS)
+    guard.start({"http": Path("upstream"), "metrics": Path("nowhere")})
+    with contextlib.closing(guard), contextlib.ExitStack() as stack:
+        idle = []
+        for number in range(8):
+            port = guard.ports["http" if number % 2 else "metrics"]
+            idle.append(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
+            until(lambda: guard._num_open == len(idle))
+        for _ in range(20):
+            assert said(guard, b"") == TURNED_AWAY
+        assert guard._num_open == 8
+        idle.pop().close()
+        until(lambda: guard._num_open == 7)
+        assert said(guard, b"GET /x HTTP/1.1\r\n\r\n") == ANSWER
 
 
 def test_a_reader_that_is_dead_holds_a_growing_buffer(

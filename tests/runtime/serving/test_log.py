@@ -78,6 +78,16 @@ def test_the_reason_is_what_the_model_said() -> None:
     assert log_of([]).reason() == "it said nothing"
 
 
+def test_the_reason_is_the_last_request_of_a_caller() -> None:
+    """With --log-requests; it was told as why tritonserver had ended."""
+    line = (
+        "request {}: success, 3 tokens in; 16 out (length), 0 cached, queued 0.1 s, first 0.1 s; total 0.2 s"
+    )
+    said = log_of(["free(): invalid pointer", line.format("'a1'"), line.format('"it\'s"')])
+    assert said.reason(10) == "free(): invalid pointer"
+    assert log_of([line.format("''")]).reason(10) == "it said nothing"
+
+
 def test_the_reason_is_not_that_there_is_no_gpu() -> None:
     noise = 'E1123 05:43:06.509094 1412 server.cc:241] "CudaDriverHelper has not been initialized."'
     loads = 'I1123 05:43:06.510318 1412 model_lifecycle.cc:472] "loading: hemiola:1"'

@@ -5,6 +5,7 @@ import contextlib
 import http.server
 import json
 import logging
+import os
 import re
 import select
 import socket
@@ -22,9 +23,9 @@ from tokenizers.processors import TemplateProcessing
 
 from hemiola.runtime.api import Logprob, Piece
 from hemiola.runtime.errors import Busy, Cancelled, Failed, Refused
-from hemiola.runtime.serving import slow_reader
+from hemiola.runtime.serving import files, slow_reader
 from hemiola.runtime.serving.openai import app
-from hemiola.runtime.serving.openai.app import FrontLimits
+from hemiola.runtime.serving.openai.app import App, FrontLimits
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import ServedModel
@@ -479,6 +480,25 @@ def test_a_connection_that_stalls_is_held_for_ever(
     assert re.findall(rb"^HTTP/1.1 (\d+)", said, re.MULTILINE)[: len(answers)] == answers
 
 
+def test_idle_connections_take_all_files_of_the_launcher(
+    start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they have a key or not; it then could not look at its engines, and ended the server."""
+    monkeypatch.setattr(files, "most_connections", lambda: 4)
+    front = start()
+    url = f"http://127.0.0.1:{front.port}/version"
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(requests.Session()) for _ in range(4)]
+        for session in idle:  # once it has an answer, its connection is counted
+            assert session.get(url, timeout=60).status_code == 200
+        for _ in range(20):
+            answer = requests.get(url, timeout=60)
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+            assert answer.text == "there are too many connections; try again in a moment\n"
+        idle.pop().close()
+        until(lambda: requests.get(url, timeout=60).status_code == 200)
+
+
 @pytest.mark.usefixtures("dead_proxy")
 def test_its_own_tritonserver_is_not_asked_through_a_proxy(
     models: dict[str, ServedModel], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
@@ -545,6 +565,28 @@ def test_keys_are_asked_for(start: Callable[..., Front], triton: ScriptedTriton)
         OpenAI(base_url=front.url, api_key="three", max_retries=0).models.list()
     root = front.url.removesuffix("/v1")
     assert requests.get(f"{root}/health", timeout=60).status_code == 200
+
+
+def test_a_key_that_is_no_unicode_is_an_error_of_the_server(start: Callable[..., Front]) -> None:
+    """As the environment and a command line have it; every request was answered 500."""
+    front = start(api_keys=("one", os.fsdecode(b"\xfftwo")))
+    for key, status in ((b"one", 200), (b"\xfftwo", 200), (b"\xff", 401)):
+        head = {"Authorization": b"Bearer " + key}
+        assert requests.get(f"{front.url}/models", headers=head, timeout=60).status_code == status
+
+
+def test_a_path_writes_lines_of_its_own_into_the_log(
+    start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: App, name: str) -> None:
+        raise RuntimeError("trouble")
+
+    monkeypatch.setattr(App, "_model", fails)
+    url = start().url
+    assert requests.get(f"{url}/models/a%0AE1127%20lost", timeout=60).status_code == 500
+    assert [record.getMessage() for record in caplog.records if "trouble" in record.getMessage()] == [
+        "GET /v1/models/a%0AE1127%20lost: trouble"
+    ]
 
 
 def test_too_many_requests_are_told_when_to_come_back(

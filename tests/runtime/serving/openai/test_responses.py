@@ -12,7 +12,13 @@ from openai import BadRequestError, OpenAI
 from hemiola import __version__
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.openai.front import Front
-from hemiola.runtime.serving.openai.responses import ResponsesRequest
+from hemiola.runtime.serving.openai.responses import (
+    InputMessage,
+    InputReasoning,
+    Messages,
+    ReasoningText,
+    ResponsesRequest,
+)
 from hemiola.runtime.serving.openai.schema import PASSED
 from hemiola.runtime.text import Text
 
@@ -281,3 +287,20 @@ def test_a_key_guards_every_route_but_health_metrics_and_version(start: Callable
         assert requests.post(f"{url}{path}", json={}).status_code == 401, path
     assert requests.get(f"{url}/version").status_code == 200
     assert requests.get(f"{url}/health").status_code in (200, 503)
+
+
+@pytest.mark.parametrize("kind", ["message", "reasoning"])
+def test_the_work_for_an_item_grows_with_the_turn_before_it(kind: str) -> None:
+    """16 MB in 16,000 items took 14 s: each was added to a copy of all before it."""
+    made, total, copied = Messages(), 300, 0
+    for at in range(total):
+        if kind == "message":
+            made.add(InputMessage(type=kind, role="assistant", content="xy"), f"input[{at}]")
+        else:
+            text = ReasoningText(type="reasoning_text", text="xy")
+            made.add(InputReasoning(type=kind, content=[text]), f"input[{at}]")
+        copied += sum(len(text) for name, text in made.messages[0].items() if text and name != "role")
+    made.end_turn()
+    (turn,) = made.messages
+    assert turn["content" if kind == "message" else "reasoning_content"] == "xy" * total
+    assert copied <= 2 * total

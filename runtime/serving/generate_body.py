@@ -1,0 +1,109 @@
+"""A body of Triton's generate endpoints, before tritonserver reads it: it answers 500 to what is of another
+type than its config says, and names no field."""
+
+import math
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from hemiola.runtime.errors import Amount, Name, Refused
+from hemiola.runtime.json_file import Repeated, parse_json
+from hemiola.runtime.serving.error_text import KINDS
+from hemiola.runtime.serving.tritonserver import find_model
+
+GENERATE = re.compile(rb"POST /v2/models/[^/? ]+(?:/versions/[^/? ]+)?/generate(?:_stream)?[ ?].*")
+INPUT = re.compile(r'^ +\{ name: "(\w+)" +data_type: TYPE_(\w+) +dims: \[ (-?1) \]', re.MULTILINE)
+SURROGATE = re.compile("[\ud800-\udfff]")
+WANTED = {"INT64": "a whole number", "FP32": "a number", "BOOL": "true or false", "STRING": "a text"}
+REFUSED = f"[{KINDS[Refused]}] "  # as the model begins
+
+
+class Input(NamedTuple):
+    """A tensor of the model."""
+
+    kind: str  # one of WANTED
+    is_list: bool
+
+
+@cache
+def inputs() -> dict[str, Input]:
+    """As config.pbtxt has them."""
+    text = (find_model() / "config.pbtxt").read_text().partition("\noutput [")[0]
+    return {name: Input(kind, dims == "-1") for name, kind, dims in INPUT.findall(text)}
+
+
+def check_generate(body: bytes | bytearray) -> None:
+    """Raises Refused, in the model's words."""
+    try:
+        asked = parse_json(body.decode("utf-8-sig", errors="replace"), unique=True)
+    except Repeated as error:
+        raise Refused("conflict", message=f"{error}", way_out="give it once") from None
+    except ValueError as error:
+        raise Refused(
+            "malformed", message=f"the body is no JSON ({error})", way_out="send an object"
+        ) from None
+    if not isinstance(asked, dict):
+        raise Refused("wrong_type", "the body", asked, way_out="send an object")
+    for name, value in asked.items():
+        if name in inputs():
+            _check_tensor(name, value, inputs()[name])
+        elif name == "id":
+            _check(name, value, "STRING")
+        elif name == "parameters":
+            _check_parameters(value)
+        else:
+            _check_parameter(name, value)
+
+
+def _check_tensor(name: str, value: object, own: Input) -> None:
+    if not isinstance(value, list):
+        _check(name, value, own.kind)
+        return
+    if not own.is_list and len(value) != 1:
+        raise Refused("too_long", name, Amount(len(value), "values"), way_out="give one")
+    for at, entry in enumerate(value):
+        if not _fits(entry, own.kind):
+            _check(f"{name}[{at}]", entry, own.kind)
+
+
+def _check_parameters(value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise Refused("wrong_type", "parameters", value, way_out="give an object")
+    for name, own in value.items():
+        _check_parameter(name, own)
+
+
+def _check_parameter(name: str, value: object) -> None:
+    """Tritonserver says itself what it takes; the model says which there are."""
+    kind = {str: "STRING", int: "INT64"}.get(type(value))
+    if SURROGATE.search(name) or "\0" in name:
+        raise Refused("unknown", message=f"unknown key {name[:80]!r}", way_out="leave it out")
+    if kind is not None:
+        _check(name[:80], value, kind)
+
+
+def _check(name: str, value: object, kind: str) -> None:
+    if _fits(value, kind):
+        return
+    if kind == "STRING" and type(value) is str:
+        at = SURROGATE.search(value)
+        where = f" is not valid Unicode at character {at.start() if at else 0} (a lone surrogate)"
+        raise Refused("malformed", name, message=(Name(name), where), way_out="remove it")
+    if kind == "INT64" and type(value) is int:
+        raise Refused("out_of_range", name, value, "which needs more than 64 bits", "give a smaller number")
+    raise Refused("wrong_type", name, value, way_out=f"give {WANTED[kind]}")
+
+
+def _fits(value: Any, kind: str) -> bool:
+    match kind:
+        case "INT64":
+            return type(value) is int and -(2**63) <= value < 2**63
+        case "FP32":
+            return (type(value) is int and abs(value) < 2**1023) or (
+                type(value) is float and not math.isinf(value)
+            )
+        case "BOOL":
+            return type(value) is bool
+        case _:
+            return type(value) is str and not (not value.isascii() and SURROGATE.search(value))

@@ -1,0 +1,61 @@
+"""Files that a server may have open."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hemiola.runtime.serving import files, heartbeat
+
+RAISED = """
+import resource
+from hemiola.runtime.serving import files
+soft, hard = map(int, input().split())
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+files.raise_limit()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], files.most_connections())
+"""
+
+
+@pytest.mark.parametrize(("soft", "hard", "raised"), [(300, 4000, 4000), (300, 300, 300), (200, 200, 200)])
+def test_a_server_stays_with_the_files_of_a_shell(soft: int, hard: int, raised: int) -> None:
+    """1024 of them, and as many idle connections ended it."""
+    assert hard <= resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    ran = subprocess.run(
+        [sys.executable, "-c", RAISED],
+        input=f"{soft} {hard}",
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ,
+    )
+    found, connections = map(int, ran.stdout.split())
+    assert found == raised
+    assert connections == max(1, (raised - files.KEPT) // files.SHARES)
+
+
+def test_an_engine_is_lost_when_its_launcher_has_no_file_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m"
+    heartbeat.write(path, heartbeat.now(0.0, 0.0, 1, ""))
+    assert heartbeat.trouble(path, 30) == "" and heartbeat._alive(os.getpid())
+    plain = Path.read_text
+    for unreadable in ("/proc", "/"):
+
+        def read_text(own: Path, beginning: str = unreadable) -> str:
+            if str(own).startswith(beginning):
+                raise OSError(errno.EMFILE, "Too many open files")
+            return plain(own)
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+        assert heartbeat.trouble(path, 30) == ""
+    dead = heartbeat.Beat(2**22 + 1, 1e18, 0.0, 0.0, 1, "")
+    monkeypatch.undo()
+    path.write_text(json.dumps(dead))
+    assert "has ended" in heartbeat.trouble(path, 30)

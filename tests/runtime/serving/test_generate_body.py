@@ -1,0 +1,92 @@
+"""Bodies of the generate endpoints: what tritonserver would answer 500 is refused by name before it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.generate_body import GENERATE, WANTED, check_generate, inputs
+
+CONFIG = Path(__file__).resolve().parents[3] / "model_repo/hemiola/config.pbtxt"
+ALONE = "\ud800"
+
+
+def test_every_input_of_the_config_is_checked() -> None:
+    config = text_format.Parse(CONFIG.read_text(), model_config_pb2.ModelConfig())
+    kind = model_config_pb2.DataType.Name
+    found = {one.name: (kind(one.data_type).removeprefix("TYPE_"), list(one.dims)) for one in config.input}
+    assert {name: (own.kind, [-1 if own.is_list else 1]) for name, own in inputs().items()} == found
+    assert {own.kind for own in inputs().values()} == set(WANTED)
+
+
+WRONG = [
+    (b"", "the body is no JSON (Expecting value: line 1 column 1 (char 0)); send an object"),
+    (b"{", "the body is no JSON ("),
+    (b'{"text_input": "a"} x', "the body is no JSON (Extra data"),
+    (b"[1]", "the body is [1]; send an object"),
+    (b'{"max_tokens": ' + b"9" * 5000 + b"}", "the body is no JSON (a number of too many digits)"),
+    (b'{"text_input": ' + b"[" * 5000, "the body is no JSON (nested too deeply)"),
+    (b'{"n": 1, "n": 2}', "the key 'n' stands twice in one object; give it once"),
+    ({"max_tokens": "2"}, "max_tokens is '2'; give a whole number"),
+    ({"max_tokens": None}, "max_tokens is None; give a whole number"),
+    ({"max_tokens": 4.0}, "max_tokens is 4.0; give a whole number"),
+    ({"max_tokens": True}, "max_tokens is True; give a whole number"),
+    ({"max_tokens": [1, 2]}, "max_tokens has 2 values; give one"),
+    ({"max_tokens": []}, "max_tokens has 0 values; give one"),
+    ({"max_tokens": 2**63}, f"max_tokens is {2**63}, which needs more than 64 bits; give a smaller number"),
+    ({"seed": -(2**63) - 1}, f"seed is {-(2**63) - 1}, which needs more than 64 bits"),
+    (b'{"max_tokens": 1e400}', "max_tokens is inf; give a whole number"),
+    (b'{"temperature": 1e400}', "temperature is inf; give a number"),
+    ({"temperature": 10**400}, "temperature is 1000000"),
+    ({"temperature": "1"}, "temperature is '1'; give a number"),
+    ({"stream": 1}, "stream is 1; give true or false"),
+    ({"text_input": 5}, "text_input is 5; give a text"),
+    ({"text_input": {"a": 1}}, "text_input is {'a': 1}; give a text"),
+    ({"text_input": ["a", "b"]}, "text_input has 2 values; give one"),
+    ({"text_input": f"a{ALONE}"}, "text_input is not valid Unicode at character 1 (a lone surrogate)"),
+    ({"stop": ["é", ALONE]}, "stop[1] is not valid Unicode at character 0 (a lone surrogate); remove it"),
+    ({"input_ids": [1, "a"]}, "input_ids[1] is 'a'; give a whole number"),
+    ({"input_ids": [[1, 2], [3]]}, "input_ids[0] is [1, 2]; give a whole number"),
+    ({"input_ids": [2**63]}, f"input_ids[0] is {2**63}, which needs more than 64 bits"),
+    ({"id": 5}, "id is 5; give a text"),
+    ({"parameters": 5}, "parameters is 5; give an object"),
+    ({"parameters": {"a": ALONE}}, "a is not valid Unicode at character 0"),
+    ({"foo": 2**64}, f"foo is {2**64}, which needs more than 64 bits"),
+    ({ALONE: 1}, "unknown key '\\ud800'; leave it out"),
+    ({"\0": 1}, "unknown key '\\x00'; leave it out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "said"), WRONG)
+def test_a_wrong_type_is_answered_500(body: object, said: str) -> None:
+    with pytest.raises(Refused) as caught:
+        check_generate(body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert str(caught.value).startswith(said) and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},  # the model says what is missing
+        {"text_input": "é😀", "max_tokens": 2, "temperature": 1, "top_p": 0.5, "stream": False, "stop": "x"},
+        {"text_input": ["a"], "max_tokens": [2], "stop": [], "input_ids": 5, "seed": -(2**63)},
+        {"input_ids": list(range(5)), "id": "x", "timeout": 5, "parameters": {"max_tokens": 2, "a": True}},
+        {"foo": {"a": 1}, "bar": 1.5, "baz": None},  # tritonserver's own 400
+        b'\xef\xbb\xbf{"text_input": "a"}',
+        b'{"text_input": "a\xff", "temperature": NaN}',  # the model says what is wrong
+    ],
+)
+def test_what_tritonserver_takes_goes_on(body: object) -> None:
+    check_generate(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    "path", ["m/generate", "m/generate_stream", "m/versions/1/generate", "m/generate?x=1"]
+)
+def test_each_generate_endpoint_is_known(path: str) -> None:
+    assert GENERATE.fullmatch(f"POST /v2/models/{path} HTTP/1.1".encode())
+    assert not GENERATE.fullmatch(f"GET /v2/models/{path} HTTP/1.1".encode())
+    assert not GENERATE.fullmatch(b"POST /v2/models/generate/infer HTTP/1.1")
