@@ -93,10 +93,11 @@ def _inspect(engine_dir: Path) -> None:
     from hemiola.runtime.config import ServeConfig
     from hemiola.runtime.errors import Refused
 
+    config = ServeConfig(**OPTIONS)
     with suppress(Refused):
         found = manifest.load(engine_dir)
-        json.dumps(described(engine_dir, found, ServeConfig()))
-        show(engine_dir, found, ServeConfig())
+        json.dumps(described(engine_dir, found, config))
+        show(engine_dir, found, config)
 
 
 def main() -> None:
