@@ -8,11 +8,15 @@ from tokenizers import Tokenizer
 
 from hemiola.builder.checkpoint import TOKENIZER_FILES, file_in, read_json
 from hemiola.runtime.errors import Refused, one_line
-from hemiola.runtime.tokenizer import check_growth, panics_as_errors
+from hemiola.runtime.json_file import check_size
+from hemiola.runtime.tokenizer import FILES, check_growth, panics_as_errors
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> bool:
     """Whether there is one. It must be readable, and every id that it makes one that the model knows."""
+    for name in TOKENIZER_FILES:
+        if found := file_in(folder, name):
+            check_size(found, "download it again", FILES[name])
     path = file_in(folder, TOKENIZER_FILES[0])
     if path is None:
         print(

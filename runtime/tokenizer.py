@@ -12,14 +12,16 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from hemiola.runtime.errors import one_line
 
+# Bytes of each file at most; the largest known have 35 MB, 1 MB and 0.1 MB.
+FILES = {"tokenizer.json": 2**27, "tokenizer_config.json": 2**26, "chat_template.jinja": 2**22}
 MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"}
 SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}  # characters that may become one
 
 
-# How many characters one may become by a step of a tokenizer's, roughly; a step that is not here makes none.
+# How many characters one may become by a step of a tokenizer, roughly; a step that is not here makes none.
 GROWTH = {
-    "BPEDecoder": 2, "BertNormalizer": 2, "ByteLevel": 2, "CTC": 2, "Lowercase": 2, "NFC": 2, "NFD": 2, "NFKC": 4,
-    "NFKD": 4, "Precompiled": 4,
+    "BPEDecoder": 2, "BertNormalizer": 2, "ByteLevel": 2, "CTC": 2, "Lowercase": 2, "NFC": 2, "NFD": 2,
+    "NFKC": 4, "NFKD": 4, "Precompiled": 4,
 }  # fmt: skip
 MOST_GROWTH = 64  # by all steps of a kind
 STEPS = ("normalizers", "pretokenizers", "processors", "decoders")  # of a sequence

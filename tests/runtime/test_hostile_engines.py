@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import FILE, Manifest
+from hemiola.runtime.text import Text
 
 # Free text, shown to people; and what is refused at another door, or is the same on every machine.
 SHOWN = {"architecture", "layers", "refused", "builder_version", "torch_version"}
@@ -265,6 +266,15 @@ def test_a_tokenizer_that_is_wrong_is_refused(stranger: Stranger, name: str) -> 
         found = stranger.outcome()
         harmless = text in (b"{}", b'{"a": 1e999}') and name != "tokenizer/tokenizer.json"
         assert "refused" in found or harmless, text[:40]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_sparse_file_of_gigabytes_is_read(stranger: Stranger, name: str) -> None:
+    """Without looking at its digest, which takes as long as a disk does."""
+    with (stranger.dir / name).open("wb") as file:
+        file.truncate(2**33)
+    with pytest.raises(Refused, match=f"{name} has {2**33} bytes, at most"):
+        Text(stranger.dir / "tokenizer")
 
 
 def test_a_tokenizer_with_ids_that_the_model_has_not_is_refused(stranger: Stranger) -> None:
