@@ -80,7 +80,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     if any(
         token.special and token.content in MARKS for token in tokenizer.get_added_tokens_decoder().values()
     ):
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         for token in content["added_tokens"]:
             token["special"] = token["special"] and token["content"] not in MARKS
         tokenizer = Tokenizer.from_str(json.dumps(content))

@@ -178,6 +178,21 @@ def test_tokens_of_the_config_alone_are_no_tokens_unlike_in_transformers(tmp_pat
     assert len(text.encode("<x>")) == 3 and len(theirs(tmp_path)("<x>")["input_ids"]) == 1
 
 
+def test_a_locale_changes_the_ids_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A special mark of thoughts is why the file is read again."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken("<think>")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    real = Path.read_text
+
+    def in_latin(path: Path, encoding: str = "latin-1", errors: str | None = None) -> str:
+        return real(path, encoding, errors)
+
+    monkeypatch.setattr(Path, "read_text", in_latin)
+    text = "hello na\u00efve <think>"
+    assert Text(tmp_path).encode(text) == tokenizer.encode(text).ids
+
+
 def repeated(step: dict, number: int, key: str) -> dict:
     return {"type": "Sequence", key: [step] * number}
 
