@@ -279,8 +279,13 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Files that should have a checkpoint's weights."""
-    return sorted(set(_read_index(folder).values())) if file_in(folder, INDEX) else [SINGLE]
+    """Files that should have a checkpoint's weights, each one of the folder's by its name."""
+    names = sorted(set(_read_index(folder).values())) if file_in(folder, INDEX) else [SINGLE]
+    for name in names:
+        if name in ("", "..") or name != Path(name).name or not name.isprintable():
+            message = f"{folder / INDEX} names the file {name!r}, which is none of the folder's"
+            raise Refused("damaged", message=message, way_out="download it again")
+    return names
 
 
 def file_in(folder: Path, name: str) -> Path | None:
@@ -325,9 +330,6 @@ def _is_shared(cache: Path, target: Path) -> bool:
 
 def _shard(folder: Path, name: str) -> Path:
     """A file that an index names."""
-    if name in ("", "..") or name != Path(name).name or not name.isprintable():
-        message = f"{folder / INDEX} names the file {name!r}, which is none of the folder's"
-        raise Refused("damaged", message=message, way_out="download it again")
     if (path := file_in(folder, name)) is None:
         message = f"{folder / name} is missing, {INDEX} names it"
         raise Refused("not_found", message=message, way_out="download it again")

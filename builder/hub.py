@@ -6,6 +6,7 @@ fetches the parts of a large file in parallel.
 """
 
 import errno
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_token,
+    hf_hub_download,
+    set_client_factory,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -23,7 +31,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.utils import HFValidationError, _http, validate_repo_id
 
 from hemiola.builder.checkpoint import INDEX, TOKENIZER_FILES, shard_names
 from hemiola.builder.formats.declared import MODELOPT
@@ -32,6 +40,9 @@ from hemiola.runtime.progress import FETCHING, Report, size
 
 CONFIG = "config.json"
 SMALL = (CONFIG, "generation_config.json", MODELOPT, INDEX, *TOKENIZER_FILES)
+JOINED = ("ETag", "X-Linked-ETag", "X-Repo-Commit")
+PART_OF_A_PATH = re.compile(r'(W/)?"?[\w:;,+=~-][\w.:;,+=~-]{0,199}"?', re.ASCII)
+COMMIT = re.compile(r"\w{1,200}", re.ASCII)
 LOGIN = "set HF_TOKEN or run hf auth login"
 HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # of the HTTP client that this huggingface_hub uses
 
@@ -60,24 +71,38 @@ def locate(path: Path, revision: str | None, report: Report) -> Origin:
     report("asking the Hub", 0, 0)
     with _in_one_line(repo, revision):
         try:
-            info = HfApi().model_info(
-                repo, revision=revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
-            )
+            commit, sizes = _described(repo, revision)
         except (HTTP_ERROR, OSError) as error:
             if not _is_unreachable(error):
                 raise
             return _cached(repo, revision, error)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        if CONFIG not in sizes or info.sha is None:
+        if CONFIG not in sizes:
             message = f"{repo} on {constants.ENDPOINT} has no {CONFIG}"
             raise Refused("not_found", message=message, way_out="name a checkpoint in safetensors")
         named = Path(hf_hub_download(repo, CONFIG, revision=revision))  # the cache keeps what the name means
-        if named.parent.name != info.sha:
+        if named.parent.name != commit:
             message = f"{repo} on {constants.ENDPOINT} has just changed"
             raise Refused("failed", message=message, way_out="build again")
-        origin = Origin(named.parent, repo, info.sha, sizes)
+        origin = Origin(named.parent, repo, commit, sizes)
         _fetch(origin, SMALL, report)
     return origin
+
+
+def _described(repo: str, revision: str | None) -> tuple[str, dict[str, int]]:
+    """A model's commit, and bytes of its files by name. huggingface_hub takes an answer as it comes."""
+    try:
+        timeout = constants.HF_HUB_ETAG_TIMEOUT
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=timeout)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    except (TypeError, KeyError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+    else:
+        commit = info.sha if isinstance(info.sha, str) and COMMIT.fullmatch(info.sha) else ""
+        if commit and all(type(size) is int and size >= 0 for size in sizes.values()):
+            return commit, sizes
+        reason = "a commit or a size that is none"
+    message = f"{constants.ENDPOINT} describes {repo} as the Hub does not ({reason})"
+    raise Refused("malformed", message=message, way_out="set HF_ENDPOINT to another Hub")
 
 
 def fetch_weights(origin: Origin, report: Report) -> None:
@@ -159,11 +184,38 @@ def _unreachable(error: Exception) -> str:
     return f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {one_line(error)})"
 
 
+def _check_headers(response: Any) -> None:
+    """huggingface_hub joins these to paths of its cache as they come, so a Hub could name any file."""
+    for header in JOINED if response.request.method == "HEAD" else ():
+        value = response.headers.get(header)
+        if value is not None and not PART_OF_A_PATH.fullmatch(value):
+            message = f"{constants.ENDPOINT} says {header} {value[:60]}, which is no part of a file's name"
+            raise Refused("malformed", message=one_line(message), way_out="set HF_ENDPOINT to another Hub")
+
+
+@contextmanager
+def _checked_headers() -> Iterator[None]:
+    """Of all that is asked meanwhile, by clients that a program has told huggingface_hub to make, too."""
+    make = _http._GLOBAL_CLIENT_FACTORY
+
+    def checking() -> Any:
+        client = make()
+        client.event_hooks["response"].append(_check_headers)
+        return client
+
+    set_client_factory(checking)
+    try:
+        yield
+    finally:
+        set_client_factory(make)
+
+
 @contextmanager
 def _in_one_line(repo: str, revision: str | None) -> Iterator[None]:
     """What huggingface_hub raises."""
     try:
-        yield
+        with _checked_headers():
+            yield
     except Refused:
         raise
     except (HTTP_ERROR, OSError, RuntimeError, ValueError) as error:  # hf_xet's, and what is no JSON

@@ -16,6 +16,7 @@ from hemiola.runtime.engine_files import strays
 from hemiola.runtime.errors import Refused, one_line
 
 WORKSHOP = ".building-"  # behind an engine directory's name
+NEW = "new"  # an engine that is being built
 OLD = "old"  # an engine that stood there before, for a moment
 NO_MEMORY = (
     "allocate memory",
@@ -69,10 +70,11 @@ def fresh(engine_dir: Path) -> Iterator[Path]:
     except OSError as error:
         message = f"--engine-dir {engine_dir} cannot be written ({error.strerror})"
         raise Refused("failed", "engine_dir", message=message, way_out="choose another directory") from None
-    folder, old = workshop / "new", workshop / OLD
+    folder, old = workshop / NEW, workshop / OLD
     try:
         folder.mkdir(0o755)
         yield folder
+        refuse_occupied(engine_dir)  # files may have come meanwhile
         if engine_dir.exists():
             engine_dir.rename(old)
         folder.rename(engine_dir)
@@ -112,15 +114,19 @@ def _remove_abandoned(engine_dir: Path) -> None:
     for workshop in engine_dir.parent.glob(f".{glob.escape(engine_dir.name)}{WORKSHOP}*"):
         with suppress(OSError):
             lock = _lock(workshop)
-            if lock is not None:
+            if lock is None:
+                continue
+            is_ours = os.fstat(lock).st_uid == os.geteuid() and {*os.listdir(lock)} <= {NEW, OLD}
+            if is_ours:
                 _close_workshop(workshop, engine_dir)
-                os.close(lock)
+            os.close(lock)
 
 
 def _lock(workshop: Path) -> int | None:
-    """A descriptor; None while another build, or nobody any more, has it. Raises OSError: no locks here."""
+    """A descriptor; None while another build, or nobody any more, has it. Raises OSError: no locks here, or
+    no folder."""
     try:
-        lock = os.open(workshop, os.O_RDONLY)
+        lock = os.open(workshop, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     try:

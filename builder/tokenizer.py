@@ -8,11 +8,15 @@ from tokenizers import Tokenizer
 
 from hemiola.builder.checkpoint import TOKENIZER_FILES, file_in, read_json
 from hemiola.runtime.errors import Refused, one_line
-from hemiola.runtime.tokenizer import panics_as_errors
+from hemiola.runtime.json_file import check_size
+from hemiola.runtime.tokenizer import FILES, check_growth, panics_as_errors
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> bool:
     """Whether there is one. It must be readable, and every id that it makes one that the model knows."""
+    for name in TOKENIZER_FILES:
+        if found := file_in(folder, name):
+            check_size(found, "download it again", FILES[name])
     path = file_in(folder, TOKENIZER_FILES[0])
     if path is None:
         print(
@@ -23,7 +27,9 @@ def check_tokenizer(folder: Path, vocab_size: int) -> bool:
         return False
     try:
         with panics_as_errors():
-            ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
+            tokenizer = Tokenizer.from_file(str(path))
+            check_growth(tokenizer)
+            ids = tokenizer.get_vocab(with_added_tokens=True).values()
     except Exception as error:  # tokenizers raises nothing narrower
         message = f"{path} is not a tokenizer ({one_line(error)})"
         raise Refused("damaged", message=message, way_out="download it again") from None

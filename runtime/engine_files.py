@@ -50,6 +50,7 @@ def _check_strays(engine_dir: Path, sha256: Mapping[str, str], manifest: str) ->
 
 
 def strays(engine_dir: Path, own: Iterable[str]) -> list[str]:
-    """Files in an engine's directory that are not its own."""
-    files = {str(path.relative_to(engine_dir)) for path in engine_dir.rglob("*") if path.is_file()}
+    """What is in an engine's directory and not its own: files, links, pipes."""
+    found = (path for path in engine_dir.rglob("*") if path.is_symlink() or not path.is_dir())
+    files = {str(path.relative_to(engine_dir)) for path in found}
     return sorted(files - set(own))

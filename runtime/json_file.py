@@ -33,12 +33,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def read_text(path: Path, way_out: str, most_bytes: int | None = None) -> str:
-    """A text of at most so many bytes."""
-    size = path.stat().st_size
-    if most_bytes is not None and size > most_bytes:
+def check_size(path: Path, way_out: str, most_bytes: int) -> None:
+    """Refuses what is larger: a file may have holes, and terabytes that take no place."""
+    if (size := path.stat().st_size) > most_bytes:
         message = f"{path} has {size} bytes, at most {most_bytes} are read"
         raise Refused("too_long", message=message, way_out=f"{way_out}")
+
+
+def read_text(path: Path, way_out: str, most_bytes: int | None = None) -> str:
+    """A text of at most so many bytes."""
+    if most_bytes is not None:
+        check_size(path, way_out, most_bytes)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -67,6 +67,11 @@ def _known_archs(names: str) -> str:
     return names
 
 
+def _layout(text: str) -> str:
+    Layout.parse(text)
+    return text
+
+
 def _known_tp(size: int) -> int:
     if size not in SIZES:
         raise ValueError("it should be 1, 2, 4 or 8")
@@ -196,7 +201,9 @@ class Segment(Frozen):
     head: tuple[HeadCall, ...] = ()
     # Logits of any line of hidden states: a call of the program or of the head.
     scores: HeadCall | None = None
-    layouts: dict[Word, Word] = {}  # of quantised weights, by name (plugins/groups.py)
+    layouts: dict[
+        Word, Annotated[Word, AfterValidator(_layout)]
+    ] = {}  # of quantised weights, by name (plugins/groups.py)
     pieces: tuple[SegmentPiece, ...] = ()  # in the order in which they run
     outputs: tuple[str, ...] = ()  # logits and hidden among the values of the pieces
     compiler: Word = ""  # of the parts: the target and its version
@@ -396,6 +403,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
                 for name, count in Counter(names).items()
                 if count > 1
             )
+        if GROUP in segment.weights and manifest.tp == 1:
+            yield f"segments.{segment.name}.weights has {GROUP}, but tp is 1"
         lost = [name for name in segment.states if name not in states]
         yield from (f"segments.{segment.name}.states names {name!r}, which states lacks" for name in lost)
     for name in _files_named(manifest):

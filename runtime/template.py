@@ -6,7 +6,7 @@ characters that it makes, items of lists, and a fixed sum for each turn of a loo
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from datetime import datetime
 from functools import cached_property, wraps
 from itertools import chain
@@ -16,9 +16,9 @@ from jinja2 import Template as Compiled
 from jinja2 import TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
-from jinja2.filters import make_attrgetter
+from jinja2.filters import make_attrgetter, make_multi_attrgetter
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext, Undefined
+from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -34,8 +34,27 @@ LARGEST = 2**1024  # numbers
 MOST_FORMAT = 256  # characters of a format of dates
 # Their work cannot be told from their arguments, and no chat needs them.
 NO_FILTERS = ("filesizeformat", "pprint", "striptags", "urlize", "wordwrap", "xmlattr")
-NO_ATTRIBUTES = {"encode", "expandtabs", "from_bytes", "fromkeys", "maketrans", "to_bytes", "translate"}
-EACH, CONCAT, MADE, READ = "for", "~", "[", "=="  # filters of ours: no template can write these names
+NO_ATTRIBUTES = {
+    "encode",
+    "expandtabs",
+    "from_bytes",
+    "fromkeys",
+    "maketrans",
+    "striptags",
+    "to_bytes",
+    "translate",
+}
+EACH, CONCAT, MADE, READ, CUT = (
+    "for",
+    "~",
+    "[",
+    "==",
+    ":",
+)  # filters of ours: no template can write these names
+# They compare items, or an attribute of each: the place of its name behind the value, if they have one.
+COMPARE = {"dictsort": None, "groupby": 0, "max": 1, "min": 1, "sort": 2, "unique": 1}
+# Methods of texts that may look at all of another text at each of their own characters.
+MATCH = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
 PADDED = {"center", "ljust", "rjust", "zfill"}
 
 
@@ -100,7 +119,7 @@ class ChatTemplate:
 class _Environment(ImmutableSandboxedEnvironment):
     """For one rendering: it counts."""
 
-    intercepted_binops = frozenset("+*%") | {"**"}
+    intercepted_binops = frozenset("+-*%") | {"**"}
 
     def __init__(self, work: int) -> None:
         extensions = [_Generation, "jinja2.ext.loopcontrols"]
@@ -114,8 +133,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         for name, plain in list(self.filters.items()):
             self.filters[name] = self._counted_filter(name, plain)
         for name, plain in list(self.tests.items()):
-            self.tests[name] = self._counted_test(plain)
+            self.tests[name] = self._counted_test(name, plain)
         self.filters |= {EACH: self._each, CONCAT: self._concat, MADE: self.made, READ: self._read}
+        self.filters[CUT] = self._cut
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = self._time
         self.globals["namespace"] = _Namespace
@@ -146,11 +166,23 @@ class _Environment(ImmutableSandboxedEnvironment):
         return size
 
     def _read(self, value: Any) -> Any:
+        """Counts that all of a value is looked at; what makes its items one by one counts them."""
         if isinstance(value, str):
             self.spend(len(value) // TURN)
         elif isinstance(value, (list, tuple, dict)):
             size = self.size(value)
             self.spend(size.items + size.characters // TURN)
+        elif isinstance(value, Sized) and not isinstance(value, LoopContext):  # a range, a dict's keys
+            self.spend(ITEM * len(value))
+        return self._counted(value)
+
+    def _counted(self, value: Any) -> Any:
+        is_lazy = isinstance(value, Iterator) and not isinstance(value, LoopContext)
+        return self._each(value) if is_lazy else value
+
+    def _cut(self, value: Any) -> Any:
+        """A slice: the items of a list are not copied."""
+        self.spend(len(value) if isinstance(value, str) else ITEM * len(value))
         return value
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -173,28 +205,42 @@ class _Environment(ImmutableSandboxedEnvironment):
 
         @wraps(plain)  # with jinja's own marks
         def counted(*args: Any, **kwargs: Any) -> Any:
+            passed, given = args[:num_passed], args[num_passed:]
             if name in ("join", "sum"):
-                value, *rest = self._attributes(name, *args[num_passed:], **kwargs)
-                args, kwargs = (*args[:num_passed], value, *rest), {}
-            value, *others = [*args[num_passed:], *kwargs.values()]
+                given, kwargs = self._attributes(name, *given, **kwargs), {}
+            given = (self._compared(name, *given, **kwargs), *given[1:])
+            value, *others = [*given, *kwargs.values()]
             self.spend(TURN)
             if name == "wordcount":
                 self.spend(len(value))
             elif hasattr(value, "__len__"):  # some filters read all of it, and make little or nothing
                 self.spend(len(value) // TURN if isinstance(value, str) else ITEM * len(value))
-            self._before_filter(name, value, others)
-            return self.made(plain(*args, **kwargs))
+            self._before_filter(name, value, others, kwargs)
+            return self.made(plain(*passed, *given, **kwargs))
 
         return counted
 
-    def _counted_test(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _compared(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """The value of a filter; of one that compares what the value holds, that is counted."""
+        if name not in COMPARE or isinstance(value, str):
+            return self._counted(value)
+        items = value if isinstance(value, Mapping) else list(self._each(value))
+        given, place = kwargs.get("attribute"), COMPARE[name]
+        if given is None and place is not None and len(args) > place:
+            given = args[place]
+        compared = items if given is None else list(map(make_multi_attrgetter(self, given), items))
+        self._written(compared)  # some compare copies, in lower case
+        return items
+
+    def _counted_test(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         num_passed = 1 if hasattr(plain, "jinja_pass_arg") else 0
 
         @wraps(plain)
         def counted(*args: Any) -> Any:
-            for arg in args[num_passed:]:
-                self._read(arg)
-            return plain(*args)
+            given = [self._read(arg) for arg in args[num_passed:]]
+            if name in ("lower", "upper"):
+                self.spend(len(str(given[0])))
+            return plain(*args[:num_passed], *given)
 
         return counted
 
@@ -213,27 +259,37 @@ class _Environment(ImmutableSandboxedEnvironment):
             self.spend(len(items) * sum(self.size([start, *items])))  # each sum copies the one before
         return [items, None, start]
 
-    def _before_filter(self, name: str, value: Any, others: list[Any]) -> None:
+    def _before_filter(self, name: str, value: Any, others: list[Any], named: dict[str, Any]) -> None:
         """What it will make, where that may be more than it is given."""
         width = max([abs(other) for other in others if isinstance(other, int)], default=0)
         if name == "format":
             self.check_format(value, others)
         elif name == "replace":
-            self._check_replace(str(value), others)
+            self._check_replace(str(value), [named.get("old", others[0]), named.get("new", others[-1])])
         elif name == "join":
             self.spend(len(str(others[0])) * len(value) if others else 0)
         elif name == "indent":
             width = max([width, *(len(other) for other in others if isinstance(other, str))])
             self.spend((width or 4) * (str(value).count("\n") + 1))
         elif name == "tojson":
-            self.spend(sum(self.size(value)) * (1 + width))
+            self.spend(sum(self.size(value)) * (1 + width + self.size(others).characters))
         elif name == "round":
             self.spend(width * width)
         elif name in ("batch", "center", "slice"):
             self.spend(width)
+        elif name in ("float", "int") and isinstance(value, str):
+            self.spend(2 * len(value))
+        elif name == "trim":
+            self._match(str(value), others)
+
+    def _match(self, text: str, others: Iterable[Any]) -> None:
+        self.spend(len(text) * sum(len(other) for other in others if isinstance(other, str)) // TURN)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
+        if operator == "-":  # of a dict's keys it makes a set
+            self._read(left)
+            self._read(right)
+        elif operator == "*":
             for one, times in ((left, right), (right, left)):
                 if isinstance(times, int) and not isinstance(one, (int, float)):
                     self.spend(sum(self.size(one)) * max(0, times))
@@ -250,11 +306,18 @@ class _Environment(ImmutableSandboxedEnvironment):
         return result if isinstance(result, str) else self.made(result)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.spend(TURN)
+        self.spend(TURN + ITEM * (len(args) + len(kwargs)))
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         self._read(owner)
+        if not isinstance(function, (LoopContext, Macro)):
+            args = tuple(map(self._read, args))
+            kwargs = {key: self._read(value) for key, value in kwargs.items()}
         if isinstance(function, LoopContext):  # a loop within its own loop
             args = (self._each(args[0]), *args[1:])
+        elif isinstance(owner, str) and name in MATCH:
+            self._match(owner, [*args, *kwargs.values()])
+        elif isinstance(owner, str) and name.startswith("is"):
+            self.spend(len(owner))
         elif isinstance(owner, str) and name == "replace":
             self._check_replace(owner, list(args))
         elif isinstance(owner, str) and name == "join":
@@ -264,6 +327,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif isinstance(owner, str) and name in PADDED:
             self.spend(max([arg for arg in args if isinstance(arg, int)], default=0))
         return self.made(super().call(context, function, *args, **kwargs))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(obj, self._read(argument))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return attr not in NO_ATTRIBUTES and super().is_safe_attribute(obj, attr, value)
@@ -317,13 +383,32 @@ class _Rewrite(NodeTransformer):
 
     visit_Dict = visit_List  # noqa: N815
 
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, CUT) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_AssignBlock(self, node: nodes.AssignBlock | nodes.FilterBlock) -> nodes.Node:  # noqa: N802
+        """The first filter of a block's text, which stands innermost."""
+        self.generic_visit(node)
+        first: Any = node.filter
+        while first is not None and first.node is not None:
+            first = first.node
+        counted = _filtered(None, MADE)
+        if first is None:
+            node.filter = counted
+        else:
+            first.node = counted
+        return node
+
+    visit_FilterBlock = visit_AssignBlock  # noqa: N815
+
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         return _filtered(node, MADE) if node.ctx == "load" else node
 
 
 def _filtered(node: Any, name: str) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+    return nodes.Filter(node, name, [], [], None, None, lineno=getattr(node, "lineno", None))
 
 
 class _Formatter(SandboxedFormatter):

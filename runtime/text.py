@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 
 from hemiola.runtime.errors import Name, Refused, one_line
 from hemiola.runtime.fields import MOST_CHARACTERS
-from hemiola.runtime.json_file import read_json
+from hemiola.runtime.json_file import check_size, read_json
 from hemiola.runtime.stops import StopStrings
 from hemiola.runtime.template import ChatTemplate
-from hemiola.runtime.tokenizer import most_characters, panics_as_errors, read_tokenizer
+from hemiola.runtime.tokenizer import FILES, most_characters, panics_as_errors, read_tokenizer
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
 ROLES = {"system", "user", "assistant"}  # those that every template shows
@@ -33,6 +33,9 @@ class Text:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise Refused("not_found", message=f"{path} is missing", way_out=AGAIN)
+        for name, most_bytes in FILES.items():
+            if (folder / name).is_file():
+                check_size(folder / name, AGAIN, most_bytes)
         try:
             self.tokenizer: Tokenizer = read_tokenizer(path)
         except Exception as error:  # tokenizers raises bare Exception

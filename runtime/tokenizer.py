@@ -12,8 +12,19 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from hemiola.runtime.errors import one_line
 
+# Bytes of each file at most; the largest known have 35 MB, 1 MB and 0.1 MB.
+FILES = {"tokenizer.json": 2**27, "tokenizer_config.json": 2**26, "chat_template.jinja": 2**22}
 MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"}
 SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}  # characters that may become one
+
+
+# How many characters one may become by a step of a tokenizer, roughly; a step that is not here makes none.
+GROWTH = {
+    "BPEDecoder": 2, "BertNormalizer": 2, "ByteLevel": 2, "CTC": 2, "Lowercase": 2, "NFC": 2, "NFD": 2,
+    "NFKC": 4, "NFKD": 4, "Precompiled": 4,
+}  # fmt: skip
+MOST_GROWTH = 64  # by all steps of a kind
+STEPS = ("normalizers", "pretokenizers", "processors", "decoders")  # of a sequence
 
 
 @contextmanager
@@ -27,6 +38,37 @@ def panics_as_errors() -> Iterator[None]:
         raise RuntimeError(one_line(error)) from None
 
 
+def check_growth(tokenizer: Tokenizer) -> None:
+    """Raises ValueError where the steps of a kind make far more of a text than it is: seven that write ten
+    letters for one make ten million."""
+    kinds = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    for kind, part in ((kind, getattr(tokenizer, kind)) for kind in kinds):
+        steps = [] if part is None else _steps(json.loads(part.__getstate__()))
+        growth = math.prod(map(_growth, steps))
+        if growth > MOST_GROWTH:
+            raise ValueError(f"its {kind} may make {growth:.3g} of one, at most {MOST_GROWTH} are served")
+
+
+def _steps(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if entry["type"] != "Sequence":
+        yield entry
+    for inner in (inner for key in STEPS for inner in entry.get(key, ())):
+        yield from _steps(inner)
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    match step["type"]:
+        case "Replace":
+            made, pattern = len(step["content"]), step["pattern"].get("String", "")
+            return max(1.0, made / len(pattern)) if pattern else 1 + made  # others match nothing, too
+        case "Prepend":
+            return 1 + len(step["prepend"])
+        case "TemplateProcessing":
+            return sum("Sequence" in piece for piece in step["single"])
+        case kind:
+            return GROWTH.get(kind, 1)
+
+
 @panics_as_errors()
 def read_tokenizer(path: Path) -> Tokenizer:
     """Without the truncation and padding of its training.
@@ -34,10 +76,11 @@ def read_tokenizer(path: Path) -> Tokenizer:
     Marks of thoughts and tool calls become text: `decode` drops special tokens.
     """
     tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+    check_growth(tokenizer)
     if any(
         token.special and token.content in MARKS for token in tokenizer.get_added_tokens_decoder().values()
     ):
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         for token in content["added_tokens"]:
             token["special"] = token["special"] and token["content"] not in MARKS
         tokenizer = Tokenizer.from_str(json.dumps(content))

@@ -2,13 +2,15 @@
 
 import atexit
 import hashlib
+import logging
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +28,7 @@ IMPORT = re.compile(r"^\s*(?:from|import) (hemiola[\w.]*)(?: import (?:\(([^)]*)
 KEPT_SECONDS = 30 * 86400  # since the folder of a CPU and a compiler was last used
 KEPT_VERSIONS = 8  # of a module: several checkouts share the cache
 RECENT_SECONDS = 3600  # another process may still write into a folder that was used so recently
+log = logging.getLogger("hemiola")
 config: Any = _config  # numba makes its settings at run time
 
 
@@ -36,7 +39,9 @@ def cache_dir() -> Path:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = root / "hemiola" / "kernels" / hashlib.sha256(made_by.encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
+        if stranger := _of_others((root, root / "hemiola", folder.parent, folder)):
+            log.warning("others may write to %s: kernels are not kept there", stranger)
+        elif os.access(folder, os.W_OK):
             os.utime(folder)
             others = (other for other in folder.parent.iterdir() if FOLDER.fullmatch(other.name))
             _remove(others, KEPT_SECONDS)
@@ -46,6 +51,23 @@ def cache_dir() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="hemiola-kernels-"))  # compiled once per process
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _of_others(folders: Sequence[Path]) -> Path | None:
+    """The first of these, each in the one before, where somebody else may put files. numba runs what it finds
+    there, so it must be the user's own or root's; in those above the last, others may have files of their
+    own."""
+    for folder in folders:
+        mode = folder.stat().st_mode
+        is_open = mode & stat.S_IWOTH and (folder == folders[-1] or not mode & stat.S_ISVTX)
+        if is_open or not _owners(folder) <= {0, os.geteuid()}:
+            return folder
+    return None
+
+
+def _owners(folder: Path) -> set[int]:
+    """Of a folder, and of the link that leads to it."""
+    return {folder.lstat().st_uid, folder.stat().st_uid}
 
 
 class Locator:

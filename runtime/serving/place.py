@@ -1,6 +1,5 @@
 """Where a served engine runs: which GPU, and what Triton's instance groups may ask for."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -13,8 +12,10 @@ import torch
 from hemiola.plugins.ranks import SIZES
 from hemiola.runtime.arch import ARCHS, VISIBLE, rebuilt_for, split, visible
 from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.engine_files import check_regular
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import FILE
+from hemiola.runtime.json_file import parse_json, read_text
+from hemiola.runtime.manifest import FILE, MOST_BYTES
 
 # Of our config.pbtxt: the engine finds its device.
 ANYWHERE = "instance_group [ { kind: KIND_MODEL count: 1 } ]"
@@ -81,8 +82,9 @@ def check_instances(groups: Sequence[Mapping[str, Any]]) -> None:
 def ranks_of(engine_dir: str) -> int:
     """How many GPUs an engine takes; one that is no engine is refused when it is opened."""
     num_ranks: object = 1
-    with suppress(OSError, ValueError, RecursionError, AttributeError):
-        num_ranks = json.loads((Path(engine_dir) / FILE).read_text()).get("tp")
+    with suppress(OSError, ValueError, AttributeError, Refused):
+        check_regular(Path(engine_dir) / FILE)
+        num_ranks = parse_json(read_text(Path(engine_dir) / FILE, "", MOST_BYTES)).get("tp")
     return next((size for size in SIZES if size == num_ranks), 1)
 
 

@@ -148,7 +148,18 @@ def test_a_config_that_is_only_a_float_is_a_traceback(attempt: Callable[..., str
     assert "config.json has no architectures" in attempt(source)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+SPARSE = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "hf_quant_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+
+
+@pytest.mark.parametrize("name", SPARSE)
 def test_a_sparse_file_of_terabytes_is_read(name: str, attempt: Callable[..., str], tmp_path: Path) -> None:
     source = checkpoints.make("qwen3_5", tmp_path / "source")
     with (source / name).open("wb") as file:

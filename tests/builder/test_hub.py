@@ -1,6 +1,7 @@
 """build-engine NAME: from a Hub on loopback, by the real huggingface_hub."""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -266,3 +267,82 @@ def test_a_blob_that_models_share_is_one_of_the_caches_own(hub: FakeHub, tmp_pat
     (origin.folder.parents[1] / "blobs" / path.readlink().name).symlink_to(shared)
     assert path.resolve() == blob
     build(Path(NAME), tmp_path / "engine", Options(**SMALL))
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("ETag", '"../../../outside"'),
+        ("X-Linked-ETag", '"../../../outside"'),
+        ("ETag", '"."'),
+        ("ETag", '".."'),
+        ("ETag", '"sub/outside"'),
+        ("ETag", '"' + "x" * 300 + '"'),
+        ("X-Repo-Commit", "../../../outside"),
+        ("X-Repo-Commit", "/{outside}"),
+        ("X-Repo-Commit", ".."),
+    ],
+)
+def test_a_header_of_a_hub_names_a_file_outside_of_its_cache(
+    header: str, value: str, hub: FakeHub, tmp_path: Path
+) -> None:
+    """huggingface_hub joins it to the path of what it writes."""
+    value = value.replace("{outside}", str(tmp_path / "outside"))
+    hub.lies = {"config.json": {header: value}}
+    with pytest.raises(Refused) as error:
+        fetch()
+    assert f"{hub.endpoint} says {header} {value[:60]}" in str(error.value)
+    assert not [name for name in files_of(tmp_path) if "outside" in name]
+    assert not [name for name in files_of(tmp_path) if name.startswith("cache/models--") and "snap" in name]
+
+
+def test_a_file_that_is_not_there_is_noted_outside_of_the_cache(hub: FakeHub, tmp_path: Path) -> None:
+    """huggingface_hub notes it as an empty file in a folder of the commit."""
+    name = "hf_quant_config.json"
+    hub.absent, hub.lies = {name}, {name: {"X-Repo-Commit": str(tmp_path / "outside")}}
+    with pytest.raises(Refused, match="says X-Repo-Commit /"):
+        fetch()
+    assert not (tmp_path / "outside").exists()
+
+
+def test_an_index_names_a_file_outside_of_the_cache(hub: FakeHub, tmp_path: Path) -> None:
+    folder = shutil.copytree(hub.models[NAME], tmp_path / "source")
+    hub.models[NAME], hub.absent = folder, {"../" * 8 + "outside", "/outside", "sub/outside"}
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    for outside in hub.absent:
+        index.write_text(json.dumps(content | {"weight_map": content["weight_map"] | {"x": outside}}))
+        with pytest.raises(Refused, match="which is none of the folder's"):
+            fetch()
+        assert not [name for name in files_of(tmp_path) if "outside" in name]
+        shutil.rmtree(tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        [], "x", 7, {"id": NAME}, {"id": NAME, "sha": 7, "siblings": []}, {"id": NAME, "siblings": 5},
+        {"id": NAME, "sha": "a", "siblings": [{"rfilename": "config.json", "size": "x"}]},
+        {"id": NAME, "sha": "a", "siblings": [{"rfilename": "config.json", "size": [1]}]},
+        {"id": NAME, "sha": "a", "siblings": [{"rfilename": ["config.json"], "size": 1}]},
+        {"id": NAME, "sha": ["a"], "siblings": [{"rfilename": "config.json", "size": 1}]},
+        {"id": NAME, "sha": "../..", "siblings": [{"rfilename": "config.json", "size": 1}]},
+        {"id": NAME, "sha": "a;b", "siblings": [{"rfilename": "config.json", "size": 1}]},
+        {"id": NAME, "sha": "a", "siblings": [{"size": 1}]}, {"id": NAME, "sha": "a", "siblings": [7]},
+        {"id": NAME, "sha": "a", "siblings": [{"rfilename": "config.json", "size": 1}], "lastModified": "x"},
+        {"id": NAME, "sha": "a", "siblings": [{"rfilename": "config.json", "size": 2**80}]},
+        {"id": NAME, "sha": "a", "siblings": [{"rfilename": "config.json", "size": -5}]},
+        {"id": NAME, "sha": "a", "siblings": [{"rfilename": "config.json", "size": float("nan")}]},
+        {"id": NAME, "sha": "a", "siblings": [], "cardData": 5, "safetensors": 7, "transformersInfo": 8},
+    ],
+)  # fmt: skip
+def test_a_description_of_a_model_that_is_none_is_a_traceback(description: object, hub: FakeHub) -> None:
+    hub.description = description
+    with pytest.raises(Refused) as error:
+        fetch()
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+    assert hub.endpoint in str(error.value)

@@ -27,6 +27,9 @@ class FakeHub:
     gated: set[str] = field(default_factory=set)  # names of models that need TOKEN
     status: int = 0  # that every question gets, if not 0
     cut: list[int] = field(default_factory=list)  # bytes after which the next downloads end
+    lies: dict[str, dict[str, str]] = field(default_factory=dict)  # headers of what is resolved, by name
+    absent: set[str] = field(default_factory=set)  # files that are listed and not there
+    description: object = None  # what it says of a model, if not what there is
     asked: list[tuple[str, str]] = field(default_factory=list)  # method and path
     tokens: set[str | None] = field(default_factory=set)  # that came
 
@@ -94,7 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
         if folder is None:
             return
         files = [{"rfilename": p.name, "size": p.stat().st_size} for p in sorted(folder.iterdir())]
-        content = json.dumps({"id": repo, "sha": commit, "siblings": files}).encode()
+        files += [{"rfilename": name, "size": 1} for name in sorted(self.own.absent)]
+        described = {"id": repo, "sha": commit, "siblings": files}
+        content = json.dumps(described if self.own.description is None else self.own.description).encode()
         self._send(200, {"Content-Type": "application/json"}, content)
 
     def _resolve(self, repo: str, revision: str, name: str, token: str | None) -> None:
@@ -104,8 +109,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if repo in self.own.gated and token != TOKEN:
             return self._send(403 if token else 401, {"X-Error-Code": "GatedRepo"})
+        lies = self.own.lies.get(name, {})
+        if name in self.own.absent:
+            return self._send(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit} | lies)
         path = folder / name
         headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(path.read_bytes()).hexdigest()}"'}
+        headers |= lies
         if path.suffix == ".safetensors":
             linked = {"X-Linked-ETag": headers["ETag"], "X-Linked-Size": str(path.stat().st_size)}
             storage = self.own.endpoint.replace("127.0.0.1", "localhost")  # another host: it gets no token

@@ -12,6 +12,7 @@ import select
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,10 @@ def _outcome(engine_dir: str) -> dict[str, Any]:
     from hemiola.runtime.llm import LLM
 
     try:
+        _inspect(Path(engine_dir))
+    except BaseException:
+        return {"error": traceback.format_exc()}
+    try:
         with LLM(engine_dir, **OPTIONS) as llm:
             params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0)
             (output,) = llm.generate([PROMPT], params)
@@ -79,6 +84,20 @@ def _outcome(engine_dir: str) -> dict[str, Any]:
         return {"refused": str(error)}
     except BaseException:
         return {"error": traceback.format_exc()}
+
+
+def _inspect(engine_dir: Path) -> None:
+    """As the command does, for people and for programs."""
+    from hemiola.runtime import manifest
+    from hemiola.runtime.cli.inspect import described, show
+    from hemiola.runtime.config import ServeConfig
+    from hemiola.runtime.errors import Refused
+
+    config = ServeConfig(**OPTIONS)
+    with suppress(Refused):
+        found = manifest.load(engine_dir)
+        json.dumps(described(engine_dir, found, config))
+        show(engine_dir, found, config)
 
 
 def main() -> None:

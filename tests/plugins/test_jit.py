@@ -185,6 +185,28 @@ def test_cache_dir_is_in_the_home_without_xdg(tmp_path: Path, monkeypatch: pytes
         assert cache.cache_dir().is_relative_to(tmp_path / ".cache" / "hemiola")
 
 
+LEVELS = [".", "hemiola", "hemiola/kernels", "own"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["owner", "mode", "sticky"])
+def test_kernels_are_loaded_from_a_folder_that_others_write_to(
+    home: Path, monkeypatch: pytest.MonkeyPatch, level: str, how: str
+) -> None:
+    """They are pickles: who may write them runs code in our name."""
+    own, real = cache.cache_dir(), cache._owners
+    folder = own if level == "own" else home / "cache" / level
+    if how == "owner":
+        theirs = {os.geteuid() + 1}
+        monkeypatch.setattr(cache, "_owners", lambda path: theirs if path == folder else real(path))
+    else:
+        folder.chmod(0o777 if how == "mode" else 0o1777)
+    found = cache.cache_dir()
+    assert (found == own) is (how == "sticky" and level != "own")
+    if found != own:
+        shutil.rmtree(found)
+
+
 def test_cache_dir_that_cannot_be_made_is_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, temporary = tmp_path / "file", tmp_path / "temporary"
     file.write_text("")

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import FILE, Manifest
+from hemiola.runtime.text import Text
 
 # Free text, shown to people; and what is refused at another door, or is the same on every machine.
 SHOWN = {"architecture", "layers", "refused", "builder_version", "torch_version"}
@@ -267,6 +268,15 @@ def test_a_tokenizer_that_is_wrong_is_refused(stranger: Stranger, name: str) -> 
         assert "refused" in found or harmless, text[:40]
 
 
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_sparse_file_of_gigabytes_is_read(stranger: Stranger, name: str) -> None:
+    """Without looking at its digest, which takes as long as a disk does."""
+    with (stranger.dir / name).open("wb") as file:
+        file.truncate(2**33)
+    with pytest.raises(Refused, match=f"{name} has {2**33} bytes, at most"):
+        Text(stranger.dir / "tokenizer")
+
+
 def test_a_tokenizer_with_ids_that_the_model_has_not_is_refused(stranger: Stranger) -> None:
     def more(text: bytes) -> bytes:
         content = json.loads(text)
@@ -276,6 +286,50 @@ def test_a_tokenizer_with_ids_that_the_model_has_not_is_refused(stranger: Strang
 
     stranger.change("tokenizer/tokenizer.json", more)
     assert "has ids up to" in stranger.outcome()["refused"]
+
+
+def test_a_weight_of_ranks_in_an_engine_of_one_is_a_traceback(stranger: Stranger) -> None:
+    for segment in range(len(stranger.content()["segments"])):
+        path = ("segments", segment, "weights", 0)
+        (stranger.dir / FILE).write_text(json.dumps(put(stranger.content(), path, "group")))
+        assert "weights has group, but tp is 1" in stranger.outcome()["refused"]
+
+
+@pytest.fixture
+def quantised(tiny_engine: Callable[..., Path], tmp_path: Path, opener: Opener) -> Stranger:
+    return Stranger(tiny_engine("qwen3_5", quantize="int4", draft_head="fp8"), tmp_path, opener)
+
+
+LAYOUTS = (
+    "", "x", "int4", "int4 0", "int4 -1", "int4 1e3", "int4 999999999", "int4 9999999999", "int4 row zeros x",
+    "int8 64", "e4m3 row", "e2m1 16", "e2m1 16 factor divisor", "int4 128 zeros zeros",
+    "int4 128 x e4m3 by static",
+    "int4 128 x e4m3 by nobody", "e4m3 128 x e4m3 by group", "int4 1", "int4 \u0661\u0662",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_that_a_weight_has_not_is_refused_when_it_is_opened_or_inspected(
+    quantised: Stranger, layout: str
+) -> None:
+    content = quantised.content()
+    for segment, described in enumerate(content["segments"]):
+        name = next(iter(described["layouts"]))
+        changed = put(content, ("segments", segment, "layouts", name), layout)
+        (quantised.dir / FILE).write_text(json.dumps(changed))
+        assert "refused" in quantised.outcome(), name
+
+
+@pytest.mark.parametrize("way", HEADERS)
+def test_a_header_of_quantised_weights_that_is_wrong_is_refused(quantised: Stranger, way: str) -> None:
+    path = quantised.source / "weights.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    HEADERS[way](header, next(iter(quantised.content()["segments"][0]["layouts"])))
+    text = json.dumps(header).encode()
+    quantised.change(path.name, lambda d: len(text).to_bytes(8, "little") + text + d[8 + size :])
+    assert "refused" in quantised.outcome()
 
 
 NAMES = (
@@ -351,3 +405,14 @@ def scrambled(content: Any, dice: random.Random) -> Any:
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took this place away
     return content
+
+
+@given(dice=st.randoms(use_true_random=False), name=st.sampled_from((*NAMES[:3], "draft.jsonl")))
+@settings(FUZZ, max_examples=max(settings().max_examples // 2, 1))
+def test_files_of_quantised_weights_that_change_and_are_signed_anew_are_refused_or_answer(
+    quantised: Stranger, dice: random.Random, name: str
+) -> None:
+    quantised.reset()
+    change = flipped if dice.random() < 0.3 else mutated
+    quantised.change(name, lambda data: change(data, dice))
+    quantised.outcome()

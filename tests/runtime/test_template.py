@@ -14,6 +14,10 @@ from hemiola.runtime.template import ChatTemplate
 MESSAGES = [{"role": "user", "content": "Hé <b>", "tool_calls": [{"arguments": {"a": [1, 2]}}]}]
 LINES = "{% set lines = 'a\\n' * 100000 %}"
 ZEROS = "{% set zeros = [0] * 9999 %}"
+LONG = "{% set s = '" + "x" * 1000 + "' * 1000 %}"
+MANY = "{% for i in range(2000) %}"
+TWO = "{% set a = '" + "x" * 999 + "' * 300 %}{% set b = '" + "x" * 999 + "' * 300 %}"  # equal, not the same
+VIEW = "{% set d = dict(range(9999) | batch(2)) %}"
 HELD = "{% set held = namespace(s='" + "x" * 100 + "' * 1000, l=[1] * 9999) %}"  # of no size itself
 LIMIT = 2**21  # of the work in these tests: a sixteenth of a server's
 # name: a template that would take hours or all memory, or more work than LIMIT in few turns
@@ -99,6 +103,40 @@ ENDLESS = {
     "blocks": "{% for a in [1] %}" * 60 + "{% endfor %}" * 60,
     "text": "{% for i in range(99999) %}" + "x" * 9999 + "{% endfor %}",
     "numeral": "{{ " + "9" * 5000 + " }}",
+    "slices": LONG + MANY + "{% set x = s[1:] %}{% endfor %}",
+    "slices_of_lists": ZEROS + MANY + "{% set x = zeros[1:] %}{% endfor %}",
+    "texts_of_blocks": MANY + "{% set x %}" + "x" * 999 + "{{ i }}y{% endset %}{% endfor %}",
+    "filtered_texts_of_blocks": MANY + "{% set x | trim %}" + " " * 999 + "{{ i }}y{% endset %}{% endfor %}",
+    "filtered_blocks": MANY + "{% filter trim %}" + " " * 999 + "{{ i }}{% endfilter %}{% endfor %}",
+    "arguments_of_a_macro": ZEROS + "{% macro m() %}{% endmacro %}" + MANY + "{% set x = m(*zeros) %}{% endfor %}",
+    "arguments_of_a_cycler": ZEROS + MANY + "{% set x = cycler(*zeros) %}{% endfor %}",
+    "arguments_of_a_cycle": ZEROS + MANY + "{% set x = loop.cycle(*zeros) %}{% endfor %}",
+    "pairs_of_a_dict": "{% set pairs = ['ab'] * 9999 %}" + MANY + "{% set x = dict(pairs) %}{% endfor %}",
+    "changed": TWO + MANY + "{% set x = loop.changed(a if i % 2 else b) %}{% endfor %}",
+    "keys": TWO + "{% set d = {a: 1} %}" + MANY + "{% set x = d[b] %}{% endfor %}",
+    "keys_of_a_call": TWO + "{% set d = {a: 1} %}" + MANY + "{% set x = d.get(b) %}{% endfor %}",
+    "sorted": TWO + "{% set l = [a, b] %}" + MANY + "{% set x = l | sort %}{% endfor %}",
+    "unique": TWO + "{% set l = [a, b] %}" + MANY + "{% set x = l | unique | first %}{% endfor %}",
+    "least": TWO + "{% set l = [a, b] %}" + MANY + "{% set x = l | min %}{% endfor %}",
+    "sorted_held": TWO + "{% set l = [namespace(s=a), namespace(s=b)] %}"
+    + MANY + "{% set x = l | sort(attribute='s,s') %}{% endfor %}",
+    "grouped_held": TWO + "{% set l = [namespace(s=a), namespace(s=b)] %}"
+    + MANY + "{% set x = l | groupby('s') %}{% endfor %}",
+    "found_from_the_end": "{{ ('" + "a" * 999 + "' * 90).rfind('ab' + '" + "a" * 999 + "' * 45) }}",
+    "split_from_the_end": "{{ ('" + "a" * 999 + "' * 90).rsplit(sep='ab' + '" + "a" * 999 + "' * 45) }}",
+    "stripped": "{{ ('" + "x" * 999 + "' * 90).strip('" + "y" * 999 + "' * 90 + 'x') }}",
+    "trimmed_of": "{{ ('" + "x" * 999 + "' * 90) | trim(chars='" + "y" * 999 + "' * 90 + 'x') }}",
+    "striptags": "{{ ('<!---->' * 999 * 9 | safe).striptags() }}",
+    "asked_characters": LONG + "{% for i in range(99) %}{% set x = s.isupper() %}{% endfor %}",
+    "tested_characters": LONG + "{% for i in range(99) %}{% set x = s is upper %}{% endfor %}",
+    "numbers_of_digits": "{% set s = '" + "9" * 4000 + "' %}" + MANY + "{% set x = s | int %}{% endfor %}",
+    "numbers_in_base_16": LONG + "{% for i in range(99) %}{% set x = s | int(0, 16) %}{% endfor %}",
+    "in_a_range": MANY + "{% set x = 'a' in range(99999) %}{% endfor %}",
+    "counted_in_a_range": MANY + "{% set x = range(99999).count('a') %}{% endfor %}",
+    "in_what_is_mapped": MANY + "{% set x = 'a' in range(999) | map(attribute='real') %}{% endfor %}",
+    "least_of_what_is_mapped": MANY + "{% set x = range(999) | map(attribute='real') | min %}{% endfor %}",
+    "in_values": VIEW + MANY + "{% set x = 'a' in d.values() %}{% endfor %}",
+    "less_keys": VIEW + MANY + "{% set x = d.keys() - d.keys() %}{% endfor %}",
 }  # fmt: skip
 
 
@@ -115,13 +153,15 @@ def test_a_template_that_would_not_end_is_refused(how: str) -> None:
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
 
 
-LONG = "{% set s = '" + "x" * 1000 + "' * 1000 %}"
 # name: a template that is refused when its text has been made, if it is not refused before
 LARGE = {name: ENDLESS[name] for name in ("join_held", "join_attribute", "join_method_held")} | {
     "join_separators": LONG + "{{ range(200) | join(s) }}",
     "join_method_separators": LONG + "{{ s.join('" + "a" * 200 + "') }}",
     "indent_by_text": LONG + "{{ ('a\n' * 200) | indent(s) }}",
     "tilde": LONG + "{{ " + " ~ ".join(["s"] * 200) + " }}",
+    "tojson_separators": LONG + "{{ range(200) | list | tojson(separators=(s, ':')) }}",
+    "tojson_indent_by_text": LONG + "{{ range(200) | list | tojson(indent=s) }}",
+    "replace_by_name": LONG + "{{ s | replace(new='" + "y" * 200 + "', old='x') }}",
 }  # fmt: skip
 
 
@@ -202,6 +242,11 @@ ORDINARY = [
     "{% for i in nothing %}{% endfor %}{% for c in 'abc' %}{{ c }}{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}",
     "{{ dict(a=1) }}{{ ['b', 'a'] | sort | first }}{{ 'a,b'.split(',') | last }}{{ '<b>' | e }}{{ ' '.join(['a', 'b']) }}",
     "{{ messages[0].get('x', 'y') }}{{ 'abc'.replace('b', 'zz') | replace('a', 'q') }}{{ 'x'.center(5) }}{{ 'x' | center(5) }}",
+    "{{ ['b', 'A', 'a'] | sort }}{{ messages | groupby('role') | length }}{{ ['a', 'b', 'A'] | unique | list }}{{ [3, 1] | min }}",
+    "{% for m in messages %}{{ loop.cycle('a', 'b') }}{{ loop.changed(m) }}{{ loop is defined }}{% endfor %}{{ 'user' in messages | map(attribute='role') }}",
+    "{% macro m(l) %}{{ l.index0 }}{% endmacro %}{% for i in [1, 2] %}{{ m(loop) }}{% endfor %}{{ '7' | int + '2.5' | float }}{{ 'abc'[1:] }}{{ [1, 2][:1] }}",
+    "{% set x | trim | upper %} a{{ 1 }} {% endset %}{{ x }}{% set y %}b{% endset %}{{ y }}{{ 'xay' | trim('xy') }}{{ 'a</t>b</t>c'.rsplit('</t>', 1) }}",
+    "{% filter upper | trim %} a{{ 1 }} {% endfilter %}{{ [1, 2, 3] | select('odd') | list }}{{ 7 - 2 }}{{ 'a' | replace('a', 'b') | replace(new='c', old='b') }}{{ [{'a': 2}, {'a': 1}] | sort(attribute='a') }}",
     "{{ messages[0].tool_calls[0].arguments | dictsort }}{{ [1, 2, 3] | batch(2) | list }}{{ [3, 1] | sum }}{{ [] or 'e' }}",
 ]  # fmt: skip
 

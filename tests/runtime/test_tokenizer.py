@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kit import checkpoints
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from hemiola.builder.tokenizer import check_tokenizer
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.text import Text
 
@@ -174,3 +176,74 @@ def test_tokens_of_the_config_alone_are_no_tokens_unlike_in_transformers(tmp_pat
     """transformers gives them ids behind the vocabulary, for which a model may have no embedding."""
     text = save(tmp_path, byte_level(), additional_special_tokens=["<x>"])
     assert len(text.encode("<x>")) == 3 and len(theirs(tmp_path)("<x>")["input_ids"]) == 1
+
+
+def test_a_locale_changes_the_ids_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A special mark of thoughts is why the file is read again."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken("<think>")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    real = Path.read_text
+
+    def in_latin(path: Path, encoding: str = "latin-1", errors: str | None = None) -> str:
+        return real(path, encoding, errors)
+
+    monkeypatch.setattr(Path, "read_text", in_latin)
+    text = "hello na\u00efve <think>"
+    assert Text(tmp_path).encode(text) == tokenizer.encode(text).ids
+
+
+def repeated(step: dict, number: int, key: str) -> dict:
+    return {"type": "Sequence", key: [step] * number}
+
+
+TEN_OF_ONE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+TEN_OF_NONE = {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "x" * 10}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+WHOLE = {"Sequence": {"id": "A", "type_id": 0}}
+PAIR = {"single": [WHOLE], "pair": [WHOLE, {"Sequence": {"id": "B", "type_id": 0}}], "special_tokens": {}}
+# name: what is put into a tokenizer of which one character becomes millions
+BOMBS = {
+    "replace": {"normalizer": repeated(TEN_OF_ONE, 7, "normalizers")},
+    "nested": {"normalizer": repeated(repeated(TEN_OF_ONE, 7, "normalizers"), 1, "normalizers")},
+    "regex": {"normalizer": repeated(TEN_OF_NONE, 7, "normalizers")},
+    "prepend": {"normalizer": repeated({"type": "Prepend", "prepend": "xxx"}, 4, "normalizers")},
+    "forms": {"normalizer": repeated({"type": "NFKC"}, 4, "normalizers")},
+    "bytes": {"pre_tokenizer": repeated(BYTES, 20, "pretokenizers")},
+    "template": {"post_processor": {"type": "TemplateProcessing", **PAIR, "single": [WHOLE] * 1000}},
+    "templates": {
+        "post_processor": repeated(
+            {"type": "TemplateProcessing", **PAIR, "single": [WHOLE] * 9}, 3, "processors"
+        )
+    },
+    "decoder": {"decoder": repeated(TEN_OF_ONE, 7, "decoders")},
+    "suffixes": {"decoder": repeated({"type": "BPEDecoder", "suffix": ""}, 30, "decoders")},
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_one_character_becomes_millions(bomb: str, tmp_path: Path) -> None:
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    path = source / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | BOMBS[bomb]))
+    with pytest.raises(Refused, match=r"may make .* of one, at most 64 are served"):
+        Text(source)
+    with pytest.raises(Refused, match=r"may make .* of one, at most 64 are served"):
+        check_tokenizer(source, 2**20)
+
+
+def test_ordinary_steps_are_no_bomb(tmp_path: Path) -> None:
+    """As Llama's, T5's and ALBERT's tokenizers have them."""
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    path = source / "tokenizer.json"
+    steps = [
+        {"type": "Prepend", "prepend": "\u2581"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        {"type": "Replace", "pattern": {"String": "``"}, "content": '"'},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+        {"type": "NFKD"},
+        {"type": "Lowercase"},
+    ]
+    normalizer = {"type": "Sequence", "normalizers": steps}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer}))
+    assert Text(source) and check_tokenizer(source, 2**20)

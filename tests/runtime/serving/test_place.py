@@ -1,6 +1,7 @@
 """Which GPU a served engine gets, and what Triton's instance groups may not ask for."""
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,22 @@ def test_ranks_are_counted_before_an_engine_opens(tmp_path: Path, content: str, 
     """Of what is no engine nobody knows; opening refuses it."""
     (tmp_path / FILE).write_text(content)
     assert ranks_of(str(tmp_path)) == num and ranks_of(str(tmp_path / "none")) == 1
+
+
+@pytest.mark.parametrize("kind", ["pipe", "sparse"])
+def test_a_manifest_that_is_a_pipe_or_endless_is_read(tmp_path: Path, kind: str) -> None:
+    path, found = tmp_path / FILE, []
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        with path.open("wb") as file:
+            file.truncate(2**42)
+    counting = threading.Thread(target=lambda: found.append(ranks_of(str(tmp_path))), daemon=True)
+    counting.start()
+    counting.join(60)
+    if counting.is_alive():
+        os.close(os.open(path, os.O_RDWR))
+    assert found == [1]
 
 
 def test_engines_that_share_some_of_their_gpus_share_memory() -> None:

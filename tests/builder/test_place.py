@@ -1,0 +1,95 @@
+"""Folders of builds in a folder that others write to, too."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from hemiola.builder import place
+from hemiola.runtime.errors import Refused
+
+
+def build(engine_dir: Path) -> None:
+    with place.fresh(engine_dir) as folder:
+        (folder / "manifest.json").write_text("{}")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    return tmp_path / "engine"
+
+
+def test_files_that_came_while_an_engine_was_built_are_removed(engine: Path) -> None:
+    with pytest.raises(Refused, match="has files but no engine in it"), place.fresh(engine) as folder:
+        (folder / "manifest.json").write_text("{}")
+        engine.mkdir()
+        (engine / "thesis.txt").write_text("mine")
+    assert [path.name for path in engine.parent.iterdir()] == ["engine"]
+    assert (engine / "thesis.txt").read_text() == "mine"
+
+
+def test_files_that_came_into_an_engine_while_the_next_was_built_are_removed(engine: Path) -> None:
+    build(engine)
+    with pytest.raises(Refused, match=r"beside it thesis\.txt"), place.fresh(engine):
+        (engine / "thesis.txt").write_text("mine")
+    assert (engine / "thesis.txt").read_text() == "mine" and (engine / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "socket"])
+def test_what_is_no_file_beside_an_engine_is_removed(engine: Path, kind: str) -> None:
+    build(engine)
+    stray = engine / "stray"
+    if kind == "link":
+        stray.symlink_to("/nowhere")
+    else:
+        os.mknod(stray, 0o600 | (0o010000 if kind == "pipe" else 0o140000))
+    with pytest.raises(Refused, match="beside it stray"):
+        place.refuse_occupied(engine)
+
+
+def test_a_link_named_like_an_abandoned_build_gives_away_what_it_leads_to(engine: Path) -> None:
+    (engine.parent / "own/old").mkdir(parents=True)
+    (engine.parent / ".engine.building-abcdefgh").symlink_to("own")
+    with pytest.raises(KeyboardInterrupt), place.fresh(engine):
+        raise KeyboardInterrupt
+    assert (engine.parent / "own/old").exists() and not engine.exists()
+
+
+def test_a_folder_named_like_an_abandoned_build_is_removed(engine: Path) -> None:
+    notes = engine.parent / ".engine.building-notes"
+    notes.mkdir()
+    (notes / "thesis.txt").write_text("mine")
+    build(engine)
+    assert (notes / "thesis.txt").read_text() == "mine"
+
+
+def test_another_users_folder_is_taken_for_an_abandoned_build(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine would become ours where a build is broken off."""
+    theirs = engine.parent / ".engine.building-abcdefgh"
+    (theirs / "old").mkdir(parents=True)
+    monkeypatch.setattr(os, "geteuid", lambda: theirs.stat().st_uid + 1)
+    with pytest.raises(KeyboardInterrupt), place.fresh(engine):
+        raise KeyboardInterrupt
+    assert (theirs / "old").exists() and not engine.exists()
+
+
+def test_a_pipe_named_like_an_abandoned_build_stops_every_build(engine: Path) -> None:
+    pipe = engine.parent / ".engine.building-abcdefgh"
+    os.mkfifo(pipe)
+    building = threading.Thread(target=build, args=(engine,), daemon=True)
+    building.start()
+    building.join(60)
+    if waits := building.is_alive():
+        os.close(os.open(pipe, os.O_RDWR))
+    assert not waits and (engine / "manifest.json").exists()
+
+
+def test_two_builds_at_once_leave_one_whole_engine(engine: Path) -> None:
+    with place.fresh(engine) as one, place.fresh(engine) as other:
+        for folder, text in ((one, "{}"), (other, "[]")):
+            (folder / "manifest.json").write_text(text)
+    assert (engine / "manifest.json").read_text() == "{}"
+    assert [path.name for path in engine.parent.iterdir()] == ["engine"]
