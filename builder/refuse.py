@@ -197,9 +197,9 @@ def _warn_of_a_missing_head(model: models.Model) -> None:
 def _refuse_ranks(options: Options, target: targets.Target, archs: Sequence[str]) -> None:
     if (options.tp > 1 or options.same_bits) and target.name != "torch":
         where = f"--target {target.name} --arch {','.join(archs)}"
-        asked = f"--tp {options.tp}" if options.tp > 1 else "--same-bits"
+        field, asked = ("tp", f"--tp {options.tp}") if options.tp > 1 else ("same_bits", "--same-bits")
         message = f"{asked} is not supported by {where} yet, only by --target torch"
-        raise Refused("unsupported", "tp", options.tp, message=message, way_out="leave it out")
+        raise Refused("unsupported", field, getattr(options, field), message=message, way_out="leave it out")
 
 
 def _refuse_odd_shares(vocab_size: int, options: Options) -> None:

@@ -133,30 +133,6 @@ def test_what_would_compute_otherwise_is_refused(
 
 
 @pytest.mark.parametrize(
-    "options, said",
-    [
-        (
-            {"arch": "sm_86,sm_90"},
-            "--act-dtype fp8: sm_86 cannot multiply e4m3, sm_89 and newer can; leave one",
-        ),
-        (
-            {"target": "onnxruntime"},
-            "--act-dtype fp8 is not supported by --target onnxruntime, only by torch",
-        ),
-        ({}, "says of no weight that its inputs are FP8; leave it out, or round weights with --quantize fp8"),
-        ({"quantize": "int8"}, "says of no weight that its inputs are FP8; leave it out"),
-    ],
-    ids=str,
-)
-def test_engines_without_such_inputs_are_refused(
-    options: dict[str, Any], said: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    with pytest.raises(Refused, match=re.escape(said)):
-        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(act_dtype="fp8", **options))
-    assert not (tmp_path / "engine").exists()
-
-
-@pytest.mark.parametrize(
     "writer, config, size, said",
     [
         (CHANNEL, compressed(fp8("token")), 2, "--tp 2 cuts inputs of which a token has one scale"),

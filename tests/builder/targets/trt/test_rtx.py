@@ -198,22 +198,6 @@ def test_it_opens_on_its_architectures_only(tiny_engine: Get) -> None:
         LLM(tiny_engine("qwen3_5", **ALL))
 
 
-@pytest.mark.parametrize(
-    ("arch", "reason"),
-    [
-        (
-            "sm_90",
-            r"--arch sm_90 is not supported by --target tensorrt-rtx, only sm_80, sm_86, sm_89, sm_120",
-        ),
-        ("sm_89,cpu", r"--arch cpu is not supported by --target tensorrt-rtx"),
-        ("", r"--arch  is not supported by --target tensorrt-rtx"),
-    ],
-)
-def test_other_architectures_are_refused(arch: str, reason: str) -> None:
-    with pytest.raises(Refused, match=reason):
-        targets.pick("tensorrt-rtx", arch)
-
-
 def test_what_the_compiler_refuses_comes_out_as_one_line() -> None:
     """It logs its reasons and returns nothing."""
     model = onnx.ModelProto()

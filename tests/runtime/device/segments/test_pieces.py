@@ -12,8 +12,6 @@ import torch
 from kit import checkpoints
 from kit.harness import Harness
 
-from hemiola.builder import build
-from hemiola.builder.options import Options
 from hemiola.runtime import manifest
 from hemiola.runtime.device.segments.pieces import CutSegment
 from hemiola.runtime.errors import Refused
@@ -114,9 +112,3 @@ def test_no_onnxruntime_is_said_when_the_engine_is_opened(
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(Refused, match=r"need onnxruntime [0-9.]+ .*; pip install onnxruntime"):
         Harness(engine_dir)
-
-
-def test_target_and_architecture_must_fit(tiny_checkpoint: Get, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="--arch sm_90 is not supported by --target onnxruntime, only cpu"):
-        build.build(tiny_checkpoint("qwen3_5"), tmp_path / "e", Options(target="onnxruntime", arch="sm_90"))
-    assert not [*tmp_path.iterdir()]
