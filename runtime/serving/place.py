@@ -12,9 +12,9 @@ import torch
 
 from hemiola.plugins.ranks import SIZES
 from hemiola.runtime.arch import ARCHS, VISIBLE, rebuilt_for, split, visible
-from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import FILE
+from hemiola.runtime.options import ServeConfig
 
 # Of our config.pbtxt: the engine finds its device.
 ANYWHERE = "instance_group [ { kind: KIND_MODEL count: 1 } ]"

@@ -19,7 +19,7 @@ from hemiola.builder.build import Options, build
 from hemiola.builder.formats.rounded import LAYOUTS, SPAN, rounded
 from hemiola.plugins.groups import dequantised
 from hemiola.runtime import manifest
-from hemiola.runtime.cli import inspect
+from hemiola.runtime.cli import inspect, inspected
 
 Get = Callable[..., Path]
 SMALL = {"max_len": 512, "max_rows": 8}  # tests/conftest.py's
@@ -129,7 +129,7 @@ def test_an_engine_says_so(tiny_engine: Get, capsys: pytest.CaptureFixture) -> N
     engine_dir = tiny_engine("qwen3_5", **BUILT | {"draft_head": "int4", "draft_vocab": FEW})
     found = manifest.load(engine_dir)
     line = f"mtp, chosen among the {FEW} lowest ids, by a copy of the head in int4"
-    assert line in list(inspect.facts(engine_dir, found).columns[1].cells)
+    assert line in list(inspected.facts(engine_dir, found).columns[1].cells)
     inspect.inspect(str(engine_dir), json=True)
     said = json.loads(capsys.readouterr().out)
     assert said["draft_head"] == found.draft_head == "int4"

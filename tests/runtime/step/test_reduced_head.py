@@ -9,7 +9,7 @@ from kit.engine_hand import EngineHand, Wanted
 from kit.harness import Harness
 
 from hemiola.runtime import manifest
-from hemiola.runtime.cli import inspect
+from hemiola.runtime.cli import inspected
 
 FEW = 100  # of some 320 ids
 BUILT = {"draft_vocab": FEW, "max_step_tokens": 512, "page_len": 32, "chunk_len": 16}
@@ -53,5 +53,5 @@ def test_only_drafts_change(
 
 def test_an_engine_says_how_many(tiny_engine: Callable[..., Path]) -> None:
     engine_dir = tiny_engine("qwen3_5", **BUILT)
-    table = inspect.facts(engine_dir, manifest.load(engine_dir))
+    table = inspected.facts(engine_dir, manifest.load(engine_dir))
     assert f"mtp, chosen among the {FEW} lowest ids" in list(table.columns[1].cells)

@@ -40,7 +40,7 @@ from hemiola.plugins.onnx import PLUGIN
 from hemiola.plugins.spec import Op
 from hemiola.plugins.step import STEP_OPS
 from hemiola.runtime import manifest
-from hemiola.runtime.cli.inspect import forms as inspected
+from hemiola.runtime.cli.inspected import forms as inspected
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Limits
 
