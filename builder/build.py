@@ -209,7 +209,7 @@ def _hidden(model: models.Model, limits: Limits) -> State:
 
 def _hashes(folder: Path, report: Report) -> dict[str, str]:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    total, done, found = sum(path.stat().st_size for path in files), 0, {}
+    total, done, hashes = sum(path.stat().st_size for path in files), 0, {}
     for path in files:
         digest = hashlib.sha256()
         with path.open("rb") as file:
@@ -217,5 +217,5 @@ def _hashes(folder: Path, report: Report) -> dict[str, str]:
                 digest.update(part)
                 done += len(part)
                 report(HASHING, done, total)
-        found[str(path.relative_to(folder))] = digest.hexdigest()
-    return found
+        hashes[str(path.relative_to(folder))] = digest.hexdigest()
+    return hashes

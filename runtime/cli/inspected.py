@@ -24,76 +24,76 @@ CALLBACK = "python callback"
 SHORT = {"float8_e4m3fn": "e4m3"}  # dtypes that are known by another name
 
 
-def show(engine_dir: Path, found: Manifest, config: ServeConfig) -> None:
+def show(engine_dir: Path, engine: Manifest, config: ServeConfig) -> None:
     """Tables for people."""
-    plan = memory(engine_dir, found, config)
+    plan = memory(engine_dir, engine, config)
     console = Console(markup=False, emoji=False)
-    console.print(facts(engine_dir, found))
-    console.print(states(found))
-    console.print(segments(engine_dir, found))
-    if any(segment.layouts for segment in found.segments):
-        console.print(weights(engine_dir, found))
-    if any(segment.profiles for segment in found.segments):
-        console.print(profiles(found))
-    console.print(forms(found))
-    if found.kernels:
-        console.print(kernels(engine_dir, found))
+    console.print(facts(engine_dir, engine))
+    console.print(states(engine))
+    console.print(segments(engine_dir, engine))
+    if any(segment.layouts for segment in engine.segments):
+        console.print(weights(engine_dir, engine))
+    if any(segment.profiles for segment in engine.segments):
+        console.print(profiles(engine))
+    console.print(forms(engine))
+    if engine.kernels:
+        console.print(kernels(engine_dir, engine))
     console.print(plan)
 
 
-def facts(engine_dir: Path, found: Manifest) -> Table:
+def facts(engine_dir: Path, engine: Manifest) -> Table:
     """One line each."""
     table = Table(title=str(engine_dir), show_header=False)
-    kinds = ", ".join(f"{found.layers.count(kind)} {kind}" for kind in dict.fromkeys(found.layers))
-    files, ranks = found.weights_files(0), f"{found.tp}, each with its part of heads, widths and vocabulary"
-    page_bytes = state_bytes(found.states, "page")
+    kinds = ", ".join(f"{engine.layers.count(kind)} {kind}" for kind in dict.fromkeys(engine.layers))
+    files, ranks = engine.weights_files(0), f"{engine.tp}, each with its part of heads, widths and vocabulary"
+    page_bytes = state_bytes(engine.states, "page")
     for name, value in {
-        **({"checkpoint": f"{found.repo} on the Hub, commit {found.commit}"} if found.repo else {}),
-        "architecture": found.architecture,
-        "layers": f"{len(found.layers)}: {kinds}",
-        "vocabulary, hidden": f"{found.vocab_size}, {found.hidden_size}",
-        "target, architecture": f"{found.target}, {found.arch}",
-        **({"ranks": ranks} if found.tp > 1 else {}),
-        "computes in": computes_in(found),
-        "promise": PROMISES[found.promise],
-        "drafts": found.drafts
-        + (f", chosen among the {found.draft_vocab} lowest ids" if found.draft_vocab else "")
-        + (f", by a copy of the head in {found.draft_head}" if found.draft_head else ""),
-        "tokenizer": "tokenizer.json" if found.has_tokenizer else "none: takes and gives token ids",
-        **({"inputs of FP8 layers": found.act_dtype} if _has_fp8(found) else {}),
-        "keys and values": f"{found.kv_dtype}, {page_bytes // found.limits.page_len:,} bytes a token",
-        "end tokens": ", ".join(map(str, found.eos_ids)),
-        **{name: str(value) for name, value in found.limits.model_dump().items()},
-        "weights": size(_bytes_of(engine_dir, files)) + (" of each rank" if found.tp > 1 else ""),
-        **({"random weights": f"{size(found.drawn_bytes)}, drawn when opened"} if found.drawn else {}),
-        "built by": f"hemiola {found.builder_version}, torch {found.torch_version}",
-        "identity": found.identity[:16],
+        **({"checkpoint": f"{engine.repo} on the Hub, commit {engine.commit}"} if engine.repo else {}),
+        "architecture": engine.architecture,
+        "layers": f"{len(engine.layers)}: {kinds}",
+        "vocabulary, hidden": f"{engine.vocab_size}, {engine.hidden_size}",
+        "target, architecture": f"{engine.target}, {engine.arch}",
+        **({"ranks": ranks} if engine.tp > 1 else {}),
+        "computes in": computes_in(engine),
+        "promise": PROMISES[engine.promise],
+        "drafts": engine.drafts
+        + (f", chosen among the {engine.draft_vocab} lowest ids" if engine.draft_vocab else "")
+        + (f", by a copy of the head in {engine.draft_head}" if engine.draft_head else ""),
+        "tokenizer": "tokenizer.json" if engine.has_tokenizer else "none: takes and gives token ids",
+        **({"inputs of FP8 layers": engine.act_dtype} if _has_fp8(engine) else {}),
+        "keys and values": f"{engine.kv_dtype}, {page_bytes // engine.limits.page_len:,} bytes a token",
+        "end tokens": ", ".join(map(str, engine.eos_ids)),
+        **{name: str(value) for name, value in engine.limits.model_dump().items()},
+        "weights": size(_bytes_of(engine_dir, files)) + (" of each rank" if engine.tp > 1 else ""),
+        **({"random weights": f"{size(engine.drawn_bytes)}, drawn when opened"} if engine.drawn else {}),
+        "built by": f"hemiola {engine.builder_version}, torch {engine.torch_version}",
+        "identity": engine.identity[:16],
     }.items():
         table.add_row(name, value)
     return table
 
 
-def _has_fp8(found: Manifest) -> bool:
-    return any(text.startswith("e4m3") for segment in found.segments for text in segment.layouts.values())
+def _has_fp8(engine: Manifest) -> bool:
+    return any(text.startswith("e4m3") for segment in engine.segments for text in segment.layouts.values())
 
 
-def computes_in(found: Manifest) -> str:
+def computes_in(engine: Manifest) -> str:
     """Of engines for a GPU, which may be in either, kernels tell."""
-    kinds = " ".join(kind for own in found.kernels for one in own.binaries for kind in one.binary.call.kinds)
-    usual = name_of(ARCHS[split(found.arch)[0]].dtype)
+    kinds = " ".join(kind for own in engine.kernels for one in own.binaries for kind in one.binary.call.kinds)
+    usual = name_of(ARCHS[split(engine.arch)[0]].dtype)
     return "float32" if kinds and "bf16" not in kinds else usual
 
 
-def states(found: Manifest) -> Table:
+def states(engine: Manifest) -> Table:
     """Equal states of equal layers in one line."""
-    slot, page = (state_bytes(found.states, kind) for kind in ("slot", "page"))
+    slot, page = (state_bytes(engine.states, kind) for kind in ("slot", "page"))
     table = Table(
-        title=f"states: {size(slot)} per slot, {size(page)} per page of {found.limits.page_len} tokens"
+        title=f"states: {size(slot)} per slot, {size(page)} per page of {engine.limits.page_len} tokens"
     )
     for column in ("state", "layers", "kind", "shape of one", "dtype", "bytes of one"):
         table.add_column(column, justify="right" if column.startswith("bytes") else "left")
     groups: dict[tuple, list[int]] = defaultdict(list)
-    for state in found.states:
+    for state in engine.states:
         number = re.search(r"layers\.(\d+)\.", state.name)
         name = re.sub(r"layers\.\d+\.", "", state.name)
         one = state_bytes([state], state.kind)
@@ -105,24 +105,24 @@ def states(found: Manifest) -> Table:
     return table
 
 
-def segments(engine_dir: Path, found: Manifest) -> Table:
+def segments(engine_dir: Path, engine: Manifest) -> Table:
     """What each is called with, and its files."""
     table = Table(title="segments")
     for column in ("segment", "runs", "size", "weights", "states", "inputs"):
         table.add_column(column)
-    for segment in found.segments:
+    for segment in engine.segments:
         total = size(_bytes_of(engine_dir, segment.files))
         counts = str(len(segment.weights)), str(len(segment.states))
         table.add_row(segment.name, runs(segment), total, *counts, " ".join(segment.inputs))
     return table
 
 
-def weights(engine_dir: Path, found: Manifest) -> Table:
+def weights(engine_dir: Path, engine: Manifest) -> Table:
     """Formats of quantised weights. Whatever a weight is stored as, activations and sums are wide."""
-    table = Table(title=f"weights: codes are widened to fp32, activations are {computes_in(found)}")
+    table = Table(title=f"weights: codes are widened to fp32, activations are {computes_in(engine)}")
     for column in ("weight", "layers", "stored as", "bytes"):
         table.add_column(column, justify="right" if column == "bytes" else "left")
-    for group in stored_weights(engine_dir, found):
+    for group in stored_weights(engine_dir, engine):
         table.add_row(group.name, spans(group.layers), group.stored, f"{group.num_bytes:,}")
     return table
 
@@ -135,24 +135,24 @@ def runs(segment: Segment) -> str:
     return f"{calls} parts, {len(segment.files)} of them different, by {segment.compiler}"
 
 
-def profiles(found: Manifest) -> Table:
+def profiles(engine: Manifest) -> Table:
     """The sizes that compiled parts take."""
     table = Table(title="profiles of compiled parts: least, usual and most")
     for column in ("segment", "profile", "sizes"):
         table.add_column(column)
-    for segment in found.segments:
+    for segment in engine.segments:
         for profile in segment.profiles:
             ranges = (f"{name} {a}/{b}/{c}" for name, (a, b, c) in profile.sizes.items())
             table.add_row(segment.name, profile.name, ", ".join(ranges))
     return table
 
 
-def forms(found: Manifest) -> Table:
+def forms(engine: Manifest) -> Table:
     """How often each op runs in each form."""
     table = Table(title="ops, the form that each runs in, and why better ones refused")
     for column in ("segment", "op", "form", "calls", "refused"):
         table.add_column(column, justify="right" if column == "calls" else "left")
-    for segment in found.segments:
+    for segment in engine.segments:
         kinds = [
             (
                 node.op,
@@ -166,25 +166,25 @@ def forms(found: Manifest) -> Table:
     return table
 
 
-def kernels(engine_dir: Path, found: Manifest) -> Table:
+def kernels(engine_dir: Path, engine: Manifest) -> Table:
     """Binaries of our ops by architecture."""
     table = Table(title="kernels")
     for column in ("architecture", "binaries", "size", "CUDA"):
         table.add_column(column)
-    for group in found.kernels:
+    for group in engine.kernels:
         total = _bytes_of(engine_dir, [binary.file for binary in group.binaries])
         table.add_row(group.arch, str(len(group.binaries)), size(total), str(group.cuda))
     return table
 
 
-def memory(engine_dir: Path, found: Manifest, config: ServeConfig) -> Table:
+def memory(engine_dir: Path, engine: Manifest, config: ServeConfig) -> Table:
     """What opening the engine like this takes; where the cache has no bound, all that it could use."""
-    sizes = resolve(config, found, ENDLESS)
+    sizes = resolve(config, engine, ENDLESS)
     title = f"memory for {sizes.max_rows} rows of {sizes.max_len} tokens, drafts: {sizes.drafts}"
     table = Table(title=title)
     for column in ("what", "number", "each", "together"):
         table.add_column(column, justify="left" if column == "what" else "right")
-    lines = memory_of(engine_dir, found, sizes)
+    lines = memory_of(engine_dir, engine, sizes)
     for what, number, each in lines:
         table.add_row(what, f"{number:,}", size(each), size(number * each))
     table.add_row("", "", "", size(sum(number * each for _, number, each in lines)))
@@ -199,10 +199,10 @@ class Held(NamedTuple):
     each_bytes: int
 
 
-def memory_of(engine_dir: Path, found: Manifest, sizes: Resolved) -> list[Held]:
+def memory_of(engine_dir: Path, engine: Manifest, sizes: Resolved) -> list[Held]:
     """All that an open engine holds."""
-    slot, page = (state_bytes(found.states, kind) for kind in ("slot", "page"))
-    weights = _bytes_of(engine_dir, found.weights_files(0)) + found.drawn_bytes
+    slot, page = (state_bytes(engine.states, kind) for kind in ("slot", "page"))
+    weights = _bytes_of(engine_dir, engine.weights_files(0)) + engine.drawn_bytes
     rows = sizes.max_rows + 1
     held = [
         Held("weights", 1, weights),
@@ -210,10 +210,10 @@ def memory_of(engine_dir: Path, found: Manifest, sizes: Resolved) -> list[Held]:
         Held("slots of rows, and one of padding", rows, slot),
         Held("snapshots", sizes.num_slots - rows, slot),
     ]
-    return held + [Held("the largest step", 1, found.work_bytes)] * bool(found.work_bytes)
+    return held + [Held("the largest step", 1, engine.work_bytes)] * bool(engine.work_bytes)
 
 
-def described(engine_dir: Path, found: Manifest, config: ServeConfig) -> dict[str, Any]:
+def described(engine_dir: Path, engine: Manifest, config: ServeConfig) -> dict[str, Any]:
     """The same as the tables, for programs: numbers are numbers, and sizes are bytes."""
     same = (
         "repo",
@@ -230,20 +230,20 @@ def described(engine_dir: Path, found: Manifest, config: ServeConfig) -> dict[st
     )
     same += ("drafts", "kv_dtype", "draft_vocab", "draft_head", "has_tokenizer", "eos_ids", "builder_version")
     same += ("torch_version", "identity")
-    sizes = resolve(config, found, ENDLESS)
-    held = memory_of(engine_dir, found, sizes)
+    sizes = resolve(config, engine, ENDLESS)
+    held = memory_of(engine_dir, engine, sizes)
     return {
         "engine_dir": str(engine_dir),
-        **{name: getattr(found, name) for name in same},
-        "computes_in": computes_in(found),
-        "limits": found.limits.model_dump(),
-        "bytes_per_slot": state_bytes(found.states, "slot"),
-        "bytes_per_page": state_bytes(found.states, "page"),
+        **{name: getattr(engine, name) for name in same},
+        "computes_in": computes_in(engine),
+        "limits": engine.limits.model_dump(),
+        "bytes_per_slot": state_bytes(engine.states, "slot"),
+        "bytes_per_page": state_bytes(engine.states, "page"),
         "states": [
-            {**state.model_dump(), "bytes": state_bytes([state], state.kind)} for state in found.states
+            {**state.model_dump(), "bytes": state_bytes([state], state.kind)} for state in engine.states
         ],
-        "quantised_weights": [group._asdict() for group in stored_weights(engine_dir, found)],
-        "segments": [_described(engine_dir, segment) for segment in found.segments],
+        "quantised_weights": [group._asdict() for group in stored_weights(engine_dir, engine)],
+        "segments": [_described(engine_dir, segment) for segment in engine.segments],
         "kernels": [
             {
                 "arch": group.arch,
@@ -251,7 +251,7 @@ def described(engine_dir: Path, found: Manifest, config: ServeConfig) -> dict[st
                 "bytes": _bytes_of(engine_dir, [binary.file for binary in group.binaries]),
                 "cuda": group.cuda,
             }
-            for group in found.kernels
+            for group in engine.kernels
         ],
         "memory": {
             "max_rows": sizes.max_rows,

@@ -13,7 +13,7 @@ from kit.rank_threads import RankHarness, at_once, groups
 
 from hemiola.builder.build import Options, build
 from hemiola.builder.cut import Cut
-from hemiola.builder.formats.module import Found
+from hemiola.builder.formats.module import LazyGroup
 from hemiola.builder.lazy import Lazy
 from hemiola.plugins.groups import Layout, WeightGroup
 from hemiola.runtime import manifest
@@ -111,7 +111,7 @@ def test_parts_of_quantised_weights_are_the_parts_of_their_numbers(layout: Layou
             made[name] = numbers.to(tensor.dtype)[begin:end]
         return WeightGroup(layout, made)
 
-    whole = Lazy.quantised((12, 64), Found(layout, read))
+    whole = Lazy.quantised((12, 64), LazyGroup(layout, read))
     columns = [Cut(4, rank).columns(whole).read() for rank in range(4)]
     assert torch.equal(torch.cat(columns, 1), whole.read())
     rows = [Cut(4, rank).rows(whole, [8, 4]).read() for rank in range(4)]

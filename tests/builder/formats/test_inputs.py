@@ -71,13 +71,13 @@ def test_a_layout_says_how_inputs_are_rounded(
     for narrow in (True, False):
         lazy = alone(made.tensors, config, narrow_inputs=narrow).matrix("X.weight", *SIZE)
         assert str(lazy.layout) == (layout if narrow else layout.partition(" x ")[0])
-        assert lazy.found is not None and lazy.found.read().layout == lazy.layout
+        assert lazy.group is not None and lazy.group.read().layout == lazy.layout
         assert torch.equal(lazy.read(), made.numbers)
     if "static" in layout:
         lazy = alone(made.tensors, config, narrow_inputs=True).matrix("X.weight", *SIZE)
         part = lazy.take(lambda rows: rows[10:30])
-        assert part.found is not None and part.found.static == float(made.tensors["input_scale"])
-        assert part.found.read().tensors["input"].tolist() == [[part.found.static]] * 20
+        assert part.group is not None and part.group.static == float(made.tensors["input_scale"])
+        assert part.group.read().tensors["input"].tolist() == [[part.group.static]] * 20
 
 
 def scale(value: torch.Tensor) -> Callable[[Tensors], object]:

@@ -54,7 +54,7 @@ def test_every_code_is_the_nearest(layout: Layout) -> None:
 def test_rows_that_are_rounded_in_parts_are_those_of_the_whole(name: str) -> None:
     weight = torch.randn(33, 272, generator=torch.Generator().manual_seed(3))
     expected = rounded(weight, LAYOUTS[name])
-    found = quantise_lazily(Lazy.of(weight), name).found
+    found = quantise_lazily(Lazy.of(weight), name).group
     assert found is not None and found.layout == expected.layout
     whole = joined([found.read(first, first + 8) for first in range(0, 33, 8)])
     for part, wanted in expected.tensors.items():
