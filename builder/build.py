@@ -37,7 +37,8 @@ from hemiola.plugins import OPS
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of
 from hemiola.runtime.config import lossy
-from hemiola.runtime.manifest import GROUP, Limits, Manifest, Segment, State
+from hemiola.runtime.manifest import Manifest
+from hemiola.runtime.manifest_parts import GROUP, PTX, Kernels, Limits, Segment, State
 from hemiola.runtime.progress import HASHING, Report, silent
 
 WEIGHTS = "weights.safetensors"
@@ -181,11 +182,11 @@ def _launches(target: targets.Target, device: str) -> bool:
     return device == "cuda" and target.name == "torch"
 
 
-def _kernels(graphs: Sequence[Graph], segments: Sequence[Segment], job: Job) -> tuple[manifest.Kernels, ...]:
+def _kernels(graphs: Sequence[Graph], segments: Sequence[Segment], job: Job) -> tuple[Kernels, ...]:
     """What a GPU's process launches itself; TensorRT has the others' PTX in its engines."""
     if job.device == "cpu":
         return ()
-    ops = {node.op for segment in segments for node in segment.calls if node.form != manifest.PTX}
+    ops = {node.op for segment in segments for node in segment.calls if node.form != PTX}
     return compile_kernels(graphs, segments, ops, job)
 
 

@@ -13,7 +13,9 @@ from hemiola.builder.options import Options
 from hemiola.plugins.attention.pages import FORMATS
 from hemiola.runtime.arch import ARCHS, name_of
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import MOST_PAGES, MOST_STEP_TOKENS, Limits
+from hemiola.runtime.manifest import MOST_PAGES
+from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.options import MOST_STEP_TOKENS
 from hemiola.runtime.step.bucket import ROWS
 
 

@@ -13,7 +13,8 @@ from hemiola.runtime.arch import ARCHS, name_of, split
 from hemiola.runtime.cli.graph_plot import spans
 from hemiola.runtime.cli.stored_weights import stored_weights
 from hemiola.runtime.config import ENDLESS, Resolved, ServeConfig, resolve, state_bytes
-from hemiola.runtime.manifest import Manifest, Segment
+from hemiola.runtime.manifest import Manifest
+from hemiola.runtime.manifest_parts import Segment
 from hemiola.runtime.progress import size
 
 PROMISES = {

@@ -15,7 +15,7 @@ from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.head import Head
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Drafter, Trunk
-from hemiola.runtime.manifest import HIDDEN
+from hemiola.runtime.manifest_parts import HIDDEN
 from hemiola.runtime.progress import Report, silent
 from hemiola.runtime.schedule.plan import Launched, Plan
 from hemiola.runtime.step.captured import Captured

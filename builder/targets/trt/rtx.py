@@ -27,7 +27,7 @@ from hemiola.plugins.groups import Layout
 from hemiola.plugins.onnx import is_plugin
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import PARTS, Profile
+from hemiola.runtime.manifest_parts import PARTS, Profile
 
 trt: Any = import_module("tensorrt_rtx")
 

@@ -34,6 +34,7 @@ from hemiola.runtime.device.segments import tensorrt
 from hemiola.runtime.device.segments.pieces import CutSegment
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.manifest_parts import PARTS
 
 Get = Callable[..., Path]
 ALL = {"target": "tensorrt-rtx", "arch": ",".join(targets.RTX)}
@@ -53,10 +54,10 @@ def test_every_family_is_built_for_all_architectures(family: str, tiny_engine: G
     assert found.target == "tensorrt-rtx" and found.promise == "tokens"
     assert found.arch == "sm_80,sm_86,sm_89,sm_120,sm_121"
     named = {piece.name for s in found.segments for piece in s.pieces if piece.kind == "part"}
-    assert named == {path.name for path in (engine_dir / manifest.PARTS).iterdir()}
+    assert named == {path.name for path in (engine_dir / PARTS).iterdir()}
     for name in named:
-        content = (engine_dir / manifest.PARTS / name).read_bytes()
-        assert content[:4] == b"vtrt" and f"{manifest.PARTS}/{name}" in found.sha256
+        content = (engine_dir / PARTS / name).read_bytes()
+        assert content[:4] == b"vtrt" and f"{PARTS}/{name}" in found.sha256
     for segment in found.segments:
         assert segment.compiler.startswith("tensorrt-rtx 1.")
         assert {node.form for node in segment.nodes} == {"cuda"}

@@ -15,6 +15,7 @@ from kit.harness import Harness
 from hemiola.runtime import manifest
 from hemiola.runtime.device.segments.pieces import CutSegment
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest_parts import PARTS
 
 Get = Callable[..., Path]
 TOLERANCE = 1e-4  # fp32: onnxruntime sums in another order
@@ -68,7 +69,7 @@ def broken(tiny_engine: Get, folder: Path, change: Callable[[Path], None]) -> Pa
     """A copy of an engine whose first part was changed and stands in the manifest like that."""
     engine_dir = shutil.copytree(tiny_engine("qwen3_5", target="onnxruntime"), folder / "engine")
     found = manifest.load(engine_dir)
-    part = engine_dir / manifest.PARTS / found.segments[0].pieces[0].name
+    part = engine_dir / PARTS / found.segments[0].pieces[0].name
     change(part)
     sha256 = found.sha256 | {str(part.relative_to(engine_dir)): hashlib.sha256(part.read_bytes()).hexdigest()}
     found.model_copy(update={"sha256": sha256}).write(engine_dir)
@@ -83,7 +84,7 @@ def test_a_part_that_cannot_be_read_is_refused(tiny_engine: Get, tmp_path: Path)
 
 def test_a_damaged_part_is_found_by_its_hash(tiny_engine: Get, tmp_path: Path) -> None:
     engine_dir = shutil.copytree(tiny_engine("qwen3_5", target="onnxruntime"), tmp_path / "engine")
-    part = next((engine_dir / manifest.PARTS).iterdir())
+    part = next((engine_dir / PARTS).iterdir())
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     with pytest.raises(Refused, match=rf"{part.name} was changed after the build .*; run build-engine again"):
         manifest.load(engine_dir)
