@@ -32,6 +32,8 @@ MAX_LEN = PROMPT_LEN + NUM_STEPS + 8
 class Stub:
     """Answers at once."""
 
+    recordings, ranks, slowest = (), None, None
+
     def __init__(self, num_rows: int) -> None:
         self.answers = [torch.randn(num_rows, VOCAB) for _ in range(8)]
         self.calls = 0

@@ -37,7 +37,8 @@ from hemiola.plugins import OPS
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of
 from hemiola.runtime.config import lossy
-from hemiola.runtime.manifest import GROUP, Limits, Manifest, Segment, State
+from hemiola.runtime.manifest import Manifest
+from hemiola.runtime.manifest_parts import GROUP, PTX, Kernels, Limits, Segment, State
 from hemiola.runtime.progress import HASHING, Report, silent
 
 WEIGHTS = "weights.safetensors"
@@ -181,11 +182,11 @@ def _launches(target: targets.Target, device: str) -> bool:
     return device == "cuda" and target.name == "torch"
 
 
-def _kernels(graphs: Sequence[Graph], segments: Sequence[Segment], job: Job) -> tuple[manifest.Kernels, ...]:
+def _kernels(graphs: Sequence[Graph], segments: Sequence[Segment], job: Job) -> tuple[Kernels, ...]:
     """What a GPU's process launches itself; TensorRT has the others' PTX in its engines."""
     if job.device == "cpu":
         return ()
-    ops = {node.op for segment in segments for node in segment.calls if node.form != manifest.PTX}
+    ops = {node.op for segment in segments for node in segment.calls if node.form != PTX}
     return compile_kernels(graphs, segments, ops, job)
 
 
@@ -209,7 +210,7 @@ def _hidden(model: models.Model, limits: Limits) -> State:
 
 def _hashes(folder: Path, report: Report) -> dict[str, str]:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    total, done, found = sum(path.stat().st_size for path in files), 0, {}
+    total, done, hashes = sum(path.stat().st_size for path in files), 0, {}
     for path in files:
         digest = hashlib.sha256()
         with path.open("rb") as file:
@@ -217,5 +218,5 @@ def _hashes(folder: Path, report: Report) -> dict[str, str]:
                 digest.update(part)
                 done += len(part)
                 report(HASHING, done, total)
-        found[str(path.relative_to(folder))] = digest.hexdigest()
-    return found
+        hashes[str(path.relative_to(folder))] = digest.hexdigest()
+    return hashes

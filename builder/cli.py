@@ -84,7 +84,7 @@ def _build(checkpoint: Path, engine_dir: Path, options: Options, came: list[int]
 
 def summary(manifest: "Manifest", engine_dir: Path) -> Table:
     """What was built, for people."""
-    from hemiola.runtime.cli.inspect import PROMISES, runs
+    from hemiola.runtime.cli.inspected import PROMISES, runs
     from hemiola.runtime.config import state_bytes
 
     limits = manifest.limits

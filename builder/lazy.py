@@ -32,7 +32,7 @@ class Unpacked(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Found(NamedTuple):
+class LazyGroup(NamedTuple):
     """A quantised matrix in canonical form; nothing of it was read."""
 
     layout: Layout
@@ -48,7 +48,7 @@ class Lazy:
     dtype: torch.dtype
     read: Read[torch.Tensor]
     std: float | None = None  # of normal numbers that stand for the weight (random_weights.py)
-    found: Found | None = None  # a quantised weight; `read()` makes its numbers in fp32
+    group: LazyGroup | None = None  # a quantised weight; `read()` makes its numbers in fp32
     words: "Unpacked | None" = None  # of a packed one of random numbers
     ranked: bool = False  # each rank has another part (cut.py)
     whole: bool = False  # some lines take as much memory and time as all
@@ -77,22 +77,22 @@ class Lazy:
 
     @staticmethod
     def quantised(
-        shape: tuple[int, ...], found: Found, std: float | None = None, ranked: bool = False
+        shape: tuple[int, ...], group: LazyGroup, std: float | None = None, ranked: bool = False
     ) -> "Lazy":
         def read(begin: int = 0, end: int | None = None) -> torch.Tensor:
-            return dequantised(found.read(begin, end))
+            return dequantised(group.read(begin, end))
 
-        return Lazy(shape, torch.float32, read, std, found=found, ranked=ranked)
+        return Lazy(shape, torch.float32, read, std, group=group, ranked=ranked)
 
     @property
     def layout(self) -> Layout | None:
         """Of a quantised weight."""
-        return None if self.found is None else self.found.layout
+        return None if self.group is None else self.group.layout
 
     @property
     def kind(self) -> tuple[Layout | None, float]:
         """What parts of one layer have in common: their layout, and the scale of their inputs."""
-        return self.layout, self.found.static if self.found is not None else 0.0
+        return self.layout, self.group.static if self.group is not None else 0.0
 
     def of_a_rank(self) -> "Lazy":
         return replace(self, ranked=True)
@@ -104,11 +104,11 @@ class Lazy:
         def pick(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[:, rows.to(tensor.device)]
 
-        shape, found = (*self.shape[:dim], len(rows), *self.shape[dim + 1 :]), self.found
-        if found is not None:
-            part = found._replace(read=_taken(found.read, rows, joined, WeightGroup.map))
+        shape, group = (*self.shape[:dim], len(rows), *self.shape[dim + 1 :]), self.group
+        if group is not None:
+            part = group._replace(read=_taken(group.read, rows, joined, WeightGroup.map))
             if dim:
-                part = found._replace(read=lambda begin=0, end=None: found.read(begin, end).map(pick))
+                part = group._replace(read=lambda begin=0, end=None: group.read(begin, end).map(pick))
             return Lazy.quantised(shape, part, self.std, self.ranked)
         if dim:
             return self.map(pick, by_line=True)
@@ -117,11 +117,11 @@ class Lazy:
 
     def columns(self, begin: int, end: int) -> "Lazy":
         """These inputs of a dense layer; of a quantised one whole spans."""
-        found = self.found
-        if found is None:
+        group = self.group
+        if group is None:
             return self.map(lambda weight: weight[..., begin:end], by_line=True)
         shape = (*self.shape[:-1], end - begin)
-        part = found._replace(read=lambda b=0, e=None: found.read(b, e).columns(begin, end))
+        part = group._replace(read=lambda b=0, e=None: group.read(b, e).columns(begin, end))
         return Lazy.quantised(shape, part, self.std, self.ranked)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor], by_line: bool = False) -> "Lazy":
@@ -129,7 +129,7 @@ class Lazy:
 
         by_line: each line of the result needs that line of this alone.
         """
-        assert self.found is None, "a quantised weight is changed by rows alone"
+        assert self.group is None, "a quantised weight is changed by rows alone"
         result = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))
         shape = tuple(result.shape)
         if not by_line:
@@ -144,12 +144,12 @@ class Lazy:
         """In the layout that a form asks for."""
         from hemiola.plugins.cpu.tiles import STRIP
 
-        found, rows, words, std = self.found, self.shape[0], None, self.std
-        if found is None:
+        group, rows, words, std = self.group, self.shape[0], None, self.std
+        if group is None:
             source, result = self.read, pack(torch.empty(self.shape, dtype=self.dtype, device="meta"))
         else:
-            source, result = found.read, pack(WeightGroup.empty(found.layout, self.shape))
-            words = Unpacked(found.layout, self.shape) if pack is pack_words and std is not None else None
+            source, result = group.read, pack(WeightGroup.empty(group.layout, self.shape))
+            words = Unpacked(group.layout, self.shape) if pack is pack_words and std is not None else None
             std = std if words else None
         each = 1 if len(self.shape) == 3 else STRIP if pack is strips else 0  # rows of a packed line
 
@@ -157,10 +157,10 @@ class Lazy:
             return pack(source(begin * each, rows if end is None else min(end * each, rows)))
 
         def make() -> torch.Tensor:
-            if found is None or pack is not pack_words:
+            if group is None or pack is not pack_words:
                 return pack(source())
             num_rows = max(1, rows * PIECE // max(result.nbytes, 1))
-            return pack_words_in_parts(found.read, found.layout, self.shape, num_rows)
+            return pack_words_in_parts(group.read, group.layout, self.shape, num_rows)
 
         shape = tuple(result.shape)
         made = Lazy.all_at_once(shape, result.dtype, make)
@@ -169,7 +169,7 @@ class Lazy:
         return replace(made, std=std, words=words, ranked=self.ranked)
 
     def cast(self, dtype: torch.dtype) -> "Lazy":
-        assert self.found is None, "a form takes a quantised weight that it does not pack"
+        assert self.group is None, "a form takes a quantised weight that it does not pack"
         return self.map(lambda tensor: tensor.to(dtype), by_line=bool(self.shape))
 
     def pieces(self, most_bytes: int) -> Iterator[torch.Tensor]:
@@ -198,8 +198,8 @@ def _taken(
     def part(begin: int = 0, end: int | None = None) -> T:
         known, places = rows[begin:end].unique(return_inverse=True)
         cuts = (known.diff() != 1).nonzero().flatten() + 1
-        found = [read(int(run[0]), int(run[-1]) + 1) for run in known.tensor_split(cuts)]
-        whole = found[0] if len(found) == 1 else cat(found)
+        parts = [read(int(run[0]), int(run[-1]) + 1) for run in known.tensor_split(cuts)]
+        whole = parts[0] if len(parts) == 1 else cat(parts)
         is_ordered = torch.equal(places, torch.arange(len(known)))
         return whole if is_ordered else apply(whole, lambda tensor: tensor[places.to(tensor.device)])
 
@@ -253,15 +253,15 @@ def _joined(
 ) -> Lazy:
     """What `function` makes of the runs."""
     std, ranked = parts[0].std, any(part.ranked for part in parts)
-    if parts[0].found is not None:
+    if parts[0].group is not None:
 
-        def group(begin: int = 0, end: int | None = None) -> WeightGroup:
-            read = [p.found.read(b, e) for p, b, e in runs(begin, end) if p.found is not None]
+        def read_group(begin: int = 0, end: int | None = None) -> WeightGroup:
+            read = [p.group.read(b, e) for p, b, e in runs(begin, end) if p.group is not None]
             return joined(read, function)
 
-        statics = {part.found.static for part in parts if part.found is not None}
-        found = Found(parts[0].found.layout, group, statics.pop() if len(statics) == 1 else 0.0)
-        return Lazy.quantised(shape, found, std, ranked)
+        statics = {part.group.static for part in parts if part.group is not None}
+        group = LazyGroup(parts[0].group.layout, read_group, statics.pop() if len(statics) == 1 else 0.0)
+        return Lazy.quantised(shape, group, std, ranked)
 
     def read(begin: int = 0, end: int | None = None) -> torch.Tensor:
         return function([p.read(b, e).to(dtype) for p, b, e in runs(begin, end)])

@@ -25,7 +25,7 @@ from hemiola.plugins.onnx import DOMAIN, DTYPES, OPSET, PLUGIN
 from hemiola.plugins.spec import Op
 from hemiola.runtime.abi import OUTPUTS
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import NEXT
+from hemiola.runtime.manifest_parts import NEXT
 
 
 def to_onnx(graph: Graph, layouts: Mapping[str, Layout] = MappingProxyType({})) -> onnx.ModelProto:

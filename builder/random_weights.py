@@ -12,7 +12,7 @@ import torch
 from hemiola.builder.checkpoint import Checkpoint
 from hemiola.builder.lazy import Lazy
 from hemiola.runtime.arch import name_of
-from hemiola.runtime.manifest import Drawn
+from hemiola.runtime.manifest_parts import Drawn
 
 LARGE = 2**20  # numbers of a weight that is drawn when an engine is opened
 

@@ -13,7 +13,9 @@ from hemiola.builder.options import Options
 from hemiola.plugins.attention.pages import FORMATS
 from hemiola.runtime.arch import ARCHS, name_of
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import MOST_PAGES, MOST_STEP_TOKENS, Limits
+from hemiola.runtime.manifest import MOST_PAGES
+from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.options import MOST_STEP_TOKENS
 from hemiola.runtime.step.bucket import ROWS
 
 
@@ -197,9 +199,9 @@ def _warn_of_a_missing_head(model: models.Model) -> None:
 def _refuse_ranks(options: Options, target: targets.Target, archs: Sequence[str]) -> None:
     if (options.tp > 1 or options.same_bits) and target.name != "torch":
         where = f"--target {target.name} --arch {','.join(archs)}"
-        asked = f"--tp {options.tp}" if options.tp > 1 else "--same-bits"
+        field, asked = ("tp", f"--tp {options.tp}") if options.tp > 1 else ("same_bits", "--same-bits")
         message = f"{asked} is not supported by {where} yet, only by --target torch"
-        raise Refused("unsupported", "tp", options.tp, message=message, way_out="leave it out")
+        raise Refused("unsupported", field, getattr(options, field), message=message, way_out="leave it out")
 
 
 def _refuse_odd_shares(vocab_size: int, options: Options) -> None:

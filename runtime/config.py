@@ -8,7 +8,8 @@ from hemiola.plugins.attention.pages import FORMATS
 from hemiola.runtime.api import Strict
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.errors import Name, Refused, any_of
-from hemiola.runtime.manifest import Manifest, State
+from hemiola.runtime.manifest import Manifest
+from hemiola.runtime.manifest_parts import State
 from hemiola.runtime.options import Auto, Drafts, KvDtype, ServeConfig
 
 ENDLESS = 2**60  # bytes: as if memory were no limit

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Format, Found, Module
+from hemiola.builder.formats.module import Format, LazyGroup, Module
 from hemiola.runtime.errors import Refused
 
 
@@ -24,7 +24,7 @@ PLAIN = ("BF16", "F16", "F32", "F64")
 SUFFIXES = frozenset({"pre_quant_scale"}).union(*(each.tensors for each in FORMATS))
 
 
-def find(module: Module, declared: Declared) -> Found | None:
+def find(module: Module, declared: Declared) -> LazyGroup | None:
     """What a matrix is, or None: it is not quantised."""
     weight = module.tensors.get("weight")
     if set(module.tensors) == {"weight"} and weight is not None and weight.dtype in PLAIN:
@@ -46,7 +46,7 @@ def find(module: Module, declared: Declared) -> Found | None:
     raise Refused("unsupported", module.name, message=message, way_out="use the bf16 checkpoint")
 
 
-def _confirmed(module: Module, declared: Declared, known: Format) -> Found:
+def _confirmed(module: Module, declared: Declared, known: Format) -> LazyGroup:
     more = sorted(set(module.tensors) - known.tensors)
     if more:
         raise module.tensors[more[0]].refused(

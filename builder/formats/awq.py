@@ -3,7 +3,7 @@
 import torch
 
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Format, Found, Module, centred, unpacked
+from hemiola.builder.formats.module import Format, LazyGroup, Module, centred, unpacked
 from hemiola.plugins.groups import Layout, WeightGroup
 
 KEY = "qweight"
@@ -17,7 +17,7 @@ def is_awq(module: Module) -> bool:
     return is_packed and module.of(KEY).shape == (module.num_inputs, num_words)
 
 
-def find(module: Module, declared: Declared) -> Found:
+def find(module: Module, declared: Declared) -> LazyGroup:
     words, scales, zeros, span = module.packed_words(declared.group_sizes, module.num_outputs // 8)
     layout = Layout("int4", span, ("zeros",))
 
@@ -29,7 +29,7 @@ def find(module: Module, declared: Declared) -> Found:
         tensors = {"codes": codes, "zeros": points.short()}
         return WeightGroup(layout, tensors | {"scales": scales.scales(begin, end, 1).T.contiguous()})
 
-    return Found(layout, read)
+    return LazyGroup(layout, read)
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ middle of the codes (`sym`), they tell by themselves which one it is.
 import torch
 
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Format, Found, Module, Stored, centred, unpacked
+from hemiola.builder.formats.module import Format, LazyGroup, Module, Stored, centred, unpacked
 from hemiola.plugins.groups import Layout, WeightGroup
 
 KEY = "qweight"
@@ -19,7 +19,7 @@ def is_gptq(module: Module) -> bool:
     return KEY in module.tensors and bool(_bits(module))
 
 
-def find(module: Module, declared: Declared) -> Found:
+def find(module: Module, declared: Declared) -> LazyGroup:
     bits, num_outputs = _bits(module), module.num_outputs
     width = -(-num_outputs * bits // 32)
     words, scales, zeros, span = module.packed_words(declared.group_sizes, width)
@@ -43,7 +43,7 @@ def find(module: Module, declared: Declared) -> Found:
             tensors["zeros"] = (points - middle).T.contiguous()
         return WeightGroup(layout, tensors)
 
-    return Found(layout, read)
+    return LazyGroup(layout, read)
 
 
 def _bits(module: Module) -> int:

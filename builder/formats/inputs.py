@@ -5,7 +5,7 @@ each token and 128 inputs. One for a whole tensor is refused, since a token woul
 """
 
 from hemiola.builder.formats.declared import GROUP, TENSOR, Declared
-from hemiola.builder.formats.module import Found, Module, Stored
+from hemiola.builder.formats.module import LazyGroup, Module, Stored
 from hemiola.plugins.groups import WeightGroup
 from hemiola.plugins.inputs import refuses_inputs
 from hemiola.runtime.errors import Code, Refused
@@ -14,7 +14,7 @@ KEY = "input_scale"
 WAY_OUT = "leave --act-dtype out"
 
 
-def in_e4m3(module: Module, declared: Declared, weight: Found) -> Found:
+def in_e4m3(module: Module, declared: Declared, weight: LazyGroup) -> LazyGroup:
     """A matrix whose inputs are rounded as its checkpoint says, or as it is, where that says nothing."""
     if weight.layout.kind != "e4m3":
         return weight
@@ -37,10 +37,10 @@ def in_e4m3(module: Module, declared: Declared, weight: Found) -> Found:
     if dynamic[0] not in (GROUP, "token"):
         _refuse(declared, "unsupported", f"inputs of FP8 weights are rounded by {dynamic[0]}")
     layout = weight.layout._replace(inputs=dynamic[0])
-    return _checked(module, Found(layout, lambda b=0, e=None: weight.read(b, e)._replace(layout=layout)))
+    return _checked(module, LazyGroup(layout, lambda b=0, e=None: weight.read(b, e)._replace(layout=layout)))
 
 
-def _static(module: Module, stored: Stored, said: frozenset[str], weight: Found) -> Found:
+def _static(module: Module, stored: Stored, said: frozenset[str], weight: LazyGroup) -> LazyGroup:
     stored.require("F32", "BF16", "F16")
     if stored.shape not in ((), (1,)):
         stored.require_shape()
@@ -55,10 +55,10 @@ def _static(module: Module, stored: Stored, said: frozenset[str], weight: Found)
         return WeightGroup(layout, group.tensors | {"input": scale.expand(rows).contiguous()})
 
     layout = weight.layout._replace(inputs="static")
-    return _checked(module, Found(layout, read, float(scale)))
+    return _checked(module, LazyGroup(layout, read, float(scale)))
 
 
-def _checked(module: Module, weight: Found) -> Found:
+def _checked(module: Module, weight: LazyGroup) -> LazyGroup:
     if reason := refuses_inputs(weight.layout):
         message = f"--act-dtype fp8: {module.name} has {reason}"
         raise Refused("unsupported", "act_dtype", message=message, way_out=WAY_OUT)

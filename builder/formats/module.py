@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.lazy import Found
+from hemiola.builder.lazy import LazyGroup
 from hemiola.runtime.errors import Code, Refused
 
 MOST = 2.0**100  # kernels scale by powers of two beside it
@@ -167,7 +167,7 @@ class Format(NamedTuple):
     methods: tuple[str, ...]  # as which configs declare it
     tensors: frozenset[str]  # that a matrix may have, by the ends of their names
     is_it: Callable[[Module], bool]
-    find: Callable[[Module, Declared], Found]
+    find: Callable[[Module, Declared], LazyGroup]
 
 
 def has(suffix: str) -> Callable[[Module], bool]:

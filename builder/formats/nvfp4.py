@@ -5,21 +5,21 @@ X.weight_packed, X.weight_scale, X.weight_global_scale, which divides.
 """
 
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Format, Found, Module, by_row, has, nibbles
+from hemiola.builder.formats.module import Format, LazyGroup, Module, by_row, has, nibbles
 from hemiola.plugins.groups import Layout, WeightGroup
 
 GROUP = 16
 
 
-def find_modelopt(module: Module, declared: Declared) -> Found:
+def find_modelopt(module: Module, declared: Declared) -> LazyGroup:
     return _find(module, "weight", "weight_scale_2", "factor")
 
 
-def find_compressed(module: Module, declared: Declared) -> Found:
+def find_compressed(module: Module, declared: Declared) -> LazyGroup:
     return _find(module, "weight_packed", "weight_global_scale", "divisor")
 
 
-def _find(module: Module, weight_name: str, whole_name: str, role: str) -> Found:
+def _find(module: Module, weight_name: str, whole_name: str, role: str) -> LazyGroup:
     weight, scales, whole = (module.of(name) for name in (weight_name, "weight_scale", whole_name))
     num_outputs, num_inputs = module.shape
     weight.require("U8")
@@ -39,7 +39,7 @@ def _find(module: Module, weight_name: str, whole_name: str, role: str) -> Found
         tensors = {"codes": codes, "scales": scales.read(begin, end)}
         return WeightGroup(layout, tensors | {role: by_row(whole.scales(), num_outputs)[begin:end]})
 
-    return Found(layout, read)
+    return LazyGroup(layout, read)
 
 
 FORMATS = (

@@ -2,13 +2,13 @@
 X.weight_shape, and X.weight_zero_point, packed along the outputs, where codes have zero points."""
 
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Format, Found, Module, centred, has, unpacked
+from hemiola.builder.formats.module import Format, LazyGroup, Module, centred, has, unpacked
 from hemiola.plugins.groups import Layout, WeightGroup
 
 KEY = "weight_packed"
 
 
-def find(module: Module, declared: Declared) -> Found:
+def find(module: Module, declared: Declared) -> LazyGroup:
     words, scales, shape = (module.of(name) for name in (KEY, "weight_scale", "weight_shape"))
     num_outputs, num_inputs = module.shape
     words.require("I32")
@@ -43,7 +43,7 @@ def find(module: Module, declared: Declared) -> Found:
             tensors["zeros"] = points[begin:end]
         return WeightGroup(layout, tensors)
 
-    return Found(layout, read)
+    return LazyGroup(layout, read)
 
 
 FORMATS = (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hemiola.builder.formats.declared import GROUP
-from hemiola.builder.formats.module import Found
+from hemiola.builder.formats.module import LazyGroup
 from hemiola.builder.lazy import PIECE, Lazy, Read
 from hemiola.plugins.groups import E2M1, E4M3, Layout, WeightGroup, factors
 from hemiola.runtime.errors import Refused
@@ -88,7 +88,7 @@ def quantised(weight: Lazy, name: str, narrow: bool = False) -> Lazy:
         layout = layout._replace(span=0)
     if narrow and layout.kind == "e4m3":
         layout = layout._replace(inputs=GROUP)
-    return Lazy.quantised(weight.shape, Found(layout, _reader(weight, layout)), weight.std)
+    return Lazy.quantised(weight.shape, LazyGroup(layout, _reader(weight, layout)), weight.std)
 
 
 def rounded(weight: torch.Tensor, layout: Layout, peak: torch.Tensor | None = None) -> WeightGroup:

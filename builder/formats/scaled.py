@@ -7,7 +7,7 @@ activations (input_scale) are not read: activations stay wide.
 import torch
 
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Format, Found, Module, Stored, by_row, has
+from hemiola.builder.formats.module import Format, LazyGroup, Module, Stored, by_row, has
 from hemiola.plugins.groups import Layout, WeightGroup
 
 KEY = "weight_scale"
@@ -15,7 +15,7 @@ KINDS = {"F8_E4M3": "e4m3", "I8": "int8"}
 FLOATS = ("F32", "BF16", "F16")
 
 
-def find(module: Module, declared: Declared) -> Found:
+def find(module: Module, declared: Declared) -> LazyGroup:
     scales, num_outputs = module.of(KEY), module.num_outputs
     if scales.shape not in ((), (1,), (num_outputs,), (num_outputs, 1)):
         return in_blocks(module, scales, declared.block)
@@ -27,10 +27,10 @@ def find(module: Module, declared: Declared) -> Found:
         rows = by_row(scales.scales(), num_outputs)[begin:end]
         return WeightGroup(layout, {"codes": _codes(weight, begin, end), "scales": rows})
 
-    return Found(layout, read)
+    return LazyGroup(layout, read)
 
 
-def in_blocks(module: Module, scales: Stored, block: tuple[int, int]) -> Found:
+def in_blocks(module: Module, scales: Stored, block: tuple[int, int]) -> LazyGroup:
     """[ceil(O / height), ceil(F / width)] scales, or ModelOpt's [.., 1, .., 1]; several matrices may lie
     behind each other."""
     weight, kind = _weight(module)
@@ -53,7 +53,7 @@ def in_blocks(module: Module, scales: Stored, block: tuple[int, int]) -> Found:
             rows = own[begin - first * height : last - first * height]
         return WeightGroup(layout, {"codes": _codes(weight, begin, end), "scales": rows.contiguous()})
 
-    return Found(layout, read)
+    return LazyGroup(layout, read)
 
 
 def _weight(module: Module) -> tuple[Stored, str]:

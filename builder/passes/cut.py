@@ -14,7 +14,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from hemiola.plugins import OPS
 from hemiola.plugins.onnx import DOMAIN
-from hemiola.runtime.manifest import SegmentPiece
+from hemiola.runtime.manifest_parts import SegmentPiece
 
 Named = TypeVar("Named", ValueInfoProto, TensorProto)
 VIEWS = {"Reshape": "view", "Split": "split", "Unsqueeze": "unsqueeze"}

@@ -8,7 +8,7 @@ from hemiola.builder.onnx import outputs, to_onnx
 from hemiola.builder.passes.cut import cut
 from hemiola.builder.targets.torch import CompiledSegment, Job, choose_forms
 from hemiola.plugins.onnx import is_plugin
-from hemiola.runtime.manifest import PARTS
+from hemiola.runtime.manifest_parts import PARTS
 
 
 def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment:

@@ -15,13 +15,13 @@ def sum(
     """Of the ranks' x in fp32 (float64 for float64): a balanced tree over the ranks, whoever comes first;
     then the residual."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    found = tree(exchange(group, x.to(wide)))
-    return (found if residual is None else found + residual.to(wide)).to(x.dtype)
+    total = tree(exchange(group, x.to(wide)))
+    return (total if residual is None else total + residual.to(wide)).to(x.dtype)
 
 
 def tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Neighbours first, then pairs of neighbours: with 8 parts as with 2 times 4 of them."""
-    found = list(parts)
-    while len(found) > 1:
-        found = [a + b for a, b in zip(found[::2], found[1::2], strict=True)]
-    return found[0]
+    sums = list(parts)
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]

@@ -103,7 +103,7 @@ def _turn(where: str, entry: object, max_tokens: int, reader: Reader) -> Turn:
         raise error.at(where) from None
     if not ids:
         message = f"{where}: {forms[0]} is {_shown(entry[forms[0]])}, no tokens"
-        raise Refused("out_of_range", message=message, way_out="give it text or remove the line")
+        raise Refused("out_of_range", forms[0], message=message, way_out="give it text or remove the line")
     if "max_tokens" in entry:
         max_tokens = _checked_max_tokens(where, entry["max_tokens"])
     return Turn(ids, max_tokens, 0.0, where)

@@ -1,7 +1,6 @@
 """A picture of a benchmark: distributions of latencies, and throughput over time."""
 
 from collections.abc import Sequence
-from importlib import util
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,8 +8,6 @@ import numpy as np
 
 from hemiola.runtime.bench.measure import Measured
 from hemiola.runtime.bench.statistics import LATENCIES, MS, latencies, token_counts
-from hemiola.runtime.errors import Refused
-from hemiola.runtime.extra import install
 
 TITLES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2el": "End-to-end latency"}
 MOST_BINS, LEAST_BINS = 60, 5
@@ -20,25 +17,6 @@ STEPS_PER_BIN = 10  # with few, the curve would show the steps and not the rate
 class Curve(NamedTuple):
     name: str
     measured: Measured
-
-
-def refuse_picture(path: Path) -> None:
-    """What cannot become a picture, before there is anything to draw."""
-    if util.find_spec("matplotlib") is None:
-        message = "--plot needs matplotlib, which is missing"
-        raise Refused("not_found", "plot", message=message, way_out=f"{install('bench')} or leave --plot out")
-    refuse_unwritable("--plot", path)
-    from matplotlib.backend_bases import FigureCanvasBase  # optional, and slow to import
-
-    if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        message = f"--plot {path} ends in {path.suffix or 'no suffix'}, which is no kind of picture"
-        raise Refused("unsupported", message=message, way_out="give a path that ends in .png, .svg or .pdf")
-
-
-def refuse_unwritable(flag: str, path: Path) -> None:
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        message = f"{flag} {path} cannot be written: give a file in a folder that exists"
-        raise Refused("not_found", message=message)
 
 
 def plot(path: Path, title: str, curves: Sequence[Curve]) -> None:

@@ -98,16 +98,16 @@ def read(form: PackedForm, packed: bytes | bytearray | memoryview) -> PackedPref
         message = "packed is a memoryview that is not contiguous"
         raise Refused("wrong_type", "packed", message=message, way_out="pass its bytes")
     content = content.cast("B")
-    found = _header(content)
+    header = _header(content)
     payload = content[START + int.from_bytes(content[len(MAGIC) : len(MAGIC) + 4], "little") :]
-    edge, kind, cache_salt = _checked(form, found)
+    edge, kind, cache_salt = _checked(form, header)
     num_bytes = form.layout.num_bytes(edge // form.layout.page_len)
     if len(payload) != num_bytes:
         message = (
             f"packed has {len(payload)} bytes behind its header, a prefix of {edge} tokens has {num_bytes}"
         )
         raise Refused("damaged", "packed", message=message, way_out=AGAIN)
-    if hashlib.sha256(payload).hexdigest() != found["sha256"]:
+    if hashlib.sha256(payload).hexdigest() != header["sha256"]:
         raise Refused("damaged", "packed", message="packed is damaged: its sha256 is another", way_out=AGAIN)
     numbers = np.frombuffer(payload, np.uint8)
     ids = np.frombuffer(numbers[: 4 * edge].tobytes(), np.int32)
@@ -127,30 +127,30 @@ def _header(content: memoryview) -> dict[str, Any]:
         way_out = f"pass what export_prefix returned; {AGAIN}"
         raise Refused("malformed", "packed", message="packed is no prefix of this format", way_out=way_out)
     length = int.from_bytes(content[len(MAGIC) : START - SHA], "little")
-    header = bytes(content[START : START + length]) if length <= MOST_HEADER else b""
-    if len(header) != length or hashlib.sha256(header).digest() != content[START - SHA : START]:
+    text = bytes(content[START : START + length]) if length <= MOST_HEADER else b""
+    if len(text) != length or hashlib.sha256(text).digest() != content[START - SHA : START]:
         raise Refused(
             "damaged", "packed", message="packed is damaged or cut short in its header", way_out=AGAIN
         )
     try:
-        found = json.loads(header)
+        header = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        header = None
+    if not isinstance(header, dict):
         raise Refused(
             "malformed", "packed", message="packed has a header that is no JSON object", way_out=AGAIN
         )
-    return found
+    return header
 
 
-def _checked(form: PackedForm, found: dict[str, Any]) -> tuple[int, str, str]:
+def _checked(form: PackedForm, header: dict[str, Any]) -> tuple[int, str, str]:
     """Edge, kind and salt. All else of a header follows from them and the engine."""
     for name, own in form.fields.items():
-        if found.get(name) != own or type(found.get(name)) is not type(own):
-            message = f"packed has {name} {shown(found.get(name))}, this engine {shown(own)}"
+        if header.get(name) != own or type(header.get(name)) is not type(own):
+            message = f"packed has {name} {shown(header.get(name))}, this engine {shown(own)}"
             raise Refused("conflict", "packed", message=message, way_out=f"use an engine like it; {AGAIN}")
-    edge, kind, salt = found.get("edge"), found.get("kind"), found.get("cache_salt")
-    sha256 = found.get("sha256")
+    edge, kind, salt = header.get("edge"), header.get("kind"), header.get("cache_salt")
+    sha256 = header.get("sha256")
     page_len = form.layout.page_len
     if type(edge) is not int or edge <= 0 or edge % page_len or edge >= form.max_len:
         limit = f"edges here are multiples of {page_len} below max_len={form.max_len}"
@@ -170,19 +170,19 @@ def _checked(form: PackedForm, found: dict[str, Any]) -> tuple[int, str, str]:
         message = f"packed has a cache_salt that no request has: {error}"
         raise Refused("malformed", "packed", message=message, way_out=AGAIN) from None
     own = form.header(edge, kind, salt, sha256)
-    for name in sorted(own.keys() | found.keys()):
-        if found.get(name) != own.get(name):
+    for name in sorted(own.keys() | header.keys()):
+        if header.get(name) != own.get(name):
             message = (
-                f"packed has other {name} than this engine: {_difference(found.get(name), own.get(name))}"
+                f"packed has other {name} than this engine: {_difference(header.get(name), own.get(name))}"
             )
             raise Refused("conflict", "packed", message=message, way_out=AGAIN)
     return edge, kind, salt
 
 
-def _difference(found: object, own: object) -> str:
-    if isinstance(found, list) and isinstance(own, list):
-        for theirs, ours in zip(found, own, strict=False):
+def _difference(packed: object, own: object) -> str:
+    if isinstance(packed, list) and isinstance(own, list):
+        for theirs, ours in zip(packed, own, strict=False):
             if theirs != ours:
                 return f"{shown(theirs)} for {shown(ours)}"
-        return f"{len(found)} for {len(own)}"
-    return f"{shown(found)} for {shown(own)}"
+        return f"{len(packed)} for {len(own)}"
+    return f"{shown(packed)} for {shown(own)}"

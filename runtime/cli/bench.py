@@ -10,14 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from hemiola.runtime.arch import arch_here
-from hemiola.runtime.bench.asked import Asked
-from hemiola.runtime.bench.bench import BenchJob, run
 from hemiola.runtime.bench.options import BenchOptions
-from hemiola.runtime.bench.plot import refuse_picture, refuse_unwritable
 from hemiola.runtime.cli.options import given, made, only_engine, options_of, read, takes
-from hemiola.runtime.config import ServeConfig
+from hemiola.runtime.cli.written import refuse_picture, refuse_unwritable
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.options import ServeConfig
 
 BUILT = ("max_len", "max_rows", "max_step_tokens", "drafts", "num_drafts")  # limits that build-engine asks
 
@@ -52,6 +49,9 @@ def bench(
 
     Exit status 1: a request failed, or tokens differed.
     """
+    from hemiola.runtime.bench.asked import Asked  # these import torch, which --help does not need
+    from hemiola.runtime.bench.bench import BenchJob, run
+
     if json is not None:
         refuse_unwritable("--json", json)
     if plot is not None:
@@ -75,6 +75,8 @@ def _engine(engine_dir: Path | None, config: Path | None, options: Mapping[str, 
     if engine_dir is not None:
         yield engine_dir
         return
+    from hemiola.runtime.arch import arch_here
+
     with tempfile.TemporaryDirectory() as folder:
         engine = Path(folder, "engine")
         command = [str(config), "--random-weights", "--engine-dir", str(engine), "--arch", arch_here()]

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from hemiola.runtime.cli.options import given, made, only_engine, options_of, takes
-from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.dynamo.options import WorkerOptions
-from hemiola.runtime.dynamo.worker import run_worker
+from hemiola.runtime.options import ServeConfig
 
 
 @takes(options_of(WorkerOptions), options_of(ServeConfig))
@@ -23,6 +22,8 @@ def dynamo_worker(
 
     Dynamo's own frontend (`python -m dynamo.frontend`) has the callers' API.
     """
+    from hemiola.runtime.dynamo.worker import run_worker  # imports torch, which --help does not need
+
     folder = only_engine(engine_dir, engine)
     run_worker(folder, made(WorkerOptions, options), given(ServeConfig, options), _say)
 

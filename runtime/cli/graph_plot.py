@@ -7,7 +7,8 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from hemiola.runtime.config import state_bytes
-from hemiola.runtime.manifest import Manifest, State
+from hemiola.runtime.manifest import Manifest
+from hemiola.runtime.manifest_parts import State
 from hemiola.runtime.progress import size
 
 LONGEST = 40  # layers of a few that repeat together

@@ -1,33 +1,15 @@
 """`hemiola inspect`"""
 
-import re
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterable
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from hemiola.runtime import manifest
-from hemiola.runtime.arch import ARCHS, name_of, split
-from hemiola.runtime.bench.plot import refuse_picture
-from hemiola.runtime.cli.graph_plot import draw, spans
 from hemiola.runtime.cli.options import made, only_engine, options_of, takes
-from hemiola.runtime.cli.stored_weights import stored_weights
-from hemiola.runtime.config import ENDLESS, Resolved, ServeConfig, resolve, state_bytes
-from hemiola.runtime.manifest import Manifest, Segment
-from hemiola.runtime.progress import size
-
-PROMISES = {
-    "bits": "every logit is the plain run's, bit for bit",
-    "tokens": "tokens of the plain run, where no two are closer than rounding (docs/engines.md)",
-}
-CALLBACK = "python callback"
-SHORT = {"float8_e4m3fn": "e4m3"}  # dtypes that are known by another name
+from hemiola.runtime.cli.written import refuse_picture
+from hemiola.runtime.options import ServeConfig
 
 
 @takes(options_of(ServeConfig))
@@ -44,6 +26,10 @@ def inspect(
 ) -> None:
     """Show what an engine is, after checking that it is whole, and the memory that it takes when it is opened
     with these options."""
+    from hemiola.runtime import manifest  # these import torch, which --help does not need
+    from hemiola.runtime.cli.graph_plot import draw
+    from hemiola.runtime.cli.inspected import described, show
+
     if plot is not None:
         refuse_picture(plot)
     config = made(ServeConfig, options)
@@ -56,259 +42,3 @@ def inspect(
     if plot is not None:
         draw(plot, found)
         print(f"drawn: {plot}", file=sys.stderr if json else sys.stdout)
-
-
-def show(engine_dir: Path, found: Manifest, config: ServeConfig) -> None:
-    """Tables for people."""
-    plan = memory(engine_dir, found, config)
-    console = Console(markup=False, emoji=False)
-    console.print(facts(engine_dir, found))
-    console.print(states(found))
-    console.print(segments(engine_dir, found))
-    if any(segment.layouts for segment in found.segments):
-        console.print(weights(engine_dir, found))
-    if any(segment.profiles for segment in found.segments):
-        console.print(profiles(found))
-    console.print(forms(found))
-    if found.kernels:
-        console.print(kernels(engine_dir, found))
-    console.print(plan)
-
-
-def facts(engine_dir: Path, found: Manifest) -> Table:
-    """One line each."""
-    table = Table(title=str(engine_dir), show_header=False)
-    kinds = ", ".join(f"{found.layers.count(kind)} {kind}" for kind in dict.fromkeys(found.layers))
-    files, ranks = found.weights_files(0), f"{found.tp}, each with its part of heads, widths and vocabulary"
-    page_bytes = state_bytes(found.states, "page")
-    for name, value in {
-        **({"checkpoint": f"{found.repo} on the Hub, commit {found.commit}"} if found.repo else {}),
-        "architecture": found.architecture,
-        "layers": f"{len(found.layers)}: {kinds}",
-        "vocabulary, hidden": f"{found.vocab_size}, {found.hidden_size}",
-        "target, architecture": f"{found.target}, {found.arch}",
-        **({"ranks": ranks} if found.tp > 1 else {}),
-        "computes in": computes_in(found),
-        "promise": PROMISES[found.promise],
-        "drafts": found.drafts
-        + (f", chosen among the {found.draft_vocab} lowest ids" if found.draft_vocab else "")
-        + (f", by a copy of the head in {found.draft_head}" if found.draft_head else ""),
-        "tokenizer": "tokenizer.json" if found.has_tokenizer else "none: takes and gives token ids",
-        **({"inputs of FP8 layers": found.act_dtype} if _has_fp8(found) else {}),
-        "keys and values": f"{found.kv_dtype}, {page_bytes // found.limits.page_len:,} bytes a token",
-        "end tokens": ", ".join(map(str, found.eos_ids)),
-        **{name: str(value) for name, value in found.limits.model_dump().items()},
-        "weights": size(_bytes_of(engine_dir, files)) + (" of each rank" if found.tp > 1 else ""),
-        **({"random weights": f"{size(found.drawn_bytes)}, drawn when opened"} if found.drawn else {}),
-        "built by": f"hemiola {found.builder_version}, torch {found.torch_version}",
-        "identity": found.identity[:16],
-    }.items():
-        table.add_row(name, value)
-    return table
-
-
-def _has_fp8(found: Manifest) -> bool:
-    return any(text.startswith("e4m3") for segment in found.segments for text in segment.layouts.values())
-
-
-def computes_in(found: Manifest) -> str:
-    """Of engines for a GPU, which may be in either, kernels tell."""
-    kinds = " ".join(kind for own in found.kernels for one in own.binaries for kind in one.binary.call.kinds)
-    usual = name_of(ARCHS[split(found.arch)[0]].dtype)
-    return "float32" if kinds and "bf16" not in kinds else usual
-
-
-def states(found: Manifest) -> Table:
-    """Equal states of equal layers in one line."""
-    slot, page = (state_bytes(found.states, kind) for kind in ("slot", "page"))
-    table = Table(
-        title=f"states: {size(slot)} per slot, {size(page)} per page of {found.limits.page_len} tokens"
-    )
-    for column in ("state", "layers", "kind", "shape of one", "dtype", "bytes of one"):
-        table.add_column(column, justify="right" if column.startswith("bytes") else "left")
-    groups: dict[tuple, list[int]] = defaultdict(list)
-    for state in found.states:
-        number = re.search(r"layers\.(\d+)\.", state.name)
-        name = re.sub(r"layers\.\d+\.", "", state.name)
-        one = state_bytes([state], state.kind)
-        shape, dtype = "x".join(map(str, state.shape)), SHORT.get(state.dtype, state.dtype)
-        key = name, state.kind, shape, dtype, f"{one:,}"
-        groups[key] += [int(number[1])] if number else []
-    for (name, *rest), layers in groups.items():
-        table.add_row(name, spans(layers), *rest)
-    return table
-
-
-def segments(engine_dir: Path, found: Manifest) -> Table:
-    """What each is called with, and its files."""
-    table = Table(title="segments")
-    for column in ("segment", "runs", "size", "weights", "states", "inputs"):
-        table.add_column(column)
-    for segment in found.segments:
-        total = size(_bytes_of(engine_dir, segment.files))
-        counts = str(len(segment.weights)), str(len(segment.states))
-        table.add_row(segment.name, runs(segment), total, *counts, " ".join(segment.inputs))
-    return table
-
-
-def weights(engine_dir: Path, found: Manifest) -> Table:
-    """Formats of quantised weights. Whatever a weight is stored as, activations and sums are wide."""
-    table = Table(title=f"weights: codes are widened to fp32, activations are {computes_in(found)}")
-    for column in ("weight", "layers", "stored as", "bytes"):
-        table.add_column(column, justify="right" if column == "bytes" else "left")
-    for group in stored_weights(engine_dir, found):
-        table.add_row(group.name, spans(group.layers), group.stored, f"{group.num_bytes:,}")
-    return table
-
-
-def runs(segment: Segment) -> str:
-    """What it consists of."""
-    if not segment.pieces:
-        return segment.file
-    calls = sum(piece.kind == "part" for piece in segment.pieces)
-    return f"{calls} parts, {len(segment.files)} of them different, by {segment.compiler}"
-
-
-def profiles(found: Manifest) -> Table:
-    """The sizes that compiled parts take."""
-    table = Table(title="profiles of compiled parts: least, usual and most")
-    for column in ("segment", "profile", "sizes"):
-        table.add_column(column)
-    for segment in found.segments:
-        for profile in segment.profiles:
-            ranges = (f"{name} {a}/{b}/{c}" for name, (a, b, c) in profile.sizes.items())
-            table.add_row(segment.name, profile.name, ", ".join(ranges))
-    return table
-
-
-def forms(found: Manifest) -> Table:
-    """How often each op runs in each form."""
-    table = Table(title="ops, the form that each runs in, and why better ones refused")
-    for column in ("segment", "op", "form", "calls", "refused"):
-        table.add_column(column, justify="right" if column == "calls" else "left")
-    for segment in found.segments:
-        kinds = [
-            (
-                node.op,
-                CALLBACK if node.is_callback else node.form,
-                "; ".join(f"{form}: {why}" for form, why in node.refused.items()),
-            )
-            for node in segment.calls
-        ]
-        for op, form, refused in sorted(set(kinds)):
-            table.add_row(segment.name, op, form, str(kinds.count((op, form, refused))), refused)
-    return table
-
-
-def kernels(engine_dir: Path, found: Manifest) -> Table:
-    """Binaries of our ops by architecture."""
-    table = Table(title="kernels")
-    for column in ("architecture", "binaries", "size", "CUDA"):
-        table.add_column(column)
-    for group in found.kernels:
-        total = _bytes_of(engine_dir, [binary.file for binary in group.binaries])
-        table.add_row(group.arch, str(len(group.binaries)), size(total), str(group.cuda))
-    return table
-
-
-def memory(engine_dir: Path, found: Manifest, config: ServeConfig) -> Table:
-    """What opening the engine like this takes; where the cache has no bound, all that it could use."""
-    sizes = resolve(config, found, ENDLESS)
-    title = f"memory for {sizes.max_rows} rows of {sizes.max_len} tokens, drafts: {sizes.drafts}"
-    table = Table(title=title)
-    for column in ("what", "number", "each", "together"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    lines = memory_of(engine_dir, found, sizes)
-    for what, number, each in lines:
-        table.add_row(what, f"{number:,}", size(each), size(number * each))
-    table.add_row("", "", "", size(sum(number * each for _, number, each in lines)))
-    return table
-
-
-class Held(NamedTuple):
-    """Things of one size in memory."""
-
-    what: str
-    number: int
-    each_bytes: int
-
-
-def memory_of(engine_dir: Path, found: Manifest, sizes: Resolved) -> list[Held]:
-    """All that an open engine holds."""
-    slot, page = (state_bytes(found.states, kind) for kind in ("slot", "page"))
-    weights = _bytes_of(engine_dir, found.weights_files(0)) + found.drawn_bytes
-    rows = sizes.max_rows + 1
-    held = [
-        Held("weights", 1, weights),
-        Held("pages", sizes.num_pages, page),
-        Held("slots of rows, and one of padding", rows, slot),
-        Held("snapshots", sizes.num_slots - rows, slot),
-    ]
-    return held + [Held("the largest step", 1, found.work_bytes)] * bool(found.work_bytes)
-
-
-def described(engine_dir: Path, found: Manifest, config: ServeConfig) -> dict[str, Any]:
-    """The same as the tables, for programs: numbers are numbers, and sizes are bytes."""
-    same = (
-        "repo",
-        "commit",
-        "architecture",
-        "layers",
-        "vocab_size",
-        "hidden_size",
-        "target",
-        "arch",
-        "tp",
-        "promise",
-        "act_dtype",
-    )
-    same += ("drafts", "kv_dtype", "draft_vocab", "draft_head", "has_tokenizer", "eos_ids", "builder_version")
-    same += ("torch_version", "identity")
-    sizes = resolve(config, found, ENDLESS)
-    held = memory_of(engine_dir, found, sizes)
-    return {
-        "engine_dir": str(engine_dir),
-        **{name: getattr(found, name) for name in same},
-        "computes_in": computes_in(found),
-        "limits": found.limits.model_dump(),
-        "bytes_per_slot": state_bytes(found.states, "slot"),
-        "bytes_per_page": state_bytes(found.states, "page"),
-        "states": [
-            {**state.model_dump(), "bytes": state_bytes([state], state.kind)} for state in found.states
-        ],
-        "quantised_weights": [group._asdict() for group in stored_weights(engine_dir, found)],
-        "segments": [_described(engine_dir, segment) for segment in found.segments],
-        "kernels": [
-            {
-                "arch": group.arch,
-                "binaries": len(group.binaries),
-                "bytes": _bytes_of(engine_dir, [binary.file for binary in group.binaries]),
-                "cuda": group.cuda,
-            }
-            for group in found.kernels
-        ],
-        "memory": {
-            "max_rows": sizes.max_rows,
-            "max_len": sizes.max_len,
-            "drafts": sizes.drafts,
-            "held": [one._asdict() for one in held],
-            "bytes": sum(one.number * one.each_bytes for one in held),
-        },
-    }
-
-
-def _described(engine_dir: Path, segment: Segment) -> dict[str, Any]:
-    calls = Counter((node.op, CALLBACK if node.is_callback else node.form) for node in segment.calls)
-    return {
-        "name": segment.name,
-        "runs": runs(segment),
-        "bytes": _bytes_of(engine_dir, segment.files),
-        "num_weights": len(segment.weights),
-        "states": segment.states,
-        "inputs": segment.inputs,
-        "ops": [{"op": op, "form": form, "calls": number} for (op, form), number in sorted(calls.items())],
-    }
-
-
-def _bytes_of(engine_dir: Path, files: Iterable[str]) -> int:
-    return sum((engine_dir / file).stat().st_size for file in files)

@@ -16,20 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from hemiola.runtime.cli.options import given, made, options_of, takes
-from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.extra import lacking
+from hemiola.runtime.options import ServeConfig
 from hemiola.runtime.progress import show
 from hemiola.runtime.serving import files
-from hemiola.runtime.serving.engines import read_models
-from hemiola.runtime.serving.launcher import Server
 from hemiola.runtime.serving.log import STDERR, Handler, say
-from hemiola.runtime.serving.openai.model import read_model
 from hemiola.runtime.serving.options import OpenaiOptions, ServerOptions
+from hemiola.runtime.serving.ports import Ports, address_of
 from hemiola.runtime.serving.settings import LAUNCHERS, ModelSettings
-from hemiola.runtime.serving.tritonserver import Ports, address_of
 
-if TYPE_CHECKING:  # the extra `serve` may not be there
+if TYPE_CHECKING:  # torch is not needed for --help; the extra `serve` may not be there
+    from hemiola.runtime.serving.launcher import Server
     from hemiola.runtime.serving.openai.front import Front
 
 SAME_S = 0.2  # `timeout` and terminals tell a process and then its group, which it is in: one wish, twice
@@ -64,6 +62,9 @@ def serve(
     **options: Any,
 ) -> None:
     """Serve engines with a real tritonserver until SIGINT or SIGTERM."""
+    from hemiola.runtime.serving.engines import read_models
+    from hemiola.runtime.serving.launcher import Server
+
     engines, settings_of = read_models(models, engine_dirs(engine_dir, engine), model_name or [])
     own, openai = made(ServerOptions, options), made(OpenaiOptions, options)
     ports = Ports(own.http_port, own.grpc_port, own.metrics_port)
@@ -154,7 +155,7 @@ class FrontPlan(NamedTuple):
             raise Refused("missing", "openai_api_key", message=message, way_out="give one there, or unset it")
         return tuple(keys.split())
 
-    def front(self, server: Server) -> "Front | None":
+    def front(self, server: "Server") -> "Front | None":
         asked = self.options
         if asked.openai_port is None:
             return None
@@ -163,6 +164,8 @@ class FrontPlan(NamedTuple):
             from hemiola.runtime.serving.openai.front import Front
         except ModuleNotFoundError as error:
             raise Refused("not_found", "openai_port", message=lacking("--openai-port", error)) from None
+        from hemiola.runtime.serving.openai.model import read_model
+
         limits = FrontLimits(asked.openai_max_requests, asked.openai_max_body, self.api_keys)
         wanted = {name: most for name, most in self.max_lens.items() if isinstance(most, int)}
         models = {name: read_model(name, path, wanted.get(name)) for name, path in server.engines.items()}
@@ -177,7 +180,7 @@ def triton_host(own: ServerOptions, plan: FrontPlan) -> str:
     return LOOPBACK if plan.options.openai_port is not None and plan.api_keys else own.host
 
 
-def doors(server: Server, front: "Front | None", api_keys: tuple[str, ...]) -> list[str]:
+def doors(server: "Server", front: "Front | None", api_keys: tuple[str, ...]) -> list[str]:
     """Who reaches each door, and with what."""
     doors = [(server.host, server.ports.http, "HTTP", "no key")]
     doors += [(server.host, server.ports.grpc, "gRPC", "no key")]
@@ -194,7 +197,7 @@ def reached_by(host: str) -> str:
     return "every network of this machine" if host == "0.0.0.0" else "the network of this address"
 
 
-def _serve(server: Server, plan: FrontPlan, restarts: int) -> None:
+def _serve(server: "Server", plan: FrontPlan, restarts: int) -> None:
     start = time.monotonic()
     logging.basicConfig(handlers=[Handler(server.printer)], format="%(message)s")
     files.raise_limit()

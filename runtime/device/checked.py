@@ -20,7 +20,8 @@ from hemiola.plugins.spec import INT, Arg, Call, Op
 from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.device.program import OURS, layouts_of
 from hemiola.runtime.errors import Refused, one_line, shown
-from hemiola.runtime.manifest import GROUP, HeadCall, Manifest, OpNode, Segment
+from hemiola.runtime.manifest import Manifest
+from hemiola.runtime.manifest_parts import GROUP, HeadCall, OpNode, Segment
 
 # Sizes to try, by letter (abi.py; P pages, S slots): no two equal, and others the second time, so that a size
 # that is written down is not taken for one that is free.

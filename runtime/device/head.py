@@ -7,7 +7,7 @@ import torch
 
 from hemiola.plugins import OPS
 from hemiola.plugins.groups import Layout
-from hemiola.runtime.manifest import HeadCall, Segment
+from hemiola.runtime.manifest_parts import HeadCall, Segment
 
 
 class Best(NamedTuple):

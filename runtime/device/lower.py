@@ -22,7 +22,7 @@ from hemiola.plugins.sizes import FreeSize
 from hemiola.runtime.abi import INPUTS, OUTPUTS
 from hemiola.runtime.device.program import OURS, layouts_of
 from hemiola.runtime.errors import Refused, shown
-from hemiola.runtime.manifest import OpNode, Segment
+from hemiola.runtime.manifest_parts import OpNode, Segment
 
 SIZES = "TNWL"  # what is free in a step
 

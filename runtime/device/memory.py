@@ -16,7 +16,7 @@ from hemiola.runtime.device.host_units import ALL, HostUnits, Share
 from hemiola.runtime.device.pinned import PINNED
 from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.errors import Refused, any_of
-from hemiola.runtime.manifest import State
+from hemiola.runtime.manifest_parts import State
 
 log = logging.getLogger("hemiola")
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from hemiola.plugins.groups import Layout
 from hemiola.runtime.arch import name_of
 from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.json_file import parse_json
-from hemiola.runtime.manifest import Segment
+from hemiola.runtime.manifest_parts import Segment
 
 OPERATOR = "operator"
 aten = torch.ops.aten

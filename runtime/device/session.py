@@ -24,7 +24,8 @@ from hemiola.runtime.device.memory import Storage, free_bytes_of_host
 from hemiola.runtime.device.program import OURS, layouts_of, load_program
 from hemiola.runtime.device.segments.pieces import CutSegment
 from hemiola.runtime.errors import Refused, one_line
-from hemiola.runtime.manifest import GROUP, Drawn, Manifest, Segment
+from hemiola.runtime.manifest import Manifest
+from hemiola.runtime.manifest_parts import GROUP, Drawn, Segment
 from hemiola.runtime.progress import Report, silent
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from hemiola.runtime.serving.http_request import (
     read_head,
 )
 from hemiola.runtime.serving.json_size import check_brackets, check_size
+from hemiola.runtime.serving.ports import Ports, bind
 from hemiola.runtime.serving.relay import exchange, left
-from hemiola.runtime.serving.tritonserver import Ports, bind
 
 MAX_BODIES = 16 * MAX_BODY  # bytes, on their way at once
 SMALL_BODY = 2**16  # these always have room

@@ -24,16 +24,12 @@ from hemiola.runtime.serving.listener import refuse_connections
 from hemiola.runtime.serving.local import answers
 from hemiola.runtime.serving.log import Log, Printer
 from hemiola.runtime.serving.place import choose_gpu, share_memory
+from hemiola.runtime.serving.ports import ANY_PORTS, Ports, address_of, are_free, choose_ports
 from hemiola.runtime.serving.tritonserver import (
-    ANY_PORTS,
     LAUNCH,
-    Ports,
     Switches,
     Triton,
-    address_of,
-    are_free,
     check_python,
-    choose_ports,
     command_line,
     find_triton,
     server_environment,

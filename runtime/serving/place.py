@@ -11,11 +11,11 @@ import torch
 
 from hemiola.plugins.ranks import SIZES
 from hemiola.runtime.arch import ARCHS, VISIBLE, rebuilt_for, split, visible
-from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.engine_files import check_regular
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.json_file import parse_json, read_text
 from hemiola.runtime.manifest import FILE, MOST_BYTES
+from hemiola.runtime.options import ServeConfig
 
 # Of our config.pbtxt: the engine finds its device.
 ANYWHERE = "instance_group [ { kind: KIND_MODEL count: 1 } ]"

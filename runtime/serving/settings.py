@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import Field
 
 from hemiola.runtime.api import Strict
-from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.json_file import parse_json, read_json
+from hemiola.runtime.options import ServeConfig
 
 FILE = "model.json"
 

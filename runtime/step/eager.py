@@ -16,23 +16,23 @@ from hemiola.runtime.step.choice import Argmax, ByRules, Masks
 from hemiola.runtime.step.output import StepOutput
 from hemiola.runtime.step.pack import pack
 from hemiola.runtime.step.parts import EngineParts, program_of
-from hemiola.runtime.step.program import (
-    MARKS,
-    Chooser,
-    Feed,
-)
+from hemiola.runtime.step.program import MARKS, Chooser, Feed
 from hemiola.runtime.step.prompt_lines import WithPrompts, most_lines
+from hemiola.runtime.step.prompts import Prompts
 
 
 class EagerSteps:
     """Runs any plan."""
 
-    def __init__(self, parts: EngineParts, trunk: Trunk, head: Drafter | None) -> None:
+    def __init__(
+        self, parts: EngineParts, trunk: Trunk, head: Drafter | None, prompts: Prompts | None = None
+    ) -> None:
         self._ops, self._config, self._ledger, self._table, _ = parts
         self._has_head = self._config.drafts == "mtp"
         self._groups = RecentGroups(self._ledger.device)
         self.program = program_of(parts, lambda batch: trunk.run(batch), head)
-        self._of_all_lines = program_of(parts, lambda batch: trunk.run_all(batch), head)
+        self._of_all_lines = program_of(parts, lambda batch: trunk.run_all(batch), None)
+        self.prompts = prompts
         self._at_once = most_lines(self._config)
 
     def launch(self, plan: Plan) -> StepOutput:
@@ -69,8 +69,10 @@ class EagerSteps:
 
     def run(self, plan: Plan, feed: Feed) -> None:
         """The step itself."""
-        program = self._of_all_lines if isinstance(feed.choice, WithPrompts) else self.program
-        program.step(feed)
+        if isinstance(feed.choice, WithPrompts):
+            self.program.step(feed, self._of_all_lines.forward)
+        else:
+            self.program.step(feed, self.prompts and self.prompts.forward)
 
     def _choice(self, plan: Plan) -> Chooser:
         """By the rules of the plan's rows."""

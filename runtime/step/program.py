@@ -39,6 +39,13 @@ class Batch(NamedTuple):
     line_position: Operand  # [L] of the token that the line chooses
 
 
+class Forward(NamedTuple):
+    """What `Program.forward` makes."""
+
+    batch: Batch
+    out: Computed
+
+
 class Pairs(NamedTuple):
     """A drafting head's inputs (abi.py)."""
 
@@ -106,22 +113,29 @@ class Program:
         self._ops, self._config, self._parts = ops, config, parts
         self._table, *self._ledger, self._ring = state
 
-    def step(self, feed: Feed) -> None:
-        """All of it. Answers, times and the ledger are written; nothing is returned."""
-        drafting = self.begin(feed)
+    def step(self, feed: Feed, forward: "Callable[..., Forward] | None" = None) -> None:
+        """All of it. Answers, times and the ledger are written; nothing is returned.
+
+        forward: runs in place of this program's own.
+        """
+        drafting = self.begin(feed, forward)
         if drafting is not None:
             for number in range(1, feed.passes):
                 drafting = self.draft_again(feed, drafting, number)
         self.end(feed)
 
-    def begin(self, feed: Feed) -> Drafting | None:
+    def forward(self, plan: Operand, tokens: Any, lines: Any) -> Forward:
+        """The trunk, and what it reads."""
+        batch = Batch._make(self._ops.fill(plan, self._table, *self._ledger, tokens, lines))
+        return Forward(batch, self._parts.trunk(batch))
+
+    def begin(self, feed: Feed, forward: "Callable[..., Forward] | None" = None) -> Drafting | None:
         """Up to the first draft."""
         ops, chunk_len = self._ops, self._config.chunk_len
         ops.mark(feed.marks, 0)
         if feed.changes is not None:
             ops.change(feed.changes, self._table)
-        batch = Batch._make(ops.fill(feed.plan, self._table, *self._ledger, feed.tokens, feed.lines))
-        out = self._parts.trunk(batch)
+        batch, out = (forward or self.forward)(feed.plan, feed.tokens, feed.lines)
         scores = feed.choice.scores(out)
         ops.mark(feed.marks, 1)
         logit, token_id = feed.choice.choose(scores, batch)

@@ -1,8 +1,11 @@
-"""Steps with prompts, padded to fixed sizes for which a GPU has graphs of the trunk.
+"""Steps with prompts: the program's first part, up to the trunk's results, captured at fixed sizes.
 
 A host launches the trunk's kernels one by one, in 25 ms for a model of 32 layers; a short prompt runs in a
-quarter of that. Padding is tokens, rows and logits of nobody, which ops pass over: bits stay. Sizes whose
-dense layers keep a GPU busy for longer than they keep its host are left out.
+quarter of that. What follows the trunk is launched op by op while the GPU still runs the trunk. So graphs of
+whole steps would save nothing, and there would be one for each kind of rules, number of passes and of pairs.
+
+Padding is tokens, rows and lines that no request owns, which ops pass over: bits stay. Sizes whose dense
+layers keep a GPU busy for longer than they keep its host are left out.
 """
 
 import itertools
@@ -14,89 +17,70 @@ from typing import NamedTuple
 
 import torch
 
-from hemiola.runtime.abi import INPUTS, widths
+from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.graphs import Captures, Graphs
-from hemiola.runtime.device.session import Computed, Trunk
+from hemiola.runtime.device.session import Trunk
+from hemiola.runtime.step.parts import EngineParts, program_of
+from hemiola.runtime.step.program import Batch, Forward
 
 TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 ROWS = (1, 8)  # and the most
 
 
 class Size(NamedTuple):
-    """Of a step: T, N and L of the trunk's inputs."""
+    """Of a step."""
 
     tokens: int
     rows: int
     lines: int
 
 
-class Inputs(NamedTuple):
-    """Of the trunk; those of a step, or what they are copied to."""
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    rows: torch.Tensor
-    page_table: torch.Tensor
-    logits_ids: torch.Tensor
+COUNTS = Batch("rows", "rows", "tokens", "tokens", "lines", "lines", "lines")  # by which its tensors grow
 
 
 class Prompts:
-    """A trunk for steps of any size, which are replayed once graphs of them are captured."""
+    """`Program.forward` of steps that fit a size, replayed once graphs are captured."""
 
     def __init__(
-        self,
-        config: Resolved,
-        session: Trunk,
-        device: torch.device,
-        slowest: Callable[..., Sequence[float]] | None = None,
+        self, parts: EngineParts, trunk: Trunk, slowest: Callable[..., Sequence[float]] | None = None
     ) -> None:
         """slowest: of the ranks that run every step together, the most that one has of some seconds."""
-        self.session, self.device, self._slowest = session, device, slowest
-        self.sizes = sizes_of(config)
-        self._most = most = Size(*map(max, zip(*self.sizes, strict=True)))
-        self._graphs: Graphs[Size, Computed] | None = None
-        self._results: Computed | None = None  # what all sizes leave, or each graph would keep its own
-        sizes = {"T": most.tokens, "N": most.rows, "L": most.lines, "W": widths(config, "trunk")["W"], "8": 8}
-        shapes = [[sizes[letter] for letter in INPUTS["trunk"][name]] for name in Inputs._fields]
-        self._there = Inputs(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
+        self._device, self._slowest = parts.ledger.device, slowest
+        self._program = program_of(parts, lambda batch: trunk.run(batch), None)
+        self.sizes = sizes_of(parts.config)
+        self._most = Size(*map(max, zip(*self.sizes, strict=True)))
+        shape = self._most.rows + 1, len(COLUMNS)
+        self._plan = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._results: Forward | None = None  # what all sizes leave, or each graph would keep its own
+        self._graphs: Graphs[Size, Forward] | None = None
 
-    def run(self, batch: object) -> Computed:
-        """Logits and hidden states of a step."""
-        given = Inputs(*(getattr(batch, name) for name in Inputs._fields))
-        wanted = Size(len(given.token_ids), len(given.rows), len(given.logits_ids))
+    def forward(self, plan: torch.Tensor, tokens: int, lines: int) -> Forward:
+        """See Program."""
+        wanted, num = Size(tokens, len(plan) - 1, lines), len(plan)
         size = next((size for size in self.sizes if all(map(le, wanted, size))), None)
         if size is None:
-            return self.session.run(batch)
-        for there, part in zip(self._views(size), given, strict=True):
-            there[: len(part)].copy_(part)
-            there[len(part) :].zero_()
-        return self.replay(size).first(wanted.lines, wanted.tokens)
+            return self._program.forward(plan, tokens, lines)
+        there = self._plan[: size.rows + 1]
+        there[:num].copy_(plan)
+        there[num:].copy_(plan[-1:])
+        return _first(self.step(size) if self._graphs is None else self._graphs.replay(size), wanted)
 
-    def run_all(self, batch: object) -> Computed:
-        """The same, with the hidden states of all tokens; no graphs, since few prompts ask for it."""
-        return self.session.run_all(batch)
-
-    def replay(self, size: Size, /) -> Computed:
-        return self.step(size) if self._graphs is None else self._graphs.replay(size)
-
-    def capture(self, report: Captures) -> Graphs[Size, Computed]:
+    def capture(self, report: Captures) -> Graphs[Size, Forward]:
         """From now on the sizes that are left are replayed."""
-        self._graphs = Graphs(self.step, self.sizes[::-1], self.sizes, self.device, report=report)
+        self._graphs = Graphs(self.step, self.sizes[::-1], self.sizes, self._device, report=report)
         return self._graphs
 
-    def step(self, size: Size) -> Computed:
-        """The step whose inputs lie where they always lie; so do its results."""
-        out = self.session.run(self._views(size))
+    def step(self, size: Size) -> Forward:
+        """Of the plan that lies where it always lies; so do its results."""
+        made = self._program.forward(self._plan[: size.rows + 1], size.tokens, size.lines)
         if self._results is None:
-            self._results = out.room(self._most.lines, max(self._most.tokens, self._most.lines))
-        return out.moved(self._results)
+            self._results = _room(made, self._most)
+        return _moved(made, self._results, size)
 
     def drop_long_ones(self) -> None:
-        """Keep the sizes that a GPU has memory for, and has done soon after its host has launched them.
-
-        Nobody's tokens are all that it is given: attention and recurrences are not in the time.
-        """
+        """Keep the sizes for which a GPU has memory, and which it computes about as fast as its host launches
+        them. All tokens timed are padding: attention and recurrences are not in the time."""
         for tokens in dict.fromkeys(size.tokens for size in self.sizes):
             smallest = next(size for size in self.sizes if size.tokens == tokens)
             try:
@@ -114,16 +98,12 @@ class Prompts:
     def _seconds(self, size: Size) -> tuple[float, float]:
         """Until a step is launched, and from then on until it is done."""
         self.step(size)  # it may load kernels
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self._device)
         start = time.perf_counter()
         self.step(size)
         launched = time.perf_counter()
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self._device)
         return launched - start, time.perf_counter() - launched
-
-    def _views(self, size: Size) -> Inputs:
-        sizes = (size.tokens, size.tokens, size.rows, size.rows, size.lines)
-        return Inputs(*(there[:num] for there, num in zip(self._there, sizes, strict=True)))
 
 
 def sizes_of(config: Resolved) -> list[Size]:
@@ -137,3 +117,26 @@ def sizes_of(config: Resolved) -> list[Size]:
         for most, num in itertools.product(tokens, rows)
         for lines in ((0, 1) if num == 1 else (min(num * (1 + config.num_drafts), most),))
     })  # fmt: skip
+
+
+def _first(forward: Forward, size: Size) -> Forward:
+    """Of so many tokens, rows and lines."""
+    batch = [part[: getattr(size, count)] for part, count in zip(forward.batch, COUNTS, strict=True)]
+    return Forward(Batch(*batch), forward.out.first(size.lines, size.tokens))
+
+
+def _room(forward: Forward, size: Size) -> Forward:
+    """Memory for so many."""
+    batch = [
+        part.new_empty(getattr(size, count), *part.shape[1:])
+        for part, count in zip(forward.batch, COUNTS, strict=True)
+    ]
+    return Forward(Batch(*batch), forward.out.room(size.lines, max(size.tokens, size.lines)))
+
+
+def _moved(forward: Forward, there: Forward, size: Size) -> Forward:
+    """This, in the first of that memory."""
+    batch = _first(there, size).batch
+    for part, own in zip(batch, forward.batch, strict=True):
+        part.copy_(own)
+    return Forward(batch, forward.out.moved(there.out))

@@ -1,5 +1,6 @@
 """Runs plans, each by the executor that takes it."""
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import torch
 from hemiola.plugins.step import forms
 from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.config import Resolved
+from hemiola.runtime.device.head import Head
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Drafter, Trunk
-from hemiola.runtime.manifest import HIDDEN
+from hemiola.runtime.manifest_parts import HIDDEN
 from hemiola.runtime.progress import Report, silent
 from hemiola.runtime.schedule.plan import Launched, Plan
 from hemiola.runtime.step.captured import Captured
@@ -24,7 +26,7 @@ from hemiola.runtime.step.prompts import Prompts
 from hemiola.runtime.step.table import PageTable, TableSource
 
 if TYPE_CHECKING:
-    from hemiola.runtime.step.recorded import Recorded  # numba is not needed elsewhere
+    from hemiola.runtime.step.recorded import Record, Recorded  # numba is not needed elsewhere
 
 
 class AllSteps:
@@ -37,10 +39,9 @@ class AllSteps:
         table: PageTable,
         whole: "Captured | Recorded | None",
         eager: EagerSteps,
-        trunk: Trunk,
     ) -> None:
         self.ops, self.ledger, self.table = ops, ledger, table
-        self.whole, self.eager, self.trunk = whole, eager, trunk
+        self.whole, self.eager = whole, eager
 
     def open(self, slot_id: int, ids: np.ndarray, start: int, rule: Rule) -> None:
         """A request takes a slot, and begins at `start`."""
@@ -59,6 +60,21 @@ class AllSteps:
 class Engine(Trunk, Drafter, Protocol):
     """A Session, or in tests something that checks what a session is given."""
 
+    @property
+    def recordings(self) -> "Sequence[Record]":
+        """Trunk and head as parts of a CPU's step. Or none."""
+        ...
+
+    @property
+    def ranks(self) -> Head | None:
+        """What makes all logits, or the best of all, of this rank's. None: there is one rank."""
+        ...
+
+    @property
+    def slowest(self) -> Callable[..., Sequence[float]] | None:
+        """Of some seconds, the most that a rank has of each. None: there is one rank."""
+        ...
+
 
 def make_steps(
     config: Resolved,
@@ -76,17 +92,17 @@ def make_steps(
     table = PageTable(pages, device, is_copy=config.cuda_graphs or not on_cpu)
     parts = EngineParts(ops, config, ledger, table, ring)
     if config.cuda_graphs:
-        prompts = Prompts(config, session, device, getattr(session, "slowest", None))
+        prompts = Prompts(parts, session, session.slowest)
         captured = Captured(parts, session, session)
         if device.type == "cuda":
             capture(captured, prompts, held, report)
-        return AllSteps(ops, ledger, table, captured, EagerSteps(parts, prompts, session), prompts)
-    whole, recordings = None, getattr(session, "recordings", [])  # none where tests stand for a session
-    if recordings:
+        return AllSteps(ops, ledger, table, captured, EagerSteps(parts, session, session, prompts))
+    whole = None
+    if session.recordings:
         from hemiola.runtime.step.recorded import Recorded  # numba is not needed elsewhere
 
-        whole = Recorded(parts, recordings, storage.poison, getattr(session, "ranks", None))
-    return AllSteps(ops, ledger, table, whole, EagerSteps(parts, session, session), session)
+        whole = Recorded(parts, session.recordings, storage.poison, session.ranks)
+    return AllSteps(ops, ledger, table, whole, EagerSteps(parts, session, session))
 
 
 def capture(captured: Captured, prompts: Prompts, held: ExitStack, report: Report) -> None:

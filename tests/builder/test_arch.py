@@ -8,13 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch.fx import Node
 
-from hemiola.builder import targets
-from hemiola.builder.build import Options, build
 from hemiola.builder.graph import op_of
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.device.program import load_program
-from hemiola.runtime.errors import Refused
 
 Get = Callable[..., Path]
 GPUS = [name for name, arch in ARCHS.items() if arch.device == "cuda"]
@@ -87,21 +84,3 @@ def test_one_numerics_for_all_gpus(tiny_engine: Get) -> None:
     assert one.arch == "sm_90" and other.arch == "sm_80"
     own = {"arch": "", "identity": "", "sha256": {}, "kernels": ()}
     assert one.model_copy(update=own) == other.model_copy(update=own)
-
-
-def test_sizes_that_no_kernel_takes_are_refused_by_name(tiny_checkpoint: Get, tmp_path: Path) -> None:
-    for family, op in (("nemotron_h_dense", "mamba2"), ("qwen3_5", "delta")):
-        reason = rf"{op} cannot run on cuda \(cuda: chunk_len is 8, not 16 or 32\); use another chunk_len$"
-        with pytest.raises(Refused, match=reason):
-            build(tiny_checkpoint(family), tmp_path / family, Options(arch="sm_90", chunk_len=8))
-
-
-def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        Refused, match=r"--arch sm_70 is not supported by --target torch, only cpu, sm_80, .*sm_121"
-    ):
-        targets.pick("torch", "sm_90,sm_70")
-    with pytest.raises(Refused, match="--arch  is not supported"):
-        targets.pick("torch", "")
-    with pytest.raises(Refused, match="--arch cpu,sm_80: an engine for the CPU computes in other numbers"):
-        targets.pick("torch", "cpu,sm_80")

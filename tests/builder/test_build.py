@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from hemiola.builder import build, cli, place
 from hemiola.runtime import manifest, progress
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest_parts import Limits
 
 ROOT = Path(__file__).resolve().parents[2]
 Get = Callable[..., Path]
@@ -85,7 +86,7 @@ def test_engine_is_self_contained(tiny_checkpoint: Get, run: Callable, tmp_path:
         "mlp",
         "mamba2",
     )
-    assert found.limits == manifest.Limits(
+    assert found.limits == Limits(
         max_len=256, max_rows=4, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16
     )
     ids = Tokenizer.from_file(str(engine / "tokenizer" / "tokenizer.json")).encode("def größe():\n").ids

@@ -13,7 +13,7 @@ from kit.rank_threads import RankHarness, at_once, groups
 
 from hemiola.builder.build import Options, build
 from hemiola.builder.cut import Cut
-from hemiola.builder.formats.module import Found
+from hemiola.builder.formats.module import LazyGroup
 from hemiola.builder.lazy import Lazy
 from hemiola.plugins.groups import Layout, WeightGroup
 from hemiola.runtime import manifest
@@ -78,17 +78,6 @@ def test_ranks_of_quantised_weights_have_the_bits_of_the_twin(
     assert kinds, "nothing is quantised"
 
 
-def test_scales_of_several_ranks_are_refused(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    copies = quantised.quantise(
-        tiny_checkpoint("qwen3_5_moe_divisible"), tmp_path, quantised.RECIPES["qwen_fp8"]
-    )
-    with pytest.raises(
-        Refused, match="--tp 4 leaves a rank 16 inputs of a layer whose scales are for 32 each"
-    ):
-        build(copies.quantised, tmp_path / "engine", Options(tp=4))
-    assert not (tmp_path / "engine").exists()
-
-
 @pytest.mark.parametrize("family", ["nemotron_h_divisible", "qwen3_5_moe_divisible"])
 def test_bits_do_not_depend_on_the_number_of_ranks(tiny_engine: Callable[..., Path], family: str) -> None:
     """Of engines with --same-bits: 1, 2 and 4 ranks compute the same logits and hidden states."""
@@ -107,39 +96,6 @@ def test_bits_do_not_depend_on_the_number_of_ranks(tiny_engine: Callable[..., Pa
     assert not same_bits(plain, logits) and rel_error(plain, logits) < 1e-5, "the option changes the order"
 
 
-REFUSED = [
-    ("qwen3_5", {"tp": 2}, "--tp 2 does not divide linear_num_key_heads, which is 3; use --tp 1"),
-    ("nemotron_h_dense", {"tp": 4}, "--tp 4 does not divide n_groups, which is 2; use --tp 1 or 2"),
-    ("qwen3_5_divisible", {"tp": 4, "draft_vocab": 30}, "--tp 4 does not divide --draft-vocab, which is 30"),
-    (
-        "qwen3_5_divisible",
-        {"tp": 2, "target": "onnxruntime"},
-        "--tp 2 is not supported by --target onnxruntime",
-    ),
-    (
-        "qwen3_5_divisible",
-        {"same_bits": True, "target": "onnxruntime"},
-        "--same-bits is not supported by --target onnxruntime",
-    ),
-    (
-        "qwen3_5_divisible",
-        {"tp": 2, "arch": "sm_90", "draft_vocab": 30},
-        "--tp 2 leaves a rank 15 of --draft-vocab 30, an odd number; use fewer ranks",
-    ),
-    ("qwen3_5_divisible", {"tp": 3}, "tp is 3; give 1, 2, 4 or 8"),
-]
-
-
-@pytest.mark.parametrize(("family", "options", "reason"), REFUSED, ids=[each[2][:40] for each in REFUSED])
-def test_what_ranks_cannot_share_is_refused_by_name(
-    tiny_checkpoint: Callable[[str], Path], tmp_path: Path, family: str, options: dict, reason: str
-) -> None:
-    with pytest.raises(Refused) as refused:
-        build(tiny_checkpoint(family), tmp_path / "engine", Options(**options))
-    assert reason in str(refused.value)
-    assert not (tmp_path / "engine").exists()
-
-
 LAYOUTS = [Layout("int4", 16, ("zeros",)), Layout("e4m3", 0), Layout("e2m1", 16, ("factor",))]
 
 
@@ -155,7 +111,7 @@ def test_parts_of_quantised_weights_are_the_parts_of_their_numbers(layout: Layou
             made[name] = numbers.to(tensor.dtype)[begin:end]
         return WeightGroup(layout, made)
 
-    whole = Lazy.quantised((12, 64), Found(layout, read))
+    whole = Lazy.quantised((12, 64), LazyGroup(layout, read))
     columns = [Cut(4, rank).columns(whole).read() for rank in range(4)]
     assert torch.equal(torch.cat(columns, 1), whole.read())
     rows = [Cut(4, rank).rows(whole, [8, 4]).read() for rank in range(4)]

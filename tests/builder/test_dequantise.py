@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from hemiola.builder.dequantise import SCALES, TYPES, refuses_layout, stored
-from hemiola.builder.lazy import Found, Lazy
+from hemiola.builder.lazy import Lazy, LazyGroup
 from hemiola.plugins.groups import Layout, dequantised
 from tests.plugins.linear.test_codes import make
 
@@ -23,7 +23,7 @@ LAYOUTS = [
 def test_onnx_finds_the_numbers_of_the_format(layout: Layout) -> None:
     """By ONNX's own evaluator: every code, scales far apart."""
     group, shape = make(layout, 24, 256), (24, 256)
-    made = stored("X", Lazy.quantised(shape, Found(layout, lambda: group)))
+    made = stored("X", Lazy.quantised(shape, LazyGroup(layout, lambda: group)))
     codes, scales = (made[name].read() for name in ("X", f"X{SCALES}"))
     assert (codes.shape, codes.dtype) == (made["X"].shape, torch.uint8) and not refuses_layout(layout, 256)
     how = {"axis": 1, "block_size": layout.span} if layout.span else {"axis": 0}

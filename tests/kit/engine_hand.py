@@ -36,7 +36,7 @@ from hemiola.runtime.schedule.plan import Launched, Outcome, Plan, Row
 from hemiola.runtime.schedule.request import Bounds, Request
 from hemiola.runtime.step.bucket import Bucket
 from hemiola.runtime.step.captured import Captured, CapturedResult
-from hemiola.runtime.step.program import Batch
+from hemiola.runtime.step.program import Batch, Forward
 from hemiola.runtime.step.prompts import Prompts
 from hemiola.runtime.step.ranked import RankedSteps
 from hemiola.runtime.step.recorded import Recorded
@@ -130,19 +130,23 @@ class Recorder:
     def ranks(self) -> Head | None:
         return self.session.ranks
 
+    @property
+    def slowest(self) -> Callable[..., list[float]] | None:
+        return self.session.slowest
+
     def watch(self, prompts: Prompts) -> None:
         """Keep logits without their padding, replayed ones, too."""
-        run = prompts.run
+        forward = prompts.forward
 
-        def run_and_keep(batch: Batch) -> Computed:
+        def forward_and_keep(plan: torch.Tensor, tokens: int, lines: int) -> Forward:
             num = len(self.logits)
-            out = run(batch)
+            made = forward(plan, tokens, lines)
             if len(self.logits) > num:
                 self.logits.pop()
-            self.logits.append(out.logits.clone())
-            return out
+            self.logits.append(made.out.logits.clone())
+            return made
 
-        prompts.run = run_and_keep
+        prompts.forward = forward_and_keep
 
 
 class EngineHand(Hand):
@@ -173,8 +177,8 @@ class EngineHand(Hand):
         loop = make_loop(*given, device=device, followers=self.ranks)
         self.recorder = recorder
         self.steps = steps = loop.steps.steps if isinstance(loop.steps, RankedSteps) else loop.steps
-        if isinstance(steps.trunk, Prompts):
-            recorder.watch(steps.trunk)
+        if steps.eager.prompts is not None:
+            recorder.watch(steps.eager.prompts)
         self._is_scripted = proposer is not None
         self.scripted = proposer if kind == "scripted" else None
         sizes = config.max_len, found.limits.max_len, found.vocab_size

@@ -155,7 +155,13 @@ def _logits_of(hidden: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-class FakeSession:
+class OneRank:
+    """Stands for a Session of one rank, whose programs are not compiled."""
+
+    recordings, ranks, slowest = (), None, None
+
+
+class FakeSession(OneRank):
     """Stands for Session and for Storage."""
 
     def __init__(self, config: Resolved, next_token: NextToken = hashed, hybrid: bool = True) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from hemiola.runtime.manifest import Profile
+from hemiola.runtime.manifest_parts import Profile
 
 NAMES = {"tensor(float)": ("FLOAT", np.float32), "tensor(int32)": ("INT32", np.int32)}
 

@@ -17,7 +17,7 @@ from hemiola.runtime.device.kernels import load_kernels
 from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed, LoadedSegment, load_weights
 from hemiola.runtime.device.transfer import upload
-from hemiola.runtime.manifest import GROUP
+from hemiola.runtime.manifest_parts import GROUP
 
 
 @dataclass

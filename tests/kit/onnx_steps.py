@@ -15,7 +15,7 @@ from hemiola.builder.models import Model
 from hemiola.plugins import OPS
 from hemiola.plugins.onnx import DOMAIN, is_plugin
 from hemiola.plugins.spec import Op
-from hemiola.runtime.manifest import NEXT
+from hemiola.runtime.manifest_parts import NEXT
 
 Tensors = dict[str, torch.Tensor]
 TABLE = 3  # pages of a row

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from hemiola.runtime.cli.main import new_main
 from hemiola.runtime.serving.ask import ALIASES, FIXED, FLAGS, KEYS, LISTS, MAX_N
-from hemiola.runtime.serving.tritonserver import ANY_PORTS, choose_ports
+from hemiola.runtime.serving.ports import ANY_PORTS, choose_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, DEPLOY = ROOT / "model_repo/hemiola", ROOT / "docs/deploy"

@@ -5,7 +5,8 @@ from kit.refused import code_and_field, refused
 
 from hemiola.runtime.config import ServeConfig, resolve, state_bytes
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import Limits, Manifest, State
+from hemiola.runtime.manifest import Manifest
+from hemiola.runtime.manifest_parts import Limits, State
 
 GIB = 2**30
 

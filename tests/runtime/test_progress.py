@@ -160,11 +160,6 @@ def test_a_terminal_that_cannot_write_over_a_line_gets_lines(monkeypatch: pytest
         assert isinstance(display, Lines)
 
 
-def test_a_word_for_progress_is_refused() -> None:
-    with pytest.raises(Refused, match="progress is 'yes'; pass True, False, None or a function"):
-        LLM("engine", progress="yes")  # pyright: ignore[reportArgumentType]
-
-
 def test_opening_an_engine_tells_its_stages_in_order(engine_dir: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     with LLM(engine_dir, progress=lambda *report: seen.append(report)) as llm:

@@ -20,7 +20,7 @@ from hemiola.plugins.gpu.compile import without_lines
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.onnx import DOMAIN, DTYPES, PLUGIN
 from hemiola.runtime.arch import ARCHS
-from hemiola.runtime.manifest import NEXT, PTX, OpNode
+from hemiola.runtime.manifest_parts import NEXT, PTX, OpNode
 
 KERNELS = "hemiola.kernels"  # their domain; TensorRT goes by name, version and namespace
 

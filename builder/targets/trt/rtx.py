@@ -27,7 +27,7 @@ from hemiola.plugins.groups import Layout
 from hemiola.plugins.onnx import is_plugin
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import PARTS, Profile
+from hemiola.runtime.manifest_parts import PARTS, Profile
 
 trt: Any = import_module("tensorrt_rtx")
 
@@ -37,7 +37,7 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment
     layouts = coded_weights(graph, weights)
     for name, layout in layouts.items():
         _refuse(name, layout, weights[name].shape[1], job.archs)
-    plain = {name: replace(weights[name], found=None) for name in layouts}
+    plain = {name: replace(weights[name], group=None) for name in layouts}
     nodes, packed = choose_forms(graph, weights | plain, job.device, is_plugin)
     for name in layouts:
         packed |= stored(name, weights[name])

@@ -26,7 +26,7 @@ from hemiola.plugins.onnx import is_plugin
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.device.segments.tensorrt_ops import register
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import PARTS, SegmentPiece
+from hemiola.runtime.manifest_parts import PARTS, SegmentPiece
 
 trt: Any = import_module("tensorrt")
 

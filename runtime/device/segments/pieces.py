@@ -9,7 +9,7 @@ import torch
 
 from hemiola.plugins import OPS
 from hemiola.plugins.groups import Layout
-from hemiola.runtime.manifest import PARTS, Segment, SegmentPiece
+from hemiola.runtime.manifest_parts import PARTS, Segment, SegmentPiece
 
 MODULES = {"onnxruntime": "onnxruntime", "tensorrt-rtx": "tensorrt", "tensorrt": "tensorrt"}
 Tensors = Sequence[torch.Tensor]  # of a part by position, on the engine's device

@@ -9,7 +9,7 @@ import torch
 
 from hemiola.runtime.device.segments.tensorrt_ops import DTYPES, register
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import NEXT
+from hemiola.runtime.manifest_parts import NEXT
 
 
 def opener(compiler: str) -> Callable[[Path], "TensorRtPart"]:

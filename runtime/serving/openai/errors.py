@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import ABSENT, Busy, Cancelled, Failed, Lost, Name, Refused, as_option
+from hemiola.runtime.options import ServeConfig
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_AFTER_S = 1  # where nobody knows better

@@ -13,7 +13,7 @@ from hemiola.runtime.serving.door import CLOSE_S, FLUSH_S, Door
 from hemiola.runtime.serving.openai.app import App, FrontLimits
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.packing import CHANNEL, NO_PROXY
-from hemiola.runtime.serving.tritonserver import bind
+from hemiola.runtime.serving.ports import bind
 from hemiola.runtime.serving.wire import Wire
 
 log = logging.getLogger("hemiola.openai")

@@ -71,13 +71,13 @@ def test_a_layout_says_how_inputs_are_rounded(
     for narrow in (True, False):
         lazy = alone(made.tensors, config, narrow_inputs=narrow).matrix("X.weight", *SIZE)
         assert str(lazy.layout) == (layout if narrow else layout.partition(" x ")[0])
-        assert lazy.found is not None and lazy.found.read().layout == lazy.layout
+        assert lazy.group is not None and lazy.group.read().layout == lazy.layout
         assert torch.equal(lazy.read(), made.numbers)
     if "static" in layout:
         lazy = alone(made.tensors, config, narrow_inputs=True).matrix("X.weight", *SIZE)
         part = lazy.take(lambda rows: rows[10:30])
-        assert part.found is not None and part.found.static == float(made.tensors["input_scale"])
-        assert part.found.read().tensors["input"].tolist() == [[part.found.static]] * 20
+        assert part.group is not None and part.group.static == float(made.tensors["input_scale"])
+        assert part.group.read().tensors["input"].tolist() == [[part.group.static]] * 20
 
 
 def scale(value: torch.Tensor) -> Callable[[Tensors], object]:
@@ -130,30 +130,6 @@ def test_what_would_compute_otherwise_is_refused(
     with pytest.raises(Refused, match=re.escape(said)) as refused:
         alone(made.tensors, config, narrow_inputs=True).matrix("X.weight", *SIZE)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (
-            {"arch": "sm_86,sm_90"},
-            "--act-dtype fp8: sm_86 cannot multiply e4m3, sm_89 and newer can; leave one",
-        ),
-        (
-            {"target": "onnxruntime"},
-            "--act-dtype fp8 is not supported by --target onnxruntime, only by torch",
-        ),
-        ({}, "says of no weight that its inputs are FP8; leave it out, or round weights with --quantize fp8"),
-        ({"quantize": "int8"}, "says of no weight that its inputs are FP8; leave it out"),
-    ],
-    ids=str,
-)
-def test_engines_without_such_inputs_are_refused(
-    options: dict[str, Any], said: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    with pytest.raises(Refused, match=re.escape(said)):
-        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(act_dtype="fp8", **options))
-    assert not (tmp_path / "engine").exists()
 
 
 @pytest.mark.parametrize(

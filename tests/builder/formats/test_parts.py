@@ -69,7 +69,7 @@ def test_packed_pieces_are_the_packed_whole(
     if pack is pack_words and matrix.layout is None:
         pytest.skip("plain weights lie as they are on a GPU")
     for name, lazy in forms_of(matrix).items():
-        whole = pack(lazy.read() if lazy.found is None else lazy.found.read())
+        whole = pack(lazy.read() if lazy.group is None else lazy.group.read())
         for most in (1, 5000, 10**9):
             monkeypatch.setattr(lazies, "PIECE", most)
             pieces = [*lazy.packed(pack).pieces(most)]

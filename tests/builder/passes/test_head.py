@@ -17,7 +17,7 @@ from hemiola.builder.passes import copied
 from hemiola.builder.passes.head import cut_head
 from hemiola.plugins import OPS
 from hemiola.runtime.device.head import bind_head
-from hemiola.runtime.manifest import HeadCall
+from hemiola.runtime.manifest_parts import HeadCall
 
 Get = Callable[..., Path]
 

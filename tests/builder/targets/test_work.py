@@ -11,7 +11,7 @@ from hemiola.builder.build import build
 from hemiola.builder.options import Options
 from hemiola.builder.targets.work import Peak
 from hemiola.runtime import manifest
-from hemiola.runtime.cli import inspect
+from hemiola.runtime.cli import inspected
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.device import memory
 from hemiola.runtime.errors import Refused
@@ -44,7 +44,7 @@ def test_the_delta_rules_scratch_is_part_of_a_step(tiny_engine: Callable[..., Pa
     scratch = num_tokens * heads * depth * (query + mixed + keys + solved)
     assert scratch < trunk - draft < 2 * scratch
     assert found.work_bytes == max(trunk, draft)
-    plan = inspect.memory(engine_dir, found, ServeConfig())
+    plan = inspected.memory(engine_dir, found, ServeConfig())
     assert "the largest step" in list(plan.columns[0].cells)
     assert manifest.load(tiny_engine("qwen3_5")).work_bytes == 0
 

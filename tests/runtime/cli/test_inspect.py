@@ -12,7 +12,7 @@ from rich.table import Table
 from hemiola.builder.build import build
 from hemiola.builder.options import Options
 from hemiola.runtime import manifest
-from hemiola.runtime.cli import inspect
+from hemiola.runtime.cli import inspect, inspected
 from hemiola.runtime.cli.graph_plot import (
     KINDS,
     Box,
@@ -40,7 +40,7 @@ def lines(table: Table) -> list[list[str]]:
 
 def test_equal_states_of_equal_layers_share_a_line(tiny_engine: Get) -> None:
     found = manifest.load(tiny_engine("qwen3_5"))
-    table = lines(inspect.states(found))
+    table = lines(inspected.states(found))
     named = {(line[0], line[1]): line for line in table}
     assert ("state", "0-1, 3") in named and ("k_pages", "2") in named
     assert ["mtp.k_pages", "0"] in [line[:2] for line in table], "the head's are not the trunk's"
@@ -57,7 +57,7 @@ def test_a_strangers_engine_is_shown_as_it_wrote_itself(
     content["segments"][0]["nodes"][0]["refused"] = {"why": "[/red] of [bold]"}
     (engine / manifest.FILE).write_text(json.dumps(content))
     found = manifest.parse(engine / manifest.FILE).write(engine)
-    inspect.show(engine, found, ServeConfig())
+    inspected.show(engine, found, ServeConfig())
     assert "[/red]" in capsys.readouterr().out
     content["segments"][0]["nodes"][0]["refused"] = {"why": "\x1b]0;x\x07"}
     (engine / manifest.FILE).write_text(json.dumps(content))
@@ -71,10 +71,10 @@ def test_quantised_weights_are_listed_with_their_format_and_bytes(
     recipe = quantised.RECIPES["modelopt_mixed"]
     copies = quantised.quantise(tiny_checkpoint("qwen3_5"), tmp_path, recipe)
     found = build(copies.quantised, tmp_path / "engine", Options(max_len=256, page_len=32))
-    table = lines(inspect.weights(tmp_path / "engine", found))
+    table = lines(inspected.weights(tmp_path / "engine", found))
     assert ["mixer.body.out_proj.weight", "0-1, 3", "e4m3 by output", "9,984"] in table
     assert ["head.weight", "", "e2m1 by 16", f"{320 * 64 // 2 + 320 * 4 * 4:,}"] in table
-    told = inspect.described(tmp_path / "engine", found, ServeConfig())["quantised_weights"]
+    told = inspected.described(tmp_path / "engine", found, ServeConfig())["quantised_weights"]
     assert [entry["name"] for entry in told] == [line[0] for line in table]
     assert (
         sum(entry["num_bytes"] for entry in told) < (tmp_path / "engine" / found.weights_file).stat().st_size
@@ -87,18 +87,18 @@ def test_an_engine_without_quantised_weights_lists_none(tiny_engine: Get) -> Non
 
 
 def test_spans_of_layers() -> None:
-    assert inspect.spans([5, 0, 1, 2, 7, 8]) == "0-2, 5, 7-8" and inspect.spans([]) == ""
+    assert inspected.spans([5, 0, 1, 2, 7, 8]) == "0-2, 5, 7-8" and inspected.spans([]) == ""
 
 
 def test_the_memory_plan_is_what_the_runtime_would_take(tiny_engine: Get) -> None:
     engine_dir = tiny_engine("qwen3_5")
     found = manifest.load(engine_dir)
-    plan = lines(inspect.memory(engine_dir, found, ServeConfig(max_rows=2, max_len=64)))
+    plan = lines(inspected.memory(engine_dir, found, ServeConfig(max_rows=2, max_len=64)))
     assert [line[1] for line in plan] == ["1", "9", "3", "8", ""]  # 2 x 2 rows of 2 pages, 4 snapshots a row
-    wide = inspect.memory(engine_dir, found, ServeConfig(num_snapshots=0, prefix_cache=False))
+    wide = inspected.memory(engine_dir, found, ServeConfig(num_snapshots=0, prefix_cache=False))
     assert wide.title == "memory for 8 rows of 512 tokens, drafts: mtp"
     with pytest.raises(Refused, match="max_rows is 9, the engine was built for 8"):
-        inspect.memory(engine_dir, found, ServeConfig(max_rows=9))
+        inspected.memory(engine_dir, found, ServeConfig(max_rows=9))
 
 
 def test_a_cut_engine_says_what_it_promises_and_who_compiled_it(
@@ -109,17 +109,17 @@ def test_a_cut_engine_says_what_it_promises_and_who_compiled_it(
     shown = " ".join(capsys.readouterr().out.split())
     for words in ("onnxruntime, cpu", "tokens of the plain run", "parts,", "them different,"):
         assert words in shown, words
-    table = dict(lines(inspect.facts(engine_dir, manifest.load(engine_dir))))
-    assert table["promise"] == inspect.PROMISES["tokens"]
+    table = dict(lines(inspected.facts(engine_dir, manifest.load(engine_dir))))
+    assert table["promise"] == inspected.PROMISES["tokens"]
 
 
 def test_profiles_and_kernels_of_an_engine_for_gpus_are_listed(tiny_engine: Get) -> None:
     pytest.importorskip("tensorrt_rtx")
     engine_dir = tiny_engine("qwen3_5", target="tensorrt-rtx", arch="sm_89,sm_120")
     found = manifest.load(engine_dir)
-    assert lines(inspect.profiles(found))[0] == ["trunk", "decode", "tokens 1/32/32, logits 0/32/32"]
-    assert [line[0] for line in lines(inspect.kernels(engine_dir, found))] == ["sm_89", "sm_120"]
-    assert "by tensorrt-rtx 1." in lines(inspect.segments(engine_dir, found))[0][1]
+    assert lines(inspected.profiles(found))[0] == ["trunk", "decode", "tokens 1/32/32, logits 0/32/32"]
+    assert [line[0] for line in lines(inspected.kernels(engine_dir, found))] == ["sm_89", "sm_120"]
+    assert "by tensorrt-rtx 1." in lines(inspected.segments(engine_dir, found))[0][1]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_profiles_and_kernels_of_an_engine_for_gpus_are_listed(tiny_engine: Get)
 def test_an_engine_says_what_it_computes_in(tiny_engine: Get, built: dict, dtype: str) -> None:
     """Of two engines for a GPU only the dtypes of states told which was the one in fp32."""
     engine_dir = tiny_engine("qwen3_5", kv_dtype="fp8", **built)
-    table = dict(lines(inspect.facts(engine_dir, manifest.load(engine_dir))))
+    table = dict(lines(inspected.facts(engine_dir, manifest.load(engine_dir))))
     assert table["computes in"] == dtype
 
 

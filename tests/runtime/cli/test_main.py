@@ -168,7 +168,12 @@ def test_help_cuts_no_name_in_a_terminal_of_80_columns(
 
 
 @pytest.mark.parametrize(
-    "words", ["hemiola.runtime generate --help", "hemiola.runtime chat -h", "hemiola.builder --help"]
+    "words",
+    [
+        *(f"hemiola.runtime {command} --help" for command in COMMANDS),
+        "hemiola.runtime chat -h",
+        "hemiola.builder --help",
+    ],
 )
 def test_help_waits_for_torch(words: str) -> None:
     """And so did a shell that completes an option: for seconds."""

@@ -63,7 +63,7 @@ def refused(
 
 def test_every_option_of_an_engine_is_an_option_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr(serve, "Server", lambda engines, **settings: made.append((engines, settings)))
+    monkeypatch.setattr(launcher, "Server", lambda engines, **settings: made.append((engines, settings)))
     monkeypatch.setattr(serve, "_serve", lambda *_: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     command = typer.Typer()
@@ -86,7 +86,7 @@ def test_every_option_of_an_engine_is_an_option_of_the_command(monkeypatch: pyte
 def served(monkeypatch: pytest.MonkeyPatch, hemiola: Callable[..., Any]) -> Callable[..., dict[str, Path]]:
     """The engines that `hemiola serve` would serve with these arguments."""
     made: list[dict[str, Path]] = []
-    monkeypatch.setattr(serve, "Server", lambda engines, **settings: made.append(engines))
+    monkeypatch.setattr(launcher, "Server", lambda engines, **settings: made.append(engines))
     monkeypatch.setattr(serve, "_serve", lambda *_: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
@@ -178,7 +178,7 @@ def test_a_key_in_the_environment_is_for_the_openai_port_and_breaks_no_server_wi
     monkeypatch: pytest.MonkeyPatch, hemiola: Callable[..., Any]
 ) -> None:
     fronts = []
-    monkeypatch.setattr(serve, "Server", lambda *_, **__: None)
+    monkeypatch.setattr(launcher, "Server", lambda *_, **__: None)
     monkeypatch.setattr(serve, "_serve", lambda server, front, restarts: fronts.append(front))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv(KEY, "one two")

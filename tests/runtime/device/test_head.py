@@ -13,7 +13,7 @@ from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.program import load_program
 from hemiola.runtime.device.session import Computed, load_weights
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import HeadCall
+from hemiola.runtime.manifest_parts import HeadCall
 
 
 def test_logits_are_computed_only_if_they_are_asked_for() -> None:

@@ -14,11 +14,11 @@ from kit.ops import next_edge
 from torch.fx import GraphModule, Node
 
 from hemiola.plugins.sizes import evaluate
-from hemiola.runtime import manifest
 from hemiola.runtime.device import lower
 from hemiola.runtime.device.program import load_program
 from hemiola.runtime.device.session import LoadedSegment, bind_forms
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest_parts import Segment
 
 Get = Callable[..., Path]
 # Rows of (request, tokens, drafts) by step: prompts beside each other, decoding, drafts, an empty row.
@@ -35,7 +35,7 @@ STEPS = (
 class NodeByNode:
     """The same program through torch, every op of ours as a call of its own."""
 
-    def __init__(self, program: GraphModule, segment: manifest.Segment, bound: list, *_: bool) -> None:
+    def __init__(self, program: GraphModule, segment: Segment, bound: list, *_: bool) -> None:
         bind_forms(program, segment)
         self._call = partial(program, *bound)
 

@@ -20,7 +20,7 @@ from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.program import load_program
 from hemiola.runtime.device.session import Session, bind_forms, load_weights
 from hemiola.runtime.llm import LLM
-from hemiola.runtime.manifest import OpNode
+from hemiola.runtime.manifest_parts import OpNode
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "benchmarks/configs/qwen3.5-0.8b/config.json"

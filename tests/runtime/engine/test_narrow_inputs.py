@@ -15,7 +15,7 @@ from hemiola import LLM, SamplingParams
 from hemiola.builder.build import build
 from hemiola.builder.options import Options
 from hemiola.runtime import manifest
-from hemiola.runtime.cli.inspect import described
+from hemiola.runtime.cli.inspected import described
 from hemiola.runtime.config import ServeConfig
 
 Get = Callable[..., Path]

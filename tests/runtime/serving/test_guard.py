@@ -15,8 +15,8 @@ from hemiola.runtime.serving import files, slow_reader
 from hemiola.runtime.serving import guard as guards
 from hemiola.runtime.serving.door import TURNED_AWAY
 from hemiola.runtime.serving.guard import Guard
+from hemiola.runtime.serving.ports import ANY_PORTS
 from hemiola.runtime.serving.relay import Unchunked
-from hemiola.runtime.serving.tritonserver import ANY_PORTS
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
 

@@ -23,7 +23,8 @@ from hemiola.runtime.serving.heartbeat import Beat
 from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.launcher import Server
 from hemiola.runtime.serving.listener import refuse_connections
-from hemiola.runtime.serving.tritonserver import ANY_PORTS, Ports, Triton, bind, choose_ports, command_line
+from hemiola.runtime.serving.ports import ANY_PORTS, Ports, bind, choose_ports
+from hemiola.runtime.serving.tritonserver import Triton, command_line
 
 A, B = Path("a"), Path("b")
 

@@ -8,7 +8,7 @@ import pytest
 from hemiola.runtime.cli import serve
 from hemiola.runtime.cli.serve import API_KEY, FrontPlan, doors, triton_host
 from hemiola.runtime.serving.options import OpenaiOptions, ServerOptions
-from hemiola.runtime.serving.tritonserver import Ports
+from hemiola.runtime.serving.ports import Ports
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,9 @@ import pytest
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving import tritonserver
+from hemiola.runtime.serving.ports import ANY_PORTS, Ports, address_of, choose_ports
 from hemiola.runtime.serving.tritonserver import (
-    ANY_PORTS,
-    Ports,
-    address_of,
     check_python,
-    choose_ports,
     find_model,
     find_triton,
     server_environment,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.fake_session import VOCAB, resolved
+from kit.fake_session import VOCAB, OneRank, resolved
 
 from hemiola.plugins.step.plan import PlanFields
 from hemiola.runtime.abi import widths
@@ -165,7 +165,8 @@ def test_prompts_and_rules_beyond_the_tables_have_none(changes: dict) -> None:
 def test_pages_that_came_since_the_last_step_reach_the_device_however_many() -> None:
     config = CONFIGS[1].model_copy(update={"cuda_graphs": True})
     pages = PagePool(config.num_pages, config.page_len, config.num_slots, 16)
-    session: Any = SimpleNamespace(run=lambda batch: Computed(torch.zeros(5, VOCAB), torch.zeros(5, 1)))
+    session: Any = OneRank()
+    session.run = lambda batch: Computed(torch.zeros(5, VOCAB), torch.zeros(5, 1))
     cpu = torch.device("cpu")
     nothing: Any = None
     made = make_steps(config, nothing, session, pages, cpu, ExitStack())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from kit.fake_session import VOCAB, resolved
+from kit.fake_session import VOCAB, OneRank, resolved
 from kit.guided import EOS, compiled
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -52,7 +52,7 @@ class OneDevice(TorchDispatchMode):
         return out
 
 
-class Empty:
+class Empty(OneRank):
     """A session and a storage of tensors without content."""
 
     def __init__(self, num_slots: int, vocab_size: int = VOCAB) -> None:

@@ -19,8 +19,7 @@ from hemiola.builder.build import Options, build
 from hemiola.builder.formats.rounded import LAYOUTS, SPAN, rounded
 from hemiola.plugins.groups import dequantised
 from hemiola.runtime import manifest
-from hemiola.runtime.cli import inspect
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.cli import inspect, inspected
 
 Get = Callable[..., Path]
 SMALL = {"max_len": 512, "max_rows": 8}  # tests/conftest.py's
@@ -130,43 +129,10 @@ def test_an_engine_says_so(tiny_engine: Get, capsys: pytest.CaptureFixture) -> N
     engine_dir = tiny_engine("qwen3_5", **BUILT | {"draft_head": "int4", "draft_vocab": FEW})
     found = manifest.load(engine_dir)
     line = f"mtp, chosen among the {FEW} lowest ids, by a copy of the head in int4"
-    assert line in list(inspect.facts(engine_dir, found).columns[1].cells)
+    assert line in list(inspected.facts(engine_dir, found).columns[1].cells)
     inspect.inspect(str(engine_dir), json=True)
     said = json.loads(capsys.readouterr().out)
     assert said["draft_head"] == found.draft_head == "int4"
     assert [(group["name"], group["stored"]) for group in said["quantised_weights"]][:-1] == [
         ("own_head.weight", "int4 by output")
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"drafts": "ngram"}, "--draft-head int4 is about an MTP head, but drafts are ngram; leave it out"),
-        ({"drafts": "none"}, "--draft-head int4 is about an MTP head, but drafts are none; leave it out"),
-        (
-            {"target": "onnxruntime"},
-            "--draft-head int4 is not supported by --target onnxruntime, only by torch; leave one",
-        ),
-        (
-            {"recipe": "modelopt_mixed"},
-            r"--draft-head int4: the checkpoint's output head is quantised already \(e2m1 16 factor\);",
-        ),
-        (
-            {"declared": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            ".*config.json: weights are FP8 by its config, but no tensor is; use the bf16 checkpoint",
-        ),
-    ],
-)
-def test_what_cannot_be_rounded_is_refused(
-    tiny_checkpoint: Get, tmp_path: Path, options: dict, reason: str
-) -> None:
-    options, source = options.copy(), tiny_checkpoint("qwen3_5")
-    if recipe := options.pop("recipe", None):
-        source = quantised.quantise(source, tmp_path, RECIPES[recipe]).quantised
-    if declared := options.pop("declared", None):
-        source = shutil.copytree(source, tmp_path / "declared")
-        config = json.loads((source / "config.json").read_text())
-        (source / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
-    with pytest.raises(Refused, match=f"^{reason}"):
-        build(source, tmp_path / "engine", Options(draft_head="int4", max_len=64, max_rows=1, **options))

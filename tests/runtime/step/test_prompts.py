@@ -1,14 +1,21 @@
-"""Prompts in fixed sizes: which there are, what is fed to them, and what of their results is whose."""
+"""Prompts in fixed sizes: which there are, what the trunk reads, and what of its results a step gets."""
 
-from types import SimpleNamespace
+import random
 
 import pytest
 import torch
 from kit.fake_session import resolved
 
+from hemiola.plugins.step import forms
+from hemiola.plugins.step.plan import PlanFields
+from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.device.session import Computed
 from hemiola.runtime.step import prompts as module
-from hemiola.runtime.step.prompts import Inputs, Prompts, Size, sizes_of
+from hemiola.runtime.step.ledger import Ledger
+from hemiola.runtime.step.parts import EngineParts
+from hemiola.runtime.step.program import Batch
+from hemiola.runtime.step.prompts import Prompts, Size, sizes_of
+from hemiola.runtime.step.table import PageTable
 
 CPU = torch.device("cpu")
 SIZES = {"max_len": 4096, "max_rows": 20, "max_step_tokens": 300, "num_drafts": 3}
@@ -18,24 +25,37 @@ class Noting:
     """A trunk that keeps what it is given."""
 
     def __init__(self) -> None:
-        self.given: list[Inputs] = []
+        self.given: list[Batch] = []
 
-    def run(self, batch: object) -> Computed:
-        given = Inputs(*(getattr(batch, name).clone() for name in Inputs._fields))
+    def run(self, batch: Batch) -> Computed:
+        given = Batch(*(part.clone() for part in batch))
         self.given.append(given)
         return Computed(given.logits_ids[:, None] * 1.0, given.token_ids[:, None] * 1.0)
 
 
-def batch_of(num_tokens: int, num_rows: int, num_lines: int, width: int) -> SimpleNamespace:
-    """Nothing in it is 0."""
+def made(trunk: Noting, **changes: int) -> Prompts:
+    """Of an engine whose slots hold texts."""
+    config = resolved(**SIZES | changes)
+    ledger = Ledger(config, CPU)
+    ledger.ids[1:] = torch.randint(1, 99, (config.num_slots - 1, ledger.ids.shape[1]))
+    ledger.lengths[:3, 1:] = torch.randint(1, 99, (config.num_slots - 1,))
+    pages = PagePool(config.num_pages, config.page_len, config.num_slots, config.max_len // config.page_len)
+    pages.table[1:] = random.randint(1, 99)
+    return Prompts(
+        EngineParts(forms("compiled"), config, ledger, PageTable(pages, CPU, False), torch.empty(0)), trunk
+    )
 
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.randint(1, 99, shape, dtype=torch.int32)
 
-    return SimpleNamespace(
-        token_ids=numbers(num_tokens), positions=numbers(num_tokens), rows=numbers(num_rows, 8),
-        page_table=numbers(num_rows, width), logits_ids=numbers(num_lines),
-    )  # fmt: skip
+def plan_of(num_tokens: int, num_rows: int, num_lines: int) -> torch.Tensor:
+    """The first row has the tokens that are left, and so the lines."""
+    lines, token, line = [], 0, 0
+    for n in range(num_rows):
+        lines.append(PlanFields(token, line, 0, 0, 1 + n, 0, 0, 0, 0, 0))
+        token += 1 if n else num_tokens - num_rows + 1
+        line += (num_lines - num_rows + 1 if n == 0 else 1) if num_lines >= num_rows else num_lines * (n == 0)
+    lines.append(PlanFields(token, line, 0, 0, 0, 0, 0, 0, 0, 0))
+    assert (token, line) == (num_tokens, num_lines)
+    return torch.tensor(lines, dtype=torch.int32)
 
 
 def test_sizes_of_an_engine() -> None:
@@ -62,36 +82,34 @@ def test_sizes_of_an_engine() -> None:
     ids=str,
 )
 def test_a_step_gets_the_smallest_size_and_its_own_results(step: tuple[int, int, int], size: Size) -> None:
-    """What an earlier, larger step left behind it is nobody's: a stale id of a logit lies outside."""
-    trunk, config = Noting(), resolved(**SIZES)
-    prompts = Prompts(config, trunk, CPU)
-    width = prompts._there.page_table.shape[1]
-    prompts.run(batch_of(300, 20, 80, width))
-    batch = batch_of(*step, width)
-    out = prompts.run(batch)
-    given = trunk.given[-1]
-    assert (len(given.token_ids), len(given.rows), len(given.logits_ids)) == size
-    for name, there in zip(Inputs._fields, given, strict=True):
-        mine = getattr(batch, name)
-        assert torch.equal(there[: len(mine)], mine) and not there[len(mine) :].any()
-    assert torch.equal(out.logits[:, 0], batch.logits_ids * 1.0)
-    assert torch.equal(out.hidden[:, 0], batch.token_ids * 1.0)
+    """Nothing of an earlier, larger step is left: a stale id of a logit lies outside."""
+    trunk = Noting()
+    prompts = made(trunk)
+    prompts.forward(plan_of(300, 20, 80), 300, 80)
+    plan = plan_of(*step)
+    batch, out = prompts.forward(plan, step[0], step[2])
+    padded = trunk.given[-1]
+    assert (len(padded.token_ids), len(padded.rows), len(padded.logits_ids)) == size
+    alone = prompts._program.forward(plan, step[0], step[2])
+    for whole, part, wanted in zip(padded, batch, alone.batch, strict=True):
+        assert torch.equal(part, wanted) and torch.equal(whole[: len(part)], wanted)
+    assert not padded.token_ids[step[0] :].any() and not padded.logits_ids[step[2] :].any()
+    assert not padded.rows[step[1] :, 1:].any()
+    assert torch.equal(out.logits, alone.out.logits) and torch.equal(out.hidden, alone.out.hidden)
 
 
 @pytest.mark.parametrize("step", [(301, 1, 1), (64, 21, 1), (300, 20, 81)], ids=str)
 def test_a_step_that_fits_no_size_runs_as_it_is(step: tuple[int, int, int]) -> None:
     trunk = Noting()
-    prompts = Prompts(resolved(**SIZES), trunk, CPU)
-    batch = batch_of(*step, prompts._there.page_table.shape[1])
-    prompts.run(batch)
-    assert torch.equal(trunk.given[0].token_ids, batch.token_ids)
+    made(trunk, num_slots=30).forward(plan_of(*step), step[0], step[2])
+    assert (len(trunk.given[0].token_ids), len(trunk.given[0].rows), len(trunk.given[0].logits_ids)) == step
 
 
 def test_all_sizes_leave_their_results_in_one_place() -> None:
     """Each graph kept its own: gigabytes of logits that no memory plan knew of."""
-    prompts = Prompts(resolved(**SIZES), Noting(), CPU)
+    prompts = made(Noting())
     left = [prompts.step(size) for size in prompts.sizes if size.lines]
-    for part in zip(*left, strict=True):
+    for part in zip(*([*batch, *out] for batch, out in left), strict=True):
         assert len({found.data_ptr() for found in part}) == 1
 
 
@@ -99,14 +117,14 @@ def test_sizes_without_memory_are_dropped(monkeypatch: pytest.MonkeyPatch) -> No
     """The engine opened with a traceback, or not at all; graphs of prompts are no need."""
 
     class Small(Noting):
-        def run(self, batch: object) -> Computed:
+        def run(self, batch: Batch) -> Computed:
             if len(batch.token_ids) > 128:
                 raise torch.OutOfMemoryError("no")
             return super().run(batch)
 
     monkeypatch.setattr(module.time, "perf_counter", lambda: 0.0)
     monkeypatch.setattr(module.torch.cuda, "synchronize", lambda device: None)
-    prompts = Prompts(resolved(**SIZES), Small(), CPU)
+    prompts = made(Small())
     prompts.drop_long_ones()
     assert {size.tokens for size in prompts.sizes} == {64, 128}
 
@@ -115,7 +133,7 @@ def test_sizes_that_keep_a_gpu_busy_are_dropped(monkeypatch: pytest.MonkeyPatch)
     now, tokens = [0.0], []
 
     class Slow(Noting):
-        def run(self, batch: object) -> Computed:
+        def run(self, batch: Batch) -> Computed:
             now[0] += 20.0  # the host's
             tokens.append(len(batch.token_ids))
             return super().run(batch)
@@ -125,6 +143,6 @@ def test_sizes_that_keep_a_gpu_busy_are_dropped(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(module.torch.cuda, "synchronize", wait)
-    prompts = Prompts(resolved(**SIZES), Slow(), CPU)
+    prompts = made(Slow())
     prompts.drop_long_ones()
     assert {size.tokens for size in prompts.sizes} == {64} and set(tokens) == {64, 128}

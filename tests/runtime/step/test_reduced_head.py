@@ -8,10 +8,8 @@ import torch
 from kit.engine_hand import EngineHand, Wanted
 from kit.harness import Harness
 
-from hemiola.builder.build import Options, build
 from hemiola.runtime import manifest
-from hemiola.runtime.cli import inspect
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.cli import inspected
 
 FEW = 100  # of some 320 ids
 BUILT = {"draft_vocab": FEW, "max_step_tokens": 512, "page_len": 32, "chunk_len": 16}
@@ -55,22 +53,5 @@ def test_only_drafts_change(
 
 def test_an_engine_says_how_many(tiny_engine: Callable[..., Path]) -> None:
     engine_dir = tiny_engine("qwen3_5", **BUILT)
-    table = inspect.facts(engine_dir, manifest.load(engine_dir))
+    table = inspected.facts(engine_dir, manifest.load(engine_dir))
     assert f"mtp, chosen among the {FEW} lowest ids" in list(table.columns[1].cells)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"draft_vocab": 320}, "--draft-vocab 320 is no part of a vocabulary of 320; use fewer, or"),
-        (
-            {"draft_vocab": 9, "drafts": "ngram"},
-            "--draft-vocab 9 is about an MTP head, but drafts are ngram;",
-        ),
-    ],
-)
-def test_what_cannot_be_reduced_is_refused(
-    tiny_checkpoint: Callable[[str], Path], tmp_path: Path, options: dict, reason: str
-) -> None:
-    with pytest.raises(Refused, match=reason):
-        build(tiny_checkpoint("qwen3_5"), tmp_path / "engine", Options(**options))

@@ -34,6 +34,7 @@ from hemiola.runtime.device.segments import tensorrt
 from hemiola.runtime.device.segments.pieces import CutSegment
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.manifest_parts import PARTS
 
 Get = Callable[..., Path]
 ALL = {"target": "tensorrt-rtx", "arch": ",".join(targets.RTX)}
@@ -53,10 +54,10 @@ def test_every_family_is_built_for_all_architectures(family: str, tiny_engine: G
     assert found.target == "tensorrt-rtx" and found.promise == "tokens"
     assert found.arch == "sm_80,sm_86,sm_89,sm_120,sm_121"
     named = {piece.name for s in found.segments for piece in s.pieces if piece.kind == "part"}
-    assert named == {path.name for path in (engine_dir / manifest.PARTS).iterdir()}
+    assert named == {path.name for path in (engine_dir / PARTS).iterdir()}
     for name in named:
-        content = (engine_dir / manifest.PARTS / name).read_bytes()
-        assert content[:4] == b"vtrt" and f"{manifest.PARTS}/{name}" in found.sha256
+        content = (engine_dir / PARTS / name).read_bytes()
+        assert content[:4] == b"vtrt" and f"{PARTS}/{name}" in found.sha256
     for segment in found.segments:
         assert segment.compiler.startswith("tensorrt-rtx 1.")
         assert {node.form for node in segment.nodes} == {"cuda"}
@@ -196,22 +197,6 @@ def test_it_opens_on_its_architectures_only(tiny_engine: Get) -> None:
         match=r"built for sm_80,.*sm_121 \(compute capability 8.0 or .* 12.1\), but torch finds no CUDA",
     ):
         LLM(tiny_engine("qwen3_5", **ALL))
-
-
-@pytest.mark.parametrize(
-    ("arch", "reason"),
-    [
-        (
-            "sm_90",
-            r"--arch sm_90 is not supported by --target tensorrt-rtx, only sm_80, sm_86, sm_89, sm_120",
-        ),
-        ("sm_89,cpu", r"--arch cpu is not supported by --target tensorrt-rtx"),
-        ("", r"--arch  is not supported by --target tensorrt-rtx"),
-    ],
-)
-def test_other_architectures_are_refused(arch: str, reason: str) -> None:
-    with pytest.raises(Refused, match=reason):
-        targets.pick("tensorrt-rtx", arch)
 
 
 def test_what_the_compiler_refuses_comes_out_as_one_line() -> None:

@@ -39,10 +39,9 @@ from hemiola.builder.targets.trt.nodes import KERNELS, told_beforehand, with_ker
 from hemiola.plugins.onnx import PLUGIN
 from hemiola.plugins.spec import Op
 from hemiola.plugins.step import STEP_OPS
-from hemiola.runtime import manifest
-from hemiola.runtime.cli.inspect import forms as inspected
+from hemiola.runtime.cli.inspected import forms as inspected
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import Limits
+from hemiola.runtime.manifest_parts import PARTS, Limits
 
 Get = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[4]
@@ -145,7 +144,7 @@ def test_one_engine_per_segment_with_profiles_states_in_place_and_what_the_inspe
         built = build(
             tiny_checkpoint("nemotron_h_moe"), tmp_path / "e", options, lambda stage, *_: stages.append(stage)
         )
-    files = {name for name in built.sha256 if name.startswith(manifest.PARTS)}
+    files = {name for name in built.sha256 if name.startswith(PARTS)}
     assert files == {f"parts/{name}{end}" for name in ("trunk", "draft") for end in ("", ".json")}
     config = fake.Builder().create_builder_config()
     config.set_preview_feature.assert_called_with(fake.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)

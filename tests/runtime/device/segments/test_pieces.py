@@ -12,11 +12,10 @@ import torch
 from kit import checkpoints
 from kit.harness import Harness
 
-from hemiola.builder import build
-from hemiola.builder.options import Options
 from hemiola.runtime import manifest
 from hemiola.runtime.device.segments.pieces import CutSegment
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.manifest_parts import PARTS
 
 Get = Callable[..., Path]
 TOLERANCE = 1e-4  # fp32: onnxruntime sums in another order
@@ -70,7 +69,7 @@ def broken(tiny_engine: Get, folder: Path, change: Callable[[Path], None]) -> Pa
     """A copy of an engine whose first part was changed and stands in the manifest like that."""
     engine_dir = shutil.copytree(tiny_engine("qwen3_5", target="onnxruntime"), folder / "engine")
     found = manifest.load(engine_dir)
-    part = engine_dir / manifest.PARTS / found.segments[0].pieces[0].name
+    part = engine_dir / PARTS / found.segments[0].pieces[0].name
     change(part)
     sha256 = found.sha256 | {str(part.relative_to(engine_dir)): hashlib.sha256(part.read_bytes()).hexdigest()}
     found.model_copy(update={"sha256": sha256}).write(engine_dir)
@@ -85,7 +84,7 @@ def test_a_part_that_cannot_be_read_is_refused(tiny_engine: Get, tmp_path: Path)
 
 def test_a_damaged_part_is_found_by_its_hash(tiny_engine: Get, tmp_path: Path) -> None:
     engine_dir = shutil.copytree(tiny_engine("qwen3_5", target="onnxruntime"), tmp_path / "engine")
-    part = next((engine_dir / manifest.PARTS).iterdir())
+    part = next((engine_dir / PARTS).iterdir())
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     with pytest.raises(Refused, match=rf"{part.name} was changed after the build .*; run build-engine again"):
         manifest.load(engine_dir)
@@ -114,9 +113,3 @@ def test_no_onnxruntime_is_said_when_the_engine_is_opened(
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(Refused, match=r"need onnxruntime [0-9.]+ .*; pip install onnxruntime"):
         Harness(engine_dir)
-
-
-def test_target_and_architecture_must_fit(tiny_checkpoint: Get, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="--arch sm_90 is not supported by --target onnxruntime, only cpu"):
-        build.build(tiny_checkpoint("qwen3_5"), tmp_path / "e", Options(target="onnxruntime", arch="sm_90"))
-    assert not [*tmp_path.iterdir()]

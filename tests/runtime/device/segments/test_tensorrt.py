@@ -13,7 +13,7 @@ from kit.harness import Harness
 from hemiola.runtime import manifest
 from hemiola.runtime.device.segments import pieces, tensorrt
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import Profile
+from hemiola.runtime.manifest_parts import Profile
 
 Get = Callable[..., Path]
 TOKENS = list(range(3, 60))

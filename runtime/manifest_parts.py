@@ -1,0 +1,202 @@
+"""What a manifest lists: limits, states, segments and their calls, kernels. Read from a stranger's file."""
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from hemiola.plugins.gpu.binaries import Binary
+from hemiola.plugins.gpu.words import form_of, num_bytes, refuses_layout
+from hemiola.plugins.groups import Layout
+from hemiola.runtime.options import MOST_STEP_TOKENS
+
+PARTS = "parts"  # the folder of compiled parts
+NEXT = ".next"  # behind a state's name: what it is after the step
+GROUP = "group"  # the weight that stands in no file: who the ranks are (plugins/ranks.py)
+HIDDEN = "mtp.hidden"  # the state in which an MTP head finds the trunk's hidden states
+PTX = "ptx"  # the form of an op whose kernels TensorRT has in its own engine
+
+
+def _inside(name: str) -> str:
+    """A path in an engine's directory, or ""."""
+    parts = name.split("/") if name else []
+    if any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable():
+        raise ValueError("it should be the name of a file inside the engine directory")
+    return name
+
+
+def _layout(text: str) -> str:
+    Layout.parse(text)
+    return text
+
+
+def _printable(text: str) -> str:
+    """Terminals obey some characters."""
+    if not text.isprintable():
+        raise ValueError("it should be a line of printable characters")
+    return text
+
+
+# What a stranger's manifest can say of a file, a size and a number.
+FileName = Annotated[str, AfterValidator(_inside), Field(max_length=1000)]
+Line = Annotated[str, AfterValidator(_printable)]
+Word = Annotated[str, Field(pattern=r"^[\w.,:+ -]*$", max_length=200)]
+RepoName = Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+)?$", max_length=200)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Dtype = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16|float8_e4m3fn|uint8|int32)$")]
+Shape = Annotated[tuple[Size, ...], Field(max_length=8)]
+
+
+class Frozen(BaseModel):
+    """Frozen, and unknown keys raise."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Limits(Frozen):
+    """Sizes that are compiled into an engine. Lengths are in tokens."""
+
+    max_len: int = Field(gt=0, lt=2**31, description="longest prompt + output of one request")
+    max_rows: int = Field(gt=0, le=MOST_STEP_TOKENS, description="requests in one step")
+    max_step_tokens: int = Field(gt=0, le=MOST_STEP_TOKENS, description="tokens in one step, over all rows")
+    num_drafts: int = Field(ge=0, le=MOST_STEP_TOKENS, description="most drafts of one row in one step (K)")
+    page_len: int = Field(
+        gt=0, lt=2**31, description="tokens in one page of keys and values; a multiple of chunk_len"
+    )
+    chunk_len: int = Field(gt=0, lt=2**31, description="tokens between two edges of the recurrence grid (C)")
+
+    @property
+    def num_pages(self) -> int:
+        """That all rows of a step can name."""
+        return self.max_rows * -(-self.max_len // self.page_len)
+
+
+class State(Frozen):
+    """One named tensor that the engine updates in place, per page or per slot."""
+
+    name: Word
+    kind: Literal["page", "slot"]
+    shape: tuple[Count, ...] = Field(max_length=8)  # of one page or one slot
+    dtype: Dtype
+
+
+class Drawn(Frozen):
+    """A weight of normal numbers around 0 that is made when the engine is opened, to measure it."""
+
+    shape: Shape
+    dtype: Dtype
+    std: float = Field(ge=0, allow_inf_nan=False)
+    ranked: bool = False  # each rank draws numbers of its own
+    layout: Word = ""  # of a quantised weight for a GPU (plugins/gpu/words.py), which has this shape unpacked
+
+    @field_validator("layout")
+    @classmethod
+    def _is_layout(cls, text: str, info: ValidationInfo) -> str:
+        if text and len(info.data.get("shape", ())) < 2:
+            raise ValueError("a quantised weight has outputs and inputs")
+        if text and (reason := refuses_layout(Layout.parse(text))):
+            raise ValueError(f"{text!r}: {reason}")
+        return text
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        if not self.layout:
+            return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+        *outer, outputs, inputs = self.shape
+        return math.prod(outer) * num_bytes(form_of(Layout.parse(self.layout)), outputs, inputs)
+
+
+class OpNode(Frozen):
+    """One call of an op of ours, in the order of the program."""
+
+    op: Word
+    form: Word
+    refused: dict[Word, Line]  # by better form, why it is not that
+    sizes: tuple[Count, ...]  # that the form gets behind the op's arguments
+
+    @property
+    def is_callback(self) -> bool:
+        """TensorRT calls it in Python; why it cannot launch it by itself, stands in `refused`."""
+        return PTX in self.refused
+
+
+class HeadCall(OpNode):
+    """A call that computes logits, or the best of them, of lines of hidden states."""
+
+    weights: tuple[Word, ...]  # behind the lines
+
+
+class SegmentPiece(Frozen):
+    """One step of a segment that was cut. Values are named; each is computed once."""
+
+    kind: Literal["part", "view", "op"]
+    name: str  # of the file in parts/, of torch's view, or of the op, whose node is the next of the segment's
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: tuple[int | float | str | bool, ...] = ()  # sizes of a view, attributes of an op
+
+
+class Profile(Frozen):
+    """Sizes that compiled parts take: by name the least, the usual and the most."""
+
+    name: Word
+    sizes: dict[str, tuple[Count, Count, Count]]
+
+
+class Segment(Frozen):
+    """One exported program. It is called with its weights, states and inputs, in this order, flat."""
+
+    name: Literal["trunk", "draft"]
+    file: FileName  # "" where it is in pieces
+    lines_file: FileName = ""  # the trunk for steps that draft nothing: hidden states where there are logits
+    weights: tuple[Word, ...]
+    states: tuple[Word, ...]
+    inputs: tuple[Word, ...]
+    nodes: tuple[OpNode, ...]
+    # What a program that ends with lines of hidden states leaves to who asks: logits, and the best of them.
+    head: tuple[HeadCall, ...] = ()
+    # Logits of any line of hidden states: a call of the program or of the head.
+    scores: HeadCall | None = None
+    layouts: dict[
+        Word, Annotated[Word, AfterValidator(_layout)]
+    ] = {}  # of quantised weights, by name (plugins/groups.py)
+    pieces: tuple[SegmentPiece, ...] = ()  # in the order in which they run
+    outputs: tuple[str, ...] = ()  # logits and hidden among the values of the pieces
+    compiler: Word = ""  # of the parts: the target and its version
+    profiles: tuple[Profile, ...] = ()  # of the parts, the one for the fewest tokens first
+    work_bytes: int = Field(
+        default=0, ge=0, lt=2**63
+    )  # that its largest step takes on a GPU, beside weights, pages and slots
+
+    @property
+    def files(self) -> list[str]:
+        """What the segment consists of, inside the engine directory; segments may share parts."""
+        parts = dict.fromkeys(f"{PARTS}/{piece.name}" for piece in self.pieces if piece.kind == "part")
+        return [*parts] or [self.file, *([self.lines_file] if self.lines_file else [])]
+
+    @property
+    def calls(self) -> tuple[OpNode, ...]:
+        """Of ops of ours."""
+        return (*self.nodes, *self.head)
+
+
+class KernelFile(Frozen):
+    """One compiled kernel."""
+
+    file: FileName
+    binary: Binary
+
+
+class Kernels(Frozen):
+    """All kernels that an engine can come to launch on GPUs of one architecture."""
+
+    arch: Word
+    cuda: str = Field(
+        pattern=r"^\d{1,4}(\.\d{1,4})*$"
+    )  # version of the assembler: a driver must know its major
+    sources: str  # plugins/gpu/binaries.py
+    binaries: tuple[KernelFile, ...]
