@@ -20,7 +20,7 @@ import torch
 from hemiola.builder.build import Options, build
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.dynamo.binding import Errors
-from hemiola.runtime.dynamo.engine import DynamoEngine
+from hemiola.runtime.dynamo.engine import Bounds, DynamoEngine
 from hemiola.runtime.llm import LLM
 
 MODEL = Path(__file__).resolve().parents[1] / "demo/qwen3.5-code"
@@ -114,8 +114,8 @@ async def run(engine_dir: Path, rounds: int, streams: int) -> None:
         opened.append(LLM(engine_dir, drafts="none", prefix_cache=False, max_rows=streams))
         return opened[0]
 
-    errors = Errors(ValueError, RuntimeError, RuntimeError)
-    engine = DynamoEngine(open_llm, id, errors, 60, lambda reason: None)
+    errors = Errors(ValueError, RuntimeError, RuntimeError, RuntimeError)
+    engine = DynamoEngine(open_llm, id, errors, Bounds(), lambda reason: None)
     await engine.start(1)
     await measure(engine, opened[0], rounds, streams)
     await engine.cleanup()

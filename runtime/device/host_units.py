@@ -100,6 +100,7 @@ class HostUnits:
 
     def mark(self) -> int:
         """A number for what was loaded so far, which `hold` takes once."""
+        self._let_go()
         self._num_marks += 1
         self._marks[self._num_marks] = self._lane.mark()
         return self._num_marks
@@ -135,6 +136,10 @@ class HostUnits:
         """content: [len(units), bytes of a page] on the device."""
         self._lane.do(partial(self._copy_out, content, units))
         self._leaving.append((self._lane.mark(), content))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of what has been copied, and of what is more than the device has for it."""
         while self._leaving and (self._leaving[0][0].passed() or self._leaving_bytes > MOST_LEAVING):
             mark, _ = self._leaving.popleft()
             self._lane.hold(mark)  # its memory is used again by steps

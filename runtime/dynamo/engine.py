@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hemiola.runtime.api import Load, OnPiece, Piece
 from hemiola.runtime.dynamo.binding import Errors
@@ -12,10 +12,18 @@ from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.load import Snapshot
 from hemiola.runtime.dynamo.reply import Chunk, chunk_of
 from hemiola.runtime.dynamo.request import Submission, read_request
-from hemiola.runtime.errors import Busy, Failed, Refused
+from hemiola.runtime.errors import Busy, Failed, Refused, counted
 from hemiola.runtime.llm import LLM
 
 WATCH_S = 0.25  # between two looks at the engine's load
+
+
+class Bounds(NamedTuple):
+    """What a worker takes; see WorkerOptions."""
+
+    min_priority: int = 0
+    hang_timeout_s: float = 60
+    max_queue: int = 256
 
 
 class Context(Protocol):
@@ -52,8 +60,7 @@ class DynamoEngine:
         open_llm: Callable[[], LLM],
         register: Callable[[LLM], object],
         errors: Errors,
-        min_priority: int,
-        hang_timeout_s: float,
+        bounds: Bounds,
         on_lost: Callable[[str], None],
         hand_over: Callable[[LLM], Handover] | None = None,
     ) -> None:
@@ -61,8 +68,7 @@ class DynamoEngine:
         self._hand_over = hand_over
         self._handover: Handover | None = None
         self._open_llm, self._register, self._errors = open_llm, register, errors
-        self._min_priority, self._hang_timeout_s = min_priority, hang_timeout_s
-        self._on_lost = on_lost
+        self._bounds, self._on_lost = bounds, on_lost
         self._llm: LLM | None = None
         self.error: Exception | None = None  # why it did not open
         self._running: dict[str, _Running] = {}  # by Dynamo's id
@@ -109,6 +115,7 @@ class DynamoEngine:
         def put(piece: Piece) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
+        self._check_room(llm)
         own = self._running[context.id()] = _Running(llm.abort)
         try:
             asked = await self._submit(llm, request, put, own)
@@ -144,9 +151,9 @@ class DynamoEngine:
         handover = self._handover
         try:
             given = handover.asked(request) if handover else request
-            asked = read_request(given, llm.config.max_len, self._min_priority)
+            asked = read_request(given, llm.config.max_len, self._bounds.min_priority)
             if handover is not None:
-                await asyncio.to_thread(handover.receive, request, asked)
+                await handover.receive(request, asked)
             prompt, output_ids, params = asked
 
             def submit() -> None:
@@ -164,6 +171,14 @@ class DynamoEngine:
             raise self._errors.lost(str(error)) from None
         except Busy as error:
             raise self._errors.failed(str(error)) from None
+
+    def _check_room(self, llm: LLM) -> None:
+        max_rows, max_queue = llm.config.max_rows, self._bounds.max_queue
+        if len(self._running) >= max_rows + max_queue:
+            raise self._errors.busy(
+                f"{counted(len(self._running), 'request is', 'requests are')} under way in"
+                f" {counted(max_rows, 'row', 'rows')}, and no more than max_queue={max_queue} may wait"
+            )
 
     def _check(self, llm: LLM, piece: Piece) -> None:
         if piece.finish_reason == "error":
@@ -212,7 +227,7 @@ class DynamoEngine:
             await asyncio.sleep(WATCH_S)
 
     def _why_lost(self, load: Load) -> str:
-        if load.failure or load.stalled_s <= self._hang_timeout_s:
+        if load.failure or load.stalled_s <= self._bounds.hang_timeout_s:
             return load.failure
         return f"the engine has not moved for {load.stalled_s:.0f} s"
 

@@ -143,3 +143,5 @@ def test_memory_that_waits_to_be_copied_has_a_limit(late: tuple, monkeypatch: py
         assert units._leaving_bytes <= 40
     units.settled()()
     assert [units.get(n).tobytes() for n in range(1, 9)] == [before[n].numpy().tobytes() for n in range(1, 9)]
+    units.mark()
+    assert units._leaving_bytes == 0, "what has been copied waits for the next save"
