@@ -114,7 +114,9 @@ def main(
         while asking.is_alive():
             churn.step()
             shown = ", ".join(f"{num} {what}" for what, num in churn.counts.items())
-            print(f"{load.num_done} turns, {len(load.faults)} wrong or lost; workers: {shown}", flush=True)
+            share = f"{100 * load.deepest_share(churn.gone_at):.1f} % on the deepest"
+            done = f"{load.num_done} turns, {len(load.faults)} wrong or lost"
+            print(f"{done}, {share}; workers: {shown}", flush=True)
         seconds = time.monotonic() - start
         faults = [*load.faults, *not_idle(churn.members)]
         for member in churn.members:
@@ -162,8 +164,8 @@ def report(load: conversations.Load, churn: Churn, seconds: float) -> None:
     print(f"wrong or lost: {len(load.faults)}; workers: {dict(churn.counts)}")
     print(f"later turns: {dict(kinds)}")
     print(f"of those whose worker lived, on it and from its cache: {100 * share:.1f} %")
-    deepest = sum(turn.is_on_deepest(churn.gone_at) for turn in load.later)
-    print(f"of all, on a worker than which none had more: {100 * deepest / max(1, len(load.later)):.1f} %")
+    deepest = load.deepest_share(churn.gone_at)
+    print(f"of all, on a worker than which none had more: {100 * deepest:.1f} %")
 
 
 def metadata_version() -> str:
