@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hemiola.runtime.api import Load, OnPiece, Piece
@@ -63,8 +64,11 @@ class DynamoEngine:
         bounds: Bounds,
         on_lost: Callable[[str], None],
         hand_over: Callable[[LLM], Handover] | None = None,
+        store: Path | None = None,
     ) -> None:
-        """hand_over: makes its part, of a prefill or a decode worker."""
+        """hand_over: makes its part, of a prefill or a decode worker. store: the folder in which frontends
+        find it, where it is one: once that has gone, nobody does."""
+        self._store, self._has_store = store, False
         self._hand_over = hand_over
         self._handover: Handover | None = None
         self._open_llm, self._register, self._errors = open_llm, register, errors
@@ -227,9 +231,15 @@ class DynamoEngine:
             await asyncio.sleep(WATCH_S)
 
     def _why_lost(self, load: Load) -> str:
-        if load.failure or load.stalled_s <= self._bounds.hang_timeout_s:
+        if load.failure:
             return load.failure
-        return f"the engine has not moved for {load.stalled_s:.0f} s"
+        if load.stalled_s > self._bounds.hang_timeout_s:
+            return f"the engine has not moved for {load.stalled_s:.0f} s"
+        if self._store is not None:
+            had, self._has_store = self._has_store, self._store.is_dir()
+            if had and not self._has_store:
+                return f"{self._store}, in which frontends find this worker, was removed"
+        return ""
 
     # What it does not offer.
 

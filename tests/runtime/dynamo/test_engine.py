@@ -81,6 +81,7 @@ class Worker:
         hang_timeout_s: float = 60,
         mode: str = "agg",
         max_queue: int = 256,
+        store: Path | None = None,
         **options: object,
     ) -> None:
         self.heard = Heard()
@@ -94,7 +95,7 @@ class Worker:
         own = WorkerOptions(disaggregation_mode=mode)
         hand_over = partial(Handover, own=own) if mode != "agg" else None
         self.engine = DynamoEngine(
-            open_llm, id, errors, Bounds(0, hang_timeout_s, max_queue), lost, hand_over
+            open_llm, id, errors, Bounds(0, hang_timeout_s, max_queue), lost, hand_over, store
         )
 
     async def __aenter__(self) -> "Worker":
@@ -309,6 +310,22 @@ async def test_an_engine_that_stands_still_is_lost(engine_dir: Path) -> None:
         await until(lambda: worker.heard.lost)
         go_on.set()
     assert "the engine has not moved for" in worker.heard.lost[0]
+
+
+def test_a_worker_that_nobody_can_find_any_more_is_lost(engine_dir: Path, tmp_path: Path) -> None:
+    """Files of Dynamo's discovery were removed: frontends answer 404, and the worker said that it is well."""
+    store = tmp_path / "store"
+
+    async def run() -> None:
+        async with Worker(engine_dir, store=store) as worker:
+            assert [chunk async for chunk in worker.ask()], "before Dynamo has made it"
+            store.mkdir()
+            await until(lambda: worker.engine._has_store)
+            store.rmdir()
+            await until(lambda: worker.heard.lost)
+            assert worker.heard.lost == [f"{store}, in which frontends find this worker, was removed"]
+
+    asyncio.run(run())
 
 
 @running
