@@ -1,6 +1,7 @@
 """An LLM as the engine that Dynamo's worker drives. The methods' names and arguments are Dynamo's."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,28 @@ class Context(Protocol):
     """One request of Dynamo's."""
 
     def id(self) -> str: ...
+
+
+class _Doorbell:
+    """Brings pieces to the event loop, which wakes up once for all that a step has."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[tuple[asyncio.Queue[Piece], Piece]] = deque()
+        self._has_rung = False
+
+    def put(self, pieces: asyncio.Queue[Piece], piece: Piece) -> None:
+        """By any thread."""
+        self._waiting.append((pieces, piece))
+        if not self._has_rung:
+            self._has_rung = True
+            self._loop.call_soon_threadsafe(self._open)
+
+    def _open(self) -> None:
+        self._has_rung = False  # first: what comes from now on rings again
+        while self._waiting:
+            pieces, piece = self._waiting.popleft()
+            pieces.put_nowait(piece)
 
 
 class _Running:
@@ -84,6 +107,7 @@ class DynamoEngine:
 
     async def start(self, worker_id: int) -> object:
         """Nobody finds the worker before this returns."""
+        self._doorbell = _Doorbell(asyncio.get_running_loop())
         try:
             self._llm = await asyncio.to_thread(self._open_llm)
             if self._hand_over is not None:
@@ -113,15 +137,11 @@ class DynamoEngine:
 
     async def generate(self, request: Mapping[str, Any], context: Context) -> AsyncIterator[Chunk]:
         """The chunks of one request."""
-        llm, loop = self._opened(), asyncio.get_running_loop()
-        pieces: asyncio.Queue[Piece] = asyncio.Queue()
-
-        def put(piece: Piece) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
+        llm, pieces = self._opened(), asyncio.Queue[Piece]()
         self._check_room(llm)
         own = self._running[context.id()] = _Running(llm.abort)
         try:
+            put = partial(self._doorbell.put, pieces)
             asked = await self._submit(llm, request, put, own)
             prompt_len, scores = len(asked.prompt), None
             while True:
