@@ -86,4 +86,5 @@ $(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing hemiola[dev] into $(VENV): minutes, mostly for PyTorch and tritonserver"
 	$(PIP_INSTALL) -e '.[dev]'
 	-$(BIN)/python scripts/tensorrt_wheels.py  # without them, and without gcc, some tests skip
+	-$(BIN)/python scripts/cluster_environment.py  # without it tests with Dynamo skip
 	@touch $@

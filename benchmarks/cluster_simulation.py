@@ -1,7 +1,7 @@
 """How routing and tiers change hits and first tokens, from 1 to 1,000 replicas, without a model.
 
-    PYTHONPATH=. python benchmarks/cluster_simulation.py [--replicas 1,4,16,64,250,1000] [--seconds 240]
-        [--jobs 2] [--out DIR]
+    PYTHONPATH=. python benchmarks/cluster_simulation.py [--replicas 1,4,16,64,250,1000] [--seeds 1]
+        [--policies ENDS;ENDS] [--seconds 240] [--jobs 2] [--out DIR]
 
 Each replica has the real prefix cache, evictor and tier of the host's memory; a Dynamo-like router hears the
 real events of the reusable depth (runtime/cache/depth.py). What is modelled: a replica computes one prompt at
@@ -20,30 +20,31 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from eviction import CHUNK_LEN, MODELS, PAGE_LEN, STEP_TOKENS, Author, join
+from eviction import CHUNK_LEN, MODELS, PAGE_LEN, Author, join, read, step
 
 from hemiola.runtime.cache.depth import Depth
+from hemiola.runtime.cache.disk import PATIENCE_S
 from hemiola.runtime.cache.eviction import Evictor
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.cache.slots import SlotPool
-from hemiola.runtime.cache.tier import Tier
+from hemiola.runtime.cache.tier import Tier, path_to
 from hemiola.runtime.cache.tree import Chain, Entry
 
 GIB = 1 << 30
 COST = MODELS["qwen3.5-9b"]
 CACHE_GIB, SLOT_SHARE = 3, 0.4  # of a replica, and how much of it slots have
-HOST_GIB = 12
+HOST_GIB, FILE_GIB = 12, 100
 PER_SECOND = 0.25  # new conversations for each replica
 WARM = 0.3  # of the time, which is not counted
 # Measured on an H200 (gpu_models.md, cluster.md).
 PROMPT_S = 0.225 / 8000  # a token of a prompt
 STEP_S, ROW_S = 5.2e-3, 0.03e-3  # a step that decodes, and what each row adds
 BASE_S = 8e-3  # a prompt's first token at the least
-HOST_BYTES_S = 45e9
+HOST_BYTES_S, FILE_BYTES_S = 45e9, 1.4e9
 MOST_LEN = 24_576
 MAX_ROWS = 8
 
@@ -103,6 +104,42 @@ class NoCopies:
     def hold(self, number: int) -> None: ...
 
 
+class File:
+    """Stands for a DiskTier: what is asked of it is done at once, and says how long it would have taken."""
+
+    is_on, is_overdue, is_awaited = True, False, False
+
+    def __init__(self, host: Tier) -> None:
+        self.tier, self._host = Tier(COST, PAGE_LEN, NoCopies(FILE_GIB * GIB)), host
+
+    def keep(self, entry: Entry) -> None:
+        self.tier.keep(entry)
+
+    def collect(self) -> None: ...
+
+    def fetch(self, chain: Chain, known_len: int, start: int) -> float:
+        """Seconds. What lets a request start beyond `start` is in the host's memory then, if it pays."""
+        last = self.tier.match(chain, known_len, start)
+        if last is None:
+            return 0.0
+        path = path_to(last)
+        known = self._host.known(path)
+        missing, state = path[len(known) :], self.tier.state_of(last)
+        if not missing and known[-1].slot_id:
+            state = []
+        num_units = len(missing) + len(state)
+        seconds = num_units * COST.page_bytes / FILE_BYTES_S
+        if seconds > PROMPT_S * (last.edge - start) + PATIENCE_S:
+            return 0.0
+        with self._host.held(known[-1] if known else None):
+            units = self._host.reserve(num_units)
+        if units is None:
+            return 0.0
+        pages = {entry.key: unit for entry, unit in zip(missing, units, strict=False)}
+        self._host.adopt(path, pages, units[len(missing) :])
+        return seconds
+
+
 class Index:
     """Who has which page, as the router believes: by key, a bit for each replica."""
 
@@ -156,11 +193,11 @@ class Reusable:
 
 
 class Event(NamedTuple):
-    """A turn arrives, or a row has put out the tokens up to stop."""
+    """A turn arrives, or a row has put out the tokens up to stop; without a turn, a replica is replaced."""
 
     at: float
     order: int
-    turn: Turn
+    turn: Turn | None
     replica: int = -1
     slot_id: int = 0
     stop: int = 0
@@ -173,7 +210,9 @@ class Replica:
         self.pages = PagePool(num_pages, PAGE_LEN, num_slots, MOST_LEN // PAGE_LEN + 2)
         self.slots = SlotPool(num_slots, CHUNK_LEN)
         host = Tier(COST, PAGE_LEN, NoCopies(HOST_GIB * GIB)) if policy.host else None
-        self.prefix = PrefixCache(self.pages, self.slots, Evictor(COST, PAGE_LEN), host=host)
+        self.file = File(host) if policy.file and host is not None else None
+        tiers: dict[str, Any] = {"host": host, "disk": self.file}
+        self.prefix = PrefixCache(self.pages, self.slots, Evictor(COST, PAGE_LEN), **tiers)
         if policy.route == "reusable depth":
             self.prefix.watch(Depth(Reusable(index, number)))
         elif policy.route == "pages":
@@ -200,7 +239,10 @@ class Replica:
     def start(self, turn: Turn, now: float) -> tuple[int, int, float] | None:
         """Slot, hit and when the first token comes; None: no room."""
         self.prefix.tick()
-        host = self.prefix.host
+        host, seconds = self.prefix.host, 0.0
+        if self.file is not None:
+            found = self.prefix._match(turn.chain, turn.prompt_len).start
+            seconds = self.file.fetch(turn.chain, turn.prompt_len, found)
         loaded = host.statistics.loaded_units if host is not None else 0
         start = self.prefix.admit(turn.chain, turn.prompt_len, self.num_running)
         if start is None:
@@ -208,21 +250,10 @@ class Replica:
         self.num_running += 1
         if host is not None:
             loaded = host.statistics.loaded_units - loaded
-        at = start.hit_len
-        while at < turn.prompt_len:
-            edge = int(self.slots.edge[start.slot_id])
-            at = self.prefix.chunk_end(start.slot_id, edge, min(at + STEP_TOKENS, turn.prompt_len))
-            self.step(start.slot_id, at, turn.prompt_len + 1, at == turn.prompt_len)
-        begun = max(now + loaded * COST.page_bytes / HOST_BYTES_S, self.free_at)
+        read(self.prefix, start.slot_id, start.hit_len, turn.prompt_len, True)
+        begun = max(now + seconds + loaded * COST.page_bytes / HOST_BYTES_S, self.free_at)
         self.free_at = begun + PROMPT_S * (turn.prompt_len - start.hit_len)
         return start.slot_id, start.hit_len, self.free_at + BASE_S
-
-    def step(self, slot_id: int, stop: int, known_len: int, chose: bool) -> None:
-        edge = stop // CHUNK_LEN * CHUNK_LEN
-        take = self.prefix.take(slot_id, int(self.slots.edge[slot_id]), edge)
-        self.slots.commit([slot_id], [stop])
-        self.prefix.commit(slot_id, stop, known_len, take.edge if take else 0, chose)
-        self.prefix.tick()
 
     def token_s(self) -> float:
         return STEP_S + ROW_S * self.num_running
@@ -232,10 +263,13 @@ class Policy(NamedTuple):
     route: str
     host: bool
     scale: int = 4  # what a page to compute counts against a page of load
+    file: bool = False
+    churn: bool = False  # as many replicas as there are come, and go, in the time
 
     def __str__(self) -> str:
         words = self.route + (f", scale {self.scale}" if self.route in ("pages", "reusable depth") else "")
-        return words + (", host memory" if self.host else "")
+        words += ", host memory" * self.host + " and a file" * self.file
+        return words + ", replicas come and go" * self.churn
 
 
 POLICIES = [
@@ -248,12 +282,17 @@ POLICIES = [
     Policy("reusable depth", True, 1),
     Policy("reusable depth", True),
     Policy("reusable depth", True, 16),
+    Policy("reusable depth", True, 64),
+    Policy("reusable depth", True, file=True),
+    Policy("session hash", True, churn=True),
+    Policy("reusable depth", True, churn=True),
 ]
 
 
 @dataclass
 class Result:
     replicas: int
+    seed: int
     policy: str
     turns: int  # counted
     hit: float  # of the prompts' tokens
@@ -263,21 +302,29 @@ class Result:
 
 class Cluster:
     def __init__(self, num: int, policy: Policy) -> None:
-        self.policy, self.index = policy, Index(num)
-        self.replicas = [Replica(n, policy, self.index) for n in range(num)]
+        self.policy, self.index = policy, Index(2 * num if policy.churn else num)
+        self.replicas = [Replica(n, policy, self.index) for n in range(num)]  # those that went, too
+        self.alive = np.arange(num)
         self._order, self._events = itertools.count(), []
         self._next = 0
         self._noise = np.random.default_rng(0)
         self.first_s: list[float] = []
         self.hits: list[tuple[int, int]] = []
-        self.loads = np.zeros(num, np.int64)  # pages of requests that run or wait
+        self.loads = np.zeros(2 * num, np.int64)  # pages of requests that run or wait
 
     def run(self, turns: list[Turn]) -> None:
         self._events = [Event(turn.at, next(self._order), turn) for turn in turns]
+        if self.policy.churn:
+            ends = np.linspace(turns[0].at, turns[-1].at, len(self.alive), endpoint=False)
+            self._events += [Event(float(at), next(self._order), None) for at in ends]
+        heapq.heapify(self._events)
         while self._events:
             event = heapq.heappop(self._events)
+            if event.turn is None:
+                self._replace()
+                continue
             if event.slot_id:
-                self._decode(event)
+                self._decode(event, event.turn)
                 replica = event.replica
             else:
                 replica = self._route(event.turn)
@@ -285,18 +332,24 @@ class Cluster:
                 self.replicas[replica].waiting.append(event.turn)
             self._admit(replica, event.at)
 
+    def _replace(self) -> None:
+        """One drains: it gets nothing new. In its place comes an empty one."""
+        place = int(self._noise.integers(len(self.alive)))
+        self.alive[place] = len(self.replicas)
+        self.replicas.append(Replica(len(self.replicas), self.policy, self.index))
+
     def _route(self, turn: Turn) -> int:
-        num = len(self.replicas)
+        num = len(self.alive)
         match self.policy.route:
             case "round robin":
                 self._next += 1
-                return self._next % num
+                return int(self.alive[self._next % num])
             case "session hash":
-                return zlib.crc32(turn.session.to_bytes(4, "little")) % num
+                return int(self.alive[zlib.crc32(turn.session.to_bytes(4, "little")) % num])
         num_pages = (turn.prompt_len - 1) // PAGE_LEN
-        found = self.index.depths(turn.chain, num_pages)
-        cost = self.policy.scale * (num_pages - found) + self.loads
-        return int(np.argmin(cost + self._noise.random(num) / 2))
+        found = self.index.depths(turn.chain, num_pages)[self.alive]
+        cost = self.policy.scale * (num_pages - found) + self.loads[self.alive]
+        return int(self.alive[np.argmin(cost + self._noise.random(num) / 2)])
 
     def _admit(self, number: int, now: float) -> None:
         replica = self.replicas[number]
@@ -317,22 +370,22 @@ class Cluster:
         at = now + self.replicas[number].token_s() * (stop - done)
         heapq.heappush(self._events, Event(at, next(self._order), turn, number, slot_id, stop))
 
-    def _decode(self, event: Event) -> None:
+    def _decode(self, event: Event, turn: Turn) -> None:
         """The next page of an answer, or its end; where no page can be had, it is cut short."""
-        replica, known_len = self.replicas[event.replica], len(event.turn.chain.ids)
+        replica, known_len = self.replicas[event.replica], len(turn.chain.ids)
         fits = replica.prefix.grow(event.slot_id, event.stop + 1)
         if fits:
-            replica.step(event.slot_id, event.stop, known_len, True)
+            step(replica.prefix, event.slot_id, event.stop, known_len, True)
         if fits and event.stop < known_len - 1:
-            self._expect(event.at, event.replica, event.turn, event.slot_id, event.stop)
+            self._expect(event.at, event.replica, turn, event.slot_id, event.stop)
             return
         replica.prefix.tick()
         replica.prefix.release(event.slot_id, donate=True)
         replica.num_running -= 1
-        self.loads[event.replica] -= event.turn.prompt_len // PAGE_LEN
+        self.loads[event.replica] -= turn.prompt_len // PAGE_LEN
 
 
-def simulate(num: int, policy: Policy, seconds: float, seed: int) -> Result:
+def simulate(num: int, policy: Policy, seed: int, seconds: float) -> Result:
     begun = time.perf_counter()
     turns = conversations(seed, int(PER_SECOND * num * seconds), PER_SECOND * num, seconds)
     cluster = Cluster(num, policy)
@@ -345,6 +398,7 @@ def simulate(num: int, policy: Policy, seconds: float, seed: int) -> Result:
     p50, p95 = np.percentile(first_ms, [50, 95])
     return Result(
         replicas=num,
+        seed=seed,
         policy=str(policy),
         turns=len(first_ms),
         hit=hit / asked,
@@ -355,13 +409,13 @@ def simulate(num: int, policy: Policy, seconds: float, seed: int) -> Result:
 
 def row(found: Result) -> str:
     mean, p50, p95 = found.ttft_ms
-    cells = (found.replicas, found.policy, f"{found.turns:,}", f"{found.hit:.1%}")
+    cells = (found.replicas, found.seed, found.policy, f"{found.turns:,}", f"{found.hit:.1%}")
     return f"| {' | '.join(map(str, cells))} | {mean:.0f} | {p50:.0f} | {p95:.0f} | {found.seconds:.0f} |"
 
 
 HEADER = (
-    "| replicas | policy | turns | hit tokens | first token, ms: mean | median | 95 % | simulated in, s |\n"
-    "|---|---|---|---|---|---|---|---|"
+    "| replicas | seed | policy | turns | hit tokens | first token, ms: mean | median | 95 % | in, s |\n"
+    "|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -398,18 +452,20 @@ def main() -> None:
     parser.add_argument("--replicas", default="1,4,16,64,250,1000")
     parser.add_argument("--seconds", type=float, default=240, help="of the clock in the simulation")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", default="1")
+    parser.add_argument("--policies", default="", help="those whose names end so, by semicolons")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()
-    sizes = [int(num) for num in args.replicas.split(",")]
+    sizes, seeds = ([int(num) for num in text.split(",")] for text in (args.replicas, args.seeds))
+    policies = [one for one in POLICIES if any(str(one).endswith(end) for end in args.policies.split(";"))]
     print(HEADER)
     found: list[Result] = []
     with ProcessPoolExecutor(args.jobs) as pool:
-        asked = [(num, policy) for num in sorted(sizes, reverse=True) for policy in POLICIES]
-        for done in as_completed([pool.submit(simulate, *one, args.seconds, args.seed) for one in asked]):
+        asked = itertools.product(sorted(sizes, reverse=True), policies, seeds)
+        for done in as_completed([pool.submit(simulate, *one, args.seconds) for one in asked]):
             found.append(done.result())
             print(row(found[-1]), flush=True)
-            found.sort(key=lambda one: (one.replicas, [str(p) for p in POLICIES].index(one.policy)))
+            found.sort(key=lambda one: (one.replicas, [str(p) for p in POLICIES].index(one.policy), one.seed))
             (args.out / "cluster_simulation.json").write_text(
                 json.dumps([asdict(one) for one in found], indent=1)
             )

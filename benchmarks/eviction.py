@@ -246,6 +246,24 @@ POLICIES = {"ours": Policy(Evictor), "lru": Policy(Lru), "every page": Policy(Lr
 # Replay.
 
 
+def read(prefix: PrefixCache, slot_id: int, start: int, prompt_len: int, chose: bool = False) -> None:
+    """Compute a prompt from `start` on. chose: its first token is no NaN, so others may run from it."""
+    at = start
+    while at < prompt_len:
+        edge = int(prefix.slots.edge[slot_id])
+        at = prefix.chunk_end(slot_id, edge, min(at + STEP_TOKENS, prompt_len))
+        step(prefix, slot_id, at, prompt_len + 1, chose and at == prompt_len)
+
+
+def step(prefix: PrefixCache, slot_id: int, stop: int, known_len: int, chose: bool = False) -> None:
+    """Compute a request's tokens up to `stop`."""
+    edge = stop // CHUNK_LEN * CHUNK_LEN
+    take = prefix.take(slot_id, int(prefix.slots.edge[slot_id]), edge)
+    prefix.slots.commit([slot_id], [stop])
+    prefix.commit(slot_id, stop, known_len, take.edge if take else 0, chose)
+    prefix.tick()
+
+
 @dataclass
 class Result:
     """One trace through one cache."""
@@ -315,11 +333,7 @@ class Replay:
         self._num_running += 1
         self.saved += self.cost.work(start.hit_len)
         self.total += self.cost.work(prompt_len)
-        at = start.hit_len
-        while at < prompt_len:
-            edge = int(self.slots.edge[start.slot_id])
-            at = self.prefix.chunk_end(start.slot_id, edge, min(at + STEP_TOKENS, prompt_len))
-            self._step(start.slot_id, at, prompt_len + 1)
+        read(self.prefix, start.slot_id, start.hit_len, prompt_len)
         self._expect(job, now + 0.5, start.slot_id, prompt_len)
         return True
 
@@ -334,20 +348,13 @@ class Replay:
         known_len = len(event.job.prompt) + len(event.job.output)
         fits = self.prefix.grow(event.slot_id, event.stop + 1)
         if fits:
-            self._step(event.slot_id, event.stop, known_len)
+            step(self.prefix, event.slot_id, event.stop, known_len)
         if fits and event.stop < known_len - 1:
             self._expect(event.job, event.at, event.slot_id, event.stop)
             return
         self.prefix.tick()
         self.prefix.release(event.slot_id)
         self._num_running -= 1
-
-    def _step(self, slot_id: int, stop: int, known_len: int) -> None:
-        edge = stop // CHUNK_LEN * CHUNK_LEN
-        take = self.prefix.take(slot_id, int(self.slots.edge[slot_id]), edge)
-        self.slots.commit([slot_id], [stop])
-        self.prefix.commit(slot_id, stop, known_len, take.edge if take else 0)
-        self.prefix.tick()
 
 
 def replay(

@@ -2,16 +2,14 @@
 
     make cluster [TURNS=2000]
 
-Makes .venv/cluster with ai-dynamo, beside .venv's packages. Random conversations go through the frontend's
+Needs .venv/cluster (cluster_environment.py). Random conversations go through the frontend's
 OpenAI door by the `openai` package; no turn may be lost, each must be the plain run's text (and its
 log-probabilities, where asked). At the end workers are idle and nothing is left. Exit status 1 otherwise.
 """
 
 import random
 import shutil
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -21,34 +19,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from cluster_environment import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests")]
 
 from kit import conversations  # noqa: E402
 from kit.cluster import ENVIRONMENT, Cluster, Member, until  # noqa: E402
-
-VERSION = "1.6.1"
-NEEDS = [f"ai-dynamo-runtime=={VERSION}", "msgspec", "pyyaml", "packaging"]
-ALONE = f"ai-dynamo=={VERSION}"  # one of its dependencies is not to be had
-
-
-def environment() -> Path:
-    """A Python with Dynamo, that sees this one's packages behind its own: pydantic differs."""
-    needs = [*NEEDS, ALONE]
-    stamp, python = ENVIRONMENT / "needs", ENVIRONMENT / "bin/python"
-    if stamp.is_file() and stamp.read_text().split() == needs:
-        return python
-    print(f"installing {', '.join(needs)} into {ENVIRONMENT.relative_to(ROOT)}", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
-    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, *NEEDS], check=True)
-    subprocess.run([*pip, "--no-deps", ALONE], check=True)
-    folder = next(ENVIRONMENT.glob("lib/python*/site-packages"))
-    seen = dict.fromkeys([str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))])
-    (folder / "zz_others.pth").write_text("\n".join([*seen, sysconfig.get_path("purelib")]) + "\n")
-    stamp.write_text(" ".join(needs))
-    return python
 
 
 class Churn:
@@ -114,7 +91,9 @@ def main(
         while asking.is_alive():
             churn.step()
             shown = ", ".join(f"{num} {what}" for what, num in churn.counts.items())
-            print(f"{load.num_done} turns, {len(load.faults)} wrong or lost; workers: {shown}", flush=True)
+            share = f"{100 * load.deepest_share(churn.gone_at):.1f} % on the deepest"
+            done = f"{load.num_done} turns, {len(load.faults)} wrong or lost"
+            print(f"{done}, {share}; workers: {shown}", flush=True)
         seconds = time.monotonic() - start
         faults = [*load.faults, *not_idle(churn.members)]
         for member in churn.members:
@@ -162,8 +141,8 @@ def report(load: conversations.Load, churn: Churn, seconds: float) -> None:
     print(f"wrong or lost: {len(load.faults)}; workers: {dict(churn.counts)}")
     print(f"later turns: {dict(kinds)}")
     print(f"of those whose worker lived, on it and from its cache: {100 * share:.1f} %")
-    deepest = sum(turn.is_on_deepest(churn.gone_at) for turn in load.later)
-    print(f"of all, on a worker than which none had more: {100 * deepest / max(1, len(load.later)):.1f} %")
+    deepest = load.deepest_share(churn.gone_at)
+    print(f"of all, on a worker than which none had more: {100 * deepest:.1f} %")
 
 
 def metadata_version() -> str:

@@ -173,6 +173,8 @@ class DiskTier:
         state = self.tier.state_of(last)
         if known is not None and not missing and known.slot_id:
             state = []
+        if not missing and not state:
+            return False  # the host has it all
         saved = self._cost.work(last.edge) - self._cost.work(start)
         if not self._pays(saved, self._num_waiting + len(missing) + len(state)):
             return False

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from hemiola.runtime.device.lane import Lane, Mark
+from hemiola.runtime.device.lines import Lines
 from hemiola.runtime.device.pinned import lock, unlock
 from hemiola.runtime.device.transfer import upload_ints
 
-AT_ONCE = 2**25  # bytes of the device that a copy may take in between
+AT_ONCE = 2**26  # bytes of the device that a copy may take in between
 MOST_LEAVING = 2**28  # bytes of the device that wait to be copied; beyond that, steps wait for them
 
 
@@ -48,15 +49,15 @@ class HostUnits:
         device: torch.device,
         share: Share = ALL,
     ) -> None:
-        self._pages, self._slots = _as_bytes(pages), _as_bytes(slots)
+        self._pages, self._slots = Lines(pages), Lines(slots)
         self._device, self._lane = device, Lane(device)
         self._leaving: deque[tuple[Mark, torch.Tensor]] = deque()  # gathered, and being copied
         self._marks: dict[int, Mark] = {}  # of loads for which no step was held yet
         self._num_marks = 0
-        self._own_bytes = _width(self._pages)  # this rank's, of a unit
+        self._own_bytes = self._pages.width  # this rank's, of a unit
         self.unit_bytes = share.size * self._own_bytes
         self.num_units = num_bytes // self.unit_bytes
-        self.units_per_slot = -(-_width(self._slots) // self._own_bytes)
+        self.units_per_slot = -(-self._slots.width // self._own_bytes)
         self._memory = share.map(self.num_units * self.unit_bytes)
         numbers = np.frombuffer(self._memory, np.uint8).reshape(self.num_units, self.unit_bytes)
         self._address = numbers.ctypes.data
@@ -72,30 +73,34 @@ class HostUnits:
         self._leaving.clear()
         if self._device.type == "cuda":
             self._unlock()
-        self._pages, self._slots = [], []
+        self._pages, self._slots = Lines([]), Lines([])
         self._units = torch.empty(0, 0, dtype=torch.uint8)
         self._numbers = self._units.numpy()
         del self._memory
 
     def save_pages(self, page_ids: Sequence[int], units: Sequence[int]) -> None:
         for some_pages, some_units in self._parts(page_ids, units):
-            self._save(_gather(self._pages, upload_ints(self._device, some_pages)), some_units)
+            self._save(self._pages.gather(upload_ints(self._device, some_pages)), some_units)
 
     def load_pages(self, units: Sequence[int], page_ids: Sequence[int]) -> None:
         for some_pages, some_units in self._parts(page_ids, units):
-            self._lane.do(partial(self._load, some_units, len(some_units), self._pages, some_pages))
+            place = partial(self._place_pages, some_pages)
+            self._lane.load(partial(self._bring, some_units), place)
 
     def save_slot(self, slot_id: int, units: Sequence[int]) -> None:
-        (line,) = _gather(self._slots, upload_ints(self._device, [slot_id]))
         room = torch.empty(len(units), self._own_bytes, dtype=torch.uint8, device=self._device)
-        room.view(-1)[: len(line)] = line
+        self._slots.copy_from(slot_id, room.view(-1))
         self._save(room, units)
 
     def load_slot(self, units: Sequence[int], slot_id: int) -> None:
-        self._lane.do(partial(self._load, units, 1, self._slots, [slot_id]))
+        def place(content: torch.Tensor) -> None:
+            self._slots.copy_to(slot_id, content.view(-1))
+
+        self._lane.load(partial(self._bring, units), place)
 
     def mark(self) -> int:
         """A number for what was loaded so far, which `hold` takes once."""
+        self._let_go()
         self._num_marks += 1
         self._marks[self._num_marks] = self._lane.mark()
         return self._num_marks
@@ -131,6 +136,10 @@ class HostUnits:
         """content: [len(units), bytes of a page] on the device."""
         self._lane.do(partial(self._copy_out, content, units))
         self._leaving.append((self._lane.mark(), content))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of what has been copied, and of what is more than the device has for it."""
         while self._leaving and (self._leaving[0][0].passed() or self._leaving_bytes > MOST_LEAVING):
             mark, _ = self._leaving.popleft()
             self._lane.hold(mark)  # its memory is used again by steps
@@ -143,35 +152,15 @@ class HostUnits:
         for first, last, unit in _runs(units):
             self._units[unit : unit + last - first].copy_(content[first:last], non_blocking=True)
 
-    def _load(
-        self, units: Sequence[int], num_lines: int, states: Sequence[torch.Tensor], where: Sequence[int]
-    ) -> None:
-        """Copy units to pages or slots: so many lines of their bytes."""
+    def _bring(self, units: Sequence[int]) -> torch.Tensor:
+        """[len(units), bytes of a page] on the device."""
         content = torch.empty(len(units), self._own_bytes, dtype=torch.uint8, device=self._device)
         for first, last, unit in _runs(units):
             content[first:last].copy_(self._units[unit : unit + last - first], non_blocking=True)
-        _scatter(content.view(num_lines, -1), states, upload_ints(self._device, where))
+        return content
 
-
-def _as_bytes(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """[num_pages or num_slots, bytes] each."""
-    return [state.view(len(state), -1).view(torch.uint8) for state in states if state.numel()]
-
-
-def _width(states: Sequence[torch.Tensor]) -> int:
-    return sum(state.shape[1] for state in states)
-
-
-def _gather(states: Sequence[torch.Tensor], where: torch.Tensor) -> torch.Tensor:
-    """[len(where), bytes of all states]."""
-    return torch.cat([state.index_select(0, where) for state in states], 1)
-
-
-def _scatter(content: torch.Tensor, states: Sequence[torch.Tensor], where: torch.Tensor) -> None:
-    start = 0
-    for state in states:
-        state.index_copy_(0, where, content[:, start : start + state.shape[1]])
-        start += state.shape[1]
+    def _place_pages(self, page_ids: Sequence[int], content: torch.Tensor) -> None:
+        self._pages.scatter(content, upload_ints(self._device, page_ids))
 
 
 def _runs(units: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -5,9 +5,12 @@ before it. Steps go on beside them; where one needs a copy, it is launched behin
 host waits for neither.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
+
+MOST_PLACING = 1  # second halves beside which the next copy runs; each holds memory of the device
 
 
 class Mark:
@@ -31,6 +34,8 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._places = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._placing: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()  # and what is read for it
 
     def do(self, copy: Callable[[], None]) -> None:
         """Begin a copy, behind all that the device was given so far."""
@@ -41,9 +46,34 @@ class Lane:
         with torch.cuda.stream(self._stream):
             copy()
 
+    def load(self, bring: Callable[[], torch.Tensor], place: Callable[[torch.Tensor], None]) -> None:
+        """Begin a copy of two halves, behind all that the device was given so far. The second half runs
+        beside the first one of the next copy, so that the bus is never idle."""
+        if self._stream is None or self._places is None:
+            place(bring())
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            content = bring()
+        self._places.wait_stream(self._stream)
+        with torch.cuda.stream(self._places):
+            place(content)
+        event = torch.cuda.Event()
+        event.record(self._places)
+        self._placing.append((event, content))
+        self._let_place(MOST_PLACING)
+
+    def _let_place(self, most: int) -> None:
+        """Copies from now on run behind second halves, but for so many, and may use their memory."""
+        assert self._stream is not None
+        while len(self._placing) > most:
+            event, _ = self._placing.popleft()
+            self._stream.wait_event(event)
+
     def mark(self) -> Mark:
         if self._stream is None:
             return Mark(None)
+        self._let_place(0)
         event = torch.cuda.Event()
         event.record(self._stream)
         return Mark(event)

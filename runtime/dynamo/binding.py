@@ -16,6 +16,7 @@ class Errors(NamedTuple):
     invalid: type[Exception]
     lost: type[Exception]
     failed: type[Exception]
+    busy: type[Exception]  # another worker may have room
 
 
 class Binding(NamedTuple):
@@ -39,6 +40,9 @@ def load_binding() -> Binding:
         EngineShutdown,
         InvalidArgument,
         Unknown,
+        WorkerUnavailable,
     )
 
-    return Binding(backend, ModelInput.Tokens, Errors(InvalidArgument, EngineShutdown, Unknown))
+    return Binding(
+        backend, ModelInput.Tokens, Errors(InvalidArgument, EngineShutdown, Unknown, WorkerUnavailable)
+    )

@@ -1,9 +1,11 @@
 """An LLM as the engine that Dynamo's worker drives. The methods' names and arguments are Dynamo's."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from hemiola.runtime.api import Load, OnPiece, Piece
 from hemiola.runtime.dynamo.binding import Errors
@@ -12,16 +14,46 @@ from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.load import Snapshot
 from hemiola.runtime.dynamo.reply import Chunk, chunk_of
 from hemiola.runtime.dynamo.request import Submission, read_request
-from hemiola.runtime.errors import Busy, Failed, Refused
+from hemiola.runtime.errors import Busy, Failed, Refused, counted
 from hemiola.runtime.llm import LLM
 
 WATCH_S = 0.25  # between two looks at the engine's load
+
+
+class Bounds(NamedTuple):
+    """What a worker takes; see WorkerOptions."""
+
+    min_priority: int = 0
+    hang_timeout_s: float = 60
+    max_queue: int = 256
 
 
 class Context(Protocol):
     """One request of Dynamo's."""
 
     def id(self) -> str: ...
+
+
+class _Doorbell:
+    """Brings pieces to the event loop, which wakes up once for all that a step has."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[tuple[asyncio.Queue[Piece], Piece]] = deque()
+        self._has_rung = False
+
+    def put(self, pieces: asyncio.Queue[Piece], piece: Piece) -> None:
+        """By any thread."""
+        self._waiting.append((pieces, piece))
+        if not self._has_rung:
+            self._has_rung = True
+            self._loop.call_soon_threadsafe(self._open)
+
+    def _open(self) -> None:
+        self._has_rung = False  # first: what comes from now on rings again
+        while self._waiting:
+            pieces, piece = self._waiting.popleft()
+            pieces.put_nowait(piece)
 
 
 class _Running:
@@ -52,17 +84,18 @@ class DynamoEngine:
         open_llm: Callable[[], LLM],
         register: Callable[[LLM], object],
         errors: Errors,
-        min_priority: int,
-        hang_timeout_s: float,
+        bounds: Bounds,
         on_lost: Callable[[str], None],
         hand_over: Callable[[LLM], Handover] | None = None,
+        store: Path | None = None,
     ) -> None:
-        """hand_over: makes its part, of a prefill or a decode worker."""
+        """hand_over: makes its part, of a prefill or a decode worker. store: the folder in which frontends
+        find it, where it is one: once that has gone, nobody does."""
+        self._store, self._has_store = store, False
         self._hand_over = hand_over
         self._handover: Handover | None = None
         self._open_llm, self._register, self._errors = open_llm, register, errors
-        self._min_priority, self._hang_timeout_s = min_priority, hang_timeout_s
-        self._on_lost = on_lost
+        self._bounds, self._on_lost = bounds, on_lost
         self._llm: LLM | None = None
         self.error: Exception | None = None  # why it did not open
         self._running: dict[str, _Running] = {}  # by Dynamo's id
@@ -74,6 +107,7 @@ class DynamoEngine:
 
     async def start(self, worker_id: int) -> object:
         """Nobody finds the worker before this returns."""
+        self._doorbell = _Doorbell(asyncio.get_running_loop())
         try:
             self._llm = await asyncio.to_thread(self._open_llm)
             if self._hand_over is not None:
@@ -103,14 +137,11 @@ class DynamoEngine:
 
     async def generate(self, request: Mapping[str, Any], context: Context) -> AsyncIterator[Chunk]:
         """The chunks of one request."""
-        llm, loop = self._opened(), asyncio.get_running_loop()
-        pieces: asyncio.Queue[Piece] = asyncio.Queue()
-
-        def put(piece: Piece) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
+        llm, pieces = self._opened(), asyncio.Queue[Piece]()
+        self._check_room(llm)
         own = self._running[context.id()] = _Running(llm.abort)
         try:
+            put = partial(self._doorbell.put, pieces)
             asked = await self._submit(llm, request, put, own)
             prompt_len, scores = len(asked.prompt), None
             while True:
@@ -144,9 +175,9 @@ class DynamoEngine:
         handover = self._handover
         try:
             given = handover.asked(request) if handover else request
-            asked = read_request(given, llm.config.max_len, self._min_priority)
+            asked = read_request(given, llm.config.max_len, self._bounds.min_priority)
             if handover is not None:
-                await asyncio.to_thread(handover.receive, request, asked)
+                await handover.receive(request, asked)
             prompt, output_ids, params = asked
 
             def submit() -> None:
@@ -164,6 +195,14 @@ class DynamoEngine:
             raise self._errors.lost(str(error)) from None
         except Busy as error:
             raise self._errors.failed(str(error)) from None
+
+    def _check_room(self, llm: LLM) -> None:
+        max_rows, max_queue = llm.config.max_rows, self._bounds.max_queue
+        if len(self._running) >= max_rows + max_queue:
+            raise self._errors.busy(
+                f"{counted(len(self._running), 'request is', 'requests are')} under way in"
+                f" {counted(max_rows, 'row', 'rows')}, and no more than max_queue={max_queue} may wait"
+            )
 
     def _check(self, llm: LLM, piece: Piece) -> None:
         if piece.finish_reason == "error":
@@ -212,9 +251,15 @@ class DynamoEngine:
             await asyncio.sleep(WATCH_S)
 
     def _why_lost(self, load: Load) -> str:
-        if load.failure or load.stalled_s <= self._hang_timeout_s:
+        if load.failure:
             return load.failure
-        return f"the engine has not moved for {load.stalled_s:.0f} s"
+        if load.stalled_s > self._bounds.hang_timeout_s:
+            return f"the engine has not moved for {load.stalled_s:.0f} s"
+        if self._store is not None:
+            had, self._has_store = self._has_store, self._store.is_dir()
+            if had and not self._has_store:
+                return f"{self._store}, in which frontends find this worker, was removed"
+        return ""
 
     # What it does not offer.
 

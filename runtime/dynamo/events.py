@@ -14,6 +14,7 @@ from hemiola.runtime.cache.tree import Entry
 
 log = logging.getLogger("hemiola")
 MOST_EVENTS = 256  # of a batch
+MOST_WAITING = 2**14  # changes; more are dropped where Dynamo does not take them
 CLOSE_S = 5.0
 
 
@@ -93,10 +94,16 @@ class CacheEvents:
     # The scheduler's thread.
 
     def stored(self, path: Sequence[Entry]) -> None:
-        self._changes.put(stored_change(path))
+        self._put(stored_change(path))
 
     def removed(self, path: Sequence[Entry]) -> None:
-        self._changes.put(removed_change(path))
+        self._put(removed_change(path))
+
+    def _put(self, change: _Change) -> None:
+        if self._changes.qsize() < MOST_WAITING:
+            self._changes.put(change)
+        else:
+            self._warn("too slowly: the router may believe what is not so, which costs hits")
 
     # Others.
 
@@ -110,9 +117,12 @@ class CacheEvents:
             try:
                 self._publisher.publish_batch([event_of(change, self._page_len) for change in batch])
             except Exception as error:
-                if not self._warned:
-                    log.warning("Dynamo takes no events of the cache: %s", error)
-                self._warned = True
+                self._warn(f"not: {error}")
+
+    def _warn(self, how: str) -> None:
+        if not self._warned:
+            log.warning("Dynamo takes events of the cache %s", how)
+        self._warned = True
 
     def _batches(self) -> Iterator[list[_Change]]:
         while True:

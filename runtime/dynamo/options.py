@@ -43,6 +43,9 @@ class WorkerOptions(Strict):
     reasoning_parser: str | None = Field(
         default=None, description="the frontend's parser of thoughts, by Dynamo's name"
     )
+    max_queue: int = Field(
+        default=256, ge=0, description="requests that may wait for a row; more go to other workers"
+    )
     min_priority: int = Field(
         default=0,
         le=0,  # who asks for none has 0

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 from hemiola.runtime import manifest as manifests
 from hemiola.runtime.dynamo.binding import Binding, load_binding
 from hemiola.runtime.dynamo.card import make_card
-from hemiola.runtime.dynamo.engine import DynamoEngine
+from hemiola.runtime.dynamo.engine import Bounds, DynamoEngine
 from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.options import WorkerOptions
 from hemiola.runtime.errors import Failed, Name, Refused, one_line
@@ -38,12 +39,13 @@ class _Loss:
 def run_worker(engine_dir: Path, own: WorkerOptions, options: Mapping[str, Any], say: Say) -> None:
     """Raises Refused or Failed. A lost engine ends the process at once, with status 1: it may hang."""
     binding, lost = load_binding(), _Loss()
+    _check_system_port()
     hand_over = partial(Handover, own=own) if _hands_over(own, options) else None
     card = make_card(engine_dir, manifests.load(engine_dir))
     open_llm = partial(LLM, engine_dir, progress=True, **options)
     register = partial(_register, binding, card, own, say)
-    limits = own.min_priority, own.hang_timeout
-    engine = DynamoEngine(open_llm, register, binding.errors, *limits, lost, hand_over)
+    bounds = Bounds(own.min_priority, own.hang_timeout, own.max_queue)
+    engine = DynamoEngine(open_llm, register, binding.errors, bounds, lost, hand_over, _store(own))
     try:
         asyncio.run(_run(binding, engine, card, own))
     except Exception as error:
@@ -53,6 +55,25 @@ def run_worker(engine_dir: Path, own: WorkerOptions, options: Mapping[str, Any],
             print(f"error: {lost.reason}", file=sys.stderr, flush=True)
             os._exit(1)
     say("stopped")
+
+
+def _check_system_port() -> None:
+    """Raises Refused where it is taken: Dynamo's worker would run without its /health."""
+    host, port = os.environ.get("DYN_SYSTEM_HOST", "0.0.0.0"), os.environ.get("DYN_SYSTEM_PORT", "")
+    if not port.isdecimal() or not 0 < int(port) < 2**15:
+        return  # Dynamo says what it thinks of that
+    try:
+        socket.create_server((host, int(port))).close()
+    except OSError as error:
+        message = f"DYN_SYSTEM_PORT: cannot listen on {host}:{port} ({one_line(error)})"
+        raise Refused("in_use", message=message, way_out="choose another port") from None
+
+
+def _store(own: WorkerOptions) -> Path | None:
+    """The folder of discovery by files."""
+    backend = own.discovery_backend or os.environ.get("DYN_DISCOVERY_BACKEND")
+    folder = os.environ.get("DYN_FILE_KV")
+    return Path(folder) if backend == "file" and folder else None
 
 
 def _hands_over(own: WorkerOptions, options: Mapping[str, Any]) -> bool:

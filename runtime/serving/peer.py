@@ -174,6 +174,7 @@ class Peer:
     # Who serves.
 
     def _accept(self, listener: socket.socket, export: Export) -> None:
+        warned = False  # since the last one that was let in
         while True:
             self._places.acquire()
             try:
@@ -182,9 +183,12 @@ class Peer:
                 self._places.release()
                 if self._closing:
                     return
-                log.warning("a peer could not be let in: %s", one_line(error))
+                if not warned:
+                    log.warning("peers cannot be let in: %s", one_line(error))
+                warned = True
                 time.sleep(PAUSE)
                 continue
+            warned = False
             threading.Thread(target=self._serve, args=(connection, export), daemon=True).start()
 
     def _serve(self, connection: socket.socket, export: Export) -> None:

@@ -205,6 +205,11 @@ class Load:
     def kinds(self, gone_at: Mapping[int, float]) -> Counter[str]:
         return Counter(turn.kind(gone_at) for turn in self.later)
 
+    def deepest_share(self, gone_at: Mapping[int, float]) -> float:
+        """Of later turns: on a worker than which none that lived could have more of it."""
+        found = [turn.is_on_deepest(gone_at) for turn in list(self.later)]
+        return sum(found) / max(1, len(found))
+
     def _converse(self, conversation: Conversation) -> None:
         before = 0
         for number, turn in enumerate(conversation):

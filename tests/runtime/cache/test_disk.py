@@ -101,6 +101,17 @@ def test_several_requests_wait_for_one_read(open_hand: Make) -> None:
     assert tier.reading.seconds(1) > 0
 
 
+def test_a_read_of_nothing_is_awaited_for_ever(open_hand: Make) -> None:
+    """The host's memory has all that the file has."""
+    hand, (text,) = open_hand(), texts(1)
+    ask(hand, text)
+    prefix = hand.loop.scheduler.prefix
+    prefix.save()
+    assert prefix.disk is not None and prefix.disk.drain(60)
+    assert not prefix.disk.fetch(hand.requests[0].chain, len(text), 0, lambda: None)
+    assert not prefix.disk.is_awaited
+
+
 def test_a_request_that_is_cancelled_while_it_is_read_for_leaves_nothing(open_hand: Make) -> None:
     hand, (text,) = open_hand(), texts(1)
     ask(hand, text)

@@ -29,20 +29,25 @@ def as_bytes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("at_once", [1, 2**25])
-def test_what_was_saved_is_loaded(monkeypatch: pytest.MonkeyPatch, device: str, at_once: int) -> None:
+@pytest.mark.parametrize(("odd", "page_bytes"), [(7, 30 + 7 + 16), (2, 30 + 2 + 16)])
+def test_what_was_saved_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, device: str, at_once: int, odd: int, page_bytes: int
+) -> None:
+    """By bytes, by words (slots of 192 bytes), and by both (pages of 48)."""
     monkeypatch.setattr(host_units, "AT_ONCE", at_once)
-    pages = states(device, 9, ((3, 5), torch.bfloat16), ((7,), torch.uint8), ((2, 2), torch.float32))
-    slots = states(device, 4, ((11, 3), torch.float32), ((5,), torch.bfloat16))
+    pages = states(device, 9, ((3, 5), torch.bfloat16), ((odd,), torch.uint8), ((2, 2), torch.float32))
+    last = 8 if odd == 2 else odd
+    slots = states(device, 4, ((11, 4), torch.float32), ((2, odd - 1), torch.int32), ((last,), torch.uint8))
     before_pages, before_slots = as_bytes(pages), as_bytes(slots)
-    page_bytes = 30 + 7 + 16
+    slot_bytes = 176 + 8 * (odd - 1) + last
     units = HostUnits(pages, slots, 12 * page_bytes + 5, torch.device(device))
-    assert (units.num_units, units.units_per_slot) == (12, -(-(132 + 10) // page_bytes))
+    assert (units.num_units, units.units_per_slot) == (12, -(-slot_bytes // page_bytes))
     units.save_pages([2, 8, 5], [4, 3, 11])
-    units.save_slot(3, [0, 7, 8])
+    units.save_slot(3, [0, 7, 8, 9, 10])
     for tensor in (*pages, *slots):
         tensor.view(torch.uint8).fill_(0)
     units.load_pages([11, 4, 3], [1, 2, 3])
-    units.load_slot([0, 7, 8], 1)
+    units.load_slot([0, 7, 8, 9, 10], 1)
     units.hold(units.mark())
     for before, now in zip(before_pages, as_bytes(pages), strict=True):
         assert [bool((now[n] == before[m]).all()) for n, m in ((1, 5), (2, 2), (3, 8))] == [True] * 3
@@ -72,6 +77,9 @@ class LateLane(Lane):
 
     def do(self, copy: Callable[[], None]) -> None:
         self.copies.append(copy)
+
+    def load(self, bring: Callable[[], torch.Tensor], place: Callable[[torch.Tensor], None]) -> None:
+        self.copies.append(lambda: place(bring()))
 
     def mark(self) -> Mark:
         return LateMark(self, len(self.copies))
@@ -135,3 +143,5 @@ def test_memory_that_waits_to_be_copied_has_a_limit(late: tuple, monkeypatch: py
         assert units._leaving_bytes <= 40
     units.settled()()
     assert [units.get(n).tobytes() for n in range(1, 9)] == [before[n].numpy().tobytes() for n in range(1, 9)]
+    units.mark()
+    assert units._leaving_bytes == 0, "what has been copied waits for the next save"

@@ -1,13 +1,18 @@
 """A real frontend of Dynamo and real workers, where Dynamo is installed (`make cluster`)."""
 
+import contextlib
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
 
+import openai
 import pytest
 from kit import conversations
 from kit.cluster import Cluster, dynamo_python, until
+
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.llm import LLM
 
 PYTHON = dynamo_python()
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="no ai-dynamo; `make cluster` installs it")
@@ -47,6 +52,35 @@ def test_a_worker_killed_in_the_middle_of_streams_is_not_seen(cluster: Cluster, 
     assert second.process.returncode == 0, second.log.read_text()[-2000:]
     kinds = load.kinds({})
     assert kinds["same worker"] > kinds["another worker, nothing cached"], kinds
+
+
+def test_a_worker_of_another_engine_is_asked_when_those_before_it_are_gone(
+    cluster: Cluster, bundled: Callable[[str], Path]
+) -> None:
+    """It has the same name; the frontend serves the card that it saw first."""
+    first = cluster.add()
+    cluster.await_workers(1)
+    cluster.engine_dir = bundled("nemotron-h-code")
+    other = cluster.add()
+    until(lambda: other.health() == 200, "the other worker")
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def says() -> str:
+        answer = client.completions.create(model="hemiola", prompt="def ", max_tokens=20, temperature=0)
+        return answer.choices[0].text
+
+    (text,) = {says() for _ in range(6)}
+    with LLM(bundled("qwen3.5-code")) as plain:
+        (wanted,) = plain.generate("def ", SamplingParams(max_tokens=20, temperature=0.0))
+    assert text == wanted.text and first.lives and other.lives
+    cluster.kill(first)
+
+    def is_others() -> bool:
+        with contextlib.suppress(openai.OpenAIError):  # until the lease of the first one ends
+            return says() != text
+        return False
+
+    until(is_others, "answers of the other worker")
 
 
 def test_prompts_of_one_worker_are_answered_by_another(code_engine: Path, tmp_path: Path) -> None:

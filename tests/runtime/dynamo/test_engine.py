@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,11 @@ from kit.router_index import RouterIndex
 
 from hemiola.runtime import manifest
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.dynamo import handover
+from hemiola.runtime.cache.tree import Entry
+from hemiola.runtime.dynamo import events, handover
 from hemiola.runtime.dynamo.binding import Errors
 from hemiola.runtime.dynamo.card import make_card
-from hemiola.runtime.dynamo.engine import DynamoEngine
+from hemiola.runtime.dynamo.engine import Bounds, DynamoEngine
 from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.options import WorkerOptions
 from hemiola.runtime.errors import Failed, Lost, Refused
@@ -37,6 +39,10 @@ class Gone(Exception):
 
 
 class Broken(Exception):
+    pass
+
+
+class Full(Exception):
     pass
 
 
@@ -70,7 +76,13 @@ class Worker:
     """What Dynamo's worker does with an engine, in its order."""
 
     def __init__(
-        self, engine_dir: Path, hang_timeout_s: float = 60, mode: str = "agg", **options: object
+        self,
+        engine_dir: Path,
+        hang_timeout_s: float = 60,
+        mode: str = "agg",
+        max_queue: int = 256,
+        store: Path | None = None,
+        **options: object,
     ) -> None:
         self.heard = Heard()
         self.llm: LLM | None = None
@@ -79,10 +91,12 @@ class Worker:
             self.llm = LLM(engine_dir, **options)
             return self.llm
 
-        errors, lost = Errors(Invalid, Gone, Broken), self.heard.lost.append
+        errors, lost = Errors(Invalid, Gone, Broken, Full), self.heard.lost.append
         own = WorkerOptions(disaggregation_mode=mode)
         hand_over = partial(Handover, own=own) if mode != "agg" else None
-        self.engine = DynamoEngine(open_llm, id, errors, 0, hang_timeout_s, lost, hand_over)
+        self.engine = DynamoEngine(
+            open_llm, id, errors, Bounds(0, hang_timeout_s, max_queue), lost, hand_over, store
+        )
 
     async def __aenter__(self) -> "Worker":
         assert await self.engine.start(7) == id(self.llm)
@@ -249,6 +263,44 @@ async def test_refusals_are_the_callers_fault_and_a_lost_engine_is_not(engine_di
 
 
 @running
+async def test_more_requests_than_may_wait_go_to_other_workers(engine_dir: Path) -> None:
+    async with Worker(engine_dir, max_queue=1, max_rows=1) as worker:
+        streams = [worker.ask(Call(str(n)), max_tokens=100) for n in range(2)]
+        first = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await until(lambda: len(worker.engine._running) == 2)
+        with pytest.raises(Full, match="2 requests are under way in 1 row, and no more than max_queue=1"):
+            await anext(worker.ask(Call("more")))
+        assert [(await one)["token_ids"] for one in first]
+        for stream in streams:
+            await stream.aclose()
+        assert [chunk async for chunk in worker.ask(Call("later"))]
+
+
+def test_events_that_nobody_takes_have_a_limit(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MOST_WAITING", 3)
+    begun, go_on, taken = threading.Event(), threading.Event(), []
+
+    class Slow:
+        def publish_batch(self, batch: list[dict[str, Any]]) -> None:
+            begun.set()
+            assert go_on.wait(60)
+            taken.extend(batch)
+
+    made = events.CacheEvents(Slow(), 4)
+    page = Entry(b"k" * 16, Entry(b"", None, b"", 0, 0, 0), bytes(16), 1, 4, 0)
+    made.removed([page])
+    assert begun.wait(60)
+    for _ in range(9):
+        made.removed([page])
+    go_on.set()
+    made.close()
+    assert len(taken) == 4 and len(caplog.records) == 1
+    assert "Dynamo takes events of the cache too slowly" in caplog.text
+
+
+@running
 async def test_an_engine_that_stands_still_is_lost(engine_dir: Path) -> None:
     go_on = threading.Event()
     async with Worker(engine_dir, hang_timeout_s=0.2) as worker:
@@ -258,6 +310,22 @@ async def test_an_engine_that_stands_still_is_lost(engine_dir: Path) -> None:
         await until(lambda: worker.heard.lost)
         go_on.set()
     assert "the engine has not moved for" in worker.heard.lost[0]
+
+
+def test_a_worker_that_nobody_can_find_any_more_is_lost(engine_dir: Path, tmp_path: Path) -> None:
+    """Files of Dynamo's discovery were removed: frontends answer 404, and the worker said that it is well."""
+    store = tmp_path / "store"
+
+    async def run() -> None:
+        async with Worker(engine_dir, store=store) as worker:
+            assert [chunk async for chunk in worker.ask()], "before Dynamo has made it"
+            store.mkdir()
+            await until(lambda: worker.engine._has_store)
+            store.rmdir()
+            await until(lambda: worker.heard.lost)
+            assert worker.heard.lost == [f"{store}, in which frontends find this worker, was removed"]
+
+    asyncio.run(run())
 
 
 @running
@@ -448,6 +516,42 @@ def test_a_prompt_whose_prefix_cannot_be_had_is_computed_by_who_answers(
     asyncio.run(run())
     lines = [record.getMessage() for record in caplog.records if "computed here" in record.getMessage()]
     assert len(lines) == bool(said) and said in "".join(lines)
+
+
+def test_prefill_workers_that_say_nothing_hold_up_no_other_request(
+    engine_dir: Path, peers: type[FakePeer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fetches had asyncio's own threads, in which grammars are compiled, too."""
+    go_on = threading.Event()
+
+    def silent(prompt: list[int], *, cache_salt: str) -> bytes:
+        assert go_on.wait(60)
+        raise Lost("the peer silent does not answer")
+
+    async def run() -> None:
+        async with Worker(engine_dir, mode="decode", **HOST) as worker:
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+            peers.exports["silent"] = silent
+            hung = {"token_ids": LONG, "prefill_result": {"disaggregated_params": {"hemiola_peer": "silent"}}}
+            calls = [worker.ask(Call(f"hung {n}"), **hung) for n in range(handover.MOST_FETCHES)]
+            waiting = [asyncio.ensure_future(anext(call)) for call in calls]
+            await until(lambda: len(peers.fetched) == handover.MOST_FETCHES)
+            guided = {"guided_decoding": {"regex": "[a-z]{3}"}}
+            own = {"sampling": guided, "stop_conditions": {"max_tokens": 9}}
+            assert [chunk async for chunk in worker.ask(Call("guided"), **own)]
+            assert not caplog.records
+            assert [chunk async for chunk in worker.ask(Call("one more"), **hung)]
+            assert "16 others wait for their workers" in caplog.text
+            assert not any(one.done() for one in waiting)
+            go_on.set()
+            assert all([(await one)["token_ids"] for one in waiting])
+            for call in calls:
+                await call.aclose()
+
+    try:
+        asyncio.run(run())
+    finally:
+        go_on.set()
 
 
 def test_a_worker_that_does_all_refuses_what_a_prefill_worker_has_said(engine_dir: Path) -> None:

@@ -1,11 +1,13 @@
 """What `hemiola dynamo-worker` refuses before it opens an engine: each in one line."""
 
+import socket
 from collections.abc import Callable
 from importlib import metadata, util
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kit.cluster import free_port
 
 from hemiola.runtime.dynamo import worker
 
@@ -49,3 +51,16 @@ def test_workers_that_hand_prompts_over_need_memory_of_the_host_and_nixl(
 def test_a_mode_that_is_none_is_refused_with_those_there_are(hemiola: Command, engine_dir: Path) -> None:
     line = refused(hemiola, engine_dir, "--disaggregation-mode", "both")
     assert "agg" in line and "prefill" in line and "decode" in line
+
+
+def test_a_system_port_that_is_taken_is_refused_before_the_engine_opens(
+    hemiola: Command, engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo's own worker goes on without /health then."""
+    monkeypatch.setattr(worker, "load_binding", lambda: None)
+    monkeypatch.setenv("DYN_SYSTEM_HOST", "127.0.0.1")
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        monkeypatch.setenv("DYN_SYSTEM_PORT", str(port))
+        line = refused(hemiola, engine_dir)
+    assert f"DYN_SYSTEM_PORT: cannot listen on 127.0.0.1:{port}" in line and "choose another port" in line

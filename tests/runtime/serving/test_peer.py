@@ -1,6 +1,7 @@
 """Prefixes over NIXL: between processes on this machine, and from peers that are none."""
 
 import base64
+import errno
 import json
 import os
 import socket
@@ -198,3 +199,19 @@ def test_addresses_and_ports_that_cannot_be_are_refused(own: Peer) -> None:
         assert (refused.value.code, refused.value.field) == ("in_use", "port")
     with pytest.raises(Lost, match="is gone"):
         own.fetch(other.address, [1])
+
+
+def test_a_peer_without_descriptors_writes_a_line_for_each_try(
+    own: Peer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "PAUSE", 0)
+    tries = []
+
+    class Full:
+        def accept(self) -> None:
+            tries.append(1)
+            own._closing = len(tries) == 5
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    own._accept(Full(), echo)  # type: ignore[arg-type]
+    assert len(tries) == 5 and caplog.text.count("peers cannot be let in") == 1
