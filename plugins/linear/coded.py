@@ -1,7 +1,7 @@
-"""The dense layer on CUDA with a quantised weight: codes are widened in registers (plugins/gpu/codes.py), and
-for many tokens once, into memory (gluon_steps.py)."""
+"""The dense layer on CUDA with a quantised weight: codes are widened in registers (plugins/gpu/codes.py; on
+sm_90 gluon_few.py and gluon_coded.py), and for many tokens once, into memory (gluon_steps.py)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from hemiola.plugins.linear.cuda import ACTIVATIONS, BARRIERS, EARLY, LONG, PART
 from hemiola.plugins.linear.cuda import SLAB as CONSUMED
 
 _coded = Kernel("linear", "_coded")
+_coded_few = Kernel("linear", "_coded_few")  # Gluon's
+_dense_coded = Kernel("linear", "_dense_coded")  # Gluon's
 _dense_steps = Kernel("linear", "_dense_steps")  # Gluon's
 _unpack = Kernel("linear", "_unpack")
 
@@ -76,7 +78,7 @@ def best(
     tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [T] fp32, [T] int64
     """The highest of linear's outputs, in x's dtype, and the lowest output that has it; none is stored."""
-    num_tokens, tile = x.shape[0], tile or tile_for(x, num_outputs, form_of(layout).bits, is_stored=False)
+    num_tokens, tile = x.shape[0], tile or tile_for(x, num_outputs, form_of(layout), is_stored=False)
     num_parts = cdiv(num_outputs, tile.outputs)
     values = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=x.device)
     outputs = torch.empty(num_parts, num_tokens, dtype=torch.int32, device=x.device)
@@ -85,11 +87,32 @@ def best(
     return choose_best(values, outputs)
 
 
-def tile_for(x: torch.Tensor, num_outputs: int, bits: int, is_stored: bool = True) -> Tile:
+def tile_for(
+    x: torch.Tensor,
+    num_outputs: int,
+    form: Coding,
+    is_stored: bool = True,
+    residual: torch.Tensor | None = None,
+) -> Tile:
     if x.dtype is torch.float32:
         return WIDE
-    in_gluon = is_stored and _in_gluon(x, num_outputs)
-    return coded_tile_of(x.shape[0], num_outputs, bits, gpu_of(x.device), in_gluon)
+    may = may_serve(x, num_outputs, form, is_stored, residual)
+    return coded_tile_of(x.shape[0], num_outputs, form.bits, gpu_of(x.device), may)
+
+
+def may_serve(
+    x: torch.Tensor, num_outputs: int, form: Coding, is_stored: bool, residual: torch.Tensor | None
+) -> Callable[[Tile], bool]:
+    """Whether a layer may be computed in a tile. What Gluon widens in registers has one step in a block."""
+    in_gluon = is_stored and _in_gluon(x, num_outputs, residual)
+    fits = form.step >= 32 and num_outputs * x.shape[1] <= LARGEST
+
+    def may(tile: Tile) -> bool:
+        if tile.direct:
+            return in_gluon and form.spans == 1
+        return not tile.consumers or (in_gluon and fits)
+
+    return may
 
 
 def every_tile(most: Size, x: torch.Tensor, num_outputs: int, is_stored: bool = True) -> Iterator[Variant]:
@@ -151,10 +174,13 @@ def _launch(
     num_tokens, num_inputs = x.shape
     found = sections(weight, layout, num_outputs, num_inputs)
     words, scales, zeros, factors, form = found
-    tile = tile or tile_for(x, num_outputs, form.bits)
-    fits = form.step >= 32 and num_outputs * num_inputs <= LARGEST
-    if tile.consumers and not (fits and _in_gluon(x, num_outputs, residual)):
-        tile = coded_tile_of(num_tokens, num_outputs, form.bits, gpu_of(x.device), False)
+    is_stored = activation != "argmax"
+    if tile is None or not may_serve(x, num_outputs, form, is_stored, residual)(tile):
+        tile = tile_for(x, num_outputs, form, is_stored, residual)
+    if tile.direct:
+        launch = _launch_direct if tile.consumers else _launch_few
+        launch(x, found, bias, residual, y, activation, num_outputs, tile)
+        return
     if tile.consumers:
         launch_steps(
             x, y, unpacked(found, num_outputs, num_inputs), scales, factors, bias, residual, y, activation,
@@ -170,6 +196,56 @@ def _launch(
         TOKENS=tile.tokens, OUTPUTS=tile.outputs, ACTIVATION=activation, BIASED=not absent(bias),
         ADDS=residual is not None, EARLY=early(form, num_inputs), num_warps=tile.warps,
         num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _launch_few(
+    x: torch.Tensor,
+    found: Words,
+    bias: torch.Tensor,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    activation: str,
+    num_outputs: int,
+    tile: Tile,
+) -> None:
+    """Gluon's kernel for few tokens."""
+    (num_tokens, num_inputs), form = x.shape, found.form
+    more = {"maxnreg": 128} if form.kind == "e2m1" else {}  # fewer would be spent, and inputs asked for late
+    _coded_few[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
+        x, found.words, found.scales, found.zeros, found.factors, y if absent(bias) else bias,
+        y if residual is None else residual, y, num_tokens, num_outputs, num_inputs, x.stride(0),
+        0 if residual is None else residual.stride(0), y.stride(0), KIND=form.kind, HALF=form.half,
+        SCALED=form.is_scaled, ZEROS=form.has_zeros, DIVIDES=form.divides, WHOLE=num_inputs % form.block == 0,
+        SLABS=tile.outputs // SLAB, AHEAD=tile.stages, WARPS=tile.warps, ACTIVATION=activation,
+        BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps, enable_fp_fusion=False,
+        **more,
+    )  # fmt: skip
+
+
+def _launch_direct(
+    x: torch.Tensor,
+    found: Words,
+    bias: torch.Tensor,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    activation: str,
+    num_outputs: int,
+    tile: Tile,
+) -> None:
+    """Gluon's kernel that widens what it multiplies."""
+    (num_tokens, num_inputs), form = x.shape, found.form
+    slabs, blocks = cdiv(num_outputs, SLAB), cdiv(num_inputs, form.block)
+    box = (tile.tokens, CONSUMED // 2 if activation == "swiglu" else CONSUMED)
+    num_tiles = cdiv(num_tokens, tile.tokens) * cdiv(num_outputs, tile.outputs)
+    _dense_coded[(min(2 * gpu_of(x.device).multiprocessors, num_tiles),)](
+        Block(x, (tile.tokens, form.half)),
+        Block(found.words.view(slabs, blocks * SLAB, form.half), (CONSUMED // SLAB, SLAB, form.half)),
+        found.scales, found.zeros, found.factors, y if absent(bias) else bias,
+        y if residual is None else Block(residual, box), Block(y, box), num_tokens, num_outputs, blocks,
+        KIND=form.kind, SCALED=form.is_scaled, ZEROS=form.has_zeros, DIVIDES=form.divides,
+        STAGES=tile.stages, GROUP=tile.group, ACTIVATION=activation, BIASED=not absent(bias),
+        ADDS=residual is not None, num_warps=4, enable_fp_fusion=False, maxnreg=128,
     )  # fmt: skip
 
 
