@@ -237,6 +237,8 @@ def _launch_direct(
     (num_tokens, num_inputs), form = x.shape, found.form
     slabs, blocks = cdiv(num_outputs, SLAB), cdiv(num_inputs, form.block)
     box = (tile.tokens, CONSUMED // 2 if activation == "swiglu" else CONSUMED)
+    room = SHARED[90] // 2 - BARRIERS - box[0] * box[1] * 2  # two programs share a multiprocessor
+    stages = room // ((CONSUMED + tile.tokens * form.block // form.half) * form.half * 2)
     num_tiles = cdiv(num_tokens, tile.tokens) * cdiv(num_outputs, tile.outputs)
     _dense_coded[(min(2 * gpu_of(x.device).multiprocessors, num_tiles),)](
         Block(x, (tile.tokens, form.half)),
@@ -244,7 +246,7 @@ def _launch_direct(
         found.scales, found.zeros, found.factors, y if absent(bias) else bias,
         y if residual is None else Block(residual, box), Block(y, box), num_tokens, num_outputs, blocks,
         KIND=form.kind, SCALED=form.is_scaled, ZEROS=form.has_zeros, DIVIDES=form.divides,
-        STAGES=tile.stages, GROUP=tile.group, ACTIVATION=activation, BIASED=not absent(bias),
+        STAGES=min(tile.stages, stages), GROUP=tile.group, ACTIVATION=activation, BIASED=not absent(bias),
         ADDS=residual is not None, num_warps=4, enable_fp_fusion=False, maxnreg=128,
     )  # fmt: skip
 

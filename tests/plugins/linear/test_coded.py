@@ -1,6 +1,7 @@
 """The dense layer on CUDA with quantised weights: against fp64, and the same bits in every tile."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -46,6 +47,8 @@ ODD_TILES = (
 ALL_TILES = {few.tile for capability in (0, 90) for few in table_of(capability).codes} | set(ODD_TILES)
 if not INTERPRETED:
     ALL_TILES |= {many.tile for many in table_of(90).codes_many}
+else:
+    ALL_TILES = {tile for tile in ALL_TILES if not tile.direct}  # Gluon's
 TILES = sorted(ALL_TILES)[:: 4 if INTERPRETED else 1]
 NONE = torch.empty(0, dtype=HALF, device=DEVICE)
 BITS = pytest.mark.skipif(INTERPRETED, reason="numpy's products are not a GPU's")
@@ -212,8 +215,14 @@ def test_a_weight_of_another_layout_or_shape_is_refused() -> None:
 def test_all_tiles_are_among_those_compiled() -> None:
     for gpu in (cuda.gpu_of(torch.device("meta")), cuda.gpu_of(torch.device("meta"))._replace(capability=80)):
         for num_outputs in (16, 4096, 248320):
-            ways = itertools.product((1, 17, 64, 511, 512, 8192), (4, 8), (False, True))
-            for num_tokens, bits, in_gluon in ways:
-                tile = coded_tile_of(num_tokens, num_outputs, bits, gpu, in_gluon)
-                assert tile in coded_tiles(num_outputs, gpu, in_gluon) and (in_gluon or not tile.consumers)
+            ways = itertools.product((1, 8, 17, 64, 511, 512, 8192), (4, 8), (False, True), (False, True))
+            for num_tokens, bits, in_gluon, has_one_step in ways:
+                may = partial(may_be, in_gluon=in_gluon, has_one_step=has_one_step)
+                tile = coded_tile_of(num_tokens, num_outputs, bits, gpu, may)
+                assert tile in coded_tiles(num_outputs, gpu, in_gluon) and may(tile)
     assert WIDE.weight_first
+
+
+def may_be(tile: Tile, in_gluon: bool, has_one_step: bool) -> bool:
+    """As coded.py has it: steps of a block are for tiles that are not direct."""
+    return in_gluon and (has_one_step or not tile.direct) if tile.direct or tile.consumers else True
