@@ -133,7 +133,9 @@ def _few(table: Table, num_tokens: float, num_outputs: int, in_gluon: bool) -> T
     return None
 
 
-def coded_tile_of(num_tokens: int, num_outputs: int, bits: int, gpu: Gpu, may: Callable[[Tile], bool]) -> Tile:
+def coded_tile_of(
+    num_tokens: int, num_outputs: int, bits: int, gpu: Gpu, may: Callable[[Tile], bool]
+) -> Tile:
     """For a quantised weight, among the tiles that may serve it."""
     table = table_of(gpu.capability)
     many = tuple(choice for choice in table.codes_many if may(choice.tile))

@@ -1,8 +1,8 @@
 """The dense layer over codes in Gluon for sm_90: a warp loads, four others widen and multiply.
 
 Every output is the chain of steps of plugins/gpu/codes.py and ends as triton.py's does, with the same bits.
-They widen a step's codes in registers while the tensor cores have those of the step before. (Two such groups in
-a program have too few registers: ptxas makes all products wait, C7512. Two programs side by side do not.)
+They widen a step's codes in registers while the tensor cores have those of the step before. (For two such
+groups in a program ptxas finds too few registers and makes all products wait, C7512; two programs have enough.)
 """
 
 from triton.experimental import gluon

@@ -16,6 +16,7 @@ from hemiola.plugins.linear.gluon_steps import _times
 
 SLAB = gl.constexpr(16)  # outputs of a product
 EIGHT = gl.constexpr(8)  # tokens of a product
+OPERANDS = gl.constexpr(",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 16))  # of two products
 
 
 @gluon.constexpr_function
@@ -201,7 +202,7 @@ def _multiplied(sums, words, scale, zero, inputs, KIND: gl.constexpr, ZEROS: gl.
         other = word if is_same else words[2 * pair % len(words) + 1]
         beside = scale if KIND == "e2m1" else zero if ZEROS else word
         sums = gl.inline_asm_elementwise(
-            _products(KIND, ZEROS, 2 * pair // len(words), is_same), "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            _products(KIND, ZEROS, 2 * pair // len(words), is_same), OPERANDS,
             [sums, word, other, inputs[pair], beside], dtype=gl.float32, is_pure=True, pack=4,
         )  # fmt: skip
     return sums

@@ -82,8 +82,8 @@ def packed(layout: Layout, num_outputs: int, num_inputs: int) -> torch.Tensor:
 def launched_over(layout: Layout, x: torch.Tensor, num_outputs: int = 4096, **options) -> set[str]:
     """Of a layer over codes."""
     module, weight = e4m3 if layout.inputs else coded, packed(layout, num_outputs, x.shape[1])
-    given = (x, weight, made(0), None, "none", num_outputs, layout)
-    return {name.partition("._")[2] for name in launched(module.fused, *given, **options)}
+    given = (x, weight, made(0), num_outputs, layout)
+    return {name.partition("._")[2] for name in launched(module.linear, *given, **options)}
 
 
 def test_many_tokens_of_codes_are_multiplied_by_gluon_where_that_was_measured() -> None:
@@ -103,8 +103,8 @@ def test_many_tokens_of_codes_are_multiplied_by_gluon_where_that_was_measured() 
 def test_what_is_multiplied_step_by_step_fits_and_is_fused_with_no_sum(layout: Layout) -> None:
     """But where the law says so: sums of products of e4m3 times the scale of the outputs."""
     module, weight = e4m3 if layout.inputs else coded, packed(layout, 256, 512)
-    given = (made(512, 512), weight, made(256), made(512, 256), "none", 256, layout)
-    found = [call for call in calls_at(module.fused, H200, *given) if call.kernel == "linear._dense_steps"]
+    given = (made(512, 512), weight, made(256), 256, layout, made(512, 256))
+    found = [call for call in calls_at(module.linear, H200, *given) if call.kernel == "linear._dense_steps"]
     ptx = compile_call(found[0], 90).ptx
     products = {line.split()[0] for line in ptx.splitlines() if "wgmma.mma_async" in line}
     assert len(found) == 1 and all((".e4m3.e4m3" in name) == bool(layout.inputs) for name in products)
