@@ -2,7 +2,7 @@
 
 Every output is the chain of steps of plugins/gpu/codes.py and ends as triton.py's does, with the same bits.
 They widen a step's codes in registers while the tensor cores have those of the step before. (For two such
-groups in a program ptxas finds too few registers and makes all products wait, C7512; two programs have enough.)
+groups in a program ptxas finds too few registers and makes products wait, C7512; two programs have enough.)
 """
 
 from triton.experimental import gluon

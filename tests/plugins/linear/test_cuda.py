@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from hemiola.plugins.gpu.compile import compile_call
 from hemiola.plugins.gpu.cover import calls_at
-from hemiola.plugins.gpu.device import Gpu
+from hemiola.plugins.gpu.device import SHARED, Gpu
 from hemiola.plugins.gpu.launch import launches
 from hemiola.plugins.gpu.lines import pack_lines
 from hemiola.plugins.gpu.sizes import Size
@@ -21,6 +21,12 @@ from hemiola.plugins.linear.cuda import best, every_tile, fused, variants
 
 H200 = Gpu(90, 132)
 GLUON = sorted(tile for tile in table_of(90).tiles() if tile.consumers)
+DIRECT = (
+    Tile(16, 8, 128, 8, 2, True, abreast=8, direct=True),
+    Tile(32, 8, 128, 4, 2, True, abreast=4, direct=True),
+    Tile(64, 8, 128, 4, 16, True, True, consumers=1, direct=True),
+    Tile(64, 64, 128, 4, 16, True, True, consumers=1, direct=True),
+)
 HALF = torch.bfloat16
 FLOATS = re.compile(r"^\s*((?:ex2|div|fma|mul|add|sub|neg|max|rcp|cvt)\.[\w.]*f32[\w.]*)\s", re.M)
 
@@ -127,3 +133,29 @@ def test_gluon_computes_by_the_same_instructions(tile: Tile) -> None:
         theirs, ours = (set(FLOATS.findall(ptx_of(t, activation, True, adds))) for t in (plain, tile))
         assert ours == theirs and ours, (activation, adds)
         assert not any(word.startswith("fma") for word in ours)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout("e4m3", 128), Layout("int4", 64, ("zeros",)), Layout("e2m1", 16, ("factor",))], ids=str
+)
+def test_codes_are_widened_where_few_tokens_are_multiplied_and_no_product_is_fused(layout: Layout) -> None:
+    """By warps with steps of their own, or by four beside one that loads: two programs a multiprocessor."""
+    weight = packed(layout, 256, 512)
+    for tile in DIRECT[::3]:
+        given = (made(9, 512), weight, made(256), 256, layout, made(9, 256), "", tile)
+        (call,) = calls_at(coded.linear, H200, *given)
+        found = compile_call(call, 90)
+        name, product = ("_dense_coded", "wgmma.mma_async") if tile.consumers else ("_coded_few", "mma.sync")
+        assert call.kernel == f"linear.{name}" and product in found.ptx
+        assert found.binary.shared <= SHARED[90] // 2 and "fma.rn.f32" not in FLOATS.findall(found.ptx)
+
+
+def test_what_codes_are_not_widened_for_in_place_is_tritons() -> None:
+    """Several steps in a block, lines that no descriptor may describe, another dtype or architecture."""
+    x, kind = made(9, 4096), WIDE_KINDS[0]
+    for tile in DIRECT:
+        assert launched_over(kind, x, tile=tile) <= {"coded_few", "dense_coded"}
+        for other in (x.half(), x.float(), made(9, 4097)[:, 1:]):
+            assert launched_over(kind, other, tile=tile) == {"coded"}
+        assert launched_over(Layout("e4m3", 48), x, tile=tile) == {"coded"}
+        assert launched_over(kind, x, 4100, tile=tile) == {"coded"}
