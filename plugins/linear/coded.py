@@ -1,5 +1,5 @@
 """The dense layer on CUDA with a quantised weight: codes are widened in registers (plugins/gpu/codes.py; on
-sm_90 gluon_few.py and gluon_coded.py), and for many tokens once, into memory (gluon_steps.py)."""
+sm_90 gluon_few.py, too), and for many tokens once, into memory (gluon_steps.py)."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +21,6 @@ from hemiola.plugins.linear.packed import ended
 
 _coded = Kernel("linear", "_coded")
 _coded_few = Kernel("linear", "_coded_few")  # Gluon's
-_dense_coded = Kernel("linear", "_dense_coded")  # Gluon's
 _dense_steps = Kernel("linear", "_dense_steps")  # Gluon's
 _unpack = Kernel("linear", "_unpack")
 
@@ -64,13 +63,13 @@ def tile_for(
 def may_serve(
     x: torch.Tensor, num_outputs: int, form: Coding, is_stored: bool, residual: torch.Tensor | None
 ) -> Callable[[Tile], bool]:
-    """Whether a layer may be computed in a tile. What Gluon widens in registers has one step in a block."""
+    """Whether a layer may be computed in a tile; gluon_few.py takes codes of 4 bits, a step in a block."""
     in_gluon = is_stored and _in_gluon(x, num_outputs, residual)
     fits = form.step >= 32 and num_outputs * x.shape[1] <= LARGEST
 
     def may(tile: Tile) -> bool:
         if tile.direct:
-            return in_gluon and form.spans == 1
+            return in_gluon and form.bits == 4 and form.spans == 1
         return not tile.consumers or (in_gluon and fits)
 
     return may
@@ -139,8 +138,7 @@ def _launch(
     if tile is None or not may_serve(x, num_outputs, form, is_stored, residual)(tile):
         tile = tile_for(x, num_outputs, form, is_stored, residual)
     if tile.direct:
-        launch = _launch_direct if tile.consumers else _launch_few
-        launch(x, found, bias, residual, y, activation, num_outputs, tile)
+        _launch_few(x, found, bias, residual, y, activation, num_outputs, tile)
         return
     if tile.consumers:
         launch_steps(
@@ -181,34 +179,6 @@ def _launch_few(
         SLABS=tile.outputs // SLAB, AHEAD=tile.stages, WARPS=tile.warps, ACTIVATION=activation,
         BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps, enable_fp_fusion=False,
         **more,
-    )  # fmt: skip
-
-
-def _launch_direct(
-    x: torch.Tensor,
-    found: Words,
-    bias: torch.Tensor,
-    residual: torch.Tensor | None,
-    y: torch.Tensor,
-    activation: str,
-    num_outputs: int,
-    tile: Tile,
-) -> None:
-    """Gluon's kernel that widens what it multiplies."""
-    (num_tokens, num_inputs), form = x.shape, found.form
-    slabs, blocks = cdiv(num_outputs, SLAB), cdiv(num_inputs, form.block)
-    box = (tile.tokens, CONSUMED // 2 if activation == "swiglu" else CONSUMED)
-    room = SHARED[90] // 2 - BARRIERS - box[0] * box[1] * 2  # two programs share a multiprocessor
-    stages = room // ((CONSUMED + tile.tokens * form.block // form.half) * form.half * 2)
-    num_tiles = cdiv(num_tokens, tile.tokens) * cdiv(num_outputs, tile.outputs)
-    _dense_coded[(min(2 * gpu_of(x.device).multiprocessors, num_tiles),)](
-        Block(x, (tile.tokens, form.half)),
-        Block(found.words.view(slabs, blocks * SLAB, form.half), (CONSUMED // SLAB, SLAB, form.half)),
-        found.scales, found.zeros, found.factors, y if absent(bias) else bias,
-        y if residual is None else Block(residual, box), Block(y, box), num_tokens, num_outputs, blocks,
-        KIND=form.kind, SCALED=form.is_scaled, ZEROS=form.has_zeros, DIVIDES=form.divides,
-        STAGES=min(tile.stages, stages), GROUP=tile.group, ACTIVATION=activation, BIASED=not absent(bias),
-        ADDS=residual is not None, num_warps=4, enable_fp_fusion=False, maxnreg=128,
     )  # fmt: skip
 
 

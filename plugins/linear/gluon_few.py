@@ -1,4 +1,4 @@
-"""The dense layer over codes for up to eight tokens in Gluon for sm_90: codes go from memory to registers.
+"""The dense layer over codes of 4 bits for up to eight tokens in Gluon for sm_90: from memory to registers.
 
 Every output is the chain of plugins/gpu/codes.py and ends as triton.py's does, with the same bits. Each warp
 has steps of its own, and nothing of a weight passes through shared memory: only sums do. The sixteen inputs
@@ -37,7 +37,7 @@ def _products(name, has_zeros, part, is_same):
                 text += f"mov.b32 e{row}, ${20 + 2 * row}; "
         for at in range(4):  # rows r and r + 8, then the same for the other inputs
             word = (8 if is_same or not turn else 12) + (0, 2, 1, 3)[at]
-            how = instructions("int4 and 136" if name == "int4" and has_zeros else name, now)
+            how = instructions("int4 and 136" if has_zeros else name, now)
             how = how.replace("$0", f"a{at}").replace("$1", f"${word}")
             text += how.replace(".reg .b32 t, u, v; ", "").strip("{ }") + " "
             if name == "e2m1":
@@ -70,8 +70,7 @@ def _coded_few(x, words, scales, zeros, factors, bias, residual, y, num_tokens, 
     # Tile: [SLABS * 16 outputs, 8 tokens], the whole inner dimension; a warp has every WARPS-th step.
     # Traffic: codes and scales once per token tile, x once per output tile (from L2), y once.
     # AHEAD: steps of a warp whose words and inputs are on their way; WHOLE: num_inputs fills its blocks.
-    PARTS: gl.constexpr = 2 if KIND == "e4m3" or KIND == "int8" else 4
-    BLOCK: gl.constexpr = PARTS * HALF
+    BLOCK: gl.constexpr = 4 * HALF
     lines: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])  # four of every thread's
     owned: gl.constexpr = _owned(WARPS)
     thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, lines))
@@ -179,15 +178,13 @@ def _scales(scales, line, beside_at, KIND: gl.constexpr, SCALED: gl.constexpr):
 
 @gluon.jit
 def _zeros(zeros, line, slab, beside_at, KIND: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr):
-    """Zero points of a step, each twice, bf16; of int4 136 more."""
+    """Zero points of a step and 136, each twice, bf16."""
     if ZEROS:
         if SCALED:
             zero = gl.load(zeros + ((line * SLAB)[:, None] + beside_at))
         else:
             zero = gl.load(zeros + (slab * SLAB + beside_at))
-        if KIND == "int4":
-            zero = zero + 136
-        bits = zero.to(gl.float32).to(gl.int32, bitcast=True)
+        bits = (zero + 136).to(gl.float32).to(gl.int32, bitcast=True)
         return bits | ((bits >> 16) & 0xFFFF)
     else:
         return 0

@@ -24,8 +24,6 @@ GLUON = sorted(tile for tile in table_of(90).tiles() if tile.consumers)
 DIRECT = (
     Tile(16, 8, 128, 8, 2, True, abreast=8, direct=True),
     Tile(32, 8, 128, 4, 2, True, abreast=4, direct=True),
-    Tile(64, 8, 128, 4, 16, True, True, consumers=1, direct=True),
-    Tile(64, 64, 128, 4, 16, True, True, consumers=1, direct=True),
 )
 HALF = torch.bfloat16
 FLOATS = re.compile(r"^\s*((?:ex2|div|fma|mul|add|sub|neg|max|rcp|cvt)\.[\w.]*f32[\w.]*)\s", re.M)
@@ -135,27 +133,25 @@ def test_gluon_computes_by_the_same_instructions(tile: Tile) -> None:
         assert not any(word.startswith("fma") for word in ours)
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout("e4m3", 128), Layout("int4", 64, ("zeros",)), Layout("e2m1", 16, ("factor",))], ids=str
-)
-def test_codes_are_widened_where_few_tokens_are_multiplied_and_no_product_is_fused(layout: Layout) -> None:
-    """By warps with steps of their own, or by four beside one that loads: two programs a multiprocessor."""
+@pytest.mark.parametrize("layout", [Layout("int4", 64, ("zeros",)), Layout("e2m1", 16, ("factor",))], ids=str)
+def test_codes_of_4_bits_go_straight_to_who_multiplies_few_tokens(layout: Layout) -> None:
+    """No product is fused with a sum, and several programs share a multiprocessor."""
     weight = packed(layout, 256, 512)
-    for tile in DIRECT[::3]:
+    for tile in DIRECT:
         given = (made(9, 512), weight, made(256), 256, layout, made(9, 256), "", tile)
         (call,) = calls_at(coded.linear, H200, *given)
         found = compile_call(call, 90)
-        name, product = ("_dense_coded", "wgmma.mma_async") if tile.consumers else ("_coded_few", "mma.sync")
-        assert call.kernel == f"linear.{name}" and product in found.ptx
-        assert found.binary.shared <= SHARED[90] // 2 and "fma.rn.f32" not in FLOATS.findall(found.ptx)
+        assert call.kernel == "linear._coded_few" and "mma.sync" in found.ptx
+        assert found.binary.shared <= SHARED[90] // 4 and "fma.rn.f32" not in FLOATS.findall(found.ptx)
 
 
-def test_what_codes_are_not_widened_for_in_place_is_tritons() -> None:
-    """Several steps in a block, lines that no descriptor may describe, another dtype or architecture."""
-    x, kind = made(9, 4096), WIDE_KINDS[0]
+def test_other_codes_lines_and_architectures_are_tritons_for_few_tokens_too() -> None:
+    x, kind = made(8, 4096), Layout("int4", 128)
+    assert launched_over(kind, x) == launched_over(kind, x, 12288) == {"coded_few"}
+    assert launched_over(kind, made(9, 4096)) == launched_over(kind, x, gpu=Gpu(100, 132)) == {"coded"}
     for tile in DIRECT:
-        assert launched_over(kind, x, tile=tile) <= {"coded_few", "dense_coded"}
-        for other in (x.half(), x.float(), made(9, 4097)[:, 1:]):
+        for other in (x.half(), x.float(), made(8, 4097)[:, 1:]):
             assert launched_over(kind, other, tile=tile) == {"coded"}
-        assert launched_over(Layout("e4m3", 48), x, tile=tile) == {"coded"}
+        for layout in (Layout("e4m3", 128), Layout("int4", 32), Layout("int8", 128)):
+            assert launched_over(layout, x, tile=tile) == {"coded"}  # 8 bits; several steps in a block
         assert launched_over(kind, x, 4100, tile=tile) == {"coded"}
