@@ -64,6 +64,11 @@ SWEEP = {  # by the most rows: outputs, rows, inputs of a turn, warps, stages, s
 }  # fmt: skip
 
 
+FEW = [  # of codes of 4 bits by gluon_few.py: outputs, warps, steps of a warp that are on their way
+    (16, 8, 2), (16, 4, 4), (32, 4, 2),
+]  # fmt: skip
+
+
 def pack_of(layout: Layout) -> Callable[[WeightGroup], torch.Tensor]:
     return pack_lines if layout.inputs else pack_words
 
@@ -109,9 +114,8 @@ def run(
 ) -> torch.Tensor:
     """Our kernel over codes."""
     ours = e4m3 if layout.inputs else coded
-    if end == "head":
-        return ours.best(x, weight, none, num, layout, tile)[1]
-    return ours.fused(x, weight, none, None, "none", num, layout, tile)
+    y = ours.linear(x, weight, none, num, layout, None, "argmax" if end == "head" else "", tile)
+    return y[1] if end == "head" else y
 
 
 def run_half(end: str, x: torch.Tensor, none: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -122,6 +126,9 @@ def candidates(num_rows: int, layout: Layout) -> list[Tile | None]:
     """Tiles that could serve so many rows; for inputs in e4m3 those of Gluon."""
     most = next(most for most in SWEEP if num_rows <= most)
     tiles = [made_tile(*given) for given in SWEEP[most]]
+    if num_rows <= 8 and layout.kind in ("int4", "e2m1"):
+        tiles += [Tile(outputs, 8, 128, warps, ahead, True, abreast=warps, direct=True)
+                  for outputs, warps, ahead in FEW]  # fmt: skip
     return [None, *(tile for tile in tiles if tile.consumers or not layout.inputs)]
 
 

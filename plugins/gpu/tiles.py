@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ class Tile(NamedTuple):
     is_persistent: bool = False  # tensor descriptors (TMA), a program per multiprocessor
     group: int = 8  # token tiles that go along the outputs together
     consumers: int = 0  # of Gluon's kernel, each of 64 outputs; 0: Triton's kernels
-    abreast: int = 0  # steps of a quantised weight that warps multiply side by side: 2 or 4; 0: one by one
+    abreast: int = 0  # steps of a quantised weight that warps multiply side by side; 0: one by one
+    direct: bool = False  # Gluon's: codes are widened in the registers that multiply
 
     def parts(self) -> int:
         """In how many parts a persistent kernel stores a tile; two leave room for another stage."""
@@ -131,18 +133,26 @@ def _few(table: Table, num_tokens: float, num_outputs: int, in_gluon: bool) -> T
     return None
 
 
-def coded_tile_of(num_tokens: int, num_outputs: int, bits: int, gpu: Gpu, in_gluon: bool) -> Tile:
-    """For a quantised weight."""
+def coded_tile_of(
+    num_tokens: int, num_outputs: int, bits: int, gpu: Gpu, may: Callable[[Tile], bool]
+) -> Tile:
+    """For a quantised weight, among the tiles that may serve it."""
     table = table_of(gpu.capability)
-    if in_gluon and table.codes_many and num_tokens >= min(many.min_tokens for many in table.codes_many):
-        return _least(table.codes_many, num_tokens, num_outputs, gpu, in_gluon).tile
-    return _few_codes(table, num_tokens, num_outputs, bits)
+    many = tuple(choice for choice in table.codes_many if may(choice.tile))
+    if many and num_tokens >= min(choice.min_tokens for choice in many):
+        return _least(many, num_tokens, num_outputs, gpu, True).tile
+    return _few_codes(table, num_tokens, num_outputs, bits, may)
 
 
 def coded_tiles(num_outputs: int, gpu: Gpu, in_gluon: bool) -> set[Tile]:
-    """All that `coded_tile_of` may choose."""
+    """All that `coded_tile_of` may choose, whatever may serve."""
     table = table_of(gpu.capability)
-    few = {_few_codes(table, c.max_tokens, num_outputs, bits) for c in table.codes for bits in (4, 8)}
+    few = {
+        _few_codes(table, choice.max_tokens, num_outputs, bits, may)
+        for choice in table.codes
+        for bits in (4, 8)
+        for may in ((lambda tile: not tile.direct), (lambda tile: in_gluon or not tile.direct))
+    }
     return few | {many.tile for many in table.codes_many if in_gluon}
 
 
@@ -152,9 +162,11 @@ def steps_tile_of(num_tokens: int, num_outputs: int, gpu: Gpu) -> Tile | None:
     return _least(many, num_tokens, num_outputs, gpu, True).tile if many else None
 
 
-def _few_codes(table: Table, num_tokens: float, num_outputs: int, bits: int) -> Tile:
-    may = (choice for choice in table.codes if choice.bits in (0, bits))
-    return next(c.tile for c in may if num_tokens <= c.max_tokens and num_outputs >= c.min_outputs)
+def _few_codes(
+    table: Table, num_tokens: float, num_outputs: int, bits: int, may: Callable[[Tile], bool]
+) -> Tile:
+    choices = (choice for choice in table.codes if choice.bits in (0, bits) and may(choice.tile))
+    return next(c.tile for c in choices if num_tokens <= c.max_tokens and num_outputs >= c.min_outputs)
 
 
 def coded_expert_tile_of(num_pairs: int, num_experts: int, gpu: Gpu) -> Tile:

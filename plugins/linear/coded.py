@@ -1,7 +1,8 @@
-"""The dense layer on CUDA with a quantised weight: codes are widened in registers (plugins/gpu/codes.py), and
-for many tokens once, into memory (gluon_steps.py)."""
+"""The dense layer on CUDA with a quantised weight: codes are widened in registers (plugins/gpu/codes.py; on
+sm_90 gluon_few.py, too), and for many tokens once, into memory (gluon_steps.py)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from hemiola.plugins.gpu.sizes import Size, Variant
 from hemiola.plugins.gpu.tiles import Tile, coded_tile_of, coded_tiles
 from hemiola.plugins.gpu.words import SLAB, Coding, Words, form_of, sections
 from hemiola.plugins.groups import Layout
-from hemiola.plugins.linear.cuda import ACTIVATIONS, BARRIERS, EARLY, LONG, PART, REGISTERS, choose_best
+from hemiola.plugins.linear.cuda import BARRIERS, EARLY, LONG, PART, REGISTERS
 from hemiola.plugins.linear.cuda import SLAB as CONSUMED
+from hemiola.plugins.linear.packed import ended
 
 _coded = Kernel("linear", "_coded")
+_coded_few = Kernel("linear", "_coded_few")  # Gluon's
 _dense_steps = Kernel("linear", "_dense_steps")  # Gluon's
 _unpack = Kernel("linear", "_unpack")
 
@@ -39,57 +42,37 @@ def linear(
 ) -> Any:  # [T, O], or what it ends as
     """See reference.py. A row's bits do not depend on T, its place or other rows."""
     if ending == "argmax":
-        return best(x, weight, bias, num_outputs, weight_layout, tile)
-    return fused(x, weight, bias, residual, ending or "none", num_outputs, weight_layout, tile)
+        tile = tile or tile_for(x, num_outputs, form_of(weight_layout), is_stored=False)
+    launch = partial(_launch, x, weight, bias, residual, num_outputs, weight_layout, tile)
+    return ended(x, num_outputs, residual, ending, tile.outputs if tile else 0, launch)
 
 
-def fused(
-    x: torch.Tensor,  # [T, F]
-    weight: torch.Tensor,
-    bias: torch.Tensor,  # [O], or zero-length: none
-    residual: torch.Tensor | None,  # [T, O], or [T, O / 2] with swiglu
-    activation: str,
+def tile_for(
+    x: torch.Tensor,
     num_outputs: int,
-    layout: Layout,
-    tile: Tile | None = None,
-) -> torch.Tensor:  # [T, O], or [T, O / 2]
-    """residual + activation(x @ weight.T + bias), in fp32 until the end."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"linear: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
-    if activation == "swiglu" and num_outputs % 16:
-        raise ValueError(f"linear: {num_outputs} outputs are not eight gates, eight values, and so on")
-    num_tokens, width = x.shape[0], num_outputs // 2 if activation == "swiglu" else num_outputs
-    if residual is not None:
-        check("linear", "residual", residual, (num_tokens, width), FLOATS, x.device, 1, True)
-    y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-    if y.numel():
-        _launch(x, weight, bias, residual, y, None, activation, num_outputs, layout, tile)
-    return y
-
-
-def best(
-    x: torch.Tensor,  # [T, F]
-    weight: torch.Tensor,
-    bias: torch.Tensor,  # [O], or zero-length: none
-    num_outputs: int,
-    layout: Layout,
-    tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # [T] fp32, [T] int64
-    """The highest of linear's outputs, in x's dtype, and the lowest output that has it; none is stored."""
-    num_tokens, tile = x.shape[0], tile or tile_for(x, num_outputs, form_of(layout).bits, is_stored=False)
-    num_parts = cdiv(num_outputs, tile.outputs)
-    values = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=x.device)
-    outputs = torch.empty(num_parts, num_tokens, dtype=torch.int32, device=x.device)
-    if num_tokens:
-        _launch(x, weight, bias, None, values, outputs, "argmax", num_outputs, layout, tile)
-    return choose_best(values, outputs)
-
-
-def tile_for(x: torch.Tensor, num_outputs: int, bits: int, is_stored: bool = True) -> Tile:
+    form: Coding,
+    is_stored: bool = True,
+    residual: torch.Tensor | None = None,
+) -> Tile:
     if x.dtype is torch.float32:
         return WIDE
-    in_gluon = is_stored and _in_gluon(x, num_outputs)
-    return coded_tile_of(x.shape[0], num_outputs, bits, gpu_of(x.device), in_gluon)
+    may = may_serve(x, num_outputs, form, is_stored, residual)
+    return coded_tile_of(x.shape[0], num_outputs, form.bits, gpu_of(x.device), may)
+
+
+def may_serve(
+    x: torch.Tensor, num_outputs: int, form: Coding, is_stored: bool, residual: torch.Tensor | None
+) -> Callable[[Tile], bool]:
+    """Whether a layer may be computed in a tile; gluon_few.py takes codes of 4 bits, a step in a block."""
+    in_gluon = is_stored and _in_gluon(x, num_outputs, residual)
+    fits = form.step >= 32 and num_outputs * x.shape[1] <= LARGEST
+
+    def may(tile: Tile) -> bool:
+        if tile.direct:
+            return in_gluon and form.bits == 4 and form.spans == 1
+        return not tile.consumers or (in_gluon and fits)
+
+    return may
 
 
 def every_tile(most: Size, x: torch.Tensor, num_outputs: int, is_stored: bool = True) -> Iterator[Variant]:
@@ -138,12 +121,12 @@ def _launch(
     weight: torch.Tensor,
     bias: torch.Tensor,
     residual: torch.Tensor | None,
-    y: torch.Tensor,
-    best: torch.Tensor | None,  # with argmax: the outputs whose values y holds
-    activation: str,
     num_outputs: int,
     layout: Layout,
     tile: Tile | None,
+    y: torch.Tensor,
+    best: torch.Tensor | None,  # with argmax: the outputs whose values y holds
+    activation: str,
 ) -> None:
     check("linear", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
     if not absent(bias):
@@ -151,10 +134,12 @@ def _launch(
     num_tokens, num_inputs = x.shape
     found = sections(weight, layout, num_outputs, num_inputs)
     words, scales, zeros, factors, form = found
-    tile = tile or tile_for(x, num_outputs, form.bits)
-    fits = form.step >= 32 and num_outputs * num_inputs <= LARGEST
-    if tile.consumers and not (fits and _in_gluon(x, num_outputs, residual)):
-        tile = coded_tile_of(num_tokens, num_outputs, form.bits, gpu_of(x.device), False)
+    is_stored = activation != "argmax"
+    if tile is None or not may_serve(x, num_outputs, form, is_stored, residual)(tile):
+        tile = tile_for(x, num_outputs, form, is_stored, residual)
+    if tile.direct:
+        _launch_few(x, found, bias, residual, y, activation, num_outputs, tile)
+        return
     if tile.consumers:
         launch_steps(
             x, y, unpacked(found, num_outputs, num_inputs), scales, factors, bias, residual, y, activation,
@@ -170,6 +155,30 @@ def _launch(
         TOKENS=tile.tokens, OUTPUTS=tile.outputs, ACTIVATION=activation, BIASED=not absent(bias),
         ADDS=residual is not None, EARLY=early(form, num_inputs), num_warps=tile.warps,
         num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _launch_few(
+    x: torch.Tensor,
+    found: Words,
+    bias: torch.Tensor,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    activation: str,
+    num_outputs: int,
+    tile: Tile,
+) -> None:
+    """Gluon's kernel for few tokens."""
+    (num_tokens, num_inputs), form = x.shape, found.form
+    more = {"maxnreg": 128} if form.kind == "e2m1" else {}  # fewer would be spent, and inputs asked for late
+    _coded_few[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
+        x, found.words, found.scales, found.zeros, found.factors, y if absent(bias) else bias,
+        y if residual is None else residual, y, num_tokens, num_outputs, num_inputs, x.stride(0),
+        0 if residual is None else residual.stride(0), y.stride(0), KIND=form.kind, HALF=form.half,
+        SCALED=form.is_scaled, ZEROS=form.has_zeros, DIVIDES=form.divides, WHOLE=num_inputs % form.block == 0,
+        SLABS=tile.outputs // SLAB, AHEAD=tile.stages, WARPS=tile.warps, ACTIVATION=activation,
+        BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps, enable_fp_fusion=False,
+        **more,
     )  # fmt: skip
 
 

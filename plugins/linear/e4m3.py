@@ -2,6 +2,7 @@
 which rounds the inputs."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from hemiola.plugins.gpu.tiles import Tile, steps_tile_of, table_of
 from hemiola.plugins.groups import E4M3, Layout
 from hemiola.plugins.inputs import SPAN
 from hemiola.plugins.linear.coded import launch_steps
-from hemiola.plugins.linear.cuda import ACTIVATIONS, choose_best
+from hemiola.plugins.linear.packed import ended
 
 _round = Kernel("linear", "_round")
 _e4m3 = Kernel("linear", "_e4m3")
@@ -40,50 +41,9 @@ def linear(
 ) -> Any:  # [T, O], or what it ends as
     """See reference.py. A row's bits do not depend on T, its place or other rows."""
     if ending == "argmax":
-        return best(x, weight, bias, num_outputs, weight_layout, tile)
-    return fused(x, weight, bias, residual, ending or "none", num_outputs, weight_layout, tile)
-
-
-def fused(
-    x: torch.Tensor,  # [T, F]
-    weight: torch.Tensor,
-    bias: torch.Tensor,  # [O], or zero-length: none
-    residual: torch.Tensor | None,  # [T, O], or [T, O / 2] with swiglu
-    activation: str,
-    num_outputs: int,
-    layout: Layout,
-    tile: Tile | None = None,
-) -> torch.Tensor:  # [T, O], or [T, O / 2]
-    """residual + activation(x @ weight.T + bias), in fp32 until the end."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"linear: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
-    if activation == "swiglu" and num_outputs % 16:
-        raise ValueError(f"linear: {num_outputs} outputs are not eight gates, eight values, and so on")
-    num_tokens, width = x.shape[0], num_outputs // 2 if activation == "swiglu" else num_outputs
-    if residual is not None:
-        check("linear", "residual", residual, (num_tokens, width), FLOATS, x.device, 1, True)
-    y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-    if y.numel():
-        _launch(x, weight, bias, residual, y, None, activation, num_outputs, layout, tile)
-    return y
-
-
-def best(
-    x: torch.Tensor,  # [T, F]
-    weight: torch.Tensor,
-    bias: torch.Tensor,  # [O], or zero-length: none
-    num_outputs: int,
-    layout: Layout,
-    tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # [T] fp32, [T] int64
-    """The highest of linear's outputs, in x's dtype, and the lowest output that has it; none is stored."""
-    num_tokens, tile = x.shape[0], tile or tile_for(x.shape[0])
-    num_parts = cdiv(num_outputs, tile.outputs)
-    values = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=x.device)
-    outputs = torch.empty(num_parts, num_tokens, dtype=torch.int32, device=x.device)
-    if num_tokens:
-        _launch(x, weight, bias, None, values, outputs, "argmax", num_outputs, layout, tile)
-    return choose_best(values, outputs)
+        tile = tile or tile_for(x.shape[0])
+    launch = partial(_launch, x, weight, bias, residual, num_outputs, weight_layout, tile)
+    return ended(x, num_outputs, residual, ending, tile.outputs if tile else 0, launch)
 
 
 def tile_for(num_tokens: int) -> Tile:
@@ -129,12 +89,12 @@ def _launch(
     weight: torch.Tensor,
     bias: torch.Tensor,
     residual: torch.Tensor | None,
-    y: torch.Tensor,
-    best: torch.Tensor | None,  # with argmax: the outputs whose values y holds
-    activation: str,
     num_outputs: int,
     layout: Layout,
     tile: Tile | None,
+    y: torch.Tensor,
+    best: torch.Tensor | None,  # with argmax: the outputs whose values y holds
+    activation: str,
 ) -> None:
     check("linear", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
     if not absent(bias):

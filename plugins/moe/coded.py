@@ -4,17 +4,15 @@ from collections.abc import Iterator
 
 import torch
 
-from hemiola.plugins.gpu.checks import check
 from hemiola.plugins.gpu.device import gpu_of
-from hemiola.plugins.gpu.dtypes import FLOATS
 from hemiola.plugins.gpu.launch import Kernel, cdiv
 from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
 from hemiola.plugins.gpu.tiles import Tile, coded_expert_tile_of, table_of
 from hemiola.plugins.gpu.words import sections
 from hemiola.plugins.groups import Layout
 from hemiola.plugins.linear.coded import WIDE, turn_of
-from hemiola.plugins.moe.cuda import SORT_BLOCK, combine, sort_pairs
-from hemiola.plugins.moe.spec import ACTIVATIONS
+from hemiola.plugins.moe.cuda import SORT_BLOCK
+from hemiola.plugins.moe.packed import Chosen, of_experts
 
 _coded_experts = Kernel("moe", "_coded_experts")
 
@@ -32,27 +30,11 @@ def moe(
     tile: Tile | None = None,
 ) -> torch.Tensor:  # [T, F]
     """See reference.py; an expert's result is rounded to x's dtype. An id that is no expert adds nothing."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"moe: activation is {activation!r}, expected relu2 or swiglu")
-    check("moe", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
-    (num_tokens, width), num_experts = x.shape, up.shape[0]
-    check("moe", "expert_ids", expert_ids, (num_tokens, None), torch.int32, x.device)
-    shape = (num_tokens, expert_ids.shape[1])
-    check("moe", "expert_weights", expert_weights, shape, torch.float32, x.device, anywhere=True)
-    check("moe", "down", down, (num_experts, None), torch.uint8, x.device)
-    y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-    if not y.numel():
-        return y
-    num_pairs = expert_ids.numel()
-    tile = tile or _tile_of(x, num_pairs, num_experts)
-    pairs, tiles = sort_pairs(expert_ids, num_experts, tile.tokens)
-    hidden = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
-    out = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
-    outputs = inner * ACTIVATIONS[activation]
-    _multiply(x, up, up_layout, outputs, hidden, pairs, tiles, expert_weights, activation, tile)
-    _multiply(hidden, down, down_layout, width, out, pairs, tiles, expert_weights, "none", tile)
-    combine(out, expert_ids, y, num_experts)
-    return y
+    layouts = up_layout, down_layout
+    return of_experts(
+        x, expert_ids, expert_weights, up, down, activation, inner, layouts,
+        lambda num_pairs: tile or _tile_of(x, num_pairs, len(up)), _multiply,
+    )  # fmt: skip
 
 
 def variants(
@@ -81,21 +63,18 @@ def _multiply(
     layout: Layout,
     num_outputs: int,
     y: torch.Tensor,  # hidden [P, I], or [P, F] in the order of tokens and slots
-    pairs: torch.Tensor,
-    tiles: torch.Tensor,
-    expert_weights: torch.Tensor,
+    chosen: Chosen,
     activation: str,
     tile: Tile,
 ) -> None:
-    """One of an expert's two layers: up (with an activation) gathers tokens, down scatters what it weighs."""
     num_inputs = x.shape[1]
     words, scales, zeros, factors, form = sections(weight, layout, num_outputs, num_inputs)
     turn = turn_of(tile, form)
-    _coded_experts[tiles.shape[0] - 1, cdiv(num_outputs, tile.outputs)](
-        x, words, scales, zeros, factors, y, pairs, tiles, expert_weights, num_outputs, num_inputs,
-        *(part.stride(0) for part in (words, scales, zeros, factors)), x.stride(0), y.stride(0),
-        **form.constants(), **turn, WHOLE=num_inputs % (turn["BLOCKS"] * form.block) == 0,
-        SLOTS=expert_weights.shape[1], IS_UP=activation != "none", DTYPE=x.dtype, TOKENS=tile.tokens,
+    _coded_experts[chosen.tiles.shape[0] - 1, cdiv(num_outputs, tile.outputs)](
+        x, words, scales, zeros, factors, y, chosen.pairs, chosen.tiles, chosen.weights, num_outputs,
+        num_inputs, *(part.stride(0) for part in (words, scales, zeros, factors)), x.stride(0),
+        y.stride(0), **form.constants(), **turn, WHOLE=num_inputs % (turn["BLOCKS"] * form.block) == 0,
+        SLOTS=chosen.weights.shape[1], IS_UP=activation != "none", DTYPE=x.dtype, TOKENS=tile.tokens,
         OUTPUTS=tile.outputs, ACTIVATION=activation, num_warps=tile.warps, num_stages=tile.stages,
         enable_fp_fusion=False,
     )  # fmt: skip

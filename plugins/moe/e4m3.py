@@ -2,32 +2,20 @@
 plugins/linear/e4m3.py. No GPU has run it yet: it was compiled, and Triton's interpreter has run it."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
-from hemiola.plugins.gpu.checks import check
-from hemiola.plugins.gpu.dtypes import FLOATS
 from hemiola.plugins.gpu.launch import Kernel, cdiv
 from hemiola.plugins.gpu.lines import sections
 from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
 from hemiola.plugins.gpu.tiles import Tile
 from hemiola.plugins.groups import Layout
 from hemiola.plugins.linear.e4m3 import TILES, block_of, buffers, tile_for
-from hemiola.plugins.moe.cuda import SORT_BLOCK, combine, sort_pairs
-from hemiola.plugins.moe.spec import ACTIVATIONS
+from hemiola.plugins.moe.cuda import SORT_BLOCK
+from hemiola.plugins.moe.packed import Chosen, of_experts
 
 _e4m3_experts = Kernel("moe", "_e4m3_experts")
 _round_pairs = Kernel("moe", "_round_pairs")
-
-
-class Chosen(NamedTuple):
-    """A step's experts."""
-
-    ids: torch.Tensor  # [T, K] int32
-    weights: torch.Tensor  # [T, K] fp32
-    pairs: torch.Tensor
-    tiles: torch.Tensor
 
 
 def moe(
@@ -43,28 +31,11 @@ def moe(
     tile: Tile | None = None,
 ) -> torch.Tensor:  # [T, F]
     """See reference.py; an expert's result is rounded to x's dtype. An id that is no expert adds nothing."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"moe: activation is {activation!r}, expected relu2 or swiglu")
-    check("moe", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
-    (num_tokens, width), num_experts = x.shape, up.shape[0]
-    check("moe", "expert_ids", expert_ids, (num_tokens, None), torch.int32, x.device)
-    shape = (num_tokens, expert_ids.shape[1])
-    check("moe", "expert_weights", expert_weights, shape, torch.float32, x.device, anywhere=True)
-    check("moe", "down", down, (num_experts, None), torch.uint8, x.device)
-    y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-    if not y.numel():
-        return y
-    num_pairs = expert_ids.numel()
-    tile = tile or tile_for(num_pairs // num_experts)
-    pairs, tiles = sort_pairs(expert_ids, num_experts, tile.tokens)
-    hidden = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
-    out = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
-    outputs = inner * ACTIVATIONS[activation]
-    chosen = Chosen(expert_ids, expert_weights, pairs, tiles)
-    _multiply(x, up, up_layout, outputs, hidden, chosen, activation, tile)
-    _multiply(hidden, down, down_layout, width, out, chosen, "none", tile)
-    combine(out, expert_ids, y, num_experts)
-    return y
+    layouts = up_layout, down_layout
+    return of_experts(
+        x, expert_ids, expert_weights, up, down, activation, inner, layouts,
+        lambda num_pairs: tile or tile_for(num_pairs // len(up)), _multiply,
+    )  # fmt: skip
 
 
 def variants(
@@ -91,7 +62,6 @@ def _multiply(
     activation: str,
     tile: Tile,
 ) -> None:
-    """One of an expert's two layers: up (with an activation) gathers tokens, down scatters what it weighs."""
     num_inputs, num_pairs, is_up = x.shape[1], len(chosen.pairs), activation != "none"
     lines, slots = sections(weight, layout, num_outputs, num_inputs), chosen.ids.shape[1]
     codes, by = buffers(x, num_pairs, lines, layout)

@@ -214,11 +214,13 @@ PLANS = {
 @pytest.mark.parametrize("kv", ["fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_3bit_nc"])
 @pytest.mark.parametrize("depth", [128, 256])
 def test_tiles_over_narrow_pages_leave_the_bits_alone(depth: int, kv: str, name: str) -> None:
+    """A layer's tiles stay on one side of 64 queries, from which on products are added in another order."""
     if kv != "fp8" and PLANS[name][0] >= 64:
         pytest.skip("never chosen beside lower ones (test_plans.py)")
     torch.manual_seed(0)
     case, tokens = Case(depth=depth, kv=kv), Case(depth=depth).tokens(1300)
-    same_bits(plain_run(replace(case, plan=PLANS[name]), tokens), plain_run(case, tokens), "outputs")
+    plain = replace(case, plan=PLANS["64 queries"]) if PLANS[name][0] >= 64 else case
+    same_bits(plain_run(replace(case, plan=PLANS[name]), tokens), plain_run(plain, tokens), "outputs")
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from hemiola.plugins.gpu.compile import compile_call
 from hemiola.plugins.gpu.cover import calls_at
-from hemiola.plugins.gpu.device import Gpu
+from hemiola.plugins.gpu.device import SHARED, Gpu
 from hemiola.plugins.gpu.launch import launches
 from hemiola.plugins.gpu.lines import pack_lines
 from hemiola.plugins.gpu.sizes import Size
@@ -21,6 +21,10 @@ from hemiola.plugins.linear.cuda import best, every_tile, fused, variants
 
 H200 = Gpu(90, 132)
 GLUON = sorted(tile for tile in table_of(90).tiles() if tile.consumers)
+DIRECT = (
+    Tile(16, 8, 128, 8, 2, True, abreast=8, direct=True),
+    Tile(32, 8, 128, 4, 2, True, abreast=4, direct=True),
+)
 HALF = torch.bfloat16
 FLOATS = re.compile(r"^\s*((?:ex2|div|fma|mul|add|sub|neg|max|rcp|cvt)\.[\w.]*f32[\w.]*)\s", re.M)
 
@@ -82,8 +86,8 @@ def packed(layout: Layout, num_outputs: int, num_inputs: int) -> torch.Tensor:
 def launched_over(layout: Layout, x: torch.Tensor, num_outputs: int = 4096, **options) -> set[str]:
     """Of a layer over codes."""
     module, weight = e4m3 if layout.inputs else coded, packed(layout, num_outputs, x.shape[1])
-    given = (x, weight, made(0), None, "none", num_outputs, layout)
-    return {name.partition("._")[2] for name in launched(module.fused, *given, **options)}
+    given = (x, weight, made(0), num_outputs, layout)
+    return {name.partition("._")[2] for name in launched(module.linear, *given, **options)}
 
 
 def test_many_tokens_of_codes_are_multiplied_by_gluon_where_that_was_measured() -> None:
@@ -103,8 +107,8 @@ def test_many_tokens_of_codes_are_multiplied_by_gluon_where_that_was_measured() 
 def test_what_is_multiplied_step_by_step_fits_and_is_fused_with_no_sum(layout: Layout) -> None:
     """But where the law says so: sums of products of e4m3 times the scale of the outputs."""
     module, weight = e4m3 if layout.inputs else coded, packed(layout, 256, 512)
-    given = (made(512, 512), weight, made(256), made(512, 256), "none", 256, layout)
-    found = [call for call in calls_at(module.fused, H200, *given) if call.kernel == "linear._dense_steps"]
+    given = (made(512, 512), weight, made(256), 256, layout, made(512, 256))
+    found = [call for call in calls_at(module.linear, H200, *given) if call.kernel == "linear._dense_steps"]
     ptx = compile_call(found[0], 90).ptx
     products = {line.split()[0] for line in ptx.splitlines() if "wgmma.mma_async" in line}
     assert len(found) == 1 and all((".e4m3.e4m3" in name) == bool(layout.inputs) for name in products)
@@ -127,3 +131,27 @@ def test_gluon_computes_by_the_same_instructions(tile: Tile) -> None:
         theirs, ours = (set(FLOATS.findall(ptx_of(t, activation, True, adds))) for t in (plain, tile))
         assert ours == theirs and ours, (activation, adds)
         assert not any(word.startswith("fma") for word in ours)
+
+
+@pytest.mark.parametrize("layout", [Layout("int4", 64, ("zeros",)), Layout("e2m1", 16, ("factor",))], ids=str)
+def test_codes_of_4_bits_go_straight_to_who_multiplies_few_tokens(layout: Layout) -> None:
+    """No product is fused with a sum, and several programs share a multiprocessor."""
+    weight = packed(layout, 256, 512)
+    for tile in DIRECT:
+        given = (made(9, 512), weight, made(256), 256, layout, made(9, 256), "", tile)
+        (call,) = calls_at(coded.linear, H200, *given)
+        found = compile_call(call, 90)
+        assert call.kernel == "linear._coded_few" and "mma.sync" in found.ptx
+        assert found.binary.shared <= SHARED[90] // 4 and "fma.rn.f32" not in FLOATS.findall(found.ptx)
+
+
+def test_other_codes_lines_and_architectures_are_tritons_for_few_tokens_too() -> None:
+    x, kind = made(8, 4096), Layout("int4", 128)
+    assert launched_over(kind, x) == launched_over(kind, x, 12288) == {"coded_few"}
+    assert launched_over(kind, made(9, 4096)) == launched_over(kind, x, gpu=Gpu(100, 132)) == {"coded"}
+    for tile in DIRECT:
+        for other in (x.half(), x.float(), made(8, 4097)[:, 1:]):
+            assert launched_over(kind, other, tile=tile) == {"coded"}
+        for layout in (Layout("e4m3", 128), Layout("int4", 32), Layout("int8", 128)):
+            assert launched_over(layout, x, tile=tile) == {"coded"}  # 8 bits; several steps in a block
+        assert launched_over(kind, x, 4100, tile=tile) == {"coded"}

@@ -16,7 +16,7 @@ from hemiola.plugins.gpu.lines import pack_lines, sections
 from hemiola.plugins.gpu.tiles import table_of
 from hemiola.plugins.groups import Layout
 from hemiola.plugins.inputs import SPAN, product, rounded
-from hemiola.plugins.linear.e4m3 import MANY, TILES, _round, best, block_of, buffers, fused, linear
+from hemiola.plugins.linear.e4m3 import MANY, TILES, _round, block_of, buffers, linear
 from tests.gpu.laws import (
     DEVICE,
     HALF,
@@ -77,13 +77,13 @@ def test_against_the_reference(num_outputs: int, num_inputs: int, layout: Layout
         assert rel_error(y.cpu(), wanted) < LIMIT and y.is_contiguous()
 
 
-@pytest.mark.parametrize("activation", ["none", "relu2", "swiglu"])
+@pytest.mark.parametrize("activation", ["", "relu2", "swiglu"])
 @pytest.mark.parametrize("tile", EVERY, ids=str)
 def test_every_tile_against_the_reference(activation: str, tile) -> None:
     layout, halved = LAYOUTS[1], 2 if activation == "swiglu" else 1
     group = make(layout, 80, 176)
     x, residual = randn(9, 176, dtype=torch.float32), randn(9, 80 // halved, dtype=torch.float32)
-    y = fused(x, pack_lines(group).to(DEVICE), NONE, apart(residual), activation, 80, layout, tile)
+    y = linear(x, pack_lines(group).to(DEVICE), NONE, 80, layout, apart(residual), activation, tile)
     wanted = product(x.cpu(), group)
     if activation == "relu2":
         wanted = wanted.relu().square()
@@ -99,12 +99,12 @@ def test_every_tile_against_the_reference(activation: str, tile) -> None:
 def test_every_tile_has_the_same_bits(num_outputs: int, num_inputs: int, layout: Layout) -> None:
     """Before they are rounded: a sum, and the sum less what it rounds to."""
     weight, x = pack_lines(make(layout, num_outputs, num_inputs)).to(DEVICE), randn(300, num_inputs)
-    wanted = fused(x, weight, NONE, None, "none", num_outputs, layout, EVERY[0])
-    rest = fused(x, weight, NONE, -wanted, "none", num_outputs, layout, EVERY[0])
+    wanted = linear(x, weight, NONE, num_outputs, layout, tile=EVERY[0])
+    rest = linear(x, weight, NONE, num_outputs, layout, -wanted, tile=EVERY[0])
     assert rest.any()
     for tile in EVERY[1:]:
-        assert same_bits(fused(x, weight, NONE, None, "none", num_outputs, layout, tile), wanted), tile
-        assert same_bits(fused(x, weight, NONE, -wanted, "none", num_outputs, layout, tile), rest), tile
+        assert same_bits(linear(x, weight, NONE, num_outputs, layout, tile=tile), wanted), tile
+        assert same_bits(linear(x, weight, NONE, num_outputs, layout, -wanted, tile=tile), rest), tile
 
 
 @EACH_INPUTS
@@ -117,7 +117,7 @@ def test_best_is_the_first_highest_of_the_stored_outputs() -> None:
     layout, bias = LAYOUTS[0], randn(130)
     x, weight = randn(5, 96), pack_lines(make(layout, 130, 96)).to(DEVICE)
     lines_ = linear(x, weight, bias, 130, layout).tolist()
-    value, output = best(x, weight, bias, 130, layout)
+    value, output = linear(x, weight, bias, 130, layout, ending="argmax")
     assert output.tolist() == [line.index(max(line)) for line in lines_]
     assert value.tolist() == [max(line) for line in lines_] and x.dtype is HALF
 
