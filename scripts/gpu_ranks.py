@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ PARTS = {
     "links": 40,
     "sums": 120,
     "times": 60,
+    "company": 60,
     "engines": 200,
     "storms": 200,
     "faults": 120,
@@ -218,13 +220,13 @@ def _sums(peers: Peers) -> None:
             for n in range(peers.size)
         ]
         wanted = tree([part.float() for part in parts]).to(dtype)
-        for twice in (None, False, True):
-            found = our_sum(parts[peers.rank], peers.group, twice=twice)
+        for twice, whole in itertools.product((None, False, True), (None, False, True)):
+            found = our_sum(parts[peers.rank], peers.group, twice=twice, whole=whole)
             if not torch.equal(found.view(torch.int8), wanted.view(torch.int8)):
-                wrong.append((tokens, width, dtype, twice, int((found != wanted).sum())))
-            more = our_sum(parts[peers.rank], peers.group, parts[0], twice)
+                wrong.append((tokens, width, dtype, twice, whole, int((found != wanted).sum())))
+            more = our_sum(parts[peers.rank], peers.group, parts[0], twice, whole)
             if not torch.equal(more, (tree([part.float() for part in parts]) + parts[0].float()).to(dtype)):
-                wrong.append((tokens, width, dtype, twice, "with a residual"))
+                wrong.append((tokens, width, dtype, twice, whole, "with a residual"))
     for lines in (1, 7, 300, 40_000):
         rng = torch.Generator(peers.device).manual_seed(lines)
         logits = [
@@ -240,7 +242,7 @@ def _sums(peers: Peers) -> None:
             wrong.append(("gather", lines))
     peers.meet()
     if peers.rank == 0:
-        row(f"bits at {len(SHAPES)} sizes, 2 dtypes, 3 ways; agree, gather at 4", wrong or "equal")
+        row(f"bits at {len(SHAPES)} sizes, 2 dtypes, 9 ways; agree, gather at 4", wrong or "equal")
     bad, num, seconds = _loop(peers, our_sum)
     print(f"| rank {peers.rank}: {num} sums in graphs | {seconds:.1f} s | {bad} wrong |", flush=True)
     if wrong or bad:
@@ -263,6 +265,7 @@ def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int,
         (1, 4096),
         (4, 4096),
         (64, 4096),
+        (600, 4096),
     )
     bases = [torch.arange(t * w, device=device).remainder(61).view(t, w).float() for t, w in sizes]
 
@@ -292,8 +295,8 @@ def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int,
 
 def times(asked: argparse.Namespace) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "NCCL_NVLS_ENABLE": "0"}
-    row("rows x 4096, bf16", "ours, us", "NCCL in a graph, us", "ours / NCCL", "NCCL eager, us")
-    row(*["---"] * 5)
+    row("rows x 4096, bf16", "lines, us", "blocks, us", "as chosen", "NCCL in a graph, us", "ours / NCCL")
+    row(*["---"] * 6)
     with_peers(_times, asked.tp)
 
 
@@ -305,13 +308,54 @@ def _times(peers: Peers) -> None:
     dist.init_process_group("nccl", rank=peers.rank, world_size=peers.size, device_id=peers.device)
     for rows in (1, 4, 16, 64, 256, 1024, 4096):
         x = torch.randn(rows, 4096, device=peers.device).bfloat16()
+        lines = _us(peers, lambda x=x: our_sum(x, peers.group, whole=False))
+        blocks = _us(peers, lambda x=x: our_sum(x, peers.group, whole=True))
         ours = _us(peers, lambda x=x: our_sum(x, peers.group))
         theirs = _us(peers, lambda x=x: dist.all_reduce(x))
-        eager = _us(peers, lambda x=x: dist.all_reduce(x), False)
         if peers.rank == 0:
-            print(f"| {rows} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} | {eager:.2f} |", flush=True)
+            print(
+                f"| {rows} | {lines:.2f} | {blocks:.2f} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} |",
+                flush=True,
+            )
     peers.meet()
     os._exit(0)  # NCCL takes seconds to end
+
+
+def company(asked: argparse.Namespace) -> None:
+    row("rows", "late by, us", "work alone, us", "lines add", "blocks add")
+    row(*["---"] * 5)
+    with_peers(_company, asked.tp)
+
+
+def _company(peers: Peers) -> None:
+    """Work is a kernel that moves 96 MB; behind it ranks are late in turns."""
+    from hemiola.plugins.sum.cuda import sum as our_sum
+
+    a = torch.randn(24 * 2**20, device=peers.device).bfloat16()
+    b, turn, cycles = torch.empty_like(a), itertools.count(), 1900  # of a microsecond
+
+    def work(late: int) -> None:
+        torch.add(a, 1, out=b)
+        if late and next(turn) % peers.size == peers.rank:
+            torch.cuda._sleep(late * cycles)
+
+    for rows, late in itertools.product((1, 64, 256), (0, 5, 20, 60)):
+        x = torch.randn(rows, 4096, device=peers.device).bfloat16()
+        more = torch.randn(rows, 4096, device=peers.device).bfloat16()
+
+        def both(whole: bool, x: torch.Tensor = x, more: torch.Tensor = more, late: int = late) -> None:
+            work(late)
+            our_sum(x, peers.group, more, whole=whole)
+
+        def alone(late: int = late) -> None:
+            torch.add(a, 1, out=b)
+            if late:
+                torch.cuda._sleep(late * cycles)
+
+        plain = _us(peers, alone)
+        lines, blocks = (_us(peers, partial(both, whole)) for whole in (False, True))
+        if peers.rank == 0:
+            row(rows, late, f"{plain:.2f}", f"{lines - plain:.2f}", f"{blocks - plain:.2f}")
 
 
 def _us(peers: Peers, run: Callable[[], object], in_graph: bool = True, each: int = 50) -> float:
