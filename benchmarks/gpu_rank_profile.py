@@ -47,7 +47,9 @@ def host_table(who: str) -> None:
         if found:
             found = found[-200:]
             high = sorted(found)[int(0.95 * len(found))]
-            print(f"| {who} | {label} | {1e6 * statistics.median(found):.0f} | {1e6 * high:.0f} |", flush=True)
+            print(
+                f"| {who} | {label} | {1e6 * statistics.median(found):.0f} | {1e6 * high:.0f} |", flush=True
+            )
     took.clear()
 
 
@@ -69,9 +71,7 @@ def profiled() -> Any:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    return profile(
-        activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]
-    )
+    return profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU])
 
 
 def wait_for(path: Path) -> None:
@@ -116,7 +116,9 @@ def decode(llm: Any, prompts: list[list[int]], folder: Path, number: int) -> tup
     gpu_models.decode(llm, prompts, (0, 8))
     found = gpu_models.decode(llm, prompts, (0, 40), (40, 120))
     for one in found:
-        print(f"* steps {one.steps}: {one.step_ms:.2f} ms each, GPU without a step {one.idle:.1%}", flush=True)
+        print(
+            f"* steps {one.steps}: {one.step_ms:.2f} ms each, GPU without a step {one.idle:.1%}", flush=True
+        )
     took.clear()
     params = SamplingParams(max_tokens=260, temperature=0.0, ignore_eos=True)
     started, left, done = set[int](), {*range(len(prompts))}, threading.Event()
@@ -166,8 +168,8 @@ def report(leader: dict[str, np.ndarray], follower: dict[str, np.ndarray]) -> No
         steps = len(begins) - 1
         print(
             f"* {who}: {steps} steps, {np.median(np.diff(begins)) / 1e3:.2f} ms each (median),"
-            f" {len(kernels['names']) / (steps + 1):.0f} kernels; short gaps {short.sum() / steps / 1e3:.3f} ms a"
-            f" step, {len(long)} long ones of {long.sum() / steps / 1e3:.3f} ms a step"
+            f" {len(kernels['names']) / (steps + 1):.0f} kernels; short gaps {short.sum() / steps / 1e3:.3f} ms"
+            f" a step, {len(long)} long ones of {long.sum() / steps / 1e3:.3f} ms a step"
         )
     by_name(both)
     lateness(both)
@@ -180,7 +182,9 @@ def by_name(both: list[dict[str, np.ndarray]]) -> None:
         begins = kernels["starts"][kernels["names"] == "_fill"]
         inside = (kernels["starts"] >= begins[0]) & (kernels["starts"] < begins[-1])
         steps = len(begins) - 1
-        for name, start, end in zip(*(kernels[key][inside] for key in ("names", "starts", "ends")), strict=True):
+        for name, start, end in zip(
+            *(kernels[key][inside] for key in ("names", "starts", "ends")), strict=True
+        ):
             sums[str(name)][rank] += (end - start) / steps
             sums[str(name)][2] += 1 / steps / 2
     print("\n| kernel | a step | leader, us a step | follower |\n|---|---|---|---|")
@@ -207,7 +211,9 @@ def lateness(both: list[dict[str, np.ndarray]]) -> None:
     late = their_starts - starts
     behind = np.maximum(ends, their_ends) - np.maximum(starts, their_starts)
     print(f"\n{num} steps of {starts.shape[1]} sums; clocks {offset:.0f} us apart\n")
-    print("| sum of a step | follower later by, us: 10 %, 50 %, 90 % | ends behind the later one | leader's | follower's |")
+    print(
+        "| sum of a step | follower later by, us: 10 %, 50 %, 90 % | ends behind the later one | leader's | follower's |"
+    )
     print("|---|---|---|---|---|")
     for first, last in [(0, 1), (1, 2), (2, 10), (10, 40), (40, 63), (63, 64), (64, 200)]:
         part = (slice(None), slice(first, last))
@@ -257,7 +263,12 @@ def main() -> None:
 
     for owner, name in ((Scheduler, "plan"), (Scheduler, "commit"), (Outbox, "drain"), (Graphs, "replay")):
         timed(owner, name)
-    for owner, name in ((ranked.RankedSteps, "launch"), (AllSteps, "launch"), (Loop, "step"), (Loop, "_deliver")):
+    for owner, name in (
+        (ranked.RankedSteps, "launch"),
+        (AllSteps, "launch"),
+        (Loop, "step"),
+        (Loop, "_deliver"),
+    ):
         timed(owner, name)
     rows = [int(num) for num in asked.rows.split(",")]
     prompts = np.random.default_rng(0).integers(0, 100_000, (max(rows), asked.context)).tolist()

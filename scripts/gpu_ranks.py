@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where engines are kept; default: a temporary folder")
     parser.add_argument("--seconds", type=float, default=60, help="of storms")
+    parser.add_argument("--sums", type=int, default=1_000_000, help="in graphs, of the part sums")
     parser.add_argument("--families", default=",".join(FAMILIES), help="of the part engines")
     parser.add_argument("--cases", default="", help="of engines and faults, by semicolons; default: all")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -91,7 +92,7 @@ def main() -> None:
 def ran(part: str, asked: argparse.Namespace) -> bool:
     """Whether it went well."""
     given = ["--part", part]
-    for name in ("tp", "folder", "seconds", "families", "cases"):
+    for name in ("tp", "folder", "seconds", "sums", "families", "cases"):
         given += [f"--{name}", str(getattr(asked, name))]
     print(f"## {part}", flush=True)
     start = time.monotonic()
@@ -202,10 +203,10 @@ def _links(peers: Peers) -> None:
 
 
 def sums(asked: argparse.Namespace) -> None:
-    with_peers(_sums, asked.tp)
+    with_peers(partial(_sums, asked.sums), asked.tp)
 
 
-def _sums(peers: Peers) -> None:
+def _sums(num: int, peers: Peers) -> None:
     from hemiola.plugins.step import forms
     from hemiola.plugins.sum.cuda import sum as our_sum
     from hemiola.plugins.sum.reference import tree
@@ -243,14 +244,14 @@ def _sums(peers: Peers) -> None:
     peers.meet()
     if peers.rank == 0:
         row(f"bits at {len(SHAPES)} sizes, 2 dtypes, 9 ways; agree, gather at 4", wrong or "equal")
-    bad, num, seconds = _loop(peers, our_sum)
+    bad, num, seconds = _loop(peers, our_sum, num)
     print(f"| rank {peers.rank}: {num} sums in graphs | {seconds:.1f} s | {bad} wrong |", flush=True)
     if wrong or bad:
         sys.exit(1)
 
 
-def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int, float]:
-    """10^6 sums of small numbers that are others each time; every one is looked at."""
+def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor], wanted: int) -> tuple[int, int, float]:
+    """Sums of small numbers that are others each time; every one is looked at."""
     device, at_once = peers.device, 500
     count = torch.zeros(1, device=device)
     bad = torch.zeros(1, dtype=torch.int64, device=device)
@@ -274,8 +275,8 @@ def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int,
         count.add_(1)
         mine = (base + count.remainder(17) + peers.rank).bfloat16()
         found = our_sum(mine, peers.group)
-        wanted = peers.size * (base + count.remainder(17)) + peers.size * (peers.size - 1) / 2
-        bad.add_((found != wanted.bfloat16()).sum())
+        right = peers.size * (base + count.remainder(17)) + peers.size * (peers.size - 1) / 2
+        bad.add_((found != right.bfloat16()).sum())
 
     for n in range(len(sizes)):
         one(n)
@@ -286,7 +287,7 @@ def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int,
             one(n)
     peers.meet()
     start = time.perf_counter()
-    num = 1_000_000 // at_once
+    num = wanted // at_once
     for _ in range(num):
         graph.replay()
     torch.cuda.synchronize()
