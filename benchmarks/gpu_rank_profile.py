@@ -148,6 +148,64 @@ def decode(llm: Any, prompts: list[list[int]], folder: Path, number: int) -> tup
     return load(folder / f"leader-{number}.npz"), load(folder / f"follower-{number}.npz")
 
 
+def sequences(llm: Any, prompts: list[list[int]]) -> None:
+    """Milliseconds of the GPU's steps, one by one, in ways of running that can be changed meanwhile."""
+    import gc
+    import os
+
+    import gpu_models
+
+    from hemiola.runtime.step import ranked
+
+    pid = next(one.process.pid for one in llm._loop.steps._followers._followers)
+    cores = sorted(os.sched_getaffinity(0))
+
+    def pinned(own: set[int], theirs: set[int]) -> None:
+        for process, chosen in ((os.getpid(), own), (pid, theirs)):
+            for task in Path(f"/proc/{process}/task").iterdir():
+                os.sched_setaffinity(int(task.name), chosen)
+
+    def no_checks() -> None:
+        ranked.CHECKED_EVERY = 10**9
+
+    ways: dict[str, Callable[[], None]] = {
+        "as it is": lambda: None,
+        "no digests": no_checks,
+        "no collector on the leader": gc.disable,
+        "half of the cores each": lambda: pinned({*cores[: len(cores) // 2]}, {*cores[len(cores) // 2 :]}),
+    }
+    gpu_models.decode(llm, prompts, (0, 8))
+    for name, change in ways.items():
+        change()
+        took_gpu.clear()
+        found = gpu_models.decode(llm, prompts, (0, 40), (40, 120))
+        own = np.array([1e3 * seconds for rows, seconds in took_gpu if rows == len(prompts)])[3:]
+        shown = ", ".join(f"{number:.2f}" for number in np.quantile(own, (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1)))
+        means = ", ".join(f"{one.step_ms:.2f}" for one in found)
+        print(f"* {name}: {means} ms a step; GPU's steps: {shown}", flush=True)
+        print("  " + " ".join(f"{number:.1f}" for number in own[:100]), flush=True)
+    ranked.CHECKED_EVERY = 16
+    gc.enable()
+    pinned({*cores}, {*cores})
+
+
+took_gpu: list[tuple[int, float]] = []  # rows of a step that only decodes, and its seconds
+
+
+def watch_steps() -> None:
+    from hemiola.runtime.schedule.loop import Loop
+
+    plain = Loop._clock
+
+    def clock(self: Any, flight: Any) -> None:
+        rows = flight.plan.rows
+        if all(row.num_tokens == 1 + row.num_drafts for row in rows):
+            took_gpu.append((len(rows), sum(flight.output.seconds(mark) for mark in range(3))))
+        plain(self, flight)
+
+    Loop._clock = clock
+
+
 def load(path: Path) -> dict[str, np.ndarray]:
     with np.load(path, allow_pickle=False) as found:
         order = np.argsort(found["starts"], kind="stable")
@@ -236,11 +294,19 @@ def sums_of(kernels: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return found[0], found[1]
 
 
+def few_sizes(rows: str) -> None:
+    """Graphs of these numbers of rows, and of no others: an engine opens sooner."""
+    from hemiola.runtime.step import bucket
+
+    bucket.ROWS = tuple(int(num) for num in rows.split(","))
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--follower"]:
-        folder = Path(sys.argv[2])
+        folder, rows = sys.argv[2:4]
         del sys.argv[1:]
-        follow(folder)
+        few_sizes(rows)
+        follow(Path(folder))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--models", default="9b")
@@ -250,6 +316,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--engines", type=Path, required=True)
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--sequences", action="store_true", help="no profile")
     asked = parser.parse_args()
     import gpu_models
 
@@ -270,6 +337,8 @@ def main() -> None:
         (Loop, "_deliver"),
     ):
         timed(owner, name)
+    watch_steps()
+    few_sizes(asked.rows)
     rows = [int(num) for num in asked.rows.split(",")]
     prompts = np.random.default_rng(0).integers(0, 100_000, (max(rows), asked.context)).tolist()
     for model in asked.models.split(","):
@@ -277,10 +346,13 @@ def main() -> None:
         for drafts in asked.drafts.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 kept = asked.keep or Path(folder)
-                followers.COMMAND = [sys.executable, __file__, "--follower", folder]
+                followers.COMMAND = [sys.executable, __file__, "--follower", folder, asked.rows]
                 with gpu_models.opened(model, engine_dir, drafts) as llm:
                     for number, num in enumerate(rows):
                         print(f"\n### {model}, drafts {drafts}, {num} rows\n", flush=True)
+                        sequences(llm, prompts[:num])
+                        if asked.sequences:
+                            continue
                         found = decode(llm, prompts[:num], Path(folder), number)
                         report(*found)
                         if asked.keep:

@@ -42,9 +42,9 @@ def judge_by_pattern() -> None:
     limits = torch.tensor([int(rate * 2**20) for rate in given_the_last])
 
     class ByPattern(Argmax):
-        def __init__(self, ops: Any, ledger: Any) -> None:
+        def __init__(self, ops: Any, ledger: Any, limits: torch.Tensor) -> None:
             super().__init__(ops)
-            self._ledger, self._limits = ledger, limits.to(ledger.device)
+            self._ledger, self._limits = ledger, limits
 
         def choose(self, scores: Any, batch: Any) -> Any:
             best = super().choose(scores, batch)
@@ -61,13 +61,17 @@ def judge_by_pattern() -> None:
             return Best(best.logit, torch.where(accepts, draft.to(best.token_id.dtype), best.token_id))
 
     def patched(steps: Any) -> None:
-        plain = steps._choice
+        make, plain = steps.__init__, steps._choice
+
+        def init(self: Any, *given: Any) -> None:
+            make(self, *given)
+            self.limits = limits.to(self._ledger.device)
 
         def choice(self: Any, *given: Any) -> Any:
             found = plain(self, *given)
-            return ByPattern(self._ops, self._ledger) if type(found) is Argmax else found
+            return ByPattern(self._ops, self._ledger, self.limits) if type(found) is Argmax else found
 
-        steps._choice = choice
+        steps.__init__, steps._choice = init, choice
 
     patched(Captured)
     patched(EagerSteps)

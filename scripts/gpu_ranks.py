@@ -42,6 +42,7 @@ PARTS = {
     "sums": 120,
     "times": 60,
     "company": 60,
+    "steady": 60,
     "engines": 200,
     "storms": 200,
     "faults": 120,
@@ -357,6 +358,53 @@ def _company(peers: Peers) -> None:
         lines, blocks = (_us(peers, partial(both, whole)) for whole in (False, True))
         if peers.rank == 0:
             row(rows, late, f"{plain:.2f}", f"{lines - plain:.2f}", f"{blocks - plain:.2f}")
+
+
+def steady(asked: argparse.Namespace) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "NCCL_NVLS_ENABLE": "0"}
+    row("rows x 4096", "by", "us of work and sum: least", "10 %", "50 %", "90 %", "99 %", "most")
+    row(*["---"] * 8)
+    with_peers(_steady, asked.tp)
+
+
+def _steady(peers: Peers) -> None:
+    """Each replay of 50 is timed."""
+    import torch.distributed as dist
+
+    from hemiola.plugins.sum.cuda import sum as our_sum
+
+    dist.init_process_group("nccl", rank=peers.rank, world_size=peers.size, device_id=peers.device)
+    a = torch.randn(48 * 2**20, device=peers.device).bfloat16()
+    b, each = torch.empty_like(a), 50
+    for rows in (64, 256):
+        x = torch.randn(rows, 4096, device=peers.device).bfloat16()
+        ways: dict[str, Callable[[], object]] = {
+            "nothing": lambda: None,
+            "lines": lambda x=x: our_sum(x, peers.group, x, whole=False),
+            "blocks": lambda x=x: our_sum(x, peers.group, x, whole=True),
+            "NCCL": lambda x=x: dist.all_reduce(x),
+        }
+        for name, run in ways.items():
+            for _ in range(3):
+                run()
+            peers.meet()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(each):
+                    torch.add(a, 1, out=b)
+                    run()
+            peers.meet()
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(301)]
+            for mark in marks:
+                mark.record()
+                graph.replay()
+            torch.cuda.synchronize()
+            found = sorted(1e3 * p.elapsed_time(q) / each for p, q in itertools.pairwise(marks))
+            if peers.rank == 0:
+                shown = [found[int(part * (len(found) - 1))] for part in (0, 0.1, 0.5, 0.9, 0.99, 1)]
+                row(rows, name, *(f"{number:.1f}" for number in shown))
+    peers.meet()
+    os._exit(0)  # NCCL takes seconds to end
 
 
 def _us(peers: Peers, run: Callable[[], object], in_graph: bool = True, each: int = 50) -> float:
