@@ -224,10 +224,11 @@ def report(leader: dict[str, np.ndarray], follower: dict[str, np.ndarray]) -> No
         gaps = kernels["starts"][1:] - reached
         short, long = gaps[(gaps > 0) & (gaps < LONG)], gaps[gaps >= LONG]
         steps = len(begins) - 1
+        short, long = short.sum() / steps / 1e3, (len(long), long.sum() / steps / 1e3)
         print(
             f"* {who}: {steps} steps, {np.median(np.diff(begins)) / 1e3:.2f} ms each (median),"
-            f" {len(kernels['names']) / (steps + 1):.0f} kernels; short gaps {short.sum() / steps / 1e3:.3f} ms"
-            f" a step, {len(long)} long ones of {long.sum() / steps / 1e3:.3f} ms a step"
+            f" {len(kernels['names']) / (steps + 1):.0f} kernels; short gaps {short:.3f} ms a step,"
+            f" {long[0]} long ones of {long[1]:.3f} ms a step"
         )
     by_name(both)
     lateness(both)
@@ -269,9 +270,7 @@ def lateness(both: list[dict[str, np.ndarray]]) -> None:
     late = their_starts - starts
     behind = np.maximum(ends, their_ends) - np.maximum(starts, their_starts)
     print(f"\n{num} steps of {starts.shape[1]} sums; clocks {offset:.0f} us apart\n")
-    print(
-        "| sum of a step | follower later by, us: 10 %, 50 %, 90 % | ends behind the later one | leader's | follower's |"
-    )
+    print("| sum of a step | follower later by, us: 10, 50, 90 % | ends behind both | leader's | its |")
     print("|---|---|---|---|---|")
     for first, last in [(0, 1), (1, 2), (2, 10), (10, 40), (40, 63), (63, 64), (64, 200)]:
         part = (slice(None), slice(first, last))

@@ -12,7 +12,7 @@ from hemiola.runtime.step.record import Move, StepRecord
 
 
 class BadReplica(follower.Replica):
-    def run(self, record: StepRecord) -> Digest | None:
+    def run(self, record: StepRecord) -> Callable[[], Digest] | None:
         if record.number == 5:
             match sys.argv[1]:
                 case "dies":
