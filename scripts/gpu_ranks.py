@@ -19,6 +19,7 @@ Each part is a process of its own with a time limit, and none stops the next. A 
 
 import argparse
 import itertools
+import json
 import os
 import random
 import signal
@@ -49,6 +50,7 @@ PARTS = {
     "models": 200,
 }
 FAMILIES = ("qwen3.5-code", "nemotron-h-code")
+RANDOM = "moe-fp8"  # a family of random weights: Qwen3.5 with experts, rounded to FP8
 SIZES = {"max_len": 512, "max_rows": 8, "max_step_tokens": 256, "page_len": 64, "chunk_len": 16}
 SHAPES = (
     (1, 4096),
@@ -71,8 +73,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where engines are kept; default: a temporary folder")
     parser.add_argument("--seconds", type=float, default=60, help="of storms")
     parser.add_argument("--sums", type=int, default=1_000_000, help="in graphs, of the part sums")
-    parser.add_argument("--families", default=",".join(FAMILIES), help="of the part engines")
-    parser.add_argument("--cases", default="", help="of engines and faults, by semicolons; default: all")
+    parser.add_argument(
+        "--families", default=",".join((*FAMILIES, RANDOM)), help="of the parts build, engines and storms"
+    )
+    parser.add_argument(
+        "--cases", default="", help="of engines (same: --same-bits) and faults, by semicolons; default: all"
+    )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.part:
@@ -177,8 +183,10 @@ def with_peers(work: Callable[[Peers], None], size: int) -> None:
 def build(asked: argparse.Namespace) -> None:
     import multiprocessing
 
-    jobs = [(family, {"tp": asked.tp}) for family in FAMILIES]
-    jobs += [(family, {"tp": tp, "same_bits": True}) for family in FAMILIES for tp in (1, asked.tp)]
+    families = asked.families.split(",")
+    jobs = [(family, {"tp": asked.tp}) for family in families]
+    if not asked.cases or "same" in asked.cases.split(";"):
+        jobs += [(family, {"tp": tp, "same_bits": True}) for family in families for tp in (1, asked.tp)]
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_build, args=(asked, *job)) for job in jobs]
     for process in processes:
@@ -436,6 +444,26 @@ def _us(peers: Peers, run: Callable[[], object], in_graph: bool = True, each: in
 # Engines.
 
 
+def checkpoint(asked: argparse.Namespace, family: str) -> Path:
+    """A bundled one, or a config of a small model with the ways of a large one."""
+    if family != RANDOM:
+        return ROOT / "demo" / family
+    folder = asked.folder / "checkpoints" / f"{family}-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((ROOT / "benchmarks/configs/qwen3.5-35b-a3b/config.json").read_text())
+    config |= {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64}
+    config |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+    config |= {"shared_expert_intermediate_size": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    config |= {
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "vocab_size": 2048,
+        "eos_token_id": 2047,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def built(asked: argparse.Namespace, family: str, **options: Any) -> Path:
     from hemiola.builder.build import build
     from hemiola.builder.options import Options
@@ -445,7 +473,9 @@ def built(asked: argparse.Namespace, family: str, **options: Any) -> Path:
     engine_dir = asked.folder / name
     if not (engine_dir / "manifest.json").is_file():
         start = time.monotonic()
-        build(ROOT / "demo" / family, engine_dir, Options(arch=arch_here(), **SIZES | options))
+        rounded = {"random_weights": True, "quantize": "fp8"} if family == RANDOM else {}
+        given = SIZES | rounded | options
+        build(checkpoint(asked, family), engine_dir, Options(arch=arch_here(), **given))
         print(f"* {name}: built in {time.monotonic() - start:.1f} s", flush=True)
     return engine_dir
 
@@ -510,12 +540,16 @@ def plain(
     with opened(engine_dir, drafts="none", prefix_cache=False, max_rows=1) as llm:
         opening = time.monotonic() - start
         if calls is None:
-            ids, params = llm.encode(START), SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+            ids, params = start_of(llm), SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
             calls = asked_for(ids + llm.generate([ids], params)[0].token_ids, seed, num)
         found = [said(llm.generate([prompt], params)[0]) for prompt, params in calls]
     seconds = time.monotonic() - start - opening
     print(f"* {engine_dir.name}: open in {opening:.1f} s, plain run in {seconds:.1f} s", flush=True)
     return calls, found
+
+
+def start_of(llm: Any) -> list[int]:
+    return llm.encode(START) if llm.manifest.has_tokenizer else [*range(20, 40)]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -547,6 +581,8 @@ def engines(asked: argparse.Namespace) -> None:
                 result = f"{type(error).__name__}: {error}"
             bad += result != "equal"
             row(family, name, f"{len(calls)} requests", result, f"{time.monotonic() - start:.1f} s")
+        if asked.cases and "same" not in chosen:
+            continue
         try:
             dirs = [built(asked, family, tp=tp, same_bits=True) for tp in (1, asked.tp)]
             calls, wanted = plain(dirs[0], 1, 12)
@@ -561,16 +597,16 @@ def engines(asked: argparse.Namespace) -> None:
 def storms(asked: argparse.Namespace) -> None:
     """Until the time is up."""
     bad = done = 0
-    dirs = [built(asked, family, tp=asked.tp) for family in FAMILIES]
+    dirs = [built(asked, family, tp=asked.tp) for family in asked.families.split(",")]
     known = [(engine_dir, *plain(engine_dir, 7, 40)) for engine_dir in dirs]
     until = time.monotonic() + asked.seconds
     for seed in itertools.count():
         if time.monotonic() > until:
             break
         dice = random.Random(seed)
-        engine_dir, calls, wanted = known[seed % 2]
+        engine_dir, calls, wanted = known[seed % len(known)]
         options = {
-            "drafts": ["mtp", "ngram", "mtp", "none"][seed // 2 % 4],
+            "drafts": ["mtp", "ngram", "mtp", "none"][seed // len(known) % 4],
             "max_rows": dice.choice([3, 8]),
             "num_pages": dice.choice([9, 14, 60]),
             "max_step_tokens": dice.choice([63, 193, 256]),
@@ -580,7 +616,7 @@ def storms(asked: argparse.Namespace) -> None:
         if options["drafts"] != "none":
             options["num_drafts"] = dice.choice([1, 2, 3])
         with opened(engine_dir, **options) as llm:
-            for _ in range(40):
+            for _ in range(20):
                 wrong = _storm(llm, dice, calls, wanted)
                 done, bad = done + 1, bad + bool(wrong)
                 if wrong:

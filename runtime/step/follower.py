@@ -113,12 +113,17 @@ def main() -> None:
     rank = job["rank"]
     try:
         memory = SharedMemory(job["memory"], job["size"], job["token"])
+        calls: list[Callable[[], int]] = []
+        threading.Thread(target=_beat, args=(memory.of(rank), calls), daemon=True).start()
         replica = _open(Path(job["engine_dir"]), memory, rank, heard, said)
     except Refused as error:
         _say(said, refused=str(error))
         return
     threading.Thread(target=_end_with, args=(heard, job["leader"]), daemon=True).start()
-    threading.Thread(target=_beat, args=(memory.of(rank), replica.on_cpu), daemon=True).start()
+    if replica.on_cpu:
+        from hemiola.plugins.cpu.steps import num_calls  # numba is not needed elsewhere
+
+        calls.append(num_calls)
     _say(said, ready=True)
     try:
         follow(replica, memory, rank, RecordReader(memory, rank, job["bell"]))
@@ -220,14 +225,11 @@ def _end_without(leader: int) -> None:
     os._exit(0)
 
 
-def _beat(own: np.ndarray, on_cpu: bool) -> None:
-    num_calls = None
-    if on_cpu:
-        from hemiola.plugins.cpu.steps import num_calls  # numba is not needed elsewhere
-
+def _beat(own: np.ndarray, calls: list[Callable[[], int]]) -> None:
+    """calls: who counts kernels, once there is one."""
     while True:
         own[BEAT] += 1
-        own[CALLS] = num_calls() if num_calls else 0
+        own[CALLS] = sum(count() for count in calls)
         time.sleep(HEARTBEAT)
 
 

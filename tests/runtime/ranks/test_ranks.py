@@ -148,15 +148,21 @@ REFUSED = {
     "other build": (Refused, "rank 1 runs hemiola 0.0 with torch 1.0, the leader hemiola"),
     "no memory": (Refused, "room for 0 pages"),
     "ends at once": (Lost, "rank 1 has ended with status 3 while the engine was opened"),
+    "stops opening": (Lost, "rank 1 has not moved for 2 seconds of opening"),
+    "hangs opening": (Lost, "the ranks have not opened in 4 seconds"),
 }
 
 
 @pytest.mark.parametrize("fault", REFUSED)
 def test_ranks_that_do_not_fit_together_are_refused(
-    pair: Path, bad: Callable[[str], None], fault: str
+    pair: Path, bad: Callable[[str], None], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes are those that the poorest rank has memory for."""
+    """Sizes are those that the poorest rank has memory for; and nobody waits for one that hangs."""
     bad(fault)
+    if fault == "stops opening":
+        monkeypatch.setattr(followers, "OPENING_SILENT", 2.0)
+    if fault == "hangs opening":
+        monkeypatch.setattr(followers, "OPENING", 4.0)
     kind, reason = REFUSED[fault]
     with pytest.raises(kind, match=reason):
         LLM(pair)
