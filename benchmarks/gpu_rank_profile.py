@@ -150,12 +150,9 @@ def decode(llm: Any, prompts: list[list[int]], folder: Path, number: int) -> tup
 
 def sequences(llm: Any, prompts: list[list[int]]) -> None:
     """Milliseconds of the GPU's steps, one by one, in ways of running that can be changed meanwhile."""
-    import gc
     import os
 
     import gpu_models
-
-    from hemiola.runtime.step import ranked
 
     pid = next(one.process.pid for one in llm._loop.steps._followers._followers)
     cores = sorted(os.sched_getaffinity(0))
@@ -165,13 +162,8 @@ def sequences(llm: Any, prompts: list[list[int]]) -> None:
             for task in Path(f"/proc/{process}/task").iterdir():
                 os.sched_setaffinity(int(task.name), chosen)
 
-    def no_checks() -> None:
-        ranked.CHECKED_EVERY = 10**9
-
     ways: dict[str, Callable[[], None]] = {
         "as it is": lambda: None,
-        "no digests": no_checks,
-        "no collector on the leader": gc.disable,
         "half of the cores each": lambda: pinned({*cores[: len(cores) // 2]}, {*cores[len(cores) // 2 :]}),
     }
     gpu_models.decode(llm, prompts, (0, 8))
@@ -184,8 +176,6 @@ def sequences(llm: Any, prompts: list[list[int]]) -> None:
         means = ", ".join(f"{one.step_ms:.2f}" for one in found)
         print(f"* {name}: {means} ms a step; GPU's steps: {shown}", flush=True)
         print("  " + " ".join(f"{number:.1f}" for number in own[:100]), flush=True)
-    ranked.CHECKED_EVERY = 16
-    gc.enable()
     pinned({*cores}, {*cores})
 
 
